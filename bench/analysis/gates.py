@@ -1,0 +1,160 @@
+"""Gates: what makes a trial ``invalid``. Facts come from the tables, limits from one table with its reasons."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pandas as pd
+
+from bench.cell import REFERENCE, Precision, Status
+from bench.tables import Tables
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tolerance:
+    """What may differ from the fp32 reference without being a finding."""
+
+    update_error: float
+    """Relative L2 error of the update of one SGD window."""
+    loss_deviation: float
+    """Largest |loss - reference's loss| of any step, in nats per token."""
+    reason: str
+
+
+TOLERANCES: dict[str, Tolerance] = {
+    Precision.FP32: Tolerance(
+        update_error=1e-5,
+        loss_deviation=1e-3,
+        reason="only the order of fp32 sums differs: 4e-7 was seen for the update (the rounding of w - g) and 1e-5 for "
+        "the loss after 15 steps of AdamW, which amplifies it; one sample lost in a thousand would be 1e-3",
+    ),
+    Precision.BF16: Tolerance(
+        update_error=5e-2,
+        loss_deviation=5e-2,
+        reason="bf16 has 8 bits of mantissa, and forward and backward round at every operator: errors of 1e-2 to 2e-2 "
+        "were seen for the update with every sound backend; a loss divided by 2 once too often would be 0.5",
+    ),
+}
+"""By precision of the cell. The reference is fp32 for all."""
+
+SAME_FACTOR = 0.05
+"""How near a scale must be to 1/N, N, 1/W or W to be called by that name; N and W differ by more."""
+
+
+def judge(tables: Tables) -> Tables:
+    """The same tables with ``max_loss_deviation`` filled, and ``status`` and ``reason`` of what failed a gate.
+
+    Trials that did not end ``ok`` are left as they are. A trial that cannot be checked, because its reference is
+    missing or failed, is invalid too: a number that nobody checked is not printed as good.
+    """
+    trials = tables.trials.copy()
+    losses = {
+        key: group.sort_values("step")["loss"].to_numpy(dtype=float, na_value=math.nan)
+        for key, group in tables.losses.groupby(["cell_id", "repeat"])
+    }
+    truths = _reference_losses(trials, losses)
+    for index, row in trials.iterrows():
+        if row["status"] != Status.OK:
+            continue
+        mine = losses.get((row["cell_id"], row["repeat"]), ())
+        deviation = _deviation(mine, truths.get(_workload_key(row)))
+        trials.loc[index, "max_loss_deviation"] = pd.NA if deviation is None else deviation  # type: ignore[index]
+        reasons = findings(row, deviation)
+        if reasons:
+            trials.loc[index, ["status", "reason"]] = [str(Status.INVALID), "; ".join(reasons)]  # type: ignore[index]
+    return replace(tables, trials=trials)
+
+
+def findings(row: Any, deviation: float | None) -> list[str]:
+    """Everything that is wrong with one finished trial, in words; empty if all gates hold.
+
+    ``row`` is a row of the trials table; ``deviation`` the largest deviation of its losses from the reference's, NaN
+    if a loss is not finite, None if there is no reference.
+    """
+    tolerance = TOLERANCES[row["precision"]]
+    found = _step_findings(row)
+    if deviation is None:
+        found.append("no reference losses to check against: the reference failed or took other steps")
+    elif not deviation <= tolerance.loss_deviation:
+        what = "a loss is not finite" if math.isnan(deviation) else f"losses leave the reference's by {deviation:.2g}"
+        found.append(f"{what} (limit {tolerance.loss_deviation:g} nats in {row['precision']})")
+    if pd.isna(row["update_error"]):
+        found.append("no update to check: the update pass did not run, or the reference has none")
+    elif row["update_error"] > tolerance.update_error:
+        found.append(
+            f"the update is off by {row['update_error']:.2g} (limit {tolerance.update_error:g} in {row['precision']}): "
+            + explain_update(row["update_scale"], row["update_residual"], row["accumulate"], row["world_size"])
+        )
+    return found
+
+
+def _step_findings(row: Any) -> list[str]:
+    found = []
+    expected, observed = row["optimizer_steps_expected"], row["optimizer_steps_observed"]
+    if observed != expected:
+        found.append(f"{observed} optimizer steps were taken, {expected} were due")
+    if row["num_micro_batches"] != expected * row["accumulate"]:
+        found.append(f"{row['num_micro_batches']} micro-batches were used, {expected * row['accumulate']} were due")
+    if row["ranks_agree"] is False or row["ranks_agree"] == False:  # noqa: E712 - pandas' own booleans
+        found.append("the ranks took different numbers of steps")
+    return found
+
+
+def explain_update(scale: float, residual: float, accumulate: int, world_size: int) -> str:
+    """The likeliest cause of a wrong update, from how it relates to the right one.
+
+    ``scale`` is the least-squares factor between the two and ``residual`` what it leaves unexplained.
+    """
+    if residual > SAME_FACTOR:
+        return (
+            f"{scale:.3g} times the right one and {residual:.0%} of it pointing elsewhere: samples were lost, repeated "
+            "or weighted unequally"
+        )
+    causes = [
+        (1 / accumulate, f"1/{accumulate} of the right one: the loss is divided by N = {accumulate} twice"),
+        (accumulate, f"{accumulate} times the right one: the loss is not divided by N = {accumulate}"),
+        (1 / world_size, f"1/{world_size} of the right one: averaged over the {world_size} ranks twice"),
+        (world_size, f"{world_size} times the right one: summed over the {world_size} ranks, not averaged"),
+    ]
+    likely = [words for factor, words in causes if factor != 1 and abs(scale / factor - 1) < SAME_FACTOR]
+    if likely:
+        return ", or ".join(likely)
+    return f"{scale:.3g} times the right one, in the same direction"
+
+
+def _workload_key(row: Any) -> tuple[Any, ...]:
+    """Trials of equal key train the same thing, so one reference is the truth for all of them."""
+    names = (
+        "workload",
+        "model",
+        "corpus",
+        "sequence_length",
+        "global_batch_size",
+        "optimizer",
+        "learning_rate",
+        "seed",
+        "optimizer_steps_expected",
+        "device",
+    )
+    return tuple(row[name] for name in names)
+
+
+def _reference_losses(trials: pd.DataFrame, losses: dict[Any, Any]) -> dict[tuple[Any, ...], Any]:
+    """The losses of the first good reference trial of each workload."""
+    truths: dict[tuple[Any, ...], Any] = {}
+    good = trials[(trials["backend"] == REFERENCE) & (trials["status"] == Status.OK)]
+    for _, row in good.sort_values("repeat").iterrows():
+        found = losses.get((row["cell_id"], row["repeat"]))
+        if found is not None:
+            truths.setdefault(_workload_key(row), found)
+    return truths
+
+
+def _deviation(losses: Any, truth: Any) -> float | None:
+    """max |loss - truth|; NaN if any loss is not finite; None without a truth of the same length."""
+    if truth is None or len(losses) != len(truth) or len(truth) == 0:
+        return None
+    deviations = [abs(a - b) for a, b in zip(losses, truth, strict=True)]
+    return math.nan if any(not math.isfinite(value) for value in deviations) else float(max(deviations))

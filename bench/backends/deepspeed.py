@@ -1,0 +1,144 @@
+"""DeepSpeed ZeRO stages 2 and 3, driven by a plain loop, with eager and with coalesced gradient reduction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from bench.backends.base import Backend, Job
+from bench.cell import Sharding, Sync
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+def zero_config(stage: int, job: Job) -> dict[str, Any]:
+    """A DeepSpeed configuration in which nothing that moves the comparison is left to a default.
+
+    Clipping is off (DeepSpeed >= 0.19.3 clips to norm 1 if silent), gradients accumulate in fp32 (the default is the
+    model's dtype), buckets hold the whole model (the default of 5e8 elements would be the peak of a small one), and
+    stage 3 keeps no parameter gathered for being small, gathers one block ahead and releases each block after its
+    forward, as FSDP2 does (the defaults would keep a whole model of up to 1e9 parameters gathered). Communication overlaps on CUDA only; the CPU has no streams.
+    """
+    return {
+        "train_micro_batch_size_per_gpu": job.cell.micro_batch_size,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": job.bf16},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": {
+            "stage": stage,
+            "overlap_comm": job.device.type == "cuda",
+            "contiguous_gradients": True,
+            "reduce_scatter": True,
+            "reduce_bucket_size": job.num_parameters,
+            "allgather_bucket_size": job.num_parameters,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_reuse_distance": 0,
+            "stage3_max_live_parameters": 2 * job.block_parameters,
+            "stage3_prefetch_bucket_size": job.block_parameters,
+        },
+    }
+
+
+def prepare() -> None:
+    """Call before DeepSpeed's first use: its shared-memory operator would be compiled on any CPU, so it is off."""
+    import logging
+
+    import deepspeed.ops
+    from deepspeed import comm
+    from deepspeed.utils.logging import logger
+
+    logger.setLevel(logging.ERROR)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if not comm.is_initialized():
+        comm.init_distributed(dist_init_required=False)
+
+
+def gather(model: nn.Module) -> dict[str, Tensor]:
+    """The full fp32 masters of an engine's module. Collective."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    return {name: safe_get_full_fp32_param(parameter) for name, parameter in model.named_parameters()}
+
+
+class DeepSpeedZero2Eager(Backend):
+    """Stage 2 as documented: ``engine.backward`` and ``engine.step`` per micro-batch, reducing every time."""
+
+    name, framework = "deepspeed-zero2-eager", "DeepSpeed"
+    sync, sharding = Sync.EAGER, Sharding.GRADS
+    requires = ("deepspeed",)
+    stage: ClassVar[int] = 2
+
+    def train(self, job: Job) -> None:
+        engine = self.initialize(job, gradient_accumulation_steps=job.accumulate)
+        for batch in job.loader:
+            # The engine divides the loss by N, and decides in step() whether this was the window's last micro-batch.
+            engine.backward(job.loss(engine, batch))
+            engine.step()
+
+    def initialize(self, job: Job, gradient_accumulation_steps: int) -> Any:
+        """``deepspeed.initialize`` with ``zero_config`` and the tapped torch optimizer."""
+        import deepspeed
+
+        prepare()
+        model = job.build()
+        self.config = zero_config(self.stage, job)
+        self.config["gradient_accumulation_steps"] = gradient_accumulation_steps
+        optimizer = job.optimizer(model.parameters())
+        self.engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=self.config, dist_init_required=False
+        )
+        return self.engine
+
+    def full_parameters(self) -> Mapping[str, Tensor]:
+        return gather(self.engine.module)
+
+    def reported(self) -> dict[str, int]:
+        return {"engine.global_steps": self.engine.global_steps}
+
+    def settings(self) -> dict[str, Any]:
+        return self.config
+
+
+class DeepSpeedZero2Deferred(DeepSpeedZero2Eager):
+    """Stage 2 with ``engine.coalesce_grad_reduction``: one reduction for all backwards of the window.
+
+    One block is one engine step, so the engine is told of one accumulation step and the loop divides the loss.
+    """
+
+    name = "deepspeed-zero2-deferred"
+    sync = Sync.DEFERRED
+
+    def train(self, job: Job) -> None:
+        engine = self.initialize(job, gradient_accumulation_steps=1)
+        batches = iter(job.loader)
+        for _ in range(job.windows):
+            with engine.coalesce_grad_reduction():
+                for _ in range(job.accumulate):
+                    engine.backward(job.loss(engine, next(batches)) / job.accumulate)
+            engine.step()
+
+
+class DeepSpeedZero3Eager(DeepSpeedZero2Eager):
+    """Stage 3: parameters are gathered module by module, gradients reduce-scattered by every backward."""
+
+    name = "deepspeed-zero3-eager"
+    sharding = Sharding.PARAMS
+    stage = 3
+
+
+class DeepSpeedZero3Deferred(DeepSpeedZero2Deferred):
+    """Stage 3 with ``engine.coalesce_grad_reduction``."""
+
+    name = "deepspeed-zero3-deferred"
+    sharding = Sharding.PARAMS
+    stage = 3
+
+
+BACKENDS: tuple[type[Backend], ...] = (
+    DeepSpeedZero2Eager,
+    DeepSpeedZero3Eager,
+    DeepSpeedZero2Deferred,
+    DeepSpeedZero3Deferred,
+)

@@ -1,0 +1,126 @@
+"""FSDP2 (``torch.distributed.fsdp.fully_shard``), each decoder block a unit and the rest the root's.
+
+``eager`` is what torchtitan's trainer does: it leaves the gradient sync on for every micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+from bench.backends.base import Backend, Job
+from bench.cell import Sharding, Sync
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
+
+
+def shard(
+    model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, *, bf16: bool, reshard_after_forward: bool
+) -> FSDPModule:
+    """``fully_shard`` each block, then the root, in place. The root is never resharded after forward (FSDP2's default).
+
+    With ``bf16`` parameters are gathered and gradients computed in bfloat16, and reduced and accumulated in fp32:
+    the policy under which eager and deferred sync accumulate in the same dtype.
+    """
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy()
+    if bf16:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=None if reshard_after_forward else False)
+    return cast("FSDPModule", model)
+
+
+def gather(model: nn.Module) -> dict[str, Tensor]:
+    """The full parameters of a sharded model. Collective."""
+    from torch.distributed.tensor import DTensor
+
+    return {
+        name: parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        for name, parameter in model.named_parameters()
+    }
+
+
+class FSDP2Eager(Backend):
+    """Parameters resharded after forward, gradients reduce-scattered by every backward."""
+
+    name, framework = "fsdp2-eager", "FSDP2"
+    sync, sharding = Sync.EAGER, Sharding.PARAMS
+    resident: ClassVar[bool] = False
+    """Whether gathered parameters are also kept from one micro-batch to the next within the window."""
+
+    def train(self, job: Job) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh(job.device.type, (job.world_size,))
+        model = job.build()
+        reshard_after_forward = self.sharding is Sharding.PARAMS
+        self.model = shard(model, job.blocks(model), mesh, bf16=job.bf16, reshard_after_forward=reshard_after_forward)
+        optimizer = job.optimizer(model.parameters())
+        batches = iter(job.loader)
+        for _ in range(job.windows):
+            for micro_batch in range(job.accumulate):
+                last = micro_batch == job.accumulate - 1
+                if self.sync is Sync.DEFERRED:
+                    self.model.set_requires_gradient_sync(last)
+                    self.model.set_is_last_backward(last)
+                if self.resident:
+                    self.model.set_reshard_after_backward(last)
+                loss = job.loss(model, next(batches))
+                (loss / job.accumulate).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def full_parameters(self) -> Mapping[str, Tensor]:
+        return gather(cast("nn.Module", self.model))
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "reshard_after_forward": self.sharding is Sharding.PARAMS,
+            "reshard_after_backward": "last micro-batch only" if self.resident else "always",
+            "reduce_dtype": "fp32",
+        }
+
+
+class FSDP2Deferred(FSDP2Eager):
+    """``set_requires_gradient_sync``: whole gradients are summed locally and reduced once per window."""
+
+    name = "fsdp2-deferred"
+    sync = Sync.DEFERRED
+
+
+class FSDP2Zero2Eager(FSDP2Eager):
+    """``reshard_after_forward=False``: parameters stay gathered from forward to backward, as under ZeRO-2."""
+
+    name = "fsdp2-zero2-eager"
+    sharding = Sharding.GRADS
+
+
+class FSDP2Zero2Deferred(FSDP2Zero2Eager):
+    """As ``fsdp2-zero2-eager``, with the reduction deferred to the end of the window."""
+
+    name = "fsdp2-zero2-deferred"
+    sync = Sync.DEFERRED
+
+
+class FSDP2DeferredResident(FSDP2Zero2Deferred):
+    """``set_reshard_after_backward`` too: parameters stay gathered for the whole window, as under ZeRO-1."""
+
+    name = "fsdp2-deferred-resident"
+    sharding = Sharding.OPTIMIZER
+    resident = True
+
+
+BACKENDS: tuple[type[Backend], ...] = (
+    FSDP2Eager,
+    FSDP2Deferred,
+    FSDP2Zero2Eager,
+    FSDP2Zero2Deferred,
+    FSDP2DeferredResident,
+)

@@ -1,0 +1,70 @@
+"""Plain PyTorch: the single-process reference, and DistributedDataParallel with and without ``no_sync``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+from bench.backends.base import Backend, Job
+from bench.cell import REFERENCE, Sharding, Sync
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Reference(Backend):
+    """The truth: one process sees the whole batch at once, nothing is accumulated, nothing is scaled."""
+
+    name, framework = REFERENCE, "torch"
+    sync, sharding = Sync.NONE, Sharding.NONE
+
+    def train(self, job: Job) -> None:
+        self.model = job.build()
+        optimizer = job.optimizer(self.model.parameters())
+        for batch in job.loader:
+            with job.autocast():
+                loss = job.loss(self.model, batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def full_parameters(self) -> Mapping[str, Tensor]:
+        return dict(self.model.named_parameters())
+
+
+class DDPEager(Backend):
+    """DDP as it comes: every backward all-reduces."""
+
+    name, framework = "ddp-eager", "torch DDP"
+    sync, sharding = Sync.EAGER, Sharding.NONE
+
+    def train(self, job: Job) -> None:
+        from torch.nn.parallel import DistributedDataParallel
+
+        self.model = DistributedDataParallel(job.build())
+        optimizer = job.optimizer(self.model.parameters())
+        batches = iter(job.loader)
+        for _ in range(job.windows):
+            for micro_batch in range(job.accumulate):
+                reduce = micro_batch == job.accumulate - 1 or self.sync is Sync.EAGER
+                # DDP decides in the forward whether the backward will reduce, so no_sync must hold both.
+                with nullcontext() if reduce else self.model.no_sync():
+                    with job.autocast():
+                        loss = job.loss(self.model, next(batches))
+                    (loss / job.accumulate).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def full_parameters(self) -> Mapping[str, Tensor]:
+        return dict(self.model.module.named_parameters())
+
+
+class DDPDeferred(DDPEager):
+    """DDP under ``no_sync`` but for the last micro-batch of the window."""
+
+    name = "ddp-deferred"
+    sync = Sync.DEFERRED
+
+
+BACKENDS: tuple[type[Backend], ...] = (Reference, DDPEager, DDPDeferred)

@@ -1,0 +1,137 @@
+"""One point of the matrix: frozen, documented, and named by a hash of its content."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+REFERENCE = "reference"
+"""Name of the backend that is the truth: one process, the full batch, plain PyTorch, fp32."""
+
+
+class Sync(StrEnum):
+    """When gradients are reduced across ranks."""
+
+    NONE = "none"
+    """Never: there is one rank."""
+    EAGER = "eager"
+    """After the backward of every micro-batch."""
+    DEFERRED = "deferred"
+    """Once per window, after its last micro-batch."""
+
+
+class Sharding(StrEnum):
+    """What is split across ranks between the micro-batches of a window."""
+
+    NONE = "none"
+    """Nothing: every rank holds all (DDP)."""
+    OPTIMIZER = "optimizer"
+    """The optimizer state (ZeRO-1): parameters and gradients stay whole for the whole window."""
+    GRADS = "grads"
+    """Gradients and optimizer state (ZeRO-2; FSDP2 without resharding after forward)."""
+    PARAMS = "params"
+    """Parameters too (ZeRO-3, FSDP2)."""
+
+
+class Precision(StrEnum):
+    """In which dtype forward and backward compute. Masters and accumulation are fp32 in both."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+
+
+class Device(StrEnum):
+    """What the ranks run on: ``cpu`` talks over gloo, ``cuda`` over NCCL with one GPU per rank."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class Status(StrEnum):
+    """How a trial ended. All but ``ok`` carry a reason."""
+
+    OK = "ok"
+    OOM = "oom"
+    TIMEOUT = "timeout"
+    HANG = "hang"
+    CRASHED = "crashed"
+    UNSUPPORTED = "unsupported"
+    INVALID = "invalid"
+    INTERRUPTED = "interrupted"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """One configuration that a trial runs. Two cells of equal content have equal ids, on every machine."""
+
+    backend: str
+    """Name of the backend in the registry."""
+    accumulate: int
+    """N: micro-batches per window on each rank."""
+    world_size: int
+    """W: ranks."""
+    global_batch_size: int
+    """B: samples per optimizer step over all ranks, the same for every cell that is compared."""
+    sequence_length: int
+    """Tokens per sample that are predicted."""
+    workload: str = "llama"
+    """``llama``, or ``package.module:factory`` of one's own."""
+    model: str = "tiny"
+    """Size of the model, as the workload understands it."""
+    corpus: str = "markov"
+    """``markov``, or ``name@sha256:...`` of a text file's bytes."""
+    precision: Precision = Precision.FP32
+    """dtype of forward and backward."""
+    accumulation_dtype: str = "fp32"
+    """dtype in which gradients are summed over the window."""
+    optimizer: str = "adamw-foreach"
+    """``adamw-foreach`` or ``adamw-fused``."""
+    learning_rate: float = 1e-3
+    """Of AdamW; the update pass always uses SGD with learning rate 1."""
+    warmup_windows: int = 3
+    """Windows trained before the first timed one."""
+    timed_windows: int = 12
+    """Windows whose time is kept, one sample each."""
+    seed: int = 0
+    """Of the initial weights and of the tokens."""
+    device: Device = Device.CPU
+    """What the ranks run on."""
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples that one forward sees on one rank: B / (N x W)."""
+        return self.global_batch_size // (self.accumulate * self.world_size)
+
+    @property
+    def windows(self) -> int:
+        """Optimizer steps of the time pass, warm-up included."""
+        return self.warmup_windows + self.timed_windows
+
+    @property
+    def cell_id(self) -> str:
+        """The first 12 hex digits of the SHA-256 of the canonical JSON of all fields."""
+        canonical = json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()[:12]
+
+    @property
+    def label(self) -> str:
+        """A short name for people: backend, N, W and precision."""
+        return f"{self.backend} N={self.accumulate} W={self.world_size} {self.precision}"
+
+    def reference(self) -> Cell:
+        """The cell whose update and losses are the truth for this one: one process, whole batch, fp32."""
+        return dataclasses.replace(self, backend=REFERENCE, accumulate=1, world_size=1, precision=Precision.FP32)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; ``Cell.from_dict`` is the inverse."""
+        return {key: str(v) if isinstance(v, StrEnum) else v for key, v in dataclasses.asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Cell:
+        """The cell of ``to_dict``'s values. Raises TypeError for an unknown key, ValueError for an unknown enum value."""
+        enums = {"precision": Precision, "device": Device}
+        return cls(**{key: enums[key](v) if key in enums else v for key, v in values.items()})

@@ -1,0 +1,9 @@
+"""Errors that a person can act on."""
+
+
+class InputError(ValueError):
+    """The command or its input is wrong: one line that names the place and what would be right (exit status 2)."""
+
+
+class UnsupportedError(RuntimeError):
+    """This machine, or this framework, cannot run the cell: the trial becomes a row with status ``unsupported``."""

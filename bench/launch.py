@@ -1,0 +1,267 @@
+"""A process group for one trial: torch elastic on a free loopback port, watched, always cleaned up.
+
+Two processes share the work. The bench's own process stays small and asleep: it holds a ``Launcher``. The launcher's
+process (``python -m bench.launch``) imports torch, runs torch elastic's agent, and keeps a fork server whose children
+start with every framework imported. All of it is one process group of the operating system, so ending a trial means
+ending that group, whatever state it is in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+from bench.cell import Device, Status
+from bench.trial import Spec
+
+GRACE_S = 5.0
+"""How long a process group may take to end after SIGTERM, before SIGKILL."""
+START_TIMEOUT_S = 180.0
+"""How long the launcher may take to import everything, on a slow disk."""
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """How a trial ended."""
+
+    status: Status
+    reason: str
+    ranks: list[dict[str, Any]]
+    """What each rank wrote, rank 0 first; empty unless all of them succeeded."""
+    wall_s: float
+    traceback: str = ""
+
+
+class LauncherError(RuntimeError):
+    """The launcher's process could not be started."""
+
+
+class Launcher:
+    """Starts trials, one at a time. Use as a context manager; ``close`` leaves no process behind."""
+
+    def __init__(self, device: Device, *, cold: bool = False) -> None:
+        self._device = device
+        self._cold = cold
+        self._process: subprocess.Popen[bytes] | None = None
+        self._requests = self._replies = -1
+        self._stderr: IO[bytes]
+
+    def __enter__(self) -> Launcher:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start the launcher's process and wait until its fork server has imported everything.
+
+        ``run`` does this itself when there is none. Raises LauncherError if it does not come up.
+        """
+        requests_read, self._requests = os.pipe()
+        self._replies, replies_write = os.pipe()
+        command = [sys.executable, "-m", "bench.launch", str(requests_read), str(replies_write)]
+        command.append("cold" if self._cold else "warm")
+        self._stderr = tempfile.TemporaryFile()  # a pipe would fill up, since nobody reads it meanwhile
+        self._process = subprocess.Popen(
+            command,
+            env=_environment(self._device),
+            pass_fds=(requests_read, replies_write),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=self._stderr,
+            start_new_session=True,
+        )
+        os.close(requests_read)
+        os.close(replies_write)
+        if self._wait(START_TIMEOUT_S) != {"ready": True}:
+            detail = self._last_words()
+            self.close()
+            raise LauncherError(f"the launcher did not start within {START_TIMEOUT_S:.0f} s: {detail}")
+
+    def run(self, spec: Spec, timeout_s: float) -> Outcome:
+        """Run one trial to its end, or end it after ``timeout_s``. The calling thread sleeps meanwhile."""
+        if self._process is None:
+            self.start()
+        folder = Path(spec.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        started = time.perf_counter()
+        reply: dict[str, Any] | None = {"failure": "the launcher's process has ended"}
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._requests, (spec.to_json() + "\n").encode())
+            reply = self._wait(timeout_s)
+        wall_s = time.perf_counter() - started
+        if reply is None:
+            self.close()
+            return Outcome(
+                status=Status.TIMEOUT,
+                reason=f"not finished after {timeout_s:g} s; raise --timeout, or read the ranks' logs",
+                ranks=[],
+                wall_s=wall_s,
+            )
+        if reply.get("died"):
+            reply = {"failure": f"the launcher's process died: {self._last_words()}"}
+            self.close()
+        return _outcome(folder, spec.cell.world_size, reply, wall_s)
+
+    def close(self) -> None:
+        """End the launcher, the fork server and every rank; SIGTERM first, SIGKILL after a grace period."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        os.close(self._requests)
+        os.close(self._replies)
+        for end in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, end)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_S)
+        self._stderr.close()
+
+    def _wait(self, timeout_s: float) -> dict[str, Any] | None:
+        """The launcher's next reply; None after ``timeout_s``; ``{"died": True}`` if it is gone."""
+        deadline = time.monotonic() + timeout_s
+        received = b""
+        while not received.endswith(b"\n"):
+            ready, _, _ = select.select([self._replies], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                return None
+            piece = os.read(self._replies, 65536)
+            if not piece:
+                return {"died": True}
+            received += piece
+        reply: dict[str, Any] = json.loads(received)
+        return reply
+
+    def _last_words(self) -> str:
+        """The last line that the launcher's process wrote to its standard error."""
+        self._stderr.seek(0)
+        lines = self._stderr.read().decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "no message"
+
+
+def _environment(device: Device) -> dict[str, str]:
+    """The environment of the launcher and all ranks."""
+    root = str(Path(__file__).resolve().parent.parent)
+    path = os.environ.get("PYTHONPATH")
+    environment = os.environ | {
+        # bench must be importable in children when run from a checkout.
+        "PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root,
+        # torch.cuda.is_available() must not initialize CUDA in the fork server.
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        # No model or data set is ever downloaded.
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+    }
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if device is Device.CPU:
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    return environment
+
+
+def _outcome(folder: Path, world_size: int, reply: dict[str, Any], wall_s: float) -> Outcome:
+    """Judge a trial by what its ranks wrote; the launcher's word counts only for ranks that wrote nothing.
+
+    A rank that crashes after it handed over its result (gloo is known to abort at exit) spoils nothing.
+    """
+    results = []
+    for rank in range(world_size):
+        path = folder / f"rank{rank}.json"
+        results.append(json.loads(path.read_text()) if path.exists() else None)
+    done = [result for result in results if result is not None and result["status"] == Status.OK]
+    if len(done) == world_size:
+        return Outcome(status=Status.OK, reason="", ranks=done, wall_s=wall_s)
+    # Peers of a failed rank fail too, with errors of lost connections: a rank's own cause counts before theirs.
+    order = [Status.OOM, Status.UNSUPPORTED, Status.CRASHED]
+    failed = [(rank, result) for rank, result in enumerate(results) if result is not None and result not in done]
+    failed.sort(key=lambda item: (order.index(Status(item[1]["status"])), item[1]["time"]))
+    if failed and not (reply.get("signal") and failed[0][1]["status"] == Status.CRASHED):
+        rank, result = failed[0]
+        return Outcome(
+            status=Status(result["status"]),
+            reason=f"rank {rank}: {result['reason']}",
+            ranks=[],
+            wall_s=wall_s,
+            traceback=result["traceback"],
+        )
+    return Outcome(status=Status.CRASHED, reason=reply.get("failure", "ended without a result"), ranks=[], wall_s=wall_s)
+
+
+def serve(requests: int, replies: int, *, cold: bool) -> None:
+    """The launcher's process: trials as JSON lines from one pipe, one JSON line of answer each to the other."""
+    import multiprocessing
+
+    # Imports torch for the agent itself.
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from bench.trial import run_rank
+
+    start_method = "spawn" if cold else "forkserver"
+    if not cold:
+        multiprocessing.set_forkserver_preload(["bench.preload"])
+        first = multiprocessing.get_context("forkserver").Process(target=_nothing)
+        first.start()
+        first.join()
+    _reply(replies, {"ready": True})
+    with os.fdopen(requests) as lines:
+        for line in lines:
+            spec = Spec.from_json(line)
+            config = LaunchConfig(
+                min_nodes=1,
+                max_nodes=1,
+                nproc_per_node=spec.cell.world_size,
+                rdzv_backend="c10d",
+                rdzv_endpoint="127.0.0.1:0",
+                local_addr="127.0.0.1",
+                max_restarts=0,
+                monitor_interval=0.05,
+                start_method=start_method,
+                logs_specs=DefaultLogsSpecs(log_dir=spec.folder, redirects=Std.ALL),
+            )
+            _reply(replies, _supervise(lambda: elastic_launch(config, run_rank)(line)))
+
+
+def _supervise(launch: Any) -> dict[str, Any]:
+    """Run torch elastic; what failed, by rank and exit code or signal, from its structured error."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        launch()
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode < 0:
+            name = signal.Signals(-failure.exitcode).name
+            return {"failure": f"rank {rank} was ended by {name}", "signal": name}
+        return {"failure": f"rank {rank} ended with exit code {failure.exitcode}"}
+    except Exception as error:
+        return {"failure": f"torch elastic: {type(error).__name__}: {error}"}
+    return {"failure": "a rank ended without a result"}
+
+
+def _nothing() -> None:
+    """Makes the fork server start and import."""
+
+
+def _reply(replies: int, answer: dict[str, Any]) -> None:
+    os.write(replies, (json.dumps(answer) + "\n").encode())
+
+
+def _end_quietly(signum: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + signum)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _end_quietly)
+    serve(int(sys.argv[1]), int(sys.argv[2]), cold=sys.argv[3] == "cold")

@@ -1,0 +1,249 @@
+"""A matrix file becomes cells. Every key is checked, and what is wrong is named with what would be right."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.backends.base import Backend
+from bench.cell import REFERENCE, Cell, Device, Precision
+from bench.errors import InputError
+from bench.workload import find_factory
+from bench.workload.corpus import describe_file
+from bench.workload.sizes import SIZES
+
+FOLDER = Path(__file__).parent / "matrices"
+"""The matrices that are shipped, one TOML file each; the file's name is the matrix' name."""
+OPTIMIZERS = ("adamw-foreach", "adamw-fused")
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What a key of a matrix file may hold."""
+
+    check: Callable[[Any], bool]
+    expected: str
+    """What would be right, in words."""
+    default: Any = None
+    """Used if the key is missing; None if it must be there."""
+
+
+def _integer(least: int) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+
+
+def _list_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and bool(value) and all(map(check, value))
+
+
+def _one_of(*names: str) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, str) and value in names
+
+
+def _string(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+KEYS: dict[str, Key] = {
+    "description": Key(lambda value: isinstance(value, str), "a string", ""),
+    "device": Key(_one_of(*Device), f"one of {', '.join(Device)}"),
+    "repeats": Key(_integer(1), "an integer of at least 1", 3),
+    "timeout_s": Key(_number, "a positive number of seconds", 600),
+    "workload.workload": Key(_string, "'llama' or 'package.module:factory'", "llama"),
+    "workload.model": Key(_string, f"a model size: {', '.join(SIZES)}", "tiny"),
+    "workload.corpus": Key(_string, "'markov' or the path of a text file", "markov"),
+    "workload.sequence_length": Key(_integer(1), "an integer of at least 1"),
+    "workload.global_batch_size": Key(_integer(1), "an integer of at least 1"),
+    "training.optimizer": Key(_one_of(*OPTIMIZERS), f"one of {', '.join(OPTIMIZERS)}", "adamw-foreach"),
+    "training.learning_rate": Key(_number, "a positive number", 1e-3),
+    "training.warmup_windows": Key(_integer(1), "an integer of at least 1", 3),
+    "training.timed_windows": Key(_integer(1), "an integer of at least 1", 12),
+    "training.seed": Key(_integer(0), "an integer of at least 0", 0),
+    "axes.backend": Key(
+        lambda value: value == "all" or _list_of(_string)(value), "'all' or a list of backend names", "all"
+    ),
+    "axes.accumulate": Key(_list_of(_integer(1)), "a list of integers of at least 1"),
+    "axes.world_size": Key(
+        lambda value: value == "all" or _list_of(_integer(1))(value),
+        "a list of integers of at least 1, or 'all' for one rank per GPU",
+    ),
+    "axes.precision": Key(_list_of(_one_of(*Precision)), f"a list of {', '.join(Precision)}", ["fp32"]),
+}
+"""All keys of a matrix file, as table.key; the only ones allowed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrix:
+    """A checked matrix: every key of KEYS has a value."""
+
+    name: str
+    source: str
+    """Where the values came from, to be named in errors: the file."""
+    values: Mapping[str, Any]
+    """By table.key."""
+    places: Mapping[str, str] = field(default_factory=dict)
+    """For keys that an option of the command overrode: the option."""
+
+    def __getitem__(self, key: str) -> Any:
+        return self.values[key]
+
+    def place(self, key: str) -> str:
+        """Where the value of a key stands."""
+        return self.places.get(key, f"{self.source}: {key}")
+
+    def override(self, key: str, value: Any, option: str) -> Matrix:
+        """The same matrix with another value. Raises InputError naming the option if the value cannot be."""
+        _check(KEYS[key], value, option)
+        return Matrix(
+            name=self.name,
+            source=self.source,
+            values={**self.values, key: value},
+            places={**self.places, key: option},
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for run.json."""
+        return {"name": self.name, "source": self.source, "values": dict(self.values), "places": dict(self.places)}
+
+
+def names() -> list[str]:
+    """The names of the shipped matrices."""
+    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+
+
+def load(name: str) -> Matrix:
+    """The shipped matrix of that name, or the one in the file. Raises InputError if it cannot be read or is wrong."""
+    shipped = name in names()
+    path = FOLDER / f"{name}.toml" if shipped else Path(name)
+    source = f"{name}.toml" if shipped else name
+    if not shipped and path.suffix != ".toml":
+        raise InputError(f"--matrix {name}: unknown; use {', '.join(['auto', *names()])} or a .toml file")
+    try:
+        document = tomllib.loads(path.read_bytes().decode())
+    except OSError as error:
+        raise InputError(f"--matrix {name}: cannot be read ({error.strerror}); name a TOML file") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{source}: is not TOML ({error})") from error
+    return parse(document, name=path.stem, source=source)
+
+
+def parse(document: Mapping[str, Any], *, name: str, source: str) -> Matrix:
+    """A matrix from a TOML document. Raises InputError naming the key that is unknown, missing or wrong."""
+    tables = {key.partition(".")[0] for key in KEYS if "." in key}
+    given: dict[str, Any] = {}
+    for key, value in document.items():
+        if key in tables:
+            if not isinstance(value, dict):
+                raise InputError(f"{source}: {key} must be a table, [{key}]")
+            given |= {f"{key}.{inner}": v for inner, v in value.items()}
+        else:
+            given[key] = value
+    for key, value in given.items():
+        if key not in KEYS:
+            raise InputError(f"{source}: {key} is unknown; {_suggest(key, list(KEYS))}")
+        _check(KEYS[key], value, f"{source}: {key}")
+    values = {}
+    for key, rule in KEYS.items():
+        if key not in given and rule.default is None:
+            raise InputError(f"{source}: {key} is missing; it must be {rule.expected}")
+        values[key] = given.get(key, rule.default)
+    return Matrix(name=name, source=source, values=values)
+
+
+def _check(rule: Key, value: Any, place: str) -> None:
+    if not rule.check(value):
+        raise InputError(f"{place} is {value!r}; it must be {rule.expected}")
+
+
+def _suggest(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
+
+
+def expand(matrix: Matrix, backends: Mapping[str, type[Backend]], num_gpus: int) -> list[Cell]:
+    """The cells of a matrix, each once; the reference of each cell comes along and stands before the others.
+
+    Raises InputError for an unknown backend, model or workload, a batch that does not divide by N x W, a corpus that
+    cannot be used, or more ranks than GPUs.
+    """
+    chosen = list(backends) if matrix["axes.backend"] == "all" else matrix["axes.backend"]
+    for name in chosen:
+        if name not in backends:
+            raise InputError(f"{matrix.place('axes.backend')}: '{name}' is unknown; {_suggest(name, list(backends))}")
+    _check_workload(matrix)
+    world_sizes = _world_sizes(matrix, num_gpus)
+    _check_batch(matrix, world_sizes)
+    corpus = matrix["workload.corpus"]
+    if corpus != "markov":
+        corpus = describe_file(Path(corpus), matrix["workload.sequence_length"] + 1)
+    cells: dict[Cell, None] = {}
+    for precision, world_size, accumulate, name in itertools.product(
+        matrix["axes.precision"], world_sizes, matrix["axes.accumulate"], chosen
+    ):
+        cell = Cell(
+            backend=name,
+            accumulate=accumulate,
+            world_size=world_size,
+            global_batch_size=matrix["workload.global_batch_size"],
+            sequence_length=matrix["workload.sequence_length"],
+            workload=matrix["workload.workload"],
+            model=matrix["workload.model"],
+            corpus=corpus,
+            precision=Precision(precision),
+            optimizer=matrix["training.optimizer"],
+            learning_rate=float(matrix["training.learning_rate"]),
+            warmup_windows=matrix["training.warmup_windows"],
+            timed_windows=matrix["training.timed_windows"],
+            seed=matrix["training.seed"],
+            device=Device(matrix["device"]),
+        )
+        cells.setdefault(cell.reference() if name == REFERENCE else cell)
+    references = {cell.reference(): None for cell in cells}
+    return [*references, *(cell for cell in cells if cell.backend != REFERENCE)]
+
+
+def _check_workload(matrix: Matrix) -> None:
+    """Refuse an unknown model size or a factory that cannot be found."""
+    if matrix["workload.workload"] == "llama":
+        model = matrix["workload.model"]
+        if model not in SIZES:
+            raise InputError(f"{matrix.place('workload.model')}: '{model}' is unknown; {_suggest(model, list(SIZES))}")
+        return
+    try:
+        find_factory(matrix["workload.workload"])
+    except InputError as error:
+        raise InputError(f"{matrix.place('workload.workload')}: {error}") from error
+
+
+def _world_sizes(matrix: Matrix, num_gpus: int) -> list[int]:
+    asked, place = matrix["axes.world_size"], matrix.place("axes.world_size")
+    if matrix["device"] == Device.CUDA:
+        if num_gpus == 0:
+            raise InputError(f"{matrix.place('device')} is 'cuda', and no GPU is visible here; use --matrix cpu")
+        if asked != "all" and max(asked) > num_gpus:
+            raise InputError(f"{place}: {max(asked)} ranks need as many GPUs; {num_gpus} are visible here")
+    elif asked == "all":
+        raise InputError(f"{place} is 'all', which means GPUs; on the CPU it must be a list of integers")
+    return [num_gpus] if asked == "all" else list(asked)
+
+
+def _check_batch(matrix: Matrix, world_sizes: Sequence[int]) -> None:
+    """Refuse a batch that does not divide by N x W, and name the nearest that do."""
+    batch = matrix["workload.global_batch_size"]
+    for accumulate, world_size in itertools.product(matrix["axes.accumulate"], world_sizes):
+        product = accumulate * world_size
+        if batch % product:
+            near = [product * n for n in (batch // product, batch // product + 1) if n]
+            raise InputError(
+                f"{matrix.place('workload.global_batch_size')} is {batch}, which does not divide by N x world size = "
+                f"{accumulate} x {world_size} = {product}; the nearest that do: {' and '.join(map(str, near))}"
+            )

@@ -1,0 +1,1 @@
+"""What is measured beside the taps, one file each."""

@@ -1,0 +1,78 @@
+"""Collectives counted where they are issued: a dispatch mode over the ``c10d`` operators.
+
+It sees what FSDP2, DDP's C++ reducer and DeepSpeed alike hand to the process group. torch's own CommDebugMode cannot
+be used: it fails on the second micro-batch of a window.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+NAMES = {
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "allgather_": "all_gather",
+    "_allgather_base_": "all_gather",
+    "allgather_coalesced_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "reduce_scatter_": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "broadcast_": "broadcast",
+    "reduce_": "reduce",
+    "gather_": "gather",
+    "scatter_": "scatter",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all",
+    "send": "send",
+    "recv_": "recv",
+    "barrier": "barrier",
+}
+"""The plain name of each ``c10d`` operator; one that is not listed is counted under its own name."""
+
+
+def payload_bytes(name: str, args: tuple[Any, ...]) -> int:
+    """Bytes of the whole logical tensor: what all ranks hold together after a gather, or before a scatter or reduce.
+
+    The operators take outputs first and inputs second, so the larger of the two sides is the whole; a reduce or
+    broadcast works in place on one list.
+    """
+    sides = [sum(t.nbytes for t in tree_leaves(arg) if isinstance(t, torch.Tensor)) for arg in args[:2]]
+    return max(sides, default=0)
+
+
+class CollectiveCounter(TorchDispatchMode):
+    """Counts calls and payload bytes by operation and dtype while ``counting`` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counting = False
+        self.calls: Counter[tuple[str, str]] = Counter()
+        self.bytes: Counter[tuple[str, str]] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # it comes back as operations on the local tensors
+        if self.counting and func.namespace == "c10d":
+            operator = func.__name__.split(".")[0]
+            tensors = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
+            dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else "none"
+            key = (NAMES.get(operator, operator), dtype)
+            self.calls[key] += 1
+            self.bytes[key] += payload_bytes(operator, args)
+        return func(*args, **(kwargs or {}))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row per operation and dtype: op, dtype, calls, payload_bytes."""
+        return [
+            {"op": op, "dtype": dtype, "calls": calls, "payload_bytes": self.bytes[op, dtype]}
+            for (op, dtype), calls in sorted(self.calls.items())
+        ]

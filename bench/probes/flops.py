@@ -1,0 +1,24 @@
+"""Datasheet peaks, for MFU. A device that is not listed has no peak, and its rows have no MFU."""
+
+from __future__ import annotations
+
+PEAK_FLOPS: dict[str, dict[str, float]] = {
+    "H100 NVL": {"bf16": 835e12},
+    "H100 PCIe": {"bf16": 756e12},
+    "H100": {"bf16": 989e12},
+    "H200": {"bf16": 989e12},
+    "A100": {"bf16": 312e12},
+}
+"""Dense tensor-core FLOP/s by a part of the device's name and by precision, from NVIDIA's datasheets.
+
+The first name that matches counts, so longer ones stand first. No fp32 peak is listed: what PyTorch does with fp32
+matrix products depends on a switch (TF32), and a peak that may not be the one in use would be a guess.
+"""
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """Peak FLOP/s of one device, or None if it is not known."""
+    for part, peaks in PEAK_FLOPS.items():
+        if part in device_name:
+            return peaks.get(precision)
+    return None

@@ -1,0 +1,101 @@
+"""What is seen while a run goes on: a live line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from bench.runner import Trial
+
+REFRESH_PER_S = 1.0
+"""Slow on purpose: the display shares the machine with what is measured."""
+
+
+class Display:
+    """Shows done, running and left trials and the time to go. Use as a context manager."""
+
+    def __init__(self, console: Console, estimates: Mapping[str, float | None]) -> None:
+        self._console = console
+        self._estimates = estimates
+        self._left: dict[tuple[str, int], float] = {}
+        self._measured: list[tuple[float, float]] = []
+        self._started = time.monotonic()
+        self._total = 0
+        self._progress = Progress(
+            TextColumn("{task.fields[counts]}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[to_go]}"),
+            TextColumn("{task.description}", markup=False),
+            console=console,
+            refresh_per_second=REFRESH_PER_S,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._progress.add_task("starting", total=None, counts="", to_go="")
+        self._failed = 0
+        self._done = 0
+
+    def __enter__(self) -> Display:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def say(self, message: str) -> None:
+        """One plain line."""
+        self._console.print(Text(message), highlight=False, soft_wrap=True)
+
+    def expect(self, trials: list[Trial]) -> None:
+        """Tell which trials are left, before the first one."""
+        self._left = {trial.key: self._estimates.get(trial.cell.cell_id) or 0.0 for trial in trials}
+
+    def started(self, trial: Trial, done: int, total: int) -> None:
+        """A trial starts."""
+        self._total = total
+        self._done = done
+        self._progress.update(
+            self._task,
+            description=f"{trial.cell.label} repeat {trial.repeat}",
+            completed=done,
+            total=total,
+            counts=f"{self._failed} failed" if self._failed else "",
+            to_go=f"about {_clock(self._to_go())} to go",
+        )
+
+    def finished(self, trial: Trial, record: Mapping[str, Any]) -> None:
+        """A trial ended."""
+        expected = self._left.pop(trial.key, 0.0)
+        self._measured.append((expected, record["wall_s"]))
+        self._done += 1
+        self._failed += record["status"] != "ok"
+        timed = (record.get("time") or {}).get("step_seconds")
+        what = f"{sorted(timed)[len(timed) // 2]:.4g} s/step" if timed else f"{record['status']}: {record['reason']}"
+        self.say(
+            f"[{self._done}/{self._total}] {trial.cell.label} repeat {trial.repeat}: {what} "
+            f"({record['wall_s']:.1f} s, about {_clock(self._to_go())} to go)"
+        )
+
+    def _to_go(self) -> float:
+        """Seconds left: the estimates of what is left, corrected by how wrong they were so far."""
+        guessed = sum(expected for expected, _ in self._measured)
+        taken = sum(seconds for _, seconds in self._measured)
+        left = sum(self._left.values())
+        if guessed > 0 and left > 0:
+            return left * taken / guessed
+        return len(self._left) * taken / len(self._measured) if self._measured else left
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

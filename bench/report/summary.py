@@ -1,0 +1,104 @@
+"""The table in the terminal at the end of a run, and the words under it."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+import pandas as pd
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from bench.cell import REFERENCE, Status
+from bench.tables import Tables
+
+
+def by_cell(tables: Tables) -> pd.DataFrame:
+    """One row per cell: medians over its good trials, and the worst status with its reason."""
+    rows = []
+    for (cell_id,), trials in tables.trials.groupby(["cell_id"], sort=False):
+        bad = trials[trials["status"] != Status.OK]
+        first = (bad if len(bad) else trials).iloc[0]
+        rows.append(
+            {
+                **{name: first[name] for name in ("backend", "framework", "accumulate", "world_size", "precision")},
+                "cell_id": cell_id,
+                "status": first["status"],
+                "reason": first["reason"],
+                "num_trials": len(trials),
+                "num_bad": len(bad),
+                **{
+                    name: trials[name].median()
+                    for name in ("step_time_s", "tokens_per_s", "peak_memory_bytes", "overhead_s", "update_scale")
+                },
+                "fastest_s": trials["step_time_s"].min(),
+                "slowest_s": trials["step_time_s"].max(),
+                "max_loss_deviation": trials["max_loss_deviation"].max(),
+                "update_error": trials["update_error"].max(),
+                **{
+                    f"steps_{name}": first[f"optimizer_steps_{name}"] for name in ("expected", "observed", "reported")
+                },
+            }
+        )
+    cells = pd.DataFrame(rows)
+    order = cells["backend"].ne(REFERENCE)
+    return cells.assign(_order=order).sort_values(
+        ["_order", "precision", "world_size", "accumulate", "step_time_s"], ignore_index=True
+    )
+
+
+def show(console: Console, tables: Tables) -> None:
+    """Print the summary table, then every finding in words."""
+    cells = by_cell(tables)
+    table = Table(title="Medians over trials; (fastest - slowest trial)", title_justify="left", pad_edge=False)
+    for name in ("backend", "N", "W", "dtype"):
+        table.add_column(name, no_wrap=True)
+    for name in ("step time", "tokens/s", "peak memory", "steps due/taken/reported", "update", "loss off by"):
+        table.add_column(name, justify="right")
+    table.add_column("status")
+    for _, cell in cells.iterrows():
+        table.add_row(*(Text(value) for value in _row(cell)), style=None if cell["status"] == Status.OK else "red")
+    console.print(table)
+    for line in findings(cells):
+        console.print(Text(line), highlight=False, soft_wrap=True)
+
+
+def findings(cells: pd.DataFrame) -> list[str]:
+    """One paragraph for each different thing that went wrong, naming its cells."""
+    bad = cells[cells["status"] != Status.OK]
+    lines = []
+    for (backend, status, reason), group in bad.groupby(["backend", "status", "reason"], sort=False):
+        factors = ", ".join(f"{n}" for n in sorted(set(group["accumulate"])))
+        lines.append(textwrap.fill(f"{status}: {backend} N={factors}: {reason}", 118, subsequent_indent="    "))
+    return lines
+
+
+def _row(cell: Any) -> list[str]:
+    return [
+        cell["backend"],
+        str(cell["accumulate"]),
+        str(cell["world_size"]),
+        cell["precision"],
+        _seconds(cell),
+        _number(cell["tokens_per_s"], ",.0f"),
+        _mebibytes(cell["peak_memory_bytes"]),
+        "/".join(_number(cell[f"steps_{name}"], "d") for name in ("expected", "observed", "reported")),
+        f"x {cell['update_scale']:.4g}" if pd.notna(cell["update_scale"]) else "-",
+        _number(cell["max_loss_deviation"], ".1g"),
+        cell["status"] if cell["status"] == Status.OK else f"{cell['status']} {cell['num_bad']}/{cell['num_trials']}",
+    ]
+
+
+def _seconds(cell: Any) -> str:
+    if pd.isna(cell["step_time_s"]):
+        return "-"
+    return f"{cell['step_time_s']:.4f} s ({cell['fastest_s']:.3f} - {cell['slowest_s']:.3f})"
+
+
+def _number(value: Any, form: str) -> str:
+    return "-" if pd.isna(value) else format(int(value) if form == "d" else value, form)
+
+
+def _mebibytes(value: Any) -> str:
+    return "-" if pd.isna(value) else f"{value / 2**20:,.1f} MiB"

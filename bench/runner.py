@@ -1,0 +1,246 @@
+"""Cells times repeats -> journal: the order of trials, what each is asked to do, and going on where a run stopped."""
+
+from __future__ import annotations
+
+import datetime
+import random
+import resource
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from bench import machine
+from bench.backends.base import Backend
+from bench.cell import REFERENCE, Cell, Status
+from bench.errors import InputError
+from bench.journal import MANIFEST, SCHEMA_VERSION, Journal, read_manifest, write_manifest
+from bench.launch import Launcher, Outcome
+from bench.matrix import Matrix
+from bench.record import merge_ranks
+from bench.trial import EXTRA_PASSES, Spec
+
+LOG_BYTES = 20_000
+"""How much of the end of each rank's log is kept for a failed trial."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One cell, run once."""
+
+    cell: Cell
+    repeat: int
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What names the trial within its run."""
+        return self.cell.cell_id, self.repeat
+
+
+class Observer(Protocol):
+    """Told what happens, for a display."""
+
+    def started(self, trial: Trial, done: int, total: int) -> None: ...
+
+    def finished(self, trial: Trial, record: Mapping[str, Any]) -> None: ...
+
+
+def order(cells: Sequence[Cell], repeats: int, seed: int) -> list[Trial]:
+    """All trials: repeat after repeat, each a seeded shuffle of all cells, so that no cell's trials stand in a row.
+
+    The references come first in each repeat, since the others are checked against them.
+    """
+    trials = []
+    for repeat in range(repeats):
+        references = [cell for cell in cells if cell.backend == REFERENCE]
+        others = [cell for cell in cells if cell.backend != REFERENCE]
+        random.Random(f"{seed}/{repeat}").shuffle(others)
+        trials += [Trial(cell, repeat) for cell in [*references, *others]]
+    return trials
+
+
+def describe(backends: Mapping[str, type[Backend]]) -> dict[str, dict[str, str]]:
+    """What run.json says of the backends."""
+    return {
+        name: {
+            "framework": backend.framework,
+            "sync": str(backend.sync),
+            "sharding": str(backend.sharding),
+            "defect": backend.defect,
+        }
+        for name, backend in backends.items()
+    }
+
+
+def create(
+    folder: Path, matrix: Matrix, cells: Sequence[Cell], backends: Mapping[str, type[Backend]], *, cold: bool
+) -> dict[str, Any]:
+    """Begin a run: make its folder and write its manifest. Raises InputError if the folder cannot hold it."""
+    if (folder / MANIFEST).exists():
+        raise InputError(f"--out {folder}: holds a run already; name another folder, or go on with --resume {folder}")
+    used = {cell.backend for cell in cells}
+    manifest = {
+        "schema_version": SCHEMA_VERSION,
+        "run_id": folder.name,
+        "started": _now(),
+        "command": ["python", "-m", "bench", *sys.argv[1:]],
+        "matrix": matrix.to_dict(),
+        "cells": [cell.to_dict() for cell in cells],
+        "backends": {name: about for name, about in describe(backends).items() if name in used},
+        "cold": cold,
+        "git": machine.git_state(),
+        "machine": machine.machine(),
+        "packages": machine.packages(),
+        "environment": machine.environment(),
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_manifest(folder, manifest)
+    except OSError as error:
+        raise InputError(f"--out {folder}: cannot be written ({error.strerror}); name a folder that can") from error
+    return manifest
+
+
+def reopen(folder: Path) -> dict[str, Any]:
+    """The manifest of a run to go on with. Raises InputError if this is not the machine and software it began on."""
+    manifest = read_manifest(folder)
+    for name, now in (("machine", machine.machine()), ("packages", machine.packages())):
+        then = manifest[name]
+        differing = sorted(key for key in now.keys() | then.keys() if now.get(key) != then.get(key))
+        if differing:
+            key = differing[0]
+            raise InputError(
+                f"--resume {folder}: {name} '{key}' was {then.get(key)!r} and is {now.get(key)!r}; timings of both do "
+                "not belong in one run, so start a new one"
+            )
+    return manifest
+
+
+class Runner:
+    """Runs the trials of one run that its journal does not have yet."""
+
+    def __init__(
+        self,
+        folder: Path,
+        manifest: dict[str, Any],
+        backends: Mapping[str, type[Backend]],
+        launcher: Launcher,
+        observer: Observer,
+    ) -> None:
+        self._folder = folder
+        self._manifest = manifest
+        self._backends = backends
+        self._launcher = launcher
+        self._observer = observer
+        self._journal = Journal(folder)
+        self._scratch = folder / "scratch"
+        values = manifest["matrix"]["values"]
+        self._timeout_s = float(values["timeout_s"])
+        self._corpus = None if values["workload.corpus"] == "markov" else values["workload.corpus"]
+        cells = [Cell.from_dict(cell) for cell in manifest["cells"]]
+        self.trials = order(cells, values["repeats"], values["training.seed"])
+
+    def run(self) -> None:
+        """Run what is left. KeyboardInterrupt passes through, with all finished trials in the journal."""
+        records = self._journal.read()
+        done = {(r["cell_id"], r["repeat"]) for r in records if r["status"] != Status.INTERRUPTED}
+        self._have_extras = {r["cell_id"] for r in records if r["status"] == Status.OK and r.get("update")}
+        for number, trial in enumerate(self.trials):
+            if trial.key in done:
+                continue
+            self._observer.started(trial, number, len(self.trials))
+            record = self._run_one(trial)
+            self._journal.append(record)
+            self._observer.finished(trial, record)
+        shutil.rmtree(self._scratch, ignore_errors=True)
+        # ru_maxrss is in KiB on Linux.
+        self._manifest["parent_peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        self._manifest["finished"] = _now()
+        write_manifest(self._folder, self._manifest)
+
+    def _run_one(self, trial: Trial) -> dict[str, Any]:
+        """One trial's record; when interrupted, a record that says so is written before the interrupt goes on."""
+        cell = trial.cell
+        missing = self._backends[cell.backend].missing(cell.device)
+        if missing:
+            outcome = Outcome(status=Status.UNSUPPORTED, reason=missing, ranks=[], wall_s=0.0)
+            return self._record(trial, (), outcome)
+        self._ensure_reference(cell)
+        passes = self._passes(cell)
+        try:
+            outcome = self._launch(trial.cell, passes, self._scratch / f"{cell.cell_id}-{trial.repeat}")
+        except KeyboardInterrupt:
+            outcome = Outcome(status=Status.INTERRUPTED, reason="stopped by the user", ranks=[], wall_s=0.0)
+            self._journal.append(self._record(trial, passes, outcome))
+            raise
+        record = self._record(trial, passes, outcome)
+        if outcome.status is Status.OK:
+            if record.get("update"):
+                self._have_extras.add(cell.cell_id)
+        else:
+            record["log"] = self._keep_logs(trial, outcome)
+        shutil.rmtree(self._scratch / f"{cell.cell_id}-{trial.repeat}", ignore_errors=True)
+        return record
+
+    def _launch(self, cell: Cell, passes: tuple[str, ...], folder: Path) -> Outcome:
+        shutil.rmtree(folder, ignore_errors=True)
+        spec = Spec(
+            cell=cell,
+            passes=passes,
+            folder=str(folder.resolve()),
+            reference=str(self._reference_file(cell).resolve()),
+            corpus=self._corpus and str(Path(self._corpus).resolve()),
+            threads=max(1, machine.num_cores() // cell.world_size),
+        )
+        return self._launcher.run(spec, self._timeout_s)
+
+    def _reference_file(self, cell: Cell) -> Path:
+        return self._scratch / f"reference-{cell.reference().cell_id}.safetensors"
+
+    def _ensure_reference(self, cell: Cell) -> None:
+        """After a resume the reference's trial is done but its update may be gone: make it again, unrecorded."""
+        reference = cell.reference()
+        if cell != reference and reference.cell_id in self._have_extras and not self._reference_file(cell).exists():
+            self._launch(reference, ("update",), self._scratch / "reference-again")
+
+    def _passes(self, cell: Cell) -> tuple[str, ...]:
+        """The time pass always; the others once per cell, in its first trial that succeeds."""
+        if cell.cell_id in self._have_extras:
+            return ("time",)
+        if cell.backend != REFERENCE and not self._reference_file(cell).exists():
+            return ("time", *(name for name in EXTRA_PASSES if name != "update"))
+        return ("time", *EXTRA_PASSES)
+
+    def _record(self, trial: Trial, passes: tuple[str, ...], outcome: Outcome) -> dict[str, Any]:
+        facts = merge_ranks(outcome.ranks) if outcome.ranks else {}
+        return {
+            **facts,
+            "cell_id": trial.cell.cell_id,
+            "repeat": trial.repeat,
+            "cell": trial.cell.to_dict(),
+            "status": outcome.status,
+            "reason": outcome.reason,
+            "passes": passes,
+            "ended": _now(),
+            "wall_s": outcome.wall_s,
+        }
+
+    def _keep_logs(self, trial: Trial, outcome: Outcome) -> str:
+        """Save the traceback and the end of each rank's log of a failed trial; the path within the run's folder."""
+        cell = trial.cell
+        name = f"logs/{cell.backend.replace('/', '_')}-{cell.cell_id}-{trial.repeat}.log"
+        parts = [f"{cell.label}: {outcome.status}: {outcome.reason}\n", outcome.traceback]
+        folder = self._scratch / f"{cell.cell_id}-{trial.repeat}"
+        for log in sorted(folder.rglob("*.log")):
+            text = log.read_text(errors="replace")[-LOG_BYTES:]
+            parts.append(f"--- {'/'.join(log.parts[-2:])}\n{text}\n")
+        path = self._folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("\n".join(parts))
+        return name
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

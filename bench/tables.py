@@ -1,0 +1,213 @@
+"""From the journal to tidy pandas tables: SI units, counts start with ``num_``, failed trials stay in."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from bench.cell import Cell
+from bench.journal import Journal, read_manifest
+from bench.probes.flops import peak_flops
+
+TRIAL_COLUMNS: dict[str, str] = {
+    "run_id": "string",
+    "cell_id": "string",
+    "repeat": "Int64",
+    "backend": "string",
+    "framework": "string",
+    "sharding": "string",
+    "sync": "string",
+    "accumulate": "Int64",
+    "world_size": "Int64",
+    "virtual_world_size": "Int64",
+    "micro_batch_size": "Int64",
+    "global_batch_size": "Int64",
+    "sequence_length": "Int64",
+    "workload": "string",
+    "model": "string",
+    "num_parameters": "Int64",
+    "precision": "string",
+    "accumulation_dtype": "string",
+    "corpus": "string",
+    "optimizer": "string",
+    "learning_rate": "Float64",
+    "seed": "Int64",
+    "device": "string",
+    "device_name": "string",
+    "status": "string",
+    "reason": "string",
+    "step_time_s": "Float64",
+    "tokens_per_s": "Float64",
+    "mfu": "Float64",
+    "energy_j_per_step": "Float64",
+    "peak_memory_bytes": "Int64",
+    "peak_memory_source": "string",
+    "num_micro_batches": "Int64",
+    "optimizer_steps_expected": "Int64",
+    "optimizer_steps_observed": "Int64",
+    "optimizer_steps_reported": "Int64",
+    "optimizer_steps_reported_by": "string",
+    "ranks_agree": "boolean",
+    "final_loss": "Float64",
+    "max_loss_deviation": "Float64",
+    "update_error": "Float64",
+    "update_scale": "Float64",
+    "update_residual": "Float64",
+    "entropy_floor": "Float64",
+    "wall_s": "Float64",
+    "training_s": "Float64",
+    "overhead_s": "Float64",
+    "num_passes": "Int64",
+}
+"""Columns of trials.parquet with their dtypes. Step time is the median over the timed steps of the maximum over
+ranks; memory the maximum over ranks; ``update_*`` and the CPU's memory are measured once per cell and repeated on its
+trials; ``energy_j_per_step`` and ``virtual_world_size`` are empty where they were not measured."""
+
+CHILD_COLUMNS: dict[str, dict[str, str]] = {
+    "steps": {"step": "Int64", "seconds": "Float64"},
+    "losses": {"step": "Int64", "loss": "Float64"},
+    "collectives": {
+        "op": "string",
+        "dtype": "string",
+        "calls": "Int64",
+        "payload_bytes": "Int64",
+        "expected_calls": "Int64",
+        "expected_payload_bytes": "Int64",
+    },
+    "memory": {"category": "string", "bytes": "Int64", "expected_bytes": "Int64"},
+}
+"""Columns of the other tables after ``cell_id`` and ``repeat``. Steps and losses count from 0 at the first update."""
+
+
+@dataclass
+class Tables:
+    """The tables of one run, by name; each is also a parquet file in the run's folder."""
+
+    trials: pd.DataFrame
+    steps: pd.DataFrame
+    losses: pd.DataFrame
+    collectives: pd.DataFrame
+    memory: pd.DataFrame
+
+    def write(self, folder: Path) -> list[Path]:
+        """Write each table as parquet; returns the paths."""
+        paths = []
+        for field in fields(self):
+            path = folder / f"{field.name}.parquet"
+            draft = path.with_suffix(".tmp")
+            getattr(self, field.name).to_parquet(draft, index=False)
+            draft.replace(path)
+            paths.append(path)
+        return paths
+
+
+def load(folder: Path) -> Tables:
+    """The tables of a run's folder, built from its journal; the gates have not judged them yet.
+
+    Raises InputError if the folder holds no run.
+    """
+    manifest = read_manifest(folder)
+    return build(Journal(folder).read(), manifest)
+
+
+def build(records: list[dict[str, Any]], manifest: dict[str, Any]) -> Tables:
+    """The tables of the journal's records. Of several records of one cell and repeat, the last counts."""
+    latest = {(record["cell_id"], record["repeat"]): record for record in records}
+    once: dict[tuple[str, str], Any] = {}
+    for record in latest.values():
+        for name in ("update", "memory"):
+            if record.get(name):
+                once.setdefault((record["cell_id"], name), record[name])
+    trials = [_trial_row(record, manifest, once) for record in latest.values()]
+    children: dict[str, list[dict[str, Any]]] = {name: [] for name in CHILD_COLUMNS}
+    for record in latest.values():
+        key = {"cell_id": record["cell_id"], "repeat": record["repeat"]}
+        for name, rows in _child_rows(record).items():
+            children[name].extend({**key, **row} for row in rows)
+    frames = {
+        name: _frame(children[name], {"cell_id": "string", "repeat": "Int64", **columns})
+        for name, columns in CHILD_COLUMNS.items()
+    }
+    return Tables(trials=_frame(trials, TRIAL_COLUMNS), **frames)
+
+
+def _frame(rows: list[dict[str, Any]], columns: dict[str, str]) -> pd.DataFrame:
+    """A frame with exactly these columns and dtypes, empty values as NA."""
+    return pd.DataFrame(rows, columns=list(columns)).astype(columns)
+
+
+def _trial_row(record: dict[str, Any], manifest: dict[str, Any], once: dict[tuple[str, str], Any]) -> dict[str, Any]:
+    cell = Cell.from_dict(record["cell"])
+    row: dict[str, Any] = {name: record["cell"].get(name) for name in TRIAL_COLUMNS if name in record["cell"]}
+    described = manifest["backends"].get(cell.backend, {})
+    row |= {name: described.get(name) for name in ("framework", "sharding", "sync")}
+    row |= {
+        name: record.get(name)
+        for name in (
+            "cell_id",
+            "repeat",
+            "status",
+            "reason",
+            "num_parameters",
+            "entropy_floor",
+            "device_name",
+            "wall_s",
+            "training_s",
+        )
+    }
+    row["run_id"] = manifest["run_id"]
+    row["micro_batch_size"] = cell.micro_batch_size
+    row["optimizer_steps_expected"] = cell.windows
+    row["num_passes"] = len(record.get("passes", ()))
+    if record.get("training_s") is not None:
+        row["overhead_s"] = record["wall_s"] - record["training_s"]
+    update = once.get((cell.cell_id, "update"))
+    if update:
+        row |= {f"update_{name}": update[name] for name in ("error", "scale", "residual")}
+    memory = once.get((cell.cell_id, "memory"))
+    if memory and "peak" in memory:
+        row |= {"peak_memory_bytes": memory["peak"], "peak_memory_source": "tracked tensors"}
+    timed = record.get("time")
+    if timed:
+        row |= _timed_columns(record, cell, timed)
+    return row
+
+
+def _timed_columns(record: dict[str, Any], cell: Cell, timed: dict[str, Any]) -> dict[str, Any]:
+    """The columns that come from the time pass."""
+    row: dict[str, Any] = {
+        "num_micro_batches": timed["num_micro_batches"],
+        "optimizer_steps_observed": timed["num_updates"],
+        "ranks_agree": timed["ranks_agree"],
+        "final_loss": timed["losses"][-1] if timed["losses"] else None,
+    }
+    if timed["reported"]:
+        row["optimizer_steps_reported_by"], row["optimizer_steps_reported"] = next(iter(timed["reported"].items()))
+    if timed["step_seconds"]:
+        row["step_time_s"] = statistics.median(timed["step_seconds"])
+        row["tokens_per_s"] = record["tokens_per_step"] / row["step_time_s"]
+        peak = peak_flops(record["device_name"], cell.precision)
+        if peak and record["flops_per_step"]:
+            row["mfu"] = record["flops_per_step"] / (row["step_time_s"] * peak * cell.world_size)
+    if timed.get("cuda_memory"):
+        row |= {"peak_memory_bytes": timed["cuda_memory"]["allocated"], "peak_memory_source": "CUDA allocator, allocated"}
+    return row
+
+
+def _child_rows(record: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """The rows of the other tables."""
+    timed = record.get("time") or {}
+    warmup = record["cell"]["warmup_windows"]
+    memory = {f"tracked_{name}": size for name, size in (record.get("memory") or {}).items()}
+    cuda = timed.get("cuda_memory") or {}
+    memory |= {f"cuda_{name}": cuda[name] for name in ("allocated", "active", "reserved") if name in cuda}
+    return {
+        "steps": [{"step": warmup + i, "seconds": s} for i, s in enumerate(timed.get("step_seconds", ()))],
+        "losses": [{"step": i, "loss": loss} for i, loss in enumerate(timed.get("losses", ()))],
+        "collectives": record.get("collectives") or [],
+        "memory": [{"category": name, "bytes": size} for name, size in memory.items()],
+    }

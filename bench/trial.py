@@ -1,0 +1,383 @@
+"""One rank's life: the passes of one trial, in order, and what is handed back.
+
+Instruments change what they measure, so each has a pass of its own, on a fresh build of the same cell:
+
+1. ``time``: nothing attached but the taps. Warm-up windows, then the timed ones.
+2. ``update``: one window of SGD with learning rate 1 from the initial weights; what it changed is compared with the
+   reference's change.
+3. ``collectives``: c10d operators between the second and the third update.
+4. ``memory``: the ledger's peak between the second and the third update (CUDA reads its allocator in the time pass).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import math
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.backends.base import Backend, Job, registry
+from bench.cell import Cell, Device, Status
+from bench.errors import UnsupportedError
+from bench.taps import Kind, Taps, updates
+from bench.workload import load
+from bench.workload.loader import Loader
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from torch.nn.parameter import Parameter
+    from torch.optim import Optimizer
+
+EXTRA_PASSES = ("update", "collectives", "memory")
+"""Passes that run once per cell; their answers do not vary from repeat to repeat."""
+SETTLED_WINDOWS = 2
+"""Windows before the counted one in the collectives and memory passes.
+
+DDP rebuilds its buckets in the first window, ZeRO-3 traces its modules in it, and AdamW makes its state at its end.
+"""
+
+
+@dataclass(kw_only=True)
+class Spec:
+    """What one trial is asked to do; travels as JSON."""
+
+    cell: Cell
+    passes: tuple[str, ...]
+    """``time`` and any of EXTRA_PASSES, in order."""
+    folder: str
+    """Where each rank writes ``rank<r>.json``."""
+    reference: str
+    """The safetensors file of the reference's update: written by the reference's update pass, read by all others."""
+    corpus: str | None = None
+    """Path of the corpus file, if the cell names one."""
+    threads: int = 1
+    """Threads of each rank for operators on the CPU."""
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps({**dataclasses.asdict(self), "cell": self.cell.to_dict()})
+
+    @classmethod
+    def from_json(cls, text: str) -> Spec:
+        """The inverse of ``to_json``."""
+        values = json.loads(text)
+        return cls(**{**values, "cell": Cell.from_dict(values["cell"]), "passes": tuple(values["passes"])})
+
+
+def run_rank(spec_json: str) -> None:
+    """Entry point of a rank, called by torch elastic with its environment set.
+
+    Writes ``rank<r>.json`` whole or not at all. What went wrong is written there too, before it is raised, so that
+    the launcher need not read logs.
+    """
+    spec = Spec.from_json(spec_json)
+    rank = int(os.environ["RANK"])
+    started = time.perf_counter()
+    try:
+        result = _run_passes(spec, rank)
+        result["seconds"] = time.perf_counter() - started
+        _write(Path(spec.folder) / f"rank{rank}.json", result)
+    except BaseException as error:
+        _write(Path(spec.folder) / f"rank{rank}.json", _failure(error))
+        raise
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    """Write JSON so that the file is there whole or not at all."""
+    draft = path.with_suffix(".tmp")
+    draft.write_text(json.dumps(value))
+    draft.replace(path)
+
+
+def _failure(error: BaseException) -> dict[str, Any]:
+    """What a failed rank says of itself: status by the type of the exception, never by a word in its text."""
+    import torch
+
+    status = Status.CRASHED
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        status = Status.OOM
+    elif isinstance(error, UnsupportedError):
+        status = Status.UNSUPPORTED
+    first_line = (str(error).strip() or "no message").splitlines()[0]
+    return {
+        "status": status,
+        "reason": f"{type(error).__name__}: {first_line}",
+        "time": time.time(),
+        "traceback": "".join(traceback.format_exception(error)[-20:]),
+    }
+
+
+def _run_passes(spec: Spec, rank: int) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(spec.threads)
+    torch.manual_seed(spec.cell.seed)
+    if spec.cell.device is Device.CUDA:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo")
+    try:
+        backend = registry()[spec.cell.backend]
+        return Trial(spec, rank, device, backend).run()
+    finally:
+        dist.destroy_process_group()
+
+
+class Trial:
+    """The passes of one trial on one rank, inside an initialized process group."""
+
+    def __init__(self, spec: Spec, rank: int, device: torch.device, backend: type[Backend]) -> None:
+        import torch
+
+        self.spec, self.cell, self.rank, self.device = spec, spec.cell, rank, device
+        self.backend = backend
+        self.workload = load(spec.cell, Path(spec.corpus) if spec.corpus else None)
+        with torch.device("cpu"):
+            model = self.workload.model()
+        self.num_parameters = sum(p.numel() for p in model.parameters())
+        blocks = self.workload.blocks(model)
+        self.block_parameters = max((sum(p.numel() for p in block.parameters()) for block in blocks), default=0)
+        # The tokens of all windows lie ready on the device, so that no pass times their making or copying.
+        self.data = self.workload.data(self.cell.windows * self.cell.global_batch_size).to(device)
+        self.training_s = 0.0
+
+    def run(self) -> dict[str, Any]:
+        """All passes; the result is plain JSON."""
+        cell = self.cell
+        result: dict[str, Any] = {
+            "status": Status.OK,
+            "num_parameters": self.num_parameters,
+            "entropy_floor": self.workload.entropy_floor,
+            "tokens_per_step": self.workload.tokens_per_sample * cell.global_batch_size,
+            "flops_per_step": self.workload.flops_per_sample and self.workload.flops_per_sample * cell.global_batch_size,
+            "device_name": _device_name(self.device),
+        }
+        passes: dict[str, Callable[[], Any]] = {
+            "time": self.time,
+            "update": self.update,
+            "collectives": self.collectives,
+            "memory": self.memory,
+        }
+        for name in self.spec.passes:
+            result[name] = passes[name]()
+            gc.collect()
+        result["training_s"] = self.training_s
+        return result
+
+    def train(
+        self,
+        taps: Taps,
+        windows: int,
+        *,
+        optimizer: Callable[[Iterable[Parameter]], Optimizer] | None = None,
+        instrument: AbstractContextManager[Any] | None = None,
+        keep_parameters: bool = False,
+    ) -> Backend:
+        """One fresh build of the backend, trained for some windows under the given taps."""
+        import torch
+
+        cell = self.cell
+        loader = Loader(
+            lambda samples: self.data[samples.start : samples.stop],
+            windows=windows,
+            accumulate=cell.accumulate,
+            world_size=cell.world_size,
+            rank=self.rank,
+            global_batch_size=cell.global_batch_size,
+        )
+        make_optimizer = optimizer or self._adamw
+        backend = self.backend()
+        job = Job(
+            cell=cell,
+            rank=self.rank,
+            world_size=cell.world_size,
+            device=self.device,
+            windows=windows,
+            accumulate=cell.accumulate,
+            num_parameters=self.num_parameters,
+            block_parameters=self.block_parameters,
+            build=self._build,
+            blocks=self.workload.blocks,
+            loader=taps.loader(loader),
+            loss=taps.loss(self.workload.loss),
+            optimizer=lambda parameters: taps.optimizer(make_optimizer(parameters)),
+            autocast=lambda: (
+                torch.autocast(self.device.type, torch.bfloat16) if str(cell.precision) == "bf16" else nullcontext()
+            ),
+            keep_parameters=keep_parameters,
+        )
+        with instrument or nullcontext():
+            backend.train(job)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.training_s += taps.training_seconds
+        return backend
+
+    def _build(self) -> nn.Module:
+        return self.workload.model().to(self.device)
+
+    def _adamw(self, parameters: Iterable[Parameter]) -> Optimizer:
+        import torch
+
+        kind = {self.cell.optimizer.removeprefix("adamw-"): True}
+        return torch.optim.AdamW(parameters, lr=self.cell.learning_rate, **kind)  # type: ignore[arg-type]
+
+    def time(self) -> dict[str, Any]:
+        """The time pass: seconds of each timed step, the loss of every step, and who stepped how often."""
+        import torch
+
+        from bench.probes.clock import clock_for
+        from bench.probes.memory import cuda_peaks
+
+        clock = clock_for(self.device)
+        cuda = self.device.type == "cuda"
+        taps = Taps(clock.mark)
+        seen = 0
+
+        def reset_after_warmup(kind: Kind) -> None:
+            nonlocal seen
+            seen += kind is Kind.LOSS
+            if kind is Kind.STEP and seen == self.cell.warmup_windows * self.cell.accumulate:
+                torch.cuda.reset_peak_memory_stats()
+
+        if cuda:
+            taps.on_event = reset_after_warmup
+        backend = self.train(taps, self.cell.windows)
+        found = updates(taps.events)
+        losses = torch.stack(taps.losses).double().cpu() if taps.losses else torch.empty(0, dtype=torch.double)
+        accumulate = self.cell.accumulate
+        windows = len(losses) // accumulate
+        return {
+            "step_seconds": clock.intervals([update.mark for update in found])[self.cell.warmup_windows - 1 :],
+            "losses": losses[: windows * accumulate].view(windows, accumulate).mean(dim=1).tolist(),
+            "num_micro_batches": len(losses),
+            "num_fetched": taps.count(Kind.FETCH),
+            "num_updates": len(found),
+            "num_inner_steps": sum(update.num_inner_steps for update in found),
+            "micro_batches_per_update": sorted({update.num_micro_batches for update in found}),
+            "reported": backend.reported(),
+            "settings": backend.settings(),
+            "cuda_memory": cuda_peaks() if cuda else None,
+        }
+
+    def update(self) -> dict[str, Any] | None:
+        """The update pass; rank 0 compares, the other ranks only take part in gathering."""
+        import torch
+
+        before = {name: p.detach().cpu().clone() for name, p in self.workload.model().named_parameters()}
+        taps = Taps(time.perf_counter)
+        sgd = lambda parameters: torch.optim.SGD(parameters, lr=1.0, foreach=True)  # noqa: E731
+        backend = self.train(taps, 1, optimizer=sgd, keep_parameters=True)
+        after = {name: p.detach().float().cpu() for name, p in backend.full_parameters().items()}
+        if self.rank != 0:
+            return None
+        if missing := before.keys() ^ after.keys():
+            raise RuntimeError(f"full_parameters() of {self.cell.backend} and the model differ in {sorted(missing)[:3]}")
+        change = {name: after[name] - before[name] for name in before}
+        path = Path(self.spec.reference)
+        if self.cell == self.cell.reference():
+            from safetensors.torch import save_file
+
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_file(change, path.with_suffix(".tmp"))
+            path.with_suffix(".tmp").replace(path)
+        return compare_updates(change, path)
+
+    def collectives(self) -> list[dict[str, Any]]:
+        """The collectives pass: rows of op, dtype, calls and payload bytes of one settled window."""
+        from bench.probes.collectives import CollectiveCounter
+
+        counter = CollectiveCounter()
+        taps = Taps(time.perf_counter)
+        window = SettledWindow(self.cell.accumulate)
+
+        def on_event(kind: Kind) -> None:
+            window.see(kind)
+            counter.counting = window.open
+
+        taps.on_event = on_event
+        self.train(taps, SETTLED_WINDOWS + 1, instrument=counter)
+        return counter.rows()
+
+    def memory(self) -> dict[str, int]:
+        """The memory pass: peak bytes of one settled window, and bytes held between its first two micro-batches.
+
+        ``held`` is missing when N = 1, where nothing is held from one micro-batch to the next.
+        """
+        from bench.probes.memory import TensorLedger
+
+        ledger = TensorLedger(self.device.type)
+        taps = Taps(time.perf_counter)
+        window = SettledWindow(self.cell.accumulate)
+        result: dict[str, int] = {}
+
+        def on_event(kind: Kind) -> None:
+            was_open = window.open
+            window.see(kind)
+            if window.open and not was_open:
+                ledger.reset_peak()
+            elif was_open and not window.open:
+                result["peak"] = ledger.peak
+            elif window.open and kind is Kind.FETCH and window.num_fetched == 2:
+                result["held"] = ledger.live
+
+        taps.on_event = on_event
+        self.train(taps, SETTLED_WINDOWS + 1, instrument=ledger)
+        return result
+
+
+class SettledWindow:
+    """Tells whether the window after SETTLED_WINDOWS updates is open: from one update to the next."""
+
+    def __init__(self, accumulate: int) -> None:
+        self._accumulate = accumulate
+        self._num_losses = 0
+        self.open = False
+        self.num_fetched = 0
+
+    def see(self, kind: Kind) -> None:
+        """Take note of one event, before asking ``open``."""
+        self._num_losses += kind is Kind.LOSS
+        self.num_fetched += self.open and kind is Kind.FETCH
+        if kind is Kind.STEP:
+            self.open = self._num_losses == SETTLED_WINDOWS * self._accumulate
+
+
+def compare_updates(change: Mapping[str, Tensor], reference: Path) -> dict[str, float]:
+    """How far an update is from the reference's, over all parameters together, summed in fp64.
+
+    ``error`` is the relative L2 error |u - r| / |r|; ``scale`` the least-squares factor <u, r> / <r, r>; and
+    ``residual`` the relative error left once u is divided by it. A wrong divisor shows as a scale other than 1 with
+    no residual; lost or repeated samples as a residual.
+    """
+    from safetensors import safe_open
+
+    uu = ur = rr = dd = 0.0
+    with safe_open(reference, framework="pt") as stored:
+        for name, value in change.items():
+            u, r = value.double().flatten(), stored.get_tensor(name).double().flatten()
+            uu, ur, rr, dd = uu + float(u @ u), ur + float(u @ r), rr + float(r @ r), dd + float((u - r) @ (u - r))
+    if rr == 0.0 or not math.isfinite(rr):
+        raise RuntimeError(f"the reference update in {reference.name} has norm {math.sqrt(rr)}: nothing to compare with")
+    scale = ur / rr
+    residual = math.sqrt(max(0.0, uu / (scale * scale) - 2 * ur / scale + rr) / rr) if scale else 1.0
+    return {"error": math.sqrt(dd / rr), "scale": scale, "residual": residual}
+
+
+def _device_name(device: torch.device) -> str:
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

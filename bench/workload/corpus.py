@@ -1,0 +1,104 @@
+"""Where the tokens come from: a Markov source with a known entropy rate, or the bytes of a file.
+
+Both give token ids below 256, so every model's vocabulary holds them, and both give sample i the same tokens
+however many samples are asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.errors import InputError
+
+ALPHABET = 256
+"""Number of distinct tokens of either source."""
+
+
+class Corpus(Protocol):
+    """A source of token samples."""
+
+    @property
+    def entropy_floor(self) -> float | None:
+        """Nats per token that no model can go below in expectation; None where it is not known."""
+
+    def samples(self, count: int, length: int) -> NDArray[np.int64]:
+        """Samples 0 to ``count`` - 1: token ids, shape [count, length]."""
+
+
+class MarkovCorpus:
+    """A stationary first-order Markov chain over 256 tokens.
+
+    Each row of the transition matrix is a draw from a symmetric Dirichlet distribution whose small concentration
+    makes it peaked, so that there is something to learn. Each sample starts from the stationary distribution.
+    """
+
+    def __init__(self, seed: int, concentration: float = 0.02) -> None:
+        self._seed = seed
+        rows = np.random.default_rng([seed, 1]).dirichlet(np.full(ALPHABET, concentration), size=ALPHABET)
+        # A little of the uniform distribution makes the chain ergodic, so the stationary distribution is unique.
+        self.transitions: NDArray[np.float64] = 0.99 * rows + 0.01 / ALPHABET
+
+    @cached_property
+    def stationary(self) -> NDArray[np.float64]:
+        """The distribution pi with pi P = pi, by solving that with sum(pi) = 1; shape [256]."""
+        system = np.vstack([self.transitions.T - np.eye(ALPHABET), np.ones(ALPHABET)])
+        solution = np.linalg.lstsq(system, np.append(np.zeros(ALPHABET), 1.0), rcond=None)[0]
+        return np.asarray(solution / solution.sum(), dtype=np.float64)
+
+    @cached_property
+    def entropy_floor(self) -> float:
+        """Entropy rate in nats per token: -sum_i pi_i sum_j P_ij ln P_ij (Cover and Thomas, theorem 4.2.4)."""
+        row_entropy = -(self.transitions * np.log(self.transitions)).sum(axis=1)
+        return float(self.stationary @ row_entropy)
+
+    def samples(self, count: int, length: int) -> NDArray[np.int64]:
+        """By inversion of the cumulative distributions; all samples advance together, one position at a time."""
+        uniform = np.random.default_rng([self._seed, 2]).random((count, length))
+        # Row i's cumulative distribution lies in (i, i + 1], so one sorted array serves all rows at once.
+        steps = np.cumsum(self.transitions, axis=1)
+        table = (steps / steps[:, -1:] + np.arange(ALPHABET)[:, None]).ravel()
+        start = np.cumsum(self.stationary)
+        tokens = np.empty((count, length), dtype=np.int64)
+        tokens[:, 0] = np.minimum(np.searchsorted(start / start[-1], uniform[:, 0], side="right"), ALPHABET - 1)
+        for position in range(1, length):
+            state = tokens[:, position - 1]
+            found = np.searchsorted(table, uniform[:, position] + state, side="right") - state * ALPHABET
+            tokens[:, position] = np.clip(found, 0, ALPHABET - 1)
+        return tokens
+
+
+class FileCorpus:
+    """The bytes of a file; sample i starts at a seeded random place. Nobody knows its entropy."""
+
+    entropy_floor: float | None = None
+
+    def __init__(self, path: Path, seed: int) -> None:
+        self._bytes = np.fromfile(path, dtype=np.uint8)
+        self._seed = seed
+
+    def samples(self, count: int, length: int) -> NDArray[np.int64]:
+        """Windows of ``length`` bytes at seeded places."""
+        uniform = np.random.default_rng([self._seed, 3]).random(count)
+        starts = (uniform * (len(self._bytes) - length + 1)).astype(np.int64)
+        return self._bytes[starts[:, None] + np.arange(length)].astype(np.int64)
+
+
+def describe_file(path: Path, length: int) -> str:
+    """The name of a corpus file in a cell: ``name@sha256:...``.
+
+    Raises InputError if the file is missing, not readable, empty, or shorter than one sample of ``length`` bytes.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"--corpus {path}: cannot be read ({error.strerror}); name a text file") from error
+    if len(data) < length:
+        what = "is empty" if not data else f"has {len(data)} bytes"
+        raise InputError(f"--corpus {path}: {what}; one sample needs sequence_length + 1 = {length} bytes")
+    return f"{path.name}@sha256:{hashlib.sha256(data).hexdigest()[:16]}"

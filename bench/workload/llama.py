@@ -1,0 +1,59 @@
+"""A Llama decoder from Hugging Face transformers, built from its config: nothing is downloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from bench.workload import WorkloadSpec
+from bench.workload.corpus import Corpus, FileCorpus, MarkovCorpus
+from bench.workload.sizes import SIZES
+
+
+class LlamaWorkload:
+    """Next-token prediction with a Llama decoder; see ``bench.workload.Workload`` for the methods."""
+
+    def __init__(self, spec: WorkloadSpec) -> None:
+        self._spec = spec
+        self._size = SIZES[spec.model]
+        self._corpus: Corpus = MarkovCorpus(spec.seed) if spec.corpus is None else FileCorpus(spec.corpus, spec.seed)
+        self.tokens_per_sample = spec.sequence_length
+        self.entropy_floor = self._corpus.entropy_floor
+        self.flops_per_sample: float | None = spec.sequence_length * self._size.flops_per_token(spec.sequence_length)
+
+    def model(self) -> nn.Module:
+        """A ``LlamaForCausalLM`` with SDPA attention and without dropout, biases or a key-value cache."""
+        size = self._size
+        config = LlamaConfig(
+            hidden_size=size.hidden_size,
+            num_hidden_layers=size.num_layers,
+            num_attention_heads=size.num_heads,
+            num_key_value_heads=size.num_kv_heads,
+            intermediate_size=size.intermediate_size,
+            vocab_size=size.vocab_size,
+            tie_word_embeddings=size.tied,
+            max_position_embeddings=max(2048, self._spec.sequence_length),
+            rope_parameters={"rope_type": "default", "rope_theta": size.rope_theta},
+            attn_implementation="sdpa",
+            use_cache=False,
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self._spec.seed)
+            return LlamaForCausalLM(config).float().train()
+
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        """The decoder blocks; embedding, last norm and head form the root's unit."""
+        return list(model.model.layers)  # type: ignore[union-attr, arg-type]
+
+    def data(self, num_samples: int) -> Tensor:
+        """Token ids, int64, shape [num_samples, sequence_length + 1]."""
+        return torch.from_numpy(self._corpus.samples(num_samples, self._spec.sequence_length + 1))
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+        """Mean cross-entropy in nats per token, computed in fp32; every sample has equally many tokens."""
+        logits = model(input_ids=batch[:, :-1], use_cache=False).logits
+        return cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
