@@ -163,6 +163,8 @@ def _environment(device: Device) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
+        # DeepSpeed imports torch.compile, which would keep a pool of idle compilers beside what is measured.
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
     }
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if device is Device.CPU:
@@ -182,20 +184,21 @@ def _outcome(folder: Path, world_size: int, reply: dict[str, Any], wall_s: float
     done = [result for result in results if result is not None and result["status"] == Status.OK]
     if len(done) == world_size:
         return Outcome(status=Status.OK, reason="", ranks=done, wall_s=wall_s)
-    # Peers of a failed rank fail too, with errors of lost connections: a rank's own cause counts before theirs.
-    order = [Status.OOM, Status.UNSUPPORTED, Status.CRASHED]
+    if results[reply.get("rank", 0)] is None and "rank" in reply:
+        # The agent saw this rank die first, and it left no word: its peers' lost connections are only the sequel.
+        return Outcome(status=Status.CRASHED, reason=reply["failure"], ranks=[], wall_s=wall_s)
     failed = [(rank, result) for rank, result in enumerate(results) if result is not None and result not in done]
-    failed.sort(key=lambda item: (order.index(Status(item[1]["status"])), item[1]["time"]))
-    if failed and not (reply.get("signal") and failed[0][1]["status"] == Status.CRASHED):
-        rank, result = failed[0]
-        return Outcome(
-            status=Status(result["status"]),
-            reason=f"rank {rank}: {result['reason']}",
-            ranks=[],
-            wall_s=wall_s,
-            traceback=result["traceback"],
-        )
-    return Outcome(status=Status.CRASHED, reason=reply.get("failure", "ended without a result"), ranks=[], wall_s=wall_s)
+    if not failed:
+        return Outcome(status=Status.CRASHED, reason=reply["failure"], ranks=[], wall_s=wall_s)
+    order = [Status.OOM, Status.UNSUPPORTED, Status.CRASHED]
+    rank, result = min(failed, key=lambda item: (order.index(Status(item[1]["status"])), item[1]["time"]))
+    return Outcome(
+        status=Status(result["status"]),
+        reason=f"rank {rank}: {result['reason']}",
+        ranks=[],
+        wall_s=wall_s,
+        traceback=result["traceback"],
+    )
 
 
 def serve(requests: int, replies: int, *, cold: bool) -> None:
@@ -243,8 +246,8 @@ def _supervise(launch: Any) -> dict[str, Any]:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0:
             name = signal.Signals(-failure.exitcode).name
-            return {"failure": f"rank {rank} was ended by {name}", "signal": name}
-        return {"failure": f"rank {rank} ended with exit code {failure.exitcode}"}
+            return {"failure": f"rank {rank} was ended by {name}", "rank": rank}
+        return {"failure": f"rank {rank} ended with exit code {failure.exitcode}", "rank": rank}
     except Exception as error:
         return {"failure": f"torch elastic: {type(error).__name__}: {error}"}
     return {"failure": "a rank ended without a result"}

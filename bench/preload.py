@@ -1,5 +1,6 @@
 """Imported once by the fork server, so that no trial waits for imports. Must never initialize CUDA."""
 
+import gc
 from contextlib import suppress
 
 for _module in (
@@ -7,9 +8,21 @@ for _module in (
     "torch.distributed.tensor",
     "transformers.models.llama.modeling_llama",
     "deepspeed",
+    # deepspeed.initialize imports this one, and it imports all of torch.compile.
+    "deepspeed.runtime.zero.muon.original_muon",
     "lightning.pytorch",
     "lightning.fabric",
+    "safetensors.torch",
     "bench.workload.llama",
+    "bench.probes.clock",
+    "bench.probes.collectives",
+    "bench.probes.memory",
+    "bench.probes.update",
+    "bench.trial",
 ):
     with suppress(ImportError):
         __import__(_module)
+
+# A collection would walk a million objects that never die, in every trial and perhaps in a timed window.
+gc.collect()
+gc.freeze()

@@ -14,11 +14,11 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
-import math
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,7 @@ from bench.workload.loader import Loader
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor, nn
+    from torch import nn
     from torch.nn.parameter import Parameter
     from torch.optim import Optimizer
 
@@ -44,6 +44,10 @@ SETTLED_WINDOWS = 2
 
 DDP rebuilds its buckets in the first window, ZeRO-3 traces its modules in it, and AdamW makes its state at its end.
 """
+
+
+LAST_WORDS_S = 0.5
+"""How long a failed rank stays after it wrote what went wrong: several of the agent's looks at its processes."""
 
 
 @dataclass(kw_only=True)
@@ -88,6 +92,8 @@ def run_rank(spec_json: str) -> None:
         _write(Path(spec.folder) / f"rank{rank}.json", result)
     except BaseException as error:
         _write(Path(spec.folder) / f"rank{rank}.json", _failure(error))
+        # If a peer died without a word, let torch elastic notice that one first.
+        time.sleep(LAST_WORDS_S)
         raise
 
 
@@ -120,6 +126,8 @@ def _run_passes(spec: Spec, rank: int) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
+    # DeepSpeed calls deprecated names of torch.distributed: a warning per collective would be timed with it.
+    warnings.simplefilter("ignore", FutureWarning)
     torch.set_num_threads(spec.threads)
     torch.manual_seed(spec.cell.seed)
     if spec.cell.device is Device.CUDA:
@@ -172,8 +180,8 @@ class Trial:
             "memory": self.memory,
         }
         for name in self.spec.passes:
+            gc.collect()  # frees the pass before, whose frameworks leave cycles
             result[name] = passes[name]()
-            gc.collect()
         result["training_s"] = self.training_s
         return result
 
@@ -273,9 +281,11 @@ class Trial:
             "cuda_memory": cuda_peaks() if cuda else None,
         }
 
-    def update(self) -> dict[str, Any] | None:
+    def update(self) -> dict[str, float] | None:
         """The update pass; rank 0 compares, the other ranks only take part in gathering."""
         import torch
+
+        from bench.probes.update import compare, save
 
         before = {name: p.detach().cpu().clone() for name, p in self.workload.model().named_parameters()}
         taps = Taps(time.perf_counter)
@@ -287,14 +297,9 @@ class Trial:
         if missing := before.keys() ^ after.keys():
             raise RuntimeError(f"full_parameters() of {self.cell.backend} and the model differ in {sorted(missing)[:3]}")
         change = {name: after[name] - before[name] for name in before}
-        path = Path(self.spec.reference)
         if self.cell == self.cell.reference():
-            from safetensors.torch import save_file
-
-            path.parent.mkdir(parents=True, exist_ok=True)
-            save_file(change, path.with_suffix(".tmp"))
-            path.with_suffix(".tmp").replace(path)
-        return compare_updates(change, path)
+            save(change, Path(self.spec.reference))
+        return compare(change, Path(self.spec.reference))
 
     def collectives(self) -> list[dict[str, Any]]:
         """The collectives pass: rows of op, dtype, calls and payload bytes of one settled window."""
@@ -315,7 +320,8 @@ class Trial:
     def memory(self) -> dict[str, int]:
         """The memory pass: peak bytes of one settled window, and bytes held between its first two micro-batches.
 
-        ``held`` is missing when N = 1, where nothing is held from one micro-batch to the next.
+        ``held`` is missing when N = 1, where nothing is held from one micro-batch to the next. Python's cycle
+        collector rests meanwhile: some frameworks leave tensors in cycles, and a peak must not depend on when it runs.
         """
         from bench.probes.memory import TensorLedger
 
@@ -328,9 +334,12 @@ class Trial:
             was_open = window.open
             window.see(kind)
             if window.open and not was_open:
+                gc.collect()
+                gc.disable()
                 ledger.reset_peak()
             elif was_open and not window.open:
                 result["peak"] = ledger.peak
+                gc.enable()
             elif window.open and kind is Kind.FETCH and window.num_fetched == 2:
                 result["held"] = ledger.live
 
@@ -354,27 +363,6 @@ class SettledWindow:
         self.num_fetched += self.open and kind is Kind.FETCH
         if kind is Kind.STEP:
             self.open = self._num_losses == SETTLED_WINDOWS * self._accumulate
-
-
-def compare_updates(change: Mapping[str, Tensor], reference: Path) -> dict[str, float]:
-    """How far an update is from the reference's, over all parameters together, summed in fp64.
-
-    ``error`` is the relative L2 error |u - r| / |r|; ``scale`` the least-squares factor <u, r> / <r, r>; and
-    ``residual`` the relative error left once u is divided by it. A wrong divisor shows as a scale other than 1 with
-    no residual; lost or repeated samples as a residual.
-    """
-    from safetensors import safe_open
-
-    uu = ur = rr = dd = 0.0
-    with safe_open(reference, framework="pt") as stored:
-        for name, value in change.items():
-            u, r = value.double().flatten(), stored.get_tensor(name).double().flatten()
-            uu, ur, rr, dd = uu + float(u @ u), ur + float(u @ r), rr + float(r @ r), dd + float((u - r) @ (u - r))
-    if rr == 0.0 or not math.isfinite(rr):
-        raise RuntimeError(f"the reference update in {reference.name} has norm {math.sqrt(rr)}: nothing to compare with")
-    scale = ur / rr
-    residual = math.sqrt(max(0.0, uu / (scale * scale) - 2 * ur / scale + rr) / rr) if scale else 1.0
-    return {"error": math.sqrt(dd / rr), "scale": scale, "residual": residual}
 
 
 def _device_name(device: torch.device) -> str:

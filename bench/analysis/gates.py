@@ -107,6 +107,8 @@ def explain_update(scale: float, residual: float, accumulate: int, world_size: i
 
     ``scale`` is the least-squares factor between the two and ``residual`` what it leaves unexplained.
     """
+    if scale == 0:
+        return "the parameters did not change in the right direction at all"
     if residual > SAME_FACTOR:
         return (
             f"{scale:.3g} times the right one and {residual:.0%} of it pointing elsewhere: samples were lost, repeated "

@@ -7,6 +7,7 @@ interpreter. So it says what a backend holds, not what the process weighs.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,10 @@ from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+
+LET_GO_S = 0.001
+"""How long gloo's thread may take to drop a finished collective."""
 
 
 class TensorLedger(TorchDispatchMode):
@@ -44,6 +49,8 @@ class TensorLedger(TorchDispatchMode):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # it comes back as operations on the local tensors
         result = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d":
+            _wait(result)
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.device.type == self._device_type:
                 self._see(leaf.untyped_storage())
@@ -72,6 +79,17 @@ class TensorLedger(TorchDispatchMode):
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
         self._resizing.__exit__(*exc)
+
+
+def _wait(result: Any) -> None:
+    """Wait for a collective where it was issued, and until gloo's thread has let go of its tensors.
+
+    Otherwise the peak would depend on how soon that thread is scheduled.
+    """
+    for leaf in tree_leaves(result):
+        if isinstance(leaf, torch.ScriptObject):
+            torch.distributed.Work.unbox(leaf).wait()
+    time.sleep(LET_GO_S)
 
 
 @contextmanager

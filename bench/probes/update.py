@@ -1,0 +1,38 @@
+"""The update of one SGD window against the reference's: over all parameters, as one vector."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+
+def save(change: Mapping[str, Tensor], path: Path) -> None:
+    """Write the reference's update, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".tmp")
+    save_file(dict(change), draft)
+    draft.replace(path)
+
+
+def compare(change: Mapping[str, Tensor], reference: Path) -> dict[str, float]:
+    """How far an update is from the reference's, over all parameters together, summed in fp64.
+
+    ``error`` is the relative L2 error |u - r| / |r|; ``scale`` the least-squares factor <u, r> / <r, r>; and
+    ``residual`` the relative error left once u is divided by it. A wrong divisor shows as a scale other than 1 with
+    no residual; lost or repeated samples as a residual.
+    """
+    uu = ur = rr = dd = 0.0
+    with safe_open(reference, framework="pt") as stored:
+        for name, value in change.items():
+            u, r = value.double().flatten(), stored.get_tensor(name).double().flatten()
+            uu, ur, rr, dd = uu + float(u @ u), ur + float(u @ r), rr + float(r @ r), dd + float((u - r) @ (u - r))
+    if rr == 0.0 or not math.isfinite(rr):
+        raise RuntimeError(f"the reference update in {reference.name} has norm {math.sqrt(rr)}: nothing to compare with")
+    scale = ur / rr
+    residual = math.sqrt(max(0.0, uu / (scale * scale) - 2 * ur / scale + rr) / rr) if scale else 1.0
+    return {"error": math.sqrt(dd / rr), "scale": scale, "residual": residual}

@@ -1,0 +1,130 @@
+"""What many tests share: real runs of the bench, each made once per session."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import tables
+from bench.analysis import gates
+from bench.journal import Journal, read_manifest
+from tests import plugin
+
+ROOT = Path(__file__).resolve().parent.parent
+
+MATRIX = """
+description = "for the tests"
+device = "cpu"
+repeats = {repeats}
+timeout_s = {timeout_s}
+
+[workload]
+sequence_length = {sequence_length}
+global_batch_size = 16
+
+[training]
+warmup_windows = 2
+timed_windows = 3
+
+[axes]
+backend = {backend}
+accumulate = [4]
+world_size = [2]
+precision = ["{precision}"]
+"""
+
+
+@dataclass
+class Run:
+    """A finished run: its folder, what the command printed and returned, and its judged tables."""
+
+    folder: Path
+    process: subprocess.CompletedProcess[str]
+
+    @property
+    def tables(self) -> tables.Tables:
+        return gates.judge(tables.load(self.folder))
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        return Journal(self.folder).read()
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        return read_manifest(self.folder)
+
+    def record(self, backend: str) -> dict[str, Any]:
+        """The first record of a backend."""
+        return next(record for record in self.records if record["cell"]["backend"] == backend)
+
+    def trial(self, backend: str) -> Any:
+        """The first row of a backend in the judged trials table."""
+        trials = self.tables.trials
+        return trials[trials["backend"] == backend].iloc[0]
+
+
+def bench(*arguments: str, cwd: Path, pythonpath: Path | None = None, **environment: str) -> Any:
+    """``python -m bench`` as a user runs it, in ``cwd``."""
+    paths = [str(ROOT), *([str(pythonpath)] if pythonpath else [])]
+    return subprocess.run(
+        [sys.executable, "-m", "bench", *arguments],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+
+
+def run_matrix(
+    folder: Path,
+    *arguments: str,
+    backend: str = '"all"',
+    precision: str = "fp32",
+    repeats: int = 1,
+    timeout_s: int = 120,
+    sequence_length: int = 16,
+    pythonpath: Path | None = None,
+    **environment: str,
+) -> Run:
+    """Run a matrix of backends at N = 4 on two ranks into ``folder / "run"``."""
+    matrix = MATRIX.format(
+        backend=backend, precision=precision, repeats=repeats, timeout_s=timeout_s, sequence_length=sequence_length
+    )
+    (folder / "matrix.toml").write_text(matrix)
+    process = bench(
+        "run", "--matrix", "matrix.toml", "--out", "run", *arguments, cwd=folder, pythonpath=pythonpath, **environment
+    )
+    return Run(folder / "run", process)
+
+
+@pytest.fixture(scope="session")
+def fp32_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Every built-in backend in fp32."""
+    return run_matrix(tmp_path_factory.mktemp("fp32"))
+
+
+@pytest.fixture(scope="session")
+def bf16_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Every built-in backend in bf16."""
+    return run_matrix(tmp_path_factory.mktemp("bf16"), precision="bf16")
+
+
+@pytest.fixture(scope="session")
+def extra_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder into which the package with the extra backends was installed."""
+    return plugin.install(tmp_path_factory.mktemp("plugin"))
+
+
+@pytest.fixture(scope="session")
+def faulty_run(tmp_path_factory: pytest.TempPathFactory, extra_site: Path) -> Run:
+    """The extra package's backends, most of which fail in one way or another."""
+    names = ", ".join(f'"{name}"' for name in plugin.NAMES)
+    folder = tmp_path_factory.mktemp("faulty")
+    return run_matrix(folder, backend=f"[{names}]", timeout_s=15, pythonpath=extra_site, BENCH_TEST_TOKEN="faulty")

@@ -1,0 +1,184 @@
+"""A third-party package with backends, built as a real wheel and installed into a folder of its own.
+
+Beside one sound backend it holds faulty ones, each with one of the faults that a runner has to survive or a gate has
+to catch.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+CODE = '''
+import os
+import signal
+import time
+
+from bench.backends.base import Backend
+from bench.backends.plain import DDPEager
+from bench.cell import Sharding, Sync
+from bench.errors import UnsupportedError
+
+
+class Sound(DDPEager):
+    name, framework = "x-sound", "Extra"
+
+
+class LastOnly(DDPEager):
+    """Keeps only the gradient of the window's last micro-batch."""
+
+    name, framework = "x-last-only", "Extra"
+
+    def train(self, job):
+        from torch.nn.parallel import DistributedDataParallel
+
+        self.model = DistributedDataParallel(job.build())
+        optimizer = job.optimizer(self.model.parameters())
+        for index, batch in enumerate(job.loader, start=1):
+            optimizer.zero_grad()
+            (job.loss(self.model, batch) / job.accumulate).backward()
+            if index % job.accumulate == 0:
+                optimizer.step()
+
+
+class StepsTooOften(DDPEager):
+    """Steps after every micro-batch."""
+
+    name, framework = "x-steps-too-often", "Extra"
+
+    def train(self, job):
+        from torch.nn.parallel import DistributedDataParallel
+
+        self.model = DistributedDataParallel(job.build())
+        optimizer = job.optimizer(self.model.parameters())
+        for batch in job.loader:
+            job.loss(self.model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class NotReduced(DDPEager):
+    """Sums instead of averaging over ranks, by scaling the loss with the world size."""
+
+    name, framework = "x-summed", "Extra"
+
+    def train(self, job):
+        loss = job.loss
+        job.loss = lambda model, batch: loss(model, batch) * job.world_size
+        super().train(job)
+
+
+class Faulty(DDPEager):
+    framework = "Extra"
+
+    def train(self, job):
+        if job.rank == 1:
+            self.fail()
+        super().train(job)
+
+
+class OutOfMemory(Faulty):
+    name = "x-oom"
+
+    def fail(self):
+        import torch
+
+        raise torch.OutOfMemoryError("tried to allocate 1000.00 GiB")
+
+
+class Raises(Faulty):
+    name = "x-raises"
+
+    def fail(self):
+        raise KeyError("a key that says out of memory")
+
+
+class Killed(Faulty):
+    name = "x-killed"
+
+    def fail(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Exits(Faulty):
+    name = "x-exits"
+
+    def fail(self):
+        os._exit(7)
+
+
+class Hangs(Faulty):
+    name = "x-hangs"
+
+    def fail(self):
+        time.sleep(3600)
+
+
+class Unsupported(Faulty):
+    name = "x-unsupported"
+
+    def fail(self):
+        raise UnsupportedError("this framework cannot do that; use another")
+
+
+class AbortsAfterwards(DDPEager):
+    """Hands over its result, then dies as gloo is known to do."""
+
+    name, framework = "x-aborts-afterwards", "Extra"
+
+    def train(self, job):
+        import atexit
+        import multiprocessing.util
+
+        multiprocessing.util.Finalize(None, os.abort, exitpriority=100)
+        super().train(job)
+
+
+class NeedsMissing(DDPEager):
+    name, framework, requires = "x-needs-missing", "Extra", ("no_such_package_at_all",)
+'''
+NAMES = {
+    "x-sound": "Sound",
+    "x-last-only": "LastOnly",
+    "x-steps-too-often": "StepsTooOften",
+    "x-summed": "NotReduced",
+    "x-oom": "OutOfMemory",
+    "x-raises": "Raises",
+    "x-killed": "Killed",
+    "x-exits": "Exits",
+    "x-hangs": "Hangs",
+    "x-unsupported": "Unsupported",
+    "x-aborts-afterwards": "AbortsAfterwards",
+    "x-needs-missing": "NeedsMissing",
+}
+
+
+def install(folder: Path) -> Path:
+    """Build the wheel in ``folder`` and install it with pip; the folder to put on PYTHONPATH."""
+    info = "extra_backends-1.0.dist-info"
+    entry_points = "\n".join(["[bench.backends]", *(f"{name} = extra_backends:{cls}" for name, cls in NAMES.items())])
+    files = {
+        "extra_backends.py": CODE,
+        f"{info}/METADATA": "Metadata-Version: 2.1\nName: extra-backends\nVersion: 1.0\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/entry_points.txt": entry_points,
+    }
+    record = [f"{path},sha256={_digest(text)},{len(text.encode())}" for path, text in files.items()]
+    files[f"{info}/RECORD"] = "\n".join([*record, f"{info}/RECORD,,", ""])
+    wheel = folder / "extra_backends-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for path, text in files.items():
+            archive.writestr(path, text)
+    target = folder / "site"
+    command = [sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", "--quiet", "--target", str(target)]
+    subprocess.run([*command, str(wheel)], check=True, env=os.environ | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"})
+    return target
+
+
+def _digest(text: str) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()

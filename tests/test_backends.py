@@ -1,0 +1,205 @@
+"""Every backend, trained for real on two gloo ranks, against the single-process full-batch reference."""
+
+from __future__ import annotations
+
+import pandas as pd
+import pytest
+
+from bench.analysis.gates import TOLERANCES
+from bench.backends.base import registry
+from bench.tables import CHILD_COLUMNS, TRIAL_COLUMNS
+from bench.workload.sizes import SIZES
+from tests.conftest import Run
+
+BACKENDS = sorted(registry())
+DEFECTIVE = [name for name, backend in registry().items() if backend.defect]
+SOUND = [name for name in BACKENDS if name not in DEFECTIVE]
+P = SIZES["tiny"].num_parameters
+N, W, WINDOWS = 4, 2, 5
+GROUPS = SIZES["tiny"].num_layers + 1
+"""FSDP2's units: the blocks and the root."""
+
+
+def test_the_run_succeeds_and_has_every_backend_once(fp32_run: Run) -> None:
+    assert fp32_run.process.returncode == 0, fp32_run.process.stdout + fp32_run.process.stderr
+    assert sorted(record["cell"]["backend"] for record in fp32_run.records) == BACKENDS
+    assert {record["status"] for record in fp32_run.records} == {"ok"}
+
+
+@pytest.mark.parametrize("backend", SOUND)
+def test_fp32_update_and_losses_equal_the_reference(fp32_run: Run, backend: str) -> None:
+    trial = fp32_run.trial(backend)
+    assert trial["status"] == "ok", trial["reason"]
+    assert trial["update_error"] < 2e-6
+    assert trial["update_scale"] == pytest.approx(1, abs=1e-6)
+    assert trial["max_loss_deviation"] < 1e-4
+    assert trial["final_loss"] > 1
+
+
+@pytest.mark.parametrize("backend", SOUND)
+def test_bf16_update_and_losses_are_within_tolerance(bf16_run: Run, backend: str) -> None:
+    trial = bf16_run.trial(backend)
+    assert trial["status"] == "ok", trial["reason"]
+    if backend != "reference":
+        assert 1e-4 < trial["update_error"] < TOLERANCES["bf16"].update_error, "bf16 must be in use, and sound"
+        assert trial["update_scale"] == pytest.approx(1, abs=1e-2)
+
+
+@pytest.mark.parametrize("backend", DEFECTIVE)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_loss_divided_twice_is_caught(request: pytest.FixtureRequest, backend: str, precision: str) -> None:
+    trial = request.getfixturevalue(f"{precision}_run").trial(backend)
+    assert trial["status"] == "invalid"
+    assert trial["update_scale"] == pytest.approx(1 / N, rel=1e-2)
+    assert "the loss is divided by N = 4 twice" in trial["reason"]
+    assert trial["max_loss_deviation"] < 5e-2, "AdamW hides the wrong scale from the loss curve"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_step_is_taken_and_seen_at_the_inner_optimizer(fp32_run: Run, backend: str) -> None:
+    timed = fp32_run.record(backend)["time"]
+    accumulate = 1 if backend == "reference" else N
+    assert timed["num_updates"] == WINDOWS
+    assert timed["num_micro_batches"] == timed["num_fetched"] == WINDOWS * accumulate
+    assert timed["micro_batches_per_update"] == [accumulate]
+    assert timed["ranks_agree"]
+    assert all(steps == WINDOWS for steps in timed["reported"].values())
+    framework_counts = "deepspeed" in backend or backend.startswith("lightning")
+    assert bool(timed["reported"]) == framework_counts
+    assert len(timed["step_seconds"]) == 3
+    assert len(timed["losses"]) == WINDOWS
+
+
+def calls(run: Run, backend: str, op: str, dtype: str = "float32") -> tuple[int, int]:
+    """Calls and payload bytes of one operation on one dtype in one settled window."""
+    rows = [row for row in run.record(backend)["collectives"] if (row["op"], row["dtype"]) == (op, dtype)]
+    return sum(row["calls"] for row in rows), sum(row["payload_bytes"] for row in rows)
+
+
+@pytest.mark.parametrize("backend", ["fsdp2-eager", "fsdp2-zero2-eager", "lightning-fsdp2"])
+def test_eager_fsdp2_reduce_scatters_every_micro_batch(fp32_run: Run, backend: str) -> None:
+    assert calls(fp32_run, backend, "reduce_scatter") == (N * GROUPS, N * 4 * P)
+
+
+@pytest.mark.parametrize(
+    "backend", ["fsdp2-deferred", "fsdp2-zero2-deferred", "fsdp2-deferred-resident", "fabric-fsdp2-deferred"]
+)
+def test_deferred_fsdp2_reduce_scatters_once(fp32_run: Run, backend: str) -> None:
+    assert calls(fp32_run, backend, "reduce_scatter") == (GROUPS, 4 * P)
+
+
+@pytest.mark.parametrize(
+    ("backend", "expected"),
+    [
+        # The root is not resharded after forward, so only the blocks are gathered again for the backward.
+        ("fsdp2-eager", N * (2 * GROUPS - 1)),
+        ("fsdp2-deferred", N * (2 * GROUPS - 1)),
+        ("lightning-fsdp2", N * (2 * GROUPS - 1)),
+        ("fabric-fsdp2-deferred", N * (2 * GROUPS - 1)),
+        ("fsdp2-zero2-eager", N * GROUPS),
+        ("fsdp2-zero2-deferred", N * GROUPS),
+        ("fsdp2-deferred-resident", GROUPS),
+    ],
+)
+def test_fsdp2_all_gathers(fp32_run: Run, backend: str, expected: int) -> None:
+    assert calls(fp32_run, backend, "all_gather")[0] == expected
+
+
+def test_ddp_all_reduces_the_gradient_once_or_n_times(fp32_run: Run) -> None:
+    assert calls(fp32_run, "ddp-eager", "all_reduce")[1] == N * 4 * P
+    assert calls(fp32_run, "ddp-deferred", "all_reduce")[1] == 4 * P
+    assert calls(fp32_run, "lightning-ddp", "all_reduce")[1] == 4 * P
+
+
+def test_deepspeed_reduces_once_or_n_times(fp32_run: Run) -> None:
+    # Stage 2 all-reduces whole buckets; 4 bytes more are the overflow check.
+    assert calls(fp32_run, "deepspeed-zero2-eager", "all_reduce")[1] == N * 4 * P + 4
+    assert calls(fp32_run, "deepspeed-zero2-deferred", "all_reduce")[1] == 4 * P + 4
+    assert calls(fp32_run, "deepspeed-zero3-eager", "reduce_scatter")[1] == N * 4 * P
+    assert calls(fp32_run, "deepspeed-zero3-deferred", "reduce_scatter")[1] == 4 * P
+
+
+def test_the_reference_talks_to_nobody(fp32_run: Run) -> None:
+    assert fp32_run.record("reference")["collectives"] == []
+
+
+def test_bf16_fsdp2_gathers_in_bf16_and_reduces_in_fp32(bf16_run: Run) -> None:
+    assert calls(bf16_run, "fsdp2-eager", "reduce_scatter") == (N * GROUPS, N * 4 * P)
+    assert calls(bf16_run, "fsdp2-eager", "all_gather", "bfloat16")[0] == N * (2 * GROUPS - 1)
+
+
+def held(run: Run, backend: str) -> float:
+    """Bytes held between micro-batches, in units of the fp32 parameters' bytes."""
+    return float(run.record(backend)["memory"]["held"] / (4 * P))
+
+
+@pytest.mark.parametrize(
+    ("backend", "expected"),
+    [
+        ("ddp-eager", 5),  # parameters, gradients, two moments, and DDP's buckets
+        ("ddp-deferred", 5),
+        ("fsdp2-eager", 4 / W),  # parameters, gradients and two moments, all sharded
+        ("fsdp2-deferred", 3 / W + 1),  # gradients whole
+        ("fsdp2-deferred-resident", 3 / W + 2),  # the sharded parameters, and the gathered ones beside them
+    ],
+)
+def test_held_memory_is_the_sum_of_its_parts(fp32_run: Run, backend: str, expected: float) -> None:
+    assert held(fp32_run, backend) == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_peak_memory_is_measured_and_its_source_named(fp32_run: Run, backend: str) -> None:
+    trial = fp32_run.trial(backend)
+    memory = fp32_run.record(backend)["memory"]
+    assert trial["peak_memory_bytes"] == memory["peak"] >= memory.get("held", 0) > -1
+    assert trial["peak_memory_source"] == "tracked tensors"
+    assert trial["num_parameters"] == P
+
+
+def test_deferring_costs_memory_and_saves_bytes(fp32_run: Run) -> None:
+    eager, deferred = fp32_run.trial("fsdp2-eager"), fp32_run.trial("fsdp2-deferred")
+    more = deferred["peak_memory_bytes"] - eager["peak_memory_bytes"]
+    assert more == pytest.approx(4 * P * (1 - 1 / W), rel=0.05)
+
+
+def test_all_tables_are_written_with_their_schema(fp32_run: Run) -> None:
+    expected = {"trials": TRIAL_COLUMNS}
+    expected |= {name: {"cell_id": "string", "repeat": "Int64", **columns} for name, columns in CHILD_COLUMNS.items()}
+    for name, columns in expected.items():
+        frame = pd.read_parquet(fp32_run.folder / f"{name}.parquet")
+        assert list(frame.columns) == list(columns)
+        assert len(frame) > 0
+    assert len(fp32_run.tables.steps) == 3 * len(BACKENDS)
+    assert len(fp32_run.tables.losses) == WINDOWS * len(BACKENDS)
+
+
+def test_six_plots_are_drawn_in_three_formats(fp32_run: Run) -> None:
+    drawn = {path.stem for path in (fp32_run.folder / "plots").glob("*.png")}
+    assert drawn >= {"step_time", "peak_memory", "memory_vs_time", "loss_curves", "optimizer_steps", "speed_up"}
+    for stem in drawn:
+        for suffix in (".png", ".svg", ".csv"):
+            assert (fp32_run.folder / "plots" / f"{stem}{suffix}").stat().st_size > 100
+
+
+def test_the_bench_process_stays_small(fp32_run: Run) -> None:
+    assert fp32_run.manifest["parent_peak_bytes"] < 300 * 2**20
+
+
+def test_the_manifest_names_machine_and_versions(fp32_run: Run) -> None:
+    manifest = fp32_run.manifest
+    assert manifest["schema_version"] == 1
+    assert {"torch", "lightning", "deepspeed"} <= manifest["packages"].keys()
+    assert manifest["machine"]["cpu"]
+    assert manifest["backends"]["fsdp2-eager"] == {
+        "framework": "FSDP2",
+        "sync": "eager",
+        "sharding": "params",
+        "defect": "",
+    }
+
+
+def test_what_frameworks_set_silently_is_stored(fp32_run: Run) -> None:
+    settings = fp32_run.record("deepspeed-zero2-eager")["time"]["settings"]
+    assert settings["gradient_clipping"] == 0.0
+    assert settings["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert fp32_run.record("lightning-deepspeed-zero2-corrected")["time"]["settings"]["loss_factor"] == "N"

@@ -1,0 +1,140 @@
+"""Trials that fail are rows with a reason, nothing is left running, and sound trials beside them are kept."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import ROOT, Run, bench, run_matrix
+
+
+def test_an_installed_package_adds_a_backend_that_runs(faulty_run: Run) -> None:
+    trial = faulty_run.trial("x-sound")
+    assert trial["status"] == "ok", trial["reason"]
+    assert trial["framework"] == "Extra"
+    assert faulty_run.trial("reference")["status"] == "ok", "the reference comes along unasked"
+
+
+@pytest.mark.parametrize(
+    ("backend", "status", "reason"),
+    [
+        ("x-oom", "oom", r"rank 1: OutOfMemoryError: tried to allocate 1000.00 GiB"),
+        ("x-raises", "crashed", r"rank 1: KeyError: 'a key that says out of memory'"),
+        ("x-killed", "crashed", r"rank 1 was ended by SIGKILL"),
+        ("x-exits", "crashed", r"rank 1 ended with exit code 7"),
+        ("x-hangs", "timeout", r"not finished after 15 s"),
+        ("x-unsupported", "unsupported", r"rank 1: UnsupportedError: this framework cannot do that; use another"),
+        ("x-needs-missing", "unsupported", r"needs no_such_package_at_all: pip install"),
+        ("x-last-only", "invalid", r"pointing elsewhere: samples were lost"),
+        ("x-summed", "invalid", r"2 times the right one: summed over the 2 ranks"),
+        ("x-steps-too-often", "invalid", r"20 optimizer steps were taken, 5 were due"),
+    ],
+)
+def test_each_failure_is_a_row_with_its_status_and_reason(
+    faulty_run: Run, backend: str, status: str, reason: str
+) -> None:
+    trial = faulty_run.trial(backend)
+    assert trial["status"] == status, trial["reason"]
+    assert re.search(reason, trial["reason"])
+
+
+def test_a_crash_after_the_result_was_handed_over_spoils_nothing(faulty_run: Run) -> None:
+    assert faulty_run.trial("x-aborts-afterwards")["status"] == "ok"
+
+
+def test_failures_set_the_exit_status_and_are_shown(faulty_run: Run) -> None:
+    assert faulty_run.process.returncode == 1
+    assert "x-hangs" in faulty_run.process.stdout
+    assert "Traceback" not in faulty_run.process.stdout + faulty_run.process.stderr
+
+
+def test_failed_trials_keep_their_logs(faulty_run: Run) -> None:
+    record = faulty_run.record("x-raises")
+    text = (faulty_run.folder / record["log"]).read_text()
+    assert "KeyError" in text
+    assert "in fail" in text
+
+
+def test_peers_of_a_failed_rank_end_at_once(faulty_run: Run) -> None:
+    for backend in ("x-oom", "x-raises", "x-killed", "x-exits"):
+        assert faulty_run.record(backend)["wall_s"] < 12, "far from the timeout, let alone the collective's half hour"
+
+
+def processes_with(token: str) -> list[int]:
+    """Processes whose environment holds the token."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("BENCH_TEST_TOKEN") == token and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+        except psutil.Error:
+            continue
+    return found
+
+
+def test_no_process_is_left_behind(faulty_run: Run) -> None:
+    assert faulty_run.process.returncode == 1
+    assert processes_with("faulty") == []
+
+
+def test_interrupt_keeps_finished_trials_and_resume_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "matrix.toml").write_text(
+        (ROOT / "bench/matrices/smoke.toml").read_text().replace('backend = "all"', 'backend = ["ddp-deferred"]')
+    )
+    command = [sys.executable, "-m", "bench", "run", "--matrix", "matrix.toml", "--out", "run", "--repeats", "2"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "BENCH_TEST_TOKEN": "interrupted"}
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    while not (line := process.stdout.readline()).startswith("[1/4]"):
+        assert line or process.poll() is None, "the run ended early"
+    time.sleep(0.3)  # into the second trial
+    process.send_signal(signal.SIGINT)
+    rest = process.stdout.read()
+    assert process.wait(60) == 130
+    assert "python -m bench run --resume run" in rest
+    assert processes_with("interrupted") == []
+
+    resumed = bench("run", "--resume", "run", cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    run = Run(tmp_path / "run", resumed)
+    good = [(record["cell"]["backend"], record["repeat"]) for record in run.records if record["status"] == "ok"]
+    assert sorted(good) == [("ddp-deferred", 0), ("ddp-deferred", 1), ("reference", 0), ("reference", 1)]
+    assert (run.tables.trials["status"] == "ok").all()
+    assert not (run.folder / "scratch").exists()
+
+
+def test_cold_and_warm_trials_do_the_same(tmp_path: Path, fp32_run: Run) -> None:
+    cold = run_matrix(tmp_path, "--cold", backend='["ddp-deferred", "deepspeed-zero2-eager"]')
+    assert cold.process.returncode == 0, cold.process.stdout + cold.process.stderr
+    assert cold.manifest["cold"]
+    for backend in ("reference", "ddp-deferred", "deepspeed-zero2-eager"):
+        here, there = cold.record(backend), fp32_run.record(backend)
+        assert here["cell_id"] == there["cell_id"]
+        assert here["time"]["losses"] == there["time"]["losses"], "bit for bit"
+        for fact in ("collectives", "memory"):
+            assert here[fact] == there[fact]
+
+
+def test_a_machine_without_a_compiler_runs_deepspeed(tmp_path: Path) -> None:
+    nothing = tmp_path / "bin"
+    nothing.mkdir()
+    backends = '["deepspeed-zero2-eager", "deepspeed-zero3-eager"]'
+    run = run_matrix(
+        tmp_path,
+        backend=backends,
+        CXX="false",
+        CC="false",
+        PATH=str(nothing),
+        TORCH_EXTENSIONS_DIR=str(tmp_path / "extensions"),
+    )
+    assert run.process.returncode == 0, run.process.stdout + run.process.stderr
+    assert {record["status"] for record in run.records} == {"ok"}
+    assert not (tmp_path / "extensions").exists(), "nothing was compiled"
