@@ -114,7 +114,7 @@ class Cell:
     @property
     def cell_id(self) -> str:
         """The first 12 hex digits of the SHA-256 of the canonical JSON of all fields."""
-        canonical = json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
+        canonical = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:12]
 
     @property
@@ -128,10 +128,13 @@ class Cell:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; ``Cell.from_dict`` is the inverse."""
-        return {key: str(v) if isinstance(v, StrEnum) else v for key, v in dataclasses.asdict(self).items()}
+        # Not dataclasses.asdict: its deep copies would take most of the time of a plan of many cells.
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {key: value.value if isinstance(value, StrEnum) else value for key, value in values.items()}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Cell:
-        """The cell of ``to_dict``'s values. Raises TypeError for an unknown key, ValueError for an unknown enum value."""
+        """The cell of ``to_dict``'s values. Raises TypeError for an unknown key, ValueError for an unknown value."""
         enums = {"precision": Precision, "device": Device}
-        return cls(**{key: enums[key](v) if key in enums else v for key, v in values.items()})
+        fields: dict[str, Any] = {key: enums[key](v) if key in enums else v for key, v in values.items()}
+        return cls(**fields)

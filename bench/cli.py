@@ -83,7 +83,12 @@ def _add_matrix_options(parser: argparse.ArgumentParser) -> None:
     """What to run; the lists may be given with commas or by repeating the option."""
     names = ", ".join(matrix.names())
     add = parser.add_argument
-    add("--matrix", default="auto", metavar="NAME|FILE", help=f"auto (gpu or cpu, as the machine is), {names}, or a TOML file")
+    add(
+        "--matrix",
+        default="auto",
+        metavar="NAME|FILE",
+        help=f"auto (gpu or cpu, as the machine is), {names}, or a TOML file",
+    )
     add("--backend", action="append", type=_names, metavar="B[,B]", help="only these backends; see 'backends'")
     add("--accumulate", action="append", type=_integers, metavar="N[,N]", help="accumulation factors")
     add("--world-size", action="append", type=_integers, metavar="W[,W]", help="numbers of ranks")
@@ -163,7 +168,9 @@ def _plan(arguments: argparse.Namespace) -> int:
     skipped = plan.skipped(cells, backends)
     estimates = _estimates(cells, backends)
     width = max(len(cell.backend) for cell in cells)
-    lines = [f"{'cell':12}  {'backend':{width}}  {'N':>4} {'W':>4} {'micro-batch':>11}  dtype  {'time':>9} {'memory':>12}"]
+    lines = [
+        f"{'cell':12}  {'backend':{width}}  {'N':>4} {'W':>4} {'micro-batch':>11}  dtype  {'time':>9} {'memory':>12}"
+    ]
     for cell in cells:
         guess = estimates[cell.cell_id]
         seconds = "unknown" if guess.seconds is None else f"{guess.seconds:.1f} s"
@@ -174,12 +181,12 @@ def _plan(arguments: argparse.Namespace) -> int:
             + (f"  skipped: {skipped[cell.backend]}" if cell.backend in skipped else "")
         )
     runnable = [cell for cell in cells if cell.backend not in skipped]
-    known = [guess for cell in runnable if (guess := estimates[cell.cell_id].seconds) is not None]
-    total = sum(known) * chosen["repeats"]
+    total = sum(estimates[cell.cell_id].seconds or 0.0 for cell in runnable) * chosen["repeats"]
     lines.append(
         f"matrix {chosen.name}: {chosen['description']}: {len(cells)} cells x {chosen['repeats']} repeats = "
-        f"{len(cells) * chosen['repeats']} trials, {len(cells) - len(runnable)} cells skipped, about {total / 60:.0f} min "
-        f"(time per trial: measured in earlier runs here or a rough guess; memory per rank: a rough guess)"
+        f"{len(cells) * chosen['repeats']} trials, {len(cells) - len(runnable)} cells skipped, "
+        f"about {total / 60:.0f} min (time per trial: as measured in earlier runs here, or a rough guess; memory per "
+        "rank: a rough guess)"
     )
     print("\n".join(lines))
     return GOOD

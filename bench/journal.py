@@ -28,7 +28,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest: dict[str, Any] = json.loads(path.read_text())
     except OSError as error:
-        raise InputError(f"{folder}: holds no run ({MANIFEST}: {error.strerror}); name a folder under results/") from error
+        raise InputError(
+            f"{folder}: holds no run ({MANIFEST}: {error.strerror}); name a folder under results/"
+        ) from error
     except ValueError as error:
         raise InputError(f"{path}: is not JSON ({error})") from error
     if manifest.get("schema_version") != SCHEMA_VERSION:
@@ -70,7 +72,9 @@ class Journal:
             except ValueError as error:
                 if number == len(lines):
                     break
-                raise InputError(f"{self.path}:{number}: is not JSON ({error}); restore the line or the file") from error
+                raise InputError(
+                    f"{self.path}:{number}: is not JSON ({error}); restore the line or the file"
+                ) from error
         return records
 
     def _ends_with_newline(self) -> bool:

@@ -17,10 +17,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import IO, Any, Self
 
 from bench.cell import Device, Status
 from bench.trial import Spec
@@ -57,7 +58,7 @@ class Launcher:
         self._requests = self._replies = -1
         self._stderr: IO[bytes]
 
-    def __enter__(self) -> Launcher:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -72,7 +73,8 @@ class Launcher:
         self._replies, replies_write = os.pipe()
         command = [sys.executable, "-m", "bench.launch", str(requests_read), str(replies_write)]
         command.append("cold" if self._cold else "warm")
-        self._stderr = tempfile.TemporaryFile()  # a pipe would fill up, since nobody reads it meanwhile
+        # A pipe would fill up, since nobody reads it meanwhile.
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
         self._process = subprocess.Popen(
             command,
             env=_environment(self._device),
@@ -233,15 +235,15 @@ def serve(requests: int, replies: int, *, cold: bool) -> None:
                 start_method=start_method,
                 logs_specs=DefaultLogsSpecs(log_dir=spec.folder, redirects=Std.ALL),
             )
-            _reply(replies, _supervise(lambda: elastic_launch(config, run_rank)(line)))
+            _reply(replies, _supervise(elastic_launch(config, run_rank), line))
 
 
-def _supervise(launch: Any) -> dict[str, Any]:
-    """Run torch elastic; what failed, by rank and exit code or signal, from its structured error."""
+def _supervise(launch: Callable[[str], Any], spec_json: str) -> dict[str, Any]:
+    """Run torch elastic to its end; what failed, by rank and exit code or signal, from its structured error."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     try:
-        launch()
+        launch(spec_json)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0:

@@ -194,7 +194,10 @@ def _timed_columns(record: dict[str, Any], cell: Cell, timed: dict[str, Any]) ->
         if peak and record["flops_per_step"]:
             row["mfu"] = record["flops_per_step"] / (row["step_time_s"] * peak * cell.world_size)
     if timed.get("cuda_memory"):
-        row |= {"peak_memory_bytes": timed["cuda_memory"]["allocated"], "peak_memory_source": "CUDA allocator, allocated"}
+        row |= {
+            "peak_memory_bytes": timed["cuda_memory"]["allocated"],
+            "peak_memory_source": "CUDA allocator, allocated",
+        }
     return row
 
 

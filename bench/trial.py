@@ -170,7 +170,8 @@ class Trial:
             "num_parameters": self.num_parameters,
             "entropy_floor": self.workload.entropy_floor,
             "tokens_per_step": self.workload.tokens_per_sample * cell.global_batch_size,
-            "flops_per_step": self.workload.flops_per_sample and self.workload.flops_per_sample * cell.global_batch_size,
+            "flops_per_step": self.workload.flops_per_sample
+            and self.workload.flops_per_sample * cell.global_batch_size,
             "device_name": _device_name(self.device),
         }
         passes: dict[str, Callable[[], Any]] = {
@@ -295,7 +296,9 @@ class Trial:
         if self.rank != 0:
             return None
         if missing := before.keys() ^ after.keys():
-            raise RuntimeError(f"full_parameters() of {self.cell.backend} and the model differ in {sorted(missing)[:3]}")
+            raise RuntimeError(
+                f"full_parameters() of {self.cell.backend} and the model differ in {sorted(missing)[:3]}"
+            )
         change = {name: after[name] - before[name] for name in before}
         if self.cell == self.cell.reference():
             save(change, Path(self.spec.reference))

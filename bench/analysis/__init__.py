@@ -1,0 +1,1 @@
+"""What the tables say: gates that judge trials."""

@@ -60,10 +60,10 @@ def judge(tables: Tables) -> Tables:
             continue
         mine = losses.get((row["cell_id"], row["repeat"]), ())
         deviation = _deviation(mine, truths.get(_workload_key(row)))
-        trials.loc[index, "max_loss_deviation"] = pd.NA if deviation is None else deviation  # type: ignore[index]
+        trials.loc[index, "max_loss_deviation"] = pd.NA if deviation is None else deviation
         reasons = findings(row, deviation)
         if reasons:
-            trials.loc[index, ["status", "reason"]] = [str(Status.INVALID), "; ".join(reasons)]  # type: ignore[index]
+            trials.loc[index, ["status", "reason"]] = [str(Status.INVALID), "; ".join(reasons)]
     return replace(tables, trials=trials)
 
 

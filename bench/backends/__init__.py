@@ -1,0 +1,1 @@
+"""How the workload is trained: a protocol and a registry, then one file per framework."""

@@ -102,8 +102,10 @@ class Backend(ABC):
 
     @abstractmethod
     def train(self, job: Job) -> None:
-        """Build the model and train ``job.windows`` windows: micro-batches from ``job.loader``, losses by
-        ``job.loss``, updates by ``job.optimizer``'s. Raises UnsupportedError for what it cannot run.
+        """Build the model and train ``job.windows`` windows.
+
+        Micro-batches come from ``job.loader``, losses from ``job.loss``, the optimizer from ``job.optimizer``. Raises
+        UnsupportedError for what the backend cannot run.
         """
 
     @abstractmethod

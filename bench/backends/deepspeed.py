@@ -16,9 +16,10 @@ def zero_config(stage: int, job: Job) -> dict[str, Any]:
     """A DeepSpeed configuration in which nothing that moves the comparison is left to a default.
 
     Clipping is off (DeepSpeed >= 0.19.3 clips to norm 1 if silent), gradients accumulate in fp32 (the default is the
-    model's dtype), buckets hold the whole model (the default of 5e8 elements would be the peak of a small one), and
-    stage 3 keeps no parameter gathered for being small, gathers one block ahead and releases each block after its
-    forward, as FSDP2 does (the defaults would keep a whole model of up to 1e9 parameters gathered). Communication overlaps on CUDA only; the CPU has no streams.
+    model's dtype), and buckets hold the whole model (the default of 5e8 elements would be the peak of a small one).
+    Stage 3 keeps no parameter gathered for being small, gathers one block ahead and releases each block after its
+    forward, as FSDP2 does (the defaults would keep a whole model of up to 1e9 parameters gathered). Communication
+    overlaps on CUDA only; the CPU has no streams.
     """
     return {
         "train_micro_batch_size_per_gpu": job.cell.micro_batch_size,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from bench.backends import deepspeed as ds
 from bench.backends import fsdp2
@@ -13,7 +13,7 @@ from bench.cell import Sharding, Sync
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
     from lightning.pytorch.strategies import Strategy
-    from torch import Tensor
+    from torch import Tensor, nn
 
 
 class LightningBackend(Backend):
@@ -22,7 +22,7 @@ class LightningBackend(Backend):
     Logger, checkpoints, progress bar, summary and sampler replacement are off; clipping is off.
     """
 
-    requires = ("lightning",)
+    requires: ClassVar[tuple[str, ...]] = ("lightning",)
     loss_factor: ClassVar[str] = ""
     """``"N"`` to multiply the loss by N in ``training_step``, which undoes one division by N."""
 
@@ -62,16 +62,22 @@ class LightningBackend(Backend):
 
     def gather(self, module: LightningModule) -> Mapping[str, Tensor]:
         """The full fp32 parameters of ``module.model``, called while the strategy is still up."""
-        return {name: p.detach().cpu() for name, p in module.model.named_parameters()}
+        return {name: p.detach().cpu() for name, p in _model(module).named_parameters()}
 
     def full_parameters(self) -> Mapping[str, Tensor]:
         return self.module.parameters_at_end  # type: ignore[return-value]
 
     def reported(self) -> dict[str, int]:
-        return {"trainer.global_step": self.trainer.global_step, **self.module.engine_steps}  # type: ignore[dict-item]
+        engine_steps: Any = self.module.engine_steps
+        return {"trainer.global_step": self.trainer.global_step, **engine_steps}
 
     def settings(self) -> dict[str, Any]:
         return {"loss_factor": self.loss_factor or "1"}
+
+
+def _model(module: LightningModule) -> nn.Module:
+    """The workload's model inside the module."""
+    return cast("nn.Module", module.model)
 
 
 def _module(backend: LightningBackend, job: Job) -> LightningModule:
@@ -99,7 +105,7 @@ def _module(backend: LightningBackend, job: Job) -> LightningModule:
             return job.optimizer(self.model.parameters())
 
         def on_train_end(self) -> None:
-            engine = self.trainer.strategy.model
+            engine: Any = self.trainer.strategy.model
             if hasattr(engine, "global_steps"):
                 self.engine_steps = {"engine.global_steps": engine.global_steps}
             if job.keep_parameters:
@@ -141,10 +147,11 @@ class LightningFSDP2(LightningBackend):
     def shard(self, module: LightningModule, job: Job) -> None:
         assert module.device_mesh is not None
         mesh = module.device_mesh["data_parallel"]
-        fsdp2.shard(module.model, job.blocks(module.model), mesh, bf16=job.bf16, reshard_after_forward=True)  # type: ignore[arg-type]
+        model = _model(module)
+        fsdp2.shard(model, job.blocks(model), mesh, bf16=job.bf16, reshard_after_forward=True)
 
     def gather(self, module: LightningModule) -> Mapping[str, Tensor]:
-        return {name: p.detach().cpu() for name, p in fsdp2.gather(module.model).items()}  # type: ignore[arg-type]
+        return {name: p.detach().cpu() for name, p in fsdp2.gather(_model(module)).items()}
 
 
 class LightningDeepSpeedZero2(LightningBackend):
@@ -169,7 +176,7 @@ class LightningDeepSpeedZero2(LightningBackend):
         return strategy(config=dict(self.config))
 
     def gather(self, module: LightningModule) -> Mapping[str, Tensor]:
-        return {name: p.detach().cpu() for name, p in ds.gather(module.model).items()}  # type: ignore[arg-type]
+        return {name: p.detach().cpu() for name, p in ds.gather(_model(module)).items()}
 
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), **self.config}
@@ -242,7 +249,7 @@ class FabricFSDP2Deferred(Backend):
         fabric.launch()
         model = fabric.setup_module(job.build())
         self.model = model.module
-        optimizer = fabric.setup_optimizers(job.optimizer(model.parameters()))
+        optimizer: Any = fabric.setup_optimizers(job.optimizer(model.parameters()))
         batches = iter(job.loader)
         for _ in range(job.windows):
             for micro_batch in range(job.accumulate):

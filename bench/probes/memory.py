@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
 
 LET_GO_S = 0.001
 """How long gloo's thread may take to drop a finished collective."""
@@ -72,13 +71,13 @@ class TensorLedger(TorchDispatchMode):
         self._watched.pop(key, None)
 
     def __enter__(self) -> Any:
-        self._resizing = _watch_resize(self)
-        self._resizing.__enter__()
+        self._resizing = ExitStack()
+        self._resizing.enter_context(_watch_resize(self))
         return super().__enter__()
 
-    def __exit__(self, *exc: Any) -> None:
+    def __exit__(self, *exc: object) -> None:
         super().__exit__(*exc)
-        self._resizing.__exit__(*exc)
+        self._resizing.close()
 
 
 def _wait(result: Any) -> None:

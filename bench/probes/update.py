@@ -32,7 +32,9 @@ def compare(change: Mapping[str, Tensor], reference: Path) -> dict[str, float]:
             u, r = value.double().flatten(), stored.get_tensor(name).double().flatten()
             uu, ur, rr, dd = uu + float(u @ u), ur + float(u @ r), rr + float(r @ r), dd + float((u - r) @ (u - r))
     if rr == 0.0 or not math.isfinite(rr):
-        raise RuntimeError(f"the reference update in {reference.name} has norm {math.sqrt(rr)}: nothing to compare with")
+        raise RuntimeError(
+            f"the reference update in {reference.name} has norm {math.sqrt(rr)}: nothing to compare with"
+        )
     scale = ur / rr
     residual = math.sqrt(max(0.0, uu / (scale * scale) - 2 * ur / scale + rr) / rr) if scale else 1.0
     return {"error": math.sqrt(dd / rr), "scale": scale, "residual": residual}

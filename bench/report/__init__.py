@@ -1,0 +1,1 @@
+"""What is shown: the terminal, tables in words, plots."""

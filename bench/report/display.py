@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -43,7 +43,7 @@ class Display:
         self._failed = 0
         self._done = 0
 
-    def __enter__(self) -> Display:
+    def __enter__(self) -> Self:
         self._progress.start()
         return self
 

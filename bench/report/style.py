@@ -51,7 +51,10 @@ FURTHER_COLOURS = ("#332288", "#999933", "#AA4499", "#44AA99", "#661100", "#6699
 SYNC_MARKERS = {"none": "o", "eager": "s", "deferred": "^"}
 OTHER_MARKER = "D"
 SHARDING_DASHES: dict[str, tuple[float, ...]] = {
-    "none": (), "params": (8.0, 1.6), "grads": (3.6, 1.4), "optimizer": (1.0, 1.2),
+    "none": (),
+    "params": (8.0, 1.6),
+    "grads": (3.6, 1.4),
+    "optimizer": (1.0, 1.2),
 }
 SHARDING_FILLS: dict[str, Fill] = {"none": "full", "params": "full", "grads": "left", "optimizer": "bottom"}
 FILLS: tuple[Fill, ...] = ("full", "left", "bottom", "right", "top")

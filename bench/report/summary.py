@@ -36,9 +36,7 @@ def by_cell(tables: Tables) -> pd.DataFrame:
                 "slowest_s": trials["step_time_s"].max(),
                 "max_loss_deviation": trials["max_loss_deviation"].max(),
                 "update_error": trials["update_error"].max(),
-                **{
-                    f"steps_{name}": first[f"optimizer_steps_{name}"] for name in ("expected", "observed", "reported")
-                },
+                **{f"steps_{name}": first[f"optimizer_steps_{name}"] for name in ("expected", "observed", "reported")},
             }
         )
     cells = pd.DataFrame(rows)

@@ -54,9 +54,7 @@ class Workload(Protocol):
 
 def load(cell: Cell, corpus: Path | None) -> Workload:
     """The cell's workload. Raises InputError if the factory cannot be found."""
-    spec = WorkloadSpec(
-        model=cell.model, sequence_length=cell.sequence_length, seed=cell.seed, corpus=corpus
-    )
+    spec = WorkloadSpec(model=cell.model, sequence_length=cell.sequence_length, seed=cell.seed, corpus=corpus)
     workload: Workload = find_factory(cell.workload)(spec)
     return workload
 

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from bench.errors import InputError
 
-ALPHABET = 256
-"""Number of distinct tokens of either source."""
+MARKOV_TOKENS = 32
+"""Number of tokens that the Markov source uses: few, so that a run of some steps already learns."""
 
 
 class Corpus(Protocol):
@@ -32,23 +32,23 @@ class Corpus(Protocol):
 
 
 class MarkovCorpus:
-    """A stationary first-order Markov chain over 256 tokens.
+    """A stationary first-order Markov chain over the tokens 0 to 31.
 
     Each row of the transition matrix is a draw from a symmetric Dirichlet distribution whose small concentration
     makes it peaked, so that there is something to learn. Each sample starts from the stationary distribution.
     """
 
-    def __init__(self, seed: int, concentration: float = 0.02) -> None:
+    def __init__(self, seed: int, concentration: float = 0.1) -> None:
         self._seed = seed
-        rows = np.random.default_rng([seed, 1]).dirichlet(np.full(ALPHABET, concentration), size=ALPHABET)
+        rows = np.random.default_rng([seed, 1]).dirichlet(np.full(MARKOV_TOKENS, concentration), size=MARKOV_TOKENS)
         # A little of the uniform distribution makes the chain ergodic, so the stationary distribution is unique.
-        self.transitions: NDArray[np.float64] = 0.99 * rows + 0.01 / ALPHABET
+        self.transitions: NDArray[np.float64] = 0.99 * rows + 0.01 / MARKOV_TOKENS
 
     @cached_property
     def stationary(self) -> NDArray[np.float64]:
-        """The distribution pi with pi P = pi, by solving that with sum(pi) = 1; shape [256]."""
-        system = np.vstack([self.transitions.T - np.eye(ALPHABET), np.ones(ALPHABET)])
-        solution = np.linalg.lstsq(system, np.append(np.zeros(ALPHABET), 1.0), rcond=None)[0]
+        """The distribution pi with pi P = pi, by solving that with sum(pi) = 1; shape [32]."""
+        system = np.vstack([self.transitions.T - np.eye(MARKOV_TOKENS), np.ones(MARKOV_TOKENS)])
+        solution = np.linalg.lstsq(system, np.append(np.zeros(MARKOV_TOKENS), 1.0), rcond=None)[0]
         return np.asarray(solution / solution.sum(), dtype=np.float64)
 
     @cached_property
@@ -62,14 +62,14 @@ class MarkovCorpus:
         uniform = np.random.default_rng([self._seed, 2]).random((count, length))
         # Row i's cumulative distribution lies in (i, i + 1], so one sorted array serves all rows at once.
         steps = np.cumsum(self.transitions, axis=1)
-        table = (steps / steps[:, -1:] + np.arange(ALPHABET)[:, None]).ravel()
+        table = (steps / steps[:, -1:] + np.arange(MARKOV_TOKENS)[:, None]).ravel()
         start = np.cumsum(self.stationary)
         tokens = np.empty((count, length), dtype=np.int64)
-        tokens[:, 0] = np.minimum(np.searchsorted(start / start[-1], uniform[:, 0], side="right"), ALPHABET - 1)
+        tokens[:, 0] = np.minimum(np.searchsorted(start / start[-1], uniform[:, 0], side="right"), MARKOV_TOKENS - 1)
         for position in range(1, length):
             state = tokens[:, position - 1]
-            found = np.searchsorted(table, uniform[:, position] + state, side="right") - state * ALPHABET
-            tokens[:, position] = np.clip(found, 0, ALPHABET - 1)
+            found = np.searchsorted(table, uniform[:, position] + state, side="right") - state * MARKOV_TOKENS
+            tokens[:, position] = np.clip(found, 0, MARKOV_TOKENS - 1)
         return tokens
 
 
@@ -86,7 +86,8 @@ class FileCorpus:
         """Windows of ``length`` bytes at seeded places."""
         uniform = np.random.default_rng([self._seed, 3]).random(count)
         starts = (uniform * (len(self._bytes) - length + 1)).astype(np.int64)
-        return self._bytes[starts[:, None] + np.arange(length)].astype(np.int64)
+        tokens: NDArray[np.int64] = self._bytes[starts[:, None] + np.arange(length)].astype(np.int64)
+        return tokens
 
 
 def describe_file(path: Path, length: int) -> str:

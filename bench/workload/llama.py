@@ -38,12 +38,13 @@ class LlamaWorkload:
             tie_word_embeddings=size.tied,
             max_position_embeddings=max(2048, self._spec.sequence_length),
             rope_parameters={"rope_type": "default", "rope_theta": size.rope_theta},
-            attn_implementation="sdpa",
             use_cache=False,
         )
+        config._attn_implementation = "sdpa"
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._spec.seed)
-            return LlamaForCausalLM(config).float().train()
+            model: nn.Module = LlamaForCausalLM(config).float().train()
+        return model
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         """The decoder blocks; embedding, last norm and head form the root's unit."""

@@ -1,0 +1,285 @@
+"""What the figures of a run have in common: panels, titles, notes, cells and axes."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+from bench.cell import REFERENCE, Status
+from bench.report import style
+from bench.report.style import REFERENCE_COLOUR, Key, Words, safe
+from bench.tables import Tables
+
+CONTEXT = [
+    "workload",
+    "model",
+    "device",
+    "global_batch_size",
+    "sequence_length",
+    "optimizer",
+    "accumulation_dtype",
+    "world_size",
+    "precision",
+    "corpus",
+    "learning_rate",
+    "seed",
+]
+"""Cells that differ in one of these are never in one panel."""
+REFERENCE_KEYS = [
+    "workload",
+    "model",
+    "sequence_length",
+    "global_batch_size",
+    "optimizer",
+    "device",
+    "corpus",
+    "learning_rate",
+    "seed",
+]
+"""What a trial shares with its reference."""
+CSV_COLUMNS = [
+    "run_id",
+    "cell_id",
+    "repeat",
+    "backend",
+    "framework",
+    "sharding",
+    "sync",
+    "accumulate",
+    *CONTEXT,
+    "status",
+    "reason",
+]
+NAMES = {
+    "accumulate": "N = {}",
+    "world_size": "W = {}",
+    "global_batch_size": "B = {}",
+    "sequence_length": "{} tokens",
+    "accumulation_dtype": "summed in {}",
+}
+"""How a value of a column is named in titles; others speak for themselves."""
+REFERENCE_LABEL = "reference: one process, full batch"
+ONE_GPU = "one GPU: no bytes move between ranks"
+REFERENCE_KEY: Key = (Line2D([], [], color=REFERENCE_COLOUR, linestyle="--"), REFERENCE_LABEL)
+LOSS_FLOOR = 1e-9
+"""Where a loss equal to the reference's is drawn on a logarithmic axis."""
+SPREAD = "Points are spread sideways at each N; small points are trials, large ones the medians of cells"
+COUNTED = "; 2\u2715 above a panel: two cells without a number at that N."
+LOG_ABOVE = 5.0
+"""Ratio of the largest to the smallest value from which an axis is logarithmic."""
+GIB_ABOVE = 4 * 2**30
+MAX_DIRECT, MAX_DIRECT_WIDTH = 12, 2.3
+"""Lines that get labels of their own at the right, and the inches that those may take."""
+DODGE, DODGE_EACH = 0.32, 0.04
+"""Octaves over which the backends are spread at one N: at most, and per backend."""
+REASON_LENGTH = 220
+
+
+@dataclass
+class Drawing:
+    """One figure before it is saved."""
+
+    stem: str
+    figure: Figure
+    data: pd.DataFrame
+    words: Words
+
+
+@dataclass
+class Panel:
+    """The trials that share one pair of axes, and those of their reference."""
+
+    title: str
+    trials: pd.DataFrame
+    reference: pd.DataFrame
+
+
+class Run:
+    """The trials in the order of drawing, and what all figures say about them."""
+
+    def __init__(self, tables: Tables, manifest: dict[str, Any]) -> None:
+        self.manifest, self.losses = manifest, tables.losses
+        trials = tables.trials.copy()
+        for column in ("framework", "sharding", "sync"):
+            known = {name: about.get(column) for name, about in manifest.get("backends", {}).items()}
+            trials[column] = trials[column].fillna(trials["backend"].map(known).astype("string")).fillna("")
+        trials["reason"] = trials["reason"].fillna("")
+        self.looks = style.looks(trials)
+        order = {name: i for i, name in enumerate(self.looks)}
+        ranks = trials["backend"].map(order)
+        self.trials = trials.assign(_rank=ranks).sort_values(["_rank", "accumulate", "repeat"], kind="stable")
+        self.others = without_reference(self.trials)
+
+    def words(self, title: str) -> Words:
+        """The words around a figure."""
+        all_on_one_gpu = bool((self.trials["device"] == "cuda").all() and (self.trials["world_size"] == 1).all())
+        subtitle = f"{self._models()}; {self._batch()}"
+        machine = self.manifest.get("machine") or {}
+        gpus = [str(gpu.get("name", "GPU")) for gpu in machine.get("gpus") or []]
+        parts = [str(machine.get("cpu") or "unknown CPU")]
+        if machine.get("cores"):
+            parts.append(f"{machine['cores']} cores")
+        parts += [f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)] or ["no GPU"]
+        torch = (self.manifest.get("packages") or {}).get("torch")
+        footer = f"run {self.manifest.get('run_id', 'unnamed')}; machine: {', '.join(parts)}"
+        return Words(
+            f"{title} ({ONE_GPU})" if all_on_one_gpu else title,
+            subtitle,
+            footer + (f"; torch {torch}" if torch else ""),
+            self._notes(),
+        )
+
+    def _models(self) -> str:
+        sizes = self.trials.groupby("model")["num_parameters"].max()
+        models = [f"{name} ({_count(sizes[name])} parameters)" for name in self.others["model"].unique()]
+        return f"model {', '.join(models)}"
+
+    def _batch(self) -> str:
+        def values(column: str) -> str:
+            return ", ".join(str(v) for v in sorted(self.others[column].dropna().unique()))
+
+        return (
+            f"B = {values('global_batch_size')} samples of {values('sequence_length')} tokens per optimizer step, "
+            f"N = {values('accumulate')}, W = {values('world_size')}, {values('precision')} "
+            f"(summed in {values('accumulation_dtype')}), {values('device')}"
+        )
+
+    def _notes(self) -> list[str]:
+        """What is wrong with which cells: those of equal status and reason, numbers aside, in one note."""
+        varying = [c for c in CONTEXT if self.others[c].nunique(dropna=False) > 1]
+        size = self.trials.groupby("cell_id").size()
+        groups: dict[tuple[bool, str, str], dict[str, list[str]]] = {}
+        reasons: dict[tuple[bool, str, str], list[str]] = {}
+        bad = self.trials[self.trials["status"] != Status.OK]
+        for cell_id, rows in bad.groupby("cell_id", sort=False):
+            for status, alike in rows.groupby("status"):
+                first = alike.iloc[0]
+                key = (status == Status.INVALID, str(status), re.sub(r"[-+]?\d[\d.e+-]*", "#", first["reason"]))
+                some = "" if len(alike) == size[cell_id] else f" ({len(alike)} of {size[cell_id]} trials)"
+                where = " ".join([str(first["backend"]), *(_name(c, first[c]).replace(" = ", "=") for c in varying)])
+                groups.setdefault(key, {}).setdefault(where, []).append(f"{first['accumulate']}{some}")
+                reasons.setdefault(key, []).append(str(first["reason"]))
+        notes = []
+        for key in sorted(groups, key=lambda k: k[:2]):
+            cells = "; ".join(f"{where} N={', '.join(ns)}" for where, ns in groups[key].items())
+            reason = _shorten(reasons[key][0]) or "no reason was recorded"
+            alike_only = " (numbers of the first)" if len(set(reasons[key])) > 1 else ""
+            notes.append(f"{key[1]}: {cells}: {reason}{alike_only}")
+        return notes
+
+    def panels(self, trials: pd.DataFrame, by: list[str], values: list[str]) -> list[Panel]:
+        """The trials of all but the reference, split by these columns; parts without any value are left out."""
+        others = without_reference(trials)
+        varying = [column for column in by if others[column].nunique(dropna=False) > 1]
+        found = []
+        for _, rows in others.groupby(by, dropna=False, sort=True):
+            first = rows.iloc[0]
+            same = (trials[REFERENCE_KEYS] == first[REFERENCE_KEYS]).all(axis=1)
+            if "peak_memory_source" in by:
+                same &= trials["peak_memory_source"] == first["peak_memory_source"]
+            reference = trials[same & (trials["backend"] == REFERENCE)] if others is not trials else trials.iloc[:0]
+            if rows[values].notna().all(axis=1).any():
+                found.append(Panel(", ".join(_name(c, first[c]) for c in varying), rows, reference))
+        return found
+
+    def shown(self, panels: Sequence[Panel], *, reference: bool = False) -> list[str]:
+        """The backends of these panels, in the order of drawing."""
+        frames = [frame for p in panels for frame in ([p.trials, p.reference] if reference else [p.trials])]
+        found = {backend for frame in frames for backend in frame["backend"]}
+        return [backend for backend in self.looks if backend in found]
+
+    def keys(self, backends: Sequence[str], *, line: bool) -> list[Key]:
+        return [style.backend_key(name, self.looks[name], line=line) for name in backends]
+
+    def signs(self, trials: pd.DataFrame) -> list[Key]:
+        return style.sync_keys(trials, invalid=bool((trials["status"] != Status.OK).any()))
+
+
+def without_reference(trials: pd.DataFrame) -> pd.DataFrame:
+    """All but the reference; the trials themselves if there is nothing else."""
+    others = trials[trials["backend"] != REFERENCE]
+    return trials if others.empty else others
+
+
+def _count(value: Any) -> str:
+    if pd.isna(value):
+        return "unknown number of"
+    for size, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if value >= size:
+            return f"{value / size:.3g}{unit}"
+    return str(value)
+
+
+def _name(column: str, value: Any) -> str:
+    return NAMES.get(column, "{}").format("unknown" if pd.isna(value) else value)
+
+
+def _shorten(reason: str) -> str:
+    return reason if len(reason) <= REASON_LENGTH else reason[: REASON_LENGTH - 4].rstrip() + " ..."
+
+
+def centred_trials(trials: pd.DataFrame, *values: str) -> pd.DataFrame:
+    """With ``<value>_cell_median``, over the ok trials if there are any, and ``valid``: all that was measured is ok."""
+    trials = trials.copy()
+    for value in values:
+        trials[value] = trials[value].where(np.isfinite(trials[value].to_numpy(dtype=float, na_value=np.nan)))
+    fine = trials["status"] == Status.OK
+    trials["valid"] = (fine | trials[list(values)].isna().any(axis=1)).groupby(trials["cell_id"]).transform("all")
+    for value in values:
+        good = trials[value].where(fine).groupby(trials["cell_id"]).transform("median")
+        trials[f"{value}_cell_median"] = good.fillna(trials[value].groupby(trials["cell_id"]).transform("median"))
+    return trials
+
+
+def with_medians(trials: pd.DataFrame, value: str) -> pd.DataFrame:
+    """One row per cell that has a number."""
+    return trials[trials[f"{value}_cell_median"].notna()].drop_duplicates("cell_id").sort_values("accumulate")
+
+
+def paged(stem: str, items: list[Panel], size: int) -> Iterator[tuple[str, list[Panel]]]:
+    """Parts of at most this size, with the stem of each."""
+    count = math.ceil(len(items) / size)
+    each = math.ceil(len(items) / max(count, 1))
+    for page in range(count):
+        yield stem if count == 1 else f"{stem}-{page + 1}", items[page * each : (page + 1) * each]
+
+
+def grid_shape(panels: list[Panel]) -> tuple[int, int]:
+    """Columns and rows of a grid of panels, at most four columns for twelve."""
+    columns = len(panels) if len(panels) <= 3 else math.ceil(math.sqrt(len(panels)))
+    return columns, math.ceil(len(panels) / columns)
+
+
+def panel_grid(figure: Figure, panels: Sequence[Panel], columns: int, **share: Any) -> list[Axes]:
+    """One pair of axes per panel, row by row, none empty; the lowest of each column has the x axis's words."""
+    rows = math.ceil(len(panels) / columns)
+    axes = figure.subplots(rows, columns, squeeze=False, **share).ravel()
+    for spare in axes[len(panels) :]:
+        spare.remove()
+    for i, panel in enumerate(panels):
+        axes[i].set_title(safe(panel.title))
+        if i + columns >= len(panels):
+            axes[i].tick_params(labelbottom=True)
+    return list(axes[: len(panels)])
+
+
+def set_scale(axes: Axes, which: str, values: pd.Series) -> None:
+    """Linear, or logarithmic with plain numbers where values differ much."""
+    axis = getattr(axes, f"{which}axis")
+    if len(values) and values.min() > 0 and values.max() / values.min() > LOG_ABOVE:
+        getattr(axes, f"set_{which}scale")("log")
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_formatter(NullFormatter())
+    else:
+        axis.set_major_locator(MaxNLocator(5))

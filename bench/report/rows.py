@@ -1,0 +1,155 @@
+"""One row per backend: optimizer steps, tokens per second."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from bench.cell import REFERENCE, Status
+from bench.report import style
+from bench.report.panels import (
+    CONTEXT,
+    CSV_COLUMNS,
+    REFERENCE_KEYS,
+    Drawing,
+    Panel,
+    Run,
+    centred_trials,
+    paged,
+    panel_grid,
+)
+from bench.report.style import GREY, SMALL, Key, safe
+
+Painter = Callable[[Axes, int, pd.DataFrame, Panel], str]
+"""Draws a cell's trials in a row and returns the word for the right margin."""
+
+
+def _rows(
+    run: Run,
+    stem: str,
+    trials: pd.DataFrame,
+    value: str,
+    title: str,
+    label: str,
+    keys: list[Key],
+    paint: Painter,
+    also: list[str],
+    limits: list[str],
+    remark: str,
+) -> list[Drawing]:
+    """A panel per N with a row per backend."""
+    panels = run.panels(trials, [*CONTEXT, "accumulate"], [value])
+    shown = run.shown(panels, reference=True)
+    if not panels:
+        return []
+    names = max(style.text_width(name, SMALL) for name in shown)
+    most = min(4, max(1, int((style.WIDTH - 0.4 - names) / 1.3)))
+    row = 0.135 if len(shown) > 8 else 0.19
+    per_page = most * max(1, int(4.8 / (row * len(shown) + 0.3)))
+    drawings = []
+    for name, chunk in paged(stem, panels, per_page):
+        lines = math.ceil(len(chunk) / most)
+        columns = math.ceil(len(chunk) / lines)
+        words = run.words(title)
+        words.notes.insert(0, f"Right margins: {remark}.")
+        height = lines * (row * len(shown) + 0.3) + 0.35
+        figure = style.sheet(words, [keys, run.signs(trials)], height, height)
+        grid = panel_grid(figure, chunk, columns, sharex=True, sharey=True)
+        for i, (axes, panel) in enumerate(zip(grid, chunk, strict=True)):
+            axes.set_yticks(range(len(shown)), [safe(b) for b in shown])
+            axes.set_ylim(len(shown) - 0.4, -0.6)
+            axes.tick_params(axis="y", length=0)
+            axes.set_xlabel(label if i + columns >= len(chunk) else "")
+            both = pd.concat([panel.reference, panel.trials])
+            for (backend, _), cell in both.groupby(["backend", "cell_id"], sort=False):
+                at = shown.index(str(backend))
+                margin = paint(axes, at, cell, panel)
+                axes.text(1.02, at, safe(margin), transform=axes.get_yaxis_transform(), va="center", size=6, color=GREY)
+            axes.set_xlim(0, 1.08 * float(trials[limits].max().max()))
+            axes.xaxis.set_major_locator(MaxNLocator(3, integer=True))
+        drawings.append(Drawing(name, figure, trials[[*CSV_COLUMNS, *also]], words))
+    return drawings
+
+
+def draw_optimizer_steps(run: Run) -> list[Drawing]:
+    """How many optimizer steps were due, were seen, and were reported."""
+    counts = [f"optimizer_steps_{kind}" for kind in ("expected", "observed", "reported")]
+    base: dict[str, Any] = {"linestyle": "none", "markersize": 9}
+    due = base | {"marker": "|", "color": GREY, "markeredgewidth": 2.5, "alpha": 0.5}
+    said = base | {"marker": "o", "color": "#000000", "markerfacecolor": "none", "markeredgewidth": 0.7}
+
+    def paint(axes: Axes, at: int, cell: pd.DataFrame, _: Panel) -> str:
+        look = run.looks[cell["backend"].iloc[0]]
+        for expected in cell[counts[0]].dropna().unique():
+            axes.plot([expected], [at], **due)
+        seen = cell[cell[counts[1]].notna()]
+        for observed in seen[counts[1]].unique():
+            alike = seen[seen[counts[1]] == observed]
+            style.mark(axes, [float(observed)], [at], look, valid=bool((alike["status"] == Status.OK).all()), size=5)
+        for reported in cell[counts[2]].dropna().unique():
+            axes.plot([reported], [at], **said)
+        return str(cell["status"].iloc[0]) if seen.empty else "" if cell[counts[2]].notna().any() else "none"
+
+    keys: list[Key] = [
+        (Line2D([], [], **due), "expected"),
+        (Line2D([], [], linestyle="none", marker="s", color=GREY, markersize=5), "observed at the inner optimizer"),
+        (Line2D([], [], **said), "reported by the framework"),
+    ]
+    also = [*counts, "optimizer_steps_reported_by"]
+    return _rows(
+        run,
+        "optimizer_steps",
+        run.trials,
+        counts[1],
+        "Optimizer steps expected, observed and reported",
+        "optimizer steps",
+        keys,
+        paint,
+        also,
+        counts,
+        '"none" where none reported: the framework gave no count; other words say how the cell failed',
+    )
+
+
+def draw_speed_up(run: Run) -> list[Drawing]:
+    """Tokens per second of every backend, and how many times the reference's that is."""
+    value = "tokens_per_s"
+    trials = centred_trials(run.trials, value)
+    reference = trials[(trials["backend"] == REFERENCE) & trials["valid"]]
+    good = reference.groupby(REFERENCE_KEYS)[f"{value}_cell_median"].first()
+    trials = trials.merge(good.rename("reference_tokens_per_s"), on=REFERENCE_KEYS, how="left")
+    trials["speed_up"] = trials[f"{value}_cell_median"] / trials["reference_tokens_per_s"]
+
+    def paint(axes: Axes, at: int, cell: pd.DataFrame, _: Panel) -> str:
+        first, look = cell.iloc[0], run.looks[cell["backend"].iloc[0]]
+        if pd.isna(first[f"{value}_cell_median"]):
+            return str(first["status"])
+        axes.plot([0, first[f"{value}_cell_median"]], [at, at], color=look.colour, linewidth=0.8)
+        for valid, part in cell[cell[value].notna()].groupby(cell["status"] == Status.OK):
+            style.mark(axes, part[value].astype(float), [at] * len(part), look, valid=bool(valid), size=2.2, alpha=0.6)
+        style.mark(axes, [first[f"{value}_cell_median"]], [at], look, valid=bool(first["valid"]), size=5)
+        if not first["valid"]:
+            return "invalid"
+        return "" if pd.isna(first["speed_up"]) else f"{first['speed_up']:.2f}x"
+
+    remark = "parallel speed-up, tokens/s over the reference's; or how the cell failed" if len(good) else "failed cells"
+    also = [value, f"{value}_cell_median", "reference_tokens_per_s", "speed_up"]
+    return _rows(
+        run,
+        "speed_up",
+        trials,
+        value,
+        "Speed: tokens per second",
+        "tokens/s",
+        [],
+        paint,
+        also,
+        [value],
+        f"{remark}; small points are trials, large ones their medians",
+    )

@@ -1,0 +1,58 @@
+"""What this project is run with: ``nox -s bench``, ``nox -s tests``, ``nox -s lint``; arguments go after ``--``."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import nox
+from nox.command import CommandFailed
+
+nox.needs_version = ">=2026.7.11"
+nox.options.sessions = ["tests"]
+
+INSTALLED_FROM = ("pyproject.toml", "constraints.txt")
+"""Files that, changed, make the environment out of date."""
+
+
+@nox.session(default=False, venv_backend="virtualenv", reuse_venv=True)
+def install(session: nox.Session) -> None:
+    """Install the project and its tools; the other sessions do this by themselves."""
+    # torch is gigabytes, so there is one environment, whose programs the other sessions find first on the path.
+    os.environ["PATH"] = os.pathsep.join([session.bin, os.environ.get("PATH", os.defpath)])
+    digest = hashlib.sha256(b"".join(Path(name).read_bytes() for name in INSTALLED_FROM)).hexdigest()
+    stamp = Path(session.virtualenv.location) / "installed.sha256"
+    if stamp.exists() and stamp.read_text() == digest:
+        session.log(f"{' and '.join(INSTALLED_FROM)} are as they were when this environment was installed")
+        return
+    groups = ("--group", "test", "--group", "lint")
+    # DeepSpeed comes as source; with its operators off, nothing is compiled, and torch need not be there first.
+    session.install("-c", "constraints.txt", "-e", ".", *groups, env={"DS_BUILD_OPS": "0"})
+    stamp.write_text(digest)
+
+
+@nox.session(venv_backend="none", requires=["install"])
+def bench(session: nox.Session) -> None:
+    """Run a matrix: ``python -m bench run`` with the given arguments; the exit status is the program's."""
+    command = ("python", "-m", "bench", "run", *session.posargs)
+    try:
+        # Interrupted, the program ends its trials and writes what it has; nox by default kills it after 0.5 s.
+        session.run(*command, stderr=None, interrupt_timeout=60, terminate_timeout=30)
+    except CommandFailed as failure:
+        # nox itself would make 1 of any failure; 1 (something measured is bad) is not 2 (the input is wrong).
+        raise SystemExit(failure.return_code or 1) from None
+
+
+@nox.session(venv_backend="none", requires=["install"])
+def tests(session: nox.Session) -> None:
+    """Run the tests: ``pytest`` with the given arguments."""
+    session.run("python", "-m", "pytest", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["install"])
+def lint(session: nox.Session) -> None:
+    """Check style, format and types."""
+    session.run("ruff", "check")
+    session.run("ruff", "format", "--check")
+    session.run("mypy", "--strict", "bench")

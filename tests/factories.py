@@ -1,0 +1,206 @@
+"""Small pieces of synthetic runs that many tests share: cells, ranks' results, records, manifests, a launcher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from bench.backends.base import Backend, Job, registry
+from bench.cell import REFERENCE, Cell, Device, Sharding, Status, Sync
+from bench.errors import InputError
+from bench.journal import SCHEMA_VERSION
+from bench.launch import Outcome
+from bench.matrix import Matrix, parse
+from bench.trial import EXTRA_PASSES, Spec
+
+ALL_PASSES = ("time", *EXTRA_PASSES)
+PEAK_BYTES = 40 * 2**20
+Script = Callable[[Spec, int], Outcome | None]
+"""What a scripted launcher does with the spec of its n-th call; None for a sound trial."""
+
+
+def make_cell(**changes: Any) -> Cell:
+    """A small cell on two ranks of the CPU, ``ddp-deferred`` unless changed."""
+    values: dict[str, Any] = {
+        "backend": "ddp-deferred",
+        "accumulate": 4,
+        "world_size": 2,
+        "global_batch_size": 16,
+        "sequence_length": 32,
+        "warmup_windows": 2,
+        "timed_windows": 3,
+    }
+    return Cell(**(values | changes))
+
+
+def make_time(cell: Cell, **changes: Any) -> dict[str, Any]:
+    """What the time pass of a sound rank hands back."""
+    return {
+        "step_seconds": [0.5 + 0.01 * step for step in range(cell.timed_windows)],
+        "losses": [5.0 - 0.1 * window for window in range(cell.windows)],
+        "num_micro_batches": cell.windows * cell.accumulate,
+        "num_fetched": cell.windows * cell.accumulate,
+        "num_updates": cell.windows,
+        "num_inner_steps": cell.windows,
+        "micro_batches_per_update": [cell.accumulate],
+        "reported": {},
+        "settings": {},
+        "cuda_memory": None,
+    } | changes
+
+
+def make_rank(cell: Cell, passes: Sequence[str] = ALL_PASSES, rank: int = 0, **changes: Any) -> dict[str, Any]:
+    """What a sound rank writes for its launcher."""
+    result: dict[str, Any] = {
+        "status": "ok",
+        "num_parameters": 3_411_200,
+        "entropy_floor": 1.25,
+        "tokens_per_step": cell.global_batch_size * cell.sequence_length,
+        "flops_per_step": 1e12,
+        "device_name": "cpu",
+    }
+    answers: dict[str, Any] = {
+        "time": make_time(cell),
+        "update": {"error": 1e-7, "scale": 1.0, "residual": 1e-7} if rank == 0 else None,
+        "collectives": [{"op": "all_reduce", "dtype": "float32", "calls": 1, "payload_bytes": 13_644_800}],
+        "memory": {"peak": PEAK_BYTES, "held": 2**20},
+    }
+    result |= {name: answers[name] for name in passes}
+    return result | {"training_s": 3.0, "seconds": 3.5} | changes
+
+
+def make_record(cell: Cell, repeat: int = 0, **changes: Any) -> dict[str, Any]:
+    """The journal's record of a sound trial with all passes; ``time`` may be given as changes of the sound one."""
+    time = make_time(cell) | {"ranks_agree": True} | changes.pop("time", {})
+    facts = {key: value for key, value in make_rank(cell).items() if key != "seconds"}
+    return {
+        **facts,
+        "time": time,
+        "cell_id": cell.cell_id,
+        "repeat": repeat,
+        "cell": cell.to_dict(),
+        "status": "ok",
+        "reason": "",
+        "passes": list(ALL_PASSES),
+        "ended": "2025-01-01T00:00:00+00:00",
+        "wall_s": 4.25,
+    } | changes
+
+
+def make_failure(cell: Cell, repeat: int = 0, status: str = "oom", reason: str = "rank 0: too big") -> dict[str, Any]:
+    """The journal's record of a trial that has no facts."""
+    return {
+        "cell_id": cell.cell_id,
+        "repeat": repeat,
+        "cell": cell.to_dict(),
+        "status": status,
+        "reason": reason,
+        "passes": ["time"],
+        "ended": "2025-01-01T00:00:00+00:00",
+        "wall_s": 2.5,
+    }
+
+
+def make_document(**axes: Any) -> dict[str, Any]:
+    """The smallest good TOML document of a matrix, with these axes instead of its own."""
+    return {
+        "device": "cpu",
+        "workload": {"sequence_length": 32, "global_batch_size": 16},
+        "axes": {"backend": ["ddp-eager", "ddp-deferred"], "accumulate": [1, 2], "world_size": [2]} | axes,
+    }
+
+
+def make_matrix(overrides: Mapping[str, Any] | None = None, **axes: Any) -> Matrix:
+    """The matrix of ``make_document``; ``overrides`` by table.key."""
+    matrix = parse(make_document(**axes), name="made", source="made.toml")
+    for key, value in (overrides or {}).items():
+        matrix = matrix.override(key, value, key)
+    return matrix
+
+
+def make_manifest(cells: Sequence[Cell] = (), **changes: Any) -> dict[str, Any]:
+    """A run's manifest that knows all built-in backends."""
+    described = {
+        name: {
+            "framework": backend.framework,
+            "sync": str(backend.sync),
+            "sharding": str(backend.sharding),
+            "defect": backend.defect,
+        }
+        for name, backend in registry().items()
+    }
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "run_id": "made-run",
+        "matrix": make_matrix().to_dict(),
+        "cells": [cell.to_dict() for cell in cells],
+        "backends": described,
+        "cold": False,
+        "machine": {"cpu": "made", "cores": 2, "gpus": []},
+        "packages": {"torch": "2.11.0"},
+    } | changes
+
+
+def make_backend(backend_name: str, reason: str = "") -> type[Backend]:
+    """A backend that only has a name and, with a reason, cannot run here."""
+
+    class Made(Backend):
+        name, framework = backend_name, "made"
+        sync, sharding = Sync.EAGER, Sharding.NONE
+
+        def train(self, job: Job) -> None:
+            raise AssertionError("a test never trains it")
+
+        def full_parameters(self) -> dict[str, Any]:
+            raise AssertionError("a test never trains it")
+
+        @classmethod
+        def missing(cls, device: Device) -> str:
+            return reason
+
+    return Made
+
+
+def failed(status: Status = Status.CRASHED, reason: str = "rank 1: ValueError: no") -> Outcome:
+    """How a trial ends that hands back nothing."""
+    return Outcome(status=status, reason=reason, ranks=[], wall_s=1.5, traceback="Traceback: line of the cause\n")
+
+
+class FakeLauncher:
+    """Takes a launcher's place: answers at once, as a sound trial would unless ``script`` says otherwise.
+
+    As the real one's ranks do, it leaves logs, and the reference's update pass leaves the reference's file.
+    """
+
+    def __init__(self, script: Script | None = None) -> None:
+        self.specs: list[Spec] = []
+        self.timeouts: list[float] = []
+        self.closed = 0
+        self._script = script or (lambda spec, number: None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def run(self, spec: Spec, timeout_s: float) -> Outcome:
+        number = len(self.specs)
+        self.specs.append(spec)
+        self.timeouts.append(timeout_s)
+        logs = Path(spec.folder) / "attempt_0" / "0"
+        logs.mkdir(parents=True)
+        (logs / "stderr.log").write_text(f"the log of call {number}")
+        outcome = self._script(spec, number)
+        if outcome is not None:
+            return outcome
+        if spec.cell.backend == REFERENCE and "update" in spec.passes:
+            Path(spec.reference).write_bytes(b"the reference's update")
+        if spec.cell.backend != REFERENCE and "update" in spec.passes and not Path(spec.reference).exists():
+            raise InputError("an update pass without a reference to compare with")
+        ranks = [make_rank(spec.cell, spec.passes, rank) for rank in range(spec.cell.world_size)]
+        return Outcome(status=Status.OK, reason="", ranks=ranks, wall_s=4.25)
+
+    def close(self) -> None:
+        self.closed += 1

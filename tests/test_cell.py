@@ -1,0 +1,127 @@
+"""Cells: ids that are stable, unique and made of the whole content; the reference of a cell; plain values."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.cell import REFERENCE, Cell, Device, Precision
+from tests.factories import make_cell
+
+CANONICAL = (
+    '{"accumulate":4,"accumulation_dtype":"fp32","backend":"ddp-deferred","corpus":"markov","device":"cpu",'
+    '"global_batch_size":16,"learning_rate":0.001,"model":"tiny","optimizer":"adamw-foreach","precision":"fp32",'
+    '"seed":0,"sequence_length":32,"timed_windows":3,"warmup_windows":2,"workload":"llama","world_size":2}'
+)
+"""What the golden cell's id is a hash of; if it changes, old runs cannot be compared with new ones."""
+
+CELLS = st.builds(
+    Cell,
+    backend=st.text(min_size=1),
+    accumulate=st.integers(1, 64),
+    world_size=st.integers(1, 64),
+    global_batch_size=st.integers(1, 10**6),
+    sequence_length=st.integers(1, 10**5),
+    workload=st.text(min_size=1),
+    model=st.text(min_size=1),
+    corpus=st.text(min_size=1),
+    precision=st.sampled_from(Precision),
+    optimizer=st.sampled_from(["adamw-foreach", "adamw-fused"]),
+    learning_rate=st.floats(1e-9, 1.0),
+    warmup_windows=st.integers(1, 100),
+    timed_windows=st.integers(1, 100),
+    seed=st.integers(0, 2**63 - 1),
+    device=st.sampled_from(Device),
+)
+OTHERS = {
+    "backend": "fsdp2-eager",
+    "accumulate": 2,
+    "world_size": 4,
+    "global_batch_size": 32,
+    "sequence_length": 33,
+    "workload": "package.module:factory",
+    "model": "135m",
+    "corpus": "text@sha256:0123",
+    "precision": Precision.BF16,
+    "accumulation_dtype": "bf16",
+    "optimizer": "adamw-fused",
+    "learning_rate": 1e-4,
+    "warmup_windows": 3,
+    "timed_windows": 4,
+    "seed": 1,
+    "device": Device.CUDA,
+}
+
+
+def test_golden_id() -> None:
+    assert make_cell().cell_id == "e1abc0ac9cce"
+    assert hashlib.sha256(CANONICAL.encode()).hexdigest()[:12] == "e1abc0ac9cce"
+
+
+def test_others_changes_every_field() -> None:
+    assert OTHERS.keys() == {field.name for field in dataclasses.fields(Cell)}
+    assert all(getattr(make_cell(), name) != value for name, value in OTHERS.items())
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_id_depends_on_every_field(name: str) -> None:
+    assert make_cell(**{name: OTHERS[name]}).cell_id != make_cell().cell_id
+
+
+@given(CELLS, CELLS)
+def test_equal_ids_mean_equal_cells(one: Cell, other: Cell) -> None:
+    assert (one.cell_id == other.cell_id) == (one == other)
+    assert len(one.cell_id) == 12
+
+
+@given(CELLS)
+def test_json_and_back(cell: Cell) -> None:
+    again = Cell.from_dict(json.loads(json.dumps(cell.to_dict())))
+    assert again == cell
+    assert again.cell_id == cell.cell_id
+    assert type(again.precision) is Precision
+    assert type(again.device) is Device
+
+
+def test_from_dict_refuses_what_it_does_not_know() -> None:
+    values = make_cell().to_dict()
+    with pytest.raises(TypeError, match="colour"):
+        Cell.from_dict({**values, "colour": "red"})
+    with pytest.raises(ValueError, match="fp8"):
+        Cell.from_dict({**values, "precision": "fp8"})
+    with pytest.raises(ValueError, match="tpu"):
+        Cell.from_dict({**values, "device": "tpu"})
+    del values["backend"]
+    with pytest.raises(TypeError, match="backend"):
+        Cell.from_dict(values)
+
+
+def test_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        make_cell().backend = "other"  # type: ignore[misc]
+
+
+def test_reference_is_one_process_with_the_whole_batch_in_fp32() -> None:
+    cell = make_cell(precision=Precision.BF16)
+    truth = cell.reference()
+    assert (truth.backend, truth.accumulate, truth.world_size, truth.precision) == (REFERENCE, 1, 1, "fp32")
+    assert truth.micro_batch_size == cell.global_batch_size
+    assert truth.reference() == truth
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_cells_share_a_reference_only_if_they_train_the_same(name: str) -> None:
+    shares = make_cell(**{name: OTHERS[name]}).reference() == make_cell().reference()
+    assert shares == (name in ("backend", "accumulate", "world_size", "precision"))
+
+
+def test_what_follows_from_the_fields() -> None:
+    cell = make_cell(global_batch_size=48, accumulate=3, world_size=4, precision=Precision.BF16)
+    assert cell.micro_batch_size == 4
+    assert cell.windows == 5
+    assert cell.label == "ddp-deferred N=3 W=4 bf16"

@@ -1,0 +1,41 @@
+"""Peaks for MFU: NVIDIA's dense numbers by name, and none where it would be a guess."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.probes.flops import peak_flops
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+    ],
+)
+def test_known_gpus(name: str, peak: float) -> None:
+    assert peak_flops(name, "bf16") == peak
+    assert peak_flops(name, "fp32") is None
+
+
+@pytest.mark.parametrize(
+    "name", ["cpu", "", "NVIDIA GeForce RTX 4090", "NVIDIA H20", "NVIDIA A10", "AMD Instinct MI300X"]
+)
+def test_no_peak_is_guessed(name: str) -> None:
+    assert peak_flops(name, "bf16") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        pytest.param("NVIDIA H200 NVL", 835e12, id="its datasheet has 1671 TFLOP/s with sparsity, as the H100 NVL"),
+        pytest.param("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None, id="a slice has a part of the peak"),
+    ],
+)
+@pytest.mark.xfail(strict=True, reason="a part of the name is taken for the whole device")
+def test_names_that_hold_another_name(name: str, peak: float | None) -> None:
+    assert peak_flops(name, "bf16") == peak

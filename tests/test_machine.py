@@ -1,0 +1,134 @@
+"""What is stored of the machine: GPUs as CUDA sees them, nothing secret, and nothing that stops a run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import types
+from typing import Any
+
+import numpy
+import pytest
+
+from bench import machine
+
+
+class FakeNvml(types.ModuleType):
+    """Three GPUs, as nvidia-ml-py tells of them; older versions tell in bytes."""
+
+    def __init__(self, as_bytes: bool) -> None:
+        super().__init__("pynvml")
+        self.open = 0
+        self.text = str.encode if as_bytes else str
+
+    def nvmlInit(self) -> None:
+        self.open += 1
+
+    def nvmlShutdown(self) -> None:
+        self.open -= 1
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 3
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetName(self, handle: int) -> Any:
+        return self.text("NVIDIA H200")
+
+    def nvmlDeviceGetUUID(self, handle: int) -> Any:
+        return self.text(f"GPU-{handle}{handle}")
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
+        return types.SimpleNamespace(total=1000 + handle)
+
+    def nvmlSystemGetDriverVersion(self) -> Any:
+        return self.text("570.1")
+
+
+@pytest.mark.parametrize("as_bytes", [True, False])
+@pytest.mark.parametrize(
+    ("setting", "visible"),
+    [
+        (None, [0, 1, 2]),
+        ("", []),
+        ("-1", []),
+        ("2,0", [2, 0]),
+        (" 1 ", [1]),
+        ("0,7,1", [0]),
+        ("GPU-22,GPU-0", [2, 0]),
+        ("GPU-9", []),
+    ],
+)
+def test_visible_gpus(monkeypatch: pytest.MonkeyPatch, setting: str | None, visible: list[int], as_bytes: bool) -> None:
+    nvml = FakeNvml(as_bytes)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
+    assert machine.gpus() == [
+        {"index": i, "name": "NVIDIA H200", "uuid": f"GPU-{i}{i}", "memory_bytes": 1000 + i, "driver": "570.1"}
+        for i in visible
+    ]
+    assert nvml.open == 0, "the library is left as it was found"
+
+
+@pytest.mark.parametrize("problem", ["not installed", "no driver"])
+def test_no_gpu_is_no_error(monkeypatch: pytest.MonkeyPatch, problem: str) -> None:
+    nvml = FakeNvml(as_bytes=False)
+
+    def fail() -> None:
+        raise RuntimeError("Driver Not Loaded")
+
+    monkeypatch.setattr(nvml, "nvmlInit", fail)
+    monkeypatch.setitem(sys.modules, "pynvml", None if problem == "not installed" else nvml)
+    assert machine.gpus() == []
+
+
+def test_machine_is_plain_and_names_no_host() -> None:
+    found = machine.machine()
+    assert json.loads(json.dumps(found)) == found
+    assert found["cores"] >= 1
+    assert found["memory_bytes"] > 2**28
+    assert found["cpu"] and found["system"] and found["python"]
+    assert "/" not in found["python"]
+
+
+def test_packages_are_those_installed() -> None:
+    found = machine.packages()
+    assert found.keys() <= set(machine.PACKAGES)
+    assert found["numpy"] == numpy.__version__
+    assert "torch" in found
+
+
+def test_no_secret_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "HOME", "PATH", "USER", "GITHUB_TOKEN"):
+        monkeypatch.setenv(name, "secret")
+    found = machine.environment()
+    assert (found["NCCL_DEBUG"], found["OMP_NUM_THREADS"]) == ("INFO", "3")
+    assert "secret" not in found.values()
+    assert list(found) == sorted(found)
+
+
+def test_git_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {"status": "", "rev-parse": "0123abcd\n"}
+
+    def git(command: list[str], **options: Any) -> Any:
+        return types.SimpleNamespace(stdout=next(text for verb, text in answers.items() if verb in command))
+
+    monkeypatch.setattr(subprocess, "run", git)
+    assert machine.git_state() == {"commit": "0123abcd", "clean": True}
+    answers["status"] = " M bench/cell.py\n"
+    assert machine.git_state() == {"commit": "0123abcd", "clean": False}
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError("git"), subprocess.CalledProcessError(128, "git")])
+def test_no_git_is_no_error(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def git(command: list[str], **options: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(subprocess, "run", git)
+    assert machine.git_state() == {"commit": None, "clean": None}

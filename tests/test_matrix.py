@@ -1,0 +1,373 @@
+"""Matrix files: what they become, and what is said of everything that can be wrong in one."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench import matrix
+from bench.backends.base import registry
+from bench.cell import REFERENCE, Device, Precision
+from bench.errors import InputError
+from tests.factories import make_document, make_matrix
+
+BACKENDS = registry()
+
+
+def parse(document: dict[str, Any]) -> matrix.Matrix:
+    return matrix.parse(document, name="mine", source="mine.toml")
+
+
+def changed(key: str, value: Any) -> dict[str, Any]:
+    """The good document with one key set, by table.key; a value of None takes it out."""
+    document = copy.deepcopy(make_document())
+    *tables, last = key.split(".")
+    place = document
+    for table in tables:
+        place = place.setdefault(table, {})
+    if value is None:
+        del place[last]
+    else:
+        place[last] = value
+    return document
+
+
+def test_defaults() -> None:
+    values = parse(make_document()).values
+    assert values.keys() == matrix.KEYS.keys()
+    assert (values["repeats"], values["timeout_s"], values["workload.model"]) == (3, 600, "tiny")
+    assert (values["training.warmup_windows"], values["training.timed_windows"]) == (3, 12)
+    assert values["axes.precision"] == ["fp32"]
+
+
+def test_every_key_can_be_given() -> None:
+    given_values = {
+        "description": "mine",
+        "device": "cuda",
+        "repeats": 5,
+        "timeout_s": 1.5,
+        "workload.workload": "a.b:c",
+        "workload.model": "8b",
+        "workload.corpus": "text.txt",
+        "workload.sequence_length": 7,
+        "workload.global_batch_size": 24,
+        "training.optimizer": "adamw-fused",
+        "training.learning_rate": 0.5,
+        "training.warmup_windows": 1,
+        "training.timed_windows": 1,
+        "training.seed": 0,
+        "axes.backend": "all",
+        "axes.accumulate": [3],
+        "axes.world_size": "all",
+        "axes.precision": ["bf16", "fp32"],
+    }
+    assert given_values.keys() == matrix.KEYS.keys()
+    document: dict[str, Any] = {}
+    for key, value in given_values.items():
+        table, _, inner = key.rpartition(".")
+        (document.setdefault(table, {}) if table else document)[inner] = value
+    assert parse(document).values == given_values
+
+
+WRONG = [
+    ("device", "tpu", "one of cpu, cuda"),
+    ("device", 1, "one of cpu, cuda"),
+    ("description", 3, "a string"),
+    ("repeats", 0, "an integer of at least 1"),
+    ("repeats", -1, "an integer of at least 1"),
+    ("repeats", 2.0, "an integer of at least 1"),
+    ("repeats", True, "an integer of at least 1"),
+    ("repeats", "3", "an integer of at least 1"),
+    ("timeout_s", 0, "a positive number of seconds"),
+    ("timeout_s", float("inf"), "a positive number of seconds"),
+    ("timeout_s", float("nan"), "a positive number of seconds"),
+    ("workload.workload", "", "package.module:factory"),
+    ("workload.model", 1, "a model size: tiny, 135m"),
+    ("workload.corpus", ["a"], "'markov' or the path of a text file"),
+    ("workload.sequence_length", 0, "an integer of at least 1"),
+    ("workload.global_batch_size", 0, "an integer of at least 1"),
+    ("training.optimizer", "adam", "one of adamw-foreach, adamw-fused"),
+    ("training.learning_rate", 0, "a positive number"),
+    ("training.learning_rate", True, "a positive number"),
+    ("training.warmup_windows", 0, "an integer of at least 1"),
+    ("training.timed_windows", 0, "an integer of at least 1"),
+    ("training.seed", -1, "an integer of at least 0"),
+    ("axes.backend", "ddp-eager", "'all' or a list of backend names"),
+    ("axes.backend", [], "'all' or a list of backend names"),
+    ("axes.backend", [1], "'all' or a list of backend names"),
+    ("axes.accumulate", [], "a list of integers of at least 1"),
+    ("axes.accumulate", [1, 0], "a list of integers of at least 1"),
+    ("axes.accumulate", 4, "a list of integers of at least 1"),
+    ("axes.world_size", [0], "a list of integers of at least 1"),
+    ("axes.world_size", "some", "a list of integers of at least 1"),
+    ("axes.precision", ["fp16"], "a list of fp32, bf16"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "expected"), WRONG)
+def test_wrong_values_are_named_with_what_would_be_right(key: str, value: Any, expected: str) -> None:
+    with pytest.raises(InputError) as caught:
+        parse(changed(key, value))
+    assert str(caught.value).startswith(f"mine.toml: {key} is {value!r}; it must be ")
+    assert expected in str(caught.value)
+    with pytest.raises(InputError, match=f"^--option is {re.escape(repr(value))}; it must be .*{re.escape(expected)}"):
+        make_matrix().override(key, value, "--option")
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("repeat", "did you mean repeats?"),
+        ("axes.acumulate", "did you mean axes.accumulate?"),
+        ("workload.batch_size_global", "did you mean workload.global_batch_size?"),
+        ("xyzzy", "use one of description, device,"),
+        ("colours.red", "colours is unknown"),
+    ],
+)
+def test_unknown_keys(key: str, expected: str) -> None:
+    with pytest.raises(InputError, match=re.escape(expected)) as caught:
+        parse(changed(key, 1))
+    assert str(caught.value).startswith(f"mine.toml: {key.partition('.')[0] if 'colours' in key else key} is unknown; ")
+
+
+@pytest.mark.parametrize("key", [key for key, rule in matrix.KEYS.items() if rule.default is None])
+def test_missing_keys(key: str) -> None:
+    with pytest.raises(InputError, match=f"mine.toml: {key} is missing; it must be "):
+        parse(changed(key, None))
+
+
+def test_a_table_that_is_none() -> None:
+    with pytest.raises(InputError, match=r"mine.toml: axes must be a table, \[axes\]"):
+        parse(changed("axes", 3))
+
+
+@pytest.mark.parametrize("name", matrix.names())
+def test_shipped_matrices(name: str) -> None:
+    loaded = matrix.load(name)
+    num_gpus = 2 if loaded["device"] == Device.CUDA else 0
+    cells = matrix.expand(loaded, BACKENDS, num_gpus)
+    assert loaded.name == name
+    assert json.loads(json.dumps(loaded.to_dict()))["values"] == dict(loaded.values)
+    assert cells[0].backend == REFERENCE
+    assert len(cells) > 1
+
+
+def test_shipped_names_and_what_they_promise() -> None:
+    assert matrix.names() == ["cpu", "full", "gpu", "smoke"]
+    cpu = matrix.load("cpu")
+    assert cpu["repeats"] >= 3 and len(cpu["axes.accumulate"]) == 3
+    mission = {
+        "lightning-ddp",
+        "lightning-deepspeed-zero2",
+        "lightning-deepspeed-zero3",
+        "deepspeed-zero2-eager",
+        "deepspeed-zero3-eager",
+        "fsdp2-eager",
+        "fsdp2-deferred",
+    }
+    assert mission <= set(cpu["axes.backend"])
+    for name in ("smoke", "full"):
+        cells = matrix.expand(matrix.load(name), BACKENDS, 0)
+        assert {cell.backend for cell in cells} == set(BACKENDS)
+
+
+def test_load_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'device = "cpu"\n[workload]\nsequence_length = 8\nglobal_batch_size = 4\n'
+        "[axes]\naccumulate = [2]\nworld_size = [1]\n"
+    )
+    loaded = matrix.load(str(path))
+    assert (loaded.name, loaded.source, loaded["axes.accumulate"]) == ("mine", str(path), [2])
+    assert loaded.place("repeats") == f"{path}: repeats"
+
+
+def test_load_names_what_is_wrong(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"--matrix nope: unknown; use auto, cpu, full, gpu, smoke or a .toml file"):
+        matrix.load("nope")
+    missing = tmp_path / "nope.toml"
+    with pytest.raises(InputError, match=r"nope.toml: cannot be read \(No such file or directory\); name a TOML file"):
+        matrix.load(str(missing))
+    missing.write_text("a = [")
+    with pytest.raises(InputError, match=r"nope.toml: is not TOML"):
+        matrix.load(str(missing))
+    missing.write_bytes(b"a = '\xff'")
+    with pytest.raises(InputError, match=r"nope.toml: is not TOML"):
+        matrix.load(str(missing))
+
+
+def test_override_keeps_the_rest_and_names_the_option() -> None:
+    before = make_matrix()
+    after = before.override("repeats", 7, "--repeats")
+    assert (before["repeats"], after["repeats"]) == (3, 7)
+    assert after.place("repeats") == "--repeats"
+    assert after.place("device") == "made.toml: device"
+    assert {key: value for key, value in after.values.items() if key != "repeats"} == {
+        key: value for key, value in before.values.items() if key != "repeats"
+    }
+
+
+@given(
+    chosen=st.lists(st.sampled_from(sorted(BACKENDS)), min_size=1, max_size=5),
+    accumulate=st.lists(st.integers(1, 6), min_size=1, max_size=4),
+    world_size=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    precision=st.lists(st.sampled_from(["fp32", "bf16"]), min_size=1, max_size=3),
+    seed=st.integers(0, 3),
+)
+def test_expansion(
+    chosen: list[str], accumulate: list[int], world_size: list[int], precision: list[str], seed: int
+) -> None:
+    made = make_matrix(
+        {"workload.global_batch_size": 720, "training.seed": seed},
+        backend=chosen,
+        accumulate=accumulate,
+        world_size=world_size,
+        precision=precision,
+    )
+    cells = matrix.expand(made, BACKENDS, 0)
+    points = {(cell.backend, cell.accumulate, cell.world_size, str(cell.precision)) for cell in cells}
+    others = set(itertools.product(set(chosen) - {REFERENCE}, accumulate, world_size, precision))
+    assert points == others | {(REFERENCE, 1, 1, "fp32")}
+    assert len(cells) == len(points), "each cell once"
+    assert cells[0].backend == REFERENCE
+    assert {cell.reference() for cell in cells} == {cells[0]}
+    for cell in cells:
+        assert cell.micro_batch_size * cell.accumulate * cell.world_size == 720
+        assert cell.seed == seed
+
+
+def test_expansion_carries_every_value_into_the_cells() -> None:
+    made = make_matrix(
+        {
+            "workload.model": "135m",
+            "workload.sequence_length": 9,
+            "training.optimizer": "adamw-fused",
+            "training.learning_rate": 1,
+            "training.warmup_windows": 4,
+            "training.timed_windows": 5,
+            "training.seed": 6,
+            "device": "cuda",
+        },
+        backend=["fsdp2-eager"],
+        accumulate=[2],
+        precision=["bf16"],
+    )
+    cell = matrix.expand(made, BACKENDS, 2)[1]
+    assert (cell.model, cell.sequence_length, cell.optimizer) == ("135m", 9, "adamw-fused")
+    assert (cell.warmup_windows, cell.timed_windows, cell.seed) == (4, 5, 6)
+    assert (cell.device, cell.precision) == (Device.CUDA, Precision.BF16)
+    assert isinstance(cell.learning_rate, float), "1 and 1.0 must have one id"
+
+
+@given(batch=st.integers(1, 500), accumulate=st.integers(1, 20), world_size=st.integers(1, 8))
+def test_a_batch_that_does_not_divide_is_refused_with_the_nearest(batch: int, accumulate: int, world_size: int) -> None:
+    made = make_matrix({"workload.global_batch_size": batch}, accumulate=[accumulate], world_size=[world_size])
+    product = accumulate * world_size
+    if batch % product == 0:
+        assert matrix.expand(made, BACKENDS, 0)[-1].micro_batch_size == batch // product
+        return
+    with pytest.raises(InputError) as caught:
+        matrix.expand(made, BACKENDS, 0)
+    message = str(caught.value)
+    assert message.startswith(f"workload.global_batch_size is {batch}, ")
+    near = [int(number) for number in re.findall(r"\d+", message.rpartition("nearest that do:")[2])]
+    assert near == [n for n in range(max(1, batch - product + 1), batch + product) if n % product == 0]
+
+
+def test_unknown_backend_and_model() -> None:
+    with pytest.raises(
+        InputError, match=r"made.toml: axes.backend: 'fsdp2-eagre' is unknown; did you mean fsdp2-eager\?"
+    ):
+        matrix.expand(make_matrix(backend=["fsdp2-eagre"]), BACKENDS, 0)
+    with pytest.raises(InputError, match=r"workload.model: 'xyzzy' is unknown; use one of tiny, 135m, 1b, 3b, 8b"):
+        matrix.expand(make_matrix({"workload.model": "xyzzy"}), BACKENDS, 0)
+
+
+def test_gpus() -> None:
+    everything = make_matrix({"device": "cuda"}, world_size="all", accumulate=[1])
+    assert {cell.world_size for cell in matrix.expand(everything, BACKENDS, 4)} == {1, 4}
+    with pytest.raises(InputError, match="device is 'cuda', and no GPU is visible here"):
+        matrix.expand(everything, BACKENDS, 0)
+    with pytest.raises(InputError, match=r"axes.world_size: 2 ranks need as many GPUs; 1 are visible here"):
+        matrix.expand(make_matrix({"device": "cuda"}), BACKENDS, 1)
+    with pytest.raises(InputError, match=r"axes.world_size is 'all', which means GPUs"):
+        matrix.expand(make_matrix(world_size="all"), BACKENDS, 4)
+
+
+def test_corpus_goes_into_the_cells_by_its_content(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"x" * 33)
+    made = make_matrix({"workload.corpus": str(path)})
+    assert matrix.expand(made, BACKENDS, 0)[0].corpus.startswith("text.txt@sha256:")
+    path.write_bytes(b"x" * 32)
+    with pytest.raises(InputError, match=r"has 32 bytes; one sample needs sequence_length \+ 1 = 33 bytes"):
+        matrix.expand(made, BACKENDS, 0)
+
+
+@pytest.mark.xfail(strict=True, reason="a corpus named in the file is blamed on --corpus")
+def test_corpus_is_named_where_it_stands() -> None:
+    document = make_document()
+    document["workload"]["corpus"] = "no/such/file.txt"
+    with pytest.raises(InputError, match=r"^mine.toml: workload.corpus"):
+        matrix.expand(parse(document), BACKENDS, 0)
+
+
+def workload_module(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: str) -> None:
+    (folder / f"{name}.py").write_text(code)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+def test_own_workload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    workload_module(tmp_path, monkeypatch, "own_workload", "def factory(spec): ...\nnumber = 3\n")
+    made = make_matrix({"workload.workload": "own_workload:factory", "workload.model": "whatever"})
+    cell = matrix.expand(made, BACKENDS, 0)[0]
+    assert (cell.workload, cell.model) == ("own_workload:factory", "whatever")
+    for name, words in {
+        "own_workload:other": "has no attribute 'other'",
+        "own_workload:number": "number is not callable",
+        "no_such_module:factory": "No module named 'no_such_module'",
+        "llamas": "unknown; use 'llama' or 'package.module:factory'",
+        ":factory": "use 'llama' or 'package.module:factory'",
+        "own_workload:": "use 'llama' or 'package.module:factory'",
+    }.items():
+        with pytest.raises(InputError, match=re.escape(words)) as caught:
+            matrix.expand(make_matrix({"workload.workload": name}), BACKENDS, 0)
+        assert str(caught.value).startswith(f"workload.workload: workload '{name}': ")
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("own_broken:factory", "def factory(:"),
+        ("own_failing:factory", "raise RuntimeError('needs a licence')"),
+        (".relative:factory", ""),
+    ],
+)
+@pytest.mark.xfail(strict=True, reason="only ImportError, AttributeError and ValueError are caught")
+def test_own_workload_that_cannot_be_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: str
+) -> None:
+    workload_module(tmp_path, monkeypatch, name.partition(":")[0].lstrip("."), code)
+    with pytest.raises(InputError, match=f"workload '{re.escape(name)}': "):
+        matrix.expand(make_matrix({"workload.workload": name}), BACKENDS, 0)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("training.seed", 2**64), ("training.learning_rate", 10**400), ("timeout_s", 10**400)],
+    ids=["seed", "learning rate", "timeout"],
+)
+@pytest.mark.xfail(strict=True, reason="numbers that no trial or table can hold are let in")
+def test_numbers_too_large_to_be_used(key: str, value: int) -> None:
+    with pytest.raises(InputError, match=key):
+        parse(changed(key, value))

@@ -1,0 +1,128 @@
+"""The plan: bytes of the model's state by hand, estimates, earlier measurements, and what is skipped."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import plan
+from bench.backends.base import registry
+from bench.backends.plain import DDPEager
+from bench.cell import Cell, Device, Sharding, Sync
+from tests.factories import make_backend, make_cell, make_failure, make_record
+
+BACKENDS = registry()
+P = 1000
+
+
+def estimate(cell: Cell, walls: dict[str, float] | None = None, device_name: str = "cpu") -> plan.Estimate:
+    return plan.estimate(cell, BACKENDS[cell.backend], walls or {}, cores=2, device_name=device_name)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "sync", "accumulate", "expected"),
+    [
+        (Sharding.NONE, Sync.EAGER, 8, 16 * P),
+        (Sharding.NONE, Sync.DEFERRED, 8, 16 * P),
+        (Sharding.OPTIMIZER, Sync.EAGER, 8, 4 * P + 4 * P + 8 * P // 4),
+        (Sharding.GRADS, Sync.EAGER, 8, 4 * P + (4 + 8) * P // 4),
+        (Sharding.GRADS, Sync.DEFERRED, 8, 4 * P + 4 * P + 8 * P // 4),
+        (Sharding.GRADS, Sync.DEFERRED, 1, 4 * P + (4 + 8) * P // 4),
+        (Sharding.PARAMS, Sync.EAGER, 8, 16 * P // 4),
+        (Sharding.PARAMS, Sync.DEFERRED, 8, 4 * P + (4 + 8) * P // 4),
+    ],
+)
+def test_state_bytes_by_hand(sharding: Sharding, sync: Sync, accumulate: int, expected: int) -> None:
+    assert plan.state_bytes(P, sharding, sync, 4, accumulate) == expected
+
+
+def test_one_rank_shards_nothing() -> None:
+    assert {plan.state_bytes(P, sharding, Sync.EAGER, 1, 4) for sharding in Sharding} == {16 * P}
+
+
+def test_measured_before_counts_more_than_a_guess() -> None:
+    cell = make_cell()
+    assert estimate(cell, {cell.cell_id: 42.0}).seconds == 42.0
+    assert estimate(cell, {cell.cell_id: 42.0}).source == "measured"
+    assert estimate(cell).source == "rough"
+    assert estimate(cell).memory_bytes == estimate(cell, {cell.cell_id: 42.0}).memory_bytes
+
+
+def test_rough_estimates_move_as_they_should() -> None:
+    def seconds(**changes: Any) -> float:
+        found = estimate(make_cell(**changes)).seconds
+        assert found is not None
+        return found
+
+    assert seconds(timed_windows=6) > seconds()
+    assert seconds(sequence_length=64) > seconds()
+    assert seconds(backend="ddp-eager") > seconds(backend="ddp-deferred")
+    assert seconds(backend="ddp-eager", accumulate=8) > seconds(backend="ddp-eager")
+    assert seconds(backend="ddp-deferred", accumulate=8) == seconds(backend="ddp-deferred")
+    assert seconds(backend="fsdp2-eager") > seconds(backend="ddp-eager")
+    assert seconds(backend="fsdp2-eager", world_size=1) == seconds(backend="ddp-deferred", world_size=1)
+    large = estimate(make_cell(accumulate=1)).memory_bytes
+    small = estimate(make_cell(accumulate=8)).memory_bytes
+    assert large is not None and small is not None and large > small
+
+
+def test_nothing_is_made_up() -> None:
+    own = make_cell(workload="package.module:factory", model="anything")
+    assert estimate(own) == plan.Estimate(None, "unknown", None)
+    assert estimate(own, {own.cell_id: 3.0}) == plan.Estimate(3.0, "measured", None)
+    cuda = make_cell(device=Device.CUDA, precision="bf16")
+    assert estimate(cuda, device_name="NVIDIA GeForce RTX 4090").seconds is None
+    assert estimate(cuda, device_name="NVIDIA GeForce RTX 4090").source == "unknown"
+    assert estimate(cuda, device_name="NVIDIA H200").seconds is not None
+
+
+def test_earlier_walls_are_medians_of_good_trials(tmp_path: Path) -> None:
+    cell, other = make_cell(), make_cell(accumulate=2)
+    records = [make_record(cell, repeat, wall_s=wall) for repeat, wall in enumerate([1.0, 9.0, 2.0])]
+    records.append(make_failure(cell, 3))
+    for name, lines in {"a": records[:2], "b": records[2:], "c": [make_failure(other)]}.items():
+        (tmp_path / name).mkdir()
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (tmp_path / name / "trials.jsonl").write_text(text + '{"torn": ')
+    assert plan.earlier_walls(tmp_path) == {cell.cell_id: 2.0}
+    assert plan.earlier_walls(tmp_path / "nothing here") == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"[1]\n", b"3\n", b"\xff\xfe\n", b'{"status": "ok", "cell_id": "a", "wall_s": null}\n'],
+    ids=["a list", "a number", "not UTF-8", "no wall time"],
+)
+@pytest.mark.xfail(strict=True, reason="only ValueError and KeyError of one line are caught")
+def test_earlier_walls_lose_no_more_than_a_guess_to_a_damaged_journal(tmp_path: Path, line: bytes) -> None:
+    (tmp_path / "run").mkdir()
+    good = json.dumps(make_record(make_cell(), wall_s=2.0)).encode() + b"\n"
+    (tmp_path / "run" / "trials.jsonl").write_bytes(line + good)
+    assert plan.earlier_walls(tmp_path) == {make_cell().cell_id: 2.0}
+
+
+def test_skipped_names_the_reason_by_backend() -> None:
+    cells = [make_cell(backend=name, accumulate=n) for name in ("fine", "lacks") for n in (1, 2)]
+    backends = {"fine": make_backend("fine"), "lacks": make_backend("lacks", "needs x: pip install x")}
+    assert plan.skipped(cells, backends) == {"lacks": "needs x: pip install x"}
+
+
+def test_missing_packages_are_named_with_the_remedy() -> None:
+    class Needs(DDPEager):
+        requires = ("json", "no_such_package_1", "no_such_package_2")
+
+    expected = "needs no_such_package_1, no_such_package_2: pip install no_such_package_1 no_such_package_2"
+    assert Needs.missing(Device.CPU) == expected
+    assert BACKENDS["ddp-eager"].missing(Device.CPU) == ""
+
+
+def test_estimates_exist_for_every_backend() -> None:
+    for name in BACKENDS:
+        cell = dataclasses.replace(make_cell(), backend=name)
+        found = estimate(cell)
+        assert found.seconds is not None and found.seconds > plan.FIXED_S
+        assert found.memory_bytes is not None and found.memory_bytes > 0

@@ -1,0 +1,95 @@
+"""From ranks to one record: maxima of times and memory, means of losses, and whether the ranks agree."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.record import merge_ranks
+from bench.trial import Spec
+from tests.factories import ALL_PASSES, make_cell, make_rank, make_time
+
+CELL = make_cell()
+
+
+def test_slowest_rank_and_largest_memory_count() -> None:
+    first = make_rank(CELL, training_s=3.0, memory={"peak": 10, "held": 7})
+    second = make_rank(CELL, rank=1, training_s=4.0, memory={"peak": 9, "held": 8})
+    first["time"] = make_time(CELL, step_seconds=[1.0, 5.0, 3.0], losses=[1.0, 2.0, 3.0, 4.0, 5.0])
+    second["time"] = make_time(CELL, step_seconds=[2.0, 4.0, 3.0], losses=[2.0, 4.0, 3.0, 4.0, 6.0])
+    merged = merge_ranks([first, second])
+    assert merged["time"]["step_seconds"] == [2.0, 5.0, 3.0]
+    assert merged["time"]["losses"] == [1.5, 3.0, 3.0, 4.0, 5.5]
+    assert merged["time"]["ranks_agree"] is True
+    assert merged["training_s"] == 4.0
+    assert merged["memory"] == {"peak": 10, "held": 8}
+    assert merged["update"] == first["update"], "rank 0 compares"
+    assert merged["collectives"] == first["collectives"]
+
+
+@given(st.lists(st.lists(st.floats(0.001, 100), min_size=3, max_size=3), min_size=1, max_size=4))
+def test_maxima_and_means_over_any_number_of_ranks(times: list[list[float]]) -> None:
+    ranks = [
+        make_rank(CELL, ("time",), rank, time=make_time(CELL, step_seconds=seconds, losses=seconds))
+        for rank, seconds in enumerate(times)
+    ]
+    merged = merge_ranks(ranks)["time"]
+    for step in range(3):
+        assert merged["step_seconds"][step] == max(seconds[step] for seconds in times)
+        assert merged["losses"][step] == pytest.approx(sum(seconds[step] for seconds in times) / len(times))
+
+
+@pytest.mark.parametrize("name", ["num_updates", "num_micro_batches"])
+def test_ranks_that_disagree_are_told(name: str) -> None:
+    first, second = make_rank(CELL), make_rank(CELL, rank=1)
+    second["time"][name] += 1
+    assert merge_ranks([first, second])["time"]["ranks_agree"] is False
+
+
+def test_ranks_of_different_length_lose_only_what_one_lacks() -> None:
+    first, second = make_rank(CELL), make_rank(CELL, rank=1)
+    second["time"] |= {"step_seconds": [9.0], "losses": [1.0], "num_updates": 2}
+    merged = merge_ranks([first, second])["time"]
+    assert merged["step_seconds"] == [9.0]
+    assert len(merged["losses"]) == 1
+    assert merged["ranks_agree"] is False
+
+
+def test_cuda_memory_is_the_maximum_of_each_kind() -> None:
+    first, second = make_rank(CELL, ("time",)), make_rank(CELL, ("time",), rank=1)
+    first["time"]["cuda_memory"] = {"allocated": 5, "reserved": 10}
+    second["time"]["cuda_memory"] = {"allocated": 6, "reserved": 9}
+    assert merge_ranks([first, second])["time"]["cuda_memory"] == {"allocated": 6, "reserved": 10}
+
+
+def test_held_may_be_missing() -> None:
+    ranks = [make_rank(CELL, rank=rank, memory={"peak": 10 + rank}) for rank in range(2)]
+    assert merge_ranks(ranks)["memory"] == {"peak": 11}
+
+
+def test_a_nan_of_any_rank_stays_visible() -> None:
+    first, second = make_rank(CELL), make_rank(CELL, rank=1)
+    second["time"]["losses"][2] = math.nan
+    assert math.isnan(merge_ranks([first, second])["time"]["losses"][2])
+
+
+@pytest.mark.parametrize("passes", [("time",), ("update",), ALL_PASSES])
+def test_only_passes_that_ran_are_in_it_and_ranks_stay_as_they_were(passes: tuple[str, ...]) -> None:
+    ranks = [make_rank(CELL, passes, rank) for rank in range(2)]
+    before = copy.deepcopy(ranks)
+    merged = merge_ranks(ranks)
+    assert ranks == before
+    assert {name for name in ALL_PASSES if name in merged} == set(passes)
+    assert "seconds" not in merged
+
+
+def test_spec_as_json_and_back() -> None:
+    spec = Spec(cell=CELL, passes=ALL_PASSES, folder="f", reference="r", corpus="c.txt", threads=3)
+    text = spec.to_json()
+    assert "\n" not in text and json.loads(text)["cell"] == CELL.to_dict()
+    assert Spec.from_json(text) == spec
