@@ -229,6 +229,13 @@ def test_plan_of_a_workload_of_ones_own(place: Place) -> None:
     assert "unknown" in out, "nobody knows how long it takes"
 
 
+def test_a_reason_of_many_lines_becomes_one(place: Place) -> None:
+    place.patch.syspath_prepend(str(place.folder))
+    place.write("talkative_workload.py", "raise ImportError('first line\\n\\n  second line')\n")
+    place.patch.setattr(sys, "dont_write_bytecode", True)
+    assert "first line second line" in place.refused("plan", *CPU, "--workload", "talkative_workload:factory")
+
+
 @pytest.mark.xfail(strict=True, reason="options that a resumed run does not heed are dropped in silence")
 def test_resume_takes_no_other_options(place: Place) -> None:
     finished_run(place)

@@ -33,7 +33,7 @@ def test_stationary_is_a_fixed_point_and_the_only_one(seed: int) -> None:
     np.testing.assert_allclose(corpus.stationary @ corpus.transitions, corpus.stationary, atol=1e-12)
     # From anywhere, many steps lead there.
     settled = np.linalg.matrix_power(corpus.transitions, 4096)
-    np.testing.assert_allclose(settled[[0, 100, 255]], np.tile(corpus.stationary, (3, 1)), atol=1e-9)
+    np.testing.assert_allclose(settled[[0, 1, -1]], np.tile(corpus.stationary, (3, 1)), atol=1e-9)
 
 
 def test_entropy_rate_is_what_a_block_adds() -> None:
@@ -75,7 +75,7 @@ def test_samples_follow_the_chain() -> None:
     counts = np.zeros((MARKOV_TOKENS, MARKOV_TOKENS))
     np.add.at(counts, (before, after), 1)
     often = counts.sum(axis=1) > 500
-    assert often.sum() > 100
+    assert often.sum() > MARKOV_TOKENS / 2
     observed = counts[often] / counts[often].sum(axis=1, keepdims=True)
     # Total variation between what was seen and what should be; peaked rows need few counts.
     assert (0.5 * np.abs(observed - MARKOV.transitions[often]).sum(axis=1)).mean() < 0.1
@@ -111,7 +111,7 @@ def test_sample_i_does_not_depend_on_how_many_are_asked_for(
     samples = corpus.samples(few + more, length)
     assert samples.shape == (few + more, length)
     assert samples.dtype == np.int64
-    assert samples.min() >= 0 and samples.max() < 256
+    assert samples.min() >= 0 and samples.max() < (256 if file else MARKOV_TOKENS)
     np.testing.assert_array_equal(samples[:few], corpus.samples(few, length))
 
 
@@ -136,6 +136,12 @@ def test_file_of_exactly_one_sample(tmp_path: Path) -> None:
     path = tmp_path / "one.txt"
     path.write_bytes(bytes([0, 127, 128, 255]))
     assert FileCorpus(path, 0).samples(3, 4).tolist() == [[0, 127, 128, 255]] * 3
+
+
+def test_the_last_place_of_a_file_is_used_too(tmp_path: Path) -> None:
+    path = tmp_path / "two.txt"
+    path.write_bytes(b"abcde")
+    assert {bytes(sample) for sample in FileCorpus(path, 0).samples(64, 4).astype(np.uint8)} == {b"abcd", b"bcde"}
 
 
 def test_describe_file_names_the_bytes_not_the_place(tmp_path: Path) -> None:

@@ -50,9 +50,12 @@ def test_one_row_per_cell_with_medians_and_the_reference_first() -> None:
 
 def test_cells_are_ordered_by_n_and_then_by_speed() -> None:
     other, larger = make_cell(backend="ddp-eager"), make_cell(backend="ddp-eager", accumulate=8)
-    made = judged(record(larger, 0, 0.1), record(CELL, 0, 2.0), record(other, 0, 1.0), REFERENCE)
+    alone = make_cell(accumulate=1, world_size=1)
+    faster = record(alone, 0, 0.01)
+    made = judged(record(larger, 0, 0.1), record(CELL, 0, 2.0), record(other, 0, 1.0), faster, REFERENCE)
     assert list(zip(by_cell(made)["backend"], by_cell(made)["accumulate"], strict=True)) == [
         ("reference", 1),
+        ("ddp-deferred", 1),
         ("ddp-eager", 4),
         ("ddp-deferred", 4),
         ("ddp-eager", 8),
