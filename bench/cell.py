@@ -79,7 +79,7 @@ class Cell:
     sequence_length: int
     """Tokens per sample that are predicted."""
     workload: str = "llama"
-    """``llama``, or ``package.module:factory`` of one's own."""
+    """``llama``, an installed workload's name, or ``package.module:factory`` of one's own."""
     model: str = "tiny"
     """Size of the model, as the workload understands it."""
     corpus: str = "markov"

@@ -28,6 +28,8 @@ from bench.trial import Spec
 
 GRACE_S = 5.0
 """How long a process group may take to end after SIGTERM, before SIGKILL."""
+MONITOR_INTERVAL_S = 0.25
+"""How often torch elastic's agent looks at its ranks. Each look takes a core that may be measured on."""
 START_TIMEOUT_S = 180.0
 """How long the launcher may take to import everything, on a slow disk."""
 
@@ -231,7 +233,7 @@ def serve(requests: int, replies: int, *, cold: bool) -> None:
                 rdzv_endpoint="127.0.0.1:0",
                 local_addr="127.0.0.1",
                 max_restarts=0,
-                monitor_interval=0.05,
+                monitor_interval=MONITOR_INTERVAL_S,
                 start_method=start_method,
                 logs_specs=DefaultLogsSpecs(log_dir=spec.folder, redirects=Std.ALL),
             )

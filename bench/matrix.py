@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,11 +35,11 @@ class Key:
 
 
 def _integer(least: int) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= least
+    return lambda value: isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**63
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 
 def _list_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -67,7 +68,7 @@ KEYS: dict[str, Key] = {
     "training.learning_rate": Key(_number, "a positive number", 1e-3),
     "training.warmup_windows": Key(_integer(1), "an integer of at least 1", 3),
     "training.timed_windows": Key(_integer(1), "an integer of at least 1", 12),
-    "training.seed": Key(_integer(0), "an integer of at least 0", 0),
+    "training.seed": Key(_integer(0), "an integer of at least 0 and below 2**63", 0),
     "axes.backend": Key(
         lambda value: value == "all" or _list_of(_string)(value), "'all' or a list of backend names", "all"
     ),
@@ -184,7 +185,7 @@ def expand(matrix: Matrix, backends: Mapping[str, type[Backend]], num_gpus: int)
     _check_batch(matrix, world_sizes)
     corpus = matrix["workload.corpus"]
     if corpus != "markov":
-        corpus = describe_file(Path(corpus), matrix["workload.sequence_length"] + 1)
+        corpus = describe_file(Path(corpus), matrix["workload.sequence_length"] + 1, matrix.place("workload.corpus"))
     cells: dict[Cell, None] = {}
     for precision, world_size, accumulate, name in itertools.product(
         matrix["axes.precision"], world_sizes, matrix["axes.accumulate"], chosen

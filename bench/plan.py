@@ -54,14 +54,14 @@ def earlier_walls(results: Path) -> dict[str, float]:
     """Median wall seconds of good trials by cell id, over all runs under ``results``."""
     walls: dict[str, list[float]] = defaultdict(list)
     for path in results.glob(f"*/{JOURNAL}"):
-        for line in path.read_text().splitlines():
+        for line in path.read_bytes().splitlines():
             try:
                 record = json.loads(line)
                 if record["status"] == "ok":
-                    walls[record["cell_id"]].append(record["wall_s"])
-            except (ValueError, KeyError):
+                    walls[record["cell_id"]].append(float(record["wall_s"]))
+            except (ValueError, KeyError, TypeError):
                 continue  # only a better guess is lost
-    return {cell_id: statistics.median(seconds) for cell_id, seconds in walls.items()}
+    return {cell_id: statistics.median(seconds) for cell_id, seconds in walls.items() if seconds}
 
 
 def estimate(

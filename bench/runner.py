@@ -16,11 +16,12 @@ from bench import machine
 from bench.backends.base import Backend
 from bench.cell import REFERENCE, Cell, Status
 from bench.errors import InputError
-from bench.journal import MANIFEST, SCHEMA_VERSION, Journal, read_manifest, write_manifest
+from bench.journal import JOURNAL, MANIFEST, SCHEMA_VERSION, Journal, read_manifest, write_manifest
 from bench.launch import Launcher, Outcome
 from bench.matrix import Matrix
 from bench.record import merge_ranks
 from bench.trial import EXTRA_PASSES, Spec
+from bench.workload.corpus import describe_file
 
 LOG_BYTES = 20_000
 """How much of the end of each rank's log is kept for a failed trial."""
@@ -78,12 +79,12 @@ def create(
     folder: Path, matrix: Matrix, cells: Sequence[Cell], backends: Mapping[str, type[Backend]], *, cold: bool
 ) -> dict[str, Any]:
     """Begin a run: make its folder and write its manifest. Raises InputError if the folder cannot hold it."""
-    if (folder / MANIFEST).exists():
+    if (folder / MANIFEST).exists() or (folder / JOURNAL).exists():
         raise InputError(f"--out {folder}: holds a run already; name another folder, or go on with --resume {folder}")
     used = {cell.backend for cell in cells}
     manifest = {
         "schema_version": SCHEMA_VERSION,
-        "run_id": folder.name,
+        "run_id": folder.resolve().name,
         "started": _now(),
         "command": ["python", "-m", "bench", *sys.argv[1:]],
         "matrix": matrix.to_dict(),
@@ -115,6 +116,13 @@ def reopen(folder: Path) -> dict[str, Any]:
                 f"--resume {folder}: {name} '{key}' was {then.get(key)!r} and is {now.get(key)!r}; timings of both do "
                 "not belong in one run, so start a new one"
             )
+    values, cell = manifest["matrix"]["values"], Cell.from_dict(manifest["cells"][0])
+    if cell.corpus != "markov":
+        found = describe_file(Path(values["workload.corpus"]), cell.sequence_length + 1, f"--resume {folder}: corpus")
+        if found != cell.corpus:
+            raise InputError(
+                f"--resume {folder}: the corpus was {cell.corpus} and is {found}; restore it, or start a new run"
+            )
     return manifest
 
 
@@ -141,14 +149,21 @@ class Runner:
         self._corpus = None if values["workload.corpus"] == "markov" else values["workload.corpus"]
         cells = [Cell.from_dict(cell) for cell in manifest["cells"]]
         self.trials = order(cells, values["repeats"], values["training.seed"])
+        self._have: set[tuple[str, str]] = set()
+        """Cells and the extra passes that a good trial of theirs has run."""
+
+    def left(self) -> list[Trial]:
+        """The trials that the journal has no end of."""
+        done = {(r["cell_id"], r["repeat"]) for r in self._journal.read() if r["status"] != Status.INTERRUPTED}
+        return [trial for trial in self.trials if trial.key not in done]
 
     def run(self) -> None:
         """Run what is left. KeyboardInterrupt passes through, with all finished trials in the journal."""
-        records = self._journal.read()
-        done = {(r["cell_id"], r["repeat"]) for r in records if r["status"] != Status.INTERRUPTED}
-        self._have_extras = {r["cell_id"] for r in records if r["status"] == Status.OK and r.get("update")}
+        for record in self._journal.read():
+            self._note_extras(record)
+        left = {trial.key for trial in self.left()}
         for number, trial in enumerate(self.trials):
-            if trial.key in done:
+            if trial.key not in left:
                 continue
             self._observer.started(trial, number, len(self.trials))
             record = self._run_one(trial)
@@ -167,7 +182,6 @@ class Runner:
         if missing:
             outcome = Outcome(status=Status.UNSUPPORTED, reason=missing, ranks=[], wall_s=0.0)
             return self._record(trial, (), outcome)
-        self._ensure_reference(cell)
         passes = self._passes(cell)
         try:
             outcome = self._launch(trial.cell, passes, self._scratch / f"{cell.cell_id}-{trial.repeat}")
@@ -176,10 +190,8 @@ class Runner:
             self._journal.append(self._record(trial, passes, outcome))
             raise
         record = self._record(trial, passes, outcome)
-        if outcome.status is Status.OK:
-            if record.get("update"):
-                self._have_extras.add(cell.cell_id)
-        else:
+        self._note_extras(record)
+        if outcome.status is not Status.OK:
             record["log"] = self._keep_logs(trial, outcome)
         shutil.rmtree(self._scratch / f"{cell.cell_id}-{trial.repeat}", ignore_errors=True)
         return record
@@ -202,16 +214,21 @@ class Runner:
     def _ensure_reference(self, cell: Cell) -> None:
         """After a resume the reference's trial is done but its update may be gone: make it again, unrecorded."""
         reference = cell.reference()
-        if cell != reference and reference.cell_id in self._have_extras and not self._reference_file(cell).exists():
+        if (reference.cell_id, "update") in self._have and not self._reference_file(cell).exists():
             self._launch(reference, ("update",), self._scratch / "reference-again")
 
     def _passes(self, cell: Cell) -> tuple[str, ...]:
         """The time pass always; the others once per cell, in its first trial that succeeds."""
-        if cell.cell_id in self._have_extras:
-            return ("time",)
-        if cell.backend != REFERENCE and not self._reference_file(cell).exists():
-            return ("time", *(name for name in EXTRA_PASSES if name != "update"))
-        return ("time", *EXTRA_PASSES)
+        wanted = [name for name in EXTRA_PASSES if (cell.cell_id, name) not in self._have]
+        if "update" in wanted and cell.backend != REFERENCE:
+            self._ensure_reference(cell)
+            if not self._reference_file(cell).exists():
+                wanted.remove("update")
+        return ("time", *wanted)
+
+    def _note_extras(self, record: Mapping[str, Any]) -> None:
+        if record["status"] == Status.OK:
+            self._have |= {(record["cell_id"], name) for name in EXTRA_PASSES if record.get(name) is not None}
 
     def _record(self, trial: Trial, passes: tuple[str, ...], outcome: Outcome) -> dict[str, Any]:
         facts = merge_ranks(outcome.ranks) if outcome.ranks else {}

@@ -148,13 +148,11 @@ class Trial:
     """The passes of one trial on one rank, inside an initialized process group."""
 
     def __init__(self, spec: Spec, rank: int, device: torch.device, backend: type[Backend]) -> None:
-        import torch
-
         self.spec, self.cell, self.rank, self.device = spec, spec.cell, rank, device
         self.backend = backend
         self.workload = load(spec.cell, Path(spec.corpus) if spec.corpus else None)
-        with torch.device("cpu"):
-            model = self.workload.model()
+        model = self.workload.model()
+        self._unused_model: nn.Module | None = model
         self.num_parameters = sum(p.numel() for p in model.parameters())
         blocks = self.workload.blocks(model)
         self.block_parameters = max((sum(p.numel() for p in block.parameters()) for block in blocks), default=0)
@@ -236,7 +234,9 @@ class Trial:
         return backend
 
     def _build(self) -> nn.Module:
-        return self.workload.model().to(self.device)
+        """A new model; the one that was made to count its parameters serves once."""
+        model, self._unused_model = self._unused_model or self.workload.model(), None
+        return model.to(self.device)
 
     def _adamw(self, parameters: Iterable[Parameter]) -> Optimizer:
         import torch

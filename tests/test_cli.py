@@ -236,13 +236,11 @@ def test_a_reason_of_many_lines_becomes_one(place: Place) -> None:
     assert "first line second line" in place.refused("plan", *CPU, "--workload", "talkative_workload:factory")
 
 
-@pytest.mark.xfail(strict=True, reason="options that a resumed run does not heed are dropped in silence")
 def test_resume_takes_no_other_options(place: Place) -> None:
     finished_run(place)
     assert "--repeats" in place.refused("run", "--resume", "out", "--repeats", "9")
 
 
-@pytest.mark.xfail(strict=True, reason="'all' can be said in a matrix file only")
 @pytest.mark.parametrize(
     "arguments", [["--matrix", "cpu", "--backend", "all"], ["--matrix", "gpu", "--world-size", "all"]]
 )
@@ -455,7 +453,6 @@ def test_a_known_defect_excuses_nothing_else(place: Place) -> None:
     assert finished_run(place, script, *LIGHTNING)[0] == BAD
 
 
-@pytest.mark.xfail(strict=True, reason="any wrong update passes for the known one")
 def test_a_known_defect_excuses_no_other_wrong_update(place: Place) -> None:
     script = wrong_update("lightning-deepspeed-zero2", 0.9, 0.4)
     assert finished_run(place, script, *LIGHTNING)[0] == BAD
@@ -497,7 +494,6 @@ def test_an_interrupted_run_says_how_to_go_on_and_does(place: Place, action: Cal
     assert pd.read_parquet("out/trials.parquet")["status"].tolist() == ["ok"] * 10
 
 
-@pytest.mark.xfail(strict=True, reason="trials of before the interrupt are counted into the time to go")
 def test_a_resumed_run_counts_only_what_is_left(place: Place) -> None:
     with_launcher(place, at(9, ctrl_c))
     assert place.call("run", "--matrix", place.matrix(), "--out", "out")[0] == INTERRUPTED
@@ -529,7 +525,6 @@ def test_resume_on_another_machine(place: Place) -> None:
 
 
 @pytest.mark.parametrize("out", [".", "sub/.."])
-@pytest.mark.xfail(strict=True, reason="a folder without a name gives the run none")
 def test_a_run_has_a_name(place: Place, out: str) -> None:
     with_launcher(place)
     place.folder.joinpath("sub").mkdir()
@@ -555,14 +550,12 @@ def test_report_of_a_run_without_trials(place: Place) -> None:
     assert words in place.refused("report", "out")
 
 
-@pytest.mark.xfail(strict=True, raises=OSError, reason="OSError of the plots' folder reaches the user")
 def test_report_into_a_folder_that_cannot_be(place: Place) -> None:
     finished_run(place)
     place.write("file", "")
     assert "--plots file/below: cannot be written" in place.refused("report", "out", "--plots", "file/below")
 
 
-@pytest.mark.xfail(strict=True, reason="run compares the folder as it was typed, report where it is")
 def test_plots_of_a_run_lie_where_report_puts_them(place: Place) -> None:
     with_launcher(place)
     place.call("run", "--matrix", place.matrix(), "--out", str(place.folder / "results" / "mine"))

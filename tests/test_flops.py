@@ -36,6 +36,5 @@ def test_no_peak_is_guessed(name: str) -> None:
         pytest.param("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None, id="a slice has a part of the peak"),
     ],
 )
-@pytest.mark.xfail(strict=True, reason="a part of the name is taken for the whole device")
 def test_names_that_hold_another_name(name: str, peak: float | None) -> None:
     assert peak_flops(name, "bf16") == peak

@@ -313,7 +313,6 @@ def test_corpus_goes_into_the_cells_by_its_content(tmp_path: Path) -> None:
         matrix.expand(made, BACKENDS, 0)
 
 
-@pytest.mark.xfail(strict=True, reason="a corpus named in the file is blamed on --corpus")
 def test_corpus_is_named_where_it_stands() -> None:
     document = make_document()
     document["workload"]["corpus"] = "no/such/file.txt"
@@ -353,7 +352,6 @@ def test_own_workload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (".relative:factory", ""),
     ],
 )
-@pytest.mark.xfail(strict=True, reason="only ImportError, AttributeError and ValueError are caught")
 def test_own_workload_that_cannot_be_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: str
 ) -> None:
@@ -367,7 +365,6 @@ def test_own_workload_that_cannot_be_imported(
     [("training.seed", 2**64), ("training.learning_rate", 10**400), ("timeout_s", 10**400)],
     ids=["seed", "learning rate", "timeout"],
 )
-@pytest.mark.xfail(strict=True, reason="numbers that no trial or table can hold are let in")
 def test_numbers_too_large_to_be_used(key: str, value: int) -> None:
     with pytest.raises(InputError, match=key):
         parse(changed(key, value))

@@ -97,7 +97,6 @@ def test_earlier_walls_are_medians_of_good_trials(tmp_path: Path) -> None:
     [b"[1]\n", b"3\n", b"\xff\xfe\n", b'{"status": "ok", "cell_id": "a", "wall_s": null}\n'],
     ids=["a list", "a number", "not UTF-8", "no wall time"],
 )
-@pytest.mark.xfail(strict=True, reason="only ValueError and KeyError of one line are caught")
 def test_earlier_walls_lose_no_more_than_a_guess_to_a_damaged_journal(tmp_path: Path, line: bytes) -> None:
     (tmp_path / "run").mkdir()
     good = json.dumps(make_record(make_cell(), wall_s=2.0)).encode() + b"\n"

@@ -180,7 +180,6 @@ def test_no_update_without_a_reference(tmp_path: Path) -> None:
     assert run.statuses("b0") == ["ok"] * 3
 
 
-@pytest.mark.xfail(strict=True, reason="only a record with an update counts as one that has the extra passes")
 def test_extra_passes_are_not_repeated_for_want_of_a_reference(tmp_path: Path) -> None:
     launcher = Run(tmp_path / "run").go(when(REFERENCE, [0, 1, 2], failed()))
     assert passes_of(launcher, "b0") == [("time", "collectives", "memory"), ("time",), ("time",)]
@@ -309,7 +308,6 @@ def test_a_lost_reference_update_is_made_again_without_a_record(tmp_path: Path) 
     assert run.statuses(REFERENCE) == ["ok"]
 
 
-@pytest.mark.xfail(strict=True, reason="the reference's update is made again although no trial left compares with it")
 def test_a_lost_reference_update_that_nobody_needs_is_not_made_again(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", repeats=2)
     with pytest.raises(KeyboardInterrupt):
@@ -340,7 +338,6 @@ def test_create_refuses_a_folder_that_holds_a_run(tmp_path: Path) -> None:
     assert (run.folder / MANIFEST).read_bytes() == before
 
 
-@pytest.mark.xfail(strict=True, reason="trials of a run that lost its manifest are counted as this one's")
 def test_create_refuses_a_folder_that_holds_a_journal(tmp_path: Path) -> None:
     (tmp_path / JOURNAL).write_text("{}\n")
     with pytest.raises(InputError, match="holds a run already"):
@@ -402,7 +399,6 @@ def test_every_trial_is_given_the_corpus_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"another text that is long enough for a sample", None], ids=["changed", "gone"])
-@pytest.mark.xfail(strict=True, reason="the corpus is not looked at when a run is resumed")
 def test_reopen_refuses_another_corpus(tmp_path: Path, content: bytes | None) -> None:
     path = corpus_run(tmp_path)
     if content is None:

@@ -6,7 +6,6 @@ import io
 import re
 from typing import Any
 
-import pytest
 from rich.console import Console
 
 from bench import tables
@@ -92,7 +91,6 @@ def test_a_cell_that_is_invalid_throughout_still_shows_its_numbers() -> None:
     assert (row["status"], row["step_time_s"]) == ("invalid", 1.0)
 
 
-@pytest.mark.xfail(strict=True, reason="the medians are over all trials, not over the good ones")
 def test_an_invalid_trial_is_not_in_the_median_of_good_ones() -> None:
     made = judged(record(CELL, 0, 1.0), record(CELL, 1, 2.0), record(CELL, 2, 90.0, num_updates=4), REFERENCE)
     row = by_cell(made).iloc[1]
@@ -100,7 +98,6 @@ def test_an_invalid_trial_is_not_in_the_median_of_good_ones() -> None:
     assert row["step_time_s"] == 1.5
 
 
-@pytest.mark.xfail(strict=True, reason="findings name the cells by N alone")
 def test_findings_tell_world_sizes_apart() -> None:
     made = judged(make_failure(CELL), make_record(make_cell(world_size=1)), REFERENCE)
     assert "W=2" in findings(by_cell(made))[0]

@@ -40,7 +40,7 @@ TOLERANCES: dict[str, Tolerance] = {
 """By precision of the cell. The reference is fp32 for all."""
 
 SAME_FACTOR = 0.05
-"""How near a scale must be to 1/N, N, 1/W or W to be called by that name; N and W differ by more."""
+"""How near a scale must be to 1/N, N, 1/W or W to be called by that name. Where several fit, all are named."""
 
 
 def judge(tables: Tables) -> Tables:
@@ -107,12 +107,14 @@ def explain_update(scale: float, residual: float, accumulate: int, world_size: i
 
     ``scale`` is the least-squares factor between the two and ``residual`` what it leaves unexplained.
     """
+    if pd.isna(scale):
+        return "it is not finite"
     if scale == 0:
         return "the parameters did not change in the right direction at all"
-    if residual > SAME_FACTOR:
+    if residual > SAME_FACTOR or residual > abs(scale - 1):
         return (
-            f"{scale:.3g} times the right one and {residual:.0%} of it pointing elsewhere: samples were lost, repeated "
-            "or weighted unequally"
+            f"{scale:.3g} times the right one and {100 * residual:.2g}% of it pointing elsewhere: samples were lost, "
+            "repeated or weighted unequally"
         )
     causes = [
         (1 / accumulate, f"1/{accumulate} of the right one: the loss is divided by N = {accumulate} twice"),
@@ -123,7 +125,7 @@ def explain_update(scale: float, residual: float, accumulate: int, world_size: i
     likely = [words for factor, words in causes if factor != 1 and abs(scale / factor - 1) < SAME_FACTOR]
     if likely:
         return ", or ".join(likely)
-    return f"{scale:.3g} times the right one, in the same direction"
+    return f"{scale:.3g} times the right one, in the {'same' if scale > 0 else 'opposite'} direction"
 
 
 def _workload_key(row: Any) -> tuple[Any, ...]:

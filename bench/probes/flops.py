@@ -6,6 +6,7 @@ PEAK_FLOPS: dict[str, dict[str, float]] = {
     "H100 NVL": {"bf16": 835e12},
     "H100 PCIe": {"bf16": 756e12},
     "H100": {"bf16": 989e12},
+    "H200 NVL": {"bf16": 835e12},
     "H200": {"bf16": 989e12},
     "A100": {"bf16": 312e12},
 }
@@ -18,6 +19,8 @@ matrix products depends on a switch (TF32), and a peak that may not be the one i
 
 def peak_flops(device_name: str, precision: str) -> float | None:
     """Peak FLOP/s of one device, or None if it is not known."""
+    if "MIG" in device_name:
+        return None  # a slice has a part of the peak
     for part, peaks in PEAK_FLOPS.items():
         if part in device_name:
             return peaks.get(precision)

@@ -24,7 +24,7 @@ def compare(change: Mapping[str, Tensor], reference: Path) -> dict[str, float]:
 
     ``error`` is the relative L2 error |u - r| / |r|; ``scale`` the least-squares factor <u, r> / <r, r>; and
     ``residual`` the relative error left once u is divided by it. A wrong divisor shows as a scale other than 1 with
-    no residual; lost or repeated samples as a residual.
+    no residual; lost or repeated samples as a residual. An update that is not finite has an infinite error.
     """
     uu = ur = rr = dd = 0.0
     with safe_open(reference, framework="pt") as stored:
@@ -35,6 +35,8 @@ def compare(change: Mapping[str, Tensor], reference: Path) -> dict[str, float]:
         raise RuntimeError(
             f"the reference update in {reference.name} has norm {math.sqrt(rr)}: nothing to compare with"
         )
+    if not math.isfinite(uu):
+        return {"error": math.inf, "scale": math.nan, "residual": math.nan}
     scale = ur / rr
     residual = math.sqrt(max(0.0, uu / (scale * scale) - 2 * ur / scale + rr) / rr) if scale else 1.0
     return {"error": math.sqrt(dd / rr), "scale": scale, "residual": residual}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,10 @@ from bench.errors import InputError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+
+ENTRY_POINTS = "bench.workloads"
+"""Entry-point group in which other packages offer workload factories."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,14 +69,15 @@ def find_factory(name: str) -> Callable[[WorkloadSpec], Any]:
 
     Raises InputError if there is no such thing, with the reason.
     """
-    if name == "llama":
-        name = "bench.workload.llama:LlamaWorkload"
-    if ":" not in name:
-        raise InputError(f"workload '{name}': unknown; use 'llama' or 'package.module:factory'")
+    installed = {entry.name: entry.value for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)}
+    known = {**installed, "llama": "bench.workload.llama:LlamaWorkload"}
+    if ":" not in name and name not in known:
+        raise InputError(f"workload '{name}': unknown; use {', '.join(known)} or 'package.module:factory'")
+    name = known.get(name, name)
     module, _, attribute = name.partition(":")
     try:
         factory = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # importing runs the user's code, which may raise anything
         raise InputError(f"workload '{name}': {error}; use 'llama' or 'package.module:factory'") from error
     if not callable(factory):
         raise InputError(f"workload '{name}': {attribute} is not callable; name a factory that takes a WorkloadSpec")

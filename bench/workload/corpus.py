@@ -90,16 +90,17 @@ class FileCorpus:
         return tokens
 
 
-def describe_file(path: Path, length: int) -> str:
+def describe_file(path: Path, length: int, place: str = "--corpus") -> str:
     """The name of a corpus file in a cell: ``name@sha256:...``.
 
-    Raises InputError if the file is missing, not readable, empty, or shorter than one sample of ``length`` bytes.
+    Raises InputError if the file is missing, not readable, empty, or shorter than one sample of ``length`` bytes;
+    ``place`` is where it was named.
     """
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise InputError(f"--corpus {path}: cannot be read ({error.strerror}); name a text file") from error
+        raise InputError(f"{place} {path}: cannot be read ({error.strerror}); name a text file") from error
     if len(data) < length:
         what = "is empty" if not data else f"has {len(data)} bytes"
-        raise InputError(f"--corpus {path}: {what}; one sample needs sequence_length + 1 = {length} bytes")
+        raise InputError(f"{place} {path}: {what}; one sample needs sequence_length + 1 = {length} bytes")
     return f"{path.name}@sha256:{hashlib.sha256(data).hexdigest()[:16]}"
