@@ -148,7 +148,7 @@ BAD_OPTIONS: list[tuple[list[str], str]] = [
     ([*CPU, "--model", "tinny"], r"--model: 'tinny' is unknown; did you mean tiny\?"),
     ([*CPU, "--workload", "no_such_module:f"], r"--workload: workload 'no_such_module:f': No module named"),
     ([*CPU, "--workload", "json:no_such"], r"--workload: workload 'json:no_such': .* has no attribute 'no_such'"),
-    ([*CPU, "--workload", "json"], r"--workload: workload 'json': unknown; use 'llama' or 'package.module:factory'"),
+    ([*CPU, "--workload", "json"], r"--workload: workload 'json': unknown; use llama or 'package.module:factory'"),
     ([*CPU, "--precision", "fp8"], r"--precision is \['fp8'\]; it must be a list of fp32, bf16"),
     ([*CPU, "--timeout", "0"], r"--timeout is 0.0; it must be a positive number of seconds"),
     ([*CPU, "--timeout", "nan"], r"--timeout is nan; it must be a positive number of seconds"),

@@ -335,7 +335,7 @@ def test_own_workload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "own_workload:other": "has no attribute 'other'",
         "own_workload:number": "number is not callable",
         "no_such_module:factory": "No module named 'no_such_module'",
-        "llamas": "unknown; use 'llama' or 'package.module:factory'",
+        "llamas": "unknown; use llama or 'package.module:factory'",
         ":factory": "use 'llama' or 'package.module:factory'",
         "own_workload:": "use 'llama' or 'package.module:factory'",
     }.items():

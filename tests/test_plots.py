@@ -48,8 +48,14 @@ def manifest(backends: list[Backend], **more: Any) -> dict[str, Any]:
 
 
 def run(
-    backends: list[Backend], ns: list[int], *, worlds: tuple[int, ...] = (2,), repeats: int = 3, device: str = "cpu",
-    status: Callable[[str, int, int], tuple[str, str]] = lambda *_: ("ok", ""), source: str = "tracked tensors",
+    backends: list[Backend],
+    ns: list[int],
+    *,
+    worlds: tuple[int, ...] = (2,),
+    repeats: int = 3,
+    device: str = "cpu",
+    status: Callable[[str, int, int], tuple[str, str]] = lambda *_: ("ok", ""),
+    source: str = "tracked tensors",
 ) -> Tables:
     """A run in which every number has a plausible size; ``status`` says how a backend at N and repeat ended."""
     random = np.random.default_rng(0)
@@ -61,22 +67,42 @@ def run(
                 ended, reason = status(name, n, repeat)
                 row: dict[str, Any] = dict.fromkeys(TRIAL_COLUMNS)
                 row |= {
-                    "run_id": "run-20250101-ab12", "cell_id": f"{name}-{n}-{w}", "repeat": repeat, "backend": name,
-                    "framework": framework, "sharding": sharding, "sync": sync, "accumulate": n, "world_size": w,
-                    "micro_batch_size": 64 // (n * w), "global_batch_size": 64, "sequence_length": 128,
-                    "workload": "llama", "model": "tiny", "num_parameters": SIZE, "precision": "fp32",
-                    "accumulation_dtype": "fp32", "optimizer": "adamw-foreach", "device": device, "status": ended,
-                    "reason": reason or None, "optimizer_steps_expected": NUM_STEPS, "entropy_floor": 2.345,
+                    "run_id": "run-20250101-ab12",
+                    "cell_id": f"{name}-{n}-{w}",
+                    "repeat": repeat,
+                    "backend": name,
+                    "framework": framework,
+                    "sharding": sharding,
+                    "sync": sync,
+                    "accumulate": n,
+                    "world_size": w,
+                    "micro_batch_size": 64 // (n * w),
+                    "global_batch_size": 64,
+                    "sequence_length": 128,
+                    "workload": "llama",
+                    "model": "tiny",
+                    "num_parameters": SIZE,
+                    "precision": "fp32",
+                    "accumulation_dtype": "fp32",
+                    "optimizer": "adamw-foreach",
+                    "device": device,
+                    "status": ended,
+                    "reason": reason or None,
+                    "optimizer_steps_expected": NUM_STEPS,
+                    "entropy_floor": 2.345,
                 }
                 if ended in ("ok", "invalid"):
                     seconds = base * (1 + 0.02 * random.standard_normal()) * (1.8 if w == 1 else 1)
                     memory = {"none": 62, "params": 34, "grads": 46, "optimizer": 55}[sharding] + 10 / n + i % 3
                     row |= {
-                        "step_time_s": seconds, "tokens_per_s": 64 * 128 / seconds,
-                        "peak_memory_bytes": int(memory * 2**20), "peak_memory_source": source,
+                        "step_time_s": seconds,
+                        "tokens_per_s": 64 * 128 / seconds,
+                        "peak_memory_bytes": int(memory * 2**20),
+                        "peak_memory_source": source,
                         "optimizer_steps_observed": NUM_STEPS,
                         "optimizer_steps_reported": NUM_STEPS * (n if ended == "invalid" else 1)
-                        if "speed" in name else None,
+                        if "speed" in name
+                        else None,
                     }
                     loss = 2.345 + 3.2 * np.exp(-np.arange(NUM_STEPS) / 6) + 0.02 * np.sin(np.arange(NUM_STEPS))
                     away = 0.1 if ended == "invalid" else 0 if name in ("reference", "ddp-eager") else 1e-6
