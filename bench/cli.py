@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from bench.tables import Tables
 
 GOOD, BAD, WRONG, INTERRUPTED = 0, 1, 2, 130
-SUMMARY_WIDTH = 150
+SUMMARY_WIDTH = 160
 RESULTS, PLOTS = Path("results"), Path("plots")
 
 
@@ -284,7 +284,9 @@ def _terminate_as_interrupt() -> Iterator[None]:
     def interrupt(signum: int, frame: Any) -> NoReturn:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    # Under nohup SIGHUP is ignored, and stays so.
+    wanted = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, interrupt) for number in wanted}
     try:
         yield
     finally:
@@ -325,8 +327,8 @@ def _finish(folder: Path, plots: Path) -> int:
 
 
 def _status(judged: Tables, manifest: dict[str, Any]) -> int:
-    """0 if every trial is good, or invalid by a defect that its backend is known for; 1 otherwise."""
-    bad = judged.trials[judged.trials["status"] != Status.OK]
+    """0 if every trial that could run is good, or invalid by a defect that its backend is known for; 1 otherwise."""
+    bad = judged.trials[~judged.trials["status"].isin([Status.OK, Status.UNSUPPORTED])]
     for _, trial in bad.iterrows():
         known = manifest["backends"][trial["backend"]]["defect"]
         cause = f"the loss is divided by N = {trial['accumulate']} twice"

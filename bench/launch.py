@@ -91,7 +91,7 @@ class Launcher:
         if self._wait(START_TIMEOUT_S) != {"ready": True}:
             detail = self._last_words()
             self.close()
-            raise LauncherError(f"the launcher did not start within {START_TIMEOUT_S:.0f} s: {detail}")
+            raise LauncherError(f"the launcher's process did not come up (limit {START_TIMEOUT_S:.0f} s): {detail}")
 
     def run(self, spec: Spec, timeout_s: float) -> Outcome:
         """Run one trial to its end, or end it after ``timeout_s``. The calling thread sleeps meanwhile."""
@@ -107,13 +107,9 @@ class Launcher:
         wall_s = time.perf_counter() - started
         if reply is None:
             self.close()
-            return Outcome(
-                status=Status.TIMEOUT,
-                reason=f"not finished after {timeout_s:g} s; raise --timeout, or read the ranks' logs",
-                ranks=[],
-                wall_s=wall_s,
-            )
-        if reply.get("died"):
+            late = f"not finished after {timeout_s:g} s; raise --timeout, or read the ranks' logs"
+            reply = {"failure": late, "timeout": True}
+        elif reply.get("died"):
             reply = {"failure": f"the launcher's process died: {self._last_words()}"}
             self.close()
         return _outcome(folder, spec.cell.world_size, reply, wall_s)
@@ -125,12 +121,17 @@ class Launcher:
             return
         os.close(self._requests)
         os.close(self._replies)
-        for end in (signal.SIGTERM, signal.SIGKILL):
+        try:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, end)
+                os.killpg(process.pid, signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE_S)
-        self._stderr.close()
+        finally:  # also when a second Ctrl-C ends the waiting
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            self._stderr.close()
+        _wait_for_group(process.pid)
 
     def _wait(self, timeout_s: float) -> dict[str, Any] | None:
         """The launcher's next reply; None after ``timeout_s``; ``{"died": True}`` if it is gone."""
@@ -152,6 +153,17 @@ class Launcher:
         self._stderr.seek(0)
         lines = self._stderr.read().decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else "no message"
+
+
+def _wait_for_group(group: int) -> None:
+    """Wait until no process of the group is left, whose memory the next trial would miss; not for ever."""
+    deadline = time.monotonic() + GRACE_S
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.05)
 
 
 def _environment(device: Device) -> dict[str, str]:
@@ -193,7 +205,8 @@ def _outcome(folder: Path, world_size: int, reply: dict[str, Any], wall_s: float
         return Outcome(status=Status.CRASHED, reason=reply["failure"], ranks=[], wall_s=wall_s)
     failed = [(rank, result) for rank, result in enumerate(results) if result is not None and result not in done]
     if not failed:
-        return Outcome(status=Status.CRASHED, reason=reply["failure"], ranks=[], wall_s=wall_s)
+        status = Status.TIMEOUT if reply.get("timeout") else Status.CRASHED
+        return Outcome(status=status, reason=reply["failure"], ranks=[], wall_s=wall_s)
     order = [Status.OOM, Status.UNSUPPORTED, Status.CRASHED]
     rank, result = min(failed, key=lambda item: (order.index(Status(item[1]["status"])), item[1]["time"]))
     return Outcome(

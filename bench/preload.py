@@ -1,6 +1,7 @@
 """Imported once by the fork server, so that no trial waits for imports. Must never initialize CUDA."""
 
 import gc
+import sys
 from contextlib import suppress
 
 for _module in (
@@ -23,6 +24,8 @@ for _module in (
     with suppress(ImportError):
         __import__(_module)
 
+if "torch" in sys.modules:
+    assert not sys.modules["torch"].cuda.is_initialized(), "children of a fork cannot use CUDA"
 # A collection would walk a million objects that never die, in every trial and perhaps in a timed window.
 gc.collect()
 gc.freeze()

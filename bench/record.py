@@ -14,7 +14,7 @@ def merge_ranks(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     rank 0's. Memory's ``held`` may be missing.
     """
     first = ranks[0]
-    merged = {key: value for key, value in first.items() if key not in ("seconds", "time", "memory")}
+    merged = {key: value for key, value in first.items() if key not in ("time", "memory")}
     merged["training_s"] = max(rank["training_s"] for rank in ranks)
     if "memory" in first:
         merged["memory"] = _maxima([rank["memory"] for rank in ranks])

@@ -69,6 +69,7 @@ def describe(backends: Mapping[str, type[Backend]]) -> dict[str, dict[str, str]]
             "framework": backend.framework,
             "sync": str(backend.sync),
             "sharding": str(backend.sharding),
+            "bf16_as": backend.bf16_as,
             "defect": backend.defect,
         }
         for name, backend in backends.items()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from bench.cell import Cell
+from bench.cell import Cell, Precision, Status
 from bench.journal import Journal, read_manifest
 from bench.probes.flops import peak_flops
 
@@ -31,6 +31,7 @@ TRIAL_COLUMNS: dict[str, str] = {
     "model": "string",
     "num_parameters": "Int64",
     "precision": "string",
+    "bf16_as": "string",
     "accumulation_dtype": "string",
     "corpus": "string",
     "optimizer": "string",
@@ -52,6 +53,7 @@ TRIAL_COLUMNS: dict[str, str] = {
     "optimizer_steps_reported": "Int64",
     "optimizer_steps_reported_by": "string",
     "ranks_agree": "boolean",
+    "micro_batches_per_update": "string",
     "final_loss": "Float64",
     "max_loss_deviation": "Float64",
     "update_error": "Float64",
@@ -65,7 +67,8 @@ TRIAL_COLUMNS: dict[str, str] = {
 }
 """Columns of trials.parquet with their dtypes. Step time is the median over the timed steps of the maximum over
 ranks; memory the maximum over ranks; ``update_*`` and the CPU's memory are measured once per cell and repeated on its
-trials; ``energy_j_per_step`` and ``virtual_world_size`` are empty where they were not measured."""
+good trials; ``micro_batches_per_update`` lists the different numbers that were seen; ``bf16_as`` says how a bf16 cell
+computes; ``energy_j_per_step`` and ``virtual_world_size`` are empty where they were not measured."""
 
 CHILD_COLUMNS: dict[str, dict[str, str]] = {
     "steps": {"step": "Int64", "seconds": "Float64"},
@@ -80,7 +83,8 @@ CHILD_COLUMNS: dict[str, dict[str, str]] = {
     },
     "memory": {"category": "string", "bytes": "Int64", "expected_bytes": "Int64"},
 }
-"""Columns of the other tables after ``cell_id`` and ``repeat``. Steps and losses count from 0 at the first update."""
+"""Columns of the other tables after ``cell_id`` and ``repeat``. Steps and losses count from 0 at the first update;
+``expected_*`` are empty, since no formula fills them yet."""
 
 
 @dataclass
@@ -165,11 +169,14 @@ def _trial_row(record: dict[str, Any], manifest: dict[str, Any], once: dict[tupl
     row["num_passes"] = len(record.get("passes", ()))
     if record.get("training_s") is not None:
         row["overhead_s"] = record["wall_s"] - record["training_s"]
+    if cell.precision is Precision.BF16:
+        row["bf16_as"] = described.get("bf16_as")
+    good = record["status"] == Status.OK
     update = once.get((cell.cell_id, "update"))
-    if update:
+    if update and good:
         row |= {f"update_{name}": update[name] for name in ("error", "scale", "residual")}
     memory = once.get((cell.cell_id, "memory"))
-    if memory and "peak" in memory:
+    if memory and "peak" in memory and good:
         row |= {"peak_memory_bytes": memory["peak"], "peak_memory_source": "tracked tensors"}
     timed = record.get("time")
     if timed:
@@ -183,6 +190,7 @@ def _timed_columns(record: dict[str, Any], cell: Cell, timed: dict[str, Any]) ->
         "num_micro_batches": timed["num_micro_batches"],
         "optimizer_steps_observed": timed["num_updates"],
         "ranks_agree": timed["ranks_agree"],
+        "micro_batches_per_update": ",".join(map(str, timed["micro_batches_per_update"])),
         "final_loss": timed["losses"][-1] if timed["losses"] else None,
     }
     if timed["reported"]:

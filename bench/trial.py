@@ -15,6 +15,7 @@ import dataclasses
 import gc
 import json
 import os
+import sys
 import time
 import traceback
 import warnings
@@ -85,16 +86,25 @@ def run_rank(spec_json: str) -> None:
     """
     spec = Spec.from_json(spec_json)
     rank = int(os.environ["RANK"])
-    started = time.perf_counter()
     try:
         result = _run_passes(spec, rank)
-        result["seconds"] = time.perf_counter() - started
-        _write(Path(spec.folder) / f"rank{rank}.json", result)
     except BaseException as error:
+        traceback.print_exc()
         _write(Path(spec.folder) / f"rank{rank}.json", _failure(error))
         # If a peer died without a word, let torch elastic notice that one first.
         time.sleep(LAST_WORDS_S)
-        raise
+        # No tidying up: ending a NCCL group whose other ranks are inside a collective may wait for ever.
+        sys.stderr.flush()
+        os._exit(1)
+    _write(Path(spec.folder) / f"rank{rank}.json", result)
+    _leave()
+
+
+def _leave() -> None:
+    """End the process group, after the result is safe."""
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:
@@ -114,9 +124,10 @@ def _failure(error: BaseException) -> dict[str, Any]:
     elif isinstance(error, UnsupportedError):
         status = Status.UNSUPPORTED
     first_line = (str(error).strip() or "no message").splitlines()[0]
+    where = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
     return {
         "status": status,
-        "reason": f"{type(error).__name__}: {first_line}",
+        "reason": f"{type(error).__name__}: {first_line}{where}",
         "time": time.time(),
         "traceback": "".join(traceback.format_exception(error)[-20:]),
     }
@@ -137,11 +148,7 @@ def _run_passes(spec: Spec, rank: int) -> dict[str, Any]:
     else:
         device = torch.device("cpu")
         dist.init_process_group("gloo")
-    try:
-        backend = registry()[spec.cell.backend]
-        return Trial(spec, rank, device, backend).run()
-    finally:
-        dist.destroy_process_group()
+    return Trial(spec, rank, device, registry()[spec.cell.backend]).run()
 
 
 class Trial:
@@ -180,7 +187,11 @@ class Trial:
         }
         for name in self.spec.passes:
             gc.collect()  # frees the pass before, whose frameworks leave cycles
-            result[name] = passes[name]()
+            try:
+                result[name] = passes[name]()
+            except Exception as error:
+                error.add_note(f"in the {name} pass")
+                raise
         result["training_s"] = self.training_s
         return result
 
@@ -230,6 +241,7 @@ class Trial:
             backend.train(job)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+            taps.finish()
         self.training_s += taps.training_seconds
         return backend
 
@@ -288,13 +300,13 @@ class Trial:
 
         from bench.probes.update import compare, save
 
-        before = {name: p.detach().cpu().clone() for name, p in self.workload.model().named_parameters()}
         taps = Taps(time.perf_counter)
         sgd = lambda parameters: torch.optim.SGD(parameters, lr=1.0, foreach=True)  # noqa: E731
         backend = self.train(taps, 1, optimizer=sgd, keep_parameters=True)
         after = {name: p.detach().float().cpu() for name, p in backend.full_parameters().items()}
         if self.rank != 0:
             return None
+        before = {name: p.detach() for name, p in self.workload.model().named_parameters()}
         if missing := before.keys() ^ after.keys():
             raise RuntimeError(
                 f"full_parameters() of {self.cell.backend} and the model differ in {sorted(missing)[:3]}"

@@ -85,7 +85,6 @@ def test_only_passes_that_ran_are_in_it_and_ranks_stay_as_they_were(passes: tupl
     merged = merge_ranks(ranks)
     assert ranks == before
     assert {name for name in ALL_PASSES if name in merged} == set(passes)
-    assert "seconds" not in merged
 
 
 def test_spec_as_json_and_back() -> None:

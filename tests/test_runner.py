@@ -326,7 +326,13 @@ def test_create_writes_the_manifest(tmp_path: Path) -> None:
     assert [Cell.from_dict(cell) for cell in manifest["cells"]] == run.cells
     assert manifest["matrix"] == run.matrix.to_dict()
     assert manifest["backends"].keys() == set(BACKENDS)
-    assert manifest["backends"]["b0"] == {"framework": "made", "sync": "eager", "sharding": "none", "defect": ""}
+    assert manifest["backends"]["b0"] == {
+        "framework": "made",
+        "sync": "eager",
+        "sharding": "none",
+        "bf16_as": "autocast over fp32 parameters",
+        "defect": "",
+    }
     assert {"machine", "packages", "environment", "git", "command", "started"} <= manifest.keys()
 
 

@@ -63,7 +63,7 @@ def test_cells_are_ordered_by_n_and_then_by_speed() -> None:
 
 def test_the_table_shows_every_number() -> None:
     line = next(line for line in shown(GOOD).splitlines() if "ddp-deferred" in line)
-    for text in ("2.0000 (1.000 - 3.000)", "256", " 40.0 ", "5/5/-", "x 1", "ok"):
+    for text in ("2.0000 (1.000 - 3.000)", "256", " 40.0 ", "5/5/-", " 1 ", "ok"):
         assert text in line
 
 

@@ -101,6 +101,7 @@ def test_a_sound_trial_by_hand() -> None:
         "optimizer_steps_expected": 5,
         "optimizer_steps_observed": 5,
         "ranks_agree": True,
+        "micro_batches_per_update": "4",
         "final_loss": 4.6,
         "update_error": 1e-7,
         "update_scale": 1.0,
@@ -111,7 +112,7 @@ def test_a_sound_trial_by_hand() -> None:
         "overhead_s": 1.25,
         "num_passes": 4,
     }
-    empty = {"virtual_world_size", "mfu", "energy_j_per_step", "max_loss_deviation"}
+    empty = {"virtual_world_size", "bf16_as", "mfu", "energy_j_per_step", "max_loss_deviation"}
     empty |= {"optimizer_steps_reported", "optimizer_steps_reported_by"}
     assert expected.keys() | empty == TRIAL_COLUMNS.keys()
     assert {name: row[name] for name in expected} == pytest.approx(expected)
@@ -181,8 +182,11 @@ def test_what_is_measured_once_stands_on_every_trial_of_its_cell_only() -> None:
     del alone["update"], alone["memory"]
     trials = build(later, make_record(CELL, 0), make_failure(CELL, 2), alone).trials
     mine = trials[trials["cell_id"] == CELL.cell_id]
-    assert mine["update_error"].tolist() == [1e-7] * 3
-    assert mine["peak_memory_bytes"].tolist() == [PEAK_BYTES] * 3
+    good = mine[mine["status"] == "ok"]
+    assert good["update_error"].tolist() == [1e-7] * 2
+    assert good["peak_memory_bytes"].tolist() == [PEAK_BYTES] * 2
+    failed = mine[mine["status"] != "ok"]
+    assert failed[["update_error", "peak_memory_bytes"]].isna().all(axis=None), "a failed trial has no numbers"
     assert trials[trials["cell_id"] == other.cell_id][["update_error", "peak_memory_bytes"]].isna().all(axis=None)
     assert build(later, make_record(CELL, 0)).memory["repeat"].unique().tolist() == [0]
 

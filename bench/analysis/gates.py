@@ -31,10 +31,10 @@ TOLERANCES: dict[str, Tolerance] = {
         "the loss after 15 steps of AdamW, which amplifies it; one sample lost in a thousand would be 1e-3",
     ),
     Precision.BF16: Tolerance(
-        update_error=5e-2,
-        loss_deviation=5e-2,
-        reason="bf16 has 8 bits of mantissa, and forward and backward round at every operator: errors of 1e-2 to 2e-2 "
-        "were seen for the update with every sound backend; a loss divided by 2 once too often would be 0.5",
+        update_error=3e-2,
+        loss_deviation=3e-2,
+        reason="bf16 has 8 bits of mantissa, and forward and backward round at every operator: 7e-3 to 8e-3 were seen "
+        "for the update and 4e-3 for the loss with every sound backend; a loss divided by 2 too often would be 0.5",
     ),
 }
 """By precision of the cell. The reference is fp32 for all."""
@@ -97,7 +97,9 @@ def _step_findings(row: Any) -> list[str]:
         found.append(f"{observed} optimizer steps were taken, {expected} were due")
     if row["num_micro_batches"] != expected * row["accumulate"]:
         found.append(f"{row['num_micro_batches']} micro-batches were used, {expected * row['accumulate']} were due")
-    if row["ranks_agree"] is False or row["ranks_agree"] == False:  # noqa: E712 - pandas' own booleans
+    elif row["micro_batches_per_update"] != str(row["accumulate"]):
+        found.append(f"updates used {row['micro_batches_per_update']} micro-batches each, {row['accumulate']} were due")
+    if not row["ranks_agree"]:
         found.append("the ranks took different numbers of steps")
     return found
 

@@ -67,6 +67,10 @@ class Job:
         return str(self.cell.precision) == "bf16"
 
 
+BF16_AUTOCAST = "autocast over fp32 parameters"
+BF16_PARAMETERS = "bf16 copies of fp32 parameters"
+
+
 class Backend(ABC):
     """One way to accumulate gradients. Subclass it, set the class variables, and write ``train``.
 
@@ -100,6 +104,9 @@ class Backend(ABC):
     defect: ClassVar[str] = ""
     """A known defect of the framework that the gates are expected to catch when N > 1, in words; empty if none."""
 
+    bf16_as: ClassVar[str] = BF16_AUTOCAST
+    """How forward and backward compute in bf16: autocast keeps the residual stream and norms in fp32, copies do not."""
+
     @abstractmethod
     def train(self, job: Job) -> None:
         """Build the model and train ``job.windows`` windows.
@@ -127,7 +134,11 @@ class Backend(ABC):
     def missing(cls, device: Device) -> str:
         """Why this machine cannot run the backend on ``device``, and what to do; empty if it can."""
         absent = [package for package in ("torch", *cls.requires) if importlib.util.find_spec(package) is None]
-        return f"needs {', '.join(absent)}: pip install {' '.join(absent)}" if absent else ""
+        if absent:
+            return f"needs {', '.join(absent)}: pip install {' '.join(absent)}"
+        if device is Device.CUDA and importlib.metadata.version("torch").endswith("+cpu"):
+            return "the installed torch is a CPU build: pip install one for CUDA"
+        return ""
 
 
 BUILT_IN = ("plain", "fsdp2", "deepspeed", "lightning")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench.backends.base import Backend, Job
+from bench.backends.base import BF16_PARAMETERS, Backend, Job
 from bench.cell import Sharding, Sync
+from bench.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -15,11 +16,12 @@ if TYPE_CHECKING:
 def zero_config(stage: int, job: Job) -> dict[str, Any]:
     """A DeepSpeed configuration in which nothing that moves the comparison is left to a default.
 
-    Clipping is off (DeepSpeed >= 0.19.3 clips to norm 1 if silent), gradients accumulate in fp32 (the default is the
-    model's dtype), and buckets hold the whole model (the default of 5e8 elements would be the peak of a small one).
-    Stage 3 keeps no parameter gathered for being small, gathers one block ahead and releases each block after its
-    forward, as FSDP2 does (the defaults would keep a whole model of up to 1e9 parameters gathered). Communication
-    overlaps on CUDA only; the CPU has no streams.
+    Clipping is off (DeepSpeed >= 0.19.3 clips to norm 1 if silent). Gradients are reduced and accumulated in fp32 (the
+    default of both is the model's dtype). A bucket holds one block, FSDP2's unit (the default of 5e8 elements would be
+    the peak of a small model). Stage 3 keeps no parameter gathered for being small, gathers one block ahead and
+    releases each block after its forward, as FSDP2 does (the defaults would keep a whole model of up to 1e9 parameters
+    gathered). Communication overlaps on CUDA only; the CPU has no streams. The throughput timer is off, since it
+    synchronizes the device in every micro-batch.
     """
     return {
         "train_micro_batch_size_per_gpu": job.cell.micro_batch_size,
@@ -27,13 +29,15 @@ def zero_config(stage: int, job: Job) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": job.bf16},
         "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+        "timers": {"throughput": {"enabled": False}},
         "zero_optimization": {
             "stage": stage,
             "overlap_comm": job.device.type == "cuda",
             "contiguous_gradients": True,
             "reduce_scatter": True,
-            "reduce_bucket_size": job.num_parameters,
-            "allgather_bucket_size": job.num_parameters,
+            "reduce_bucket_size": max(1, job.block_parameters),
+            "allgather_bucket_size": max(1, job.block_parameters),
             "stage3_param_persistence_threshold": 0,
             "stage3_max_reuse_distance": 0,
             "stage3_max_live_parameters": 2 * job.block_parameters,
@@ -57,10 +61,27 @@ def prepare() -> None:
 
 
 def gather(model: nn.Module) -> dict[str, Tensor]:
-    """The full fp32 masters of an engine's module. Collective."""
+    """The full fp32 masters of an engine's module, on the CPU. Collective."""
     from deepspeed.utils import safe_get_full_fp32_param
 
-    return {name: safe_get_full_fp32_param(parameter) for name, parameter in model.named_parameters()}
+    return {name: safe_get_full_fp32_param(parameter).cpu() for name, parameter in model.named_parameters()}
+
+
+def initial_masters(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of a built model's fp32 parameters on the CPU, for ``restore_masters``."""
+    return {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
+
+
+def restore_masters(model: nn.Module, masters: dict[str, Tensor]) -> None:
+    """Make the fp32 masters equal the initial weights. Collective.
+
+    In bf16 the engine casts the module before it copies its masters from it, so they would start as bf16 roundings of
+    the weights that every other backend starts from.
+    """
+    from deepspeed.utils import safe_set_full_fp32_param
+
+    for name, parameter in model.named_parameters():
+        safe_set_full_fp32_param(parameter, masters[name].to(parameter.device))
 
 
 class DeepSpeedZero2Eager(Backend):
@@ -69,6 +90,7 @@ class DeepSpeedZero2Eager(Backend):
     name, framework = "deepspeed-zero2-eager", "DeepSpeed"
     sync, sharding = Sync.EAGER, Sharding.GRADS
     requires = ("deepspeed",)
+    bf16_as = BF16_PARAMETERS
     stage: ClassVar[int] = 2
 
     def train(self, job: Job) -> None:
@@ -86,10 +108,13 @@ class DeepSpeedZero2Eager(Backend):
         model = job.build()
         self.config = zero_config(self.stage, job)
         self.config["gradient_accumulation_steps"] = gradient_accumulation_steps
+        masters = initial_masters(model) if job.bf16 else {}
         optimizer = job.optimizer(model.parameters())
         self.engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=self.config, dist_init_required=False
         )
+        if job.bf16:
+            restore_masters(self.engine.module, masters)
         return self.engine
 
     def full_parameters(self) -> Mapping[str, Tensor]:
@@ -105,13 +130,19 @@ class DeepSpeedZero2Eager(Backend):
 class DeepSpeedZero2Deferred(DeepSpeedZero2Eager):
     """Stage 2 with ``engine.coalesce_grad_reduction``: one reduction for all backwards of the window.
 
-    One block is one engine step, so the engine is told of one accumulation step and the loop divides the loss.
+    One block is one engine step, so the engine is told of one accumulation step and the loop divides the loss. Inside
+    it autograd sums into the parameters' own ``grad``: in bf16 that would be accumulation in bf16, whatever
+    ``grad_accum_dtype`` says, so bf16 is refused.
     """
 
     name = "deepspeed-zero2-deferred"
     sync = Sync.DEFERRED
 
     def train(self, job: Job) -> None:
+        if job.bf16:
+            raise UnsupportedError(
+                "coalesce_grad_reduction sums in the model's dtype, bf16, and not in fp32 as all others"
+            )
         engine = self.initialize(job, gradient_accumulation_steps=1)
         batches = iter(job.loader)
         for _ in range(job.windows):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from bench.backends.base import Backend, Job
+from bench.backends.base import BF16_PARAMETERS, Backend, Job
 from bench.cell import Sharding, Sync
 
 if TYPE_CHECKING:
@@ -38,11 +38,11 @@ def shard(
 
 
 def gather(model: nn.Module) -> dict[str, Tensor]:
-    """The full parameters of a sharded model. Collective."""
+    """The full parameters of a sharded model, on the CPU. Collective."""
     from torch.distributed.tensor import DTensor
 
     return {
-        name: parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        name: (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().cpu()
         for name, parameter in model.named_parameters()
     }
 
@@ -52,6 +52,7 @@ class FSDP2Eager(Backend):
 
     name, framework = "fsdp2-eager", "FSDP2"
     sync, sharding = Sync.EAGER, Sharding.PARAMS
+    bf16_as = BF16_PARAMETERS
     resident: ClassVar[bool] = False
     """Whether gathered parameters are also kept from one micro-batch to the next within the window."""
 
@@ -69,6 +70,7 @@ class FSDP2Eager(Backend):
                 last = micro_batch == job.accumulate - 1
                 if self.sync is Sync.DEFERRED:
                     self.model.set_requires_gradient_sync(last)
+                    # Not needed for correctness: it spares the end-of-backward bookkeeping until the last one.
                     self.model.set_is_last_backward(last)
                 if self.resident:
                     self.model.set_reshard_after_backward(last)

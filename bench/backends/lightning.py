@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from bench.backends import deepspeed as ds
 from bench.backends import fsdp2
-from bench.backends.base import Backend, Job
+from bench.backends.base import BF16_PARAMETERS, Backend, Job
 from bench.cell import Sharding, Sync
 
 if TYPE_CHECKING:
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 class LightningBackend(Backend):
     """``Trainer(accumulate_grad_batches=N)`` over the tapped loader. Subclasses choose the strategy.
 
-    Logger, checkpoints, progress bar, summary and sampler replacement are off; clipping is off.
+    Logger, checkpoints, progress bar, summary and sampler replacement are off; clipping is off. Two costs are the
+    Trainer's own and stay in: with several ranks it broadcasts a flag and reads it in every micro-batch, and it zeroes
+    gradients after the first forward of a window, so that this forward runs beside the last window's gradients.
     """
 
     requires: ClassVar[tuple[str, ...]] = ("lightning",)
@@ -59,6 +61,13 @@ class LightningBackend(Backend):
 
     def shard(self, module: LightningModule, job: Job) -> None:
         """Shard ``module.model`` in Lightning's ``configure_model``; the default leaves it whole."""
+
+    def initial(self, module: LightningModule, job: Job) -> dict[str, Tensor]:
+        """What ``begin`` needs of the model before the strategy changes it."""
+        return {}
+
+    def begin(self, module: LightningModule, initial: dict[str, Tensor]) -> None:
+        """Called when the strategy is up and before the first micro-batch."""
 
     def gather(self, module: LightningModule) -> Mapping[str, Tensor]:
         """The full fp32 parameters of ``module.model``, called while the strategy is still up."""
@@ -104,6 +113,10 @@ def _module(backend: LightningBackend, job: Job) -> LightningModule:
         def configure_optimizers(self) -> Any:
             return job.optimizer(self.model.parameters())
 
+        def on_train_start(self) -> None:
+            backend.begin(self, initial)
+            initial.clear()  # it would be held, and counted, for the whole training
+
         def on_train_end(self) -> None:
             engine: Any = self.trainer.strategy.model
             if hasattr(engine, "global_steps"):
@@ -111,7 +124,9 @@ def _module(backend: LightningBackend, job: Job) -> LightningModule:
             if job.keep_parameters:
                 self.parameters_at_end = backend.gather(self)
 
-    return Module()
+    module = Module()
+    initial = backend.initial(module, job)
+    return module
 
 
 class LightningDDP(LightningBackend):
@@ -130,6 +145,7 @@ class LightningFSDP2(LightningBackend):
     """``ModelParallelStrategy``. The Trainer defers for DDP only, so this reduces on every micro-batch."""
 
     name, framework = "lightning-fsdp2", "Lightning FSDP2"
+    bf16_as = BF16_PARAMETERS
     sync, sharding = Sync.EAGER, Sharding.PARAMS
 
     def strategy(self, job: Job) -> Strategy:
@@ -151,7 +167,7 @@ class LightningFSDP2(LightningBackend):
         fsdp2.shard(model, job.blocks(model), mesh, bf16=job.bf16, reshard_after_forward=True)
 
     def gather(self, module: LightningModule) -> Mapping[str, Tensor]:
-        return {name: p.detach().cpu() for name, p in fsdp2.gather(_model(module)).items()}
+        return fsdp2.gather(_model(module))
 
 
 class LightningDeepSpeedZero2(LightningBackend):
@@ -164,6 +180,7 @@ class LightningDeepSpeedZero2(LightningBackend):
     name, framework = "lightning-deepspeed-zero2", "Lightning DeepSpeed"
     sync, sharding = Sync.EAGER, Sharding.GRADS
     requires = ("lightning", "deepspeed")
+    bf16_as = BF16_PARAMETERS
     stage: ClassVar[int] = 2
     defect = "Lightning divides the loss by N, and so does the DeepSpeed engine: every update is 1/N of the right one"
 
@@ -175,8 +192,15 @@ class LightningDeepSpeedZero2(LightningBackend):
         strategy = DeepSpeedStrategy if job.device.type == "cuda" else _on_cpu(DeepSpeedStrategy)
         return strategy(config=dict(self.config))
 
+    def initial(self, module: LightningModule, job: Job) -> dict[str, Tensor]:
+        return ds.initial_masters(_model(module)) if job.bf16 else {}
+
+    def begin(self, module: LightningModule, initial: dict[str, Tensor]) -> None:
+        if initial:
+            ds.restore_masters(_model(module), initial)
+
     def gather(self, module: LightningModule) -> Mapping[str, Tensor]:
-        return {name: p.detach().cpu() for name, p in ds.gather(_model(module)).items()}
+        return ds.gather(_model(module))
 
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), **self.config}
@@ -225,6 +249,7 @@ class FabricFSDP2Deferred(Backend):
     name, framework = "fabric-fsdp2-deferred", "Fabric FSDP2"
     sync, sharding = Sync.DEFERRED, Sharding.PARAMS
     requires = ("lightning",)
+    bf16_as = BF16_PARAMETERS
 
     def train(self, job: Job) -> None:
         import logging

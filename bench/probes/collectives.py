@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+NAMESPACES = ("c10d", "_c10d_functional")
+"""Where collectives are issued: by process groups' methods, and by DTensor's redistribution."""
 NAMES = {
     "allreduce_": "all_reduce",
     "allreduce_coalesced_": "all_reduce",
@@ -33,18 +35,22 @@ NAMES = {
     "send": "send",
     "recv_": "recv",
     "barrier": "barrier",
+    "all_reduce": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
 }
 """The plain name of each ``c10d`` operator; one that is not listed is counted under its own name."""
 
 
-def payload_bytes(name: str, args: tuple[Any, ...]) -> int:
+def payload_bytes(*sides: Any) -> int:
     """Bytes of the whole logical tensor: what all ranks hold together after a gather, or before a scatter or reduce.
 
-    The operators take outputs first and inputs second, so the larger of the two sides is the whole; a reduce or
-    broadcast works in place on one list.
+    ``sides`` are what goes in and what comes out, in any order, so the larger is the whole; a reduce or broadcast
+    works in place and has one.
     """
-    sides = [sum(t.nbytes for t in tree_leaves(arg) if isinstance(t, torch.Tensor)) for arg in args[:2]]
-    return max(sides, default=0)
+    sizes = [sum(t.nbytes for t in tree_leaves(side) if isinstance(t, torch.Tensor)) for side in sides]
+    return max(sizes, default=0)
 
 
 class CollectiveCounter(TorchDispatchMode):
@@ -61,14 +67,17 @@ class CollectiveCounter(TorchDispatchMode):
     ) -> Any:
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # it comes back as operations on the local tensors
-        if self.counting and func.namespace == "c10d":
-            operator = func.__name__.split(".")[0]
+        result = func(*args, **(kwargs or {}))
+        operator = func.__name__.split(".")[0]
+        if self.counting and func.namespace in NAMESPACES and operator != "wait_tensor":
             tensors = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
             dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else "none"
             key = (NAMES.get(operator, operator), dtype)
+            # c10d's operators take outputs first and inputs second; functional ones return their output.
+            sides = args[:2] if func.namespace == "c10d" else (args[0], result)
             self.calls[key] += 1
-            self.bytes[key] += payload_bytes(operator, args)
-        return func(*args, **(kwargs or {}))
+            self.bytes[key] += payload_bytes(*sides)
+        return result
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per operation and dtype: op, dtype, calls, payload_bytes."""

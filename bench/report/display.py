@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from bench.cell import REFERENCE
 from bench.runner import Trial
 
 REFRESH_PER_S = 1.0
@@ -81,6 +82,8 @@ class Display:
         self._failed += record["status"] != "ok"
         timed = (record.get("time") or {}).get("step_seconds")
         what = f"{sorted(timed)[len(timed) // 2]:.4g} s/step" if timed else f"{record['status']}: {record['reason']}"
+        if trial.cell.backend == REFERENCE and record["status"] != "ok":
+            self.say("the reference failed: nothing can be checked against it, so all its cells will be invalid")
         self.say(
             f"[{self._done}/{self._total}] {trial.cell.label} repeat {trial.repeat}: {what} "
             f"({record['wall_s']:.1f} s, about {_clock(self._to_go())} to go)"

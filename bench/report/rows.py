@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from bench.cell import REFERENCE, Status
+from bench.cell import REFERENCE, Precision, Status
 from bench.report import style
 from bench.report.panels import (
     CONTEXT,
@@ -124,7 +124,9 @@ def draw_speed_up(run: Run) -> list[Drawing]:
     reference = trials[(trials["backend"] == REFERENCE) & trials["valid"]]
     good = reference.groupby(REFERENCE_KEYS)[f"{value}_cell_median"].first()
     trials = trials.merge(good.rename("reference_tokens_per_s"), on=REFERENCE_KEYS, how="left")
-    trials["speed_up"] = trials[f"{value}_cell_median"] / trials["reference_tokens_per_s"]
+    # The reference is fp32, and what is invalid has no ratio.
+    fair = trials["valid"] & (trials["precision"] == Precision.FP32)
+    trials["speed_up"] = (trials[f"{value}_cell_median"] / trials["reference_tokens_per_s"]).where(fair)
 
     def paint(axes: Axes, at: int, cell: pd.DataFrame, _: Panel) -> str:
         first, look = cell.iloc[0], run.looks[cell["backend"].iloc[0]]

@@ -55,7 +55,7 @@ def by_cell(tables: Tables) -> pd.DataFrame:
 def show(console: Console, tables: Tables) -> None:
     """Print the summary table, then every finding in words."""
     cells = by_cell(tables)
-    table = Table(title=TITLE, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=TITLE, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("backend", "N", "W", "dtype"):
         table.add_column(name, no_wrap=True)
     for name in ("s/step (min - max)", "tokens/s", "MiB at peak", "steps due/taken/told", "update", "loss off by"):
@@ -91,7 +91,7 @@ def _row(cell: Any) -> list[str]:
         _number(cell["tokens_per_s"], ",.0f"),
         _mebibytes(cell["peak_memory_bytes"]),
         "/".join(_number(cell[f"steps_{name}"], "d") for name in ("expected", "observed", "reported")),
-        f"x {cell['update_scale']:.4g}" if pd.notna(cell["update_scale"]) else "-",
+        f"{cell['update_scale']:.4g}" if pd.notna(cell["update_scale"]) else "-",
         _number(cell["max_loss_deviation"], ".1g"),
         cell["status"] if cell["status"] == Status.OK else f"{cell['status']} {cell['num_bad']}/{cell['num_trials']}",
     ]
