@@ -1,7 +1,12 @@
 """What the bench costs, as ratios measured side by side in one run: ``python -m tests.speed``.
 
-Not a test: machines are shared and noisy. It prints, for each claim, the ratio with its 95 % interval (bootstrap over
-interleaved pairs), the bound, and whether the interval lies inside it, and exits with 1 if one lies outside.
+Not a test: machines are shared and noisy. It prints each ratio with its 95 % interval, the bound, and whether the
+interval lies inside it, and exits with 1 if one lies outside. Two kinds of ratio are taken:
+
+- *in turn*: one process group trains a window with the bench's backend and taps, then one with a bare loop, and so on
+  (paired.py). Nothing but the bench is between them.
+- *apart*: whole trials, warm and cold, in random order. This compares process groups, whose times differ from one to
+  the next on a shared machine, so it needs many pairs.
 """
 
 from __future__ import annotations
@@ -27,60 +32,71 @@ from bench.launch import Launcher
 from bench.trial import Spec
 
 ROOT = Path(__file__).resolve().parent.parent
-WARMUP, TIMED, ACCUMULATE, BATCH, LENGTH, RANKS = 3, 15, 4, 16, 64, 2
-FREE = {"GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+ACCUMULATE, BATCH, LENGTH, RANKS = 4, 16, 64, 2
+FREE = {"GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
-def median_step(per_rank: Sequence[Sequence[float]]) -> float:
-    """Median over steps of the maximum over ranks."""
-    return statistics.median(max(step) for step in zip(*per_rank, strict=True))
-
-
-def bare(kind: str) -> float:
-    """Seconds per step of the bare loop."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-        command += [str(ROOT / "tests" / "bare.py"), kind, str(WARMUP + TIMED), str(ACCUMULATE)]
-        command += [str(BATCH // ACCUMULATE // RANKS), str(LENGTH), folder]
-        environment = os.environ | FREE | {"OMP_NUM_THREADS": "1"}
-        subprocess.run(command, check=True, capture_output=True, env=environment)
-        ranks = [json.loads((Path(folder) / f"{rank}.json").read_text())[WARMUP - 1 :] for rank in range(RANKS)]
-    return median_step(ranks)
-
-
-def benched(launcher: Launcher, backend: str, overheads: list[float]) -> float:
-    """Seconds per step as the bench measures them; the trial's fixed cost is added to ``overheads``."""
-    cell = Cell(
+def make_cell(backend: str, timed_windows: int) -> Cell:
+    """The cell that all ratios are taken on."""
+    return Cell(
         backend=backend,
         accumulate=ACCUMULATE,
         world_size=RANKS,
         global_batch_size=BATCH,
         sequence_length=LENGTH,
-        warmup_windows=WARMUP,
-        timed_windows=TIMED,
+        warmup_windows=3,
+        timed_windows=timed_windows,
     )
+
+
+def in_turn(backend: str, kind: str, windows: int) -> list[float]:
+    """Log ratios bench / bare of neighbouring windows, each the maximum over ranks, of one process group."""
     with tempfile.TemporaryDirectory() as folder:
-        outcome = launcher.run(Spec(cell=cell, passes=("time",), folder=folder, reference=f"{folder}/none"), 300)
+        spec = Spec(cell=make_cell(backend, windows), passes=("time",), folder=folder, reference=f"{folder}/none")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+        command += ["-m", "tests.paired", spec.to_json(), kind]
+        subprocess.run(command, check=True, capture_output=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
+        ranks = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    bench, bare = ([max(step) for step in zip(*(r[k] for r in ranks), strict=True)] for k in ("bench", "bare"))
+    return [float(np.log(a / b)) for a, b in zip(bench, bare, strict=True)]
+
+
+def step_seconds(launcher: Launcher, backend: str, overheads: list[float]) -> float:
+    """Median seconds per step of one trial; its fixed cost is added to ``overheads``."""
+    with tempfile.TemporaryDirectory() as folder:
+        spec = Spec(cell=make_cell(backend, 15), passes=("time",), folder=folder, reference=f"{folder}/none")
+        outcome = launcher.run(spec, 300)
     assert outcome.ranks, outcome.reason
     overheads.append(outcome.wall_s - max(rank["training_s"] for rank in outcome.ranks))
-    return median_step([rank["time"]["step_seconds"] for rank in outcome.ranks])
+    steps = [rank["time"]["step_seconds"] for rank in outcome.ranks]
+    return statistics.median(max(step) for step in zip(*steps, strict=True))
 
 
-def ratio(title: str, bound: float, pairs: int, ours: Callable[[], float], theirs: Callable[[], float]) -> bool:
-    """Measure interleaved pairs in random order and print the ratio; True if it may lie within 1 +- bound."""
+def apart(pairs: int, ours: Callable[[], float], theirs: Callable[[], float]) -> list[float]:
+    """Log ratios of whole trials, each pair in random order."""
     logs = []
     for _ in range(pairs):
         order = [(0, ours), (1, theirs)]
         random.shuffle(order)
         times = {which: measure() for which, measure in order}
-        logs.append(np.log(times[0] / times[1]))
+        logs.append(float(np.log(times[0] / times[1])))
+    return logs
+
+
+def verdict(title: str, logs: Sequence[float], bound: float) -> bool:
+    """Print a ratio; False only if its whole interval lies outside the bound."""
     interval = bootstrap((logs,), np.median, confidence_level=0.95, random_state=0).confidence_interval
     low, middle, high = np.exp([interval.low, np.median(logs), interval.high])
-    good = low <= 1 + bound and high >= 1 - bound
-    sure = 1 - bound <= low and high <= 1 + bound
-    word = "inside" if sure else "not excluded, but the interval is wider than the bound" if good else "OUTSIDE"
-    print(f"{title}: {middle:.3f} (95 % {low:.3f} - {high:.3f}, {pairs} pairs); bound 1 +- {bound}: {word}", flush=True)
-    return bool(good)
+    word = "undecided: the interval is wider than the bound"
+    if 1 - bound <= low and high <= 1 + bound:
+        word = "inside"
+    elif low > 1 + bound or high < 1 - bound:
+        word = "OUTSIDE"
+    print(
+        f"{title}: {middle:.4f} (95 % {low:.4f} - {high:.4f}, {len(logs)} pairs); bound 1 +- {bound}: {word}",
+        flush=True,
+    )
+    return word != "OUTSIDE"
 
 
 def plan_seconds() -> float:
@@ -102,28 +118,22 @@ def plan_seconds() -> float:
 
 def main() -> int:
     """Measure all claims."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=12, help="interleaved pairs per ratio")
-    pairs = parser.parse_args().pairs
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", type=int, default=4, help="process groups per ratio taken in turn")
+    parser.add_argument("--windows", type=int, default=40, help="timed windows per such group")
+    parser.add_argument("--pairs", type=int, default=10, help="pairs of trials per ratio taken apart")
+    options = parser.parse_args()
     os.environ.update(FREE)
-    overheads: list[float] = []
-    unused: list[float] = []
     good = []
+    for backend, kind in (("ddp-deferred", "ddp"), ("fsdp2-deferred", "fsdp2")):
+        logs = [log for _ in range(options.groups) for log in in_turn(backend, kind, options.windows)]
+        good.append(verdict(f"step time of {backend}, bench / bare loop, in turn", logs, 0.02))
+    overheads: list[float] = []
     with Launcher(Device.CPU) as warm, Launcher(Device.CPU, cold=True) as cold:
-        benched(warm, "ddp-deferred", unused)  # the fork server's first children fault their pages in
-        for backend, kind in (("ddp-deferred", "ddp"), ("fsdp2-deferred", "fsdp2")):
-            ours = functools.partial(benched, warm, backend, overheads)
-            theirs = functools.partial(bare, kind)
-            good.append(ratio(f"step time of {backend}, bench / bare loop", 0.02, pairs, ours, theirs))
-        good.append(
-            ratio(
-                "step time of ddp-deferred, warm / cold trials",
-                0.02,
-                pairs,
-                lambda: benched(warm, "ddp-deferred", overheads),
-                lambda: benched(cold, "ddp-deferred", unused),
-            )
-        )
+        step_seconds(warm, "ddp-deferred", [])  # the fork server's first children fault their pages in
+        ours = functools.partial(step_seconds, warm, "ddp-deferred", overheads)
+        theirs = functools.partial(step_seconds, cold, "ddp-deferred", [])
+        good.append(verdict("step time of ddp-deferred, warm / cold, apart", apart(options.pairs, ours, theirs), 0.02))
     fixed = statistics.median(overheads)
     good.append(fixed < 1.5)
     print(f"fixed cost of a warm trial: median {fixed:.2f} s of {len(overheads)}; bound 1.5 s")
