@@ -5,6 +5,7 @@ Both run in the same process on the same machine within the same second, so what
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -60,7 +61,7 @@ def main() -> None:
     taps = InTurn(BareLoop(kind), cell.accumulate)
     trial.train(taps, cell.windows)
     marks = [update.mark for update in updates(taps.events)]
-    ours = [after - before for before, after in zip(marks, marks[1:], strict=False)]
+    ours = [after - before for before, after in itertools.pairwise(marks)]
     assert taps.count(Kind.STEP) == cell.windows == len(ours) + 1
     result = {"bench": ours[cell.warmup_windows - 1 :], "bare": taps.bare_seconds[cell.warmup_windows :]}
     Path(spec.folder, f"{rank}.json").write_text(json.dumps(result))
