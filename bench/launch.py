@@ -231,9 +231,11 @@ def serve(requests: int, replies: int, *, cold: bool) -> None:
     start_method = "spawn" if cold else "forkserver"
     if not cold:
         multiprocessing.set_forkserver_preload(["bench.preload"])
-        first = multiprocessing.get_context("forkserver").Process(target=_nothing)
-        first.start()
-        first.join()
+    context: Any = multiprocessing.get_context(start_method)
+    first = context.Process(target=_nothing)
+    first.start()
+    first.join()
+    helpers = _group_members()
     _reply(replies, {"ready": True})
     with os.fdopen(requests) as lines:
         for line in lines:
@@ -250,7 +252,11 @@ def serve(requests: int, replies: int, *, cold: bool) -> None:
                 start_method=start_method,
                 logs_specs=DefaultLogsSpecs(log_dir=spec.folder, redirects=Std.ALL),
             )
-            _reply(replies, _supervise(elastic_launch(config, run_rank), line))
+            answer = _supervise(elastic_launch(config, run_rank), line)
+            for straggler in _group_members() - helpers:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(straggler, signal.SIGKILL)
+            _reply(replies, answer)
 
 
 def _supervise(launch: Callable[[str], Any], spec_json: str) -> dict[str, Any]:
@@ -271,7 +277,17 @@ def _supervise(launch: Callable[[str], Any], spec_json: str) -> dict[str, Any]:
 
 
 def _nothing() -> None:
-    """Makes the fork server start and import."""
+    """Makes multiprocessing start its helpers, and the fork server import."""
+
+
+def _group_members() -> set[int]:
+    """The processes of this process group: torch elastic ends its ranks, but not what they may have started."""
+    members = set()
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if os.getpgid(int(path.name)) == os.getpgrp():
+                members.add(int(path.name))
+    return members
 
 
 def _reply(replies: int, answer: dict[str, Any]) -> None:

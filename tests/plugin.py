@@ -139,6 +139,25 @@ class AbortsAfterwards(DDPEager):
         super().train(job)
 
 
+class LeavesChild(DDPEager):
+    """Starts a process that outlives it, and fails if the trial before left one."""
+
+    name, framework = "x-leaves-child", "Extra"
+
+    def train(self, job):
+        import subprocess
+        import sys
+
+        import psutil
+
+        mark = "import time; time.sleep(4321)"
+        before = [p for p in psutil.process_iter(["cmdline"]) if mark in (p.info["cmdline"] or [])]
+        if job.windows > 3 and before:
+            raise RuntimeError("the trial before left a process")
+        subprocess.Popen([sys.executable, "-c", mark])
+        super().train(job)
+
+
 class NeedsMissing(DDPEager):
     name, framework, requires = "x-needs-missing", "Extra", ("no_such_package_at_all",)
 '''
@@ -154,6 +173,7 @@ NAMES = {
     "x-hangs": "Hangs",
     "x-unsupported": "Unsupported",
     "x-aborts-afterwards": "AbortsAfterwards",
+    "x-leaves-child": "LeavesChild",
     "x-needs-missing": "NeedsMissing",
 }
 

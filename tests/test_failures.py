@@ -85,6 +85,12 @@ def test_no_process_is_left_behind(faulty_run: Run) -> None:
     assert processes_with("faulty") == []
 
 
+def test_what_a_rank_leaves_running_ends_with_its_trial(tmp_path: Path, extra_site: Path) -> None:
+    run = run_matrix(tmp_path, backend='["x-leaves-child"]', repeats=2, pythonpath=extra_site)
+    assert run.process.returncode == 0, run.process.stdout + run.process.stderr
+    assert (run.tables.trials["status"] == "ok").all()
+
+
 def test_interrupt_keeps_finished_trials_and_resume_goes_on(tmp_path: Path) -> None:
     (tmp_path / "matrix.toml").write_text(
         (ROOT / "bench/matrices/smoke.toml").read_text().replace('backend = "all"', 'backend = ["ddp-deferred"]')
