@@ -36,6 +36,18 @@ def num_cores() -> int:
         return cores
 
 
+def peak_memory_bytes() -> int | None:
+    """The most memory that this process has had resident; None where the system does not tell.
+
+    Not getrusage: its maximum includes what the process that started this one had resident before the exec.
+    """
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
+
+
 def gpus() -> list[dict[str, Any]]:
     """The NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves visible: name, uuid, memory_bytes. Initializes no CUDA."""
     try:

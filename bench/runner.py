@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import random
-import resource
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -171,8 +170,7 @@ class Runner:
             self._journal.append(record)
             self._observer.finished(trial, record)
         shutil.rmtree(self._scratch, ignore_errors=True)
-        # ru_maxrss is in KiB on Linux.
-        self._manifest["parent_peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        self._manifest["parent_peak_bytes"] = machine.peak_memory_bytes()
         self._manifest["finished"] = _now()
         write_manifest(self._folder, self._manifest)
 

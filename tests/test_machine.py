@@ -132,3 +132,12 @@ def test_no_git_is_no_error(monkeypatch: pytest.MonkeyPatch, error: Exception) -
 
     monkeypatch.setattr(subprocess, "run", git)
     assert machine.git_state() == {"commit": None, "clean": None}
+
+
+def test_peak_memory_is_of_this_process_alone() -> None:
+    """Started from a process that holds much more, a small one says what it had itself."""
+    code = "from bench import machine; print(machine.peak_memory_bytes())"
+    held = bytearray(400 * 2**20)
+    held[::4096] = b"x" * len(held[::4096])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 2**20 < int(done.stdout) < 200 * 2**20

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Annotation, Text
 from matplotlib.transforms import Bbox
 
-from bench.report import plots, style
+from bench.report import panels, plots, style
 from bench.tables import CHILD_COLUMNS, TRIAL_COLUMNS, Tables
 
 STEMS = ["step_time", "peak_memory", "memory_vs_time", "loss_curves", "optimizer_steps", "speed_up"]
@@ -84,7 +84,10 @@ def run(
                     "num_parameters": SIZE,
                     "precision": "fp32",
                     "accumulation_dtype": "fp32",
+                    "corpus": "markov",
                     "optimizer": "adamw-foreach",
+                    "learning_rate": 1e-3,
+                    "seed": 0,
                     "device": device,
                     "status": ended,
                     "reason": reason or None,
@@ -386,7 +389,7 @@ def test_world_sizes_are_never_in_one_panel() -> None:
 def test_one_gpu_is_said_in_every_title() -> None:
     for name, expected in (("gpu", True), ("realistic", False)):
         for drawing in figures(name):
-            assert (plots.ONE_GPU in drawing.words.title) is expected
+            assert (panels.ONE_GPU in drawing.words.title) is expected
             assert ("NVIDIA H200" in drawing.words.footer) is expected
 
 
