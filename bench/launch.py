@@ -23,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Self
 
+from bench.backends.base import registry
 from bench.cell import Device, Status
 from bench.trial import Spec
 
@@ -51,20 +52,49 @@ class LauncherError(RuntimeError):
 
 
 class Launcher:
-    """Starts trials, one at a time. Use as a context manager; ``close`` leaves no process behind."""
+    """Starts trials, one at a time. Use as a context manager; ``close`` leaves no process behind.
+
+    Backends that need different packages get different fork servers, so that no trial runs in a process into which
+    another framework was imported: some replace functions of torch when they are.
+    """
 
     def __init__(self, device: Device, *, cold: bool = False) -> None:
         self._device = device
         self._cold = cold
-        self._process: subprocess.Popen[bytes] | None = None
-        self._requests = self._replies = -1
-        self._stderr: IO[bytes]
+        self._servers: dict[tuple[str, ...], _Server] = {}
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def run(self, spec: Spec, timeout_s: float) -> Outcome:
+        """Run one trial to its end, or end it after ``timeout_s``. The calling thread sleeps meanwhile.
+
+        Raises LauncherError if the launcher's process does not come up.
+        """
+        packages = () if self._cold else registry()[spec.cell.backend].requires
+        server = self._servers.setdefault(packages, _Server(self._device, packages, cold=self._cold))
+        return server.run(spec, timeout_s)
+
+    def close(self) -> None:
+        """End every process; SIGTERM first, SIGKILL after a grace period."""
+        with contextlib.ExitStack() as every:  # one that fails, or is interrupted, keeps no other from ending
+            for server in self._servers.values():
+                every.callback(server.close)
+
+
+class _Server:
+    """The launcher's process with one fork server, which has imported some packages."""
+
+    def __init__(self, device: Device, packages: tuple[str, ...], *, cold: bool) -> None:
+        self._device = device
+        self._packages = packages
+        self._cold = cold
+        self._process: subprocess.Popen[bytes] | None = None
+        self._requests = self._replies = -1
+        self._stderr: IO[bytes]
 
     def start(self) -> None:
         """Start the launcher's process and wait until its fork server has imported everything.
@@ -79,7 +109,7 @@ class Launcher:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
         self._process = subprocess.Popen(
             command,
-            env=_environment(self._device),
+            env=_environment(self._device, self._packages),
             pass_fds=(requests_read, replies_write),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -166,7 +196,7 @@ def _wait_for_group(group: int) -> None:
         time.sleep(0.05)
 
 
-def _environment(device: Device) -> dict[str, str]:
+def _environment(device: Device, packages: tuple[str, ...]) -> dict[str, str]:
     """The environment of the launcher and all ranks."""
     root = str(Path(__file__).resolve().parent.parent)
     path = os.environ.get("PYTHONPATH")
@@ -175,6 +205,8 @@ def _environment(device: Device) -> dict[str, str]:
         "PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root,
         # torch.cuda.is_available() must not initialize CUDA in the fork server.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        # Read by bench.preload in the fork server.
+        "BENCH_PRELOAD": ",".join(packages),
         # No model or data set is ever downloaded.
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",

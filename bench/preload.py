@@ -1,18 +1,26 @@
-"""Imported once by the fork server, so that no trial waits for imports. Must never initialize CUDA."""
+"""Imported once by a fork server, so that no trial waits for imports. Must never initialize CUDA.
+
+Beside what every trial needs, the packages named in BENCH_PRELOAD are imported, and no others.
+"""
 
 import gc
+import os
 import sys
 from contextlib import suppress
+
+_PARTS = {
+    # deepspeed.initialize imports the second one, and it imports all of torch.compile.
+    "deepspeed": ("deepspeed", "deepspeed.runtime.zero.muon.original_muon"),
+    "lightning": ("lightning.pytorch", "lightning.fabric"),
+}
+"""What to import of a package of which the name alone would not do."""
+_packages = [name for name in os.environ.get("BENCH_PRELOAD", "").split(",") if name]
 
 for _module in (
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "transformers.models.llama.modeling_llama",
-    "deepspeed",
-    # deepspeed.initialize imports this one, and it imports all of torch.compile.
-    "deepspeed.runtime.zero.muon.original_muon",
-    "lightning.pytorch",
-    "lightning.fabric",
+    *(part for name in _packages for part in _PARTS.get(name, (name,))),
     "safetensors.torch",
     "bench.workload.llama",
     "bench.probes.clock",
