@@ -207,7 +207,7 @@ def expand(matrix: Matrix, backends: Mapping[str, type[Backend]], num_gpus: int)
             seed=matrix["training.seed"],
             device=Device(matrix["device"]),
         )
-        cells.setdefault(cell.reference() if name == REFERENCE else cell)
+        cells.setdefault(cell)
     references = {cell.reference(): None for cell in cells}
     return [*references, *(cell for cell in cells if cell.backend != REFERENCE)]
 

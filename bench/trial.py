@@ -48,7 +48,7 @@ DDP rebuilds its buckets in the first window, ZeRO-3 traces its modules in it, a
 
 
 LAST_WORDS_S = 0.5
-"""How long a failed rank stays after it wrote what went wrong: several of the agent's looks at its processes."""
+"""How long a failed rank stays after it wrote what went wrong: two of the agent's looks at its processes."""
 
 
 @dataclass(kw_only=True)
