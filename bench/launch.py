@@ -285,9 +285,7 @@ def serve(requests: int, replies: int, *, cold: bool) -> None:
                 logs_specs=DefaultLogsSpecs(log_dir=spec.folder, redirects=Std.ALL),
             )
             answer = _supervise(elastic_launch(config, run_rank), line)
-            for straggler in _group_members() - helpers:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(straggler, signal.SIGKILL)
+            _end_stragglers(helpers)
             _reply(replies, answer)
 
 
@@ -312,13 +310,24 @@ def _nothing() -> None:
     """Makes multiprocessing start its helpers, and the fork server import."""
 
 
+def _end_stragglers(helpers: set[int]) -> None:
+    """Kill what the ranks left running (torch elastic ends only the ranks themselves), and wait until it is gone."""
+    deadline = time.monotonic() + GRACE_S
+    while (stragglers := _group_members() - helpers) and time.monotonic() < deadline:
+        for straggler in stragglers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(straggler, signal.SIGKILL)
+        time.sleep(0.01)
+
+
 def _group_members() -> set[int]:
-    """The processes of this process group: torch elastic ends its ranks, but not what they may have started."""
-    members = set()
-    for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if os.getpgid(int(path.name)) == os.getpgrp():
-                members.add(int(path.name))
+    """The live processes of this process group. Zombies hold nothing, and may wait long for whoever inherited them."""
+    members, group = set(), os.getpgrp()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError, PermissionError):
+            state, _, of_group = path.read_text().rpartition(")")[2].split()[:3]  # after the name: proc(5)
+            if int(of_group) == group and state not in "ZX":
+                members.add(int(path.parent.name))
     return members
 
 
