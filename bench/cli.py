@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import importlib
 import os
 import signal
 import sys
@@ -19,13 +20,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from bench import __version__, machine, matrix, plan
 from bench.backends.base import Backend, registry
 from bench.cell import Cell, Device, Precision, Status
-from bench.errors import InputError
+from bench.commands import COMMANDS
+from bench.errors import BAD, GOOD, INTERRUPTED, WRONG, InputError
 from bench.matrix import Matrix
 
 if TYPE_CHECKING:
     from bench.tables import Tables
 
-GOOD, BAD, WRONG, INTERRUPTED = 0, 1, 2, 130
 SUMMARY_WIDTH = 160
 RESULTS, PLOTS = Path("results"), Path("plots")
 
@@ -77,6 +78,9 @@ def _parser() -> Parser:
 
     backends = commands.add_parser("backends", help="list the backends and what this machine can run")
     backends.set_defaults(command=_backends)
+
+    for name in COMMANDS:
+        importlib.import_module(f"bench.commands.{name}").add(commands)
     return parser
 
 

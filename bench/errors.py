@@ -1,4 +1,7 @@
-"""Errors that a person can act on."""
+"""Errors that a person can act on, and the exit statuses of the command line."""
+
+GOOD, BAD, WRONG, INTERRUPTED = 0, 1, 2, 130
+"""All good; something measured or found is bad; the command or its input is wrong; interrupted."""
 
 
 class InputError(ValueError):

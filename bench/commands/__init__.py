@@ -1,0 +1,7 @@
+"""Commands of the command line, one module each, with ``add(commands)`` that adds the command's own parser.
+
+Such a module imports what it needs when its command runs: ``--help`` of any other must not wait for it.
+"""
+
+COMMANDS: tuple[str, ...] = ()
+"""Modules of this package, in the order in which ``--help`` lists them."""
