@@ -37,6 +37,21 @@ class Sharding(StrEnum):
     """Parameters too (ZeRO-3, FSDP2)."""
 
 
+class Stepping(StrEnum):
+    """When a window that the end of an epoch leaves incomplete becomes an update, and by what its loss is divided."""
+
+    WINDOW = "window"
+    """At the end of the epoch, divided by the number of its micro-batches: the big batch of what there is."""
+    FLUSH = "flush"
+    """At the end of the epoch, divided by N all the same: an update too small by the share of the window it has."""
+    CARRY = "carry"
+    """Not at all: micro-batches are counted on into the next epoch, and what is open at the end of training is lost."""
+    SPLIT = "split"
+    """As ``carry`` in the engine that steps, while the trainer above it counts micro-batches anew in every epoch."""
+    UNKNOWN = "unknown"
+    """Not declared: nothing is calculated, it can only be measured."""
+
+
 class Precision(StrEnum):
     """In which dtype forward and backward compute. Masters and accumulation are fp32 in both."""
 

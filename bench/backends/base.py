@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench.cell import Cell, Device, Sharding, Sync
+from bench.cell import Cell, Device, Sharding, Stepping, Sync
 from bench.errors import InputError
 
 if TYPE_CHECKING:
@@ -104,6 +104,8 @@ class Backend(ABC):
     defect: ClassVar[str] = ""
     """A known defect of the framework that the gates are expected to catch when N > 1, in words; empty if none."""
 
+    stepping: ClassVar[Stepping] = Stepping.UNKNOWN
+    """What the backend does with the incomplete window at the end of an epoch."""
     bf16_as: ClassVar[str] = BF16_AUTOCAST
     """How forward and backward compute in bf16: autocast keeps the residual stream and norms in fp32, copies do not."""
 

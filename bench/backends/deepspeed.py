@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench.backends.base import BF16_PARAMETERS, Backend, Job
-from bench.cell import Sharding, Sync
+from bench.cell import Sharding, Stepping, Sync
 from bench.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ class DeepSpeedZero2Eager(Backend):
 
     name, framework = "deepspeed-zero2-eager", "DeepSpeed"
     sync, sharding = Sync.EAGER, Sharding.GRADS
+    stepping = Stepping.CARRY
     requires = ("deepspeed",)
     bf16_as = BF16_PARAMETERS
     stage: ClassVar[int] = 2
@@ -137,6 +138,7 @@ class DeepSpeedZero2Deferred(DeepSpeedZero2Eager):
 
     name = "deepspeed-zero2-deferred"
     sync = Sync.DEFERRED
+    stepping = Stepping.WINDOW
 
     def train(self, job: Job) -> None:
         if job.bf16:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from bench.backends.base import BF16_PARAMETERS, Backend, Job
-from bench.cell import Sharding, Sync
+from bench.cell import Sharding, Stepping, Sync
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -52,6 +52,7 @@ class FSDP2Eager(Backend):
 
     name, framework = "fsdp2-eager", "FSDP2"
     sync, sharding = Sync.EAGER, Sharding.PARAMS
+    stepping = Stepping.WINDOW
     bf16_as = BF16_PARAMETERS
     resident: ClassVar[bool] = False
     """Whether gathered parameters are also kept from one micro-batch to the next within the window."""

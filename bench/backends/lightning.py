@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 from bench.backends import deepspeed as ds
 from bench.backends import fsdp2
 from bench.backends.base import BF16_PARAMETERS, Backend, Job
-from bench.cell import Sharding, Sync
+from bench.cell import Sharding, Stepping, Sync
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -134,6 +134,7 @@ class LightningDDP(LightningBackend):
 
     name, framework = "lightning-ddp", "Lightning DDP"
     sync, sharding = Sync.DEFERRED, Sharding.NONE
+    stepping = Stepping.FLUSH
 
     def strategy(self, job: Job) -> Strategy:
         from lightning.pytorch.strategies import DDPStrategy
@@ -147,6 +148,7 @@ class LightningFSDP2(LightningBackend):
     name, framework = "lightning-fsdp2", "Lightning FSDP2"
     bf16_as = BF16_PARAMETERS
     sync, sharding = Sync.EAGER, Sharding.PARAMS
+    stepping = Stepping.FLUSH
 
     def strategy(self, job: Job) -> Strategy:
         from lightning.pytorch.strategies import ModelParallelStrategy
@@ -179,6 +181,7 @@ class LightningDeepSpeedZero2(LightningBackend):
 
     name, framework = "lightning-deepspeed-zero2", "Lightning DeepSpeed"
     sync, sharding = Sync.EAGER, Sharding.GRADS
+    stepping = Stepping.SPLIT
     requires = ("lightning", "deepspeed")
     bf16_as = BF16_PARAMETERS
     stage: ClassVar[int] = 2
@@ -248,6 +251,7 @@ class FabricFSDP2Deferred(Backend):
 
     name, framework = "fabric-fsdp2-deferred", "Fabric FSDP2"
     sync, sharding = Sync.DEFERRED, Sharding.PARAMS
+    stepping = Stepping.WINDOW
     requires = ("lightning",)
     bf16_as = BF16_PARAMETERS
 

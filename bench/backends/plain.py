@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from bench.backends.base import Backend, Job
-from bench.cell import REFERENCE, Sharding, Sync
+from bench.cell import REFERENCE, Sharding, Stepping, Sync
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,6 +18,7 @@ class Reference(Backend):
 
     name, framework = REFERENCE, "torch"
     sync, sharding = Sync.NONE, Sharding.NONE
+    stepping = Stepping.WINDOW
 
     def train(self, job: Job) -> None:
         self.model = job.build()
@@ -38,6 +39,7 @@ class DDPEager(Backend):
 
     name, framework = "ddp-eager", "torch DDP"
     sync, sharding = Sync.EAGER, Sharding.NONE
+    stepping = Stepping.WINDOW
 
     def train(self, job: Job) -> None:
         from torch.nn.parallel import DistributedDataParallel
