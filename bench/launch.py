@@ -1,4 +1,4 @@
-"""A process group for one trial: torch elastic on a free loopback port, watched, always cleaned up.
+"""A process group for one trial or audit: torch elastic on a free loopback port, watched, always cleaned up.
 
 Two processes share the work. The bench's own process stays small and asleep: it holds a ``Launcher``. The launcher's
 process (``python -m bench.launch``) imports torch, runs torch elastic's agent, and keeps a fork server whose children
@@ -9,6 +9,7 @@ ending that group, whatever state it is in.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import select
@@ -21,11 +22,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any, Self
+from typing import IO, Any, ClassVar, Protocol, Self
 
 from bench.backends.base import registry
 from bench.cell import Device, Status
-from bench.trial import Spec
 
 GRACE_S = 5.0
 """How long a process group may take to end after SIGTERM, before SIGKILL."""
@@ -45,6 +45,26 @@ class Outcome:
     """What each rank wrote, rank 0 first; empty unless all of them succeeded."""
     wall_s: float
     traceback: str = ""
+
+
+class Task(Protocol):
+    """What a process group is started for."""
+
+    entry: ClassVar[str]
+    """``module:function``, called on every rank with the task's JSON; see ``bench.rank.live``."""
+    folder: str
+    """Where each rank writes ``rank<r>.json``, and torch elastic its logs."""
+
+    @property
+    def backend(self) -> str:
+        """Name of the backend, whose packages the fork server imports."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+
+    def to_json(self) -> str:
+        """One line."""
 
 
 class LauncherError(RuntimeError):
@@ -69,14 +89,14 @@ class Launcher:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def run(self, spec: Spec, timeout_s: float) -> Outcome:
+    def run(self, task: Task, timeout_s: float) -> Outcome:
         """Run one trial to its end, or end it after ``timeout_s``. The calling thread sleeps meanwhile.
 
         Raises LauncherError if the launcher's process does not come up.
         """
-        packages = () if self._cold else registry()[spec.cell.backend].requires
+        packages = () if self._cold else registry()[task.backend].requires
         server = self._servers.setdefault(packages, _Server(self._device, packages, cold=self._cold))
-        return server.run(spec, timeout_s)
+        return server.run(task, timeout_s)
 
     def close(self) -> None:
         """End every process; SIGTERM first, SIGKILL after a grace period."""
@@ -123,16 +143,17 @@ class _Server:
             self.close()
             raise LauncherError(f"the launcher's process did not come up (limit {START_TIMEOUT_S:.0f} s): {detail}")
 
-    def run(self, spec: Spec, timeout_s: float) -> Outcome:
+    def run(self, task: Task, timeout_s: float) -> Outcome:
         """Run one trial to its end, or end it after ``timeout_s``. The calling thread sleeps meanwhile."""
         if self._process is None:
             self.start()
-        folder = Path(spec.folder)
+        folder = Path(task.folder)
         folder.mkdir(parents=True, exist_ok=True)
         started = time.perf_counter()
         reply: dict[str, Any] | None = {"failure": "the launcher's process has ended"}
         with contextlib.suppress(BrokenPipeError):
-            os.write(self._requests, (spec.to_json() + "\n").encode())
+            request = [task.entry, task.world_size, task.folder, task.to_json()]
+            os.write(self._requests, (json.dumps(request) + "\n").encode())
             reply = self._wait(timeout_s)
         wall_s = time.perf_counter() - started
         if reply is None:
@@ -142,7 +163,7 @@ class _Server:
         elif reply.get("died"):
             reply = {"failure": f"the launcher's process died: {self._last_words()}"}
             self.close()
-        return _outcome(folder, spec.cell.world_size, reply, wall_s)
+        return _outcome(folder, task.world_size, reply, wall_s)
 
     def close(self) -> None:
         """End the launcher, the fork server and every rank; SIGTERM first, SIGKILL after a grace period."""
@@ -258,8 +279,6 @@ def serve(requests: int, replies: int, *, cold: bool) -> None:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from bench.trial import run_rank
-
     start_method = "spawn" if cold else "forkserver"
     if not cold:
         multiprocessing.set_forkserver_preload(["bench.preload"])
@@ -271,30 +290,32 @@ def serve(requests: int, replies: int, *, cold: bool) -> None:
     _reply(replies, {"ready": True})
     with os.fdopen(requests) as lines:
         for line in lines:
-            spec = Spec.from_json(line)
+            entry, world_size, folder, payload = json.loads(line)
+            module, _, function = entry.partition(":")
+            rank_main = getattr(importlib.import_module(module), function)
             config = LaunchConfig(
                 min_nodes=1,
                 max_nodes=1,
-                nproc_per_node=spec.cell.world_size,
+                nproc_per_node=world_size,
                 rdzv_backend="c10d",
                 rdzv_endpoint="127.0.0.1:0",
                 local_addr="127.0.0.1",
                 max_restarts=0,
                 monitor_interval=MONITOR_INTERVAL_S,
                 start_method=start_method,
-                logs_specs=DefaultLogsSpecs(log_dir=spec.folder, redirects=Std.ALL),
+                logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=Std.ALL),
             )
-            answer = _supervise(elastic_launch(config, run_rank), line)
+            answer = _supervise(elastic_launch(config, rank_main), payload)
             _end_stragglers(helpers)
             _reply(replies, answer)
 
 
-def _supervise(launch: Callable[[str], Any], spec_json: str) -> dict[str, Any]:
+def _supervise(launch: Callable[[str], Any], payload: str) -> dict[str, Any]:
     """Run torch elastic to its end; what failed, by rank and exit code or signal, from its structured error."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     try:
-        launch(spec_json)
+        launch(payload)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0:

@@ -14,20 +14,16 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
-import os
-import sys
 import time
-import traceback
-import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from bench import rank
 from bench.backends.base import Backend, Job, registry
-from bench.cell import Cell, Device, Status
-from bench.errors import UnsupportedError
+from bench.cell import Cell, Status
 from bench.taps import Kind, Taps, updates
 from bench.workload import load
 from bench.workload.loader import Loader
@@ -47,13 +43,11 @@ DDP rebuilds its buckets in the first window, ZeRO-3 traces its modules in it, a
 """
 
 
-LAST_WORDS_S = 0.5
-"""How long a failed rank stays after it wrote what went wrong: two of the agent's looks at its processes."""
-
-
 @dataclass(kw_only=True)
 class Spec:
     """What one trial is asked to do; travels as JSON."""
+
+    entry: ClassVar[str] = "bench.trial:run_rank"
 
     cell: Cell
     passes: tuple[str, ...]
@@ -67,6 +61,16 @@ class Spec:
     threads: int = 1
     """Threads of each rank for operators on the CPU."""
 
+    @property
+    def backend(self) -> str:
+        """Name of the backend."""
+        return self.cell.backend
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.cell.world_size
+
     def to_json(self) -> str:
         """One line."""
         return json.dumps({**dataclasses.asdict(self), "cell": self.cell.to_dict()})
@@ -79,76 +83,14 @@ class Spec:
 
 
 def run_rank(spec_json: str) -> None:
-    """Entry point of a rank, called by torch elastic with its environment set.
-
-    Writes ``rank<r>.json`` whole or not at all. What went wrong is written there too, before it is raised, so that
-    the launcher need not read logs.
-    """
+    """Entry point of a rank, called by torch elastic with its environment set; see ``bench.rank.live``."""
     spec = Spec.from_json(spec_json)
-    rank = int(os.environ["RANK"])
-    try:
-        result = _run_passes(spec, rank)
-    except BaseException as error:
-        traceback.print_exc()
-        _write(Path(spec.folder) / f"rank{rank}.json", _failure(error))
-        # If a peer died without a word, let torch elastic notice that one first.
-        time.sleep(LAST_WORDS_S)
-        # No tidying up: ending a NCCL group whose other ranks are inside a collective may wait for ever.
-        sys.stderr.flush()
-        os._exit(1)
-    _write(Path(spec.folder) / f"rank{rank}.json", result)
-    _leave()
 
+    def work(number: int) -> dict[str, Any]:
+        device = rank.join(spec.cell.device, threads=spec.threads, seed=spec.cell.seed)
+        return Trial(spec, number, device, registry()[spec.cell.backend]).run()
 
-def _leave() -> None:
-    """End the process group, after the result is safe."""
-    import torch.distributed as dist
-
-    dist.destroy_process_group()
-
-
-def _write(path: Path, value: dict[str, Any]) -> None:
-    """Write JSON so that the file is there whole or not at all."""
-    draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps(value))
-    draft.replace(path)
-
-
-def _failure(error: BaseException) -> dict[str, Any]:
-    """What a failed rank says of itself: status by the type of the exception, never by a word in its text."""
-    import torch
-
-    status = Status.CRASHED
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        status = Status.OOM
-    elif isinstance(error, UnsupportedError):
-        status = Status.UNSUPPORTED
-    first_line = (str(error).strip() or "no message").splitlines()[0]
-    where = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
-    return {
-        "status": status,
-        "reason": f"{type(error).__name__}: {first_line}{where}",
-        "time": time.time(),
-        "traceback": "".join(traceback.format_exception(error)[-20:]),
-    }
-
-
-def _run_passes(spec: Spec, rank: int) -> dict[str, Any]:
-    import torch
-    import torch.distributed as dist
-
-    # DeepSpeed calls deprecated names of torch.distributed: a warning per collective would be timed with it.
-    warnings.simplefilter("ignore", FutureWarning)
-    torch.set_num_threads(spec.threads)
-    torch.manual_seed(spec.cell.seed)
-    if spec.cell.device is Device.CUDA:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        device = torch.device("cpu")
-        dist.init_process_group("gloo")
-    return Trial(spec, rank, device, registry()[spec.cell.backend]).run()
+    rank.live(Path(spec.folder), work)
 
 
 class Trial:

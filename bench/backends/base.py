@@ -9,30 +9,49 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench.cell import Cell, Device, Sharding, Stepping, Sync
-from bench.errors import InputError
+from bench.errors import InputError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
     from torch.nn.parameter import Parameter
     from torch.optim import Optimizer
-
-    from bench.taps import TappedLoader
+    from torch.optim.lr_scheduler import LRScheduler
 
 ENTRY_POINTS = "bench.backends"
 """Entry-point group in which other packages offer backends; each names a subclass of Backend."""
 
 
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The micro-batches of one optimizer step on this rank; iterable once."""
+
+    size: int
+    """How many there are: N, or fewer at the end of an epoch."""
+    batches: Iterator[Tensor]
+
+    def __iter__(self) -> Iterator[tuple[Tensor, bool]]:
+        """Each micro-batch, fetched when it is asked for, and whether it is the window's last."""
+        for index, batch in enumerate(self.batches, start=1):
+            yield batch, index == self.size
+
+
 @dataclass(kw_only=True)
 class Job:
-    """What one pass of one trial asks of a backend on this rank. The process group is already up."""
+    """What one pass of one trial asks of a backend on this rank. The process group is already up.
+
+    A timed trial is one epoch of whole windows. The semantic scenarios (``bench.audit``) ask for more: epochs that end
+    within a window, a limit of steps, an N that changes, going on after a failure.
+    """
 
     cell: Cell
     rank: int
@@ -50,8 +69,11 @@ class Job:
     """A new model on ``device`` in fp32, with the same initial weights on every rank."""
     blocks: Callable[[nn.Module], Sequence[nn.Module]]
     """The submodules of a built model that are sharded as units of their own."""
-    loader: TappedLoader
-    """Exactly ``windows * accumulate`` micro-batches of this rank, on ``device``."""
+    loader: Any
+    """The micro-batches of this rank in one epoch, on ``device``: sized, iterable once per epoch, and tapped.
+
+    In a timed trial exactly ``windows * accumulate``.
+    """
     loss: Callable[[nn.Module, Tensor], Tensor]
     """``loss(model, micro_batch)``: the mean loss of a micro-batch, by one forward of ``model``; tapped."""
     optimizer: Callable[[Iterable[Parameter]], Optimizer]
@@ -60,11 +82,58 @@ class Job:
     """Autocast to the cell's precision, for backends that keep fp32 parameters; does nothing in fp32."""
     keep_parameters: bool = False
     """Whether ``full_parameters`` will be called after ``train``."""
+    clip_norm: float = 0.0
+    """The largest L2 norm of the gradient that an update may use; 0 for no clipping."""
+    epochs: int | None = 1
+    """Passes over the loader; None for no end, when ``max_steps`` must make one."""
+    max_steps: int | None = None
+    """Updates after which training ends, if the epochs do not end it first."""
+    accumulate_by_epoch: tuple[int, ...] = ()
+    """N of each epoch, the last one for all that follow, if it changes; ``accumulate`` is then the first."""
+    audited: bool = False
+    """Whether this is a semantic scenario, where nothing is timed and a framework may be watched closely."""
+    unsharded: Any = None
+    """A DataLoader of all ranks' samples, where a framework that can split it itself is to do so; else None."""
+    scheduler: Callable[[Optimizer], LRScheduler] | None = None
+    """Makes a learning-rate scheduler that the framework is to step once per update; None if timed."""
+    resume: Path | None = None
+    """The folder that ``Backend.save`` filled, to go on from."""
 
     @property
     def bf16(self) -> bool:
         """Whether forward and backward compute in bfloat16."""
         return str(self.cell.precision) == "bf16"
+
+    def clip(self, parameters: Iterable[Parameter]) -> None:
+        """Scale the gradients down to ``clip_norm``, if there is such a limit; sharded ones by their whole norm."""
+        if self.clip_norm:
+            from torch.nn.utils import clip_grad_norm_
+
+            clip_grad_norm_(parameters, self.clip_norm)
+
+    def accumulate_in(self, epoch: int) -> int:
+        """N of an epoch, counted from 0."""
+        by_epoch = self.accumulate_by_epoch or (self.accumulate,)
+        return by_epoch[min(epoch, len(by_epoch) - 1)]
+
+    def each_epoch(self) -> Iterable[int]:
+        """The numbers of the epochs, from 0."""
+        return itertools.count() if self.epochs is None else range(self.epochs)
+
+    def each_window(self) -> Iterator[Window]:
+        """The windows of the training: of N micro-batches each, but what an epoch leaves over is a window too.
+
+        Dividing the loss of every micro-batch by the *window's* size makes each update the big batch of its samples.
+        """
+        num_windows = 0
+        for epoch in self.each_epoch():
+            batches, left = iter(self.loader), len(self.loader)
+            while left > 0:
+                if num_windows == self.max_steps:
+                    return
+                size = min(self.accumulate_in(epoch), left)
+                yield Window(size, itertools.islice(batches, size))
+                num_windows, left = num_windows + 1, left - size
 
 
 BF16_AUTOCAST = "autocast over fp32 parameters"
@@ -84,11 +153,11 @@ class Backend(ABC):
                 from torch.nn.parallel import DistributedDataParallel
                 self.model = DistributedDataParallel(job.build())
                 optimizer = job.optimizer(self.model.parameters())
-                for index, batch in enumerate(job.loader, start=1):
-                    (job.loss(self.model, batch) / job.accumulate).backward()
-                    if index % job.accumulate == 0:
-                        optimizer.step()
-                        optimizer.zero_grad()
+                for window in job.each_window():
+                    for batch, _ in window:
+                        (job.loss(self.model, batch) / window.size).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
 
             def full_parameters(self):
                 return self.model.module.state_dict()
@@ -119,14 +188,35 @@ class Backend(ABC):
 
     @abstractmethod
     def full_parameters(self) -> Mapping[str, Tensor]:
-        """After ``train``: the whole fp32 parameters by the names that the built model gives them.
+        """The whole fp32 parameters by the names that the built model gives them.
 
-        Called on every rank, since gathering shards is collective; only rank 0's answer is used.
+        Called on every rank, since gathering shards is collective: after ``train``, and in semantic scenarios also
+        during it, when the next micro-batch after an update is fetched.
         """
 
     def reported(self) -> dict[str, int]:
         """What the framework itself says it did: its own step counters by name. The first is the headline."""
         return {}
+
+    def again(self, job: Job) -> None:
+        """Train on with what ``train`` built, after an exception left it in the middle of a window.
+
+        Semantic scenarios ask this, and the two below. A backend without an answer is ``unsupported`` there.
+        """
+        raise UnsupportedError(f"{self.name} does not say how it goes on after an exception: define again()")
+
+    def zero_grad(self) -> None:
+        """Clear the gradients as user code would that calls the framework in the middle of a window."""
+        raise UnsupportedError(f"{self.name} does not say how gradients are cleared: define zero_grad()")
+
+    def save(self, folder: Path, seen: int, accumulate: int) -> int:
+        """Write a checkpoint into ``folder`` between two micro-batches, ``seen`` of the epoch being behind; collective.
+
+        Returns how many of those the resumed training is not to be given again. The default suits loops over
+        ``each_window``: the parameters alone, which the caller saves, are the state at the last update, so the open
+        window is trained again. A framework with checkpoints of its own reads them when ``job.resume`` is set.
+        """
+        return seen - seen % accumulate
 
     def settings(self) -> dict[str, Any]:
         """Settings of the framework that differ from its defaults or move time and memory, to be stored."""

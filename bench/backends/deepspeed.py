@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench.backends.base import BF16_PARAMETERS, Backend, Job
@@ -16,16 +17,16 @@ if TYPE_CHECKING:
 def zero_config(stage: int, job: Job) -> dict[str, Any]:
     """A DeepSpeed configuration in which nothing that moves the comparison is left to a default.
 
-    Clipping is off (DeepSpeed >= 0.19.3 clips to norm 1 if silent). Gradients are reduced and accumulated in fp32 (the
-    default of both is the model's dtype). A bucket holds one block, FSDP2's unit (the default of 5e8 elements would be
-    the peak of a small model). Stage 3 keeps no parameter gathered for being small, gathers one block ahead and
-    releases each block after its forward, as FSDP2 does (the defaults would keep a whole model of up to 1e9 parameters
-    gathered). Communication overlaps on CUDA only; the CPU has no streams. The throughput timer is off, since it
-    synchronizes the device in every micro-batch.
+    The limit of clipping is set (DeepSpeed >= 0.19.3 clips to norm 1 if silent). Gradients are reduced and accumulated
+    in fp32 (the default of both is the model's dtype). A bucket holds one block, FSDP2's unit (the default of 5e8
+    elements would be the peak of a small model). Stage 3 keeps no parameter gathered for being small, gathers
+    one block ahead and releases each block after its forward, as FSDP2 does (the defaults would keep a whole model of
+    up to 1e9 parameters gathered). Communication overlaps on CUDA only; the CPU has no streams. The throughput timer is
+    off, since it synchronizes the device in every micro-batch.
     """
     return {
         "train_micro_batch_size_per_gpu": job.cell.micro_batch_size,
-        "gradient_clipping": 0.0,
+        "gradient_clipping": job.clip_norm,
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": job.bf16},
         "data_types": {"grad_accum_dtype": "fp32"},
@@ -95,13 +96,30 @@ class DeepSpeedZero2Eager(Backend):
     stage: ClassVar[int] = 2
 
     def train(self, job: Job) -> None:
-        engine = self.initialize(job, gradient_accumulation_steps=job.accumulate)
-        for batch in job.loader:
-            # The engine divides the loss by N, and decides in step() whether this was the window's last micro-batch.
-            engine.backward(job.loss(engine, batch))
-            engine.step()
+        self.initialize(job, gradient_accumulation_steps=job.accumulate)
+        self.again(job)
 
-    def initialize(self, job: Job, gradient_accumulation_steps: int) -> Any:
+    def again(self, job: Job) -> None:
+        engine = self.engine
+        for epoch in job.each_epoch():
+            if job.accumulate_by_epoch:
+                # The engine has no setter for N itself; it divides this by the micro-batch size and the world size.
+                engine.set_train_batch_size(job.accumulate_in(epoch) * job.cell.micro_batch_size * job.world_size)
+            for batch in job.loader:
+                # The engine divides the loss by N, and decides in step() whether this was the window's last one.
+                engine.backward(job.loss(engine, batch))
+                engine.step()
+                if engine.global_steps == job.max_steps:
+                    return
+
+    def zero_grad(self) -> None:
+        self.engine.optimizer.zero_grad()
+
+    def save(self, folder: Path, seen: int, accumulate: int) -> int:
+        self.engine.save_checkpoint(str(folder), tag="checkpoint")
+        return seen
+
+    def initialize(self, job: Job, gradient_accumulation_steps: int) -> None:
         """``deepspeed.initialize`` with ``zero_config`` and the tapped torch optimizer."""
         import deepspeed
 
@@ -112,11 +130,16 @@ class DeepSpeedZero2Eager(Backend):
         masters = initial_masters(model) if job.bf16 else {}
         optimizer = job.optimizer(model.parameters())
         self.engine, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=self.config, dist_init_required=False
+            model=model,
+            optimizer=optimizer,
+            config=self.config,
+            lr_scheduler=job.scheduler and job.scheduler(optimizer),
+            dist_init_required=False,
         )
         if job.bf16:
             restore_masters(self.engine.module, masters)
-        return self.engine
+        if job.resume:
+            self.engine.load_checkpoint(str(job.resume), tag="checkpoint")
 
     def full_parameters(self) -> Mapping[str, Tensor]:
         return gather(self.engine.module)
@@ -145,13 +168,19 @@ class DeepSpeedZero2Deferred(DeepSpeedZero2Eager):
             raise UnsupportedError(
                 "coalesce_grad_reduction sums in the model's dtype, bf16, and not in fp32 as all others"
             )
-        engine = self.initialize(job, gradient_accumulation_steps=1)
-        batches = iter(job.loader)
-        for _ in range(job.windows):
-            with engine.coalesce_grad_reduction():
-                for _ in range(job.accumulate):
-                    engine.backward(job.loss(engine, next(batches)) / job.accumulate)
-            engine.step()
+        self.initialize(job, gradient_accumulation_steps=1)
+        self.again(job)
+
+    def again(self, job: Job) -> None:
+        for window in job.each_window():
+            with self.engine.coalesce_grad_reduction():
+                for batch, _ in window:
+                    self.engine.backward(job.loss(self.engine, batch) / window.size)
+            self.engine.step()
+
+    def save(self, folder: Path, seen: int, accumulate: int) -> int:
+        super().save(folder, seen, accumulate)
+        return seen - seen % accumulate
 
 
 class DeepSpeedZero3Eager(DeepSpeedZero2Eager):

@@ -64,21 +64,28 @@ class FSDP2Eager(Backend):
         model = job.build()
         reshard_after_forward = self.sharding is Sharding.PARAMS
         self.model = shard(model, job.blocks(model), mesh, bf16=job.bf16, reshard_after_forward=reshard_after_forward)
-        optimizer = job.optimizer(model.parameters())
-        batches = iter(job.loader)
-        for _ in range(job.windows):
-            for micro_batch in range(job.accumulate):
-                last = micro_batch == job.accumulate - 1
+        self.optimizer = job.optimizer(model.parameters())
+        self.again(job)
+
+    def again(self, job: Job) -> None:
+        model = cast("nn.Module", self.model)
+        self.optimizer.zero_grad()
+        for window in job.each_window():
+            for batch, last in window:
                 if self.sync is Sync.DEFERRED:
                     self.model.set_requires_gradient_sync(last)
                     # Not needed for correctness: it spares the end-of-backward bookkeeping until the last one.
                     self.model.set_is_last_backward(last)
                 if self.resident:
                     self.model.set_reshard_after_backward(last)
-                loss = job.loss(model, next(batches))
-                (loss / job.accumulate).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+                loss = job.loss(model, batch)
+                (loss / window.size).backward()
+            job.clip(model.parameters())
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
 
     def full_parameters(self) -> Mapping[str, Tensor]:
         return gather(cast("nn.Module", self.model))

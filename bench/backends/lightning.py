@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from bench.backends import deepspeed as ds
@@ -10,8 +12,10 @@ from bench.backends import fsdp2
 from bench.backends.base import BF16_PARAMETERS, Backend, Job
 from bench.cell import Sharding, Stepping, Sync
 
+CHECKPOINT = "checkpoint.ckpt"
+
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
+    from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.strategies import Strategy
     from torch import Tensor, nn
 
@@ -35,21 +39,40 @@ class LightningBackend(Backend):
 
         # Rank-zero notices about hardware and versions would fill the logs of every trial.
         logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+        self.counters: dict[str, int] = {}
+        self.parameters_at_end: Mapping[str, Tensor] = {}
         self.module = _module(self, job)
         self.trainer = Trainer(
             accelerator="gpu" if job.device.type == "cuda" else "cpu",
             devices=job.world_size,
             strategy=self.strategy(job),
             precision=self.precision(job),
-            accumulate_grad_batches=job.accumulate,
-            max_epochs=1,
+            accumulate_grad_batches=1 if job.accumulate_by_epoch else job.accumulate,
+            callbacks=_callbacks(job, self.counters),
+            gradient_clip_val=job.clip_norm or None,
+            max_epochs=-1 if job.epochs is None else job.epochs,
+            max_steps=-1 if job.max_steps is None else job.max_steps,
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            use_distributed_sampler=False,
+            use_distributed_sampler=job.unsharded is not None,
         )
-        self.trainer.fit(self.module, train_dataloaders=job.loader)
+        self.again(job)
+
+    def again(self, job: Job) -> None:
+        # The whole checkpoint is this bench's own; it holds more than tensors.
+        kwargs: dict[str, Any] = {"ckpt_path": job.resume / CHECKPOINT, "weights_only": False} if job.resume else {}
+        self.trainer.fit(
+            self.module, train_dataloaders=job.loader if job.unsharded is None else job.unsharded, **kwargs
+        )
+
+    def zero_grad(self) -> None:
+        self.trainer.optimizers[0].zero_grad()
+
+    def save(self, folder: Path, seen: int, accumulate: int) -> int:
+        self.trainer.save_checkpoint(folder / CHECKPOINT)
+        return 0  # what the loader does is the Trainer's business
 
     def strategy(self, job: Job) -> Strategy:
         """The Trainer's strategy."""
@@ -74,14 +97,45 @@ class LightningBackend(Backend):
         return {name: p.detach().cpu() for name, p in _model(module).named_parameters()}
 
     def full_parameters(self) -> Mapping[str, Tensor]:
-        return self.module.parameters_at_end  # type: ignore[return-value]
+        return self.parameters_at_end or self.gather(self.module)
 
     def reported(self) -> dict[str, int]:
-        engine_steps: Any = self.module.engine_steps
-        return {"trainer.global_step": self.trainer.global_step, **engine_steps}
+        return {"trainer.global_step": self.trainer.global_step, **self.counters}
 
     def settings(self) -> dict[str, Any]:
         return {"loss_factor": self.loss_factor or "1"}
+
+
+def _callbacks(job: Job, counters: dict[str, int]) -> list[Any]:
+    """The Trainer's callbacks: none in a timed trial."""
+    from lightning.pytorch import Callback
+    from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+    class Count(Callback):
+        """What the Trainer foresees, and how often it calls the hook that should come before an optimizer step."""
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            estimate = trainer.estimated_stepping_batches
+            if math.isfinite(estimate):
+                counters["trainer.estimated_stepping_batches"] = int(estimate)
+            counters["on_before_optimizer_step"] = 0
+
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            counters["on_before_optimizer_step"] += 1
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            _count_engine_steps(trainer, counters)
+
+    n_by_epoch = dict(enumerate(job.accumulate_by_epoch))
+    schedule = [GradientAccumulationScheduler(n_by_epoch)] if n_by_epoch else []
+    return [*schedule, Count()] if job.audited else schedule
+
+
+def _count_engine_steps(trainer: Trainer, counters: dict[str, int]) -> None:
+    """Note the DeepSpeed engine's own counter, if the strategy has an engine."""
+    engine: Any = trainer.strategy.model
+    if hasattr(engine, "global_steps"):
+        counters["engine.global_steps"] = engine.global_steps
 
 
 def _model(module: LightningModule) -> nn.Module:
@@ -97,8 +151,6 @@ def _module(backend: LightningBackend, job: Job) -> LightningModule:
         def __init__(self) -> None:
             super().__init__()
             self.model = job.build()
-            self.parameters_at_end: Mapping[str, Tensor] = {}
-            self.engine_steps: dict[str, int] = {}
             self._sharded = False
 
         def configure_model(self) -> None:
@@ -111,18 +163,19 @@ def _module(backend: LightningBackend, job: Job) -> LightningModule:
             return loss * job.accumulate if backend.loss_factor == "N" else loss
 
         def configure_optimizers(self) -> Any:
-            return job.optimizer(self.model.parameters())
+            optimizer = job.optimizer(self.model.parameters())
+            if job.scheduler is None:
+                return optimizer
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": job.scheduler(optimizer), "interval": "step"}}
 
         def on_train_start(self) -> None:
             backend.begin(self, initial)
             initial.clear()  # it would be held, and counted, for the whole training
 
         def on_train_end(self) -> None:
-            engine: Any = self.trainer.strategy.model
-            if hasattr(engine, "global_steps"):
-                self.engine_steps = {"engine.global_steps": engine.global_steps}
+            _count_engine_steps(self.trainer, backend.counters)
             if job.keep_parameters:
-                self.parameters_at_end = backend.gather(self)
+                backend.parameters_at_end = backend.gather(self)
 
     module = Module()
     initial = backend.initial(module, job)
@@ -274,23 +327,28 @@ class FabricFSDP2Deferred(Backend):
             process_group_backend="nccl" if job.device.type == "cuda" else "gloo",
         )
         accelerator = "gpu" if job.device.type == "cuda" else "cpu"
-        fabric = Fabric(accelerator=accelerator, devices=job.world_size, strategy=strategy, precision="32-true")
-        fabric.launch()
-        model = fabric.setup_module(job.build())
-        self.model = model.module
-        optimizer: Any = fabric.setup_optimizers(job.optimizer(model.parameters()))
-        batches = iter(job.loader)
-        for _ in range(job.windows):
-            for micro_batch in range(job.accumulate):
-                last = micro_batch == job.accumulate - 1
-                with fabric.no_backward_sync(model, enabled=not last):
-                    loss = job.loss(model, next(batches))
-                    fabric.backward(loss / job.accumulate)
-            optimizer.step()
-            optimizer.zero_grad()
+        self.fabric = Fabric(accelerator=accelerator, devices=job.world_size, strategy=strategy, precision="32-true")
+        self.fabric.launch()
+        self.model = self.fabric.setup_module(job.build())
+        self.optimizer: Any = self.fabric.setup_optimizers(job.optimizer(self.model.parameters()))
+        self.again(job)
+
+    def again(self, job: Job) -> None:
+        self.optimizer.zero_grad()
+        for window in job.each_window():
+            for batch, last in window:
+                with self.fabric.no_backward_sync(self.model, enabled=not last):
+                    self.fabric.backward(job.loss(self.model, batch) / window.size)
+            if job.clip_norm:
+                self.fabric.clip_gradients(self.model, self.optimizer, max_norm=job.clip_norm)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
 
     def full_parameters(self) -> Mapping[str, Tensor]:
-        return fsdp2.gather(self.model)
+        return fsdp2.gather(self.model.module)
 
 
 BACKENDS: tuple[type[Backend], ...] = (

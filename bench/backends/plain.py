@@ -27,6 +27,7 @@ class Reference(Backend):
             with job.autocast():
                 loss = job.loss(self.model, batch)
             loss.backward()
+            job.clip(self.model.parameters())
             optimizer.step()
             optimizer.zero_grad()
 
@@ -45,18 +46,24 @@ class DDPEager(Backend):
         from torch.nn.parallel import DistributedDataParallel
 
         self.model = DistributedDataParallel(job.build())
-        optimizer = job.optimizer(self.model.parameters())
-        batches = iter(job.loader)
-        for _ in range(job.windows):
-            for micro_batch in range(job.accumulate):
-                reduce = micro_batch == job.accumulate - 1 or self.sync is Sync.EAGER
+        self.optimizer = job.optimizer(self.model.parameters())
+        self.again(job)
+
+    def again(self, job: Job) -> None:
+        self.optimizer.zero_grad()
+        for window in job.each_window():
+            for batch, last in window:
                 # DDP decides in the forward whether the backward will reduce, so no_sync must hold both.
-                with nullcontext() if reduce else self.model.no_sync():
+                with nullcontext() if last or self.sync is Sync.EAGER else self.model.no_sync():
                     with job.autocast():
-                        loss = job.loss(self.model, next(batches))
-                    (loss / job.accumulate).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+                        loss = job.loss(self.model, batch)
+                    (loss / window.size).backward()
+            job.clip(self.model.parameters())
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
 
     def full_parameters(self) -> Mapping[str, Tensor]:
         return dict(self.model.module.named_parameters())

@@ -1,0 +1,97 @@
+"""One rank's frame around its work: the process group, the result or the failure as a file, the end.
+
+Torch elastic starts a rank; what the rank found out, or what went wrong, it writes to ``rank<r>.json`` itself, so that
+nobody has to read logs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.cell import Device, Status
+from bench.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
+
+LAST_WORDS_S = 0.5
+"""How long a failed rank stays after it wrote what went wrong: two of the agent's looks at its processes."""
+
+
+def live(folder: Path, work: Callable[[int], dict[str, Any]]) -> None:
+    """Do ``work(rank)`` and write its result, plain JSON, to ``folder / "rank<r>.json"``, whole or not at all.
+
+    What went wrong is written there too, before the process ends.
+    """
+    rank = int(os.environ["RANK"])
+    path = folder / f"rank{rank}.json"
+    try:
+        result = work(rank)
+    except BaseException as error:
+        traceback.print_exc()
+        _write(path, {**failure(error), "time": time.time()})
+        # If a peer died without a word, let torch elastic notice that one first.
+        time.sleep(LAST_WORDS_S)
+        # No tidying up: ending a NCCL group whose other ranks are inside a collective may wait for ever.
+        sys.stderr.flush()
+        os._exit(1)
+    _write(path, result)
+    _leave()
+
+
+def join(device: Device, *, threads: int, seed: int) -> torch.device:
+    """Set up torch and the process group of this rank; its device."""
+    import torch
+    import torch.distributed as dist
+
+    # DeepSpeed calls deprecated names of torch.distributed: a warning per collective would be timed with it.
+    warnings.simplefilter("ignore", FutureWarning)
+    torch.set_num_threads(threads)
+    torch.manual_seed(seed)
+    if device is Device.CUDA:
+        own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(own)
+        dist.init_process_group("nccl", device_id=own)
+        return own
+    dist.init_process_group("gloo")
+    return torch.device("cpu")
+
+
+def _leave() -> None:
+    """End the process group, after the result is safe."""
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    """Write JSON so that the file is there whole or not at all."""
+    draft = path.with_suffix(".tmp")
+    draft.write_text(json.dumps(value))
+    draft.replace(path)
+
+
+def failure(error: BaseException) -> dict[str, Any]:
+    """What an exception means: status by its type, never by a word in its text; reason in one line; traceback."""
+    import torch
+
+    status = Status.CRASHED
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        status = Status.OOM
+    elif isinstance(error, UnsupportedError):
+        status = Status.UNSUPPORTED
+    first_line = (str(error).strip() or "no message").splitlines()[0]
+    where = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
+    return {
+        "status": status,
+        "reason": f"{type(error).__name__}: {first_line}{where}",
+        "traceback": "".join(traceback.format_exception(error)[-20:]),
+    }

@@ -1,0 +1,213 @@
+"""One semantic scenario: a data set, a way of accumulating, and something that goes wrong; and the shipped suite."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from bench.errors import InputError
+
+SUITE = Path(__file__).parent / "scenarios.toml"
+"""The shipped scenarios, in the order in which they are shown."""
+LARGEST = 100_000
+"""Samples trained over all ranks and epochs: there is one weight for each, and each is drawn."""
+
+
+class Fault(StrEnum):
+    """What happens in the middle of a window."""
+
+    NONE = "none"
+    EXCEPTION = "exception"
+    """A loss raises after its forward; then training is called again."""
+    CHECKPOINT = "checkpoint"
+    """Training is saved by the framework's means and stopped, and resumed from that by a fresh build."""
+    ZERO_GRAD = "zero_grad"
+    """The framework's gradients are cleared."""
+
+
+class Reduction(StrEnum):
+    """What the loss of a micro-batch is, when samples have different numbers of tokens."""
+
+    MEAN = "mean"
+    """The mean over the tokens of the micro-batch, as most models return it."""
+    WINDOW = "window"
+    """N x W times the sum over its tokens, over the number of tokens in the whole window on all ranks."""
+
+
+class Split(StrEnum):
+    """Who splits the samples among the ranks."""
+
+    GIVEN = "given"
+    """The loader comes with a DistributedSampler that does not shuffle."""
+    FRAMEWORK = "framework"
+    """A framework that can do it is given the loader of all samples, in order; the others split as above."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scenario:
+    """What is trained on, and what happens meanwhile. Counts are of micro-batches and samples, never of updates."""
+
+    name: str = "scenario"
+    title: str = ""
+    """One line for people."""
+    samples: int
+    """Samples in the data set."""
+    batch_size: int
+    """Samples in a micro-batch on one rank."""
+    accumulate: tuple[int, ...]
+    """N of each epoch; the last one holds for all that follow."""
+    epochs: int | None = 1
+    """None if only ``max_steps`` is to end the training."""
+    world_size: int = 2
+    """Ranks; the data set is padded with its first samples to a multiple of them, as DistributedSampler does."""
+    split: Split = Split.GIVEN
+    drop_last: bool = False
+    """Whether the loader drops an incomplete last micro-batch."""
+    max_steps: int | None = None
+    """The limit of steps that is given to the framework."""
+    token_weights: tuple[int, ...] = ()
+    """Tokens of samples 0, 1, 2 ..., over and over; empty if all are equal."""
+    reduction: Reduction = Reduction.MEAN
+    clip_norm: float = 0.0
+    """The framework's limit for the gradient's L2 norm; 0 for none."""
+    fault: Fault = Fault.NONE
+    at: int = 0
+    """The micro-batch of the first epoch, counted from 1, after which (or in which, if it raises) the fault happens."""
+
+    def __post_init__(self) -> None:
+        """Raises InputError for values that make no scenario."""
+        for key in ("samples", "batch_size", "epochs", "world_size", "max_steps"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise InputError(f"{key} = {value}: must be a positive integer")
+        if not self.accumulate or min(self.accumulate) < 1:
+            raise InputError(f"accumulate = {list(self.accumulate)}: must be positive integers, one or one per epoch")
+        if self.token_weights and min(self.token_weights) < 1:
+            raise InputError(f"token_weights = {list(self.token_weights)}: must be positive integers")
+        if not (math.isfinite(self.clip_norm) and self.clip_norm >= 0):
+            raise InputError(f"clip_norm = {self.clip_norm}: must be a positive number, or 0 for none")
+        if self.epochs is None and self.max_steps is None:
+            raise InputError("epochs: is needed if there is no max_steps, for something must end the training")
+        if self.micro_batches == 0:
+            raise InputError(
+                f"batch_size = {self.batch_size}: with drop_last a rank's {self.samples_per_rank} samples make no "
+                f"micro-batch; use at most {self.samples_per_rank}"
+            )
+        if (self.fault is not Fault.NONE) != bool(self.at):
+            raise InputError("at: goes with a fault, and a fault with it")
+        if self.fault is not Fault.NONE and self.epochs != 1:
+            raise InputError(f"epochs = {self.epochs}: a fault happens in a training of one epoch; use 1")
+        if self.at and not 1 <= self.at < self.micro_batches:
+            raise InputError(f"at = {self.at}: an epoch has {self.micro_batches} micro-batches; use 1 to one less")
+        trained = self.bound * self.batch_size * self.world_size
+        if trained > LARGEST:
+            raise InputError(f"samples = {self.samples}: {trained} would be trained in all; use at most {LARGEST}")
+
+    @property
+    def samples_per_rank(self) -> int:
+        """Samples of one epoch on each rank, with padding."""
+        return math.ceil(self.samples / self.world_size)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of one epoch on each rank."""
+        whole, rest = divmod(self.samples_per_rank, self.batch_size)
+        return whole + (rest > 0 and not self.drop_last)
+
+    @property
+    def bound(self) -> int:
+        """Micro-batches on each rank after which a training that has not ended never will.
+
+        Without a number of epochs that is four times what ``max_steps`` updates of N micro-batches need, and an epoch.
+        """
+        if self.epochs is not None:
+            return self.micro_batches * (self.epochs + (self.fault in {Fault.EXCEPTION, Fault.CHECKPOINT}))
+        assert self.max_steps is not None
+        return 4 * (self.max_steps * max(self.accumulate) + self.micro_batches)
+
+    def accumulate_in(self, epoch: int) -> int:
+        """N of an epoch, counted from 0."""
+        return self.accumulate[min(epoch, len(self.accumulate) - 1)]
+
+    def tokens(self, sample: int) -> int:
+        """Tokens of a sample."""
+        return self.token_weights[sample % len(self.token_weights)] if self.token_weights else 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; ``from_dict`` is the inverse."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Scenario:
+        """The scenario of plain values, as JSON or TOML have them.
+
+        Raises InputError for an unknown key or a value of the wrong type, naming both.
+        """
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        for key in values:
+            if key not in fields:
+                raise InputError(f"{key}: unknown; use {', '.join(fields)}")
+        for key, field in fields.items():
+            if field.default is dataclasses.MISSING and key not in values:
+                raise InputError(f"{key}: is missing")
+        return cls(**{key: _value(key, value) for key, value in values.items()})
+
+
+TYPES: dict[str, tuple[type, ...]] = {
+    "name": (str,),
+    "title": (str,),
+    "drop_last": (bool,),
+    "clip_norm": (int, float),
+}
+"""What plain values of a field may be; an integer if it is not named here."""
+
+
+def _value(key: str, value: Any) -> Any:
+    """A field's value of its right type. Raises InputError."""
+    enums: dict[str, type[StrEnum]] = {"fault": Fault, "reduction": Reduction, "split": Split}
+    if key in enums:
+        if value not in list(enums[key]):
+            raise InputError(f"{key} = {value!r}: use {', '.join(enums[key])}")
+        return enums[key](value)
+    if key in {"accumulate", "token_weights"}:
+        parts = list(value) if isinstance(value, list | tuple) else [value]
+        if not all(type(part) is int for part in parts):
+            raise InputError(f"{key} = {value!r}: use an integer or a list of integers")
+        return tuple(parts)
+    if value is None and key in {"epochs", "max_steps"}:
+        return None
+    wanted = TYPES.get(key, (int,))
+    if type(value) not in wanted:
+        raise InputError(f"{key} = {value!r}: must be {' or '.join(kind.__name__ for kind in wanted)}")
+    return value
+
+
+def load(path: Path = SUITE) -> list[Scenario]:
+    """The scenarios of a TOML file, one table each, named by it. Raises InputError that names the file and the place.
+
+    ``epochs = 0`` stands for no end, since TOML has no null.
+    """
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); name a TOML file of scenarios") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: {error}; it must be TOML") from error
+    if not tables:
+        raise InputError(f"{path}: holds no scenario; write a [name] table with samples, batch_size and accumulate")
+    found = []
+    for name, table in tables.items():
+        if not isinstance(table, dict):
+            raise InputError(f"{path}: {name} = {table!r}: must be a table of a scenario, [{name}]")
+        values = {**table, "name": name, **({"epochs": None} if table.get("epochs") == 0 else {})}
+        try:
+            found.append(Scenario.from_dict(values))
+        except InputError as error:
+            raise InputError(f"{path}: [{name}] {error}") from error
+    return found
