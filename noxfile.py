@@ -1,4 +1,4 @@
-"""What this project is run with: ``nox -s bench``, ``nox -s tests``, ``nox -s lint``; arguments go after ``--``."""
+"""What this project is run with: ``nox -s`` bench, tests, lint or versions; arguments go after ``--``."""
 
 from __future__ import annotations
 
@@ -56,3 +56,13 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
     session.run("mypy", "--strict", "bench")
+
+
+@nox.session(venv_backend="none", requires=["install"])
+def versions(session: nox.Session) -> None:
+    """Measure versions of Lightning and DeepSpeed, or those given as PACKAGE==VERSION; writes docs/versions.md."""
+    # Each gets a small environment of its own, made on top of the one of `install` and thrown away.
+    try:
+        session.run("python", "-m", "bench.versions", *session.posargs)
+    except CommandFailed as failure:
+        raise SystemExit(failure.return_code or 1) from None

@@ -1,0 +1,205 @@
+"""``throughput``: which settings Lightning's ThroughputMonitor gets right under gradient accumulation."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench import throughput
+from bench.errors import BAD, GOOD, InputError
+from bench.throughput import Epoch, Verdict
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+ACCUMULATE = [1, 2, 4, 8]
+LOG_EVERY = [1, 2, 3, 5, 8, 50]
+"""The last is Lightning's default."""
+WINDOW_SIZES = [2, 5, 9, 10, 17, 33, 97, 100]
+"""The last is Lightning's default."""
+DESCRIPTION = (
+    "Trains at every combination of accumulate_grad_batches, log_every_n_steps and window_size with the Lightning that "
+    "is installed, and compares the monitor's device/samples_per_sec with a tap on the optimizer. Exit status 1 if a "
+    "point is not right."
+)
+
+
+def add(commands: Any) -> None:
+    """Add the command's parser."""
+    parser = commands.add_parser(
+        "throughput", help="audit Lightning's ThroughputMonitor under accumulation", description=DESCRIPTION
+    )
+    option = parser.add_argument
+    option("--accumulate", type=_integers(1), default=ACCUMULATE, metavar="N[,N]", help="accumulate_grad_batches")
+    option("--log-every", type=_integers(1), default=LOG_EVERY, metavar="K[,K]", help="log_every_n_steps")
+    option(
+        "--window-size",
+        type=_integers(2),
+        default=WINDOW_SIZES,
+        metavar="S[,S]",
+        help="of the monitor, in micro-batches",
+    )
+    option(
+        "--epoch",
+        type=_epochs,
+        default=list(Epoch),
+        metavar="E[,E]",
+        help="whole (NB a multiple of N), partial (NB = 2N + N/2), short (NB = N/2); all three unless told",
+    )
+    option(
+        "--micro-batch-time",
+        type=_positive,
+        default=throughput.MICRO_BATCH_S,
+        metavar="SECONDS",
+        help="that a micro-batch takes (default: %(default)s)",
+    )
+    option(
+        "--optimizer-time",
+        type=_positive,
+        default=throughput.OPTIMIZER_S,
+        metavar="SECONDS",
+        help="that an optimizer step takes (default: %(default)s)",
+    )
+    option(
+        "--tolerance",
+        type=_positive,
+        default=throughput.TOLERANCE,
+        metavar="R",
+        help="how far a ratio to the truth may be from 1 (default: %(default)s)",
+    )
+    option("--real-time", action="store_true", help="sleep for those times, instead of moving a virtual clock on")
+    option("--json", action="store_true", help="print JSON instead of the table")
+    option("--out", type=Path, metavar="DIR", help="write throughput.parquet, .md, .png and .svg there")
+    parser.set_defaults(command=run)
+
+
+def _integers(least: int) -> Callable[[str], list[int]]:
+    """Reads a list of integers with commas, none below ``least``; sorted, each once."""
+
+    def read(text: str) -> list[int]:
+        try:
+            numbers = sorted({int(part) for part in text.split(",")})
+        except ValueError:
+            numbers = []
+        if not numbers or numbers[0] < least:
+            example = f"{least},{least + 3}"
+            raise argparse.ArgumentTypeError(f"'{text}' is not a list of integers from {least} on, such as {example}")
+        return numbers
+
+    return read
+
+
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0, such as 0.01")
+    return number
+
+
+def _epochs(text: str) -> list[Epoch]:
+    wanted = {part.strip() for part in text.split(",")}
+    if not wanted <= set(Epoch):
+        raise argparse.ArgumentTypeError(f"'{text}' is not of {', '.join(Epoch)}, such as whole,partial")
+    return [epoch for epoch in Epoch if epoch in wanted]
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure the grid and show it; 1 if a point is not right."""
+    points = throughput.grid(
+        arguments.accumulate,
+        arguments.log_every,
+        arguments.window_size,
+        arguments.epoch,
+        micro_batch_s=arguments.micro_batch_time,
+        optimizer_s=arguments.optimizer_time,
+    )
+    if not points:
+        raise InputError("--accumulate 1: has no partial and no short epoch; add --epoch whole or a larger N")
+    if arguments.out:
+        try:
+            arguments.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unwritable(arguments.out, error) from error
+
+    import pandas as pd
+    from rich.console import Console
+    from rich.progress import track
+
+    seconds = sum(point.seconds for point in points)
+    notes = Console(stderr=True)
+    if arguments.real_time:
+        notes.print(f"the workload sleeps {seconds:.0f} s in all", highlight=False)
+    measured = [
+        throughput.measure(point, real_time=arguments.real_time).row(arguments.tolerance)
+        for point in track(points, "measuring", console=notes, transient=True, disable=not notes.is_terminal)
+    ]
+    about = _about(arguments)
+    rows = pd.DataFrame(measured)
+    if arguments.json:
+        print(json.dumps({**about, "points": measured}, indent=1))
+    else:
+        _show(rows, about)
+    if arguments.out:
+        try:
+            written = _write(arguments.out, rows, about)
+        except OSError as error:
+            raise _unwritable(arguments.out, error) from error
+        notes.print(
+            f"written: {', '.join(path.name for path in written)} to {arguments.out}", highlight=False, soft_wrap=True
+        )
+    return GOOD if (rows["verdict"] == Verdict.RIGHT).all() else BAD
+
+
+def _unwritable(folder: Path, error: OSError) -> InputError:
+    return InputError(f"--out {folder}: cannot be written ({error.strerror}); name a folder that can")
+
+
+def _about(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the numbers depend on."""
+    import platform
+
+    import lightning
+    import torch
+
+    return {
+        "lightning": lightning.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "clock": "real" if arguments.real_time else "virtual",
+        "micro_batch_s": arguments.micro_batch_time,
+        "optimizer_s": arguments.optimizer_time,
+        "tolerance": arguments.tolerance,
+    }
+
+
+def _show(rows: pd.DataFrame, about: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    from bench.report import throughput as report
+
+    console = Console(width=max(120, Console().width))  # better wrapped by the terminal than cut off
+    console.print(report.table(rows))
+    console.print(report.settings(about), highlight=False, soft_wrap=True)
+    for finding in report.findings(rows):
+        console.print(finding, highlight=False, markup=False, soft_wrap=True)
+
+
+def _write(folder: Path, rows: pd.DataFrame, about: dict[str, Any]) -> list[Path]:
+    """Table, page and plot."""
+    import matplotlib.style
+
+    from bench.report import style
+    from bench.report import throughput as report
+
+    parquet, page = folder / "throughput.parquet", folder / "throughput.md"
+    rows.assign(**{name: about[name] for name in ("lightning", "torch", "python", "clock")}).to_parquet(parquet)
+    page.write_text(report.markdown(rows, about), encoding="utf-8")
+    drawing = report.draw(rows, about)
+    with matplotlib.style.context(list(style.BASE)):
+        return [parquet, page, *style.save(drawing.figure, folder / drawing.stem, drawing.words)]
