@@ -7,13 +7,10 @@ interrupted, with all finished trials kept.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import datetime
 import importlib
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -22,13 +19,14 @@ from bench.backends.base import Backend, registry
 from bench.cell import Cell, Device, Precision, Status
 from bench.commands import COMMANDS
 from bench.errors import BAD, GOOD, INTERRUPTED, WRONG, InputError
+from bench.folders import RESULTS, new_folder, plots_folder
+from bench.interrupt import terminate_as_interrupt
 from bench.matrix import Matrix
 
 if TYPE_CHECKING:
     from bench.tables import Tables
 
 SUMMARY_WIDTH = 160
-RESULTS, PLOTS = Path("results"), Path("plots")
 
 
 class Parser(argparse.ArgumentParser):
@@ -236,17 +234,17 @@ def _run(arguments: argparse.Namespace) -> int:
     else:
         chosen = _matrix(arguments)
         cells = _cells(chosen, backends)
-        folder = arguments.out or _new_folder(chosen.name)
+        folder = arguments.out or new_folder(chosen.name)
         manifest = runner.create(folder, chosen, cells, backends, cold=arguments.cold)
     cells = [Cell.from_dict(cell) for cell in manifest["cells"]]
     if unknown := {cell.backend for cell in cells} - backends.keys():
         raise InputError(f"--resume {folder}: backend '{unknown.pop()}' is not installed here any more")
     seconds = {cell_id: guess.seconds for cell_id, guess in _estimates(cells, backends).items()}
     display = Display(Console(), seconds)
-    plots = _plots_folder(folder)
+    plots = plots_folder(folder)
     launcher = Launcher(cells[0].device, cold=manifest["cold"])
     work = runner.Runner(folder, manifest, backends, launcher, display)
-    with _terminate_as_interrupt():
+    with terminate_as_interrupt():
         try:
             with display, launcher:
                 display.say(f"run {manifest['run_id']}: {len(work.trials)} trials; writing to {folder}")
@@ -270,37 +268,9 @@ def _refuse_beside_resume(arguments: argparse.Namespace) -> None:
         raise InputError(f"{option}: cannot stand beside --resume, which goes on as the run was begun; leave it out")
 
 
-def _plots_folder(folder: Path) -> Path:
-    """Where the plots of a run are drawn: those of results/<run> in plots/<run>, others inside the run's folder."""
-    return PLOTS / folder.name if folder.resolve().parent == RESULTS.resolve() else folder / "plots"
-
-
-def _new_folder(name: str) -> Path:
-    """A folder that does not exist yet."""
-    stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
-    return RESULTS / f"{stamp}-{name}"
-
-
-@contextlib.contextmanager
-def _terminate_as_interrupt() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end a run as Ctrl-C does, with everything cleaned up."""
-
-    def interrupt(signum: int, frame: Any) -> NoReturn:
-        raise KeyboardInterrupt
-
-    # Under nohup SIGHUP is ignored, and stays so.
-    wanted = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, interrupt) for number in wanted}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _report(arguments: argparse.Namespace) -> int:
     folder = arguments.run
-    return _finish(folder, arguments.plots or _plots_folder(folder))
+    return _finish(folder, arguments.plots or plots_folder(folder))
 
 
 def _finish(folder: Path, plots: Path) -> int:

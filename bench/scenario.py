@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.errors import InputError
+from bench.training import Training
 
 SUITE = Path(__file__).parent / "scenarios.toml"
 """The shipped scenarios, in the order in which they are shown."""
@@ -92,13 +93,6 @@ class Scenario:
             raise InputError(f"token_weights = {list(self.token_weights)}: must be positive integers")
         if not (math.isfinite(self.clip_norm) and self.clip_norm >= 0):
             raise InputError(f"clip_norm = {self.clip_norm}: must be a positive number, or 0 for none")
-        if self.epochs is None and self.max_steps is None:
-            raise InputError("epochs: is needed if there is no max_steps, for something must end the training")
-        if self.micro_batches == 0:
-            raise InputError(
-                f"batch_size = {self.batch_size}: with drop_last a rank's {self.samples_per_rank} samples make no "
-                f"micro-batch; use at most {self.samples_per_rank}"
-            )
         if (self.fault is not Fault.NONE) != bool(self.at):
             raise InputError("at: goes with a fault, and a fault with it")
         if self.fault is not Fault.NONE and self.epochs != 1:
@@ -110,15 +104,22 @@ class Scenario:
             raise InputError(f"samples = {self.samples}: {trained} would be trained in all; use at most {LARGEST}")
 
     @property
-    def samples_per_rank(self) -> int:
-        """Samples of one epoch on each rank, with padding."""
-        return math.ceil(self.samples / self.world_size)
+    def training(self) -> Training:
+        """What follows from the numbers alone, with the N of the first epoch."""
+        return Training(
+            samples=self.samples,
+            batch_size=self.batch_size,
+            accumulate=self.accumulate[0],
+            world_size=self.world_size,
+            epochs=self.epochs,
+            max_steps=self.max_steps,
+            drop_last=self.drop_last,
+        )
 
     @property
     def micro_batches(self) -> int:
         """Micro-batches of one epoch on each rank."""
-        whole, rest = divmod(self.samples_per_rank, self.batch_size)
-        return whole + (rest > 0 and not self.drop_last)
+        return self.training.micro_batches_per_epoch
 
     @property
     def bound(self) -> int:

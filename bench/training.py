@@ -18,7 +18,7 @@ def ceil(dividend: int, divisor: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Scenario:
+class Training:
     """A training as it is planned. Raises InputError for numbers that mean nothing."""
 
     samples: int

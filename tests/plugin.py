@@ -73,6 +73,102 @@ class NotReduced(DDPEager):
         super().train(job)
 
 
+class Loop(DDPEager):
+    """Loops as they are found, each with one fault in it."""
+
+    framework = "Extra"
+
+    def setup(self, job):
+        from torch.nn.parallel import DistributedDataParallel
+
+        self.model = DistributedDataParallel(job.build())
+        return self.model, job.optimizer(self.model.parameters())
+
+
+class DividesTwice(Loop):
+    name = "x-divides-twice"
+
+    def train(self, job):
+        loss = job.loss
+        job.loss = lambda model, batch: loss(model, batch) / job.accumulate
+        super().train(job)
+
+
+class SyncsTooEarly(Loop):
+    """Reduces after the first micro-batch of a window instead of the last one."""
+
+    name = "x-syncs-too-early"
+
+    def train(self, job):
+        from contextlib import nullcontext
+
+        model, optimizer = self.setup(job)
+        for index, batch in enumerate(job.loader):
+            with nullcontext() if index % job.accumulate == 0 else model.no_sync():
+                (job.loss(model, batch) / job.accumulate).backward()
+            if (index + 1) % job.accumulate == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+class StepsOneLate(Loop):
+    """Tests the index that counts from 0: the first window has one micro-batch, and all others are shifted."""
+
+    name = "x-steps-one-late"
+
+    def train(self, job):
+        model, optimizer = self.setup(job)
+        for index, batch in enumerate(job.loader):
+            (job.loss(model, batch) / job.accumulate).backward()
+            if index % job.accumulate == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+class Modulo(Loop):
+    """Steps where the index divides, and lets what is left over wait for the next epoch."""
+
+    name = "x-modulo"
+
+    def train(self, job):
+        model, optimizer = self.setup(job)
+        for _ in job.each_epoch():
+            for index, batch in enumerate(job.loader, start=1):
+                (job.loss(model, batch) / job.accumulate).backward()
+                if index % job.accumulate == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+
+class ClearsFirst(Loop):
+    """As above, but clears at the beginning of an epoch: what is left over is lost."""
+
+    name = "x-clears-first"
+
+    def train(self, job):
+        model, optimizer = self.setup(job)
+        for _ in job.each_epoch():
+            optimizer.zero_grad()
+            for index, batch in enumerate(job.loader, start=1):
+                (job.loss(model, batch) / job.accumulate).backward()
+                if index % job.accumulate == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+
+class NeverClears(Loop):
+    """Forgets zero_grad."""
+
+    name = "x-never-clears"
+
+    def train(self, job):
+        model, optimizer = self.setup(job)
+        for window in job.each_window():
+            for batch, _ in window:
+                (job.loss(model, batch) / window.size).backward()
+            optimizer.step()
+
+
 class Faulty(DDPEager):
     framework = "Extra"
 
@@ -163,6 +259,15 @@ class LeavesChild(DDPEager):
 class NeedsMissing(DDPEager):
     name, framework, requires = "x-needs-missing", "Extra", ("no_such_package_at_all",)
 '''
+LOOPS = {
+    "x-divides-twice": "DividesTwice",
+    "x-syncs-too-early": "SyncsTooEarly",
+    "x-steps-one-late": "StepsOneLate",
+    "x-modulo": "Modulo",
+    "x-clears-first": "ClearsFirst",
+    "x-never-clears": "NeverClears",
+}
+"""Backends for semantic scenarios."""
 NAMES = {
     "x-sound": "Sound",
     "x-last-only": "LastOnly",
@@ -183,7 +288,8 @@ NAMES = {
 def install(folder: Path) -> Path:
     """Build the wheel in ``folder`` and install it with pip; the folder to put on PYTHONPATH."""
     info = "extra_backends-1.0.dist-info"
-    entry_points = "\n".join(["[bench.backends]", *(f"{name} = extra_backends:{cls}" for name, cls in NAMES.items())])
+    backends = {**NAMES, **LOOPS}.items()
+    entry_points = "\n".join(["[bench.backends]", *(f"{name} = extra_backends:{cls}" for name, cls in backends)])
     files = {
         "extra_backends.py": CODE,
         f"{info}/METADATA": "Metadata-Version: 2.1\nName: extra-backends\nVersion: 1.0\n",

@@ -3,42 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from enum import IntEnum
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from bench.analysis.findings import RIGHT, Finding, Level, count_range, of, plural, uses, verdict
 from bench.analysis.semantics import Reading, Update, Use
 from bench.cell import Status
 from bench.scenario import Fault, Reduction, Split
 
 TOLERANCE = 1e-4
 """Relative. The decoder's coefficients are exact to fp32's 6e-8 each; the smallest wrong ones here are off by 1e-2."""
-
-
-class Level(IntEnum):
-    """How much a finding matters; the verdict is the first finding of the highest level."""
-
-    DETAIL = 0
-    """As anybody would expect; the verdict is ``right`` all the same."""
-    NOTE = 1
-    """Every update is the big batch of something, but perhaps not of what one thinks."""
-    WRONG = 2
-    """Some update is not the big batch of any samples, or samples, steps or counts are not what they are said to be."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that happened."""
-
-    word: str
-    """What happened, in a word or two; the same for every backend to which it happens."""
-    text: str
-    """The same in a sentence, with its numbers."""
-    level: Level = Level.WRONG
-
-
-RIGHT = Finding("right", "every update is the big batch of its window", Level.DETAIL)
 
 
 def observation(reading: Reading) -> dict[str, Any]:
@@ -57,12 +31,6 @@ def findings(reading: Reading) -> list[Finding]:
     """All that the rules find, the gravest first."""
     found = [finding for rule in RULES for finding in rule(reading)]
     return sorted(found, key=lambda finding: -finding.level)
-
-
-def verdict(found: Iterable[Finding]) -> Finding:
-    """The finding that names the scenario's outcome; RIGHT if there is none above DETAIL."""
-    grave = [finding for finding in found if finding.level > Level.DETAIL]
-    return max(grave, key=lambda finding: finding.level, default=RIGHT)
 
 
 def _failed(reading: Reading) -> Iterator[Finding]:
@@ -108,24 +76,67 @@ def _divided_twice(reading: Reading) -> Iterator[Finding]:
 
 
 def _all_divided_twice(reading: Reading) -> bool:
-    """Whether in every update a micro-batch has the factor 1/N^2 (sums instead, if the losses are not means)."""
+    """Whether in every update a micro-batch has the factor 1/N^2, or 1/N of the right one if the window is not whole.
+
+    Where losses are not means, sums are looked at instead.
+    """
     n = [reading.scenario.accumulate_in(update.epochs[-1]) for update in reading.updates]
     if not n or max(n) == 1:
         return False
     if reading.scenario.reduction is Reduction.WINDOW:
         return all(_near(update.sum, 1 / m) for update, m in zip(reading.updates, n, strict=True))
+    known = any(update.num_losses == m for update, m in zip(reading.updates, n, strict=True))
     return all(
-        _near(factor, 1 / m**2)
+        _near(factor, 1 / m**2) or (known and _near(factor, 1 / (m * update.num_losses)))
         for update, m in zip(reading.updates, n, strict=True)
         for factor in update.factors.values()
     )
+
+
+def _too_early(reading: Reading) -> Iterator[Finding]:
+    """Updates after fewer micro-batches than N, though no epoch ends there."""
+    if reading.scenario.fault in {Fault.EXCEPTION, Fault.CHECKPOINT}:
+        return
+    epochs = [reading.first["fetches"][fetch]["epoch"] for fetch in reading.computed]
+    early = []
+    for update in reading.updates:
+        around = epochs[update.behind - 1 : update.behind + 1]  # of its last micro-batch and of the one after it
+        goes_on = len(around) == 2 and around[0] == around[1]
+        if goes_on and 0 < update.num_losses < reading.scenario.accumulate_in(around[0]):
+            early.append(update)
+    if early:
+        after, n = count_range(update.num_losses for update in early), max(reading.scenario.accumulate)
+        yield Finding(
+            "steps too early",
+            f"{of(early, reading.updates)} come after {after} instead of N = {n} micro-batches, in mid-epoch",
+        )
+
+
+def _too_late(reading: Reading) -> Iterator[Finding]:
+    n = max(reading.scenario.accumulate)
+    late = [update for update in reading.updates if update.num_losses > n]
+    if late and reading.scenario.fault not in {Fault.EXCEPTION, Fault.CHECKPOINT}:
+        after = count_range(update.num_losses for update in late)
+        yield Finding(
+            "steps too late", f"{of(late, reading.updates)} come after {after} instead of N = {n} micro-batches"
+        )
+
+
+def _not_cleared(reading: Reading) -> Iterator[Finding]:
+    seen: set[Use] = set()
+    again: set[Use] = set()
+    for update in reading.updates:
+        again |= seen & update.coefficients.keys()
+        seen |= update.coefficients.keys()
+    if again:
+        yield Finding("not cleared", f"{uses(list(again))} are in more than one update: gradients are not cleared")
 
 
 def _last_only(reading: Reading) -> Iterator[Finding]:
     longer = [update for update in reading.updates if update.num_losses > 1]
     if longer and all(update.fetches == [reading.computed[update.behind - 1]] for update in longer):
         yield Finding(
-            "last only", f"only the last of {_range(u.num_losses for u in longer)} micro-batches is in each update"
+            "last only", f"only the last of {count_range(u.num_losses for u in longer)} micro-batches is in each update"
         )
 
 
@@ -138,7 +149,7 @@ def _lost(reading: Reading) -> Iterator[Finding]:
         level, where = Level.DETAIL, "which the exception cut off"
     elif reading.scenario.fault is Fault.CHECKPOINT:
         where = "which the checkpoint does not hold"
-    yield Finding("lost", f"{_uses(reading.lost)} reach no update, {where}", level)
+    yield Finding("lost", f"{uses(reading.lost)} reach no update, {where}", level)
 
 
 def _cleared(reading: Reading) -> Iterator[Finding]:
@@ -171,7 +182,7 @@ def _mixed_epochs(reading: Reading) -> Iterator[Finding]:
     else:
         yield Finding(
             "carried over",
-            f"{_of(mixed, reading.updates)} mix the end of one epoch with the beginning of the next",
+            f"{of(mixed, reading.updates)} mix the end of one epoch with the beginning of the next",
             Level.NOTE,
         )
 
@@ -181,7 +192,7 @@ def _too_small(reading: Reading) -> Iterator[Finding]:
         return
     small = [update for update in reading.updates if update.sum / update.right_sum < 1 - TOLERANCE]
     if small:
-        yield Finding("under-weighted", f"{_of(small, reading.updates)} are too small: {_reasons(reading, small)}")
+        yield Finding("under-weighted", f"{of(small, reading.updates)} are too small: {_reasons(reading, small)}")
 
 
 def _reasons(reading: Reading, updates: list[Update]) -> str:
@@ -191,7 +202,7 @@ def _reasons(reading: Reading, updates: list[Update]) -> str:
         n, ratio = reading.scenario.accumulate_in(update.epochs[-1]), update.sum / update.right_sum
         count = len(update.fetches)
         if all(_near(factor, 1 / n) for factor in update.factors.values()):
-            kind = f"{count} micro-batches divided by N = {n} make {ratio:.3g} of the right update"
+            kind = f"{plural(count, 'micro-batch', 'es')} divided by N = {n} make {ratio:.3g} of the right update"
         else:
             kind = f"{ratio:.3g} of the right update"
         if kind not in kinds:
@@ -204,7 +215,7 @@ def _too_large(reading: Reading) -> Iterator[Finding]:
     if large:
         ratio = max(update.sum / update.right_sum for update in large)
         yield Finding(
-            "over-weighted", f"{_of(large, reading.updates)} are too large, up to {ratio:.3g} times the right one"
+            "over-weighted", f"{of(large, reading.updates)} are too large, up to {ratio:.3g} times the right one"
         )
 
 
@@ -219,7 +230,7 @@ def _uneven(reading: Reading) -> Iterator[Finding]:
         else ("a sample's weight depends on how many its micro-batch has")
     )
     much = "without bound" if math.isinf(worst) else f"by up to {worst:.3g} times"
-    yield Finding("mean of means", f"in {_of(uneven, reading.updates)} {why}: it differs from the big batch's {much}")
+    yield Finding("mean of means", f"in {of(uneven, reading.updates)} {why}: it differs from the big batch's {much}")
 
 
 def _left_open(reading: Reading) -> Iterator[Finding]:
@@ -227,7 +238,7 @@ def _left_open(reading: Reading) -> Iterator[Finding]:
         limited = reading.scenario.max_steps is not None
         yield Finding(
             "left open",
-            f"{_uses(reading.left_open)} at the end of training reach no update",
+            f"{uses(reading.left_open)} at the end of training reach no update",
             Level.DETAIL if limited else Level.NOTE,
         )
 
@@ -236,9 +247,9 @@ def _repeated(reading: Reading) -> Iterator[Finding]:
     if not reading.repeated:
         return
     if reading.scenario.fault is Fault.CHECKPOINT:
-        yield Finding("repeated", f"{_uses(reading.repeated)} are trained on twice: the loader begins anew")
+        yield Finding("repeated", f"{uses(reading.repeated)} are trained on twice: the loader begins anew")
     else:
-        text = f"{_uses(reading.repeated)} are padding: samples that another rank has had in the same epoch"
+        text = f"{uses(reading.repeated)} are padding: samples that another rank has had in the same epoch"
         yield Finding("padded", text, Level.DETAIL)
 
 
@@ -249,9 +260,10 @@ def _never_fetched(reading: Reading) -> Iterator[Finding]:
     by_loader = reading.scenario.drop_last and reading.scenario.fault is Fault.NONE
     if reading.scenario.fault is Fault.NONE:
         why = "dropped by the loader" if by_loader else "never asked for"
-        yield Finding("dropped", f"{missing} samples of all epochs are {why}", Level.DETAIL)
+        level = Level.DETAIL if by_loader else Level.NOTE
+        yield Finding("dropped", f"{plural(missing, 'sample')} of all epochs are {why}", level)
     else:
-        yield Finding("skipped", f"{missing} samples are never trained on")
+        yield Finding("skipped", f"{plural(missing, 'sample')} are never trained on")
 
 
 def _limit(reading: Reading) -> Iterator[Finding]:
@@ -278,10 +290,10 @@ def _counters(reading: Reading) -> Iterator[Finding]:
         counters.append("lr_scheduler.last_epoch")
     wrong = [f"{name} = {reading.reported[name]}" for name in counters if reading.reported.get(name, taken) != taken]
     if wrong:
-        yield Finding("miscounted", f"{', '.join(wrong)}, but there were {taken} updates")
+        yield Finding("miscounted", f"{', '.join(wrong)}, but there were {plural(taken, 'update')}")
     estimate = reading.reported.get("trainer.estimated_stepping_batches", taken)
     if estimate != taken and reading.scenario.fault is Fault.NONE and reading.scenario.max_steps is None:
-        text = f"trainer.estimated_stepping_batches = {estimate}, but there were {taken} updates"
+        text = f"trainer.estimated_stepping_batches = {estimate}, but there were {plural(taken, 'update')}"
         yield Finding("misestimated", text, Level.NOTE)
     hooks = reading.reported.get("on_before_optimizer_step", taken)
     if hooks > taken and reading.scenario.fault in {Fault.NONE, Fault.ZERO_GRAD}:
@@ -322,11 +334,14 @@ RULES: tuple[Callable[[Reading], Iterator[Finding]], ...] = (
     _diverged,
     _divided_twice,
     _last_only,
+    _too_early,
+    _not_cleared,
     _mixed_epochs,
     _lost,
     _cleared,
     _too_small,
     _too_large,
+    _too_late,
     _uneven,
     _limit,
     _counters,
@@ -341,19 +356,3 @@ RULES: tuple[Callable[[Reading], Iterator[Finding]], ...] = (
 
 def _near(value: float, wanted: float) -> bool:
     return math.isclose(value, wanted, rel_tol=TOLERANCE)
-
-
-def _of(some: list[Update], every: list[Update]) -> str:
-    """How many updates."""
-    return f"all {len(every)} updates" if len(some) == len(every) else f"{len(some)} of {len(every)} updates"
-
-
-def _uses(uses: list[Use]) -> str:
-    """How many samples, and in how many micro-batches of each rank."""
-    fetches = len({use.fetch for use in uses})
-    return f"{len(uses)} samples (of {fetches} micro-batch{'es' if fetches > 1 else ''} per rank)"
-
-
-def _range(counts: Iterable[int]) -> str:
-    ordered = sorted(counts)
-    return f"{ordered[0]}" if ordered[0] == ordered[-1] else f"{ordered[0]} to {ordered[-1]}"

@@ -221,7 +221,13 @@ class Reading:
         return math.fsum(update.sum / update.right_sum for update in self.updates) / len(self.updates)
 
     def to_dict(self) -> dict[str, Any]:
-        """The observation as plain JSON, without a judgement; coefficients by sample, rounded to 7 digits."""
+        """The observation as plain JSON, without a judgement; coefficients by sample, rounded to 7 digits.
+
+        Of each update ``samples`` has the coefficients summed over epochs, ``by_epoch`` by epoch and sample, and
+        ``relative`` the same over the coefficient that one use of the sample has in the big batch: 1 is right, and 2
+        is a sample that is in the update twice. ``distortion`` is None if it is without bound. ``lost`` and
+        ``left_open`` have the samples of ``samples_lost`` and ``samples_left_open`` by epoch, each once.
+        """
         return {
             "backend": self.backend,
             "scenario": self.scenario.to_dict(),
@@ -232,6 +238,9 @@ class Reading:
                     "right_sum": _rounded(update.right_sum),
                     "epochs": update.epochs,
                     "micro_batches": update.num_losses,
+                    "by_epoch": _by_epoch(update.coefficients),
+                    "relative": _by_epoch({use: c / update.right[use] for use, c in update.coefficients.items()}),
+                    "distortion": _rounded(update.distortion) if math.isfinite(update.distortion) else None,
                 }
                 for update in self.updates
             ],
@@ -242,6 +251,8 @@ class Reading:
             "samples_left_open": len(self.left_open),
             "samples_duplicated": len(self.repeated),
             "samples_never_fetched": self.num_never_fetched,
+            "lost": _samples(self.lost),
+            "left_open": _samples(self.left_open),
             "weight_ratio": None if self.weight_ratio is None else _rounded(self.weight_ratio),
             "micro_batches": self.num_micro_batches,
             "stopped": self.stopped,
@@ -255,6 +266,26 @@ def _by_sample(update: Update) -> dict[str, float]:
     for use, coefficient in update.coefficients.items():
         sums[use.sample] = sums.get(use.sample, 0.0) + coefficient
     return {str(sample): _rounded(sums[sample]) for sample in sorted(sums)}
+
+
+def _by_epoch(values: Mapping[Use, float]) -> dict[str, dict[str, float]]:
+    """Values by epoch and sample, in order, those of several uses of a sample summed."""
+    sums: dict[tuple[int, int], float] = {}
+    for use, value in values.items():
+        key = (use.epoch, use.sample)
+        sums[key] = sums.get(key, 0.0) + value
+    found: dict[str, dict[str, float]] = {}
+    for epoch, sample in sorted(sums):
+        found.setdefault(str(epoch), {})[str(sample)] = _rounded(sums[epoch, sample])
+    return found
+
+
+def _samples(uses: Sequence[Use]) -> dict[str, list[int]]:
+    """The samples of uses by epoch, in order, each once."""
+    found: dict[str, list[int]] = {}
+    for epoch, sample in sorted({(use.epoch, use.sample) for use in uses}):
+        found.setdefault(str(epoch), []).append(sample)
+    return found
 
 
 def _rounded(value: float) -> float:

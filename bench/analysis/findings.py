@@ -1,0 +1,62 @@
+"""What a finding is, and the words that findings share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+
+from bench.analysis.semantics import Update, Use
+
+
+class Level(IntEnum):
+    """How much a finding matters; the verdict is the first finding of the highest level."""
+
+    DETAIL = 0
+    """As anybody would expect; the verdict is ``right`` all the same."""
+    NOTE = 1
+    """Every update is the big batch of something, but perhaps not of what one thinks."""
+    WRONG = 2
+    """Some update is not the big batch of any samples, or samples, steps or counts are not what they are said to be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that happened."""
+
+    word: str
+    """What happened, in a word or two; the same for every backend to which it happens."""
+    text: str
+    """The same in a sentence, with its numbers."""
+    level: Level = Level.WRONG
+
+
+RIGHT = Finding("right", "every update is the big batch of its window", Level.DETAIL)
+
+
+def verdict(found: Iterable[Finding]) -> Finding:
+    """The finding that names the scenario's outcome; RIGHT if there is none above DETAIL."""
+    grave = [finding for finding in found if finding.level > Level.DETAIL]
+    return max(grave, key=lambda finding: finding.level, default=RIGHT)
+
+
+def of(some: list[Update], every: list[Update]) -> str:
+    """How many updates."""
+    return f"all {len(every)} updates" if len(some) == len(every) else f"{len(some)} of {len(every)} updates"
+
+
+def uses(some: list[Use]) -> str:
+    """How many samples, and in how many micro-batches of each rank."""
+    fetches = len({use.fetch for use in some})
+    return f"{plural(len(some), 'sample')} (of {plural(fetches, 'micro-batch', 'es')} per rank)"
+
+
+def plural(count: int, noun: str, ending: str = "s") -> str:
+    """A count with its noun."""
+    return f"{count} {noun}{'' if count == 1 else ending}"
+
+
+def count_range(counts: Iterable[int]) -> str:
+    """One count, or the smallest and the largest."""
+    ordered = sorted(counts)
+    return f"{ordered[0]}" if ordered[0] == ordered[-1] else f"{ordered[0]} to {ordered[-1]}"

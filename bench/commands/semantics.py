@@ -1,0 +1,268 @@
+"""``python -m bench semantics``: what a backend computes, by measurement."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import scenario
+from bench.cell import REFERENCE, Device
+from bench.errors import BAD, GOOD, InputError
+from bench.scenario import Fault, Reduction, Scenario, Split
+
+TIMEOUT_S = 30.0
+"""Per scenario; the shipped ones take well under a second."""
+UPDATES_SHOWN = 12
+"""Updates that are listed for each backend on the terminal; --json has all."""
+
+EPILOG = """Every sample's coefficient in every optimizer update is read off a model with one weight per use of a
+sample, trained by the backend with SGD and learning rate 1: what an update takes off a weight is the coefficient. Exit
+status 1 if an update, a count or an end of training is not what it should be."""
+
+
+def add(commands: Any) -> None:
+    """Add the command's parser."""
+    parser = commands.add_parser(
+        "semantics", help="measure what a backend computes: which samples reach which update", epilog=EPILOG
+    )
+    option = parser.add_argument
+    option("--backend", action="append", metavar="B[,B]", help="only these backends, or all (default); see 'backends'")
+
+    one = parser.add_argument_group("one scenario")
+    one.add_argument("--samples", type=int, metavar="S", help="samples in the data set")
+    one.add_argument("--batch-size", type=int, metavar="b", help="samples in a micro-batch on one rank")
+    one.add_argument("--accumulate", metavar="N[,N]", help="micro-batches per window; a list is one N per epoch")
+    one.add_argument("--epochs", type=int, metavar="E", help="default: 1, or no end if there is --max-steps")
+    one.add_argument("--world-size", type=int, metavar="W", help="ranks (default: 2)")
+    one.add_argument("--drop-last", action="store_true", help="the loader drops an incomplete last micro-batch")
+    one.add_argument("--max-steps", type=int, metavar="K", help="the limit of steps given to the framework")
+    one.add_argument("--token-weights", metavar="T[,T]", help="tokens of samples 0, 1, 2 ..., over and over")
+    one.add_argument(
+        "--reduction",
+        metavar="|".join(Reduction),
+        help="a micro-batch's loss: the mean over its tokens (default), or its share of the window's mean",
+    )
+    one.add_argument("--clip", type=float, metavar="C", help="the framework's limit for the gradient's norm")
+    one.add_argument("--fault", metavar="|".join(Fault), help="what happens in mid-window")
+    one.add_argument("--at", type=int, metavar="I", help="the micro-batch, from 1, at which it happens")
+    one.add_argument("--split", metavar="|".join(Split), help="who splits the samples among the ranks")
+
+    suite = parser.add_argument_group("the suite")
+    suite.add_argument(
+        "--suite",
+        nargs="?",
+        type=Path,
+        const=scenario.SUITE,
+        metavar="FILE",
+        help="run the shipped scenarios, or those of a TOML file",
+    )
+    suite.add_argument("--scenario", action="append", metavar="NAME[,NAME]", help="only these scenarios of the suite")
+
+    option("--json", action="store_true", help="print JSON: an object, or a list if there are several")
+    option(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="write JSON, parquet, Markdown and plots (--suite: to results/ and plots/ if not given)",
+    )
+    option(
+        "--docs", type=Path, metavar="FILE", help="with --suite: write the page of docs, its pictures beside --out's"
+    )
+    option("--device", default="cpu", metavar="|".join(Device), help="what the ranks run on (default: cpu)")
+    option("--timeout", type=float, default=TIMEOUT_S, metavar="SECONDS", help=f"per scenario (default: {TIMEOUT_S:g})")
+    option("--separate", action="store_true", help="a process group for each scenario, none shared")
+    parser.set_defaults(command=_semantics)
+
+
+SCENARIO_OPTIONS = {
+    "samples": "samples",
+    "batch_size": "batch_size",
+    "accumulate": "accumulate",
+    "epochs": "epochs",
+    "world_size": "world_size",
+    "max_steps": "max_steps",
+    "token_weights": "token_weights",
+    "reduction": "reduction",
+    "clip": "clip_norm",
+    "fault": "fault",
+    "at": "at",
+    "split": "split",
+}
+"""Options of one scenario, and the field of Scenario that each sets."""
+
+
+def _semantics(arguments: argparse.Namespace) -> int:
+    from bench import conformance
+    from bench.analysis.diagnosis import observation
+    from bench.analysis.semantics import Reading
+    from bench.interrupt import terminate_as_interrupt
+    from bench.launch import Launcher, LauncherError
+
+    scenarios = _scenarios(arguments)
+    device = _device(arguments, scenarios)
+    if not (arguments.timeout > 0):
+        raise InputError(f"--timeout {arguments.timeout}: must be a positive number of seconds")
+    backends = _backends(arguments.backend, device)
+    found = []
+    with terminate_as_interrupt():
+        try:
+            with Launcher(device) as launcher:
+                for backend, of, ranks in conformance.run(
+                    launcher,
+                    backends,
+                    scenarios,
+                    device=device,
+                    timeout_s=arguments.timeout,
+                    shared=not arguments.separate,
+                ):
+                    found.append(observation(Reading(backend, of, ranks)))
+                    if len(backends) * len(scenarios) > 1:
+                        last = found[-1]
+                        print(
+                            f"[{len(found)}/{len(backends) * len(scenarios)}] {backend} {of.name}: {last['verdict']}",
+                            file=sys.stderr,
+                        )
+        except LauncherError as error:
+            print(f"bench: {error}", file=sys.stderr)
+            return BAD
+    if arguments.json:
+        print(json.dumps(found[0] if len(found) == 1 else found))
+    else:
+        _show(found)
+    _write(arguments, found)
+    return BAD if any(one["level"] == "wrong" for one in found) else GOOD
+
+
+def _scenarios(arguments: argparse.Namespace) -> list[Scenario]:
+    """The scenarios that the options name. Raises InputError that names the option."""
+    given = [name for name in SCENARIO_OPTIONS if getattr(arguments, name) is not None]
+    given += ["drop_last"] if arguments.drop_last else []
+    if arguments.suite or arguments.scenario:
+        if given:
+            raise InputError(
+                f"--{given[0].replace('_', '-')}: describes one scenario, and --suite has its own; use one"
+            )
+        return _of_suite(arguments)
+    if arguments.docs:
+        raise InputError(f"--docs {arguments.docs}: is written from a suite; add --suite")
+    for name in ("samples", "batch_size", "accumulate"):
+        if name not in given:
+            raise InputError(
+                f"--{name.replace('_', '-')}: is missing; one scenario needs --samples, --batch-size and "
+                "--accumulate, or give --suite"
+            )
+    values: dict[str, Any] = {field: getattr(arguments, name) for name, field in SCENARIO_OPTIONS.items()}
+    values = {field: value for field, value in values.items() if value is not None}
+    for field, name in (("accumulate", "--accumulate"), ("token_weights", "--token-weights")):
+        if field in values:
+            values[field] = _integers(name, values[field])
+    if arguments.max_steps is not None and arguments.epochs is None:
+        values["epochs"] = None
+    try:
+        return [Scenario.from_dict({**values, "drop_last": arguments.drop_last})]
+    except InputError as error:
+        if str(error).startswith("--"):
+            raise
+        field = str(error).partition(" ")[0].rstrip(":")
+        option = next((name for name, key in SCENARIO_OPTIONS.items() if key == field), field).replace("_", "-")
+        raise InputError(f"--{option}{str(error).removeprefix(field)}") from error
+
+
+def _of_suite(arguments: argparse.Namespace) -> list[Scenario]:
+    path = arguments.suite or scenario.SUITE
+    suite = scenario.load(path)
+    wanted = _names(arguments.scenario)
+    known = [one.name for one in suite]
+    for name in wanted:
+        if name not in known:
+            raise InputError(f"--scenario {name}: {path.name} has no such scenario; use {', '.join(known)}")
+    return [one for one in suite if not wanted or one.name in wanted]
+
+
+def _device(arguments: argparse.Namespace, scenarios: Sequence[Scenario]) -> Device:
+    from bench import machine
+
+    if arguments.device not in list(Device):
+        raise InputError(f"--device {arguments.device}: use {' or '.join(Device)}")
+    device = Device(arguments.device)
+    needed = max(one.world_size for one in scenarios)
+    if device is Device.CUDA and needed > (there := len(machine.gpus())):
+        raise InputError(f"--device cuda: {needed} ranks need as many GPUs, there are {there}; use --device cpu")
+    return device
+
+
+def _backends(wanted: list[str] | None, device: Device) -> list[str]:
+    """The names to audit: those asked for, or all that this machine can run, the others being named on stderr."""
+    from bench.backends.base import registry
+
+    known = registry()
+    names = _names(wanted)
+    if not names or names == ["all"]:
+        names = [name for name in known if name != REFERENCE]
+        for name in list(names):
+            if reason := known[name].missing(device):
+                print(f"skipped: {name}: {reason}", file=sys.stderr)
+                names.remove(name)
+    for name in names:
+        if name == REFERENCE:
+            raise InputError(f"--backend {REFERENCE}: accumulates nothing; it is what the others are held against")
+        if name not in known:
+            raise InputError(f"--backend {name}: unknown; use {', '.join(known)}")
+        if reason := known[name].missing(device):
+            raise InputError(f"--backend {name}: {reason}")
+    return list(dict.fromkeys(names))
+
+
+def _names(parts: list[str] | None) -> list[str]:
+    return [name.strip() for part in parts or [] for name in part.split(",") if name.strip()]
+
+
+def _integers(option: str, text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise InputError(f"{option} {text}: must be integers with commas between, such as 1,4,2") from None
+
+
+def _show(found: Sequence[dict[str, Any]]) -> None:
+    """One block per observation if there are few scenarios, the table of verdicts if there are many."""
+    for one in found:
+        updates, ratio = one["updates"], one["weight_ratio"]
+        weight = "" if ratio is None else f", {ratio:.4g} of the right weight"
+        print(f"{one['backend']} [{one['scenario']['name']}]: {one['verdict']} ({len(updates)} updates{weight})")
+        print(f"  {one['diagnosis']}")
+        if len({json.dumps(other["scenario"]) for other in found}) > 1:
+            continue
+        for number, update in enumerate(updates[:UPDATES_SHOWN], start=1):
+            print(f"  update {number}: {_samples(update['samples'])}; sum {update['sum']:.4g}")
+        if len(updates) > UPDATES_SHOWN:
+            print(f"  ... and {len(updates) - UPDATES_SHOWN} more; --json has all")
+        if one["steps_reported"]:
+            print("  reported: " + ", ".join(f"{name} = {value}" for name, value in one["steps_reported"].items()))
+
+
+def _samples(coefficients: dict[str, float]) -> str:
+    """Samples with their coefficients, runs of equal ones taken together: ``0-7 x 0.125``."""
+    runs: list[list[Any]] = []
+    for text, coefficient in coefficients.items():
+        sample = int(text)
+        if runs and runs[-1][1] == sample - 1 and abs(runs[-1][2] - coefficient) <= 1e-6 * abs(coefficient):
+            runs[-1][1] = sample
+        else:
+            runs.append([sample, sample, coefficient])
+    shown = [f"{first}-{last} x {c:.4g}" if last > first else f"{first} x {c:.4g}" for first, last, c in runs]
+    return "samples " + ", ".join(shown)
+
+
+def _write(arguments: argparse.Namespace, found: list[dict[str, Any]]) -> None:
+    """What --out, --suite and --docs ask for; says on stderr what was written."""
+    if not (arguments.out or arguments.suite or arguments.docs):
+        return
+    from bench.report.semantics_files import write
+
+    written = write(found, arguments.out, arguments.docs, timestamped="semantics")
+    print(f"written: {written}", file=sys.stderr)

@@ -1,0 +1,333 @@
+"""``bench steps``: how many optimizer steps a plan gives, by the naive formula and by what each backend really does.
+
+With ``--json`` one object:
+
+- ``training``: the inputs, and what follows from them whatever the backend (bench.training.Training);
+- ``notes``: sentences that hold for all backends;
+- ``naive``: ``optimizer_steps`` by the naive formula, and ``wrong``: a sentence, empty if no rule differs from it;
+- ``rules``: one per rule that a chosen backend follows: its ``name``, ``stepping``, ``clears``, ``twice``
+  (bench.analysis.steps.Rule), the ``backends`` that follow it, ``steps`` (bench.analysis.steps.Steps; null where the
+  rule is unknown) and ``differences``: sentences.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from bench.errors import GOOD, InputError
+
+if TYPE_CHECKING:
+    from bench.analysis.steps import Rule, Steps
+    from bench.backends.base import Backend
+    from bench.training import Training
+
+FEW = 4
+"""Backends that are named where they differ; of more, only their rules are."""
+SHOWN = 6
+"""Epochs whose steps are listed in the table; ``--json`` has all."""
+
+
+def add(commands: Any) -> None:
+    """Add the command's parser."""
+    parser = commands.add_parser(
+        "steps",
+        help="calculate how many optimizer steps each backend takes in a training; trains nothing",
+        description="How many optimizer steps a training takes, by the naive formula and by each backend's rule.",
+    )
+    option = parser.add_argument
+    option("--samples", type=_integer, required=True, metavar="S", help="samples of the data set")
+    option("--batch-size", type=_integer, required=True, metavar="B", help="samples of a micro-batch on one rank")
+    option("--accumulate", type=_integer, default=1, metavar="N", help="micro-batches per window (default: 1)")
+    option("--world-size", type=_integer, default=1, metavar="W", help="ranks (default: 1)")
+    option("--epochs", type=_integer, metavar="E", help="epochs (default: 1, or no limit where --max-steps is given)")
+    option("--max-steps", type=_integer, metavar="K", help="steps to stop after, if the epochs are not over before")
+    option("--drop-last", action="store_true", help="the loader leaves out an incomplete last micro-batch")
+    option("--backend", action="append", type=_names, metavar="B[,B]", help="only these; see 'backends' (default: all)")
+    option("--json", action="store_true", help="one JSON object; its keys: see bench/commands/steps.py")
+    parser.set_defaults(command=_steps)
+
+
+def _integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is not an integer") from None
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _steps(arguments: argparse.Namespace) -> int:
+    from bench.analysis.steps import calculate
+    from bench.backends.base import registry
+    from bench.training import Training
+
+    max_steps = None if arguments.max_steps == -1 else arguments.max_steps
+    training = Training(
+        samples=arguments.samples,
+        batch_size=arguments.batch_size,
+        accumulate=arguments.accumulate,
+        world_size=arguments.world_size,
+        epochs=1 if arguments.epochs is None and max_steps is None else arguments.epochs,
+        max_steps=max_steps,
+        drop_last=arguments.drop_last,
+    )
+    chosen = _chosen(arguments.backend, registry())
+    groups = {rule: (backends, calculate(training, rule)) for rule, backends in _by_rule(chosen).items()}
+    wrong = _wrong(training, {rule: steps for rule, (_, steps) in groups.items()})
+    rows = [
+        {
+            "name": _title(rule),
+            **dataclasses.asdict(rule),
+            "backends": backends,
+            "steps": steps and steps.to_dict(),
+            "differences": _differences(training, rule, steps),
+        }
+        for rule, (backends, steps) in groups.items()
+    ]
+    if arguments.json:
+        naive = {"optimizer_steps": training.naive_steps, "wrong": wrong}
+        print(json.dumps({"training": training.to_dict(), "notes": _notes(training), "naive": naive, "rules": rows}))
+        return GOOD
+    print(_headline(training) + "\n")
+    _print_table([_HEADER, _naive_row(training), *(_row(rule, steps) for rule, (_, steps) in groups.items())])
+    print()
+    for row in rows:
+        print(f"{row['name']}: {', '.join(row['backends'])}")
+    for line in _sentences(training, wrong, rows):
+        print(line)
+    return GOOD
+
+
+def _sentences(training: Training, wrong: str, rows: list[dict[str, Any]]) -> list[str]:
+    """One line for each thing that is said, and of whom it is said; none if nothing differs."""
+    lines = [f"all: {note}" for note in _notes(training)] + [f"naive: {wrong}"] * bool(wrong)
+    said: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        for sentence in row["differences"]:
+            said.setdefault(sentence, []).append(row)
+    for sentence, those in said.items():
+        names = [name for row in those for name in row["backends"]]
+        # Of many backends, only the rules are named.
+        lines.append(f"{', '.join(names if len(names) <= FEW else [row['name'] for row in those])}: {sentence}")
+    return ["", *lines] if lines else []
+
+
+def _chosen(names: list[list[str]] | None, known: Mapping[str, type[Backend]]) -> dict[str, type[Backend]]:
+    """The backends that ``--backend`` names, in the registry's order."""
+    asked = [name for part in names or [["all"]] for name in part]
+    if asked == ["all"]:
+        return dict(known)
+    if not asked:
+        raise InputError("--backend: no name is given; it must be 'all' or a list of backend names")
+    for name in asked:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
+            raise InputError(f"--backend: '{name}' is unknown; {hint}")
+    return {name: backend for name, backend in known.items() if name in asked}
+
+
+def _by_rule(backends: Mapping[str, type[Backend]]) -> dict[Rule, list[str]]:
+    """The names of the backends that follow each rule."""
+    from bench.analysis.steps import Rule
+
+    groups: dict[Rule, list[str]] = {}
+    for name, backend in backends.items():
+        # Lightning's backends may multiply the loss by N, which undoes one of two divisions.
+        divides_once = getattr(backend, "loss_factor", "") == "N"
+        rule = Rule.of(backend.stepping, backend.sharding, divides_once=divides_once)
+        groups.setdefault(rule, []).append(name)
+    return groups
+
+
+def _title(rule: Rule) -> str:
+    from bench.cell import Stepping
+
+    if rule.stepping is not Stepping.SPLIT:
+        return str(rule.stepping)
+    words = ["clearing"] * rule.clears + ["divided once"] * (not rule.twice)
+    return f"split ({', '.join(words)})" if words else "split"
+
+
+_HEADER = (
+    "rule",
+    "updates",
+    "per epoch",
+    "micro-batches",
+    "epochs",
+    "ends by",
+    "= max_steps",
+    "scale",
+    "used",
+    "cleared",
+    "left open",
+    "dropped",
+)
+
+
+def _row(rule: Rule, steps: Steps | None) -> tuple[str, ...]:
+    if steps is None:
+        return (_title(rule), *["unknown"], *["-"] * (len(_HEADER) - 2))
+    shown = steps.steps_per_epoch[:SHOWN]
+    scales = [f"{scale:.4g}" for scale in steps.update_scales]
+    return (
+        _title(rule),
+        str(steps.optimizer_steps) + ("+" if steps.stops == "never" else ""),
+        ",".join(map(str, shown)) + ("..." if len(shown) < len(steps.steps_per_epoch) else ""),
+        str(steps.micro_batches_consumed),
+        f"{steps.epochs_consumed:.4g}",
+        str(steps.stops),
+        "-" if steps.equal_max_steps is None else str(steps.equal_max_steps),
+        "-" if not scales else scales[0] if len(scales) == 1 else f"{scales[-1]}-{scales[0]}",
+        str(steps.samples_used),
+        str(steps.samples_lost_in_mid_run),
+        str(steps.samples_left_open),
+        str(steps.samples_dropped),
+    )
+
+
+def _naive_row(training: Training) -> tuple[str, ...]:
+    return ("naive formula", str(training.naive_steps), *["-"] * (len(_HEADER) - 2))
+
+
+def _print_table(rows: list[tuple[str, ...]]) -> None:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
+    for row in rows:
+        first, *others = (text.rjust(width) for text, width in zip(row, widths, strict=True))
+        print("  ".join([first.strip().ljust(widths[0]), *others]).rstrip())
+
+
+def _headline(training: Training) -> str:
+    until = [] if training.epochs is None else [_count(training.epochs, "epoch")]
+    until += [] if training.max_steps is None else [f"max_steps {training.max_steps}"]
+    return (
+        f"{_count(training.samples, 'sample')} on {_count(training.world_size, 'rank')}: "
+        f"{training.samples_per_rank} per rank and epoch = {_micro_batches(training.micro_batches_per_epoch)} of "
+        f"{training.batch_size} (the last has {training.last_micro_batch}) = "
+        f"{_count(training.full_windows, 'window')} of {training.accumulate} and {training.partial_window} over; "
+        f"effective batch {training.effective_batch}; until {' or '.join(until)}"
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _micro_batches(number: int) -> str:
+    return f"{number} micro-batch" if number == 1 else f"{number} micro-batches"
+
+
+def _notes(training: Training) -> list[str]:
+    """What holds for every backend."""
+    notes = []
+    if padding := training.padding_per_epoch:
+        fate = "" if training.dropped_per_epoch == 0 else ", all of them among those that drop_last leaves out"
+        notes.append(
+            f"DistributedSampler repeats {_count(padding, 'sample')} per epoch, so that all ranks have as many{fate}"
+        )
+    if dropped := training.dropped_per_epoch:
+        notes.append(
+            f"drop_last leaves out {_count(dropped, 'sample')} in every epoch, the incomplete micro-batch of "
+            f"{training.samples_per_rank % training.batch_size} on each rank; it never leaves out an incomplete window"
+        )
+    if training.last_micro_batch < training.batch_size:
+        notes.append(
+            f"the last micro-batch of an epoch has {training.last_micro_batch} of {training.batch_size} samples and "
+            "weighs like a full one where losses are means over the micro-batch: each of its samples counts "
+            f"{training.batch_size / training.last_micro_batch:.4g} times as much"
+        )
+    return notes
+
+
+def _wrong(training: Training, groups: Mapping[Rule, Steps | None]) -> str:
+    """What is wrong with the naive formula, if any rule differs from it."""
+    naive = training.naive_steps
+    others = [
+        f"{_title(rule)} {'never ends' if steps.stops == 'never' else f'takes {steps.optimizer_steps}'}"
+        for rule, steps in groups.items()
+        if steps is not None and (steps.optimizer_steps != naive or steps.stops == "never")
+    ]
+    if not others:
+        return ""
+    reasons = []
+    if training.max_steps == naive:
+        expected = f"max_steps {naive} should give {_count(naive, 'update')}"
+        reasons.append("a framework may count something else, and the epochs may end before")
+    else:
+        expected = f"ceil({training.samples} / {training.effective_batch}) x {training.epochs} = {naive}"
+        if training.dropped_per_epoch:
+            reasons.append("it counts samples that drop_last leaves out")
+        if training.partial_window and any(rule.stepping in ("carry", "split") for rule in groups):
+            reasons.append("it takes every epoch's incomplete window for an update")
+    return f"{expected}, but {'; '.join(others)}: {', and '.join(reasons)}"
+
+
+def _differences(training: Training, rule: Rule, steps: Steps | None) -> list[str]:
+    """One sentence for each thing that a backend of this rule does and a plan would not expect."""
+    from bench.cell import Stepping
+
+    if steps is None:
+        return ["its rule is not declared, so nothing is calculated; measure it with: python -m bench semantics"]
+    n, over = training.accumulate, training.partial_window
+    say: list[str] = []
+    if rule.stepping is Stepping.FLUSH and over:
+        tails = steps.micro_batches_consumed // training.micro_batches_per_epoch
+        say.append(
+            f"the last window of an epoch has {over} of {n} micro-batches and its loss is divided by {n} all the "
+            f"same: {tails} of {_count(steps.optimizer_steps, 'update')} are {over / n:.4g} of the right one"
+        )
+    if rule.stepping is Stepping.CARRY and over:
+        say.append(f"an epoch leaves {_micro_batches(over)} over, with which the next epoch's first window begins")
+    taken = steps.optimizer_steps
+    if others := [f"{name} says {count}" for name, count in steps.steps_reported.items() if count != taken]:
+        say.append(f"{_count(taken, 'update')} taken, but {', and '.join(others)}")
+    if rule.twice and n > 1 and steps.optimizer_steps:
+        less = ", or less" if steps.micro_batches_lost_in_mid_run else ""
+        say.append(f"trainer and engine both divide the loss by {n}: every update is 1/{n} of the right one{less}")
+    if steps.micro_batches_lost_in_mid_run:
+        say.append(
+            f"{steps.micro_batches_lost_in_mid_run} of {_micro_batches(steps.micro_batches_consumed)} "
+            f"({steps.samples_lost_in_mid_run} samples over all ranks) are cleared in "
+            "mid-window by Lightning's zero_grad"
+        )
+    if steps.micro_batches_left_open:
+        say.append(
+            f"{_micro_batches(steps.micro_batches_left_open)} ({_count(steps.samples_left_open, 'sample')} over all "
+            "ranks) stand in an open window at the end and reach no update"
+        )
+    if training.epochs is not None and steps.equal_max_steps is None:
+        say.append(f"no max_steps makes the same updates as {_count(training.epochs, 'epoch')}")
+    return say + _about_max_steps(training, rule, steps)
+
+
+def _about_max_steps(training: Training, rule: Rule, steps: Steps) -> list[str]:
+    """Whether ``max_steps`` ends the training early, late or never."""
+    from bench.analysis.steps import reaches
+
+    wanted = training.max_steps
+    if wanted is None:
+        return []
+    if reaches(training, rule, wanted) is None:
+        stays = (
+            f"an epoch has {_micro_batches(training.micro_batches_per_epoch)}, fewer than N = {training.accumulate}, "
+            f"so trainer.global_step stays 0 and max_steps {wanted} is never reached"
+        )
+        if training.epochs is None:
+            return [
+                f"{stays}: training never ends; it should after {_micro_batches(steps.micro_batches_consumed)}, when "
+                f"{_count(wanted, 'update')} are taken"
+            ]
+        return [f"{stays}: the epochs end it, with {_count(steps.optimizer_steps, 'update')} taken"]
+    if steps.stops == "epochs":
+        return [f"the epochs end it before max_steps {wanted}, with {_count(steps.optimizer_steps, 'update')} taken"]
+    beyond = steps.optimizer_steps - wanted
+    if not beyond:
+        return []
+    return [f"max_steps {wanted} stops it late, {_count(beyond, 'update')} beyond: {steps.optimizer_steps} are taken"]

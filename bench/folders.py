@@ -1,0 +1,19 @@
+"""Where runs and their plots go if nothing else is said."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+
+RESULTS, PLOTS = Path("results"), Path("plots")
+
+
+def plots_folder(folder: Path) -> Path:
+    """Where the plots of a run are drawn: those of results/<run> in plots/<run>, others inside the run's folder."""
+    return PLOTS / folder.name if folder.resolve().parent == RESULTS.resolve() else folder / "plots"
+
+
+def new_folder(name: str) -> Path:
+    """A folder that does not exist yet."""
+    stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
+    return RESULTS / f"{stamp}-{name}"
