@@ -89,6 +89,7 @@ class Scenario:
                 raise InputError(f"{key} = {value}: must be a positive integer")
         if not self.accumulate or min(self.accumulate) < 1:
             raise InputError(f"accumulate = {list(self.accumulate)}: must be positive integers, one or one per epoch")
+        micro_batches = self.micro_batches  # raises what is left to be wrong with the numbers
         if self.token_weights and min(self.token_weights) < 1:
             raise InputError(f"token_weights = {list(self.token_weights)}: must be positive integers")
         if not (math.isfinite(self.clip_norm) and self.clip_norm >= 0):
@@ -97,8 +98,8 @@ class Scenario:
             raise InputError("at: goes with a fault, and a fault with it")
         if self.fault is not Fault.NONE and self.epochs != 1:
             raise InputError(f"epochs = {self.epochs}: a fault happens in a training of one epoch; use 1")
-        if self.at and not 1 <= self.at < self.micro_batches:
-            raise InputError(f"at = {self.at}: an epoch has {self.micro_batches} micro-batches; use 1 to one less")
+        if self.at and not 1 <= self.at < micro_batches:
+            raise InputError(f"at = {self.at}: an epoch has {micro_batches} micro-batches; use 1 to one less")
         trained = self.bound * self.batch_size * self.world_size
         if trained > LARGEST:
             raise InputError(f"samples = {self.samples}: {trained} would be trained in all; use at most {LARGEST}")

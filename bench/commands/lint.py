@@ -1,0 +1,88 @@
+"""``lint``: what gradient accumulation will do with the numbers of training configs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from bench.errors import BAD, GOOD
+
+EPILOG = (
+    "Exit status: 0 nothing found, or no more than an info; 1 an error or a warning; 2 a config cannot be read. The "
+    "rules are listed by --rules."
+)
+
+
+def add(commands: Any) -> None:
+    """Add the command's parser."""
+    parser = commands.add_parser(
+        "lint", help="find accumulation mistakes in Lightning, DeepSpeed and torchtitan configs", epilog=EPILOG
+    )
+    option = parser.add_argument
+    option(
+        "configs",
+        nargs="*",
+        type=Path,
+        metavar="CONFIG",
+        help="a YAML of LightningCLI, a JSON of DeepSpeed or a TOML of torchtitan",
+    )
+    option("--samples", type=_positive, metavar="S", help="of the training set; enables the rules about steps")
+    option("--batch-size", type=_positive, metavar="B", help="of a micro-batch on one rank, if the config is silent")
+    option("--world-size", type=_positive, metavar="W", help="ranks, if the config is silent")
+    option("--deepspeed-version", type=_version, metavar="V", help="instead of the installed one")
+    option("--lightning-version", type=_version, metavar="V", help="instead of the installed one")
+    option("--json", action="store_true", help="print a list of findings as JSON")
+    option("--rules", action="store_true", help="list the rules and stop")
+    parser.set_defaults(command=run)
+
+
+def _positive(text: str) -> int:
+    number = int(text) if text.isascii() and text.isdecimal() and len(text) <= 15 else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not an integer of at least 1")
+    return number
+
+
+def _version(text: str) -> tuple[int, ...]:
+    from bench.lint.options import version
+
+    try:
+        return version(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Lint the configs; the exit status that the findings deserve."""
+    from bench.errors import InputError
+    from bench.lint import RULES, Options, Severity, lint
+    from bench.lint.options import installed
+
+    if arguments.rules:
+        print("\n".join(f"{code:7} {rule.title} ({rule.source})" for code, rule in RULES.items()))
+        return GOOD
+    if not arguments.configs:
+        raise InputError(
+            "lint: name at least one config: a YAML of LightningCLI, a JSON of DeepSpeed, a torchtitan TOML"
+        )
+    options = Options(
+        samples=arguments.samples,
+        batch_size=arguments.batch_size,
+        world_size=arguments.world_size,
+        deepspeed=arguments.deepspeed_version or installed("deepspeed"),
+        lightning=arguments.lightning_version or installed("lightning"),
+    )
+    findings = lint(arguments.configs, options)
+    if arguments.json:
+        print(json.dumps([finding.to_dict() for finding in findings], indent=2))
+    else:
+        for finding in findings:
+            # A file's name may have bytes that are no text.
+            print(str(finding).encode(errors="backslashreplace").decode())
+    if options.wanted:
+        missing = [option for option in ("--samples", "--batch-size", "--world-size") if option in options.wanted]
+        print(f"hint: {' and '.join(missing)} would enable the rules about windows, steps and logs", file=sys.stderr)
+    return BAD if any(finding.severity is not Severity.INFO for finding in findings) else GOOD

@@ -1,0 +1,44 @@
+"""Lint of training configs: what gradient accumulation will do with their numbers, before anything is trained.
+
+A config is that of LightningCLI (YAML), of DeepSpeed (JSON) or of torchtitan (TOML). Every finding names its place,
+says in the config's own numbers what will happen and how to mend it, and names a scenario that shows it in small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.lint import deepspeed, lightning, torchtitan, trainer
+from bench.lint.document import Kind, load
+from bench.lint.findings import RULES, Finding, Rule, Severity
+from bench.lint.options import Options
+from bench.lint.section import Section
+
+__all__ = ["RULES", "Finding", "Options", "Rule", "Severity", "lint"]
+
+
+def lint(files: Sequence[Path], options: Options) -> list[Finding]:
+    """The findings in config files, by file and line.
+
+    A DeepSpeed config that a LightningCLI config among the files names is read as part of it, and not as one for
+    DeepSpeed alone. Raises InputError naming the place of what cannot be read or is wrong.
+    """
+    documents = [load(file) for file in files]
+    findings: list[Finding] = []
+    read: set[Path] = set()
+    for document in documents:
+        if document.kind is Kind.LIGHTNING:
+            training = trainer.read(document, options)
+            findings += lightning.check(training, options)
+            if training.engine_config is not None:
+                read.add(Path(training.engine_config.document.file).resolve())
+    for document in documents:
+        if document.kind is Kind.TORCHTITAN:
+            findings += torchtitan.check(Section(document), options)
+        elif document.kind is Kind.DEEPSPEED and Path(document.file).resolve() not in read:
+            findings += deepspeed.check(Section(document), options)
+    order = {str(file): place for place, file in reversed(list(enumerate(files)))}
+    place = {file: (order.get(file, len(files)), file) for file in {finding.file for finding in findings}}
+    # A DeepSpeed config that two others name is found twice.
+    return sorted(dict.fromkeys(findings), key=lambda found: (*place[found.file], found.line, found.code))

@@ -1,0 +1,85 @@
+"""Windows and steps of a config whose micro-batches per epoch and rank, NB, are known.
+
+The rules are ``bench.analysis.steps``'s; here is only what findings ask of them. The three ways in which a window that
+the end of an epoch leaves incomplete is treated are ``flush`` (Lightning itself), ``carry`` (DeepSpeed) and ``split``
+(DeepSpeed under Lightning) of ``bench.cell.Stepping``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from bench.analysis import steps
+from bench.analysis.steps import Rule
+from bench.cell import Stepping
+from bench.errors import InputError
+from bench.training import LARGEST_ACCUMULATE, Training
+
+__all__ = ["LARGEST_ACCUMULATE", "MAX_EPOCHS", "Epochs", "batches_per_epoch"]
+
+MAX_EPOCHS = 1000
+"""Epochs that are looked at: as many as Lightning trains if it is told nothing."""
+FLUSH, CARRY = Rule(stepping=Stepping.FLUSH), Rule(stepping=Stepping.CARRY)
+SPLIT = Rule(stepping=Stepping.SPLIT, clears=True, twice=True)
+
+
+def batches_per_epoch(samples: int, batch_size: int, world_size: int, *, drop_last: bool) -> int:
+    """NB of a loader that keeps or drops its last, smaller batch; 0 if it has none."""
+    try:
+        return Training(
+            samples=samples, batch_size=batch_size, world_size=world_size, drop_last=drop_last
+        ).micro_batches_per_epoch
+    except InputError:
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Epochs:
+    """The arithmetic of a run whose epochs all have NB micro-batches."""
+
+    num_batches: int
+    """NB, at least 1."""
+    accumulate: int
+    """N, at most ``bench.training.LARGEST_ACCUMULATE``."""
+
+    @property
+    def _plan(self) -> Training:
+        return Training(samples=self.num_batches, batch_size=1, accumulate=self.accumulate)
+
+    @property
+    def tail(self) -> int:
+        """Micro-batches of the incomplete window at the end of an epoch; 0 if there is none."""
+        return self._plan.partial_window
+
+    @property
+    def flushed(self) -> int:
+        """Steps per epoch if the tail is stepped too: ceil(NB / N)."""
+        return self._plan.windows
+
+    @property
+    def whole(self) -> int:
+        """Complete windows per epoch, counted anew in each: floor(NB / N). Lightning's steps above DeepSpeed."""
+        return self._plan.full_windows
+
+    def carried(self, epochs: int) -> int:
+        """Steps of an engine that counts micro-batches on over epochs: floor(NB E / N)."""
+        return steps.updates(self._plan, CARRY, self.num_batches * epochs)
+
+    def batches_at_flushed_step(self, step: int) -> int:
+        """Micro-batches consumed when step number ``step`` (from 1) has been made, with ``flush``."""
+        return steps.reaches(self._plan, FLUSH, step) or 0
+
+    def batches_at_whole_step(self, step: int) -> int | None:
+        """Micro-batches consumed when the trainer above DeepSpeed has counted ``step`` steps; None if it never does."""
+        return steps.reaches(self._plan, SPLIT, step)
+
+    def lost(self, epochs: int) -> int:
+        """Micro-batches that no update sees, over the first epochs, where the trainer's ``zero_grad`` clears them.
+
+        Those that are open after the last of these epochs are counted too.
+        """
+        plan = dataclasses.replace(self._plan, epochs=min(epochs, MAX_EPOCHS))
+        found = steps.calculate(plan, SPLIT)
+        assert found is not None
+        return found.micro_batches_lost_in_mid_run + found.micro_batches_left_open
