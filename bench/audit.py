@@ -61,6 +61,10 @@ class AuditTask:
         return cls(**{**values, "scenarios": scenarios, "device": Device(values["device"])})
 
 
+PEERS_S = 3.0
+"""How long a rank on which a scenario failed waits for the others to fail too, or to end it."""
+
+
 class MicroBatchError(RuntimeError):
     """Raised in the loss of the micro-batch at which a scenario wants an exception."""
 
@@ -80,23 +84,40 @@ def run_rank(task_json: str) -> None:
     def work(number: int) -> dict[str, Any]:
         device = rank.join(task.device, threads=1, seed=0)
         backend = registry()[task.backend]
-        audits = [_audit(scenario, backend, number, device) for scenario in task.scenarios]
+        audits = [_audit(task, index, backend, number, device) for index in range(len(task.scenarios))]
         return {"status": Status.OK, "audits": audits}
 
     rank.live(Path(task.folder), work)
 
 
-def _audit(scenario: Scenario, backend: type[Backend], number: int, device: torch.device) -> dict[str, Any]:
-    """One scenario on this rank; see ``Audit.run``. Rank 0 makes the folder for checkpoints, which all share."""
+def _audit(task: AuditTask, index: int, backend: type[Backend], number: int, device: torch.device) -> dict[str, Any]:
+    """One scenario on this rank; see ``Audit.run``. Rank 0 makes the folder for checkpoints, which all share.
+
+    Raises what went wrong if it did on this rank alone: its peers wait for it inside a collective, and never return.
+    """
     import torch.distributed as dist
 
     gc.collect()  # frees the scenario before, whose frameworks leave cycles
     with tempfile.TemporaryDirectory(prefix="accumulation-bench-") if number == 0 else nullcontext("") as own:
         shared = [own]
         dist.broadcast_object_list(shared)
-        found = Audit(scenario, backend, number, device, Path(shared[0])).run()
+        audit = Audit(task.scenarios[index], backend, number, device, Path(shared[0]))
+        found = audit.run()
+        (Path(task.folder) / f"done-{index}-{number}").touch()
+        if audit.error is not None and not _all_done(task, index):
+            raise audit.error
         dist.barrier()
     return found
+
+
+def _all_done(task: AuditTask, index: int) -> bool:
+    """Whether all ranks have come to the end of a scenario, well or not, within ``PEERS_S``."""
+    deadline = time.monotonic() + PEERS_S
+    while time.monotonic() < deadline:
+        if all((Path(task.folder) / f"done-{index}-{rank}").exists() for rank in range(task.world_size)):
+            return True
+        time.sleep(0.02)
+    return False
 
 
 class Audit:
@@ -124,6 +145,7 @@ class Audit:
         self.schedulers: list[LRScheduler] = []
         self.skip = 0
         """Micro-batches of the epoch that a resumed training is not given again."""
+        self.error: Exception | None = None
         self._first_sample: int | None = None
         self._epoch = -1
         self._read_upto = 0
@@ -139,7 +161,7 @@ class Audit:
         many losses came before each fault; ``events``: the taps' events in order, a letter each;
         ``changes``: for each update, the coefficient of each slot that has one; ``digests``: of all weights after each
         update, equal on all ranks if their replicas are; ``reported``: the framework's own counters; ``stopped``:
-        ``ended``, or ``bound`` if it would not have; ``failure``: as ``bench.rank.failure`` has it, or None.
+        ``ended``, ``failed``, or ``bound`` if it would not have ended; ``failure``: as ``bench.rank.failure`` has it.
         """
         stopped, failure = "ended", None
         try:
@@ -148,6 +170,7 @@ class Audit:
         except _BoundReached:
             stopped = "bound"
         except Exception as error:
+            self.error = error
             stopped, failure = "failed", rank.failure(error)
         reported: dict[str, int] = {}
         with suppress(Exception):  # a framework that failed early may have no counters

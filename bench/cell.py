@@ -12,6 +12,9 @@ from typing import Any
 REFERENCE = "reference"
 """Name of the backend that is the truth: one process, the full batch, plain PyTorch, fp32."""
 
+LATER: dict[str, Any] = {"clip_norm": 0.0}
+"""Fields of a cell that came after the first release, with the default that stands for what was done before."""
+
 
 class Sync(StrEnum):
     """When gradients are reduced across ranks."""
@@ -104,9 +107,9 @@ class Cell:
     accumulation_dtype: str = "fp32"
     """dtype in which gradients are summed over the window."""
     optimizer: str = "adamw-foreach"
-    """``adamw-foreach`` or ``adamw-fused``."""
+    """``adamw-foreach``, ``adamw-fused``, or ``sgd``: plain, without momentum."""
     learning_rate: float = 1e-3
-    """Of AdamW; the update pass always uses SGD with learning rate 1."""
+    """Of the optimizer; the update pass always uses SGD with learning rate 1."""
     warmup_windows: int = 3
     """Windows trained before the first timed one."""
     timed_windows: int = 12
@@ -115,6 +118,8 @@ class Cell:
     """Of the initial weights and of the tokens."""
     device: Device = Device.CPU
     """What the ranks run on."""
+    clip_norm: float = 0.0
+    """The largest L2 norm of the whole gradient that an update may use; 0 for no clipping."""
 
     @property
     def micro_batch_size(self) -> int:
@@ -128,8 +133,12 @@ class Cell:
 
     @property
     def cell_id(self) -> str:
-        """The first 12 hex digits of the SHA-256 of the canonical JSON of all fields."""
-        canonical = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+        """The first 12 hex digits of the SHA-256 of the canonical JSON of all fields.
+
+        Ids are for ever: a field of LATER counts only where it is not at its default, as if it had never been added.
+        """
+        content = {name: value for name, value in self.to_dict().items() if LATER.get(name) != value}
+        canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:12]
 
     @property

@@ -76,7 +76,7 @@ def _lost(scenario: Scenario, outcome: Outcome) -> dict[str, Any]:
     failure = {"status": outcome.status, "reason": outcome.reason, "traceback": outcome.traceback}
     return {
         "scenario": scenario.name,
-        "stopped": "failed",
+        "stopped": "lost",
         "failure": failure,
         "own_slots": scenario.bound * scenario.batch_size,
         "fetches": [],

@@ -20,7 +20,9 @@ from bench.workload.sizes import SIZES
 
 FOLDER = Path(__file__).parent / "matrices"
 """The matrices that are shipped, one TOML file each; the file's name is the matrix' name."""
-OPTIMIZERS = ("adamw-foreach", "adamw-fused")
+OPTIMIZERS = ("adamw-foreach", "adamw-fused", "sgd")
+METHODS = tuple(dict.fromkeys(name.partition("-")[0] for name in OPTIMIZERS))
+"""What the optimizers compute, each with a learning rate of its own: adamw, sgd."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,16 @@ def _integer(least: int) -> Callable[[Any], bool]:
 
 def _number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
+
+
+def _number_or_0(value: Any) -> bool:
+    return _number(value) or (value == 0 and not isinstance(value, bool))
+
+
+def _rates(value: Any) -> bool:
+    if isinstance(value, dict):
+        return bool(value) and value.keys() <= set(METHODS) and all(map(_number, value.values()))
+    return _number(value)
 
 
 def _list_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -65,7 +77,11 @@ KEYS: dict[str, Key] = {
     "workload.sequence_length": Key(_integer(1), "an integer of at least 1"),
     "workload.global_batch_size": Key(_integer(1), "an integer of at least 1"),
     "training.optimizer": Key(_one_of(*OPTIMIZERS), f"one of {', '.join(OPTIMIZERS)}", "adamw-foreach"),
-    "training.learning_rate": Key(_number, "a positive number", 1e-3),
+    "training.learning_rate": Key(
+        _rates,
+        "a positive number, or a table of one for each of " + " and ".join(METHODS),
+        {"adamw": 1e-3, "sgd": 0.05},
+    ),
     "training.warmup_windows": Key(_integer(1), "an integer of at least 1", 3),
     "training.timed_windows": Key(_integer(1), "an integer of at least 1", 12),
     "training.seed": Key(_integer(0), "an integer of at least 0 and below 2**63", 0),
@@ -78,8 +94,10 @@ KEYS: dict[str, Key] = {
         "a list of integers of at least 1, or 'all' for one rank per GPU",
     ),
     "axes.precision": Key(_list_of(_one_of(*Precision)), f"a list of {', '.join(Precision)}", ["fp32"]),
+    "axes.optimizer": Key(_list_of(_one_of(*OPTIMIZERS)), f"a list of {', '.join(OPTIMIZERS)}", []),
+    "axes.clip_norm": Key(_list_of(_number_or_0), "a list of positive numbers, or 0 for no clipping", [0.0]),
 }
-"""All keys of a matrix file, as table.key; the only ones allowed."""
+"""All keys of a matrix file, as table.key; the only ones allowed. One optimizer may also stand under ``training``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +175,11 @@ def parse(document: Mapping[str, Any], *, name: str, source: str) -> Matrix:
         if key not in given and rule.default is None:
             raise InputError(f"{source}: {key} is missing; it must be {rule.expected}")
         values[key] = given.get(key, rule.default)
+    if {"axes.optimizer", "training.optimizer"} <= given.keys():
+        raise InputError(
+            f"{source}: axes.optimizer is {given['axes.optimizer']!r} and training.optimizer is "
+            f"{given['training.optimizer']!r}; leave one of them out"
+        )
     return Matrix(name=name, source=source, values=values)
 
 
@@ -173,8 +196,8 @@ def _suggest(name: str, known: Sequence[str]) -> str:
 def expand(matrix: Matrix, backends: Mapping[str, type[Backend]], num_gpus: int) -> list[Cell]:
     """The cells of a matrix, each once; the reference of each cell comes along and stands before the others.
 
-    Raises InputError for an unknown backend, model or workload, a batch that does not divide by N x W, a corpus that
-    cannot be used, or more ranks than GPUs.
+    Raises InputError for an unknown backend, model or workload, an optimizer without a learning rate, a batch that does
+    not divide by N x W, a corpus that cannot be used, or more ranks than GPUs.
     """
     chosen = list(backends) if matrix["axes.backend"] == "all" else matrix["axes.backend"]
     for name in chosen:
@@ -186,9 +209,10 @@ def expand(matrix: Matrix, backends: Mapping[str, type[Backend]], num_gpus: int)
     corpus = matrix["workload.corpus"]
     if corpus != "markov":
         corpus = describe_file(Path(corpus), matrix["workload.sequence_length"] + 1, matrix.place("workload.corpus"))
+    rates = _learning_rates(matrix)
     cells: dict[Cell, None] = {}
-    for precision, world_size, accumulate, name in itertools.product(
-        matrix["axes.precision"], world_sizes, matrix["axes.accumulate"], chosen
+    for optimizer, clip_norm, precision, world_size, accumulate, name in itertools.product(
+        rates, matrix["axes.clip_norm"], matrix["axes.precision"], world_sizes, matrix["axes.accumulate"], chosen
     ):
         cell = Cell(
             backend=name,
@@ -200,12 +224,13 @@ def expand(matrix: Matrix, backends: Mapping[str, type[Backend]], num_gpus: int)
             model=matrix["workload.model"],
             corpus=corpus,
             precision=Precision(precision),
-            optimizer=matrix["training.optimizer"],
-            learning_rate=float(matrix["training.learning_rate"]),
+            optimizer=optimizer,
+            learning_rate=rates[optimizer],
             warmup_windows=matrix["training.warmup_windows"],
             timed_windows=matrix["training.timed_windows"],
             seed=matrix["training.seed"],
             device=Device(matrix["device"]),
+            clip_norm=float(clip_norm),
         )
         cells.setdefault(cell)
     references = {cell.reference(): None for cell in cells}
@@ -235,6 +260,24 @@ def _world_sizes(matrix: Matrix, num_gpus: int) -> list[int]:
     elif asked == "all":
         raise InputError(f"{place} is 'all', which means GPUs; on the CPU it must be a list of integers")
     return [num_gpus] if asked == "all" else list(asked)
+
+
+def _learning_rates(matrix: Matrix) -> dict[str, float]:
+    """The learning rate of each optimizer that is asked for."""
+    optimizers = matrix["axes.optimizer"] or [matrix["training.optimizer"]]
+    rates, place = matrix["training.learning_rate"], matrix.place("training.learning_rate")
+    methods = {name: name.partition("-")[0] for name in optimizers}
+    if not isinstance(rates, dict):
+        if len(set(methods.values())) > 1:
+            raise InputError(
+                f"{place} is {rates!r} for {' and '.join(methods)}, which need different ones; "
+                f"give a table such as {{adamw = 1e-3, sgd = 0.05}}"
+            )
+        rates = dict.fromkeys(METHODS, rates)
+    for name, method in methods.items():
+        if method not in rates:
+            raise InputError(f"{place} has none for {name}; add {method} = ... to the table")
+    return {name: float(rates[method]) for name, method in methods.items()}
 
 
 def _check_batch(matrix: Matrix, world_sizes: Sequence[int]) -> None:

@@ -72,7 +72,8 @@ def estimate(
         return Estimate(walls.get(cell.cell_id), "measured" if cell.cell_id in walls else "unknown", None)
     size = SIZES[cell.model]
     parameters = size.num_parameters
-    memory = state_bytes(parameters, backend.sharding, backend.sync, cell.world_size, cell.accumulate)
+    moments = 0 if cell.optimizer == "sgd" else 2
+    memory = state_bytes(parameters, backend.sharding, backend.sync, cell.world_size, cell.accumulate, moments)
     tokens = cell.micro_batch_size * cell.sequence_length
     memory += tokens * (size.num_layers * size.hidden_size * ACTIVATION_BYTES_PER_ELEMENT + 12 * size.vocab_size)
     if cell.cell_id in walls:
@@ -91,8 +92,10 @@ def estimate(
     return Estimate(FIXED_S + windows * step, "rough", memory)
 
 
-def state_bytes(parameters: int, sharding: Sharding, sync: Sync, world_size: int, accumulate: int) -> int:
-    """Bytes per rank of fp32 parameters, fp32 gradients and AdamW's two moments, by what is sharded.
+def state_bytes(
+    parameters: int, sharding: Sharding, sync: Sync, world_size: int, accumulate: int, moments: int = 2
+) -> int:
+    """Bytes per rank of fp32 parameters, fp32 gradients and the optimizer's moments (AdamW's two), by what is sharded.
 
     With deferred sync a sharded backend holds whole gradients as soon as there is a window to defer over.
     """
@@ -105,5 +108,5 @@ def state_bytes(parameters: int, sharding: Sharding, sync: Sync, world_size: int
     return (
         4 * parameters // shards["parameters"]
         + 4 * parameters // shards["gradients"]
-        + 8 * parameters // shards["moments"]
+        + 4 * moments * parameters // shards["moments"]
     )

@@ -36,6 +36,7 @@ TRIAL_COLUMNS: dict[str, str] = {
     "corpus": "string",
     "optimizer": "string",
     "learning_rate": "Float64",
+    "clip_norm": "Float64",
     "seed": "Int64",
     "device": "string",
     "device_name": "string",
@@ -59,6 +60,9 @@ TRIAL_COLUMNS: dict[str, str] = {
     "update_error": "Float64",
     "update_scale": "Float64",
     "update_residual": "Float64",
+    "gradient_norm": "Float64",
+    "unclipped_error": "Float64",
+    "unclipped_scale": "Float64",
     "entropy_floor": "Float64",
     "wall_s": "Float64",
     "training_s": "Float64",
@@ -67,8 +71,10 @@ TRIAL_COLUMNS: dict[str, str] = {
 }
 """Columns of trials.parquet with their dtypes. Step time is the median over the timed steps of the maximum over
 ranks; memory the maximum over ranks; ``update_*`` and the CPU's memory are measured once per cell and repeated on its
-good trials; ``micro_batches_per_update`` lists the different numbers that were seen; ``bf16_as`` says how a bf16 cell
-computes; ``energy_j_per_step`` and ``virtual_world_size`` are empty where they were not measured."""
+good trials; ``gradient_norm`` is that of the update pass before clipping, and ``unclipped_*`` the update's error and
+scale without clipping, for cells that clip; ``micro_batches_per_update`` lists the different numbers that were seen;
+``bf16_as`` says how a bf16 cell computes; ``energy_j_per_step`` and ``virtual_world_size`` are empty where they were
+not measured."""
 
 CHILD_COLUMNS: dict[str, dict[str, str]] = {
     "steps": {"step": "Int64", "seconds": "Float64"},
@@ -164,6 +170,7 @@ def _trial_row(record: dict[str, Any], manifest: dict[str, Any], once: dict[tupl
         )
     }
     row["run_id"] = manifest["run_id"]
+    row["clip_norm"] = cell.clip_norm  # older records have none
     row["micro_batch_size"] = cell.micro_batch_size
     row["optimizer_steps_expected"] = cell.windows
     row["num_passes"] = len(record.get("passes", ()))
@@ -175,6 +182,7 @@ def _trial_row(record: dict[str, Any], manifest: dict[str, Any], once: dict[tupl
     update = once.get((cell.cell_id, "update"))
     if update and good:
         row |= {f"update_{name}": update[name] for name in ("error", "scale", "residual")}
+        row |= {name: update.get(name) for name in ("gradient_norm", "unclipped_error", "unclipped_scale")}
     memory = once.get((cell.cell_id, "memory"))
     if memory and "peak" in memory and good:
         row |= {"peak_memory_bytes": memory["peak"], "peak_memory_source": "tracked tensors"}

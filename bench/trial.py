@@ -3,8 +3,9 @@
 Instruments change what they measure, so each has a pass of its own, on a fresh build of the same cell:
 
 1. ``time``: nothing attached but the taps. Warm-up windows, then the timed ones.
-2. ``update``: one window of SGD with learning rate 1 from the initial weights; what it changed is compared with the
-   reference's change.
+2. ``update``: one window of SGD with learning rate 1 from the initial weights, clipped as the cell clips; what it
+   changed is compared with the change of the reference, which clips likewise. A cell that clips has two such windows:
+   one without clipping comes first, since clipping makes a gradient of a wrong scale right where both are too long.
 3. ``collectives``: c10d operators between the second and the third update.
 4. ``memory``: the ledger's peak between the second and the third update (CUDA reads its allocator in the time pass).
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import math
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -143,10 +145,14 @@ class Trial:
         windows: int,
         *,
         optimizer: Callable[[Iterable[Parameter]], Optimizer] | None = None,
+        clip_norm: float | None = None,
         instrument: AbstractContextManager[Any] | None = None,
         keep_parameters: bool = False,
     ) -> Backend:
-        """One fresh build of the backend, trained for some windows under the given taps."""
+        """One fresh build of the backend, trained for some windows under the given taps.
+
+        Optimizer and clipping are the cell's unless given.
+        """
         import torch
 
         cell = self.cell
@@ -158,7 +164,7 @@ class Trial:
             rank=self.rank,
             global_batch_size=cell.global_batch_size,
         )
-        make_optimizer = optimizer or self._adamw
+        make_optimizer = optimizer or self._optimizer
         backend = self.backend()
         job = Job(
             cell=cell,
@@ -178,6 +184,7 @@ class Trial:
                 torch.autocast(self.device.type, torch.bfloat16) if str(cell.precision) == "bf16" else nullcontext()
             ),
             keep_parameters=keep_parameters,
+            clip_norm=cell.clip_norm if clip_norm is None else clip_norm,
         )
         with instrument or nullcontext():
             backend.train(job)
@@ -192,9 +199,11 @@ class Trial:
         model, self._unused_model = self._unused_model or self.workload.model(), None
         return model.to(self.device)
 
-    def _adamw(self, parameters: Iterable[Parameter]) -> Optimizer:
+    def _optimizer(self, parameters: Iterable[Parameter]) -> Optimizer:
         import torch
 
+        if self.cell.optimizer == "sgd":
+            return torch.optim.SGD(parameters, lr=self.cell.learning_rate, foreach=True)
         kind = {self.cell.optimizer.removeprefix("adamw-"): True}
         return torch.optim.AdamW(parameters, lr=self.cell.learning_rate, **kind)  # type: ignore[arg-type]
 
@@ -237,14 +246,31 @@ class Trial:
         }
 
     def update(self) -> dict[str, float] | None:
-        """The update pass; rank 0 compares, the other ranks only take part in gathering."""
+        """The update pass; rank 0 compares, the other ranks only take part in gathering.
+
+        Beside what ``compare`` finds: the norm of the gradient before it is clipped and, if the cell clips, the error
+        and the scale of the update without clipping, as ``unclipped_*``.
+        """
+        reference = Path(self.spec.reference)
+        if not self.cell.clip_norm:
+            return self._sgd_window(0.0, reference)
+        unclipped = self._sgd_window(0.0, reference.with_suffix(".unclipped"))
+        gc.collect()
+        clipped = self._sgd_window(self.cell.clip_norm, reference)
+        if unclipped is None or clipped is None:
+            return None
+        more = {f"unclipped_{name}": unclipped[name] for name in ("error", "scale")}
+        return {**clipped, "gradient_norm": unclipped["gradient_norm"], **more}
+
+    def _sgd_window(self, clip_norm: float, reference: Path) -> dict[str, float] | None:
+        """One window of SGD with learning rate 1 against the reference's in that file, which the reference writes."""
         import torch
 
         from bench.probes.update import compare, save
 
         taps = Taps(time.perf_counter)
         sgd = lambda parameters: torch.optim.SGD(parameters, lr=1.0, foreach=True)  # noqa: E731
-        backend = self.train(taps, 1, optimizer=sgd, keep_parameters=True)
+        backend = self.train(taps, 1, optimizer=sgd, clip_norm=clip_norm, keep_parameters=True)
         after = {name: p.detach().float().cpu() for name, p in backend.full_parameters().items()}
         if self.rank != 0:
             return None
@@ -255,8 +281,9 @@ class Trial:
             )
         change = {name: after[name] - before[name] for name in before}
         if self.cell == self.cell.reference():
-            save(change, Path(self.spec.reference))
-        return compare(change, Path(self.spec.reference))
+            save(change, reference)
+        squares = sum(float(value.double().pow(2).sum()) for value in change.values())
+        return {**compare(change, reference), "gradient_norm": math.sqrt(squares)}
 
     def collectives(self) -> list[dict[str, Any]]:
         """The collectives pass: rows of op, dtype, calls and payload bytes of one settled window."""

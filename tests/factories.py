@@ -12,6 +12,7 @@ from bench.errors import InputError
 from bench.journal import SCHEMA_VERSION
 from bench.launch import Outcome
 from bench.matrix import Matrix, parse
+from bench.scenario import Scenario
 from bench.trial import EXTRA_PASSES, Spec
 
 ALL_PASSES = ("time", *EXTRA_PASSES)
@@ -204,3 +205,66 @@ class FakeLauncher:
 
     def close(self) -> None:
         self.closed += 1
+
+
+def make_observation(
+    backend_name: str = "ddp-eager",
+    updates: Sequence[Mapping[int, Mapping[int, float]]] = ({0: dict.fromkeys(range(8), 0.125)},),
+    findings: Sequence[tuple[str, str]] = (),
+    *,
+    scenario: Mapping[str, Any] | None = None,
+    **changes: Any,
+) -> dict[str, Any]:
+    """What a backend did, as ``bench.analysis.diagnosis.observation`` tells it: coefficients by epoch and sample.
+
+    All samples have the same number of tokens, and each is used once in an update. Findings are words and levels, the
+    gravest first.
+    """
+    values = {"name": "made", "title": "made by hand", "samples": 8, "batch_size": 1, "accumulate": (4,)}
+    made = Scenario.from_dict({**values, **(scenario or {})})
+    told = []
+    for update in updates:
+        flat = [coefficient for of in update.values() for coefficient in of.values()]
+        samples: dict[str, float] = {}
+        for of in update.values():
+            for sample, coefficient in of.items():
+                samples[str(sample)] = samples.get(str(sample), 0.0) + coefficient
+        shares = [coefficient / sum(flat) * len(flat) for coefficient in flat]
+        told.append(
+            {
+                "samples": samples,
+                "sum": sum(flat),
+                "right_sum": 1.0,
+                "epochs": list(update),
+                "micro_batches": len(flat) // (made.batch_size * made.world_size),
+                "by_epoch": {str(e): {str(s): c for s, c in of.items()} for e, of in update.items()},
+                "relative": {str(e): {str(s): c * len(flat) for s, c in of.items()} for e, of in update.items()},
+                "distortion": max(max(share, 1 / share) for share in shares),
+            }
+        )
+    ratios = [update["sum"] for update in told]
+    grave = [(word, level) for word, level in findings if level != "detail"]
+    verdict, level = grave[0] if grave else ("right", "detail")
+    lost, left_open = changes.get("lost", {}), changes.get("left_open", {})
+    return {
+        "backend": backend_name,
+        "scenario": made.to_dict(),
+        "updates": told,
+        "optimizer_steps_observed": len(told),
+        "optimizer_steps_without_effect": 0,
+        "steps_reported": {},
+        "samples_lost": sum(map(len, lost.values())),
+        "samples_left_open": sum(map(len, left_open.values())),
+        "samples_duplicated": 0,
+        "samples_never_fetched": 0,
+        "lost": {},
+        "left_open": {},
+        "weight_ratio": sum(ratios) / len(ratios) if ratios else None,
+        "micro_batches": sum(update["micro_batches"] for update in told),
+        "stopped": "ended",
+        "failure": None,
+        "verdict": verdict,
+        "level": level,
+        "findings": [{"word": word, "level": level, "text": f"{word} here"} for word, level in findings],
+        "diagnosis": "; ".join(f"{word} here" for word, _ in findings) or "every update is right",
+    } | changes

@@ -39,6 +39,8 @@ def _failed(reading: Reading) -> Iterator[Finding]:
     reason = " ".join(reading.failure["reason"].split())
     if reading.failure["status"] == Status.UNSUPPORTED:
         yield Finding("unsupported", reason, Level.NOTE)
+    elif reading.stopped == "lost":
+        yield Finding(str(reading.failure["status"]), f"the process group ended without a word: {reason}")
     elif not reading.num_micro_batches:
         yield Finding("refused", f"the framework refuses before the first micro-batch: {reason}", Level.NOTE)
     elif reading.first["faults"]:

@@ -39,6 +39,8 @@ TOLERANCES: dict[str, Tolerance] = {
 }
 """By precision of the cell. The reference is fp32 for all."""
 
+SGD = "sgd"
+"""The optimizer whose step is in proportion to the update, so that a wrong scale of it moves the losses."""
 SAME_FACTOR = 0.05
 """How near a scale must be to 1/N, N, 1/W or W to be called by that name. Where several fit, all are named."""
 
@@ -75,19 +77,45 @@ def findings(row: Any, deviation: float | None) -> list[str]:
     """
     tolerance = TOLERANCES[row["precision"]]
     found = _step_findings(row)
+    update = _update_finding(row, tolerance)
     if deviation is None:
         found.append("no reference losses to check against: the reference failed or took other steps")
     elif not deviation <= tolerance.loss_deviation:
         what = "a loss is not finite" if math.isnan(deviation) else f"losses leave the reference's by {deviation:.2g}"
-        found.append(f"{what} (limit {tolerance.loss_deviation:g} nats in {row['precision']})")
+        what += f" (limit {tolerance.loss_deviation:g} nats in {row['precision']})"
+        if update and math.isfinite(deviation) and _moves_losses(row):
+            update += f", and so {what}"
+        else:
+            found.append(what)
+    return [*found, update] if update else found
+
+
+def _update_finding(row: Any, tolerance: Tolerance) -> str:
+    """What is wrong with the update of one SGD window, clipped as the cell clips; empty if it is right."""
     if pd.isna(row["update_error"]):
-        found.append("no update to check: the update pass did not run, or the reference has none")
-    elif row["update_error"] > tolerance.update_error:
-        found.append(
-            f"the update is off by {row['update_error']:.2g} (limit {tolerance.update_error:g} in {row['precision']}): "
-            + explain_update(row["update_scale"], row["update_residual"], row["accumulate"], row["world_size"])
+        return "no update to check: the update pass did not run, or the reference has none"
+    scale, residual, sizes = row["update_scale"], row["update_residual"], (row["accumulate"], row["world_size"])
+    limit = f"(limit {tolerance.update_error:g} in {row['precision']})"
+    clip = _clip(row)
+    if row["update_error"] > tolerance.update_error:
+        return f"the update is off by {row['update_error']:.2g} {limit}: {explain_update(scale, residual, *sizes, clip)}"
+    if clip and row["unclipped_error"] > tolerance.update_error:
+        cause = explain_update(clip.unclipped_scale, residual, *sizes)
+        return (
+            f"the update is off by {row['unclipped_error']:.2g} {limit} before it is clipped, and right after, as both "
+            f"were longer than {clip.norm:g}: {cause}"
         )
-    return found
+    return ""
+
+
+def _moves_losses(row: Any) -> bool:
+    """Whether a wrong scale is the whole of what is wrong with the update, and one that the losses must show.
+
+    AdamW divides every scale out again, but not what clipping did before it: windows of short gradients then weigh less
+    beside the clipped ones than they should, or more.
+    """
+    multiple = not row["update_residual"] > SAME_FACTOR and row["update_scale"] > 0
+    return bool(multiple and (row["optimizer"] == SGD or row["clip_norm"] > 0))
 
 
 def _step_findings(row: Any) -> list[str]:
@@ -104,10 +132,43 @@ def _step_findings(row: Any) -> list[str]:
     return found
 
 
-def explain_update(scale: float, residual: float, accumulate: int, world_size: int) -> str:
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """What is known of a clipped update."""
+
+    norm: float
+    """The largest norm that an update may have."""
+    gradient_norm: float
+    """The backend's, before clipping."""
+    unclipped_scale: float
+    """How many times the reference's update the backend's is if neither clips."""
+
+    @property
+    def due_scale(self) -> float:
+        """The same of clipped updates, if the backend clips its own gradient as it should."""
+        return min(self.gradient_norm, self.norm) / min(self.gradient_norm / self.unclipped_scale, self.norm)
+
+    @property
+    def scale_if_not_clipped(self) -> float:
+        """The same if only the reference clips."""
+        return self.gradient_norm / min(self.gradient_norm / self.unclipped_scale, self.norm)
+
+
+def _clip(row: Any) -> Clip | None:
+    """What is known of the clipping in a row of the trials table, if it is enough to calculate with."""
+    facts = [row["clip_norm"], row["gradient_norm"], row["unclipped_scale"]]
+    known = all(pd.notna(fact) and math.isfinite(fact) and fact > 0 for fact in facts)
+    return Clip(*facts) if known else None
+
+
+def explain_update(
+    scale: float, residual: float, accumulate: int, world_size: int, clip: Clip | None = None
+) -> str:
     """The likeliest cause of a wrong update, from how it relates to the right one.
 
-    ``scale`` is the least-squares factor between the two and ``residual`` what it leaves unexplained.
+    ``scale`` is the least-squares factor between the two and ``residual`` what it leaves unexplained. With ``clip`` both
+    were clipped. A gradient that is f times the right one, of norm g, should then give the scale min(f g, c) / min(g, c),
+    c being the largest norm allowed: so it is told whether clipping or what came before is to blame.
     """
     if pd.isna(scale):
         return "it is not finite"
@@ -118,6 +179,12 @@ def explain_update(scale: float, residual: float, accumulate: int, world_size: i
             f"{scale:.3g} times the right one and {100 * residual:.2g}% of it pointing elsewhere: samples were lost, "
             "repeated or weighted unequally"
         )
+    if clip and abs(clip.unclipped_scale - 1) > SAME_FACTOR and abs(scale / clip.due_scale - 1) < SAME_FACTOR:
+        cause = explain_update(clip.unclipped_scale, residual, accumulate, world_size)
+        how = "clipped" if clip.gradient_norm > clip.norm else "not long enough to be clipped"
+        return f"{cause}; {how} to norm {clip.norm:g} it is {scale:.3g} times the right one"
+    if clip and abs(clip.due_scale - 1) < SAME_FACTOR:
+        ...
     causes = [
         (1 / accumulate, f"1/{accumulate} of the right one: the loss is divided by N = {accumulate} twice"),
         (accumulate, f"{accumulate} times the right one: the loss is not divided by N = {accumulate}"),
