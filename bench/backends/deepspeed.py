@@ -24,6 +24,7 @@ def zero_config(stage: int, job: Job) -> dict[str, Any]:
     up to 1e9 parameters gathered). Communication overlaps on CUDA only; the CPU has no streams. The throughput timer is
     off, since it synchronizes the device in every micro-batch.
     """
+    bucket = job.block_parameters + job.block_parameters % 2  # DeepSpeed wants an even number
     return {
         "train_micro_batch_size_per_gpu": job.cell.micro_batch_size,
         "gradient_clipping": job.clip_norm,
@@ -37,8 +38,8 @@ def zero_config(stage: int, job: Job) -> dict[str, Any]:
             "overlap_comm": job.device.type == "cuda",
             "contiguous_gradients": True,
             "reduce_scatter": True,
-            "reduce_bucket_size": max(1, job.block_parameters),
-            "allgather_bucket_size": max(1, job.block_parameters),
+            "reduce_bucket_size": bucket,
+            "allgather_bucket_size": bucket,
             "stage3_param_persistence_threshold": 0,
             "stage3_max_reuse_distance": 0,
             "stage3_max_live_parameters": 2 * job.block_parameters,

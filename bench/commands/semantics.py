@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import sys
 from collections.abc import Sequence
@@ -260,9 +261,24 @@ def _samples(coefficients: dict[str, float]) -> str:
 
 def _write(arguments: argparse.Namespace, found: list[dict[str, Any]]) -> None:
     """What --out, --suite and --docs ask for; says on stderr what was written."""
-    if not (arguments.out or arguments.suite or arguments.docs):
+    if not (arguments.out or arguments.suite or arguments.scenario):
         return
-    from bench.report.semantics_files import write
+    from bench import machine
+    from bench.folders import RESULTS, new_folder, plots_folder
+    from bench.report import semantics_files
 
-    written = write(found, arguments.out, arguments.docs, timestamped="semantics")
-    print(f"written: {written}", file=sys.stderr)
+    folder = arguments.out or new_folder("semantics")
+    plots = plots_folder(folder)
+    about = {
+        "command": ["python", "-m", "bench", *sys.argv[1:]],
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "device": arguments.device,
+        "git": machine.git_state(),
+        "machine": machine.machine(),
+        "packages": machine.packages(),
+    }
+    pictures = semantics_files.write(found, about, folder, plots)
+    print(f"tables: {folder}\nplots:  {plots} ({len(pictures)} pictures)", file=sys.stderr)
+    if arguments.docs:
+        semantics_files.write_page(found, about, pictures, arguments.docs, RESULTS / "throughput" / "throughput.md")
+        print(f"page:   {arguments.docs}", file=sys.stderr)

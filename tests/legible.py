@@ -1,0 +1,47 @@
+"""Whether a figure can be read: every text is within it, and none lies on another."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from matplotlib.transforms import Bbox
+
+
+def texts(figure: Figure) -> Iterator[tuple[str, Bbox]]:
+    """Every text that is drawn, and its box."""
+    found = list(figure.texts)
+    for legend in figure.legends:
+        found += legend.get_texts()
+    for axes in figure.axes:
+        found += [child for child in axes.get_children() if isinstance(child, Text)]
+        for axis in (axes.xaxis, axes.yaxis):
+            low, high = sorted(axis.get_view_interval())
+            found += [axis.label]
+            found += [t.label1 for t in axis.get_major_ticks() if low <= t.get_loc() <= high and t.label1.get_visible()]
+    for text in found:
+        if text.get_visible() and text.get_text().strip():
+            yield text.get_text(), Text.get_window_extent(text)
+
+
+def words(figure: Figure) -> list[str]:
+    """The texts without their boxes."""
+    figure.draw_without_rendering()
+    return [text for text, _ in texts(figure)]
+
+
+def assert_legible(figure: Figure, most_height: float) -> None:
+    """Fails for a text that leaves the figure or lies on another, and for a figure that is too high, in inches."""
+    figure.draw_without_rendering()
+    page = figure.bbox
+    assert page.height / figure.dpi <= most_height + 0.01
+    boxes = list(texts(figure))
+    for text, box in boxes:
+        inside = box.x0 >= -1 and box.y0 >= -1 and box.x1 <= page.x1 + 1 and box.y1 <= page.y1 + 1
+        assert inside, text
+    for (one, first), (other, second) in itertools.combinations(boxes, 2):
+        wide = min(first.x1, second.x1) - max(first.x0, second.x0)
+        tall = min(first.y1, second.y1) - max(first.y0, second.y0)
+        assert wide < 1 or tall < 1, (one, other)
