@@ -245,12 +245,14 @@ def test_the_page_says_how_it_was_made_and_shows_what_is_given() -> None:
         images={"partial": "plots/p.png", "conformance": "plots/c.png", "unknown": "plots/u.png"},
         about={"torch": "2.11.0", "machine": "2 cores"},
         throughput="throughput.md",
+        throughput_findings=["N = 8: window_size right: 9"],
     )
     assert text.startswith(
         "# What each backend computes\n\nWritten by `bench semantics` with torch 2.11.0, machine 2 cores."
     )
     assert "](plots/p.png)" in text and "](plots/c.png)" in text and "plots/u.png" not in text
-    assert "[throughput.md](throughput.md)" in text and "ThroughputMonitor" not in page(SOME)
+    assert "](throughput.md)" in text and "\n- N = 8: window_size right: 9\n" in text
+    assert "ThroughputMonitor" not in page(SOME)
     assert conformance.markdown(SOME) in text and "## Weight maps" not in page(SOME)
 
 

@@ -62,6 +62,7 @@ def write_page(
         command=" ".join(about["command"]),
         about=_facts(about),
         throughput=link(throughput) if throughput.exists() else "",
+        throughput_findings=_bullets(throughput) if throughput.exists() else (),
     )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,6 +76,11 @@ def _json(observations: Sequence[dict[str, Any]], about: Mapping[str, Any]) -> s
     head = json.dumps({"schema_version": SCHEMA_VERSION, "about": about, "observations": []})
     lines = ",\n".join(json.dumps(one) for one in observations)
     return f"{head.removesuffix(']}')}\n{lines}\n]}}\n"
+
+
+def _bullets(page: Path) -> list[str]:
+    """The list items of a Markdown page, without their dashes."""
+    return [line.removeprefix("- ") for line in page.read_text().splitlines() if line.startswith("- ")]
 
 
 def _facts(about: Mapping[str, Any]) -> dict[str, str]:

@@ -36,12 +36,13 @@ def page(
     command: str,
     about: Mapping[str, str],
     throughput: str = "",
+    throughput_findings: Sequence[str] = (),
 ) -> str:
     """The page in Markdown.
 
     ``images`` has relative paths of pictures by scenario, shown in this order, and perhaps one of the table under
     ``conformance``; ``about`` what was run where (versions, machine), by name; ``throughput`` the relative path of the
-    page on ThroughputMonitor, if there is one.
+    page on ThroughputMonitor, if there is one, and ``throughput_findings`` what it says first, in Markdown.
     """
     facts = ", ".join(f"{escape(name)} {escape(value)}" for name, value in about.items())
     lines = ["# What each backend computes", "", f"Written by `{command}`{f' with {facts}' if facts else ''}.", ""]
@@ -51,11 +52,8 @@ def page(
     for title, section in (
         ("Lightning with DeepSpeed", _lightning_deepspeed(observations)),
         ("max_steps and drop_last", _ends(observations)),
+        ("ThroughputMonitor", _throughput(throughput, throughput_findings)),
         ("Loops written by hand", _by_hand(observations)),
-        (
-            "ThroughputMonitor",
-            [f"Its samples/s under accumulation: [{throughput}]({throughput})."] if throughput else [],
-        ),
     ):
         if section:
             lines += [f"## {escape(title)}", "", *section, ""]
@@ -231,6 +229,14 @@ def _by_hand(observations: Sequence[Observation]) -> list[str]:
             f"- {_names(alike.backends, len(alike.backends))}: right in {right} of {len(alike.cells)} scenarios{but}."
         )
     return lines
+
+
+def _throughput(page: str, findings: Sequence[str]) -> list[str]:
+    """What is known of ThroughputMonitor, and where."""
+    if not page:
+        return []
+    found = [f"- {finding}" for finding in findings]
+    return [f"Its samples/s under accumulation, over those that were trained ([every point]({page})):", "", *found]
 
 
 def _maps(observations: Sequence[Observation], images: Mapping[str, str]) -> list[str]:
