@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -89,13 +91,61 @@ def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
+def gpu_settings() -> list[dict[str, Any]]:
+    """Of each visible GPU, by its UUID: what moves its speed and does not change by itself.
+
+    Power limit in watts, highest SM clock in MHz, ECC, MIG, PCIe generation and lanes, NVLinks that are up, and the
+    topology level of the path to each other visible GPU (NVML's ``nvmlGpuTopologyLevel_t``; smaller is nearer). What a
+    card cannot tell is None.
+    """
+    visible = gpus()
+    if not visible:
+        return []
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(gpu["index"]) for gpu in visible]
+        return [
+            _settings(pynvml, handle, handles) | {"uuid": gpu["uuid"]}
+            for gpu, handle in zip(visible, handles, strict=True)
+        ]
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _settings(nvml: Any, handle: Any, handles: list[Any]) -> dict[str, Any]:
+    """One GPU's row of ``gpu_settings``."""
+
+    def ask(question: str, *arguments: Any) -> Any:
+        try:
+            return getattr(nvml, f"nvmlDeviceGet{question}")(handle, *arguments)
+        except Exception:  # this card, driver or version of the library has no answer
+            return None
+
+    power, ecc, mig = ask("EnforcedPowerLimit"), ask("EccMode"), ask("MigMode")
+    links = range(getattr(nvml, "NVML_NVLINK_MAX_LINKS", 18))
+    return {
+        "power_limit_w": None if power is None else power / 1000,
+        "sm_clock_max_mhz": ask("MaxClockInfo", getattr(nvml, "NVML_CLOCK_SM", 1)),
+        "ecc": None if ecc is None else bool(ecc[0]),
+        "mig": None if mig is None else bool(mig[0]),
+        "pcie_generation": ask("MaxPcieLinkGeneration"),
+        "pcie_lanes": ask("MaxPcieLinkWidth"),
+        "nvlinks_up": sum(bool(ask("NvLinkState", link)) for link in links),
+        "topology": [None if other is handle else ask("TopologyCommonAncestor", other) for other in handles],
+    }
+
+
 def machine() -> dict[str, Any]:
-    """The hardware and the system; no host name and no path."""
+    """The hardware and the system, as far as it does not change by itself; no host name and no path."""
     return {
         "cpu": _cpu_model(),
         "cores": num_cores(),
+        "governor": _governor(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "gpus": gpus(),
+        "gpu_settings": gpu_settings(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
     }
@@ -107,6 +157,33 @@ def _cpu_model() -> str:
     except OSError:
         return platform.processor() or "unknown"
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def _governor() -> str | None:
+    """How the kernel chooses the first core's clock; None where the machine does not say (most virtual ones)."""
+    try:
+        return Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor").read_text().strip()
+    except OSError:
+        return None
+
+
+def torch_build() -> dict[str, str | None]:
+    """What torch was built with: ``cuda``, ``hip`` and ``git_version``, read from its version file, not by import."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return {}
+    text = (Path(spec.origin).parent / "version.py").read_text()
+    found = {}
+    for name in ("cuda", "hip", "git_version"):
+        match = re.search(rf"^{name}\b[^=\n]*= ['\"](.+?)['\"]$", text, re.MULTILINE)
+        found[name] = match.group(1) if match else None
+    return found
+
+
+def distributions() -> dict[str, str]:
+    """Version of every installed package, NCCL's among them, by name."""
+    found = {str(one.metadata["Name"]).lower(): one.version for one in importlib.metadata.distributions()}
+    return dict(sorted(found.items()))
 
 
 def packages() -> dict[str, str]:

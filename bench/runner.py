@@ -94,6 +94,8 @@ def create(
         "git": machine.git_state(),
         "machine": machine.machine(),
         "packages": machine.packages(),
+        "distributions": machine.distributions(),
+        "torch_build": machine.torch_build(),
         "environment": machine.environment(),
     }
     try:
@@ -107,8 +109,14 @@ def create(
 def reopen(folder: Path) -> dict[str, Any]:
     """The manifest of a run to go on with. Raises InputError if this is not the machine and software it began on."""
     manifest = read_manifest(folder)
-    for name, now in (("machine", machine.machine()), ("packages", machine.packages())):
-        then = manifest[name]
+    fingerprint = {
+        "machine": machine.machine(),
+        "packages": machine.packages(),
+        "torch_build": machine.torch_build(),
+        "environment": machine.environment(),
+    }
+    for name, now in fingerprint.items():
+        then = manifest.get(name, now)
         differing = sorted(key for key in now.keys() | then.keys() if now.get(key) != then.get(key))
         if differing:
             key = differing[0]

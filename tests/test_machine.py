@@ -74,6 +74,46 @@ def test_visible_gpus(monkeypatch: pytest.MonkeyPatch, setting: str | None, visi
     assert nvml.open == 0, "the library is left as it was found"
 
 
+def test_settings_of_gpus_and_what_a_card_cannot_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml: Any = FakeNvml(as_bytes=False)
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("Not Supported")
+
+    nvml.nvmlDeviceGetEnforcedPowerLimit = lambda handle: 700_000
+    nvml.nvmlDeviceGetMaxClockInfo = lambda handle, kind: 1980
+    nvml.nvmlDeviceGetEccMode = lambda handle: (1, 1)
+    nvml.nvmlDeviceGetMigMode = refuse
+    nvml.nvmlDeviceGetNvLinkState = lambda handle, link: 1 if link < 4 else refuse()
+    nvml.nvmlDeviceGetTopologyCommonAncestor = lambda handle, other: 10 * abs(handle - other)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
+    first, second = machine.gpu_settings()
+    assert first == {
+        "uuid": "GPU-00",
+        "power_limit_w": 700.0,
+        "sm_clock_max_mhz": 1980,
+        "ecc": True,
+        "mig": None,
+        "pcie_generation": None,
+        "pcie_lanes": None,
+        "nvlinks_up": 4,
+        "topology": [None, 20],
+    }
+    assert second["uuid"] == "GPU-22" and second["topology"] == [20, None]
+    assert nvml.open == 0, "the library is left as it was found"
+
+
+def test_the_build_of_torch_is_known_without_importing_it() -> None:
+    code = "import sys; from bench import machine as m; print(m.torch_build()['git_version'], 'torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    import torch
+
+    assert found == f"{torch.version.git_version} False"
+    assert machine.torch_build()["cuda"] == torch.version.cuda
+    assert machine.distributions()["torch"] == torch.__version__
+
+
 @pytest.mark.parametrize("problem", ["not installed", "no driver"])
 def test_no_gpu_is_no_error(monkeypatch: pytest.MonkeyPatch, problem: str) -> None:
     nvml = FakeNvml(as_bytes=False)
