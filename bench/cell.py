@@ -11,7 +11,8 @@ from typing import Any
 
 REFERENCE = "reference"
 """Name of the backend that is the truth: one process, the full batch, plain PyTorch, fp32."""
-
+SGD = "sgd"
+"""The optimizer whose step is in proportion to the gradient, so that a wrong scale of it is seen in the losses."""
 LATER: dict[str, Any] = {"clip_norm": 0.0}
 """Fields of a cell that came after the first release, with the default that stands for what was done before."""
 

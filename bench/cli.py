@@ -102,6 +102,14 @@ def _add_matrix_options(parser: argparse.ArgumentParser) -> None:
         help="numbers of ranks, or all for one per GPU",
     )
     add("--precision", action="append", type=_names, metavar="P[,P]", help=" or ".join(Precision))
+    add("--optimizer", action="append", type=_names, metavar="O[,O]", help=", ".join(matrix.OPTIMIZERS))
+    add(
+        "--clip-norm",
+        action="append",
+        type=_numbers,
+        metavar="C[,C]",
+        help="largest norms of the gradient; 0 for no clipping",
+    )
     add("--repeats", type=int, metavar="R", help="trials per cell")
     add("--seed", type=int, metavar="S", help="of weights, tokens and order")
     add("--batch", type=int, metavar="B", help="samples per optimizer step over all ranks")
@@ -117,6 +125,8 @@ OPTIONS = {
     "accumulate": "axes.accumulate",
     "world_size": "axes.world_size",
     "precision": "axes.precision",
+    "optimizer": "axes.optimizer",
+    "clip_norm": "axes.clip_norm",
     "repeats": "repeats",
     "seed": "training.seed",
     "batch": "workload.global_batch_size",
@@ -138,6 +148,13 @@ def _integers(text: str) -> list[int]:
         return [int(part) for part in _names(text)]
     except ValueError:
         raise argparse.ArgumentTypeError(f"'{text}' is not a list of integers such as 1,4,8") from None
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(part) for part in _names(text)]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a list of numbers such as 0,1.5") from None
 
 
 def _integers_or_all(text: str) -> list[Any]:
@@ -182,6 +199,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     skipped = plan.skipped(cells, backends)
     estimates = _estimates(cells, backends)
     width = max(len(cell.backend) for cell in cells)
+    several = len({(cell.optimizer, cell.clip_norm) for cell in cells}) > 1
     lines = [
         f"{'cell':12}  {'backend':{width}}  {'N':>4} {'W':>4} {'micro-batch':>11}  dtype  {'time':>9} {'memory':>12}"
     ]
@@ -192,6 +210,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         lines.append(
             f"{cell.cell_id}  {cell.backend:{width}}  {cell.accumulate:4d} {cell.world_size:4d} "
             f"{cell.micro_batch_size:11d}  {cell.precision}   {seconds:>9} {memory:>12}"
+            + (f"  {cell.optimizer}, clip {cell.clip_norm:g}" if several else "")
             + (f"  skipped: {skipped[cell.backend]}" if cell.backend in skipped else "")
         )
     runnable = [cell for cell in cells if cell.backend not in skipped]

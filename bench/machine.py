@@ -99,11 +99,12 @@ def gpu_settings() -> list[dict[str, Any]]:
     card cannot tell is None.
     """
     visible = gpus()
-    if not visible:
-        return []
-    import pynvml
+    try:
+        import pynvml
 
-    pynvml.nvmlInit()
+        pynvml.nvmlInit()
+    except Exception:  # as in gpus()
+        return []
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(gpu["index"]) for gpu in visible]
         return [

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.backends.base import Backend
-from bench.cell import REFERENCE, Cell, Device, Precision
+from bench.cell import REFERENCE, SGD, Cell, Device, Precision
 from bench.errors import InputError
 from bench.workload import find_factory
 from bench.workload.corpus import describe_file
@@ -20,7 +20,7 @@ from bench.workload.sizes import SIZES
 
 FOLDER = Path(__file__).parent / "matrices"
 """The matrices that are shipped, one TOML file each; the file's name is the matrix' name."""
-OPTIMIZERS = ("adamw-foreach", "adamw-fused", "sgd")
+OPTIMIZERS = ("adamw-foreach", "adamw-fused", SGD)
 METHODS = tuple(dict.fromkeys(name.partition("-")[0] for name in OPTIMIZERS))
 """What the optimizers compute, each with a learning rate of its own: adamw, sgd."""
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.backends.base import Backend
-from bench.cell import Cell, Device, Sharding, Sync
+from bench.cell import SGD, Cell, Device, Sharding, Sync
 from bench.journal import JOURNAL
 from bench.probes.flops import peak_flops
 from bench.trial import EXTRA_PASSES, SETTLED_WINDOWS
@@ -72,7 +72,7 @@ def estimate(
         return Estimate(walls.get(cell.cell_id), "measured" if cell.cell_id in walls else "unknown", None)
     size = SIZES[cell.model]
     parameters = size.num_parameters
-    moments = 0 if cell.optimizer == "sgd" else 2
+    moments = 0 if cell.optimizer == SGD else 2
     memory = state_bytes(parameters, backend.sharding, backend.sync, cell.world_size, cell.accumulate, moments)
     tokens = cell.micro_batch_size * cell.sequence_length
     memory += tokens * (size.num_layers * size.hidden_size * ACTIVATION_BYTES_PER_ELEMENT + 12 * size.vocab_size)

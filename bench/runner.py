@@ -47,18 +47,23 @@ class Observer(Protocol):
     def finished(self, trial: Trial, record: Mapping[str, Any]) -> None: ...
 
 
-def order(cells: Sequence[Cell], repeats: int, seed: int) -> list[Trial]:
-    """All trials: repeat after repeat, each a seeded shuffle of all cells, so that no cell's trials stand in a row.
+def block(cells: Sequence[Cell], repeat: int, seed: int) -> list[Trial]:
+    """One trial of each cell: a seeded shuffle, and in every second block the same backwards (A B C, C B A).
 
-    The references come first in each repeat, since the others are checked against them.
+    So no cell's trials stand in a row, and a drift that is linear in time hits all cells of two blocks alike. The
+    references come first, since the others are checked against them.
     """
-    trials = []
-    for repeat in range(repeats):
-        references = [cell for cell in cells if cell.backend == REFERENCE]
-        others = [cell for cell in cells if cell.backend != REFERENCE]
-        random.Random(f"{seed}/{repeat}").shuffle(others)
-        trials += [Trial(cell, repeat) for cell in [*references, *others]]
-    return trials
+    references = [cell for cell in cells if cell.backend == REFERENCE]
+    others = [cell for cell in cells if cell.backend != REFERENCE]
+    random.Random(f"{seed}/{repeat // 2}").shuffle(others)
+    if repeat % 2:
+        others.reverse()
+    return [Trial(cell, repeat) for cell in [*references, *others]]
+
+
+def order(cells: Sequence[Cell], repeats: int, seed: int) -> list[Trial]:
+    """All trials, block after block."""
+    return [trial for repeat in range(repeats) for trial in block(cells, repeat, seed)]
 
 
 def describe(backends: Mapping[str, type[Backend]]) -> dict[str, dict[str, str]]:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench import rank
 from bench.backends.base import Backend, Job, registry
-from bench.cell import Cell, Status
+from bench.cell import SGD, Cell, Status
 from bench.taps import Kind, Taps, updates
 from bench.workload import load
 from bench.workload.loader import Loader
@@ -202,7 +202,7 @@ class Trial:
     def _optimizer(self, parameters: Iterable[Parameter]) -> Optimizer:
         import torch
 
-        if self.cell.optimizer == "sgd":
+        if self.cell.optimizer == SGD:
             return torch.optim.SGD(parameters, lr=self.cell.learning_rate, foreach=True)
         kind = {self.cell.optimizer.removeprefix("adamw-"): True}
         return torch.optim.AdamW(parameters, lr=self.cell.learning_rate, **kind)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from bench.analysis.gates import TOLERANCES
 from bench.backends.base import registry
 from bench.tables import CHILD_COLUMNS, TRIAL_COLUMNS
 from bench.workload.sizes import SIZES
-from tests.conftest import Run
+from tests.conftest import Run, run_matrix
 
 BACKENDS = sorted(registry())
 DEFECTIVE = [name for name, backend in registry().items() if backend.defect]
@@ -229,3 +229,42 @@ def test_what_frameworks_set_silently_is_stored(fp32_run: Run) -> None:
     assert settings["communication_data_type"] == "fp32"
     assert settings["timers"]["throughput"]["enabled"] is False
     assert fp32_run.record("lightning-deepspeed-zero2-corrected")["time"]["settings"]["loss_factor"] == "N"
+
+
+CLIP = 1.5
+CLIPPING = ("ddp-deferred", "fsdp2-deferred", "deepspeed-zero2-eager", "lightning-ddp", "fabric-fsdp2-deferred")
+
+
+@pytest.fixture(scope="module")
+def clipped_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """SGD and clipping, with a limit that the whole gradient is above and that one rank's shard may be below."""
+    names = ", ".join(f'"{name}"' for name in (*CLIPPING, "lightning-deepspeed-zero2"))
+    folder = tmp_path_factory.mktemp("clipped")
+    options = ("--optimizer", "sgd", "--clip-norm", str(CLIP))
+    return run_matrix(folder, *options, backend=f"[{names}]")
+
+
+@pytest.mark.parametrize("backend", CLIPPING)
+def test_a_clipped_update_equals_the_clipped_reference(clipped_run: Run, backend: str) -> None:
+    """Clipping one rank's shard by its own norm, not by that of the whole gradient, would give another length."""
+    trial, truth = clipped_run.trial(backend), clipped_run.trial("reference")
+    assert trial["status"] == "ok", trial["reason"]
+    assert trial["update_error"] < 2e-6 and trial["unclipped_error"] < 2e-6
+    assert trial["gradient_norm"] == pytest.approx(truth["gradient_norm"], rel=1e-5)
+    assert truth["gradient_norm"] > 2 * CLIP, "clipping must be active"
+    assert trial["max_loss_deviation"] < 1e-4
+    assert (trial["optimizer"], trial["clip_norm"]) == ("sgd", CLIP)
+
+
+def test_the_defect_is_explained_through_clipping_and_still_a_known_one(clipped_run: Run) -> None:
+    trial, truth = clipped_run.trial("lightning-deepspeed-zero2"), clipped_run.trial("reference")
+    assert trial["status"] == "invalid"
+    assert trial["unclipped_scale"] == pytest.approx(1 / N, rel=1e-4)
+    assert trial["update_scale"] == pytest.approx(min(truth["gradient_norm"] / N, CLIP) / CLIP, rel=1e-4)
+    assert "1/4 of the right one: the loss is divided by N = 4 twice" in trial["reason"]
+    assert "so losses leave the reference's by" in trial["reason"]
+    assert clipped_run.process.returncode == 0, clipped_run.process.stdout + clipped_run.process.stderr
+
+
+def test_sgd_holds_no_moments(clipped_run: Run) -> None:
+    assert held(clipped_run, "ddp-deferred") == pytest.approx(3, rel=0.01)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.cell import REFERENCE, Cell, Device, Precision
+from bench.cell import LATER, REFERENCE, Cell, Device, Precision
 from tests.factories import make_cell
 
 CANONICAL = (
@@ -31,12 +32,13 @@ CELLS = st.builds(
     model=st.text(min_size=1),
     corpus=st.text(min_size=1),
     precision=st.sampled_from(Precision),
-    optimizer=st.sampled_from(["adamw-foreach", "adamw-fused"]),
+    optimizer=st.sampled_from(["adamw-foreach", "adamw-fused", "sgd"]),
     learning_rate=st.floats(1e-9, 1.0),
     warmup_windows=st.integers(1, 100),
     timed_windows=st.integers(1, 100),
     seed=st.integers(0, 2**63 - 1),
     device=st.sampled_from(Device),
+    clip_norm=st.just(0.0) | st.floats(1e-9, 1e9),
 )
 OTHERS = {
     "backend": "fsdp2-eager",
@@ -55,12 +57,30 @@ OTHERS = {
     "timed_windows": 4,
     "seed": 1,
     "device": Device.CUDA,
+    "clip_norm": 1.0,
 }
+COMMITTED = Path(__file__).parent.parent / "results" / "cpu-reference" / "trials.jsonl"
 
 
 def test_golden_id() -> None:
     assert make_cell().cell_id == "e1abc0ac9cce"
     assert hashlib.sha256(CANONICAL.encode()).hexdigest()[:12] == "e1abc0ac9cce"
+
+
+def test_ids_of_a_committed_run_are_for_ever() -> None:
+    """Fields that came later must not change the id of a cell that has their defaults."""
+    records = [json.loads(line) for line in COMMITTED.read_text().splitlines()]
+    first = next(record for record in records if record["cell"]["backend"] == "reference")
+    assert first["cell_id"] == "caf94305f5bd"
+    for record in records:
+        assert Cell.from_dict(record["cell"]).cell_id == record["cell_id"]
+        assert Cell.from_dict(Cell.from_dict(record["cell"]).to_dict()).cell_id == record["cell_id"]
+
+
+def test_every_field_is_of_the_first_release_or_has_its_default_named() -> None:
+    defaults = {field.name: field.default for field in dataclasses.fields(Cell)}
+    assert {name: defaults[name] for name in LATER} == LATER
+    assert json.loads(CANONICAL).keys() | LATER.keys() == defaults.keys()
 
 
 def test_others_changes_every_field() -> None:

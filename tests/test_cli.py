@@ -130,7 +130,7 @@ BAD_OPTIONS: list[tuple[list[str], str]] = [
     ([*CPU, "--backend", "fsdp2-eagre"], r"--backend: 'fsdp2-eagre' is unknown; did you mean fsdp2-eager\?"),
     ([*CPU, "--backend", "ddp-eager,xyzzy"], r"--backend: 'xyzzy' is unknown; use one of reference, ddp-eager, "),
     ([*CPU, "--backend", ","], r"--backend is \[\]; it must be 'all' or a list of backend names"),
-    (["--matrix", "cpuu"], r"--matrix cpuu: unknown; use auto, cpu, full, gpu, smoke or a .toml file"),
+    (["--matrix", "cpuu"], r"--matrix cpuu: unknown; use auto, cpu, curves, full, gpu, smoke or a .toml file"),
     (["--matrix", "no.toml"], r"--matrix no.toml: cannot be read \(No such file or directory\); name a TOML file"),
     ([*CPU, "--accumulate", "0"], r"--accumulate is \[0\]; it must be a list of integers of at least 1"),
     ([*CPU, "--accumulate", "1,-2"], r"--accumulate is \[1, -2\]; it must be a list of integers of at least 1"),
@@ -150,6 +150,10 @@ BAD_OPTIONS: list[tuple[list[str], str]] = [
     ([*CPU, "--workload", "json:no_such"], r"--workload: workload 'json:no_such': .* has no attribute 'no_such'"),
     ([*CPU, "--workload", "json"], r"--workload: workload 'json': unknown; use llama or 'package.module:factory'"),
     ([*CPU, "--precision", "fp8"], r"--precision is \['fp8'\]; it must be a list of fp32, bf16"),
+    ([*CPU, "--optimizer", "adam"], r"--optimizer is \['adam'\]; it must be a list of adamw-foreach, adamw-fused, sgd"),
+    ([*CPU, "--clip-norm", "-1"], r"--clip-norm is \[-1.0\]; it must be a list of positive numbers, or 0 for no"),
+    ([*CPU, "--clip-norm", "nan"], r"--clip-norm is \[nan\]; it must be a list of positive numbers"),
+    ([*CPU, "--clip-norm", "much"], r"--clip-norm: 'much' is not a list of numbers such as 0,1.5; see .* --help"),
     ([*CPU, "--timeout", "0"], r"--timeout is 0.0; it must be a positive number of seconds"),
     ([*CPU, "--timeout", "nan"], r"--timeout is nan; it must be a positive number of seconds"),
     ([*CPU, "--corpus", "missing.txt"], r"--corpus missing.txt: cannot be read \(No such file or directory\)"),
@@ -282,6 +286,14 @@ def test_plan_heeds_every_option(place: Place) -> None:
         ["fsdp2-eager", "3", "1", "3", "bf16"],
     ]
     assert "3 cells x 4 repeats = 12 trials" in out
+
+
+def test_plan_of_optimizers_and_clips(place: Place) -> None:
+    options = ["--optimizer", "adamw-foreach,sgd", "--clip-norm", "0", "--clip-norm", "1,2.5"]
+    status, out, _ = place.call("plan", "--matrix", "cpu", "--backend", "ddp-eager", "--accumulate", "4", *options)
+    assert status == GOOD
+    ids = [line.split()[0] for line in out.splitlines()[1:-1]]
+    assert len(set(ids)) == len(ids) == 2 * 2 * 3
 
 
 def test_auto_takes_the_matrix_that_fits_the_machine(place: Place) -> None:

@@ -102,6 +102,8 @@ def test_a_missing_reference() -> None:
         {"corpus": "other"},
         {"workload": "a:b"},
         {"optimizer": "adamw-fused"},
+        {"optimizer": "sgd"},
+        {"clip_norm": 0.5},
         {"timed_windows": 4},
         {"device": "cuda"},
     ],
@@ -144,6 +146,107 @@ def test_a_wrong_update_is_explained_by_its_scale(scale: float, cause: str) -> N
     update = {"error": abs(scale - 1), "scale": scale, "residual": 1e-7}
     reason = f"the update is off by {abs(scale - 1):.2g} (limit 1e-05 in fp32): {cause}"
     assert verdict(record(update=update)) == ("invalid", reason)
+
+
+NORM = 4.0
+"""Of the right gradient in the tests of clipping."""
+
+
+def clipped(factor: float, clip_norm: float, optimizer: str = "sgd", **changes: Any) -> tuple[str, str]:
+    """The verdict on a backend whose gradient is ``factor`` times the right one and clipped as it should be."""
+    cell = make_cell(accumulate=8, clip_norm=clip_norm, optimizer=optimizer)
+    scale = min(factor * NORM, clip_norm) / min(NORM, clip_norm)
+    update = {"error": abs(scale - 1) + 1e-7, "scale": scale, "gradient_norm": factor * NORM}
+    update |= {"unclipped_error": abs(factor - 1) + 1e-7, "unclipped_scale": factor}
+    update |= {name: changes.pop(name) for name in ("error", "scale", "residual") if name in changes}
+    trials = judged(record(cell.reference()), record(cell, update=update, **changes), truth=False).trials
+    assert trials["status"].iloc[0] == "ok"
+    return trials["status"].iloc[1], trials["reason"].iloc[1]
+
+
+def test_a_clipped_update_that_is_right() -> None:
+    assert clipped(1.0, 0.5) == clipped(1.0, 5.0) == ("ok", "")
+
+
+@pytest.mark.parametrize(
+    ("factor", "clip_norm", "words"),
+    [
+        (
+            1 / 8,
+            1.0,
+            "the update is off by 0.5 (limit 1e-05 in fp32): before clipping 1/8 of the right one: the loss is divided "
+            "by N = 8 twice; after, 0.5 times (too short to be clipped to 1)",
+        ),
+        (
+            1 / 8,
+            0.25,
+            "the update is off by 0.88 (limit 1e-05 in fp32) before clipping, and right only as both were clipped to "
+            "norm 0.25: 1/8 of the right one: the loss is divided by N = 8 twice",
+        ),
+        (
+            8.0,
+            6.0,
+            "the update is off by 0.5 (limit 1e-05 in fp32): before clipping 8 times the right one: the loss is not "
+            "divided by N = 8; after, 1.5 times (clipped to 6)",
+        ),
+        (
+            1 / 8,
+            5.0,
+            "the update is off by 0.88 (limit 1e-05 in fp32): before clipping 1/8 of the right one: the loss is "
+            "divided by N = 8 twice; after, 0.125 times (too short to be clipped to 5)",
+        ),
+    ],
+)
+def test_a_wrong_gradient_is_told_from_what_clipping_made_of_it(factor: float, clip_norm: float, words: str) -> None:
+    assert clipped(factor, clip_norm) == ("invalid", words)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"error": 7.0, "scale": 8.0}, "right but for its length: it is not clipped to norm 0.5"),
+        ({"error": 1.0, "scale": 2.0}, "right but for its length: it is clipped to norm 1, not to 0.5"),
+        (
+            {"error": 0.4, "scale": 1.2, "residual": 0.3},
+            "right before it is clipped: its parts are clipped one by one, not the whole to norm 0.5",
+        ),
+    ],
+)
+def test_wrong_clipping_of_a_right_gradient(changes: dict[str, float], words: str) -> None:
+    assert clipped(1.0, 0.5, **changes)[1].partition("in fp32): ")[2] == words
+
+
+def test_a_wrong_gradient_that_is_also_clipped_wrongly() -> None:
+    reason = clipped(1 / 8, 0.25, error=0.5, scale=0.5)[1]
+    assert reason.endswith("the loss is divided by N = 8 twice; after, 0.5 times and not 1 (clipped to 0.25)")
+
+
+OFF = [*LOSSES[:4], 3.25]
+SO = "; so losses leave the reference's by 0.25 (limit 0.001 nats in fp32)"
+
+
+def test_losses_that_must_follow_from_a_wrong_scale_are_no_finding_of_their_own() -> None:
+    update = {"error": 0.875, "scale": 0.125}
+    sgd = make_cell(accumulate=8, optimizer="sgd")
+    trials = judged(record(sgd.reference()), record(sgd, update=update, losses=OFF), truth=False).trials
+    explained = (
+        "the update is off by 0.88 (limit 1e-05 in fp32): 1/8 of the right one: the loss is divided by N = 8 twice"
+    )
+    assert trials["reason"].iloc[1] == explained + SO
+    adamw = verdict(record(update=update, losses=OFF))[1]
+    assert adamw.startswith("losses leave") and adamw.endswith(explained), "AdamW would hide the scale from the losses"
+    for optimizer in ("sgd", "adamw-foreach"):
+        for clip_norm in (0.25, 1.0):
+            reason = clipped(1 / 8, clip_norm, optimizer, losses=OFF)[1]
+            assert reason.startswith("the update is off") and reason.endswith(SO), "clipping is no factor"
+
+
+def test_losses_that_need_not_follow_stay_a_finding_of_their_own() -> None:
+    assert clipped(1.0, 0.5, losses=OFF)[1].startswith("losses leave")
+    assert clipped(1 / 8, 1.0, losses=[*LOSSES[:4], math.nan])[1].startswith("a loss is not finite")
+    lost = clipped(1.0, 5.0, error=0.3, scale=0.9, residual=0.3, losses=OFF)[1]
+    assert lost.startswith("losses leave")
+    assert clipped(1 / 8, 1.0, losses=OFF, num_updates=4)[1].startswith("4 optimizer steps were taken")
 
 
 def test_causes_that_cannot_be_told_apart_are_both_named() -> None:

@@ -47,6 +47,9 @@ def test_defaults() -> None:
     assert (values["repeats"], values["timeout_s"], values["workload.model"]) == (3, 600, "tiny")
     assert (values["training.warmup_windows"], values["training.timed_windows"]) == (3, 12)
     assert values["axes.precision"] == ["fp32"]
+    cells = matrix.expand(parse(make_document()), BACKENDS, 0)
+    ways = {(cell.optimizer, cell.learning_rate, cell.clip_norm) for cell in cells}
+    assert ways == {("adamw-foreach", 1e-3, 0.0)}
 
 
 def test_every_key_can_be_given() -> None:
@@ -60,7 +63,6 @@ def test_every_key_can_be_given() -> None:
         "workload.corpus": "text.txt",
         "workload.sequence_length": 7,
         "workload.global_batch_size": 24,
-        "training.optimizer": "adamw-fused",
         "training.learning_rate": 0.5,
         "training.warmup_windows": 1,
         "training.timed_windows": 1,
@@ -69,13 +71,16 @@ def test_every_key_can_be_given() -> None:
         "axes.accumulate": [3],
         "axes.world_size": "all",
         "axes.precision": ["bf16", "fp32"],
+        "axes.optimizer": ["sgd", "adamw-fused"],
+        "axes.clip_norm": [0, 0.5],
     }
-    assert given_values.keys() == matrix.KEYS.keys()
+    assert given_values.keys() | {"training.optimizer"} == matrix.KEYS.keys()
     document: dict[str, Any] = {}
     for key, value in given_values.items():
         table, _, inner = key.rpartition(".")
         (document.setdefault(table, {}) if table else document)[inner] = value
-    assert parse(document).values == given_values
+    assert parse(document).values == given_values | {"training.optimizer": "adamw-foreach"}
+    assert parse(changed("training.optimizer", "adamw-fused"))["training.optimizer"] == "adamw-fused"
 
 
 WRONG = [
@@ -97,6 +102,9 @@ WRONG = [
     ("workload.global_batch_size", 0, "an integer of at least 1"),
     ("training.optimizer", "adam", "one of adamw-foreach, adamw-fused"),
     ("training.learning_rate", 0, "a positive number"),
+    ("training.learning_rate", {}, "or a table of one for each of adamw and sgd"),
+    ("training.learning_rate", {"adamw": 1e-3, "sgd": 0}, "or a table of one for each of adamw and sgd"),
+    ("training.learning_rate", {"adamw-fused": 1e-3}, "or a table of one for each of adamw and sgd"),
     ("training.learning_rate", True, "a positive number"),
     ("training.warmup_windows", 0, "an integer of at least 1"),
     ("training.timed_windows", 0, "an integer of at least 1"),
@@ -110,6 +118,16 @@ WRONG = [
     ("axes.world_size", [0], "a list of integers of at least 1"),
     ("axes.world_size", "some", "a list of integers of at least 1"),
     ("axes.precision", ["fp16"], "a list of fp32, bf16"),
+    ("axes.optimizer", [], "a list of adamw-foreach, adamw-fused, sgd"),
+    ("axes.optimizer", ["adam"], "a list of adamw-foreach, adamw-fused, sgd"),
+    ("axes.optimizer", "sgd", "a list of adamw-foreach, adamw-fused, sgd"),
+    ("axes.clip_norm", [], "a list of positive numbers, or 0 for no clipping"),
+    ("axes.clip_norm", 1.0, "a list of positive numbers, or 0 for no clipping"),
+    ("axes.clip_norm", [-1.0], "a list of positive numbers, or 0 for no clipping"),
+    ("axes.clip_norm", [True], "a list of positive numbers, or 0 for no clipping"),
+    ("axes.clip_norm", [False], "a list of positive numbers, or 0 for no clipping"),
+    ("axes.clip_norm", [float("nan")], "a list of positive numbers, or 0 for no clipping"),
+    ("axes.clip_norm", [float("inf")], "a list of positive numbers, or 0 for no clipping"),
 ]
 
 
@@ -162,7 +180,7 @@ def test_shipped_matrices(name: str) -> None:
 
 
 def test_shipped_names_and_what_they_promise() -> None:
-    assert matrix.names() == ["cpu", "full", "gpu", "smoke"]
+    assert matrix.names() == ["cpu", "curves", "full", "gpu", "smoke"]
     cpu = matrix.load("cpu")
     assert cpu["repeats"] >= 3 and len(cpu["axes.accumulate"]) == 3
     mission = {
@@ -192,7 +210,7 @@ def test_load_a_file(tmp_path: Path) -> None:
 
 
 def test_load_names_what_is_wrong(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"--matrix nope: unknown; use auto, cpu, full, gpu, smoke or a .toml file"):
+    with pytest.raises(InputError, match=r"--matrix nope: unknown; use auto, cpu, curves, full, gpu, smoke or a .toml"):
         matrix.load("nope")
     missing = tmp_path / "nope.toml"
     with pytest.raises(InputError, match=r"nope.toml: cannot be read \(No such file or directory\); name a TOML file"):
@@ -266,6 +284,62 @@ def test_expansion_carries_every_value_into_the_cells() -> None:
     assert (cell.warmup_windows, cell.timed_windows, cell.seed) == (4, 5, 6)
     assert (cell.device, cell.precision) == (Device.CUDA, Precision.BF16)
     assert isinstance(cell.learning_rate, float), "1 and 1.0 must have one id"
+
+
+def test_optimizers_and_clips_are_axes_with_a_reference_for_each() -> None:
+    made = make_matrix(
+        {"axes.clip_norm": [0, 1], "training.learning_rate": {"adamw": 1, "sgd": 0.5}},
+        backend=["ddp-eager"],
+        accumulate=[2],
+        optimizer=["adamw-foreach", "adamw-fused", "sgd", "sgd"],
+    )
+    cells = matrix.expand(made, BACKENDS, 0)
+    rates = {"adamw-foreach": 1.0, "adamw-fused": 1.0, "sgd": 0.5}
+    ways = [(name, rate, clip) for name, rate in rates.items() for clip in (0.0, 1.0)]
+    assert [(cell.optimizer, cell.learning_rate, cell.clip_norm) for cell in cells] == ways * 2
+    assert [cell.backend for cell in cells] == [REFERENCE] * 6 + ["ddp-eager"] * 6
+    assert [cell.reference() for cell in cells[6:]] == cells[:6]
+    assert len({cell.cell_id for cell in cells}) == 12
+    assert all(isinstance(cell.clip_norm, float) for cell in cells), "1 and 1.0 must have one id"
+
+
+def test_the_old_place_of_the_optimizer_and_the_new_one_are_alternatives() -> None:
+    old = matrix.expand(parse(changed("training.optimizer", "adamw-fused")), BACKENDS, 0)
+    assert old == matrix.expand(parse(changed("axes.optimizer", ["adamw-fused"])), BACKENDS, 0)
+    assert old == matrix.expand(make_matrix({"axes.optimizer": ["adamw-fused"]}), BACKENDS, 0)
+    document = changed("training.optimizer", "sgd")
+    document["axes"]["optimizer"] = ["sgd"]
+    words = "mine.toml: axes.optimizer is ['sgd'] and training.optimizer is 'sgd'; leave one of them out"
+    with pytest.raises(InputError, match=f"^{re.escape(words)}$"):
+        parse(document)
+
+
+def test_learning_rates_by_optimizer() -> None:
+    def rates(learning_rate: Any, *optimizers: str) -> list[float]:
+        made = make_matrix({"training.learning_rate": learning_rate}, optimizer=list(optimizers), backend=["ddp-eager"])
+        return [cell.learning_rate for cell in matrix.expand(made, BACKENDS, 0) if cell.backend == REFERENCE]
+
+    assert rates(0.25, "sgd") == [0.25]
+    assert rates(0.25, "adamw-foreach", "adamw-fused") == [0.25, 0.25]
+    assert rates({"adamw": 0.25}, "adamw-fused") == [0.25]
+    assert rates({"adamw": 0.25, "sgd": 2}, "sgd", "adamw-foreach") == [2.0, 0.25]
+    with pytest.raises(InputError, match=r"^training.learning_rate has none for sgd; add sgd = ... to the table"):
+        rates({"adamw": 0.25}, "adamw-foreach", "sgd")
+    words = (
+        r"^training.learning_rate is 0.25 for adamw-foreach and sgd, which need different ones; give a table such as"
+    )
+    with pytest.raises(InputError, match=words):
+        rates(0.25, "adamw-foreach", "sgd")
+
+
+def test_the_matrix_of_curves_shows_the_defect() -> None:
+    cells = matrix.expand(matrix.load("curves"), BACKENDS, 0)
+    assert {(cell.optimizer, cell.clip_norm > 0) for cell in cells if cell.backend != REFERENCE} == {
+        (optimizer, clipped) for optimizer in ("adamw-foreach", "sgd") for clipped in (False, True)
+    }
+    assert {cell.accumulate for cell in cells} == {1, 4}
+    lightning = {"lightning-ddp", "lightning-deepspeed-zero2", "lightning-deepspeed-zero3"}
+    assert {cell.backend for cell in cells} >= lightning | {"lightning-deepspeed-zero2-corrected"}
 
 
 @given(batch=st.integers(1, 500), accumulate=st.integers(1, 20), world_size=st.integers(1, 8))

@@ -13,6 +13,7 @@ from bench import plan
 from bench.backends.base import registry
 from bench.backends.plain import DDPEager
 from bench.cell import Cell, Device, Sharding, Sync
+from bench.workload.sizes import SIZES
 from tests.factories import make_backend, make_cell, make_failure, make_record
 
 BACKENDS = registry()
@@ -38,6 +39,13 @@ def estimate(cell: Cell, walls: dict[str, float] | None = None, device_name: str
 )
 def test_state_bytes_by_hand(sharding: Sharding, sync: Sync, accumulate: int, expected: int) -> None:
     assert plan.state_bytes(P, sharding, sync, 4, accumulate) == expected
+
+
+def test_sgd_has_no_moments() -> None:
+    assert plan.state_bytes(P, Sharding.NONE, Sync.EAGER, 4, 8, 0) == 8 * P
+    adamw, sgd = estimate(make_cell()).memory_bytes, estimate(make_cell(optimizer="sgd")).memory_bytes
+    assert adamw is not None and sgd is not None
+    assert adamw - sgd == 8 * SIZES["tiny"].num_parameters
 
 
 def test_one_rank_shards_nothing() -> None:

@@ -23,6 +23,14 @@ from bench.tables import CHILD_COLUMNS, TRIAL_COLUMNS, Tables
 
 STEMS = ["step_time", "peak_memory", "memory_vs_time", "loss_curves", "optimizer_steps", "speed_up"]
 Backend = tuple[str, str, str, str]
+Way = tuple[str, float, float]
+WAYS: tuple[Way, ...] = (
+    ("adamw-foreach", 1e-3, 0.0),
+    ("adamw-foreach", 1e-3, 1.5),
+    ("sgd", 0.05, 0.0),
+    ("sgd", 0.05, 1.5),
+)
+"""Optimizer, learning rate and clip norm."""
 REFERENCE: Backend = ("reference", "torch", "none", "none")
 BACKENDS: list[Backend] = [
     REFERENCE,
@@ -52,6 +60,7 @@ def run(
     ns: list[int],
     *,
     worlds: tuple[int, ...] = (2,),
+    ways: tuple[Way, ...] = (("adamw-foreach", 1e-3, 0.0),),
     repeats: int = 3,
     device: str = "cpu",
     status: Callable[[str, int, int], tuple[str, str]] = lambda *_: ("ok", ""),
@@ -61,14 +70,16 @@ def run(
     random = np.random.default_rng(0)
     trials, losses = [], []
     for i, (name, framework, sharding, sync) in enumerate(backends):
-        for n, w in [(1, 1)] if name == "reference" else itertools.product(ns, worlds):
+        sizes = [(1, 1)] if name == "reference" else list(itertools.product(ns, worlds))
+        for (n, w), (optimizer, rate, clip) in itertools.product(sizes, ways):
+            way = f"-{optimizer}-{clip}" if len(ways) > 1 else ""
             base = 0.3 + 0.02 * n + 0.03 * (i % 5) + (0.04 * n if sync == "eager" else 0)
             for repeat in range(repeats):
                 ended, reason = status(name, n, repeat)
                 row: dict[str, Any] = dict.fromkeys(TRIAL_COLUMNS)
                 row |= {
                     "run_id": "run-20250101-ab12",
-                    "cell_id": f"{name}-{n}-{w}",
+                    "cell_id": f"{name}-{n}-{w}{way}",
                     "repeat": repeat,
                     "backend": name,
                     "framework": framework,
@@ -85,8 +96,9 @@ def run(
                     "precision": "fp32",
                     "accumulation_dtype": "fp32",
                     "corpus": "markov",
-                    "optimizer": "adamw-foreach",
-                    "learning_rate": 1e-3,
+                    "optimizer": optimizer,
+                    "learning_rate": rate,
+                    "clip_norm": clip,
                     "seed": 0,
                     "device": device,
                     "status": ended,
@@ -109,7 +121,7 @@ def run(
                     }
                     loss = 2.345 + 3.2 * np.exp(-np.arange(NUM_STEPS) / 6) + 0.02 * np.sin(np.arange(NUM_STEPS))
                     away = 0.1 if ended == "invalid" else 0 if name in ("reference", "ddp-eager") else 1e-6
-                    loss = loss + away * np.arange(NUM_STEPS) * (1 + 0.1 * i)
+                    loss = loss + WAYS.index((optimizer, rate, clip)) + away * np.arange(NUM_STEPS) * (1 + 0.1 * i)
                     key = {"cell_id": row["cell_id"], "repeat": repeat}
                     losses += [key | {"step": step, "loss": value} for step, value in enumerate(loss)]
                 trials.append(row)
@@ -156,6 +168,8 @@ RUNS: dict[str, tuple[Tables, dict[str, Any]]] = {
     "minimal": (run(BACKENDS[1:2], [4], repeats=1), manifest(BACKENDS[1:2], machine={})),
     "wide": (run(long_names(), [1, 2, 4, 8, 16, 32], status=troubled), manifest(long_names())),
     "worlds": (run(BACKENDS, [2, 4, 8], worlds=(1, 2, 4), status=ended), manifest(BACKENDS)),
+    "ways": (run(BACKENDS, [2, 4], ways=WAYS, status=ended), manifest(BACKENDS)),
+    "two ways": (run(BACKENDS[:3], [2], ways=WAYS[2:]), manifest(BACKENDS[:3])),
     "gpu": (
         run(BACKENDS, [1, 2, 4, 8], worlds=(1,), device="cuda", source="CUDA allocator, allocated"),
         manifest(BACKENDS, machine={"cpu": "x", "gpus": [{"name": "NVIDIA H200"}]}),
@@ -256,7 +270,7 @@ def test_no_axes_is_empty_and_none_is_squeezed(name: str) -> None:
         for axes in drawing.figure.axes:
             points = [line for line in axes.lines if np.isfinite(np.asarray(line.get_ydata(), dtype=float)).any()]
             assert points, drawing.stem
-            box, least = axes.get_window_extent(), 0.18 if name == "minimal" else 0.72
+            box, least = axes.get_window_extent(), 0.18 if name in ("minimal", "two ways") else 0.72
             assert min(box.width, box.height) / drawing.figure.dpi > least, drawing.stem
 
 
@@ -384,6 +398,51 @@ def test_world_sizes_are_never_in_one_panel() -> None:
     for drawing in figures("worlds"):
         titles = [axes.get_title() for axes in drawing.figure.axes]
         assert all(any(f"W = {w}" in title for title in titles) for w in (1, 2, 4)) or "-" in drawing.stem, titles
+
+
+def titles(drawing: plots.Drawing) -> list[str]:
+    return [" ".join(axes.get_title().split()) for axes in drawing.figure.axes if axes.get_title()]
+
+
+NAMES = ["adamw-foreach, not clipped", "adamw-foreach, clipped to 1.5", "sgd, not clipped", "sgd, clipped to 1.5"]
+
+
+def test_optimizers_and_clips_are_never_in_one_panel() -> None:
+    for drawing in figures("ways"):
+        found = titles(drawing)
+        assert {name for name in NAMES for title in found if title.startswith(name)} == set(NAMES), drawing.stem
+        assert all(sum(title.startswith(name) for name in NAMES) == 1 for title in found), found
+        assert "adamw-foreach (lr 0.001), sgd (lr 0.05); gradients not clipped, clipped to 1.5" in (
+            drawing.words.subtitle
+        )
+        notes = [note for note in drawing.words.notes if note.startswith("crashed")]
+        assert all(f"fsdp2-eager {name.replace(',', '')} N=4" in notes[0] for name in NAMES), notes
+
+
+def test_a_run_of_one_way_names_it_only_if_it_is_not_the_usual_one() -> None:
+    for drawing in figures("realistic"):
+        assert not any("adamw" in text or "clipped" in text for text, _ in texts(drawing.figure)), drawing.stem
+    alone = plots.figures(run(BACKENDS[:3], [2], ways=(WAYS[3],)), manifest(BACKENDS[:3]))
+    for drawing in alone:
+        assert drawing.words.subtitle.endswith("; sgd (lr 0.05); gradients clipped to 1.5")
+        assert not any("sgd" in title for title in titles(drawing))
+
+
+def test_loss_curves_of_four_ways_share_a_page_each_with_its_own_reference() -> None:
+    (drawing,) = (drawing for drawing in figures("ways") if drawing.stem.startswith("loss_curves"))
+    grid = [axes for axes in drawing.figure.axes if axes.get_title()]
+    assert titles(drawing) == NAMES
+    starts = []
+    for axes in grid:
+        (black,) = (line for line in axes.lines if line.get_color() == style.REFERENCE_COLOUR)
+        starts.append(numbers(black.get_ydata())[0])
+        others = [line for line in axes.lines if line.get_marker() == "None" and len(numbers(line.get_xdata())) > 2]
+        assert len(others) == len(BACKENDS)
+        assert {numbers(line.get_ydata())[0] for line in others} == {starts[-1]}
+    assert starts == pytest.approx([starts[0] + i for i in range(4)])
+    data = drawing.data[drawing.data["backend"] == "ddp-eager"]
+    assert data.groupby(["optimizer", "clip_norm"]).size().tolist() == [NUM_STEPS] * 4
+    assert data["deviation"].max() < 1e-9
 
 
 def test_one_gpu_is_said_in_every_title() -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from bench import tables
 from bench.analysis.gates import judge
-from bench.report.summary import by_cell, findings, show
+from bench.report.summary import TITLE, by_cell, findings, show
 from bench.tables import Tables
 from tests.factories import make_cell, make_failure, make_manifest, make_record
 
@@ -101,6 +101,35 @@ def test_an_invalid_trial_is_not_in_the_median_of_good_ones() -> None:
 def test_findings_tell_world_sizes_apart() -> None:
     made = judged(make_failure(CELL), make_record(make_cell(world_size=1)), REFERENCE)
     assert "W=2" in findings(by_cell(made))[0]
+
+
+def test_optimizers_and_clips_are_told_apart_where_there_are_several() -> None:
+    cells = [make_cell(optimizer=name, clip_norm=clip) for name in ("adamw-foreach", "sgd") for clip in (0.0, 0.5)]
+    references = [make_record(cell.reference()) for cell in cells]
+    made = judged(*references, *(make_failure(cell) for cell in cells))
+    assert len(by_cell(made)) == 8
+    where = [f"{name} clip={clip} N=4 W=2" for name in ("adamw-foreach", "sgd") for clip in ("0", "0.5")]
+    assert findings(by_cell(made)) == [f"oom: ddp-deferred {each}: rank 0: too big" for each in where]
+    lines = shown(made).splitlines()
+    assert any(re.match(r" backend +N +W +dtype +optimizer +clip ", line) for line in lines)
+    assert any(re.match(r" ddp-deferred +4 +2 +fp32 +sgd +0.5 ", line) for line in lines)
+    only = shown(judged(references[3], make_record(cells[3])))
+    assert "sgd" not in only and "clip" not in only
+    assert "optimizer" not in shown(GOOD).replace(TITLE, "").replace("optimizer steps", "").replace(
+        "inner optimizer", ""
+    )
+
+
+def test_no_column_is_lost_on_a_narrow_console() -> None:
+    cells = [
+        make_cell(backend="lightning-deepspeed-zero2-corrected", optimizer=name) for name in ("adamw-foreach", "sgd")
+    ]
+    made = judged(*(make_record(each) for cell in cells for each in (cell.reference(), cell)))
+    text = io.StringIO()
+    show(Console(file=text, width=60), made)
+    for words in (" N ", "s/step (min - max)", "steps due/taken/told", "loss off by", "status"):
+        assert words in text.getvalue()
+    assert "lightning-deepspeed-zero2-corrected" in text.getvalue() and "\u2026" not in text.getvalue()
 
 
 def test_a_run_of_failures_only() -> None:

@@ -88,6 +88,7 @@ def test_a_sound_trial_by_hand() -> None:
         "corpus": "markov",
         "optimizer": "adamw-foreach",
         "learning_rate": 1e-3,
+        "clip_norm": 0.0,
         "seed": 0,
         "device": "cpu",
         "device_name": "cpu",
@@ -114,9 +115,27 @@ def test_a_sound_trial_by_hand() -> None:
     }
     empty = {"virtual_world_size", "bf16_as", "mfu", "energy_j_per_step", "max_loss_deviation"}
     empty |= {"optimizer_steps_reported", "optimizer_steps_reported_by"}
+    empty |= {"gradient_norm", "unclipped_error", "unclipped_scale"}
     assert expected.keys() | empty == TRIAL_COLUMNS.keys()
     assert {name: row[name] for name in expected} == pytest.approx(expected)
     assert row[list(empty)].isna().all()
+
+
+def test_clipping_and_what_was_there_before_it() -> None:
+    cell = make_cell(clip_norm=1.5)
+    update = {"error": 0.25, "scale": 0.75, "residual": 0.0, "gradient_norm": 4.0}
+    before = {"unclipped_error": 0.5, "unclipped_scale": 0.5}
+    row = build(make_record(cell, update=update | before)).trials.iloc[0]
+    expected = {"clip_norm": 1.5, "update_scale": 0.75, "gradient_norm": 4.0} | before
+    assert {name: row[name] for name in expected} == expected
+    failed = build(make_failure(cell)).trials.iloc[0]
+    assert failed["clip_norm"] == 1.5 and pd.isna(failed["gradient_norm"])
+
+
+def test_records_from_before_there_was_clipping_are_not_clipped() -> None:
+    record = make_record(CELL)
+    del record["cell"]["clip_norm"]
+    assert build(record).trials.iloc[0]["clip_norm"] == 0.0
 
 
 def test_step_time_is_the_median() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from bench.cell import REFERENCE, Precision, Status
+from bench.cell import REFERENCE, SGD, Precision, Status
 from bench.tables import Tables
 
 
@@ -39,8 +39,6 @@ TOLERANCES: dict[str, Tolerance] = {
 }
 """By precision of the cell. The reference is fp32 for all."""
 
-SGD = "sgd"
-"""The optimizer whose step is in proportion to the update, so that a wrong scale of it moves the losses."""
 SAME_FACTOR = 0.05
 """How near a scale must be to 1/N, N, 1/W or W to be called by that name. Where several fit, all are named."""
 
@@ -84,7 +82,7 @@ def findings(row: Any, deviation: float | None) -> list[str]:
         what = "a loss is not finite" if math.isnan(deviation) else f"losses leave the reference's by {deviation:.2g}"
         what += f" (limit {tolerance.loss_deviation:g} nats in {row['precision']})"
         if update and math.isfinite(deviation) and _moves_losses(row):
-            update += f", and so {what}"
+            update += f"; so {what}"
         else:
             found.append(what)
     return [*found, update] if update else found
@@ -94,28 +92,38 @@ def _update_finding(row: Any, tolerance: Tolerance) -> str:
     """What is wrong with the update of one SGD window, clipped as the cell clips; empty if it is right."""
     if pd.isna(row["update_error"]):
         return "no update to check: the update pass did not run, or the reference has none"
-    scale, residual, sizes = row["update_scale"], row["update_residual"], (row["accumulate"], row["world_size"])
+    scale, residual, clip = row["update_scale"], row["update_residual"], _clip(row)
     limit = f"(limit {tolerance.update_error:g} in {row['precision']})"
-    clip = _clip(row)
+    right_before = clip is not None and not row["unclipped_error"] > tolerance.update_error
     if row["update_error"] > tolerance.update_error:
-        return f"the update is off by {row['update_error']:.2g} {limit}: {explain_update(scale, residual, *sizes, clip)}"
-    if clip and row["unclipped_error"] > tolerance.update_error:
-        cause = explain_update(clip.unclipped_scale, residual, *sizes)
+        if clip and right_before:
+            cause = explain_clipping(scale, residual, clip)
+        else:
+            cause = explain_update(scale, residual, row["accumulate"], row["world_size"], clip)
+        return f"the update is off by {row['update_error']:.2g} {limit}: {cause}"
+    if clip and not right_before:
+        cause = explain_update(clip.unclipped_scale, residual, row["accumulate"], row["world_size"])
         return (
-            f"the update is off by {row['unclipped_error']:.2g} {limit} before it is clipped, and right after, as both "
-            f"were longer than {clip.norm:g}: {cause}"
+            f"the update is off by {row['unclipped_error']:.2g} {limit} before clipping, and right only as both were "
+            f"clipped to norm {clip.norm:g}: {cause}"
         )
     return ""
 
 
 def _moves_losses(row: Any) -> bool:
-    """Whether a wrong scale is the whole of what is wrong with the update, and one that the losses must show.
+    """Whether a wrong scale is all that is wrong with the update, and is one that the losses must show.
 
-    AdamW divides every scale out again, but not what clipping did before it: windows of short gradients then weigh less
-    beside the clipped ones than they should, or more.
+    AdamW divides any scale out again, but not what clipping made of it: the weights of clipped and of shorter
+    gradients in its moments are then not the right ones.
     """
-    multiple = not row["update_residual"] > SAME_FACTOR and row["update_scale"] > 0
+    scales = [scale for scale in (row["update_scale"], row["unclipped_scale"]) if pd.notna(scale)]
+    multiple = any(_is_multiple(scale, row["update_residual"]) for scale in scales)
     return bool(multiple and (row["optimizer"] == SGD or row["clip_norm"] > 0))
+
+
+def _is_multiple(scale: float, residual: float) -> bool:
+    """Whether an update is the right one times another factor than 1, and little else."""
+    return bool(scale > 0 and residual <= SAME_FACTOR and residual <= abs(scale - 1))
 
 
 def _step_findings(row: Any) -> list[str]:
@@ -144,14 +152,19 @@ class Clip:
     """How many times the reference's update the backend's is if neither clips."""
 
     @property
+    def right_norm(self) -> float:
+        """The norm of the reference's update, clipped."""
+        return min(self.gradient_norm / self.unclipped_scale, self.norm)
+
+    @property
     def due_scale(self) -> float:
-        """The same of clipped updates, if the backend clips its own gradient as it should."""
-        return min(self.gradient_norm, self.norm) / min(self.gradient_norm / self.unclipped_scale, self.norm)
+        """How many times the reference's update the backend's should be, if both clip."""
+        return min(self.gradient_norm, self.norm) / self.right_norm
 
     @property
     def scale_if_not_clipped(self) -> float:
-        """The same if only the reference clips."""
-        return self.gradient_norm / min(self.gradient_norm / self.unclipped_scale, self.norm)
+        """How many times the reference's update the backend's would be, if only the reference clips."""
+        return self.gradient_norm / self.right_norm
 
 
 def _clip(row: Any) -> Clip | None:
@@ -161,14 +174,12 @@ def _clip(row: Any) -> Clip | None:
     return Clip(*facts) if known else None
 
 
-def explain_update(
-    scale: float, residual: float, accumulate: int, world_size: int, clip: Clip | None = None
-) -> str:
+def explain_update(scale: float, residual: float, accumulate: int, world_size: int, clip: Clip | None = None) -> str:
     """The likeliest cause of a wrong update, from how it relates to the right one.
 
-    ``scale`` is the least-squares factor between the two and ``residual`` what it leaves unexplained. With ``clip`` both
-    were clipped. A gradient that is f times the right one, of norm g, should then give the scale min(f g, c) / min(g, c),
-    c being the largest norm allowed: so it is told whether clipping or what came before is to blame.
+    ``scale`` is the least-squares factor between the two and ``residual`` what it leaves unexplained. With ``clip``,
+    both were clipped: what is f times a gradient of norm g should then be min(f g, c) / min(g, c) times the right
+    update, c being the largest norm allowed, and the cause is read off f.
     """
     if pd.isna(scale):
         return "it is not finite"
@@ -179,12 +190,11 @@ def explain_update(
             f"{scale:.3g} times the right one and {100 * residual:.2g}% of it pointing elsewhere: samples were lost, "
             "repeated or weighted unequally"
         )
-    if clip and abs(clip.unclipped_scale - 1) > SAME_FACTOR and abs(scale / clip.due_scale - 1) < SAME_FACTOR:
+    if clip:
         cause = explain_update(clip.unclipped_scale, residual, accumulate, world_size)
-        how = "clipped" if clip.gradient_norm > clip.norm else "not long enough to be clipped"
-        return f"{cause}; {how} to norm {clip.norm:g} it is {scale:.3g} times the right one"
-    if clip and abs(clip.due_scale - 1) < SAME_FACTOR:
-        ...
+        how = "too short to be clipped" if clip.gradient_norm <= clip.norm else "clipped"
+        due = "" if abs(scale / clip.due_scale - 1) < SAME_FACTOR else f" and not {clip.due_scale:.3g}"
+        return f"before clipping {cause}; after, {scale:.3g} times{due} ({how} to {clip.norm:g})"
     causes = [
         (1 / accumulate, f"1/{accumulate} of the right one: the loss is divided by N = {accumulate} twice"),
         (accumulate, f"{accumulate} times the right one: the loss is not divided by N = {accumulate}"),
@@ -197,6 +207,18 @@ def explain_update(
     return f"{scale:.3g} times the right one, in the {'same' if scale > 0 else 'opposite'} direction"
 
 
+def explain_clipping(scale: float, residual: float, clip: Clip) -> str:
+    """The likeliest cause of an update that is right before it is clipped and wrong after."""
+    if pd.isna(scale):
+        return "it is not finite"
+    if residual > SAME_FACTOR or residual > abs(scale - 1):
+        return f"right before it is clipped: its parts are clipped one by one, not the whole to norm {clip.norm:g}"
+    if abs(scale / clip.scale_if_not_clipped - 1) < SAME_FACTOR:
+        return f"right but for its length: it is not clipped to norm {clip.norm:g}"
+    found = scale * clip.right_norm
+    return f"right but for its length: it is clipped to norm {found:.3g}, not to {clip.norm:g}"
+
+
 def _workload_key(row: Any) -> tuple[Any, ...]:
     """Trials of equal key train the same thing, so one reference is the truth for all of them."""
     names = (
@@ -207,6 +229,7 @@ def _workload_key(row: Any) -> tuple[Any, ...]:
         "global_batch_size",
         "optimizer",
         "learning_rate",
+        "clip_norm",
         "seed",
         "optimizer_steps_expected",
         "device",

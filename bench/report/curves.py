@@ -19,8 +19,10 @@ from bench.report.panels import (
     Panel,
     Run,
     paged,
+    title_lines,
+    varying_columns,
 )
-from bench.report.style import GREY, REFERENCE_COLOUR, TINY, safe
+from bench.report.style import GREY, REFERENCE_COLOUR, TINY
 
 
 def draw_loss_curves(run: Run) -> list[Drawing]:
@@ -38,7 +40,9 @@ def draw_loss_curves(run: Run) -> list[Drawing]:
     largest = sorted(keyed[keyed["backend"] != REFERENCE]["accumulate"].unique())
     title = "Loss of every backend at its largest N" + (f" (N = {', '.join(map(str, largest))})" if largest else "")
     drawings = []
-    for stem, panels in paged("loss_curves", run.panels(keyed, CONTEXT, ["loss"]), 3):
+    # Ways to train (optimizer, clipping) are to be compared at a glance: four of them share a page, two in a row.
+    ways = varying_columns(run.others, ["optimizer", "clip_norm"])
+    for stem, panels in paged("loss_curves", run.panels(keyed, CONTEXT, ["loss"]), 4 if ways else 3):
         shown = run.shown(panels)
         keys = []
         for name in shown:
@@ -50,36 +54,59 @@ def draw_loss_curves(run: Run) -> list[Drawing]:
         words = run.words(title)
         if not known:
             words.notes.append("the reference has no losses, so no deviation from it is drawn")
-        figure = style.sheet(words, [keys, run.signs(keyed)], 4.6 if known else 3.2, 3.2 if known else 2.0)
-        grid = figure.subplots(1 + known, len(panels), squeeze=False, sharex=True, sharey="row")
+        columns = 2 if len(panels) == 4 else len(panels)
+        lines = math.ceil(len(panels) / columns)
+        height = (4.6 if lines == 1 else 3.2 * lines) if known else 3.2 * lines
+        least = (3.2 if lines == 1 else 2.9 * lines) if known else 2.0 * lines
+        figure = style.sheet(words, [keys, run.signs(keyed)], height, least)
+        grid = figure.subplots((1 + known) * lines, columns, squeeze=False, sharex=True)
         for i, panel in enumerate(panels):
-            grid[0, i].set_title(safe(panel.title))
-            grid[-1, i].set_xlabel("optimizer step")
-            grid[-1, i].xaxis.set_major_locator(MaxNLocator(6, integer=True))
-            _curves(run, grid[0, i], panel, "loss")
-            for floor in panel.trials["entropy_floor"].dropna()[:1]:
-                grid[0, i].axhline(floor, color=GREY, linestyle=":")
-                across = grid[0, i].get_yaxis_transform()
-                text = f"entropy floor {floor:.3f}"
-                grid[0, i].annotate(text, (0.02, floor), (0, -2), xycoords=across, textcoords="offset points", va="top",
-                                    size=TINY, color=GREY)  # fmt: skip
-                grid[0, i].margins(y=0.12)
+            line, column = (1 + known) * (i // columns), i % columns
+            above, below = grid[line, column], grid[line + known, column]
+            above.sharey(grid[0, 0])
+            above.set_title(title_lines(panel.title, (style.WIDTH - 0.9) / columns))
+            _losses(run, above, panel, reference_on_top=bool(ways))
             if known:
-                grid[1, i].set_yscale("log")
-                _curves(run, grid[1, i], panel, "deviation")
-        grid[0, 0].set_ylabel("loss (nats/token)")
-        if known:
-            grid[1, 0].set_ylabel(f"|loss - reference loss|\n(nats/token; 0 drawn at 1e{math.log10(LOSS_FLOOR):.0f})")
+                below.sharey(grid[1, 0])
+                below.set_yscale("log")
+                _curves(run, below, panel, "deviation")
+            if i + columns >= len(panels):
+                below.set_xlabel("optimizer step")
+                below.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+            if column == 0:
+                above.set_ylabel("loss (nats/token)")
+                if known:
+                    below.set_ylabel(_deviation_label(narrow=lines > 1))
         plotted = ["step", "loss", "reference_loss", "deviation", "entropy_floor", "max_loss_deviation"]
         data = keyed[[*CSV_COLUMNS, *plotted]]
         drawings.append(Drawing(stem, figure, data, words))
     return drawings
 
 
-def _curves(run: Run, axes: Axes, panel: Panel, value: str) -> None:
-    if value == "loss" and len(panel.reference):
-        steps, losses = (panel.reference[column].astype(float) for column in ("step", "loss"))
+def _deviation_label(*, narrow: bool) -> str:
+    unit, least = "(nats/token;", f"0 drawn at 1e{math.log10(LOSS_FLOOR):.0f})"
+    return f"|loss - reference's|\n{unit}\n{least}" if narrow else f"|loss - reference loss|\n{unit} {least}"
+
+
+def _losses(run: Run, axes: Axes, panel: Panel, *, reference_on_top: bool) -> None:
+    """The losses of a panel, their reference and their floor."""
+    steps, losses = (panel.reference[column].astype(float) for column in ("step", "loss"))
+    if len(panel.reference) and not reference_on_top:
         axes.plot(steps, losses, color=REFERENCE_COLOUR, linestyle="--")
+    _curves(run, axes, panel, "loss")
+    if len(panel.reference) and reference_on_top:
+        axes.plot(steps, losses, color=REFERENCE_COLOUR, linestyle=(0, (2, 6)))
+    for floor in panel.trials["entropy_floor"].dropna()[:1]:
+        axes.axhline(floor, color=GREY, linestyle=":")
+        across = axes.get_yaxis_transform()
+        text = f"entropy floor {floor:.3f}"
+        axes.annotate(text, (0.02, floor), (0, -2), xycoords=across, textcoords="offset points", va="top", size=TINY,
+                      color=GREY)  # fmt: skip
+        axes.margins(y=0.12)
+
+
+def _curves(run: Run, axes: Axes, panel: Panel, value: str) -> None:
+    """A line per cell."""
     for i, ((backend, _), rows) in enumerate(panel.trials.groupby(["backend", "cell_id"], sort=False)):
         look, valid = run.looks[str(backend)], bool((rows["status"] == Status.OK).all())
         x, y = rows["step"].astype(float), rows[value].astype(float)

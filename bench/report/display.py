@@ -43,6 +43,7 @@ class Display:
         self._task = self._progress.add_task("starting", total=None, counts="", to_go="")
         self._failed = 0
         self._done = 0
+        self._num_optimizers = self._num_clips = 0
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -60,6 +61,8 @@ class Display:
     def expect(self, trials: list[Trial]) -> None:
         """Tell which trials are left, before the first one."""
         self._left = {trial.key: self._estimates.get(trial.cell.cell_id) or 0.0 for trial in trials}
+        self._num_optimizers = len({trial.cell.optimizer for trial in trials})
+        self._num_clips = len({trial.cell.clip_norm for trial in trials})
 
     def started(self, trial: Trial, done: int, total: int) -> None:
         """A trial starts."""
@@ -67,7 +70,7 @@ class Display:
         self._done = done
         self._progress.update(
             self._task,
-            description=f"{trial.cell.label} repeat {trial.repeat}",
+            description=self._name(trial),
             completed=done,
             total=total,
             counts=f"{self._failed} failed" if self._failed else "",
@@ -85,9 +88,16 @@ class Display:
         if trial.cell.backend == REFERENCE and record["status"] != "ok":
             self.say("the reference failed: nothing can be checked against it, so all its cells will be invalid")
         self.say(
-            f"[{self._done}/{self._total}] {trial.cell.label} repeat {trial.repeat}: {what} "
+            f"[{self._done}/{self._total}] {self._name(trial)}: {what} "
             f"({record['wall_s']:.1f} s, about {_clock(self._to_go())} to go)"
         )
+
+    def _name(self, trial: Trial) -> str:
+        """The trial for people, with optimizer and clipping if the run has several."""
+        parts = [trial.cell.label]
+        parts += [trial.cell.optimizer] * (self._num_optimizers > 1)
+        parts += [f"clip={trial.cell.clip_norm:g}"] * (self._num_clips > 1)
+        return " ".join([*parts, f"repeat {trial.repeat}"])
 
     def _to_go(self) -> float:
         """Seconds left: the estimates of what is left, corrected by how wrong they were so far."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from bench.cell import REFERENCE, Status
+from bench.cell import REFERENCE, SGD, Status
 from bench.report import style
 from bench.report.style import REFERENCE_COLOUR, Key, Words, safe
 from bench.tables import Tables
@@ -27,6 +28,7 @@ CONTEXT = [
     "global_batch_size",
     "sequence_length",
     "optimizer",
+    "clip_norm",
     "accumulation_dtype",
     "world_size",
     "precision",
@@ -41,6 +43,7 @@ REFERENCE_KEYS = [
     "sequence_length",
     "global_batch_size",
     "optimizer",
+    "clip_norm",
     "device",
     "corpus",
     "learning_rate",
@@ -66,8 +69,11 @@ NAMES = {
     "global_batch_size": "B = {}",
     "sequence_length": "{} tokens",
     "accumulation_dtype": "summed in {}",
+    "clip_norm": "clipped to {:g}",
+    "learning_rate": "lr {:g}",
 }
 """How a value of a column is named in titles; others speak for themselves."""
+NOT_CLIPPED = "not clipped"
 REFERENCE_LABEL = "reference: one process, full batch"
 ONE_GPU = "one GPU: no bytes move between ranks"
 REFERENCE_KEY: Key = (Line2D([], [], color=REFERENCE_COLOUR, linestyle="--"), REFERENCE_LABEL)
@@ -75,6 +81,8 @@ LOSS_FLOOR = 1e-9
 """Where a loss equal to the reference's is drawn on a logarithmic axis."""
 SPREAD = "Points are spread sideways at each N; small points are trials, large ones the medians of cells"
 COUNTED = "; 2\u2715 above a panel: two cells without a number at that N."
+TITLE_SIZE = 8.0
+"""Of a panel's title in points."""
 LOG_ABOVE = 5.0
 """Ratio of the largest to the smallest value from which an axis is logarithmic."""
 GIB_ABOVE = 4 * 2**30
@@ -151,12 +159,22 @@ class Run:
         return (
             f"B = {values('global_batch_size')} samples of {values('sequence_length')} tokens per optimizer step, "
             f"N = {values('accumulate')}, W = {values('world_size')}, {values('precision')} "
-            f"(summed in {values('accumulation_dtype')}), {values('device')}"
+            f"(summed in {values('accumulation_dtype')}), {values('device')}{self._training()}"
         )
+
+    def _training(self) -> str:
+        """Optimizers and clipping, where they are not the one AdamW without clipping that a run has if unasked."""
+        rates = self.others[["optimizer", "learning_rate"]].drop_duplicates().sort_values("optimizer")
+        adamw = len(rates) == 1 and not (rates["optimizer"] == SGD).any()
+        if adamw and not (self.others["clip_norm"] > 0).any():
+            return ""
+        optimizers = [f"{row.optimizer} ({_name('learning_rate', row.learning_rate)})" for row in rates.itertuples()]
+        clips = [_name("clip_norm", value) for value in sorted(self.others["clip_norm"].unique())]
+        return f"; {', '.join(optimizers)}; gradients {', '.join(clips)}"
 
     def _notes(self) -> list[str]:
         """What is wrong with which cells: those of equal status and reason, numbers aside, in one note."""
-        varying = [c for c in CONTEXT if self.others[c].nunique(dropna=False) > 1]
+        varying = varying_columns(self.others, CONTEXT)
         size = self.trials.groupby("cell_id").size()
         groups: dict[tuple[bool, str, str], dict[str, list[str]]] = {}
         reasons: dict[tuple[bool, str, str], list[str]] = {}
@@ -180,7 +198,7 @@ class Run:
     def panels(self, trials: pd.DataFrame, by: list[str], values: list[str]) -> list[Panel]:
         """The trials of all but the reference, split by these columns; parts without any value are left out."""
         others = without_reference(trials)
-        varying = [column for column in by if others[column].nunique(dropna=False) > 1]
+        varying = varying_columns(others, by)
         found = []
         for _, rows in others.groupby(by, dropna=False, sort=True):
             first = rows.iloc[0]
@@ -211,6 +229,14 @@ def without_reference(trials: pd.DataFrame) -> pd.DataFrame:
     return trials if others.empty else others
 
 
+def varying_columns(trials: pd.DataFrame, columns: Sequence[str]) -> list[str]:
+    """Those of these columns in which the trials differ; a learning rate that goes with its optimizer says nothing."""
+    found = [column for column in columns if trials[column].nunique(dropna=False) > 1]
+    if "learning_rate" in found and (trials.groupby("optimizer")["learning_rate"].nunique() == 1).all():
+        found.remove("learning_rate")
+    return found
+
+
 def _count(value: Any) -> str:
     if pd.isna(value):
         return "unknown number of"
@@ -221,7 +247,9 @@ def _count(value: Any) -> str:
 
 
 def _name(column: str, value: Any) -> str:
-    return NAMES.get(column, "{}").format("unknown" if pd.isna(value) else value)
+    if pd.isna(value):
+        return NAMES.get(column, "{}").replace(":g", "").format("unknown")
+    return NOT_CLIPPED if column == "clip_norm" and not value else NAMES.get(column, "{}").format(value)
 
 
 def _shorten(reason: str) -> str:
@@ -260,17 +288,27 @@ def grid_shape(panels: list[Panel]) -> tuple[int, int]:
     return columns, math.ceil(len(panels) / columns)
 
 
-def panel_grid(figure: Figure, panels: Sequence[Panel], columns: int, **share: Any) -> list[Axes]:
-    """One pair of axes per panel, row by row, none empty; the lowest of each column has the x axis's words."""
+def panel_grid(figure: Figure, panels: Sequence[Panel], columns: int, beside: float = 0.9, **share: Any) -> list[Axes]:
+    """One pair of axes per panel, row by row, none empty; the lowest of each column has the x axis's words.
+
+    ``beside`` are the inches that the words at the left of all panels need.
+    """
     rows = math.ceil(len(panels) / columns)
     axes = figure.subplots(rows, columns, squeeze=False, **share).ravel()
     for spare in axes[len(panels) :]:
         spare.remove()
     for i, panel in enumerate(panels):
-        axes[i].set_title(safe(panel.title))
+        axes[i].set_title(title_lines(panel.title, (style.WIDTH - beside) / columns))
         if i + columns >= len(panels):
             axes[i].tick_params(labelbottom=True)
     return list(axes[: len(panels)])
+
+
+def title_lines(title: str, room: float) -> str:
+    """A panel's title, ready to be drawn, in as many lines as that many inches ask for."""
+    width = style.text_width(title, TITLE_SIZE)
+    lines = [title] if width <= room else textwrap.wrap(title, max(1, int(len(title) * room / width)))
+    return "\n".join(safe(line) for line in lines)
 
 
 def set_scale(axes: Axes, which: str, values: pd.Series) -> None:

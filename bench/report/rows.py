@@ -60,7 +60,7 @@ def _rows(
         words.notes.insert(0, f"Right margins: {remark}.")
         height = lines * (row * len(shown) + 0.3) + 0.35
         figure = style.sheet(words, [keys, run.signs(trials)], height, height)
-        grid = panel_grid(figure, chunk, columns, sharex=True, sharey=True)
+        grid = panel_grid(figure, chunk, columns, names + 0.4, sharex=True, sharey=True)
         for i, (axes, panel) in enumerate(zip(grid, chunk, strict=True)):
             axes.set_yticks(range(len(shown)), [safe(b) for b in shown])
             axes.set_ylim(len(shown) - 0.4, -0.6)

@@ -21,9 +21,10 @@ from bench.report.panels import (
     paged,
     panel_grid,
     set_scale,
+    title_lines,
     with_medians,
 )
-from bench.report.style import TINY, safe
+from bench.report.style import TINY
 
 
 def draw_memory_vs_time(run: Run) -> list[Drawing]:
@@ -57,7 +58,8 @@ def draw_memory_vs_time(run: Run) -> list[Drawing]:
             points = [(x[c], y[c], shown.index(cells["backend"][c]) + 1) for c in cells.index]
             numbered.append((axes, points, [((x[a], y[a]), (x[b], y[b])) for a, b in twins]))
             lost = both["cell_id"].nunique() - len(cells)
-            axes.set_title(safe(panel.title) + f" ({lost} without numbers)" * bool(lost))
+            title = panel.title + f" ({lost} without numbers)" * bool(lost)
+            axes.set_title(title_lines(title, (style.WIDTH - 0.9) / columns))
             set_scale(axes, "x", trials["step_time_s"].dropna())
             set_scale(axes, "y", trials["peak_memory_bytes"].dropna() / unit)
             axes.margins(0.12)

@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -17,6 +18,10 @@ from bench.tables import Tables
 TITLE = """Each cell's median over its good trials, the fastest and slowest in brackets.
 steps due/taken/told: optimizer steps expected, observed at the inner optimizer, reported by the framework.
 update: how many times the reference's update the backend's is. loss off by: largest deviation in nats per token."""
+
+MAX_WIDTH = 1000
+WAYS = ("optimizer", "clip_norm")
+"""Columns that are shown only where cells differ in them."""
 
 
 def by_cell(tables: Tables) -> pd.DataFrame:
@@ -29,6 +34,7 @@ def by_cell(tables: Tables) -> pd.DataFrame:
         rows.append(
             {
                 **{name: first[name] for name in ("backend", "framework", "accumulate", "world_size", "precision")},
+                **{name: first[name] for name in WAYS},
                 "cell_id": cell_id,
                 "status": first["status"],
                 "reason": first["reason"],
@@ -48,7 +54,7 @@ def by_cell(tables: Tables) -> pd.DataFrame:
     cells = pd.DataFrame(rows)
     order = cells["backend"].ne(REFERENCE)
     return cells.assign(_order=order).sort_values(
-        ["_order", "precision", "world_size", "accumulate", "step_time_s"], ignore_index=True
+        ["_order", "precision", "world_size", *WAYS, "accumulate", "step_time_s"], ignore_index=True
     )
 
 
@@ -56,13 +62,19 @@ def show(console: Console, tables: Tables) -> None:
     """Print the summary table, then every finding in words."""
     cells = by_cell(tables)
     table = Table(title=TITLE, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in ("backend", "N", "W", "dtype"):
+    ways = _ways(cells)
+    for name in ("backend", "N", "W", "dtype", *({"clip_norm": "clip"}.get(way, way) for way in ways)):
         table.add_column(name, no_wrap=True)
     for name in ("s/step (min - max)", "tokens/s", "MiB at peak", "steps due/taken/told", "update", "loss off by"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("status", no_wrap=True)
     for _, cell in cells.iterrows():
-        table.add_row(*(Text(value) for value in _row(cell)), style=None if cell["status"] == Status.OK else "red")
+        table.add_row(
+            *(Text(value) for value in _row(cell, ways)), style=None if cell["status"] == Status.OK else "red"
+        )
+    # Rather wrapped by the terminal than without some of its columns.
+    needed = Measurement.get(console, console.options.update(max_width=MAX_WIDTH), table).maximum
+    console.width = max(console.width, needed)
     console.print(table)
     for line in findings(cells):
         console.print(Text(line), highlight=False, soft_wrap=True)
@@ -72,21 +84,31 @@ def findings(cells: pd.DataFrame) -> list[str]:
     """One paragraph for each different thing that went wrong, naming its cells."""
     bad = cells[cells["status"] != Status.OK]
     lines = []
-    for (backend, status, reason), group in bad.groupby(["backend", "status", "reason"], sort=False):
+    ways = _ways(cells)
+    for (backend, status, reason, *way), group in bad.groupby(["backend", "status", "reason", *ways], sort=False):
         factors = ", ".join(f"{n}" for n in sorted(set(group["accumulate"])))
         sizes = ", ".join(f"{w}" for w in sorted(set(group["world_size"])))
-        lines.append(
-            textwrap.fill(f"{status}: {backend} N={factors} W={sizes}: {reason}", 118, subsequent_indent="    ")
-        )
+        where = " ".join([str(backend), *map(_way, ways, way), f"N={factors} W={sizes}"])
+        lines.append(textwrap.fill(f"{status}: {where}: {reason}", 118, subsequent_indent="    "))
     return lines
 
 
-def _row(cell: Any) -> list[str]:
+def _ways(cells: pd.DataFrame) -> list[str]:
+    """The columns of WAYS in which cells differ."""
+    return [name for name in WAYS if cells[name].nunique() > 1]
+
+
+def _way(name: str, value: Any) -> str:
+    return f"clip={value:g}" if name == "clip_norm" else str(value)
+
+
+def _row(cell: Any, ways: list[str]) -> list[str]:
     return [
         cell["backend"],
         str(cell["accumulate"]),
         str(cell["world_size"]),
         cell["precision"],
+        *(f"{cell[way]:g}" if way == "clip_norm" else cell[way] for way in ways),
         _seconds(cell),
         _number(cell["tokens_per_s"], ",.0f"),
         _mebibytes(cell["peak_memory_bytes"]),

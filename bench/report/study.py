@@ -1,0 +1,311 @@
+"""The study of the statistics as a page, a table in the terminal, and a plot of the verdicts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib.style
+import pandas as pd
+from matplotlib.patches import Patch
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from bench.analysis import choices, rivals, simulation, study
+from bench.analysis.statistics import MARGIN, MAX_REPEATS, MIN_REPEATS, MIN_TRIALS, PRECISION, SAME_WIDTH
+from bench.analysis.study import BENCH, COMPARISONS, PLAIN, TARGETS
+from bench.analysis.verdicts import Verdict
+from bench.report import style
+from bench.report.panels import Drawing
+from bench.report.style import Words
+
+COLOURS = {
+    Verdict.FASTER: "#0072B2",
+    Verdict.SLOWER: "#D55E00",
+    Verdict.SAME: "#009E73",
+    Verdict.AMBIGUOUS: "#cccccc",
+}
+HEADER = (
+    "noise",
+    "rule",
+    "A/A called different",
+    "5 % found",
+    "1 % called same",
+    "intervals hold the truth",
+    "2 % called same",
+    "trials per cell",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """All tables of the study."""
+
+    outcome: study.Outcome
+    precisions: pd.DataFrame
+    limits: pd.DataFrame
+    sizes: pd.DataFrame
+    intervals: pd.DataFrame
+    warmup: pd.DataFrame
+    reports: int
+    seed: int
+
+
+def percent(value: Any) -> str:
+    """A share in per cent with one decimal."""
+    return "-" if pd.isna(value) else f"{100 * value:.1f} %"
+
+
+def _trials(row: Any) -> str:
+    numbers = [round(row[f"trials {effect}"]) for effect in ("A/A", "1 %", "5 %")]
+    return str(numbers[0]) if len(set(numbers)) == 1 else " / ".join(map(str, numbers))
+
+
+def _line(row: Any) -> tuple[str, ...]:
+    rates = [percent(row[name]) for name in ("false_different", "found", "same", "coverage", "same_at_margin")]
+    return (*rates, _trials(row))
+
+
+def lines(outcome: study.Outcome) -> list[tuple[str, ...]]:
+    """The rows of the main table."""
+    return [(row["noise"], row["rule"], *_line(row)) for row in outcome.rates.to_dict("records")]
+
+
+def misses(outcome: study.Outcome) -> list[str]:
+    """Targets that this bench does not meet, in words."""
+    ours = outcome.rates[outcome.rates["rule"] == BENCH]
+    return [
+        f"{row['noise']}: {target.words}: {percent(row[target.column])}, not {_range(target)}"
+        for row in ours.to_dict("records")
+        for target in TARGETS
+        if not target.met(row[target.column])
+    ]
+
+
+def _range(target: study.Target) -> str:
+    if target.low <= 0:
+        return f"at most {100 * target.high:g} %"
+    if target.high >= 1:
+        return f"at least {100 * target.low:g} %"
+    return f"{100 * target.low:g} to {100 * target.high:g} %"
+
+
+def table(outcome: study.Outcome) -> Table:
+    """The main table in the terminal."""
+    found = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for i, name in enumerate(HEADER):
+        found.add_column(name, justify="left" if i < 2 else "right")
+    for line in lines(outcome):
+        found.add_row(*map(Text, line), style="bold" if line[1] == BENCH else None)
+    return found
+
+
+def _markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    return [
+        f"| {' | '.join(header)} |",
+        "|" + " --- |" * len(header),
+        *(f"| {' | '.join(row)} |" for row in rows),
+        "",
+    ]
+
+
+def page(results: Results, command: str, picture: str) -> str:
+    """The page; ``picture`` is the plot's file name beside it."""
+    number = results.reports * COMPARISONS
+    found = misses(results.outcome)
+    head = [
+        "# How far the verdicts can be trusted",
+        "",
+        f"Written by `{command}`; seed {results.seed}. Nothing here is edited by hand.",
+        "",
+        f"{results.reports} reports of {COMPARISONS} comparisons, {number} comparisons per row, are simulated and go "
+        "through the whole pipeline: warm-up, interleaved blocks with a baseline and its A/A twin, repeats until the "
+        f"intervals are narrower than {100 * PRECISION:g} % from end to end (at least {MIN_REPEATS}, at most "
+        f"{MAX_REPEATS}), the noise floor, intervals, verdicts with a margin of {100 * MARGIN:g} %, Holm's correction.",
+        "",
+        "## Targets",
+        "",
+    ]
+    ours = results.outcome.rates[results.outcome.rates["rule"] == BENCH].to_dict("records")
+    head += _markdown(
+        ("", "target", *(row["noise"] for row in ours)),
+        [
+            (
+                t.words,
+                _range(t),
+                *(percent(row[t.column]) + ("" if t.met(row[t.column]) else " (missed)") for row in ours),
+            )
+            for t in TARGETS
+        ],
+    )
+    head += ["All targets are met." if not found else "Missed: " + "; ".join(found) + ".", ""]
+    return "\n".join([*head, *_rules(results, picture), *_costs(results), *_methods(results), *_noises()])
+
+
+def _rules(results: Results, picture: str) -> list[str]:
+    about = [f"- {rule.name}: {rule.about}" for rule in rivals.RULES]
+    return [
+        "## The same data by other tools' rules",
+        "",
+        f"![How often each verdict comes up]({picture})",
+        "",
+        *_markdown(HEADER, lines(results.outcome)),
+        "Trials per cell: the median number of blocks under A/A, with a true difference of 1 %, and of 5 %. What the "
+        "other rules do not call different counts as the same, a word that they do not have. 2 % called same: a "
+        'difference as large as the margin, where a wrong "same" is likeliest; up to 5 % would be right for a test at '
+        "that level. The other rules are given interleaved trials too, which their tools would run one cell after the "
+        "other: drift would hurt them more. hyperfine's interval is the scatter of single runs, and so is wider than "
+        "one of the mean; asv's runs from the lowest to the highest ratio of the ends of two 99 % intervals.",
+        "",
+        *about,
+        "",
+    ]
+
+
+def _costs(results: Results) -> list[str]:
+    rates = ("A/A called different", "5 % found", "1 % called same", "intervals hold the truth", "2 % called same")
+    return [
+        "## What it costs",
+        "",
+        "In the fitted noise, without the extension: the whole width of an interval decides how many trials it takes, "
+        "and a 5 % difference is to be found beyond the reach of a noise floor as wide as the interval. So the precision "
+        "is the width from end to end: as half the width, 2 % would be the row 4 %, which finds too little.",
+        "",
+        *_markdown(
+            ("precision", *rates, "trials per cell"),
+            [(percent(row["precision"]), *_line(row)) for row in results.precisions.to_dict("records")],
+        ),
+        f'"Same" for a true 1 % with a margin of {100 * MARGIN:g} % needs more: the interval must fit between 1 % and '
+        f"{100 * MARGIN:g} %. So a comparison that is ambiguous at the precision is extended once, until its interval is "
+        f"narrower than {SAME_WIDTH:g} of the margin ({PLAIN}: the rows above). The width alone decides, not where the "
+        "interval lies, so that no wanted verdict is waited for.",
+        "",
+        "With a limit on the repeats, still in the fitted noise: verdicts become ambiguous, not wrong.",
+        "",
+        *_markdown(
+            ("at most", *rates, "trials per cell"),
+            [(f"{row['limit']} repeats", *_line(row)) for row in results.limits.to_dict("records")],
+        ),
+        "Reports of fewer and of more comparisons: Holm's correction and the widest interval, for which all others "
+        "wait, pull in opposite directions.",
+        "",
+        *_markdown(
+            ("comparisons per report", *rates, "trials per cell"),
+            [(str(row["comparisons"]), *_line(row)) for row in results.sizes.to_dict("records")],
+        ),
+    ]
+
+
+def _methods(results: Results) -> list[str]:
+    frame = results.intervals
+    wide = frame.pivot_table(index="method", columns="blocks", values=["coverage", "width"])
+    least = frame.pivot_table(index="method", columns="blocks", values="coverage", aggfunc=["min", "max"])
+    rows = [
+        (
+            f"**{name}**" if name == choices.OURS else str(name),
+            *(percent(wide.loc[name, ("coverage", n)]) for n in choices.SIZES),
+            f"{percent(least.loc[name, 'min'].min())} to {percent(least.loc[name, 'max'].max())}",
+            percent(wide.loc[name, ("width", choices.SIZES[-1])]),
+        )
+        for name in wide.index
+    ]
+    header = ("method", *(f"{n} blocks" for n in choices.SIZES), "all", f"width at {choices.SIZES[-1]}")
+    return [
+        "## Which interval",
+        "",
+        "Coverage of 95 % intervals for a fixed number of blocks, mean over four kinds of noise, and the least and the "
+        "most of any. The bench uses the one in bold: `scipy.stats.bootstrap` on the trimmed mean of paired logarithms "
+        "of trial medians, percentiles expanded for few trials (Hesterberg 2015). Fewer than "
+        f"{MIN_TRIALS} blocks give no interval. Plain percentiles and BCa cover too little below 20 trials. Resampling "
+        "the steps within trials too makes plain percentiles wide enough in this noise by accident: a trial's median "
+        "holds its steps' noise already, which is then counted twice, so the width hangs on the number of steps.",
+        "",
+        *_markdown(header, rows),
+        *_warmup(results.warmup),
+    ]
+
+
+def _warmup(frame: pd.DataFrame) -> list[str]:
+    rows = [
+        (
+            str(steps),
+            transient,
+            *(f"{row['bias']:+.2f} / {row['error']:.2f}" for row in group.set_index("rule").T.to_dict().values()),
+        )
+        for (steps, transient), group in frame.groupby(["steps", "transient"], sort=False)
+    ]
+    return [
+        "## Which warm-up rule",
+        "",
+        "Bias and root mean square error of a trial's median in per cent, in the fitted noise between steps. The bench "
+        "uses MSER with safeguards. No rule finds a warm-up that is as long as the trial: cells have warm-up windows "
+        "of their own before the first recorded step, and this rule only catches what those leave.",
+        "",
+        *_markdown(("steps", "transient", *choices.WARMUP_RULES), rows),
+    ]
+
+
+def _noises() -> list[str]:
+    def shown(value: float) -> str:
+        return "-" if not value or value == float("inf") else f"{value:.3g}"
+
+    names = (
+        "step",
+        "step_freedom",
+        "trial",
+        "trial_freedom",
+        "drift",
+        "memory",
+        "trend",
+        "slow_share",
+        "slow_by",
+        "warm",
+    )
+    return [
+        "## The noise",
+        "",
+        "Standard deviations of logarithms; the fields of `bench.analysis.simulation.Noise`, and `fit` is how they were "
+        "fitted.",
+        "",
+        *_markdown(
+            ("noise", *names),
+            [(n.name, *(shown(getattr(n, name)) for name in names)) for n in simulation.FAMILIES],
+        ),
+        *(f"- {n.name}: {n.about}" for n in simulation.FAMILIES),
+        "",
+    ]
+
+
+def draw(results: Results, noise: str) -> Drawing:
+    """How often each verdict comes up, by rule and true difference, in one kind of noise."""
+    counts = results.outcome.counts
+    counts = counts[(counts["noise"] == noise) & (counts["rule"] != PLAIN)]
+    effects = {"A/A": "no difference (A/A)", "1 %": "1 % slower", "5 %": "5 % slower"}
+    rules = list(dict.fromkeys(counts["rule"]))
+    with matplotlib.style.context(list(style.BASE)):
+        words = Words(
+            "How often each verdict comes up on the same simulated trials",
+            f"{results.reports * COMPARISONS} comparisons per bar; noise fitted to the run {noise}, see the page",
+            "Right: same or ambiguous without a difference, same for 1 % (the margin is 2 %), slower for 5 %. What other "
+            "tools do not call different is drawn as same, a word that they do not have.",
+        )
+        keys: list[style.Key] = [(Patch(color=colour), str(verdict)) for verdict, colour in COLOURS.items()]
+        inches = 0.26 * len(rules) + 0.6
+        figure = style.sheet(words, [keys], inches, inches)
+        panels = figure.subplots(1, len(effects), sharey=True)
+        for axes, (effect, title) in zip(panels, effects.items(), strict=True):
+            shares = counts[counts["effect"] == effect].pivot_table(index="rule", columns="verdict", values="share")
+            left = pd.Series(0.0, index=rules)
+            for verdict, colour in COLOURS.items():
+                share = shares.reindex(rules).get(str(verdict), left * 0).fillna(0.0)
+                axes.barh(rules, 100 * share, left=100 * left, color=colour, height=0.72)
+                left = left + share
+            axes.set_title(title)
+            axes.set_xlim(0, 100)
+            axes.grid(visible=False, axis="y")
+            axes.tick_params(axis="y", length=0)
+        panels[0].invert_yaxis()
+        panels[1].set_xlabel("per cent of the comparisons")
+    return Drawing("statistics", figure, counts, words)
