@@ -10,7 +10,7 @@ import dataclasses
 import gc
 import hashlib
 import json
-import tempfile
+import math
 import time
 from collections.abc import Iterable
 from contextlib import nullcontext, suppress
@@ -91,22 +91,23 @@ def run_rank(task_json: str) -> None:
 
 
 def _audit(task: AuditTask, index: int, backend: type[Backend], number: int, device: torch.device) -> dict[str, Any]:
-    """One scenario on this rank; see ``Audit.run``. Rank 0 makes the folder for checkpoints, which all share.
+    """One scenario on this rank; see ``Audit.run``. All ranks share a folder for checkpoints.
 
     Raises what went wrong if it did on this rank alone: its peers wait for it inside a collective, and never return.
     """
     import torch.distributed as dist
 
     gc.collect()  # frees the scenario before, whose frameworks leave cycles
-    with tempfile.TemporaryDirectory(prefix="accumulation-bench-") if number == 0 else nullcontext("") as own:
-        shared = [own]
-        dist.broadcast_object_list(shared)
-        audit = Audit(task.scenarios[index], backend, number, device, Path(shared[0]))
-        found = audit.run()
-        (Path(task.folder) / f"done-{index}-{number}").touch()
-        if audit.error is not None and not _all_done(task, index):
-            raise audit.error
-        dist.barrier()
+    checkpoints = Path(task.folder) / f"checkpoints-{index}"
+    if number == 0:
+        checkpoints.mkdir()
+    dist.barrier()
+    audit = Audit(task.scenarios[index], backend, number, device, checkpoints)
+    found = audit.run()
+    (Path(task.folder) / f"done-{index}-{number}").touch()
+    if audit.error is not None and not _all_done(task, index):
+        raise audit.error
+    dist.barrier()
     return found
 
 
@@ -152,7 +153,7 @@ class Audit:
 
     @property
     def _own_slots(self) -> int:
-        return self.scenario.bound * self.scenario.batch_size
+        return self.scenario.bound * self.scenario.largest_batch
 
     def run(self) -> dict[str, Any]:
         """What happened, as plain JSON.
@@ -230,7 +231,7 @@ class Audit:
             rank=self.rank,
             world_size=scenario.world_size,
             device=self.device,
-            windows=scenario.bound,
+            windows=math.ceil(scenario.bound / scenario.accumulate[0]),
             accumulate=scenario.accumulate[0],
             num_parameters=self.num_slots,
             block_parameters=self.num_slots,
@@ -286,7 +287,7 @@ class Audit:
         if len(self.fetches) == self.scenario.at and not self.faults:
             self._fault()
         self._count_epochs(samples[0])
-        slot = self.rank * self._own_slots + len(self.fetches) * self.scenario.batch_size
+        slot = self.rank * self._own_slots + len(self.fetches) * self.scenario.largest_batch
         self.fetches.append({"epoch": self._epoch, "samples": samples})
         self.taps.record(Kind.FETCH)
         tokens = [self.scenario.tokens(sample) for sample in samples]
@@ -311,17 +312,17 @@ class Audit:
     def _tokens_of_window(self) -> int:
         """Tokens, over all ranks, of the whole window in which the newest micro-batch lies."""
         scenario = self.scenario
-        of_epoch = sum(fetch["epoch"] == self._epoch for fetch in self.fetches)
         size = scenario.accumulate_in(self._epoch) * scenario.batch_size * scenario.world_size
+        of_epoch = sum(fetch["epoch"] == self._epoch for fetch in self.fetches)
         start = (of_epoch - 1) // scenario.accumulate_in(self._epoch) * size
-        return sum(scenario.tokens(sample % scenario.samples) for sample in range(start, start + size))
+        return sum(scenario.tokens(sample) for sample in range(start, start + size))
 
     def _loss(self, model: nn.Module, batch: Tensor) -> Tensor:
         if self.scenario.fault is Fault.EXCEPTION and len(self.fetches) == self.scenario.at and not self.faults:
             self.workload.loss(model, batch)
             self.faults.append(len(self.losses))
             raise MicroBatchError(f"micro-batch {self.scenario.at} of the scenario raises")
-        self.losses.append((int(batch[0, 0]) - self.rank * self._own_slots) // self.scenario.batch_size)
+        self.losses.append((int(batch[0, 0]) - self.rank * self._own_slots) // self.scenario.largest_batch)
         return self.taps.loss(self.workload.loss)(model, batch)
 
     def _fault(self) -> None:

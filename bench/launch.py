@@ -158,7 +158,7 @@ class _Server:
         wall_s = time.perf_counter() - started
         if reply is None:
             self.close()
-            late = f"not finished after {timeout_s:g} s; raise --timeout, or read the ranks' logs"
+            late = f"not finished after {timeout_s:g} s; raise --timeout"
             reply = {"failure": late, "timeout": True}
         elif reply.get("died"):
             reply = {"failure": f"the launcher's process died: {self._last_words()}"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +18,11 @@ from bench.training import Training
 SUITE = Path(__file__).parent / "scenarios.toml"
 """The shipped scenarios, in the order in which they are shown."""
 LARGEST = 100_000
-"""Samples trained over all ranks and epochs: there is one weight for each, and each is drawn."""
+"""Samples trained over all ranks and epochs: there is one weight for each use, and each is drawn."""
+MOST_RANKS = 64
+"""Each is a process."""
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+"""A scenario's name is part of file names."""
 
 
 class Fault(StrEnum):
@@ -38,7 +43,10 @@ class Reduction(StrEnum):
     MEAN = "mean"
     """The mean over the tokens of the micro-batch, as most models return it."""
     WINDOW = "window"
-    """N x W times the sum over its tokens, over the number of tokens in the whole window on all ranks."""
+    """N x W times the sum over its tokens, over the number of tokens in its window on all ranks.
+
+    That is what frameworks that divide by N and average over W need, if all windows are whole.
+    """
 
 
 class Split(StrEnum):
@@ -83,10 +91,14 @@ class Scenario:
 
     def __post_init__(self) -> None:
         """Raises InputError for values that make no scenario."""
+        if not NAME.fullmatch(self.name):
+            raise InputError(f"name = {self.name!r}: use letters, digits, '.', '_' and '-'")
         for key in ("samples", "batch_size", "epochs", "world_size", "max_steps"):
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise InputError(f"{key} = {value}: must be a positive integer")
+        if self.world_size > MOST_RANKS:
+            raise InputError(f"world_size = {self.world_size}: use at most {MOST_RANKS} ranks")
         if not self.accumulate or min(self.accumulate) < 1:
             raise InputError(f"accumulate = {list(self.accumulate)}: must be positive integers, one or one per epoch")
         micro_batches = self.micro_batches  # raises what is left to be wrong with the numbers
@@ -94,15 +106,56 @@ class Scenario:
             raise InputError(f"token_weights = {list(self.token_weights)}: must be positive integers")
         if not (math.isfinite(self.clip_norm) and self.clip_norm >= 0):
             raise InputError(f"clip_norm = {self.clip_norm}: must be a positive number, or 0 for none")
+        self._check_window_reduction()
+        self._check_fault(micro_batches)
+        if (trained := self.bound * self.largest_batch * self.world_size) > LARGEST:
+            key = "samples" if self.max_steps is None else "max_steps"
+            raise InputError(
+                f"{key} = {getattr(self, key)}: {trained} samples could be trained in all, with those of other epochs "
+                f"and ranks; at most {LARGEST} may be"
+            )
+
+    def _check_window_reduction(self) -> None:
+        whole = self.samples % (self.accumulate[0] * self.batch_size * self.world_size) == 0
+        if self.reduction is Reduction.WINDOW and not (whole and len(self.accumulate) == 1):
+            raise InputError(
+                "reduction = window: needs whole windows and one N for all epochs, so that the share of a micro-batch "
+                "is known; make samples a multiple of accumulate x batch_size x world_size"
+            )
+        if self.reduction is Reduction.WINDOW and self.split is Split.FRAMEWORK:
+            raise InputError("reduction = window: needs windows of known samples; leave out split = framework")
+
+    def _check_fault(self, micro_batches: int) -> None:
         if (self.fault is not Fault.NONE) != bool(self.at):
             raise InputError("at: goes with a fault, and a fault with it")
-        if self.fault is not Fault.NONE and self.epochs != 1:
-            raise InputError(f"epochs = {self.epochs}: a fault happens in a training of one epoch; use 1")
-        if self.at and not 1 <= self.at < micro_batches:
+        if self.fault is Fault.NONE:
+            return
+        if self.epochs != 1 or self.max_steps is not None:
+            raise InputError(
+                f"fault = {self.fault}: happens in a training of one epoch; leave out max_steps and epochs"
+            )
+        if self.split is Split.FRAMEWORK:
+            raise InputError(f"fault = {self.fault}: needs the given order of samples; leave out split = framework")
+        if not 1 <= self.at < micro_batches:
             raise InputError(f"at = {self.at}: an epoch has {micro_batches} micro-batches; use 1 to one less")
-        trained = self.bound * self.batch_size * self.world_size
-        if trained > LARGEST:
-            raise InputError(f"samples = {self.samples}: {trained} would be trained in all; use at most {LARGEST}")
+
+    @property
+    def largest_batch(self) -> int:
+        """Samples of the largest micro-batch on one rank."""
+        return min(self.batch_size, self.training.samples_per_rank)
+
+    def offered(self, rank: int) -> list[list[int]]:
+        """The samples of each micro-batch that a rank's loader offers in an epoch, in the given order.
+
+        Every W-th sample from the rank's own number on; the samples are padded from their beginning to a multiple of W
+        (torch.utils.data.DistributedSampler without shuffling).
+        """
+        of_rank = [
+            position % self.samples
+            for position in range(rank, self.training.samples_per_rank * self.world_size, self.world_size)
+        ]
+        starts = range(0, self.micro_batches * self.batch_size, self.batch_size)
+        return [of_rank[start : start + self.batch_size] for start in starts]
 
     @property
     def training(self) -> Training:
@@ -207,6 +260,10 @@ def load(path: Path = SUITE) -> list[Scenario]:
     for name, table in tables.items():
         if not isinstance(table, dict):
             raise InputError(f"{path}: {name} = {table!r}: must be a table of a scenario, [{name}]")
+        if "name" in table:
+            raise InputError(f"{path}: [{name}] name: is that of the table; leave it out")
+        if table.get("epochs") == 0 and "max_steps" not in table:
+            raise InputError(f"{path}: [{name}] epochs = 0: has no end without max_steps")
         values = {**table, "name": name, **({"epochs": None} if table.get("epochs") == 0 else {})}
         try:
             found.append(Scenario.from_dict(values))

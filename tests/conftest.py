@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from bench import tables
@@ -17,6 +19,8 @@ from bench.journal import Journal, read_manifest
 from tests import plugin
 
 ROOT = Path(__file__).resolve().parent.parent
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background, and so in all that it starts
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MATRIX = """
 description = "for the tests"
@@ -82,6 +86,18 @@ def bench(*arguments: str, cwd: Path, pythonpath: Path | None = None, **environm
     )
 
 
+def processes_with(token: str) -> list[int]:
+    """Processes whose environment holds the token."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("BENCH_TEST_TOKEN") == token and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+        except psutil.Error:
+            continue
+    return found
+
+
 def run_matrix(
     folder: Path,
     *arguments: str,
@@ -127,4 +143,4 @@ def faulty_run(tmp_path_factory: pytest.TempPathFactory, extra_site: Path) -> Ru
     """The extra package's backends, most of which fail in one way or another."""
     names = ", ".join(f'"{name}"' for name in plugin.NAMES)
     folder = tmp_path_factory.mktemp("faulty")
-    return run_matrix(folder, backend=f"[{names}]", timeout_s=15, pythonpath=extra_site, BENCH_TEST_TOKEN="faulty")
+    return run_matrix(folder, backend=f"[{names}]", timeout_s=40, pythonpath=extra_site, BENCH_TEST_TOKEN="faulty")

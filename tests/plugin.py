@@ -156,6 +156,58 @@ class ClearsFirst(Loop):
                     optimizer.zero_grad()
 
 
+class OneN(Loop):
+    """Does not notice that N changes from epoch to epoch."""
+
+    name = "x-one-n"
+
+    def train(self, job):
+        model, optimizer = self.setup(job)
+        for _ in job.each_epoch():
+            for index, batch in enumerate(job.loader, start=1):
+                (job.loss(model, batch) / job.accumulate).backward()
+                if index % job.accumulate == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+
+class SkipsFourth(Loop):
+    """Throws every fourth micro-batch away, as one does with bad ones."""
+
+    name = "x-skips-fourth"
+
+    def train(self, job):
+        model, optimizer = self.setup(job)
+        for _ in job.each_epoch():
+            used = 0
+            for index, batch in enumerate(job.loader, start=1):
+                if index % 4 == 0:
+                    continue
+                (job.loss(model, batch) / job.accumulate).backward()
+                used += 1
+                if used % job.accumulate == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+
+class CountsMicroBatches(Loop):
+    """Takes max_steps for a number of micro-batches."""
+
+    name = "x-counts-micro-batches"
+
+    def train(self, job):
+        model, optimizer = self.setup(job)
+        seen = 0
+        for window in job.each_window():
+            for batch, _ in window:
+                (job.loss(model, batch) / window.size).backward()
+                seen += 1
+                if seen == job.max_steps:
+                    return
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 class NeverClears(Loop):
     """Forgets zero_grad."""
 
@@ -266,6 +318,9 @@ LOOPS = {
     "x-modulo": "Modulo",
     "x-clears-first": "ClearsFirst",
     "x-never-clears": "NeverClears",
+    "x-one-n": "OneN",
+    "x-skips-fourth": "SkipsFourth",
+    "x-counts-micro-batches": "CountsMicroBatches",
 }
 """Backends for semantic scenarios."""
 NAMES = {

@@ -10,10 +10,9 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.conftest import ROOT, Run, bench, run_matrix
+from tests.conftest import ROOT, Run, bench, processes_with, run_matrix
 
 
 def test_an_installed_package_adds_a_backend_that_runs(faulty_run: Run) -> None:
@@ -66,18 +65,6 @@ def test_failed_trials_keep_their_logs(faulty_run: Run) -> None:
 def test_peers_of_a_failed_rank_end_at_once(faulty_run: Run) -> None:
     for backend in ("x-oom", "x-raises", "x-killed", "x-exits"):
         assert faulty_run.record(backend)["wall_s"] < 12, "far from the timeout, let alone the collective's half hour"
-
-
-def processes_with(token: str) -> list[int]:
-    """Processes whose environment holds the token."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("BENCH_TEST_TOKEN") == token and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
-        except psutil.Error:
-            continue
-    return found
 
 
 def test_no_process_is_left_behind(faulty_run: Run) -> None:

@@ -40,7 +40,7 @@ def _failed(reading: Reading) -> Iterator[Finding]:
     if reading.failure["status"] == Status.UNSUPPORTED:
         yield Finding("unsupported", reason, Level.NOTE)
     elif reading.stopped == "lost":
-        yield Finding(str(reading.failure["status"]), f"the process group ended without a word: {reason}")
+        yield Finding(str(reading.failure["status"]), f"no rank came to the end of the scenario: {reason}")
     elif not reading.num_micro_batches:
         yield Finding("refused", f"the framework refuses before the first micro-batch: {reason}", Level.NOTE)
     elif reading.first["faults"]:
@@ -67,8 +67,10 @@ def _diverged(reading: Reading) -> Iterator[Finding]:
 def _divided_twice(reading: Reading) -> Iterator[Finding]:
     if not _all_divided_twice(reading):
         return
-    n = max(reading.scenario.accumulate)
+    n, world_size = max(reading.scenario.accumulate), reading.scenario.world_size
     text = f"the loss is divided by N = {n} twice: a micro-batch has a weight of 1/{n * n} in its update, not of 1/{n}"
+    if n == world_size:
+        text += f" (or by the number of ranks, {n} too)"
     if reading.scenario.clip_norm:
         text += (
             f"; a gradient is clipped only if its norm is above {n} x {reading.scenario.clip_norm:g}, not above "
@@ -80,19 +82,36 @@ def _divided_twice(reading: Reading) -> Iterator[Finding]:
 def _all_divided_twice(reading: Reading) -> bool:
     """Whether in every update a micro-batch has the factor 1/N^2, or 1/N of the right one if the window is not whole.
 
-    Where losses are not means, sums are looked at instead.
+    Where losses are not means, sums are looked at instead. A gradient at the limit of clipping tells nothing.
     """
-    n = [reading.scenario.accumulate_in(update.epochs[-1]) for update in reading.updates]
-    if not n or max(n) == 1:
+    pairs = [(update, reading.scenario.accumulate_in(update.epochs[-1])) for update in reading.updates]
+    if not pairs or max(n for _, n in pairs) == 1 or any(_is_clipped(update) for update, _ in pairs):
         return False
+    known = any(update.num_losses == n for update, n in pairs)
     if reading.scenario.reduction is Reduction.WINDOW:
-        return all(_near(update.sum, 1 / m) for update, m in zip(reading.updates, n, strict=True))
-    known = any(update.num_losses == m for update, m in zip(reading.updates, n, strict=True))
+        return known and all(_near(update.sum, 1 / n) for update, n in pairs)
     return all(
-        _near(factor, 1 / m**2) or (known and _near(factor, 1 / (m * update.num_losses)))
-        for update, m in zip(reading.updates, n, strict=True)
+        _near(factor, 1 / n**2) or (known and _near(factor, 1 / (n * update.num_losses)))
+        for update, n in pairs
         for factor in update.factors.values()
     )
+
+
+def _is_clipped(update: Update) -> bool:
+    """Whether the update's norm is the limit."""
+    norm = math.sqrt(math.fsum(coefficient**2 for coefficient in update.coefficients.values()))
+    return bool(update.clip_norm) and _near(norm, update.clip_norm)
+
+
+def _no_update(reading: Reading) -> Iterator[Finding]:
+    if not reading.updates and reading.num_micro_batches and not reading.failure:
+        text = f"{plural(reading.num_micro_batches, 'micro-batch', 'es')} make no update at all"
+        yield Finding("no update", text)
+
+
+def _no_fault(reading: Reading) -> Iterator[Finding]:
+    if reading.scenario.fault is not Fault.NONE and not reading.first["faults"] and not reading.failure:
+        yield Finding("no fault", f"training ended before the {reading.scenario.fault} could happen", Level.NOTE)
 
 
 def _too_early(reading: Reading) -> Iterator[Finding]:
@@ -107,7 +126,7 @@ def _too_early(reading: Reading) -> Iterator[Finding]:
         if goes_on and 0 < update.num_losses < reading.scenario.accumulate_in(around[0]):
             early.append(update)
     if early:
-        after, n = count_range(update.num_losses for update in early), max(reading.scenario.accumulate)
+        after, n = count_range(u.num_losses for u in early), count_range(_n(reading, u) for u in early)
         yield Finding(
             "steps too early",
             f"{of(early, reading.updates)} come after {after} instead of N = {n} micro-batches, in mid-epoch",
@@ -115,13 +134,21 @@ def _too_early(reading: Reading) -> Iterator[Finding]:
 
 
 def _too_late(reading: Reading) -> Iterator[Finding]:
-    n = max(reading.scenario.accumulate)
-    late = [update for update in reading.updates if update.num_losses > n]
-    if late and reading.scenario.fault not in {Fault.EXCEPTION, Fault.CHECKPOINT}:
-        after = count_range(update.num_losses for update in late)
+    if reading.scenario.fault in {Fault.EXCEPTION, Fault.CHECKPOINT}:
+        return
+    late = [update for update in reading.updates if update.num_losses > _n(reading, update)]
+    if late:
+        after, n = count_range(u.num_losses for u in late), count_range(_n(reading, u) for u in late)
         yield Finding(
             "steps too late", f"{of(late, reading.updates)} come after {after} instead of N = {n} micro-batches"
         )
+
+
+def _n(reading: Reading, update: Update) -> int:
+    """N of the epoch in which an update's last micro-batch lies."""
+    if not update.num_losses:
+        return max(reading.scenario.accumulate)
+    return reading.scenario.accumulate_in(reading.first["fetches"][reading.computed[update.behind - 1]]["epoch"])
 
 
 def _not_cleared(reading: Reading) -> Iterator[Finding]:
@@ -155,20 +182,29 @@ def _lost(reading: Reading) -> Iterator[Finding]:
 
 
 def _cleared(reading: Reading) -> Iterator[Finding]:
-    if reading.scenario.fault is not Fault.ZERO_GRAD or not reading.first["faults"] or not reading.updates:
+    if reading.scenario.fault is not Fault.ZERO_GRAD or not reading.first["faults"] or reading.failure:
         return
-    before = set(reading.computed[: reading.first["faults"][0]])
+    at = reading.first["faults"][0]
+    opened = max((update.behind for update in reading.all_updates if update.behind <= at), default=0)
+    before = set(reading.computed[opened:at])
     kept = before & {fetch for update in reading.updates for fetch in update.fetches}
-    ratio = reading.updates[0].sum
-    if kept:
+    if not before:
+        yield Finding("nothing open", "zero_grad finds nothing to clear: no window is open", Level.DETAIL)
+    elif kept:
         yield Finding("kept", "zero_grad does not clear what was accumulated before it", Level.NOTE)
-    else:
+    elif closing := _closing(reading):
         yield Finding(
             "cleared",
-            f"zero_grad drops the {len(before)} micro-batches before it, and their share of the update with them: "
-            f"its coefficients sum to {ratio:.3g}",
-            Level.NOTE,
+            f"zero_grad drops {plural(len(before), 'micro-batch', 'es')} before it, and their share of the update with "
+            f"them: its sum is {closing.sum:.3g}",
         )
+
+
+def _closing(reading: Reading) -> Update | None:
+    """The update of the window in which the scenario clears gradients."""
+    if reading.scenario.fault is not Fault.ZERO_GRAD or not reading.first["faults"]:
+        return None
+    return next((update for update in reading.updates if update.behind > reading.first["faults"][0]), None)
 
 
 def _mixed_epochs(reading: Reading) -> Iterator[Finding]:
@@ -188,9 +224,10 @@ def _mixed_epochs(reading: Reading) -> Iterator[Finding]:
 
 
 def _too_small(reading: Reading) -> Iterator[Finding]:
-    if _all_divided_twice(reading) or reading.scenario.fault is Fault.ZERO_GRAD:
+    if _all_divided_twice(reading):
         return
-    small = [update for update in reading.updates if update.sum / update.right_sum < 1 - TOLERANCE]
+    closing = _closing(reading)
+    small = [u for u in reading.updates if u is not closing and u.sum / u.right_sum < 1 - TOLERANCE]
     if small:
         yield Finding("under-weighted", f"{of(small, reading.updates)} are too small: {_reasons(reading, small)}")
 
@@ -244,26 +281,22 @@ def _left_open(reading: Reading) -> Iterator[Finding]:
 
 
 def _repeated(reading: Reading) -> Iterator[Finding]:
-    if not reading.repeated:
-        return
-    if reading.scenario.fault is Fault.CHECKPOINT:
-        yield Finding("repeated", f"{uses(reading.repeated)} are trained on twice: the loader begins anew")
-    else:
-        text = f"{uses(reading.repeated)} are padding: samples that another rank has had in the same epoch"
-        yield Finding("padded", text, Level.DETAIL)
+    padding = min(len(reading.repeated), reading.num_padding)
+    if again := reading.repeated[padding:]:
+        yield Finding("repeated", f"{uses(again)} are trained on twice: the loader begins anew")
+    if padding:
+        yield Finding("padded", f"{plural(padding, 'sample')} of padding: another rank has had it too", Level.DETAIL)
 
 
 def _never_fetched(reading: Reading) -> Iterator[Finding]:
-    missing = reading.num_never_fetched
-    if missing <= 0 or reading.stopped != "ended":
+    if reading.stopped != "ended":
         return
-    by_loader = reading.scenario.drop_last and reading.scenario.fault is Fault.NONE
-    if reading.scenario.fault is Fault.NONE:
-        why = "dropped by the loader" if by_loader else "never asked for"
-        level = Level.DETAIL if by_loader else Level.NOTE
-        yield Finding("dropped", f"{plural(missing, 'sample')} of all epochs are {why}", level)
-    else:
-        yield Finding("skipped", f"{plural(missing, 'sample')} are never trained on")
+    dropped = min(reading.num_never_fetched, reading.num_dropped)
+    if dropped:
+        yield Finding("dropped", f"{plural(dropped, 'sample')} of all epochs left out by drop_last", Level.DETAIL)
+    if missing := reading.num_never_fetched - dropped:
+        level = Level.NOTE if reading.scenario.fault is Fault.NONE else Level.WRONG
+        yield Finding("skipped", f"{plural(missing, 'sample')} of all epochs never trained on", level)
 
 
 def _limit(reading: Reading) -> Iterator[Finding]:
@@ -271,7 +304,8 @@ def _limit(reading: Reading) -> Iterator[Finding]:
     if limit is None or reading.stopped != "ended" or taken == limit:
         return
     word = "stops late" if taken > limit else "stops early"
-    if taken < limit and reading.scenario.epochs is not None:
+    epochs = reading.scenario.epochs
+    if taken < limit and epochs and reading.num_micro_batches >= epochs * reading.scenario.micro_batches:
         yield Finding(
             "epochs end first", f"the epochs end after {taken} updates, before max_steps = {limit}", Level.DETAIL
         )
@@ -315,23 +349,18 @@ def _reordered(reading: Reading) -> Iterator[Finding]:
     scenario = reading.scenario
     if scenario.split is not Split.FRAMEWORK:
         return
-    expected = -1
-    for use in sorted(reading.uses.values(), key=lambda use: (use.epoch, use.fetch)):
-        if use.sample // (scenario.batch_size * scenario.world_size) != use.fetch % scenario.micro_batches:
-            expected = use.fetch
-            break
-    if expected >= 0:
-        yield Finding(
-            "shuffled",
-            "the framework shuffles the samples when it splits them, though the loader was in order",
-            Level.NOTE,
-        )
+    fetched = [(use.rank, use.fetch % scenario.micro_batches, use.sample) for use in reading.uses.values()]
+    offered = [scenario.offered(rank) for rank in range(scenario.world_size)]
+    if any(sample not in offered[rank][number] for rank, number, sample in fetched):
+        text = "the framework shuffles the samples when it splits them, though the loader was in order"
+        yield Finding("shuffled", text, Level.NOTE)
 
 
 RULES: tuple[Callable[[Reading], Iterator[Finding]], ...] = (
     _failed,
     _never_stops,
     _diverged,
+    _no_update,
     _divided_twice,
     _last_only,
     _too_early,
@@ -350,6 +379,7 @@ RULES: tuple[Callable[[Reading], Iterator[Finding]], ...] = (
     _never_fetched,
     _empty_steps,
     _reordered,
+    _no_fault,
 )
 """In the order in which findings of one level are told."""
 

@@ -110,7 +110,7 @@ class Reading:
         found = {}
         for rank, record in enumerate(ranks):
             for number, fetch in enumerate(record["fetches"]):
-                start = rank * record["own_slots"] + number * scenario.batch_size
+                start = rank * record["own_slots"] + number * scenario.largest_batch
                 for slot, sample in enumerate(fetch["samples"], start=start):
                     found[slot] = Use(rank, number, fetch["epoch"], sample, scenario.tokens(sample))
         return found
@@ -165,19 +165,22 @@ class Reading:
 
     @cached_property
     def unapplied(self) -> list[Use]:
-        """Uses whose loss was computed and that are in no update, nor is their sample by another use of that epoch."""
+        """Uses that were fetched and are in no update, nor is their sample by another use of that epoch.
+
+        Without those of the micro-batch in which the scenario raises: it has no gradient.
+        """
         known = {(use.epoch, use.sample) for use in self.applied}
-        computed = set(self.computed)
-        return [use for use in self.uses.values() if use.fetch in computed and (use.epoch, use.sample) not in known]
+        raised = self.scenario.at - 1 if self.scenario.fault is Fault.EXCEPTION else -1
+        return [use for use in self.uses.values() if use.fetch != raised and (use.epoch, use.sample) not in known]
 
     @cached_property
     def left_open(self) -> list[Use]:
         """Unapplied uses that came after the last update: of a window that nothing has closed."""
         behind = self.all_updates[-1].behind if self.all_updates else 0
         if self.scenario.fault is Fault.CHECKPOINT:  # what was open then, nothing could close
-            behind = max(behind, *self.first["faults"])
-        late = set(self.computed[behind:])
-        return [use for use in self.unapplied if use.fetch in late]
+            behind = max([behind, *self.first["faults"]])
+        last = self.computed[behind - 1] if behind else -1
+        return [use for use in self.unapplied if use.fetch > last]
 
     @cached_property
     def lost(self) -> list[Use]:
@@ -198,15 +201,41 @@ class Reading:
         return again
 
     @property
+    def num_padding(self) -> int:
+        """Samples that the loader offers twice in the epochs that were fetched whole."""
+        offered = [
+            sample
+            for rank in range(self.scenario.world_size)
+            for part in self.scenario.offered(rank)
+            for sample in part
+        ]
+        return (len(offered) - len(set(offered))) * (self.num_micro_batches // self.scenario.micro_batches)
+
+    @property
+    def num_dropped(self) -> int:
+        """Samples that the loader's ``drop_last`` keeps from the epochs that should have been fetched whole."""
+        offered = {
+            sample
+            for rank in range(self.scenario.world_size)
+            for part in self.scenario.offered(rank)
+            for sample in part
+        }
+        return (self.scenario.samples - len(offered)) * self._whole_epochs
+
+    @property
     def num_never_fetched(self) -> int:
-        """Samples that the epochs which were finished should have shown and did not; 0 if ``max_steps`` cut them."""
-        scenario = self.scenario
-        if scenario.max_steps is not None or self.failure:
+        """Samples that the epochs should have shown and did not; 0 if ``max_steps`` or a failure cut them short."""
+        cut = self.num_micro_batches < self._whole_epochs * self.scenario.micro_batches
+        if self.failure or (self.scenario.max_steps is not None and cut):
             return 0
-        epochs = (scenario.epochs or 0) + (scenario.fault is Fault.EXCEPTION)
-        aborted = 1 if scenario.fault is Fault.EXCEPTION else 0
+        aborted = 1 if self.scenario.fault is Fault.EXCEPTION else 0
         seen = {(use.epoch, use.sample) for use in self.uses.values() if use.epoch >= aborted}
-        return scenario.samples * (epochs - aborted) - len(seen)
+        return self.scenario.samples * self._whole_epochs - len(seen)
+
+    @property
+    def _whole_epochs(self) -> int:
+        """Epochs that a training that runs to its end fetches whole; 0 if only ``max_steps`` ends it."""
+        return self.scenario.epochs or 0
 
     @property
     def num_micro_batches(self) -> int:

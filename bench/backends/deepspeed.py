@@ -24,7 +24,7 @@ def zero_config(stage: int, job: Job) -> dict[str, Any]:
     up to 1e9 parameters gathered). Communication overlaps on CUDA only; the CPU has no streams. The throughput timer is
     off, since it synchronizes the device in every micro-batch.
     """
-    bucket = job.block_parameters + job.block_parameters % 2  # DeepSpeed wants an even number
+    bucket = max(2, job.block_parameters + job.block_parameters % 2)  # DeepSpeed wants an even number
     return {
         "train_micro_batch_size_per_gpu": job.cell.micro_batch_size,
         "gradient_clipping": job.clip_norm,

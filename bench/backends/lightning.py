@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 class LightningBackend(Backend):
     """``Trainer(accumulate_grad_batches=N)`` over the tapped loader. Subclasses choose the strategy.
 
-    Logger, checkpoints, progress bar, summary and sampler replacement are off; clipping is off. Two costs are the
-    Trainer's own and stay in: with several ranks it broadcasts a flag and reads it in every micro-batch, and it zeroes
-    gradients after the first forward of a window, so that this forward runs beside the last window's gradients.
+    Logger, checkpoints, progress bar and summary are off; so are sampler replacement and clipping, unless the job asks
+    for them. Two costs are the Trainer's own and stay in: with several ranks it broadcasts a flag and reads it in every
+    micro-batch, and it zeroes gradients after the first forward of a window, so that this forward runs beside the last
+    window's gradients.
     """
 
     requires: ClassVar[tuple[str, ...]] = ("lightning",)
@@ -112,13 +113,20 @@ def _callbacks(job: Job, counters: dict[str, int]) -> list[Any]:
     from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
     class Count(Callback):
-        """What the Trainer foresees, and how often it calls the hook that should come before an optimizer step."""
+        """What the Trainer foresees, and how often it calls the strategy's step and the hook that should precede it."""
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             estimate = trainer.estimated_stepping_batches
             if math.isfinite(estimate):
                 counters["trainer.estimated_stepping_batches"] = int(estimate)
-            counters["on_before_optimizer_step"] = 0
+            counters["on_before_optimizer_step"] = counters["strategy.optimizer_step"] = 0
+            step = trainer.strategy.optimizer_step
+
+            def counted(*args: Any, **kwargs: Any) -> Any:
+                counters["strategy.optimizer_step"] += 1
+                return step(*args, **kwargs)
+
+            trainer.strategy.optimizer_step = counted
 
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
             counters["on_before_optimizer_step"] += 1

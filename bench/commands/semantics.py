@@ -6,17 +6,19 @@ import argparse
 import datetime
 import json
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from bench import scenario
 from bench.cell import REFERENCE, Device
-from bench.errors import BAD, GOOD, InputError
+from bench.errors import BAD, GOOD, INTERRUPTED, InputError
 from bench.scenario import Fault, Reduction, Scenario, Split
 
 TIMEOUT_S = 30.0
 """Per scenario; the shipped ones take well under a second."""
+LONGEST_TIMEOUT_S = 86400.0
 UPDATES_SHOWN = 12
 """Updates that are listed for each backend on the terminal; --json has all."""
 
@@ -105,10 +107,13 @@ def _semantics(arguments: argparse.Namespace) -> int:
 
     scenarios = _scenarios(arguments)
     device = _device(arguments, scenarios)
-    if not (arguments.timeout > 0):
-        raise InputError(f"--timeout {arguments.timeout}: must be a positive number of seconds")
+    if not 0 < arguments.timeout <= LONGEST_TIMEOUT_S:
+        raise InputError(f"--timeout {arguments.timeout}: must be seconds, at most {LONGEST_TIMEOUT_S:g}")
     backends = _backends(arguments.backend, device)
-    found = []
+    folders = _folders(arguments)
+    found: list[dict[str, Any]] = []
+    total = len(backends) * len(scenarios)
+    interrupted = False
     with terminate_as_interrupt():
         try:
             with Launcher(device) as launcher:
@@ -121,20 +126,22 @@ def _semantics(arguments: argparse.Namespace) -> int:
                     shared=not arguments.separate,
                 ):
                     found.append(observation(Reading(backend, of, ranks)))
-                    if len(backends) * len(scenarios) > 1:
-                        last = found[-1]
-                        print(
-                            f"[{len(found)}/{len(backends) * len(scenarios)}] {backend} {of.name}: {last['verdict']}",
-                            file=sys.stderr,
-                        )
+                    if total > 1:
+                        print(f"[{len(found)}/{total}] {backend} {of.name}: {found[-1]['verdict']}", file=sys.stderr)
         except LauncherError as error:
             print(f"bench: {error}", file=sys.stderr)
             return BAD
+        except KeyboardInterrupt:
+            interrupted = True
+            print(f"interrupted: {len(found)} of {total} are kept", file=sys.stderr)
     if arguments.json:
-        print(json.dumps(found[0] if len(found) == 1 else found))
+        print(json.dumps(found[0] if total == 1 and found else found))
     else:
         _show(found)
-    _write(arguments, found)
+    if folders and found:
+        _write(arguments, found, *folders)
+    if interrupted:
+        return INTERRUPTED
     return BAD if any(one["level"] == "wrong" for one in found) else GOOD
 
 
@@ -202,6 +209,8 @@ def _backends(wanted: list[str] | None, device: Device) -> list[str]:
 
     known = registry()
     names = _names(wanted)
+    if wanted and not names:
+        raise InputError(f"--backend {wanted[0]}: names no backend; use {', '.join(known)}, or all")
     if not names or names == ["all"]:
         names = [name for name in known if name != REFERENCE]
         for name in list(names):
@@ -259,16 +268,34 @@ def _samples(coefficients: dict[str, float]) -> str:
     return "samples " + ", ".join(shown)
 
 
-def _write(arguments: argparse.Namespace, found: list[dict[str, Any]]) -> None:
-    """What --out, --suite and --docs ask for; says on stderr what was written."""
+def _folders(arguments: argparse.Namespace) -> tuple[Path, Path] | None:
+    """Where --out, --suite and --docs write, made and tried before anything is measured; None if nothing is asked."""
     if not (arguments.out or arguments.suite or arguments.scenario):
-        return
-    from bench import machine
-    from bench.folders import RESULTS, new_folder, plots_folder
-    from bench.report import semantics_files
+        return None
+    from bench.folders import new_folder, plots_folder
 
     folder = arguments.out or new_folder("semantics")
     plots = plots_folder(folder)
+    for option, place in (("--out", folder), ("--out", plots), ("--docs", arguments.docs and arguments.docs.parent)):
+        if place is None:
+            continue
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=place):
+                pass
+        except OSError as error:
+            raise InputError(
+                f"{option} {place}: cannot be written ({error.strerror}); name a folder that can"
+            ) from error
+    return folder, plots
+
+
+def _write(arguments: argparse.Namespace, found: list[dict[str, Any]], folder: Path, plots: Path) -> None:
+    """What --out, --suite and --docs ask for; says on stderr what was written."""
+    from bench import machine
+    from bench.folders import RESULTS
+    from bench.report import semantics_files
+
     about = {
         "command": ["python", "-m", "bench", *sys.argv[1:]],
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -280,5 +307,7 @@ def _write(arguments: argparse.Namespace, found: list[dict[str, Any]]) -> None:
     pictures = semantics_files.write(found, about, folder, plots)
     print(f"tables: {folder}\nplots:  {plots} ({len(pictures)} pictures)", file=sys.stderr)
     if arguments.docs:
-        semantics_files.write_page(found, about, pictures, arguments.docs, RESULTS / "throughput" / "throughput.md")
+        shipped = arguments.suite == scenario.SUITE and not arguments.scenario
+        throughput = RESULTS / "throughput" / "throughput.md" if shipped else None
+        semantics_files.write_page(found, about, pictures, arguments.docs, throughput)
         print(f"page:   {arguments.docs}", file=sys.stderr)

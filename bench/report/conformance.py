@@ -40,6 +40,7 @@ COLUMNS = {
     "reported_trainer_global_step": "Int64",
     "reported_trainer_estimated_stepping_batches": "Int64",
     "reported_on_before_optimizer_step": "Int64",
+    "reported_strategy_optimizer_step": "Int64",
     "reported_engine_global_steps": "Int64",
     "reported_lr_scheduler_last_epoch": "Int64",
     "steps_reported": "string",

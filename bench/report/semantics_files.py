@@ -48,21 +48,22 @@ def write_page(
     about: Mapping[str, Any],
     pictures: Mapping[str, Path],
     path: Path,
-    throughput: Path,
+    throughput: Path | None,
 ) -> None:
-    """Write the page of docs. Its links are relative to it; ``throughput`` is linked if it exists."""
+    """Write the page of docs. Its links are relative to it; ``throughput``, a page of its own, is if it exists."""
 
     def link(target: Path) -> str:
         return Path(os.path.relpath(target, path.parent)).as_posix()
 
+    known = throughput is not None and throughput.exists()
     shown = [name for name in ("conformance", *semantics_page.telling(observations)) if name in pictures]
     text = semantics_page.page(
         observations,
         {name: link(pictures[name]) for name in shown},
         command=" ".join(about["command"]),
         about=_facts(about),
-        throughput=link(throughput) if throughput.exists() else "",
-        throughput_findings=_bullets(throughput) if throughput.exists() else (),
+        throughput=link(throughput) if throughput and known else "",
+        throughput_findings=_bullets(throughput) if throughput and known else (),
     )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

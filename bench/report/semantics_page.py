@@ -12,7 +12,8 @@ from bench.report.grids import group
 from bench.scenario import Fault, Scenario
 
 GLOBAL_STEP, ENGINE_STEPS, HOOK = "trainer.global_step", "engine.global_steps", "on_before_optimizer_step"
-NOT_STEPS = frozenset({"trainer.estimated_stepping_batches", HOOK})
+STRATEGY = "strategy.optimizer_step"
+NOT_STEPS = frozenset({"trainer.estimated_stepping_batches", HOOK, STRATEGY})
 CONFORMANCE = "conformance"
 """The name of the table's picture among the images; all others are named by their scenario."""
 UNSEEN = frozenset({"hooks too often", "miscounted", "misestimated", "empty step", "replicas differ", "cannot go on"})
@@ -122,15 +123,15 @@ def _lightning_deepspeed(observations: Sequence[Observation]) -> list[str]:
 
 
 def _hooks(ours: Sequence[Observation], others: Sequence[Observation]) -> str:
-    """How often the hook before the optimizer's step is called, against steps of the inner optimizer."""
+    """How often the strategy's step and the hook before it are called, against steps of the inner optimizer."""
 
     def plain(some: Sequence[Observation]) -> list[Observation]:
         return [
-            s for s in some if HOOK in s["steps_reported"] and s["scenario"]["fault"] == Fault.NONE and s["updates"]
+            s for s in some if STRATEGY in s["steps_reported"] and s["scenario"]["fault"] == Fault.NONE and s["updates"]
         ]
 
     def calls(seen: Observation) -> int:
-        return int(seen["steps_reported"][HOOK])
+        return int(seen["steps_reported"][STRATEGY])
 
     found = plain(ours)
     if not found:
@@ -143,10 +144,12 @@ def _hooks(ours: Sequence[Observation], others: Sequence[Observation]) -> str:
     else:
         often = "neither once per update nor in every micro-batch"
     text = (
-        f"The strategy's optimizer step, and `{HOOK}` with it, is called {often}: {_count(calls(example), 'time')} in "
+        f"`{STRATEGY}` is called {often}: {_count(calls(example), 'time')} in "
         f"{_code(example['scenario']['name'])}, in which the inner optimizer steps "
         f"{_count(len(example['updates']), 'time')}."
     )
+    if hooks := example["steps_reported"].get(HOOK):
+        text += f" The hook `{HOOK}` is called {_count(hooks, 'time')} there."
     rest = plain(others)
     once = [
         name for name in _backends(rest) if all(calls(s) == len(s["updates"]) for s in rest if s["backend"] == name)
@@ -194,12 +197,13 @@ def _ends(observations: Sequence[Observation]) -> list[str]:
         if where:
             lines.append(f"- {text} {'; '.join(where)}.")
     if limited:
-        lines += ["", "| scenario | max\\_steps | backends | updates | micro-batches per rank | counters |"]
+        lines += ["", "<details><summary>Every backend's updates and counters under a limit</summary>", ""]
+        lines += ["| scenario | max\\_steps | backends | updates | micro-batches per rank | counters |"]
         lines.append("| --- | --- | --- | --- | --- | --- |")
     for name, scenario in limited.items():
         for row, backends in _by_text([s for s in observations if s["scenario"]["name"] == name], _end_row).items():
             lines.append(f"| {escape(name)} | {scenario['max_steps']} | {_names(backends)} | {row} |")
-    lines.append("")
+    lines += ["", "</details>", ""] if limited else [""]
     for name, scenario in scenarios(observations).items():
         if scenario["drop_last"]:
             lines += _behaviour(f"{_code(name)} ({escape(scenario['title'])})", observations, name, _facts)

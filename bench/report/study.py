@@ -115,6 +115,7 @@ def page(results: Results, command: str, picture: str) -> str:
     """The page; ``picture`` is the plot's file name beside it."""
     number = results.reports * COMPARISONS
     found = misses(results.outcome)
+    errors = [100 * (0.95 * 0.05 / n) ** 0.5 for n in (number, results.reports)]
     head = [
         "# How far the verdicts can be trusted",
         "",
@@ -123,7 +124,9 @@ def page(results: Results, command: str, picture: str) -> str:
         f"{results.reports} reports of {COMPARISONS} comparisons, {number} comparisons per row, are simulated and go "
         "through the whole pipeline: warm-up, interleaved blocks with a baseline and its A/A twin, repeats until the "
         f"intervals are narrower than {100 * PRECISION:g} % from end to end (at least {MIN_REPEATS}, at most "
-        f"{MAX_REPEATS}), the noise floor, intervals, verdicts with a margin of {100 * MARGIN:g} %, Holm's correction.",
+        f"{MAX_REPEATS}), the noise floor, intervals, verdicts with a margin of {100 * MARGIN:g} %, Holm's correction. "
+        f"Comparisons of a report share the baseline, so a rate near 95 % has a standard error between {errors[0]:.1f} "
+        f"and {errors[1]:.1f} points.",
         "",
         "## Targets",
         "",
@@ -169,18 +172,19 @@ def _costs(results: Results) -> list[str]:
     return [
         "## What it costs",
         "",
-        "In the fitted noise, without the extension: the whole width of an interval decides how many trials it takes, "
-        "and a 5 % difference is to be found beyond the reach of a noise floor as wide as the interval. So the precision "
-        "is the width from end to end: as half the width, 2 % would be the row 4 %, which finds too little.",
+        "In the fitted noise, without the extension: the width of an interval decides how many trials it takes, and a "
+        "5 % difference is to be found beyond the reach of a noise floor as wide as the interval. So the precision is "
+        "the width from end to end: as half the width, 2 % would be the row 4 %, which finds too little. The simulated "
+        "runner looks after 10, 12, 15, 18, 22 ... blocks, and so runs up to a fifth more than it must.",
         "",
         *_markdown(
             ("precision", *rates, "trials per cell"),
             [(percent(row["precision"]), *_line(row)) for row in results.precisions.to_dict("records")],
         ),
         f'"Same" for a true 1 % with a margin of {100 * MARGIN:g} % needs more: the interval must fit between 1 % and '
-        f"{100 * MARGIN:g} %. So a comparison that is ambiguous at the precision is extended once, until its interval is "
-        f"narrower than {SAME_WIDTH:g} of the margin ({PLAIN}: the rows above). The width alone decides, not where the "
-        "interval lies, so that no wanted verdict is waited for.",
+        f"{100 * MARGIN:g} %. So a comparison that is ambiguous at the precision is extended once, until its interval "
+        f"is narrower than {SAME_WIDTH:g} of the margin ({PLAIN}: the rows above). The width alone decides, not where "
+        "the interval lies, so that no wanted verdict is waited for.",
         "",
         "With a limit on the repeats, still in the fitted noise: verdicts become ambiguous, not wrong.",
         "",
@@ -230,18 +234,19 @@ def _methods(results: Results) -> list[str]:
 def _warmup(frame: pd.DataFrame) -> list[str]:
     rows = [
         (
-            str(steps),
-            transient,
-            *(f"{row['bias']:+.2f} / {row['error']:.2f}" for row in group.set_index("rule").T.to_dict().values()),
+            str(group["steps"].iloc[0]),
+            str(group["transient"].iloc[0]),
+            *(f"{row['bias']:+.2f} / {row['error']:.2f}" for row in group.to_dict("records")),
         )
-        for (steps, transient), group in frame.groupby(["steps", "transient"], sort=False)
+        for _, group in frame.groupby(["steps", "transient"], sort=False)
     ]
     return [
         "## Which warm-up rule",
         "",
         "Bias and root mean square error of a trial's median in per cent, in the fitted noise between steps. The bench "
         "uses MSER with safeguards. No rule finds a warm-up that is as long as the trial: cells have warm-up windows "
-        "of their own before the first recorded step, and this rule only catches what those leave.",
+        "of their own before the first recorded step, and this rule only catches what those leave. The bias that is "
+        "left cancels in a ratio of cells that warm up alike.",
         "",
         *_markdown(("steps", "transient", *choices.WARMUP_RULES), rows),
     ]
@@ -266,8 +271,7 @@ def _noises() -> list[str]:
     return [
         "## The noise",
         "",
-        "Standard deviations of logarithms; the fields of `bench.analysis.simulation.Noise`, and `fit` is how they were "
-        "fitted.",
+        "Standard deviations of logarithms: the fields of `bench.analysis.simulation.Noise`, whose `fit` fits them.",
         "",
         *_markdown(
             ("noise", *names),
@@ -288,8 +292,8 @@ def draw(results: Results, noise: str) -> Drawing:
         words = Words(
             "How often each verdict comes up on the same simulated trials",
             f"{results.reports * COMPARISONS} comparisons per bar; noise fitted to the run {noise}, see the page",
-            "Right: same or ambiguous without a difference, same for 1 % (the margin is 2 %), slower for 5 %. What other "
-            "tools do not call different is drawn as same, a word that they do not have.",
+            "Right: same without a difference; same, or slower, for 1 % (the margin is 2 %); slower for 5 %. What "
+            "other tools do not call different is drawn as same, a word that they do not have.",
         )
         keys: list[style.Key] = [(Patch(color=colour), str(verdict)) for verdict, colour in COLOURS.items()]
         inches = 0.26 * len(rules) + 0.6
@@ -304,6 +308,7 @@ def draw(results: Results, noise: str) -> Drawing:
                 left = left + share
             axes.set_title(title)
             axes.set_xlim(0, 100)
+            axes.set_xticks(range(0, 100, 20))
             axes.grid(visible=False, axis="y")
             axes.tick_params(axis="y", length=0)
         panels[0].invert_yaxis()

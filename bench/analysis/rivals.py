@@ -1,0 +1,116 @@
+"""How other benchmark tools would judge the same data: their published rules, on arrays of comparisons.
+
+A rule takes seconds of the steps of two cells, arrays over comparisons, trials and steps, and uses as many trials as
+its tool runs by default. A word for "the same" is in none of them: what is not called different counts as that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+from bench.analysis.statistics import Array
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """What a rule says of each comparison."""
+
+    sign: NDArray[np.int_]
+    """1 for slower, -1 for faster, 0 for not different."""
+    low: Array | None = None
+    high: Array | None = None
+    """Of the ratio, as far as the tool prints an interval."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One tool's rule."""
+
+    name: str
+    trials: int
+    judge: Callable[[Array, Array], Called]
+    about: str
+
+
+def _sign(ratio: Array, different: NDArray[np.bool_]) -> NDArray[np.int_]:
+    return np.where(different, np.where(ratio > 1, 1, -1), 0)
+
+
+def one_mean(a: Array, b: Array) -> Called:
+    """Means of the steps of one run each, different if they are more than 2 % apart."""
+    ratio = a[:, 0].mean(axis=1) / b[:, 0].mean(axis=1)
+    return Called(_sign(ratio, np.abs(np.log(ratio)) > np.log(1.02)))
+
+
+def hyperfine(a: Array, b: Array) -> Called:
+    """Means of 10 runs, with ratio * sqrt((s/m)^2 + (s/m)^2), the scatter of runs; different if 1 is beyond it."""
+    runs = [cell[:, :10].mean(axis=2) for cell in (a, b)]
+    (mean_a, mean_b), (sd_a, sd_b) = ([f(r) for r in runs] for f in (_mean, _deviation))
+    ratio = mean_a / mean_b
+    sigma = ratio * np.sqrt((sd_a / mean_a) ** 2 + (sd_b / mean_b) ** 2)
+    return Called(_sign(ratio, np.abs(ratio - 1) > sigma), ratio - sigma, ratio + sigma)
+
+
+def _mean(values: Array) -> Array:
+    return np.asarray(values.mean(axis=1))
+
+
+def _deviation(values: Array) -> Array:
+    return np.asarray(values.std(axis=1, ddof=1))
+
+
+def pyperf(processes: int) -> Callable[[Array, Array], Called]:
+    """The rule for a number of processes: Student's t on 3 values each after 1 to warm up, all taken as independent."""
+
+    def judge(a: Array, b: Array) -> Called:
+        values = [cell[:, :processes, 1:4].reshape(len(cell), -1) for cell in (a, b)]
+        (mean_a, mean_b), (sd_a, sd_b) = ([f(v) for v in values] for f in (_mean, _deviation))
+        n = values[0].shape[1]
+        error = np.sqrt((sd_a**2 + sd_b**2) / n)
+        reach = error * stats.t.ppf(0.975, 2 * n - 2)
+        ratio, gap = mean_a / mean_b, reach / mean_b
+        return Called(_sign(ratio, np.abs(mean_a - mean_b) > reach), ratio - gap, ratio + gap)
+
+    return judge
+
+
+def asv(factor: float) -> Callable[[Array, Array], Called]:
+    """The rule for a factor: U test on 10 steps of 2 processes with p < 0.002, and medians farther apart than that."""
+
+    def judge(a: Array, b: Array) -> Called:
+        ours, theirs = (cell[:, :2, :10].reshape(len(cell), -1) for cell in (a, b))
+        p_values = stats.mannwhitneyu(ours, theirs, axis=1, method="asymptotic").pvalue
+        ratio = np.median(ours, axis=1) / np.median(theirs, axis=1)
+        different = (p_values < 0.002) & (np.abs(np.log(ratio)) > np.log(factor))
+        (low_a, high_a), (low_b, high_b) = _median_interval(ours), _median_interval(theirs)
+        return Called(_sign(ratio, different), low_a / high_b, high_a / low_b)
+
+    return judge
+
+
+def _median_interval(values: Array) -> tuple[Array, Array]:
+    """99 % interval of the median by the order statistics of the binomial distribution."""
+    n = values.shape[1]
+    rank = max(int(stats.binom.ppf(0.005, n, 0.5)) - 1, 0)
+    ordered = np.sort(values, axis=1)
+    return ordered[:, rank], ordered[:, n - 1 - rank]
+
+
+RULES: tuple[Rule, ...] = (
+    Rule("mean of one run", 1, one_mean, "different if the means of one trial each are more than 2 % apart"),
+    Rule("asv", 2, asv(1.1), "U test with p < 0.002 on 2 processes, and medians more than 10 % apart (its default)"),
+    Rule("asv, factor 1.02", 2, asv(1.02), "the same, and medians more than 2 % apart"),
+    Rule("hyperfine", 10, hyperfine, "10 runs; 1 is not within the ratio plus or minus its sigma"),
+    Rule("pyperf", 20, pyperf(20), "20 processes of 3 values; Student's t on all 60 as if independent, p < 0.05"),
+    Rule(
+        "pyperf, 100 processes",
+        100,
+        pyperf(100),
+        "the same with 100 processes: more trials do not mend it, since values of a process are not independent",
+    ),
+)

@@ -1,0 +1,379 @@
+"""Ratios of step times with intervals: the trial is the unit of replication, and drift is shared within a block.
+
+How an interval is made, and why so; docs/statistics.md has the simulations behind each choice:
+
+1. A trial is reduced to the median of its steps after ``warmup``. Steps of one trial are no replicates of each other:
+   what a fresh process group adds (placement, neighbours) is the same for all of them.
+2. Logarithms of the medians are combined: log a - log b within each block if both cells ran in the same blocks, else
+   each cell on its own. The centre is the 20 % trimmed mean, which costs 6 % more trials than the mean if the noise is
+   normal, and fewer if it is not (a median of trials would cost 50 % more).
+3. ``scipy.stats.bootstrap`` resamples the trials. Steps are not resampled within them: a trial's median holds their
+   noise already, which a second level would count twice (Davison and Hinkley 1997, section 3.8).
+4. The percentile interval is expanded for few trials: Hesterberg, "What Teachers Should Know About the Bootstrap",
+   The American Statistician 69(4), 2015: instead of alpha/2, the quantile
+   Phi(-sqrt(n / (n - 1)) t(1 - alpha/2, n - 1)).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import special, stats
+
+Array = NDArray[np.float64]
+
+MIN_TRIALS = 5
+"""Trials, or blocks with both cells, below which there is no interval: four values have no 95 % to speak of."""
+MIN_REPEATS, MAX_REPEATS = 10, 600
+"""Blocks that an adaptive run starts with and ends at, by default. The study finds what they cost."""
+LEVEL = 0.95
+MARGIN = 0.02
+"""Two cells are the same if their ratio is between 1 / (1 + MARGIN) and 1 + MARGIN."""
+PRECISION = 0.02
+"""Whole width of an interval, relative to the ratio, at which a run stops."""
+SAME_WIDTH = 0.65
+"""Of the margin: width w of an interval that shows a difference of half the margin to be inside it in five cases of
+six, being (margin/2 - w/2) / (w/2/1.96) = 1.06 standard errors away from not."""
+TRIM = 0.2
+"""Share of the trials left out on each side: Wilcox, Introduction to Robust Estimation and Hypothesis Testing."""
+RESAMPLES = 9999
+SEED = 20
+BATCH = 4_000_000
+"""Values resampled at a time: bounds the memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The step times of one cell."""
+
+    trials: Sequence[Sequence[float]]
+    """Seconds of the optimizer steps of each trial, the maximum over ranks; a micro-batch is no step."""
+    blocks: Sequence[int] = ()
+    """Block of each trial: trials of one block ran next to each other in time. Empty if there were no blocks."""
+
+    def __post_init__(self) -> None:
+        if self.blocks and len(self.blocks) != len(self.trials):
+            raise ValueError(f"{len(self.trials)} trials have {len(self.blocks)} blocks")
+
+    @property
+    def medians(self) -> Array:
+        """Seconds per step of each trial: the median of its steps after warm-up."""
+        return np.array([trial_median(trial) for trial in self.trials], dtype=float)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interval:
+    """How many times the step time of b that of a is, and how sure that is."""
+
+    ratio: float
+    """Best estimate; below 1 if a is faster."""
+    low: float | None = None
+    high: float | None = None
+    """Ends of the 95 % interval; None with fewer than MIN_TRIALS trials."""
+    p_different: float | None = None
+    """Two-sided p-value of the hypothesis that the ratio is 1: below 0.05 if and only if the interval excludes 1."""
+    p_same: float | None = None
+    """p-value of the hypothesis that the ratio is outside the margin: two one-sided tests (Schuirmann 1987)."""
+    margin: float = MARGIN
+    """That ``p_same`` is about."""
+    num_trials: int
+    """Trials, of the cell that has fewer, or blocks if paired."""
+    paired: bool
+    reason: str = ""
+    """Why there is no interval."""
+
+    @property
+    def width(self) -> float:
+        """high / low - 1; infinite without an interval."""
+        return math.inf if self.low is None or self.high is None else self.high / self.low - 1
+
+    def inverse(self) -> Interval:
+        """The same seen from b."""
+        low, high = (None if end is None else 1 / end for end in (self.high, self.low))
+        return replace(self, ratio=1 / self.ratio, low=low, high=high)
+
+
+def trial_median(seconds: Sequence[float]) -> float:
+    """Median of a trial's steps after warm-up; they must be above 0 and finite."""
+    steps = np.asarray(seconds, dtype=float)
+    if steps.ndim != 1 or not steps.size or not (np.isfinite(steps) & (steps > 0)).all():
+        raise ValueError("a trial is a list of step times, all above 0 s")
+    return float(np.median(steps[warmup(seconds) :]))
+
+
+def warmup(seconds: Sequence[float]) -> int:
+    """How many first steps of a trial to drop: never more than half.
+
+    MSER (White, "An effective truncation heuristic for bias reduction in simulation output", Simulation 69(6), 1997):
+    the number k that minimizes sum((x - mean)^2) / (n - k)^2 over the n - k steps kept. It is used on logarithms,
+    smoothed by a running median of three so that a single slow step is not taken for a warm-up (the first step is left
+    as it is). Warm-up is slow, so only those k count for which the first step and the median of the dropped steps are
+    above the upper quartile of those kept, and every dropped step is above their median; else nothing is dropped. Of
+    the rules that were simulated on 12 and 30 steps, pyperf's among them, it leaves the least bias behind;
+    docs/statistics.md has the table.
+    """
+    return int(warmups(np.asarray([seconds], dtype=float))[0]) if len(seconds) else 0
+
+
+def warmups(seconds: Array) -> NDArray[np.intp]:
+    """``warmup`` of many trials of equal length, one a row."""
+    logs = np.log(seconds)
+    rows, n = logs.shape
+    if n < 4:
+        return np.zeros(rows, dtype=np.intp)
+    smooth = logs.copy()
+    smooth[:, 1:-1] = np.median(np.stack([logs[:, :-2], logs[:, 1:-1], logs[:, 2:]]), axis=0)
+    smooth -= smooth.mean(axis=1, keepdims=True)  # else the differences of sums below lose digits
+    kept = n - np.arange(n // 2 + 1)
+    sums, squares = (_sums_from(values)[:, : n // 2 + 1] for values in (smooth, smooth**2))
+    scores = (squares - sums**2 / kept) / kept**2
+    found = scores.argmin(axis=1)
+    unsure = np.flatnonzero(found)
+    while len(unsure):
+        slow = np.empty(len(unsure), dtype=bool)
+        for k in np.unique(found[unsure]):
+            at = found[unsure] == k
+            slow[at] = _slow_start(logs[unsure[at]], int(k))
+        unsure = unsure[~slow]
+        scores[unsure, found[unsure]] = np.inf
+        found[unsure] = scores[unsure].argmin(axis=1)
+        unsure = unsure[found[unsure] > 0]
+    return np.asarray(found)
+
+
+def _slow_start(logs: Array, k: int) -> NDArray[np.bool_]:
+    """Whether the first k steps of each row are slower than the others."""
+    dropped = logs[:, :k]
+    middle, upper = np.quantile(logs[:, k:], [0.5, 0.75], axis=1)
+    least = np.minimum(logs[:, 0], np.median(dropped, axis=1))
+    return np.asarray((least > upper) & (dropped.min(axis=1) > middle))
+
+
+def _sums_from(values: Array) -> Array:
+    """Sum of each row from each column to the last."""
+    return np.asarray(values[:, ::-1].cumsum(axis=1)[:, ::-1])
+
+
+def trimmed_mean(values: Array, axis: int = -1) -> Array:
+    """Mean along the last axis without the smallest and the largest TRIM of the values."""
+    assert axis in {-1, values.ndim - 1}, "scipy.stats.bootstrap resamples along the last axis"
+    n = values.shape[-1]
+    out = int(TRIM * n)
+    middle = np.partition(values, (out, n - out - 1), axis=-1)[..., out : n - out] if out else values
+    return np.asarray(middle.mean(axis=-1))
+
+
+@dataclass(frozen=True, slots=True)
+class Bootstrap:
+    """Resampled centres of many comparisons at once, in logarithms: one row each."""
+
+    centres: Array
+    draws: Array
+    inflation: Array
+    """By which a standard error of the bootstrap is too small, per comparison: sqrt(n / (n - 1)) if paired."""
+    freedom: Array
+    """Degrees of freedom of Student's t, per comparison."""
+
+    def interval(self, level: float = LEVEL) -> tuple[Array, Array]:
+        """Ends of the expanded percentile intervals."""
+        tails = special.ndtr(-self.inflation * stats.t.ppf((1 + level) / 2, self.freedom))
+        ends = [
+            (np.quantile(draws, tail), np.quantile(draws, 1 - tail))
+            for draws, tail in zip(self.draws, tails, strict=True)
+        ]
+        low, high = np.array(ends).reshape(-1, 2).T
+        return np.asarray(low), np.asarray(high)
+
+    def p_above(self, value: float) -> Array:
+        """One-sided p-values against the centre being at most ``value``; consistent with ``interval``."""
+        return self._p((self.draws <= value).mean(axis=1), self.centres - value)
+
+    def p_below(self, value: float) -> Array:
+        """One-sided p-values against the centre being at least ``value``."""
+        return self._p((self.draws >= value).mean(axis=1), value - self.centres)
+
+    def p_different(self) -> Array:
+        """Two-sided p-values against the centre being 0."""
+        smaller = np.minimum(self.p_above(0), self.p_below(0))
+        return np.asarray(np.minimum(1, 2 * smaller))
+
+    def p_same(self, margin: float) -> Array:
+        """p-values against the centre being outside the margin: the larger of two one-sided ones."""
+        ends = self.p_above(-math.log1p(margin)), self.p_below(math.log1p(margin))
+        return np.asarray(np.maximum(*ends))
+
+    def shifted(self, by: float) -> Bootstrap:
+        """What it would be if all first cells were slower by e^by."""
+        return replace(self, centres=self.centres + by, draws=self.draws + by)
+
+    def _p(self, tails: Array, distances: Array) -> Array:
+        """From the share of draws on the wrong side; a normal tail where too few draws are there to count."""
+        few = 5 / self.draws.shape[1]
+        errors = self.draws.std(axis=1)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            normal = np.where(errors > 0, distances / errors, np.sign(distances) * np.inf)
+        normal = np.nan_to_num(normal, nan=0.0, posinf=np.inf, neginf=-np.inf)
+        reach = -special.ndtri(few)
+        scores = np.where(tails < few, np.maximum(normal, reach), -special.ndtri(np.maximum(tails, few)))
+        return np.asarray(stats.t.sf(scores / self.inflation, self.freedom))
+
+
+def bootstrap(a: Array, b: Array | None = None, *, resamples: int = RESAMPLES, seed: int = SEED) -> Bootstrap:
+    """Resamples the trials of many comparisons: ``a`` has a row per comparison and a column per block or trial.
+
+    With ``b`` the samples are not paired: trimmed mean of a's minus that of b's, with Welch's degrees of freedom and
+    the ratio of the unbiased to the bootstrap's variance for Hesterberg's expansion.
+    """
+    samples = tuple(
+        np.sort(sample, axis=1) for sample in ((a,) if b is None else (a, b))
+    )  # their order must not matter
+    small = max(1, BATCH // (a.shape[0] * sum(s.shape[1] for s in samples)))
+    result: Any = stats.bootstrap(
+        samples,
+        _centre if b is None else _difference,
+        n_resamples=resamples,
+        batch=small,
+        vectorized=True,
+        axis=-1,
+        method="percentile",
+        rng=np.random.default_rng(seed),
+    )
+    draws = result.bootstrap_distribution.reshape(a.shape[0], -1)
+    if b is None:
+        n = a.shape[1]
+        full = np.ones(a.shape[0])
+        return Bootstrap(trimmed_mean(a), draws, full * math.sqrt(n / (n - 1)), full * (n - 1))
+    sizes = [s.shape[1] for s in samples]
+    parts = [np.maximum(s.var(axis=1, ddof=1), np.finfo(float).tiny) / n for s, n in zip(samples, sizes, strict=True)]
+    biased = sum(part * (n - 1) / n for part, n in zip(parts, sizes, strict=True))
+    welch = sum(part**2 / (n - 1) for part, n in zip(parts, sizes, strict=True))
+    both = sum(parts)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        freedom = np.where(welch > 0, np.square(both) / welch, min(sizes) - 1)
+    return Bootstrap(_difference(a, b), draws, np.sqrt(both / biased), freedom)
+
+
+def bootstrap_many(a: Array, *, resamples: int = RESAMPLES, seed: int = SEED) -> Bootstrap:
+    """``bootstrap`` of paired samples, draw for draw, faster for thousands of rows."""
+    rows, n = a.shape
+    full = np.ones(rows)
+    draws = resampled_means(a, int(TRIM * n), resamples, seed)
+    return Bootstrap(trimmed_mean(a), draws, full * math.sqrt(n / (n - 1)), full * (n - 1))
+
+
+def resampled_means(a: Array, out: int, resamples: int, seed: int) -> Array:
+    """Means of resamples of each row without the ``out`` smallest and largest values.
+
+    All rows are resampled with the same numbers, so their order statistics are at the same places of the sorted rows:
+    such a mean is a sum over the sorted row with weights that serve every row.
+    """
+    n = a.shape[1]
+    picked = np.sort(np.random.default_rng(seed).integers(0, n, (resamples, n)), axis=1)[:, out : n - out]
+    places = picked + n * np.arange(resamples)[:, None]
+    weights = np.bincount(places.ravel(), minlength=n * resamples).reshape(resamples, n) / (n - 2 * out)
+    return np.asarray(np.sort(a, axis=1) @ weights.T)
+
+
+def _centre(values: Array, axis: int = -1) -> Array:
+    return trimmed_mean(values, axis)
+
+
+def _difference(a: Array, b: Array, axis: int = -1) -> Array:
+    return np.asarray(trimmed_mean(a, axis) - trimmed_mean(b, axis))
+
+
+def ratio(a: Sample, b: Sample, *, margin: float = MARGIN, resamples: int = RESAMPLES, seed: int = SEED) -> Interval:
+    """How many times the step time of ``b`` that of ``a`` is.
+
+    Trials of a block that both ran in are paired, which removes the drift that they share; where that leaves fewer
+    than MIN_TRIALS pairs, all trials are used and none is paired. ``ratio(b, a)`` is exactly the inverse: of the two,
+    always the same one is resampled.
+    """
+    if not len(a.trials) or not len(b.trials):
+        raise ValueError("a ratio needs a trial on either side")
+    logs = np.log(a.medians), np.log(b.medians)
+    blocks = sorted(set(a.blocks) & set(b.blocks))
+    if len(blocks) >= MIN_TRIALS or (blocks and max(len(a.trials), len(b.trials)) < MIN_TRIALS):
+        ours, theirs = (_by_block(values, s.blocks, blocks) for values, s in zip(logs, (a, b), strict=True))
+        apart = ours - theirs
+        swap = sorted(apart.tolist()) > sorted((-apart).tolist())
+        found = _interval(-apart if swap else apart, None, margin, resamples, seed)
+    else:
+        swap = (len(a.trials), sorted(logs[0].tolist())) > (len(b.trials), sorted(logs[1].tolist()))
+        first, second = reversed(logs) if swap else logs
+        found = _interval(first, second, margin, resamples, seed)
+    return found.inverse() if swap else found
+
+
+def _by_block(values: Array, blocks: Sequence[int], wanted: Sequence[int]) -> Array:
+    """Mean of a cell's trials in each block: ABBA has two."""
+    own = np.asarray(blocks)
+    return np.array([values[own == block].mean() for block in wanted])
+
+
+def _interval(a: Array, b: Array | None, margin: float, resamples: int, seed: int) -> Interval:
+    paired = b is None
+    n = len(a) if b is None else min(len(a), len(b))
+    centre = float(trimmed_mean(a) if b is None else _difference(a, b))
+    found = Interval(ratio=math.exp(centre), num_trials=n, paired=paired, margin=margin)
+    if n < MIN_TRIALS:
+        what = "blocks with both cells" if paired else "trials"
+        return replace(found, reason=f"no interval: {n} {what}, and {MIN_TRIALS} are needed")
+    drawn = bootstrap(a[None], None if b is None else b[None], resamples=resamples, seed=seed)
+    low, high = (float(end[0]) for end in drawn.interval())
+    return replace(
+        found,
+        low=math.exp(low),
+        high=math.exp(high),
+        p_different=float(drawn.p_different()[0]),
+        p_same=float(drawn.p_same(margin)[0]),
+    )
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p-values adjusted for how many there are: Holm, Scandinavian Journal of Statistics 6, 1979.
+
+    The i-th smallest of m is multiplied by m - i + 1, made monotone, and bounded by 1.
+    """
+    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
+    adjusted = [1.0] * len(p_values)
+    largest = 0.0
+    for rank, i in enumerate(order):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[i]))
+        adjusted[i] = largest
+    return adjusted
+
+
+def equivalent(interval: Interval, margin: float = MARGIN) -> bool:
+    """Whether the whole 95 % interval is inside 1 / (1 + margin) ... 1 + margin.
+
+    The 95 % interval, not the 90 % one that would do for two one-sided tests at 5 %: it is the interval that is
+    printed, and a run that is extended once because it was ambiguous still stays below 5 % of false "same".
+    """
+    if interval.low is None or interval.high is None:
+        return False
+    return 1 / (1 + margin) <= interval.low and interval.high <= 1 + margin
+
+
+def enough(interval: Interval, precision: float = PRECISION) -> bool:
+    """Whether an interval is narrower than the precision, from end to end."""
+    return interval.width < precision
+
+
+def required_trials(interval: Interval, precision: float = PRECISION) -> int:
+    """How many more trials, or blocks, make the interval narrower than the precision; 0 if it is already.
+
+    The width falls with the square root of their number. At most as many as there are: with few trials the noise is
+    not known well enough to plan farther ahead, so look again then.
+    """
+    if enough(interval, precision):
+        return 0
+    n = interval.num_trials
+    if interval.low is None:
+        return max(1, MIN_REPEATS - n)
+    return max(1, min(n, math.ceil(n * (interval.width / precision) ** 2) - n))

@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+
+from bench.analysis import choices, rivals, study
+from bench.analysis.simulation import FAMILIES, FITTED, Noise, fit, simulate
+from bench.analysis.statistics import MIN_REPEATS, PRECISION, trial_median
+from bench.analysis.study import BENCH, PLAIN, TARGETS, study_noise
+from bench.analysis.verdicts import Verdict
+from bench.cli import main
+from bench.commands import study as command
+from bench.report import study as report
+from bench.report import style
+from bench.tables import load
+from tests.legible import assert_legible
+
+ROOT = Path(__file__).parents[1]
+QUIET = FAMILIES[-1]
+REPORTS = 60
+
+
+def rng(seed: int = 0) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, study.Outcome]:
+    return {noise.name: study_noise(noise, REPORTS, seed=11) for noise in (FITTED, QUIET)}
+
+
+@pytest.fixture(scope="module")
+def results() -> report.Results:
+    return command.simulate(10, 5, whole=True)
+
+
+class TestFit:
+    def test_the_constants_are_those_of_the_run(self) -> None:
+        found = fit(load(ROOT / "results" / "cpu-reference"), FITTED.name)
+        for name in ("step", "step_freedom", "trial", "drift", "memory"):
+            assert getattr(found, name) == pytest.approx(getattr(FITTED, name), rel=5e-3), name
+
+    def test_finds_what_was_simulated(self) -> None:
+        true = Noise(name="true", step=0.04, step_freedom=8.0, trial=0.03, drift=0.04, memory=0.8)
+        logs = simulate(true, reports=1, cells=20, blocks=40, steps=30, rng=rng())[0]
+        repeats, cells, steps = (index.ravel() for index in np.indices(logs.shape))
+        names = np.array([f"cell{i:02d}" for i in range(20)])
+        rows = pd.DataFrame(
+            {"cell_id": names[cells], "repeat": repeats, "step": steps, "seconds": np.exp(logs).ravel()}
+        )
+        trials = rows[["cell_id", "repeat"]].drop_duplicates().assign(status="ok")
+        found = fit(replace(load(ROOT / "results" / "cpu-reference"), trials=trials, steps=rows))
+        assert found.step == pytest.approx(0.04, rel=0.1)
+        # The order within a block is not in this table, so what drift there is within one counts as noise of trials.
+        assert math.hypot(found.trial, found.drift) == pytest.approx(0.05, rel=0.2)
+
+    def test_too_little_to_fit_to(self) -> None:
+        tables = load(ROOT / "results" / "cpu-reference")
+        with pytest.raises(ValueError, match="at least 20 trials"):
+            fit(replace(tables, trials=tables.trials.head(10)))
+
+
+class TestSimulate:
+    @pytest.mark.parametrize("noise", FAMILIES, ids=lambda noise: noise.name)
+    def test_the_same_seed_gives_the_same_steps(self, noise: Noise) -> None:
+        a, b = (simulate(noise, reports=2, cells=3, blocks=4, steps=12, rng=rng(1)) for _ in range(2))
+        assert a.shape == (2, 4, 3, 12) and (a == b).all()
+
+    def test_spread_is_what_was_asked_for(self) -> None:
+        noise = Noise(name="x", step=0.05, trial=0.03, drift=0.04, memory=0.7)
+        logs = simulate(noise, reports=400, cells=2, blocks=20, steps=12, rng=rng())
+        assert (logs - logs.mean(axis=-1, keepdims=True)).std(ddof=0) == pytest.approx(
+            0.05 * math.sqrt(11 / 12), rel=0.02
+        )
+        assert logs.mean(axis=-1).std() == pytest.approx(math.sqrt(0.03**2 + 0.04**2 + 0.05**2 / 12), rel=0.04)
+        apart = (logs[:, :, 0] - logs[:, :, 1]).mean(axis=-1)
+        assert apart.std() < math.sqrt(2) * logs.mean(axis=-1).std() * 0.9  # neighbours drift together
+
+    def test_medians_are_those_of_single_trials(self) -> None:
+        logs = simulate(FAMILIES[1], reports=2, cells=2, blocks=5, steps=12, rng=rng())
+        one = [math.log(trial_median(np.exp(row).tolist())) for row in logs.reshape(-1, 12)]
+        assert study.medians(logs).ravel() == pytest.approx(one, abs=1e-3)  # of an even number: a mean of two
+
+
+class TestStudy:
+    def test_targets_are_met(self, outcomes: dict[str, study.Outcome]) -> None:
+        """Up to what luck can do to a small study: comparisons of a report share a baseline, so reports are counted."""
+        for name, outcome in outcomes.items():
+            row = outcome.rates[outcome.rates["rule"] == BENCH].iloc[0]
+            for target in TARGETS:
+                low = stats.binom.ppf(0.001, REPORTS, target.low) / REPORTS
+                high = stats.binom.ppf(0.999, REPORTS, target.high) / REPORTS
+                assert low <= row[target.column] <= high, (name, target.column, row[target.column])
+
+    def test_no_verdict_is_wrong(self, outcomes: dict[str, study.Outcome]) -> None:
+        for outcome in outcomes.values():
+            ours = outcome.rates[outcome.rates["rule"] == BENCH].iloc[0]
+            assert ours["wrong"] <= 0.01 and ours["same_at_margin"] <= 0.1
+
+    def test_the_others_are_worse(self, outcomes: dict[str, study.Outcome]) -> None:
+        rates = outcomes[FITTED.name].rates.set_index("rule")
+        assert rates.loc["mean of one run", "false_different"] > 0.5
+        assert rates.loc["pyperf, 100 processes", "false_different"] > 0.03
+        assert rates.loc["asv", "found"] < 0.3
+        assert rates.loc[PLAIN, "same"] < rates.loc[BENCH, "same"]
+
+    def test_shares_are_of_all_comparisons(self, outcomes: dict[str, study.Outcome]) -> None:
+        for outcome in outcomes.values():
+            sums = outcome.counts.groupby(["rule", "effect"])["share"].sum()
+            assert sums.to_numpy() == pytest.approx(1.0)
+
+    def test_quiet_machines_need_few_trials(self, outcomes: dict[str, study.Outcome]) -> None:
+        blocks = {name: o.rates.set_index("rule").loc[BENCH, "trials 5 %"] for name, o in outcomes.items()}
+        assert MIN_REPEATS <= blocks["quiet"] < blocks[FITTED.name] / 3
+
+    def test_runs_until_the_intervals_are_narrow(self) -> None:
+        differences = study.ratios(simulate(QUIET, reports=20, cells=3, blocks=100, steps=12, rng=rng()))
+        stage = study.run_until(differences, np.full(20, MIN_REPEATS), PRECISION, seed=0)
+        assert (stage.width() < PRECISION).all() and len(set(stage.blocks)) > 1
+        few = study.run_until(differences[..., :12], np.full(20, MIN_REPEATS), 1e-4, seed=0)
+        assert (few.blocks == 12).all()
+
+    def test_with_few_repeats_verdicts_are_ambiguous_and_not_wrong(self) -> None:
+        outcome = study_noise(FITTED, 40, seed=3, most=10, rivals=False)
+        counts = outcome.counts[outcome.counts["rule"] == BENCH].set_index(["effect", "verdict"])["share"]
+        assert counts["A/A", str(Verdict.AMBIGUOUS)] > 0.95
+        assert counts["5 %", str(Verdict.FASTER)] == counts["5 %", str(Verdict.SAME)] == 0
+
+
+class TestRivals:
+    def cells(self, by: float) -> tuple[np.ndarray, np.ndarray]:
+        logs = 0.002 * rng().normal(size=(2, 30, 100, 12))
+        return np.exp(logs[0] + by), np.exp(logs[1])
+
+    @pytest.mark.parametrize("rule", rivals.RULES, ids=lambda rule: rule.name)
+    @pytest.mark.parametrize("by", [-0.2, 0.2])
+    def test_large_differences_are_seen_by_all(self, rule: rivals.Rule, by: float) -> None:
+        called = rule.judge(*self.cells(by))
+        assert (called.sign == np.sign(by)).all()
+        if called.low is not None and called.high is not None:
+            assert ((called.low < math.exp(by)) & (math.exp(by) < called.high)).mean() > 0.8
+
+    def test_asvs_factor(self) -> None:
+        assert (rivals.asv(1.1)(*self.cells(0.05)).sign == 0).all()
+        assert (rivals.asv(1.02)(*self.cells(0.05)).sign == 1).all()
+
+    def test_asvs_interval_of_a_median(self) -> None:
+        low, high = rivals._median_interval(np.arange(20.0)[None])
+        # P(X <= 3) = 0.0013 and P(X <= 4) = 0.0059 for 20 tosses: the 4th and the 17th value.
+        assert (low[0], high[0]) in {(3.0, 16.0), (2.0, 17.0)}
+
+
+class TestChoices:
+    def test_our_interval_covers(self) -> None:
+        frame = choices.intervals(300, 1, FAMILIES[:1])
+        by = frame.pivot_table(index="method", columns="blocks", values="coverage")
+        assert by.loc[choices.OURS].between(0.90, 0.99).all()
+        assert by.loc["mean, percentile", 5] < 0.9 and by.loc["mean, BCa", 5] < 0.9
+
+    def test_our_warmup_leaves_the_least_bias(self) -> None:
+        frame = choices.warmup_rules(600, 1).pivot_table(index=["steps", "transient"], columns="rule", values="bias")
+        slow = frame[[("time constant" in transient) for _, transient in frame.index]]
+        assert (slow.drop(columns="this bench").min(axis=1) >= slow["this bench"] - 0.15).all()
+
+
+class TestCommand:
+    def test_the_page_and_its_tables(self, results: report.Results, tmp_path: Path) -> None:
+        written = command.write(results, tmp_path, tmp_path / "statistics.md")
+        page = (tmp_path / "statistics.md").read_text(encoding="utf-8")
+        assert "(statistics.png)" in page and "--scenarios 10 --seed 5" in page and "nan" not in page
+        for rule in rivals.RULES:
+            assert rule.name in page
+        assert {path.name for path in written} == {path.name for path in tmp_path.iterdir()}
+        assert len(pd.read_csv(tmp_path / "rates.csv")) == len(FAMILIES) * (2 + len(rivals.RULES))
+
+    def test_the_defaults_are_the_studys(self) -> None:
+        assert (command.DEFAULT_SEED, command.DEFAULT_REPORTS) == (study.SEED, study.REPORTS)
+
+    def test_the_picture_is_legible(self, results: report.Results) -> None:
+        drawing = report.draw(results, FITTED.name)
+        assert_legible(drawing.figure, style.MAX_HEIGHT)
+
+    def test_the_same_seed_gives_the_same_page(self, results: report.Results) -> None:
+        again = command.simulate(10, 5, whole=True)
+        assert report.page(results, "x", "y") == report.page(again, "x", "y")
+
+    def test_the_command(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(study, "FAMILIES", (QUIET,))
+        assert main(["study", "--scenarios", "30"]) in {0, 1}
+        out = capsys.readouterr().out
+        assert "quiet" in out and "pyperf" in out
+
+    def test_a_missed_target_is_exit_status_1(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(study, "FAMILIES", (QUIET,))
+        monkeypatch.setattr(report, "TARGETS", (study.Target("found", "5 % difference found", 2.0, 3.0),))
+        assert main(["study", "--scenarios", "10"]) == 1
+        assert "missed: quiet" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        "arguments", [["--scenarios", "3"], ["--scenarios", "many"], ["--seed", "-1"], ["--docs", "page.txt"]]
+    )
+    def test_bad_input_is_one_line(self, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+        try:
+            status = main(["study", *arguments])
+        except SystemExit as exit_:
+            status = int(exit_.code or 0)
+        assert status == 2
+        assert arguments[0] in capsys.readouterr().err.strip().splitlines()[-1]
+
+    def test_a_folder_that_cannot_be(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (tmp_path / "file").write_text("")
+        assert main(["study", "--out", str(tmp_path / "file" / "folder")]) == 2
+        assert len(capsys.readouterr().err.strip().splitlines()) == 1
