@@ -29,7 +29,7 @@ def test_an_installed_package_adds_a_backend_that_runs(faulty_run: Run) -> None:
         ("x-raises", "crashed", r"rank 1: KeyError: 'a key that says out of memory'"),
         ("x-killed", "crashed", r"rank 1 was ended by SIGKILL"),
         ("x-exits", "crashed", r"rank 1 ended with exit code 7"),
-        ("x-hangs", "timeout", r"not finished after 15 s"),
+        ("x-hangs", "timeout", r"not finished after 40 s"),
         ("x-unsupported", "unsupported", r"rank 1: UnsupportedError: this framework cannot do that; use another"),
         ("x-needs-missing", "unsupported", r"needs no_such_package_at_all: pip install"),
         ("x-last-only", "invalid", r"pointing elsewhere: samples were lost"),
