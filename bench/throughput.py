@@ -84,23 +84,34 @@ class Point:
     optimizer_s: float = OPTIMIZER_S
     samples: tuple[int, ...] = (SAMPLES,)
     """Samples of the micro-batches, in turn."""
+    micro_batches: int | None = None
+    """NB, instead of what ``epoch`` says."""
+    num_epochs: int | None = None
+    """If NB is given. None: enough for the rates that are wanted, or for ``max_steps``."""
+    max_steps: int | None = None
+    """Optimizer steps to stop after, if NB is given and the epochs are not over before."""
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """Micro-batches per epoch, and epochs: enough for the rates that are wanted."""
-        per_epoch = self.epoch.micro_batches(self.accumulate)
+        """Micro-batches per epoch, and epochs: enough for the rates that are wanted, unless told."""
+        per_epoch = self.micro_batches or self.epoch.micro_batches(self.accumulate)
         updates_per_epoch = math.ceil(per_epoch / self.accumulate)
         # The span of a rate must begin after an update, so that whole windows cover it.
         filled = math.ceil((self.window_size + self.accumulate) * updates_per_epoch / per_epoch) + 1
         logs = math.ceil(filled / self.log_every_n_steps) + WANTED_RATES - 1
-        epochs = math.ceil(logs * self.log_every_n_steps / updates_per_epoch)
+        epochs = math.ceil((self.max_steps or logs * self.log_every_n_steps) / updates_per_epoch)
+        if self.micro_batches:
+            return per_epoch, self.num_epochs or epochs
         return (per_epoch * epochs, 1) if self.epoch is Epoch.WHOLE else (per_epoch, epochs)
 
     @property
     def seconds(self) -> float:
         """How long the workload takes, by its clock."""
         per_epoch, epochs = self.lengths
-        return epochs * (per_epoch * self.micro_batch_s + math.ceil(per_epoch / self.accumulate) * self.optimizer_s)
+        updates_per_epoch = math.ceil(per_epoch / self.accumulate)
+        updates = min(epochs * updates_per_epoch, self.max_steps or math.inf)
+        whole, rest = divmod(updates, updates_per_epoch)
+        return (whole * per_epoch + rest * self.accumulate) * self.micro_batch_s + updates * self.optimizer_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +144,8 @@ class Measurement:
     """Optimizer steps that had been made whenever the monitor logged something."""
     rates: tuple[Rate, ...]
     """Those that can be judged: the monitor's window begins after the first update."""
+    num_rates_logged: int = 0
+    """Those that cannot be judged are counted too."""
 
     def verdict(self, tolerance: float = TOLERANCE) -> Verdict:
         """One word for the point."""
@@ -147,14 +160,18 @@ class Measurement:
         per_epoch, epochs = self.point.lengths
         ratios = [rate.ratio for rate in self.rates]
         reported = [rate.reported for rate in self.rates]
-        row = dataclasses.asdict(self.point) | {
-            "epoch": str(self.point.epoch),
+        row = dataclasses.asdict(self.point)
+        given = row.pop("micro_batches")
+        del row["num_epochs"], row["max_steps"]
+        row |= {
+            "epoch": f"NB = {given}" if given else str(self.point.epoch),
             "samples": ",".join(map(str, self.point.samples)),
             "num_micro_batches_per_epoch": per_epoch,
             "num_epochs": epochs,
             "num_updates": self.num_updates,
             "num_logs": len(self.log_updates),
             "log_updates": ",".join(map(str, self.log_updates)),
+            "num_rates_logged": self.num_rates_logged,
             "num_rates": len(ratios),
             "true_samples_per_s": self.true_samples_per_s,
             "reported_samples_per_s": statistics.median(reported) if reported else None,
@@ -313,6 +330,7 @@ def _train(point: Point, clock: VirtualClock | RealClock, taps: Taps, logged: li
             accelerator="cpu",
             devices=1,
             max_epochs=epochs,
+            max_steps=point.max_steps or -1,
             accumulate_grad_batches=point.accumulate,
             log_every_n_steps=point.log_every_n_steps,
             logger=Log(),
@@ -367,4 +385,5 @@ def _measurement(point: Point, taps: Taps, logged: Sequence[tuple[int, float | N
         true_samples_per_s=true(1, len(made)) if len(made) > 1 else None,
         log_updates=tuple(max(k for k, n in enumerate(batches) if n <= count) for count, _ in logged),
         rates=tuple(rates),
+        num_rates_logged=sum(reported is not None for _, reported in logged),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,11 @@ from bench.backends.base import registry
 from bench.errors import BAD, GOOD, WRONG, InputError
 from bench.lint import RULES, Finding, Options, Severity, document, lint
 from bench.lint.arithmetic import Epochs, batches_per_epoch
+from bench.lint.monitor import LONGEST
 from bench.lint.options import version
+from bench.lint.rates import Rates
+from bench.throughput import TOLERANCE, Point, Verdict, judge, measure
+from bench.versions.__main__ import parsed
 
 NEW = (0, 19, 8)
 DATA = {"class_path": "my.Data", "init_args": {"batch_size": 2}}
@@ -270,6 +275,9 @@ CASES: dict[str, list[tuple[Any, dict[str, Any], Any, dict[str, Any]]]] = {
             lightning(strategy({"gradient_clipping": 0.0}), gradient_clip_val=1.0),
             {},
         ),
+        # To read the norm, people clip where nothing is ever clipped.
+        (lightning(ZERO.format(2), gradient_clip_val=1e6), {}, lightning(ZERO.format(2), gradient_clip_val=1e7), {}),
+        (lightning(ZERO.format(2), gradient_clip_val=5), {}, lightning(ZERO.format(2), gradient_clip_val="1e30"), {}),
     ],
     "GAS01": [
         (
@@ -368,8 +376,53 @@ CASES: dict[str, list[tuple[Any, dict[str, Any], Any, dict[str, Any]]]] = {
     ],
     "THR01": [
         (lightning(callbacks=[monitor(10)]), {}, lightning(callbacks=[monitor(9)]), {}),
-        (lightning(callbacks=[monitor()]), {}, lightning(accumulate_grad_batches=3, callbacks=[monitor()]), {}),
+        (
+            lightning(accumulate_grad_batches=8, callbacks=[monitor()]),
+            {},
+            lightning(accumulate_grad_batches=3, callbacks=[monitor()]),
+            {},
+        ),
+        # 99 of 100 micro-batches: within the 1 % of the measurement.
+        (lightning(accumulate_grad_batches=5, callbacks=[monitor(98)]), {}, lightning(callbacks=[monitor()]), {}),
         (lightning(callbacks=[monitor(10)]), {}, lightning(accumulate_grad_batches=1, callbacks=[monitor(10)]), {}),
+        # A partial window: whole epochs are right, and so is a window that is long enough.
+        (lightning(callbacks=[monitor(5)]), TEN, lightning(callbacks=[monitor(11)]), TEN),
+        (
+            lightning(callbacks=[monitor(97)], log_every_n_steps=5),
+            TEN,
+            lightning(callbacks=[monitor(100)], log_every_n_steps=5),
+            TEN,
+        ),
+        # Which steps are logged matters: at every third of three per epoch, or in the only epoch before its end.
+        (
+            lightning(callbacks=[monitor(5)], log_every_n_steps=3),
+            TEN,
+            lightning(callbacks=[monitor(9)], accumulate_grad_batches=2, log_every_n_steps=3),
+            {"samples": 20},
+        ),
+        (
+            lightning(callbacks=[monitor(5)], max_epochs=1),
+            TEN,
+            lightning(callbacks=[monitor(5)], max_epochs=1, log_every_n_steps=2),
+            TEN,
+        ),
+        (lightning(callbacks=[monitor(10)]), {}, lightning(callbacks=[monitor(10)], log_every_n_steps=0), {}),
+        # DeepSpeed's steps go on over the ends of epochs.
+        (lightning(callbacks=[monitor(5)]), TEN, lightning(ZERO.format(2), callbacks=[monitor(5)]), TEN),
+        # NB = 2 is fewer than N: windows are of 2.
+        (
+            lightning(callbacks=[monitor(4)]),
+            {"samples": 8},
+            lightning(callbacks=[monitor(3)]),
+            {"samples": 8},
+        ),
+        # Nothing is said of rates that are never logged.
+        (
+            lightning(callbacks=[monitor(16)], max_epochs=2),
+            EIGHT,
+            lightning(callbacks=[monitor(18)], max_epochs=2),
+            EIGHT,
+        ),
     ],
     "THR02": [
         (
@@ -437,6 +490,32 @@ CASES: dict[str, list[tuple[Any, dict[str, Any], Any, dict[str, Any]]]] = {
             {"deepspeed": (0, 18, 6), "world_size": 1},
         ),
     ],
+    "VER03": [
+        (
+            engine(bf16=ON, data_types=FP32),
+            {"deepspeed": (0, 19, 3)},
+            engine(bf16=ON, data_types=FP32),
+            {"deepspeed": NEW},
+        ),
+        (
+            engine(bf16=ON, data_types=FP32),
+            {"deepspeed": (0, 17, 5)},
+            engine(bf16=ON, data_types=FP32, zero_optimization={"stage": 3}),
+            {"deepspeed": (0, 17, 5)},
+        ),
+        (
+            engine(bf16=ON, data_types=FP32),
+            {"deepspeed": (0, 19, 7)},
+            engine(bf16=ON, data_types=FP32, gradient_accumulation_steps=1),
+            {"deepspeed": (0, 19, 7)},
+        ),
+        (
+            lightning(strategy({"data_types": FP32, "zero_optimization": {"stage": 2}}), precision="bf16-mixed"),
+            {"deepspeed": (0, 19, 7)},
+            lightning(strategy({"data_types": FP32, "zero_optimization": {"stage": 2}}), precision="32-true"),
+            {"deepspeed": (0, 19, 7)},
+        ),
+    ],
     "WIN01": [
         (lightning(max_epochs=2), {"samples": 12}, lightning(max_epochs=2), {"samples": 16}),
         (lightning(ZERO.format(3), max_epochs=2), {"samples": 12}, lightning(ZERO.format(3)), {"samples": 16}),
@@ -475,7 +554,7 @@ def test_findings_are_complete(tmp_path: Path) -> None:
         for backends in re.findall(r"--backend (\S+)", finding.proof):
             assert set(backends.split(",")) <= registry().keys()
         if finding.proof.startswith("python -m bench "):
-            parser.parse_args(finding.proof.partition(" (")[0].split()[3:])
+            parser.parse_args(command_of(finding.proof))
 
 
 @pytest.mark.parametrize(
@@ -511,9 +590,146 @@ def test_numbers(tmp_path: Path) -> None:
     said = {each.code: each.what for each in found(tmp_path, lightning(ZERO.format(2), gradient_clip_val=0.5))}
     assert "4 x 0.5 = 2 is clipped" in said["DBL02"]
     said = {each.code: each.what for each in found(tmp_path, engine(bf16=ON, gradient_accumulation_steps=1024))}
-    assert "256/1024 = 0.25 of 1" in said["ACC01"]
+    assert "256/1024 = 0.25 of the truth" in said["ACC01"]
     said = {each.code: each.what for each in found(tmp_path, lightning(callbacks=[monitor(10)]))}
     assert "9/4 = 2.25 would be right: rates are up to 25.0% too low" in said["THR01"]
+    assert "(18.2% where it takes as long as 8 micro-batches)" in said["THR01"]
+    said = {each.code: each.what for each in found(tmp_path, lightning(callbacks=[monitor(5)]), **TEN)}
+    assert "2 windows of 4 and a partial one of 2" in said["THR01"]
+    assert "0.733 to 1.000 of the truth" in said["THR01"] and "down to 0.667" in said["THR01"]
+
+
+def command_of(text: str) -> list[str]:
+    """The proof's command, for ``cli.main``."""
+    assert text.startswith("python -m bench ")
+    return text.partition(" (")[0].split()[3:]
+
+
+def measured(command: list[str], capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    """The points of a proof that is run for real, on the virtual clock."""
+    assert command[0] == "throughput"
+    capsys.readouterr()
+    cli.main([*command, "--json"])
+    points: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["points"]
+    return points
+
+
+MONITORED: list[tuple[str, Any, dict[str, Any]]] = [
+    *[(code, bad, options) for code in ("LOG01", "THR01", "THR02") for bad, options, *_ in CASES[code]],
+    # The default window, and the default of log_every_n_steps.
+    ("LOG01", lightning(callbacks=[monitor()], log_every_n_steps=None, max_epochs=2), EIGHT),
+    ("THR02", lightning(callbacks=[monitor()], log_every_n_steps=None, max_epochs=2), EIGHT),
+    # Trainings that max_steps ends, in mid-epoch.
+    ("LOG01", lightning(log_every_n_steps=9, max_steps=8), TEN),
+    ("THR02", lightning(callbacks=[monitor(30)], log_every_n_steps=2, max_steps=8), TEN),
+    ("THR02", lightning(callbacks=[monitor(5)], max_steps=1), {"samples": 10**6}),
+    ("THR02", lightning(callbacks=[monitor(9)], accumulate_grad_batches=1, max_steps=5), TEN),
+    # Trainings that are too long for a proof become small ones.
+    ("LOG01", lightning(log_every_n_steps=5001, max_epochs=2), {"samples": 40_000}),
+    ("THR02", lightning(callbacks=[monitor(10**6)], max_epochs=2), {"samples": 40_000}),
+    ("THR02", lightning(callbacks=[monitor(5)], log_every_n_steps=5001, max_epochs=2), {"samples": 40_000}),
+    ("THR01", lightning(callbacks=[monitor()], accumulate_grad_batches=1000), {}),
+    ("THR01", lightning(callbacks=[monitor()], accumulate_grad_batches=100), {"samples": 4 * 8 * 97}),
+    ("THR01", lightning(callbacks=[monitor()], accumulate_grad_batches=1000), {"samples": 4 * 80}),
+    ("THR01", lightning(callbacks=[monitor(33)], accumulate_grad_batches=8), {"samples": 4 * 5001}),
+    # DeepSpeed carries windows over; what it counts is what is shown.
+    ("LOG01", lightning(ZERO.format(2), max_epochs=2, log_every_n_steps=5), TEN),
+    ("THR02", lightning(ZERO.format(2), callbacks=[monitor(21)], max_epochs=2), TEN),
+]
+
+
+@pytest.mark.parametrize(("code", "config", "options"), MONITORED)
+def test_proofs_of_the_monitor_show_their_findings(
+    tmp_path: Path, code: str, config: Any, options: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (finding,) = [each for each in found(tmp_path, config, **options) if each.code == code]
+    command = command_of(finding.proof)
+    if command[0] == "semantics":  # Lightning above DeepSpeed counts no step; throughput trains without DeepSpeed
+        assert "trainer.global_step is 0" in next(
+            each.what for each in found(tmp_path, config, **options) if each.code == "WIN01"
+        )
+        return
+    (point,) = measured(command, capsys)
+    if code == "LOG01":
+        assert point["num_updates"] and point["verdict"] == "silent" and point["num_logs"] == 0
+    elif code == "THR02":
+        assert point["num_updates"] and point["num_rates_logged"] == 0
+        assert point["verdict"] == ("silent" if "no step is logged" in finding.what else "unrated")
+    else:
+        assert point["verdict"] in {"biased", "unsteady"} and point["ratio_min"] < 0.99
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "advised"),
+    [
+        (lightning(callbacks=[monitor(10)]), {}, [9, 13]),
+        (lightning(callbacks=[monitor()], accumulate_grad_batches=8), {}, [97, 105]),
+        (lightning(callbacks=[monitor(5)], log_every_n_steps=5), TEN, [11]),
+        (lightning(callbacks=[monitor(97)], log_every_n_steps=5), TEN, [91, 101]),
+        (lightning(callbacks=[monitor(10)], accumulate_grad_batches=8), {"samples": 16}, [9, 13]),
+        (lightning(callbacks=[monitor(21)], max_epochs=2), TEN, [11]),
+    ],
+)
+def test_advised_windows_are_measured_as_right(
+    tmp_path: Path, config: Any, options: dict[str, Any], advised: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (finding,) = [each for each in found(tmp_path, config, **options) if each.code in {"THR01", "THR02"}]
+    sizes = re.match(r"set window_size to (\d+)(?: or (\d+))?", finding.fix)
+    assert sizes and [int(size) for size in sizes.groups() if size] == advised
+    command = [word for word in command_of(finding.proof) if word not in {"--epochs", "2"}]
+    command[command.index("--window-size") + 1] = ",".join(map(str, advised))
+    for point in measured(command, capsys):
+        assert point["verdict"] == "right" and point["ratio_min"] == pytest.approx(1) == point["ratio_max"]
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "num_batches"), [(2, 5), (3, 7), (4, 10), (4, 8), (4, 3), (4, 1), (8, 20), (8, 27)]
+)
+def test_rates_are_counted_as_they_are_measured(accumulate: int, num_batches: int) -> None:
+    for window in (2, 3, num_batches + 1, 17, 30, 31):
+        for every in (1, 3):
+            wanted = Rates(accumulate, num_batches, every).ratios(window)
+            ratios = [r.ratio for r in measure(Point(accumulate, every, window, micro_batches=num_batches)).rates]
+            assert wanted is not None
+            assert (wanted.low, wanted.high) == pytest.approx((min(ratios), max(ratios)))
+            assert wanted.is_right == (judge(ratios, TOLERANCE) is Verdict.RIGHT)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    accumulate=st.integers(2, 300),
+    num_batches=st.integers(1, 3000),
+    window=st.integers(2, 700),
+    every=st.integers(1, 60),
+)
+def test_what_is_advised_and_shown(accumulate: int, num_batches: int, window: int, every: int) -> None:
+    rates = Rates(accumulate, num_batches, every, last=3000)
+    for size in [*rates.right(window, math.inf), rates.safe, rates.safe + 7]:
+        found = Rates(accumulate, num_batches, every).ratios(size)
+        assert found is not None and found.is_right and 1 - found.limit <= TOLERANCE + 1e-12
+        assert size >= rates.safe or found.low == pytest.approx(1)
+    found = rates.ratios(window)
+    if found is None or found.is_right:
+        return
+    small, size = rates.shown(window)
+    shown = small.ratios(size)
+    assert shown is not None and not shown.is_right
+    point = Point(small.accumulate, small.every, size, micro_batches=small.num_batches)
+    assert math.prod(point.lengths) < 5 * LONGEST
+
+
+def test_old_deepspeed_needs_more_than_a_dtype(tmp_path: Path) -> None:
+    def fix(stage: int, number: Any) -> str:
+        config = engine(bf16=ON, zero_optimization={"stage": stage})
+        return next(each.fix for each in found(tmp_path, config, deepspeed=number) if each.code == "ACC01")
+
+    assert "DeepSpeed 0.19.3 sums in bf16 all the same (VER03)" in fix(2, (0, 19, 3))
+    assert "DeepSpeed below 0.19.8 sums in bf16" in fix(2, None)
+    assert "VER03" not in fix(2, NEW) and "VER03" not in fix(3, (0, 19, 3))
+    (finding,) = found(tmp_path, engine(bf16=ON, data_types=FP32), deepspeed=(0, 19, 3))
+    assert (finding.code, finding.key) == ("VER03", "data_types.grad_accum_dtype")
+    assert finding.proof == "nox -s versions -- deepspeed==0.19.3"
+    assert parsed(finding.proof.split()[-1]) == ("deepspeed", "0.19.3")
 
 
 def test_endless_training_is_an_error(tmp_path: Path) -> None:
@@ -676,9 +892,13 @@ WRONG_VALUES = [
     (lightning(max_steps=-2), r"trainer\.max_steps is -2; it must be an integer of at least -1"),
     (lightning(max_epochs=1.5), r"trainer\.max_epochs is 1\.5"),
     (lightning(log_every_n_steps=-1), "an integer of at least 0"),
-    (lightning(gradient_clip_val="much"), "a number of at least 0"),
-    (lightning(gradient_clip_val=-1), "a number of at least 0"),
-    (lightning(gradient_clip_val=float("nan")), "a number of at least 0"),
+    (lightning(gradient_clip_val="much"), r"trainer\.gradient_clip_val is 'much'; it must be a finite number of at le"),
+    (lightning(gradient_clip_val=-1), "a finite number of at least 0"),
+    (lightning(gradient_clip_val=True), "a finite number of at least 0"),
+    (lightning(gradient_clip_val=float("nan")), r"gradient_clip_val is nan; it must be a finite number of at least 0"),
+    (lightning(gradient_clip_val=float("inf")), r"gradient_clip_val is inf; it must be a finite number of at least 0"),
+    (lightning(gradient_clip_val="1e999"), "a finite number of at least 0"),
+    (lightning(gradient_clip_val=10**400), "a finite number of at least 0"),
     (lightning(gradient_clip_algorithm="both"), "norm or value"),
     (lightning(devices="many"), "a number of devices, a list of them, or auto"),
     (lightning(devices=[]), r"trainer\.devices is \[\]"),
@@ -701,7 +921,8 @@ WRONG_VALUES = [
     ({"trainer": [1]}, r"trainer is \[1\]; it must be a mapping"),
     (engine(train_batch_size=1.5), r"config\.json:\d: train_batch_size is 1\.5; .* or 'auto'"),
     (engine(train_micro_batch_size_per_gpu="some"), "it must be an integer of at least 1 or 'auto'"),
-    (engine(gradient_clipping=[1]), "a number of at least 0"),
+    (engine(gradient_clipping=[1]), "a finite number of at least 0"),
+    (engine(gradient_clipping=float("inf")), r"config\.json:\d: gradient_clipping is inf; it must be a finite number"),
     (engine(zero_optimization=2), "zero_optimization is 2; it must be a mapping"),
     (engine(zero_optimization={"stage": 4}), "0, 1, 2 or 3"),
     (engine(bf16={"enabled": 1}), "true or false"),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -121,6 +122,46 @@ def test_epoch_shorter_than_a_window_steps_once_each() -> None:
     assert found.verdict() is Verdict.RIGHT  # NB = 2, and 5 - 1 is a multiple of it
 
 
+@pytest.mark.parametrize(
+    ("point", "lengths", "num_updates", "logs", "num_rates_logged", "verdict"),
+    [
+        # 2 x 2 steps, none a multiple of 5; with one more epoch the fifth is logged, but its window is not full.
+        (Point(4, 5, 30, micro_batches=8, num_epochs=2), (8, 2), 4, (), 0, Verdict.SILENT),
+        (Point(4, 5, 30, micro_batches=8, num_epochs=3), (8, 3), 6, (5,), 0, Verdict.UNRATED),
+        # The window is full at the last log, but begins before the first update.
+        (Point(4, 2, 8, micro_batches=8, num_epochs=1), (8, 1), 2, (2,), 1, Verdict.UNRATED),
+        # Three steps per epoch of 10; the fourth ends the training, after 14 micro-batches.
+        (Point(4, 2, 9, micro_batches=10, max_steps=4), (10, 2), 4, (2, 4), 1, Verdict.BIASED),
+        (Point(4, 5, 5, micro_batches=10, num_epochs=9, max_steps=4), (10, 9), 4, (), 0, Verdict.SILENT),
+        (Point(4, 1, 11, micro_batches=10, num_epochs=3), (10, 3), 9, tuple(range(1, 10)), 6, Verdict.RIGHT),
+    ],
+)
+def test_trainings_of_a_given_length(
+    point: Point,
+    lengths: tuple[int, int],
+    num_updates: int,
+    logs: tuple[int, ...],
+    num_rates_logged: int,
+    verdict: Verdict,
+) -> None:
+    found = measure(point)
+    assert (point.lengths, found.num_updates, found.log_updates) == (lengths, num_updates, logs)
+    assert (found.num_rates_logged, found.verdict()) == (num_rates_logged, verdict)
+    row = found.row()
+    assert row["epoch"] == f"NB = {lengths[0]}" and (row["num_micro_batches_per_epoch"], row["num_epochs"]) == lengths
+
+
+def test_seconds_of_a_training_that_max_steps_ends() -> None:
+    point = Point(4, 1, 5, micro_batch_s=1, optimizer_s=100, micro_batches=10, max_steps=4)
+    assert point.seconds == 14 + 400
+    assert dataclasses.replace(point, max_steps=None, num_epochs=2).seconds == 20 + 600
+
+
+def test_training_without_an_end_is_long_enough() -> None:
+    found = measure(Point(4, 5, 5, micro_batches=10))
+    assert len(found.rates) >= throughput.WANTED_RATES and found.verdict() is Verdict.UNSTEADY
+
+
 def test_samples_of_unequal_micro_batches_are_counted() -> None:
     found = measure(Point(4, 1, 9, samples=(1, 3, 5)))
     assert {round(rate.true, 6) for rate in found.rates} != {round(found.rates[0].true, 6)}
@@ -195,9 +236,31 @@ def test_command_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureF
     assert "| whole | 4 | 6 | 1, 5 |" in page and str(tmp_path) not in page
 
 
+def test_command_shows_what_is_never_logged(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--accumulate", "4", "--log-every", "2,50", "--window-size", "100", "--micro-batches", "8"]
+    assert main(["throughput", *options, "--epochs", "2"]) == 1
+    shown = capsys.readouterr().out
+    assert "2 points: 1 unrated, 1 silent" in shown
+    given = (
+        "N = 4, NB = 8, log_every_n_steps {}, window_size 100: 4 optimizer steps, {} of them logged, 0 with a rate\n"
+    )
+    assert given.format(2, 2) in shown and given.format(50, 0) in shown
+    assert main(["throughput", *options, "--max-steps", "3", "--json"]) == 1
+    points = json.loads(capsys.readouterr().out)["points"]
+    assert [(point["num_updates"], point["num_logs"], point["epoch"]) for point in points] == [
+        (3, 1, "NB = 8"),
+        (3, 0, "NB = 8"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        (["--micro-batches", "0"], "--micro-batches: '0' is not an integer from 1"),
+        (["--epochs", "2"], "--epochs: is for a training whose --micro-batches are given"),
+        (["--max-steps", "2"], "--max-steps: is for a training whose --micro-batches are given"),
+        (["--micro-batches", "8", "--epoch", "whole"], "--micro-batches: --epoch is about the epochs that --epoch"),
+        (["--micro-batches", "8", "--out", "out"], "--micro-batches: --out is about the epochs that --epoch names"),
         (["--accumulate", "0"], "--accumulate: '0' is not a list of integers from 1 on"),
         (["--window-size", "1,5"], "--window-size: '1,5' is not a list of integers from 2 on"),
         (["--log-every", "often"], "--log-every: 'often' is not"),

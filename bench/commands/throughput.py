@@ -20,6 +20,7 @@ LOG_EVERY = [1, 2, 3, 5, 8, 50]
 """The last is Lightning's default."""
 WINDOW_SIZES = [2, 5, 9, 10, 17, 33, 97, 100]
 """The last is Lightning's default."""
+MAY_BE_MISSING = ("true_samples_per_s", "reported_samples_per_s", "ratio_min", "ratio_median", "ratio_max")
 DESCRIPTION = (
     "Trains at every combination of accumulate_grad_batches, log_every_n_steps and window_size with the Lightning that "
     "is installed, and compares the monitor's device/samples_per_sec with a tap on the optimizer. Exit status 1 if a "
@@ -45,10 +46,17 @@ def add(commands: Any) -> None:
     option(
         "--epoch",
         type=_epochs,
-        default=list(Epoch),
         metavar="E[,E]",
         help="whole (NB a multiple of N), partial (NB = 2N + N/2), short (NB = N/2); all three unless told",
     )
+    option("--micro-batches", type=_integer, metavar="NB", help="of an epoch, instead of --epoch")
+    option(
+        "--epochs",
+        type=_integer,
+        metavar="E",
+        help="with --micro-batches: epochs of the training (default: so many that enough rates are logged)",
+    )
+    option("--max-steps", type=_integer, metavar="K", help="with --micro-batches: optimizer steps to stop after")
     option(
         "--micro-batch-time",
         type=_positive,
@@ -92,6 +100,13 @@ def _integers(least: int) -> Callable[[str], list[int]]:
     return read
 
 
+def _integer(text: str) -> int:
+    number = int(text) if text.isascii() and text.isdecimal() and len(text) <= 9 else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not an integer from 1 to 999999999")
+    return number
+
+
 def _positive(text: str) -> float:
     try:
         number = float(text)
@@ -111,13 +126,18 @@ def _epochs(text: str) -> list[Epoch]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure the grid and show it; 1 if a point is not right."""
+    given = arguments.micro_batches is not None
+    _check(arguments, given=given)
     points = throughput.grid(
         arguments.accumulate,
         arguments.log_every,
         arguments.window_size,
-        arguments.epoch,
+        [Epoch.WHOLE] if given else arguments.epoch or list(Epoch),
         micro_batch_s=arguments.micro_batch_time,
         optimizer_s=arguments.optimizer_time,
+        micro_batches=arguments.micro_batches,
+        num_epochs=arguments.epochs,
+        max_steps=arguments.max_steps,
     )
     if not points:
         raise InputError("--accumulate 1: has no partial and no short epoch; add --epoch whole or a larger N")
@@ -140,11 +160,14 @@ def run(arguments: argparse.Namespace) -> int:
         for point in track(points, "measuring", console=notes, transient=True, disable=not notes.is_terminal)
     ]
     about = _about(arguments)
-    rows = pd.DataFrame(measured)
+    # Where a number is missing from all of them, the column would have no type.
+    rows = pd.DataFrame(measured).astype(dict.fromkeys(MAY_BE_MISSING, float))
     if arguments.json:
         print(json.dumps({**about, "points": measured}, indent=1))
     else:
         _show(rows, about)
+        if given:
+            print("\n".join(map(_run, measured)))
     if arguments.out:
         try:
             written = _write(arguments.out, rows, about)
@@ -154,6 +177,25 @@ def run(arguments: argparse.Namespace) -> int:
             f"written: {', '.join(path.name for path in written)} to {arguments.out}", highlight=False, soft_wrap=True
         )
     return GOOD if (rows["verdict"] == Verdict.RIGHT).all() else BAD
+
+
+def _check(arguments: argparse.Namespace, *, given: bool) -> None:
+    """Raise InputError for options that do not go together."""
+    for name in ("epochs", "max_steps"):
+        if getattr(arguments, name) is not None and not given:
+            raise InputError(f"--{name.replace('_', '-')}: is for a training whose --micro-batches are given; add it")
+    for name in ("epoch", "out"):
+        if given and getattr(arguments, name) is not None:
+            raise InputError(f"--micro-batches: --{name} is about the epochs that --epoch names; leave out one of them")
+
+
+def _run(row: dict[str, Any]) -> str:
+    """What the monitor logged in a training of a given length."""
+    return (
+        f"N = {row['accumulate']}, {row['epoch']}, log_every_n_steps {row['log_every_n_steps']}, window_size "
+        f"{row['window_size']}: {row['num_updates']} optimizer steps, {row['num_logs']} of them logged, "
+        f"{row['num_rates_logged']} with a rate"
+    )
 
 
 def _unwritable(folder: Path, error: OSError) -> InputError:

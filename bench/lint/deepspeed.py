@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bench.lint import proof
+from bench.lint import proof, rounding
 from bench.lint.arithmetic import LARGEST_ACCUMULATE, Epochs, batches_per_epoch
 from bench.lint.findings import Finding, Severity
 from bench.lint.options import Options, written
@@ -19,8 +19,8 @@ MISSED_AVERAGE = (0, 18, 6), (0, 19, 0)
 """From the first, below the second: ZeRO-1 with bf16 and fp32 accumulation misses the last average (#7985)."""
 SILENT_CLIP = (0, 19, 3)
 """From here on gradients are clipped to norm 1.0 if the config is silent (#8068)."""
-BF16_EXACT = 256
-"""Equal addends that bf16 sums without error: 8 significant bits."""
+BF16_SUM = (0, 19, 8)
+"""Below it ZeRO-2 sums gradients of bf16 in bf16, whatever ``grad_accum_dtype`` says (docs/versions.md)."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def check(section: Section, options: Options) -> Iterator[Finding]:
         # A config for Hugging Face's Trainer has 'auto', and its engine is told to step at the end of an epoch.
         if config.managed and not config.autos:
             yield from _carried(config, accumulate, options, backend)
-        yield from bf16(config, accumulate, section.at("bf16.enabled"), is_bf16=config.bf16)
+        yield from bf16(config, accumulate, section.at("bf16.enabled"), options, is_bf16=config.bf16)
         stage = section.at("zero_optimization.stage")
         yield from versions(config, accumulate, stage, options, world_size=options.world_size, is_bf16=config.bf16)
 
@@ -201,7 +201,10 @@ def _carried(config: Config, accumulate: int, options: Options, backend: str) ->
     )
 
 
-def bf16(config: Config, accumulate: int, place: Section, *, is_bf16: bool) -> Iterator[Finding]:
+NEEDS_FP32_SUM = "DeepSpeed 0.19.8 or newer, or ZeRO-3"
+
+
+def bf16(config: Config, accumulate: int, place: Section, options: Options, *, is_bf16: bool) -> Iterator[Finding]:
     """Accumulation in bf16; ``place`` is the key that switches bf16 on."""
     if not is_bf16:
         return
@@ -218,16 +221,21 @@ def bf16(config: Config, accumulate: int, place: Section, *, is_bf16: bool) -> I
         return
     if accumulate <= 1 or config.accumulation_dtype not in {None, "bf16", "bfloat16", "torch.bfloat16"}:
         return
-    if accumulate > BF16_EXACT:
-        effect = f"{accumulate} equal gradients sum to {BF16_EXACT}/{accumulate} = {BF16_EXACT / accumulate:.3g} of 1"
-    else:
-        effect = f"the sum may be off by {accumulate - 1} x 2^-9 = {(accumulate - 1) / 512:.2%}"
+    fix = 'add "data_types": {"grad_accum_dtype": "fp32"} to the DeepSpeed config'
+    number = options.deepspeed
+    if config.stage == 0:
+        fix += " (which needs ZeRO stage 1, 2 or 3)"
+    elif config.stage == 2 and (number is None or number < BF16_SUM):
+        fix += (
+            f", and use {NEEDS_FP32_SUM}: with ZeRO-2, DeepSpeed "
+            f"{'below 0.19.8' if number is None else written(number)} sums in bf16 all the same (VER03)"
+        )
     yield (dtype if dtype.given else place).finding(
         "ACC01",
         Severity.WARNING,
-        f"each of the {accumulate} micro-batches' gradients is added in bf16, which keeps 8 significant bits: {effect}",
-        'add "data_types": {"grad_accum_dtype": "fp32"} to the DeepSpeed config'
-        + ("" if config.stage else " (which needs ZeRO stage 1, 2 or 3)"),
+        f"each of the {accumulate} micro-batches' gradients is added in bf16, which keeps 8 significant bits: "
+        f"{rounding.effect(accumulate)}",
+        fix,
         proof.BF16_SUM,
     )
 
@@ -246,7 +254,7 @@ def versions(
             f"DeepSpeed {written(number)} with ZeRO-2 and no offload keeps only the last of the {accumulate} "
             f"micro-batches of a window: {accumulate - 1} of {accumulate} are lost",
             "use DeepSpeed 0.17.5 or older, or 0.18.3 or newer",
-            proof.VERSIONS,
+            proof.deepspeed(number),
         )
     is_fp32_sum = is_bf16 and config.accumulation_dtype in FP32
     if config.stage == 1 and is_fp32_sum and world_size != 1 and MISSED_AVERAGE[0] <= number < MISSED_AVERAGE[1]:
@@ -256,5 +264,14 @@ def versions(
             f"DeepSpeed {written(number)} with ZeRO-1, bf16 and fp32 accumulation does not average the last of the "
             f"{accumulate} micro-batches over the ranks",
             "use DeepSpeed 0.19.0 or newer, or set bf16.immediate_grad_update",
-            proof.VERSIONS,
+            "DeepSpeed #7985 (nox -s versions measures one rank, which has nothing to average over)",
+        )
+    if config.stage == 2 and is_fp32_sum and number < BF16_SUM:
+        yield config.section.at("data_types.grad_accum_dtype").finding(
+            "VER03",
+            Severity.WARNING,
+            f"DeepSpeed {written(number)} with ZeRO-2 adds the {accumulate} micro-batches' gradients in bf16, whatever "
+            f"grad_accum_dtype says: {rounding.effect(accumulate)}",
+            f"use {NEEDS_FP32_SUM}",
+            proof.deepspeed(number),
         )

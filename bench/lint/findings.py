@@ -72,13 +72,17 @@ RULES: dict[str, Rule] = {
     "TAIL04": Rule("micro-batches lost in every epoch", "deepspeed/runtime/zero/stage3.py zero_grad; see TAIL03"),
     "TAIL05": Rule("last window of the training dropped", "DeepSpeed #7439"),
     "THR01": Rule(
-        "ThroughputMonitor's window is not k N + 1", "lightning/fabric/utilities/throughput.py Throughput.compute"
+        "ThroughputMonitor's window holds parts of accumulation windows",
+        "lightning/fabric/utilities/throughput.py Throughput.compute",
     ),
     "THR02": Rule("ThroughputMonitor never logs a rate", "lightning/fabric/utilities/throughput.py Throughput.compute"),
     "THR03": Rule("ThroughputMonitor's inverted check", "Lightning #19461, fixed in 2.2.1 by #19470"),
     "THR04": Rule("ThroughputMonitor's window is too short", "lightning/fabric/utilities/throughput.py Throughput"),
     "VER01": Rule("ZeRO-2 keeps only the last micro-batch", "DeepSpeed #7718"),
     "VER02": Rule("ZeRO-1 misses the last average", "DeepSpeed #7985"),
+    "VER03": Rule(
+        "ZeRO-2 sums in bf16 whatever is asked for", "docs/versions.md; deepspeed/runtime/zero/stage_1_and_2.py"
+    ),
     "WIN01": Rule("fewer micro-batches per epoch than a window", "Lightning #21808"),
 }
 """All rules by code."""

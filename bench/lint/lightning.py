@@ -12,6 +12,8 @@ from bench.lint.section import AUTO, Section
 from bench.lint.trainer import Family, Training
 
 STRATEGY = "lightning/pytorch/strategies/deepspeed.py"
+LARGEST_CLIP = 1e6
+"""A clipping threshold above this one is for reading the norm, not for clipping."""
 SCHEDULER = "lightning/pytorch/callbacks/gradient_accumulation_scheduler.py on_train_start"
 
 
@@ -99,7 +101,7 @@ def _engine(training: Training, engine: deepspeed.Config, options: Options) -> I
         yield from _twice(training, engine, strategy)
         is_bf16 = engine.bf16 if own and own.at("bf16").given else training.precision.startswith("bf16")
         switch = own.at("bf16.enabled") if own and own.at("bf16").given else training.trainer.at("precision")
-        yield from deepspeed.bf16(engine, training.accumulate, switch, is_bf16=is_bf16)
+        yield from deepspeed.bf16(engine, training.accumulate, switch, options, is_bf16=is_bf16)
         stage = own.at("zero_optimization.stage") if own else strategy
         yield from deepspeed.versions(
             engine, training.accumulate, stage, options, world_size=training.world_size, is_bf16=is_bf16
@@ -201,7 +203,8 @@ def _twice(training: Training, engine: deepspeed.Config, strategy: Section) -> I
     own = training.engine_config
     place = own.at("gradient_clipping") if own else None
     clip = engine.clip if place is not None and place.given else training.clip
-    if clip:
+    # A threshold that no gradient reaches is no looser than it was.
+    if clip and clip <= LARGEST_CLIP:
         where = place if place is not None and place.given else training.trainer.at("gradient_clip_val")
         yield where.finding(
             "DBL02",

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from bench.lint.arithmetic import Epochs
+from bench.lint.options import Version, written
 
 MODULE = "python -m bench"
 KEPT = 8
@@ -18,8 +19,6 @@ BF16_SUM = (
     'python -c "import torch; s = torch.tensor(256., dtype=torch.bfloat16); print((s + 1 - 256).item())" '
     "(0.0, where fp32 says 1.0)"
 )
-VERSIONS = "nox -s versions"
-"""Trains the same scenario on each DeepSpeed version."""
 
 
 def stops(where: str) -> str:
@@ -27,9 +26,31 @@ def stops(where: str) -> str:
     return f"training stops before its first step: {where}"
 
 
-def throughput(accumulate: int, log_every: int, window: int) -> str:
-    """The command that shows what ThroughputMonitor logs beside what was measured."""
-    return f"{MODULE} throughput --accumulate {accumulate} --log-every {log_every} --window-size {window}"
+def deepspeed(number: Version) -> str:
+    """The command that trains the scenarios of docs/versions.md on one version of DeepSpeed."""
+    return f"nox -s versions -- deepspeed=={written(number)}"
+
+
+def throughput(
+    accumulate: int,
+    log_every: int,
+    window: int,
+    *,
+    batches: int | None = None,
+    epochs: int | None = None,
+    max_steps: int | None = None,
+) -> str:
+    """The command that shows what ThroughputMonitor logs beside what was measured.
+
+    ``batches`` is NB; without it, epochs are whole windows. Without ``epochs`` the training is long enough for rates.
+    """
+    words = [f"{MODULE} throughput --accumulate {accumulate} --log-every {log_every} --window-size {window}"]
+    words.append("--epoch whole" if batches is None else f"--micro-batches {batches}")
+    if epochs is not None:
+        words.append(f"--epochs {epochs}")
+    if max_steps is not None:
+        words.append(f"--max-steps {max_steps}")
+    return " ".join(words)
 
 
 @dataclass(frozen=True)

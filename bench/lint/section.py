@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -88,18 +89,17 @@ class Section:
         return value
 
     def number(self, also: str = "") -> float | None:
-        """A number of at least 0; None if nothing, or the word ``also``, stands here. 1e-1 is a word in YAML."""
+        """A finite number of at least 0; None if nothing, or the word ``also``, stands here. 1e-1 is a word in YAML."""
         value = self.value
         if value is None or (also and value == also):
             return None
-        if isinstance(value, str):
-            try:
-                value = float(value)
-            except ValueError:
-                self.refuse("a number of at least 0")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            self.refuse("a number of at least 0")
-        return float(value) if value < LARGEST else math.inf
+        number = math.nan
+        if isinstance(value, int | float | str) and not isinstance(value, bool):
+            with contextlib.suppress(ValueError, OverflowError):
+                number = float(value)
+        if not 0 <= number < math.inf:
+            self.refuse("a finite number of at least 0")
+        return number
 
     def flag(self, default: bool, also: str = "") -> bool:
         """True or false; the default if nothing, or the word ``also``, stands here."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from bench.lint import proof
-from bench.lint.deepspeed import BF16_EXACT
+from bench.lint import proof, rounding
 from bench.lint.findings import Finding, Severity
 from bench.lint.options import Options
 from bench.lint.section import Section
@@ -89,15 +88,12 @@ def _global(place: Section, global_batch: int, local: int, degree: int, *, is_kn
 
 def _dtypes(training: Section, accumulate: int) -> Iterator[Finding]:
     if training.at("dtype").word() == "bfloat16":
-        if accumulate > BF16_EXACT:
-            effect = f"{accumulate} equal gradients sum to {BF16_EXACT}/{accumulate} of the truth"
-        else:
-            effect = f"the sum may be off by {accumulate - 1} x 2^-9 = {(accumulate - 1) / 512:.2%}"
         yield training.at("dtype").finding(
             "ACC01",
             Severity.WARNING,
             f"sharded gradients have the parameters' dtype, and torchtitan reduces after every micro-batch: each of "
-            f"the {accumulate} micro-batches of a step is added in bf16, which keeps 8 significant bits: {effect}",
+            f"the {accumulate} micro-batches of a step is added in bf16, which keeps 8 significant bits: "
+            f"{rounding.effect(accumulate)}",
             'set training.dtype = "float32"; mixed_precision_param keeps the computation in bf16',
             proof.BF16_SUM,
         )
