@@ -239,6 +239,7 @@ class Audit:
             blocks=self.workload.blocks,
             loader=self._loader(sharded=True),
             audited=True,
+            engine_accumulate=scenario.engine_accumulate,
             unsharded=self._loader(sharded=False) if scenario.split is Split.FRAMEWORK else None,
             loss=self._loss,
             optimizer=optimizer,

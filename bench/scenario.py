@@ -71,6 +71,8 @@ class Scenario:
     """Samples in a micro-batch on one rank."""
     accumulate: tuple[int, ...]
     """N of each epoch; the last one holds for all that follow."""
+    engine_accumulate: int | None = None
+    """N in the configuration of an engine under the loop, DeepSpeed's gradient_accumulation_steps, if it is another."""
     epochs: int | None = 1
     """None if only ``max_steps`` is to end the training."""
     world_size: int = 2
@@ -93,7 +95,7 @@ class Scenario:
         """Raises InputError for values that make no scenario."""
         if not NAME.fullmatch(self.name):
             raise InputError(f"name = {self.name!r}: use letters, digits, '.', '_' and '-'")
-        for key in ("samples", "batch_size", "epochs", "world_size", "max_steps"):
+        for key in ("samples", "batch_size", "epochs", "world_size", "max_steps", "engine_accumulate"):
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise InputError(f"{key} = {value}: must be a positive integer")
@@ -235,7 +237,7 @@ def _value(key: str, value: Any) -> Any:
         if not all(type(part) is int for part in parts):
             raise InputError(f"{key} = {value!r}: use an integer or a list of integers")
         return tuple(parts)
-    if value is None and key in {"epochs", "max_steps"}:
+    if value is None and key in {"epochs", "max_steps", "engine_accumulate"}:
         return None
     wanted = TYPES.get(key, (int,))
     if type(value) not in wanted:

@@ -312,6 +312,7 @@ def test_the_suite_covers_what_it_should() -> None:
     assert any(one.micro_batches % one.accumulate[0] == 0 for one in suite.values())
     assert any(one.micro_batches < one.accumulate[0] for one in suite.values())
     assert any(one.epochs is None for one in suite.values()) and any(len(one.accumulate) > 1 for one in suite.values())
+    assert any(one.engine_accumulate for one in suite.values())
     assert all(one.title for one in suite.values())
 
 
@@ -432,6 +433,15 @@ def test_max_steps(suite: dict[tuple[str, str], dict[str, Any]]) -> None:
     assert (late["verdict"], late["optimizer_steps_observed"], late["micro_batches"]) == ("stops late", 6, 24)
     native = suite["max-steps", "lightning-ddp"]
     assert (native["optimizer_steps_observed"], native["micro_batches"]) == (5, 18)
+
+
+def test_an_engine_with_another_n(suite: dict[tuple[str, str], dict[str, Any]]) -> None:
+    """A mismatch is refused by Lightning, and obeyed in silence by DeepSpeed under a loop of one's own."""
+    words = verdicts(suite, "engine-n")
+    assert words["lightning-deepspeed-zero2"] == words["lightning-deepspeed-zero3"] == "refused"
+    assert words["deepspeed-zero2-eager"] == words["deepspeed-zero3-eager"] == "steps too early"
+    assert suite["engine-n", "deepspeed-zero2-eager"]["optimizer_steps_observed"] == 4
+    assert words["ddp-deferred"] == words["lightning-ddp"] == "right"
 
 
 def test_what_an_exception_leaves_behind(suite: dict[tuple[str, str], dict[str, Any]]) -> None:

@@ -42,7 +42,7 @@ def verdict(found: Iterable[Finding]) -> Finding:
 
 def of(some: list[Update], every: list[Update]) -> str:
     """How many updates."""
-    return f"all {len(every)} updates" if len(some) == len(every) else f"{len(some)} of {len(every)} updates"
+    return f"all {len(every)} updates" if len(some) == len(every) > 1 else f"{len(some)} of {len(every)} updates"
 
 
 def uses(some: list[Use]) -> str:

@@ -90,6 +90,8 @@ class Job:
     """Updates after which training ends, if the epochs do not end it first."""
     accumulate_by_epoch: tuple[int, ...] = ()
     """N of each epoch, the last one for all that follow, if it changes; ``accumulate`` is then the first."""
+    engine_accumulate: int | None = None
+    """The N that the configuration of an engine under the loop names, if it is not the loop's own; None if timed."""
     audited: bool = False
     """Whether this is a semantic scenario, where nothing is timed and a framework may be watched closely."""
     unsharded: Any = None

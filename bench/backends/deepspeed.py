@@ -97,7 +97,7 @@ class DeepSpeedZero2Eager(Backend):
     stage: ClassVar[int] = 2
 
     def train(self, job: Job) -> None:
-        self.initialize(job, gradient_accumulation_steps=job.accumulate)
+        self.initialize(job, gradient_accumulation_steps=job.engine_accumulate or job.accumulate)
         self.again(job)
 
     def again(self, job: Job) -> None:
@@ -169,7 +169,7 @@ class DeepSpeedZero2Deferred(DeepSpeedZero2Eager):
             raise UnsupportedError(
                 "coalesce_grad_reduction sums in the model's dtype, bf16, and not in fp32 as all others"
             )
-        self.initialize(job, gradient_accumulation_steps=1)
+        self.initialize(job, gradient_accumulation_steps=job.engine_accumulate or 1)
         self.again(job)
 
     def again(self, job: Job) -> None:

@@ -253,6 +253,8 @@ class LightningDeepSpeedZero2(LightningBackend):
 
         ds.prepare()
         self.config = ds.zero_config(self.stage, job)
+        if job.engine_accumulate:
+            self.config["gradient_accumulation_steps"] = job.engine_accumulate
         strategy = DeepSpeedStrategy if job.device.type == "cuda" else _on_cpu(DeepSpeedStrategy)
         return strategy(config=dict(self.config))
 

@@ -39,6 +39,12 @@ def add(commands: Any) -> None:
     one.add_argument("--samples", type=int, metavar="S", help="samples in the data set")
     one.add_argument("--batch-size", type=int, metavar="b", help="samples in a micro-batch on one rank")
     one.add_argument("--accumulate", metavar="N[,N]", help="micro-batches per window; a list is one N per epoch")
+    one.add_argument(
+        "--engine-accumulate",
+        type=int,
+        metavar="N",
+        help="gradient_accumulation_steps of DeepSpeed's configuration, if other",
+    )
     one.add_argument("--epochs", type=int, metavar="E", help="default: 1, or no end if there is --max-steps")
     one.add_argument("--world-size", type=int, metavar="W", help="ranks (default: 2)")
     one.add_argument("--drop-last", action="store_true", help="the loader drops an incomplete last micro-batch")
@@ -85,6 +91,7 @@ SCENARIO_OPTIONS = {
     "samples": "samples",
     "batch_size": "batch_size",
     "accumulate": "accumulate",
+    "engine_accumulate": "engine_accumulate",
     "epochs": "epochs",
     "world_size": "world_size",
     "max_steps": "max_steps",
