@@ -3,5 +3,5 @@
 Such a module imports what it needs when its command runs: ``--help`` of any other must not wait for it.
 """
 
-COMMANDS: tuple[str, ...] = ("semantics", "throughput", "steps", "lint", "study")
+COMMANDS: tuple[str, ...] = ("semantics", "throughput", "steps", "lint", "study", "compare")
 """Modules of this package, in the order in which ``--help`` lists them."""

@@ -1,0 +1,368 @@
+"""Two runs, or two backends of one run, cell by cell: pairs, evidence, verdicts, regressions.
+
+B is compared with A, the baseline: a ratio above 1 says that B takes longer. Reference cells of two runs are left out:
+they are the truth for the gates, and no contestant. The noise floor is that of one run; between two runs nothing is
+known of it, nor of how the machine changed from one to the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import pandas as pd
+
+from bench.analysis import verdicts
+from bench.analysis.sides import side
+from bench.analysis.statistics import MARGIN, MIN_TRIALS, RESAMPLES, Interval, Sample, holm, ratio
+from bench.analysis.verdicts import ALPHA, BLOCKS, ExactVerdict, Judgement, Side, exact, judge_all
+from bench.cell import REFERENCE, Cell, Status
+from bench.tables import Tables
+
+SLOWER, MEMORY = "slower", "memory"
+METRICS = (SLOWER, MEMORY)
+"""What can regress."""
+FINGERPRINT = ("machine", "packages", "torch_build", "environment")
+"""Parts of a run's manifest that must be equal for its times to belong beside another's."""
+NUMERIC = ("precision", "accumulation_dtype")
+"""Fields of a cell in which two cells may differ and still be shown side by side, as not comparable."""
+NOT_STORED = "(not stored)"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """A run as far as a comparison needs it."""
+
+    name: str
+    tables: Tables
+    """Judged by the gates."""
+    cells: Mapping[str, Cell]
+    """By id: those that have a trial."""
+    manifest: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pair:
+    """Two cells to be compared."""
+
+    a: Cell
+    b: Cell
+    name: str = ""
+    """What tells the pair from the others of its report."""
+    group: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Number:
+    """Bytes or steps on both sides, with the verdict on B."""
+
+    a: int | None
+    b: int | None
+    verdict: ExactVerdict
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """What is said of one pair."""
+
+    pair: Pair
+    judgement: Judgement
+    memory: Number
+    steps: Number
+    forced: bool
+    """A ratio is given although the two are not comparable."""
+    regressions: tuple[str, ...] = ()
+    """Of METRICS: those that are certainly worse than the threshold allows."""
+    unchecked: tuple[str, ...] = ()
+    """Those with a threshold and nothing to hold against it."""
+
+    @property
+    def time(self) -> Interval | None:
+        """The step time of B over that of A."""
+        return self.judgement.comparison.time
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """A key of the fingerprint that is not equal in both runs."""
+
+    key: str
+    a: Any
+    b: Any
+
+
+def pairs_of_backends(run: Run, baseline: str, backend: str) -> list[Pair]:
+    """The cells of two backends of one run, matched by everything but the backend."""
+    ours, theirs = (
+        {_key(cell, "backend"): cell for cell in run.cells.values() if cell.backend == name}
+        for name in (backend, baseline)
+    )
+    found = [Pair(a=theirs[key], b=ours[key]) for key in ours if key in theirs]
+    return _named(found, ("world_size", "precision"), "W={world_size} {precision}")
+
+
+def pairs_of_runs(a: Run, b: Run) -> list[Pair]:
+    """The cells that both runs have, but for the references."""
+    found = [
+        Pair(a=cell, b=b.cells[cell_id])
+        for cell_id, cell in a.cells.items()
+        if cell_id in b.cells and cell.backend != REFERENCE
+    ]
+    return _named(found, ("backend",), "{backend}")
+
+
+def pairs_apart(a: Run, b: Run) -> list[Pair]:
+    """Of the cells that one run lacks, those that differ from one of the other's only in NUMERIC fields."""
+    ours, theirs = (
+        {_key(cell, *NUMERIC): cell for cell_id, cell in one.cells.items() if cell_id not in other.cells}
+        for one, other in ((b, a), (a, b))
+    )
+    found = [Pair(a=theirs[key], b=ours[key]) for key in ours if key in theirs and ours[key].backend != REFERENCE]
+    return _named(found, ("backend",), "{backend}")
+
+
+def _key(cell: Cell, *without: str) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, value) for name, value in cell.to_dict().items() if name not in without)
+
+
+def _named(pairs: list[Pair], by: Sequence[str], title: str) -> list[Pair]:
+    """The pairs in order, each with a name that no other has: N, W, precision, and what else is not equal in all."""
+    rows = [pair.a.to_dict() | {n: _either(pair, n) for n in NUMERIC} for pair in pairs]
+    shown = ["accumulate", "world_size", "precision"]
+    varying = [f.name for f in fields(Cell) if len({repr(row[f.name]) for row in rows}) > 1]
+    shown += [name for name in varying if name not in {*shown, "backend"}]
+    short = {"accumulate": "N={}", "world_size": "W={}", "precision": "{}"}
+    found = []
+    for pair, row in zip(pairs, rows, strict=True):
+        words = " ".join(short.get(name, f"{name}={{}}").format(row[name]) for name in shown)
+        group = title.format(**row)
+        found.append(replace(pair, name=f"{row['backend']} {words}" if "backend" in by else words, group=group))
+    return sorted(found, key=lambda p: (*(getattr(p.a, n) for n in by), p.a.accumulate, p.a.world_size, p.name))
+
+
+def _either(pair: Pair, name: str) -> str:
+    ours, theirs = str(getattr(pair.b, name)), str(getattr(pair.a, name))
+    return ours if ours == theirs else f"{theirs}/{ours}"
+
+
+def measured(run: Run, cell: Cell) -> bool:
+    """Whether any trial of a cell was more than found to be unsupported here."""
+    trials = run.tables.trials
+    return bool(((trials["cell_id"] == cell.cell_id) & (trials["status"] != Status.UNSUPPORTED)).any())
+
+
+def judge_pairs(
+    a: Run,
+    b: Run,
+    pairs: Sequence[Pair],
+    *,
+    thresholds: Mapping[str, float] | None = None,
+    margin: float = MARGIN,
+    force: bool = False,
+    floor: Interval | None = None,
+    resamples: int = RESAMPLES,
+) -> list[Row]:
+    """The verdicts of one report, corrected by Holm for the number of pairs.
+
+    ``thresholds`` says by how much each of METRICS may be worse: 0.05 for 5 %. A step time is certainly worse if the
+    whole interval is, and Holm's adjusted p-value of the hypothesis that it is not, tested like a difference, is
+    below 5 %; peak memory is if it is in bytes. What is not comparable, or has failed trials, has no certain time.
+    """
+    thresholds = thresholds or {}
+    apart = a is not b
+    sides = [(_side(a, p.a, apart, "A ", force), _side(b, p.b, apart, "B ", force)) for p in pairs]
+    evidence = [
+        verdicts.compare(theirs, base, floor, margin, force=force, resamples=resamples) for base, theirs in sides
+    ]
+    judged = judge_all(evidence)
+    slower = [False] * len(pairs)
+    if SLOWER in thresholds:
+        slower = _certainly_slower(sides, judged, thresholds[SLOWER], resamples)
+    rows = []
+    for pair, judgement, is_slower in zip(pairs, judged, slower, strict=True):
+        blocked = judgement.comparison.blocked
+        barred = blocked is not None and blocked[0] in BLOCKS
+        memory, steps = (_numbers(a, b, pair, name, barred, force) for name in ("peak_memory_bytes", _STEPS))
+        share = memory.verdict.ratio
+        found, unchecked = [SLOWER] * is_slower, []
+        time = judgement.comparison.time
+        if SLOWER in thresholds and (blocked is not None or time is None or time.low is None):
+            unchecked.append(SLOWER)
+        if MEMORY in thresholds and (barred or share is None):
+            unchecked.append(MEMORY)
+        elif MEMORY in thresholds and share is not None and share > 1 + thresholds[MEMORY]:
+            found.append(MEMORY)
+        forced = barred and judgement.comparison.time is not None
+        rows.append(
+            Row(
+                pair=pair,
+                judgement=judgement,
+                memory=memory,
+                steps=steps,
+                forced=forced,
+                regressions=tuple(found),
+                unchecked=tuple(unchecked),
+            )
+        )
+    return rows
+
+
+_STEPS = "optimizer_steps_observed"
+
+
+def _side(run: Run, cell: Cell, apart: bool, letter: str, force: bool) -> Side:
+    """The side of a cell. Repeats of two runs are no common blocks: they did not run next to each other."""
+    found = side(run.tables, cell.cell_id, letter + cell.label if apart else "")
+    if force and found.failed_gates:
+        trials = run.tables.trials.copy()
+        trials.loc[trials["status"] == Status.INVALID, "status"] = str(Status.OK)
+        found = replace(found, sample=side(replace(run.tables, trials=trials), cell.cell_id).sample)
+    return replace(found, sample=Sample(found.sample.trials)) if apart else found
+
+
+def _certainly_slower(
+    sides: Sequence[tuple[Side, Side]], judged: Sequence[Judgement], threshold: float, resamples: int
+) -> list[bool]:
+    """Whether B takes longer than 1 + threshold times as long as A, of each pair."""
+    values, beyond = [], []
+    for (base, theirs), judgement in zip(sides, judged, strict=True):
+        time = judgement.comparison.time
+        if judgement.comparison.blocked or time is None or time.low is None:
+            values.append(1.0)
+            beyond.append(False)
+            continue
+        allowed = [[s * (1 + threshold) for s in trial] for trial in base.sample.trials]
+        shifted = ratio(theirs.sample, Sample(allowed, base.sample.blocks), resamples=resamples)
+        values.append(1.0 if shifted.p_different is None else shifted.p_different)
+        beyond.append(time.low > 1 + threshold)
+    return [there and p < ALPHA for there, p in zip(beyond, holm(values), strict=True)]
+
+
+def _numbers(a: Run, b: Run, pair: Pair, column: str, barred: bool, force: bool) -> Number:
+    """The largest value of the good trials of both sides; of invalid ones too if forced; none if not comparable."""
+    if barred and not force:
+        return Number(a=None, b=None, verdict=exact(None, None))
+    ours, theirs = (
+        _largest(run.tables.trials, cell.cell_id, column, force) for run, cell in ((a, pair.a), (b, pair.b))
+    )
+    if column == "peak_memory_bytes" and len(_sources(a, pair.a, force) | _sources(b, pair.b, force)) > 1:
+        return Number(a=ours, b=theirs, verdict=exact(None, None))  # tracked tensors are not what an allocator has
+    return Number(a=ours, b=theirs, verdict=exact(theirs, ours))
+
+
+def _good(trials: pd.DataFrame, cell_id: str, force: bool) -> pd.DataFrame:
+    allowed = [str(Status.OK), *([str(Status.INVALID)] if force else [])]
+    return trials[(trials["cell_id"] == cell_id) & trials["status"].isin(allowed)]
+
+
+def _largest(trials: pd.DataFrame, cell_id: str, column: str, force: bool) -> int | None:
+    values = _good(trials, cell_id, force)[column].dropna()
+    return None if values.empty else int(values.max())
+
+
+def _sources(run: Run, cell: Cell, force: bool) -> set[str]:
+    return set(_good(run.tables.trials, cell.cell_id, force)["peak_memory_source"].dropna())
+
+
+def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
+    """The keys of FINGERPRINT that are not equal in two manifests. What one of them lacks altogether is one key."""
+    found = []
+    for part in FINGERPRINT:
+        ours, theirs = (_flat(manifest.get(part, NOT_STORED), part) for manifest in (a, b))
+        if any(list(flat.values()) == [NOT_STORED] for flat in (ours, theirs)):
+            if ours != theirs:
+                stored = [NOT_STORED if flat == {part: NOT_STORED} else "(stored)" for flat in (ours, theirs)]
+                found.append(Difference(key=part, a=stored[0], b=stored[1]))
+            continue
+        for key in sorted(ours.keys() | theirs.keys()):
+            one, other = ours.get(key, NOT_STORED), theirs.get(key, NOT_STORED)
+            if one != other:
+                found.append(Difference(key=key, a=one, b=other))
+    return found
+
+
+def _flat(value: Any, key: str) -> dict[str, Any]:
+    """Nested objects and lists as one level, with dots between the keys; an empty one counts as stored."""
+    items: Iterable[tuple[Any, Any]]
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list):
+        items = enumerate(value)
+    else:
+        return {key: value}
+    return {name: v for inner, one in items for name, v in _flat(one, f"{key}.{inner}").items()}
+
+
+def record(row: Row) -> dict[str, Any]:
+    """One row as plain values: the columns of compare.parquet, and the ``cells`` of ``--json``."""
+    time, judgement = row.time, row.judgement
+    return {
+        "cell": row.pair.name,
+        "group": row.pair.group,
+        "cell_id_a": row.pair.a.cell_id,
+        "cell_id_b": row.pair.b.cell_id,
+        "backend_a": row.pair.a.backend,
+        "backend_b": row.pair.b.backend,
+        "verdict": str(judgement.verdict),
+        "reason": str(judgement.reason),
+        "detail": judgement.detail,
+        "next": judgement.next,
+        "forced": row.forced,
+        "ratio": None if time is None else time.ratio,
+        "low": None if time is None else time.low,
+        "high": None if time is None else time.high,
+        "num_trials": None if time is None else time.num_trials,
+        "paired": None if time is None else time.paired,
+        "p_different": judgement.p_different,
+        "p_same": judgement.p_same,
+        "no_interval": "" if time is None else time.reason,
+        "peak_memory_a_bytes": row.memory.a,
+        "peak_memory_b_bytes": row.memory.b,
+        "peak_memory_verdict": str(row.memory.verdict.verdict),
+        "peak_memory_ratio": row.memory.verdict.ratio,
+        "optimizer_steps_a": row.steps.a,
+        "optimizer_steps_b": row.steps.b,
+        "optimizer_steps_verdict": str(row.steps.verdict.verdict),
+        "regressions": list(row.regressions),
+        "unchecked": list(row.unchecked),
+    }
+
+
+def notes(a: Run, b: Run, rows: Sequence[Row], margin: float) -> list[str]:
+    """What a reader should know before citing the rows."""
+    found = []
+    if not any(row.judgement.comparison.floor for row in rows):
+        found.append("noise floor unknown: no A/A pair to compare with, so no row is called faster, slower or the same")
+    if a is not b:
+        found.append(
+            "two runs are two times: what changed on the machine between them is in the ratios and not in their "
+            "intervals; for a citation, run both sides interleaved, in one run"
+        )
+        if a.name == b.name:
+            found.append("A and B have one run_id: if it is the same run, nothing is compared")
+    few = sum(row.time is not None and row.time.low is None for row in rows)
+    if few:
+        found.append(f"no interval for {few} of {len(rows)} cells: fewer than {MIN_TRIALS} trials")
+    for row in rows:
+        how = [r.manifest["backends"].get(c.backend, {}).get("bf16_as") for r, c in ((a, row.pair.a), (b, row.pair.b))]
+        if "bf16" in {str(row.pair.a.precision), str(row.pair.b.precision)} and len(set(how)) > 1:
+            found.append(
+                f"bf16 is not the same on both sides: A has {how[0] or 'unknown'}, B has {how[1] or 'unknown'}"
+            )
+            break
+    if rows:
+        found.append(
+            f"same: a ratio within {1 / (1 + margin):.4g} and {1 + margin:.4g}; Holm's correction over {len(rows)} "
+            f"{'comparison' if len(rows) == 1 else 'comparisons'}"
+        )
+    return found
+
+
+def missing_trials(run: Run) -> int:
+    """How many of the trials that the run's matrix asks for have no row; interrupted ones have one."""
+    trials = run.tables.trials
+    have = set(zip(trials["cell_id"], trials["repeat"].astype(int), strict=True))
+    repeats = int(run.manifest["matrix"]["values"]["repeats"])
+    due = {(Cell.from_dict(cell).cell_id, repeat) for cell in run.manifest["cells"] for repeat in range(repeats)}
+    return len(due - have)

@@ -1,0 +1,356 @@
+"""``compare``: two runs, or two backends of one run, cell by cell: verdicts, and regressions for use in CI.
+
+With ``--json`` one object:
+
+- ``a``, ``b``: the baseline and what is compared with it, each with ``run_id`` and ``backend`` (null for whole runs);
+- ``margin``, ``thresholds``: as given, 0.05 for 5 %; ``floor``: null: no A/A pair of a run is known of yet;
+- ``fingerprint``: the keys that differ between the runs, each with ``key``, ``a`` and ``b``;
+- ``cells``: one per pair (bench.analysis.compare.record): ``cell``, its ``group``, ``cell_id_a`` and ``_b``,
+  ``backend_a`` and ``_b``; ``verdict`` on B, ``reason``, ``detail``, ``next``: what to do; ``forced``: whether numbers
+  are given although the two are not comparable; ``ratio``: step time of B over that of A, with the 95 % interval
+  ``low`` to ``high`` (null without one, and ``no_interval`` says why), ``num_trials``, ``paired``, ``p_different`` and
+  ``p_same`` after Holm's correction; ``peak_memory_a_bytes``, ``_b_bytes``, ``_verdict`` (equal, more, fewer,
+  unknown: of B) and ``_ratio``; ``optimizer_steps_a``, ``_b`` and ``_verdict``; ``regressions`` and ``unchecked``:
+  which of the thresholds are certainly exceeded, and which could not be checked;
+- ``only_a``, ``only_b``: cells without a partner; ``notes``: sentences; ``regressed``: whether any cell has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.errors import BAD, GOOD, InputError
+
+if TYPE_CHECKING:
+    from bench.analysis.compare import Pair, Row, Run
+    from bench.report.comparison import Report
+
+METRICS = ("slower", "memory")
+DESCRIPTION = (
+    "Compares run B with run A, the baseline: the cells that both have; or, of one run, --backend with --against: the "
+    "cells that are equal but for the backend. Exit status 1 if --fail-on is given and a cell of B is certainly worse "
+    "by more than it allows."
+)
+WIDTH = 150
+NAMED = 4
+"""Cells that are named where they have the same to be said of them; of more, the first ones."""
+
+
+def add(commands: Any) -> None:
+    """Add the command's parser."""
+    parser = commands.add_parser(
+        "compare", help="compare two runs, or two backends of one run", description=DESCRIPTION.replace("%", "%%")
+    )
+    option = parser.add_argument
+    option("a", type=Path, metavar="A", help="folder of the run that is the baseline")
+    option("b", type=Path, nargs="?", metavar="B", help="folder of the run that is compared with it")
+    option("--backend", metavar="X", help="of one run: the backend that is compared")
+    option("--against", metavar="Y", help="of one run: the backend that is the baseline")
+    option(
+        "--fail-on",
+        type=_thresholds,
+        default={},
+        metavar="METRIC=P[,METRIC=P]",
+        help="exit status 1 if a step time or a peak memory is certainly worse by more, such as slower=5%%,memory=2%%",
+    )
+    option("--margin", type=_margin, metavar="P", help="a ratio this near to 1 is called the same (default: 2%%)")
+    option("--force", action="store_true", help="show the numbers of what is not comparable too, crossed out")
+    option("--json", action="store_true", help="one JSON object; its keys: see bench/commands/compare.py")
+    option("--out", type=Path, metavar="DIR", help="write compare.parquet, compare.md and the forest plot there")
+    parser.set_defaults(command=run)
+
+
+def _share(text: str) -> float:
+    """``5%`` or ``0.05`` as 0.05. A number of 1 or more without a sign is refused: it was meant as per cent."""
+    words = text.strip()
+    try:
+        number = float(words.removesuffix("%")) / (100 if words.endswith("%") else 1)
+    except ValueError:
+        number = math.nan
+    if not (math.isfinite(number) and number >= 0):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number from 0 on, such as 5% or 0.05")
+    if number >= 1 and not words.endswith("%"):
+        raise argparse.ArgumentTypeError(f"'{text}' has no unit; write {words}%, or a share below 1 such as 0.05")
+    return number
+
+
+def _margin(text: str) -> float:
+    number = _share(text)
+    if number == 0:
+        raise argparse.ArgumentTypeError(f"'{text}' leaves no room in which to be the same; it must be above 0")
+    return number
+
+
+def _thresholds(text: str) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        name, equals, value = (word.strip() for word in part.partition("="))
+        if name not in METRICS:
+            raise argparse.ArgumentTypeError(f"'{name}' is unknown; use {' or '.join(METRICS)}, such as slower=5%")
+        if not equals:
+            raise argparse.ArgumentTypeError(f"'{name}' has no threshold; write {name}=5%")
+        if name in found:
+            raise argparse.ArgumentTypeError(f"'{name}' is given twice; leave out one")
+        found[name] = _share(value)
+    return found
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compare and show; 1 if something has certainly regressed."""
+    from bench.analysis import compare
+    from bench.analysis.statistics import MARGIN
+    from bench.report import comparison
+
+    a, b, pairs, titles = _chosen(arguments)
+    margin = MARGIN if arguments.margin is None else arguments.margin
+    never = [pair for pair in pairs if not (compare.measured(a, pair.a) or compare.measured(b, pair.b))]
+    pairs = [pair for pair in pairs if pair not in never]
+    if not pairs:
+        raise InputError(f"{arguments.a}: every common cell is unsupported on both sides, so nothing was measured")
+    if arguments.out:
+        _make(arguments.out)
+    rows = compare.judge_pairs(a, b, pairs, thresholds=arguments.fail_on, margin=margin, force=arguments.force)
+    about: dict[str, Any] = {
+        "a": {"run_id": a.name, "backend": arguments.against},
+        "b": {"run_id": b.name, "backend": arguments.backend},
+        "margin": margin,
+        "thresholds": arguments.fail_on,
+        "floor": None,
+    }
+    unlike = [] if a is b else compare.differences(a.manifest, b.manifest)
+    alone = _partnerless(a, b, pairs, never, arguments)
+    said = _notes(a, b, rows, never, arguments.fail_on, margin)
+    lonely = [f"only in {key[-1].upper()}: {', '.join(labels)}" for key, labels in alone.items() if labels]
+    report = comparison.Report(
+        a=titles[0],
+        b=titles[1],
+        rows=rows,
+        differences=unlike,
+        notes=[*said, *lonely],
+        margin=margin,
+        threshold=arguments.fail_on.get("slower"),
+    )
+    if arguments.json:
+        facts = {
+            **about,
+            "fingerprint": [{"key": one.key, "a": one.a, "b": one.b} for one in unlike],
+            "cells": [compare.record(row) for row in rows],
+            **alone,
+            "notes": said,
+            "regressed": any(row.regressions for row in rows),
+        }
+        print(json.dumps(facts, allow_nan=False))
+    else:
+        _show(report)
+    if arguments.out:
+        _write(arguments.out, report)
+    return BAD if any(row.regressions for row in rows) else GOOD
+
+
+def _chosen(arguments: argparse.Namespace) -> tuple[Run, Run, list[Pair], tuple[str, str]]:
+    """Both sides, their pairs, and what to call them."""
+    from bench.analysis import compare
+
+    backends = (arguments.backend, arguments.against)
+    if arguments.b is None:
+        if None in backends:
+            raise InputError(
+                f"{arguments.a}: is one run; name a second one, or two of its backends with --backend and --against"
+            )
+        one = _load(arguments.a)
+        for option, name in (("--backend", arguments.backend), ("--against", arguments.against)):
+            _check_backend(one, option, name)
+        if arguments.backend == arguments.against:
+            raise InputError(f"--against: '{arguments.against}' is --backend too; name another one")
+        pairs = compare.pairs_of_backends(one, arguments.against, arguments.backend)
+        if not pairs:
+            raise InputError(
+                f"{arguments.a}: {arguments.backend} and {arguments.against} have no cell that differs in the backend "
+                "alone; compare others"
+            )
+        return one, one, pairs, (f"{arguments.against} of {one.name}", f"{arguments.backend} of {one.name}")
+    for option, name in (("--backend", arguments.backend), ("--against", arguments.against)):
+        if name is not None:
+            raise InputError(f"{option}: is for one run, and two are named; leave out {option} or {arguments.b}")
+    a, b = _load(arguments.a), _load(arguments.b)
+    pairs, apart = compare.pairs_of_runs(a, b), compare.pairs_apart(a, b)
+    if not pairs and not (apart and arguments.force):
+        near = (
+            f"; {apart[0].name} is there on both sides but for the precision or the accumulation dtype: --force shows "
+            "such pairs crossed out"
+            if apart
+            else "; run the same matrix on both sides"
+        )
+        raise InputError(f"{arguments.a} and {arguments.b}: have no common cell{near}")
+    return a, b, [*pairs, *apart], (a.name, b.name)
+
+
+def _check_backend(one: Run, option: str, name: str) -> None:
+    known = sorted({cell.backend for cell in one.cells.values()})
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
+        raise InputError(f"{option}: '{name}' is not in the run {one.name}; {hint}")
+
+
+def _load(folder: Path) -> Run:
+    """A run's judged tables. Raises InputError for what is no run, or a journal that was truncated or edited."""
+    from bench import tables
+    from bench.analysis import compare, gates
+    from bench.cell import Cell
+    from bench.journal import MANIFEST, Journal, read_manifest
+
+    manifest = read_manifest(folder)
+    if lacking := [name for name in ("run_id", "matrix", "cells", "backends") if name not in manifest]:
+        raise InputError(f"{folder / MANIFEST}: has no key '{lacking[0]}'; restore it")
+    journal = Journal(folder)
+    records = journal.read()
+    if not records:
+        raise InputError(f"{journal.path}: holds no trial; go on with: python -m bench run --resume {folder}")
+    if "finished" in manifest:
+        end = journal.path.read_bytes().rsplit(b"\n", 1)[-1]
+        if end and not _is_json(end):
+            raise InputError(f"{journal.path}: is truncated: the run is finished and the last line is not; restore it")
+    cells: dict[str, Cell] = {}
+    for number, record in enumerate(records, start=1):
+        try:
+            cell = Cell.from_dict(record["cell"])
+            right = cell.cell_id == record["cell_id"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(f"{journal.path}: trial {number} is no record of a trial ({_said(error)})") from error
+        if not right:
+            raise InputError(f"{journal.path}: trial {number} was edited: its cell is not what its cell_id is made of")
+        cells[cell.cell_id] = cell
+    try:
+        judged = gates.judge(tables.build(records, manifest))
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{journal.path}: was edited: its trials make no table ({_said(error)})") from error
+    found = compare.Run(name=str(manifest["run_id"]), tables=judged, cells=cells, manifest=manifest)
+    try:
+        compare.missing_trials(found)
+    except (KeyError, TypeError, ValueError) as error:
+        place = folder / MANIFEST
+        raise InputError(
+            f"{place}: was edited: its matrix and cells are not those of a run ({_said(error)})"
+        ) from error
+    return found
+
+
+def _said(error: Exception) -> str:
+    return f"no key {error}" if isinstance(error, KeyError) else str(error)
+
+
+def _is_json(text: bytes) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _notes(
+    a: Run, b: Run, rows: list[Row], never: list[Pair], thresholds: dict[str, float], margin: float
+) -> list[str]:
+    """What a reader should know, as sentences."""
+    from bench.analysis import compare
+
+    found = compare.notes(a, b, rows, margin)
+    for letter, one in (("A", a), ("B", b)) if a is not b else (("", a),):
+        if missing := compare.missing_trials(one):
+            found.append(f"{letter or 'the run'} lacks {missing} of its trials: it is not finished, or was truncated")
+    if never:
+        found.append(f"left out, as unsupported on both sides: {', '.join(pair.name for pair in never)}")
+    if "slower" in thresholds:
+        found.append(
+            f"slower={_percent(thresholds['slower'])}: certain if the whole interval is beyond "
+            f"{1 + thresholds['slower']:.4g}, after Holm's correction; with no noise floor, the threshold must be "
+            "above what the machine does by itself"
+        )
+    for metric, limit in thresholds.items():
+        bad = [row for row in rows if metric in row.regressions]
+        unknown = [row for row in rows if metric in row.unchecked]
+        words = f"{metric}={_percent(limit)}: {len(bad)} of {len(rows)} cells regressed"
+        words += f": {_listed(bad)}" if bad else ""
+        found.append(words + (f"; {len(unknown)} NOT CHECKED: {_listed(unknown)}" if unknown else ""))
+    return found
+
+
+def _listed(rows: list[Row]) -> str:
+    names = [row.pair.name for row in rows]
+    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+
+
+def _partnerless(
+    a: Run, b: Run, pairs: list[Pair], never: list[Pair], arguments: argparse.Namespace
+) -> dict[str, list[str]]:
+    """The labels of the cells that have no partner."""
+    from bench.cell import REFERENCE
+
+    found = {}
+    paired = {cell.cell_id for pair in [*pairs, *never] for cell in (pair.a, pair.b)}
+    for key, one, backend in (("only_a", a, arguments.against), ("only_b", b, arguments.backend)):
+        cells = [cell for cell_id, cell in one.cells.items() if cell_id not in paired]
+        wanted = [c for c in cells if (c.backend == backend if backend else c.backend != REFERENCE)]
+        found[key] = [cell.label for cell in wanted]
+    return found
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.4g}%"
+
+
+def _show(report: Report) -> None:
+    """Table and words on the terminal."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from bench.report import comparison
+
+    console = Console(width=max(WIDTH, Console().width))  # better wrapped by the terminal than cut off
+    console.print(Text(comparison.headline(report)), soft_wrap=True)
+    for line in comparison.alarm(report.differences):
+        console.print(Text(line, style="bold red"), soft_wrap=True)
+    for title, rows in comparison.groups(report.rows):
+        console.print(comparison.table(title, rows))
+    for line in [*comparison.reasons(report.rows), "", *report.notes]:
+        console.print(Text(line), soft_wrap=True)
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+
+
+def _unwritable(folder: Path, error: OSError) -> InputError:
+    return InputError(f"--out {folder}: cannot be written ({error.strerror or error}); name a folder that can")
+
+
+def _write(folder: Path, report: Report) -> None:
+    """Table, page and plots."""
+    import matplotlib.style
+    import pandas as pd
+    from rich.console import Console
+
+    from bench.analysis.compare import record
+    from bench.report import comparison, forest, style
+
+    table, page = folder / "compare.parquet", folder / "compare.md"
+    written = [table, page]
+    try:
+        pd.DataFrame([record(row) for row in report.rows]).astype(comparison.DTYPES).to_parquet(table, index=False)
+        drawings = forest.draw(report)
+        with matplotlib.style.context(list(style.BASE)):
+            for drawing in drawings:
+                written += style.save(drawing.figure, folder / drawing.stem, drawing.words)
+        page.write_text(comparison.markdown(report, [f"{one.stem}.png" for one in drawings]), encoding="utf-8")
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    names = ", ".join(path.name for path in written)
+    Console(stderr=True).print(f"written: {names} to {folder}", highlight=False, markup=False, soft_wrap=True)
