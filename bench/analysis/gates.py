@@ -219,22 +219,24 @@ def explain_clipping(scale: float, residual: float, clip: Clip) -> str:
     return f"right but for its length: it is clipped to norm {found:.3g}, not to {clip.norm:g}"
 
 
+WORK = (
+    "workload",
+    "model",
+    "corpus",
+    "sequence_length",
+    "global_batch_size",
+    "optimizer",
+    "learning_rate",
+    "clip_norm",
+    "seed",
+    "device",
+)
+"""Columns that are equal if two cells do the same work in a step."""
+
+
 def _workload_key(row: Any) -> tuple[Any, ...]:
     """Trials of equal key train the same thing, so one reference is the truth for all of them."""
-    names = (
-        "workload",
-        "model",
-        "corpus",
-        "sequence_length",
-        "global_batch_size",
-        "optimizer",
-        "learning_rate",
-        "clip_norm",
-        "seed",
-        "optimizer_steps_expected",
-        "device",
-    )
-    return tuple(row[name] for name in names)
+    return tuple(row[name] for name in (*WORK, "optimizer_steps_expected"))
 
 
 def _reference_losses(trials: pd.DataFrame, losses: dict[Any, Any]) -> dict[tuple[Any, ...], Any]:

@@ -6,24 +6,11 @@ from typing import Any
 
 import pandas as pd
 
+from bench.analysis.gates import WORK
 from bench.analysis.statistics import Sample
 from bench.analysis.verdicts import Side
 from bench.cell import Status
 from bench.tables import Tables
-
-WORK = (
-    "workload",
-    "model",
-    "corpus",
-    "sequence_length",
-    "global_batch_size",
-    "optimizer",
-    "learning_rate",
-    "clip_norm",
-    "seed",
-    "device",
-)
-"""Columns that must be equal for two cells to do the same work in a step."""
 
 
 def side(tables: Tables, cell_id: str, label: str = "") -> Side:
