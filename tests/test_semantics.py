@@ -584,7 +584,7 @@ def test_an_interrupted_suite_keeps_what_it_has_and_leaves_nothing_behind(tmp_pa
         command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert process.stderr is not None
-    while "ddp-eager framework-split" not in (line := process.stderr.readline()):
+    while f"ddp-eager {load()[-1].name}" not in (line := process.stderr.readline()):
         assert line, "the suite ended early"
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
