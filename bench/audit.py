@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from bench import rank
 from bench.backends.base import Backend, Job, registry
 from bench.cell import Cell, Device, Status
-from bench.scenario import Fault, Scenario, Split
+from bench.scenario import Fault, Reduction, Scenario, Split
 from bench.taps import Kind, Taps
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class Audit:
 
         self.scenario, self.backend_class, self.rank, self.device = scenario, backend, number, device
         self.folder = folder
-        self.num_slots = scenario.world_size * self._own_slots
+        self.num_slots = scenario.world_size * self.scenario.slots_per_rank
         self.workload = DecoderWorkload(
             self.num_slots, scenario.reduction, scenario.accumulate[0] * scenario.world_size
         )
@@ -150,10 +150,6 @@ class Audit:
         self._first_sample: int | None = None
         self._epoch = -1
         self._read_upto = 0
-
-    @property
-    def _own_slots(self) -> int:
-        return self.scenario.bound * self.scenario.largest_batch
 
     def run(self) -> dict[str, Any]:
         """What happened, as plain JSON.
@@ -182,7 +178,7 @@ class Audit:
             "scenario": self.scenario.name,
             "stopped": stopped,
             "failure": failure,
-            "own_slots": self._own_slots,
+            "own_slots": self.scenario.slots_per_rank,
             "fetches": self.fetches,
             "losses": self.losses,
             "faults": self.faults,
@@ -225,7 +221,6 @@ class Audit:
             self.schedulers.append(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0))
             return self.schedulers[-1]
 
-        epochs = scenario.epochs
         return Job(
             cell=cell,
             rank=self.rank,
@@ -246,7 +241,7 @@ class Audit:
             autocast=nullcontext,
             keep_parameters=True,
             clip_norm=scenario.clip_norm,
-            epochs=epochs,
+            epochs=scenario.epochs,
             max_steps=scenario.max_steps,
             accumulate_by_epoch=scenario.accumulate if len(scenario.accumulate) > 1 else (),
             scheduler=scheduler,
@@ -288,11 +283,11 @@ class Audit:
         if len(self.fetches) == self.scenario.at and not self.faults:
             self._fault()
         self._count_epochs(samples[0])
-        slot = self.rank * self._own_slots + len(self.fetches) * self.scenario.largest_batch
+        slot = self.rank * self.scenario.slots_per_rank + len(self.fetches) * self.scenario.largest_batch
         self.fetches.append({"epoch": self._epoch, "samples": samples})
         self.taps.record(Kind.FETCH)
         tokens = [self.scenario.tokens(sample) for sample in samples]
-        of_window = self._tokens_of_window()
+        of_window = self._tokens_of_window() if self.scenario.reduction is Reduction.WINDOW else 0
         rows = [(slot + index, count, of_window) for index, count in enumerate(tokens)]
         return torch.tensor(rows, device=self.device)
 
@@ -323,7 +318,7 @@ class Audit:
             self.workload.loss(model, batch)
             self.faults.append(len(self.losses))
             raise MicroBatchError(f"micro-batch {self.scenario.at} of the scenario raises")
-        self.losses.append((int(batch[0, 0]) - self.rank * self._own_slots) // self.scenario.largest_batch)
+        self.losses.append((int(batch[0, 0]) - self.rank * self.scenario.slots_per_rank) // self.scenario.largest_batch)
         return self.taps.loss(self.workload.loss)(model, batch)
 
     def _fault(self) -> None:
@@ -340,10 +335,10 @@ class Audit:
         """If there was an update since the last call, note what it changed. Collective."""
         from bench.workload.decoder import PARAMETER
 
-        steps = self.taps.count(Kind.STEP)
-        if steps == self._read_upto:
+        new = self.taps.events[self._read_upto :]
+        self._read_upto += len(new)
+        if not any(event.kind is Kind.STEP for event in new):
             return
-        self._read_upto = steps
         after = self.backend.full_parameters()[PARAMETER].detach().float().cpu().clone()
         change = (self.weights[PARAMETER] - after).double()
         self.weights = {PARAMETER: after}

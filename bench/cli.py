@@ -18,6 +18,7 @@ from bench import __version__, machine, matrix, plan
 from bench.backends.base import Backend, registry
 from bench.cell import Cell, Device, Precision, Status
 from bench.commands import COMMANDS
+from bench.commands.options import split_names
 from bench.errors import BAD, GOOD, INTERRUPTED, WRONG, InputError
 from bench.folders import RESULTS, new_folder, plots_folder
 from bench.interrupt import terminate_as_interrupt
@@ -92,7 +93,13 @@ def _add_matrix_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME|FILE",
         help=f"auto (gpu or cpu, as the machine is), {names}, or a TOML file",
     )
-    add("--backend", action="append", type=_names, metavar="B[,B]", help="only these backends, or all; see 'backends'")
+    add(
+        "--backend",
+        action="append",
+        type=split_names,
+        metavar="B[,B]",
+        help="only these backends, or all; see 'backends'",
+    )
     add("--accumulate", action="append", type=_integers, metavar="N[,N]", help="accumulation factors")
     add(
         "--world-size",
@@ -101,8 +108,8 @@ def _add_matrix_options(parser: argparse.ArgumentParser) -> None:
         metavar="W[,W]",
         help="numbers of ranks, or all for one per GPU",
     )
-    add("--precision", action="append", type=_names, metavar="P[,P]", help=" or ".join(Precision))
-    add("--optimizer", action="append", type=_names, metavar="O[,O]", help=", ".join(matrix.OPTIMIZERS))
+    add("--precision", action="append", type=split_names, metavar="P[,P]", help=" or ".join(Precision))
+    add("--optimizer", action="append", type=split_names, metavar="O[,O]", help=", ".join(matrix.OPTIMIZERS))
     add(
         "--clip-norm",
         action="append",
@@ -139,20 +146,16 @@ OPTIONS = {
 """Options of the command that override a key of the matrix."""
 
 
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
 def _integers(text: str) -> list[int]:
     try:
-        return [int(part) for part in _names(text)]
+        return [int(part) for part in split_names(text)]
     except ValueError:
         raise argparse.ArgumentTypeError(f"'{text}' is not a list of integers such as 1,4,8") from None
 
 
 def _numbers(text: str) -> list[float]:
     try:
-        return [float(part) for part in _names(text)]
+        return [float(part) for part in split_names(text)]
     except ValueError:
         raise argparse.ArgumentTypeError(f"'{text}' is not a list of numbers such as 0,1.5") from None
 

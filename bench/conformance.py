@@ -78,7 +78,7 @@ def _lost(scenario: Scenario, outcome: Outcome) -> dict[str, Any]:
         "scenario": scenario.name,
         "stopped": "lost",
         "failure": failure,
-        "own_slots": scenario.bound * scenario.largest_batch,
+        "own_slots": scenario.slots_per_rank,
         "fetches": [],
         "losses": [],
         "faults": [],

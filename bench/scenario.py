@@ -110,7 +110,7 @@ class Scenario:
             raise InputError(f"clip_norm = {self.clip_norm}: must be a positive number, or 0 for none")
         self._check_window_reduction()
         self._check_fault(micro_batches)
-        if (trained := self.bound * self.largest_batch * self.world_size) > LARGEST:
+        if (trained := self.slots_per_rank * self.world_size) > LARGEST:
             key = "samples" if self.max_steps is None else "max_steps"
             raise InputError(
                 f"{key} = {getattr(self, key)}: {trained} samples could be trained in all, with those of other epochs "
@@ -145,6 +145,11 @@ class Scenario:
     def largest_batch(self) -> int:
         """Samples of the largest micro-batch on one rank."""
         return min(self.batch_size, self.training.samples_per_rank)
+
+    @property
+    def slots_per_rank(self) -> int:
+        """Uses of samples that each rank may come to, those of an incomplete micro-batch counted as of a whole one."""
+        return self.bound * self.largest_batch
 
     def offered(self, rank: int) -> list[list[int]]:
         """The samples of each micro-batch that a rank's loader offers in an epoch, in the given order.

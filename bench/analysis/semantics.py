@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-from bench.scenario import Fault, Reduction, Scenario
+from bench.scenario import Fault, Scenario
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,6 @@ class Update:
     behind: int
     """Losses computed on each rank before this update, in all."""
     clip_norm: float
-    reduction: Reduction
 
     @property
     def sum(self) -> float:
@@ -130,7 +129,6 @@ class Reading:
                 num_losses=number - before,
                 behind=number,
                 clip_norm=self.scenario.clip_norm,
-                reduction=self.scenario.reduction,
             )
             for change, number, before in zip(changes, numbers, [0, *numbers], strict=False)
         ]

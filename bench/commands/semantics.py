@@ -13,6 +13,7 @@ from typing import Any
 
 from bench import scenario
 from bench.cell import REFERENCE, Device
+from bench.commands.options import split_names
 from bench.errors import BAD, GOOD, INTERRUPTED, InputError
 from bench.scenario import Fault, Reduction, Scenario, Split
 
@@ -235,7 +236,7 @@ def _backends(wanted: list[str] | None, device: Device) -> list[str]:
 
 
 def _names(parts: list[str] | None) -> list[str]:
-    return [name.strip() for part in parts or [] for name in part.split(",") if name.strip()]
+    return [name for part in parts or [] for name in split_names(part)]
 
 
 def _integers(option: str, text: str) -> list[int]:

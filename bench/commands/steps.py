@@ -19,6 +19,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from bench.commands.options import split_names
 from bench.errors import GOOD, InputError
 
 if TYPE_CHECKING:
@@ -47,7 +48,13 @@ def add(commands: Any) -> None:
     option("--epochs", type=_integer, metavar="E", help="epochs (default: 1, or no limit where --max-steps is given)")
     option("--max-steps", type=_integer, metavar="K", help="steps to stop after, if the epochs are not over before")
     option("--drop-last", action="store_true", help="the loader leaves out an incomplete last micro-batch")
-    option("--backend", action="append", type=_names, metavar="B[,B]", help="only these; see 'backends' (default: all)")
+    option(
+        "--backend",
+        action="append",
+        type=split_names,
+        metavar="B[,B]",
+        help="only these; see 'backends' (default: all)",
+    )
     option("--json", action="store_true", help="one JSON object; its keys: see bench/commands/steps.py")
     parser.set_defaults(command=_steps)
 
@@ -57,10 +64,6 @@ def _integer(text: str) -> int:
         return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"'{text}' is not an integer") from None
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _steps(arguments: argparse.Namespace) -> int:
