@@ -13,7 +13,7 @@ REFERENCE = "reference"
 """Name of the backend that is the truth: one process, the full batch, plain PyTorch, fp32."""
 SGD = "sgd"
 """The optimizer whose step is in proportion to the gradient, so that a wrong scale of it is seen in the losses."""
-LATER: dict[str, Any] = {"clip_norm": 0.0}
+LATER: dict[str, Any] = {"clip_norm": 0.0, "twin": "", "virtual": False, "fake_tensors": False}
 """Fields of a cell that came after the first release, with the default that stands for what was done before."""
 
 
@@ -121,6 +121,12 @@ class Cell:
     """What the ranks run on."""
     clip_norm: float = 0.0
     """The largest L2 norm of the whole gradient that an update may use; 0 for no clipping."""
+    twin: str = ""
+    """A second label for the same work, so that a cell can be compared with itself; empty for the cell itself."""
+    virtual: bool = False
+    """Whether one process is rank 0 of a world whose other ranks are pretended: shapes and counts, but no values."""
+    fake_tensors: bool = False
+    """In a virtual world: whether tensors have shapes but no memory."""
 
     @property
     def micro_batch_size(self) -> int:
@@ -145,11 +151,14 @@ class Cell:
     @property
     def label(self) -> str:
         """A short name for people: backend, N, W and precision."""
-        return f"{self.backend} N={self.accumulate} W={self.world_size} {self.precision}"
+        named = f"{self.backend} N={self.accumulate} W={self.world_size} {self.precision}"
+        return named + " virtual" * self.virtual + (f" (A/A {self.twin})" if self.twin else "")
 
     def reference(self) -> Cell:
         """The cell whose update and losses are the truth for this one: one process, whole batch, fp32."""
-        return dataclasses.replace(self, backend=REFERENCE, accumulate=1, world_size=1, precision=Precision.FP32)
+        return dataclasses.replace(
+            self, backend=REFERENCE, accumulate=1, world_size=1, precision=Precision.FP32, twin=""
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; ``Cell.from_dict`` is the inverse."""
