@@ -58,6 +58,9 @@ OTHERS = {
     "seed": 1,
     "device": Device.CUDA,
     "clip_norm": 1.0,
+    "twin": "again",
+    "virtual": True,
+    "fake_tensors": True,
 }
 COMMITTED = Path(__file__).parent.parent / "results" / "cpu-reference" / "trials.jsonl"
 
