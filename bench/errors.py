@@ -2,6 +2,10 @@
 
 GOOD, BAD, WRONG, INTERRUPTED = 0, 1, 2, 130
 """All good; something measured or found is bad; the command or its input is wrong; interrupted."""
+EXIT_STATUS = (
+    "Exit status: 0 all good; 1 something measured is bad; 2 the command or its input is wrong, said in one line; 130 "
+    "interrupted, with all finished trials kept."
+)
 
 
 class InputError(ValueError):

@@ -98,6 +98,15 @@ class Launcher:
         server = self._servers.setdefault(packages, _Server(self._device, packages, cold=self._cold))
         return server.run(task, timeout_s)
 
+    def renew(self) -> None:
+        """End every process, so that the next trials are forked from new ones.
+
+        What is forked from one process has its libraries at the same addresses, which can move times by per cents
+        (Mytkowicz et al., "Producing Wrong Data Without Doing Anything Obviously Wrong!", ASPLOS 2009); trials that are
+        to vary by that too need several.
+        """
+        self.close()
+
     def close(self) -> None:
         """End every process; SIGTERM first, SIGKILL after a grace period."""
         with contextlib.ExitStack() as every:  # one that fails, or is interrupted, keeps no other from ending

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import itertools
 import sys
@@ -21,6 +22,8 @@ from bench.workload.sizes import SIZES
 FOLDER = Path(__file__).parent / "matrices"
 """The matrices that are shipped, one TOML file each; the file's name is the matrix' name."""
 OPTIMIZERS = ("adamw-foreach", "adamw-fused", SGD)
+TWIN = "again"
+"""Label of the second half of the A/A pair."""
 METHODS = tuple(dict.fromkeys(name.partition("-")[0] for name in OPTIMIZERS))
 """What the optimizers compute, each with a learning rate of its own: adamw, sgd."""
 
@@ -42,6 +45,10 @@ def _integer(least: int) -> Callable[[Any], bool]:
 
 def _number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
+
+
+def _share(value: Any) -> bool:
+    return _number(value) and value < 1
 
 
 def _number_or_0(value: Any) -> bool:
@@ -70,6 +77,10 @@ KEYS: dict[str, Key] = {
     "description": Key(lambda value: isinstance(value, str), "a string", ""),
     "device": Key(_one_of(*Device), f"one of {', '.join(Device)}"),
     "repeats": Key(_integer(1), "an integer of at least 1", 3),
+    "max_repeats": Key(_integer(0), "an integer of at least repeats, or 0 for no more than those", 0),
+    "precision": Key(_share, "the width of an interval above 0 and below 1, such as 0.02", 0.02),
+    "budget_s": Key(_number_or_0, "a positive number of seconds, or 0 for no limit", 0),
+    "baseline": Key(_string, "'auto' or the name of a backend", "auto"),
     "timeout_s": Key(_number, "a positive number of seconds", 600),
     "workload.workload": Key(_string, "'llama' or 'package.module:factory'", "llama"),
     "workload.model": Key(_string, f"a model size: {', '.join(SIZES)}", "tiny"),
@@ -175,6 +186,10 @@ def parse(document: Mapping[str, Any], *, name: str, source: str) -> Matrix:
         if key not in given and rule.default is None:
             raise InputError(f"{source}: {key} is missing; it must be {rule.expected}")
         values[key] = given.get(key, rule.default)
+    if values["max_repeats"] and values["max_repeats"] < values["repeats"]:
+        raise InputError(
+            f"{source}: max_repeats is {values['max_repeats']}; it must be at least repeats, {values['repeats']}"
+        )
     if {"axes.optimizer", "training.optimizer"} <= given.keys():
         raise InputError(
             f"{source}: axes.optimizer is {given['axes.optimizer']!r} and training.optimizer is "
@@ -195,6 +210,8 @@ def _suggest(name: str, known: Sequence[str]) -> str:
 
 def expand(matrix: Matrix, backends: Mapping[str, type[Backend]], num_gpus: int) -> list[Cell]:
     """The cells of a matrix, each once; the reference of each cell comes along and stands before the others.
+
+    Last comes the A/A twin: the baseline's cell with the most ranks and the largest N once more, under another label.
 
     Raises InputError for an unknown backend, model or workload, an optimizer without a learning rate, a batch that does
     not divide by N x W, a corpus that cannot be used, or more ranks than GPUs.
@@ -234,7 +251,29 @@ def expand(matrix: Matrix, backends: Mapping[str, type[Backend]], num_gpus: int)
         )
         cells.setdefault(cell)
     references = {cell.reference(): None for cell in cells}
-    return [*references, *(cell for cell in cells if cell.backend != REFERENCE)]
+    others = [cell for cell in cells if cell.backend != REFERENCE]
+    own = [cell for cell in others if cell.backend == baseline(matrix, backends)]
+    largest = max(own, key=lambda cell: (cell.world_size, cell.accumulate), default=None)
+    twins = [] if largest is None else [dataclasses.replace(largest, twin=TWIN)]
+    return [*references, *others, *twins]
+
+
+def baseline(matrix: Matrix, backends: Mapping[str, type[Backend]]) -> str:
+    """The backend that the others are compared with: the one that is named, else the first of the matrix that can run.
+
+    One with a known defect is taken only where there is no other. Raises InputError if the one named is not among
+    those of the matrix.
+    """
+    chosen = list(backends) if matrix["axes.backend"] == "all" else list(dict.fromkeys(matrix["axes.backend"]))
+    named = matrix["baseline"]
+    if named != "auto":
+        if named not in chosen:
+            raise InputError(f"{matrix.place('baseline')}: '{named}' is not run here; {_suggest(named, chosen)}")
+        return str(named)
+    device = Device(matrix["device"])
+    others = [name for name in chosen if name != REFERENCE]
+    ranked = sorted(others, key=lambda name: (bool(backends[name].missing(device)), bool(backends[name].defect)))
+    return ranked[0] if ranked else REFERENCE
 
 
 def _check_workload(matrix: Matrix) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from bench.probes import host
+from bench.warmup import warmup
+
 
 def merge_ranks(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """One trial's facts from its ranks' results, rank 0 first.
@@ -12,6 +15,9 @@ def merge_ranks(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     A step takes as long as its slowest rank, and a rank that runs out of memory ends all, so times and memory are
     maxima. The loss of a step is the mean over ranks, since all see equally many samples. Updates and collectives are
     rank 0's. Memory's ``held`` may be missing.
+
+    ``num_warmup`` are the first steps that are no steady state: the warm-up windows of the cell, and what
+    ``bench.warmup`` finds in the steps that follow. ``rank_step_seconds`` has the timed steps of every rank.
     """
     first = ranks[0]
     merged = {key: value for key, value in first.items() if key not in ("time", "memory")}
@@ -26,7 +32,14 @@ def merge_ranks(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 def _merge_times(times: list[dict[str, Any]]) -> dict[str, Any]:
     """The time passes of all ranks as one."""
     merged = dict(times[0])
-    merged["step_seconds"] = [max(step) for step in zip(*(t["step_seconds"] for t in times), strict=False)]
+    for name in ("warmup_seconds", "step_seconds"):
+        merged[name] = [max(step) for step in zip(*(t[name] for t in times), strict=False)]
+    merged["rank_step_seconds"] = [[round(s, 9) for s in t["step_seconds"]] for t in times]
+    # Intervals are one fewer than updates, hence the one that is counted without a time of its own.
+    merged["num_warmup"] = len(merged["warmup_seconds"]) + 1 + warmup(merged["step_seconds"])
+    merged["host"] = host.merge([t["host"] for t in times])
+    merged["began"] = max((t["began"] for t in times if t["began"] is not None), default=None)
+    merged["ended"] = min(t["ended"] for t in times)
     merged["losses"] = [statistics.fmean(step) for step in zip(*(t["losses"] for t in times), strict=False)]
     merged["ranks_agree"] = len({(t["num_updates"], t["num_micro_batches"]) for t in times}) == 1
     if merged["cuda_memory"]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
-import random
+import math
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,8 +18,9 @@ from bench.cell import REFERENCE, Cell, Status
 from bench.errors import InputError
 from bench.journal import JOURNAL, MANIFEST, SCHEMA_VERSION, Journal, read_manifest, write_manifest
 from bench.launch import Launcher, Outcome
-from bench.matrix import Matrix
+from bench.matrix import Matrix, baseline
 from bench.record import merge_ranks
+from bench.schedule import Ended, Look, Schedule, Trial
 from bench.trial import EXTRA_PASSES, Spec
 from bench.workload.corpus import describe_file
 
@@ -26,44 +28,21 @@ LOG_BYTES = 20_000
 """How much of the end of each rank's log is kept for a failed trial."""
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """One cell, run once."""
-
-    cell: Cell
-    repeat: int
-
-    @property
-    def key(self) -> tuple[str, int]:
-        """What names the trial within its run."""
-        return self.cell.cell_id, self.repeat
-
-
 class Observer(Protocol):
     """Told what happens, for a display."""
+
+    def expect(self, trials: Sequence[Trial], *, more: bool) -> None:
+        """These are left for now; ``more`` may follow."""
 
     def started(self, trial: Trial, done: int, total: int) -> None: ...
 
     def finished(self, trial: Trial, record: Mapping[str, Any]) -> None: ...
 
-
-def block(cells: Sequence[Cell], repeat: int, seed: int) -> list[Trial]:
-    """One trial of each cell: a seeded shuffle, and in every second block the same backwards (A B C, C B A).
-
-    So no cell's trials stand in a row, and a drift that is linear in time hits all cells of two blocks alike. The
-    references come first, since the others are checked against them.
-    """
-    references = [cell for cell in cells if cell.backend == REFERENCE]
-    others = [cell for cell in cells if cell.backend != REFERENCE]
-    random.Random(f"{seed}/{repeat // 2}").shuffle(others)
-    if repeat % 2:
-        others.reverse()
-    return [Trial(cell, repeat) for cell in [*references, *others]]
+    def looked(self, look: Look) -> None: ...
 
 
-def order(cells: Sequence[Cell], repeats: int, seed: int) -> list[Trial]:
-    """All trials, block after block."""
-    return [trial for repeat in range(repeats) for trial in block(cells, repeat, seed)]
+Judge = Callable[[list[dict[str, Any]], Mapping[str, Any], int], Look]
+"""Decides with which cells to go on, from the journal's records, the manifest and the number of blocks done."""
 
 
 def describe(backends: Mapping[str, type[Backend]]) -> dict[str, dict[str, str]]:
@@ -95,6 +74,7 @@ def create(
         "matrix": matrix.to_dict(),
         "cells": [cell.to_dict() for cell in cells],
         "backends": {name: about for name, about in describe(backends).items() if name in used},
+        "baseline": baseline(matrix, backends),
         "cold": cold,
         "git": machine.git_state(),
         "machine": machine.machine(),
@@ -149,43 +129,97 @@ class Runner:
         backends: Mapping[str, type[Backend]],
         launcher: Launcher,
         observer: Observer,
+        judge: Judge,
     ) -> None:
         self._folder = folder
         self._manifest = manifest
         self._backends = backends
         self._launcher = launcher
         self._observer = observer
+        self._judge = judge
         self._journal = Journal(folder)
         self._scratch = folder / "scratch"
         values = manifest["matrix"]["values"]
         self._timeout_s = float(values["timeout_s"])
         self._corpus = None if values["workload.corpus"] == "markov" else values["workload.corpus"]
-        cells = [Cell.from_dict(cell) for cell in manifest["cells"]]
-        self.trials = order(cells, values["repeats"], values["training.seed"])
+        self._budget_s = float(values.get("budget_s", 0.0)) or math.inf
+        self.schedule = Schedule(manifest)
+        self._done: set[tuple[str, int]] = set()
+        self._num_run = self._total = 0
+        self._spent_s = self._since = 0.0
         self._have: set[tuple[str, str]] = set()
         """Cells and the extra passes that a good trial of theirs has run."""
 
-    def left(self) -> list[Trial]:
-        """The trials that the journal has no end of."""
-        done = {(r["cell_id"], r["repeat"]) for r in self._journal.read() if r["status"] != Status.INTERRUPTED}
-        return [trial for trial in self.trials if trial.key not in done]
-
     def run(self) -> None:
-        """Run what is left. KeyboardInterrupt passes through, with all finished trials in the journal."""
-        for record in self._journal.read():
+        """Run what is left, until the run has ended.
+
+        KeyboardInterrupt passes through, with all finished trials in the journal.
+        """
+        records = self._journal.read()
+        for record in records:
             self._note_extras(record)
-        left = {trial.key for trial in self.left()}
-        for number, trial in enumerate(self.trials):
-            if trial.key not in left:
-                continue
-            self._observer.started(trial, number, len(self.trials))
-            record = self._run_one(trial)
-            self._journal.append(record)
-            self._observer.finished(trial, record)
+        finished = [record for record in records if record["status"] != Status.INTERRUPTED]
+        self._done = {(record["cell_id"], record["repeat"]) for record in finished}
+        self._num_run = len(records)
+        self._spent_s = sum(record["wall_s"] for record in finished)
+        self._since = time.monotonic()
+        self._expect()
+        repeat = 0
+        while repeat < self.schedule.known or not self._end():
+            if repeat < self.schedule.known:
+                repeat += self._run_block(repeat)
         shutil.rmtree(self._scratch, ignore_errors=True)
         self._manifest["parent_peak_bytes"] = machine.peak_memory_bytes()
         self._manifest["finished"] = _now()
         write_manifest(self._folder, self._manifest)
+
+    def _expect(self) -> None:
+        left = [trial for trial in self.schedule.trials() if trial.key not in self._done]
+        self._total = len(self._done) + len(left)
+        self._observer.expect(left, more=not self.schedule.ended and self.schedule.known < self.schedule.max_repeats)
+
+    def _run_block(self, repeat: int) -> bool:
+        """Run what is left of a block, unless the budget is used up: False then. The first block is always run."""
+        left = [trial for trial in self.schedule.block(repeat) if trial.key not in self._done]
+        if left and repeat and self._spent_s + time.monotonic() - self._since > self._budget_s:
+            self._decide(Look(repeats=repeat, open=()), Ended.BUDGET)
+            return False
+        if left and repeat % 2 == 0:
+            self._launcher.renew()
+        for trial in left:
+            self._observer.started(trial, len(self._done), self._total)
+            record = self._run_one(trial)
+            self._journal.append(record)
+            self._num_run += 1
+            self._done.add(trial.key)
+            self._observer.finished(trial, record)
+        return True
+
+    def _end(self) -> bool:
+        """Whether the run ends here, after all known blocks; decides if that is not decided yet."""
+        if self.schedule.ended:
+            return True
+        repeats = self.schedule.known
+        if repeats == self.schedule.repeats == self.schedule.max_repeats:
+            self._decide(Look(repeats=repeats, open=()), Ended.MAX_REPEATS)
+            return True
+        look = self._judge(self._journal.read(), self._manifest, repeats)
+        if not look.open:
+            self._decide(look, Ended.PRECISION)
+        elif repeats >= self.schedule.max_repeats:
+            self._decide(dataclasses.replace(look, open=()), Ended.MAX_REPEATS)
+        else:
+            self._decide(look, None)
+        return self.schedule.ended
+
+    def _decide(self, look: Look, ended: Ended | None) -> None:
+        """Store a look, and what ended the run if it did."""
+        self.schedule.add(look)
+        self._manifest["looks"] = self.schedule.stored()
+        self._manifest["ended_by"] = ended
+        write_manifest(self._folder, self._manifest)
+        self._observer.looked(look)
+        self._expect()
 
     def _run_one(self, trial: Trial) -> dict[str, Any]:
         """One trial's record; when interrupted, a record that says so is written before the interrupt goes on."""
@@ -248,6 +282,7 @@ class Runner:
             **facts,
             "cell_id": trial.cell.cell_id,
             "repeat": trial.repeat,
+            "slot": self._num_run,
             "cell": trial.cell.to_dict(),
             "status": outcome.status,
             "reason": outcome.reason,

@@ -12,11 +12,14 @@ import pandas as pd
 from bench.cell import Cell, Precision, Status
 from bench.journal import Journal, read_manifest
 from bench.probes.flops import peak_flops
+from bench.warmup import warmup
 
 TRIAL_COLUMNS: dict[str, str] = {
     "run_id": "string",
     "cell_id": "string",
     "repeat": "Int64",
+    "twin": "string",
+    "slot": "Int64",
     "backend": "string",
     "framework": "string",
     "sharding": "string",
@@ -42,6 +45,7 @@ TRIAL_COLUMNS: dict[str, str] = {
     "device_name": "string",
     "status": "string",
     "reason": "string",
+    "num_warmup_steps": "Int64",
     "step_time_s": "Float64",
     "tokens_per_s": "Float64",
     "mfu": "Float64",
@@ -68,16 +72,25 @@ TRIAL_COLUMNS: dict[str, str] = {
     "training_s": "Float64",
     "overhead_s": "Float64",
     "num_passes": "Int64",
+    "foreign_cores": "Float64",
+    "stolen_cores": "Float64",
+    "sm_clock_mhz": "Float64",
+    "clock_slowdowns": "string",
+    "foreign_gpu_processes": "Int64",
 }
-"""Columns of trials.parquet with their dtypes. Step time is the median over the timed steps of the maximum over
-ranks; memory the maximum over ranks; ``update_*`` and the CPU's memory are measured once per cell and repeated on its
-good trials; ``gradient_norm`` is that of the update pass before clipping, and ``unclipped_*`` the update's error and
-scale without clipping, for cells that clip; ``micro_batches_per_update`` lists the different numbers that were seen;
-``bf16_as`` says how a bf16 cell computes; ``energy_j_per_step`` and ``virtual_world_size`` are empty where they were
-not measured."""
+"""Columns of trials.parquet with their dtypes. ``repeat`` is also the block, and ``slot`` the place in the order in
+which trials ran. Step time is the median of the steps after the first ``num_warmup_steps`` of the maximum over ranks;
+memory the maximum over ranks; ``update_*`` and the CPU's memory are measured once per cell and repeated on its good
+trials; ``gradient_norm`` is that of the update pass before clipping, and ``unclipped_*`` the update's error and scale
+without clipping, for cells that clip; ``micro_batches_per_update`` lists the different numbers that were seen;
+``bf16_as`` says how a bf16 cell computes; ``twin`` is the label of a cell that is another one once more; the cores that
+other programs used and that the hypervisor took are means over the time pass, the SM clock is the lowest GPU's median
+over the timed steps; ``energy_j_per_step`` and ``virtual_world_size`` are empty where they were not measured."""
+
+GPU_COLUMNS = ("sm_clock_mhz", "clock_slowdowns", "foreign_gpu_processes")
 
 CHILD_COLUMNS: dict[str, dict[str, str]] = {
-    "steps": {"step": "Int64", "seconds": "Float64"},
+    "steps": {"step": "Int64", "seconds": "Float64", "kept": "boolean"},
     "losses": {"step": "Int64", "loss": "Float64"},
     "collectives": {
         "op": "string",
@@ -90,6 +103,7 @@ CHILD_COLUMNS: dict[str, dict[str, str]] = {
     "memory": {"category": "string", "bytes": "Int64", "expected_bytes": "Int64"},
 }
 """Columns of the other tables after ``cell_id`` and ``repeat``. Steps and losses count from 0 at the first update;
+steps that are not ``kept`` were found to be warm-up still, though the cell's warm-up windows were over;
 ``expected_*`` are empty, since no formula fills them yet."""
 
 
@@ -160,6 +174,7 @@ def _trial_row(record: dict[str, Any], manifest: dict[str, Any], once: dict[tupl
         for name in (
             "cell_id",
             "repeat",
+            "slot",
             "status",
             "reason",
             "num_parameters",
@@ -170,7 +185,8 @@ def _trial_row(record: dict[str, Any], manifest: dict[str, Any], once: dict[tupl
         )
     }
     row["run_id"] = manifest["run_id"]
-    row["clip_norm"] = cell.clip_norm  # older records have none
+    row |= {"clip_norm": cell.clip_norm, "twin": cell.twin}  # older records have none
+    row["virtual_world_size"] = cell.world_size if cell.virtual else None
     row["micro_batch_size"] = cell.micro_batch_size
     row["optimizer_steps_expected"] = cell.windows
     row["num_passes"] = len(record.get("passes", ()))
@@ -203,8 +219,11 @@ def _timed_columns(record: dict[str, Any], cell: Cell, timed: dict[str, Any]) ->
     }
     if timed["reported"]:
         row["optimizer_steps_reported_by"], row["optimizer_steps_reported"] = next(iter(timed["reported"].items()))
+    row |= {name: (timed.get("host") or {}).get(name) for name in ("foreign_cores", "stolen_cores")}
+    row |= {name: (timed.get("gpus") or {}).get(name) for name in GPU_COLUMNS}
     if timed["step_seconds"]:
-        row["step_time_s"] = statistics.median(timed["step_seconds"])
+        row["num_warmup_steps"] = cell.warmup_windows + _unsettled(timed)
+        row["step_time_s"] = statistics.median(timed["step_seconds"][_unsettled(timed) :])
         row["tokens_per_s"] = record["tokens_per_step"] / row["step_time_s"]
         peak = peak_flops(record["device_name"], cell.precision)
         if peak and record["flops_per_step"]:
@@ -217,15 +236,26 @@ def _timed_columns(record: dict[str, Any], cell: Cell, timed: dict[str, Any]) ->
     return row
 
 
+def _unsettled(timed: dict[str, Any]) -> int:
+    """How many of the timed steps are warm-up still. Older records do not say; it follows from the steps."""
+    if "num_warmup" in timed:
+        return int(timed["num_warmup"]) - len(timed["warmup_seconds"]) - 1
+    return warmup(timed["step_seconds"])
+
+
 def _child_rows(record: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """The rows of the other tables."""
     timed = record.get("time") or {}
-    warmup = record["cell"]["warmup_windows"]
+    first = record["cell"]["warmup_windows"]
+    settled = first + (_unsettled(timed) if timed else 0)
     memory = {f"tracked_{name}": size for name, size in (record.get("memory") or {}).items()}
     cuda = timed.get("cuda_memory") or {}
     memory |= {f"cuda_{name}": cuda[name] for name in ("allocated", "active", "reserved") if name in cuda}
     return {
-        "steps": [{"step": warmup + i, "seconds": s} for i, s in enumerate(timed.get("step_seconds", ()))],
+        "steps": [
+            {"step": step, "seconds": seconds, "kept": step >= settled}
+            for step, seconds in enumerate(timed.get("step_seconds", ()), start=first)
+        ],
         "losses": [{"step": i, "loss": loss} for i, loss in enumerate(timed.get("losses", ()))],
         "collectives": record.get("collectives") or [],
         "memory": [{"category": name, "bytes": size} for name, size in memory.items()],

@@ -148,10 +148,11 @@ class Trial:
         clip_norm: float | None = None,
         instrument: AbstractContextManager[Any] | None = None,
         keep_parameters: bool = False,
+        watch: Callable[[Backend], None] | None = None,
     ) -> Backend:
         """One fresh build of the backend, trained for some windows under the given taps.
 
-        Optimizer and clipping are the cell's unless given.
+        Optimizer and clipping are the cell's unless given. ``watch`` is called with the backend before it builds.
         """
         import torch
 
@@ -166,6 +167,8 @@ class Trial:
         )
         make_optimizer = optimizer or self._optimizer
         backend = self.backend()
+        if watch:
+            watch(backend)
         job = Job(
             cell=cell,
             rank=self.rank,
@@ -208,32 +211,46 @@ class Trial:
         return torch.optim.AdamW(parameters, lr=self.cell.learning_rate, **kind)  # type: ignore[arg-type]
 
     def time(self) -> dict[str, Any]:
-        """The time pass: seconds of each timed step, the loss of every step, and who stepped how often."""
+        """The time pass: seconds of each step, the loss of every step, and who stepped how often.
+
+        ``began`` and ``ended`` are the monotonic clock around the timed steps; ``host`` is what else the machine did.
+        """
         import torch
 
         from bench.probes.clock import clock_for
+        from bench.probes.host import HostLoad
         from bench.probes.memory import cuda_peaks
 
         clock = clock_for(self.device)
         cuda = self.device.type == "cuda"
         taps = Taps(clock.mark)
+        load = HostLoad()
         seen = 0
+        began: float | None = None
 
-        def reset_after_warmup(kind: Kind) -> None:
-            nonlocal seen
+        def after_warmup(kind: Kind) -> None:
+            nonlocal seen, began
             seen += kind is Kind.LOSS
             if kind is Kind.STEP and seen == self.cell.warmup_windows * self.cell.accumulate:
-                torch.cuda.reset_peak_memory_stats()
+                began = time.monotonic()
+                if cuda:
+                    torch.cuda.reset_peak_memory_stats()
 
-        if cuda:
-            taps.on_event = reset_after_warmup
-        backend = self.train(taps, self.cell.windows)
+        taps.on_event = after_warmup
+        with load:
+            backend = self.train(taps, self.cell.windows)
+        ended = time.monotonic()
         found = updates(taps.events)
         losses = torch.stack(taps.losses).double().cpu() if taps.losses else torch.empty(0, dtype=torch.double)
         accumulate = self.cell.accumulate
         windows = len(losses) // accumulate
+        seconds = clock.intervals([update.mark for update in found])
         return {
-            "step_seconds": clock.intervals([update.mark for update in found])[self.cell.warmup_windows - 1 :],
+            "warmup_seconds": seconds[: self.cell.warmup_windows - 1],
+            "step_seconds": seconds[self.cell.warmup_windows - 1 :],
+            "began": began,
+            "ended": ended,
+            "host": load.result,
             "losses": losses[: windows * accumulate].view(windows, accumulate).mean(dim=1).tolist(),
             "num_micro_batches": len(losses),
             "num_fetched": taps.count(Kind.FETCH),
@@ -302,34 +319,41 @@ class Trial:
         return counter.rows()
 
     def memory(self) -> dict[str, int]:
-        """The memory pass: peak bytes of one settled window, and bytes held between its first two micro-batches.
+        """The memory pass: bytes by category of one settled window, by the keys of ``bench.probes.categories.named``.
 
-        ``held`` is missing when N = 1, where nothing is held from one micro-batch to the next. Python's cycle
-        collector rests meanwhile: some frameworks leave tensors in cycles, and a peak must not depend on when it runs.
+        ``peak`` and its parts are of the moment when most was live; ``held`` and its parts of the second fetch, and
+        missing when N = 1, where nothing is held from one micro-batch to the next.
         """
-        from bench.probes.memory import TensorLedger
+        from bench.probes.memory import MemoryProbe
 
-        ledger = TensorLedger(self.device.type)
+        probe = MemoryProbe(self.device.type)
         taps = Taps(time.perf_counter)
         window = SettledWindow(self.cell.accumulate)
-        result: dict[str, int] = {}
 
         def on_event(kind: Kind) -> None:
+            taps.losses.clear()  # they would be held, and counted
             was_open = window.open
             window.see(kind)
+            probe.event(kind)
             if window.open and not was_open:
-                gc.collect()
-                gc.disable()
-                ledger.reset_peak()
+                probe.open()
             elif was_open and not window.open:
-                result["peak"] = ledger.peak
-                gc.enable()
+                probe.close()
             elif window.open and kind is Kind.FETCH and window.num_fetched == 2:
-                result["held"] = ledger.live
+                probe.hold()
+
+        def watch(backend: Backend) -> None:
+            probe.holdings = backend.holdings
 
         taps.on_event = on_event
-        self.train(taps, SETTLED_WINDOWS + 1, instrument=ledger)
-        return result
+        self.train(
+            taps,
+            SETTLED_WINDOWS + 1,
+            optimizer=lambda parameters: probe.optimizer(self._optimizer(parameters)),
+            instrument=probe.ledger,
+            watch=watch,
+        )
+        return probe.result
 
 
 class SettledWindow:

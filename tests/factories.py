@@ -38,7 +38,11 @@ def make_cell(**changes: Any) -> Cell:
 def make_time(cell: Cell, **changes: Any) -> dict[str, Any]:
     """What the time pass of a sound rank hands back."""
     return {
+        "warmup_seconds": [0.75] * (cell.warmup_windows - 1),
         "step_seconds": [0.5 + 0.01 * step for step in range(cell.timed_windows)],
+        "began": 100.0,
+        "ended": 102.0,
+        "host": None,
         "losses": [5.0 - 0.1 * window for window in range(cell.windows)],
         "num_micro_batches": cell.windows * cell.accumulate,
         "num_fetched": cell.windows * cell.accumulate,
@@ -177,7 +181,7 @@ class FakeLauncher:
     def __init__(self, script: Script | None = None) -> None:
         self.specs: list[Spec] = []
         self.timeouts: list[float] = []
-        self.closed = 0
+        self.closed = self.renewed = 0
         self._script = script or (lambda spec, number: None)
 
     def __enter__(self) -> Self:
@@ -205,6 +209,9 @@ class FakeLauncher:
 
     def close(self) -> None:
         self.closed += 1
+
+    def renew(self) -> None:
+        self.renewed += 1
 
 
 def make_observation(

@@ -39,6 +39,9 @@ CELLS = st.builds(
     seed=st.integers(0, 2**63 - 1),
     device=st.sampled_from(Device),
     clip_norm=st.just(0.0) | st.floats(1e-9, 1e9),
+    twin=st.just("") | st.text(),
+    virtual=st.booleans(),
+    fake_tensors=st.booleans(),
 )
 OTHERS = {
     "backend": "fsdp2-eager",
@@ -140,7 +143,7 @@ def test_reference_is_one_process_with_the_whole_batch_in_fp32() -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_cells_share_a_reference_only_if_they_train_the_same(name: str) -> None:
     shares = make_cell(**{name: OTHERS[name]}).reference() == make_cell().reference()
-    assert shares == (name in ("backend", "accumulate", "world_size", "precision"))
+    assert shares == (name in ("backend", "accumulate", "world_size", "precision", "twin"))
 
 
 def test_what_follows_from_the_fields() -> None:

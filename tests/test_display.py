@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from bench.report.display import Display
-from bench.runner import Trial
+from bench.schedule import Trial
 from tests.factories import make_cell, make_failure, make_record
 
 CELL = make_cell()
@@ -19,7 +19,7 @@ def run(trials: list[Trial], records: list[dict[str, Any]], estimate: float | No
     text = io.StringIO()
     console = Console(file=text, force_terminal=terminal, width=200)
     with Display(console, {CELL.cell_id: estimate}) as display:
-        display.expect(trials)
+        display.expect(trials, more=False)
         for number, (trial, record) in enumerate(zip(trials, records, strict=False)):
             display.started(trial, number, len(trials))
             display.finished(trial, record)

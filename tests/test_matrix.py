@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import json
 import re
@@ -16,9 +17,9 @@ from hypothesis import strategies as st
 
 from bench import matrix
 from bench.backends.base import registry
-from bench.cell import REFERENCE, Device, Precision
+from bench.cell import REFERENCE, Cell, Device, Precision
 from bench.errors import InputError
-from tests.factories import make_document, make_matrix
+from tests.factories import make_backend, make_document, make_matrix
 
 BACKENDS = registry()
 
@@ -57,6 +58,10 @@ def test_every_key_can_be_given() -> None:
         "description": "mine",
         "device": "cuda",
         "repeats": 5,
+        "max_repeats": 7,
+        "precision": 0.03,
+        "budget_s": 60,
+        "baseline": "ddp-eager",
         "timeout_s": 1.5,
         "workload.workload": "a.b:c",
         "workload.model": "8b",
@@ -255,7 +260,11 @@ def test_expansion(
     points = {(cell.backend, cell.accumulate, cell.world_size, str(cell.precision)) for cell in cells}
     others = set(itertools.product(set(chosen) - {REFERENCE}, accumulate, world_size, precision))
     assert points == others | {(REFERENCE, 1, 1, "fp32")}
-    assert len(cells) == len(points), "each cell once"
+    own = [cell for cell in cells if not cell.twin]
+    assert len(own) == len(points), "each cell once"
+    twins = [cell for cell in cells if cell.twin]
+    assert len(twins) == (set(chosen) != {REFERENCE}) and cells[len(own) :] == twins
+    assert all(dataclasses.replace(twin, twin="") in own for twin in twins)
     assert cells[0].backend == REFERENCE
     assert {cell.reference() for cell in cells} == {cells[0]}
     for cell in cells:
@@ -293,7 +302,7 @@ def test_optimizers_and_clips_are_axes_with_a_reference_for_each() -> None:
         accumulate=[2],
         optimizer=["adamw-foreach", "adamw-fused", "sgd", "sgd"],
     )
-    cells = matrix.expand(made, BACKENDS, 0)
+    cells = [cell for cell in matrix.expand(made, BACKENDS, 0) if not cell.twin]
     rates = {"adamw-foreach": 1.0, "adamw-fused": 1.0, "sgd": 0.5}
     ways = [(name, rate, clip) for name, rate in rates.items() for clip in (0.0, 1.0)]
     assert [(cell.optimizer, cell.learning_rate, cell.clip_norm) for cell in cells] == ways * 2
@@ -442,3 +451,35 @@ def test_own_workload_that_cannot_be_imported(
 def test_numbers_too_large_to_be_used(key: str, value: int) -> None:
     with pytest.raises(InputError, match=key):
         parse(changed(key, value))
+
+
+def twin_of(**overrides: Any) -> Cell:
+    axes = {name: overrides.pop(name) for name in ("backend", "accumulate", "world_size") if name in overrides}
+    cells = matrix.expand(make_matrix(overrides, **axes), BACKENDS, 0)
+    (twin,) = [cell for cell in cells if cell.twin]
+    return twin
+
+
+def test_the_twin_is_the_largest_cell_of_the_baseline() -> None:
+    twin = twin_of(backend=["ddp-eager", "fsdp2-eager"], accumulate=[1, 4, 2], world_size=[1, 2])
+    assert (twin.backend, twin.accumulate, twin.world_size) == ("ddp-eager", 4, 2)
+    assert twin_of(backend=["ddp-eager", "fsdp2-eager"], baseline="fsdp2-eager").backend == "fsdp2-eager"
+
+
+def test_the_baseline_is_the_first_that_can_run_and_has_no_known_defect() -> None:
+    made = make_matrix(backend=["absent", "wrong", "sound", "sound2"])
+    backends = {name: make_backend(name, "" if name != "absent" else "needs x") for name in made["axes.backend"]}
+    backends["wrong"].defect = "divides twice"
+    assert matrix.baseline(made, backends) == "sound"
+    only = make_matrix(backend=["wrong"])
+    assert matrix.baseline(only, backends) == "wrong"
+
+
+def test_a_baseline_that_is_not_run_is_refused() -> None:
+    with pytest.raises(InputError, match="^baseline: 'zzz' is not run here; use one of ddp-eager, ddp-deferred"):
+        matrix.expand(make_matrix({"baseline": "zzz"}), BACKENDS, 0)
+
+
+def test_fewer_repeats_at_most_than_at_least_are_refused() -> None:
+    with pytest.raises(InputError, match="max_repeats is 2; it must be at least repeats, 3"):
+        matrix.parse(make_document() | {"max_repeats": 2}, name="m", source="m.toml")

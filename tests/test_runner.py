@@ -17,7 +17,8 @@ from bench.errors import InputError
 from bench.journal import JOURNAL, MANIFEST, Journal, read_manifest
 from bench.launch import Outcome
 from bench.matrix import expand
-from bench.runner import Runner, Trial
+from bench.runner import Runner
+from bench.schedule import Look, Trial, block
 from bench.trial import EXTRA_PASSES, Spec
 from tests.factories import ALL_PASSES, FakeLauncher, Script, failed, make_backend, make_cell, make_matrix
 
@@ -31,6 +32,13 @@ class Recorder:
     def __init__(self) -> None:
         self.started_with: list[tuple[str, int, int, int]] = []
         self.statuses: list[str] = []
+        self.looks: list[Look] = []
+
+    def expect(self, trials: Sequence[Trial], *, more: bool) -> None:
+        self.expected = ([trial.key for trial in trials], more)
+
+    def looked(self, look: Look) -> None:
+        self.looks.append(look)
 
     def started(self, trial: Trial, done: int, total: int) -> None:
         self.started_with.append((trial.cell.backend, trial.repeat, done, total))
@@ -49,9 +57,10 @@ class Run:
         self.backends = backends
         overrides = {"repeats": repeats, "training.seed": seed, "timeout_s": 77}
         self.matrix = make_matrix(overrides, backend=[name for name in backends if name != REFERENCE], accumulate=[2])
-        self.cells = expand(self.matrix, backends, 0)
+        self.cells = [cell for cell in expand(self.matrix, backends, 0) if not cell.twin]
         self.manifest = runner.create(folder, self.matrix, self.cells, backends, cold=False)
         self.observer = Recorder()
+        self.judge: Any = never
 
     def go(self, script: Script | None = None) -> FakeLauncher:
         launcher = FakeLauncher(script)
@@ -60,7 +69,7 @@ class Run:
 
     def runner(self, launcher: FakeLauncher) -> Runner:
         manifest = read_manifest(self.folder)
-        return Runner(self.folder, manifest, self.backends, launcher, self.observer)  # type: ignore[arg-type]
+        return Runner(self.folder, manifest, self.backends, launcher, self.observer, self.judge)  # type: ignore[arg-type]
 
     @property
     def records(self) -> list[dict[str, Any]]:
@@ -68,6 +77,14 @@ class Run:
 
     def statuses(self, backend: str) -> list[str]:
         return [record["status"] for record in self.records if record["cell"]["backend"] == backend]
+
+
+def never(records: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any], repeats: int) -> Look:
+    raise AssertionError("a run with fixed repeats does not look")
+
+
+def order(cells: Sequence[Cell], repeats: int, seed: int) -> list[Trial]:
+    return [trial for repeat in range(repeats) for trial in block(cells, repeat, seed)]
 
 
 def ran(launcher: FakeLauncher) -> list[tuple[str, tuple[str, ...]]]:
@@ -102,13 +119,13 @@ def cells(count: int = 20) -> list[Cell]:
 
 
 def test_order_has_every_trial_once() -> None:
-    trials = runner.order(cells(), 3, seed=0)
+    trials = order(cells(), 3, seed=0)
     assert sorted(trial.key for trial in trials) == sorted((cell.cell_id, r) for cell in cells() for r in range(3))
     assert [trial.repeat for trial in trials] == [r for r in range(3) for _ in cells()]
 
 
 def test_order_has_the_references_first_in_every_repeat() -> None:
-    trials = runner.order([*cells(), make_cell(backend=REFERENCE, seed=1)], 3, seed=0)
+    trials = order([*cells(), make_cell(backend=REFERENCE, seed=1)], 3, seed=0)
     for repeat in range(3):
         names = [trial.cell.backend for trial in trials if trial.repeat == repeat]
         assert names[:2] == [REFERENCE] * 2
@@ -117,7 +134,7 @@ def test_order_has_the_references_first_in_every_repeat() -> None:
 
 def test_order_is_seeded_and_differs_between_repeats() -> None:
     def ids(seed: int, repeat: int) -> list[str]:
-        return [trial.cell.cell_id for trial in runner.order(cells(), 3, seed) if trial.repeat == repeat]
+        return [trial.cell.cell_id for trial in order(cells(), 3, seed) if trial.repeat == repeat]
 
     assert ids(0, 0) == ids(0, 0)
     assert len({tuple(ids(seed, repeat)) for seed in range(2) for repeat in range(3)}) == 6
@@ -127,7 +144,7 @@ def test_order_is_seeded_and_differs_between_repeats() -> None:
 def test_a_run_runs_all_trials_in_order(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     launcher = run.go()
-    expected = runner.order(run.cells, 3, seed=0)
+    expected = order(run.cells, 3, seed=0)
     assert [(spec.cell.cell_id) for spec in launcher.specs] == [trial.cell.cell_id for trial in expected]
     assert [(record["cell_id"], record["repeat"]) for record in run.records] == [trial.key for trial in expected]
     assert {record["status"] for record in run.records} == {"ok"}
@@ -260,7 +277,7 @@ def interrupt_at(stop: int) -> Script:
 @pytest.mark.parametrize("stop", [0, 1, 4, 9, 20])
 def test_an_interrupt_keeps_what_is_finished_and_the_rest_is_run_later(tmp_path: Path, stop: int) -> None:
     run = Run(tmp_path / "run")
-    expected = [trial.key for trial in runner.order(run.cells, 3, seed=0)]
+    expected = [trial.key for trial in order(run.cells, 3, seed=0)]
     with pytest.raises(KeyboardInterrupt):
         run.go(interrupt_at(stop))
     first = run.records
@@ -400,7 +417,7 @@ def test_every_trial_is_given_the_corpus_file(tmp_path: Path) -> None:
     path = corpus_run(tmp_path)
     launcher = FakeLauncher()
     manifest = runner.reopen(tmp_path / "run")
-    Runner(tmp_path / "run", manifest, BACKENDS, launcher, Recorder()).run()  # type: ignore[arg-type]
+    Runner(tmp_path / "run", manifest, BACKENDS, launcher, Recorder(), never).run()  # type: ignore[arg-type]
     assert {spec.corpus for spec in launcher.specs} == {str(path.resolve())}
 
 
@@ -413,3 +430,97 @@ def test_reopen_refuses_another_corpus(tmp_path: Path, content: bytes | None) ->
         path.write_bytes(content)
     with pytest.raises(InputError, match=r"text\.txt"):
         runner.reopen(tmp_path / "run")
+
+
+class Scripted:
+    """A judge that goes on with all cells, then with two, then ends."""
+
+    def __init__(self, *opens: Sequence[str]) -> None:
+        self.opens = list(opens)
+        self.asked: list[tuple[int, int]] = []
+
+    def __call__(self, records: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any], repeats: int) -> Look:
+        self.asked.append((len(records), repeats))
+        return Look(repeats=repeats, open=tuple(self.opens[len(manifest.get("looks", ()))]), widest=0.25)
+
+
+def adaptive(tmp_path: Path, repeats: int = 2, most: int = 9, budget_s: float = 0.0) -> Run:
+    run = Run(tmp_path / "run", repeats=repeats)
+    manifest = read_manifest(run.folder)
+    manifest["matrix"]["values"] |= {"max_repeats": most, "budget_s": budget_s}
+    runner.write_manifest(run.folder, manifest)
+    return run
+
+
+def test_cells_are_run_on_while_the_judge_wants_more(tmp_path: Path) -> None:
+    run = adaptive(tmp_path)
+    every = [cell.cell_id for cell in run.cells]
+    run.judge = Scripted(every, every[3:5], [])
+    run.go()
+    assert run.judge.asked == [(14, 2), (28, 4), (32, 6)], "after the first blocks, then after a fifth more, in pairs"
+    keys = [(record["cell_id"], record["repeat"]) for record in run.records]
+    assert sorted(keys) == sorted(
+        [(cell_id, repeat) for cell_id in every for repeat in range(4)]
+        + [(cell_id, repeat) for cell_id in every[3:5] for repeat in (4, 5)]
+    )
+    manifest = read_manifest(run.folder)
+    assert manifest["ended_by"] == "precision"
+    assert [(look["repeats"], look["open"]) for look in manifest["looks"]] == [(2, every), (4, every[3:5]), (6, [])]
+    assert [record["slot"] for record in run.records] == list(range(32))
+
+
+def test_no_more_repeats_than_allowed(tmp_path: Path) -> None:
+    run = adaptive(tmp_path, most=3)
+    every = [cell.cell_id for cell in run.cells]
+    run.judge = Scripted(every, every)
+    run.go()
+    assert run.judge.asked == [(14, 2), (21, 3)]
+    assert {record["repeat"] for record in run.records} == {0, 1, 2}
+    assert read_manifest(run.folder)["ended_by"] == "max-repeats"
+
+
+def test_fixed_repeats_end_by_their_number(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    run.go()
+    assert read_manifest(run.folder)["ended_by"] == "max-repeats"
+    assert run.observer.expected == ([], False)
+
+
+def test_the_budget_ends_a_run_between_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def script(spec: Spec, number: int) -> None:
+        nonlocal now
+        now += 10.0
+
+    run = adaptive(tmp_path, repeats=5, budget_s=150.0)
+    monkeypatch.setattr(runner.time, "monotonic", lambda: now)
+    run.go(script)
+    assert {record["repeat"] for record in run.records} == {0, 1, 2}, "the fourth block of 70 s would begin after 150 s"
+    assert read_manifest(run.folder)["ended_by"] == "budget"
+    assert run.go(script).specs == [], "a resumed run has no new budget"
+
+
+def test_the_first_block_is_run_whatever_the_budget(tmp_path: Path) -> None:
+    run = adaptive(tmp_path, budget_s=1e-9)
+    run.go()
+    assert len(run.records) == 7
+
+
+@pytest.mark.parametrize("stop", [5, 14, 20, 29])
+def test_an_interrupted_adaptive_run_goes_on_as_if_it_had_not_been(tmp_path: Path, stop: int) -> None:
+    unbroken, broken = adaptive(tmp_path / "a"), adaptive(tmp_path / "b")
+    every = [cell.cell_id for cell in unbroken.cells]
+    for run in (unbroken, broken):
+        run.judge = Scripted(every, every[1:4], [])
+    unbroken.go()
+    with pytest.raises(KeyboardInterrupt):
+        broken.go(interrupt_at(stop))
+    broken.go()
+    kept = [(record["cell_id"], record["repeat"]) for record in broken.records if record["status"] == "ok"]
+    assert kept == [(record["cell_id"], record["repeat"]) for record in unbroken.records]
+    assert read_manifest(broken.folder)["looks"] == read_manifest(unbroken.folder)["looks"]
+
+
+def test_fork_servers_are_renewed_for_every_pair_of_blocks(tmp_path: Path) -> None:
+    assert Run(tmp_path / "run", repeats=5).go().renewed == 3

@@ -25,9 +25,8 @@ from bench.analysis.statistics import (
     required_trials,
     trial_median,
     trimmed_mean,
-    warmup,
-    warmups,
 )
+from bench.warmup import warmup, warmups
 
 SECONDS = st.floats(min_value=1e-3, max_value=1e3)
 TRIALS = st.lists(st.lists(SECONDS, min_size=1, max_size=15), min_size=5, max_size=9)

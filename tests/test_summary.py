@@ -9,12 +9,14 @@ from typing import Any
 from rich.console import Console
 
 from bench import tables
+from bench.analysis.baseline import Standing
 from bench.analysis.gates import judge
 from bench.report.summary import TITLE, by_cell, findings, show
 from bench.tables import Tables
 from tests.factories import make_cell, make_failure, make_manifest, make_record
 
 CELL = make_cell()
+STANDING = Standing(baseline="ddp-deferred", floor=None, rows=[])
 TRUTH = CELL.reference()
 
 
@@ -28,7 +30,7 @@ def judged(*records: dict[str, Any]) -> Tables:
 
 def shown(made: Tables) -> str:
     text = io.StringIO()
-    show(Console(file=text, width=200), made)
+    show(Console(file=text, width=200), made, STANDING, {})
     return text.getvalue()
 
 
@@ -62,7 +64,7 @@ def test_cells_are_ordered_by_n_and_then_by_speed() -> None:
 
 
 def test_the_table_shows_every_number() -> None:
-    line = next(line for line in shown(GOOD).splitlines() if "ddp-deferred" in line)
+    line = next(line for line in shown(GOOD).splitlines() if line.strip().startswith("ddp-deferred"))
     for text in ("2.0000 (1.000 - 3.000)", "256", " 40.0 ", "5/5/-", " 1 ", "ok"):
         assert text in line
 
@@ -126,7 +128,7 @@ def test_no_column_is_lost_on_a_narrow_console() -> None:
     ]
     made = judged(*(make_record(each) for cell in cells for each in (cell.reference(), cell)))
     text = io.StringIO()
-    show(Console(file=text, width=60), made)
+    show(Console(file=text, width=60), made, STANDING, {})
     for words in (" N ", "s/step (min - max)", "steps due/taken/told", "loss off by", "status"):
         assert words in text.getvalue()
     assert "lightning-deepspeed-zero2-corrected" in text.getvalue() and "\u2026" not in text.getvalue()

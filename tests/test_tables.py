@@ -112,8 +112,11 @@ def test_a_sound_trial_by_hand() -> None:
         "training_s": 3.0,
         "overhead_s": 1.25,
         "num_passes": 4,
+        "twin": "",
+        "num_warmup_steps": 2,
     }
-    empty = {"virtual_world_size", "bf16_as", "mfu", "energy_j_per_step", "max_loss_deviation"}
+    empty = {"slot", "foreign_cores", "stolen_cores", "sm_clock_mhz", "clock_slowdowns", "foreign_gpu_processes"}
+    empty |= {"virtual_world_size", "bf16_as", "mfu", "energy_j_per_step", "max_loss_deviation"}
     empty |= {"optimizer_steps_reported", "optimizer_steps_reported_by"}
     empty |= {"gradient_norm", "unclipped_error", "unclipped_scale"}
     assert expected.keys() | empty == TRIAL_COLUMNS.keys()
@@ -149,7 +152,10 @@ def test_children_by_hand() -> None:
     made = build(make_record(CELL, 1, time={"losses": [3.0, 2.0], "step_seconds": [0.5, 0.25]}))
     key = {"cell_id": CELL.cell_id, "repeat": 1}
     # Two windows of warm-up come before the first timed one, and steps count from 0 at the first update.
-    assert made.steps.to_dict("records") == [key | {"step": 2, "seconds": 0.5}, key | {"step": 3, "seconds": 0.25}]
+    assert made.steps.to_dict("records") == [
+        key | {"step": 2, "seconds": 0.5, "kept": True},
+        key | {"step": 3, "seconds": 0.25, "kept": True},
+    ]
     assert made.losses.to_dict("records") == [key | {"step": 0, "loss": 3.0}, key | {"step": 1, "loss": 2.0}]
     assert made.collectives.drop(columns=["expected_calls", "expected_payload_bytes"]).to_dict("records") == [
         key | {"op": "all_reduce", "dtype": "float32", "calls": 1, "payload_bytes": 13_644_800}

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from scipy import special, stats
 
 from bench.analysis.simulation import FAMILIES, FITTED, Noise, simulate
-from bench.analysis.statistics import LEVEL, TRIM, Array, resampled_means, trimmed_mean, warmups
+from bench.analysis.statistics import LEVEL, TRIM, resampled_means, trimmed_mean
+from bench.warmup import Array, warmups
 
 SIZES = (5, 7, 10, 20, 40)
 OURS = "trimmed mean, expanded"

@@ -18,6 +18,7 @@ from bench.analysis.sides import side
 from bench.analysis.statistics import MARGIN, MIN_TRIALS, RESAMPLES, Interval, Sample, holm, ratio
 from bench.analysis.verdicts import ALPHA, BLOCKS, ExactVerdict, Judgement, Side, exact, judge_all
 from bench.cell import REFERENCE, Cell, Status
+from bench.schedule import Schedule
 from bench.tables import Tables
 
 SLOWER, MEMORY = "slower", "memory"
@@ -107,7 +108,7 @@ def pairs_of_runs(a: Run, b: Run) -> list[Pair]:
     found = [
         Pair(a=cell, b=b.cells[cell_id])
         for cell_id, cell in a.cells.items()
-        if cell_id in b.cells and cell.backend != REFERENCE
+        if cell_id in b.cells and cell.backend != REFERENCE and not cell.twin
     ]
     return _named(found, ("backend",), "{backend}")
 
@@ -363,6 +364,4 @@ def missing_trials(run: Run) -> int:
     """How many of the trials that the run's matrix asks for have no row; interrupted ones have one."""
     trials = run.tables.trials
     have = set(zip(trials["cell_id"], trials["repeat"].astype(int), strict=True))
-    repeats = int(run.manifest["matrix"]["values"]["repeats"])
-    due = {(Cell.from_dict(cell).cell_id, repeat) for cell in run.manifest["cells"] for repeat in range(repeats)}
-    return len(due - have)
+    return len({trial.key for trial in Schedule(run.manifest).trials()} - have)

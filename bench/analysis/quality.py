@@ -10,7 +10,8 @@ from functools import cache
 import numpy as np
 from scipy import stats
 
-from bench.analysis.statistics import SEED, Array
+from bench.analysis.statistics import SEED
+from bench.warmup import Array
 
 OUTLIER = 14.826
 """In median absolute deviations: ten standard deviations if the values were normal. hyperfine, outlier_detection.rs."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy import optimize, signal, stats
 
-from bench.analysis.statistics import Array
 from bench.cell import Status
 from bench.tables import Tables
+from bench.warmup import Array
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

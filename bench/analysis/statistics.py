@@ -22,10 +22,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy import special, stats
 
-Array = NDArray[np.float64]
+from bench.warmup import Array, warmup
 
 MIN_TRIALS = 5
 """Trials, or blocks with both cells, below which there is no interval: four values have no 95 % to speak of."""
@@ -104,59 +103,6 @@ def trial_median(seconds: Sequence[float]) -> float:
     if steps.ndim != 1 or not steps.size or not (np.isfinite(steps) & (steps > 0)).all():
         raise ValueError("a trial is a list of step times, all above 0 s")
     return float(np.median(steps[warmup(seconds) :]))
-
-
-def warmup(seconds: Sequence[float]) -> int:
-    """How many first steps of a trial to drop: never more than half.
-
-    MSER (White, "An effective truncation heuristic for bias reduction in simulation output", Simulation 69(6), 1997):
-    the number k that minimizes sum((x - mean)^2) / (n - k)^2 over the n - k steps kept. It is used on logarithms,
-    smoothed by a running median of three so that a single slow step is not taken for a warm-up (the first step is left
-    as it is). Warm-up is slow, so only those k count for which the first step and the median of the dropped steps are
-    above the upper quartile of those kept, and every dropped step is above their median; else nothing is dropped. Of
-    the rules that were simulated on 12 and 30 steps, pyperf's among them, it leaves the least bias behind;
-    docs/statistics.md has the table.
-    """
-    return int(warmups(np.asarray([seconds], dtype=float))[0]) if len(seconds) else 0
-
-
-def warmups(seconds: Array) -> NDArray[np.intp]:
-    """``warmup`` of many trials of equal length, one a row."""
-    logs = np.log(seconds)
-    rows, n = logs.shape
-    if n < 4:
-        return np.zeros(rows, dtype=np.intp)
-    smooth = logs.copy()
-    smooth[:, 1:-1] = np.median(np.stack([logs[:, :-2], logs[:, 1:-1], logs[:, 2:]]), axis=0)
-    smooth -= smooth.mean(axis=1, keepdims=True)  # else the differences of sums below lose digits
-    kept = n - np.arange(n // 2 + 1)
-    sums, squares = (_sums_from(values)[:, : n // 2 + 1] for values in (smooth, smooth**2))
-    scores = (squares - sums**2 / kept) / kept**2
-    found = scores.argmin(axis=1)
-    unsure = np.flatnonzero(found)
-    while len(unsure):
-        slow = np.empty(len(unsure), dtype=bool)
-        for k in np.unique(found[unsure]):
-            at = found[unsure] == k
-            slow[at] = _slow_start(logs[unsure[at]], int(k))
-        unsure = unsure[~slow]
-        scores[unsure, found[unsure]] = np.inf
-        found[unsure] = scores[unsure].argmin(axis=1)
-        unsure = unsure[found[unsure] > 0]
-    return np.asarray(found)
-
-
-def _slow_start(logs: Array, k: int) -> NDArray[np.bool_]:
-    """Whether the first k steps of each row are slower than the others."""
-    dropped = logs[:, :k]
-    middle, upper = np.quantile(logs[:, k:], [0.5, 0.75], axis=1)
-    least = np.minimum(logs[:, 0], np.median(dropped, axis=1))
-    return np.asarray((least > upper) & (dropped.min(axis=1) > middle))
-
-
-def _sums_from(values: Array) -> Array:
-    """Sum of each row from each column to the last."""
-    return np.asarray(values[:, ::-1].cumsum(axis=1)[:, ::-1])
 
 
 def trimmed_mean(values: Array, axis: int = -1) -> Array:
@@ -322,7 +268,7 @@ def _interval(a: Array, b: Array | None, margin: float, resamples: int, seed: in
     centre = float(trimmed_mean(a) if b is None else _difference(a, b))
     found = Interval(ratio=math.exp(centre), num_trials=n, paired=paired, margin=margin)
     if n < MIN_TRIALS:
-        what = "blocks with both cells" if paired else "trials"
+        what = ("block" if n == 1 else "blocks") + " with both cells" if paired else "trial" if n == 1 else "trials"
         return replace(found, reason=f"no interval: {n} {what}, and {MIN_TRIALS} are needed")
     drawn = bootstrap(a[None], None if b is None else b[None], resamples=resamples, seed=seed)
     low, high = (float(end[0]) for end in drawn.interval())

@@ -24,12 +24,11 @@ from bench.analysis.statistics import (
     MIN_REPEATS,
     PRECISION,
     SAME_WIDTH,
-    Array,
     Interval,
     bootstrap_many,
-    warmups,
 )
 from bench.analysis.verdicts import Comparison, Verdict, judge_all
+from bench.warmup import Array, warmups
 
 COMPARISONS = 4
 """Of a report, all with the baseline."""

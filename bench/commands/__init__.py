@@ -3,5 +3,16 @@
 Such a module imports what it needs when its command runs: ``--help`` of any other must not wait for it.
 """
 
-COMMANDS: tuple[str, ...] = ("semantics", "throughput", "steps", "lint", "study", "compare")
+COMMANDS: tuple[str, ...] = (
+    "run",
+    "plan",
+    "report",
+    "compare",
+    "semantics",
+    "throughput",
+    "steps",
+    "lint",
+    "study",
+    "backends",
+)
 """Modules of this package, in the order in which ``--help`` lists them."""

@@ -3,7 +3,8 @@
 With ``--json`` one object:
 
 - ``a``, ``b``: the baseline and what is compared with it, each with ``run_id`` and ``backend`` (null for whole runs);
-- ``margin``, ``thresholds``: as given, 0.05 for 5 %; ``floor``: null: no A/A pair of a run is known of yet;
+- ``margin``, ``thresholds``: as given, 0.05 for 5 %; ``floor``: the ratio of the A/A pair with its interval, of two
+  runs the one that is farther from 1; null if a run has none;
 - ``fingerprint``: the keys that differ between the runs, each with ``key``, ``a`` and ``b``;
 - ``cells``: one per pair (bench.analysis.compare.record): ``cell``, its ``group``, ``cell_id_a`` and ``_b``,
   ``backend_a`` and ``_b``; ``verdict`` on B, ``reason``, ``detail``, ``next``: what to do; ``forced``: whether numbers
@@ -18,16 +19,18 @@ With ``--json`` one object:
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
 import json
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench.commands.options import share
 from bench.errors import BAD, GOOD, InputError
 
 if TYPE_CHECKING:
     from bench.analysis.compare import Pair, Row, Run
+    from bench.analysis.statistics import Interval
     from bench.report.comparison import Report
 
 METRICS = ("slower", "memory")
@@ -65,22 +68,8 @@ def add(commands: Any) -> None:
     parser.set_defaults(command=run)
 
 
-def _share(text: str) -> float:
-    """``5%`` or ``0.05`` as 0.05. A number of 1 or more without a sign is refused: it was meant as per cent."""
-    words = text.strip()
-    try:
-        number = float(words.removesuffix("%")) / (100 if words.endswith("%") else 1)
-    except ValueError:
-        number = math.nan
-    if not (math.isfinite(number) and number >= 0):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number from 0 on, such as 5% or 0.05")
-    if number >= 1 and not words.endswith("%"):
-        raise argparse.ArgumentTypeError(f"'{text}' has no unit; write {words}%, or a share below 1 such as 0.05")
-    return number
-
-
 def _margin(text: str) -> float:
-    number = _share(text)
+    number = share(text)
     if number == 0:
         raise argparse.ArgumentTypeError(f"'{text}' leaves no room in which to be the same; it must be above 0")
     return number
@@ -96,7 +85,7 @@ def _thresholds(text: str) -> dict[str, float]:
             raise argparse.ArgumentTypeError(f"'{name}' has no threshold; write {name}=5%")
         if name in found:
             raise argparse.ArgumentTypeError(f"'{name}' is given twice; leave out one")
-        found[name] = _share(value)
+        found[name] = share(value)
     return found
 
 
@@ -114,17 +103,20 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError(f"{arguments.a}: every common cell is unsupported on both sides, so nothing was measured")
     if arguments.out:
         _make(arguments.out)
-    rows = compare.judge_pairs(a, b, pairs, thresholds=arguments.fail_on, margin=margin, force=arguments.force)
+    floor, unsure = _floor(a, b)
+    rows = compare.judge_pairs(
+        a, b, pairs, thresholds=arguments.fail_on, margin=margin, force=arguments.force, floor=floor
+    )
     about: dict[str, Any] = {
         "a": {"run_id": a.name, "backend": arguments.against},
         "b": {"run_id": b.name, "backend": arguments.backend},
         "margin": margin,
         "thresholds": arguments.fail_on,
-        "floor": None,
+        "floor": None if floor is None else dataclasses.asdict(floor),
     }
     unlike = [] if a is b else compare.differences(a.manifest, b.manifest)
     alone = _partnerless(a, b, pairs, never, arguments)
-    said = _notes(a, b, rows, never, arguments.fail_on, margin)
+    said = [*unsure, *_notes(a, b, rows, never, arguments.fail_on, margin)]
     lonely = [f"only in {key[-1].upper()}: {', '.join(labels)}" for key, labels in alone.items() if labels]
     report = comparison.Report(
         a=titles[0],
@@ -152,9 +144,32 @@ def run(arguments: argparse.Namespace) -> int:
     return BAD if any(row.regressions for row in rows) else GOOD
 
 
+def _floor(a: Run, b: Run) -> tuple[Interval | None, list[str]]:
+    """The noise floor of the runs, of two the higher one, and notes on it; None if one of them has none."""
+    from bench.analysis.baseline import noise_floor
+    from bench.analysis.verdicts import band
+
+    found, unsure = [], []
+    for letter, one in (("A: ", a), ("B: ", b)) if a is not b else (("", a),):
+        floor = noise_floor(one)
+        if floor is None or floor.interval is None or floor.interval.low is None:
+            why = "it has no A/A pair" if floor is None else f"A/A pair: {floor.reason}"
+            unsure.append(f"{letter}the noise floor of {one.name} is unknown: {why}")
+        else:
+            found.append(floor.interval)
+            unsure.append(
+                f"{letter}noise floor {100 * (band(floor.interval) - 1):.2g}%: {floor.cell.label} against itself is "
+                f"{floor.interval.ratio:.4f} [{floor.interval.low:.4f}, {floor.interval.high:.4f}], "
+                f"n = {floor.interval.num_trials}"
+            )
+    known = len(found) == len(unsure)
+    return (max(found, key=band) if known else None), unsure
+
+
 def _chosen(arguments: argparse.Namespace) -> tuple[Run, Run, list[Pair], tuple[str, str]]:
     """Both sides, their pairs, and what to call them."""
     from bench.analysis import compare
+    from bench.analysis.loading import load
 
     backends = (arguments.backend, arguments.against)
     if arguments.b is None:
@@ -162,7 +177,7 @@ def _chosen(arguments: argparse.Namespace) -> tuple[Run, Run, list[Pair], tuple[
             raise InputError(
                 f"{arguments.a}: is one run; name a second one, or two of its backends with --backend and --against"
             )
-        one = _load(arguments.a)
+        one = load(arguments.a)
         for option, name in (("--backend", arguments.backend), ("--against", arguments.against)):
             _check_backend(one, option, name)
         if arguments.backend == arguments.against:
@@ -177,7 +192,7 @@ def _chosen(arguments: argparse.Namespace) -> tuple[Run, Run, list[Pair], tuple[
     for option, name in (("--backend", arguments.backend), ("--against", arguments.against)):
         if name is not None:
             raise InputError(f"{option}: is for one run, and two are named; leave out {option} or {arguments.b}")
-    a, b = _load(arguments.a), _load(arguments.b)
+    a, b = load(arguments.a), load(arguments.b)
     pairs, apart = compare.pairs_of_runs(a, b), compare.pairs_apart(a, b)
     if not pairs and not (apart and arguments.force):
         near = (
@@ -196,61 +211,6 @@ def _check_backend(one: Run, option: str, name: str) -> None:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
         raise InputError(f"{option}: '{name}' is not in the run {one.name}; {hint}")
-
-
-def _load(folder: Path) -> Run:
-    """A run's judged tables. Raises InputError for what is no run, or a journal that was truncated or edited."""
-    from bench import tables
-    from bench.analysis import compare, gates
-    from bench.cell import Cell
-    from bench.journal import MANIFEST, Journal, read_manifest
-
-    manifest = read_manifest(folder)
-    if lacking := [name for name in ("run_id", "matrix", "cells", "backends") if name not in manifest]:
-        raise InputError(f"{folder / MANIFEST}: has no key '{lacking[0]}'; restore it")
-    journal = Journal(folder)
-    records = journal.read()
-    if not records:
-        raise InputError(f"{journal.path}: holds no trial; go on with: python -m bench run --resume {folder}")
-    if "finished" in manifest:
-        end = journal.path.read_bytes().rsplit(b"\n", 1)[-1]
-        if end and not _is_json(end):
-            raise InputError(f"{journal.path}: is truncated: the run is finished and the last line is not; restore it")
-    cells: dict[str, Cell] = {}
-    for number, record in enumerate(records, start=1):
-        try:
-            cell = Cell.from_dict(record["cell"])
-            right = cell.cell_id == record["cell_id"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise InputError(f"{journal.path}: trial {number} is no record of a trial ({_said(error)})") from error
-        if not right:
-            raise InputError(f"{journal.path}: trial {number} was edited: its cell is not what its cell_id is made of")
-        cells[cell.cell_id] = cell
-    try:
-        judged = gates.judge(tables.build(records, manifest))
-    except (KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{journal.path}: was edited: its trials make no table ({_said(error)})") from error
-    found = compare.Run(name=str(manifest["run_id"]), tables=judged, cells=cells, manifest=manifest)
-    try:
-        compare.missing_trials(found)
-    except (KeyError, TypeError, ValueError) as error:
-        place = folder / MANIFEST
-        raise InputError(
-            f"{place}: was edited: its matrix and cells are not those of a run ({_said(error)})"
-        ) from error
-    return found
-
-
-def _said(error: Exception) -> str:
-    return f"no key {error}" if isinstance(error, KeyError) else str(error)
-
-
-def _is_json(text: bytes) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _notes(
@@ -335,16 +295,14 @@ def _unwritable(folder: Path, error: OSError) -> InputError:
 def _write(folder: Path, report: Report) -> None:
     """Table, page and plots."""
     import matplotlib.style
-    import pandas as pd
     from rich.console import Console
 
-    from bench.analysis.compare import record
     from bench.report import comparison, forest, style
 
     table, page = folder / "compare.parquet", folder / "compare.md"
     written = [table, page]
     try:
-        pd.DataFrame([record(row) for row in report.rows]).astype(comparison.DTYPES).to_parquet(table, index=False)
+        comparison.frame(report.rows).to_parquet(table, index=False)
         drawings = forest.draw(report)
         with matplotlib.style.context(list(style.BASE)):
             for drawing in drawings:

@@ -2,7 +2,40 @@
 
 from __future__ import annotations
 
+import argparse
+import math
+
+SECONDS = {"s": 1, "m": 60, "h": 3600}
+"""In each unit of time."""
+
 
 def split_names(text: str) -> list[str]:
     """The names in a list with commas; empty ones are left out."""
     return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def share(text: str) -> float:
+    """``5%`` or ``0.05`` as 0.05. A number of 1 or more without a sign is refused: it was meant as per cent."""
+    words = text.strip()
+    try:
+        number = float(words.removesuffix("%")) / (100 if words.endswith("%") else 1)
+    except ValueError:
+        number = math.nan
+    if not (math.isfinite(number) and number >= 0):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number from 0 on, such as 5% or 0.05")
+    if number >= 1 and not words.endswith("%"):
+        raise argparse.ArgumentTypeError(f"'{text}' has no unit; write {words}%, or a share below 1 such as 0.05")
+    return number
+
+
+def duration(text: str) -> float:
+    """``90s``, ``20m`` or ``1.5h`` in seconds. A number without a unit is refused: it may be meant as either."""
+    words = text.strip()
+    unit = SECONDS.get(words[-1:])
+    try:
+        number = float(words[:-1]) if unit else math.nan
+    except ValueError:
+        number = math.nan
+    if unit is None or not (math.isfinite(number) and number > 0):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a time above 0 with its unit, such as 90s, 20m or 1h")
+    return number * unit

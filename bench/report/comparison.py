@@ -7,11 +7,12 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import pandas as pd
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from bench.analysis.compare import Difference, Number, Row
+from bench.analysis.compare import Difference, Number, Row, record
 from bench.analysis.verdicts import Exact, Reason, Verdict
 
 HEADER = ("cell", "verdict", "time B/A", "95 % interval", "n", "peak memory B/A", "steps", "reason")
@@ -49,6 +50,11 @@ class Report:
     margin: float
     threshold: float | None = None
     """Of ``--fail-on slower``."""
+
+
+def frame(rows: Sequence[Row]) -> pd.DataFrame:
+    """The rows, at least one, as a table: compare.parquet of a comparison, ratios.parquet of a run."""
+    return pd.DataFrame([record(row) for row in rows]).astype(DTYPES)
 
 
 def headline(report: Report) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from bench.cell import REFERENCE
-from bench.runner import Trial
+from bench.schedule import Look, Trial
 
 REFRESH_PER_S = 1.0
 """Slow on purpose: the display shares the machine with what is measured."""
@@ -43,6 +43,7 @@ class Display:
         self._task = self._progress.add_task("starting", total=None, counts="", to_go="")
         self._failed = 0
         self._done = 0
+        self._more = False
         self._num_optimizers = self._num_clips = 0
 
     def __enter__(self) -> Self:
@@ -58,11 +59,18 @@ class Display:
         """One plain line."""
         self._console.print(Text(message), highlight=False, soft_wrap=True)
 
-    def expect(self, trials: list[Trial]) -> None:
-        """Tell which trials are left, before the first one."""
+    def expect(self, trials: Sequence[Trial], *, more: bool) -> None:
+        """Which trials are left, for now; ``more`` may follow."""
+        self._more = more
         self._left = {trial.key: self._estimates.get(trial.cell.cell_id) or 0.0 for trial in trials}
         self._num_optimizers = len({trial.cell.optimizer for trial in trials})
         self._num_clips = len({trial.cell.clip_norm for trial in trials})
+
+    def looked(self, look: Look) -> None:
+        """The run looked at its intervals."""
+        width = "no interval yet" if look.widest is None else f"the widest interval is {100 * look.widest:.2g} %"
+        then = f"going on with {len(look.open)} cells" if look.open else "that is all"
+        self.say(f"after {look.repeats} repeats: {width}; {then}")
 
     def started(self, trial: Trial, done: int, total: int) -> None:
         """A trial starts."""
@@ -74,7 +82,7 @@ class Display:
             completed=done,
             total=total,
             counts=f"{self._failed} failed" if self._failed else "",
-            to_go=f"about {_clock(self._to_go())} to go",
+            to_go=self._time_left(),
         )
 
     def finished(self, trial: Trial, record: Mapping[str, Any]) -> None:
@@ -88,8 +96,7 @@ class Display:
         if trial.cell.backend == REFERENCE and record["status"] != "ok":
             self.say("the reference failed: nothing can be checked against it, so all its cells will be invalid")
         self.say(
-            f"[{self._done}/{self._total}] {self._name(trial)}: {what} "
-            f"({record['wall_s']:.1f} s, about {_clock(self._to_go())} to go)"
+            f"[{self._done}/{self._total}] {self._name(trial)}: {what} ({record['wall_s']:.1f} s, {self._time_left()})"
         )
 
     def _name(self, trial: Trial) -> str:
@@ -98,6 +105,10 @@ class Display:
         parts += [trial.cell.optimizer] * (self._num_optimizers > 1)
         parts += [f"clip={trial.cell.clip_norm:g}"] * (self._num_clips > 1)
         return " ".join([*parts, f"repeat {trial.repeat}"])
+
+    def _time_left(self) -> str:
+        at_least = "at least" if self._more else "about"
+        return f"{at_least} {_clock(self._to_go())} to go"
 
     def _to_go(self) -> float:
         """Seconds left: the estimates of what is left, corrected by how wrong they were so far."""

@@ -53,14 +53,14 @@ NICE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 0.7, 1.0, 1.5, 2.0, 5.0, 10.0, 20.0, 50
 """Ticks of an axis that is too long for even ones."""
 
 
-def draw(report: Report) -> list[Drawing]:
-    """The figures: ``compare``, or ``compare-1`` and so on where the cells do not fit into one."""
+def draw(report: Report, stem: str = "compare") -> list[Drawing]:
+    """The figures: one of that name, or several, ``-1`` and so on, where the cells do not fit into one."""
     count = math.ceil(len(report.rows) / MOST_ROWS)
     size = math.ceil(len(report.rows) / count) if count else 0
     parts = [report.rows[i * size : (i + 1) * size] for i in range(count)]
     with matplotlib.style.context(list(style.BASE)):
         return [
-            _draw(report, rows, f"compare-{i}" if count > 1 else "compare", f", {i} of {count}" if count > 1 else "")
+            _draw(report, rows, f"{stem}-{i}" if count > 1 else stem, f", {i} of {count}" if count > 1 else "")
             for i, rows in enumerate(parts, start=1)
         ]
 

@@ -117,7 +117,7 @@ class Run:
 
     def __init__(self, tables: Tables, manifest: dict[str, Any]) -> None:
         self.manifest, self.losses = manifest, tables.losses
-        trials = tables.trials.copy()
+        trials = tables.trials[tables.trials["twin"].fillna("") == ""].copy()  # a twin is its cell once more
         for column in ("framework", "sharding", "sync"):
             known = {name: about.get(column) for name, about in manifest.get("backends", {}).items()}
             trials[column] = trials[column].fillna(trials["backend"].map(known).astype("string")).fillna("")

@@ -1,4 +1,4 @@
-"""Six figures of a run, each as PNG and SVG with the plotted data beside it as CSV. Failed cells stay visible."""
+"""The figures of a run, each as PNG and SVG with the plotted data beside it as CSV. Failed cells stay visible."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import Any
 
 import matplotlib.style
 
-from bench.report import style
+from bench.analysis.baseline import Standing
+from bench.analysis.statistics import MARGIN
+from bench.report import forest, style
 from bench.report.against_n import draw_peak_memory, draw_step_time
+from bench.report.comparison import Report
 from bench.report.curves import draw_loss_curves
 from bench.report.panels import Drawing, Run
 from bench.report.rows import draw_optimizer_steps, draw_speed_up
@@ -16,16 +19,29 @@ from bench.report.scatter import draw_memory_vs_time
 from bench.tables import Tables
 
 
-def draw(tables: Tables, manifest: dict[str, Any], folder: Path) -> list[Path]:
-    """Write the figures of a judged run into the folder; returns the paths. Figures without data are not drawn."""
+def draw(tables: Tables, manifest: dict[str, Any], folder: Path, standing: Standing | None = None) -> list[Path]:
+    """Write the figures of a judged run into the folder; returns the paths. Figures without data are not drawn.
+
+    With its standing, also the ratios of step times to the baseline.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     paths: list[Path] = []
     with matplotlib.style.context(list(style.BASE)):
-        for drawing in figures(tables, manifest):
+        for drawing in [*figures(tables, manifest), *ratios(standing)]:
             paths += style.save(drawing.figure, folder / drawing.stem, drawing.words)
             paths.append(folder / f"{drawing.stem}.csv")
             drawing.data.to_csv(paths[-1], index=False)
     return paths
+
+
+def ratios(standing: Standing | None) -> list[Drawing]:
+    """Every cell against the baseline's: ratios of step times with intervals, and the noise floor."""
+    if standing is None or not standing.rows:
+        return []
+    report = Report(
+        a=standing.baseline, b="each other backend", rows=standing.rows, differences=(), notes=(), margin=MARGIN
+    )
+    return forest.draw(report, "step_time_ratio")
 
 
 def figures(tables: Tables, manifest: dict[str, Any]) -> list[Drawing]:

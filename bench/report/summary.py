@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
@@ -12,12 +13,16 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from bench.analysis.baseline import Floor, Standing
+from bench.analysis.compare import Row
+from bench.analysis.verdicts import NEXT, Verdict, band
 from bench.cell import REFERENCE, Status
 from bench.tables import Tables
 
 TITLE = """Each cell's median over its good trials, the fastest and slowest in brackets.
 steps due/taken/told: optimizer steps expected, observed at the inner optimizer, reported by the framework.
-update: how many times the reference's update the backend's is. loss off by: largest deviation in nats per token."""
+update: how many times the reference's update the backend's is. loss off by: largest deviation in nats per token.
+time / baseline: ratio of the step time to {}'s, its 95 % interval over trials, and the verdict."""
 
 MAX_WIDTH = 1000
 WAYS = ("optimizer", "clip_norm")
@@ -25,9 +30,13 @@ WAYS = ("optimizer", "clip_norm")
 
 
 def by_cell(tables: Tables) -> pd.DataFrame:
-    """One row per cell: medians over its good trials (over all if none is good), worst status and its reason."""
+    """One row per cell: medians over its good trials (over all if none is good), worst status and its reason.
+
+    Twins have none: they are their cells once more, and are there for the noise floor.
+    """
     rows = []
-    for (cell_id,), trials in tables.trials.groupby(["cell_id"], sort=False):
+    own = tables.trials[tables.trials["twin"].fillna("") == ""]
+    for (cell_id,), trials in own.groupby(["cell_id"], sort=False):
         bad = trials[trials["status"] != Status.OK]
         good = trials[trials["status"] == Status.OK] if len(bad) < len(trials) else trials
         first = (bad if len(bad) else trials).iloc[0]
@@ -58,26 +67,75 @@ def by_cell(tables: Tables) -> pd.DataFrame:
     )
 
 
-def show(console: Console, tables: Tables) -> None:
-    """Print the summary table, then every finding in words."""
+def show(console: Console, tables: Tables, standing: Standing, manifest: Mapping[str, Any]) -> None:
+    """Print the summary table, how sure it is, then every finding in words."""
     cells = by_cell(tables)
-    table = Table(title=TITLE, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    rows = standing.by_cell
+    table = Table(
+        title=TITLE.format(standing.baseline),
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
     ways = _ways(cells)
     for name in ("backend", "N", "W", "dtype", *({"clip_norm": "clip"}.get(way, way) for way in ways)):
         table.add_column(name, no_wrap=True)
     for name in ("s/step (min - max)", "tokens/s", "MiB at peak", "steps due/taken/told", "update", "loss off by"):
         table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("time / baseline", no_wrap=True)
     table.add_column("status", no_wrap=True)
     for _, cell in cells.iterrows():
         table.add_row(
-            *(Text(value) for value in _row(cell, ways)), style=None if cell["status"] == Status.OK else "red"
+            *(Text(value) for value in _row(cell, ways, _ratio(rows.get(cell["cell_id"])))),
+            style=None if cell["status"] == Status.OK else "red",
         )
     # Rather wrapped by the terminal than without some of its columns.
     needed = Measurement.get(console, console.options.update(max_width=MAX_WIDTH), table).maximum
     console.width = max(console.width, needed)
     console.print(table)
-    for line in findings(cells):
+    for line in [*certainty(standing, manifest), *findings(cells)]:
         console.print(Text(line), highlight=False, soft_wrap=True)
+
+
+def _ratio(row: Row | None) -> str:
+    """A cell's ratio to the baseline's with its interval and verdict."""
+    if row is None:
+        return "-"
+    time, verdict = row.time, row.judgement.verdict
+    if time is None:
+        return str(verdict)
+    interval = "no interval" if time.low is None else f"{time.low:.3f} - {time.high:.3f}"
+    return f"{time.ratio:.3f} ({interval}) {verdict}"
+
+
+def certainty(standing: Standing, manifest: Mapping[str, Any]) -> list[str]:
+    """How sure the ratios are: the noise floor, what ended the run, and why verdicts are open, with what to do."""
+    lines = [noise(standing.floor)]
+    looks = manifest.get("looks")
+    if looks and manifest.get("ended_by"):
+        last = looks[-1]
+        width = next((look["widest"] for look in reversed(looks) if look["widest"] is not None), None)
+        said = "" if width is None else f"; the widest interval was {100 * width:.2g} % at the last look"
+        lines.append(f"ended by {manifest['ended_by']}, after {last['repeats']} repeats{said}")
+    ambiguous = [row for row in standing.rows if row.judgement.verdict is Verdict.AMBIGUOUS]
+    for reason in dict.fromkeys(row.judgement.reason for row in ambiguous):
+        count = sum(row.judgement.reason is reason for row in ambiguous)
+        lines.append(f"ambiguous ({count} of {len(standing.rows)} cells): {reason}: {NEXT[reason]}")
+    return [textwrap.fill(line, 118, subsequent_indent="    ") for line in lines]
+
+
+def noise(floor: Floor | None) -> str:
+    """The A/A pair in words."""
+    if floor is None:
+        return "noise floor: unknown, the run has no A/A pair"
+    found = floor.interval
+    if found is None or found.low is None:
+        return f"noise floor: unknown, {floor.cell.label} against itself: {floor.reason}"
+    return (
+        f"noise floor {100 * (band(found) - 1):.2g} %: {floor.cell.label} against itself (A/A) is {found.ratio:.4f} "
+        f"({found.low:.4f} - {found.high:.4f}, n = {found.num_trials}); no smaller difference is called one"
+    )
 
 
 def findings(cells: pd.DataFrame) -> list[str]:
@@ -102,7 +160,7 @@ def _way(name: str, value: Any) -> str:
     return f"clip={value:g}" if name == "clip_norm" else str(value)
 
 
-def _row(cell: Any, ways: list[str]) -> list[str]:
+def _row(cell: Any, ways: list[str], ratio: str) -> list[str]:
     return [
         cell["backend"],
         str(cell["accumulate"]),
@@ -115,6 +173,7 @@ def _row(cell: Any, ways: list[str]) -> list[str]:
         "/".join(_number(cell[f"steps_{name}"], "d") for name in ("expected", "observed", "reported")),
         f"{cell['update_scale']:.4g}" if pd.notna(cell["update_scale"]) else "-",
         _number(cell["max_loss_deviation"], ".1g"),
+        ratio,
         cell["status"] if cell["status"] == Status.OK else f"{cell['status']} {cell['num_bad']}/{cell['num_trials']}",
     ]
 

@@ -1,0 +1,137 @@
+"""One run against itself: the A/A pair, every cell against the baseline's, and whether more repeats are needed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bench import tables
+from bench.analysis import gates
+from bench.analysis.compare import Pair, Row, Run, judge_pairs, pairs_of_backends
+from bench.analysis.sides import side
+from bench.analysis.statistics import MARGIN, Interval, ratio
+from bench.analysis.verdicts import next_precision
+from bench.cell import REFERENCE, Cell
+from bench.schedule import Look
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Floor:
+    """What the machine makes of no difference at all: the A/A pair of a run."""
+
+    cell: Cell
+    twin: Cell
+    interval: Interval | None
+    """Ratio of the twin's step time to the cell's; None if one of the two has no good trial."""
+    reason: str = ""
+    """Why there is no interval."""
+
+
+def baseline_of(manifest: Mapping[str, Any]) -> str:
+    """The backend that the others of a run are compared with."""
+    if "baseline" in manifest:
+        return str(manifest["baseline"])
+    others = {name: about for name, about in manifest["backends"].items() if name != REFERENCE}
+    return min(others, key=lambda name: bool(others[name].get("defect")), default=REFERENCE)
+
+
+def noise_floor(run: Run, *, resamples: int | None = None) -> Floor | None:
+    """The A/A pair of a run: the first twin in the order of labels; None if the run has none."""
+    twins = sorted((cell for cell in run.cells.values() if cell.twin), key=lambda cell: cell.twin)
+    for twin in twins:
+        cell = replace(twin, twin="")
+        if cell.cell_id not in run.cells:
+            continue
+        sides = [side(run.tables, one.cell_id) for one in (twin, cell)]
+        bad = [f"{one.label}: {text}" for one in sides for text in one.failed_gates]
+        bad += [f"{one.label}: {one.num_failed} of its trials are not ok" for one in sides if one.num_failed]
+        if bad or not all(len(one.sample.trials) for one in sides):
+            return Floor(cell=cell, twin=twin, interval=None, reason="; ".join(bad) or "no trial")
+        more = {} if resamples is None else {"resamples": resamples}
+        found = ratio(sides[0].sample, sides[1].sample, **more)
+        return Floor(cell=cell, twin=twin, interval=found, reason=found.reason)
+    return None
+
+
+def pairs_with_baseline(run: Run) -> list[Pair]:
+    """Every cell with the one of the baseline that is equal but for the backend."""
+    baseline = baseline_of(run.manifest)
+    backends = dict.fromkeys(cell.backend for cell in run.cells.values())
+    return [
+        replace(pair, name=f"{backend} {pair.name}")
+        for backend in backends
+        if backend not in {baseline, REFERENCE}
+        for pair in pairs_of_backends(run, baseline, backend)
+    ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Standing:
+    """What a run says of its backends."""
+
+    baseline: str
+    """The backend that all others are compared with."""
+    floor: Floor | None
+    """The A/A pair; None if the run has none."""
+    rows: list[Row]
+    """A verdict on each cell."""
+
+    @property
+    def by_cell(self) -> dict[str, Row]:
+        """The rows by the id of the cell that is compared."""
+        return {row.pair.b.cell_id: row for row in self.rows}
+
+
+def standing(run: Run, *, margin: float = MARGIN) -> Standing:
+    """The verdicts of a run's own report: on every cell, against the baseline's."""
+    floor = noise_floor(run)
+    rows = judge_pairs(
+        run, run, pairs_with_baseline(run), margin=margin, floor=None if floor is None else floor.interval
+    )
+    return Standing(baseline=baseline_of(run.manifest), floor=floor, rows=rows)
+
+
+def run_of(records: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any]) -> Run:
+    """A run as its journal is so far."""
+    judged = gates.judge(tables.build([dict(record) for record in records], dict(manifest)))
+    cells = {record["cell_id"]: Cell.from_dict(record["cell"]) for record in records}
+    return Run(name=str(manifest["run_id"]), tables=judged, cells=cells, manifest=manifest)
+
+
+def look(records: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any], repeats: int) -> Look:
+    """Which cells need more repeats.
+
+    Cells that are equal but for the backend are one group, which stays open as a whole until the intervals of all its
+    ratios to the baseline are narrow enough (``verdicts.next_precision``); the A/A pair's counts in its own group.
+    What cannot be compared, or has failed trials, is not waited for and gets no more trials.
+    """
+    run = run_of(records, manifest)
+    precision = float(manifest["matrix"]["values"]["precision"])
+    floor = noise_floor(run)
+    noise = None if floor is None else floor.interval
+    pairs = pairs_with_baseline(run)
+    if floor is not None and noise is not None:
+        pairs.append(Pair(a=floor.cell, b=floor.twin, name="A/A"))
+    groups: dict[str, list[Row]] = {}
+    for row in judge_pairs(run, run, pairs, floor=noise):
+        groups.setdefault(row.pair.a.cell_id, []).append(row)
+    last = manifest.get("looks") or []
+    was_open = set(last[-1]["open"]) if last else set(run.cells)
+    still: set[str] = set()
+    widest = 0.0
+    for base, rows in groups.items():
+        own = floor is not None and floor.cell.cell_id == base
+        alive = [row for row in rows if row.judgement.comparison.blocked is None]
+        if not alive or base not in was_open:
+            continue
+        widest = max(widest, *(row.time.width for row in alive if row.time is not None))
+        asked = [
+            row.judgement if own else replace(row.judgement, comparison=replace(row.judgement.comparison, floor=None))
+            for row in alive
+        ]
+        if next_precision(asked, precision) is not None:
+            still |= {base, *(row.pair.b.cell_id for row in alive)}
+    chosen = tuple(cell_id for cell_id in run.cells if cell_id in still & was_open)
+    return Look(repeats=repeats, open=chosen, widest=widest if 0 < widest < math.inf else None)

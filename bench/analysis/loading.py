@@ -1,0 +1,63 @@
+"""A run's folder as what the analyses need, with every way in which it can be broken said in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from bench import tables
+from bench.analysis import compare, gates
+from bench.analysis.compare import Run
+from bench.cell import Cell
+from bench.errors import InputError
+from bench.journal import MANIFEST, Journal, read_manifest
+
+
+def load(folder: Path) -> Run:
+    """A run's judged tables. Raises InputError for what is no run, or a journal that was truncated or edited."""
+    manifest = read_manifest(folder)
+    if lacking := [name for name in ("run_id", "matrix", "cells", "backends") if name not in manifest]:
+        raise InputError(f"{folder / MANIFEST}: has no key '{lacking[0]}'; restore it")
+    journal = Journal(folder)
+    records = journal.read()
+    if not records:
+        raise InputError(f"{journal.path}: holds no trial; go on with: python -m bench run --resume {folder}")
+    if "finished" in manifest:
+        end = journal.path.read_bytes().rsplit(b"\n", 1)[-1]
+        if end and not _is_json(end):
+            raise InputError(f"{journal.path}: is truncated: the run is finished and the last line is not; restore it")
+    cells: dict[str, Cell] = {}
+    for number, record in enumerate(records, start=1):
+        try:
+            cell = Cell.from_dict(record["cell"])
+            right = cell.cell_id == record["cell_id"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(f"{journal.path}: trial {number} is no record of a trial ({_said(error)})") from error
+        if not right:
+            raise InputError(f"{journal.path}: trial {number} was edited: its cell is not what its cell_id is made of")
+        cells[cell.cell_id] = cell
+    try:
+        judged = gates.judge(tables.build(records, manifest))
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{journal.path}: was edited: its trials make no table ({_said(error)})") from error
+    found = compare.Run(name=str(manifest["run_id"]), tables=judged, cells=cells, manifest=manifest)
+    try:
+        compare.missing_trials(found)
+    except (KeyError, TypeError, ValueError) as error:
+        place = folder / MANIFEST
+        raise InputError(
+            f"{place}: was edited: its matrix and cells are not those of a run ({_said(error)})"
+        ) from error
+    return found
+
+
+def _said(error: Exception) -> str:
+    return f"no key {error}" if isinstance(error, KeyError) else str(error)
+
+
+def _is_json(text: bytes) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,168 @@
+"""The options that name a matrix and override its keys: what ``run`` and ``plan`` share."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bench import machine, matrix, plan
+from bench.backends.base import Backend
+from bench.cell import Cell, Device, Precision
+from bench.commands.options import duration, share, split_names
+from bench.errors import InputError
+from bench.folders import RESULTS
+from bench.matrix import Matrix
+
+OPTIONS = {
+    "backend": "axes.backend",
+    "accumulate": "axes.accumulate",
+    "world_size": "axes.world_size",
+    "precision": "axes.precision",
+    "optimizer": "axes.optimizer",
+    "clip_norm": "axes.clip_norm",
+    "repeats": "repeats",
+    "max_repeats": "max_repeats",
+    "width": "precision",
+    "budget": "budget_s",
+    "baseline": "baseline",
+    "seed": "training.seed",
+    "batch": "workload.global_batch_size",
+    "model": "workload.model",
+    "workload": "workload.workload",
+    "corpus": "workload.corpus",
+    "device": "device",
+    "timeout": "timeout_s",
+}
+"""Options of the command that override a key of the matrix."""
+
+
+def add_matrix_options(parser: argparse.ArgumentParser) -> None:
+    """What to run; the lists may be given with commas or by repeating the option."""
+    names = ", ".join(matrix.names())
+    add = parser.add_argument
+    add(
+        "--matrix",
+        default="auto",
+        metavar="NAME|FILE",
+        help=f"auto (gpu or cpu, as the machine is), {names}, or a TOML file",
+    )
+    add(
+        "--backend",
+        action="append",
+        type=split_names,
+        metavar="B[,B]",
+        help="only these backends, or all; see 'backends'",
+    )
+    add("--accumulate", action="append", type=_integers, metavar="N[,N]", help="accumulation factors")
+    add(
+        "--world-size",
+        action="append",
+        type=_integers_or_all,
+        metavar="W[,W]",
+        help="numbers of ranks, or all for one per GPU",
+    )
+    add(
+        "--precision",
+        action="append",
+        type=split_names,
+        metavar="P[,P]",
+        help=f"dtypes: {', '.join(Precision)}; or a width of intervals at which repeats end, such as 2%%",
+    )
+    add("--optimizer", action="append", type=split_names, metavar="O[,O]", help=", ".join(matrix.OPTIMIZERS))
+    add(
+        "--clip-norm",
+        action="append",
+        type=_numbers,
+        metavar="C[,C]",
+        help="largest norms of the gradient; 0 for no clipping",
+    )
+    add("--repeats", type=int, metavar="R", help="trials per cell; more are run only up to --max-repeats")
+    add(
+        "--max-repeats", type=int, metavar="R", help="most trials per cell, while an interval is wider than --precision"
+    )
+    add("--budget", type=duration, metavar="TIME", help="begin no block of trials after this time: 90s, 20m, 1h")
+    add("--baseline", metavar="B", help="the backend that others are compared with, and with itself (A/A)")
+    add("--seed", type=int, metavar="S", help="of weights, tokens and order")
+    add("--batch", type=int, metavar="B", help="samples per optimizer step over all ranks")
+    add("--model", metavar="SIZE", help="size of the model")
+    add("--workload", metavar="MODULE:FACTORY", help="a model of your own, instead of llama")
+    add("--corpus", metavar="FILE", help="a text file whose bytes are the tokens")
+    add("--device", metavar="|".join(Device), help="what the ranks run on")
+    add("--timeout", type=float, metavar="SECONDS", help="per trial")
+
+
+def _integers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in split_names(text)]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a list of integers such as 1,4,8") from None
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(part) for part in split_names(text)]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a list of numbers such as 0,1.5") from None
+
+
+def _integers_or_all(text: str) -> list[Any]:
+    return ["all"] if text.strip() == "all" else _integers(text)
+
+
+def chosen_matrix(arguments: argparse.Namespace) -> Matrix:
+    """The matrix that the options name, with the keys that they override."""
+    name = arguments.matrix
+    if name == "auto":
+        name = "gpu" if machine.gpus() else "cpu"
+    chosen = matrix.load(name)
+    given = vars(arguments) | _precisions(arguments.precision)
+    if arguments.max_repeats is None:
+        given["max_repeats"] = arguments.repeats
+    elif arguments.repeats is None:
+        given["repeats"] = min(chosen["repeats"], arguments.max_repeats)
+    elif arguments.repeats > arguments.max_repeats:
+        raise InputError(
+            f"--max-repeats is {arguments.max_repeats}; it must be at least --repeats, {arguments.repeats}"
+        )
+    for option, key in OPTIONS.items():
+        value = given[option]
+        if value is None:
+            continue
+        if isinstance(value, list):
+            value = [item for part in value for item in part]
+            value = "all" if value == ["all"] else value
+        chosen = chosen.override(key, value, "--" + {"width": "precision"}.get(option, option).replace("_", "-"))
+    return chosen
+
+
+def _precisions(given: list[list[str]] | None) -> dict[str, Any]:
+    """What ``--precision`` means: names of dtypes are an axis, a percentage is the width of intervals."""
+    names = [name for part in given or () for name in part]
+    widths = [name for name in names if name.endswith("%") or name[0] in "0123456789."]
+    if len(widths) > 1:
+        raise InputError(f"--precision: {' and '.join(widths)} are two widths; give one")
+    try:
+        width = share(widths[0]) if widths else None
+    except argparse.ArgumentTypeError as error:
+        raise InputError(f"--precision: {error}") from error
+    return {
+        "precision": [[name for name in names if name not in widths]] if len(names) > len(widths) else None,
+        "width": width,
+    }
+
+
+def cells_of(chosen: Matrix, backends: Mapping[str, type[Backend]]) -> list[Cell]:
+    """The cells of the matrix on this machine."""
+    return matrix.expand(chosen, backends, len(machine.gpus()) if chosen["device"] == Device.CUDA else 0)
+
+
+def estimates(cells: Sequence[Cell], backends: Mapping[str, type[Backend]]) -> dict[str, plan.Estimate]:
+    """What each cell will need, by id: as measured in earlier runs here, or a rough guess."""
+    walls = plan.earlier_walls(RESULTS)
+    gpus = machine.gpus() if any(cell.device is Device.CUDA for cell in cells) else []
+    name, cores = (gpus[0]["name"] if gpus else "cpu"), machine.num_cores()
+    return {
+        cell.cell_id: plan.estimate(cell, backends[cell.backend], walls, cores=cores, device_name=name)
+        for cell in cells
+    }
