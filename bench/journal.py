@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -83,6 +84,10 @@ class Journal:
                     f"{self.path}:{number}: is not a JSON object ({error}); restore the line or the file"
                 ) from error
         return records
+
+    def digest(self) -> str:
+        """SHA-256 of the file, in hex."""
+        return hashlib.sha256(self.path.read_bytes()).hexdigest()
 
     def _mend(self) -> None:
         """Make the file end with a newline: end a whole last line, cut off a torn one."""

@@ -170,6 +170,7 @@ class Runner:
                 repeat += self._run_block(repeat)
         shutil.rmtree(self._scratch, ignore_errors=True)
         self._manifest["parent_peak_bytes"] = machine.peak_memory_bytes()
+        self._manifest["journal_sha256"] = self._journal.digest()
         self._manifest["finished"] = _now()
         write_manifest(self._folder, self._manifest)
 

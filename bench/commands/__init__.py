@@ -8,6 +8,7 @@ COMMANDS: tuple[str, ...] = (
     "plan",
     "report",
     "compare",
+    "check",
     "semantics",
     "throughput",
     "steps",

@@ -1,0 +1,90 @@
+"""Runs whose trials are simulated: everything is real but the launcher, which makes up step times."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from bench import runner
+from bench.analysis.baseline import look
+from bench.analysis.compare import Run
+from bench.analysis.loading import load
+from bench.cell import REFERENCE, Cell, Status
+from bench.commands.report import finish
+from bench.launch import Outcome
+from bench.matrix import expand
+from bench.runner import Runner
+from bench.schedule import Look, Trial
+from bench.trial import Spec
+from tests.factories import FakeLauncher, make_backend, make_matrix, make_rank, make_time
+
+Change = Callable[[Cell, int, list[float]], list[float]]
+"""From a cell, the number of the call and its step times to those that are handed back."""
+STEP_S = 0.1
+
+
+class Silent:
+    """An observer that listens to nothing."""
+
+    def expect(self, trials: Any, *, more: bool) -> None: ...
+
+    def started(self, trial: Trial, done: int, total: int) -> None: ...
+
+    def finished(self, trial: Trial, record: Mapping[str, Any]) -> None: ...
+
+    def looked(self, look: Look) -> None: ...
+
+
+def simulate(
+    folder: Path,
+    factors: Mapping[str, float],
+    *,
+    noise: float = 0.004,
+    seed: int = 0,
+    change: Change | None = None,
+    ranks: Callable[[Cell, list[dict[str, Any]]], list[dict[str, Any]]] | None = None,
+    accumulate: tuple[int, ...] = (2,),
+    **values: Any,
+) -> Run:
+    """A run of made-up backends, the first one the baseline, whose steps take STEP_S times their factor.
+
+    ``values`` are keys of the matrix; ``noise`` is the standard deviation of the logarithms of trials and of steps.
+    """
+    backends = {name: make_backend(name) for name in [REFERENCE, *factors]}
+    overrides = {name.replace("__", "."): value for name, value in values.items()}
+    matrix = make_matrix(
+        {"training.timed_windows": 8, "training.warmup_windows": 2} | overrides,
+        backend=list(factors),
+        accumulate=list(accumulate),
+    )
+    manifest = runner.create(folder, matrix, expand(matrix, backends, 0), backends, cold=False)
+    generator = random.Random(seed)
+
+    def script(spec: Spec, number: int) -> Outcome | None:
+        cell = spec.cell
+        if cell.backend == REFERENCE:
+            return None
+        trial = math.exp(generator.gauss(0, noise))
+        steps = [
+            STEP_S * factors[cell.backend] * trial * math.exp(generator.gauss(0, noise))
+            for _ in range(cell.timed_windows)
+        ]
+        steps = change(cell, number, steps) if change else steps
+        results = [
+            make_rank(cell, spec.passes, rank, time=make_time(cell, step_seconds=steps))
+            for rank in range(cell.world_size)
+        ]
+        if ranks:
+            results = ranks(cell, results)
+        return Outcome(status=Status.OK, reason="", ranks=results, wall_s=1.0)
+
+    Runner(folder, manifest, backends, FakeLauncher(script), Silent(), look).run()  # type: ignore[arg-type]
+    return load(folder)
+
+
+def report(folder: Path) -> int:
+    """Write the tables and plots of a simulated run; the exit status."""
+    return finish(folder, folder / "plots")
