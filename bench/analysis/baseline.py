@@ -39,11 +39,7 @@ def baseline_of(manifest: Mapping[str, Any]) -> str:
 
 def noise_floor(run: Run, *, resamples: int | None = None) -> Floor | None:
     """The A/A pair of a run: the first twin in the order of labels; None if the run has none."""
-    twins = sorted((cell for cell in run.cells.values() if cell.twin), key=lambda cell: cell.twin)
-    for twin in twins:
-        cell = replace(twin, twin="")
-        if cell.cell_id not in run.cells:
-            continue
+    for cell, twin in _twins(run)[:1]:
         sides = [side(run.tables, one.cell_id) for one in (twin, cell)]
         bad = [f"{one.label}: {text}" for one in sides for text in one.failed_gates]
         bad += [f"{one.label}: {one.num_failed} of its trials are not ok" for one in sides if one.num_failed]
@@ -55,16 +51,27 @@ def noise_floor(run: Run, *, resamples: int | None = None) -> Floor | None:
     return None
 
 
+def _twins(run: Run) -> list[tuple[Cell, Cell]]:
+    """Cells that are there twice, each with its twin, by the twins' labels."""
+    twins = sorted((cell for cell in run.cells.values() if cell.twin), key=lambda cell: cell.twin)
+    both = [(replace(twin, twin=""), twin) for twin in twins]
+    return [(cell, twin) for cell, twin in both if cell.cell_id in run.cells]
+
+
 def pairs_with_baseline(run: Run) -> list[Pair]:
-    """Every cell with the one of the baseline that is equal but for the backend."""
+    """Every cell with the one of the baseline that is equal but for the backend.
+
+    Twins beyond the one of the noise floor are compared too: a run may hold more of them.
+    """
     baseline = baseline_of(run.manifest)
     backends = dict.fromkeys(cell.backend for cell in run.cells.values())
-    return [
+    others = [
         replace(pair, name=f"{backend} {pair.name}")
         for backend in backends
         if backend not in {baseline, REFERENCE}
         for pair in pairs_of_backends(run, baseline, backend)
     ]
+    return others + [Pair(a=cell, b=twin, name=twin.label, group="A/A") for cell, twin in _twins(run)[1:]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.errors import BAD, GOOD, InputError
+from bench.folders import RESULTS
 
 if TYPE_CHECKING:
     from bench.report.study import Results
@@ -19,6 +20,8 @@ DESCRIPTION = (
 )
 DEFAULT_SEED, DEFAULT_REPORTS = 4, 400
 LEAST_REPORTS = 10
+REAL = RESULTS / "noise"
+"""Runs on a real machine, kept with the project; a page shows them."""
 
 
 def add(commands: Any) -> None:
@@ -36,6 +39,7 @@ def add(commands: Any) -> None:
         help="simulated reports of 4 comparisons, per kind of noise (default: %(default)s)",
     )
     option("--out", type=Path, metavar="DIR", help="write the tables there: rates.csv, verdicts.csv and more")
+    option("--real", action="store_true", help=f"measure {REAL} first: runs on this machine whose verdicts are known")
     option("--docs", type=Path, metavar="FILE", help="write the page, docs/statistics.md, and its plot beside it")
     parser.set_defaults(command=run)
 
@@ -66,6 +70,9 @@ def run(arguments: argparse.Namespace) -> int:
         except OSError as error:
             raise InputError(f"{name} {folder}: cannot be written ({error.strerror}); name one that can") from error
 
+    if arguments.real:
+        measure()
+
     from rich.console import Console
 
     from bench.report import study as report
@@ -88,6 +95,21 @@ def run(arguments: argparse.Namespace) -> int:
     for path in written:
         notes.print(f"written: {path}", highlight=False, soft_wrap=True)
     return BAD if misses else GOOD
+
+
+def measure() -> None:
+    """The runs on this machine, one after the other; those that are finished are kept."""
+    from rich.console import Console
+
+    from bench import realtrials
+    from bench.interrupt import terminate_as_interrupt
+    from bench.report.display import Display
+
+    with terminate_as_interrupt():
+        for number in range(realtrials.RUNS):
+            with Display(Console(stderr=True), {}) as display:
+                display.say(f"run {number + 1} of {realtrials.RUNS}")
+                realtrials.measure(REAL, number, display)
 
 
 def simulate(reports: int, seed: int, *, whole: bool) -> Results:
@@ -117,6 +139,7 @@ def write(results: Results, out: Path | None, docs: Path | None) -> list[Path]:
     """The tables into a folder, and the page with its plot; returns the paths."""
     import matplotlib.style
 
+    from bench.analysis.known import read
     from bench.analysis.simulation import FITTED
     from bench.report import study as report
     from bench.report import style
@@ -142,6 +165,7 @@ def write(results: Results, out: Path | None, docs: Path | None) -> list[Path]:
         drawing = report.draw(results, FITTED.name)
         with matplotlib.style.context(list(style.BASE)):
             pictures = style.save(drawing.figure, docs.with_suffix(""), drawing.words)
-        docs.write_text(report.page(results, command, pictures[0].name), encoding="utf-8")
+        known = list(read(REAL)) if REAL.exists() else []
+        docs.write_text(report.page(results, command, pictures[0].name, known), encoding="utf-8")
         written += [docs, *pictures]
     return written

@@ -14,9 +14,11 @@ from rich.table import Table
 from rich.text import Text
 
 from bench.analysis import choices, rivals, simulation, study
-from bench.analysis.statistics import MARGIN, MAX_REPEATS, MIN_REPEATS, MIN_TRIALS, PRECISION, SAME_WIDTH
+from bench.analysis.known import Known
+from bench.analysis.statistics import MARGIN, MAX_REPEATS, MIN_REPEATS, MIN_TRIALS, PRECISION, SAME_WIDTH, Interval
 from bench.analysis.study import BENCH, COMPARISONS, PLAIN, TARGETS
 from bench.analysis.verdicts import Verdict
+from bench.delayed import DELAY
 from bench.report import style
 from bench.report.panels import Drawing
 from bench.report.style import Words
@@ -111,8 +113,8 @@ def _markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]
     ]
 
 
-def page(results: Results, command: str, picture: str) -> str:
-    """The page; ``picture`` is the plot's file name beside it."""
+def page(results: Results, command: str, picture: str, known: Sequence[Known] = ()) -> str:
+    """The page; ``picture`` is the plot's file name beside it, ``known`` the runs on a real machine."""
     number = results.reports * COMPARISONS
     found = misses(results.outcome)
     errors = [100 * (0.95 * 0.05 / n) ** 0.5 for n in (number, results.reports)]
@@ -144,7 +146,50 @@ def page(results: Results, command: str, picture: str) -> str:
         ],
     )
     head += ["All targets are met." if not found else "Missed: " + "; ".join(found) + ".", ""]
-    return "\n".join([*head, *_rules(results, picture), *_costs(results), *_methods(results), *_noises()])
+    parts = [*_real(known), *_rules(results, picture), *_costs(results), *_methods(results), *_noises()]
+    return "\n".join([*head, *parts])
+
+
+def _real(known: Sequence[Known]) -> list[str]:
+    """The runs on a real machine."""
+    if not known:
+        return []
+    rows = [
+        (
+            one.run.name,
+            str(one.run.tables.trials["repeat"].nunique()),
+            str(one.run.manifest.get("ended_by")),
+            _interval(one.floor.interval),
+            _interval(one.same.time),
+            str(one.same.judgement.verdict),
+            _interval(one.slower.time),
+            str(one.slower.judgement.verdict),
+        )
+        for one in known
+    ]
+    wrong = sum(one.same.judgement.verdict in {Verdict.FASTER, Verdict.SLOWER} for one in known)
+    seen = sum(one.slower.judgement.verdict is Verdict.SLOWER for one in known)
+    machine = known[0].run.manifest["machine"]
+    taken = [t.tables.trials["foreign_cores"].dropna().median() for t in (one.run for one in known)]
+    return [
+        "## On real trials",
+        "",
+        f"{len(known)} runs on {machine['cpu']}, {machine['cores']} cores, kept in results/noise and measured with "
+        "`python -m bench study --real`. Each holds `ddp-deferred` on one rank three times, as itself, as the twin of "
+        f"the noise floor and as a third that is compared, and once more with a sleep of {100 * DELAY:g} % per step. "
+        f"Of {len(known)} comparisons of a cell with itself {wrong} were called different; the sleep was called slower "
+        f"{seen} times. Other programs took {min(taken):.2f} to {max(taken):.2f} cores meanwhile.",
+        "",
+        *_markdown(
+            ("run", "repeats", "ended by", "noise floor", "itself", "verdict", "with the sleep", "verdict"), rows
+        ),
+    ]
+
+
+def _interval(found: Interval | None) -> str:
+    if found is None or found.low is None:
+        return "none"
+    return f"{found.ratio:.4f} ({found.low:.4f} - {found.high:.4f})"
 
 
 def _rules(results: Results, picture: str) -> list[str]:

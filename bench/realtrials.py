@@ -1,0 +1,55 @@
+"""Runs on this machine whose right verdicts are known: a cell against itself, and against itself with a sleep."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench import matrix, runner
+from bench.analysis.baseline import look
+from bench.analysis.known import THIRD
+from bench.backends.base import MORE, registry
+from bench.cell import Cell, Device
+from bench.delayed import Delayed
+from bench.journal import MANIFEST
+from bench.launch import Launcher
+from bench.runner import Observer, Runner
+
+RUNS = 10
+DOCUMENT = {
+    "description": "a cell against itself, and against itself with a sleep of 5 % per step",
+    "device": "cpu",
+    "repeats": 10,
+    "max_repeats": 120,
+    "precision": 0.02,
+    "budget_s": 150,
+    "baseline": "ddp-deferred",
+    "workload": {"sequence_length": 32, "global_batch_size": 4},
+    "training": {"timed_windows": 12, "warmup_windows": 3},
+    "axes": {"backend": ["ddp-deferred", Delayed.name], "accumulate": [2], "world_size": [1]},
+}
+"""One rank, so that what is compared is the machine's noise alone and a trial is short."""
+
+
+def measure(folder: Path, number: int, observer: Observer) -> None:
+    """Measure the run of that number, or go on with it; its seed is its number."""
+    os.environ[MORE] = f"{Delayed.__module__}:{Delayed.__name__}"
+    path = folder / f"run-{number}"
+    backends = registry()
+    if not (path / MANIFEST).exists():
+        chosen = matrix.parse(DOCUMENT, name="real", source="bench/realtrials.py").override(
+            "training.seed", number, "seed"
+        )
+        runner.create(path, chosen, cells(chosen), backends, cold=False)
+    manifest = runner.reopen(path)
+    with Launcher(Device.CPU) as launcher:
+        Runner(path, manifest, backends, launcher, observer, look).run()
+
+
+def cells(chosen: matrix.Matrix) -> Sequence[Cell]:
+    """Those of the matrix, and the third."""
+    found = matrix.expand(chosen, registry(), 0)
+    (twin,) = [cell for cell in found if cell.twin]
+    return [*found, dataclasses.replace(twin, twin=THIRD)]
