@@ -106,6 +106,7 @@ KEYS: dict[str, Key] = {
     ),
     "axes.precision": Key(_list_of(_one_of(*Precision)), f"a list of {', '.join(Precision)}", ["fp32"]),
     "axes.optimizer": Key(_list_of(_one_of(*OPTIMIZERS)), f"a list of {', '.join(OPTIMIZERS)}", []),
+    "axes.seed": Key(_list_of(_integer(0)), "a list of integers of at least 0 and below 2**63", []),
     "axes.clip_norm": Key(_list_of(_number_or_0), "a list of positive numbers, or 0 for no clipping", [0.0]),
 }
 """All keys of a matrix file, as table.key; the only ones allowed. One optimizer may also stand under ``training``."""
@@ -228,8 +229,10 @@ def expand(matrix: Matrix, backends: Mapping[str, type[Backend]], num_gpus: int)
         corpus = describe_file(Path(corpus), matrix["workload.sequence_length"] + 1, matrix.place("workload.corpus"))
     rates = _learning_rates(matrix)
     cells: dict[Cell, None] = {}
-    for optimizer, clip_norm, precision, world_size, accumulate, name in itertools.product(
-        rates, matrix["axes.clip_norm"], matrix["axes.precision"], world_sizes, matrix["axes.accumulate"], chosen
+    seeds = matrix["axes.seed"] or [matrix["training.seed"]]
+    clips, precisions = matrix["axes.clip_norm"], matrix["axes.precision"]
+    for optimizer, clip_norm, seed, precision, world_size, accumulate, name in itertools.product(
+        rates, clips, seeds, precisions, world_sizes, matrix["axes.accumulate"], chosen
     ):
         cell = Cell(
             backend=name,
@@ -245,7 +248,7 @@ def expand(matrix: Matrix, backends: Mapping[str, type[Backend]], num_gpus: int)
             learning_rate=rates[optimizer],
             warmup_windows=matrix["training.warmup_windows"],
             timed_windows=matrix["training.timed_windows"],
-            seed=matrix["training.seed"],
+            seed=seed,
             device=Device(matrix["device"]),
             clip_norm=float(clip_norm),
         )

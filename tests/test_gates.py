@@ -66,7 +66,11 @@ def test_judging_leaves_its_input_and_everything_else_alone() -> None:
         ({"num_micro_batches": 39}, "39 micro-batches were used, 40 were due"),
         ({"ranks_agree": False}, "the ranks took different numbers of steps"),
         ({"losses": [*LOSSES[:4], 3.25]}, "losses leave the reference's by 0.25 (limit 0.001 nats in fp32)"),
-        ({"losses": [4.75, *LOSSES[1:]]}, "losses leave the reference's by 0.25 (limit 0.001 nats in fp32)"),
+        (
+            {"losses": [4.75, *LOSSES[1:]]},
+            "the first loss, before any update, is off by 0.25 nats (limit 1e-05 in fp32): other weights, other samples, "
+            "or another mean of them",
+        ),
         ({"losses": [*LOSSES[:4], math.nan]}, "a loss is not finite (limit 0.001 nats in fp32)"),
         ({"losses": [math.inf, *LOSSES[1:]]}, "a loss is not finite (limit 0.001 nats in fp32)"),
         ({"losses": [-math.inf, *LOSSES[1:]]}, "a loss is not finite (limit 0.001 nats in fp32)"),
@@ -304,7 +308,7 @@ def test_all_findings_are_named_together() -> None:
     assert [part.split(" (")[0].split(":")[0] for part in reason.split("; ")] == [
         "4 optimizer steps were taken, 5 were due",
         "the ranks took different numbers of steps",
-        "losses leave the reference's by 4",
+        "the first loss, before any update, is off by 4 nats",
         "the update is off by 0.5",
     ]
 

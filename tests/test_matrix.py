@@ -78,6 +78,7 @@ def test_every_key_can_be_given() -> None:
         "axes.precision": ["bf16", "fp32"],
         "axes.optimizer": ["sgd", "adamw-fused"],
         "axes.clip_norm": [0, 0.5],
+        "axes.seed": [1, 2],
     }
     assert given_values.keys() | {"training.optimizer"} == matrix.KEYS.keys()
     document: dict[str, Any] = {}

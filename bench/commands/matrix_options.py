@@ -27,6 +27,7 @@ OPTIONS = {
     "budget": "budget_s",
     "baseline": "baseline",
     "seed": "training.seed",
+    "seeds": "axes.seed",
     "batch": "workload.global_batch_size",
     "model": "workload.model",
     "workload": "workload.workload",
@@ -84,6 +85,7 @@ def add_matrix_options(parser: argparse.ArgumentParser) -> None:
     add("--budget", type=duration, metavar="TIME", help="begin no block of trials after this time: 90s, 20m, 1h")
     add("--baseline", metavar="B", help="the backend that others are compared with, and with itself (A/A)")
     add("--seed", type=int, metavar="S", help="of weights, tokens and order")
+    add("--seeds", action="append", type=_integers, metavar="S[,S]", help="several of weights and tokens, as an axis")
     add("--batch", type=int, metavar="B", help="samples per optimizer step over all ranks")
     add("--model", metavar="SIZE", help="size of the model")
     add("--workload", metavar="MODULE:FACTORY", help="a model of your own, instead of llama")
