@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import math
@@ -14,11 +15,12 @@ from typing import Any, Protocol
 
 from bench import machine
 from bench.backends.base import Backend
-from bench.cell import REFERENCE, Cell, Status
+from bench.cell import REFERENCE, Cell, Device, Status
 from bench.errors import InputError
 from bench.journal import JOURNAL, MANIFEST, SCHEMA_VERSION, Journal, read_manifest, write_manifest
 from bench.launch import Launcher, Outcome
 from bench.matrix import Matrix, baseline
+from bench.probes.telemetry import Telemetry, summarize
 from bench.record import merge_ranks
 from bench.schedule import Ended, Look, Schedule, Trial
 from bench.trial import EXTRA_PASSES, Spec
@@ -138,6 +140,7 @@ class Runner:
         self._observer = observer
         self._judge = judge
         self._journal = Journal(folder)
+        self._telemetry = Telemetry()
         self._scratch = folder / "scratch"
         values = manifest["matrix"]["values"]
         self._timeout_s = float(values["timeout_s"])
@@ -253,7 +256,8 @@ class Runner:
             corpus=self._corpus and str(Path(self._corpus).resolve()),
             threads=max(1, machine.num_cores() // cell.world_size),
         )
-        return self._launcher.run(spec, self._timeout_s)
+        with self._telemetry if cell.device is Device.CUDA else contextlib.nullcontext():
+            return self._launcher.run(spec, self._timeout_s)
 
     def _reference_file(self, cell: Cell) -> Path:
         return self._scratch / f"reference-{cell.reference().cell_id}.safetensors"
@@ -279,6 +283,9 @@ class Runner:
 
     def _record(self, trial: Trial, passes: tuple[str, ...], outcome: Outcome) -> dict[str, Any]:
         facts = merge_ranks(outcome.ranks) if outcome.ranks else {}
+        timed = facts.get("time")
+        if timed and trial.cell.device is Device.CUDA:
+            facts["gpus"] = summarize(self._telemetry.recording, timed["began"], timed["ended"])
         return {
             **facts,
             "cell_id": trial.cell.cell_id,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -72,9 +73,12 @@ TRIAL_COLUMNS: dict[str, str] = {
     "training_s": "Float64",
     "overhead_s": "Float64",
     "num_passes": "Int64",
+    "num_cpus": "Int64",
     "foreign_cores": "Float64",
     "stolen_cores": "Float64",
     "sm_clock_mhz": "Float64",
+    "power_w": "Float64",
+    "temperature_c": "Float64",
     "clock_slowdowns": "string",
     "foreign_gpu_processes": "Int64",
 }
@@ -85,9 +89,8 @@ trials; ``gradient_norm`` is that of the update pass before clipping, and ``uncl
 without clipping, for cells that clip; ``micro_batches_per_update`` lists the different numbers that were seen;
 ``bf16_as`` says how a bf16 cell computes; ``twin`` is the label of a cell that is another one once more; the cores that
 other programs used and that the hypervisor took are means over the time pass, the SM clock is the lowest GPU's median
-over the timed steps; ``energy_j_per_step`` and ``virtual_world_size`` are empty where they were not measured."""
-
-GPU_COLUMNS = ("sm_clock_mhz", "clock_slowdowns", "foreign_gpu_processes")
+over the timed steps, power and energy are of all GPUs, and slowdowns those in a tenth of the samples or more;
+``energy_j_per_step`` and ``virtual_world_size`` are empty where they were not measured."""
 
 CHILD_COLUMNS: dict[str, dict[str, str]] = {
     "steps": {"step": "Int64", "seconds": "Float64", "kept": "boolean"},
@@ -219,8 +222,9 @@ def _timed_columns(record: dict[str, Any], cell: Cell, timed: dict[str, Any]) ->
     }
     if timed["reported"]:
         row["optimizer_steps_reported_by"], row["optimizer_steps_reported"] = next(iter(timed["reported"].items()))
-    row |= {name: (timed.get("host") or {}).get(name) for name in ("foreign_cores", "stolen_cores")}
-    row |= {name: (timed.get("gpus") or {}).get(name) for name in GPU_COLUMNS}
+    row |= {name: (timed.get("host") or {}).get(name) for name in ("num_cpus", "foreign_cores", "stolen_cores")}
+    if record.get("gpus"):
+        row |= _gpu_columns(record["gpus"]["gpus"], len(timed["step_seconds"]))
     if timed["step_seconds"]:
         row["num_warmup_steps"] = cell.warmup_windows + _unsettled(timed)
         row["step_time_s"] = statistics.median(timed["step_seconds"][_unsettled(timed) :])
@@ -234,6 +238,30 @@ def _timed_columns(record: dict[str, Any], cell: Cell, timed: dict[str, Any]) ->
             "peak_memory_source": "CUDA allocator, allocated",
         }
     return row
+
+
+def _gpu_columns(gpus: list[dict[str, Any]], num_steps: int) -> dict[str, Any]:
+    """Of what NVML saw: the slowest clock, the hottest GPU, the power and energy of all; None if one does not tell."""
+
+    def over(name: str, join: Callable[[list[Any]], Any]) -> Any:
+        values = [gpu[name] for gpu in gpus]
+        return None if not values or None in values else join(values)
+
+    shares: dict[str, float] = {}
+    for gpu in gpus:
+        for name in gpu["slowdowns"] or ():
+            shares[name] = max(shares.get(name, 0.0), gpu["throttle"][name])
+    energy = over("energy_j", sum)
+    return {
+        "sm_clock_mhz": over("sm_clock_mhz", min),
+        "power_w": over("power_w", sum),
+        "temperature_c": over("temperature_c", max),
+        "energy_j_per_step": energy / num_steps if energy is not None and num_steps else None,
+        "clock_slowdowns": over(
+            "slowdowns", lambda _: ",".join(name for name in sorted(shares) if shares[name] >= 0.1)
+        ),
+        "foreign_gpu_processes": over("other_processes", sum),
+    }
 
 
 def _unsettled(timed: dict[str, Any]) -> int:

@@ -115,7 +115,8 @@ def test_a_sound_trial_by_hand() -> None:
         "twin": "",
         "num_warmup_steps": 2,
     }
-    empty = {"slot", "foreign_cores", "stolen_cores", "sm_clock_mhz", "clock_slowdowns", "foreign_gpu_processes"}
+    empty = {"slot", "num_cpus", "foreign_cores", "stolen_cores", "sm_clock_mhz", "power_w", "temperature_c"}
+    empty |= {"clock_slowdowns", "foreign_gpu_processes"}
     empty |= {"virtual_world_size", "bf16_as", "mfu", "energy_j_per_step", "max_loss_deviation"}
     empty |= {"optimizer_steps_reported", "optimizer_steps_reported_by"}
     empty |= {"gradient_norm", "unclipped_error", "unclipped_scale"}

@@ -16,6 +16,7 @@ from bench.analysis import quality
 from bench.analysis.baseline import Standing, standing
 from bench.analysis.compare import Run, missing_trials
 from bench.analysis.loading import load
+from bench.analysis.sides import IDLE_SHARE
 from bench.analysis.statistics import MARGIN, MIN_TRIALS
 from bench.analysis.verdicts import Verdict, band
 from bench.cell import REFERENCE, Status
@@ -187,14 +188,14 @@ def _surroundings(run: Run) -> Iterator[Finding]:
     else:
         yield Finding(Level.GOOD, topic, f"commit {git['commit'][:12]}, without changes")
     topic, trials = "machine", run.tables.trials
-    cores = (run.manifest.get("machine") or {}).get("cores")
+    cores = trials["num_cpus"].max()
     for name, who in (("foreign_cores", "other programs"), ("stolen_cores", "the hypervisor")):
         seen = trials[name].dropna()
         if seen.empty:
             yield Finding(Level.WARNING, topic, f"what {who} took of it was not measured")
             continue
-        level = Level.WARNING if cores and seen.median() > quality.IDLE_SHARE * cores else Level.GOOD
-        yield Finding(level, topic, f"{who} took {seen.median():.2g} of {cores} cores, at most {seen.max():.2g}")
+        level = Level.WARNING if seen.median() > IDLE_SHARE * cores else Level.GOOD
+        yield Finding(level, topic, f"{who} took {seen.median():.2g} of {cores} CPUs, at most {seen.max():.2g}")
     slowed = trials[trials["clock_slowdowns"].fillna("") != ""]
     for reasons, rows in slowed.groupby("clock_slowdowns"):
         yield Finding(Level.WARNING, topic, f"clocks were held down in {len(rows)} trials: {reasons}")

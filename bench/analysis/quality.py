@@ -15,8 +15,6 @@ from bench.warmup import Array
 
 OUTLIER = 14.826
 """In median absolute deviations: ten standard deviations if the values were normal. hyperfine, outlier_detection.rs."""
-IDLE_SHARE = 0.1
-"""Of the machine's cores that others may use before it is not called idle."""
 ALPHA = 0.01
 """Level of the tests for drift and for two modes: they are run for every cell of a report."""
 MIN_BIMODAL = 8

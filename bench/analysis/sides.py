@@ -36,15 +36,49 @@ def side(tables: Tables, cell_id: str, label: str = "") -> Side:
             else:
                 good[int(row["repeat"])] = seconds[row["repeat"]]["seconds"].astype(float).tolist()
     first = trials.iloc[0]
+    ok = trials[trials["status"] == Status.OK]
+    clocks = [ok.loc[ok["repeat"] == repeat, "sm_clock_mhz"].iloc[0] for repeat in good]
+    cycles = None
+    if good and not any(pd.isna(clock) for clock in clocks):
+        scaled = (tuple(s * 1e6 * float(c) for s in steps) for steps, c in zip(good.values(), clocks, strict=True))
+        cycles = Sample(tuple(scaled), tuple(good))
     return Side(
         label=label or f"{first['backend']} N={first['accumulate']} W={first['world_size']} {first['precision']}",
         sample=Sample(tuple(map(tuple, good.values())), tuple(good)),
+        cycles=cycles,
         num_failed=len(trials) - len(good) - sum(map(len, gates.values())),
         precision=str(first["precision"]),
         accumulation_dtype=str(first["accumulation_dtype"]),
         work=", ".join(f"{name} {first[name]}" for name in WORK),
-        failed_gates=tuple(f"repeat {', '.join(repeats)}: {text}" for text, repeats in gates.items()),
+        failed_gates=(*(f"repeat {', '.join(repeats)}: {text}" for text, repeats in gates.items()), *_restless(ok)),
     )
+
+
+IDLE_SHARE = 0.1
+"""Of the CPUs that others may use before a machine is not called idle."""
+COOL = frozenset({"SwPowerCap"})
+"""Slowdowns that a GPU in full use has by itself. What they do to the clock is seen in the cycles."""
+
+
+def _restless(trials: pd.DataFrame) -> list[str]:
+    """In what the machine was not idle, or did not keep its clocks, in half of a cell's good trials or more."""
+    found = []
+    taken = (trials["foreign_cores"] + trials["stolen_cores"]) / trials["num_cpus"]
+    if taken.notna().any() and taken.median() > IDLE_SHARE:
+        found.append(
+            f"the machine was not idle: others took {100 * taken.median():.0f} % of its CPUs "
+            f"(limit {100 * IDLE_SHARE:g} %)"
+        )
+    slowed = trials["clock_slowdowns"].fillna("").map(lambda names: bool(set(filter(None, names.split(","))) - COOL))
+    if len(slowed) and slowed.mean() >= 0.5:
+        names = sorted(
+            {name for names in trials["clock_slowdowns"].dropna() for name in names.split(",")} - COOL - {""}
+        )
+        found.append(f"the GPU's clocks were held down: {', '.join(names)}")
+    others = trials["foreign_gpu_processes"].dropna()
+    if len(others) and (others > 0).mean() >= 0.5:
+        found.append(f"another process was on the GPU in {int((others > 0).sum())} of {len(trials)} trials")
+    return found
 
 
 def _wrong_steps(row: Any, steps: pd.DataFrame | None) -> str:
