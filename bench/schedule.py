@@ -17,7 +17,7 @@ from typing import Any, Self
 from bench.cell import REFERENCE, Cell
 
 GROWTH = 1.2
-"""Blocks at one look over blocks at the one before: as the simulations of docs/statistics.md do it."""
+"""Least ratio of the blocks at one look to those at the look before: as docs/statistics.md simulates it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,8 @@ class Look:
     """Ids of the cells to go on with; empty at the end."""
     widest: float | None = None
     """Width of the widest interval of interest, relative; None if there is none yet."""
+    wanted: int = 0
+    """Blocks at which that width may be narrow enough; looking sooner would be in vain."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -75,10 +77,13 @@ def block(cells: Sequence[Cell], repeat: int, seed: int) -> list[Trial]:
     return [Trial(cell, repeat) for cell in [*references, *others]]
 
 
-def next_look(repeats: int) -> int:
-    """The number of blocks at the next look: even, since blocks come in pairs, one backwards."""
-    grown = max(repeats + 1, math.ceil(GROWTH * repeats - 1e-9))
-    return grown + grown % 2
+def next_look(repeats: int, wanted: int = 0) -> int:
+    """The number of blocks at the next look, at least ``wanted``: even, since blocks come in pairs, one backwards."""
+    while True:
+        grown = max(repeats + 1, math.ceil(GROWTH * repeats - 1e-9))
+        repeats = grown + grown % 2
+        if repeats >= wanted:
+            return repeats
 
 
 class Schedule:
@@ -103,7 +108,7 @@ class Schedule:
         if not self.looks:
             return self.repeats
         last = self.looks[-1]
-        return min(self.max_repeats, next_look(last.repeats)) if last.open else last.repeats
+        return min(self.max_repeats, next_look(last.repeats, last.wanted)) if last.open else last.repeats
 
     def block(self, repeat: int) -> list[Trial]:
         """The trials of a known block, in order."""

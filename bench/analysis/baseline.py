@@ -11,8 +11,8 @@ from bench import tables
 from bench.analysis import gates
 from bench.analysis.compare import Pair, Row, Run, judge_pairs, pairs_of_backends
 from bench.analysis.sides import side
-from bench.analysis.statistics import MARGIN, Interval, ratio
-from bench.analysis.verdicts import next_precision
+from bench.analysis.statistics import MARGIN, Interval, ratio, required_trials
+from bench.analysis.verdicts import Judgement, next_precision
 from bench.cell import REFERENCE, Cell
 from bench.schedule import Look
 
@@ -127,7 +127,7 @@ def look(records: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any], repe
     last = manifest.get("looks") or []
     was_open = set(last[-1]["open"]) if last else set(run.cells)
     still: set[str] = set()
-    widest = 0.0
+    widest, wanted = 0.0, 0
     for base, rows in groups.items():
         own = floor is not None and floor.cell.cell_id == base
         alive = [row for row in rows if row.judgement.comparison.blocked is None]
@@ -138,7 +138,15 @@ def look(records: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any], repe
             row.judgement if own else replace(row.judgement, comparison=replace(row.judgement.comparison, floor=None))
             for row in alive
         ]
-        if next_precision(asked, precision) is not None:
+        target = next_precision(asked, precision)
+        if target is not None:
+            wanted = max(wanted, _wanted(asked, target))
             still |= {base, *(row.pair.b.cell_id for row in alive)}
     chosen = tuple(cell_id for cell_id in run.cells if cell_id in still & was_open)
-    return Look(repeats=repeats, open=chosen, widest=widest if 0 < widest < math.inf else None)
+    return Look(repeats=repeats, open=chosen, widest=widest if 0 < widest < math.inf else None, wanted=wanted)
+
+
+def _wanted(judgements: Sequence[Judgement], target: float) -> int:
+    """Blocks at which all these intervals may be narrower than the target."""
+    times = [one.comparison.time for one in judgements if one.comparison.time is not None]
+    return max((time.num_trials + required_trials(time, target) for time in times), default=0)

@@ -28,6 +28,7 @@ from bench.analysis.statistics import (
     bootstrap_many,
 )
 from bench.analysis.verdicts import Comparison, Verdict, judge_all
+from bench.schedule import next_look
 from bench.warmup import Array, warmups
 
 COMPARISONS = 4
@@ -40,8 +41,6 @@ SEED = 4
 BENCH, PLAIN = "this bench", "this bench, not extended"
 CHUNK = 100_000
 """Trials whose warm-up is looked for at a time: bounds the memory."""
-LOOKS = (10, 12, 15, 18, 22, 26, 32, 38, 46, 55, 66, 80, 96, 115, 138, 165, 200, 240, 300, 345, 400, 460, 530, 600)
-"""Numbers of blocks at which the simulated runner looks: as many reports as possible at once."""
 
 EFFECTS: dict[str, float] = {"A/A": 0.0, "1 %": math.log(1.01), "2 %": math.log(1.02), "5 %": math.log(1.05)}
 """By which the first cell of a comparison is slower, as logarithms."""
@@ -139,8 +138,8 @@ def run_until(differences: Array, start: Sequence[int] | NDArray[np.int_], preci
 
 
 def _next_look(n: int, wanted: float, most: int) -> int:
-    """The first look after n with at least as many blocks as wanted."""
-    return min(most, next((look for look in LOOKS if look > n and look >= wanted), most))
+    """The first look after n with at least as many blocks as wanted: as the runner does it."""
+    return min(most, next_look(n, int(wanted)))
 
 
 def verdicts(stage: Stage, effect: str) -> list[list[Verdict]]:

@@ -220,7 +220,7 @@ def _costs(results: Results) -> list[str]:
         "In the fitted noise, without the extension: the width of an interval decides how many trials it takes, and a "
         "5 % difference is to be found beyond the reach of a noise floor as wide as the interval. So the precision is "
         "the width from end to end: as half the width, 2 % would be the row 4 %, which finds too little. The simulated "
-        "runner looks after 10, 12, 15, 18, 22 ... blocks, and so runs up to a fifth more than it must.",
+        "runner looks after 10, 12, 16, 20, 24 ... blocks, and so runs up to a fifth more than it must.",
         "",
         *_markdown(
             ("precision", *rates, "trials per cell"),
