@@ -13,7 +13,7 @@ from bench.backends.base import Backend
 from bench.cell import SGD, Cell, Device, Sharding, Sync
 from bench.journal import JOURNAL
 from bench.probes.flops import peak_flops
-from bench.trial import EXTRA_PASSES, SETTLED_WINDOWS
+from bench.trial import SETTLED_WINDOWS
 from bench.workload.sizes import SIZES
 
 CPU_FLOPS_PER_CORE = 2e10
@@ -88,7 +88,8 @@ def estimate(
         reductions = cell.accumulate if backend.sync is Sync.EAGER else 1
         wire = 4 * parameters * (reductions + 2 * cell.accumulate * (backend.sharding is Sharding.PARAMS))
         step = flops / (CPU_FLOPS_PER_CORE * cores) + wire / LOOPBACK_BYTES_PER_S * (cell.world_size > 1)
-    windows = cell.windows + (1 + len(EXTRA_PASSES[1:]) * (SETTLED_WINDOWS + 1)) / 3
+    extra = 1 + 2 * (SETTLED_WINDOWS + 1)  # update; collectives and memory; the accumulation pass has a tiny model
+    windows = cell.windows + extra / 3
     return Estimate(FIXED_S + windows * step, "rough", memory)
 
 

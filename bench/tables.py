@@ -37,6 +37,7 @@ TRIAL_COLUMNS: dict[str, str] = {
     "precision": "string",
     "bf16_as": "string",
     "accumulation_dtype": "string",
+    "accumulated_in": "string",
     "corpus": "string",
     "optimizer": "string",
     "learning_rate": "Float64",
@@ -87,10 +88,11 @@ which trials ran. Step time is the median of the steps after the first ``num_war
 memory the maximum over ranks; ``update_*`` and the CPU's memory are measured once per cell and repeated on its good
 trials; ``gradient_norm`` is that of the update pass before clipping, and ``unclipped_*`` the update's error and scale
 without clipping, for cells that clip; ``micro_batches_per_update`` lists the different numbers that were seen;
-``bf16_as`` says how a bf16 cell computes; ``twin`` is the label of a cell that is another one once more; the cores that
-other programs used and that the hypervisor took are means over the time pass, the SM clock is the lowest GPU's median
-over the timed steps, power and energy are of all GPUs, and slowdowns those in a tenth of the samples or more;
-``energy_j_per_step`` and ``virtual_world_size`` are empty where they were not measured."""
+``bf16_as`` says how a bf16 cell computes; gradients are to be summed in ``accumulation_dtype``, and were found to be in
+``accumulated_in``; ``twin`` is the label of a cell that is another one once more; the cores that other programs used
+and that the hypervisor took are means over the time pass, the SM clock is the lowest GPU's median over the timed steps,
+power and energy are of all GPUs, and slowdowns those in a tenth of the samples or more; ``energy_j_per_step`` and
+``virtual_world_size`` are empty where they were not measured."""
 
 CHILD_COLUMNS: dict[str, dict[str, str]] = {
     "steps": {"step": "Int64", "seconds": "Float64", "kept": "boolean"},
@@ -146,7 +148,7 @@ def build(records: list[dict[str, Any]], manifest: dict[str, Any]) -> Tables:
     latest = {(record["cell_id"], record["repeat"]): record for record in records}
     once: dict[tuple[str, str], Any] = {}
     for record in latest.values():
-        for name in ("update", "memory"):
+        for name in ("update", "memory", "accumulation"):
             if record.get(name):
                 once.setdefault((record["cell_id"], name), record[name])
     trials = [_trial_row(record, manifest, once) for record in latest.values()]
@@ -202,6 +204,9 @@ def _trial_row(record: dict[str, Any], manifest: dict[str, Any], once: dict[tupl
     if update and good:
         row |= {f"update_{name}": update[name] for name in ("error", "scale", "residual")}
         row |= {name: update.get(name) for name in ("gradient_norm", "unclipped_error", "unclipped_scale")}
+    accumulation = once.get((cell.cell_id, "accumulation"))
+    if accumulation and good:
+        row["accumulated_in"] = accumulation["dtype"]
     memory = once.get((cell.cell_id, "memory"))
     if memory and "peak" in memory and good:
         row |= {"peak_memory_bytes": memory["peak"], "peak_memory_source": "tracked tensors"}

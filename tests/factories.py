@@ -70,6 +70,7 @@ def make_rank(cell: Cell, passes: Sequence[str] = ALL_PASSES, rank: int = 0, **c
         "update": {"error": 1e-7, "scale": 1.0, "residual": 1e-7} if rank == 0 else None,
         "collectives": [{"op": "all_reduce", "dtype": "float32", "calls": 1, "payload_bytes": 13_644_800}],
         "memory": {"peak": PEAK_BYTES, "held": 2**20},
+        "accumulation": {"dtype": "fp32", "significand_bits": 24, "sum": 1.0, "scale": 1.0, "num_updates": 1},
     }
     result |= {name: answers[name] for name in passes}
     return result | {"training_s": 3.0} | changes

@@ -111,9 +111,10 @@ def test_a_sound_trial_by_hand() -> None:
         "wall_s": 4.25,
         "training_s": 3.0,
         "overhead_s": 1.25,
-        "num_passes": 4,
+        "num_passes": 5,
         "twin": "",
         "num_warmup_steps": 2,
+        "accumulated_in": "fp32",
     }
     empty = {"slot", "num_cpus", "foreign_cores", "stolen_cores", "sm_clock_mhz", "power_w", "temperature_c"}
     empty |= {"clock_slowdowns", "foreign_gpu_processes"}

@@ -147,6 +147,9 @@ def _step_findings(row: Any) -> list[str]:
         found.append(f"{row['num_micro_batches']} micro-batches were used, {expected * row['accumulate']} were due")
     elif row["micro_batches_per_update"] != str(row["accumulate"]):
         found.append(f"updates used {row['micro_batches_per_update']} micro-batches each, {row['accumulate']} were due")
+    summed = row["accumulated_in"]
+    if pd.notna(summed) and summed not in {"not measured", row["accumulation_dtype"]}:
+        found.append(f"gradients are summed in {summed}, {row['accumulation_dtype']} was due")
     if not row["ranks_agree"]:
         found.append("the ranks took different numbers of steps")
     return found

@@ -12,6 +12,7 @@ COMMANDS: tuple[str, ...] = (
     "semantics",
     "throughput",
     "steps",
+    "accumulation",
     "lint",
     "study",
     "backends",

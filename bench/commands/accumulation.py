@@ -1,0 +1,54 @@
+"""``accumulation``: in which dtype every backend sums gradients, and with what error.
+
+With ``--json`` one object per line: ``backend``, ``precision``, ``world_size``; ``dtype`` that gradients are summed in,
+or the status of a backend that failed, with its ``reason``; ``significand_bits`` of that dtype; ``sum`` and ``scale``,
+of the right update; ``errors``: of each N, the relative L2 error of the update against fp64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from bench.backends.base import registry
+from bench.cell import Device, Precision, Status, Sync
+from bench.commands.options import split_names
+from bench.errors import BAD, GOOD, InputError
+
+DESCRIPTION = (
+    "Gradients whose sum is exact in fp32 and is lost in bf16 go through every backend, one row per backend and "
+    "precision. Exit status 1 if one does not sum them in fp32."
+)
+
+
+def add(commands: Any) -> None:
+    """Add the command's parser."""
+    parser = commands.add_parser(
+        "accumulation", help="in which dtype does each backend sum gradients?", description=DESCRIPTION
+    )
+    option = parser.add_argument
+    option("--backend", action="append", type=split_names, metavar="B[,B]", help="only these backends; see 'backends'")
+    option("--world-size", type=int, default=2, metavar="W", help="number of ranks (default: %(default)s)")
+    option("--device", type=Device, default=Device.CPU, metavar="|".join(Device), help="what the ranks run on")
+    option("--errors", action="store_true", help="also the error against fp64 for N = 1 to 256")
+    option("--json", action="store_true", help="one JSON object per line; its keys: see bench/commands/accumulation.py")
+    parser.set_defaults(command=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Probe and show; 1 if one is not as it should be."""
+    from bench.accumulation import WINDOWS, spelled, table
+
+    known = [name for name, backend in registry().items() if backend.sync is not Sync.NONE]
+    chosen = [name for part in arguments.backend or [] for name in part] or known
+    if unknown := [name for name in chosen if name not in known]:
+        raise InputError(f"--backend: '{unknown[0]}' is unknown; use {', '.join(known)}")
+    if arguments.world_size < 1:
+        raise InputError(f"--world-size is {arguments.world_size}; it must be at least 1")
+    good, windows = True, WINDOWS if arguments.errors else ()
+    precisions, device = list(Precision), arguments.device
+    for row in table(chosen, precisions, windows, world_size=arguments.world_size, device=device):
+        good &= row["dtype"] in {"fp32", Status.UNSUPPORTED}
+        print(json.dumps(row) if arguments.json else spelled(row), flush=True)
+    return GOOD if good else BAD
