@@ -15,6 +15,7 @@ from typing import Any
 from bench.backends.base import Backend
 from bench.cell import REFERENCE, SGD, Cell, Device, Precision
 from bench.errors import InputError
+from bench.virtual import refusal
 from bench.workload import find_factory
 from bench.workload.corpus import describe_file
 from bench.workload.sizes import SIZES
@@ -61,6 +62,10 @@ def _rates(value: Any) -> bool:
     return _number(value)
 
 
+def _boolean(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
 def _list_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, list) and bool(value) and all(map(check, value))
 
@@ -104,6 +109,10 @@ KEYS: dict[str, Key] = {
         lambda value: value == "all" or _list_of(_integer(1))(value),
         "a list of integers of at least 1, or 'all' for one rank per GPU",
     ),
+    "virtual.world_size": Key(_list_of(_integer(1)), "a list of integers of at least 1", []),
+    "virtual.micro_batch_size": Key(_integer(1), "an integer of at least 1", 1),
+    "virtual.fake_tensors": Key(_boolean, "true or false", False),
+    "virtual.alone": Key(_boolean, "true or false", False),
     "axes.precision": Key(_list_of(_one_of(*Precision)), f"a list of {', '.join(Precision)}", ["fp32"]),
     "axes.optimizer": Key(_list_of(_one_of(*OPTIMIZERS)), f"a list of {', '.join(OPTIMIZERS)}", []),
     "axes.seed": Key(_list_of(_integer(0)), "a list of integers of at least 0 and below 2**63", []),
@@ -212,33 +221,60 @@ def _suggest(name: str, known: Sequence[str]) -> str:
 def expand(matrix: Matrix, backends: Mapping[str, type[Backend]], num_gpus: int) -> list[Cell]:
     """The cells of a matrix, each once; the reference of each cell comes along and stands before the others.
 
-    Last comes the A/A twin: the baseline's cell with the most ranks and the largest N once more, under another label.
+    Then come those in virtual worlds, which have no reference, with the micro-batch that ``virtual.micro_batch_size``
+    says; alone if ``virtual.alone``. Last comes the A/A twin: the baseline's cell with the most ranks and the largest N
+    once more, under another label.
 
     Raises InputError for an unknown backend, model or workload, an optimizer without a learning rate, a batch that does
-    not divide by N x W, a corpus that cannot be used, or more ranks than GPUs.
+    not divide by N x W, a corpus that cannot be used, more ranks than GPUs, or a backend that cannot be virtual.
     """
     chosen = list(backends) if matrix["axes.backend"] == "all" else matrix["axes.backend"]
     for name in chosen:
         if name not in backends:
             raise InputError(f"{matrix.place('axes.backend')}: '{name}' is unknown; {_suggest(name, list(backends))}")
     _check_workload(matrix)
-    world_sizes = _world_sizes(matrix, num_gpus)
+    alone = matrix["virtual.alone"] and matrix["virtual.world_size"]
+    world_sizes = [] if alone else _world_sizes(matrix, num_gpus)
     _check_batch(matrix, world_sizes)
     corpus = matrix["workload.corpus"]
     if corpus != "markov":
         corpus = describe_file(Path(corpus), matrix["workload.sequence_length"] + 1, matrix.place("workload.corpus"))
+    real = _cells(matrix, chosen, corpus, world_sizes, virtual=False)
+    virtual = _cells(matrix, chosen, corpus, matrix["virtual.world_size"], virtual=True)
+    if matrix["axes.backend"] != "all":
+        for cell in virtual:
+            if reason := refusal(cell, backends[cell.backend]):
+                raise InputError(f"{matrix.place('virtual.world_size')}: {reason}; leave it out")
+    references = dict.fromkeys(cell.reference() for cell in real)
+    others = [cell for cell in real if cell.backend != REFERENCE]
+    timed = others or [cell for cell in virtual if not cell.fake_tensors]
+    own = [cell for cell in timed if cell.backend == baseline(matrix, backends)]
+    largest = max(own, key=lambda cell: (cell.world_size, cell.accumulate), default=None)
+    twins = [] if largest is None else [dataclasses.replace(largest, twin=TWIN)]
+    return [*references, *others, *virtual, *twins]
+
+
+def _cells(
+    matrix: Matrix, backends: Sequence[str], corpus: str, world_sizes: Sequence[int], *, virtual: bool
+) -> list[Cell]:
+    """The product of the axes over worlds that exist, or that are virtual; each cell once."""
     rates = _learning_rates(matrix)
-    cells: dict[Cell, None] = {}
     seeds = matrix["axes.seed"] or [matrix["training.seed"]]
     clips, precisions = matrix["axes.clip_norm"], matrix["axes.precision"]
+    cells: dict[Cell, None] = {}
     for optimizer, clip_norm, seed, precision, world_size, accumulate, name in itertools.product(
-        rates, clips, seeds, precisions, world_sizes, matrix["axes.accumulate"], chosen
+        rates, clips, seeds, precisions, world_sizes, matrix["axes.accumulate"], backends
     ):
+        if virtual and name == REFERENCE:
+            continue
+        micro_batch = matrix["virtual.micro_batch_size"]
         cell = Cell(
             backend=name,
             accumulate=accumulate,
             world_size=world_size,
-            global_batch_size=matrix["workload.global_batch_size"],
+            global_batch_size=micro_batch * accumulate * world_size
+            if virtual
+            else matrix["workload.global_batch_size"],
             sequence_length=matrix["workload.sequence_length"],
             workload=matrix["workload.workload"],
             model=matrix["workload.model"],
@@ -251,14 +287,11 @@ def expand(matrix: Matrix, backends: Mapping[str, type[Backend]], num_gpus: int)
             seed=seed,
             device=Device(matrix["device"]),
             clip_norm=float(clip_norm),
+            virtual=virtual,
+            fake_tensors=virtual and matrix["virtual.fake_tensors"],
         )
         cells.setdefault(cell)
-    references = {cell.reference(): None for cell in cells}
-    others = [cell for cell in cells if cell.backend != REFERENCE]
-    own = [cell for cell in others if cell.backend == baseline(matrix, backends)]
-    largest = max(own, key=lambda cell: (cell.world_size, cell.accumulate), default=None)
-    twins = [] if largest is None else [dataclasses.replace(largest, twin=TWIN)]
-    return [*references, *others, *twins]
+    return list(cells)
 
 
 def baseline(matrix: Matrix, backends: Mapping[str, type[Backend]]) -> str:

@@ -79,15 +79,18 @@ def estimate(
     if cell.cell_id in walls:
         return Estimate(walls[cell.cell_id], "measured", memory)
     flops = size.flops_per_token(cell.sequence_length) * cell.sequence_length * cell.global_batch_size
+    if cell.virtual:
+        flops //= cell.world_size  # of one rank, and nothing is sent
     if cell.device is Device.CUDA:
         peak = peak_flops(device_name, cell.precision)
         if peak is None:
             return Estimate(None, "unknown", memory)
-        step = flops / (peak * GPU_EFFICIENCY * cell.world_size)
+        step = flops / (peak * GPU_EFFICIENCY * (1 if cell.virtual else cell.world_size))
     else:
         reductions = cell.accumulate if backend.sync is Sync.EAGER else 1
         wire = 4 * parameters * (reductions + 2 * cell.accumulate * (backend.sharding is Sharding.PARAMS))
-        step = flops / (CPU_FLOPS_PER_CORE * cores) + wire / LOOPBACK_BYTES_PER_S * (cell.world_size > 1)
+        sent = 0 if cell.virtual or cell.world_size == 1 else wire
+        step = flops / (CPU_FLOPS_PER_CORE * cores) + sent / LOOPBACK_BYTES_PER_S
     extra = 1 + 2 * (SETTLED_WINDOWS + 1)  # update; collectives and memory; the accumulation pass has a tiny model
     windows = cell.windows + extra / 3
     return Estimate(FIXED_S + windows * step, "rough", memory)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench import virtual
 from bench.cell import Device, Status
 from bench.errors import UnsupportedError
 
@@ -47,8 +48,11 @@ def live(folder: Path, work: Callable[[int], dict[str, Any]]) -> None:
     _leave()
 
 
-def join(device: Device, *, threads: int, seed: int) -> torch.device:
-    """Set up torch and the process group of this rank; its device."""
+def join(device: Device, *, threads: int, seed: int, pretended: int | None = None) -> torch.device:
+    """Set up torch and the process group of this rank; its device.
+
+    With ``pretended`` the rank is the only process of a virtual world of so many ranks.
+    """
     import torch
     import torch.distributed as dist
 
@@ -56,13 +60,17 @@ def join(device: Device, *, threads: int, seed: int) -> torch.device:
     warnings.simplefilter("ignore", FutureWarning)
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
+    own = torch.device("cpu")
     if device is Device.CUDA:
         own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(own)
+    if pretended is not None:
+        virtual.join(pretended)
+    elif device is Device.CUDA:
         dist.init_process_group("nccl", device_id=own)
-        return own
-    dist.init_process_group("gloo")
-    return torch.device("cpu")
+    else:
+        dist.init_process_group("gloo")
+    return own
 
 
 def _leave() -> None:

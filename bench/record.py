@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from bench.probes import host
+from bench.probes import categories, host
 from bench.warmup import warmup
 
 
@@ -14,7 +14,7 @@ def merge_ranks(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
     A step takes as long as its slowest rank, and a rank that runs out of memory ends all, so times and memory are
     maxima. The loss of a step is the mean over ranks, since all see equally many samples. Updates and collectives are
-    rank 0's. Memory's ``held`` may be missing.
+    rank 0's. Memory's parts are those of the rank that has most, so that they add up; ``held`` may be missing.
 
     ``num_warmup`` are the first steps that are no steady state: the warm-up windows of the cell, and what
     ``bench.warmup`` finds in the steps that follow. ``rank_step_seconds`` has the timed steps of every rank.
@@ -23,7 +23,7 @@ def merge_ranks(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     merged = {key: value for key, value in first.items() if key not in ("time", "memory")}
     merged["training_s"] = max(rank["training_s"] for rank in ranks)
     if "memory" in first:
-        merged["memory"] = _maxima([rank["memory"] for rank in ranks])
+        merged["memory"] = categories.merge([rank["memory"] for rank in ranks])
     if "time" in first:
         merged["time"] = _merge_times([rank["time"] for rank in ranks])
     return merged

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from bench import machine
+from bench import machine, virtual
 from bench.backends.base import Backend
 from bench.cell import REFERENCE, Cell, Device, Status
 from bench.errors import InputError
@@ -24,6 +24,7 @@ from bench.probes.telemetry import Telemetry, summarize
 from bench.record import merge_ranks
 from bench.schedule import Ended, Look, Schedule, Trial
 from bench.trial import EXTRA_PASSES, Spec
+from bench.virtual import refusal
 from bench.workload.corpus import describe_file
 
 LOG_BYTES = 20_000
@@ -228,7 +229,8 @@ class Runner:
     def _run_one(self, trial: Trial) -> dict[str, Any]:
         """One trial's record; when interrupted, a record that says so is written before the interrupt goes on."""
         cell = trial.cell
-        missing = self._backends[cell.backend].missing(cell.device)
+        backend = self._backends[cell.backend]
+        missing = backend.missing(cell.device) or refusal(cell, backend)
         if missing:
             outcome = Outcome(status=Status.UNSUPPORTED, reason=missing, ranks=[], wall_s=0.0)
             return self._record(trial, (), outcome)
@@ -254,7 +256,7 @@ class Runner:
             folder=str(folder.resolve()),
             reference=str(self._reference_file(cell).resolve()),
             corpus=self._corpus and str(Path(self._corpus).resolve()),
-            threads=max(1, machine.num_cores() // cell.world_size),
+            threads=max(1, machine.num_cores() // (1 if cell.virtual else cell.world_size)),
         )
         with self._telemetry if cell.device is Device.CUDA else contextlib.nullcontext():
             return self._launcher.run(spec, self._timeout_s)
@@ -270,12 +272,13 @@ class Runner:
 
     def _passes(self, cell: Cell) -> tuple[str, ...]:
         """The time pass always; the others once per cell, in its first trial that succeeds."""
-        wanted = [name for name in EXTRA_PASSES if (cell.cell_id, name) not in self._have]
+        asked = virtual.passes(cell, ("time", *EXTRA_PASSES))
+        wanted = [name for name in asked if name != "time" and (cell.cell_id, name) not in self._have]
         if "update" in wanted and cell.backend != REFERENCE:
             self._ensure_reference(cell)
             if not self._reference_file(cell).exists():
                 wanted.remove("update")
-        return ("time", *wanted)
+        return (*(name for name in asked if name == "time"), *wanted)
 
     def _note_extras(self, record: Mapping[str, Any]) -> None:
         if record["status"] == Status.OK:

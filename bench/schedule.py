@@ -117,7 +117,9 @@ class Schedule:
         for look in self.looks:
             if look.repeats <= repeat:
                 chosen = set(look.open)
-        return block([cell for cell in self.cells if cell.cell_id in chosen], repeat, self.seed)
+        # Fake tensors have shapes, which are the same every time, and no times.
+        due = [cell for cell in self.cells if cell.cell_id in chosen and not (repeat and cell.fake_tensors)]
+        return block(due, repeat, self.seed)
 
     def trials(self) -> Iterator[Trial]:
         """The trials of all known blocks."""

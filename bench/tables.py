@@ -28,6 +28,7 @@ TRIAL_COLUMNS: dict[str, str] = {
     "accumulate": "Int64",
     "world_size": "Int64",
     "virtual_world_size": "Int64",
+    "fake_tensors": "boolean",
     "micro_batch_size": "Int64",
     "global_batch_size": "Int64",
     "sequence_length": "Int64",
@@ -193,7 +194,8 @@ def _trial_row(record: dict[str, Any], manifest: dict[str, Any], once: dict[tupl
     row |= {"clip_norm": cell.clip_norm, "twin": cell.twin}  # older records have none
     row["virtual_world_size"] = cell.world_size if cell.virtual else None
     row["micro_batch_size"] = cell.micro_batch_size
-    row["optimizer_steps_expected"] = cell.windows
+    row["fake_tensors"] = cell.fake_tensors
+    row["optimizer_steps_expected"] = None if cell.fake_tensors else cell.windows
     row["num_passes"] = len(record.get("passes", ()))
     if record.get("training_s") is not None:
         row["overhead_s"] = record["wall_s"] - record["training_s"]
@@ -233,6 +235,7 @@ def _timed_columns(record: dict[str, Any], cell: Cell, timed: dict[str, Any]) ->
     if timed["step_seconds"]:
         row["num_warmup_steps"] = cell.warmup_windows + _unsettled(timed)
         row["step_time_s"] = statistics.median(timed["step_seconds"][_unsettled(timed) :])
+    if timed["step_seconds"] and not cell.virtual:  # a virtual world's step time is that of computing alone
         row["tokens_per_s"] = record["tokens_per_step"] / row["step_time_s"]
         peak = peak_flops(record["device_name"], cell.precision)
         if peak and record["flops_per_step"]:
@@ -281,7 +284,7 @@ def _child_rows(record: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     timed = record.get("time") or {}
     first = record["cell"]["warmup_windows"]
     settled = first + (_unsettled(timed) if timed else 0)
-    memory = {f"tracked_{name}": size for name, size in (record.get("memory") or {}).items()}
+    memory = {f"tracked_{name}": size for name, size in (record.get("memory") or {}).items() if "retries" not in name}
     cuda = timed.get("cuda_memory") or {}
     memory |= {f"cuda_{name}": cuda[name] for name in ("allocated", "active", "reserved") if name in cuda}
     return {

@@ -7,7 +7,8 @@ Instruments change what they measure, so each has a pass of its own, on a fresh 
    changed is compared with the change of the reference, which clips likewise. A cell that clips has two such windows:
    one without clipping comes first, since clipping makes a gradient of a wrong scale right where both are too long.
 3. ``collectives``: c10d operators between the second and the third update.
-4. ``memory``: the ledger's peak between the second and the third update (CUDA reads its allocator in the time pass).
+4. ``memory``: by category, between the second and the third update: at the peak, and held between micro-batches.
+5. ``accumulation``: gradients whose sum tells in which dtype they were summed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from bench import rank
 from bench.backends.base import Backend, Job, registry
 from bench.cell import SGD, Cell, Status
+from bench.errors import UnsupportedError
 from bench.taps import Kind, Taps, updates
+from bench.virtual import refusal, tensors
 from bench.workload import load
 from bench.workload.loader import Loader
 
@@ -36,7 +39,7 @@ if TYPE_CHECKING:
     from torch.nn.parameter import Parameter
     from torch.optim import Optimizer
 
-EXTRA_PASSES = ("update", "collectives", "memory")
+EXTRA_PASSES = ("update", "collectives", "memory", "accumulation")
 """Passes that run once per cell; their answers do not vary from repeat to repeat."""
 SETTLED_WINDOWS = 2
 """Windows before the counted one in the collectives and memory passes.
@@ -70,8 +73,8 @@ class Spec:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
-        return self.cell.world_size
+        """Number of processes: the ranks that exist, which is one in a virtual world."""
+        return 1 if self.cell.virtual else self.cell.world_size
 
     def to_json(self) -> str:
         """One line."""
@@ -89,7 +92,8 @@ def run_rank(spec_json: str) -> None:
     spec = Spec.from_json(spec_json)
 
     def work(number: int) -> dict[str, Any]:
-        device = rank.join(spec.cell.device, threads=spec.threads, seed=spec.cell.seed)
+        pretended = spec.cell.world_size if spec.cell.virtual else None
+        device = rank.join(spec.cell.device, threads=spec.threads, seed=spec.cell.seed, pretended=pretended)
         return Trial(spec, number, device, registry()[spec.cell.backend]).run()
 
     rank.live(Path(spec.folder), work)
@@ -101,14 +105,20 @@ class Trial:
     def __init__(self, spec: Spec, rank: int, device: torch.device, backend: type[Backend]) -> None:
         self.spec, self.cell, self.rank, self.device = spec, spec.cell, rank, device
         self.backend = backend
+        if reason := refusal(spec.cell, backend):
+            raise UnsupportedError(reason)
         self.workload = load(spec.cell, Path(spec.corpus) if spec.corpus else None)
-        model = self.workload.model()
+        self._tensors = tensors(spec.cell, device)
+        model = self._tensors.model(self.workload.model)
         self._unused_model: nn.Module | None = model
         self.num_parameters = sum(p.numel() for p in model.parameters())
         blocks = self.workload.blocks(model)
         self.block_parameters = max((sum(p.numel() for p in block.parameters()) for block in blocks), default=0)
+        # Samples per update of the ranks that exist: all, or the one of a virtual world.
+        self._batch_size = self.cell.accumulate * self.cell.micro_batch_size * spec.world_size
         # The tokens of all windows lie ready on the device, so that no pass times their making or copying.
-        self.data = self.workload.data(self.cell.windows * self.cell.global_batch_size).to(device)
+        windows = max(self.cell.windows, SETTLED_WINDOWS + 1)
+        self.data = self._tensors.data(self.workload.data, windows * self._batch_size)
         self.training_s = 0.0
 
     def run(self) -> dict[str, Any]:
@@ -128,11 +138,13 @@ class Trial:
             "update": self.update,
             "collectives": self.collectives,
             "memory": self.memory,
+            "accumulation": self.accumulation,
         }
         for name in self.spec.passes:
             gc.collect()  # frees the pass before, whose frameworks leave cycles
             try:
-                result[name] = passes[name]()
+                with self._tensors:
+                    result[name] = passes[name]()
             except Exception as error:
                 error.add_note(f"in the {name} pass")
                 raise
@@ -161,9 +173,9 @@ class Trial:
             lambda samples: self.data[samples.start : samples.stop],
             windows=windows,
             accumulate=cell.accumulate,
-            world_size=cell.world_size,
+            world_size=self.spec.world_size,
             rank=self.rank,
-            global_batch_size=cell.global_batch_size,
+            global_batch_size=self._batch_size,
         )
         make_optimizer = optimizer or self._optimizer
         backend = self.backend()
@@ -199,8 +211,8 @@ class Trial:
 
     def _build(self) -> nn.Module:
         """A new model; the one that was made to count its parameters serves once."""
-        model, self._unused_model = self._unused_model or self.workload.model(), None
-        return model.to(self.device)
+        model, self._unused_model = self._unused_model or self._tensors.model(self.workload.model), None
+        return self._tensors.place(model)
 
     def _optimizer(self, parameters: Iterable[Parameter]) -> Optimizer:
         import torch
@@ -241,7 +253,8 @@ class Trial:
             backend = self.train(taps, self.cell.windows)
         ended = time.monotonic()
         found = updates(taps.events)
-        losses = torch.stack(taps.losses).double().cpu() if taps.losses else torch.empty(0, dtype=torch.double)
+        counted = [] if self.cell.virtual else taps.losses  # those of a virtual world mean nothing
+        losses = torch.stack(counted).double().cpu() if counted else torch.empty(0, dtype=torch.double)
         accumulate = self.cell.accumulate
         windows = len(losses) // accumulate
         seconds = clock.intervals([update.mark for update in found])
@@ -252,7 +265,7 @@ class Trial:
             "ended": ended,
             "host": load.result,
             "losses": losses[: windows * accumulate].view(windows, accumulate).mean(dim=1).tolist(),
-            "num_micro_batches": len(losses),
+            "num_micro_batches": len(taps.losses),
             "num_fetched": taps.count(Kind.FETCH),
             "num_updates": len(found),
             "num_inner_steps": sum(update.num_inner_steps for update in found),
@@ -354,6 +367,12 @@ class Trial:
             watch=watch,
         )
         return probe.result
+
+    def accumulation(self) -> dict[str, Any]:
+        """The accumulation pass: in which dtype the backend sums gradients."""
+        from bench.probes.accumulation import accumulator
+
+        return accumulator(self.backend, self.cell, self.rank, self.device)
 
 
 class SettledWindow:

@@ -10,6 +10,7 @@ from typing import Any
 from bench import tables
 from bench.analysis import gates
 from bench.analysis.compare import Pair, Row, Run, judge_pairs, pairs_of_backends
+from bench.analysis.expected import layouts_of
 from bench.analysis.sides import side
 from bench.analysis.statistics import MARGIN, Interval, ratio, required_trials
 from bench.analysis.verdicts import Judgement, next_precision
@@ -102,7 +103,8 @@ def standing(run: Run, *, margin: float = MARGIN) -> Standing:
 
 def run_of(records: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any]) -> Run:
     """A run as its journal is so far."""
-    judged = gates.judge(tables.build([dict(record) for record in records], dict(manifest)))
+    rows = [dict(record) for record in records]
+    judged = gates.judge(tables.build(rows, dict(manifest)), layouts_of(rows))
     cells = {record["cell_id"]: Cell.from_dict(record["cell"]) for record in records}
     return Run(name=str(manifest["run_id"]), tables=judged, cells=cells, manifest=manifest)
 

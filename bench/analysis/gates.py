@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
 
-from bench.analysis import longrun
+from bench.analysis import expected, longrun
 from bench.cell import REFERENCE, SGD, Precision, Status
 from bench.tables import Tables
+from bench.workload.shapes import Layout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,11 +50,14 @@ SAME_FACTOR = 0.05
 """How near a scale must be to 1/N, N, 1/W or W to be called by that name. Where several fit, all are named."""
 
 
-def judge(tables: Tables) -> Tables:
-    """The same tables with ``max_loss_deviation`` filled, and ``status`` and ``reason`` of what failed a gate.
+def judge(tables: Tables, layouts: Mapping[str, Layout] | None = None) -> Tables:
+    """The same tables with what was expected filled in, and ``status`` and ``reason`` of what failed a gate.
+
+    ``layouts`` are those of models that are not shipped, by cell id: ``expected.layouts_of``.
 
     Trials that did not end ``ok`` are left as they are. A trial that cannot be checked, because its reference is
-    missing or failed, is invalid too: a number that nobody checked is not printed as good.
+    missing or failed, is invalid too: a number that nobody checked is not printed as good. In a virtual world there
+    are no values, so only its steps are counted.
     """
     trials = tables.trials.copy()
     losses = {
@@ -65,13 +70,23 @@ def judge(tables: Tables) -> Tables:
         if row["status"] != Status.OK:
             continue
         mine = losses.get((row["cell_id"], row["repeat"]), ())
+        if pd.notna(row["virtual_world_size"]):
+            if reasons := [] if row["fake_tensors"] else _step_findings(row):
+                trials.loc[index, ["status", "reason"]] = [str(Status.INVALID), "; ".join(reasons)]
+            continue
         first, deviation = _deviations(mine, truths.get(_workload_key(row)))
         trials.loc[index, "max_loss_deviation"] = pd.NA if deviation is None else deviation
         reasons = findings(row, deviation, first)
         reasons += [slow[row["cell_id"]]] if row["cell_id"] in slow else []
         if reasons:
             trials.loc[index, ["status", "reason"]] = [str(Status.INVALID), "; ".join(reasons)]
-    return replace(tables, trials=trials)
+    filled = expected.fill(replace(tables, trials=trials), layouts)
+    for cell_id, words in filled.findings.items():
+        for index, row in trials[trials["cell_id"] == cell_id].iterrows():
+            if row["status"] in {Status.OK, Status.INVALID}:
+                before = [row["reason"]] if row["status"] == Status.INVALID else []
+                trials.loc[index, ["status", "reason"]] = [str(Status.INVALID), "; ".join([*before, *words])]
+    return replace(filled.tables, trials=trials)
 
 
 def findings(row: Any, deviation: float | None, first: float | None = None) -> list[str]:

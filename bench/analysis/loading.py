@@ -8,6 +8,7 @@ from pathlib import Path
 from bench import tables
 from bench.analysis import compare, gates
 from bench.analysis.compare import Run
+from bench.analysis.expected import layouts_of
 from bench.cell import Cell
 from bench.errors import InputError
 from bench.journal import MANIFEST, Journal, read_manifest
@@ -37,7 +38,7 @@ def load(folder: Path) -> Run:
             raise InputError(f"{journal.path}: trial {number} was edited: its cell is not what its cell_id is made of")
         cells[cell.cell_id] = cell
     try:
-        judged = gates.judge(tables.build(records, manifest))
+        judged = gates.judge(tables.build(records, manifest), layouts_of(records))
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"{journal.path}: was edited: its trials make no table ({_said(error)})") from error
     found = compare.Run(name=str(manifest["run_id"]), tables=judged, cells=cells, manifest=manifest)

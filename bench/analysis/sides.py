@@ -56,6 +56,7 @@ def side(tables: Tables, cell_id: str, label: str = "") -> Side:
 
 IDLE_SHARE = 0.1
 """Of the CPUs that others may use before a machine is not called idle."""
+RESTLESS = "the machine was not idle"
 COOL = frozenset({"SwPowerCap"})
 """Slowdowns that a GPU in full use has by itself. What they do to the clock is seen in the cycles."""
 
@@ -66,7 +67,7 @@ def _restless(trials: pd.DataFrame) -> list[str]:
     taken = (trials["foreign_cores"] + trials["stolen_cores"]) / trials["num_cpus"]
     if taken.notna().any() and taken.median() > IDLE_SHARE:
         found.append(
-            f"the machine was not idle: others took {100 * taken.median():.0f} % of its CPUs "
+            f"{RESTLESS}: others took {100 * taken.median():.0f} % of its CPUs "
             f"(limit {100 * IDLE_SHARE:g} %)"
         )
     slowed = trials["clock_slowdowns"].fillna("").map(lambda names: bool(set(filter(None, names.split(","))) - COOL))

@@ -10,6 +10,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import itertools
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench.cell import Cell, Device, Sharding, Stepping, Sync
 from bench.errors import InputError, UnsupportedError
+from bench.probes.categories import Category
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
 ENTRY_POINTS = "bench.backends"
 """Entry-point group in which other packages offer backends; each names a subclass of Backend."""
+MORE = "BENCH_BACKENDS"
+"""Environment variable that names backends of no installed package: ``module:Class``, with commas between them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +179,11 @@ class Backend(ABC):
     defect: ClassVar[str] = ""
     """A known defect of the framework that the gates are expected to catch when N > 1, in words; empty if none."""
 
+    not_virtual: ClassVar[str] = ""
+    """Why the backend cannot be rank 0 of a virtual world (``bench.virtual``), in words; empty if it can."""
+    not_fake: ClassVar[str] = ""
+    """Why it cannot be that on fake tensors (``bench.fakes``), in words; empty if it can."""
+
     stepping: ClassVar[Stepping] = Stepping.UNKNOWN
     """What the backend does with the incomplete window at the end of an epoch."""
     bf16_as: ClassVar[str] = BF16_AUTOCAST
@@ -220,6 +229,15 @@ class Backend(ABC):
         """
         return seen - seen % accumulate
 
+    def holdings(self) -> Mapping[Category, Iterable[Tensor]]:
+        """What the framework holds now, where a tensor's use cannot be told from outside: its own flat buffers.
+
+        The memory pass asks at every tapped event of one window, after all is built, and puts the storages of these
+        tensors into these categories for their whole life. What it finds by itself need not be named: parameters that
+        operators take, their gradients, the inner optimizer's parameters and state, what collectives read and write.
+        """
+        return {}
+
     def settings(self) -> dict[str, Any]:
         """Settings of the framework that differ from its defaults or move time and memory, to be stored."""
         return {}
@@ -239,17 +257,25 @@ BUILT_IN = ("plain", "fsdp2", "deepspeed", "lightning")
 """Modules of this package that hold backends."""
 
 
-def registry() -> dict[str, type[Backend]]:
-    """All backends by name: the built-in ones, then those of installed packages.
+def _entry_points() -> Iterable[importlib.metadata.EntryPoint]:
+    return importlib.metadata.entry_points(group=ENTRY_POINTS)
 
-    Raises InputError if an installed package offers something that is not a backend or takes a name already taken.
+
+def registry() -> dict[str, type[Backend]]:
+    """All backends by name: the built-in ones, those of installed packages, then those that MORE names.
+
+    Raises InputError if one of them is not a backend or takes a name already taken.
     """
     found: dict[str, type[Backend]] = {}
     for module in BUILT_IN:
         for backend in importlib.import_module(f"bench.backends.{module}").BACKENDS:
             found[backend.name] = backend
-    for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
-        place = f"entry point '{entry.name}' ({entry.value}) in group {ENTRY_POINTS}"
+    named = [name.strip() for name in os.environ.get(MORE, "").split(",") if name.strip()]
+    offered = [
+        *((f"entry point '{e.name}' ({e.value}) in group {ENTRY_POINTS}", e) for e in _entry_points()),
+        *((f"{MORE}: '{name}'", importlib.metadata.EntryPoint(name, name, ENTRY_POINTS)) for name in named),
+    ]
+    for place, entry in offered:
         try:
             backend = entry.load()
         except Exception as error:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench.backends.base import BF16_PARAMETERS, Backend, Job
 from bench.cell import Sharding, Stepping, Sync
 from bench.errors import UnsupportedError
+from bench.probes.categories import Category
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -86,6 +87,38 @@ def restore_masters(model: nn.Module, masters: dict[str, Tensor]) -> None:
         safe_set_full_fp32_param(parameter, masters[name].to(parameter.device))
 
 
+def holdings(engine: Any) -> dict[Category, list[Tensor]]:
+    """What the engine's ZeRO optimizer holds: flat parameters, fp32 masters, reduced gradients, buckets.
+
+    Attributes of ``DeepSpeedZeroOptimizer`` (stage 2) and ``DeepSpeedZeroOptimizer_Stage3``, both of 0.19; one that a
+    version lacks holds nothing. The inner optimizer's parameters are the masters, whose ``grad`` exists in a step only.
+    """
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    zero = engine.optimizer
+
+    def tensors(*names: str) -> list[Tensor]:
+        leaves = tree_leaves([getattr(zero, name, None) for name in names])
+        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+    masters = tensors("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")
+    groups: list[Any] = getattr(zero, "fp16_groups", [])
+    partitioned = [parameter for group in groups for parameter in group]
+    buffers = [bucket.buffer for bucket in zero.ipg_buckets.values()]
+    averaged = [getattr(group, "flat_partition", group) for group in zero.averaged_gradients.values()]
+    return {
+        Category.COMMUNICATION: [leaf for leaf in tree_leaves(buffers) if leaf is not None],
+        Category.PARAMETERS_SHARDED: masters + [parameter.ds_tensor for parameter in partitioned],
+        Category.PARAMETERS_UNSHARDED: tensors("bit16_groups_flat") + partitioned,
+        Category.GRADIENTS_SHARDED: [
+            *tensors("all_grad_tensors", "grads_in_partition", "grad_partitions_flat_buffer"),
+            *(leaf for leaf in tree_leaves(averaged) if leaf is not None),
+            *(master.grad for master in masters if master.grad is not None),
+        ],
+    }
+
+
 class DeepSpeedZero2Eager(Backend):
     """Stage 2 as documented: ``engine.backward`` and ``engine.step`` per micro-batch, reducing every time."""
 
@@ -147,6 +180,9 @@ class DeepSpeedZero2Eager(Backend):
 
     def reported(self) -> dict[str, int]:
         return {"engine.global_steps": self.engine.global_steps}
+
+    def holdings(self) -> Mapping[Category, Iterable[Tensor]]:
+        return holdings(self.engine)
 
     def settings(self) -> dict[str, Any]:
         return self.config

@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from bench.backends.base import BF16_PARAMETERS, Backend, Job
 from bench.cell import Sharding, Stepping, Sync
+from bench.probes.categories import Category
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -45,6 +46,30 @@ def gather(model: nn.Module) -> dict[str, Tensor]:
         name: (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().cpu()
         for name, parameter in model.named_parameters()
     }
+
+
+def holdings(model: nn.Module) -> dict[Category, list[Tensor]]:
+    """What ``FSDPParam`` holds of each parameter of a sharded model: its shard, its gathered copy, its whole gradient.
+
+    The gradient is in ``grad`` of the gathered copy or, where it is summed in another dtype, in
+    ``unsharded_accumulated_grad``.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    found: dict[Category, list[Tensor]] = {
+        Category.PARAMETERS_SHARDED: [],
+        Category.PARAMETERS_UNSHARDED: [],
+        Category.GRADIENTS_UNSHARDED: [],
+    }
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for group in (group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups):
+        for parameter in group.fsdp_params:
+            found[Category.PARAMETERS_SHARDED].append(parameter._sharded_param_data)
+            gathered = getattr(parameter, "_unsharded_param", None)  # made by the first gather
+            found[Category.PARAMETERS_UNSHARDED] += parameter.all_gather_outputs
+            whole = (parameter.unsharded_accumulated_grad, None if gathered is None else gathered.grad)
+            found[Category.GRADIENTS_UNSHARDED] += [gradient for gradient in whole if gradient is not None]
+    return found
 
 
 class FSDP2Eager(Backend):
@@ -89,6 +114,9 @@ class FSDP2Eager(Backend):
 
     def full_parameters(self) -> Mapping[str, Tensor]:
         return gather(cast("nn.Module", self.model))
+
+    def holdings(self) -> Mapping[Category, Iterable[Tensor]]:
+        return holdings(cast("nn.Module", self.model))
 
     def settings(self) -> dict[str, Any]:
         return {

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from bench.backends import deepspeed as ds
 from bench.backends import fsdp2
 from bench.backends.base import BF16_PARAMETERS, Backend, Job
+from bench.backends.plain import NO_FAKE_DDP
 from bench.cell import Sharding, Stepping, Sync
+from bench.probes.categories import Category
 
 CHECKPOINT = "checkpoint.ckpt"
 
@@ -18,6 +20,11 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.strategies import Strategy
     from torch import Tensor, nn
+
+
+def places(job: Job) -> tuple[int, int]:
+    """Ranks per node and nodes, as Lightning is to see them; those of a virtual world have a node each."""
+    return (1, job.world_size) if job.cell.virtual else (job.world_size, 1)
 
 
 class LightningBackend(Backend):
@@ -43,9 +50,11 @@ class LightningBackend(Backend):
         self.counters: dict[str, int] = {}
         self.parameters_at_end: Mapping[str, Tensor] = {}
         self.module = _module(self, job)
+        devices, num_nodes = places(job)
         self.trainer = Trainer(
             accelerator="gpu" if job.device.type == "cuda" else "cpu",
-            devices=job.world_size,
+            devices=devices,
+            num_nodes=num_nodes,
             strategy=self.strategy(job),
             precision=self.precision(job),
             accumulate_grad_batches=1 if job.accumulate_by_epoch else job.accumulate,
@@ -194,6 +203,7 @@ class LightningDDP(LightningBackend):
     """Lightning's native accumulation: it divides the loss by N and opens DDP's ``no_sync`` by itself."""
 
     name, framework = "lightning-ddp", "Lightning DDP"
+    not_fake = NO_FAKE_DDP
     sync, sharding = Sync.DEFERRED, Sharding.NONE
     stepping = Stepping.FLUSH
 
@@ -232,6 +242,9 @@ class LightningFSDP2(LightningBackend):
     def gather(self, module: LightningModule) -> Mapping[str, Tensor]:
         return fsdp2.gather(_model(module))
 
+    def holdings(self) -> Mapping[Category, Iterable[Tensor]]:
+        return fsdp2.holdings(_model(self.module))
+
 
 class LightningDeepSpeedZero2(LightningBackend):
     """``DeepSpeedStrategy`` stage 2 with the same DeepSpeed configuration as ``deepspeed-zero2-eager``.
@@ -267,6 +280,9 @@ class LightningDeepSpeedZero2(LightningBackend):
 
     def gather(self, module: LightningModule) -> Mapping[str, Tensor]:
         return ds.gather(_model(module))
+
+    def holdings(self) -> Mapping[Category, Iterable[Tensor]]:
+        return ds.holdings(self.trainer.strategy.model)
 
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), **self.config}
@@ -337,7 +353,10 @@ class FabricFSDP2Deferred(Backend):
             process_group_backend="nccl" if job.device.type == "cuda" else "gloo",
         )
         accelerator = "gpu" if job.device.type == "cuda" else "cpu"
-        self.fabric = Fabric(accelerator=accelerator, devices=job.world_size, strategy=strategy, precision="32-true")
+        devices, num_nodes = places(job)
+        self.fabric = Fabric(
+            accelerator=accelerator, devices=devices, num_nodes=num_nodes, strategy=strategy, precision="32-true"
+        )
         self.fabric.launch()
         self.model = self.fabric.setup_module(job.build())
         self.optimizer: Any = self.fabric.setup_optimizers(job.optimizer(self.model.parameters()))
@@ -359,6 +378,9 @@ class FabricFSDP2Deferred(Backend):
 
     def full_parameters(self) -> Mapping[str, Tensor]:
         return fsdp2.gather(self.model.module)
+
+    def holdings(self) -> Mapping[Category, Iterable[Tensor]]:
+        return fsdp2.holdings(self.model.module)
 
 
 BACKENDS: tuple[type[Backend], ...] = (

@@ -13,10 +13,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+NO_FAKE_DDP = "DDP's reducer, in C++, reads the memory of its tensors"
+
+
 class Reference(Backend):
     """The truth: one process sees the whole batch at once, nothing is accumulated, nothing is scaled."""
 
     name, framework = REFERENCE, "torch"
+    not_virtual = "it is one process, and has no other ranks to pretend"
     sync, sharding = Sync.NONE, Sharding.NONE
     stepping = Stepping.WINDOW
 
@@ -39,6 +43,7 @@ class DDPEager(Backend):
     """DDP as it comes: every backward all-reduces."""
 
     name, framework = "ddp-eager", "torch DDP"
+    not_fake = NO_FAKE_DDP
     sync, sharding = Sync.EAGER, Sharding.NONE
     stepping = Stepping.WINDOW
 

@@ -15,6 +15,7 @@ COMMANDS: tuple[str, ...] = (
     "accumulation",
     "lint",
     "study",
+    "predict",
     "backends",
 )
 """Modules of this package, in the order in which ``--help`` lists them."""

@@ -18,6 +18,10 @@ OPTIONS = {
     "backend": "axes.backend",
     "accumulate": "axes.accumulate",
     "world_size": "axes.world_size",
+    "virtual_world": "virtual.world_size",
+    "micro_batch": "virtual.micro_batch_size",
+    "fake_tensors": "virtual.fake_tensors",
+    "alone": "virtual.alone",
     "precision": "axes.precision",
     "optimizer": "axes.optimizer",
     "clip_norm": "axes.clip_norm",
@@ -63,6 +67,16 @@ def add_matrix_options(parser: argparse.ArgumentParser) -> None:
         metavar="W[,W]",
         help="numbers of ranks, or all for one per GPU",
     )
+    add(
+        "--virtual-world",
+        action="append",
+        type=_integers,
+        metavar="W[,W]",
+        help="one process is rank 0 of so many: shapes, memory, counts and bytes, but no values; without --world-size, "
+        "nothing else is run",
+    )
+    add("--micro-batch", type=int, metavar="M", help="samples per micro-batch and rank in a virtual world")
+    add("--fake-tensors", action="store_true", default=None, help="in a virtual world: no memory is allocated, no time")
     add(
         "--precision",
         action="append",
@@ -119,6 +133,10 @@ def chosen_matrix(arguments: argparse.Namespace) -> Matrix:
         name = "gpu" if machine.gpus() else "cpu"
     chosen = matrix.load(name)
     given = vars(arguments) | _precisions(arguments.precision)
+    given["alone"] = True if arguments.virtual_world and not arguments.world_size else None
+    for option in ("micro_batch", "fake_tensors"):
+        if given[option] is not None and not (arguments.virtual_world or chosen["virtual.world_size"]):
+            raise InputError(f"--{option.replace('_', '-')}: is for a virtual world; give --virtual-world too")
     if arguments.max_repeats is None:
         given["max_repeats"] = arguments.repeats
     elif arguments.repeats is None:

@@ -10,12 +10,15 @@ from collections import Counter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 NAMESPACES = ("c10d", "_c10d_functional")
 """Where collectives are issued: by process groups' methods, and by DTensor's redistribution."""
+SILENT = ("wait_tensor", "_wrap_tensor_autograd")
+"""Operators of those namespaces that send nothing."""
 NAMES = {
     "allreduce_": "all_reduce",
     "allreduce_coalesced_": "all_reduce",
@@ -69,7 +72,7 @@ class CollectiveCounter(TorchDispatchMode):
             return NotImplemented  # it comes back as operations on the local tensors
         result = func(*args, **(kwargs or {}))
         operator = func.__name__.split(".")[0]
-        if self.counting and func.namespace in NAMESPACES and operator != "wait_tensor":
+        if self.counting and func.namespace in NAMESPACES and operator not in SILENT:
             tensors = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
             dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else "none"
             key = (NAMES.get(operator, operator), dtype)
@@ -78,6 +81,28 @@ class CollectiveCounter(TorchDispatchMode):
             self.calls[key] += 1
             self.bytes[key] += payload_bytes(*sides)
         return result
+
+    def self_test(self, device: torch.device) -> None:
+        """Prove on the default process group that the counter sees it and that its averages are averages. Collective.
+
+        One all-reduce of 8 bytes is counted; its average over ranks' numbers 0 to W - 1 must be (W - 1) / 2. Older gloo
+        summed instead (pytorch#162338). A fake group pretends to communicate, so its values are not looked at. What was
+        counted before is kept, and the test itself is not counted. Raises RuntimeError with one line that says what is
+        wrong.
+        """
+        with CollectiveCounter() as probe:
+            probe.counting = True
+            values = torch.full((2,), float(dist.get_rank()), device=device)
+            dist.all_reduce(values, op=dist.ReduceOp.AVG)
+        seen = [{"op": "all_reduce", "dtype": "float32", "calls": 1, "payload_bytes": 8}]
+        if probe.rows() != seen:
+            raise RuntimeError(f"collectives cannot be counted: an all-reduce of 8 bytes is seen as {probe.rows()}")
+        if "fake" in dist.get_backend():
+            return
+        right, found = (dist.get_world_size() - 1) / 2, values.tolist()
+        if found != [right, right]:
+            name = dist.get_backend()
+            raise RuntimeError(f"{name} does not average: AVG over the ranks' numbers is {found[0]:g}, not {right:g}")
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per operation and dtype: op, dtype, calls, payload_bytes."""

@@ -1,112 +1,148 @@
-"""Peak memory: the allocator's own peaks on CUDA, a ledger of live tensor storages elsewhere.
+"""Memory of one settled window, by category: at its peak, and held between its first two micro-batches.
 
-The ledger counts the bytes of every storage that an operator returned while it was on, from its birth (or resizing)
-to its death. It does not see what libraries allocate without making a tensor: gloo's and oneDNN's work space, or the
-interpreter. So it says what a backend holds, not what the process weighs.
+The ledger counts storages; here is told what they are for, and when to look. On CUDA the sums are laid beside what the
+allocator says of the same moments.
 """
 
 from __future__ import annotations
 
-import time
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-LET_GO_S = 0.001
-"""How long gloo's thread may take to drop a finished collective."""
+from bench.probes.categories import HELD, PEAK, Category, Evidence, named
+from bench.probes.ledger import Block, TensorLedger
+from bench.taps import Kind
+
+__all__ = ["MemoryProbe", "TensorLedger", "cuda_peaks", "reconcile"]
+
+PHASES = {
+    Kind.FETCH: Category.ACTIVATIONS,
+    Kind.LOSS: Category.TEMPORARIES,
+    Kind.STEP: Category.TEMPORARIES,
+}
+"""What is made after an event is for, unless more is learned about it."""
+LOOK_SHARE = 0.9
+"""The share of the last window's peak from which on every new peak is looked at closely."""
+ALLOCATOR = {"requested": "requested_bytes", "allocated": "allocated_bytes", "active": "active_bytes",
+             "reserved": "reserved_bytes"}  # fmt: skip
+"""Names of the CUDA allocator's sizes, and their keys in ``torch.cuda.memory_stats``.
+
+Requested is what tensors asked for, allocated that rounded up to blocks of 512 bytes, active what is not yet free for
+every stream, reserved what was taken from the device.
+"""
 
 
-class TensorLedger(TorchDispatchMode):
-    """Live and peak bytes of the storages of one device type, for as long as the mode is on.
+class MemoryProbe:
+    """Watches one window; ``ledger`` must be on from before the backend is built.
 
-    FSDP2 frees and reuses its gathered parameters by resizing their storages outside any operator, so ``resize_`` is
-    watched too.
+    Set ``holdings``, call ``optimizer`` with what is stepped, ``event`` after every tapped event, and ``open``,
+    ``hold`` and ``close`` at the window's start, its second fetch and its end. Python's cycle collector rests while the
+    window is open: some frameworks leave tensors in cycles, and a peak must not depend on when it runs.
     """
 
     def __init__(self, device_type: str) -> None:
-        super().__init__()
-        self._device_type = device_type
-        self._sizes: dict[int, int] = {}
-        self._watched: dict[int, weakref.ref[UntypedStorage]] = {}
-        self.live = 0
-        self.peak = 0
+        self.ledger = TensorLedger(device_type)
+        self.result: dict[str, int] = {}
+        """Bytes by the keys of ``categories.named``, filled by ``close``."""
+        self.holdings: Callable[[], Mapping[Category, Iterable[Tensor]]] = dict
+        """The ``holdings`` of the backend under test."""
+        self._cuda = device_type == "cuda"
+        self._optimizers: list[Optimizer] = []
+        self._is_open = False
+        self._last: Kind | None = None
+        self._held: tuple[int, list[tuple[Block, int]]] | None = None
 
-    def reset_peak(self) -> None:
-        """Forget the peak so far."""
-        self.peak = self.live
+    def optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """The inner optimizer that the backend steps; returned as it is."""
+        self._optimizers.append(optimizer)
+        return optimizer
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # it comes back as operations on the local tensors
-        result = func(*args, **(kwargs or {}))
-        if func.namespace == "c10d":
-            _wait(result)
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.device.type == self._device_type:
-                self._see(leaf.untyped_storage())
-        return result
+    def event(self, kind: Kind) -> None:
+        """What is made from now on belongs to another phase; within the window, look at who holds what."""
+        self.ledger.birth = PHASES[kind]
+        if self._is_open:
+            self._look()
+        elif kind is Kind.FETCH and self._last is Kind.STEP:
+            self.ledger.peak = self.ledger.live
+        self._last = kind
 
-    def _see(self, storage: UntypedStorage) -> None:
-        key = storage._cdata
-        if key not in self._watched:
-            self._watched[key] = weakref.ref(storage, lambda _: self._forget(key))
-        self._set(key, storage.nbytes())
+    def open(self) -> None:
+        """The window starts."""
+        gc.collect()
+        gc.disable()
+        self._is_open = True
+        self._look()
+        self.ledger.look, self.ledger.look_above = self._look, int(LOOK_SHARE * self.ledger.peak)
+        self.ledger.reset_peak()
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats()
 
-    def _set(self, key: int, size: int) -> None:
-        self.live += size - self._sizes.get(key, 0)
-        self._sizes[key] = size
-        self.peak = max(self.peak, self.live)
+    def hold(self) -> None:
+        """The second micro-batch was fetched: what lives now is held between micro-batches."""
+        self._held = (self.ledger.live, self.ledger.snapshot())
+        if self._cuda:
+            self.result |= reconcile(torch.cuda.memory_stats(), HELD, self.ledger.live)
 
-    def _forget(self, key: int) -> None:
-        self.live -= self._sizes.pop(key, 0)
-        self._watched.pop(key, None)
+    def close(self) -> None:
+        """The window ends, and all that could be learned of its storages is known."""
+        ledger = self.ledger
+        self._is_open = False
+        ledger.look = None
+        gc.enable()
+        if self._cuda:
+            self.result |= reconcile(torch.cuda.memory_stats(), PEAK, ledger.peak)
+        self.result |= named(PEAK, ledger.peak, ledger.parts_at_peak())
+        if self._held is not None:
+            live, sizes = self._held
+            self.result |= named(HELD, live, ledger.parts(sizes))
 
-    def __enter__(self) -> Any:
-        self._resizing = ExitStack()
-        self._resizing.enter_context(_watch_resize(self))
-        return super().__enter__()
+    def _look(self) -> None:
+        """Mark what the backend and the optimizers hold now."""
+        for category, tensors in self.holdings().items():
+            for tensor in tensors:
+                self.ledger.mark(tensor, category, Evidence.DECLARED)
+        for optimizer in self._optimizers:
+            for tensor, category in held_by(optimizer, self.ledger):
+                self.ledger.mark(tensor, category, Evidence.STRUCTURE)
 
-    def __exit__(self, *exc: object) -> None:
-        super().__exit__(*exc)
-        self._resizing.close()
 
+def held_by(optimizer: Optimizer, ledger: TensorLedger) -> Iterator[tuple[Tensor, Category]]:
+    """An optimizer's parameters, their gradients and its state, with their categories.
 
-def _wait(result: Any) -> None:
-    """Wait for a collective where it was issued, and until gloo's thread has let go of its tensors.
-
-    Otherwise the peak would depend on how soon that thread is scheduled.
+    A parameter is sharded if it is a DTensor, or if the backend declared it to be; its gradient as itself.
     """
-    for leaf in tree_leaves(result):
-        if isinstance(leaf, torch.ScriptObject):
-            torch.distributed.Work.unbox(leaf).wait()
-    time.sleep(LET_GO_S)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            known = None if isinstance(parameter, DTensor) else ledger.category(parameter)
+            sharded = isinstance(parameter, DTensor) or known is Category.PARAMETERS_SHARDED
+            yield parameter, Category.PARAMETERS_SHARDED if sharded else Category.PARAMETERS_UNSHARDED
+            if parameter.grad is not None:
+                yield parameter.grad, Category.GRADIENTS_SHARDED if sharded else Category.GRADIENTS_UNSHARDED
+    for leaf in tree_leaves(list(optimizer.state.values())):
+        if isinstance(leaf, Tensor):
+            yield leaf, Category.OPTIMIZER_STATE
 
 
-@contextmanager
-def _watch_resize(ledger: TensorLedger) -> Iterator[None]:
-    """Let the ledger see ``UntypedStorage.resize_`` while the context is open."""
-    original: Callable[..., Any] = UntypedStorage.resize_
+def reconcile(stats: Mapping[str, Any], moment: str, tracked: int) -> dict[str, int]:
+    """What the CUDA allocator says of a moment (PEAK since the last reset, or HELD: now), beside the ledger's bytes.
 
-    def resize(storage: UntypedStorage, size: int) -> Any:
-        result = original(storage, size)
-        if storage._cdata in ledger._watched:
-            ledger._see(storage)
-        return result
-
-    UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        UntypedStorage.resize_ = original  # type: ignore[method-assign]
+    ``<moment>_allocator_untracked`` is allocated minus tracked: what libraries allocate without a tensor (cuBLAS's work
+    space), what composite kernels need inside, what was there before the ledger, and the rounding up of every
+    allocation, which is also given alone as ``<moment>_allocator_rounding``.
+    """
+    when = "peak" if moment == PEAK else "current"
+    sizes = {name: int(stats[f"{key}.all.{when}"]) for name, key in ALLOCATOR.items()}
+    sizes["rounding"] = sizes["allocated"] - sizes["requested"]
+    sizes["untracked"] = sizes["allocated"] - tracked
+    sizes["retries"] = int(stats["num_alloc_retries"])
+    return {f"{moment}_allocator_{name}": size for name, size in sizes.items()}
 
 
 def cuda_peaks() -> dict[str, int]:

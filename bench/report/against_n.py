@@ -39,7 +39,7 @@ def draw_step_time(run: Run) -> list[Drawing]:
     """Seconds per optimizer step."""
     trials = centred_trials(run.trials, "step_time_s")
     title = "Time of an optimizer step against the number of micro-batches N"
-    return _against_n(run, "step_time", trials, "step_time_s", title, "step time (s per optimizer step)", CONTEXT)
+    return against_n(run, "step_time", trials, "step_time_s", title, "step time (s per optimizer step)", CONTEXT)
 
 
 def with_memory(run: Run, *values: str) -> tuple[pd.DataFrame, float, str]:
@@ -62,10 +62,10 @@ def draw_peak_memory(run: Run) -> list[Drawing]:
     trials, unit, name = with_memory(run)
     by, label = [*CONTEXT, "peak_memory_source"], memory_label(trials, name)
     title = "Peak memory of a rank against the number of micro-batches N"
-    return _against_n(run, "peak_memory", trials, "peak_memory_bytes", title, label, by, unit)
+    return against_n(run, "peak_memory", trials, "peak_memory_bytes", title, label, by, unit)
 
 
-def _against_n(
+def against_n(
     run: Run, stem: str, trials: pd.DataFrame, value: str, title: str, label: str, by: list[str], unit: float = 1.0
 ) -> list[Drawing]:
     """A value against N: every trial a point, a line through the medians of the cells."""

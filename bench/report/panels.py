@@ -31,6 +31,7 @@ CONTEXT = [
     "clip_norm",
     "accumulation_dtype",
     "world_size",
+    "world",
     "precision",
     "corpus",
     "learning_rate",
@@ -75,6 +76,7 @@ NAMES = {
 """How a value of a column is named in titles; others speak for themselves."""
 NOT_CLIPPED = "not clipped"
 REFERENCE_LABEL = "reference: one process, full batch"
+VIRTUAL, REAL = "virtual world: no values, nothing is sent", "real ranks"
 ONE_GPU = "one GPU: no bytes move between ranks"
 REFERENCE_KEY: Key = (Line2D([], [], color=REFERENCE_COLOUR, linestyle="--"), REFERENCE_LABEL)
 LOSS_FLOOR = 1e-9
@@ -123,6 +125,7 @@ class Run:
             trials[column] = trials[column].fillna(trials["backend"].map(known).astype("string")).fillna("")
         trials["reason"] = trials["reason"].fillna("")
         self.looks = style.looks(trials)
+        trials["world"] = trials["virtual_world_size"].notna().map({True: VIRTUAL, False: REAL}).astype("string")
         order = {name: i for i, name in enumerate(self.looks)}
         ranks = trials["backend"].map(order)
         self.trials = trials.assign(_rank=ranks).sort_values(["_rank", "accumulate", "repeat"], kind="stable")

@@ -13,6 +13,7 @@ from bench.report import forest, style
 from bench.report.against_n import draw_peak_memory, draw_step_time
 from bench.report.comparison import Report
 from bench.report.curves import draw_loss_curves
+from bench.report.memory import draw_held_gradients, draw_memory_categories
 from bench.report.panels import Drawing, Run
 from bench.report.rows import draw_optimizer_steps, draw_speed_up
 from bench.report.scatter import draw_memory_vs_time
@@ -58,4 +59,6 @@ def figures(tables: Tables, manifest: dict[str, Any]) -> list[Drawing]:
             draw_optimizer_steps,
             draw_speed_up,
         )
-        return [drawing for maker in makers for drawing in maker(run)]
+        found = [drawing for maker in makers for drawing in maker(run)]
+        memory = (draw_memory_categories, draw_held_gradients)
+        return found + [drawing for maker in memory for drawing in maker(run, tables.memory)]

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from bench.analysis.baseline import Floor, Standing
 from bench.analysis.compare import Row
+from bench.analysis.sides import RESTLESS
 from bench.analysis.verdicts import NEXT, Verdict, band
 from bench.cell import REFERENCE, Status
 from bench.tables import Tables
@@ -122,6 +123,13 @@ def certainty(standing: Standing, manifest: Mapping[str, Any]) -> list[str]:
     for reason in dict.fromkeys(row.judgement.reason for row in ambiguous):
         count = sum(row.judgement.reason is reason for row in ambiguous)
         lines.append(f"ambiguous ({count} of {len(standing.rows)} cells): {reason}: {NEXT[reason]}")
+    barred = [row for row in standing.rows if row.judgement.verdict is Verdict.NOT_COMPARABLE]
+    restless = [row for row in barred if RESTLESS in row.judgement.detail]
+    if restless:
+        detail = restless[0].judgement.detail
+        lines.append(
+            f"not comparable ({len(restless)} of {len(standing.rows)} cells): {detail[detail.index(RESTLESS) :]}"
+        )
     return [textwrap.fill(line, 118, subsequent_indent="    ") for line in lines]
 
 

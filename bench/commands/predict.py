@@ -1,0 +1,272 @@
+"""``predict``: memory, collectives and bounds of a step's time of every backend, by arithmetic alone.
+
+With ``--json`` a list, one object per backend:
+
+- ``backend``, ``framework``, ``sharding``, ``sync``; ``refusal``: why it does not run this (all numbers are then null
+  or empty), ``defect``: what is known to be wrong with its updates (such a backend never wins); empty if nothing is;
+- ``memory``: bytes of a rank at its peak by category (bench.analysis.footprint), which add up to
+  ``peak_memory_bytes``; ``peak_at``: the moment; ``held``: bytes between micro-batches by category, exact;
+- ``collectives``: per operation and dtype of one optimizer step ``op``, ``dtype``, ``calls``, ``payload_bytes`` and
+  ``wire_bytes`` (derived: what a rank sends in ring algorithms); ``num_calls`` and ``wire_bytes``: their sums;
+- ``communication_s``: null without ``--link``; ``compute_s``, ``lower_s``, ``upper_s``: null without a time of compute;
+- ``fits``: null without ``--memory``; ``best``: whether it is the best here, null where that was not asked or cannot be
+  known; ``best_where``: ``accumulate`` and ``link``, lists of ranges [low, high] of N and of bytes/s in which it is
+  the best, or as good; null likewise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.commands.options import share, split_names
+from bench.errors import GOOD, InputError
+
+if TYPE_CHECKING:
+    from bench.analysis.best import Question
+    from bench.cell import Cell
+
+SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+BYTES = {"B": 1.0, **{f"{p}B": 1e3 ** (i + 1) for i, p in enumerate("kMGT")}}
+BYTES |= {f"{p}iB": 1024.0 ** (i + 1) for i, p in enumerate("KMGT")}
+RATES = {f"{unit}/s": size for unit, size in BYTES.items()} | {"Mbit/s": 1.25e5, "Gbit/s": 1.25e8}
+FLOPS = {"TFLOP/s": 1e12, "PFLOP/s": 1e15}
+NUMBER = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z/]+)")
+LARGEST = 2**24
+"""Of the integers that are asked for; beyond it a step would be longer than any training."""
+DESCRIPTION = (
+    "By arithmetic, nothing is run: a rank's memory at its peak by category, the collectives of an optimizer step, and "
+    "with --link and a time of compute the bounds of a step's time: max(compute, communication) and their sum. The "
+    "best backend is the one with the smallest upper bound among those that fit; within --margin the lower bound "
+    "decides, then the memory."
+)
+
+
+def add(commands: Any) -> None:
+    """Add the command's parser."""
+    from bench.cell import Device, Precision
+    from bench.matrix import OPTIMIZERS
+
+    parser = commands.add_parser(
+        "predict", help="predict memory, collectives and step times without running", description=DESCRIPTION
+    )
+    option = parser.add_argument
+    option("--model", required=True, metavar="M", help="a shipped model: tiny, 135m, 1b, 3b or 8b")
+    option("--world-size", type=_integer, required=True, metavar="W", help="ranks")
+    option("--accumulate", type=_integer, required=True, metavar="N", help="micro-batches per optimizer step")
+    option("--micro-batch", type=_integer, default=1, metavar="B", help="samples of one, on one rank (default: 1)")
+    option("--sequence", type=_integer, required=True, metavar="S", help="tokens per sample")
+    option("--precision", choices=[str(p) for p in Precision], required=True, help="dtype of forward and backward")
+    option("--optimizer", choices=OPTIMIZERS, default="adamw-foreach", help="(default: adamw-foreach)")
+    option("--device", choices=[str(d) for d in Device], default="cuda", help="(default: cuda)")
+    option("--backend", action="append", type=split_names, metavar="B[,B]", help="only these (default: all built-in)")
+    option("--memory", type=_quantity(BYTES, "80GiB"), metavar="SIZE", help="of a device, such as 80GiB")
+    option("--link", type=_quantity(RATES, "50GB/s"), metavar="RATE", help="that a rank can send, such as 50GB/s")
+    option(
+        "--latency",
+        type=_quantity(SECONDS, "20us"),
+        metavar="TIME",
+        help="of a collective call, such as 20us (default: 0)",
+    )
+    option(
+        "--compute-time", type=_quantity(SECONDS, "1.9s"), metavar="TIME", help="of one optimizer step, such as 1.9s"
+    )
+    option("--peak", metavar="GPU|RATE", help="instead of --compute-time: H100, H200, A100, or such as 989TFLOP/s")
+    option("--mfu", type=_mfu, metavar="P", help="part of the peak that is reached (default: 35%%)")
+    option("--activations", type=_quantity(BYTES, "20GiB"), metavar="SIZE", help="of one micro-batch, if known")
+    option("--margin", type=share, metavar="P", help="upper bounds this near are a tie (default: 2%%)")
+    option("--json", action="store_true", help="print a JSON list; its keys: see bench/commands/predict.py")
+    option(
+        "--out", type=Path, metavar="DIR", help="write predict.md and, with bounds, the map of the best backends there"
+    )
+    parser.set_defaults(command=run)
+
+
+def _integer(text: str) -> int:
+    number = int(text) if text.isascii() and text.isdecimal() and len(text) <= 9 else 0
+    if not 1 <= number <= LARGEST:
+        raise argparse.ArgumentTypeError(f"'{text}' is not an integer from 1 to {LARGEST}")
+    return number
+
+
+def _quantity(units: Mapping[str, float], example: str) -> Callable[[str], float]:
+    """Reads a number above 0 with its unit; none without one, since it may be meant in any."""
+
+    def read(text: str) -> float:
+        match = NUMBER.fullmatch(text.strip())
+        if match is None or match[2] not in units:
+            known = ", ".join(units)
+            raise argparse.ArgumentTypeError(f"'{text}' is not a number with its unit ({known}), such as {example}")
+        value = float(match[1]) * units[match[2]]
+        if not (value > 0 and math.isfinite(value)):
+            raise argparse.ArgumentTypeError(f"'{text}' is not above 0 and finite; write it such as {example}")
+        return value
+
+    return read
+
+
+def _mfu(text: str) -> float:
+    number = share(text)
+    if not 0 < number <= 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not above 0% and at most 100%")
+    return number
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Predict and show."""
+    from bench.analysis.best import MARGIN, Answer, Question, where_best
+    from bench.analysis.prediction import Link, predict, record
+    from bench.report import predicted
+
+    cell = _cell(arguments)
+    if arguments.latency is not None and arguments.link is None:
+        raise InputError("--latency: is of a link; give --link too, such as --link 50GB/s")
+    activations = None if arguments.activations is None else int(arguments.activations)
+    predictions = predict(cell, _backends(arguments.backend), activations)
+    link = None if arguments.link is None else Link(bytes_per_s=arguments.link, latency_s=arguments.latency or 0.0)
+    compute_s, compute_from = _compute(arguments, cell)
+    limit = None if arguments.memory is None else int(arguments.memory)
+    question = Question(
+        predictions=predictions,
+        compute_s=math.nan if compute_s is None else compute_s,
+        accumulate=cell.accumulate,
+        memory_bytes=limit,
+        margin=MARGIN if arguments.margin is None else arguments.margin,
+    )
+    timed = question if compute_s is not None else None
+    rows = []
+    for one in predictions:
+        bounds = None if timed is None or link is None else timed.bounds(one, cell.accumulate, link)
+        row = record(one, link, compute_s, None if one.refusal else bounds)
+        rows.append(row)
+        row["fits"] = None if limit is None or one.refusal else question.fits(one, cell.accumulate)
+    answer = None
+    if timed is not None and link is not None:
+        answer = Answer.of(timed, link)
+        for row in rows:
+            row["best"] = row["backend"] in (answer.here.best, *answer.here.equal)
+            row["best_where"] = {
+                "accumulate": where_best(row["backend"], answer.along_n),
+                "link": where_best(row["backend"], answer.along_link),
+            }
+    about = predicted.About(
+        cell=cell,
+        link=link,
+        latency_given=arguments.latency is not None,
+        compute_s=compute_s,
+        compute_from=compute_from,
+        memory_bytes=limit,
+        activations_given=activations is not None,
+        margin=question.margin,
+        answer=answer,
+    )
+    if arguments.json:
+        print(json.dumps(rows, allow_nan=False))
+    else:
+        print("\n".join(predicted.lines(about, rows)))
+    if arguments.out:
+        _write(arguments.out, about, rows, timed)
+    return GOOD
+
+
+def _cell(arguments: argparse.Namespace) -> Cell:
+    """What is asked, as a cell; its backend is filled in later."""
+    from bench.cell import Cell, Device, Precision
+    from bench.workload.sizes import SIZES
+
+    if arguments.model not in SIZES:
+        raise InputError(f"--model: '{arguments.model}' is unknown; use one of {', '.join(SIZES)}")
+    return Cell(
+        backend="",
+        model=arguments.model,
+        accumulate=arguments.accumulate,
+        world_size=arguments.world_size,
+        global_batch_size=arguments.micro_batch * arguments.accumulate * arguments.world_size,
+        sequence_length=arguments.sequence,
+        precision=Precision(arguments.precision),
+        optimizer=arguments.optimizer,
+        device=Device(arguments.device),
+    )
+
+
+def _backends(names: list[list[str]] | None) -> list[str]:
+    """The names that ``--backend`` gives, in the registry's order; of all, those with formulas."""
+    import difflib
+
+    from bench.analysis.formulas import BUILT_IN
+    from bench.cell import REFERENCE
+
+    known = [name for name in BUILT_IN if name != REFERENCE]
+    asked = [name for part in names or [["all"]] for name in part]
+    if asked == ["all"]:
+        return known
+    if not asked:
+        raise InputError("--backend: no name is given; it must be 'all' or a list of backend names")
+    for name in asked:
+        if name == REFERENCE:
+            raise InputError("--backend: the reference accumulates nothing, so nothing is predicted; leave it out")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
+            raise InputError(f"--backend: '{name}' has no formulas; {hint}")
+    return [name for name in known if name in asked]
+
+
+def _compute(arguments: argparse.Namespace, cell: Cell) -> tuple[float | None, str]:
+    """Seconds of compute per optimizer step on a rank, and where they are from; None if nothing says so."""
+    from bench.plan import GPU_EFFICIENCY
+    from bench.probes.flops import PEAK_FLOPS, peak_flops
+    from bench.workload.sizes import SIZES
+
+    if arguments.peak is None:
+        if arguments.mfu is not None:
+            raise InputError("--mfu: is a part of a peak; give --peak too, such as --peak H100")
+        return arguments.compute_time, "" if arguments.compute_time is None else "as given"
+    if arguments.compute_time is not None:
+        raise InputError("--peak: --compute-time says it already; leave out one")
+    if arguments.peak[:1].isdecimal():
+        try:
+            peak = _quantity(FLOPS, "989TFLOP/s")(arguments.peak)
+        except argparse.ArgumentTypeError as error:
+            raise InputError(f"--peak: {error}") from error
+    else:
+        if arguments.peak not in PEAK_FLOPS:
+            raise InputError(
+                f"--peak: '{arguments.peak}' is unknown; use one of {', '.join(PEAK_FLOPS)}, or a rate: 989TFLOP/s"
+            )
+        known = peak_flops(arguments.peak, cell.precision)
+        if known is None:
+            raise InputError(
+                f"--peak: no {cell.precision} peak of {arguments.peak} is known; give --compute-time, or a rate"
+            )
+        peak = known
+    mfu = GPU_EFFICIENCY if arguments.mfu is None else arguments.mfu
+    tokens = cell.accumulate * cell.micro_batch_size * cell.sequence_length
+    flops = SIZES[cell.model].flops_per_token(cell.sequence_length) * tokens
+    seconds: float = flops / (peak * mfu)
+    return seconds, f"{flops:.3g} FLOP at {100 * mfu:g} % of {peak / 1e12:g} TFLOP/s"
+
+
+def _write(folder: Path, about: Any, rows: list[dict[str, Any]], question: Question | None) -> None:
+    """The page and, where there are bounds, the map."""
+    from bench.report import predicted
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "predict.md").write_text(predicted.markdown(about, rows), encoding="utf-8")
+        if question is not None and about.link is not None:
+            import matplotlib.style
+
+            from bench.report import prediction, style
+
+            drawing = prediction.draw(about, question)
+            with matplotlib.style.context(list(style.BASE)):
+                style.save(drawing.figure, folder / drawing.stem, drawing.words)
+            drawing.data.to_csv(folder / f"{drawing.stem}.csv", index=False)
+    except OSError as error:
+        raise InputError(f"--out {folder}: cannot be written ({error.strerror}); name a folder that can") from error

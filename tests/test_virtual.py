@@ -1,0 +1,210 @@
+"""Virtual worlds against real ones: rank 0 of W pretended ranks does what rank 0 of W real ranks does, to the byte."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.backends.base import registry
+from bench.cell import Device, Precision, Status
+from bench.launch import Launcher
+from bench.trial import SETTLED_WINDOWS, Spec
+from bench.virtual import passes, refusal
+from bench.workload import load
+from bench.workload.sizes import SIZES
+from tests.factories import ALL_PASSES, make_cell
+from tests.virtual_worlds import measure, world_cell
+
+BACKENDS = [name for name, backend in registry().items() if not backend.not_virtual]
+FAKEABLE = [name for name in BACKENDS if not registry()[name].not_fake]
+FSDP2 = [name for name in BACKENDS if registry()[name].framework == "FSDP2"]
+N = 2
+WIDE = (8, 64)
+"""World sizes that only pretended ranks have here; most of the model's parameters have fewer rows than the larger."""
+World = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[Launcher]:
+    with Launcher(Device.CPU) as launcher:
+        yield launcher
+
+
+@pytest.fixture(scope="module")
+def world(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> World:
+    """All backends of one world, measured once."""
+    known: dict[tuple[int, str], dict[str, Any]] = {}
+
+    def find(world_size: int, kind: str) -> dict[str, Any]:
+        if (world_size, kind) not in known:
+            chosen = FAKEABLE if kind == "fake" else BACKENDS
+            changes = {"virtual": kind != "gloo", "fake_tensors": kind == "fake"}
+            cells = [world_cell(name, world_size, **changes) for name in chosen]
+            known[world_size, kind] = measure(launcher, tmp_path_factory.mktemp(kind), cells)
+        return known[world_size, kind]
+
+    return find
+
+
+def without_tokens(memory: dict[str, int], tokens: int) -> dict[str, int]:
+    """What a rank holds but for so many bytes of tokens, which are there all the time."""
+    return {key: size - tokens * (key in ("peak", "held", "peak_other", "held_other")) for key, size in memory.items()}
+
+
+def token_bytes(num_ranks: int) -> int:
+    """Bytes of the int64 tokens of a trial of ``world_cell`` for so many ranks; a sample has 9."""
+    return 8 * 9 * N * (SETTLED_WINDOWS + 1) * num_ranks
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_virtual_world_communicates_as_a_real_one(world: World, world_size: int, backend: str) -> None:
+    pretended, real = world(world_size, "virtual")[backend], world(world_size, "gloo")[backend]
+    assert pretended["collectives"] == real["collectives"]
+    assert any(row["payload_bytes"] for row in real["collectives"])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_virtual_world_takes_the_memory_of_a_real_one(world: World, world_size: int, backend: str) -> None:
+    """To the byte and in every category, but for the tokens of ranks that do not exist."""
+    pretended, real = world(world_size, "virtual")[backend]["memory"], world(world_size, "gloo")[backend]["memory"]
+    assert without_tokens(pretended, token_bytes(1)) == without_tokens(real, token_bytes(world_size))
+    assert pretended["peak"] > pretended["held"] > 0
+
+
+@pytest.mark.parametrize("backend", FAKEABLE)
+@pytest.mark.parametrize("world_size", [2, 64])
+def test_fake_tensors_count_as_real_ones(world: World, world_size: int, backend: str) -> None:
+    fake, real = world(world_size, "fake")[backend], world(world_size, "virtual")[backend]
+    assert fake["collectives"] == real["collectives"]
+    # Lightning's flags of a byte or an integer, which fake tensors with values of their own keep somewhat longer.
+    slack = 64 if "lightning" in backend else 0
+    assert fake["memory"] == pytest.approx(real["memory"], abs=slack)
+
+
+def padded_bytes(world_size: int) -> int:
+    """Bytes of the model's fp32 parameters when the rows of each are padded to a multiple of the world size."""
+    model = load(world_cell("fsdp2-eager", 1), None).model()
+    rows = [(p.size(0), p.numel() // p.size(0)) for p in model.parameters()]
+    return 4 * sum(world_size * math.ceil(size / world_size) * rest for size, rest in rows)
+
+
+def calls(trial: dict[str, Any], op: str) -> tuple[int, int]:
+    """Calls and payload bytes of one operation."""
+    rows = [row for row in trial["collectives"] if row["op"] == op]
+    return sum(row["calls"] for row in rows), sum(row["payload_bytes"] for row in rows)
+
+
+@pytest.mark.parametrize("backend", FSDP2)
+@pytest.mark.parametrize("world_size", WIDE)
+def test_fsdp2_pads_what_it_reduces_in_a_wide_world(world: World, world_size: int, backend: str) -> None:
+    reductions = 1 if "deferred" in backend else N
+    units = 3  # two blocks and the root
+    found = calls(world(world_size, "virtual")[backend], "reduce_scatter")
+    assert found == (reductions * units, reductions * padded_bytes(world_size))
+    assert padded_bytes(world_size) > padded_bytes(1)
+
+
+@pytest.mark.parametrize("world_size", WIDE)
+def test_ddp_reduces_the_same_in_a_wide_world(world: World, world_size: int) -> None:
+    for backend, reductions in (("ddp-eager", N), ("ddp-deferred", 1), ("lightning-ddp", 1)):
+        assert calls(world(world_size, "virtual")[backend], "all_reduce")[1] == reductions * padded_bytes(1)
+        assert world(world_size, "virtual")[backend]["memory"] == world(2, "virtual")[backend]["memory"]
+
+
+def test_deferred_gradients_do_not_shrink_with_the_world_and_eager_ones_do(world: World) -> None:
+    for world_size in (2, 4, *WIDE):
+        trials = world(world_size, "virtual")
+        eager, deferred = trials["fsdp2-eager"]["memory"], trials["fsdp2-deferred"]["memory"]
+        assert deferred["held_gradients_unsharded"] == padded_bytes(1)
+        assert deferred["held_gradients_sharded"] == eager["held_gradients_unsharded"] == 0
+        assert eager["held_gradients_sharded"] == padded_bytes(world_size) // world_size
+        assert deferred["held"] - eager["held"] == padded_bytes(1) - padded_bytes(world_size) // world_size
+
+
+def test_zero_shards_go_on_shrinking(world: World) -> None:
+    for backend in ("deepspeed-zero2-eager", "deepspeed-zero3-eager"):
+        states = [world(size, "virtual")[backend]["memory"]["held_optimizer_state"] for size in (2, 4, *WIDE)]
+        assert states == sorted(states, reverse=True)
+        assert states[0] / states[-1] == pytest.approx(WIDE[-1] / 2, rel=0.25)
+
+
+def run(launcher: Launcher, folder: Path, backend: str, *asked: str, **changes: Any) -> Any:
+    """One virtual cell through the usual path."""
+    cell = world_cell(backend, 512, virtual=True, **changes)
+    return launcher.run(Spec(cell=cell, passes=asked, folder=str(folder), reference=""), 120)
+
+
+@pytest.mark.parametrize("backend", ["fsdp2-eager", "ddp-deferred"])
+def test_the_usual_path_times_a_virtual_world_and_has_no_losses(
+    launcher: Launcher, tmp_path: Path, backend: str
+) -> None:
+    outcome = run(launcher, tmp_path, backend, "time", "collectives", "memory")
+    assert outcome.status is Status.OK, outcome.reason
+    (only,) = outcome.ranks
+    time = only["time"]
+    assert time["losses"] == []
+    assert len(time["step_seconds"]) == 2
+    assert all(0 < seconds < 10 for seconds in time["step_seconds"])
+    assert (time["num_updates"], time["num_micro_batches"], time["num_fetched"]) == (3, 3 * N, 3 * N)
+    assert time["micro_batches_per_update"] == [N]
+    assert only["collectives"] and only["memory"]["peak"]
+
+
+def test_what_cannot_be_is_unsupported_in_one_line(launcher: Launcher, tmp_path: Path) -> None:
+    outcome = run(launcher, tmp_path, "ddp-eager", "memory", fake_tensors=True)
+    assert outcome.status is Status.UNSUPPORTED
+    assert "\n" not in outcome.reason
+    assert "ddp-eager cannot run on fake tensors: DDP's reducer" in outcome.reason
+
+
+def test_refusals_name_the_backend_and_the_reason() -> None:
+    backends = registry()
+    assert "reference cannot be in a virtual world" in refusal(
+        make_cell(backend="reference", virtual=True), backends["reference"]
+    )
+    assert "need a virtual world" in refusal(make_cell(fake_tensors=True), backends["ddp-eager"])
+    assert refusal(make_cell(virtual=True), backends["ddp-eager"]) == ""
+    assert all(refusal(make_cell(backend=name), backend) == "" for name, backend in backends.items())
+
+
+def test_passes_that_compare_values_or_time_nothing_are_left_out() -> None:
+    assert passes(make_cell(), ALL_PASSES) == ALL_PASSES
+    assert passes(make_cell(virtual=True), ALL_PASSES) == ("time", "collectives", "memory")
+    assert passes(make_cell(virtual=True, fake_tensors=True), ALL_PASSES) == ("collectives", "memory")
+
+
+def large(launcher: Launcher, folder: Path, world_size: int, *backends: str) -> dict[str, Any]:
+    """The 8b model on fake tensors, in bf16 with fp32 reduction."""
+    values: dict[str, Any] = {"workload": "llama", "model": "8b", "sequence_length": 8192, "precision": Precision.BF16}
+    cells = [world_cell(name, world_size, virtual=True, fake_tensors=True, **values) for name in backends]
+    return measure(launcher, folder, cells)
+
+
+def test_8b_in_1024_ranks_takes_less_than_a_minute_and_2_gib(launcher: Launcher, tmp_path: Path) -> None:
+    found = large(launcher, tmp_path, 1024, "fsdp2-deferred")["fsdp2-deferred"]
+    size = SIZES["8b"]
+    assert found["num_parameters"] == size.num_parameters
+    assert found["memory"]["held_gradients_unsharded"] == 4 * size.num_parameters
+    assert calls(found, "all_gather")[0] == N * (2 * size.num_layers + 1)
+    assert calls(found, "reduce_scatter")[0] == size.num_layers + 1
+    assert found["cpu_s"] < 60  # one thread
+    assert found["peak_rss"] < 2 * 2**30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [8, 64])
+def test_what_deferring_costs_at_8b(launcher: Launcher, tmp_path: Path, world_size: int) -> None:
+    """fsdp2-torchtitan.md, C8 and C10: 26.17 GiB at W = 8, 29.45 at W = 64, and 14.96 more for whole parameters."""
+    names = ("fsdp2-eager", "fsdp2-deferred", "fsdp2-deferred-resident")
+    trials = large(launcher, tmp_path, world_size, *names)
+    eager, deferred, resident = (trials[name]["memory"]["held"] for name in names)
+    parameters = SIZES["8b"].num_parameters
+    assert deferred - eager == 4 * parameters * (world_size - 1) // world_size
+    assert resident - deferred == 2 * parameters
+    assert (deferred - eager) / 2**30 == pytest.approx({8: 26.17, 64: 29.45}[world_size], abs=0.01)

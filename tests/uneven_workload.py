@@ -1,0 +1,72 @@
+"""A model that nothing divides: odd widths, biases, a table larger than any bucket, buffers, a shared parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from bench.workload import WorkloadSpec
+
+TOKENS, WIDTH, HIDDEN = 37, 9, 11
+
+
+class Block(nn.Module):
+    """A residual perceptron; its scale is a parameter of the block itself and has one row only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1, WIDTH))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, HIDDEN)
+        self.down = nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.scale * self.down(torch.tanh(self.up(self.norm(hidden))))
+
+
+class Model(nn.Module):
+    """Blocks between a table and a head, which are one parameter if ``tied``."""
+
+    def __init__(self, num_blocks: int, *, tied: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(TOKENS * 20, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.head = nn.Linear(WIDTH, TOKENS * 20, bias=not tied)
+        if tied:
+            self.head.weight = self.table.weight
+        self.register_buffer("position", torch.arange(5))
+        self.register_buffer("gain", torch.ones(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.table(tokens) * self.gain[0]
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)  # type: ignore[no-any-return]
+
+
+class Uneven:
+    """Sample i counts up from i; ``model`` is the number of blocks, with ``tied`` behind it to share the table."""
+
+    entropy_floor: float | None = None
+    flops_per_sample: float | None = None
+
+    def __init__(self, spec: WorkloadSpec) -> None:
+        self._spec = spec
+        self.tokens_per_sample = spec.sequence_length
+
+    def model(self) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self._spec.seed)
+            return Model(int(self._spec.model.removesuffix("tied")), tied=self._spec.model.endswith("tied"))
+
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        return list(model.blocks)  # type: ignore[arg-type]
+
+    def data(self, num_samples: int) -> Tensor:
+        return (torch.arange(num_samples)[:, None] + torch.arange(self._spec.sequence_length + 1)) % TOKENS
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+        return cross_entropy(model(batch[:, :-1]).float().flatten(0, 1), batch[:, 1:].flatten())

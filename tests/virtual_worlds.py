@@ -1,0 +1,84 @@
+"""Several cells, one after the other, in one process group: pretended or over gloo."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from bench import rank
+from bench.backends.base import registry
+from bench.cell import Cell, Status
+from bench.launch import Launcher
+from bench.trial import Spec, Trial
+from tests.factories import make_cell
+
+
+@dataclass(kw_only=True)
+class Cells:
+    """Cells of one world, all virtual or none."""
+
+    entry: ClassVar[str] = "tests.virtual_worlds:run_rank"
+
+    cells: list[dict[str, Any]]
+    world_size: int
+    """Number of processes."""
+    folder: str
+    passes: tuple[str, ...]
+    backend: str = "lightning-deepspeed-zero2"
+    """Whose packages are imported before: all there are."""
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+
+def run_rank(task_json: str) -> None:
+    """Entry point of a rank."""
+    task = Cells(**json.loads(task_json))
+    cells = [Cell.from_dict(values) for values in task.cells]
+
+    def work(number: int) -> dict[str, Any]:
+        first = cells[0]
+        pretended = first.world_size if first.virtual else None
+        device = rank.join(first.device, threads=1, seed=0, pretended=pretended)
+        trials = {}
+        for cell in cells:
+            spec = Spec(cell=cell, passes=tuple(task.passes), folder=task.folder, reference="")
+            started = time.process_time()
+            trial = Trial(spec, number, device, registry()[cell.backend]).run()
+            trials[cell.backend] = {**trial, "cpu_s": time.process_time() - started, "peak_rss": peak_rss()}
+        return {"status": Status.OK, "trials": trials}
+
+    rank.live(Path(task.folder), work)
+
+
+def peak_rss() -> int:
+    """Bytes of memory that this process had at most."""
+    found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return 1024 * int(found[1])
+
+
+def world_cell(backend: str, world_size: int, **changes: Any) -> Cell:
+    """One sample per micro-batch and two micro-batches per window, of a small model that nothing divides."""
+    values = {"accumulate": 2, "sequence_length": 8, "warmup_windows": 1, "timed_windows": 2}
+    values |= {"workload": "tests.uneven_workload:Uneven", "model": "2"}
+    values |= {"backend": backend, "world_size": world_size} | changes
+    return make_cell(global_batch_size=values["accumulate"] * world_size, **values)
+
+
+def measure(
+    launcher: Launcher, folder: Path, cells: Sequence[Cell], passes: tuple[str, ...] = ("collectives", "memory")
+) -> dict[str, Any]:
+    """What rank 0 of the cells' common world found out, by backend."""
+    processes = 1 if cells[0].virtual else cells[0].world_size
+    task = Cells(cells=[cell.to_dict() for cell in cells], world_size=processes, folder=str(folder), passes=passes)
+    outcome = launcher.run(task, 300)
+    assert outcome.status is Status.OK, f"{outcome.reason}\n{outcome.traceback}"
+    trials: dict[str, Any] = outcome.ranks[0]["trials"]
+    return trials
