@@ -149,7 +149,18 @@ class Trial:
                 error.add_note(f"in the {name} pass")
                 raise
         result["training_s"] = self.training_s
+        if "collectives" in result and self.cell.workload != "llama":
+            result["layout"] = self._layout()
         return result
+
+    def _layout(self) -> dict[str, Any] | None:
+        """What the formulas need to know of a model that is not shipped; None where it has to be built first."""
+        from bench.workload.structure import record
+
+        if self.cell.fake_tensors or self.rank != 0:
+            return None
+        model = self.workload.model().to(self.device)
+        return record(model, self.workload.blocks(model), self.workload.loss, self.data[:1]).to_json()
 
     def train(
         self,
@@ -320,6 +331,7 @@ class Trial:
         from bench.probes.collectives import CollectiveCounter
 
         counter = CollectiveCounter()
+        counter.self_test(self.device)
         taps = Taps(time.perf_counter)
         window = SettledWindow(self.cell.accumulate)
 

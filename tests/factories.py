@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from bench.analysis.formulas import expect, layout_of
 from bench.backends.base import Backend, Job, registry
 from bench.cell import REFERENCE, Cell, Device, Sharding, Status, Sync
 from bench.errors import InputError
@@ -55,6 +57,15 @@ def make_time(cell: Cell, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def make_collectives(cell: Cell) -> list[dict[str, Any]]:
+    """The collectives that a sound backend issues; one all-reduce for backends without a formula."""
+    layout = layout_of(cell)
+    expected = expect(cell, layout) if layout else None
+    if expected is None:
+        return [{"op": "all_reduce", "dtype": "float32", "calls": 1, "payload_bytes": 13_644_800}]
+    return [dataclasses.asdict(row) for row in expected.collectives]
+
+
 def make_rank(cell: Cell, passes: Sequence[str] = ALL_PASSES, rank: int = 0, **changes: Any) -> dict[str, Any]:
     """What a sound rank writes for its launcher."""
     result: dict[str, Any] = {
@@ -68,7 +79,7 @@ def make_rank(cell: Cell, passes: Sequence[str] = ALL_PASSES, rank: int = 0, **c
     answers: dict[str, Any] = {
         "time": make_time(cell),
         "update": {"error": 1e-7, "scale": 1.0, "residual": 1e-7} if rank == 0 else None,
-        "collectives": [{"op": "all_reduce", "dtype": "float32", "calls": 1, "payload_bytes": 13_644_800}],
+        "collectives": make_collectives(cell),
         "memory": {"peak": PEAK_BYTES, "held": 2**20},
         "accumulation": {"dtype": "fp32", "significand_bits": 24, "sum": 1.0, "scale": 1.0, "num_updates": 1},
     }

@@ -21,7 +21,8 @@ import pytest
 from bench import __version__, cli, launch, machine
 from bench.backends.plain import DDPDeferred
 from bench.cell import Status
-from bench.cli import BAD, GOOD, INTERRUPTED, WRONG, main
+from bench.cli import main
+from bench.errors import BAD, GOOD, INTERRUPTED, WRONG
 from bench.journal import Journal, read_manifest
 from bench.launch import LauncherError, Outcome
 from bench.report import plots

@@ -16,7 +16,7 @@ from bench.analysis.gates import TOLERANCES, explain_update, judge
 from bench.cell import Cell, Precision
 from bench.probes import update
 from bench.tables import Tables
-from tests.factories import make_cell, make_failure, make_manifest, make_record
+from tests.factories import make_cell, make_collectives, make_failure, make_manifest, make_record
 
 CELL = make_cell(accumulate=8)
 TRUTH = CELL.reference()
@@ -68,8 +68,8 @@ def test_judging_leaves_its_input_and_everything_else_alone() -> None:
         ({"losses": [*LOSSES[:4], 3.25]}, "losses leave the reference's by 0.25 (limit 0.001 nats in fp32)"),
         (
             {"losses": [4.75, *LOSSES[1:]]},
-            "the first loss, before any update, is off by 0.25 nats (limit 1e-05 in fp32): other weights, other samples, "
-            "or another mean of them",
+            "the first loss, before any update, is off by 0.25 nats (limit 1e-05 in fp32): other weights, other "
+            "samples, or another mean of them",
         ),
         ({"losses": [*LOSSES[:4], math.nan]}, "a loss is not finite (limit 0.001 nats in fp32)"),
         ({"losses": [math.inf, *LOSSES[1:]]}, "a loss is not finite (limit 0.001 nats in fp32)"),
@@ -348,3 +348,27 @@ def test_trials_that_did_not_end_well_are_left_as_they_are(status: str) -> None:
 
 def test_no_trials() -> None:
     assert judge(tables.build([], make_manifest())).trials.empty
+
+
+def test_collectives_that_are_not_the_expected_ones_are_a_finding() -> None:
+    eager = make_collectives(make_cell(backend="ddp-eager", accumulate=8))
+    status, reason = verdict(record() | {"collectives": eager})
+    counts = [
+        next(row["calls"] for row in rows if row["op"] == "all_reduce") for rows in (eager, make_collectives(CELL))
+    ]
+    assert status == "invalid" and counts[0] == 8 * counts[1]
+    assert reason.startswith(f"all_reduce of float32: {counts[0]} calls and ") and f"not {counts[1]} and" in reason
+
+
+def test_gradients_summed_in_another_dtype_are_a_finding() -> None:
+    status, reason = verdict(record() | {"accumulation": {"dtype": "bf16"}})
+    assert (status, reason) == ("invalid", "gradients are summed in bf16, fp32 was due")
+    assert verdict(record() | {"accumulation": {"dtype": "not measured"}})[0] == "ok"
+
+
+def test_a_virtual_world_has_no_values_to_check() -> None:
+    cell = make_cell(virtual=True, world_size=64, global_batch_size=256)
+    trial = record(cell, losses=[]) | {"update": None}
+    assert verdict(trial, truth=False) == ("ok", "")
+    few = record(cell, losses=[], num_micro_batches=19) | {"update": None}
+    assert "19 micro-batches were used, 20 were due" in verdict(few, truth=False)[1]

@@ -79,6 +79,10 @@ def test_every_key_can_be_given() -> None:
         "axes.optimizer": ["sgd", "adamw-fused"],
         "axes.clip_norm": [0, 0.5],
         "axes.seed": [1, 2],
+        "virtual.world_size": [8, 64],
+        "virtual.micro_batch_size": 2,
+        "virtual.fake_tensors": True,
+        "virtual.alone": True,
     }
     assert given_values.keys() | {"training.optimizer"} == matrix.KEYS.keys()
     document: dict[str, Any] = {}
@@ -477,10 +481,35 @@ def test_the_baseline_is_the_first_that_can_run_and_has_no_known_defect() -> Non
 
 
 def test_a_baseline_that_is_not_run_is_refused() -> None:
-    with pytest.raises(InputError, match="^baseline: 'zzz' is not run here; use one of ddp-eager, ddp-deferred"):
+    with pytest.raises(InputError, match=r"^baseline: 'zzz' is not run here; use one of ddp-eager, ddp-deferred"):
         matrix.expand(make_matrix({"baseline": "zzz"}), BACKENDS, 0)
 
 
 def test_fewer_repeats_at_most_than_at_least_are_refused() -> None:
     with pytest.raises(InputError, match="max_repeats is 2; it must be at least repeats, 3"):
         matrix.parse(make_document() | {"max_repeats": 2}, name="m", source="m.toml")
+
+
+def test_virtual_cells_have_the_same_micro_batch_in_every_world_and_no_reference() -> None:
+    overrides = {"virtual.world_size": [8, 64], "virtual.micro_batch_size": 3}
+    cells = matrix.expand(make_matrix(overrides, backend=["ddp-eager"], accumulate=[2]), BACKENDS, 0)
+    virtual = [cell for cell in cells if cell.virtual]
+    assert [(cell.world_size, cell.global_batch_size, cell.micro_batch_size) for cell in virtual] == [
+        (8, 48, 3),
+        (64, 384, 3),
+    ]
+    assert [cell.backend for cell in cells if not cell.virtual] == [REFERENCE, "ddp-eager", "ddp-eager"]
+    assert not cells[-1].virtual, "the A/A pair is of real ranks"
+    alone = matrix.expand(make_matrix(overrides | {"virtual.alone": True}, backend=["ddp-eager"]), BACKENDS, 0)
+    assert all(cell.virtual for cell in alone) and alone[-1].twin
+    fake = {"virtual.alone": True, "virtual.fake_tensors": True}
+    shapes = matrix.expand(make_matrix(overrides | fake, backend=["fsdp2-eager"]), BACKENDS, 0)
+    assert all(cell.fake_tensors and not cell.twin for cell in shapes), "shapes have no times to compare"
+
+
+def test_a_backend_that_cannot_be_virtual_is_refused() -> None:
+    backends = dict(BACKENDS)
+    backends["made"] = make_backend("made")
+    backends["made"].not_virtual = "it phones home"
+    with pytest.raises(InputError, match=r"virtual.world_size: made cannot be in a virtual world: it phones home"):
+        matrix.expand(make_matrix({"virtual.world_size": [8]}, backend=["made"]), backends, 0)

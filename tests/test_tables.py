@@ -115,6 +115,7 @@ def test_a_sound_trial_by_hand() -> None:
         "twin": "",
         "num_warmup_steps": 2,
         "accumulated_in": "fp32",
+        "fake_tensors": False,
     }
     empty = {"slot", "num_cpus", "foreign_cores", "stolen_cores", "sm_clock_mhz", "power_w", "temperature_c"}
     empty |= {"clock_slowdowns", "foreign_gpu_processes"}
@@ -151,7 +152,8 @@ def test_step_time_is_the_median() -> None:
 
 
 def test_children_by_hand() -> None:
-    made = build(make_record(CELL, 1, time={"losses": [3.0, 2.0], "step_seconds": [0.5, 0.25]}))
+    counted = {"op": "all_reduce", "dtype": "float32", "calls": 1, "payload_bytes": 13_644_800}
+    made = build(make_record(CELL, 1, time={"losses": [3.0, 2.0], "step_seconds": [0.5, 0.25]}, collectives=[counted]))
     key = {"cell_id": CELL.cell_id, "repeat": 1}
     # Two windows of warm-up come before the first timed one, and steps count from 0 at the first update.
     assert made.steps.to_dict("records") == [
@@ -160,7 +162,7 @@ def test_children_by_hand() -> None:
     ]
     assert made.losses.to_dict("records") == [key | {"step": 0, "loss": 3.0}, key | {"step": 1, "loss": 2.0}]
     assert made.collectives.drop(columns=["expected_calls", "expected_payload_bytes"]).to_dict("records") == [
-        key | {"op": "all_reduce", "dtype": "float32", "calls": 1, "payload_bytes": 13_644_800}
+        key | counted
     ]
     assert dict(zip(made.memory["category"], made.memory["bytes"], strict=True)) == {
         "tracked_peak": PEAK_BYTES,

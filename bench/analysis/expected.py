@@ -10,9 +10,12 @@ import pandas as pd
 
 from bench.analysis.formulas import expect, layout_of
 from bench.cell import LATER, Cell, Status
+from bench.probes.categories import HELD, Category
 from bench.tables import CHILD_COLUMNS, Tables
 from bench.workload.shapes import Layout
 
+TRACKED = "tracked"
+"""Before the categories of the ledger's table rows."""
 Operation = tuple[str, str]
 """Name and dtype of a collective."""
 Amount = tuple[int, int]
@@ -66,6 +69,7 @@ def fill(
     """
     frame = tables.collectives
     rows: list[dict[str, Any]] = []
+    held: list[dict[str, Any]] = []
     filled = Filled(tables)
     counted_of: dict[tuple[str, int], dict[Operation, Amount]] = {}
     for row in frame.to_dict("records"):
@@ -84,13 +88,39 @@ def fill(
         counted = counted_of.get(key, {})
         expected = {(r.op, r.dtype): (r.calls, r.payload_bytes) for r in expectation.collectives}
         rows += _rows(key, counted, expected)
+        held += _held(filled, key, tables.memory, expectation.held)
         done.add(key)
         _compare(filled, key[0], cell, counted, expected, differences)
     untouched = [r for r in frame.to_dict("records") if (r["cell_id"], r["repeat"]) not in done]
     types = {"cell_id": "string", "repeat": "Int64", **CHILD_COLUMNS["collectives"]}
     new = pd.DataFrame([*untouched, *rows], columns=list(types)).astype(types)
-    filled.tables = replace(tables, collectives=new)
+    types = {"cell_id": "string", "repeat": "Int64", **CHILD_COLUMNS["memory"]}
+    memory = pd.DataFrame([*tables.memory.to_dict("records"), *held], columns=list(types)).astype(types)
+    filled.tables = replace(tables, collectives=new, memory=memory)
     return filled
+
+
+def _held(filled: Filled, key: tuple[str, int], memory: pd.DataFrame, due: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Rows ``held_<use>`` of what is held between micro-batches, measured and by formula; differences are findings.
+
+    Sharded and unsharded are one use here. Empty where nothing was measured: N = 1, or a table judged before.
+    """
+    own = memory[(memory["cell_id"] == key[0]) & (memory["repeat"] == key[1])]
+    sizes = dict(zip(own["category"], own["bytes"], strict=True))
+    if f"{TRACKED}_{HELD}" not in sizes or any(f"{HELD}_{use}" in sizes for use in due):
+        return []
+    rows = []
+    for use, size in due.items():
+        found = sum(
+            int(sizes.get(f"{TRACKED}_{HELD}_{category}", 0)) for category in Category if category.startswith(use)
+        )
+        rows.append(
+            {"cell_id": key[0], "repeat": key[1], "category": f"{HELD}_{use}", "bytes": found, "expected_bytes": size}
+        )
+        if found != size:
+            words = f"{use} held between micro-batches: {found} bytes, not {size}"
+            filled.findings.setdefault(key[0], []).append(words)
+    return rows
 
 
 def layouts_of(records: list[dict[str, Any]]) -> dict[str, Layout]:

@@ -16,6 +16,9 @@ The rest is estimated at these moments of a window's later micro-batches, and th
 
 Activations are counted as Korthikanti et al. do (arXiv:2205.05198, section 4): every tensor that autograd saves for
 the backward, nothing recomputed; but for a Llama block in transformers (modeling_llama.py), see ``activations``.
+The moments and what each holds were settled on peaks of the tracked tensors that the memory pass measured on the CPU:
+the tiny model, N = 1 to 3, W = 2 and 4, fp32 and bf16, all backends. There the estimate is off by ACCURACY. At the
+scale of the larger models, and on CUDA, it has not been checked.
 Not counted: the CUDA context, the allocator's rounding and fragmentation, and what libraries allocate (cuBLAS, NCCL).
 """
 
@@ -33,6 +36,8 @@ from bench.cell import Cell, Precision, Sharding, Sync
 from bench.workload.shapes import ROOT, Layout
 from bench.workload.sizes import SIZES, LlamaSize
 
+ACCURACY = "0.6 % in the median and 7 % at most"
+"""Of the peak, in 128 cells."""
 HELD = ("parameters", "gradients", "optimizer_state")
 """Categories that the formulas give exactly, but for gradients while the first or last micro-batch replaces them."""
 ESTIMATED = ("parameters_transient", "gradients_transient", "communication", "activations", "temporaries")
@@ -261,18 +266,17 @@ def _zero(cell: Cell, layout: Layout, backend: type[Backend]) -> dict[str, dict[
     live = {"parameters_transient": element * settings.max_live if stage == 3 else 0}
     alone = 0 if deferred else 4 * head * (element == 2 or stage == 3)
     sums = {"gradients": shards * (1 if stage == 2 else 2)} if deferred or stage == 3 else {}
-    if deferred:
-        filled_at_end = element * settings.reduce_bucket * (stage == 2)
-    else:
-        filled_at_end = filled + alone
+    at_end = element * settings.reduce_bucket * (stage == 2) if deferred else filled + alone
     found = {
         "loss": {**of_head, "communication": held},
         "head": {**of_head, "communication": held + filled + alone, "gradients_transient": element * head},
         "block": {**live, "communication": held + filled, "gradients_transient": element * largest},
         "send": {**live, "communication": held + filled + cast, "gradients_transient": element * largest + beside},
-        "root": {**of_head, "communication": held + filled_at_end, "gradients_transient": element * head + beside},
+        "root": {**of_head, "communication": held + at_end, "gradients_transient": element * head + beside},
         "step": {**sums, "communication": held},
     }
+    if deferred:
+        del found["send"]  # nothing is sent before the last backward is over
     if cell.accumulate == 1 and (deferred or (stage == 2 and element == 4)):
         for moment in ("loss", "head", "block"):  # the others have buffers for the reduced gradients that stay
             found[moment]["gradients"] = shards if stage == 3 else 0

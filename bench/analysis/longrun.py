@@ -76,7 +76,7 @@ def findings(trials: pd.DataFrame, losses: dict[Any, Any], work: Sequence[str]) 
     long = trials[(trials["optimizer_steps_expected"] >= LONG_STEPS) & (trials["status"] == Status.OK)]
     first = long.sort_values("repeat").drop_duplicates("cell_id")
     alike = [*(name for name in work if name != "seed"), "optimizer_steps_expected"]
-    found = {}
+    found: dict[str, str] = {}
     for _, rows in first.groupby(alike, dropna=False):
         curves = {key: losses[key] for key in zip(rows["cell_id"], rows["repeat"], strict=True) if key in losses}
         own = rows[rows["backend"] == REFERENCE]

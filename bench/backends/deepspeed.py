@@ -81,10 +81,19 @@ def restore_masters(model: nn.Module, masters: dict[str, Tensor]) -> None:
     In bf16 the engine casts the module before it copies its masters from it, so they would start as bf16 roundings of
     the weights that every other backend starts from.
     """
-    from deepspeed.utils import safe_set_full_fp32_param
+    import torch
+    from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
     for name, parameter in model.named_parameters():
-        safe_set_full_fp32_param(parameter, masters[name].to(parameter.device))
+        if not hasattr(parameter, "ds_tensor"):
+            safe_set_full_fp32_param(parameter, masters[name].to(parameter.device))
+            continue
+        # Stage 3's own safe_set_full_fp32_param fails on the last rank where W does not divide a parameter.
+        size = parameter.ds_tensor.ds_numel
+        shard = torch.zeros(size)
+        own = masters[name].flatten()[torch.distributed.get_rank() * size :][:size]
+        shard[: own.numel()] = own
+        safe_set_local_fp32_param(parameter, shard.to(parameter.device))
 
 
 def holdings(engine: Any) -> dict[Category, list[Tensor]]:

@@ -52,11 +52,11 @@ def collectives(layout: Layout, accumulate: int, sync: Sync) -> Tally:
 
 
 def held(layout: Layout) -> dict[str, int]:
-    """fp32 parameters and gradients, whole; the reducer's buckets, a second copy of all gradients; broadcast buffers.
+    """fp32 parameters and gradients, whole; and the reducer's buckets, a second copy of all gradients.
 
     ``gradient_as_bucket_view`` is off by default, so gradients are copied into buckets
-    (reducer.cpp:initialize_buckets).
+    (reducer.cpp:initialize_buckets). The model's buffers are not counted: a broadcast copies them, unless a dtype has
+    only one, which then is sent as it is.
     """
     whole = 4 * layout.num_parameters
-    buffers = sum(size for _, size in layout.buffers)
-    return {"parameters": whole, "gradients": whole, "communication": whole + buffers}
+    return {"parameters": whole, "gradients": whole, "communication": whole}
