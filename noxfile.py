@@ -1,9 +1,10 @@
-"""What this project is run with: ``nox -s`` bench, tests, lint, docs or versions; arguments go after ``--``."""
+"""What this project is run with: ``nox -s`` bench, tests, lint, docs, bytes or versions; arguments go after ``--``."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from pathlib import Path
 
 import nox
@@ -67,6 +68,22 @@ def docs(session: nox.Session) -> None:
         ("semantics", "--suite", "--out", "results/semantics", "--docs", "docs/semantics.md"),
     ):
         session.run("python", "-m", "bench", *command, success_codes=[0, 1])
+
+
+@nox.session(venv_backend="none", requires=["install"])
+def bytes(session: nox.Session) -> None:  # noqa: A001 - what it is about
+    """Count collectives and memory in real, virtual and fake worlds, and write docs/memory-and-bytes.md again."""
+    folders = ("results/bytes", "results/bytes-8b")
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+    # Exit status 1 says that something measured is wrong: known defects are among it.
+    for matrix, folder in zip(("bytes", "bytes-8b"), folders, strict=True):
+        session.run("python", "-m", "bench", "run", "--matrix", matrix, "--out", folder, success_codes=[0, 1])
+    probe = ("python", "-m", "bench", "accumulation", "--errors", "--json")
+    summed = Path("results/bytes/accumulation.jsonl")
+    summed.write_text(session.run(*probe, silent=True, stderr=None), encoding="utf-8")
+    page = ("--accumulation", str(summed), "--docs", "docs/memory-and-bytes.md")
+    session.run("python", "-m", "bench", "bytes", *folders, *page)
 
 
 @nox.session(venv_backend="none", requires=["install"])

@@ -79,6 +79,8 @@ def estimate(
     if cell.cell_id in walls:
         return Estimate(walls[cell.cell_id], "measured", memory)
     flops = size.flops_per_token(cell.sequence_length) * cell.sequence_length * cell.global_batch_size
+    if cell.fake_tensors:
+        return Estimate(None, "unknown", memory)  # nothing is computed; what it takes is Python's time
     if cell.virtual:
         flops //= cell.world_size  # of one rank, and nothing is sent
     if cell.device is Device.CUDA:

@@ -24,7 +24,7 @@ DOCUMENT = {
     "repeats": 10,
     "max_repeats": 120,
     "precision": 0.02,
-    "budget_s": 150,
+    "budget_s": 100,
     "baseline": "ddp-deferred",
     "workload": {"sequence_length": 32, "global_batch_size": 4},
     "training": {"timed_windows": 12, "warmup_windows": 3},

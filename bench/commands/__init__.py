@@ -13,6 +13,7 @@ COMMANDS: tuple[str, ...] = (
     "throughput",
     "steps",
     "accumulation",
+    "bytes",
     "lint",
     "study",
     "predict",

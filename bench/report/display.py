@@ -92,7 +92,9 @@ class Display:
         self._done += 1
         self._failed += record["status"] != "ok"
         timed = (record.get("time") or {}).get("step_seconds")
-        what = f"{sorted(timed)[len(timed) // 2]:.4g} s/step" if timed else f"{record['status']}: {record['reason']}"
+        what = f"{sorted(timed)[len(timed) // 2]:.4g} s/step" if timed else record["status"]
+        if record["reason"]:
+            what = f"{record['status']}: {record['reason']}"
         if trial.cell.backend == REFERENCE and record["status"] != "ok":
             self.say("the reference failed: nothing can be checked against it, so all its cells will be invalid")
         self.say(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from bench.analysis.statistics import MARGIN, MAX_REPEATS, MIN_REPEATS, MIN_TRIA
 from bench.analysis.study import BENCH, COMPARISONS, PLAIN, TARGETS
 from bench.analysis.verdicts import Verdict
 from bench.delayed import DELAY
-from bench.report import style
+from bench.report import markup, style
 from bench.report.panels import Drawing
 from bench.report.style import Words
 
@@ -104,15 +104,6 @@ def table(outcome: study.Outcome) -> Table:
     return found
 
 
-def _markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    return [
-        f"| {' | '.join(header)} |",
-        "|" + " --- |" * len(header),
-        *(f"| {' | '.join(row)} |" for row in rows),
-        "",
-    ]
-
-
 def page(results: Results, command: str, picture: str, known: Sequence[Known] = ()) -> str:
     """The page; ``picture`` is the plot's file name beside it, ``known`` the runs on a real machine."""
     number = results.reports * COMPARISONS
@@ -134,7 +125,7 @@ def page(results: Results, command: str, picture: str, known: Sequence[Known] = 
         "",
     ]
     ours = results.outcome.rates[results.outcome.rates["rule"] == BENCH].to_dict("records")
-    head += _markdown(
+    head += markup.table(
         ("", "target", *(row["noise"] for row in ours)),
         [
             (
@@ -180,7 +171,7 @@ def _real(known: Sequence[Known]) -> list[str]:
         f"Of {len(known)} comparisons of a cell with itself {wrong} were called different; the sleep was called slower "
         f"{seen} times. Other programs took {min(taken):.2f} to {max(taken):.2f} cores meanwhile.",
         "",
-        *_markdown(
+        *markup.table(
             ("run", "repeats", "ended by", "noise floor", "itself", "verdict", "with the sleep", "verdict"), rows
         ),
     ]
@@ -199,7 +190,7 @@ def _rules(results: Results, picture: str) -> list[str]:
         "",
         f"![How often each verdict comes up]({picture})",
         "",
-        *_markdown(HEADER, lines(results.outcome)),
+        *markup.table(HEADER, lines(results.outcome)),
         "Trials per cell: the median number of blocks under A/A, with a true difference of 1 %, and of 5 %. What the "
         "other rules do not call different counts as the same, a word that they do not have. 2 % called same: a "
         'difference as large as the margin, where a wrong "same" is likeliest; up to 5 % would be right for a test at '
@@ -222,7 +213,7 @@ def _costs(results: Results) -> list[str]:
         "the width from end to end: as half the width, 2 % would be the row 4 %, which finds too little. The simulated "
         "runner looks after 10, 12, 16, 20, 24 ... blocks, and so runs up to a fifth more than it must.",
         "",
-        *_markdown(
+        *markup.table(
             ("precision", *rates, "trials per cell"),
             [(percent(row["precision"]), *_line(row)) for row in results.precisions.to_dict("records")],
         ),
@@ -233,14 +224,14 @@ def _costs(results: Results) -> list[str]:
         "",
         "With a limit on the repeats, still in the fitted noise: verdicts become ambiguous, not wrong.",
         "",
-        *_markdown(
+        *markup.table(
             ("at most", *rates, "trials per cell"),
             [(f"{row['limit']} repeats", *_line(row)) for row in results.limits.to_dict("records")],
         ),
         "Reports of fewer and of more comparisons: Holm's correction and the widest interval, for which all others "
         "wait, pull in opposite directions.",
         "",
-        *_markdown(
+        *markup.table(
             ("comparisons per report", *rates, "trials per cell"),
             [(str(row["comparisons"]), *_line(row)) for row in results.sizes.to_dict("records")],
         ),
@@ -271,7 +262,7 @@ def _methods(results: Results) -> list[str]:
         "the steps within trials too makes plain percentiles wide enough in this noise by accident: a trial's median "
         "holds its steps' noise already, which is then counted twice, so the width hangs on the number of steps.",
         "",
-        *_markdown(header, rows),
+        *markup.table(header, rows),
         *_warmup(results.warmup),
     ]
 
@@ -293,7 +284,7 @@ def _warmup(frame: pd.DataFrame) -> list[str]:
         "of their own before the first recorded step, and this rule only catches what those leave. The bias that is "
         "left cancels in a ratio of cells that warm up alike.",
         "",
-        *_markdown(("steps", "transient", *choices.WARMUP_RULES), rows),
+        *markup.table(("steps", "transient", *choices.WARMUP_RULES), rows),
     ]
 
 
@@ -318,7 +309,7 @@ def _noises() -> list[str]:
         "",
         "Standard deviations of logarithms: the fields of `bench.analysis.simulation.Noise`, whose `fit` fits them.",
         "",
-        *_markdown(
+        *markup.table(
             ("noise", *names),
             [(n.name, *(shown(getattr(n, name)) for name in names)) for n in simulation.FAMILIES],
         ),

@@ -1,0 +1,231 @@
+"""The page on memory and bytes: what was counted in real and virtual worlds, beside what formulas say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from bench.analysis.compare import Run
+from bench.analysis.expected import cell_of
+from bench.analysis.footprint import footprint
+from bench.analysis.formulas import BUILT_IN, expect, layout_of
+from bench.cell import REFERENCE, Cell, Status
+from bench.report.markup import table
+
+MIB, GIB = 2**20, 2**30
+NEAR = 0.03
+"""Relative difference up to which a peak counts as the one that was estimated."""
+SHOWN_WORLD, SHOWN_N = 2, 4
+"""World whose collectives the page lists, and N at which it lists what is held."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The tables of all runs that the page is about, one row per cell and thing."""
+
+    trials: pd.DataFrame
+    collectives: pd.DataFrame
+    memory: pd.DataFrame
+
+    @classmethod
+    def of(cls, runs: Sequence[Run]) -> Measured:
+        """The first good trial of each cell, with everything that a formula was held against."""
+        trials = pd.concat([run.tables.trials for run in runs], ignore_index=True)
+        good = trials[trials["status"].isin([Status.OK, Status.INVALID]) & (trials["twin"].fillna("") == "")]
+        first = (
+            good.sort_values("repeat")
+            .drop_duplicates("cell_id")
+            .assign(world=[_world(t) for _, t in good.sort_values("repeat").drop_duplicates("cell_id").iterrows()])
+        )
+        keys = first[["cell_id", "repeat", "backend", "accumulate", "world_size", "world", "model"]]
+        collectives, memory = (
+            pd.concat([getattr(run.tables, name) for run in runs], ignore_index=True).merge(
+                keys, on=["cell_id", "repeat"]
+            )
+            for name in ("collectives", "memory")
+        )
+        return cls(first, collectives, memory)
+
+
+def _world(trial: Mapping[str, Any]) -> str:
+    """Which kind of world a trial was in, in words."""
+    kind = "fake tensors" if trial["fake_tensors"] else "virtual" if pd.notna(trial["virtual_world_size"]) else "real"
+    return f"{kind}, W = {trial['world_size']}, {trial['model']}"
+
+
+def page(runs: Sequence[Run], accumulation: Sequence[Mapping[str, Any]], command: str) -> str:
+    """The page, in Markdown."""
+    measured = Measured.of(runs)
+    lines = [
+        "# Where the memory and the bytes go",
+        "",
+        f"Written by `{command}`. Nothing here is edited by hand.",
+        "",
+        "Collectives are counted where they are handed to the process group, between two updates; memory is a ledger "
+        "of the live tensors. Each count and each held byte is calculated too (`bench/analysis/formulas`, with the "
+        "source of each formula), and a difference makes a cell `invalid`. Real worlds are process groups over gloo; in "
+        "a virtual one a single process is rank 0 of W, over a process group that only pretends to communicate; with "
+        "fake tensors nothing is allocated either.",
+        "",
+        "## Measured against formula",
+        "",
+        *_agreement(measured),
+        *_collectives(measured),
+        *_held(measured),
+        *_large(measured),
+        *_accumulation(accumulation),
+    ]
+    return "\n".join(lines)
+
+
+def _agreement(measured: Measured) -> list[str]:
+    rows = []
+    for world, trials in measured.trials.groupby("world", sort=False):
+        counted = measured.collectives[measured.collectives["world"] == world].dropna(subset=["expected_calls"])
+        held = measured.memory[measured.memory["world"] == world].dropna(subset=["expected_bytes"])
+        same = (counted["calls"] == counted["expected_calls"]) & (
+            counted["payload_bytes"] == counted["expected_payload_bytes"]
+        )
+        apart = list(_peaks(measured, trials))
+        near = sum(abs(one) <= NEAR for one in apart)
+        rows.append(
+            (
+                str(world),
+                str(len(trials)),
+                f"{int(same.sum())} of {len(counted)}",
+                f"{int((held['bytes'] == held['expected_bytes']).sum())} of {len(held)}",
+                f"{near} of {len(apart)}, farthest {100 * max(apart, key=abs):+.1f} %" if apart else "-",
+            )
+        )
+    header = ("world", "cells", "operations with equal calls and bytes", "held bytes equal", "peak within 3 %")
+    return [
+        *table(header, rows),
+        "Held: parameters, gradients, optimizer state and communication buffers between two micro-batches, each to the "
+        "byte, padding of uneven shards included. The peak is an estimate (`bench/analysis/footprint.py`): activations "
+        "and what comes and goes in a window are a model, fitted to tiny models.",
+        "",
+    ]
+
+
+def _peaks(measured: Measured, trials: pd.DataFrame) -> Iterable[float]:
+    """How far the estimated peak is from the measured one, relative, of each cell that has both."""
+    found = measured.memory[measured.memory["category"] == "tracked_peak"].set_index("cell_id")["bytes"]
+    for trial in trials.to_dict("records"):
+        cell = cell_of(trial)
+        layout = layout_of(cell)
+        expectation = expect(cell, layout) if layout else None
+        if layout is None or expectation is None or cell.backend == REFERENCE or trial["cell_id"] not in found:
+            continue
+        estimate = footprint(cell, layout, BUILT_IN[cell.backend], expectation.held)
+        yield estimate.peak / float(found[trial["cell_id"]]) - 1
+
+
+def _collectives(measured: Measured) -> list[str]:
+    own = measured.collectives
+    own = own[(own["world"].str.startswith("real")) & (own["world_size"] == SHOWN_WORLD)]
+    factors = sorted(own["accumulate"].unique())
+    rows = []
+    for (backend, op, dtype), part in own.groupby(["backend", "op", "dtype"], sort=False):
+        by_n = part.set_index("accumulate")
+        rows.append(
+            (
+                str(backend),
+                f"{op} of {dtype}",
+                *(_amount(by_n.loc[n]) if n in by_n.index else "-" for n in factors),
+            )
+        )
+    rows.sort(key=lambda row: row[0])
+    return [
+        f"## Collectives of one optimizer step, W = {SHOWN_WORLD}",
+        "",
+        "Calls, and MiB of payload: the whole logical tensor, what all ranks hold together after a gather or before a "
+        "reduction.",
+        "",
+        *table(("backend", "operation", *(f"N = {n}" for n in factors)), rows),
+    ]
+
+
+def _amount(row: Any) -> str:
+    size = row["payload_bytes"] / MIB
+    return f"{row['calls']}: {size:.1f}" if size >= 0.05 else f"{row['calls']}: <0.1"
+
+
+def _held(measured: Measured) -> list[str]:
+    memory = measured.memory[
+        (measured.memory["category"] == "held_gradients") & (measured.memory["accumulate"] == SHOWN_N)
+    ]
+    memory = memory[~memory["world"].str.startswith("fake")]
+    worlds = list(dict.fromkeys(memory.sort_values(["world", "world_size"])["world"]))
+    rows = []
+    for backend, part in memory.groupby("backend", sort=True):
+        by_world = part.set_index("world")["bytes"]
+        rows.append((str(backend), *(f"{by_world[w] / MIB:.2f}" if w in by_world else "-" for w in worlds)))
+    return [
+        f"## Gradients held between micro-batches, N = {SHOWN_N}, MiB per rank",
+        "",
+        "Eager sync holds a shard of the gradients, deferred sync all of them, however many ranks there are: that is "
+        "the memory that it pays for one reduction per step instead of N.",
+        "",
+        *table(("backend", *worlds), rows),
+    ]
+
+
+def _large(measured: Measured) -> list[str]:
+    fake = measured.trials[measured.trials["fake_tensors"].fillna(False).astype(bool)]
+    if fake.empty:
+        return []
+    memory = measured.memory.pivot_table(index="cell_id", columns="category", values="bytes", aggfunc="max")
+    rows, gradients = [], {}
+    for trial in fake.sort_values(["world_size", "backend"]).to_dict("records"):
+        own = memory.loc[trial["cell_id"]]
+        gradients[trial["world_size"], trial["backend"]] = own["held_gradients"]
+        sizes = (own[f"held_{use}"] / GIB for use in ("parameters", "gradients", "optimizer_state"))
+        rows.append(
+            (trial["backend"], str(trial["world_size"]), str(trial["accumulate"]), *(f"{s:.2f}" for s in sizes))
+        )
+    lines = []
+    for world_size in sorted({w for w, _ in gradients}):
+        pair = [gradients.get((world_size, name)) for name in ("fsdp2-deferred", "fsdp2-eager")]
+        if pair[0] is None or pair[1] is None:
+            continue
+        cell = cell_of(fake[fake["world_size"] == world_size].iloc[0].to_dict())
+        whole = 4 * _parameters(cell)
+        lines.append(
+            f"- W = {world_size}: deferred holds {(pair[0] - pair[1]) / GIB:.4f} GiB more than eager; 4P(1 - 1/W) is "
+            f"{whole * (1 - 1 / world_size) / GIB:.4f} GiB, from which the padding of shards differs."
+        )
+    model = ", ".join(sorted(set(fake["model"])))
+    return [
+        f"## At scale: {model}, fake tensors, GiB held per rank",
+        "",
+        *table(("backend", "W", "N", "parameters", "gradients", "optimizer state"), rows),
+        *lines,
+        "",
+    ]
+
+
+def _parameters(cell: Cell) -> int:
+    layout = layout_of(cell)
+    assert layout is not None, "fake tensors are of shipped models"
+    return layout.num_parameters
+
+
+def _accumulation(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not rows:
+        return []
+    factors = list(dict.fromkeys(e["accumulate"] for row in rows for e in row.get("errors", ()) if e))
+    found = []
+    for row in rows:
+        errors = {e["accumulate"]: f"{e['error']:.1e}" for e in row.get("errors", ()) if e}
+        found.append((row["backend"], row["precision"], row["dtype"], *(errors.get(n, "-") for n in factors)))
+    return [
+        "## In which dtype gradients are summed",
+        "",
+        "Gradients whose sum an fp32 accumulator has exactly and a bf16 one loses (`python -m bench accumulation "
+        "--errors`, W = 2); and the relative L2 error of the accumulated gradient against fp64, by N.",
+        "",
+        *table(("backend", "precision", "summed in", *(f"N = {n}" for n in factors)), found),
+    ]
