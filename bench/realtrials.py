@@ -24,9 +24,9 @@ DOCUMENT = {
     "repeats": 10,
     "max_repeats": 120,
     "precision": 0.02,
-    "budget_s": 100,
+    "budget_s": 80,
     "baseline": "ddp-deferred",
-    "workload": {"sequence_length": 32, "global_batch_size": 4},
+    "workload": {"sequence_length": 8, "global_batch_size": 2},
     "training": {"timed_windows": 12, "warmup_windows": 3},
     "axes": {"backend": ["ddp-deferred", Delayed.name], "accumulate": [2], "world_size": [1]},
 }

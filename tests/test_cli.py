@@ -131,7 +131,10 @@ BAD_OPTIONS: list[tuple[list[str], str]] = [
     ([*CPU, "--backend", "fsdp2-eagre"], r"--backend: 'fsdp2-eagre' is unknown; did you mean fsdp2-eager\?"),
     ([*CPU, "--backend", "ddp-eager,xyzzy"], r"--backend: 'xyzzy' is unknown; use one of reference, ddp-eager, "),
     ([*CPU, "--backend", ","], r"--backend is \[\]; it must be 'all' or a list of backend names"),
-    (["--matrix", "cpuu"], r"--matrix cpuu: unknown; use auto, cpu, curves, full, gpu, smoke or a .toml file"),
+    (
+        ["--matrix", "cpuu"],
+        r"--matrix cpuu: unknown; use auto, bytes, bytes-8b, cpu, curves, full, gpu, smoke or a .toml file",
+    ),
     (["--matrix", "no.toml"], r"--matrix no.toml: cannot be read \(No such file or directory\); name a TOML file"),
     ([*CPU, "--accumulate", "0"], r"--accumulate is \[0\]; it must be a list of integers of at least 1"),
     ([*CPU, "--accumulate", "1,-2"], r"--accumulate is \[1, -2\]; it must be a list of integers of at least 1"),
@@ -259,17 +262,19 @@ def test_plan_shows_cells_skips_and_estimates(place: Place) -> None:
     status, out, err = place.call("plan", "--matrix", place.matrix())
     assert (status, err) == (GOOD, "")
     lines = out.splitlines()
-    assert len(lines) == 1 + 5 + 1
+    assert len(lines) == 1 + 6 + 1
     assert [line.split()[1] for line in lines[1:-1]] == [
         "reference",
         "ddp-eager",
         "ddp-deferred",
         "ddp-eager",
         "ddp-deferred",
+        "ddp-eager",
     ]
+    assert lines[6].endswith("A/A twin")
     assert sum(line.endswith("skipped: needs x: pip install x") for line in lines) == 2
     assert re.match(r"\w{12} +ddp-deferred +2 +2 +4  fp32 +[\d.]+ s +\d+ MiB", lines[5])
-    assert "5 cells x 2 repeats = 10 trials, 2 cells skipped, about " in lines[-1]
+    assert "6 cells x 2 repeats = 12 trials, 2 cells skipped, about " in lines[-1]
     assert list(place.files()) == [str(place.folder / "mine.toml")]
 
 
@@ -285,16 +290,17 @@ def test_plan_heeds_every_option(place: Place) -> None:
         ["reference", "1", "1", "9", "fp32"],
         ["ddp-eager", "3", "1", "3", "bf16"],
         ["fsdp2-eager", "3", "1", "3", "bf16"],
+        ["ddp-eager", "3", "1", "3", "bf16"],
     ]
-    assert "3 cells x 4 repeats = 12 trials" in out
+    assert "4 cells x 4 repeats = 16 trials" in out
 
 
 def test_plan_of_optimizers_and_clips(place: Place) -> None:
     options = ["--optimizer", "adamw-foreach,sgd", "--clip-norm", "0", "--clip-norm", "1,2.5"]
     status, out, _ = place.call("plan", "--matrix", "cpu", "--backend", "ddp-eager", "--accumulate", "4", *options)
     assert status == GOOD
-    ids = [line.split()[0] for line in out.splitlines()[1:-1]]
-    assert len(set(ids)) == len(ids) == 2 * 2 * 3
+    ids = [line.split()[0] for line in out.splitlines()[1:-2]]
+    assert len(set(ids)) == len(ids) == 2 * 2 * 3 + 1
 
 
 def test_auto_takes_the_matrix_that_fits_the_machine(place: Place) -> None:
@@ -326,6 +332,37 @@ def test_plan_imports_no_torch_and_starts_no_process(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_repeats_precision_and_budget(place: Place) -> None:
+    name = place.matrix()
+    assert "then up to" not in place.call("plan", "--matrix", name)[1], "fixed repeats"
+    out = place.call("plan", "--matrix", name, "--max-repeats", "40", "--precision", "5%,bf16", "--budget", "20m")[1]
+    assert "x 2 repeats" in out and " bf16 " in out
+    assert out.splitlines()[-1] == (
+        "then up to 40 repeats of the cells whose intervals are wider than 5 %, as far as 20 min reach"
+    )
+    assert "x 1 repeats" in place.call("plan", "--matrix", name, "--max-repeats", "1")[1]
+    refused = [
+        (["--repeats", "3", "--max-repeats", "2"], "--max-repeats is 2; it must be at least --repeats, 3"),
+        (["--precision", "2%,3%"], "--precision: 2% and 3% are two widths; give one"),
+        (["--precision", "200%"], "--precision is 2.0; it must be the width of an interval above 0 and below 1"),
+        (["--budget", "20"], "'20' is not a time above 0 with its unit, such as 90s, 20m or 1h"),
+        (["--baseline", "ddp-eage"], "--baseline: 'ddp-eage' is not run here; did you mean ddp-eager?"),
+        (["--fake-tensors"], "--fake-tensors: is for a virtual world; give --virtual-world too"),
+        (["--virtual-world", "0"], "--virtual-world is [0]; it must be a list of integers of at least 1"),
+        (["--virtual-world", "8", "--fake-tensors"], "ddp-eager cannot run on fake tensors"),
+    ]
+    for options, words in refused:
+        assert words in place.refused("plan", "--matrix", name, *options)
+
+
+def test_virtual_worlds_alone_and_beside_real_ones(place: Place) -> None:
+    name = place.matrix()
+    rows = place.call("plan", "--matrix", name, "--virtual-world", "8,64")[1].splitlines()[1:-1]
+    assert all("virtual" in row for row in rows) and len(rows) == 8 + 1
+    both = place.call("plan", "--matrix", name, "--virtual-world", "8", "--world-size", "2")[1].splitlines()[1:-1]
+    assert sum("virtual" in row for row in both) == 4 and len(both) == 1 + 4 + 4 + 1
+
+
 def test_plan_of_ten_thousand_cells(place: Place) -> None:
     divisors = [n for n in range(1, 5041) if 5040 % n == 0][:25]
     name = place.matrix(
@@ -339,7 +376,7 @@ def test_plan_of_ten_thousand_cells(place: Place) -> None:
     assert time.monotonic() - started < 20
     assert status == GOOD
     ids = [line.split()[0] for line in out.splitlines()[1:-1]]
-    assert len(ids) == len(set(ids)) == 1 + 17 * 25 * 25 >= 10_000
+    assert len(ids) == len(set(ids)) == 1 + 17 * 25 * 25 + 1 >= 10_000
     assert f"{len(ids)} cells x 2 repeats" in out
 
 
@@ -395,7 +432,7 @@ def with_launcher(place: Place, script: Script | None = None) -> list[FakeLaunch
         return made[-1]
 
     place.patch.setattr(launch, "Launcher", launcher)
-    place.patch.setattr(plots, "draw", lambda judged, manifest, folder: [folder / "a.png"])
+    place.patch.setattr(plots, "draw", lambda judged, manifest, folder, found: [folder / "a.png"])
     return made
 
 
@@ -408,14 +445,14 @@ def finished_run(place: Place, script: Script | None = None, *arguments: str) ->
 def test_a_good_run(place: Place) -> None:
     status, out, err = finished_run(place)
     assert (status, err) == (GOOD, "")
-    assert len(Journal(place.folder / "out").read()) == 10
+    assert len(Journal(place.folder / "out").read()) == 12
     trials = pd.read_parquet("out/trials.parquet")
-    assert trials["status"].tolist() == ["ok"] * 10
-    assert "run out: 10 trials; writing to out" in out
-    assert "[10/10] " in out
+    assert trials["status"].tolist() == ["ok"] * 12
+    assert "run out: 6 cells; writing to out" in out
+    assert "[12/12] " in out
     assert "tables: out/*.parquet" in out and "plots:  out/plots (1 files)" in out
     assert {path.name for path in Path("out").iterdir()} == {"run.json", "trials.jsonl", "plots"} | {
-        f"{name}.parquet" for name in ("trials", "steps", "losses", "collectives", "memory")
+        f"{name}.parquet" for name in ("trials", "steps", "losses", "collectives", "memory", "ratios")
     }
 
 
@@ -432,7 +469,7 @@ def test_a_failed_trial_makes_the_status_bad(place: Place) -> None:
     status, out, _ = finished_run(place, lambda spec, n: failed(Status.OOM, "rank 0: full") if n == 3 else None)
     assert status == BAD
     assert "rank 0: full" in out
-    assert len(Journal(place.folder / "out").read()) == 10
+    assert len(Journal(place.folder / "out").read()) == 12
 
 
 def test_an_invalid_trial_makes_the_status_bad(place: Place) -> None:
@@ -503,8 +540,8 @@ def test_an_interrupted_run_says_how_to_go_on_and_does(place: Place, action: Cal
     made = with_launcher(place)
     status, out, _ = place.call("run", "--resume", "out")
     assert status == GOOD
-    assert len(made[0].specs) == 6
-    assert pd.read_parquet("out/trials.parquet")["status"].tolist() == ["ok"] * 10
+    assert len(made[0].specs) == 8
+    assert pd.read_parquet("out/trials.parquet")["status"].tolist() == ["ok"] * 12
 
 
 def test_a_resumed_run_counts_only_what_is_left(place: Place) -> None:
@@ -512,7 +549,7 @@ def test_a_resumed_run_counts_only_what_is_left(place: Place) -> None:
     assert place.call("run", "--matrix", place.matrix(), "--out", "out")[0] == INTERRUPTED
     with_launcher(place)
     out = place.call("run", "--resume", "out")[1]
-    (line,) = [line for line in out.splitlines() if line.startswith("[10/10]")]
+    (line,) = [line for line in out.splitlines() if line.startswith("[12/12]")]
     assert line.endswith("about 0 s to go)")
 
 

@@ -103,17 +103,17 @@ def fill(
 def _held(filled: Filled, key: tuple[str, int], memory: pd.DataFrame, due: Mapping[str, int]) -> list[dict[str, Any]]:
     """Rows ``held_<use>`` of what is held between micro-batches, measured and by formula; differences are findings.
 
-    Sharded and unsharded are one use here. Empty where nothing was measured: N = 1, or a table judged before.
+    Sharded and unsharded are one use here. Empty where that was not measured: N = 1, an older record, or a table that
+    was judged before.
     """
     own = memory[(memory["cell_id"] == key[0]) & (memory["repeat"] == key[1])]
     sizes = dict(zip(own["category"], own["bytes"], strict=True))
-    if f"{TRACKED}_{HELD}" not in sizes or any(f"{HELD}_{use}" in sizes for use in due):
+    parts = {category: f"{TRACKED}_{HELD}_{category}" for category in Category}
+    if not sizes.keys() >= set(parts.values()) or any(f"{HELD}_{use}" in sizes for use in due):
         return []
     rows = []
     for use, size in due.items():
-        found = sum(
-            int(sizes.get(f"{TRACKED}_{HELD}_{category}", 0)) for category in Category if category.startswith(use)
-        )
+        found = sum(int(sizes[name]) for category, name in parts.items() if category.startswith(use))
         rows.append(
             {"cell_id": key[0], "repeat": key[1], "category": f"{HELD}_{use}", "bytes": found, "expected_bytes": size}
         )

@@ -66,10 +66,7 @@ def _restless(trials: pd.DataFrame) -> list[str]:
     found = []
     taken = (trials["foreign_cores"] + trials["stolen_cores"]) / trials["num_cpus"]
     if taken.notna().any() and taken.median() > IDLE_SHARE:
-        found.append(
-            f"{RESTLESS}: others took {100 * taken.median():.0f} % of its CPUs "
-            f"(limit {100 * IDLE_SHARE:g} %)"
-        )
+        found.append(f"{RESTLESS}: others took {100 * taken.median():.0f} % of its CPUs (limit {100 * IDLE_SHARE:g} %)")
     slowed = trials["clock_slowdowns"].fillna("").map(lambda names: bool(set(filter(None, names.split(","))) - COOL))
     if len(slowed) and slowed.mean() >= 0.5:
         names = sorted(

@@ -145,6 +145,8 @@ def chosen_matrix(arguments: argparse.Namespace) -> Matrix:
         raise InputError(
             f"--max-repeats is {arguments.max_repeats}; it must be at least --repeats, {arguments.repeats}"
         )
+    if arguments.backend and not arguments.baseline:
+        given["baseline"] = "auto"  # the matrix' own may not be among those
     for option, key in OPTIONS.items():
         value = given[option]
         if value is None:

@@ -38,6 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"{cell.cell_id}  {cell.backend:{width}}  {cell.accumulate:4d} {cell.world_size:4d} "
             f"{cell.micro_batch_size:11d}  {cell.precision}   {seconds:>9} {memory:>12}"
             + (f"  {cell.optimizer}, clip {cell.clip_norm:g}" if several else "")
+            + "  virtual" * cell.virtual
+            + "  A/A twin" * bool(cell.twin)
             + (f"  skipped: {skipped[cell.backend]}" if cell.backend in skipped else "")
         )
     runnable = [cell for cell in cells if cell.backend not in skipped]

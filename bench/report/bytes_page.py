@@ -35,11 +35,8 @@ class Measured:
         """The first good trial of each cell, with everything that a formula was held against."""
         trials = pd.concat([run.tables.trials for run in runs], ignore_index=True)
         good = trials[trials["status"].isin([Status.OK, Status.INVALID]) & (trials["twin"].fillna("") == "")]
-        first = (
-            good.sort_values("repeat")
-            .drop_duplicates("cell_id")
-            .assign(world=[_world(t) for _, t in good.sort_values("repeat").drop_duplicates("cell_id").iterrows()])
-        )
+        first = good.sort_values("repeat").drop_duplicates("cell_id")
+        first = first.assign(world=[_world(trial) for trial in first.to_dict("records")])
         keys = first[["cell_id", "repeat", "backend", "accumulate", "world_size", "world", "model"]]
         collectives, memory = (
             pd.concat([getattr(run.tables, name) for run in runs], ignore_index=True).merge(
@@ -50,7 +47,7 @@ class Measured:
         return cls(first, collectives, memory)
 
 
-def _world(trial: Mapping[str, Any]) -> str:
+def _world(trial: Mapping[Any, Any]) -> str:
     """Which kind of world a trial was in, in words."""
     kind = "fake tensors" if trial["fake_tensors"] else "virtual" if pd.notna(trial["virtual_world_size"]) else "real"
     return f"{kind}, W = {trial['world_size']}, {trial['model']}"
@@ -66,8 +63,8 @@ def page(runs: Sequence[Run], accumulation: Sequence[Mapping[str, Any]], command
         "",
         "Collectives are counted where they are handed to the process group, between two updates; memory is a ledger "
         "of the live tensors. Each count and each held byte is calculated too (`bench/analysis/formulas`, with the "
-        "source of each formula), and a difference makes a cell `invalid`. Real worlds are process groups over gloo; in "
-        "a virtual one a single process is rank 0 of W, over a process group that only pretends to communicate; with "
+        "source of each formula), and a difference makes a cell `invalid`. Real worlds are process groups over gloo. "
+        "In a virtual one a single process is rank 0 of W, over a process group that only pretends to communicate; with "
         "fake tensors nothing is allocated either.",
         "",
         "## Measured against formula",

@@ -68,9 +68,9 @@ class Display:
 
     def looked(self, look: Look) -> None:
         """The run looked at its intervals."""
-        width = "no interval yet" if look.widest is None else f"the widest interval is {100 * look.widest:.2g} %"
+        width = "" if look.widest is None else f": the widest interval is {100 * look.widest:.2g} %"
         then = f"going on with {len(look.open)} cells" if look.open else "that is all"
-        self.say(f"after {look.repeats} repeats: {width}; {then}")
+        self.say(f"after {look.repeats} repeats{width}; {then}")
 
     def started(self, trial: Trial, done: int, total: int) -> None:
         """A trial starts."""
