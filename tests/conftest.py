@@ -53,11 +53,12 @@ class Run:
 
     @property
     def tables(self) -> tables.Tables:
-        return gates.judge(tables.load(self.folder))
+        return gates.judge(tables.build(self.records, self.manifest))
 
     @property
     def records(self) -> list[dict[str, Any]]:
-        return Journal(self.folder).read()
+        """All but those of the A/A twin, which is its cell once more."""
+        return [record for record in Journal(self.folder).read() if not record["cell"]["twin"]]
 
     @property
     def manifest(self) -> dict[str, Any]:
