@@ -630,7 +630,6 @@ def plans(draw: st.DrawFn) -> str:
     )
 
 
-@pytest.mark.slow
 @given(tables=st.lists(plans(), min_size=18, max_size=18, unique=True))
 @settings(
     max_examples=1, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
