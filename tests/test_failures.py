@@ -86,7 +86,7 @@ def test_interrupt_keeps_finished_trials_and_resume_goes_on(tmp_path: Path) -> N
     environment = os.environ | {"PYTHONPATH": str(ROOT), "BENCH_TEST_TOKEN": "interrupted"}
     process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    while not (line := process.stdout.readline()).startswith("[1/4]"):
+    while not (line := process.stdout.readline()).startswith("[1/6]"):
         assert line or process.poll() is None, "the run ended early"
     time.sleep(0.3)  # into the second trial
     process.send_signal(signal.SIGINT)
