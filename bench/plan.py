@@ -13,7 +13,7 @@ from bench.backends.base import Backend
 from bench.cell import SGD, Cell, Device, Sharding, Sync
 from bench.journal import JOURNAL
 from bench.probes.flops import peak_flops
-from bench.trial import SETTLED_WINDOWS
+from bench.taps import SETTLED_WINDOWS
 from bench.workload.sizes import SIZES
 
 CPU_FLOPS_PER_CORE = 2e10

@@ -145,3 +145,27 @@ class TappedLoader:
         for batch in self._loader:
             self._taps.record(Kind.FETCH)
             yield batch
+
+
+SETTLED_WINDOWS = 2
+"""Windows before the counted one in the collectives and memory passes.
+
+DDP rebuilds its buckets in the first window, ZeRO-3 traces its modules in it, and AdamW makes its state at its end.
+"""
+
+
+class SettledWindow:
+    """Tells whether the window after SETTLED_WINDOWS updates is open: from one update to the next."""
+
+    def __init__(self, accumulate: int) -> None:
+        self._accumulate = accumulate
+        self._num_losses = 0
+        self.open = False
+        self.num_fetched = 0
+
+    def see(self, kind: Kind) -> None:
+        """Take note of one event, before asking ``open``."""
+        self._num_losses += kind is Kind.LOSS
+        self.num_fetched += self.open and kind is Kind.FETCH
+        if kind is Kind.STEP:
+            self.open = self._num_losses == SETTLED_WINDOWS * self._accumulate

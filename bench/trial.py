@@ -28,7 +28,7 @@ from bench import rank
 from bench.backends.base import Backend, Job, registry
 from bench.cell import SGD, Cell, Status
 from bench.errors import UnsupportedError
-from bench.taps import Kind, Taps, updates
+from bench.taps import SETTLED_WINDOWS, Kind, SettledWindow, Taps, updates
 from bench.virtual import refusal, tensors
 from bench.workload import load
 from bench.workload.loader import Loader
@@ -41,11 +41,6 @@ if TYPE_CHECKING:
 
 EXTRA_PASSES = ("update", "collectives", "memory", "accumulation")
 """Passes that run once per cell; their answers do not vary from repeat to repeat."""
-SETTLED_WINDOWS = 2
-"""Windows before the counted one in the collectives and memory passes.
-
-DDP rebuilds its buckets in the first window, ZeRO-3 traces its modules in it, and AdamW makes its state at its end.
-"""
 
 
 @dataclass(kw_only=True)
@@ -385,23 +380,6 @@ class Trial:
         from bench.probes.accumulation import accumulator
 
         return accumulator(self.backend, self.cell, self.rank, self.device)
-
-
-class SettledWindow:
-    """Tells whether the window after SETTLED_WINDOWS updates is open: from one update to the next."""
-
-    def __init__(self, accumulate: int) -> None:
-        self._accumulate = accumulate
-        self._num_losses = 0
-        self.open = False
-        self.num_fetched = 0
-
-    def see(self, kind: Kind) -> None:
-        """Take note of one event, before asking ``open``."""
-        self._num_losses += kind is Kind.LOSS
-        self.num_fetched += self.open and kind is Kind.FETCH
-        if kind is Kind.STEP:
-            self.open = self._num_losses == SETTLED_WINDOWS * self._accumulate
 
 
 def _device_name(device: torch.device) -> str:
