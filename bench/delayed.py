@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 DELAY = 0.05
 """Of a step's time, slept after each of them."""
+OVERSLEPT_S = 2e-4
+"""Of a sleep, spent awake instead: the system wakes a sleeper that much too late, which matters in a short step."""
 
 
 class Delayed(DDPDeferred):
@@ -28,8 +30,12 @@ class Delayed(DDPDeferred):
 
         def sleep(*_: Any) -> None:
             nonlocal awake
+            now = time.perf_counter()
             if awake is not None:
-                time.sleep(DELAY * (time.perf_counter() - awake))
+                until = now + DELAY * (now - awake)
+                time.sleep(max(0.0, until - now - OVERSLEPT_S))
+                while time.perf_counter() < until:
+                    pass
             awake = time.perf_counter()
 
         def delayed(parameters: Iterable[Parameter]) -> Optimizer:

@@ -24,13 +24,15 @@ DOCUMENT = {
     "repeats": 10,
     "max_repeats": 120,
     "precision": 0.02,
-    "budget_s": 80,
+    "budget_s": 170,
     "baseline": "ddp-deferred",
-    "workload": {"sequence_length": 8, "global_batch_size": 2},
-    "training": {"timed_windows": 12, "warmup_windows": 3},
+    "workload": {"model": "micro", "sequence_length": 32, "global_batch_size": 8},
+    "training": {"timed_windows": 40, "warmup_windows": 3},
     "axes": {"backend": ["ddp-deferred", Delayed.name], "accumulate": [2], "world_size": [1]},
 }
-"""One rank, so that what is compared is the machine's noise alone and a trial is short."""
+"""One rank and a model that fits into a core's caches, so that a trial is short and what is compared is the machine's
+noise alone. On a shared host that has regimes (a neighbour on the other half of a core), which last for seconds:
+short blocks have most of their trials in one of them."""
 
 
 def measure(folder: Path, number: int, observer: Observer) -> None:

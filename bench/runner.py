@@ -210,7 +210,7 @@ class Runner:
             return True
         look = self._judge(self._journal.read(), self._manifest, repeats)
         if not look.open:
-            self._decide(look, Ended.PRECISION)
+            self._decide(look, Ended.NOTHING_TO_COMPARE if look.refused else Ended.PRECISION)
         elif repeats >= self.schedule.max_repeats:
             self._decide(dataclasses.replace(look, open=()), Ended.MAX_REPEATS)
         else:

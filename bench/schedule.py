@@ -42,6 +42,8 @@ class Ended(StrEnum):
     """As many repeats as were allowed."""
     BUDGET = "budget"
     """The time that was given is used up."""
+    NOTHING_TO_COMPARE = "nothing to compare"
+    """No cell could be compared with another: too few cells, or every comparison was refused."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +58,8 @@ class Look:
     """Width of the widest interval of interest, relative; None if there is none yet."""
     wanted: int = 0
     """Blocks at which that width may be narrow enough; looking sooner would be in vain."""
+    refused: str = ""
+    """Why nothing at all can be compared; empty if something can."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:

@@ -470,6 +470,15 @@ def test_cells_are_run_on_while_the_judge_wants_more(tmp_path: Path) -> None:
     assert [record["slot"] for record in run.records] == list(range(32))
 
 
+def test_a_run_in_which_nothing_can_be_compared_is_not_called_precise(tmp_path: Path) -> None:
+    run = adaptive(tmp_path)
+    run.judge = lambda records, manifest, repeats: Look(repeats=repeats, open=(), refused="the machine was not idle")
+    run.go()
+    manifest = read_manifest(run.folder)
+    assert manifest["ended_by"] == "nothing to compare"
+    assert manifest["looks"][-1]["refused"] == "the machine was not idle"
+
+
 def test_no_more_repeats_than_allowed(tmp_path: Path) -> None:
     run = adaptive(tmp_path, most=3)
     every = [cell.cell_id for cell in run.cells]

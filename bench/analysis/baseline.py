@@ -145,7 +145,21 @@ def look(records: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any], repe
             wanted = max(wanted, _wanted(asked, target))
             still |= {base, *(row.pair.b.cell_id for row in alive)}
     chosen = tuple(cell_id for cell_id in run.cells if cell_id in still & was_open)
-    return Look(repeats=repeats, open=chosen, widest=widest if 0 < widest < math.inf else None, wanted=wanted)
+    return Look(
+        repeats=repeats,
+        open=chosen,
+        widest=widest if 0 < widest < math.inf else None,
+        wanted=wanted,
+        refused=_refusal(list(groups.values())),
+    )
+
+
+def _refusal(groups: Sequence[Sequence[Row]]) -> str:
+    """Why no comparison can be made; empty if one can."""
+    rows = [row for rows in groups for row in rows]
+    if any(row.judgement.comparison.blocked is None for row in rows):
+        return ""
+    return rows[0].judgement.detail if rows else "no two cells are equal but for the backend"
 
 
 def _wanted(judgements: Sequence[Judgement], target: float) -> int:

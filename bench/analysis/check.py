@@ -21,6 +21,7 @@ from bench.analysis.statistics import MARGIN, MIN_TRIALS
 from bench.analysis.verdicts import Verdict, band
 from bench.cell import REFERENCE, Status
 from bench.journal import Journal
+from bench.schedule import Ended
 from bench.warmup import warmup
 
 TOLERANCE = 1e-9
@@ -280,6 +281,8 @@ def _verdicts(run: Run, found: Standing) -> Iterator[Finding]:
         few = run.tables.trials["repeat"].nunique() < MIN_TRIALS
         text += f"; with fewer than {MIN_TRIALS} repeats there are no intervals" if few else ""
         yield Finding(Level.WARNING, "verdicts", text)
+    elif ended == Ended.NOTHING_TO_COMPARE:
+        yield Finding(Level.WARNING, "verdicts", f"ended with {ended}: {run.manifest['looks'][-1]['refused']}")
     elif ended:
         yield Finding(Level.GOOD, "verdicts", f"ended by {ended}")
     counts = {verdict: sum(row.judgement.verdict is verdict for row in found.rows) for verdict in Verdict}

@@ -70,7 +70,8 @@ class Display:
         """The run looked at its intervals."""
         width = "" if look.widest is None else f": the widest interval is {100 * look.widest:.2g} %"
         then = f"going on with {len(look.open)} cells" if look.open else "that is all"
-        self.say(f"after {look.repeats} repeats{width}; {then}")
+        why = f" (nothing can be compared: {look.refused})" if look.refused else ""
+        self.say(f"after {look.repeats} repeats{width}; {then}{why}")
 
     def started(self, trial: Trial, done: int, total: int) -> None:
         """A trial starts."""

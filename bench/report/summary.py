@@ -18,6 +18,7 @@ from bench.analysis.compare import Row
 from bench.analysis.sides import RESTLESS
 from bench.analysis.verdicts import NEXT, Verdict, band
 from bench.cell import REFERENCE, Status
+from bench.schedule import Ended
 from bench.tables import Tables
 
 TITLE = """Each cell's median over its good trials, the fastest and slowest in brackets.
@@ -118,7 +119,10 @@ def certainty(standing: Standing, manifest: Mapping[str, Any]) -> list[str]:
         last = looks[-1]
         width = next((look["widest"] for look in reversed(looks) if look["widest"] is not None), None)
         said = "" if width is None else f"; the widest interval was {100 * width:.2g} % at the last look"
-        lines.append(f"ended by {manifest['ended_by']}, after {last['repeats']} repeats{said}")
+        why = f"ended by {manifest['ended_by']}"
+        if manifest["ended_by"] == Ended.NOTHING_TO_COMPARE:
+            why = f"ended with {Ended.NOTHING_TO_COMPARE} ({last['refused']})"
+        lines.append(f"{why}, after {last['repeats']} repeats{said}")
     ambiguous = [row for row in standing.rows if row.judgement.verdict is Verdict.AMBIGUOUS]
     for reason in dict.fromkeys(row.judgement.reason for row in ambiguous):
         count = sum(row.judgement.reason is reason for row in ambiguous)

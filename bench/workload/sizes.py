@@ -49,6 +49,9 @@ class LlamaSize:
 
 
 SIZES = {
+    "micro": LlamaSize(
+        hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=176, vocab_size=256, tied=False
+    ),
     "tiny": LlamaSize(
         hidden_size=256, num_layers=4, num_heads=4, num_kv_heads=2, intermediate_size=704, vocab_size=256, tied=False
     ),
@@ -93,4 +96,4 @@ SIZES = {
         rope_theta=500_000.0,
     ),
 }
-"""``tiny`` is ours; ``135m`` is SmolLM2-135M's shape, ``1b`` and ``3b`` Llama-3.2's, ``8b`` Llama-3.1's."""
+"""``micro`` and ``tiny`` are ours; ``135m`` is SmolLM2-135M's shape, ``1b`` and ``3b`` Llama-3.2's, ``8b`` Llama-3.1's."""
