@@ -96,4 +96,6 @@ SIZES = {
         rope_theta=500_000.0,
     ),
 }
-"""``micro`` and ``tiny`` are ours; ``135m`` is SmolLM2-135M's shape, ``1b`` and ``3b`` Llama-3.2's, ``8b`` Llama-3.1's."""
+"""``micro`` and ``tiny`` are ours.
+
+``135m`` has SmolLM2-135M's shape, ``1b`` and ``3b`` Llama-3.2's, ``8b`` Llama-3.1's."""
