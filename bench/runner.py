@@ -146,6 +146,7 @@ class Runner:
         values = manifest["matrix"]["values"]
         self._timeout_s = float(values["timeout_s"])
         self._corpus = None if values["workload.corpus"] == "markov" else values["workload.corpus"]
+        self._threads = int(values.get("threads", 0))
         self._budget_s = float(values.get("budget_s", 0.0)) or math.inf
         self.schedule = Schedule(manifest)
         self._done: set[tuple[str, int]] = set()
@@ -256,7 +257,7 @@ class Runner:
             folder=str(folder.resolve()),
             reference=str(self._reference_file(cell).resolve()),
             corpus=self._corpus and str(Path(self._corpus).resolve()),
-            threads=max(1, machine.num_cores() // (1 if cell.virtual else cell.world_size)),
+            threads=self._threads or max(1, machine.num_cores() // (1 if cell.virtual else cell.world_size)),
         )
         with self._telemetry if cell.device is Device.CUDA else contextlib.nullcontext():
             return self._launcher.run(spec, self._timeout_s)
