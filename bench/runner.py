@@ -30,6 +30,9 @@ from bench.workload.corpus import describe_file
 LOG_BYTES = 20_000
 """How much of the end of each rank's log is kept for a failed trial."""
 
+RENEWED_FOR_S = 30.0
+"""Least time between two renewals of the fork servers, which cost some seconds: they come between pairs of blocks."""
+
 
 class Observer(Protocol):
     """Told what happens, for a display."""
@@ -152,6 +155,7 @@ class Runner:
         self._done: set[tuple[str, int]] = set()
         self._num_run = self._total = 0
         self._spent_s = self._since = 0.0
+        self._renew_at = -math.inf
         self._have: set[tuple[str, str]] = set()
         """Cells and the extra passes that a good trial of theirs has run."""
 
@@ -190,8 +194,9 @@ class Runner:
         if left and repeat and self._spent_s + time.monotonic() - self._since > self._budget_s:
             self._decide(Look(repeats=repeat, open=()), Ended.BUDGET)
             return False
-        if left and repeat % 2 == 0:
+        if left and repeat % 2 == 0 and time.monotonic() >= self._renew_at:
             self._launcher.renew()
+            self._renew_at = time.monotonic() + RENEWED_FOR_S
         for trial in left:
             self._observer.started(trial, len(self._done), self._total)
             record = self._run_one(trial)

@@ -532,5 +532,15 @@ def test_an_interrupted_adaptive_run_goes_on_as_if_it_had_not_been(tmp_path: Pat
     assert read_manifest(broken.folder)["looks"] == read_manifest(unbroken.folder)["looks"]
 
 
-def test_fork_servers_are_renewed_for_every_pair_of_blocks(tmp_path: Path) -> None:
-    assert Run(tmp_path / "run", repeats=5).go().renewed == 3
+@pytest.mark.parametrize(("trial_s", "renewals"), [(10.0, 3), (2.0, 2), (0.1, 1)])
+def test_fork_servers_are_renewed_between_pairs_of_blocks_but_not_all_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trial_s: float, renewals: int
+) -> None:
+    now = 0.0
+
+    def script(spec: Spec, number: int) -> None:
+        nonlocal now
+        now += trial_s
+
+    monkeypatch.setattr(runner.time, "monotonic", lambda: now)
+    assert Run(tmp_path / "run", repeats=6).go(script).renewed == renewals, "a pair of blocks is 14 trials"
