@@ -57,7 +57,7 @@ def check(folder: Path) -> list[Finding]:
     run = load(folder)
     records = Journal(folder).read()
     found = [
-        *_journal(folder, run, records),
+        *journal_findings(folder, run, len(records)),
         *_tables(folder, run),
         *_trials(run, records),
         *_order(records),
@@ -70,7 +70,7 @@ def check(folder: Path) -> list[Finding]:
     return [one for topic in topics for one in found if one.topic == topic]
 
 
-def _journal(folder: Path, run: Run, records: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+def journal_findings(folder: Path, run: Run, num_records: int) -> Iterator[Finding]:
     """Schema and hashes: ``load`` has read every line and compared every cell with its id."""
     topic = "journal"
     digest = Journal(folder).digest()
@@ -80,7 +80,7 @@ def _journal(folder: Path, run: Run, records: Sequence[Mapping[str, Any]]) -> It
     elif noted != digest:
         yield Finding(Level.ERROR, topic, f"was changed after the run: its SHA-256 is {digest}, and was {noted}")
     else:
-        yield Finding(Level.GOOD, topic, f"{len(records)} records, all cells match their ids; SHA-256 {digest}")
+        yield Finding(Level.GOOD, topic, f"{num_records} records, all cells match their ids; SHA-256 {digest}")
 
 
 def _tables(folder: Path, run: Run) -> Iterator[Finding]:

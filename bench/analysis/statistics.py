@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -218,11 +219,15 @@ def resampled_means(a: Array, out: int, resamples: int, seed: int) -> Array:
     All rows are resampled with the same numbers, so their order statistics are at the same places of the sorted rows:
     such a mean is a sum over the sorted row with weights that serve every row.
     """
-    n = a.shape[1]
+    return np.asarray(np.sort(a, axis=1) @ _weights(a.shape[1], out, resamples, seed).T)
+
+
+@lru_cache(maxsize=2)
+def _weights(n: int, out: int, resamples: int, seed: int) -> Array:
+    """Of the order statistics of n values in each resample, less the ``out`` smallest and largest."""
     picked = np.sort(np.random.default_rng(seed).integers(0, n, (resamples, n)), axis=1)[:, out : n - out]
     places = picked + n * np.arange(resamples)[:, None]
-    weights = np.bincount(places.ravel(), minlength=n * resamples).reshape(resamples, n) / (n - 2 * out)
-    return np.asarray(np.sort(a, axis=1) @ weights.T)
+    return np.asarray(np.bincount(places.ravel(), minlength=n * resamples).reshape(resamples, n) / (n - 2 * out))
 
 
 def _centre(values: Array, axis: int = -1) -> Array:

@@ -9,6 +9,7 @@ COMMANDS: tuple[str, ...] = (
     "report",
     "compare",
     "check",
+    "cite",
     "semantics",
     "throughput",
     "steps",

@@ -1,4 +1,4 @@
-"""``check``: a finished run audited from its raw samples.
+"""``check``: a finished run audited from its raw samples, or a citation of it held against them.
 
 With ``--json`` one object: ``run``, its folder; ``findings``, each with ``level`` (error, warning, good), ``topic`` and
 ``text``; ``errors`` and ``warnings``, their numbers.
@@ -9,45 +9,56 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from bench.errors import BAD, GOOD
+from bench.errors import BAD, GOOD, InputError
+
+if TYPE_CHECKING:
+    from bench.analysis.check import Finding
 
 DESCRIPTION = (
     "Reads a run's journal again, recomputes what follows from it, and says what a reader should know before citing "
     "it: schema and hashes, medians, order, drift, outliers, two modes, ranks out of balance, noise floor, gates. Exit "
-    "status 1 if the data is not what it says it is; warnings alone are no reason."
+    "status 1 if the data is not what it says it is; warnings alone are no reason. With --citation: whether the ids, "
+    "values, intervals, n and hashes in a text are those of the run; exit status 1 if one is not."
 )
-STYLES = {"error": "bold red", "warning": "yellow", "good": "green"}
 
 
 def add(commands: Any) -> None:
     """Add the command's parser."""
     parser = commands.add_parser("check", help="audit a finished run from its raw samples", description=DESCRIPTION)
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder, e.g. results/<run>")
+    parser.add_argument("--citation", metavar="FILE", help="check instead what cites the run; - is standard input")
     parser.add_argument("--json", action="store_true", help="one JSON object; its keys: see bench/commands/check.py")
     parser.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Check and show; 1 if there is an error."""
-    from rich.console import Console
-    from rich.text import Text
-
     from bench.analysis.check import Level, check
+    from bench.report.findings import show
 
-    found = check(arguments.run)
+    found = check(arguments.run) if arguments.citation is None else _of_citation(arguments.run, arguments.citation)
     errors, warnings = (sum(one.level is level for one in found) for level in (Level.ERROR, Level.WARNING))
     if arguments.json:
         findings = [dataclasses.asdict(one) for one in found]
         print(json.dumps({"run": str(arguments.run), "findings": findings, "errors": errors, "warnings": warnings}))
         return BAD if errors else GOOD
-    console = Console()
-    width = max(len(one.topic) for one in found)
-    for one in found:
-        mark = Text(f"{one.level:7}  {one.topic:{width}}  ", style=STYLES[one.level])
-        console.print(mark + Text(one.text), soft_wrap=True)
     verdict = "do not cite it" if errors else "say these things when you cite it" if warnings else "clean"
-    console.print(f"{errors} errors, {warnings} warnings: {verdict}", highlight=False)
+    if arguments.citation is not None:
+        verdict = "it does not match the data" if errors else "it matches the data"
+    show(found, f"{errors} errors, {warnings} warnings: {verdict}")
     return BAD if errors else GOOD
+
+
+def _of_citation(folder: Path, name: str) -> list[Finding]:
+    from bench.report.cited import verify
+
+    try:
+        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = (error.strerror or error) if isinstance(error, OSError) else "it is not UTF-8"
+        raise InputError(f"--citation {name}: cannot be read ({why}); name a file with what cite printed") from error
+    return verify(folder, text)

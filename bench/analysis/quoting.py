@@ -1,0 +1,223 @@
+"""What may be said of one cell of a run, or of one against another: numbers, or why there are none."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import urllib.parse
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import pandas as pd
+
+from bench.analysis.baseline import Floor, Standing, baseline_of, noise_floor, pairs_with_baseline, standing
+from bench.analysis.compare import Pair, Row, Run, judge_pairs
+from bench.analysis.estimate import Estimate, estimate
+from bench.analysis.sides import side
+from bench.cell import Cell, Status
+from bench.errors import InputError
+from bench.tables import Tables
+
+SCHEME = "accumulation-bench"
+"""Of the ids that numbers are cited by."""
+CHOICES = 6
+"""Cells that are named where one has to be chosen."""
+
+
+def place_of(run_id: str, name: str) -> str:
+    """The id that something of a run is cited by: ``accumulation-bench:RUN/NAME``."""
+    return f"{SCHEME}:{quoted(run_id)}/{name}"
+
+
+def quoted(name: str) -> str:
+    """A name as part of an id: letters, digits, ``-``, ``.``, ``_``, and the rest as ``%`` and two digits."""
+    return urllib.parse.quote(name, safe="").replace("~", "%7E")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CellQuote:
+    """What may be said of one cell."""
+
+    cell: Cell
+    time: Estimate | None
+    """Of its good trials; None if no time may be cited."""
+    barred: str
+    """Why the cell is not comparable; empty if it is."""
+    num_ok: int
+    num_trials: int
+    peak_memory_bytes: int | None
+    """The largest of its good trials."""
+    peak_memory_source: str
+    caveats: tuple[str, ...]
+    """What must be said with the numbers, or instead of them."""
+    trial: pd.Series
+    """A row of the trials table, for what is the same in all of them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RatioQuote:
+    """What may be said of one cell against another."""
+
+    cell: Cell
+    other: Cell
+    """The baseline: above 1, the cell takes longer than this one."""
+    row: Row
+    caveats: tuple[str, ...]
+    trial: pd.Series
+
+
+class Quotes:
+    """The quotes of one run. What several of them need is calculated once."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        tables = run.tables
+        self._trials = {str(key): rows for key, rows in tables.trials.groupby("cell_id", sort=False)}
+        self._steps = {str(key): rows for key, rows in tables.steps.groupby("cell_id", sort=False)}
+        self._standings: dict[str, Standing] = {}
+        self._floor: list[Floor | None] = []
+
+    def cell(self, cell_id: str) -> CellQuote:
+        """What may be said of a cell. Raises InputError if the run has none of that id."""
+        cell, trials = self._known(cell_id), self._trials[cell_id]
+        sound = trials[trials["status"] == Status.OK]
+        found = side(self._alone(cell_id), cell_id)
+        caveats = [*_failed(trials), *_virtual(cell), *self._of_run()]
+        # What has shapes alone was not timed; any other cell without a time has failed a gate.
+        barred = "" if cell.fake_tensors else "; ".join(_short(text) for text in found.failed_gates)
+        good = not barred and not sound.empty
+        medians = found.sample.medians.tolist() if good else []
+        peaks = sound["peak_memory_bytes"].dropna() if good else sound["peak_memory_bytes"].iloc[:0]
+        return CellQuote(
+            cell=cell,
+            time=estimate(medians) if medians else None,
+            barred=barred,
+            num_ok=len(medians) if medians else len(sound),
+            num_trials=len(trials),
+            peak_memory_bytes=None if peaks.empty else int(peaks.max()),
+            peak_memory_source="" if peaks.empty else str(sound["peak_memory_source"].dropna().iloc[0]),
+            caveats=(*([f"not comparable: {barred}"] if barred else []), *caveats),
+            trial=trials.iloc[0],
+        )
+
+    def ratio(self, cell_id: str, other_id: str) -> RatioQuote:
+        """What may be said of a cell against another. Raises InputError if the run lacks one of the two.
+
+        The verdict is that of the run's report with the other's backend as the baseline. Cells that no such report
+        holds together (of unequal N, say) were chosen by hand: Holm's correction is then over the run's own
+        comparisons and this one.
+        """
+        cell, other = self._known(cell_id), self._known(other_id)
+        if cell_id == other_id:
+            raise InputError(f"{cell.label}: is named twice; name another cell, or one alone")
+        row = self._row(cell, other)
+        caveats = [*_virtual(cell, other), *self._of_run()]
+        for one in (cell, other):
+            caveats += [f"{one.label}: {text}" for text in _failed(self._trials[one.cell_id])]
+        detail = row.judgement.detail
+        if row.judgement.comparison.blocked is not None:
+            caveats.insert(0, f"{row.judgement.reason}: {_short(detail)}")
+        if (noise := row.judgement.comparison.floor) is None or noise.low is None:
+            floor = self.floor
+            caveats.append(f"noise floor: {'the run has no A/A pair' if floor is None else _short(floor.reason)}")
+        return RatioQuote(
+            cell=cell,
+            other=other,
+            row=row,
+            caveats=tuple(dict.fromkeys(caveats)),
+            trial=self._trials[cell_id].iloc[0],
+        )
+
+    def trials(self, cell_id: str) -> pd.DataFrame:
+        """The rows of a cell in the trials table."""
+        return self._trials[cell_id]
+
+    @property
+    def floor(self) -> Floor | None:
+        """The run's A/A pair."""
+        if not self._floor:
+            self._floor.append(noise_floor(self.run))
+        return self._floor[0]
+
+    def _known(self, cell_id: str) -> Cell:
+        if cell_id not in self.run.cells:
+            raise InputError(f"{cell_id}: is no cell of the run {self.run.name}")
+        return self.run.cells[cell_id]
+
+    def _alone(self, cell_id: str) -> Tables:
+        """The tables with one cell's rows, which are found faster than among all."""
+        steps = self._steps.get(cell_id, self.run.tables.steps.iloc[:0])
+        return replace(self.run.tables, trials=self._trials[cell_id], steps=steps)
+
+    def _row(self, cell: Cell, other: Cell) -> Row:
+        for row in self._standing(other.backend).rows:
+            if (row.pair.a.cell_id, row.pair.b.cell_id) == (other.cell_id, cell.cell_id):
+                return row
+        pairs = [*pairs_with_baseline(self.run), Pair(a=other, b=cell, name=f"{cell.label} against {other.label}")]
+        floor = self.floor
+        return judge_pairs(self.run, self.run, pairs, floor=None if floor is None else floor.interval)[-1]
+
+    def _standing(self, baseline: str) -> Standing:
+        """The verdicts with this backend as the baseline."""
+        if baseline not in self._standings:
+            own = baseline == baseline_of(self.run.manifest)
+            seen = self.run if own else replace(self.run, manifest={**self.run.manifest, "baseline": baseline})
+            self._standings[baseline] = standing(seen)
+        return self._standings[baseline]
+
+    def _of_run(self) -> list[str]:
+        return [] if "finished" in self.run.manifest else ["the run has not ended, and the hash will change"]
+
+
+def _failed(trials: pd.DataFrame) -> list[str]:
+    """What to say of trials that ended neither well nor invalid, by status and reason."""
+    bad = trials[~trials["status"].isin([Status.OK, Status.INVALID])]
+    return [
+        f"{len(rows)} of {len(trials)} trials ended {status}: {reason or 'no reason was recorded'}"
+        for (status, reason), rows in bad.fillna({"reason": ""}).groupby(["status", "reason"], sort=False)
+    ]
+
+
+def _virtual(*cells: Cell) -> list[str]:
+    for cell in cells:
+        if cell.fake_tensors:
+            return ["a virtual world of tensors without values: nothing was timed"]
+        if cell.virtual:
+            return ["a virtual world: one process computes, nothing is sent, and the time is that of computing alone"]
+    return []
+
+
+def _short(text: str) -> str:
+    """What a gate found, without the numbers of all the repeats in which it did."""
+    return re.sub(r"repeat \d+(?:, \d+)*: ", "", text)
+
+
+def find_cell(run: Run, text: str) -> Cell:
+    """The cell that a whole id, a label or the beginning of an id names. Raises InputError if none or several do."""
+    if text in run.cells:
+        return run.cells[text]
+    labels = _labels(run.cells)
+    named = labels.get(text) or [cell for cell_id, cell in run.cells.items() if text and cell_id.startswith(text)]
+    if len(named) == 1:
+        return named[0]
+    if named:
+        some = ", ".join(f"{cell.cell_id} ({cell.label}, {_apart(cell)})" for cell in named[:CHOICES])
+        more = f" and {len(named) - CHOICES} more" if len(named) > CHOICES else ""
+        raise InputError(f"CELL '{text}': {len(named)} cells are called so; use the id: {some}{more}")
+    near = difflib.get_close_matches(text, [*labels, *run.cells], n=1)
+    words = [f"{cell.cell_id} ({cell.label})" for cell in run.cells.values()]
+    some = ", ".join(words[:CHOICES]) + (f" and {len(words) - CHOICES} more" if len(words) > CHOICES else "")
+    hint = f"did you mean '{near[0]}'?" if near else f"use one of {some}"
+    raise InputError(f"CELL '{text}': is not in the run {run.name}; {hint}")
+
+
+def _labels(cells: Mapping[str, Cell]) -> dict[str, list[Cell]]:
+    found: dict[str, list[Cell]] = {}
+    for cell in cells.values():
+        found.setdefault(cell.label, []).append(cell)
+    return found
+
+
+def _apart(cell: Cell) -> str:
+    """In what cells of one label differ most often."""
+    return f"{cell.model}, {cell.optimizer}, clip {cell.clip_norm:g}, seed {cell.seed}"

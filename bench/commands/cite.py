@@ -1,0 +1,77 @@
+"""``cite``: one number of a run, ready to be pasted, with its permanent id."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.errors import BAD, GOOD, InputError
+from bench.folders import plots_folder
+
+if TYPE_CHECKING:
+    from bench.analysis.compare import Run
+    from bench.report.citation import Citation
+
+FORMATS = ("markdown", "bibtex", "text")
+TITLES = {"markdown": "Markdown", "bibtex": "BibTeX", "text": "Plain text"}
+DESCRIPTION = (
+    "Prints the step time of a cell, or its ratio to that of a second one, with interval, n, machine, versions, commit "
+    "and the hash of the journal, as Markdown, BibTeX and plain text. What is not comparable is cited with that said "
+    "and without a number. Exit status 1 if the journal was changed after the run. check --citation reads it again."
+)
+
+
+def add(commands: Any) -> None:
+    """Add the command's parser."""
+    parser = commands.add_parser("cite", help="cite one number of a run", description=DESCRIPTION)
+    option = parser.add_argument
+    option("run", type=Path, metavar="RUN", help="the run's folder, e.g. results/<run>")
+    option(
+        "cells",
+        nargs="*",
+        metavar="CELL",
+        help="the cell's id, its beginning, or the label in quotes; with a second one, the ratio to that",
+    )
+    option("--plot", metavar="NAME", help="cite a figure instead, e.g. memory_vs_time")
+    option("--format", choices=[*FORMATS, "all"], default="all", help="what to print (default: all)")
+    parser.set_defaults(command=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the citation; 1 if the data is not what it was when the run ended."""
+    from bench.analysis.check import Level, journal_findings
+    from bench.analysis.loading import hashed, load
+
+    found = hashed(load(arguments.run), arguments.run)
+    citation = _cited(arguments, found)
+    for one in journal_findings(arguments.run, found, len(found.tables.trials)):
+        if one.level is Level.ERROR:
+            print(f"bench: {arguments.run}: is not cited: its journal {one.text}", file=sys.stderr)
+            return BAD
+    if arguments.format == "all":
+        parts = [f"{TITLES[name]}:\n\n{getattr(citation, name)}\n" for name in FORMATS]
+        print("\n".join(parts), end="")
+    else:
+        print(getattr(citation, arguments.format))
+    return GOOD
+
+
+def _cited(arguments: argparse.Namespace, found: Run) -> Citation:
+    from bench.analysis.quoting import find_cell
+    from bench.report.citation import cite, cite_plot
+
+    if arguments.plot is not None:
+        if arguments.cells:
+            raise InputError("--plot: is cited by itself; leave out CELL")
+        folder = plots_folder(arguments.run)
+        names = sorted(path.stem for path in folder.glob("*.svg"))
+        if arguments.plot not in names:
+            hint = f"use one of {', '.join(names)}" if names else f"draw it: python -m bench report {arguments.run}"
+            raise InputError(f"--plot '{arguments.plot}': is not in {folder}; {hint}")
+        return cite_plot(found, arguments.plot)
+    if len(arguments.cells) not in {1, 2}:
+        raise InputError(f"CELL: {len(arguments.cells)} are named; name one, or two for their ratio, or --plot NAME")
+    first, *rest = [find_cell(found, text).cell_id for text in arguments.cells]
+    return cite(found, first, *rest)

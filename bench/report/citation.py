@@ -1,0 +1,259 @@
+"""One number of a run as it is cited: value, interval, trials, machine, versions, commit and hash, in three formats.
+
+A citation has a permanent id, ``accumulation-bench:RUN/CELL``, ``RUN/CELL/BASELINE`` for a ratio or
+``RUN/plots/NAME`` for a figure, and beside it the SHA-256 of the journal that it follows from.
+``bench.report.cited`` reads it again.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import urllib.parse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import pandas as pd
+
+from bench.analysis.compare import Run
+from bench.analysis.quoting import SCHEME, CellQuote, Quotes, RatioQuote, place_of, quoted
+from bench.analysis.verdicts import NEXT, Verdict, band
+from bench.report.escape import bibtex, markdown, plain
+
+DIGITS = 4
+"""Significant ones of a number."""
+VERSIONS = ("torch", "lightning", "deepspeed", "transformers", "numpy")
+"""Packages that are named."""
+NOT_STORED = "not stored"
+HASH = re.compile(r"[0-9a-f]{64}")
+METHOD = "Method: 20 % trimmed geometric mean over trials of the median step after warm-up, the slowest rank's"
+AUTHORS = "The accumulation-bench authors"
+MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
+
+
+@dataclass(frozen=True, slots=True)
+class Citation:
+    """What to paste."""
+
+    markdown: str
+    bibtex: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Words:
+    """A citation before it is a format: parts of plain text."""
+
+    subject: str
+    statement: str
+    """The numbers, in the form that ``bench.report.cited`` reads."""
+    place: str
+    """The id."""
+    digest: str
+    caveats: tuple[str, ...]
+    details: tuple[str, ...]
+    """Sentences on work, machine, versions and commit."""
+    started: str
+
+
+def cite(run: Run, cell_id: str, other_id: str | None = None) -> Citation:
+    """The citation of a cell's step time; with another cell, of its ratio to that one's.
+
+    A cell that is not comparable is cited with that said and without a number. Raises InputError if the run lacks one
+    of the two.
+    """
+    quotes = _quotes(_Same(run))
+    return formats(words_of_cell(quotes, cell_id) if other_id is None else words_of_ratio(quotes, cell_id, other_id))
+
+
+def cite_plot(run: Run, name: str) -> Citation:
+    """The citation of a figure of the run, by the name of its file without the ending."""
+    return formats(words_of_plot(run, name))
+
+
+class _Same:
+    """A run by its identity, since its tables have no hash."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def __hash__(self) -> int:
+        return id(self.run)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.run is self.run
+
+
+@lru_cache(maxsize=1)
+def _quotes(same: _Same) -> Quotes:
+    """Kept for the last run: a page cites hundreds of cells of one."""
+    return Quotes(same.run)
+
+
+def words_of_cell(quotes: Quotes, cell_id: str) -> Words:
+    """What is said of one cell."""
+    quote = quotes.cell(cell_id)
+    return _words(quotes.run, cell_id, quote.cell.label, _time(quote), quote.caveats, quote.trial)
+
+
+def words_of_ratio(quotes: Quotes, cell_id: str, other_id: str) -> Words:
+    """What is said of one cell against another."""
+    quote = quotes.ratio(cell_id, other_id)
+    subject = f"{quote.cell.label} against {quote.other.label}"
+    return _words(quotes.run, f"{cell_id}/{other_id}", subject, _ratio(quote), quote.caveats, quote.trial)
+
+
+def words_of_plot(run: Run, name: str) -> Words:
+    """What is said of a figure."""
+    return _words(run, f"plots/{quoted(name)}", f"Figure {name}", "a figure of this run", (), None)
+
+
+def _words(
+    run: Run, place: str, subject: str, statement: str, caveats: tuple[str, ...], trial: pd.Series | None
+) -> Words:
+    manifest = run.manifest
+    details = [] if trial is None else [METHOD, _work(trial)]
+    digest = str(manifest.get("journal_sha256"))
+    return Words(
+        subject=_harmless(subject),
+        statement=statement,
+        place=place_of(run.name, place),
+        digest=digest if HASH.fullmatch(digest) else NOT_STORED,
+        caveats=tuple(_harmless(text).rstrip(".") for text in caveats),
+        details=tuple(map(_harmless, [*details, _machine(manifest), _versions(manifest), commit(manifest)])),
+        started=str(manifest.get("started", "")),
+    )
+
+
+def _harmless(text: str) -> str:
+    """Text from outside, which cannot pass for a second id."""
+    return plain(text).replace(f"{SCHEME}:", f"{SCHEME} ")
+
+
+def _time(quote: CellQuote) -> str:
+    time, trials = quote.time, _count(quote.num_trials, "trial")
+    if quote.barred:
+        return f"NOT COMPARABLE, no step time is given (n = 0 of {trials})"
+    counted = f"n = {trials}" if quote.num_ok == quote.num_trials else f"n = {quote.num_ok} of {trials}"
+    if time is None:
+        found = f"no step time ({counted})"
+    else:
+        interval = _interval(time.low, time.high, time.reason)
+        found = f"{number(time.seconds)} s per optimizer step ({interval}, {counted})"
+    if quote.peak_memory_bytes is not None:
+        peak = quote.peak_memory_bytes
+        found += f"; peak memory {number(peak / 2**20)} MiB ({peak} bytes, {quote.peak_memory_source})"
+    return found
+
+
+def _ratio(quote: RatioQuote) -> str:
+    judgement, time = quote.row.judgement, quote.row.time
+    if judgement.verdict is Verdict.NOT_COMPARABLE or time is None:
+        return f"NOT COMPARABLE ({judgement.reason}), no ratio of step times is given"
+    interval = _interval(time.low, time.high, time.reason)
+    counted = f"n = {_count(time.num_trials, 'block' if time.paired else 'trial')}"
+    verdict = str(judgement.verdict)
+    if judgement.verdict is Verdict.SAME:
+        verdict += f" (within the margin of {100 * judgement.comparison.margin:g} %)"
+    elif judgement.verdict is Verdict.AMBIGUOUS:
+        verdict += f" ({judgement.reason}: {NEXT[judgement.reason].partition(';')[0]})"
+    noise = quote.row.judgement.comparison.floor
+    floor = "unknown" if noise is None or noise.low is None else f"{number(100 * (band(noise) - 1))} %"
+    return f"{number(time.ratio)} times the step time ({interval}, {counted}); verdict: {verdict}; noise floor: {floor}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + "s" * (number != 1)
+
+
+def _interval(low: float | None, high: float | None, reason: str) -> str:
+    return reason.replace(",", "") if low is None or high is None else f"95 % interval {number(low)} - {number(high)}"
+
+
+def number(value: float) -> str:
+    """With DIGITS significant digits and without an exponent."""
+    if not (math.isfinite(value) and value):
+        return f"{value:g}"
+    decimals = DIGITS - 1 - math.floor(math.log10(abs(value)))
+    return f"{round(value, decimals):.{max(0, decimals)}f}"
+
+
+def _work(trial: pd.Series) -> str:
+    size = trial["num_parameters"]
+    parameters = "" if pd.isna(size) else f" ({number(size / 1e6)} M parameters)"
+    clip = f", clipped to {trial['clip_norm']:g}" if pd.notna(trial["clip_norm"]) and trial["clip_norm"] else ""
+    return (
+        f"Work: {trial['workload']} {trial['model']}{parameters}, {trial['global_batch_size']} samples of "
+        f"{trial['sequence_length']} tokens per optimizer step, {trial['optimizer']}{clip}, "
+        f"gradients summed in {trial['accumulation_dtype']}, on {trial['device']}"
+    )
+
+
+def _machine(manifest: Mapping[str, Any]) -> str:
+    machine = manifest.get("machine") or {}
+    gpus = [str(gpu.get("name", "GPU")) for gpu in machine.get("gpus") or []]
+    parts = [str(machine.get("cpu") or "unknown CPU")]
+    if machine.get("cores"):
+        parts.append(f"{machine['cores']} cores")
+    parts += [f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)] or ["no GPU"]
+    drivers = dict.fromkeys(gpu["driver"] for gpu in machine.get("gpus") or [] if gpu.get("driver"))
+    parts += [f"driver {driver}" for driver in drivers]
+    return f"Machine: {', '.join([*parts, *([machine['system']] if machine.get('system') else [])])}"
+
+
+def _versions(manifest: Mapping[str, Any]) -> str:
+    packages = manifest.get("packages") or {}
+    python = (manifest.get("machine") or {}).get("python")
+    ours = (manifest.get("distributions") or {}).get(SCHEME)
+    found = [f"{SCHEME} {ours}"] if ours else []
+    found += [f"Python {python}"] if python else []
+    found += [f"{name} {packages[name]}" for name in VERSIONS if name in packages]
+    return f"Versions: {', '.join(found) or NOT_STORED}"
+
+
+def commit(manifest: Mapping[str, Any]) -> str:
+    """The commit of the bench, and whether it is all that was run."""
+    git = manifest.get("git") or {}
+    if not git.get("commit"):
+        return "Commit: unknown"
+    return f"Commit: {git['commit']}" + ("" if git.get("clean") else " with uncommitted changes")
+
+
+def formats(words: Words) -> Citation:
+    """The words in all formats."""
+    text = (
+        f"{words.subject}: {words.statement}; id {words.place}, journal SHA-256 {words.digest}. "
+        f"{_sentences(words.caveats, words.details, plain)}"
+    )
+    marked = (
+        f"**{markdown(words.subject)}**: {markdown(words.statement)}; id `{words.place}`, "
+        f"journal SHA-256 `{words.digest}`. {_sentences(words.caveats, words.details, markdown)}"
+    )
+    return Citation(markdown=marked, bibtex=_entry(words, text), text=text)
+
+
+def _sentences(caveats: tuple[str, ...], details: tuple[str, ...], escape: Callable[[object], str]) -> str:
+    said = [f"Note: {'; '.join(caveats)}"] if caveats else []
+    return " ".join(f"{escape(sentence)}." for sentence in [*said, *details])
+
+
+def _entry(words: Words, text: str) -> str:
+    """As a BibTeX entry whose note is the text."""
+    key = re.sub(r"[^A-Za-z0-9.-]+", "-", urllib.parse.unquote(words.place))
+    date = re.match(r"(\d{4})-(0[1-9]|1[0-2])-", words.started)
+    fields = {
+        "author": f"{{{AUTHORS}}}",
+        "title": f"{{{bibtex(words.subject)}}}",
+        "year": date[1] if date else None,
+        "month": MONTHS[int(date[2]) - 1] if date else None,
+        "howpublished": bibtex(f"{SCHEME}, a benchmark of gradient accumulation"),
+        "note": bibtex(text),
+    }
+    given = [f"  {name} = {_braced(name, value)}" for name, value in fields.items() if value is not None]
+    return "@misc{" + ",\n".join([key.strip("-"), *given]) + ",\n}"
+
+
+def _braced(name: str, value: str) -> str:
+    return value if name == "month" else f"{{{value}}}"
