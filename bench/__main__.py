@@ -1,6 +1,10 @@
 """Entry of ``python -m bench``."""
 
-from bench.cli import main
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    try:
+        from bench.cli import main
+
+        status = main()
+    except KeyboardInterrupt:  # before or after the command
+        status = 130
+    raise SystemExit(status)

@@ -12,6 +12,7 @@ from typing import NoReturn
 from bench import __version__
 from bench.commands import COMMANDS
 from bench.errors import GOOD, INTERRUPTED, WRONG, InputError
+from bench.interrupt import terminate_as_interrupt
 
 
 class Parser(argparse.ArgumentParser):
@@ -22,11 +23,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status."""
+    """Run one command; the exit status. What it writes is not writable by everybody, whatever the umask says."""
+    os.umask(os.umask(0o077) | 0o002)
     try:
-        arguments = _parser().parse_args(argv)
-        command: Callable[[argparse.Namespace], int] = arguments.command
-        return command(arguments)
+        with terminate_as_interrupt():
+            arguments = _parser().parse_args(argv)
+            command: Callable[[argparse.Namespace], int] = arguments.command
+            return command(arguments)
     except InputError as error:
         print(f"bench: {' '.join(str(error).split())}", file=sys.stderr)
         return WRONG

@@ -1,25 +1,61 @@
-"""Ending early, with everything cleaned up."""
+"""Ending early, with everything cleaned up and nothing lost that is finished."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
+import threading
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class _State:
+    """Of this process."""
+
+    holding: int = 0
+    pending: bool = False
+
+
+_state = _State()
 
 
 @contextlib.contextmanager
 def terminate_as_interrupt() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end a run as Ctrl-C does, with everything cleaned up."""
+    """Let SIGTERM and SIGHUP end a command as Ctrl-C does: by KeyboardInterrupt, with everything cleaned up.
 
-    def interrupt(signum: int, frame: Any) -> NoReturn:
-        raise KeyboardInterrupt
-
-    # Under nohup SIGHUP is ignored, and stays so.
-    wanted = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, interrupt) for number in wanted}
+    Under nohup SIGHUP is ignored, and stays so; SIGINT is, in a shell's background. Only the main thread gets signals;
+    in others this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    wanted = [signal.SIGTERM]
+    wanted += [number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, _interrupt) for number in wanted}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """Put an interrupt off until the end of this block, which must be short: a finished trial is being kept."""
+    _state.holding += 1
+    try:
+        yield
+    finally:
+        _state.holding -= 1
+        if not _state.holding and _state.pending:
+            _state.pending = False
+            raise KeyboardInterrupt
+
+
+def _interrupt(signum: int, frame: Any) -> None:
+    if _state.holding:
+        _state.pending = True
+        return
+    raise KeyboardInterrupt

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import importlib.util
 import os
 import platform
 import re
 import subprocess
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,15 @@ PACKAGES = (
 """Packages whose versions are stored: all that can change a number."""
 ENVIRONMENT_PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_", "MKL_", "CUDA_VISIBLE_DEVICES", "DS_")
 """Environment variables that are stored; no others, so that no secret gets in."""
+SECRET_NAMES = re.compile(r"TOKEN|SECRET|PASS|CREDENTIAL|PRIVATE|COOKIE|AUTH|SIGNATURE|(^|_)KEY(_|$)", re.IGNORECASE)
+"""Names of variables that are not stored even so."""
+SECRET_VALUES = re.compile(
+    r"://[^/\s@]*@"  # a user, and perhaps a password, in an address
+    r"|\b(gh[opsur]_|github_pat_|glpat-|hf_|sk-|xox[abps]-|AKIA|eyJ)[\w-]{12}"  # how well-known tokens begin
+    r"|-----BEGIN |\b(bearer|basic) \S{8}",
+    re.IGNORECASE,
+)
+"""Values that are not stored, whatever the variable is called."""
 
 
 def num_cores() -> int:
@@ -199,8 +211,27 @@ def packages() -> dict[str, str]:
 
 
 def environment() -> dict[str, str]:
-    """The environment variables that can change a number."""
-    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(ENVIRONMENT_PREFIXES)}
+    """The environment variables that can change a number, without any that may hold a secret."""
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(ENVIRONMENT_PREFIXES) and not (SECRET_NAMES.search(name) or SECRET_VALUES.search(value))
+    }
+
+
+def code(backends: Mapping[str, type[Any]]) -> dict[str, str]:
+    """SHA-256 of what is run: of all modules of the bench, and of the file of each backend that is from elsewhere."""
+    root = Path(__file__).resolve().parent
+    every = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        every.update(f"{path.relative_to(root)}\n".encode() + hashlib.sha256(path.read_bytes()).digest())
+    found = {"bench": every.hexdigest()}
+    for name, backend in sorted(backends.items()):
+        module = sys.modules.get(backend.__module__)
+        path = getattr(module, "__file__", None)
+        if path and not Path(path).resolve().is_relative_to(root):
+            found[name] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    return found
 
 
 def git_state() -> dict[str, Any]:

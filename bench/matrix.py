@@ -88,6 +88,7 @@ KEYS: dict[str, Key] = {
     "baseline": Key(_string, "'auto' or the name of a backend", "auto"),
     "timeout_s": Key(_number, "a positive number of seconds", 600),
     "threads": Key(_integer(0), "an integer of at least 1: threads per rank, or 0 for its share of the cores", 0),
+    "inactivity_s": Key(_number_or_0, "a positive number of seconds, or 0 for no limit", 120),
     "workload.workload": Key(_string, "'llama' or 'package.module:factory'", "llama"),
     "workload.model": Key(_string, f"a model size: {', '.join(SIZES)}", "tiny"),
     "workload.corpus": Key(_string, "'markov' or the path of a text file", "markov"),

@@ -7,13 +7,13 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import matrix, runner
+from bench import locks, matrix, runner
 from bench.analysis.baseline import look
 from bench.analysis.known import THIRD
 from bench.backends.base import MORE, registry
 from bench.cell import Cell, Device
 from bench.delayed import Delayed
-from bench.journal import MANIFEST
+from bench.journal import MANIFEST, read_manifest
 from bench.launch import Launcher
 from bench.runner import Observer, Runner
 
@@ -46,8 +46,10 @@ def measure(folder: Path, number: int, observer: Observer) -> None:
             "training.seed", number, "seed"
         )
         runner.create(path, chosen, cells(chosen), backends, cold=False)
-    manifest = runner.reopen(path)
-    with Launcher(Device.CPU) as launcher:
+    if "finished" in read_manifest(path):
+        return
+    with locks.run_folder(path, str(path)), Launcher(Device.CPU) as launcher:
+        manifest = runner.reopen(path, backends)
         Runner(path, manifest, backends, launcher, observer, look).run()
 
 

@@ -13,11 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from bench import machine, virtual
+from bench import disk, machine, virtual
 from bench.backends.base import Backend
 from bench.cell import REFERENCE, Cell, Device, Status
 from bench.errors import InputError
-from bench.journal import JOURNAL, MANIFEST, SCHEMA_VERSION, Journal, read_manifest, write_manifest
+from bench.interrupt import held
+from bench.journal import JOURNAL, MANIFEST, SCHEMA_VERSION, UPGRADED, Journal, read_manifest, write_manifest
 from bench.launch import Launcher, Outcome
 from bench.matrix import Matrix, baseline
 from bench.probes.telemetry import Telemetry, summarize
@@ -82,6 +83,7 @@ def create(
         "backends": {name: about for name, about in describe(backends).items() if name in used},
         "baseline": baseline(matrix, backends),
         "cold": cold,
+        "code": machine.code({name: backends[name] for name in used}),
         "git": machine.git_state(),
         "machine": machine.machine(),
         "packages": machine.packages(),
@@ -97,9 +99,28 @@ def create(
     return manifest
 
 
-def reopen(folder: Path) -> dict[str, Any]:
-    """The manifest of a run to go on with. Raises InputError if this is not the machine and software it began on."""
+def reopen(folder: Path, backends: Mapping[str, type[Backend]]) -> dict[str, Any]:
+    """The manifest of a run to go on with. Raises InputError if this is not the machine and software it began on.
+
+    The code is told by its content, not by a commit: an installed package has none, and uncommitted changes are seen.
+    """
     manifest = read_manifest(folder)
+    if UPGRADED in manifest:
+        raise InputError(
+            f"--resume {folder}: was begun by an older bench (schema version {manifest[UPGRADED]}); trials of both do "
+            "not belong in one run, so start a new one"
+        )
+    cells = [Cell.from_dict(cell) for cell in manifest["cells"]]
+    if unknown := {cell.backend for cell in cells} - backends.keys():
+        raise InputError(f"--resume {folder}: backend '{unknown.pop()}' is not installed here any more")
+    then, now = manifest.get("code"), machine.code({cell.backend: backends[cell.backend] for cell in cells})
+    if then != now:
+        commit = (manifest.get("git") or {}).get("commit")
+        back = f"go back to commit {commit[:12]}" if commit else "install that version again"
+        raise InputError(
+            f"--resume {folder}: the code of the bench or of a backend is not what it was when the run began; trials "
+            f"of both do not belong in one run, so {back}, or start a new one"
+        )
     fingerprint = {
         "machine": machine.machine(),
         "packages": machine.packages(),
@@ -115,7 +136,7 @@ def reopen(folder: Path) -> dict[str, Any]:
                 f"--resume {folder}: {name} '{key}' was {then.get(key)!r} and is {now.get(key)!r}; timings of both do "
                 "not belong in one run, so start a new one"
             )
-    values, cell = manifest["matrix"]["values"], Cell.from_dict(manifest["cells"][0])
+    values, cell = manifest["matrix"]["values"], cells[0]
     if cell.corpus != "markov":
         found = describe_file(Path(values["workload.corpus"]), cell.sequence_length + 1, f"--resume {folder}: corpus")
         if found != cell.corpus:
@@ -136,6 +157,8 @@ class Runner:
         launcher: Launcher,
         observer: Observer,
         judge: Judge,
+        *,
+        retry_failed: bool = False,
     ) -> None:
         self._folder = folder
         self._manifest = manifest
@@ -143,11 +166,13 @@ class Runner:
         self._launcher = launcher
         self._observer = observer
         self._judge = judge
+        self._retry_failed = retry_failed
         self._journal = Journal(folder)
         self._telemetry = Telemetry()
         self._scratch = folder / "scratch"
         values = manifest["matrix"]["values"]
         self._timeout_s = float(values["timeout_s"])
+        self._inactivity_s = float(values["inactivity_s"])
         self._corpus = None if values["workload.corpus"] == "markov" else values["workload.corpus"]
         self._threads = int(values.get("threads", 0))
         self._budget_s = float(values.get("budget_s", 0.0)) or math.inf
@@ -162,15 +187,9 @@ class Runner:
     def run(self) -> None:
         """Run what is left, until the run has ended.
 
-        KeyboardInterrupt passes through, with all finished trials in the journal.
+        KeyboardInterrupt passes through, with all finished trials in the journal; so does OSError of a full disk.
         """
-        records = self._journal.read()
-        for record in records:
-            self._note_extras(record)
-        finished = [record for record in records if record["status"] != Status.INTERRUPTED]
-        self._done = {(record["cell_id"], record["repeat"]) for record in finished}
-        self._num_run = len(records)
-        self._spent_s = sum(record["wall_s"] for record in finished)
+        self._take_stock()
         self._since = time.monotonic()
         self._expect()
         repeat = 0
@@ -183,6 +202,18 @@ class Runner:
         self._manifest["finished"] = _now()
         write_manifest(self._folder, self._manifest)
 
+    def _take_stock(self) -> None:
+        """Note what the journal has. Of several records of one trial the last counts."""
+        self._journal.mend()
+        records = self._journal.read()
+        for record in records:
+            self._note_extras(record)
+        latest = {(record["cell_id"], record["repeat"]): record["status"] for record in records}
+        again = set(Status) - {Status.OK} if self._retry_failed else {Status.INTERRUPTED}
+        self._done = {key for key, status in latest.items() if status not in again}
+        self._num_run = len(records)
+        self._spent_s = sum(record["wall_s"] for record in records if record["status"] != Status.INTERRUPTED)
+
     def _expect(self) -> None:
         left = [trial for trial in self.schedule.trials() if trial.key not in self._done]
         self._total = len(self._done) + len(left)
@@ -191,17 +222,18 @@ class Runner:
     def _run_block(self, repeat: int) -> bool:
         """Run what is left of a block, unless the budget is used up: False then. The first block is always run."""
         left = [trial for trial in self.schedule.block(repeat) if trial.key not in self._done]
-        if left and repeat and self._spent_s + time.monotonic() - self._since > self._budget_s:
+        spent_s = self._spent_s + time.monotonic() - self._since
+        if left and repeat and not self.schedule.ended and spent_s > self._budget_s:
             self._decide(Look(repeats=repeat, open=()), Ended.BUDGET)
             return False
         if left and repeat % 2 == 0 and time.monotonic() >= self._renew_at:
             self._launcher.renew()
             self._renew_at = time.monotonic() + RENEWED_FOR_S
         for trial in left:
+            if disk.is_short(self._folder):
+                raise disk.full(self._folder)
             self._observer.started(trial, len(self._done), self._total)
             record = self._run_one(trial)
-            self._journal.append(record)
-            self._num_run += 1
             self._done.add(trial.key)
             self._observer.finished(trial, record)
         return True
@@ -233,25 +265,41 @@ class Runner:
         self._expect()
 
     def _run_one(self, trial: Trial) -> dict[str, Any]:
-        """One trial's record; when interrupted, a record that says so is written before the interrupt goes on."""
+        """One trial's record, in the journal; when interrupted, one that says so, before the interrupt goes on.
+
+        Raises OSError, without a record, for a trial that failed while the disk was full: it would not have otherwise.
+        """
         cell = trial.cell
         backend = self._backends[cell.backend]
         missing = backend.missing(cell.device) or refusal(cell, backend)
         if missing:
             outcome = Outcome(status=Status.UNSUPPORTED, reason=missing, ranks=[], wall_s=0.0)
-            return self._record(trial, (), outcome)
+            return self._keep(self._record(trial, (), outcome))
         passes = self._passes(cell)
+        folder = self._scratch / f"{cell.cell_id}-{trial.repeat}"
         try:
-            outcome = self._launch(trial.cell, passes, self._scratch / f"{cell.cell_id}-{trial.repeat}")
+            outcome = self._launch(trial.cell, passes, folder)
         except KeyboardInterrupt:
             outcome = Outcome(status=Status.INTERRUPTED, reason="stopped by the user", ranks=[], wall_s=0.0)
-            self._journal.append(self._record(trial, passes, outcome))
+            with held():
+                self._keep(self._record(trial, passes, outcome))
             raise
-        record = self._record(trial, passes, outcome)
-        self._note_extras(record)
-        if outcome.status is not Status.OK:
-            record["log"] = self._keep_logs(trial, outcome)
-        shutil.rmtree(self._scratch / f"{cell.cell_id}-{trial.repeat}", ignore_errors=True)
+        with held():  # what has ended is kept, whatever comes
+            if outcome.status is not Status.OK and disk.is_short(self._folder):
+                shutil.rmtree(folder, ignore_errors=True)
+                raise disk.full(self._folder)
+            record = self._record(trial, passes, outcome)
+            self._note_extras(record)
+            if outcome.status is not Status.OK:
+                record["log"] = self._keep_logs(trial, outcome)
+            self._keep(record)
+        shutil.rmtree(folder, ignore_errors=True)
+        return record
+
+    def _keep(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Add a record to the journal."""
+        self._journal.append(record)
+        self._num_run += 1
         return record
 
     def _launch(self, cell: Cell, passes: tuple[str, ...], folder: Path) -> Outcome:
@@ -265,7 +313,7 @@ class Runner:
             threads=self._threads or max(1, machine.num_cores() // (1 if cell.virtual else cell.world_size)),
         )
         with self._telemetry if cell.device is Device.CUDA else contextlib.nullcontext():
-            return self._launcher.run(spec, self._timeout_s)
+            return self._launcher.run(spec, self._timeout_s, self._inactivity_s)
 
     def _reference_file(self, cell: Cell) -> Path:
         return self._scratch / f"reference-{cell.reference().cell_id}.safetensors"

@@ -193,6 +193,7 @@ class FakeLauncher:
     def __init__(self, script: Script | None = None) -> None:
         self.specs: list[Spec] = []
         self.timeouts: list[float] = []
+        self.inactivities: list[float] = []
         self.closed = self.renewed = 0
         self._script = script or (lambda spec, number: None)
 
@@ -202,10 +203,11 @@ class FakeLauncher:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def run(self, spec: Spec, timeout_s: float) -> Outcome:
+    def run(self, spec: Spec, timeout_s: float, inactivity_s: float = 0.0) -> Outcome:
         number = len(self.specs)
         self.specs.append(spec)
         self.timeouts.append(timeout_s)
+        self.inactivities.append(inactivity_s)
         logs = Path(spec.folder) / "attempt_0" / "0"
         logs.mkdir(parents=True)
         (logs / "stderr.log").write_text(f"the log of call {number}")

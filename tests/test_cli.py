@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -18,12 +20,12 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from bench import __version__, cli, launch, machine
+from bench import __version__, cli, disk, launch, locks, machine
 from bench.backends.plain import DDPDeferred
 from bench.cell import Status
 from bench.cli import main
 from bench.errors import BAD, GOOD, INTERRUPTED, WRONG
-from bench.journal import Journal, read_manifest
+from bench.journal import Journal, read_manifest, write_manifest
 from bench.launch import LauncherError, Outcome
 from bench.report import plots
 from bench.trial import Spec
@@ -160,6 +162,7 @@ BAD_OPTIONS: list[tuple[list[str], str]] = [
     ([*CPU, "--clip-norm", "much"], r"--clip-norm: 'much' is not a list of numbers such as 0,1.5; see .* --help"),
     ([*CPU, "--timeout", "0"], r"--timeout is 0.0; it must be a positive number of seconds"),
     ([*CPU, "--timeout", "nan"], r"--timeout is nan; it must be a positive number of seconds"),
+    ([*CPU, "--inactivity", "-1"], r"--inactivity is -1.0; it must be a positive number of seconds, or 0 for no limit"),
     ([*CPU, "--corpus", "missing.txt"], r"--corpus missing.txt: cannot be read \(No such file or directory\)"),
     ([*CPU, "--corpus", "empty.txt"], r"--corpus empty.txt: is empty; one sample needs .* = 65 bytes"),
     ([*CPU, "--corpus", "short.txt"], r"--corpus short.txt: has 64 bytes; one sample needs .* = 65 bytes"),
@@ -565,6 +568,93 @@ def test_a_second_run_into_the_same_folder(place: Place) -> None:
     finished_run(place)
     words = "--out out: holds a run already; name another folder, or go on with --resume out"
     assert words in place.refused("run", "--matrix", "mine.toml", "--out", "out")
+
+
+def test_a_run_whose_folder_is_in_use(place: Place) -> None:
+    finished_run(place)
+    busy = f"in use by process {os.getpid()} on {socket.gethostname()} since "
+    with locks.run_folder(place.folder / "out", "here"):
+        for arguments in (("--resume", "out"), ("--matrix", "mine.toml", "--out", "out")):
+            assert busy in place.refused("run", *arguments)
+        assert place.call("report", "out")[0] == GOOD, "what there is can be shown"
+    assert not (place.folder / "out" / locks.FILE).exists()
+
+
+def test_failed_trials_are_run_again_when_asked(place: Place) -> None:
+    assert finished_run(place, lambda spec, n: failed(Status.OOM, "rank 0: full") if n == 3 else None)[0] == BAD
+    made = with_launcher(place)
+    assert place.call("run", "--resume", "out")[0] == BAD
+    assert made[0].specs == []
+    made = with_launcher(place)
+    assert place.call("run", "--resume", "out", "--retry-failed")[0] == GOOD
+    assert len(made[0].specs) == 1
+    assert pd.read_parquet("out/trials.parquet")["status"].tolist() == ["ok"] * 12
+    assert len(Journal(place.folder / "out").read()) == 13, "the failure is kept"
+
+
+def test_retrying_needs_a_run(place: Place) -> None:
+    assert "--retry-failed: is for a run that was begun" in place.refused("run", *CPU, "--retry-failed")
+
+
+def test_a_torn_line_is_moved_aside_and_told(place: Place) -> None:
+    finished_run(place)
+    path = place.folder / "out" / "trials.jsonl"
+    path.write_bytes(path.read_bytes()[:-40])
+    manifest = read_manifest(place.folder / "out")
+    write_manifest(place.folder / "out", {key: value for key, value in manifest.items() if key != "finished"})
+    made = with_launcher(place)
+    status, out, _ = place.call("run", "--resume", "out")
+    assert status == GOOD
+    assert "was torn, and never counted; what is left of it is in out/trials.torn-1" in out
+    assert len(made[0].specs) == 1
+
+
+def no_space(*arguments: Any) -> Any:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_ends_the_run_with_all_finished_trials(place: Place) -> None:
+    with_launcher(place, at(4, no_space))
+    status, _, err = place.call("run", "--matrix", place.matrix(), "--out", "out")
+    assert status == WRONG
+    assert err == (
+        "bench: out: the disk is full; the finished trials are kept: free some space, and go on with: "
+        "python -m bench run --resume out\n"
+    )
+    assert len(Journal(place.folder / "out").read()) == 4
+    made = with_launcher(place)
+    assert place.call("run", "--resume", "out")[0] == GOOD
+    assert len(made[0].specs) == 8
+
+
+def test_a_run_that_will_not_fit_is_not_begun(place: Place) -> None:
+    place.patch.setattr(disk, "free", lambda folder: 2**24)
+    words = r"--out out: the run needs about \d+ MiB, and 16 MiB are free; free some, or name another folder"
+    assert re.search(words, place.refused("run", "--matrix", place.matrix(), "--out", "out"))
+
+
+def test_tables_are_rebuilt_from_the_journal_alone(place: Place) -> None:
+    finished_run(place)
+    before = {path.name: pd.read_parquet(path) for path in Path("out").glob("*.parquet")}
+    for path in Path("out").glob("*.parquet"):
+        path.write_bytes(b"no parquet")
+    place.patch.setattr(plots, "draw", no_space)
+    status, out, _ = place.call("report", "out", "--rebuild")
+    assert status == GOOD
+    assert sorted(out.split()) == sorted(f"out/{name}" for name in before)
+    for name, frame in before.items():
+        pd.testing.assert_frame_equal(pd.read_parquet(f"out/{name}"), frame)
+    assert "--plots: cannot stand beside --rebuild" in place.refused("report", "out", "--rebuild", "--plots", "x")
+
+
+def test_what_is_written_is_not_for_everybody_to_write(place: Place) -> None:
+    before = os.umask(0)
+    try:
+        finished_run(place)
+    finally:
+        os.umask(before)
+    modes = {path.stat().st_mode for path in [place.folder / "out", *(place.folder / "out").rglob("*")]}
+    assert not any(mode & 0o002 for mode in modes)
 
 
 def test_resume_on_another_machine(place: Place) -> None:

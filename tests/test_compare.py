@@ -16,7 +16,7 @@ from bench.analysis.verdicts import Reason, Verdict
 from bench.cell import Cell
 from bench.cli import main
 from bench.commands import compare as command
-from bench.journal import JOURNAL, MANIFEST, Journal, write_manifest
+from bench.journal import JOURNAL, MANIFEST, Journal, encode, write_manifest
 from bench.report import forest
 from bench.report.comparison import Report
 from bench.report.style import MAX_HEIGHT
@@ -58,7 +58,7 @@ def write_run(folder: Path, found: Sequence[dict[str, Any]], **manifest: Any) ->
     cells = list(dict.fromkeys(Cell.from_dict(record["cell"]) for record in found))
     matrix = make_matrix({"repeats": 1 + max(record["repeat"] for record in found)}).to_dict()
     write_manifest(folder, make_manifest(cells, **({"run_id": folder.name, "matrix": matrix} | manifest)))
-    (folder / JOURNAL).write_text("".join(json.dumps(record) + "\n" for record in found))
+    (folder / JOURNAL).write_bytes(b"".join(encode(record) for record in found))
     return folder
 
 
@@ -347,12 +347,19 @@ class TestBadInput:
         lines = good.splitlines(keepends=True)
         path.write_text(lines[0] + lines[1][:40] + "\n" + "".join(lines[2:]))
         self.fails(capsys, f"{JOURNAL}:2: is not a JSON object", run, run)
-        path.write_text(lines[0] + lines[1].replace('"accumulate": 4', '"accumulate": 2') + "".join(lines[2:]))
+        edited = lines[1].replace('"accumulate":4', '"accumulate":2')
+        path.write_text(lines[0] + edited + "".join(lines[2:]))
+        self.fails(capsys, f"{JOURNAL}:2: is not a JSON object as it was written", run, run)
+
+        def signed(record: dict[str, Any]) -> str:
+            return encode({k: v for k, v in record.items() if k != "sha256"}).decode()
+
+        path.write_text(lines[0] + signed(json.loads(edited)) + "".join(lines[2:]))
         self.fails(capsys, "trial 2 was edited", run, run)
-        path.write_text(lines[0] + "{}\n")
+        path.write_text(lines[0] + signed({}))
         self.fails(capsys, "trial 2 is no record of a trial (no key 'cell')", run, run)
         record = json.loads(lines[1])
-        path.write_text(lines[0] + json.dumps({k: v for k, v in record.items() if k != "status"}) + "\n")
+        path.write_text(lines[0] + signed({k: v for k, v in record.items() if k != "status"}))
         self.fails(capsys, "its trials make no table (no key 'status')", run, run)
         path.write_text("")
         self.fails(capsys, "holds no trial", run, run)

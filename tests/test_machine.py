@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 
 from bench import machine
+from tests import factories
+from tests.factories import make_backend
 
 
 class FakeNvml(types.ModuleType):
@@ -151,6 +155,42 @@ def test_no_secret_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found["NCCL_DEBUG"], found["OMP_NUM_THREADS"]) == ("INFO", "3")
     assert "secret" not in found.values()
     assert list(found) == sorted(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("TORCH_HUB_TOKEN", "abc"),
+        ("DS_SECRET", "abc"),
+        ("PYTORCH_API_KEY", "abc"),
+        ("NCCL_NET_PASSWORD", "abc"),
+        ("TORCH_HUB", "https://me:pass@example.org/"),
+        ("TORCH_HUB", "https://token@example.org/"),
+        ("NCCL_CONF_FILE", "hf_abcdefghijklmnop"),
+        ("DS_ANY", "Bearer abcdefghijkl"),
+    ],
+)
+def test_not_even_where_it_has_a_harmless_name(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(name, value)
+    assert name not in machine.environment()
+
+
+def test_the_code_is_told_by_its_content(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    package = tmp_path / "bench"
+    package.mkdir()
+    (package / "machine.py").write_text("one")
+    monkeypatch.setattr(machine, "__file__", str(package / "machine.py"))
+    before = machine.code({})
+    assert machine.code({}) == before == {"bench": before["bench"]}
+    (package / "more.py").write_text("")
+    assert machine.code({}) != before
+    (package / "more.py").unlink()
+    (package / "machine.py").write_text("two")
+    assert machine.code({}) != before
+    assert (
+        machine.code({"b0": make_backend("b0")})["b0"]
+        == hashlib.sha256(Path(factories.__file__).read_bytes()).hexdigest()
+    )
 
 
 def test_git_state(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,7 @@ def test_every_key_can_be_given() -> None:
         "budget_s": 60,
         "baseline": "ddp-eager",
         "timeout_s": 1.5,
+        "inactivity_s": 0,
         "workload.workload": "a.b:c",
         "workload.model": "8b",
         "workload.corpus": "text.txt",

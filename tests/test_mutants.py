@@ -497,10 +497,10 @@ def test_no_run_goes_on_with_another_gpu_driver_or_build(
     backends = {name: make_backend(name) for name in (REFERENCE, "b0")}
     made = make_matrix(backend=["b0"], accumulate=[2])
     runner.create(tmp_path / "run", made, expand(made, backends, 0), backends, cold=False)
-    assert runner.reopen(tmp_path / "run"), "nothing has changed yet"
+    assert runner.reopen(tmp_path / "run", backends), "nothing has changed yet"
     monkeypatch.setattr(machine, function, lambda: then[function] | {key: now})
     with pytest.raises(InputError, match=f"{function} '{key}' was .* start a new one"):
-        runner.reopen(tmp_path / "run")
+        runner.reopen(tmp_path / "run", backends)
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import machine, runner
+from bench import disk, machine, runner
 from bench.backends.base import Backend
 from bench.cell import REFERENCE, Cell, Status
 from bench.errors import InputError
+from bench.interrupt import terminate_as_interrupt
 from bench.journal import JOURNAL, MANIFEST, Journal, read_manifest
 from bench.launch import Outcome
 from bench.matrix import expand
@@ -67,9 +70,9 @@ class Run:
         self.runner(launcher).run()
         return launcher
 
-    def runner(self, launcher: FakeLauncher) -> Runner:
+    def runner(self, launcher: Any, **options: Any) -> Runner:
         manifest = read_manifest(self.folder)
-        return Runner(self.folder, manifest, self.backends, launcher, self.observer, self.judge)  # type: ignore[arg-type]
+        return Runner(self.folder, manifest, self.backends, launcher, self.observer, self.judge, **options)
 
     @property
     def records(self) -> list[dict[str, Any]]:
@@ -314,6 +317,74 @@ def test_failures_are_not_run_again(tmp_path: Path) -> None:
     assert run.statuses("b2") == ["crashed"]
 
 
+def test_failures_are_run_again_when_asked(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", repeats=2)
+    run.go(when("b2", [0], failed(Status.HANG)))
+    launcher = FakeLauncher()
+    run.runner(launcher, retry_failed=True).run()
+    assert [(spec.cell.backend, spec.passes) for spec in launcher.specs] == [("b2", ("time",))]
+    assert run.statuses("b2") == ["hang", "ok", "ok"]
+    assert [record["slot"] for record in run.records] == list(range(15))
+
+
+def test_a_run_that_its_budget_ended_gets_its_failures_again(tmp_path: Path) -> None:
+    run = adaptive(tmp_path, budget_s=1e-9)
+    run.go(when("b2", [0], failed()))
+    looks = read_manifest(run.folder)["looks"]
+    launcher = FakeLauncher()
+    run.runner(launcher, retry_failed=True).run()
+    assert [spec.cell.backend for spec in launcher.specs] == ["b2"]
+    assert read_manifest(run.folder)["looks"] == looks, "what was decided stays"
+
+
+def test_a_retry_that_is_interrupted_is_left_to_do(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", repeats=1)
+    run.go(when("b2", [0], failed()))
+    with pytest.raises(KeyboardInterrupt):
+        run.runner(FakeLauncher(interrupt_at(0)), retry_failed=True).run()
+    assert run.statuses("b2") == ["crashed", "interrupted"]
+    assert [spec.cell.backend for spec in run.go().specs] == ["b2"]
+
+
+def test_an_interrupt_while_a_trial_is_kept_waits_until_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path / "run")
+    append = Journal.append
+
+    def interrupted(journal: Journal, record: dict[str, Any]) -> None:
+        if record["slot"] == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        append(journal, record)
+
+    monkeypatch.setattr(Journal, "append", interrupted)
+    with terminate_as_interrupt(), pytest.raises(KeyboardInterrupt):
+        run.go()
+    assert [record["status"] for record in run.records] == ["ok"] * 5, "the trial had ended well"
+
+
+def test_a_trial_that_failed_on_a_full_disk_is_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path / "run", repeats=1)
+
+    def script(spec: Spec, number: int) -> Outcome | None:
+        if number != 3:
+            return None
+        monkeypatch.setattr(disk, "free", lambda folder: 0)
+        return failed(Status.CRASHED, "rank 0: OSError: [Errno 28] No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        run.go(script)
+    assert [record["status"] for record in run.records] == ["ok"] * 3
+    with pytest.raises(OSError, match="No space left"):
+        run.go()
+    assert len(run.records) == 3, "no trial is begun without space"
+    monkeypatch.undo()
+    assert len(run.go().specs) == 4
+
+
+def test_limits_are_those_of_the_matrix(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", repeats=1)
+    assert set(run.go().inactivities) == {120.0}
+
+
 def test_a_lost_reference_update_is_made_again_without_a_record(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", repeats=1)
     with pytest.raises(KeyboardInterrupt):
@@ -378,7 +449,7 @@ def test_create_refuses_a_folder_that_cannot_be(tmp_path: Path) -> None:
 
 def test_reopen_on_the_same_machine(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
-    assert runner.reopen(run.folder) == run.manifest
+    assert runner.reopen(run.folder, BACKENDS) == run.manifest
 
 
 def test_reopen_refuses_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,7 +457,7 @@ def test_reopen_refuses_another_machine(tmp_path: Path, monkeypatch: pytest.Monk
     now = {**machine.machine(), "cpu": "Another CPU"}
     monkeypatch.setattr(machine, "machine", lambda: now)
     with pytest.raises(InputError, match=r"machine 'cpu' was .* and is 'Another CPU'; .* so start a new one"):
-        runner.reopen(run.folder)
+        runner.reopen(run.folder, BACKENDS)
 
 
 @pytest.mark.parametrize("then", ["0.0.1", None], ids=["another version", "not there before"])
@@ -397,12 +468,33 @@ def test_reopen_refuses_other_packages(tmp_path: Path, monkeypatch: pytest.Monke
     run = Run(tmp_path / "run")
     monkeypatch.setattr(machine, "packages", lambda: real)
     with pytest.raises(InputError, match=re.escape(f"packages 'torch' was {then!r} and is '{real['torch']}'")):
-        runner.reopen(run.folder)
+        runner.reopen(run.folder, BACKENDS)
+
+
+def test_reopen_refuses_other_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path / "run")
+    monkeypatch.setattr(machine, "code", lambda backends: {"bench": "another"})
+    with pytest.raises(InputError, match="the code of the bench or of a backend is not what it was"):
+        runner.reopen(run.folder, BACKENDS)
+
+
+def test_reopen_refuses_a_run_without_its_backends(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    with pytest.raises(InputError, match="backend 'b5' is not installed here any more"):
+        runner.reopen(run.folder, {name: backend for name, backend in BACKENDS.items() if name != "b5"})
+
+
+def test_reopen_refuses_an_older_schema(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    text = (run.folder / MANIFEST).read_text()
+    (run.folder / MANIFEST).write_text(text.replace('"schema_version": 2', '"schema_version": 1'))
+    with pytest.raises(InputError, match=r"begun by an older bench \(schema version 1\)"):
+        runner.reopen(run.folder, BACKENDS)
 
 
 def test_reopen_needs_a_run(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="holds no run"):
-        runner.reopen(tmp_path)
+        runner.reopen(tmp_path, BACKENDS)
 
 
 def corpus_run(folder: Path) -> Path:
@@ -417,7 +509,7 @@ def corpus_run(folder: Path) -> Path:
 def test_every_trial_is_given_the_corpus_file(tmp_path: Path) -> None:
     path = corpus_run(tmp_path)
     launcher = FakeLauncher()
-    manifest = runner.reopen(tmp_path / "run")
+    manifest = runner.reopen(tmp_path / "run", BACKENDS)
     Runner(tmp_path / "run", manifest, BACKENDS, launcher, Recorder(), never).run()  # type: ignore[arg-type]
     assert {spec.corpus for spec in launcher.specs} == {str(path.resolve())}
 
@@ -430,7 +522,7 @@ def test_reopen_refuses_another_corpus(tmp_path: Path, content: bytes | None) ->
     else:
         path.write_bytes(content)
     with pytest.raises(InputError, match=r"text\.txt"):
-        runner.reopen(tmp_path / "run")
+        runner.reopen(tmp_path / "run", BACKENDS)
 
 
 class Scripted:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,10 +23,8 @@ def load(folder: Path) -> Run:
     records = journal.read()
     if not records:
         raise InputError(f"{journal.path}: holds no trial; go on with: python -m bench run --resume {folder}")
-    if "finished" in manifest:
-        end = journal.path.read_bytes().rsplit(b"\n", 1)[-1]
-        if end and not _is_json(end):
-            raise InputError(f"{journal.path}: is truncated: the run is finished and the last line is not; restore it")
+    if "finished" in manifest and journal.is_torn():
+        raise InputError(f"{journal.path}: is truncated: the run is finished and the last line is not; restore it")
     cells: dict[str, Cell] = {}
     for number, record in enumerate(records, start=1):
         try:
@@ -62,11 +59,3 @@ def hashed(run: Run, folder: Path) -> Run:
 
 def _said(error: Exception) -> str:
     return f"no key {error}" if isinstance(error, KeyError) else str(error)
-
-
-def _is_json(text: bytes) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True

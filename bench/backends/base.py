@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import itertools
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 ENTRY_POINTS = "bench.backends"
 """Entry-point group in which other packages offer backends; each names a subclass of Backend."""
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,79}")
+"""What a backend may be called: names become parts of file names, and cells of tables and pages."""
 MORE = "BENCH_BACKENDS"
 """Environment variable that names backends of no installed package: ``module:Class``, with commas between them."""
 
@@ -264,7 +267,7 @@ def _entry_points() -> Iterable[importlib.metadata.EntryPoint]:
 def registry() -> dict[str, type[Backend]]:
     """All backends by name: the built-in ones, those of installed packages, then those that MORE names.
 
-    Raises InputError if one of them is not a backend or takes a name already taken.
+    Raises InputError if one of them is not a backend, or its name cannot be one or is already taken.
     """
     found: dict[str, type[Backend]] = {}
     for module in BUILT_IN:
@@ -282,6 +285,9 @@ def registry() -> dict[str, type[Backend]]:
             raise InputError(f"{place}: cannot be loaded ({error}); fix or uninstall that package") from error
         if not (isinstance(backend, type) and issubclass(backend, Backend)):
             raise InputError(f"{place}: is not a subclass of bench.backends.base.Backend")
+        name = getattr(backend, "name", None)
+        if not (isinstance(name, str) and NAME.fullmatch(name)):
+            raise InputError(f"{place}: its name is {name!r}; it must be of letters, digits and . _ + -")
         if backend.name in found:
             raise InputError(f"{place}: the name '{backend.name}' is taken; choose another")
         found[backend.name] = backend

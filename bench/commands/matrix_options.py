@@ -38,6 +38,7 @@ OPTIONS = {
     "corpus": "workload.corpus",
     "device": "device",
     "timeout": "timeout_s",
+    "inactivity": "inactivity_s",
 }
 """Options of the command that override a key of the matrix."""
 
@@ -105,7 +106,8 @@ def add_matrix_options(parser: argparse.ArgumentParser) -> None:
     add("--workload", metavar="MODULE:FACTORY", help="a model of your own, instead of llama")
     add("--corpus", metavar="FILE", help="a text file whose bytes are the tokens")
     add("--device", metavar="|".join(Device), help="what the ranks run on")
-    add("--timeout", type=float, metavar="SECONDS", help="per trial")
+    add("--timeout", type=float, metavar="SECONDS", help="per trial, from its start to its end")
+    add("--inactivity", type=float, metavar="SECONDS", help="longest time in which no rank gets on; 0 for no limit")
 
 
 def _integers(text: str) -> list[int]:

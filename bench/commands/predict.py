@@ -263,10 +263,11 @@ def _write(folder: Path, about: Any, rows: list[dict[str, Any]], question: Quest
             import matplotlib.style
 
             from bench.report import prediction, style
+            from bench.report.spreadsheet import write_csv
 
             drawing = prediction.draw(about, question)
             with matplotlib.style.context(list(style.BASE)):
                 style.save(drawing.figure, folder / drawing.stem, drawing.words)
-            drawing.data.to_csv(folder / f"{drawing.stem}.csv", index=False)
+            write_csv(drawing.data, folder / f"{drawing.stem}.csv")
     except OSError as error:
         raise InputError(f"--out {folder}: cannot be written ({error.strerror}); name a folder that can") from error

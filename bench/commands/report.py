@@ -7,12 +7,15 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench import locks
 from bench.cell import Status
 from bench.errors import BAD, GOOD, InputError
 from bench.folders import plots_folder
+from bench.journal import UPGRADED, Journal, read_manifest, write_manifest
 
 if TYPE_CHECKING:
     from bench.analysis.baseline import Standing
+    from bench.analysis.compare import Run
     from bench.tables import Tables
 
 SUMMARY_WIDTH = 160
@@ -23,37 +26,58 @@ def add(commands: Any) -> None:
     parser = commands.add_parser("report", help="write a run's tables and plots again from its journal")
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder, e.g. results/<run>")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="where to draw (default: as run did)")
+    parser.add_argument(
+        "--rebuild", action="store_true", help="only the tables, whatever state they are in: nothing is drawn or shown"
+    )
     parser.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write and show."""
     folder = arguments.run
-    return finish(folder, arguments.plots or plots_folder(folder))
+    read_manifest(folder)
+    if arguments.rebuild:
+        if arguments.plots:
+            raise InputError("--plots: cannot stand beside --rebuild, which draws nothing; leave one of them out")
+        return rebuild(folder)
+    try:
+        with locks.run_folder(folder, str(folder)):
+            return finish(folder, arguments.plots or plots_folder(folder))
+    except locks.BusyError:  # its run goes on: what there is can be shown, but run.json is the runner's
+        return finish(folder, arguments.plots or plots_folder(folder), note_floor=False)
 
 
-def finish(folder: Path, plots: Path) -> int:
-    """Tables, plots and the summary of a run; the exit status that its trials deserve."""
+def rebuild(folder: Path) -> int:
+    """The tables of a run, made anew from its journal alone; the exit status that its trials deserve."""
+    from bench.analysis.baseline import standing
+
+    manifest, run = _load(folder)
+    try:
+        paths = _write_tables(folder, run.tables, standing(run))
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be written ({error.strerror}); make room, or make it writable") from error
+    print(*paths, sep="\n")
+    return _status(run.tables, manifest)
+
+
+def finish(folder: Path, plots: Path, *, note_floor: bool = True) -> int:
+    """Tables, plots and the summary of a run; the exit status that its trials deserve.
+
+    With ``note_floor`` the A/A pair's ratio is noted in the manifest too.
+    """
     from rich.console import Console
 
-    from bench.analysis.baseline import run_of, standing
-    from bench.journal import Journal, read_manifest
-    from bench.report.comparison import frame
+    from bench.analysis.baseline import standing
     from bench.report.plots import draw
     from bench.report.summary import show
 
-    manifest = read_manifest(folder)
-    records = Journal(folder).read()
-    if not records:
-        raise InputError(f"{folder}: no trial has finished yet; go on with: python -m bench run --resume {folder}")
-    run = run_of(records, manifest)
+    manifest, run = _load(folder)
     judged, found = run.tables, standing(run)
     try:
         plots.mkdir(parents=True, exist_ok=True)
-        judged.write(folder)
-        if found.rows:
-            frame(found.rows).to_parquet(folder / "ratios.parquet", index=False)
-        _store_floor(folder, manifest, found)
+        _write_tables(folder, judged, found)
+        if note_floor and UPGRADED not in manifest:
+            _store_floor(folder, manifest, found)
         drawn = draw(judged, manifest, plots, found)
     except OSError as error:
         place = f"--plots {plots}" if str(error.filename).startswith(str(plots)) else str(folder)
@@ -64,10 +88,30 @@ def finish(folder: Path, plots: Path) -> int:
     return _status(judged, manifest)
 
 
+def _load(folder: Path) -> tuple[dict[str, Any], Run]:
+    """The manifest and the judged run. Raises InputError if nothing has been run."""
+    from bench.analysis.baseline import run_of
+
+    manifest = read_manifest(folder)
+    records = Journal(folder).read()
+    if not records:
+        raise InputError(f"{folder}: no trial has finished yet; go on with: python -m bench run --resume {folder}")
+    return manifest, run_of(records, manifest)
+
+
+def _write_tables(folder: Path, judged: Tables, found: Standing) -> list[Path]:
+    """Write every table; returns the paths."""
+    from bench.report.comparison import frame
+
+    paths = judged.write(folder)
+    if found.rows:
+        paths.append(folder / "ratios.parquet")
+        frame(found.rows).to_parquet(paths[-1], index=False)
+    return paths
+
+
 def _store_floor(folder: Path, manifest: dict[str, Any], found: Standing) -> None:
     """Note the A/A pair's ratio in the manifest, if it is not there already."""
-    from bench.journal import write_manifest
-
     floor = found.floor
     if floor is None:
         return

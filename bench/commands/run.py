@@ -5,20 +5,30 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from bench.backends.base import registry
+from bench import disk, locks
+from bench.backends.base import Backend, registry
 from bench.cell import Cell
 from bench.commands.matrix_options import OPTIONS, add_matrix_options, cells_of, chosen_matrix, estimates
 from bench.commands.report import finish
 from bench.errors import BAD, EXIT_STATUS, INTERRUPTED, InputError
 from bench.folders import new_folder, plots_folder
-from bench.interrupt import terminate_as_interrupt
+from bench.journal import Journal, read_manifest
+
+if TYPE_CHECKING:
+    from bench.report.display import Display
+    from bench.runner import Runner
 
 DESCRIPTION = (
     "Every cell of the matrix is trained in trials of its own, block by block, in seeded random order. After --repeats "
     "blocks, cells are trained on while their step time's ratio to the baseline's is less certain than --precision, up "
     "to --max-repeats or as far as --budget reaches."
+)
+SIGNALS = (
+    "Ctrl-C, SIGTERM and SIGHUP end the run with every finished trial kept; a second one ends what is left of the "
+    "current trial at once. SIGINT stays ignored where it was when the run began, as in a shell's background, and so "
+    "does SIGHUP under nohup: use SIGTERM there. After those, or a kill -9, a reboot or a full disk, --resume goes on."
 )
 
 
@@ -28,18 +38,43 @@ def add(commands: Any) -> None:
         "run",
         help="run a matrix: train every cell, write tables and plots",
         description=DESCRIPTION,
-        epilog=EXIT_STATUS,
+        epilog=f"{SIGNALS} {EXIT_STATUS}",
     )
     add_matrix_options(parser)
     option = parser.add_argument
     option("--out", type=Path, metavar="DIR", help="the run's folder (default: results/<time>-<matrix>)")
     option("--resume", type=Path, metavar="RUN", help="go on with the run in this folder, and nothing else")
+    option("--retry-failed", action="store_true", help="with --resume: run again also the trials that are not ok")
     option("--cold", action="store_true", help="start each trial from a new interpreter, not the fork server")
     parser.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run it; the exit status that its trials deserve."""
+    from bench import runner
+
+    backends = registry()
+    if arguments.resume:
+        folder = arguments.resume
+        _refuse_beside_resume(arguments)
+        read_manifest(folder)  # nothing is made in a folder that holds no run
+        with locks.run_folder(folder, f"--resume {folder}"):
+            return _train(folder, runner.reopen(folder, backends), backends, retry_failed=arguments.retry_failed)
+    if arguments.retry_failed:
+        raise InputError("--retry-failed: is for a run that was begun; give --resume RUN too")
+    chosen = chosen_matrix(arguments)
+    cells = cells_of(chosen, backends)
+    folder = arguments.out or new_folder(chosen.name)
+    disk.require(folder, cells, chosen["repeats"], f"--out {folder}")
+    with locks.run_folder(folder, f"--out {folder}"):
+        manifest = runner.create(folder, chosen, cells, backends, cold=arguments.cold)
+        return _train(folder, manifest, backends)
+
+
+def _train(
+    folder: Path, manifest: dict[str, Any], backends: dict[str, type[Backend]], *, retry_failed: bool = False
+) -> int:
+    """Run the trials that the journal lacks, and report."""
     from rich.console import Console
 
     from bench import runner
@@ -47,36 +82,38 @@ def run(arguments: argparse.Namespace) -> int:
     from bench.launch import Launcher, LauncherError
     from bench.report.display import Display
 
-    backends = registry()
-    if arguments.resume:
-        folder = arguments.resume
-        _refuse_beside_resume(arguments)
-        manifest = runner.reopen(folder)
-    else:
-        chosen = chosen_matrix(arguments)
-        cells = cells_of(chosen, backends)
-        folder = arguments.out or new_folder(chosen.name)
-        manifest = runner.create(folder, chosen, cells, backends, cold=arguments.cold)
     cells = [Cell.from_dict(cell) for cell in manifest["cells"]]
-    if unknown := {cell.backend for cell in cells} - backends.keys():
-        raise InputError(f"--resume {folder}: backend '{unknown.pop()}' is not installed here any more")
     seconds = {cell_id: guess.seconds for cell_id, guess in estimates(cells, backends).items()}
     display = Display(Console(), seconds)
-    plots = plots_folder(folder)
     launcher = Launcher(cells[0].device, cold=manifest["cold"])
-    work = runner.Runner(folder, manifest, backends, launcher, display, look)
-    with terminate_as_interrupt():
-        try:
-            with display, launcher:
-                display.say(f"run {manifest['run_id']}: {len(cells)} cells; writing to {folder}")
-                work.run()
-        except KeyboardInterrupt:
-            display.say(f"interrupted: the finished trials are kept; go on with: python -m bench run --resume {folder}")
-            return INTERRUPTED
-        except LauncherError as error:
-            print(f"bench: {error}", file=sys.stderr)
-            return BAD
-    return finish(folder, plots)
+    work = runner.Runner(folder, manifest, backends, launcher, display, look, retry_failed=retry_failed)
+    go_on = f"python -m bench run --resume {folder}"
+    try:
+        with display, launcher:
+            display.say(f"run {manifest['run_id']}: {len(cells)} cells; writing to {folder}")
+            _work(work, folder, display)
+    except KeyboardInterrupt:
+        display.say(f"interrupted: the finished trials are kept; go on with: {go_on}")
+        return INTERRUPTED
+    except LauncherError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return BAD
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        if disk.is_full(error):
+            raise InputError(
+                f"{folder}: the disk is full; the finished trials are kept: free some space, and go on with: {go_on}"
+            ) from error
+        raise InputError(f"{folder}: {error}; the finished trials are kept; go on with: {go_on}") from error
+    return finish(folder, plots_folder(folder))
+
+
+def _work(work: Runner, folder: Path, display: Display) -> None:
+    """Run the trials, after what a crash left of a line was moved aside."""
+    if moved := Journal(folder).mend():
+        display.say(f"the last line of the journal was torn, and never counted; what is left of it is in {moved}")
+    work.run()
 
 
 def _refuse_beside_resume(arguments: argparse.Namespace) -> None:

@@ -110,7 +110,6 @@ def _semantics(arguments: argparse.Namespace) -> int:
     from bench import conformance
     from bench.analysis.diagnosis import observation
     from bench.analysis.semantics import Reading
-    from bench.interrupt import terminate_as_interrupt
     from bench.launch import Launcher, LauncherError
 
     scenarios = _scenarios(arguments)
@@ -122,26 +121,25 @@ def _semantics(arguments: argparse.Namespace) -> int:
     found: list[dict[str, Any]] = []
     total = len(backends) * len(scenarios)
     interrupted = False
-    with terminate_as_interrupt():
-        try:
-            with Launcher(device) as launcher:
-                for backend, of, ranks in conformance.run(
-                    launcher,
-                    backends,
-                    scenarios,
-                    device=device,
-                    timeout_s=arguments.timeout,
-                    shared=not arguments.separate,
-                ):
-                    found.append(observation(Reading(backend, of, ranks)))
-                    if total > 1:
-                        print(f"[{len(found)}/{total}] {backend} {of.name}: {found[-1]['verdict']}", file=sys.stderr)
-        except LauncherError as error:
-            print(f"bench: {error}", file=sys.stderr)
-            return BAD
-        except KeyboardInterrupt:
-            interrupted = True
-            print(f"interrupted: {len(found)} of {total} are kept", file=sys.stderr)
+    try:
+        with Launcher(device) as launcher:
+            for backend, of, ranks in conformance.run(
+                launcher,
+                backends,
+                scenarios,
+                device=device,
+                timeout_s=arguments.timeout,
+                shared=not arguments.separate,
+            ):
+                found.append(observation(Reading(backend, of, ranks)))
+                if total > 1:
+                    print(f"[{len(found)}/{total}] {backend} {of.name}: {found[-1]['verdict']}", file=sys.stderr)
+    except LauncherError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return BAD
+    except KeyboardInterrupt:
+        interrupted = True
+        print(f"interrupted: {len(found)} of {total} are kept", file=sys.stderr)
     if arguments.json:
         print(json.dumps(found[0] if total == 1 and found else found))
     else:

@@ -102,14 +102,12 @@ def measure() -> None:
     from rich.console import Console
 
     from bench import realtrials
-    from bench.interrupt import terminate_as_interrupt
     from bench.report.display import Display
 
-    with terminate_as_interrupt():
-        for number in range(realtrials.RUNS):
-            with Display(Console(stderr=True), {}) as display:
-                display.say(f"run {number + 1} of {realtrials.RUNS}")
-                realtrials.measure(REAL, number, display)
+    for number in range(realtrials.RUNS):
+        with Display(Console(stderr=True), {}) as display:
+            display.say(f"run {number + 1} of {realtrials.RUNS}")
+            realtrials.measure(REAL, number, display)
 
 
 def simulate(reports: int, seed: int, *, whole: bool) -> Results:
@@ -143,6 +141,7 @@ def write(results: Results, out: Path | None, docs: Path | None) -> list[Path]:
     from bench.analysis.simulation import FITTED
     from bench.report import study as report
     from bench.report import style
+    from bench.report.spreadsheet import write_csv
 
     written = []
     if out:
@@ -157,7 +156,7 @@ def write(results: Results, out: Path | None, docs: Path | None) -> list[Path]:
         }
         for name, frame in frames.items():
             written.append(out / f"{name}.csv")
-            frame.to_csv(written[-1], index=False)
+            write_csv(frame, written[-1])
     if docs:
         command = "python -m bench study --docs docs/statistics.md"
         extra = (("--scenarios", results.reports, DEFAULT_REPORTS), ("--seed", results.seed, DEFAULT_SEED))

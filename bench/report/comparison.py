@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -183,5 +184,6 @@ def markdown(report: Report, pictures: Iterable[str]) -> str:
 
 
 def _safe(text: str) -> str:
-    """One line that is no markup of a table."""
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+    """One line in which nothing is read as markup."""
+    plain = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
+    return re.sub(r"([\\`*\[\]|])", r"\\\1", plain)

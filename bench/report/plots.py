@@ -17,6 +17,7 @@ from bench.report.memory import draw_held_gradients, draw_memory_categories
 from bench.report.panels import Drawing, Run
 from bench.report.rows import draw_optimizer_steps, draw_speed_up
 from bench.report.scatter import draw_memory_vs_time
+from bench.report.spreadsheet import write_csv
 from bench.tables import Tables
 
 
@@ -31,7 +32,7 @@ def draw(tables: Tables, manifest: dict[str, Any], folder: Path, standing: Stand
         for drawing in [*figures(tables, manifest), *ratios(standing)]:
             paths += style.save(drawing.figure, folder / drawing.stem, drawing.words)
             paths.append(folder / f"{drawing.stem}.csv")
-            drawing.data.to_csv(paths[-1], index=False)
+            write_csv(drawing.data, paths[-1])
     return paths
 
 
