@@ -5,8 +5,14 @@ Beside what every trial needs, the packages named in BENCH_PRELOAD are imported,
 
 import gc
 import os
+import signal
 import sys
 from contextlib import suppress
+
+from bench import stragglers
+
+# Its children end with it, and would otherwise keep it alive when the launcher's process is gone.
+stragglers.signal_at_parents_end(signal.SIGKILL)
 
 _PARTS = {
     # deepspeed.initialize imports the second one, and it imports all of torch.compile.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench import virtual
+from bench import dumps, heartbeat, stragglers, virtual
 from bench.cell import Device, Status
 from bench.errors import UnsupportedError
 
@@ -35,10 +36,11 @@ def live(folder: Path, work: Callable[[int], dict[str, Any]]) -> None:
     rank = int(os.environ["RANK"])
     path = folder / f"rank{rank}.json"
     try:
-        result = work(rank)
+        _arm(folder, rank)
+        result = json.dumps(work(rank))
     except BaseException as error:
         traceback.print_exc()
-        _write(path, {**failure(error), "time": time.time()})
+        _write(path, json.dumps({**failure(error), "time": time.monotonic()}))
         # If a peer died without a word, let torch elastic notice that one first.
         time.sleep(LAST_WORDS_S)
         # No tidying up: ending a NCCL group whose other ranks are inside a collective may wait for ever.
@@ -46,6 +48,16 @@ def live(folder: Path, work: Callable[[int], dict[str, Any]]) -> None:
         os._exit(1)
     _write(path, result)
     _leave()
+
+
+def _arm(folder: Path, rank: int) -> None:
+    """End with whoever started this process, show signs of life, and tell where it is when asked."""
+    stragglers.signal_at_parents_end(signal.SIGKILL)
+    own = stragglers.find(os.getpid())
+    assert own is not None, "it is running"
+    heartbeat.begin(folder, rank, own.started)
+    dumps.arm(folder, rank)
+    dumps.arm_flight_recorder(folder)
 
 
 def join(device: Device, *, threads: int, seed: int, pretended: int | None = None) -> torch.device:
@@ -70,6 +82,7 @@ def join(device: Device, *, threads: int, seed: int, pretended: int | None = Non
         dist.init_process_group("nccl", device_id=own)
     else:
         dist.init_process_group("gloo")
+    heartbeat.beat()
     return own
 
 
@@ -80,10 +93,10 @@ def _leave() -> None:
     dist.destroy_process_group()
 
 
-def _write(path: Path, value: dict[str, Any]) -> None:
-    """Write JSON so that the file is there whole or not at all."""
+def _write(path: Path, text: str) -> None:
+    """Write a file so that it is there whole or not at all."""
     draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps(value))
+    draft.write_text(text)
     draft.replace(path)
 
 

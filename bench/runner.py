@@ -13,16 +13,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from bench import disk, machine, virtual
+from bench import disk, dumps, machine, virtual
 from bench.backends.base import Backend
 from bench.cell import REFERENCE, Cell, Device, Status
 from bench.errors import InputError
 from bench.interrupt import held
 from bench.journal import JOURNAL, MANIFEST, SCHEMA_VERSION, UPGRADED, Journal, read_manifest, write_manifest
-from bench.launch import Launcher, Outcome
+from bench.launch import Launcher
 from bench.matrix import Matrix, baseline
+from bench.outcome import Outcome
 from bench.probes.telemetry import Telemetry, summarize
-from bench.record import merge_ranks
+from bench.record import merge_ranks, wrong
 from bench.schedule import Ended, Look, Schedule, Trial
 from bench.trial import EXTRA_PASSES, Spec
 from bench.virtual import refusal
@@ -291,7 +292,7 @@ class Runner:
             record = self._record(trial, passes, outcome)
             self._note_extras(record)
             if outcome.status is not Status.OK:
-                record["log"] = self._keep_logs(trial, outcome)
+                record |= {"last_lines": outcome.last_lines, **self._keep_logs(trial, outcome)}
             self._keep(record)
         shutil.rmtree(folder, ignore_errors=True)
         return record
@@ -339,6 +340,8 @@ class Runner:
             self._have |= {(record["cell_id"], name) for name in EXTRA_PASSES if record.get(name) is not None}
 
     def _record(self, trial: Trial, passes: tuple[str, ...], outcome: Outcome) -> dict[str, Any]:
+        if damage := wrong(outcome.ranks, passes):
+            outcome.status, outcome.reason, outcome.ranks = Status.CRASHED, damage, []
         facts = merge_ranks(outcome.ranks) if outcome.ranks else {}
         timed = facts.get("time")
         if timed and trial.cell.device is Device.CUDA:
@@ -356,19 +359,29 @@ class Runner:
             "wall_s": outcome.wall_s,
         }
 
-    def _keep_logs(self, trial: Trial, outcome: Outcome) -> str:
-        """Save the traceback and the end of each rank's log of a failed trial; the path within the run's folder."""
+    def _keep_logs(self, trial: Trial, outcome: Outcome) -> dict[str, Any]:
+        """Save what a failed trial left: by kind, the paths within the run's folder.
+
+        ``log``: the traceback and the end of each rank's log. ``dumps``: where its ranks were, if they were asked.
+        """
         cell = trial.cell
-        name = f"logs/{cell.backend.replace('/', '_')}-{cell.cell_id}-{trial.repeat}.log"
+        name = f"logs/{cell.backend}-{cell.cell_id}-{trial.repeat}"
         parts = [f"{cell.label}: {outcome.status}: {outcome.reason}\n", outcome.traceback]
         folder = self._scratch / f"{cell.cell_id}-{trial.repeat}"
-        for log in sorted(folder.rglob("*.log")):
-            text = log.read_text(errors="replace")[-LOG_BYTES:]
-            parts.append(f"--- {'/'.join(log.parts[-2:])}\n{text}\n")
-        path = self._folder / name
+        logs = sorted(folder.rglob("*.log"))
+        parts += [f"--- {'/'.join(log.parts[-2:])}\n{_end_of(log)}\n" for log in logs]
+        path = self._folder / f"{name}.log"
         path.parent.mkdir(exist_ok=True)
         path.write_text("\n".join(parts))
-        return name
+        found = [f"{name}.{dump.name}" for dump in dumps.collect(folder, path.with_suffix(""))]
+        return {"log": f"{name}.log"} | ({"dumps": found} if found else {})
+
+
+def _end_of(log: Path) -> str:
+    """The last LOG_BYTES of a file as text; it may be much larger than what fits into memory."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - LOG_BYTES))
+        return file.read().decode(errors="replace")
 
 
 def _now() -> str:

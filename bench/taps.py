@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from bench import heartbeat
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -123,6 +125,7 @@ class Taps:
         elif self._first_fetch is None:
             self._first_fetch = time.perf_counter()
         self.events.append(Event(kind, mark))
+        heartbeat.beat()
         if self.on_event is not None:
             self.on_event(kind)
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench import rank
+from bench import heartbeat, rank
 from bench.backends.base import Backend, Job, registry
 from bench.cell import SGD, Cell, Status
 from bench.errors import UnsupportedError
@@ -137,6 +137,7 @@ class Trial:
         }
         for name in self.spec.passes:
             gc.collect()  # frees the pass before, whose frameworks leave cycles
+            heartbeat.beat()
             try:
                 with self._tensors:
                     result[name] = passes[name]()
@@ -212,6 +213,7 @@ class Trial:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
             taps.finish()
+        heartbeat.beat()
         self.training_s += taps.training_seconds
         return backend
 

@@ -26,7 +26,8 @@ from bench.cell import Status
 from bench.cli import main
 from bench.errors import BAD, GOOD, INTERRUPTED, WRONG
 from bench.journal import Journal, read_manifest, write_manifest
-from bench.launch import LauncherError, Outcome
+from bench.launch import LauncherError
+from bench.outcome import Outcome
 from bench.report import plots
 from bench.trial import Spec
 from tests.factories import FakeLauncher, Script, failed, make_rank

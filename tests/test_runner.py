@@ -18,8 +18,8 @@ from bench.cell import REFERENCE, Cell, Status
 from bench.errors import InputError
 from bench.interrupt import terminate_as_interrupt
 from bench.journal import JOURNAL, MANIFEST, Journal, read_manifest
-from bench.launch import Outcome
 from bench.matrix import expand
+from bench.outcome import Outcome
 from bench.runner import Runner
 from bench.schedule import Look, Trial, block
 from bench.trial import EXTRA_PASSES, Spec

@@ -1,0 +1,154 @@
+"""Whether a trial gets on: its limits of time, inactivity and output, and ranks that have ended before it.
+
+The bench's own process looks twice a second, at a few small files; the ranks know nothing of it.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench import dumps, heartbeat
+from bench.cell import Status
+from bench.stragglers import alive, send
+
+POLL_S = 0.5
+LOG_BYTES = 64 * 2**20
+"""The most that all ranks of a trial may write to their standard output and error."""
+PEERS_S = 5.0
+"""How long after the end of one rank the others may take to be ended by torch elastic, which sends SIGTERM: those that
+ignore it, or are stopped, would be waited for for half a minute."""
+LEAVING_S = 30.0
+"""How long ranks may take to end once all have handed over their results."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """Why a trial is to be ended now."""
+
+    status: Status
+    reason: str
+    dump: bool = False
+    """Whether it matters where the ranks are."""
+
+
+class Watch:
+    """Watches one trial from its start. ``look`` again and again, about every ``interval_s``."""
+
+    def __init__(self, folder: Path, world_size: int, timeout_s: float, inactivity_s: float) -> None:
+        self._folder = folder
+        self._ranks = range(world_size)
+        self._timeout_s = timeout_s
+        self._inactivity_s = inactivity_s
+        self._started = self._moved = time.monotonic()
+        self._counts: dict[int, int] = {}
+        self._beats: dict[int, heartbeat.Beat] = {}
+        self._logs: list[Path] = []
+        self._gone: float | None = None
+        self._first: tuple[int, ...] = ()
+        self.ended_first: tuple[int, ...] = ()
+        """Ranks that ended in silence, if the others had to be killed for it."""
+        self._handed_over: float | None = None
+        limits = [limit for limit in (timeout_s, inactivity_s) if limit]
+        self.interval_s = min(POLL_S, *(limit / 4 for limit in limits))
+
+    @property
+    def ranks(self) -> dict[int, tuple[int, int]]:
+        """Pid and start of the ranks that have begun, by rank."""
+        return {rank: (beat.pid, beat.started) for rank, beat in self._beats.items()}
+
+    def look(self) -> Verdict | None:
+        """Why the trial is to be ended; None if it may go on."""
+        now = time.monotonic()
+        self._read_beats(now)
+        return self._overdue(now) or self._idle(now) or self._talkative() or self._leaving(now) or self._left(now)
+
+    def _read_beats(self, now: float) -> None:
+        for rank in self._ranks:
+            beat = heartbeat.read(self._folder, rank)
+            if beat is not None and self._counts.get(rank) != beat.count:
+                self._counts[rank], self._beats[rank], self._moved = beat.count, beat, now
+
+    def _overdue(self, now: float) -> Verdict | None:
+        if now - self._started < self._timeout_s:
+            return None
+        reason = f"not finished after {self._timeout_s:g} s{self._whereabouts()}; raise --timeout"
+        return Verdict(status=Status.TIMEOUT, reason=reason, dump=True)
+
+    def _idle(self, now: float) -> Verdict | None:
+        if not self._inactivity_s or now - self._moved < self._inactivity_s:
+            return None
+        reason = (
+            f"no rank got on for {self._inactivity_s:g} s{self._whereabouts()}; raise --inactivity if it takes longer"
+        )
+        return Verdict(status=Status.HANG, reason=reason, dump=True)
+
+    def _whereabouts(self) -> str:
+        """What is known of the ranks, in brackets."""
+        if not self._beats:
+            return " (no rank has begun)"
+        words = []
+        for rank in self._ranks:
+            beat = self._beats.get(rank)
+            if beat is None:
+                words.append(f"rank {rank} has not begun")
+                continue
+            process = alive(beat.pid, beat.started)
+            state = ", has ended" if process is None else ", is stopped by a signal" if process.stopped else ""
+            words.append(f"rank {rank} after {beat.count} events{state}")
+        return f" ({'; '.join(words)})"
+
+    def _talkative(self) -> Verdict | None:
+        """Logs fill the disk before they tell anything more."""
+        if len(self._logs) < 2 * len(self._ranks):
+            self._logs = list(self._folder.rglob("*.log"))
+        total = 0
+        for path in self._logs:
+            try:
+                total += path.stat().st_size
+            except OSError:
+                continue
+        if total <= LOG_BYTES:
+            return None
+        reason = f"its ranks wrote more than {LOG_BYTES // 2**20} MiB to their standard output and error"
+        return Verdict(status=Status.CRASHED, reason=reason)
+
+    def _leaving(self, now: float) -> Verdict | None:
+        """Whoever handed over its result has only to end."""
+        if self._handed_over is None:
+            if all((self._folder / f"rank{rank}.json").exists() for rank in self._ranks):
+                self._handed_over = now
+            return None
+        if now - self._handed_over < LEAVING_S:
+            return None
+        reason = f"its ranks did not end within {LEAVING_S:g} s of their results{self._whereabouts()}"
+        return Verdict(status=Status.HANG, reason=reason, dump=True)
+
+    def _left(self, now: float) -> Verdict | None:
+        """A rank that has ended ends the others: if not by torch elastic's SIGTERM, then so."""
+        running = {rank: one for rank, one in self.ranks.items() if alive(*one)}
+        if len(running) == len(self._beats):
+            return None
+        if self._gone is None:
+            self._gone = now
+            self._first = tuple(rank for rank in self._beats if rank not in running)
+        if now - self._gone < PEERS_S:
+            return None
+        if running and now - self._gone < 2 * PEERS_S:
+            self.ended_first = self._first
+            for pid, _ in running.values():
+                send(pid, signal.SIGKILL)
+            return None
+        return Verdict(status=Status.CRASHED, reason=self.said_of(self._first))
+
+    @staticmethod
+    def said_of(ranks: Sequence[int]) -> str:
+        """The reason of a trial in which these ranks ended in silence."""
+        return f"rank {' and '.join(map(str, ranks))} ended without a result"
+
+    def dump(self) -> None:
+        """Have the ranks write where they are."""
+        dumps.ask(self._folder, self.ranks)
