@@ -190,18 +190,25 @@ class _Server:
         if process is None:
             return
 
-        def members() -> set[int]:
+        def every() -> set[int]:
             return stragglers.family(process.pid, self._mark, self._since)
 
+        def others() -> set[int]:
+            return stragglers.without_trackers(every()) - {process.pid}
+
         try:
-            for pid in members():
-                stragglers.send(pid, signal.SIGTERM)
-                stragglers.send(pid, signal.SIGCONT)  # or what is stopped would not get it
+            stragglers.terminate(others())
+            stragglers.wait(others, GRACE_S)
+            stragglers.kill(others)  # while the launcher's process lives and adopts those that lose their parent
+            stragglers.terminate({process.pid})
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE_S)
         finally:  # also when a second Ctrl-C ends the waiting
-            stragglers.kill(members)
+            stragglers.kill(others)
+            process.kill()
             process.wait()
+            stragglers.wait(every, GRACE_S)
+            stragglers.kill(every)
             os.close(self._requests)
             os.close(self._replies)
             self._stderr.close()

@@ -97,19 +97,33 @@ def _environment(pid: int) -> list[bytes]:
 
 
 def kill(members: Callable[[], set[int]]) -> set[int]:
-    """Kill processes until ``members`` finds no more; those that are left after KILLING_S.
-
-    What tracks the resources of the others is left for the end, when it has tidied up and ends by itself.
-    """
+    """Kill processes until ``members`` finds no more; those that are left after KILLING_S."""
     deadline = time.monotonic() + KILLING_S
     while (left := members()) and time.monotonic() < deadline:
-        late = time.monotonic() > deadline - KILLING_S / 2
         for pid in left:
-            if late or TRACKER not in _command(pid):
-                send(pid, signal.SIGKILL)
+            send(pid, signal.SIGKILL)
         reap(left)
         time.sleep(POLL_S)
     return left
+
+
+def wait(members: Callable[[], set[int]], seconds: float) -> None:
+    """Wait until ``members`` finds no more, but not longer than that."""
+    deadline = time.monotonic() + seconds
+    while members() and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+
+
+def terminate(pids: set[int]) -> None:
+    """Ask processes to end; one that is stopped is continued, or it would not hear of it."""
+    for pid in pids:
+        send(pid, signal.SIGTERM)
+        send(pid, signal.SIGCONT)
+
+
+def without_trackers(pids: set[int]) -> set[int]:
+    """Those that do not track the resources of others: such a process tidies up after them, and ends by itself."""
+    return {pid for pid in pids if TRACKER not in _command(pid)}
 
 
 def send(pid: int, number: signal.Signals) -> None:

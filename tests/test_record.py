@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.record import merge_ranks
+from bench.record import merge_ranks, wrong
 from bench.trial import Spec
 from tests.factories import ALL_PASSES, make_cell, make_rank, make_time
 
@@ -92,3 +92,46 @@ def test_spec_as_json_and_back() -> None:
     text = spec.to_json()
     assert "\n" not in text and json.loads(text)["cell"] == CELL.to_dict()
     assert Spec.from_json(text) == spec
+
+
+def test_sound_results_are_not_wrong() -> None:
+    cell = make_cell()
+    for passes in (ALL_PASSES, ("time",), ("collectives", "memory"), ()):
+        assert wrong([make_rank(cell, passes, rank) for rank in range(2)], passes) == ""
+    nan = make_rank(cell, time=make_time(cell, losses=[math.nan, math.inf]))
+    assert wrong([nan], ALL_PASSES) == "", "losses are for the gates to judge"
+
+
+@pytest.mark.parametrize(
+    ("table", "key", "value", "words"),
+    [
+        (None, "time", 0, "time is missing"),
+        (None, "time", [], "time is no table"),
+        (None, "num_parameters", "many", "num_parameters cannot be 'many'"),
+        (None, "num_parameters", True, "num_parameters cannot be 'True'"),
+        (None, "training_s", math.nan, "training_s cannot be 'nan'"),
+        (None, "device_name", 0, "device_name is missing"),
+        (None, "update", {"error": 1.0}, "update is none"),
+        (None, "update", "good", "update is none"),
+        (None, "collectives", [{"op": "all_reduce"}], "collectives is none"),
+        (None, "collectives", {}, "collectives is none"),
+        (None, "memory", {"peak": -1}, "memory is none"),
+        (None, "accumulation", {}, "accumulation is none"),
+        ("time", "step_seconds", [0.1, -0.1], "time: step_seconds cannot be"),
+        ("time", "step_seconds", [0.1, math.nan], "time: step_seconds cannot be"),
+        ("time", "step_seconds", 0, "time: step_seconds is missing"),
+        ("time", "losses", ["1"], "time: losses cannot be"),
+        ("time", "num_updates", 2.5, "time: num_updates cannot be '2.5'"),
+        ("time", "reported", {"global_step": "five"}, "time: reported cannot be"),
+    ],
+)
+def test_what_no_sound_rank_hands_back_is_named(table: str | None, key: str, value: object, words: str) -> None:
+    cell = make_cell()
+    ranks = [make_rank(cell, ALL_PASSES, rank) for rank in range(2)]
+    place = ranks[1][table] if table else ranks[1]
+    if words.endswith("is missing"):
+        del place[key]
+    else:
+        place[key] = value
+    found = wrong(ranks, ALL_PASSES)
+    assert found.startswith(f"rank 1: its result is damaged: {words}") and "\n" not in found

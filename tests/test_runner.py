@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bench import disk, machine, runner
+from bench import disk, dumps, machine, runner
 from bench.backends.base import Backend
 from bench.cell import REFERENCE, Cell, Status
 from bench.errors import InputError
@@ -23,7 +23,7 @@ from bench.outcome import Outcome
 from bench.runner import Runner
 from bench.schedule import Look, Trial, block
 from bench.trial import EXTRA_PASSES, Spec
-from tests.factories import ALL_PASSES, FakeLauncher, Script, failed, make_backend, make_cell, make_matrix
+from tests.factories import ALL_PASSES, FakeLauncher, Script, failed, make_backend, make_cell, make_matrix, make_rank
 
 NAMES = [f"b{number}" for number in range(6)]
 BACKENDS: dict[str, type[Backend]] = {name: make_backend(name) for name in [REFERENCE, *NAMES]}
@@ -244,6 +244,40 @@ def test_a_long_log_keeps_its_end(tmp_path: Path) -> None:
     text = next((run.folder / "logs").iterdir()).read_text()
     assert "the end" in text and "start" not in text
     assert len(text) < runner.LOG_BYTES + 1000
+
+
+def test_dumps_of_a_hang_are_kept_beside_its_log(tmp_path: Path) -> None:
+    def script(spec: Spec, number: int) -> Outcome | None:
+        if spec.cell.backend != "b2":
+            return None
+        for rank in range(2):
+            dumps.stacks_of(Path(spec.folder), rank).write_text(f"stacks of rank {rank}")
+        (Path(spec.folder) / "flight-rank0").write_bytes(b"flight")
+        return failed(Status.HANG, "no rank got on for 3 s")
+
+    run = Run(tmp_path / "run", repeats=1)
+    run.go(script)
+    record = next(record for record in run.records if record["status"] == "hang")
+    stem = record["log"].removesuffix(".log")
+    assert record["dumps"] == [f"{stem}.rank0.stacks", f"{stem}.rank1.stacks", f"{stem}.flight-rank0"]
+    assert (run.folder / record["dumps"][1]).read_text() == "stacks of rank 1"
+    assert (run.folder / record["dumps"][2]).read_bytes() == b"flight"
+
+
+def test_a_result_that_no_sound_rank_hands_back_is_a_crash(tmp_path: Path) -> None:
+    def script(spec: Spec, number: int) -> Outcome | None:
+        if spec.cell.backend != "b2":
+            return None
+        ranks = [make_rank(spec.cell, spec.passes, rank) for rank in range(2)]
+        ranks[1]["time"]["step_seconds"] = "fast"
+        return Outcome(status=Status.OK, reason="", ranks=ranks, wall_s=1.0)
+
+    run = Run(tmp_path / "run", repeats=1)
+    run.go(script)
+    assert run.statuses("b2") == ["crashed"]
+    record = next(record for record in run.records if record["status"] == "crashed")
+    assert record["reason"] == "rank 1: its result is damaged: time: step_seconds cannot be 'fast'"
+    assert "time" not in record
 
 
 def test_a_finished_run_leaves_no_scratch_and_says_so(tmp_path: Path) -> None:

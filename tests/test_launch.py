@@ -1,0 +1,355 @@
+"""Real process groups that misbehave: how they are told apart, how soon they end, and that nothing is left of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import psutil
+import pytest
+
+from bench import stragglers
+from bench.cell import Device, Status
+from bench.errors import InputError
+from bench.launch import Launcher
+from bench.outcome import Outcome
+
+ROOT = Path(__file__).resolve().parent.parent
+TOKEN = "BENCH_TEST_TOKEN"
+ACTS = '''
+"""What ranks do for the tests beside this file: each function is one act, of the rank that is told to."""
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from bench import heartbeat
+from bench.rank import join, live
+
+
+def run(payload):
+    task = json.loads(payload)
+    folder = Path(task["folder"])
+
+    def work(rank):
+        if task["group"]:
+            from bench.cell import Device
+
+            join(Device.CPU, threads=1, seed=0)
+        if rank == task["rank"]:
+            globals()[task["act"]](folder)
+        elif task["group"]:
+            import torch
+            import torch.distributed as dist
+
+            dist.all_reduce(torch.ones(1))
+        return {"status": "ok", "rank": rank}
+
+    live(folder, work)
+
+
+def end(folder): ...
+
+
+def sleep(folder):
+    time.sleep(3600)
+
+
+def lock_the_interpreter(folder):
+    ctypes.PyDLL(None).sleep(3600)
+
+
+def stop(folder):
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def leave(folder):
+    os._exit(0)
+
+
+def segfault(folder):
+    ctypes.string_at(0)
+
+
+def damage(folder):
+    (folder / "rank1.json").write_text("{")
+    os._exit(0)
+
+
+def deaf(folder):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    time.sleep(3600)
+
+
+def family(folder):
+    code = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (1, 2, 15)]; time.sleep(3600)"
+    subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    subprocess.Popen([sys.executable, "-c", code], env={}, start_new_session=True)
+    time.sleep(0.5)
+
+
+def family_and_sleep(folder):
+    family(folder)
+    time.sleep(3600)
+
+
+def print_much(folder):
+    for _ in range(1000):
+        os.write(1, bytes(2**20))
+        heartbeat.beat()
+    time.sleep(3600)
+
+
+def listeners(folder):
+    import psutil
+
+    launcher = os.environ["BENCH_LAUNCHER"]
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("BENCH_LAUNCHER") == launcher:
+                found += [c.laddr.ip for c in process.net_connections() if c.status == psutil.CONN_LISTEN]
+        except psutil.Error:
+            continue
+    (folder / "listeners").write_text(json.dumps(found))
+'''
+
+
+@dataclasses.dataclass
+class Act:
+    """A task in which one rank of two does something."""
+
+    folder: str
+    act: str = "end"
+    rank: int = 1
+    group: bool = False
+    entry: ClassVar[str] = "acts:run"
+    backend: str = "ddp-eager"
+    world_size: int = 2
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+
+def left(token: str) -> list[psutil.Process]:
+    """Processes that have the token in their environment, or in that of whoever started them, by name."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(TOKEN) == token and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return [process for process in found if process.pid != os.getpid()]
+
+
+def sleepers() -> list[int]:
+    """What ``family`` left."""
+    mark = "time.sleep(3600)"
+    return [p.pid for p in psutil.process_iter(["cmdline"]) if any(mark in word for word in p.info["cmdline"] or ())]
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return condition()
+
+
+@pytest.fixture(scope="module")
+def acts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with the module of acts, which ranks can import."""
+    folder = tmp_path_factory.mktemp("acts")
+    (folder / "acts.py").write_text(ACTS)
+    patch = pytest.MonkeyPatch()
+    patch.setenv("PYTHONPATH", str(folder))
+    patch.setenv(TOKEN, f"launch-{os.getpid()}")
+    yield folder
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def launcher(acts: Path) -> Iterator[Launcher]:
+    before = set(Path("/dev/shm").glob("*")) | set(Path("/tmp").glob("bench-*"))
+    with Launcher(Device.CPU) as made:
+        yield made
+    assert left(os.environ[TOKEN]) == []
+    assert set(Path("/dev/shm").glob("*")) | set(Path("/tmp").glob("bench-*")) <= before
+
+
+def play(launcher: Launcher, folder: Path, act: str, **options: Any) -> Outcome:
+    limits = {"timeout_s": options.pop("timeout_s", 60.0), "inactivity_s": options.pop("inactivity_s", 0.0)}
+    return launcher.run(Act(str(folder / "trial"), act, **options), **limits)
+
+
+@pytest.mark.parametrize("group", [False, True])
+def test_a_sound_trial(launcher: Launcher, tmp_path: Path, group: bool) -> None:
+    found = play(launcher, tmp_path, "end", group=group, rank=-1 if group else 1)
+    assert (found.status, found.reason) == (Status.OK, "")
+    assert [one["rank"] for one in found.ranks] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("act", "function"), [("sleep", "sleep"), ("lock_the_interpreter", "lock_the_interpreter"), ("stop", "stop")]
+)
+def test_a_hang_is_told_with_the_stacks_of_all_ranks(
+    launcher: Launcher, tmp_path: Path, act: str, function: str
+) -> None:
+    began = time.monotonic()
+    found = play(launcher, tmp_path, act, group=True, inactivity_s=2.0)
+    assert found.status is Status.HANG, found.reason
+    assert found.reason.startswith("no rank got on for 2 s (rank 0 after ")
+    assert ("is stopped by a signal" in found.reason) == (act == "stop")
+    stacks = [(tmp_path / "trial" / f"rank{rank}.stacks").read_text() for rank in range(2)]
+    assert "in all_reduce" in stacks[0] and f"in {function}" in stacks[1]
+    assert time.monotonic() - began < 30
+
+
+def test_the_wall_clock_is_another_limit(launcher: Launcher, tmp_path: Path) -> None:
+    found = play(launcher, tmp_path, "sleep", timeout_s=3.0, inactivity_s=60.0)
+    assert found.status is Status.TIMEOUT
+    assert found.reason.startswith("not finished after 3 s (rank 0 ")
+    assert "in sleep" in (tmp_path / "trial" / "rank1.stacks").read_text()
+
+
+def test_what_ignores_signals_or_left_the_session_is_ended_too(launcher: Launcher, tmp_path: Path) -> None:
+    before = set(sleepers())
+    found = play(launcher, tmp_path, "family")
+    assert found.status is Status.OK, "what it left behind is nobody's result"
+    assert set(sleepers()) == before
+    found = play(launcher, tmp_path, "family_and_sleep", inactivity_s=2.0)
+    assert found.status is Status.HANG
+    assert set(sleepers()) == before
+    found = play(launcher, tmp_path, "deaf", inactivity_s=2.0)
+    assert found.status is Status.HANG
+
+
+def test_a_rank_that_leaves_in_silence_ends_the_others(launcher: Launcher, tmp_path: Path) -> None:
+    found = play(launcher, tmp_path, "leave", group=True)
+    assert (found.status, found.reason) == (Status.CRASHED, "rank 1 ended without a result")
+    assert found.wall_s < 20
+
+
+def test_a_segfault_has_its_signal_and_its_last_lines(launcher: Launcher, tmp_path: Path) -> None:
+    found = play(launcher, tmp_path, "segfault", group=True)
+    assert (found.status, found.reason) == (Status.CRASHED, "rank 1 was ended by SIGSEGV")
+    assert found.wall_s < 10
+    assert any("in segfault" in line or "Segmentation" in line or "in live" in line for line in found.last_lines)
+
+
+def test_a_damaged_result(launcher: Launcher, tmp_path: Path) -> None:
+    found = play(launcher, tmp_path, "damage")
+    assert found.status is Status.CRASHED
+    assert found.reason.startswith("rank 1: its result is damaged: ")
+
+
+def test_logs_without_end_end_the_trial(launcher: Launcher, tmp_path: Path) -> None:
+    found = play(launcher, tmp_path, "print_much")
+    assert found.status is Status.CRASHED
+    assert found.reason == "its ranks wrote more than 64 MiB to their standard output and error"
+
+
+def test_all_sockets_are_on_loopback(launcher: Launcher, tmp_path: Path) -> None:
+    found = play(launcher, tmp_path, "listeners", group=True, rank=0, timeout_s=30.0)
+    assert found.status in {Status.OK, Status.TIMEOUT}
+    addresses = json.loads((tmp_path / "trial" / "listeners").read_text())
+    assert addresses and set(addresses) <= {"127.0.0.1", "::1"}
+
+
+def launcher_process() -> psutil.Process:
+    (found,) = [p for p in psutil.Process().children() if "bench.server" in " ".join(p.cmdline())]
+    return found
+
+
+def test_a_launcher_that_is_killed_is_told_and_replaced(launcher: Launcher, tmp_path: Path) -> None:
+    assert play(launcher, tmp_path, "end").status is Status.OK
+    launcher_process().kill()  # between two trials
+    assert play(launcher, tmp_path, "end").status is Status.OK
+    victim = launcher_process()
+    killer = subprocess.Popen([sys.executable, "-c", f"import os, time; time.sleep(2); os.kill({victim.pid}, 9)"])
+    found = play(launcher, tmp_path / "again", "sleep")
+    killer.wait()
+    assert (found.status, found.reason) == (Status.CRASHED, "the launcher's process was ended by SIGKILL")
+    assert found.wall_s < 15
+    assert play(launcher, tmp_path / "last", "end").status is Status.OK
+
+
+def test_a_fork_server_that_is_killed_is_replaced(launcher: Launcher, tmp_path: Path) -> None:
+    assert play(launcher, tmp_path, "end").status is Status.OK
+    (server,) = [p for p in launcher_process().children() if "forkserver" in " ".join(p.cmdline())]
+    server.kill()
+    outcomes = [play(launcher, tmp_path / str(number), "end") for number in range(2)]
+    assert outcomes[-1].status is Status.OK, [one.reason for one in outcomes]
+
+
+PARENT = """
+import sys
+from bench.cell import Device
+from bench.launch import Launcher
+from tests.test_launch import Act
+
+with Launcher(Device.CPU) as launcher:
+    print("ready", flush=True)
+    print(launcher.run(Act(sys.argv[1], sys.argv[2], group=True), 300.0).reason)
+"""
+
+
+@pytest.mark.parametrize("act", ["sleep", "lock_the_interpreter", "stop", "family_and_sleep"])
+@pytest.mark.parametrize("stopped", [False, True], ids=["", "its launcher stopped"])
+def test_nothing_is_left_of_a_bench_that_is_killed(acts: Path, tmp_path: Path, act: str, stopped: bool) -> None:
+    token = f"killed-{act}-{stopped}-{os.getpid()}"
+    before = set(sleepers())
+    environment = os.environ | {TOKEN: token, "PYTHONPATH": f"{ROOT}{os.pathsep}{acts}", "TMPDIR": str(tmp_path)}
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(PARENT), str(tmp_path / "trial"), act],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == "ready\n"
+    assert wait_until((tmp_path / "trial" / "rank1.beat").exists, 60)
+    time.sleep(2)
+    (server,) = [p for p in psutil.Process(parent.pid).children() if "bench.server" in " ".join(p.cmdline())]
+    if stopped:
+        server.send_signal(signal.SIGSTOP)
+    parent.kill()
+    parent.wait()
+    assert wait_until(lambda: not left(token), 10), [process.cmdline() for process in left(token)]
+    assert set(sleepers()) == before
+    assert list(tmp_path.glob("bench-*")) == []
+
+
+def test_a_gpu_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr("bench.machine.gpus", lambda: [{"uuid": "GPU-7"}])
+    with Launcher(Device.CUDA):
+        with pytest.raises(InputError, match=f"GPU GPU-7: is in use by process {os.getpid()} "), Launcher(Device.CUDA):
+            pytest.fail("two hold it")
+        with Launcher(Device.CPU):
+            pass
+    with Launcher(Device.CUDA):
+        pass
+
+
+def test_the_mark_is_another_for_every_launcher() -> None:
+    assert stragglers.MARK not in os.environ
