@@ -111,7 +111,7 @@ def wait(members: Callable[[], set[int]], seconds: float) -> None:
     """Wait until ``members`` finds no more, but not longer than that."""
     deadline = time.monotonic() + seconds
     while members() and time.monotonic() < deadline:
-        time.sleep(POLL_S)
+        time.sleep(5 * POLL_S)
 
 
 def terminate(pids: set[int]) -> None:
