@@ -55,9 +55,10 @@ def _arm(folder: Path, rank: int) -> None:
     stragglers.signal_at_parents_end(signal.SIGKILL)
     own = stragglers.find(os.getpid())
     assert own is not None, "it is running"
+    dumps.arm(folder, rank)  # first: whoever has the sign of life may ask
     heartbeat.begin(folder, rank, own.started)
-    dumps.arm(folder, rank)
-    dumps.arm_flight_recorder(folder)
+    if os.environ.get("CUDA_VISIBLE_DEVICES") != "":  # as the launcher sets it for trials on the CPU
+        dumps.arm_flight_recorder(folder)
 
 
 def join(device: Device, *, threads: int, seed: int, pretended: int | None = None) -> torch.device:
