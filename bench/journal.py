@@ -13,7 +13,7 @@ import os
 import re
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from bench import upgrades
 from bench.errors import InputError
@@ -115,7 +115,7 @@ def _object(text: bytes) -> dict[str, Any]:
     return value
 
 
-def _is_known(version: Any) -> bool:
+def _is_known(version: Any) -> TypeGuard[int]:
     return type(version) is int and (version == SCHEMA_VERSION or version in upgrades.MANIFEST)
 
 
@@ -136,7 +136,7 @@ class Journal:
             version = _object((self._folder / MANIFEST).read_bytes()).get("schema_version")
         except (OSError, ValueError):
             return SCHEMA_VERSION
-        return version if type(version) is int and _is_known(version) else SCHEMA_VERSION
+        return version if _is_known(version) else SCHEMA_VERSION
 
     def append(self, record: dict[str, Any]) -> None:
         """Add one trial. What a crash in mid-write left of the last line never counted, and is moved aside first.

@@ -50,10 +50,8 @@ def run_folder(folder: Path, place: str) -> Iterator[None]:
 def gpus(uuids: Sequence[str]) -> Iterator[None]:
     """Hold these GPUs against other benches of this user. Raises BusyError naming the holder of one of them."""
     with contextlib.ExitStack() as every:
-        if uuids:
-            folder = runtime_folder()
         for uuid in sorted(set(uuids)):
-            path = folder / f"gpu-{re.sub(r'[^A-Za-z0-9-]', '_', uuid)}.lock"
+            path = runtime_folder() / f"gpu-{re.sub(r'[^A-Za-z0-9-]', '_', uuid)}.lock"
             every.enter_context(held(path, f"GPU {uuid}", "wait for it, or choose others with CUDA_VISIBLE_DEVICES"))
         yield
 

@@ -227,10 +227,9 @@ def code(backends: Mapping[str, type[Any]]) -> dict[str, str]:
         every.update(f"{path.relative_to(root)}\n".encode() + hashlib.sha256(path.read_bytes()).digest())
     found = {"bench": every.hexdigest()}
     for name, backend in sorted(backends.items()):
-        module = sys.modules.get(backend.__module__)
-        path = getattr(module, "__file__", None)
-        if path and not Path(path).resolve().is_relative_to(root):
-            found[name] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        file = getattr(sys.modules.get(backend.__module__), "__file__", None)
+        if file is not None and not Path(file).resolve().is_relative_to(root):
+            found[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
     return found
 
 
