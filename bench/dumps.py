@@ -78,12 +78,10 @@ def ask(folder: Path, ranks: Mapping[int, tuple[int, int]]) -> None:
     pipes = [path for path in folder.glob(f"{FLIGHT}*.pipe") if _poke(path)]
     asked = []
     for rank, (pid, started) in ranks.items():
-        process = alive(pid, started)
-        if process is None:
+        if alive(pid, started) is None:
             continue
         send(pid, SIGNAL)
-        if process.stopped:
-            send(pid, signal.SIGCONT)
+        send(pid, signal.SIGCONT)
         asked.append(stacks_of(folder, rank))
     _wait(lambda: [path for path in asked if _size(path)], len(asked), STACKS_S)
     if pipes:
