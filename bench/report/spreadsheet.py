@@ -16,7 +16,7 @@ def write_csv(frame: pd.DataFrame, path: Path) -> None:
     named = frame.rename(columns=_harmless)
     for place, column in enumerate(frame.columns):
         if not pd.api.types.is_numeric_dtype(frame[column].dtype):
-            named.isetitem(place, frame[column].map(_harmless))
+            named.isetitem(place, [_harmless(value) for value in frame[column]])
     named.to_csv(path, index=False)
 
 
