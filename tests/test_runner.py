@@ -367,7 +367,7 @@ def test_a_run_that_its_budget_ended_gets_its_failures_again(tmp_path: Path) -> 
     looks = read_manifest(run.folder)["looks"]
     launcher = FakeLauncher()
     run.runner(launcher, retry_failed=True).run()
-    assert [spec.cell.backend for spec in launcher.specs] == ["b2"]
+    assert ran(launcher) == [(REFERENCE, ("update",)), ("b2", ALL_PASSES)], "its update had not been made"
     assert read_manifest(run.folder)["looks"] == looks, "what was decided stays"
 
 
