@@ -26,11 +26,13 @@ from typing import IO, Any, ClassVar, Protocol, Self
 from bench import locks, machine, memorykills, stragglers
 from bench.backends.base import registry
 from bench.cell import Device
-from bench.outcome import Ending, Outcome, judge
-from bench.watchdog import Verdict, Watch
+from bench.outcome import Ending, Outcome, judge, written
+from bench.watchdog import Verdict, Watch, said_of
 
 GRACE_S = 5.0
 """How long a process group may take to end after SIGTERM, before SIGKILL."""
+LONGEST_TEMPORARY = 60
+"""Characters of a folder for temporary files that leave room for the fork server's socket: Linux allows it 107."""
 START_TIMEOUT_S = 180.0
 """How long the launcher may take to import everything, on a slow disk."""
 
@@ -129,7 +131,8 @@ class _Server:
         requests_read, self._requests = os.pipe()
         self._replies, replies_write = os.pipe()
         self._mark = uuid.uuid4().hex
-        self._temporary = tempfile.mkdtemp(prefix="bench-")
+        base = tempfile.gettempdir()
+        self._temporary = tempfile.mkdtemp(prefix="bench-", dir=base if len(base) <= LONGEST_TEMPORARY else "/tmp")
         command = [sys.executable, "-m", "bench.server", str(requests_read), str(replies_write)]
         command.append("cold" if self._cold else "warm")
         # A pipe would fill up, since nobody reads it meanwhile.
@@ -171,7 +174,9 @@ class _Server:
                 pipe.write(request.encode())
             found = self._watch(watch)
         wall_s = time.perf_counter() - started
+        heard = None
         if isinstance(found, Verdict):
+            heard = written(folder, task.world_size)
             if found.dump:
                 watch.dump()
             self.close()
@@ -182,7 +187,7 @@ class _Server:
             ending = _ending(found, watch, memorykills.moved(kills, memorykills.counters()))
             if found.get("spent"):
                 self.close()
-        return judge(folder, task.world_size, ending, wall_s)
+        return judge(folder, task.world_size, ending, wall_s, heard)
 
     def close(self) -> None:
         """End the launcher, the fork server and every rank; SIGTERM first, SIGKILL after a grace period."""
@@ -262,8 +267,8 @@ class _Server:
 
 def _ending(reply: dict[str, Any], watch: Watch, killed_for_memory: str) -> Ending:
     """What the launcher's process and the watch saw of the end."""
-    if watch.ended_first and reply.get("rank") not in watch.ended_first:
-        return Ending(failure=watch.said_of(watch.ended_first), rank=watch.ended_first[0])
+    if watch.silent and reply.get("rank") not in watch.silent:
+        return Ending(failure=said_of(watch.silent), rank=watch.silent[0])
     return Ending(
         failure=str(reply.get("failure", "")),
         rank=reply.get("rank"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import signal
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,10 @@ from bench.cell import Status
 
 RESULT_BYTES = 256 * 2**20
 """The largest result of a rank that is read."""
-LAST_LINES, LAST_BYTES = 5, 2_000
+LAST_LINES, LAST_BYTES = 20, 16_000
 """Of the log of a rank that left no word, what is kept with the trial."""
+MODULES = "Extension modules:"
+"""Beginning of a line of faulthandler's that is long and says nothing."""
 WORDS = (Status.OOM, Status.UNSUPPORTED, Status.CRASHED)
 """Statuses of a rank that says why it failed (``bench.rank.failure``); the gravest first."""
 
@@ -50,12 +52,21 @@ class Ending:
     """Where the kernel ended a process for want of memory in the meantime, in words."""
 
 
-def judge(folder: Path, world_size: int, ending: Ending, wall_s: float) -> Outcome:
+def written(folder: Path, world_size: int) -> set[int]:
+    """The ranks that have handed over a result, or said why they failed."""
+    return {rank for rank in range(world_size) if (folder / f"rank{rank}.json").exists()}
+
+
+def judge(
+    folder: Path, world_size: int, ending: Ending, wall_s: float, heard: Collection[int] | None = None
+) -> Outcome:
     """Judge a trial by what its ranks wrote; what was seen from outside counts only for ranks that wrote nothing.
 
-    A rank that crashes after it handed over its result (gloo is known to abort at exit) spoils nothing.
+    A rank that crashes after it handed over its result (gloo is known to abort at exit) spoils nothing. ``heard`` are
+    the ranks that had written when the trial was ended from outside: what others say later, that did.
     """
-    results = [_read(folder / f"rank{rank}.json") for rank in range(world_size)]
+    heard = range(world_size) if heard is None else heard
+    results = [_read(folder / f"rank{rank}.json") if rank in heard else None for rank in range(world_size)]
     done = [result for result in results if result is not None and result["status"] == Status.OK]
     if len(done) == world_size:
         return Outcome(status=Status.OK, reason="", ranks=done, wall_s=wall_s)
@@ -124,7 +135,8 @@ def _last_lines(folder: Path, rank: int) -> list[str]:
         try:
             with path.open("rb") as file:
                 file.seek(max(0, path.stat().st_size - LAST_BYTES))
-                return file.read().decode(errors="replace").strip().splitlines()[-LAST_LINES:]
+                lines = file.read().decode(errors="replace").strip().splitlines()
+                return [line for line in lines if line and not line.startswith(MODULES)][-LAST_LINES:]
         except OSError:
             continue
     return []

@@ -13,9 +13,11 @@ from pathlib import Path
 
 from bench import dumps, heartbeat
 from bench.cell import Status
+from bench.outcome import written
 from bench.stragglers import alive, send
 
-POLL_S = 0.5
+POLL_S = 0.4
+"""A rank that failed with a word stays a bit longer (``bench.rank.LAST_WORDS_S``), so one that left none is seen."""
 LOG_BYTES = 64 * 2**20
 """The most that all ranks of a trial may write to their standard output and error."""
 PEERS_S = 5.0
@@ -48,9 +50,8 @@ class Watch:
         self._beats: dict[int, heartbeat.Beat] = {}
         self._logs: list[Path] = []
         self._gone: float | None = None
-        self._first: tuple[int, ...] = ()
-        self.ended_first: tuple[int, ...] = ()
-        """Ranks that ended in silence, if the others had to be killed for it."""
+        self.first: tuple[int, ...] = ()
+        """Ranks that were seen to have ended before the others."""
         self._handed_over: float | None = None
         limits = [limit for limit in (timeout_s, inactivity_s) if limit]
         self.interval_s = min(POLL_S, *(limit / 4 for limit in limits))
@@ -59,6 +60,12 @@ class Watch:
     def ranks(self) -> dict[int, tuple[int, int]]:
         """Pid and start of the ranks that have begun, by rank."""
         return {rank: (beat.pid, beat.started) for rank, beat in self._beats.items()}
+
+    @property
+    def silent(self) -> tuple[int, ...]:
+        """Ranks that ended before the others, and left no word."""
+        some = 0 < len(self.first) < len(self._beats)
+        return tuple(rank for rank in self.first if some and rank not in written(self._folder, len(self._ranks)))
 
     def look(self) -> Verdict | None:
         """Why the trial is to be ended; None if it may go on."""
@@ -119,7 +126,7 @@ class Watch:
     def _leaving(self, now: float) -> Verdict | None:
         """Whoever handed over its result has only to end."""
         if self._handed_over is None:
-            if all((self._folder / f"rank{rank}.json").exists() for rank in self._ranks):
+            if len(written(self._folder, len(self._ranks))) == len(self._ranks):
                 self._handed_over = now
             return None
         if now - self._handed_over < LEAVING_S:
@@ -134,21 +141,20 @@ class Watch:
             return None
         if self._gone is None:
             self._gone = now
-            self._first = tuple(rank for rank in self._beats if rank not in running)
+            self.first = tuple(rank for rank in self._beats if rank not in running)
         if now - self._gone < PEERS_S:
             return None
         if running and now - self._gone < 2 * PEERS_S:
-            self.ended_first = self._first
             for pid, _ in running.values():
                 send(pid, signal.SIGKILL)
             return None
-        return Verdict(status=Status.CRASHED, reason=self.said_of(self._first))
-
-    @staticmethod
-    def said_of(ranks: Sequence[int]) -> str:
-        """The reason of a trial in which these ranks ended in silence."""
-        return f"rank {' and '.join(map(str, ranks))} ended without a result"
+        return Verdict(status=Status.CRASHED, reason=said_of(self.first))
 
     def dump(self) -> None:
         """Have the ranks write where they are."""
         dumps.ask(self._folder, self.ranks)
+
+
+def said_of(ranks: Sequence[int]) -> str:
+    """The reason of a trial in which these ranks ended in silence."""
+    return f"rank {' and '.join(map(str, ranks))} ended without a result"

@@ -49,7 +49,7 @@ def test_the_gravest_and_then_the_first_word_counts(
     write(tmp_path, *results)
     found = judge(tmp_path, 2, Ending(failure="rank 0 ended with exit code 1", rank=0), 1.0)
     assert (found.status, found.reason, found.ranks) == (status, reason, [])
-    assert found.last_lines == ["b", "c", "d", "e", "f"]
+    assert found.last_lines == ["a", "b", "c", "d", "e", "f"]
 
 
 def test_a_rank_that_died_first_and_in_silence_is_the_cause(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_a_rank_that_died_first_and_in_silence_is_the_cause(tmp_path: Path) -> N
     log.write_text("\n".join(f"line {n}" for n in range(100)))
     found = judge(tmp_path, 2, Ending(failure="rank 1 was ended by SIGSEGV", rank=1, signal=11), 1.0)
     assert (found.status, found.reason) == (Status.CRASHED, "rank 1 was ended by SIGSEGV")
-    assert found.last_lines == [f"line {n}" for n in range(95, 100)]
+    assert found.last_lines == [f"line {n}" for n in range(80, 100)]
 
 
 def test_what_ended_it_from_outside_has_its_name(tmp_path: Path) -> None:
@@ -67,6 +67,14 @@ def test_what_ended_it_from_outside_has_its_name(tmp_path: Path) -> None:
     for status in (Status.HANG, Status.TIMEOUT):
         found = judge(tmp_path, 2, Ending(failure="why", status=status), 1.0)
         assert (found.status, found.reason) == (status, "why")
+
+
+def test_what_is_said_after_a_trial_was_ended_does_not_count(tmp_path: Path) -> None:
+    write(tmp_path, OK)
+    heard = outcome.written(tmp_path, 2)
+    write(tmp_path, None, failure(reason="connection closed by peer"))
+    found = judge(tmp_path, 2, Ending(failure="why", status=Status.HANG), 1.0, heard)
+    assert (found.status, found.reason) == (Status.HANG, "why")
 
 
 @pytest.mark.parametrize(
