@@ -66,7 +66,7 @@ def judge(
     the ranks that had written when the trial was ended from outside: what others say later, that did.
     """
     heard = range(world_size) if heard is None else heard
-    results = [_read(folder / f"rank{rank}.json") if rank in heard else None for rank in range(world_size)]
+    results = [read(folder / f"rank{rank}.json") if rank in heard else None for rank in range(world_size)]
     done = [result for result in results if result is not None and result["status"] == Status.OK]
     if len(done) == world_size:
         return Outcome(status=Status.OK, reason="", ranks=done, wall_s=wall_s)
@@ -95,7 +95,7 @@ def judge(
     )
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def read(path: Path) -> dict[str, Any] | None:
     """A rank's result; None if it left none. A damaged one is a crash of that rank."""
     try:
         if path.stat().st_size > RESULT_BYTES:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from bench import dumps, heartbeat
 from bench.cell import Status
-from bench.outcome import written
+from bench.outcome import read, written
 from bench.stragglers import alive, send
 
 POLL_S = 0.4
@@ -52,6 +52,7 @@ class Watch:
         self._gone: float | None = None
         self.first: tuple[int, ...] = ()
         """Ranks that were seen to have ended before the others."""
+        self._done: set[int] = set()
         self._handed_over: float | None = None
         limits = [limit for limit in (timeout_s, inactivity_s) if limit]
         self.interval_s = min(POLL_S, *(limit / 4 for limit in limits))
@@ -137,11 +138,11 @@ class Watch:
     def _left(self, now: float) -> Verdict | None:
         """A rank that has ended ends the others: if not by torch elastic's SIGTERM, then so."""
         running = {rank: one for rank, one in self.ranks.items() if alive(*one)}
-        if len(running) == len(self._beats):
+        ended = tuple(rank for rank in self._beats if rank not in running and not self._is_done(rank))
+        if not ended:
             return None
         if self._gone is None:
-            self._gone = now
-            self.first = tuple(rank for rank in self._beats if rank not in running)
+            self._gone, self.first = now, ended
         if now - self._gone < PEERS_S:
             return None
         if running and now - self._gone < 2 * PEERS_S:
@@ -149,6 +150,15 @@ class Watch:
                 send(pid, signal.SIGKILL)
             return None
         return Verdict(status=Status.CRASHED, reason=said_of(self.first))
+
+    def _is_done(self, rank: int) -> bool:
+        """Whether a rank that has ended was to end: its part is done, whatever the others still do."""
+        if rank not in self._done:
+            result = read(self._folder / f"rank{rank}.json")
+            if result is None or result["status"] != Status.OK:
+                return False
+            self._done.add(rank)
+        return True
 
     def dump(self) -> None:
         """Have the ranks write where they are."""

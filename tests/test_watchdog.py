@@ -144,6 +144,16 @@ def test_peers_of_a_rank_that_ended_are_killed_if_nobody_ends_them(
     assert found is not None and found.reason == "rank 1 ended without a result"
 
 
+def test_a_rank_whose_part_is_done_ends_no_other(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "PEERS_S", 0.2)
+    ranks.start("get_on", "leave")
+    (ranks.folder / "rank1.json").write_text('{"status": "ok"}')
+    ranks.processes[1].wait()
+    watch = ranks.watch()
+    assert until_verdict(watch, 0.8) is None
+    assert ranks.processes[0].poll() is None and watch.silent == ()
+
+
 def test_ranks_that_handed_over_have_to_end(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "LEAVING_S", 0.3)
     ranks.start("get_on", "get_on")
