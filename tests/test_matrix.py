@@ -64,6 +64,7 @@ def test_every_key_can_be_given() -> None:
         "baseline": "ddp-eager",
         "timeout_s": 1.5,
         "inactivity_s": 0,
+        "threads": 2,
         "workload.workload": "a.b:c",
         "workload.model": "8b",
         "workload.corpus": "text.txt",
@@ -107,7 +108,7 @@ WRONG = [
     ("timeout_s", float("inf"), "a positive number of seconds"),
     ("timeout_s", float("nan"), "a positive number of seconds"),
     ("workload.workload", "", "package.module:factory"),
-    ("workload.model", 1, "a model size: tiny, 135m"),
+    ("workload.model", 1, "a model size: micro, tiny, 135m"),
     ("workload.corpus", ["a"], "'markov' or the path of a text file"),
     ("workload.sequence_length", 0, "an integer of at least 1"),
     ("workload.global_batch_size", 0, "an integer of at least 1"),
@@ -378,7 +379,7 @@ def test_unknown_backend_and_model() -> None:
         InputError, match=r"made.toml: axes.backend: 'fsdp2-eagre' is unknown; did you mean fsdp2-eager\?"
     ):
         matrix.expand(make_matrix(backend=["fsdp2-eagre"]), BACKENDS, 0)
-    with pytest.raises(InputError, match=r"workload.model: 'xyzzy' is unknown; use one of tiny, 135m, 1b, 3b, 8b"):
+    with pytest.raises(InputError, match=r"workload.model: 'xyzzy' is unknown; use one of micro, tiny, 135m, 1b, 3b, 8b"):
         matrix.expand(make_matrix({"workload.model": "xyzzy"}), BACKENDS, 0)
 
 
