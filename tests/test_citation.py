@@ -32,7 +32,7 @@ from bench.analysis.quoting import find_cell
 from bench.analysis.statistics import bootstrap
 from bench.cell import Cell
 from bench.errors import InputError
-from bench.journal import JOURNAL, Journal, read_manifest, write_manifest
+from bench.journal import JOURNAL, Journal, encode, read_manifest, write_manifest
 from bench.report import escape
 from bench.report.citation import Citation, cite, cite_plot, number
 from bench.report.cited import differences, verify
@@ -261,13 +261,13 @@ def test_cells_without_a_good_trial_and_without_times_are_cited_as_that() -> Non
 def test_a_changed_journal_is_not_what_was_cited(copy: Path, run: Run) -> None:
     cell_id = of(run, "slow")
     text = cite(run, cell_id).text
-    records = [json.loads(line) for line in (copy / JOURNAL).read_text().splitlines()]
+    records = Journal(copy).read()
     for record in records:
         if record["cell_id"] == cell_id:
             for name in ("step_seconds", "rank_step_seconds"):
                 record["time"].pop(name)
             record["time"]["step_seconds"] = [0.05] * record["cell"]["timed_windows"]
-    (copy / JOURNAL).write_text("".join(json.dumps(record) + "\n" for record in records))
+    (copy / JOURNAL).write_bytes(b"".join(map(encode, records)))  # with checksums that are right
     assert cli.main(["cite", str(copy), cell_id]) == 1
     found = errors(copy, text)
     assert any("was changed after the run" in one for one in found)
