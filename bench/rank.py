@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -24,6 +25,8 @@ from bench.errors import UnsupportedError
 if TYPE_CHECKING:
     import torch
 
+AT_LIMIT_BYTES = 256 * 2**20
+"""Address space that is left to a process that has used up its own."""
 LAST_WORDS_S = 0.5
 """How long a failed rank stays after it wrote what went wrong: two of the agent's looks at its processes."""
 
@@ -101,12 +104,24 @@ def _write(path: Path, text: str) -> None:
     draft.replace(path)
 
 
+def _is_at_limit() -> bool:
+    """Whether this process has used up the address space that it may have (RLIMIT_AS), if there is such a limit.
+
+    Torch's allocator for the CPU raises a RuntimeError like any other when the system gives it nothing.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return False
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return limit - pages * resource.getpagesize() < AT_LIMIT_BYTES
+
+
 def failure(error: BaseException) -> dict[str, Any]:
     """What an exception means: status by its type, never by a word in its text; reason in one line; traceback."""
     import torch
 
     status = Status.CRASHED
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or (type(error) is RuntimeError and _is_at_limit()):
         status = Status.OOM
     elif isinstance(error, UnsupportedError):
         status = Status.UNSUPPORTED
