@@ -375,7 +375,7 @@ def test_a_retry_that_is_interrupted_is_left_to_do(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", repeats=1)
     run.go(when("b2", [0], failed()))
     with pytest.raises(KeyboardInterrupt):
-        run.runner(FakeLauncher(interrupt_at(0)), retry_failed=True).run()
+        run.runner(FakeLauncher(interrupt_at(1)), retry_failed=True).run()  # after the reference's update
     assert run.statuses("b2") == ["crashed", "interrupted"]
     assert [spec.cell.backend for spec in run.go().specs] == ["b2"]
 
