@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from bench.probes import categories, host
+from bench.probes import categories, exposure, host
 from bench.warmup import warmup
 
 
@@ -16,7 +16,8 @@ def merge_ranks(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
     A step takes as long as its slowest rank, and a rank that runs out of memory ends all, so times and memory are
     maxima. The loss of a step is the mean over ranks, since all see equally many samples. Updates and collectives are
-    rank 0's. Memory's parts are those of the rank that has most, so that they add up; ``held`` may be missing.
+    rank 0's. Memory's parts are those of the rank that has most, so that they add up; ``held`` may be missing. Times of
+    collectives are those of the rank with the most that is exposed.
 
     ``num_warmup`` are the first steps that are no steady state: the warm-up windows of the cell, and what
     ``bench.warmup`` finds in the steps that follow. ``rank_step_seconds`` has the timed steps of every rank.
@@ -26,6 +27,8 @@ def merge_ranks(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     merged["training_s"] = max(rank["training_s"] for rank in ranks)
     if "memory" in first:
         merged["memory"] = categories.merge([rank["memory"] for rank in ranks])
+    if "exposure" in first:
+        merged["exposure"] = exposure.merge([rank["exposure"] for rank in ranks])
     if "time" in first:
         merged["time"] = _merge_times([rank["time"] for rank in ranks])
     return merged

@@ -25,7 +25,7 @@ from bench.outcome import Outcome
 from bench.probes.telemetry import Telemetry, summarize
 from bench.record import merge_ranks, wrong
 from bench.schedule import Ended, Look, Schedule, Trial
-from bench.trial import EXTRA_PASSES, Spec
+from bench.spec import CUDA_PASSES, EXTRA_PASSES, Spec, extra_passes
 from bench.virtual import refusal
 from bench.workload.corpus import describe_file
 
@@ -327,7 +327,7 @@ class Runner:
 
     def _passes(self, cell: Cell) -> tuple[str, ...]:
         """The time pass always; the others once per cell, in its first trial that succeeds."""
-        asked = virtual.passes(cell, ("time", *EXTRA_PASSES))
+        asked = virtual.passes(cell, ("time", *extra_passes(cell)))
         wanted = [name for name in asked if name != "time" and (cell.cell_id, name) not in self._have]
         if "update" in wanted and cell.backend != REFERENCE:
             self._ensure_reference(cell)
@@ -337,7 +337,8 @@ class Runner:
 
     def _note_extras(self, record: Mapping[str, Any]) -> None:
         if record["status"] == Status.OK:
-            self._have |= {(record["cell_id"], name) for name in EXTRA_PASSES if record.get(name) is not None}
+            extra = (*EXTRA_PASSES, *CUDA_PASSES)
+            self._have |= {(record["cell_id"], name) for name in extra if record.get(name) is not None}
 
     def _record(self, trial: Trial, passes: tuple[str, ...], outcome: Outcome) -> dict[str, Any]:
         if damage := wrong(outcome.ranks, passes):

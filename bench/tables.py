@@ -53,6 +53,8 @@ TRIAL_COLUMNS: dict[str, str] = {
     "tokens_per_s": "Float64",
     "mfu": "Float64",
     "energy_j_per_step": "Float64",
+    "collective_s": "Float64",
+    "exposed_s": "Float64",
     "peak_memory_bytes": "Int64",
     "peak_memory_source": "string",
     "num_micro_batches": "Int64",
@@ -92,8 +94,9 @@ without clipping, for cells that clip; ``micro_batches_per_update`` lists the di
 ``bf16_as`` says how a bf16 cell computes; gradients are to be summed in ``accumulation_dtype``, and were found to be in
 ``accumulated_in``; ``twin`` is the label of a cell that is another one once more; the cores that other programs used
 and that the hypervisor took are means over the time pass, the SM clock is the lowest GPU's median over the timed steps,
-power and energy are of all GPUs, and slowdowns those in a tenth of the samples or more; ``energy_j_per_step`` and
-``virtual_world_size`` are empty where they were not measured."""
+power and energy are of all GPUs, and slowdowns those in a tenth of the samples or more; ``collective_s`` are the
+seconds of one window in which NCCL's kernels ran, and ``exposed_s`` those of them in which nothing else did, measured
+once per cell; they, ``energy_j_per_step`` and ``virtual_world_size`` are empty where they were not measured."""
 
 CHILD_COLUMNS: dict[str, dict[str, str]] = {
     "steps": {"step": "Int64", "seconds": "Float64", "kept": "boolean"},
@@ -149,7 +152,7 @@ def build(records: list[dict[str, Any]], manifest: dict[str, Any]) -> Tables:
     latest = {(record["cell_id"], record["repeat"]): record for record in records}
     once: dict[tuple[str, str], Any] = {}
     for record in latest.values():
-        for name in ("update", "memory", "accumulation"):
+        for name in ("update", "memory", "accumulation", "exposure"):
             if record.get(name):
                 once.setdefault((record["cell_id"], name), record[name])
     trials = [_trial_row(record, manifest, once) for record in latest.values()]
@@ -209,6 +212,9 @@ def _trial_row(record: dict[str, Any], manifest: dict[str, Any], once: dict[tupl
     accumulation = once.get((cell.cell_id, "accumulation"))
     if accumulation and good:
         row["accumulated_in"] = accumulation["dtype"]
+    exposure = once.get((cell.cell_id, "exposure"))
+    if exposure and good:
+        row |= {name: exposure[name] for name in ("collective_s", "exposed_s")}
     memory = once.get((cell.cell_id, "memory"))
     if memory and "peak" in memory and good:
         row |= {"peak_memory_bytes": memory["peak"], "peak_memory_source": "tracked tensors"}

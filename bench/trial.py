@@ -9,25 +9,26 @@ Instruments change what they measure, so each has a pass of its own, on a fresh 
 3. ``collectives``: c10d operators between the second and the third update.
 4. ``memory``: by category, between the second and the third update: at the peak, and held between micro-batches.
 5. ``accumulation``: gradients whose sum tells in which dtype they were summed.
+6. ``exposure``, on CUDA: the kernels between the second and the third update, as torch's profiler saw them: seconds in
+   collectives, and how many of them were not hidden behind computation.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import gc
-import json
 import math
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from bench import heartbeat, rank
 from bench.backends.base import Backend, Job, registry
-from bench.cell import SGD, Cell, Status
+from bench.cell import SGD, Status
 from bench.errors import UnsupportedError
+from bench.spec import Spec
 from bench.taps import SETTLED_WINDOWS, Kind, SettledWindow, Taps, updates
 from bench.virtual import refusal, tensors
 from bench.workload import load
@@ -38,48 +39,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.nn.parameter import Parameter
     from torch.optim import Optimizer
-
-EXTRA_PASSES = ("update", "collectives", "memory", "accumulation")
-"""Passes that run once per cell; their answers do not vary from repeat to repeat."""
-
-
-@dataclass(kw_only=True)
-class Spec:
-    """What one trial is asked to do; travels as JSON."""
-
-    entry: ClassVar[str] = "bench.trial:run_rank"
-
-    cell: Cell
-    passes: tuple[str, ...]
-    """``time`` and any of EXTRA_PASSES, in order."""
-    folder: str
-    """Where each rank writes ``rank<r>.json``."""
-    reference: str
-    """The safetensors file of the reference's update: written by the reference's update pass, read by all others."""
-    corpus: str | None = None
-    """Path of the corpus file, if the cell names one."""
-    threads: int = 1
-    """Threads of each rank for operators on the CPU."""
-
-    @property
-    def backend(self) -> str:
-        """Name of the backend."""
-        return self.cell.backend
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes: the ranks that exist, which is one in a virtual world."""
-        return 1 if self.cell.virtual else self.cell.world_size
-
-    def to_json(self) -> str:
-        """One line."""
-        return json.dumps({**dataclasses.asdict(self), "cell": self.cell.to_dict()})
-
-    @classmethod
-    def from_json(cls, text: str) -> Spec:
-        """The inverse of ``to_json``."""
-        values = json.loads(text)
-        return cls(**{**values, "cell": Cell.from_dict(values["cell"]), "passes": tuple(values["passes"])})
 
 
 def run_rank(spec_json: str) -> None:
@@ -134,6 +93,7 @@ class Trial:
             "collectives": self.collectives,
             "memory": self.memory,
             "accumulation": self.accumulation,
+            "exposure": self.exposure,
         }
         for name in self.spec.passes:
             gc.collect()  # frees the pass before, whose frameworks leave cycles
@@ -382,6 +342,22 @@ class Trial:
         from bench.probes.accumulation import accumulator
 
         return accumulator(self.backend, self.cell, self.rank, self.device)
+
+    def exposure(self) -> dict[str, Any]:
+        """The exposure pass: seconds in collectives in one settled window, and how many of them alone; one rank's."""
+        from bench.probes.exposure import WindowProfiler
+
+        profiler = WindowProfiler()
+        taps = Taps(time.perf_counter)
+        window = SettledWindow(self.cell.accumulate)
+
+        def on_event(kind: Kind) -> None:
+            window.see(kind)
+            profiler.see(window.open)
+
+        taps.on_event = on_event
+        self.train(taps, SETTLED_WINDOWS + 1)
+        return dataclasses.asdict(profiler.result())
 
 
 def _device_name(device: torch.device) -> str:

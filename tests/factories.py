@@ -15,7 +15,7 @@ from bench.journal import SCHEMA_VERSION
 from bench.matrix import Matrix, parse
 from bench.outcome import Outcome
 from bench.scenario import Scenario
-from bench.trial import EXTRA_PASSES, Spec
+from bench.spec import EXTRA_PASSES, Spec
 
 ALL_PASSES = ("time", *EXTRA_PASSES)
 PEAK_BYTES = 40 * 2**20

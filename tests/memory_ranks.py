@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from bench.backends.base import registry
 from bench.cell import Cell
-from bench.trial import Spec, Trial
+from bench.spec import Spec
+from bench.trial import Trial
 from bench.workload import WorkloadSpec
 
 WIDTH, HIDDEN, OUT = 65, 131, 7

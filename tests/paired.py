@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 
 from bench.backends.base import registry
+from bench.spec import Spec
 from bench.taps import Kind, Taps, updates
-from bench.trial import Spec, Trial
+from bench.trial import Trial
 from tests.bare import BareLoop
 
 

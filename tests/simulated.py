@@ -18,7 +18,7 @@ from bench.matrix import expand
 from bench.outcome import Outcome
 from bench.runner import Runner
 from bench.schedule import Look, Trial
-from bench.trial import Spec
+from bench.spec import Spec
 from tests.factories import FakeLauncher, make_backend, make_matrix, make_rank, make_time
 
 Change = Callable[[Cell, int, list[float]], list[float]]

@@ -29,7 +29,7 @@ from scipy.stats import bootstrap
 
 from bench.cell import Cell, Device
 from bench.launch import Launcher
-from bench.trial import Spec
+from bench.spec import Spec
 
 ROOT = Path(__file__).resolve().parent.parent
 ACCUMULATE, BATCH, LENGTH, RANKS = 4, 16, 64, 2

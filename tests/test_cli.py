@@ -29,7 +29,7 @@ from bench.journal import Journal, read_manifest, write_manifest
 from bench.launch import LauncherError
 from bench.outcome import Outcome
 from bench.report import plots
-from bench.trial import Spec
+from bench.spec import Spec
 from tests.factories import FakeLauncher, Script, failed, make_rank
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -18,7 +18,6 @@ from bench.analysis.formulas import expect
 from bench.backends.base import registry
 from bench.cell import REFERENCE, Cell, Precision
 from bench.probes.collectives import CollectiveCounter
-from bench.probes.exposure import Activity, Exposure, exposure, from_chrome
 from bench.tables import build
 from bench.workload.shapes import Layout, Parameter
 from tests import windows
@@ -198,45 +197,3 @@ def test_trials_that_counted_nothing_are_left_alone() -> None:
     del record["collectives"]
     filled = expected.fill(build([record], make_manifest([cell])))
     assert filled.tables.collectives.empty and not filled.findings
-
-
-def nccl(start: float, duration: float) -> Activity:
-    """A collective's kernel."""
-    return Activity("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", start, duration)
-
-
-@pytest.mark.parametrize(
-    ("activities", "found"),
-    [
-        ([], (0, 0, 0, 0)),
-        ([Activity("gemm", 0, 5)], (0, 0, 5, 0)),
-        ([nccl(1, 2)], (2, 2, 0, 1)),
-        ([Activity("gemm", 0, 10), nccl(1, 2)], (2, 0, 10, 1)),
-        ([nccl(0, 4), Activity("gemm", 3, 4)], (4, 3, 4, 1)),
-        ([nccl(0, 4), nccl(2, 4)], (6, 6, 0, 2)),
-        ([nccl(0, 10), Activity("a", 1, 1), Activity("b", 1.5, 1.5), Activity("c", 8, 9)], (10, 6, 11, 1)),
-        ([nccl(0, 4), Activity("Memcpy DtoD", 1, 1, "gpu_memcpy")], (4, 3, 1, 1)),
-        ([nccl(0, 4), Activity("aten::mm", 0, 4, "cpu_op")], (4, 4, 0, 1)),
-        ([nccl(5, 1), nccl(0, 1), Activity("gemm", 0.5, 5)], (2, 1, 5, 2)),
-    ],
-)
-def test_exposed_is_what_runs_alone(activities: list[Activity], found: tuple[float, float, float, int]) -> None:
-    expected_times = dict(zip(("collective_s", "exposed_s", "compute_s", "num_collectives"), found, strict=True))
-    assert exposure(activities) == Exposure(**expected_times)  # type: ignore[arg-type]
-
-
-def test_the_share_that_is_exposed() -> None:
-    assert exposure([nccl(0, 4), Activity("gemm", 3, 4)]).exposed_share == 0.75
-    assert exposure([]).exposed_share == 0
-
-
-def test_a_trace_in_a_file_is_read_from_its_first_kernel() -> None:
-    events = [
-        {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 4409282933228.0, "dur": 500.0},
-        {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 4409282933000.0, "dur": 9.0},
-        {"ph": "X", "cat": "kernel", "name": "ncclKernel_AllReduce", "ts": 4409282933628.0, "dur": 200.0},
-        {"ph": "M", "name": "process_name"},
-    ]
-    found = exposure(from_chrome({"traceEvents": events}))
-    assert found.collective_s == pytest.approx(200e-6)
-    assert found.exposed_s == pytest.approx(100e-6)

@@ -106,8 +106,9 @@ from bench.matrix import expand
 from bench.probes.flops import peak_flops
 from bench.record import merge_ranks
 from bench.report import plots
+from bench.spec import Spec
 from bench.taps import SETTLED_WINDOWS
-from bench.trial import Spec, Trial
+from bench.trial import Trial
 from tests.factories import make_backend, make_cell, make_manifest, make_matrix, make_record
 
 LARGE = 2**26

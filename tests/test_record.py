@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.record import merge_ranks, wrong
-from bench.trial import Spec
+from bench.spec import Spec
 from tests.factories import ALL_PASSES, make_cell, make_rank, make_time
 
 CELL = make_cell()

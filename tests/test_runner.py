@@ -22,7 +22,7 @@ from bench.matrix import expand
 from bench.outcome import Outcome
 from bench.runner import Runner
 from bench.schedule import Look, Trial, block
-from bench.trial import EXTRA_PASSES, Spec
+from bench.spec import EXTRA_PASSES, Spec
 from tests.factories import ALL_PASSES, FakeLauncher, Script, failed, make_backend, make_cell, make_matrix, make_rank
 
 NAMES = [f"b{number}" for number in range(6)]

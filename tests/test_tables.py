@@ -22,9 +22,9 @@ NAMES = [field.name for field in dataclasses.fields(Tables)]
 DESIGN = (
     "run_id cell_id repeat backend framework sharding sync accumulate world_size virtual_world_size micro_batch_size "
     "global_batch_size sequence_length model num_parameters precision accumulation_dtype device status reason "
-    "step_time_s tokens_per_s mfu energy_j_per_step peak_memory_bytes peak_memory_source num_micro_batches "
-    "optimizer_steps_expected optimizer_steps_observed optimizer_steps_reported final_loss max_loss_deviation "
-    "update_error wall_s overhead_s"
+    "step_time_s tokens_per_s mfu energy_j_per_step collective_s exposed_s peak_memory_bytes peak_memory_source "
+    "num_micro_batches optimizer_steps_expected optimizer_steps_observed optimizer_steps_reported final_loss "
+    "max_loss_deviation update_error wall_s overhead_s"
 )
 """Columns that readers of trials.parquet were promised."""
 
@@ -120,6 +120,7 @@ def test_a_sound_trial_by_hand() -> None:
     empty = {"slot", "num_cpus", "foreign_cores", "stolen_cores", "sm_clock_mhz", "power_w", "temperature_c"}
     empty |= {"clock_slowdowns", "foreign_gpu_processes"}
     empty |= {"virtual_world_size", "bf16_as", "mfu", "energy_j_per_step", "max_loss_deviation"}
+    empty |= {"collective_s", "exposed_s"}
     empty |= {"optimizer_steps_reported", "optimizer_steps_reported_by"}
     empty |= {"gradient_norm", "unclipped_error", "unclipped_scale"}
     assert expected.keys() | empty == TRIAL_COLUMNS.keys()

@@ -12,8 +12,8 @@ import pytest
 from bench.backends.base import registry
 from bench.cell import Device, Precision, Status
 from bench.launch import Launcher
+from bench.spec import Spec
 from bench.taps import SETTLED_WINDOWS
-from bench.trial import Spec
 from bench.virtual import passes, refusal
 from bench.workload import load
 from bench.workload.sizes import SIZES

@@ -15,7 +15,8 @@ from bench import rank
 from bench.backends.base import registry
 from bench.cell import Cell, Status
 from bench.launch import Launcher
-from bench.trial import Spec, Trial
+from bench.spec import Spec
+from bench.trial import Trial
 from tests.factories import make_cell
 
 

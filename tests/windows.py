@@ -52,7 +52,8 @@ def run_rank(text: str) -> None:
     def work(number: int) -> dict[str, Any]:
         from bench.backends.base import registry
         from bench.probes.collectives import CollectiveCounter
-        from bench.trial import Spec, Trial
+        from bench.spec import Spec
+        from bench.trial import Trial
 
         device = rank.join(Device.CPU, threads=1, seed=0)
         CollectiveCounter().self_test(device)

@@ -7,7 +7,7 @@ while they wait for other ranks, so their time includes waiting.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,6 +114,11 @@ def from_chrome(trace: dict[str, Any]) -> list[Activity]:
     mine = [e for e in trace["traceEvents"] if e.get("ph") == "X" and e.get("cat") in DEVICE_CATEGORIES]
     origin = min((event["ts"] for event in mine), default=0.0)
     return [Activity(e["name"], (e["ts"] - origin) * 1e-6, e["dur"] * 1e-6, e["cat"]) for e in mine]
+
+
+def merge(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One trial's times from its ranks': those of the rank that waited most for communication alone."""
+    return dict(max(ranks, key=lambda found: found["exposed_s"]))
 
 
 class WindowProfiler:

@@ -37,26 +37,51 @@ class Coordinator:
         self._status = [Status.ABSENT] * len(self._numel)
         self._users: list[set[int]] = [set() for _ in self._numel]
         self._released: dict[tuple[int, int], frozenset[int]] = {}
+        self._registry: dict[int, tuple[int, ...]] = {}
         self.gathers: list[tuple[int, ...]] = []
         """Of the micro-batch that was replayed last: the parameters of each all-gather."""
 
     def micro_batch(self) -> None:
         """Forward and backward (DeepSpeedZeRoOffload's hooks on modules)."""
-        self._reset()
+        self.begin()
         for m in self._layout.forward:
-            self._fetch(m) if m >= 0 else self._leave(~m)
+            self.forward(m)
         for m in self._layout.backward:
-            if m >= 0:
-                self._backward[m] = None
-                self._fetch(m)
-            else:
-                self._backward.pop(~m, None)
-                self._leave(~m)
-        while self._backward:  # release_backward_leftovers: modules whose inputs need no gradient
+            self.backward(m)
+        self.end()
+
+    def forward(self, event: int) -> None:
+        """The forward enters a module (m) or leaves it (~m)."""
+        self._fetch(event) if event >= 0 else self._leave(~event)
+
+    def backward(self, event: int) -> None:
+        """The backward reaches a module's output (m) or finishes its inputs (~m)."""
+        if event >= 0:
+            self._backward[event] = None
+            self._fetch(event)
+        else:
+            self._backward.pop(~event, None)
+            self._leave(~event)
+
+    def end(self) -> None:
+        """The backward is over; release_backward_leftovers: modules whose inputs need no gradient."""
+        while self._backward:
             module, _ = self._backward.popitem()
             for p in self._layout.modules[module]:
                 self._users[p].discard(module)
                 self._release(p)
+
+    def gathered(self, parameters: tuple[int, ...]) -> None:
+        """For subclasses: an all-gather of these was issued."""
+
+    def arrived(self, parameters: tuple[int, ...]) -> None:
+        """For subclasses: it was waited for, and these are whole."""
+
+    def forgotten(self, parameters: tuple[int, ...]) -> None:
+        """For subclasses: each of these was asked for, so that nothing refers to their all-gather any more."""
+
+    def released(self, parameter: int) -> None:
+        """For subclasses: this one is no longer whole."""
 
     def state(self) -> tuple[Status, ...]:
         """What one micro-batch leaves to the next."""
@@ -65,13 +90,11 @@ class Coordinator:
     def _in_flight(self, p: int) -> bool:
         return self._status[p] is Status.INFLIGHT
 
-    def _reset(self) -> None:
-        """reset_step: the queue of prefetching starts anew, and what is in flight is given back."""
-        for p in getattr(self, "_registry", {}):
-            self._status[p] = Status.PRESENT
-            self._live = 0
+    def begin(self) -> None:
+        """A forward begins; reset_step: the queue of prefetching starts anew, and what is in flight is given back."""
+        for p in list(self._registry):
+            self._wait(p)
             self._release(p)
-        self._registry: dict[int, tuple[int, ...]] = {}
         self._queue = deque(self._trace)
         self._fetched_for: dict[int, int] = defaultdict(lambda: -(10**10))
         self._step = 0
@@ -89,6 +112,17 @@ class Coordinator:
             self._live += self._numel[p]
             self._status[p] = Status.INFLIGHT
             self._registry[p] = absent
+        self.gathered(absent)
+
+    def _wait(self, p: int) -> None:
+        """Waiting for one in flight waits for all of its collective, once."""
+        group = self._registry.pop(p, ())
+        if any(self._in_flight(other) for other in group):
+            for other in group:
+                self._status[other] = Status.PRESENT
+            self.arrived(group)
+        if group and not any(other in self._registry for other in group):
+            self.forgotten(group)
 
     def _fetch(self, module: int) -> None:
         """_fetch_sub_module_impl: what the module needs now, then what comes next in the trace."""
@@ -96,9 +130,7 @@ class Coordinator:
         self._gather(list(needed))
         for p in needed:
             self._users[p].add(module)
-            for other in self._registry.pop(p, ()):  # waiting for one waits for all of its collective, once
-                if self._status[other] is Status.INFLIGHT:
-                    self._status[other] = Status.PRESENT
+            self._wait(p)
         not_yet = {p for p in needed if self._fetched_for[p] < self._step}
         discarded: set[int] = set()
         while self._queue and len(discarded) < len(not_yet):
@@ -132,6 +164,14 @@ class Coordinator:
         if self._status[p] is Status.PRESENT and not self._users[p]:
             self._status[p] = Status.ABSENT
             self._live -= self._numel[p]
+            self.released(p)
+
+    def release_all(self) -> None:
+        """Before the update (stage3.py:_partition_all_parameters)."""
+        for p, users in enumerate(self._users):
+            self._wait(p)
+            users.clear()
+            self._release(p)
 
 
 def of_window(layout: Layout, accumulate: int, *, prefetch: int, max_live: int) -> list[tuple[int, ...]]:

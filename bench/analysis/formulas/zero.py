@@ -63,13 +63,13 @@ def flat(layout: Layout, world_size: int) -> int:
     return ceil_to(layout.num_parameters, 2 * world_size)
 
 
-def _slices(layout: Layout, parameter: int, world_size: int) -> list[int]:
-    """Elements of a parameter that lie in each rank's partition of stage 2's flat parameters, without empty ones."""
+def ranks_of(layout: Layout, parameter: int, world_size: int) -> list[tuple[int, int]]:
+    """The ranks in whose partition of stage 2's flat parameters a parameter lies, and how many elements of it."""
     partition = flat(layout, world_size) // world_size
     start = sum(p.numel for p in layout.parameters[:parameter])
     end = start + layout.parameters[parameter].numel
     edges = [start, *range(ceil_to(start + 1, partition), end, partition), end]
-    return [b - a for a, b in pairwise(edges)]
+    return [(a // partition, b - a) for a, b in pairwise(edges)]
 
 
 def stage2_reductions(layout: Layout, world_size: int, sync: Sync, size: int) -> list[int]:
@@ -86,7 +86,7 @@ def stage2_reductions(layout: Layout, world_size: int, sync: Sync, size: int) ->
             found.append(sum(pieces))
             continue
         pending = 0
-        for piece in _slices(layout, bucket[0], world_size):
+        for _, piece in ranks_of(layout, bucket[0], world_size):
             pending += piece
             if pending > size:
                 found.append(pending)

@@ -1,0 +1,60 @@
+"""What one trial is asked to do: a cell, and the passes to run; travels from the parent to the ranks as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import ClassVar
+
+from bench.cell import Cell, Device
+
+EXTRA_PASSES = ("update", "collectives", "memory", "accumulation")
+"""Passes that run once per cell; their answers do not vary from repeat to repeat."""
+CUDA_PASSES = ("exposure",)
+"""The same, of cells on CUDA with other ranks to wait for."""
+
+
+def extra_passes(cell: Cell) -> tuple[str, ...]:
+    """The passes that a cell has beside the time pass."""
+    on_cuda = cell.device is Device.CUDA and not cell.virtual
+    return (*EXTRA_PASSES, *(CUDA_PASSES if on_cuda else ()))
+
+
+@dataclass(kw_only=True)
+class Spec:
+    """What one trial is asked to do; travels as JSON."""
+
+    entry: ClassVar[str] = "bench.trial:run_rank"
+
+    cell: Cell
+    passes: tuple[str, ...]
+    """``time`` and any of ``extra_passes``, in order."""
+    folder: str
+    """Where each rank writes ``rank<r>.json``."""
+    reference: str
+    """The safetensors file of the reference's update: written by the reference's update pass, read by all others."""
+    corpus: str | None = None
+    """Path of the corpus file, if the cell names one."""
+    threads: int = 1
+    """Threads of each rank for operators on the CPU."""
+
+    @property
+    def backend(self) -> str:
+        """Name of the backend."""
+        return self.cell.backend
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes: the ranks that exist, which is one in a virtual world."""
+        return 1 if self.cell.virtual else self.cell.world_size
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps({**dataclasses.asdict(self), "cell": self.cell.to_dict()})
+
+    @classmethod
+    def from_json(cls, text: str) -> Spec:
+        """The inverse of ``to_json``."""
+        values = json.loads(text)
+        return cls(**{**values, "cell": Cell.from_dict(values["cell"]), "passes": tuple(values["passes"])})
