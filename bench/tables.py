@@ -113,7 +113,7 @@ CHILD_COLUMNS: dict[str, dict[str, str]] = {
 }
 """Columns of the other tables after ``cell_id`` and ``repeat``. Steps and losses count from 0 at the first update;
 steps that are not ``kept`` were found to be warm-up still, though the cell's warm-up windows were over;
-``expected_*`` are empty, since no formula fills them yet."""
+``expected_*`` are filled by ``bench.analysis.expected``."""
 
 
 @dataclass

@@ -8,9 +8,10 @@ from typing import Any
 
 import pandas as pd
 
-from bench.analysis.formulas import expect, layout_of
-from bench.cell import LATER, Cell, Status
-from bench.probes.categories import HELD, Category
+from bench.analysis.footprint import footprint
+from bench.analysis.formulas import BUILT_IN, expect, layout_of
+from bench.cell import LATER, REFERENCE, Cell, Status
+from bench.probes.categories import HELD, PEAK, Category
 from bench.tables import CHILD_COLUMNS, Tables
 from bench.workload.shapes import Layout
 
@@ -89,6 +90,7 @@ def fill(
         expected = {(r.op, r.dtype): (r.calls, r.payload_bytes) for r in expectation.collectives}
         rows += _rows(key, counted, expected)
         held += _held(filled, key, tables.memory, expectation.held)
+        held += _peak(key, tables.memory, cell, expectation.held)
         done.add(key)
         _compare(filled, key[0], cell, counted, expected, differences)
     untouched = [r for r in frame.to_dict("records") if (r["cell_id"], r["repeat"]) not in done]
@@ -123,6 +125,22 @@ def _held(filled: Filled, key: tuple[str, int], memory: pd.DataFrame, due: Mappi
     return rows
 
 
+def _peak(key: tuple[str, int], memory: pd.DataFrame, cell: Cell, held: Mapping[str, int]) -> list[dict[str, Any]]:
+    """A row ``peak``: what lived at the peak but for OTHER, and what the replay of a window says.
+
+    Of the shipped models alone; a peak is no finding, whatever it is.
+    """
+    own = memory[(memory["cell_id"] == key[0]) & (memory["repeat"] == key[1])]
+    sizes = dict(zip(own["category"], own["bytes"], strict=True))
+    layout = layout_of(cell)
+    total, other = f"{TRACKED}_{PEAK}", f"{TRACKED}_{PEAK}_{Category.OTHER}"
+    if layout is None or cell.backend == REFERENCE or PEAK in sizes or not sizes.keys() >= {total, other}:
+        return []
+    replayed = footprint(cell, layout, BUILT_IN[cell.backend], held).peak
+    found = int(sizes[total]) - int(sizes[other])
+    return [{"cell_id": key[0], "repeat": key[1], "category": PEAK, "bytes": found, "expected_bytes": replayed}]
+
+
 def layouts_of(records: list[dict[str, Any]]) -> dict[str, Layout]:
     """The layouts that ranks handed back with their collectives, by cell_id: the key ``layout`` of a record."""
     return {record["cell_id"]: Layout.from_json(record["layout"]) for record in records if record.get("layout")}
@@ -131,6 +149,7 @@ def layouts_of(records: list[dict[str, Any]]) -> dict[str, Layout]:
 def cell_of(trial: Mapping[Any, Any]) -> Cell:
     """The cell of a row of the trials table, as far as formulas ask; what the table does not say is at its default."""
     values = {f.name: trial[f.name] for f in fields(Cell) if f.name in trial and not pd.isna(trial[f.name])}
+    values["virtual"] = not pd.isna(trial.get("virtual_world_size"))
     return Cell.from_dict({name: default for name, default in LATER.items() if name not in values} | values)
 
 

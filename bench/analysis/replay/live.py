@@ -33,10 +33,14 @@ class Live:
         self._alive[name] = (category, size)
         self._total += size
         if self._total > self.peak:
-            self.peak, self.peak_moment = self._total, self.moment
-            self.peak_parts = dict.fromkeys((*HELD, *ESTIMATED), 0)
-            for of, bytes_of in self._alive.values():
-                self.peak_parts[of] += bytes_of
+            self.peak, self.peak_moment, self.peak_parts = self._total, self.moment, self.parts()
+
+    def parts(self) -> dict[str, int]:
+        """What is alive, in bytes by category."""
+        found = dict.fromkeys((*HELD, *ESTIMATED), 0)
+        for category, size in self._alive.values():
+            found[category] += size
+        return found
 
     def drop(self, *names: str) -> None:
         """These are no more."""
