@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,3 +160,14 @@ def faulty_run(tmp_path_factory: pytest.TempPathFactory, extra_site: Path) -> Ru
     names = ", ".join(f'"{name}"' for name in plugin.NAMES)
     folder = tmp_path_factory.mktemp("faulty")
     return run_matrix(folder, backend=f"[{names}]", timeout_s=40, pythonpath=extra_site, BENCH_TEST_TOKEN="faulty")
+
+
+@pytest.fixture
+def lonely_group(tmp_path: Path) -> Iterator[None]:
+    """A gloo group of one rank."""
+    import torch.distributed as dist
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -1,8 +1,9 @@
-"""A workload of one's own: a small perceptron that predicts the next token of a cycle from the one before."""
+"""Workloads of one's own, which count: a small perceptron, and a model that nothing divides."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,8 @@ from torch.nn.functional import cross_entropy
 
 from bench.workload import WorkloadSpec
 
-TOKENS = 16
+TOKENS, WIDTH, HIDDEN = 37, 9, 11
+"""Of the model that nothing divides."""
 
 
 class Cycle:
@@ -18,6 +20,7 @@ class Cycle:
 
     entropy_floor: float | None = None
     flops_per_sample: float | None = None
+    tokens: ClassVar[int] = 16
 
     def __init__(self, spec: WorkloadSpec) -> None:
         self._spec = spec
@@ -26,13 +29,65 @@ class Cycle:
     def model(self) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._spec.seed)
-            return nn.Sequential(nn.Embedding(TOKENS, 32), nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, TOKENS))
+            return self.make()
+
+    def make(self) -> nn.Module:
+        return nn.Sequential(nn.Embedding(self.tokens, 32), nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, self.tokens))
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         return []
 
     def data(self, num_samples: int) -> Tensor:
-        return (torch.arange(num_samples)[:, None] + torch.arange(self._spec.sequence_length + 1)) % TOKENS
+        return (torch.arange(num_samples)[:, None] + torch.arange(self._spec.sequence_length + 1)) % self.tokens
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
         return cross_entropy(model(batch[:, :-1]).float().flatten(0, 1), batch[:, 1:].flatten())
+
+
+class Block(nn.Module):
+    """A residual perceptron; its scale is a parameter of the block itself and has one row only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1, WIDTH))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, HIDDEN)
+        self.down = nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.scale * self.down(torch.tanh(self.up(self.norm(hidden))))
+
+
+class Model(nn.Module):
+    """Blocks between a table and a head, which are one parameter if ``tied``; odd widths, biases, buffers.
+
+    The table is larger than any bucket.
+    """
+
+    def __init__(self, num_blocks: int, *, tied: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(TOKENS * 20, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.head = nn.Linear(WIDTH, TOKENS * 20, bias=not tied)
+        if tied:
+            self.head.weight = self.table.weight
+        self.register_buffer("position", torch.arange(5))
+        self.register_buffer("gain", torch.ones(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.table(tokens) * self.gain[0]
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)  # type: ignore[no-any-return]
+
+
+class Uneven(Cycle):
+    """The model that nothing divides; its size is the number of blocks, with ``tied`` behind it to share the table."""
+
+    tokens = TOKENS
+
+    def make(self) -> nn.Module:
+        return Model(int(self._spec.model.removesuffix("tied")), tied=self._spec.model.endswith("tied"))
+
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        return list(model.blocks)  # type: ignore[arg-type]

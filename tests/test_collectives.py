@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,15 +74,6 @@ def test_counted_equals_formula_on_the_whole_grid(tmp_path: Path, world_size: in
     check(windows.cells(BACKENDS, points, precision=precision), tmp_path)
 
 
-@pytest.fixture
-def lonely_group(tmp_path: Path) -> Iterator[None]:
-    """A gloo group of one rank."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.usefixtures("lonely_group")
 def test_the_self_test_passes_and_is_not_counted() -> None:
     counter = CollectiveCounter()
@@ -116,6 +105,44 @@ def test_what_sends_nothing_is_not_counted() -> None:
         counter.counting = True
         wait_tensor(all_reduce(torch.ones(4), "sum", dist.group.WORLD))  # type: ignore[arg-type]
     assert counter.rows() == [{"op": "all_reduce", "dtype": "float32", "calls": 1, "payload_bytes": 16}]
+
+
+@pytest.mark.usefixtures("lonely_group")
+def test_counter_counts_only_while_counting_and_by_dtype() -> None:
+    counter = CollectiveCounter()
+    with counter:
+        dist.all_reduce(torch.zeros(10))
+        counter.counting = True
+        dist.all_reduce(torch.zeros(10))
+        dist.all_reduce(torch.zeros(10, dtype=torch.bfloat16))
+        dist.all_reduce(torch.zeros(6))
+        dist.broadcast(torch.zeros(3), src=0)
+        torch.zeros(5) + 1
+    assert counter.rows() == [
+        {"op": "all_reduce", "dtype": "bfloat16", "calls": 1, "payload_bytes": 20},
+        {"op": "all_reduce", "dtype": "float32", "calls": 2, "payload_bytes": 64},
+        {"op": "broadcast", "dtype": "float32", "calls": 1, "payload_bytes": 12},
+    ]
+
+
+def test_counter_takes_the_whole_of_gathers_and_scatters() -> None:
+    """On a fake group of four ranks, where shapes are true and values are not."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        counter = CollectiveCounter()
+        counter.counting = True
+        with counter:
+            dist.all_gather_into_tensor(torch.zeros(40), torch.zeros(10))
+            dist.reduce_scatter_tensor(torch.zeros(10), torch.zeros(40))
+            dist.all_gather([torch.zeros(5) for _ in range(4)], torch.zeros(5))
+    finally:
+        dist.destroy_process_group()
+    assert counter.rows() == [
+        {"op": "all_gather", "dtype": "float32", "calls": 2, "payload_bytes": 160 + 80},
+        {"op": "reduce_scatter", "dtype": "float32", "calls": 1, "payload_bytes": 160},
+    ]
 
 
 def tables_of(*cells: Cell, changes: dict[str, Any] | None = None) -> Any:

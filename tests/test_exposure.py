@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -143,16 +142,7 @@ def test_the_profiler_runs_while_the_window_is_open_and_the_device_has_nothing_e
     assert profiler.result().collective_s == pytest.approx(FOUND["collective_s"])
 
 
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[None]:
-    """A gloo group of one rank."""
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("lonely_group")
 def test_the_pass_profiles_one_settled_window(
     calls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

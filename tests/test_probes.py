@@ -1,19 +1,15 @@
-"""The probes against exact cases: the ledger's bytes, the counter's calls, the comparison of updates, the clock."""
+"""The probes against exact cases: the ledger's bytes, the comparison of updates, the clock."""
 
 from __future__ import annotations
 
 import gc
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from bench.probes import update
 from bench.probes.clock import HostClock
-from bench.probes.collectives import CollectiveCounter
 from bench.probes.memory import TensorLedger
 
 KIB = 1024
@@ -79,53 +75,6 @@ def test_ledger_of_a_training_step_equals_the_closed_form() -> None:
         gc.collect()
         # Weights, gradient, two moments; and AdamW's one-element step counter.
         assert ledger.live == 4 * elements * 4 + 4
-
-
-@pytest.fixture
-def lonely_group(tmp_path: Path) -> Iterator[None]:
-    """A gloo group of one rank."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("lonely_group")
-def test_counter_counts_only_while_counting_and_by_dtype() -> None:
-    counter = CollectiveCounter()
-    with counter:
-        dist.all_reduce(torch.zeros(10))
-        counter.counting = True
-        dist.all_reduce(torch.zeros(10))
-        dist.all_reduce(torch.zeros(10, dtype=torch.bfloat16))
-        dist.all_reduce(torch.zeros(6))
-        dist.broadcast(torch.zeros(3), src=0)
-        torch.zeros(5) + 1
-    assert counter.rows() == [
-        {"op": "all_reduce", "dtype": "bfloat16", "calls": 1, "payload_bytes": 20},
-        {"op": "all_reduce", "dtype": "float32", "calls": 2, "payload_bytes": 64},
-        {"op": "broadcast", "dtype": "float32", "calls": 1, "payload_bytes": 12},
-    ]
-
-
-def test_counter_takes_the_whole_of_gathers_and_scatters() -> None:
-    """On a fake group of four ranks, where shapes are true and values are not."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    try:
-        counter = CollectiveCounter()
-        counter.counting = True
-        with counter:
-            dist.all_gather_into_tensor(torch.zeros(40), torch.zeros(10))
-            dist.reduce_scatter_tensor(torch.zeros(10), torch.zeros(40))
-            dist.all_gather([torch.zeros(5) for _ in range(4)], torch.zeros(5))
-    finally:
-        dist.destroy_process_group()
-    assert counter.rows() == [
-        {"op": "all_gather", "dtype": "float32", "calls": 2, "payload_bytes": 160 + 80},
-        {"op": "reduce_scatter", "dtype": "float32", "calls": 1, "payload_bytes": 160},
-    ]
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.25, 4.0, -1.0])

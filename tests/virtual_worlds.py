@@ -68,7 +68,7 @@ def peak_rss() -> int:
 def world_cell(backend: str, world_size: int, **changes: Any) -> Cell:
     """One sample per micro-batch and two micro-batches per window, of a small model that nothing divides."""
     values = {"accumulate": 2, "sequence_length": 8, "warmup_windows": 1, "timed_windows": 2}
-    values |= {"workload": "tests.uneven_workload:Uneven", "model": "2"}
+    values |= {"workload": "tests.own_workload:Uneven", "model": "2"}
     values |= {"backend": backend, "world_size": world_size} | changes
     return make_cell(global_batch_size=values["accumulate"] * world_size, **values)
 

@@ -18,7 +18,7 @@ from bench.workload import load
 from bench.workload.shapes import Layout
 from tests.factories import make_cell
 
-UNEVEN = "tests.uneven_workload:Uneven"
+UNEVEN = "tests.own_workload:Uneven"
 PACKAGES_OF = "lightning-deepspeed-zero2"
 """A backend that needs all frameworks; the fork server imports what it needs."""
 TIMEOUT_S = 580.0
