@@ -15,7 +15,7 @@ import pandas as pd
 from bench.analysis import quality
 from bench.analysis.baseline import Standing, standing
 from bench.analysis.compare import Run, missing_trials
-from bench.analysis.loading import load
+from bench.analysis.loading import read
 from bench.analysis.sides import IDLE_SHARE
 from bench.analysis.statistics import MARGIN, MIN_TRIALS
 from bench.analysis.verdicts import Verdict, band
@@ -54,8 +54,7 @@ class Finding:
 
 def check(folder: Path) -> list[Finding]:
     """Everything that was looked at in a run, in order. Raises InputError if the folder holds no run."""
-    run = load(folder)
-    records = Journal(folder).read()
+    run, records = read(folder)
     found = [
         *journal_findings(folder, run, len(records)),
         *_tables(folder, run),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from bench import tables
 from bench.analysis import compare, gates
@@ -16,6 +17,11 @@ from bench.journal import MANIFEST, Journal, read_manifest
 
 def load(folder: Path) -> Run:
     """A run's judged tables. Raises InputError for what is no run, or a journal that was truncated or edited."""
+    return read(folder)[0]
+
+
+def read(folder: Path) -> tuple[Run, list[dict[str, Any]]]:
+    """As ``load``, with the journal's records that the tables are made of."""
     manifest = read_manifest(folder)
     if lacking := [name for name in ("run_id", "matrix", "cells", "backends") if name not in manifest]:
         raise InputError(f"{folder / MANIFEST}: has no key '{lacking[0]}'; restore it")
@@ -47,7 +53,7 @@ def load(folder: Path) -> Run:
         raise InputError(
             f"{place}: was edited: its matrix and cells are not those of a run ({_said(error)})"
         ) from error
-    return found
+    return found, records
 
 
 def hashed(run: Run, folder: Path) -> Run:
