@@ -29,9 +29,9 @@ ESTIMATE = (
     "arXiv:2205.05198, for a Llama block with fused attention, nothing recomputed), and so is what comes and goes: "
     "gathered or cast parameters, new gradients, buffers, and the work space, in the loss three fp32 tensors of tokens "
     "x vocabulary. param, grad and optim are exact by formula where they are held. The CUDA context, NCCL and the "
-    "allocator's fragments are not counted. Against measured peaks of the tiny model on the CPU the sum is off by "
-    f"{ACCURACY}; larger models and CUDA are not checked."
+    "allocator's fragments are not counted."
 )
+ACCURATE = f"Accuracy of the peaks: {ACCURACY} (docs/memory-and-bytes.md); on CUDA they were not checked."
 BOUNDS = (
     "lower = max(compute, communication), as if all of it could be hidden; upper = their sum, nothing hidden; "
     "communication = calls x latency + wire bytes / link, wire bytes derived for ring algorithms"
@@ -170,7 +170,7 @@ def _size(size: float) -> str:
 def notes(about: About) -> list[str]:
     """What is assumed, and which backend is best where."""
     found = [ESTIMATE.replace("ACTIVATIONS ARE ESTIMATED by counting", "activations are as given, without counting")
-             if about.activations_given else ESTIMATE]  # fmt: skip
+             if about.activations_given else ESTIMATE, ACCURATE]  # fmt: skip
     if about.cell.world_size == 1:
         found.append("One rank: what collectives a framework still calls send nothing and take no time here.")
     if about.link is None:
