@@ -39,7 +39,7 @@ ACCURACY = "within 3 %"
 """Of the peak, in every cell of docs/memory-and-bytes.md that is not listed there as a documented difference."""
 REPLAYED = 3
 """Micro-batches of a window that are replayed: its first, one between, and its last; the others are as the second."""
-SEEN_RANKS = 4
+SEEN_RANKS = 2
 """Where ranks differ, the first and the last so many are replayed: embedding and head, the largest, are at the ends."""
 
 

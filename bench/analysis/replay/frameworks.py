@@ -26,6 +26,7 @@ class Framework:
         """Whether this is the window's last micro-batch."""
         self._state = state
         self._first = True
+        self._numels = [parameter.numel for parameter in layout.parameters]
         self.live.make("optimizer", "optimizer_state", state)
 
     @property
@@ -80,7 +81,7 @@ class Framework:
 
     def numel(self, parameter: int) -> int:
         """Elements of a parameter."""
-        return self.layout.parameters[parameter].numel
+        return self._numels[parameter]
 
     def of_unit(self, unit: int) -> list[int]:
         """The parameters of a unit."""
@@ -130,7 +131,7 @@ class FSDP2(Framework):
     """Units that are gathered and reduced; line by line as torch/distributed/fsdp/_fully_shard does it.
 
     A gather has an output of its own, from which the unit's parameters are copied (_fsdp_collectives.py:
-    foreach_all_gather, foreach_all_gather_copy_out). In forward that output stays until the next unit's copy, in
+    foreach_all_gather, foreach_all_gather_copy_out). In forward that output stays until the next unit was copied, in
     backward it goes at once, but the next unit's is gathered ahead (_fsdp_param_group.py:wait_for_unshard,
     _backward_prefetch). At W = 1 parameters are copied from the shards.
     """
@@ -189,12 +190,11 @@ class FSDP2(Framework):
         if unit not in self._gathering:
             return
         self._gathering.discard(unit)
-        if forward:
-            self._free_kept()
         held = self.backend.sharding is Sharding.OPTIMIZER  # for the window
         category = "parameters" if held else "parameters_transient"
         self.live.make(f"gathered {unit}", category, self.element * self._padded[unit])
         if self.cell.world_size > 1 and forward:
+            self._free_kept()  # only now: ``prev_all_gather_state`` refers to it
             self._kept = unit
         else:
             self.live.forget([f"gather {unit}"])

@@ -22,6 +22,7 @@ class Live:
         self.peak_moment = ""
         self.peak_parts: dict[str, int] = {}
         self._alive: dict[str, tuple[str, int]] = {}
+        self._parts = dict.fromkeys((*HELD, *ESTIMATED), 0)
         self._total = 0
 
     def __contains__(self, name: str) -> bool:
@@ -31,21 +32,21 @@ class Live:
         """``size`` bytes more; nothing else may have that name."""
         assert name not in self._alive, f"{name} is alive already"
         self._alive[name] = (category, size)
+        self._parts[category] += size
         self._total += size
         if self._total > self.peak:
             self.peak, self.peak_moment, self.peak_parts = self._total, self.moment, self.parts()
 
     def parts(self) -> dict[str, int]:
         """What is alive, in bytes by category."""
-        found = dict.fromkeys((*HELD, *ESTIMATED), 0)
-        for category, size in self._alive.values():
-            found[category] += size
-        return found
+        return dict(self._parts)
 
     def drop(self, *names: str) -> None:
         """These are no more."""
         for name in names:
-            self._total -= self._alive.pop(name)[1]
+            category, size = self._alive.pop(name)
+            self._parts[category] -= size
+            self._total -= size
 
     def forget(self, names: Sequence[str]) -> None:
         """Those of these that are alive are no more."""
@@ -54,4 +55,7 @@ class Live:
     def rename(self, name: str, new: str, category: str) -> None:
         """The same bytes, now of another name and category."""
         assert new not in self._alive, f"{new} is alive already"
-        self._alive[new] = (category, self._alive.pop(name)[1])
+        before, size = self._alive.pop(name)
+        self._alive[new] = (category, size)
+        self._parts[before] -= size
+        self._parts[category] += size

@@ -92,10 +92,11 @@ class Decoder:
         # cos and sin of every position, and what the loss is compared with
         angles = 2 * self._sequence * size.head_size * widths.residual
         live.make("angles", "activations", 0 if self._given is not None else angles)
-        self._residual()
+        norms = [*(f"layers.{block}.input_layernorm" for block in range(size.num_layers)), "norm"]
+        self._residual(norms[0])
         for block in range(size.num_layers):
             self._framework.enter(block + 1)
-            self._forward_of_block(f"layers.{block}")
+            self._forward_of_block(f"layers.{block}", before=norms[block + 1])
             self._framework.leave(block + 1)
         self._forward_of_norm("norm", into=1)
         self._use("lm_head")
@@ -110,9 +111,11 @@ class Decoder:
         self._make("log-softmax", 4 * vocabulary)
         live.forget(["logits", "fp32 logits"])
 
-    def _residual(self) -> None:
-        """The residual stream in bf16 is not saved by anything; in fp32 it is the norm's input."""
-        if self._widths.residual < 4:
+    def _residual(self, norm: str) -> None:
+        """The residual stream before a norm: in fp32 the norm saves it, in bf16 nothing does."""
+        if self._widths.residual == 4:
+            self._save(f"{norm} input", 4 * self._size.hidden_size)
+        else:
             self._make("new residual", self._widths.residual * self._size.hidden_size)
             self._live.forget(["residual"])
             self._live.rename("new residual", "residual", "temporaries")
@@ -126,7 +129,8 @@ class Decoder:
             self._live.make(f"{parameter} cast", "parameters_transient", size)
         self._framework.used(index)
 
-    def _forward_of_block(self, block: str) -> None:
+    def _forward_of_block(self, block: str, *, before: str) -> None:
+        """``before`` is the norm that its output goes into."""
         size, width = self._size, self._widths.product
         heads, kv = size.num_heads * size.head_size, size.num_kv_heads * size.head_size
         if self._given is not None:
@@ -140,7 +144,7 @@ class Decoder:
         self._save(f"{block} attention", width * heads)
         self._save(f"{block} log-sums", 4 * size.num_heads)
         self._use(f"{block}.self_attn.o_proj")
-        self._residual()
+        self._residual(f"{block}.post_attention_layernorm")
         self._forward_of_norm(f"{block}.post_attention_layernorm", into=2)
         inner = width * size.intermediate_size
         self._use(f"{block}.mlp.gate_proj")
@@ -150,7 +154,7 @@ class Decoder:
         self._save(f"{block} up", inner)
         self._save(f"{block} product", inner)
         self._use(f"{block}.mlp.down_proj")
-        self._residual()
+        self._residual(before)
 
     def _forward_of_norm(self, norm: str, into: int) -> None:
         """Saved: the input and its root mean square in fp32, what is normalized, and what is returned.
@@ -158,7 +162,8 @@ class Decoder:
         Autocast does not keep what is returned, but casts it for each of the products that it goes ``into``.
         """
         hidden, widths = self._size.hidden_size, self._widths
-        self._save(f"{norm} input", 4 * hidden)
+        if widths.residual < 4:
+            self._save(f"{norm} input", 4 * hidden)
         self._save(f"{norm} root", 4)
         self._save(f"{norm} normalized", widths.norm * hidden)
         self._use(norm, is_matrix=False)

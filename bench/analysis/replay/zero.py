@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 
 from bench.analysis.formulas import zero
@@ -93,7 +94,7 @@ class Stage2(Zero):
         world_size = cell.world_size
         self._rank = rank
         self._partition = zero.flat(layout, world_size) // world_size
-        self._slices = [zero.ranks_of(layout, p, world_size) for p in range(len(layout.parameters))]
+        self._slices = _slices(layout, world_size)
         self._inside = zero.overlapping(layout, world_size, rank)
         whole = self._partition * world_size
         live.make("parameters", "parameters", self.element * whole + 4 * self._partition)
@@ -164,6 +165,12 @@ class Stage2(Zero):
             self.live.make("flat gradient", "gradients", 4 * self._partition)
             self.live.drop("summed")
         super().step()
+
+
+@functools.cache
+def _slices(layout: Layout, world_size: int) -> list[list[tuple[int, int]]]:
+    """Of each parameter: the ranks in whose partition it lies, and how many elements of it."""
+    return [zero.ranks_of(layout, p, world_size) for p in range(len(layout.parameters))]
 
 
 class Stage3(Zero):
