@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import math
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 
 from bench.analysis.best import EXACT, Choice, Question, where_best
-from bench.analysis.footprint import ESTIMATED, HELD, activations
+from bench.analysis.footprint import ESTIMATED, HELD
 from bench.analysis.formulas import expect
 from bench.analysis.prediction import Link, Prediction, Traffic, at, predict
 from bench.backends.base import registry
@@ -76,44 +75,6 @@ def test_a_window_of_one_defers_nothing() -> None:
     """The first micro-batch is the last: every unit is reduced in its backward."""
     assert one("fsdp2-deferred").memory(1) == one("fsdp2-eager").memory(1)
     assert one("fsdp2-deferred").traffic(1) == one("fsdp2-eager").traffic(1)
-
-
-def test_activations_by_hand() -> None:
-    """As counted by saved_tensors_hooks on the tiny model with 2 x 64 tokens, per block."""
-    of = {
-        (precision, autocast): activations(SIZES["tiny"], 128, precision, autocast=autocast)
-        for precision, autocast in ((Precision.FP32, False), (Precision.BF16, False), (Precision.BF16, True))
-    }
-    assert [saved.block for saved in of.values()] == [
-        2_624_512,
-        1_444_864,
-        3_247_104 - 2 * (2**16 + 2**17) - 3 * 360_448,
-    ]
-
-
-def test_autograd_saves_what_is_counted() -> None:
-    import torch
-
-    from bench.workload import WorkloadSpec
-    from bench.workload.llama import LlamaWorkload
-
-    saved: list[int] = []
-    for num_layers in (1, 2):
-        workload = LlamaWorkload(WorkloadSpec(model="tiny", sequence_length=16, seed=0, corpus=None))
-        workload._size = dataclasses.replace(SIZES["tiny"], num_layers=num_layers)
-        model = workload.model()
-        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        storages: dict[int, torch.UntypedStorage] = {}
-
-        def pack(tensor: torch.Tensor, found: dict[int, torch.UntypedStorage] = storages) -> torch.Tensor:
-            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = workload.loss(model, workload.data(3))
-        saved.append(sum(s.nbytes() for key, s in storages.items() if key not in weights))
-        del loss
-    assert saved[1] - saved[0] == activations(SIZES["tiny"], 48, Precision.FP32, autocast=False).block
 
 
 MEASURED = {

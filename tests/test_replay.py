@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -11,11 +12,12 @@ from bench.analysis import footprint as module
 from bench.analysis.footprint import footprint
 from bench.analysis.formulas import BUILT_IN, expect, layout_of
 from bench.analysis.formulas.gathers import Coordinator
+from bench.analysis.replay.frameworks import Framework
 from bench.analysis.replay.live import ESTIMATED, HELD, Live
-from bench.analysis.replay.llama import Decoder
+from bench.analysis.replay.llama import Decoder, Widths
 from bench.cell import REFERENCE, SGD, Cell, Precision, Sharding, Sync
 from bench.workload.shapes import llama_layout
-from bench.workload.sizes import SIZES
+from bench.workload.sizes import SIZES, LlamaSize
 from tests.factories import make_cell
 
 BACKENDS = [name for name in BUILT_IN if name != REFERENCE]
@@ -88,6 +90,60 @@ def test_the_ledger_adds_up_and_remembers_the_most() -> None:
         live.drop("a")
 
 
+def saved_by_block(size: LlamaSize, tokens: int, widths: Widths) -> int:
+    """Bytes that autograd saves for a block of the decoder: what two blocks more have more, by half."""
+    found = []
+    for num_layers in (1, 3):
+        of = dataclasses.replace(size, num_layers=num_layers)
+        live, layout = Live(), llama_layout(of)
+        framework = Framework(live, make_cell(), layout, BUILT_IN["ddp-eager"], 0)
+        decoder = Decoder(
+            live, framework, layout, of, samples=1, sequence_length=tokens, widths=widths, saved_bytes=None
+        )
+        decoder.forward()
+        found.append(live.parts()["activations"])
+    assert (found[1] - found[0]) % 2 == 0
+    return (found[1] - found[0]) // 2
+
+
+def test_activations_by_hand() -> None:
+    """As counted by saved_tensors_hooks on the tiny model with 2 x 64 tokens, per block."""
+    of = {
+        (bf16, autocast): saved_by_block(SIZES["tiny"], 128, Widths.of(bf16=bf16, autocast=autocast))
+        for bf16, autocast in ((False, False), (True, False), (True, True))
+    }
+    assert list(of.values()) == [
+        2_624_512,
+        1_444_864,
+        3_247_104 - 2 * (2**16 + 2**17) - 3 * 360_448,
+    ]
+
+
+def test_autograd_saves_what_is_counted() -> None:
+    import torch
+
+    from bench.workload import WorkloadSpec
+    from bench.workload.llama import LlamaWorkload
+
+    saved: list[int] = []
+    for num_layers in (1, 2):
+        workload = LlamaWorkload(WorkloadSpec(model="tiny", sequence_length=16, seed=0, corpus=None))
+        workload._size = dataclasses.replace(SIZES["tiny"], num_layers=num_layers)
+        model = workload.model()
+        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        storages: dict[int, torch.UntypedStorage] = {}
+
+        def pack(tensor: torch.Tensor, found: dict[int, torch.UntypedStorage] = storages) -> torch.Tensor:
+            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = workload.loss(model, workload.data(3))
+        saved.append(sum(s.nbytes() for key, s in storages.items() if key not in weights))
+        del loss
+    assert saved[1] - saved[0] == saved_by_block(SIZES["tiny"], 48, Widths.of(bf16=False, autocast=False))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_between_micro_batches_it_holds_what_the_formulas_say(backend: str, watched: list[dict[str, int]]) -> None:
     for cell in cells(backend):
@@ -133,24 +189,25 @@ def test_ddp_by_hand() -> None:
 
 
 def test_fsdp2_by_hand() -> None:
-    """The end of a middle block's backward: three units beside it, and a norm's backward.
+    """The backward of the query's product in the second block from the end: all of its gradients but a norm's.
 
-    The root, the block, the one gathered ahead, the reduction before; and of tokens x hidden: the gradient that has
-    met the residual's, the mean's, the power, twice it, the square's, and the norm's input; of one block before: all.
+    Gathered are the root, the block, and the one ahead; the reduction of the block before is there. Of tokens x hidden:
+    what the norm before saved, three; the gradients of query and residual, the sum of the value's and the key's, and
+    the product's own. Of the two blocks to come all that they saved.
     """
     size = SIZES["tiny"]
     layout = llama_layout(size)
     block, root, whole = 4 * layout.block_parameters, 4 * (2 * 256 * 256 + 256), 4 * layout.num_parameters
     tokens, angles = 16 * 4, 2 * 4 * 16 * size.head_size
     found = replay(cell_of("fsdp2-eager", 3, 2, samples=4))
-    saved = module.activations(size, tokens, Precision.FP32, autocast=False).block
+    saved = saved_by_block(size, tokens, Widths.of(bf16=False, autocast=False))
     waiting = 4 * 256 * 256  # the head's gradient; the last norm's has a kibibyte
     assert found.peak == (
         (4 * whole // 2 + 4 * len(layout.parameters))  # shards, gradients, moments
         + (root + block + block)
         + block
-        + (block + waiting + 1024)
-        + (2 * saved + angles + 4 * tokens * (6 * 256 + 1))
+        + (block - 4 * 256 + waiting + 4 * 256)
+        + (2 * saved + angles + 4 * tokens * (7 * 256 + 1))
     )
 
 

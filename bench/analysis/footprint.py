@@ -11,7 +11,7 @@ gradients, optimizer state) are those of ``bench.analysis.formulas``. Nothing is
 - ``flush``: gradients are reduced after the last backward; ``step``: the optimizer's step.
 
 Activations are counted as Korthikanti et al. do (arXiv:2205.05198, section 4): every tensor that autograd saves for
-the backward, nothing recomputed; but for a Llama block in transformers (modeling_llama.py), see ``activations``.
+the backward, nothing recomputed; but for a Llama block in transformers, see ``bench.analysis.replay.llama``.
 Not counted: the CUDA context, the allocator's rounding and fragmentation, what libraries allocate (cuBLAS, NCCL), and
 what the bench itself holds: the tokens of all windows.
 """
@@ -31,9 +31,9 @@ from bench.backends.deepspeed import DeepSpeedZero2Eager
 from bench.backends.lightning import LightningDeepSpeedZero2
 from bench.cell import Cell, Precision, Sharding
 from bench.workload.shapes import Layout
-from bench.workload.sizes import SIZES, LlamaSize
+from bench.workload.sizes import SIZES
 
-__all__ = ["ACCURACY", "ESTIMATED", "HELD", "Footprint", "activations", "footprint"]
+__all__ = ["ACCURACY", "ESTIMATED", "HELD", "Footprint", "footprint"]
 
 ACCURACY = "within 3 %"
 """Of the peak, in every cell of docs/memory-and-bytes.md that is not listed there as a documented difference."""
@@ -56,48 +56,6 @@ class Footprint:
     def peak(self) -> int:
         """Their sum in bytes."""
         return sum(self.parts.values())
-
-
-@dataclass(frozen=True, slots=True)
-class Activations:
-    """Bytes of one micro-batch on one rank."""
-
-    block: int
-    """Saved by one block."""
-    head: int
-    """Saved after the blocks, but for the log-softmax."""
-    log_softmax: int
-    """Its output, in fp32."""
-    work: int
-    """Made by the backward of a block's MLP at most, less what it has freed by then: gradients of the gate and of the
-    other branch, and of the residual."""
-    norm: int
-    """Made by the backward of the last norm: four fp32 tensors of tokens x hidden."""
-
-
-def activations(size: LlamaSize, tokens: int, precision: Precision, *, autocast: bool) -> Activations:
-    """What autograd saves, in bytes; h hidden, q = heads x head size, k likewise of the key heads, i the MLP's width.
-
-    Per token and block: two norms, each with its input (fp32), what it normalized and what it returns, 6h in all;
-    queries, keys, values and the output of attention, 2q + 2k, with one log-sum per head (fp32); the MLP's gate, its
-    SiLU, the other branch and their product, 4i; and one root mean square per norm (fp32). Elements have 4 bytes in
-    fp32; in bf16 2, but for the norms' inputs (8h) and the scalars. Autocast keeps both of a norm's tensors in fp32 and
-    casts what it returns once for each of the five matrix products that read it: 16h + 10h bytes. Attention is a fused
-    kernel; the math kernel would keep the scores too.
-    """
-    h, q, k = size.hidden_size, size.num_heads * size.head_size, size.num_kv_heads * size.head_size
-    i, scalars = size.intermediate_size, 4 * (size.num_heads + 2)
-    element = 4 if precision is Precision.FP32 else 2
-    norms, head = 6 * h * element, 3 * h * element + 4
-    if precision is Precision.BF16:
-        norms, head = (26 * h, 10 * h + 4) if autocast else (16 * h, 8 * h + 4)
-    return Activations(
-        block=tokens * (norms + element * (2 * q + 2 * k + 4 * i) + scalars),
-        head=tokens * head,
-        log_softmax=tokens * 4 * size.vocab_size,
-        work=tokens * (2 * i + h) * element,
-        norm=tokens * 4 * h * 4,
-    )
 
 
 def footprint(

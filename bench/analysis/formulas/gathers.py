@@ -7,6 +7,7 @@ follows deepspeed/runtime/zero/partitioned_param_coordinator.py (0.19.8) without
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
 
@@ -19,6 +20,14 @@ class Status(Enum):
     ABSENT = 0
     INFLIGHT = 1
     PRESENT = 2
+
+
+@dataclass(slots=True, eq=False)
+class Handle:
+    """An all-gather that was issued (AllGatherCoalescedHandle)."""
+
+    parameters: tuple[int, ...]
+    complete: bool = False
 
 
 class Coordinator:
@@ -37,7 +46,7 @@ class Coordinator:
         self._status = [Status.ABSENT] * len(self._numel)
         self._users: list[set[int]] = [set() for _ in self._numel]
         self._released: dict[tuple[int, int], frozenset[int]] = {}
-        self._registry: dict[int, tuple[int, ...]] = {}
+        self._registry: dict[int, Handle] = {}
         self.gathers: list[tuple[int, ...]] = []
         """Of the micro-batch that was replayed last: the parameters of each all-gather."""
 
@@ -108,21 +117,25 @@ class Coordinator:
         if not absent:
             return
         self.gathers.append(absent)
+        handle = Handle(absent)
         for p in absent:
             self._live += self._numel[p]
             self._status[p] = Status.INFLIGHT
-            self._registry[p] = absent
+            self._registry[p] = handle
         self.gathered(absent)
 
     def _wait(self, p: int) -> None:
         """Waiting for one in flight waits for all of its collective, once."""
-        group = self._registry.pop(p, ())
-        if any(self._in_flight(other) for other in group):
-            for other in group:
+        handle = self._registry.pop(p, None)
+        if handle is None:
+            return
+        if not handle.complete:
+            handle.complete = True
+            for other in handle.parameters:
                 self._status[other] = Status.PRESENT
-            self.arrived(group)
-        if group and not any(other in self._registry for other in group):
-            self.forgotten(group)
+            self.arrived(handle.parameters)
+        if not any(self._registry.get(other) is handle for other in handle.parameters):
+            self.forgotten(handle.parameters)
 
     def _fetch(self, module: int) -> None:
         """_fetch_sub_module_impl: what the module needs now, then what comes next in the trace."""

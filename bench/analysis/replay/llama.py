@@ -4,8 +4,16 @@ transformers' modeling_llama.py and torch's derivatives.yaml: an operator's back
 the gradient that it was given and those that it gives at once; saved tensors go when it is done. Autograd runs what was
 recorded last first, and adds a parameter's gradient as soon as it is there (torch/csrc/autograd/engine.cpp).
 
-Attention is a fused kernel, whose own work space is not seen. Gradients that meet are added out of place, as they are
-where a dispatch mode is on: elsewhere one tensor of tokens x hidden less is alive for a moment.
+With h hidden, q = heads x head size, k likewise of the key heads and i the MLP's width, a block saves per token: two
+norms, each with its input (fp32), what it normalized and what it returns, 6h in all; queries, keys, values and the
+output of attention, 2q + 2k, with one log-sum per head (fp32); the MLP's gate, its SiLU, the other branch and their
+product, 4i; and one root mean square per norm (fp32). Elements have 4 bytes in fp32; in bf16 2, but for the norms'
+inputs (8h) and the scalars. Autocast keeps both of a norm's tensors in fp32 and casts what it returns once for each of
+the five products that read it: 16h + 10h bytes.
+
+Attention is a fused kernel, whose own work space is not seen; the math kernel would keep the scores too. Gradients
+that meet are added out of place, as they are where a dispatch mode is on: elsewhere one tensor of tokens x hidden less
+is alive for a moment.
 """
 
 from __future__ import annotations
