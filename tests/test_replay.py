@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +17,16 @@ from bench.analysis.formulas.gathers import Coordinator
 from bench.analysis.replay.frameworks import Framework
 from bench.analysis.replay.live import ESTIMATED, HELD, Live
 from bench.analysis.replay.llama import Decoder, Widths
-from bench.cell import REFERENCE, SGD, Cell, Precision, Sharding, Sync
+from bench.cell import REFERENCE, SGD, Cell, Device, Precision, Sharding, Sync
+from bench.launch import Launcher
 from bench.workload.shapes import llama_layout
 from bench.workload.sizes import SIZES, LlamaSize
 from tests.factories import make_cell
+from tests.virtual_worlds import measure
 
 BACKENDS = [name for name in BUILT_IN if name != REFERENCE]
+NEAR = 2e-3
+"""Relative difference of a replayed and a measured peak: scalars, and labels that a framework keeps."""
 
 
 def cells(backend: str) -> list[Cell]:
@@ -259,3 +265,24 @@ def test_the_coordinator_tells_what_comes_and_goes() -> None:
         told.micro_batch()
     told.release_all()
     assert not alive and not flying
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[Launcher]:
+    with Launcher(Device.CPU) as launcher:
+        yield launcher
+
+
+@pytest.mark.parametrize(("precision", "n"), [(Precision.FP32, 3), (Precision.FP32, 1), (Precision.BF16, 3)])
+def test_the_replayed_peak_is_the_measured_one(
+    launcher: Launcher, tmp_path: Path, precision: Precision, n: int
+) -> None:
+    """Of every backend, on the tiny model in a virtual world; but for the tokens that the bench itself holds."""
+    chosen = [name for name in BACKENDS if precision in {cell.precision for cell in cells(name)}]
+    asked = [cell_of(name, n, 2, precision, samples=4) for name in chosen]
+    found = measure(launcher, tmp_path, asked, ("memory",))
+    apart = {}
+    for cell in asked:
+        memory = found[cell.backend]["memory"]
+        apart[cell.backend] = replay(cell).peak / (memory["peak"] - memory["peak_other"]) - 1
+    assert apart == pytest.approx(dict.fromkeys(apart, 0.0), abs=NEAR)
