@@ -113,7 +113,7 @@ class Decoder:
         live.forget(["residual"])
         self._framework.leave(ROOT)
         live.moment = "loss"
-        live.make("targets", "activations", 8 * self._tokens)  # int64
+        live.make("targets", "activations", 8 * self._tokens * (self._given is None))  # int64
         if widths.product < 4:
             self._make("fp32 logits", 4 * vocabulary)
         self._make("log-softmax", 4 * vocabulary)
