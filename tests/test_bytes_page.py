@@ -23,11 +23,11 @@ KEYS = {
 }
 
 
-def memory_of(cell: Cell, peak: float = 1.0) -> dict[str, int]:
-    """What a sound trial's memory pass finds, its peak so many times the replayed one."""
+def memory_of(cell: Cell, peak: float = 1.0, rank: int = 0) -> dict[str, int]:
+    """What a sound trial's memory pass finds on a rank, its peak so many times the replayed one."""
     layout = layout_of(cell)
     assert layout is not None
-    expectation = expect(cell, layout)
+    expectation = expect(cell, layout, rank=rank)
     assert expectation is not None
     parts = dict.fromkeys(Category, 0) | {KEYS[use]: size for use, size in expectation.held.items()}
     held = {f"{HELD}_{category}": size for category, size in parts.items()}
@@ -54,6 +54,14 @@ def test_a_peak_that_is_far_is_listed_with_its_reason(monkeypatch: pytest.Monkey
     assert "| fsdp2-deferred | real, W = 2, tiny | 4 | +11.1 % | made for the test |" in text
     assert "12 of 12" in text, "held bytes"
     assert "Peaks farther away" not in page([run_of((near, memory_of(near)))], [], "")
+
+
+def test_held_bytes_are_those_of_the_rank_with_most() -> None:
+    """In ZeRO-2 the second rank's partition cuts a larger parameter than the first's."""
+    cell = make_cell(backend="deepspeed-zero2-eager", world_size=4)
+    for rank, right in ((0, False), (1, True)):
+        trials = run_of((cell, memory_of(cell, rank=rank))).tables.trials
+        assert ("held between micro-batches" not in trials["reason"].iloc[0]) == right
 
 
 def test_the_replayed_peak_is_in_the_table_without_what_the_bench_holds() -> None:
