@@ -9,6 +9,8 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
+from bench.report import style
+
 
 def texts(figure: Figure) -> Iterator[tuple[str, Bbox]]:
     """Every text that is drawn, and its box."""
@@ -33,7 +35,11 @@ def words(figure: Figure) -> list[str]:
 
 
 def assert_legible(figure: Figure, most_height: float) -> None:
-    """Fails for a text that leaves the figure or lies on another, and for a figure that is too high, in inches."""
+    """Fails for a text that leaves the figure or lies on another, and for a figure that is too high, in inches.
+
+    At the resolution of the file, where glyphs may be wider than at the figure's own.
+    """
+    figure.set_dpi(style.DPI)
     figure.draw_without_rendering()
     page = figure.bbox
     assert page.height / figure.dpi <= most_height + 0.01

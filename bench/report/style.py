@@ -215,10 +215,12 @@ class Ruler:
         self.canvas: Any = canvas
 
     def width(self, text: str, size: float, weight: str = "normal") -> float:
-        font = FontProperties(family=RC["font.family"], size=size, weight=weight)
+        """At the resolution of the file: glyphs are hinted, so that at a coarser one a line may be narrower."""
+        finer = DPI / self.canvas.figure.dpi
+        font = FontProperties(family=RC["font.family"], size=size * finer, weight=weight)
         renderer = self.canvas.get_renderer()
         pixels = renderer.get_text_width_height_descent(text, font, ismath=False)[0]
-        return float(pixels / self.canvas.figure.dpi)
+        return float(pixels / DPI)
 
     def wrap(self, text: str, width: float, size: float, weight: str = "normal", indent: str = "") -> list[str]:
         """The lines of the text, none wider than the width; a word that is wider is cut."""
