@@ -31,7 +31,7 @@ ESTIMATE = (
     "x vocabulary. param, grad and optim are exact by formula where they are held. The CUDA context, NCCL and the "
     "allocator's fragments are not counted."
 )
-ACCURATE = f"Accuracy of the peaks: {ACCURACY} (docs/memory-and-bytes.md); on CUDA they were not checked."
+ACCURATE = f"Accuracy of the peaks: {ACCURACY} (docs/memory-and-bytes.md); CUDA was not checked."
 BOUNDS = (
     "lower = max(compute, communication), as if all of it could be hidden; upper = their sum, nothing hidden; "
     "communication = calls x latency + wire bytes / link, wire bytes derived for ring algorithms"
