@@ -205,6 +205,11 @@ def _large(measured: Measured) -> list[str]:
             f"- W = {world_size}: deferred holds {(pair[0] - pair[1]) / GIB:.4f} GiB more than eager; 4P(1 - 1/W) is "
             f"{whole * (1 - 1 / world_size) / GIB:.4f} GiB, from which the padding of shards differs."
         )
+    deferred = {w: size for (w, name), size in sorted(gradients.items()) if name == "fsdp2-deferred"}
+    if len(deferred) > 1:
+        sizes = ", ".join(f"{size / GIB:.4f} GiB at W = {w}" for w, size in deferred.items())
+        shrinks = "does not shrink" if len(set(deferred.values())) == 1 else "changes"
+        lines.append(f"- What deferred holds {shrinks} with W: {sizes}.")
     model = ", ".join(sorted(set(fake["model"])))
     return [
         f"## At scale: {model}, fake tensors, GiB held per rank",
