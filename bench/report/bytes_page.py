@@ -207,9 +207,9 @@ def _large(measured: Measured) -> list[str]:
         )
     deferred = {w: size for (w, name), size in sorted(gradients.items()) if name == "fsdp2-deferred"}
     if len(deferred) > 1:
-        sizes = ", ".join(f"{size / GIB:.4f} GiB at W = {w}" for w, size in deferred.items())
+        held = ", ".join(f"{size / GIB:.4f} GiB at W = {w}" for w, size in deferred.items())
         shrinks = "does not shrink" if len(set(deferred.values())) == 1 else "changes"
-        lines.append(f"- What deferred holds {shrinks} with W: {sizes}.")
+        lines.append(f"- What deferred holds {shrinks} with W: {held}.")
     model = ", ".join(sorted(set(fake["model"])))
     return [
         f"## At scale: {model}, fake tensors, GiB held per rank",
