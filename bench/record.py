@@ -152,5 +152,6 @@ _EXTRA: dict[str, Callable[[Any], bool]] = {
     "collectives": _list_of(_calls),
     "memory": _table_of(_integer),
     "accumulation": _or_none(_table_of(lambda value: True, "dtype")),
+    "exposure": _table_of(_seconds, "collective_s", "exposed_s"),
 }
 """The other passes."""

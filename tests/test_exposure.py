@@ -14,7 +14,7 @@ from bench.backends.base import registry
 from bench.cell import Device
 from bench.probes import exposure as probe
 from bench.probes.exposure import Activity, Exposure, WindowProfiler, exposure, from_chrome, from_kineto
-from bench.record import merge_ranks
+from bench.record import merge_ranks, wrong
 from bench.spec import EXTRA_PASSES, Spec, extra_passes
 from bench.taps import SETTLED_WINDOWS
 from bench.trial import Trial
