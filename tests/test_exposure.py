@@ -189,6 +189,8 @@ def test_the_record_has_the_rank_that_waited_longest_and_the_table_its_times() -
     ranks = [
         make_rank(cell, rank=r, exposure={**FOUND, "exposed_s": seconds}) for r, seconds in enumerate((1e-4, 2e-4))
     ]
+    assert wrong(ranks, ("exposure",)) == ""
+    assert "exposure is none" in wrong([make_rank(cell, exposure=None)], ("exposure",))
     merged = merge_ranks(ranks)["exposure"]
     assert merged == {**FOUND, "exposed_s": 2e-4} == probe.merge([{**FOUND, "exposed_s": 2e-4}, FOUND])
     records = [make_record(cell, exposure=merged), make_record(cell, repeat=1)]
