@@ -84,7 +84,7 @@ def fill(
         cell = cell_of(trial)
         layout = (layouts or {}).get(key[0]) or layout_of(cell)
         expectation = expect(cell, layout) if layout else None
-        if expectation is None:
+        if layout is None or expectation is None:
             continue
         counted = counted_of.get(key, {})
         expected = {(r.op, r.dtype): (r.calls, r.payload_bytes) for r in expectation.collectives}

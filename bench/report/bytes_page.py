@@ -18,6 +18,8 @@ from bench.report.markup import table
 MIB, GIB = 2**20, 2**30
 NEAR = 0.03
 """Relative difference up to which a peak counts as the one that was estimated."""
+KINDS = ("real", "virtual", "fake tensors")
+"""Of worlds."""
 DIFFERENCES: dict[str, str] = {}
 """Documented differences of peaks, by backend, in words."""
 SHOWN_WORLD, SHOWN_N = 2, 4
@@ -51,8 +53,14 @@ class Measured:
 
 def _world(trial: Mapping[Any, Any]) -> str:
     """Which kind of world a trial was in, in words."""
-    kind = "fake tensors" if trial["fake_tensors"] else "virtual" if pd.notna(trial["virtual_world_size"]) else "real"
-    return f"{kind}, W = {trial['world_size']}, {trial['model']}"
+    kind = 2 if trial["fake_tensors"] else 1 if pd.notna(trial["virtual_world_size"]) else 0
+    return f"{KINDS[kind]}, W = {trial['world_size']}, {trial['model']}"
+
+
+def _place(world: str) -> tuple[int, int]:
+    """Where a world stands among others: real ones first, and each kind by its size."""
+    kind, size, _ = world.split(", ")
+    return KINDS.index(kind), int(size.removeprefix("W = "))
 
 
 def page(runs: Sequence[Run], accumulation: Sequence[Mapping[str, Any]], command: str) -> str:
@@ -82,7 +90,8 @@ def page(runs: Sequence[Run], accumulation: Sequence[Mapping[str, Any]], command
 
 def _agreement(measured: Measured) -> list[str]:
     rows = []
-    for world, trials in measured.trials.groupby("world", sort=False):
+    for world in sorted(measured.trials["world"].unique(), key=_place):
+        trials = measured.trials[measured.trials["world"] == world]
         counted = measured.collectives[measured.collectives["world"] == world].dropna(subset=["expected_calls"])
         memory = measured.memory[measured.memory["world"] == world].dropna(subset=["expected_bytes"])
         held = memory[memory["category"].str.startswith(HELD)]
@@ -166,7 +175,7 @@ def _held(measured: Measured) -> list[str]:
         (measured.memory["category"] == "held_gradients") & (measured.memory["accumulate"] == SHOWN_N)
     ]
     memory = memory[~memory["world"].str.startswith("fake")]
-    worlds = list(dict.fromkeys(memory.sort_values(["world", "world_size"])["world"]))
+    worlds = sorted(memory["world"].unique(), key=_place)
     rows = []
     for backend, part in memory.groupby("backend", sort=True):
         by_world = part.set_index("world")["bytes"]
@@ -202,8 +211,8 @@ def _large(measured: Measured) -> list[str]:
         cell = cell_of(fake[fake["world_size"] == world_size].iloc[0].to_dict())
         whole = 4 * _parameters(cell)
         lines.append(
-            f"- W = {world_size}: deferred holds {(pair[0] - pair[1]) / GIB:.4f} GiB more than eager; 4P(1 - 1/W) is "
-            f"{whole * (1 - 1 / world_size) / GIB:.4f} GiB, from which the padding of shards differs."
+            f"- W = {world_size}: deferred holds {(pair[0] - pair[1]) / GIB:.4f} GiB more than eager; 4P(1 - 1/W), "
+            f"without the padding of shards, is {whole * (1 - 1 / world_size) / GIB:.4f} GiB."
         )
     deferred = {w: size for (w, name), size in sorted(gradients.items()) if name == "fsdp2-deferred"}
     if len(deferred) > 1:
