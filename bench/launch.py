@@ -164,6 +164,8 @@ class _Server:
             self.start()
         folder = Path(task.folder)
         folder.mkdir(parents=True, exist_ok=True)
+        for stale in folder.glob("rank*"):  # of another trial, which must not be taken for this one's
+            stale.unlink()
         kills = memorykills.counters()
         started = time.perf_counter()
         watch = Watch(folder, task.world_size, timeout_s, inactivity_s)

@@ -268,8 +268,8 @@ def test_logs_without_end_end_the_trial(launcher: Launcher, tmp_path: Path) -> N
 
 
 def test_all_sockets_are_on_loopback(launcher: Launcher, tmp_path: Path) -> None:
-    found = play(launcher, tmp_path, "listeners", group=True, rank=0, timeout_s=30.0)
-    assert found.status in {Status.OK, Status.TIMEOUT}
+    found = play(launcher, tmp_path, "listeners")
+    assert found.status is Status.OK, found.reason
     addresses = json.loads((tmp_path / "trial" / "listeners").read_text())
     assert addresses and set(addresses) <= {"127.0.0.1", "::1"}
 
