@@ -156,8 +156,11 @@ class _Server:
             self.close()
             raise LauncherError(f"the launcher's process did not come up (limit {START_TIMEOUT_S:.0f} s): {detail}")
 
-    def run(self, task: Task, timeout_s: float, inactivity_s: float) -> Outcome:
-        """Run one trial to its end, or end it after a limit. The calling thread sleeps meanwhile."""
+    def run(self, task: Task, timeout_s: float, inactivity_s: float, *, again: bool = True) -> Outcome:
+        """Run one trial to its end, or end it after a limit. The calling thread sleeps meanwhile.
+
+        With ``again`` it is tried once more if the launcher's process died before any rank began.
+        """
         if self._process is not None and self._process.poll() is not None:
             self.close()  # it was killed since the trial before
         if self._process is None:
@@ -185,6 +188,8 @@ class _Server:
             ending = Ending(failure=found.reason, status=found.status)
         elif found.get("died"):
             ending = self._obituary(kills)
+            if again and not any(folder.glob("rank*.beat")):
+                return self.run(task, timeout_s, inactivity_s, again=False)
         else:
             ending = _ending(found, watch, memorykills.moved(kills, memorykills.counters()))
             if found.get("spent"):
