@@ -10,6 +10,8 @@ COMMANDS: tuple[str, ...] = (
     "compare",
     "check",
     "cite",
+    "frame",
+    "export",
     "semantics",
     "throughput",
     "steps",
