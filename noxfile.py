@@ -1,4 +1,4 @@
-"""What this project is run with: ``nox -s`` bench, tests, lint, docs, bytes or versions; arguments go after ``--``."""
+"""What this project is run with: ``nox -s`` and a name (``nox -l`` lists them); arguments go after ``--``."""
 
 from __future__ import annotations
 
@@ -94,3 +94,9 @@ def versions(session: nox.Session) -> None:
         session.run("python", "-m", "bench.versions", *session.posargs)
     except CommandFailed as failure:
         raise SystemExit(failure.return_code or 1) from None
+
+
+@nox.session(venv_backend="none", requires=["install"])
+def overhead(session: nox.Session) -> None:
+    """Time the bench's own hot paths, and print them beside the last committed times; no ratio fails."""
+    session.run("python", "-m", "tests.overhead", *session.posargs)

@@ -1,0 +1,132 @@
+"""The hot paths: what runs inside a timed window first, then what runs once per trial, once per report, per page."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib.style
+import pytest
+
+from bench import tables
+from bench.analysis import gates
+from bench.analysis.baseline import run_of, standing
+from bench.analysis.compare import Run
+from bench.analysis.quoting import Quotes
+from bench.journal import Journal
+from bench.report import panels, style
+from bench.report.against_n import draw_step_time
+from bench.report.citation import formats, words_of_cell
+from bench.report.summary import by_cell
+from bench.taps import Kind, TappedLoader, Taps, updates
+from bench.warmup import warmup
+from tests.factories import make_cell as cell_of
+from tests.factories import make_manifest, make_record
+
+Timed = Callable[..., Any]
+"""The fixture of pytest-benchmark."""
+EVENTS, BACKENDS, REPEATS = 1000, ("ddp-deferred", "ddp-eager", "fsdp2-eager", "fsdp2-deferred"), 10
+
+
+@pytest.fixture(scope="module")
+def records() -> list[dict[str, Any]]:
+    """A run of four backends and the reference at three N, ten trials each."""
+    cells = [cell_of(backend=name, accumulate=n) for n in (1, 2, 4) for name in BACKENDS]
+    cells = [cells[0].reference(), *cells]
+    return [make_record(cell, repeat) for repeat in range(REPEATS) for cell in cells]
+
+
+@pytest.fixture(scope="module")
+def run(records: list[dict[str, Any]]) -> Run:
+    return run_of(records, make_manifest(finished="2025-01-01T00:00:00+00:00"))
+
+
+def test_thousand_tapped_losses(benchmark: Timed) -> None:
+    def record() -> Taps:
+        taps = Taps(mark=time.perf_counter)
+        for _ in range(EVENTS):
+            taps.record(Kind.LOSS)
+        return taps
+
+    assert benchmark(record).count(Kind.LOSS) == EVENTS
+
+
+def test_thousand_tapped_steps(benchmark: Timed) -> None:
+    def record() -> Taps:
+        taps = Taps(mark=time.perf_counter)
+        for _ in range(EVENTS):
+            taps.record(Kind.STEP, taps.mark())
+        return taps
+
+    assert benchmark(record).count(Kind.STEP) == EVENTS
+
+
+def test_thousand_tapped_micro_batches(benchmark: Timed) -> None:
+    batches = list(range(EVENTS))
+
+    def fetch() -> int:
+        return sum(1 for _ in TappedLoader(batches, Taps(mark=time.perf_counter)))
+
+    assert benchmark(fetch) == EVENTS
+
+
+def test_updates_of_thousand_events(benchmark: Timed) -> None:
+    taps = Taps(mark=time.perf_counter)
+    for number in range(EVENTS):
+        taps.record((Kind.FETCH, Kind.LOSS, Kind.FETCH, Kind.LOSS, Kind.STEP)[number % 5])
+    assert len(benchmark(updates, taps.events)) == EVENTS // 5
+
+
+def test_warm_up_of_thirty_steps(benchmark: Timed) -> None:
+    steps = [1.5, 1.2, *(1 + 0.01 * (number % 7) for number in range(28))]
+    assert benchmark(warmup, steps) == 2
+
+
+def test_one_append_to_the_journal(benchmark: Timed, records: list[dict[str, Any]], tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    benchmark(journal.append, records[1])
+    assert journal.read()[0]["cell_id"] == records[1]["cell_id"]
+
+
+def test_reading_the_journal(benchmark: Timed, records: list[dict[str, Any]], tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    for record in records[:20]:
+        journal.append(record)
+    journal.path.write_bytes(journal.path.read_bytes() * 10)
+    assert len(benchmark(journal.read)) == 200
+
+
+def test_building_the_tables(benchmark: Timed, records: list[dict[str, Any]]) -> None:
+    assert len(benchmark(tables.build, records, make_manifest()).trials) == len(records)
+
+
+def test_judging_by_the_gates(benchmark: Timed, records: list[dict[str, Any]]) -> None:
+    built = tables.build(records, make_manifest())
+    assert len(benchmark(gates.judge, built).trials) == len(records)
+
+
+def test_verdicts(benchmark: Timed, run: Run) -> None:
+    assert len(benchmark(standing, run).rows) == 3 * (len(BACKENDS) - 1)
+
+
+def test_summary_by_cell(benchmark: Timed, run: Run) -> None:
+    assert len(benchmark(by_cell, run.tables)) == len(run.cells)
+
+
+def test_citing_every_cell(benchmark: Timed, run: Run) -> None:
+    def cite() -> list[str]:
+        quotes = Quotes(run)
+        return [formats(words_of_cell(quotes, cell_id)).text for cell_id in run.cells]
+
+    assert len(benchmark(cite)) == len(run.cells)
+
+
+def test_drawing_one_plot(benchmark: Timed, run: Run, tmp_path: Path) -> None:
+    def draw() -> list[Path]:
+        with matplotlib.style.context(list(style.BASE)):
+            (drawing,) = draw_step_time(panels.Run(run.tables, dict(run.manifest)))
+            return style.save(drawing.figure, tmp_path / drawing.stem, drawing.words)
+
+    assert all(path.stat().st_size for path in benchmark(draw))
