@@ -155,7 +155,7 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": _cpu_model(),
         "cores": num_cores(),
-        "governor": _governor(),
+        "governor": governor(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "gpus": gpus(),
         "gpu_settings": gpu_settings(),
@@ -172,7 +172,7 @@ def _cpu_model() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
-def _governor() -> str | None:
+def governor() -> str | None:
     """How the kernel chooses the first core's clock; None where the machine does not say (most virtual ones)."""
     try:
         return Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor").read_text().strip()

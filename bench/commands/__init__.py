@@ -21,5 +21,6 @@ COMMANDS: tuple[str, ...] = (
     "study",
     "predict",
     "backends",
+    "doctor",
 )
 """Modules of this package, in the order in which ``--help`` lists them."""

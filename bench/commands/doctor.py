@@ -1,0 +1,54 @@
+"""``doctor``: what this machine can run and what it cannot, why, and what mends it.
+
+With ``--json`` one object: ``findings``, each with ``level`` (error, warning, good), ``topic`` and ``text``; ``errors``
+and ``warnings``, their numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from bench.errors import BAD, GOOD
+from bench.folders import RESULTS
+
+DESCRIPTION = (
+    "Looks at Python, packages and their known defects, torch, the GPUs and their driver, NCCL, what is between the "
+    "GPUs, /dev/shm, the loopback device, cores, memory, disk, and what others do on the machine; takes some seconds. "
+    "Exit status 1 if something cannot run, or would compute something else; warnings alone are no reason."
+)
+
+
+def add(commands: Any) -> None:
+    """Add the command's parser."""
+    parser = commands.add_parser("doctor", help="say what this machine can run, and mend it", description=DESCRIPTION)
+    option = parser.add_argument
+    option("--out", type=Path, default=RESULTS, metavar="DIR", help="where runs will go (default: results)")
+    option("--json", action="store_true", help="one JSON object; its keys: see bench/commands/doctor.py")
+    parser.set_defaults(command=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Look and tell; 1 if there is an error."""
+    from bench.analysis.check import Level
+    from bench.analysis.doctor import examine
+    from bench.backends.base import registry
+    from bench.cell import REFERENCE, Device
+    from bench.probes.surroundings import gather
+
+    backends = {name: backend for name, backend in registry().items() if name != REFERENCE}
+    missing = {device: {name: one.missing(device) for name, one in backends.items()} for device in Device}
+    found = examine(gather(arguments.out, missing))
+    errors, warnings = (sum(one.level is level for one in found) for level in (Level.ERROR, Level.WARNING))
+    if arguments.json:
+        findings = [dataclasses.asdict(one) for one in found]
+        print(json.dumps({"findings": findings, "errors": errors, "warnings": warnings}))
+        return BAD if errors else GOOD
+    from bench.report.findings import show
+
+    verdict = "mend the errors first" if errors else "it runs; mind the warnings" if warnings else "all is well"
+    show(found, f"{errors} errors, {warnings} warnings: {verdict}")
+    return BAD if errors else GOOD
