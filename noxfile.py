@@ -100,3 +100,10 @@ def versions(session: nox.Session) -> None:
 def overhead(session: nox.Session) -> None:
     """Time the bench's own hot paths, and print them beside the last committed times; no ratio fails."""
     session.run("python", "-m", "tests.overhead", *session.posargs)
+
+
+@nox.session(default=False, venv_backend="virtualenv", reuse_venv=True)
+def wheelhouse(session: nox.Session) -> None:
+    """Collect the wheels that a machine without network lacks: --python 3.12 --platform P --exclude torch."""
+    session.install("packaging")
+    session.run("python", "-m", "bench.wheelhouse", *session.posargs)
