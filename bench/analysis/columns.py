@@ -94,6 +94,8 @@ _TRIALS: dict[str, tuple[str, str]] = {
     "wall_s": ("s", "of the whole trial"),
     "training_s": ("s", "of its passes' training"),
     "overhead_s": ("s", "wall_s less training_s"),
+    "collective_s": ("s", "of one window in which NCCL's kernels ran"),
+    "exposed_s": ("s", "of these in which nothing else ran"),
     "num_passes": ("passes", "of the trial"),
     "num_cpus": ("CPUs", "that the machine has"),
     "foreign_cores": ("CPUs", "that other programs used, on average over the time pass"),

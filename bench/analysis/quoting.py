@@ -173,7 +173,7 @@ def _failed(trials: pd.DataFrame) -> list[str]:
     """What to say of trials that ended neither well nor invalid, by status and reason."""
     bad = trials[~trials["status"].isin([Status.OK, Status.INVALID])]
     return [
-        f"{len(rows)} of {len(trials)} trials ended {status}: {reason or 'no reason was recorded'}"
+        f"{len(rows)} of {len(trials)} trials ended {status}: {str(reason) or 'no reason was recorded'}"
         for (status, reason), rows in bad.fillna({"reason": ""}).groupby(["status", "reason"], sort=False)
     ]
 

@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     from bench.probes.surroundings import gather
 
     backends = {name: backend for name, backend in registry().items() if name != REFERENCE}
-    missing = {device: {name: one.missing(device) for name, one in backends.items()} for device in Device}
+    missing = {str(device): {name: one.missing(device) for name, one in backends.items()} for device in Device}
     found = examine(gather(arguments.out, missing))
     errors, warnings = (sum(one.level is level for one in found) for level in (Level.ERROR, Level.WARNING))
     if arguments.json:

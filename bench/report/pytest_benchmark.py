@@ -8,7 +8,7 @@ must be said with it. It is listed under ``left_out``, which they ignore.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -59,7 +59,8 @@ def document(frames: Frames) -> dict[str, Any]:
     trials = {str(key): rows for key, rows in frames.trials.groupby("cell_id", sort=False)}
     benchmarks, left_out = [], []
     labels = [cell.label for cell in cells.values()]
-    for row in frames.cells.to_dict("records"):
+    rows: Iterable[Any] = frames.cells.to_dict("records")
+    for row in rows:
         cell = cells[row["cell_id"]]
         name = cell.label if labels.count(cell.label) == 1 else f"{cell.label} {row['cell_id']}"
         if not row["comparable"] or pd.isna(row["step_time_s"]) or cell.virtual:
