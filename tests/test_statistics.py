@@ -22,6 +22,7 @@ from bench.analysis.statistics import (
     equivalent,
     holm,
     ratio,
+    ratios,
     required_trials,
     trial_median,
     trimmed_mean,
@@ -319,3 +320,41 @@ class TestQuality:
         assert quality.imbalance([[1.0, 2.0]]) == 1.0
         with pytest.raises(ValueError, match="same number"):
             quality.imbalance([])
+
+
+class TestManyRatios:
+    MANY = (
+        sample(),
+        sample(1.2, seed=1),
+        sample(1.001, seed=2),
+        sample(0.7, 20, seed=3),
+        sample(1.0, 4, seed=4),
+        sample(1.1, 9, seed=5, blocks=False),
+        Sample([[1.0] * 4] * 8, list(range(8))),
+        Sample(sample(seed=6).trials, [i // 2 for i in range(12)]),
+    )
+
+    def test_each_is_as_by_itself(self) -> None:
+        pairs = [(a, b) for a in self.MANY for b in self.MANY]
+        for (a, b), found in zip(pairs, ratios(pairs, resamples=RESAMPLES), strict=True):
+            alone = ratio(a, b, resamples=RESAMPLES)
+            assert (found.num_trials, found.paired, found.reason) == (alone.num_trials, alone.paired, alone.reason)
+            for name in ("ratio", "low", "high", "p_different", "p_same"):
+                values = getattr(found, name), getattr(alone, name)
+                assert values == (None, None) or values[0] == pytest.approx(values[1], rel=1e-9, abs=1e-12), name
+
+    def test_the_inverse_is_exact(self) -> None:
+        one, other = ratios([(self.MANY[0], self.MANY[1]), (self.MANY[1], self.MANY[0])], resamples=RESAMPLES)
+        assert one.inverse() == other or other.inverse() == one
+
+    def test_more_pairs_than_are_resampled_at_a_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pairs = [(self.MANY[0], sample(1.1, seed=seed)) for seed in range(20, 27)]
+        whole = ratios(pairs, resamples=RESAMPLES)
+        monkeypatch.setattr("bench.analysis.statistics.BATCH", 2 * RESAMPLES)
+        for found, expected in zip(ratios(pairs, resamples=RESAMPLES), whole, strict=True):
+            assert [found.ratio, found.low, found.high] == pytest.approx([expected.ratio, expected.low, expected.high])
+
+    def test_none(self) -> None:
+        assert ratios([]) == []
+        with pytest.raises(ValueError, match="either side"):
+            ratios([(self.MANY[0], Sample([]))])

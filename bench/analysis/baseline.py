@@ -9,7 +9,7 @@ from typing import Any
 
 from bench import tables
 from bench.analysis import gates
-from bench.analysis.compare import Pair, Row, Run, judge_pairs, pairs_of_backends
+from bench.analysis.compare import Pair, Row, Run, judge_pairs, judge_reports, pairs_of_backends
 from bench.analysis.expected import layouts_of
 from bench.analysis.sides import side
 from bench.analysis.statistics import MARGIN, Interval, ratio, required_trials
@@ -59,12 +59,12 @@ def _twins(run: Run) -> list[tuple[Cell, Cell]]:
     return [(cell, twin) for cell, twin in both if cell.cell_id in run.cells]
 
 
-def pairs_with_baseline(run: Run) -> list[Pair]:
-    """Every cell with the one of the baseline that is equal but for the backend.
+def pairs_with_baseline(run: Run, baseline: str = "") -> list[Pair]:
+    """Every cell with the one of the baseline, the run's own if none is named, that is equal but for the backend.
 
     Twins beyond the one of the noise floor are compared too: a run may hold more of them.
     """
-    baseline = baseline_of(run.manifest)
+    baseline = baseline or baseline_of(run.manifest)
     backends = dict.fromkeys(cell.backend for cell in run.cells.values())
     others = [
         replace(pair, name=f"{backend} {pair.name}")
@@ -99,6 +99,24 @@ def standing(run: Run, *, margin: float = MARGIN) -> Standing:
         run, run, pairs_with_baseline(run), margin=margin, floor=None if floor is None else floor.interval
     )
     return Standing(baseline=baseline_of(run.manifest), floor=floor, rows=rows)
+
+
+def standings(run: Run, *, margin: float = MARGIN) -> dict[str, Standing]:
+    """The verdicts with each backend of a run as the baseline, the run's own first.
+
+    Those with one baseline are corrected for how many they are; not for the baselines that could have been chosen.
+    """
+    floor, own = noise_floor(run), baseline_of(run.manifest)
+    others = dict.fromkeys(cell.backend for cell in run.cells.values() if cell.backend not in {own, REFERENCE})
+    names = [own, *others]
+    reports = judge_reports(
+        run,
+        run,
+        [pairs_with_baseline(run, name) for name in names],
+        margin=margin,
+        floor=None if floor is None else floor.interval,
+    )
+    return {name: Standing(baseline=name, floor=floor, rows=rows) for name, rows in zip(names, reports, strict=True)}
 
 
 def run_of(records: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any]) -> Run:

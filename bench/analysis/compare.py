@@ -11,10 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-import pandas as pd
-
 from bench.analysis import verdicts
-from bench.analysis.sides import side
+from bench.analysis.sides import Sides
 from bench.analysis.statistics import MARGIN, MIN_TRIALS, RESAMPLES, Interval, Sample, holm, ratio
 from bench.analysis.verdicts import ALPHA, BLOCKS, ExactVerdict, Judgement, Side, exact, judge_all
 from bench.cell import REFERENCE, Cell, Status
@@ -170,13 +168,50 @@ def judge_pairs(
     whole interval is, and Holm's adjusted p-value of the hypothesis that it is not, tested like a difference, is
     below 5 %; peak memory is if it is in bytes. What is not comparable, or has failed trials, has no certain time.
     """
-    thresholds = thresholds or {}
+    more: dict[str, Any] = {"margin": margin, "force": force, "floor": floor, "resamples": resamples}
+    return judge_reports(a, b, [pairs], thresholds=thresholds, **more)[0]
+
+
+def judge_reports(
+    a: Run,
+    b: Run,
+    reports: Sequence[Sequence[Pair]],
+    *,
+    thresholds: Mapping[str, float] | None = None,
+    margin: float = MARGIN,
+    force: bool = False,
+    floor: Interval | None = None,
+    resamples: int = RESAMPLES,
+) -> list[list[Row]]:
+    """``judge_pairs`` of several reports on the same runs: each is corrected for its own number of pairs."""
     apart = a is not b
-    sides = [(_side(a, p.a, apart, "A ", force), _side(b, p.b, apart, "B ", force)) for p in pairs]
-    evidence = [
-        verdicts.compare(theirs, base, floor, margin, force=force, resamples=resamples) for base, theirs in sides
-    ]
-    judged = judge_all(evidence)
+    ours, theirs = Sides(a.tables, apart, "A ", force), Sides(b.tables, apart, "B ", force)
+    sides = [(ours.side(pair.a), theirs.side(pair.b)) for pairs in reports for pair in pairs]
+    evidence = verdicts.compare_all(
+        [(one, base) for base, one in sides], floor, margin, force=force, resamples=resamples
+    )
+    found, start = [], 0
+    for pairs in reports:
+        part = slice(start, start + len(pairs))
+        judged = judge_all(evidence[part])
+        found.append(_rows(ours, theirs, pairs, sides[part], judged, thresholds or {}, resamples))
+        start += len(pairs)
+    return found
+
+
+_STEPS = "optimizer_steps_observed"
+
+
+def _rows(
+    ours: Sides,
+    theirs: Sides,
+    pairs: Sequence[Pair],
+    sides: Sequence[tuple[Side, Side]],
+    judged: Sequence[Judgement],
+    thresholds: Mapping[str, float],
+    resamples: int,
+) -> list[Row]:
+    """What is said of the pairs of one report."""
     slower = [False] * len(pairs)
     if SLOWER in thresholds:
         slower = _certainly_slower(sides, judged, thresholds[SLOWER], resamples)
@@ -184,7 +219,7 @@ def judge_pairs(
     for pair, judgement, is_slower in zip(pairs, judged, slower, strict=True):
         blocked = judgement.comparison.blocked
         barred = blocked is not None and blocked[0] in BLOCKS
-        memory, steps = (_numbers(a, b, pair, name, barred, force) for name in ("peak_memory_bytes", _STEPS))
+        memory, steps = (_numbers(ours, theirs, pair, name, barred) for name in ("peak_memory_bytes", _STEPS))
         share = memory.verdict.ratio
         found, unchecked = [SLOWER] * is_slower, []
         time = judgement.comparison.time
@@ -209,19 +244,6 @@ def judge_pairs(
     return rows
 
 
-_STEPS = "optimizer_steps_observed"
-
-
-def _side(run: Run, cell: Cell, apart: bool, letter: str, force: bool) -> Side:
-    """The side of a cell. Repeats of two runs are no common blocks: they did not run next to each other."""
-    found = side(run.tables, cell.cell_id, letter + cell.label if apart else "")
-    if force and found.failed_gates:
-        trials = run.tables.trials.copy()
-        trials.loc[trials["status"] == Status.INVALID, "status"] = str(Status.OK)
-        found = replace(found, sample=side(replace(run.tables, trials=trials), cell.cell_id).sample)
-    return replace(found, sample=Sample(found.sample.trials)) if apart else found
-
-
 def _certainly_slower(
     sides: Sequence[tuple[Side, Side]], judged: Sequence[Judgement], threshold: float, resamples: int
 ) -> list[bool]:
@@ -240,30 +262,14 @@ def _certainly_slower(
     return [there and p < ALPHA for there, p in zip(beyond, holm(values), strict=True)]
 
 
-def _numbers(a: Run, b: Run, pair: Pair, column: str, barred: bool, force: bool) -> Number:
-    """The largest value of the good trials of both sides; of invalid ones too if forced; none if not comparable."""
-    if barred and not force:
+def _numbers(ours: Sides, theirs: Sides, pair: Pair, column: str, barred: bool) -> Number:
+    """The largest value of both sides; none if not comparable."""
+    if barred and not ours.force:
         return Number(a=None, b=None, verdict=exact(None, None))
-    ours, theirs = (
-        _largest(run.tables.trials, cell.cell_id, column, force) for run, cell in ((a, pair.a), (b, pair.b))
-    )
-    if column == "peak_memory_bytes" and len(_sources(a, pair.a, force) | _sources(b, pair.b, force)) > 1:
-        return Number(a=ours, b=theirs, verdict=exact(None, None))  # tracked tensors are not what an allocator has
-    return Number(a=ours, b=theirs, verdict=exact(theirs, ours))
-
-
-def _good(trials: pd.DataFrame, cell_id: str, force: bool) -> pd.DataFrame:
-    allowed = [str(Status.OK), *([str(Status.INVALID)] if force else [])]
-    return trials[(trials["cell_id"] == cell_id) & trials["status"].isin(allowed)]
-
-
-def _largest(trials: pd.DataFrame, cell_id: str, column: str, force: bool) -> int | None:
-    values = _good(trials, cell_id, force)[column].dropna()
-    return None if values.empty else int(values.max())
-
-
-def _sources(run: Run, cell: Cell, force: bool) -> set[str]:
-    return set(_good(run.tables.trials, cell.cell_id, force)["peak_memory_source"].dropna())
+    a, b = ours.largest(pair.a, column), theirs.largest(pair.b, column)
+    if column == "peak_memory_bytes" and len(ours.sources(pair.a) | theirs.sources(pair.b)) > 1:
+        return Number(a=a, b=b, verdict=exact(None, None))  # tracked tensors are not what an allocator has
+    return Number(a=a, b=b, verdict=exact(b, a))
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import pandas as pd
 
-from bench.analysis.baseline import Floor, Standing, baseline_of, noise_floor, pairs_with_baseline, standing
+from bench.analysis.baseline import Floor, baseline_of, noise_floor, pairs_with_baseline, standing
 from bench.analysis.compare import Pair, Row, Run, judge_pairs
 from bench.analysis.estimate import Estimate, estimate
 from bench.analysis.sides import side
@@ -74,7 +74,7 @@ class Quotes:
         tables = run.tables
         self._trials = {str(key): rows for key, rows in tables.trials.groupby("cell_id", sort=False)}
         self._steps = {str(key): rows for key, rows in tables.steps.groupby("cell_id", sort=False)}
-        self._standings: dict[str, Standing] = {}
+        self._standings: dict[str, dict[tuple[Cell, Cell], Row]] = {}
         self._floor: list[Floor | None] = []
 
     def cell(self, cell_id: str) -> CellQuote:
@@ -150,19 +150,19 @@ class Quotes:
         return replace(self.run.tables, trials=self._trials[cell_id], steps=steps)
 
     def _row(self, cell: Cell, other: Cell) -> Row:
-        for row in self._standing(other.backend).rows:
-            if (row.pair.a.cell_id, row.pair.b.cell_id) == (other.cell_id, cell.cell_id):
-                return row
+        rows = self._standing(other.backend)
+        if (other, cell) in rows:
+            return rows[other, cell]
         pairs = [*pairs_with_baseline(self.run), Pair(a=other, b=cell, name=f"{cell.label} against {other.label}")]
         floor = self.floor
         return judge_pairs(self.run, self.run, pairs, floor=None if floor is None else floor.interval)[-1]
 
-    def _standing(self, baseline: str) -> Standing:
-        """The verdicts with this backend as the baseline."""
+    def _standing(self, baseline: str) -> dict[tuple[Cell, Cell], Row]:
+        """The verdicts with this backend as the baseline, by its cell and the other."""
         if baseline not in self._standings:
             own = baseline == baseline_of(self.run.manifest)
             seen = self.run if own else replace(self.run, manifest={**self.run.manifest, "baseline": baseline})
-            self._standings[baseline] = standing(seen)
+            self._standings[baseline] = {(row.pair.a, row.pair.b): row for row in standing(seen).rows}
         return self._standings[baseline]
 
     def _of_run(self) -> list[str]:

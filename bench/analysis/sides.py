@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -9,7 +10,7 @@ import pandas as pd
 from bench.analysis.gates import WORK
 from bench.analysis.statistics import Sample
 from bench.analysis.verdicts import Side
-from bench.cell import Status
+from bench.cell import Cell, Status
 from bench.tables import Tables
 
 
@@ -52,6 +53,59 @@ def side(tables: Tables, cell_id: str, label: str = "") -> Side:
         work=", ".join(f"{name} {first[name]}" for name in WORK),
         failed_gates=(*(f"repeat {', '.join(repeats)}: {text}" for text, repeats in gates.items()), *_restless(ok)),
     )
+
+
+class Sides:
+    """The sides of a run's cells, each made once.
+
+    Of two runs that stand ``apart``, a side is named with the letter of its run, and repeats are no common blocks: they
+    did not run next to each other. With ``force``, what a gate found wrong counts as good.
+    """
+
+    def __init__(self, tables: Tables, apart: bool, letter: str, force: bool) -> None:
+        self._tables, self._apart, self._letter, self.force = tables, apart, letter, force
+        self._trials, self._steps = (
+            {str(cell_id): rows for cell_id, rows in table.groupby("cell_id", sort=False)}
+            for table in (tables.trials, tables.steps)
+        )
+        # By cell, not by id: an id is calculated each time it is asked for.
+        self._sides: dict[Cell, Side] = {}
+        self._largest: dict[tuple[Cell, str], int | None] = {}
+        self._sources: dict[Cell, frozenset[str]] = {}
+
+    def side(self, cell: Cell) -> Side:
+        """The side of a cell."""
+        if cell not in self._sides:
+            cell_id = cell.cell_id
+            trials = self._trials.get(cell_id, self._tables.trials.iloc[:0])
+            steps = self._steps.get(cell_id, self._tables.steps.iloc[:0])
+            tables = replace(self._tables, trials=trials, steps=steps)
+            found = side(tables, cell_id, self._letter + cell.label if self._apart else "")
+            if self.force and found.failed_gates:
+                forgiven = trials.copy()
+                forgiven.loc[forgiven["status"] == Status.INVALID, "status"] = str(Status.OK)
+                found = replace(found, sample=side(replace(tables, trials=forgiven), cell_id).sample)
+            self._sides[cell] = replace(found, sample=Sample(found.sample.trials)) if self._apart else found
+        return self._sides[cell]
+
+    def largest(self, cell: Cell, column: str) -> int | None:
+        """The largest value of a cell's good trials; of invalid ones too if forced."""
+        key = (cell, column)
+        if key not in self._largest:
+            values = self._good(cell)[column].dropna()
+            self._largest[key] = None if values.empty else int(values.max())
+        return self._largest[key]
+
+    def sources(self, cell: Cell) -> frozenset[str]:
+        """Where the cell's peak memory was read."""
+        if cell not in self._sources:
+            self._sources[cell] = frozenset(self._good(cell)["peak_memory_source"].dropna())
+        return self._sources[cell]
+
+    def _good(self, cell: Cell) -> pd.DataFrame:
+        allowed = [str(Status.OK), *([str(Status.INVALID)] if self.force else [])]
+        trials = self._trials[cell.cell_id]
+        return trials[trials["status"].isin(allowed)]
 
 
 IDLE_SHARE = 0.1

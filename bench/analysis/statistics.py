@@ -245,24 +245,81 @@ def ratio(a: Sample, b: Sample, *, margin: float = MARGIN, resamples: int = RESA
     than MIN_TRIALS pairs, all trials are used and none is paired. ``ratio(b, a)`` is exactly the inverse: of the two,
     always the same one is resampled.
     """
+    ours, theirs, swap = _resampled(a, b, np.log(a.medians), np.log(b.medians))
+    found = _interval(ours, theirs, margin, resamples, seed)
+    return found.inverse() if swap else found
+
+
+def ratios(
+    pairs: Sequence[tuple[Sample, Sample]], *, margin: float = MARGIN, resamples: int = RESAMPLES, seed: int = SEED
+) -> list[Interval]:
+    """``ratio`` of many pairs, up to rounding: those of equally many blocks are resampled together, equal ones once.
+
+    A pair and its inverse are equal: of both, the same one is resampled.
+    """
+    logs: dict[int, Array] = {}
+    swapped: list[bool] = []
+    keys: list[tuple[int, bytes]] = []
+    rows: dict[int, dict[bytes, Array]] = {}
+    found: dict[tuple[int, bytes], Interval] = {}
+    for number, (a, b) in enumerate(pairs):
+        for sample in (a, b):
+            if id(sample) not in logs:
+                logs[id(sample)] = np.log(sample.medians)
+        ours, theirs, swap = _resampled(a, b, logs[id(a)], logs[id(b)])
+        together = theirs is None and len(ours) >= MIN_TRIALS
+        key = (len(ours), np.sort(ours).tobytes()) if together else (-1, number.to_bytes(8, "big"))
+        if together:
+            rows.setdefault(len(ours), {})[key[1]] = ours
+        else:
+            found[key] = _interval(ours, theirs, margin, resamples, seed)
+        keys.append(key)
+        swapped.append(swap)
+    for size, those in rows.items():
+        each, names = max(1, BATCH // resamples), list(those)
+        for start in range(0, len(names), each):
+            part = names[start : start + each]
+            drawn = bootstrap_many(np.stack([those[name] for name in part]), resamples=resamples, seed=seed)
+            found |= zip([(size, name) for name in part], _intervals(drawn, size, margin), strict=True)
+    return [found[key].inverse() if swap else found[key] for key, swap in zip(keys, swapped, strict=True)]
+
+
+def _intervals(drawn: Bootstrap, size: int, margin: float) -> list[Interval]:
+    """The interval of each row of paired samples of that many blocks."""
+    columns = (np.exp(drawn.centres), *map(np.exp, drawn.interval()), drawn.p_different(), drawn.p_same(margin))
+    return [
+        Interval(
+            ratio=centre,
+            low=low,
+            high=high,
+            p_different=different,
+            p_same=same,
+            margin=margin,
+            num_trials=size,
+            paired=True,
+        )
+        for centre, low, high, different, same in zip(*(column.tolist() for column in columns), strict=True)
+    ]
+
+
+def _resampled(a: Sample, b: Sample, logs_a: Array, logs_b: Array) -> tuple[Array, Array | None, bool]:
+    """What is resampled: differences of logarithms by block, or both samples; and whether they are those of b to a."""
     if not len(a.trials) or not len(b.trials):
         raise ValueError("a ratio needs a trial on either side")
-    logs = np.log(a.medians), np.log(b.medians)
     blocks = sorted(set(a.blocks) & set(b.blocks))
     if len(blocks) >= MIN_TRIALS or (blocks and max(len(a.trials), len(b.trials)) < MIN_TRIALS):
-        ours, theirs = (_by_block(values, s.blocks, blocks) for values, s in zip(logs, (a, b), strict=True))
+        ours, theirs = (_by_block(values, s.blocks, blocks) for values, s in ((logs_a, a), (logs_b, b)))
         apart = ours - theirs
         swap = sorted(apart.tolist()) > sorted((-apart).tolist())
-        found = _interval(-apart if swap else apart, None, margin, resamples, seed)
-    else:
-        swap = (len(a.trials), sorted(logs[0].tolist())) > (len(b.trials), sorted(logs[1].tolist()))
-        first, second = reversed(logs) if swap else logs
-        found = _interval(first, second, margin, resamples, seed)
-    return found.inverse() if swap else found
+        return -apart if swap else apart, None, swap
+    swap = (len(a.trials), sorted(logs_a.tolist())) > (len(b.trials), sorted(logs_b.tolist()))
+    return (logs_b, logs_a, True) if swap else (logs_a, logs_b, False)
 
 
 def _by_block(values: Array, blocks: Sequence[int], wanted: Sequence[int]) -> Array:
     """Mean of a cell's trials in each block: ABBA has two."""
+    if list(blocks) == list(wanted):
+        return values
     own = np.asarray(blocks)
     return np.array([values[own == block].mean() for block in wanted])
 

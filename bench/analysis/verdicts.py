@@ -28,7 +28,7 @@ from bench.analysis.statistics import (
     Sample,
     equivalent,
     holm,
-    ratio,
+    ratios,
 )
 
 ALPHA = 0.05
@@ -174,14 +174,44 @@ def compare(
 
     With ``force`` the ratio of what is not comparable is calculated too, where it can be; it stays not comparable.
     """
-    blocked = _blocked(a, b)
-    time = cycles = None
-    runs = bool(len(a.sample.trials) and len(b.sample.trials))
-    if runs and (force or blocked is None or blocked[0] not in BLOCKS):
-        time = ratio(a.sample, b.sample, margin=margin, resamples=resamples, seed=seed)
+    return compare_all([(a, b)], floor, margin, force=force, resamples=resamples, seed=seed)[0]
+
+
+def compare_all(
+    pairs: Sequence[tuple[Side, Side]],
+    floor: Interval | None,
+    margin: float = MARGIN,
+    *,
+    force: bool = False,
+    resamples: int = RESAMPLES,
+    seed: int = SEED,
+) -> list[Comparison]:
+    """``compare`` of many pairs, whose ratios are calculated together."""
+    blocked = [_blocked(a, b) for a, b in pairs]
+    asked: list[tuple[Sample, Sample]] = []
+    places: list[tuple[int, str]] = []
+    for number, ((a, b), why) in enumerate(zip(pairs, blocked, strict=True)):
+        runs = bool(len(a.sample.trials) and len(b.sample.trials))
+        if not runs or (why is not None and why[0] in BLOCKS and not force):
+            continue
+        asked.append((a.sample, b.sample))
+        places.append((number, "time"))
         if a.cycles is not None and b.cycles is not None:
-            cycles = ratio(a.cycles, b.cycles, margin=margin, resamples=resamples, seed=seed)
-    return Comparison(a=a.label, b=b.label, time=time, floor=floor, margin=margin, cycles=cycles, blocked=blocked)
+            asked.append((a.cycles, b.cycles))
+            places.append((number, "cycles"))
+    found = dict(zip(places, ratios(asked, margin=margin, resamples=resamples, seed=seed), strict=True))
+    return [
+        Comparison(
+            a=a.label,
+            b=b.label,
+            time=found.get((number, "time")),
+            floor=floor,
+            margin=margin,
+            cycles=found.get((number, "cycles")),
+            blocked=why,
+        )
+        for number, ((a, b), why) in enumerate(zip(pairs, blocked, strict=True))
+    ]
 
 
 def _blocked(a: Side, b: Side) -> tuple[Reason, str] | None:
