@@ -523,8 +523,8 @@ def test_bf16_is_no_speed_up_over_an_fp32_reference() -> None:  # mutant 19
     records = [make_record(cell) for cell in (cells["fp32"].reference(), *cells.values())]
     made = gates.judge(tables.build(records, make_manifest([*cells.values()])))
     assert (made.trials["status"] == "ok").all()
-    drawn = plots.figures(made, make_manifest([*cells.values()]))[-1].data
-    speed_up = drawn.reset_index().set_index("cell_id")["speed_up"]
+    (drawn,) = (one for one in plots.figures(made, make_manifest([*cells.values()])) if one.stem == "speed_up")
+    speed_up = drawn.data.reset_index().set_index("cell_id")["speed_up"]
     assert speed_up[cells["fp32"].cell_id] == pytest.approx(1.0)
     assert pd.isna(speed_up[cells["bf16"].cell_id])
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import matplotlib.style
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
@@ -21,7 +18,7 @@ from bench.analysis.verdicts import Verdict, band
 from bench.report import style
 from bench.report.comparison import Report
 from bench.report.panels import Drawing
-from bench.report.style import GREY, REFERENCE_COLOUR, SMALL, TINY, Key, Words, clean, safe
+from bench.report.style import GREY, REFERENCE_COLOUR, TINY, Key, Words, safe
 
 COLOURS = {
     Verdict.FASTER: "#0072B2",
@@ -45,8 +42,8 @@ GROUP_GAP = 0.5
 """Rows of room between groups."""
 MOST_ROWS = 30
 """Of a figure; more cells make more figures."""
-NAME_WIDTH, WORD_WIDTH = 2.8, 2.2
-"""Inches of the words beside the rows; longer ones are cut in the middle."""
+WORD_WIDTH = 2.2
+"""Inches of the words at the right of the rows; longer ones are cut in the middle."""
 LEAST_REACH = 1.05
 """The axis shows at least 1 / LEAST_REACH to LEAST_REACH, so that a tiny difference does not look like a large one."""
 NICE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 0.7, 1.0, 1.5, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
@@ -108,7 +105,7 @@ def _rows(axes: Axes, rows: Sequence[Row]) -> None:
         gap = GROUP_GAP if i and row.pair.group != rows[i - 1].pair.group else 0.0
         places.append(places[-1] + 1 + gap if places else 0.0)
         _row(axes, places[-1], row)
-    axes.set_yticks(places, [safe(_fit(row.pair.name, NAME_WIDTH)) for row in rows])
+    axes.set_yticks(places, [safe(style.fit(row.pair.name, style.NAME_WIDTH)) for row in rows])
     axes.set_ylim(places[-1] + 0.6, -0.6)
     axes.grid(visible=False, axis="y")
     axes.tick_params(axis="y", length=0)
@@ -126,7 +123,7 @@ def _row(axes: Axes, y: float, row: Row) -> None:
             axes.plot([time.low, time.high], [y, y], color=colour, linewidth=1.4, zorder=2.5)
         axes.plot([time.ratio], [y], zorder=3, **_mark(verdict, hollow=time.low is None))
     text = axes.text(
-        1.02, y, safe(_fit(said(row), WORD_WIDTH)), size=TINY, va="center", transform=axes.get_yaxis_transform()
+        1.02, y, safe(style.fit(said(row), WORD_WIDTH)), size=TINY, va="center", transform=axes.get_yaxis_transform()
     )
     text.set_color(GREY if barred else COLOURS[Verdict.SLOWER] if SLOWER in row.regressions else "black")
 
@@ -155,23 +152,6 @@ def said(row: Row) -> str:
     if time.low is None:
         return f"{time.ratio:.3f}, no interval (n = {time.num_trials}), {ends}"
     return f"{time.ratio:.3f} [{time.low:.3f}, {time.high:.3f}] {ends}"
-
-
-def _fit(text: str, width: float) -> str:
-    """The text, cut in the middle if it is wider than so many inches."""
-    whole = clean(text)
-    left = len(whole)
-    shown = whole
-    while _ruler().width(shown, SMALL) > width and left > 2:
-        left -= 1
-        half = left // 2
-        shown = f"{whole[: left - half]}…{whole[-half:]}"
-    return shown
-
-
-@cache
-def _ruler() -> style.Ruler:
-    return style.Ruler(FigureCanvasAgg(Figure(figsize=(1, 1))))
 
 
 def _limits(report: Report) -> tuple[float, float]:

@@ -14,10 +14,12 @@ from bench.report.against_n import draw_peak_memory, draw_step_time
 from bench.report.comparison import Report
 from bench.report.curves import draw_loss_curves
 from bench.report.memory import draw_held_gradients, draw_memory_categories
+from bench.report.noise import draw_noise
 from bench.report.panels import Drawing, Run
 from bench.report.rows import draw_optimizer_steps, draw_speed_up
 from bench.report.scatter import draw_memory_vs_time
 from bench.report.spreadsheet import write_csv
+from bench.report.traffic import draw_traffic
 from bench.tables import Tables
 
 
@@ -29,7 +31,7 @@ def draw(tables: Tables, manifest: dict[str, Any], folder: Path, standing: Stand
     folder.mkdir(parents=True, exist_ok=True)
     paths: list[Path] = []
     with matplotlib.style.context(list(style.BASE)):
-        for drawing in [*figures(tables, manifest), *ratios(standing)]:
+        for drawing in [*figures(tables, manifest), *spread(tables, manifest, standing), *ratios(standing)]:
             paths += style.save(drawing.figure, folder / drawing.stem, drawing.words)
             paths.append(folder / f"{drawing.stem}.csv")
             write_csv(drawing.data, paths[-1])
@@ -46,8 +48,17 @@ def ratios(standing: Standing | None) -> list[Drawing]:
     return forest.draw(report, "step_time_ratio")
 
 
+def spread(tables: Tables, manifest: dict[str, Any], standing: Standing | None) -> list[Drawing]:
+    """How far trials are from the medians of their cells, beside the noise floor."""
+    if tables.trials.empty:
+        return []
+    floor = None if standing is None or standing.floor is None else standing.floor.interval
+    with matplotlib.style.context(list(style.BASE)):
+        return draw_noise(Run(tables, manifest), floor)
+
+
 def figures(tables: Tables, manifest: dict[str, Any]) -> list[Drawing]:
-    """The figures of ``draw``, not yet saved."""
+    """The figures of ``draw`` that need no verdicts, not yet saved."""
     if tables.trials.empty:
         return []
     run = Run(tables, manifest)
@@ -62,4 +73,5 @@ def figures(tables: Tables, manifest: dict[str, Any]) -> list[Drawing]:
         )
         found = [drawing for maker in makers for drawing in maker(run)]
         memory = (draw_memory_categories, draw_held_gradients)
-        return found + [drawing for maker in memory for drawing in maker(run, tables.memory)]
+        found += [drawing for maker in memory for drawing in maker(run, tables.memory)]
+        return found + draw_traffic(run, tables.collectives)

@@ -48,7 +48,8 @@ def _rows(
     shown = run.shown(panels, reference=True)
     if not panels:
         return []
-    names = max(style.text_width(name, SMALL) for name in shown)
+    labels = [style.fit(name, style.NAME_WIDTH) for name in shown]
+    names = max(style.text_width(label, SMALL) for label in labels)
     most = min(4, max(1, int((style.WIDTH - 0.4 - names) / 1.3)))
     row = 0.135 if len(shown) > 8 else 0.19
     per_page = most * max(1, int(4.8 / (row * len(shown) + 0.3)))
@@ -62,7 +63,7 @@ def _rows(
         figure = style.sheet(words, [keys, run.signs(trials)], height, height)
         grid = panel_grid(figure, chunk, columns, names + 0.4, sharex=True, sharey=True)
         for i, (axes, panel) in enumerate(zip(grid, chunk, strict=True)):
-            axes.set_yticks(range(len(shown)), [safe(b) for b in shown])
+            axes.set_yticks(range(len(shown)), [safe(label) for label in labels])
             axes.set_ylim(len(shown) - 0.4, -0.6)
             axes.tick_params(axis="y", length=0)
             axes.set_xlabel(label if i + columns >= len(chunk) else "")

@@ -32,6 +32,8 @@ TITLE, SUBTITLE, SMALL, TINY = 10.5, 7.4, 7.0, 6.5
 """Font sizes in points; the base is 8."""
 MARGIN, GAP = 0.12, 0.07
 """Inches around the figure, and between its blocks."""
+KEY_WIDTH, NAME_WIDTH = 0.62, 2.8
+"""Inches of a legend's entry beside its label, and of a name beside the rows of a figure; longer ones are cut."""
 REFERENCE_COLOUR = "#000000"
 GREY = "#555555"
 
@@ -242,9 +244,26 @@ class Ruler:
         return lines
 
 
+@cache
+def _ruler() -> Ruler:
+    return Ruler(FigureCanvasAgg(Figure(figsize=(1, 1))))
+
+
 def text_width(text: str, size: float) -> float:
     """Width of a line of text in inches."""
-    return Ruler(FigureCanvasAgg(Figure(figsize=(1, 1)))).width(clean(text), size)
+    return _ruler().width(clean(text), size)
+
+
+def fit(text: str, width: float, size: float = SMALL) -> str:
+    """The text, cut in the middle if it is wider than so many inches."""
+    whole = clean(text)
+    left = len(whole)
+    shown = whole
+    while left > 2 and _ruler().width(shown, size) > width:
+        left -= 1
+        half = left // 2
+        shown = f"{whole[: left - half]}…{whole[-half:]}"
+    return shown
 
 
 def sheet(words: Words, legends: Sequence[Sequence[Key]], panels: float, least: float) -> Figure:
@@ -312,9 +331,9 @@ def _cut(notes: list[list[str]], height: float) -> list[str]:
 
 
 def _legend(figure: Figure, ruler: Ruler, keys: Sequence[Key]) -> Any:
-    labels = [clean(label) for _, label in keys]
+    labels = [fit(label, WIDTH - 2 * MARGIN - KEY_WIDTH) for _, label in keys]
     handles: list[Any] = [handle for handle, _ in keys]
-    column = max(ruler.width(label, SMALL) for label in labels) + 0.62
+    column = max(ruler.width(label, SMALL) for label in labels) + KEY_WIDTH
     return figure.legend(
         handles,
         # A leading underscore would hide the entry.

@@ -1,0 +1,93 @@
+"""The figures of communication and noise, of made runs: true to the tables, and legible."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib.style
+import pytest
+
+from bench.analysis.baseline import noise_floor
+from bench.analysis.loading import load
+from bench.analysis.verdicts import band
+from bench.report import noise, style, traffic
+from bench.report.panels import Drawing, Run
+from tests import legible
+from tests.pages import MIB, write_run
+
+FACTORS = {f"made-{i}-{sync}": 1 + i / 10 for i in range(5) for sync in ("eager", "deferred")}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("plots") / "run", FACTORS, accumulate=(1, 2, 8), world_size=(1, 2))
+
+
+def drawn(folder: Path) -> tuple[list[Drawing], list[Drawing]]:
+    run = load(folder)
+    found = Run(run.tables, dict(run.manifest))
+    floor = noise_floor(run)
+    with matplotlib.style.context(list(style.BASE)):
+        sent = traffic.draw_traffic(found, run.tables.collectives)
+        return sent, noise.draw_noise(found, None if floor is None else floor.interval)
+
+
+def test_they_can_be_read(folder: Path) -> None:
+    for drawings in drawn(folder):
+        assert drawings
+        for drawing in drawings:
+            with matplotlib.style.context(list(style.BASE)):
+                legible.assert_legible(drawing.figure, style.MAX_HEIGHT)
+            assert all(axes.patches or axes.lines for axes in drawing.figure.axes)
+
+
+def test_bars_are_the_payload_by_operation(folder: Path) -> None:
+    (drawing,) = drawn(folder)[0]
+    data = drawing.data.set_index(["backend", "world_size", "accumulate"])
+    assert data.loc[("made-0-eager", 2, 8), "all_reduce"] == 8 * 12 * MIB
+    assert data.loc[("made-0-eager", 2, 8), "broadcast"] == MIB
+    assert data.loc[("made-0-eager", 2, 8), traffic.TOTAL] == 97 * MIB
+    titles = [axes.get_title() for axes in drawing.figure.axes]
+    assert len(titles) == 3 and not any("W = 1" in title for title in titles)  # alone, a rank sends nothing
+    bars = [bar for axes in drawing.figure.axes for bar in axes.patches]
+    ends = [bar.get_x() + bar.get_width() for bar in bars]  # type: ignore[attr-defined]
+    assert max(ends) == pytest.approx(97)
+
+
+def test_without_collectives_there_is_no_figure(folder: Path) -> None:
+    run = load(folder)
+    found = Run(run.tables, dict(run.manifest))
+    assert traffic.draw_traffic(found, run.tables.collectives.iloc[:0]) == []
+
+
+def test_points_are_deviations_in_the_order_in_which_trials_ran(folder: Path) -> None:
+    run = load(folder)
+    ((drawing,), floor) = drawn(folder)[1], noise_floor(run)
+    data = drawing.data
+    assert data["place"].tolist() == list(range(1, len(data) + 1)) and "reference" not in set(data["backend"])
+    trials = run.tables.trials.set_index(["cell_id", "repeat"])
+    slots = [trials.loc[(row.cell_id, row.repeat), "slot"] for row in data.itertuples()]
+    assert slots == sorted(slots)
+    assert abs(data.groupby("cell_id")[noise.DEVIATION].median()).max() < 1e-9
+    assert floor is not None and floor.interval is not None
+    words = legible.words(drawing.figure)
+    assert f"noise floor, {100 * (band(floor.interval) - 1):.2g} %" in words
+
+
+def test_trials_far_away_are_told_and_do_not_hide_the_others(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "far", {"alpha": 1.0, "beta": 1.1}, accumulate=(2,), repeats=30)
+    run = load(folder)
+    trials = run.tables.trials
+    far = trials.index[trials["backend"] == "alpha"][0]
+    trials.loc[far, "step_time_s"] = 10.0
+    with matplotlib.style.context(list(style.BASE)):
+        (drawing,) = noise.draw_noise(Run(run.tables, dict(run.manifest)), None)
+    assert drawing.figure.axes[0].get_ylim()[1] < 5
+    notes = " ".join(drawing.words.notes)
+    assert "trials farther away, up to 9.8" in notes.replace("9.86e+03", "9.8") or "farther away" in notes
+    assert "The noise floor is unknown" in notes
+
+
+def test_one_trial_of_each_cell_has_no_spread(tmp_path: Path) -> None:
+    run = load(write_run(tmp_path / "one", {"alpha": 1.0}, repeats=1))
+    assert noise.draw_noise(Run(run.tables, dict(run.manifest)), None) == []
