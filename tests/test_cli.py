@@ -455,9 +455,10 @@ def test_a_good_run(place: Place) -> None:
     assert "run out: 6 cells; writing to out" in out
     assert "[12/12] " in out
     assert "tables: out/*.parquet" in out and "plots:  out/plots (1 files)" in out
-    assert {path.name for path in Path("out").iterdir()} == {"run.json", "trials.jsonl", "plots"} | {
-        f"{name}.parquet" for name in ("trials", "steps", "losses", "collectives", "memory", "ratios")
-    }
+    assert out.splitlines()[-1] == "report: out/report.html (in short: out/report.md)"
+    assert {path.name for path in Path("out").iterdir()} == {
+        *("run.json", "trials.jsonl", "plots", "report.html", "report.md"),
+    } | {f"{name}.parquet" for name in ("trials", "steps", "losses", "collectives", "memory", "ratios")}
 
 
 def test_a_run_without_out_goes_to_results_and_plots(place: Place) -> None:

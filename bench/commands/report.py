@@ -1,9 +1,10 @@
-"""``report``: a run's tables, plots and summary, from its journal."""
+"""``report``: a run's tables, plots, summary and page, from its journal."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +24,13 @@ SUMMARY_WIDTH = 160
 
 def add(commands: Any) -> None:
     """Add the command's parser."""
-    parser = commands.add_parser("report", help="write a run's tables and plots again from its journal")
+    parser = commands.add_parser("report", help="write a run's tables, plots and page from its journal")
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder, e.g. results/<run>")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="where to draw (default: as run did)")
     parser.add_argument(
         "--rebuild", action="store_true", help="only the tables, whatever state they are in: nothing is drawn or shown"
     )
+    parser.add_argument("--open", action="store_true", help="open report.html in the browser")
     parser.set_defaults(command=run)
 
 
@@ -37,14 +39,22 @@ def run(arguments: argparse.Namespace) -> int:
     folder = arguments.run
     read_manifest(folder)
     if arguments.rebuild:
-        if arguments.plots:
-            raise InputError("--plots: cannot stand beside --rebuild, which draws nothing; leave one of them out")
+        for name in ("plots", "open"):
+            if getattr(arguments, name):
+                raise InputError(f"--{name}: cannot stand beside --rebuild, which draws nothing; leave one of them out")
         return rebuild(folder)
     try:
         with locks.run_folder(folder, str(folder)):
-            return finish(folder, arguments.plots or plots_folder(folder))
+            status = finish(folder, arguments.plots or plots_folder(folder))
     except locks.BusyError:  # its run goes on: what there is can be shown, but run.json is the runner's
-        return finish(folder, arguments.plots or plots_folder(folder), note_floor=False)
+        status = finish(folder, arguments.plots or plots_folder(folder), note_floor=False)
+    if arguments.open:
+        import webbrowser
+
+        page = (folder / "report.html").resolve()
+        if not webbrowser.open(page.as_uri()):
+            print(f"bench: --open: there is no browser here; open {page} in one", file=sys.stderr)
+    return status
 
 
 def rebuild(folder: Path) -> int:
@@ -61,30 +71,42 @@ def rebuild(folder: Path) -> int:
 
 
 def finish(folder: Path, plots: Path, *, note_floor: bool = True) -> int:
-    """Tables, plots and the summary of a run; the exit status that its trials deserve.
+    """Tables, plots, the summary and the page of a run; the exit status that its trials deserve.
 
     With ``note_floor`` the A/A pair's ratio is noted in the manifest too.
     """
     from rich.console import Console
 
-    from bench.analysis.baseline import standing
+    from bench.analysis.baseline import standings
+    from bench.analysis.loading import hashed
+    from bench.report import page, pull_request
     from bench.report.plots import draw
-    from bench.report.summary import show
+    from bench.report.summary import by_cell, show
 
     manifest, run = _load(folder)
-    judged, found = run.tables, standing(run)
+    run = hashed(run, folder)
+    judged, every = run.tables, standings(run)
+    found = next(iter(every.values()))
+    cells = by_cell(judged)
     try:
         plots.mkdir(parents=True, exist_ok=True)
         _write_tables(folder, judged, found)
         if note_floor and UPGRADED not in manifest:
             _store_floor(folder, manifest, found)
         drawn = draw(judged, manifest, plots, found)
+        short = pull_request.write(folder, run, every, cells)
+        whole = page.write(folder, run, every, cells, drawn)
     except OSError as error:
         place = f"--plots {plots}" if str(error.filename).startswith(str(plots)) else str(folder)
         raise InputError(f"{place}: cannot be written ({error.strerror}); name a folder that can") from error
     console = Console(width=max(SUMMARY_WIDTH, Console().width))  # better wrapped by the terminal than cut off
     show(console, judged, found, manifest)
-    console.print(f"tables: {folder}/*.parquet\nplots:  {plots} ({len(drawn)} files)", highlight=False, soft_wrap=True)
+    console.print(
+        f"tables: {folder}/*.parquet\nplots:  {plots} ({len(drawn)} files)\nreport: {whole} (in short: {short})",
+        highlight=False,
+        soft_wrap=True,
+        markup=False,
+    )
     return _status(judged, manifest)
 
 

@@ -1,0 +1,196 @@
+"""The table of all cells on a report's first screen, and the ratios to every baseline that a reader may pick."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import pandas as pd
+
+from bench.analysis.baseline import Standing
+from bench.analysis.compare import Row, Run
+from bench.analysis.verdicts import Reason, Verdict
+from bench.cell import REFERENCE, Cell, Status
+from bench.report.answer import size
+from bench.report.comparison import DECIDED
+from bench.report.material import DASH, number
+
+SHOWN = ("backend", "accumulate", "world_size")
+TITLES = {
+    "accumulate": "N",
+    "world_size": "W",
+    "accumulation_dtype": "summed in",
+    "clip_norm": "clip",
+    "learning_rate": "lr",
+    "global_batch_size": "B",
+    "sequence_length": "tokens",
+}
+"""Of columns that are fields of a cell; others bear the field's name."""
+VERDICTS, REASONS = tuple(Verdict), tuple(Reason)
+RATIO_DIGITS = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Column:
+    """One column of the table."""
+
+    key: str
+    title: str
+    is_number: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Field:
+    """What one line says in one column."""
+
+    text: str
+    value: float | str | None
+    """By which the column is sorted; None comes last."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """One cell."""
+
+    cell_id: str
+    label: str
+    backend: str
+    accumulate: int
+    world_size: int
+    status: str
+    """As filters know it."""
+    ended: str
+    """The status, and in how many trials, if it is not good."""
+    fields: Mapping[str, Field]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Overview:
+    """The table, as it is without a script: against the run's own baseline."""
+
+    columns: tuple[Column, ...]
+    """Of facts; the verdict's and the status's follow them."""
+    lines: tuple[Line, ...]
+    baseline: str
+    baselines: tuple[str, ...]
+    """All that can be picked, the run's own first."""
+    ratios: Mapping[str, list[list[float | int | None]]]
+    """By cell: for each baseline with such a cell its place in ``baselines``, ratio, low and high ends of the interval,
+    places in VERDICTS and REASONS."""
+
+
+def overview(run: Run, standings: Mapping[str, Standing], cells: pd.DataFrame) -> Overview:
+    """``cells`` has a row per cell: ``summary.by_cell``."""
+    baselines = tuple(standings)
+    ratios: dict[str, list[list[float | int | None]]] = {}
+    ids = {cell: cell_id for cell_id, cell in run.cells.items()}
+    for place, standing in enumerate(standings.values()):
+        for row in standing.rows:
+            if not row.pair.b.twin:
+                ratios.setdefault(ids[row.pair.b], []).append([place, *_ratio(row)])
+    own = {} if not baselines else standings[baselines[0]].by_cell
+    names = varying(run)
+    columns = [Column(key=name, title=TITLES.get(name, name), is_number=_is_number(name)) for name in names]
+    columns += [
+        Column(key="seconds", title="s/step", is_number=True),
+        Column(key="memory", title="peak memory", is_number=True),
+    ]
+    lines = []
+    for cell in cells.to_dict("records"):
+        one = run.cells[cell["cell_id"]]
+        judged = own.get(cell["cell_id"])
+        facts = {name: _fact(one, name) for name in names}
+        facts |= {
+            "seconds": Field(text=number(cell["step_time_s"], ".4g"), value=_value(cell["step_time_s"])),
+            "memory": Field(
+                text=DASH if pd.isna(cell["peak_memory_bytes"]) else size(float(cell["peak_memory_bytes"])),
+                value=_value(cell["peak_memory_bytes"]),
+            ),
+        }
+        facts |= verdict_fields(judged, is_baseline=bool(baselines) and one.backend == baselines[0])
+        status = str(cell["status"])
+        lines.append(
+            Line(
+                cell_id=str(cell["cell_id"]),
+                label=one.label,
+                backend=one.backend,
+                accumulate=one.accumulate,
+                world_size=one.world_size,
+                status=status,
+                ended=status if status == Status.OK else f"{status} {cell['num_bad']}/{cell['num_trials']}",
+                fields=facts,
+            )
+        )
+    return Overview(
+        columns=tuple(columns),
+        lines=tuple(lines),
+        baseline=baselines[0] if baselines else DASH,
+        baselines=baselines,
+        ratios=ratios,
+    )
+
+
+def varying(run: Run) -> list[str]:
+    """The fields of cells that the table shows: SHOWN, and all in which cells of a backend differ, or of any."""
+    cells = [cell for cell in run.cells.values() if not cell.twin]
+    others = [cell for cell in cells if cell.backend != REFERENCE] or cells
+    names = [field.name for field in fields(Cell) if field.name not in {*SHOWN, "twin"}]
+    return [*SHOWN, *(name for name in names if len({getattr(cell, name) for cell in others}) > 1)]
+
+
+def _is_number(name: str) -> bool:
+    return name in {"accumulate", "world_size", "clip_norm", "learning_rate", "global_batch_size", "sequence_length"}
+
+
+def _fact(cell: Cell, name: str) -> Field:
+    value = getattr(cell, name)
+    if isinstance(value, float):
+        return Field(text=f"{value:g}", value=value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return Field(text=str(value), value=value)
+    return Field(text=str(value), value=str(value))
+
+
+def _value(value: Any) -> float | None:
+    return None if pd.isna(value) else float(value)
+
+
+def _ratio(row: Row) -> list[float | int | None]:
+    time, judgement = row.time, row.judgement
+    numbers = [None, None, None] if time is None else [time.ratio, time.low, time.high]
+    return [
+        *(None if value is None else round(value, RATIO_DIGITS) for value in numbers),
+        VERDICTS.index(judgement.verdict),
+        REASONS.index(judgement.reason),
+    ]
+
+
+def verdict_fields(row: Row | None, *, is_baseline: bool) -> dict[str, Field]:
+    """Ratio, interval and verdict in words; the script says the same of the baseline that a reader picks."""
+    empty = Field(text=DASH, value=None)
+    if is_baseline:
+        return {"ratio": Field(text="1", value=1.0), "interval": empty, "verdict": Field(text="baseline", value="")}
+    if row is None:
+        return {"ratio": empty, "interval": empty, "verdict": empty}
+    time, judgement = row.time, row.judgement
+    word = str(judgement.verdict) if judgement.reason in DECIDED else f"{judgement.verdict}: {judgement.reason}"
+    verdict = Field(text=word, value=word)
+    if time is None:
+        return {"ratio": empty, "interval": empty, "verdict": verdict}
+    ends = "none" if time.low is None or time.high is None else f"{time.low:.3f} - {time.high:.3f}"
+    return {
+        "ratio": Field(text=f"{time.ratio:.3f}", value=round(time.ratio, RATIO_DIGITS)),
+        "interval": Field(text=ends, value=None if time.low is None else round(time.low, RATIO_DIGITS)),
+        "verdict": verdict,
+    }
+
+
+def choices(lines: Sequence[Line]) -> dict[str, list[Any]]:
+    """What the filters offer."""
+    return {
+        "backend": list(dict.fromkeys(line.backend for line in lines)),
+        "accumulate": sorted({line.accumulate for line in lines}),
+        "world_size": sorted({line.world_size for line in lines}),
+        "status": list(dict.fromkeys(line.status for line in lines)),
+    }

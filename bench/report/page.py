@@ -1,0 +1,245 @@
+"""A run as one page that can be opened, sent, printed and cited: report.html.
+
+The page asks for nothing over a network: plots, style and script are in it. All words that come from a run are escaped
+by the template.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import urllib.parse
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pandas as pd
+from markupsafe import Markup
+
+from bench.analysis.baseline import Standing
+from bench.analysis.compare import Run
+from bench.analysis.statistics import LEVEL, MARGIN, MIN_TRIALS, RESAMPLES, TRIM
+from bench.analysis.verdicts import NEXT
+from bench.report import panels
+from bench.report.answer import answer
+from bench.report.citation import Citation, cite, cite_plot
+from bench.report.escape import plain
+from bench.report.inline import DARK_PAPER, INK, PAPER, Picture, in_the_dark, picture, variable
+from bench.report.material import Material
+from bench.report.overview import REASONS, VERDICTS, Overview, choices, overview
+from bench.report.sections import failures, sections
+
+NAME = "report.html"
+FIRST_PLOT = "memory_vs_time"
+LONG = 12
+"""Rows from which a table is folded."""
+PLOTS_BYTES = 2_500_000
+"""Of plots in a page; what is beyond that is linked to."""
+FORMATS = ("text", "markdown", "bibtex")
+RAW = {
+    "run.json": "what ran where, with which versions",
+    "trials.jsonl": "the journal: a line per trial, from which everything else follows",
+    "trials.parquet": "a row per trial",
+    "steps.parquet": "a row per timed optimizer step",
+    "losses.parquet": "a row per optimizer step",
+    "collectives.parquet": "calls and bytes by operation",
+    "memory.parquet": "bytes by category",
+    "ratios.parquet": "ratios, intervals and verdicts against the run's own baseline",
+}
+"""Files that a report links to, beside it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shown:
+    """The plots of one section."""
+
+    first: Picture | None
+    more: tuple[Picture, ...]
+    linked: tuple[tuple[str, str], ...]
+    """Names and links of those for which the page has no room."""
+
+
+def write(
+    folder: Path, run: Run, standings: Mapping[str, Standing], cells: pd.DataFrame, plots: Sequence[Path]
+) -> Path:
+    """Write the page of a run into its folder; returns the path.
+
+    ``cells`` has a row per cell (``summary.by_cell``), and ``plots`` are the files that were drawn.
+    """
+    path = folder / NAME
+    draft = path.with_suffix(".tmp")
+    draft.write_text(render(folder, run, standings, cells, plots), encoding="utf-8")
+    draft.replace(path)
+    return path
+
+
+def render(
+    folder: Path, run: Run, standings: Mapping[str, Standing], cells: pd.DataFrame, plots: Sequence[Path]
+) -> str:
+    """The page, as it stands in the folder."""
+    own = next(iter(standings.values()))
+    material = Material(run=run, standing=own, cells=cells)
+    table = overview(run, standings, cells)
+    asked = sections(material)
+    shown, colours = _shown(folder, [[FIRST_PLOT], *(section.plots for section in asked)], plots)
+    words = panels.Run(run.tables, dict(run.manifest)).words("")
+    return _template().render(
+        run=run,
+        title=plain(run.name),
+        subject=words.subtitle,
+        machine=words.footer.partition("; machine: ")[2],
+        answer=[plain(sentence) for sentence in answer(run, standings, cells)],
+        table=table,
+        choices=choices(table.lines),
+        first=shown[0],
+        sections=[
+            (replace(section, sentences=tuple(map(plain, section.sentences))), plots_of)
+            for section, plots_of in zip(asked, shown[1:], strict=True)
+        ],
+        failures=failures(material),
+        data=_data(run, own, table, shown),
+        properties=_properties(colours),
+        long=LONG,
+        raw=[(name, about) for name, about in RAW.items() if (folder / name).exists()],
+        method={"level": LEVEL, "margin": MARGIN, "trials": MIN_TRIALS, "resamples": RESAMPLES, "trim": TRIM},
+        facts=facts(run.manifest),
+        style=Markup(_text("report.css")),
+        script=Markup(_text("report.js")),
+    )
+
+
+@cache
+def _template() -> jinja2.Template:
+    here = Path(__file__).parent / "templates"
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(here),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("report.html")
+
+
+def _text(name: str) -> str:
+    return (Path(__file__).parent / "templates" / name).read_text(encoding="utf-8")
+
+
+def _shown(folder: Path, wanted: Iterable[Sequence[str]], plots: Sequence[Path]) -> tuple[list[Shown], frozenset[str]]:
+    """The plots of each section, while there is room, and the colours in them. First come those that are open."""
+    files = {path.stem: path for path in plots if path.suffix == ".svg"}
+    groups = [[name for stem in stems for name in _pages(stem, files)] for stems in wanted]
+    room, pictures = PLOTS_BYTES, dict[str, Picture]()
+    firsts = [group[0] for group in groups if group]
+    for name in dict.fromkeys([*firsts, *(name for group in groups for name in group)]):
+        length = files[name].stat().st_size
+        if length > room and name not in firsts:
+            continue
+        pictures[name] = picture(files[name].read_text(encoding="utf-8"), name)
+        room -= len(pictures[name].markup)
+    found = []
+    for group in groups:
+        inside = [pictures[name] for name in group if name in pictures]
+        outside = [(name, link(folder, files[name])) for name in group if name not in pictures]
+        found.append(Shown(first=inside[0] if inside else None, more=tuple(inside[1:]), linked=tuple(outside)))
+    return found, frozenset(colour for one in pictures.values() for colour in one.colours)
+
+
+def _pages(stem: str, files: Mapping[str, Path]) -> list[str]:
+    """The names of a figure's pages: ``stem``, or ``stem-1`` and so on."""
+    if stem in files:
+        return [stem]
+    numbered = [name for name in files if name.rpartition("-")[0] == stem and name.rpartition("-")[2].isdigit()]
+    return sorted(numbered, key=lambda name: int(name.rpartition("-")[2]))
+
+
+def link(folder: Path, path: Path) -> str:
+    """From the page to a file, for a browser."""
+    relative = os.path.relpath(path.resolve(), folder.resolve())
+    return urllib.parse.quote(Path(relative).as_posix())
+
+
+def _properties(colours: frozenset[str]) -> dict[str, list[tuple[str, str]]]:
+    """The custom properties that the plots are drawn with, on light paper and on dark."""
+    every = sorted({*colours, PAPER, INK})
+    dark = [(variable(colour), DARK_PAPER if colour == PAPER else in_the_dark(colour)) for colour in every]
+    return {"light": [(variable(colour), colour) for colour in every], "dark": dark}
+
+
+def _data(run: Run, standing: Standing, table: Overview, shown: Sequence[Shown]) -> Markup:
+    """What the script reads: ratios to every baseline, and citations."""
+    names = [one.stem for group in shown for one in (group.first, *group.more) if one is not None]
+    value = {
+        "run": run.name,
+        "baselines": table.baselines,
+        "verdicts": VERDICTS,
+        "reasons": REASONS,
+        "next": [NEXT[reason] for reason in REASONS],
+        "ratios": table.ratios,
+        "citations": _citations(run, standing, (line.cell_id for line in table.lines), names),
+    }
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+    # Inside a script nothing is an entity, and nothing may end it or open a comment.
+    return Markup(text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"))
+
+
+def _citations(run: Run, standing: Standing, ids: Iterable[str], plots: Iterable[str]) -> dict[str, Any]:
+    """The citations of cells, of their ratios to the run's own baseline, and of plots."""
+    pairs = [(row.pair.b.cell_id, row.pair.a.cell_id) for row in standing.rows if not row.pair.b.twin]
+    return {
+        "cell": packed({cell_id: cite(run, cell_id) for cell_id in ids}),
+        "ratio": packed({cell_id: cite(run, cell_id, other_id) for cell_id, other_id in pairs}),
+        "plot": packed({name: cite_plot(run, name) for name in dict.fromkeys(plots)}),
+    }
+
+
+def packed(citations: Mapping[str, Citation]) -> dict[str, Any]:
+    """Citations by format: how all of them end, once, and what comes before it in each."""
+    found = {}
+    for name in FORMATS:
+        texts = {key: str(getattr(citation, name)) for key, citation in citations.items()}
+        end = _common_end(texts.values())
+        found[name] = {"end": end, "of": {key: text.removesuffix(end) for key, text in texts.items()}}
+    return found
+
+
+def _common_end(texts: Iterable[str]) -> str:
+    """The longest text that all of them end with."""
+    backwards = sorted(text[::-1] for text in texts)
+    if not backwards:
+        return ""
+    # What the first and the last of them share, all share.
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(backwards[0], backwards[-1], strict=False))
+    return "".join(one for one, _ in same)[::-1]
+
+
+def facts(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The run, its machine and its software, as names and values."""
+    machine = manifest.get("machine") or {}
+    gpus = [str(gpu.get("name", "GPU")) for gpu in machine.get("gpus") or []]
+    git = manifest.get("git") or {}
+    commit = str(git.get("commit") or "unknown: it was no checkout")
+    found = [
+        ("run", manifest.get("run_id")),
+        ("started", manifest.get("started")),
+        ("finished", manifest.get("finished") or "not finished"),
+        ("command", " ".join(map(str, manifest.get("command") or ()))),
+        ("commit of the bench", commit + (", with uncommitted changes" if git.get("clean") is False else "")),
+        ("SHA-256 of the journal", manifest.get("journal_sha256") or "not stored when the run ended"),
+        ("CPU", f"{machine.get('cpu') or 'unknown'}, {machine.get('cores', 'unknown')} cores"),
+        ("memory", _gib(machine.get("memory_bytes"))),
+        ("GPUs", ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)) or "none"),
+        ("system", machine.get("system")),
+        ("Python", machine.get("python")),
+        ("packages", ", ".join(f"{name} {version}" for name, version in (manifest.get("packages") or {}).items())),
+        ("environment", ", ".join(f"{key}={value}" for key, value in (manifest.get("environment") or {}).items())),
+    ]
+    return [(name, str(value)) for name, value in found if value]
+
+
+def _gib(size: Any) -> str:
+    return f"{size / 2**30:.1f} GiB" if isinstance(size, int) else ""

@@ -1,0 +1,336 @@
+"""The questions of a report, one section each: two sentences written from the data, and the table behind them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from bench.analysis.compare import Row
+from bench.analysis.gates import TOLERANCES
+from bench.analysis.verdicts import NEXT, Exact, Verdict
+from bench.cell import Status
+from bench.probes.categories import PEAK, Category
+from bench.report.answer import noise, sentence, size, some
+from bench.report.material import (
+    DASH,
+    Material,
+    Section,
+    Table,
+    count,
+    number,
+    scaled,
+    status_words,
+    table_of,
+    word,
+)
+from bench.report.memory import by_cell as memory_by_cell
+from bench.report.noise import DEVIATION, deviations
+from bench.report.panels import GIB_ABOVE
+from bench.report.traffic import MIB, TOTAL, by_operation
+
+
+def sections(material: Material) -> list[Section]:
+    """All questions, in order."""
+    return [ask(material) for ask in (speed, memory, correctness, communication, semantics, noise_section)]
+
+
+def speed(of: Material) -> Section:
+    """How long an optimizer step takes."""
+    rows = of.standing.rows
+    counts = Counter(row.judgement.verdict for row in rows)
+    said = ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict])
+    first = f"Of {count(len(rows), 'comparison')} with {of.standing.baseline}: {said or 'none'}."
+    trials = of.run.tables.trials
+    more = [name for name in ("mfu", "energy_j_per_step") if trials[name].notna().any()]
+    good = trials[trials["status"] == Status.OK].groupby("cell_id")[more].median() if more else pd.DataFrame()
+
+    def line(cell: Mapping[str, Any]) -> tuple[str, ...]:
+        extra = (good[name].get(cell["cell_id"]) for name in more)
+        return (
+            of.label(cell["cell_id"]),
+            str(cell["num_trials"] - cell["num_bad"]),
+            number(cell["step_time_s"], ".4g"),
+            number(cell["fastest_s"], ".4g"),
+            number(cell["slowest_s"], ".4g"),
+            number(cell["tokens_per_s"], ",.0f"),
+            *(number(value, ".3g") for value in extra),
+        )
+
+    names = {"mfu": "MFU", "energy_j_per_step": "J/step"}
+    header = ("cell", "good trials", "s/step", "fastest", "slowest", "tokens/s", *(names[name] for name in more))
+    return Section(
+        key="speed",
+        title="Speed: how long does an optimizer step take?",
+        sentences=(first, _largest(of, rows)),
+        plots=("step_time_ratio", "step_time", "speed_up"),
+        table=table_of("Step times: medians over trials", header, of.cells, line),
+    )
+
+
+def _largest(of: Material, rows: Sequence[Row]) -> str:
+    """The verdict whose difference is largest; else why there is none."""
+    decided = [row for row in rows if row.judgement.verdict in {Verdict.FASTER, Verdict.SLOWER} and row.time]
+    if decided:
+        far = max(decided, key=lambda row: abs(_factor(row)))
+        return f"The largest difference that is certain: {sentence(of.run, far)}"
+    reasons = Counter(row.judgement.reason for row in rows)
+    if not reasons:
+        return "There is nothing to compare: no two cells are equal but for the backend."
+    reason, times = reasons.most_common(1)[0]
+    return f"No difference is certain; the most frequent reason ({times}) is: {reason} ({NEXT[reason]})."
+
+
+def _factor(row: Row) -> float:
+    ratio = row.time.ratio if row.time else 1.0
+    return ratio if ratio >= 1 else 1 / ratio
+
+
+def memory(of: Material) -> Section:
+    """How much memory a rank needs."""
+    verdicts = Counter(row.memory.verdict.verdict for row in of.standing.rows)
+    said = ", ".join(f"{verdicts[one]} {one}" for one in Exact if verdicts[one])
+    known = of.others[of.others["peak_memory_bytes"].notna()]
+    if known.empty:
+        sentences: tuple[str, ...] = ("No cell has a peak of memory that was measured.",)
+    else:
+        most = known["accumulate"].max()
+        there = known[known["accumulate"] == most].sort_values("peak_memory_bytes", kind="stable")
+        ends = [(of.label(row["cell_id"]), size(float(row["peak_memory_bytes"]))) for _, row in there.iterrows()]
+        second = f"At N = {most} the least is {ends[0][1]} ({ends[0][0]})"
+        second += f", and the most {ends[-1][1]} ({ends[-1][0]})." if len(ends) > 1 else "."
+        against = f"Bytes have no noise: against {of.standing.baseline}'s, peaks are {said}." if said else ""
+        sentences = tuple(filter(None, (against, second)))
+    parts = memory_by_cell(of.run.tables.memory, PEAK)
+    used = [str(c) for c in Category if str(c) in parts and (parts[str(c)] > 0).any()]
+    largest = of.cells["peak_memory_bytes"].max()
+    unit, name = (2.0**30, "GiB") if pd.notna(largest) and largest >= GIB_ABOVE else (2.0**20, "MiB")
+    sources = (
+        of.run.tables.trials.dropna(subset=["peak_memory_source"]).groupby("cell_id")["peak_memory_source"].first()
+    )
+    rows = of.standing.by_cell
+
+    def line(cell: Mapping[str, Any]) -> tuple[str, ...]:
+        cell_id = cell["cell_id"]
+        row = rows.get(cell_id)
+        share = None if row is None else row.memory.verdict.ratio
+        own = parts.loc[cell_id] if cell_id in parts.index else {}
+        return (
+            of.label(cell_id),
+            str(sources.get(cell_id, DASH)),
+            scaled(cell["peak_memory_bytes"], unit),
+            number(share, ".3f"),
+            *(scaled(own.get(part), unit) for part in used),
+        )
+
+    header = ("cell", "measured by", f"peak ({name})", "peak / baseline's", *(p.replace("_", " ") for p in used))
+    caption = f"Peak memory of a rank, and what it is made of, in {name}"
+    return Section(
+        key="memory",
+        title="Memory: how much does a rank need?",
+        sentences=sentences,
+        plots=("memory_categories", "peak_memory", "held_gradients"),
+        table=table_of(caption, header, of.cells, line, words=2),
+    )
+
+
+def correctness(of: Material) -> Section:
+    """Whether the updates are those of the big batch."""
+    cells = of.others
+    fine, invalid = cells[cells["status"] == Status.OK], cells[cells["status"] == Status.INVALID]
+    first = f"{len(fine)} of {count(len(cells), 'cell')} passed every gate."
+    if not invalid.empty:
+        names = list(dict.fromkeys(invalid["backend"]))
+        first = first[:-1] + f"; {len(invalid)} failed one, all of {some(names)}."
+    error = fine["update_error"].dropna()
+    if error.empty:
+        second = "No update of a good cell was held against the reference's."
+    else:
+        worst = fine.loc[error.index[int(error.astype(float).to_numpy().argmax())]]
+        limit = TOLERANCES[worst["precision"]].update_error
+        second = (
+            f"Among those that passed, the update farthest from the reference's is off by {float(error.max()):.2g} "
+            f"({of.label(worst['cell_id'])}; the limit is {limit:g})."
+        )
+    trials = of.run.tables.trials
+    summed = trials.dropna(subset=["accumulated_in"]).groupby("cell_id")["accumulated_in"].first()
+    final = trials.groupby("cell_id")["final_loss"].median()
+
+    def line(cell: Mapping[str, Any]) -> tuple[str, ...]:
+        return (
+            of.label(cell["cell_id"]),
+            status_words(cell),
+            str(summed.get(cell["cell_id"], DASH)),
+            number(cell["update_scale"], ".4g"),
+            number(cell["update_error"], ".1e"),
+            number(cell["max_loss_deviation"], ".1e"),
+            number(final.get(cell["cell_id"]), ".4f"),
+        )
+
+    header = (
+        "cell",
+        "status",
+        "gradients summed in",
+        "update / reference's",
+        "error of the update",
+        "loss off by (nats)",
+        "final loss",
+    )
+    return Section(
+        key="correctness",
+        title="Correctness: is every update that of the big batch?",
+        sentences=(first, second),
+        plots=("loss_curves",),
+        table=table_of("What the gates looked at", header, of.cells, line, words=3),
+    )
+
+
+def communication(of: Material) -> Section:
+    """What ranks hand to collectives."""
+    table = of.run.tables.collectives
+    sent = by_operation(table)
+    totals = sent[TOTAL] if not sent.empty else pd.Series(dtype=float)
+    cells = of.others.assign(sent=of.others["cell_id"].map(totals))
+    good = cells[(cells["status"] == Status.OK) & cells["sent"].notna()]
+    checked = table.dropna(subset=["expected_calls"])
+    same = (checked["calls"] == checked["expected_calls"]) & (
+        checked["payload_bytes"] == checked["expected_payload_bytes"]
+    )
+    if good.empty:
+        sentences: tuple[str, ...] = ("No collectives of a good cell were counted.",)
+    else:
+        most = good["accumulate"].max()
+        there = good[good["accumulate"] == most].sort_values("sent", kind="stable")
+        least, largest = there.iloc[0], there.iloc[-1]
+        first = f"At N = {most} a rank hands {scaled(least['sent'], MIB)} MiB to collectives in an optimizer step "
+        first += f"({of.label(least['cell_id'])})"
+        if len(there) > 1 and largest["sent"] > least["sent"]:
+            first += f" to {scaled(largest['sent'], MIB)} MiB ({of.label(largest['cell_id'])})"
+        second = (
+            f"{int(same.sum())} of {len(checked)} counts of an operation are, in calls and in bytes, what its formula "
+            "says."
+            if len(checked)
+            else "No formula says what these backends should send."
+        )
+        sentences = (first + ".", second)
+    by_id: dict[str, pd.DataFrame] = {str(key): rows for key, rows in _first_repeat(table).groupby("cell_id")}
+
+    def line(cell: Mapping[str, Any]) -> tuple[str, ...]:
+        rows = by_id.get(cell["cell_id"])
+        operations = [] if rows is None else rows.to_dict("records")
+        said = [f"{row['op']} of {row['dtype']}: {row['calls']} x, {scaled(row[TOTAL], MIB)} MiB" for row in operations]
+        due = [row for row in operations if pd.notna(row["expected_calls"])]
+        right = sum(
+            row["calls"] == row["expected_calls"] and row[TOTAL] == row["expected_payload_bytes"] for row in due
+        )
+        return (
+            of.label(cell["cell_id"]),
+            "; ".join(said) or ("none" if cell["status"] == Status.OK else DASH),
+            f"{right} of {len(due)}" if due else DASH,
+            scaled(totals.get(cell["cell_id"]), MIB),
+        )
+
+    header = ("cell", "operations of one optimizer step", "as the formula", "MiB in all")
+    return Section(
+        key="communication",
+        title="Communication: what do ranks send?",
+        sentences=sentences,
+        plots=("communication",),
+        table=table_of("Collectives between two updates, on one rank", header, of.cells, line, words=3),
+    )
+
+
+def _first_repeat(table: pd.DataFrame) -> pd.DataFrame:
+    """Of each cell, the rows of the first repeat that has some."""
+    return table[table["repeat"] == table.groupby("cell_id")["repeat"].transform("min")]
+
+
+def semantics(of: Material) -> Section:
+    """Which steps were taken."""
+    cells = of.others
+    seen = cells[cells["steps_observed"].notna() & cells["steps_expected"].notna()]
+    right = int((seen["steps_observed"] == seen["steps_expected"]).sum())
+    told = seen[seen["steps_reported"].notna()]
+    honest = int((told["steps_reported"] == told["steps_observed"]).sum())
+    first = f"{right} of {count(len(seen), 'cell')} took exactly the optimizer steps that were due."
+    second = (
+        f"Of {count(len(told), 'cell')} whose framework reports a number of steps, {honest} report what the inner "
+        "optimizer was seen to do."
+        if len(told)
+        else "No framework in this run reports a number of steps."
+    )
+    trials = of.run.tables.trials.drop_duplicates("cell_id").set_index("cell_id")
+
+    def line(cell: Mapping[str, Any]) -> tuple[str, ...]:
+        trial = trials.loc[cell["cell_id"]]
+        agree = trial["ranks_agree"]
+        return (
+            of.label(cell["cell_id"]),
+            word(trial["optimizer_steps_reported_by"]),
+            DASH if pd.isna(agree) else "yes" if agree else "no",
+            *(number(cell[f"steps_{name}"], "d") for name in ("expected", "observed", "reported")),
+            word(trial["micro_batches_per_update"]),
+        )
+
+    header = ("cell", "reported by", "ranks agree", "due", "taken", "reported", "micro-batches per update")
+    return Section(
+        key="semantics",
+        title="Semantics: which optimizer steps were taken?",
+        sentences=(first if len(seen) else "No optimizer step of any cell was seen.", second),
+        plots=("optimizer_steps",),
+        table=table_of("Optimizer steps", header, of.cells, line, words=3),
+    )
+
+
+def noise_section(of: Material) -> Section:
+    """How sure the numbers are."""
+    found = deviations(of.run.tables.trials)
+    spread = found.groupby("cell_id")[DEVIATION].agg(lambda values: values.max() - values.min())
+    if spread.empty:
+        second = "No cell has two good trials, so nothing is known of how they differ."
+    else:
+        worst = str(spread.idxmax())
+        second = (
+            f"From its fastest to its slowest trial, the median cell spreads over {spread.median():.2g} % and "
+            f"{of.label(worst)} over {spread.max():.2g} %."
+        )
+    trials = of.run.tables.trials
+    others = 100 * (trials["foreign_cores"] + trials["stolen_cores"]) / trials["num_cpus"]
+    busy = others.groupby(trials["cell_id"]).median()
+    dropped = trials.groupby("cell_id")["num_warmup_steps"].max()
+
+    def line(cell: Mapping[str, Any]) -> tuple[str, ...]:
+        return (
+            of.label(cell["cell_id"]),
+            str(cell["num_trials"] - cell["num_bad"]),
+            number(spread.get(cell["cell_id"]), ".2g"),
+            number(dropped.get(cell["cell_id"]), "d"),
+            number(busy.get(cell["cell_id"]), ".2g"),
+        )
+
+    header = (
+        "cell",
+        "good trials",
+        "spread of trials (%)",
+        "warm-up steps left out, at most",
+        "CPUs used by others (%)",
+    )
+    return Section(
+        key="noise",
+        title="Noise: how sure is that?",
+        sentences=(noise(of.standing.floor), second),
+        plots=("noise",),
+        table=table_of("Spread of the trials of each cell", header, of.cells, line),
+    )
+
+
+def failures(of: Material) -> Table:
+    """Every cell that did not end well, with its reason."""
+    bad = of.cells[of.cells["status"] != Status.OK]
+
+    def line(cell: Mapping[str, Any]) -> tuple[str, ...]:
+        return of.label(cell["cell_id"]), status_words(cell), str(cell["reason"]) or "no reason was recorded"
+
+    return table_of("Cells that did not end well", ("cell", "status, trials", "reason"), bad, line, words=3)
