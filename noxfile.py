@@ -51,6 +51,23 @@ def tests(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", *session.posargs)
 
 
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+@nox.session(venv_backend="none", requires=["install"])
+def browser(session: nox.Session) -> None:
+    """Open, use and print reports in a real browser: Debian's Chromium is installed if there is none, as root."""
+    session.run("python", "-m", "pip", "install", "-q", "-c", "constraints.txt", "--group", "browser")
+    if not any(map(shutil.which, BROWSERS)):
+        if shutil.which("apt-get") and os.geteuid() == 0:
+            session.run("apt-get", "update", "-q", external=True)
+            packages = ("chromium", "fonts-dejavu-core")
+            session.run("apt-get", "install", "-q", "-y", "--no-install-recommends", *packages, external=True)
+        else:
+            session.warn(f"no browser: install one of {', '.join(BROWSERS)}; until then these tests are skipped")
+    session.run("python", "-m", "pytest", "--browser", "--slow", "tests/test_browser.py", *session.posargs)
+
+
 @nox.session(venv_backend="none", requires=["install"])
 def lint(session: nox.Session) -> None:
     """Check style, format and types."""

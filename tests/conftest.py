@@ -26,15 +26,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's backgro
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run also what takes more than a minute")
+    parser.addoption("--browser", action="store_true", help="run also what needs a browser: nox -s browser has one")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--slow"):
-        return
-    skip = pytest.mark.skip(reason="takes more than a minute; run it with --slow")
-    for item in items:
-        if "slow" in item.keywords:
-            item.add_marker(skip)
+    for name, why in (("slow", "takes more than a minute"), ("browser", "needs a browser")):
+        if config.getoption(f"--{name}"):
+            continue
+        skip = pytest.mark.skip(reason=f"{why}; run it with --{name}")
+        for item in items:
+            if name in item.keywords:
+                item.add_marker(skip)
 
 
 MATRIX = """
