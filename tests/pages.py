@@ -18,7 +18,7 @@ import pytest
 
 from bench.cell import REFERENCE, Cell
 from bench.commands.report import finish
-from bench.journal import JOURNAL, write_manifest
+from bench.journal import JOURNAL, encode, write_manifest
 from bench.probes.categories import HELD, PEAK, Category
 from bench.report import plots
 from tests.factories import make_cell, make_failure, make_manifest, make_record
@@ -102,7 +102,7 @@ def write_run(
     )
     about["backends"] = {name: kind(name) for name in ["reference", *backends]}
     folder.mkdir(parents=True)
-    (folder / JOURNAL).write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    (folder / JOURNAL).write_bytes(b"".join(map(encode, records)))
     write_manifest(folder, about | manifest)
     return folder
 

@@ -230,7 +230,7 @@ def test_open(
         return there_is_one
 
     monkeypatch.setattr(webbrowser, "open", take)
-    monkeypatch.setattr(command, "finish", lambda folder, plots: 0)
+    monkeypatch.setattr(command, "finish", lambda *_, **__: 0)
     assert main(["report", str(folder), "--open"]) == 0
     assert opened == [(folder / "report.html").resolve().as_uri()]
     said = capsys.readouterr().err
