@@ -185,7 +185,8 @@ def judge_reports(
 ) -> list[list[Row]]:
     """``judge_pairs`` of several reports on the same runs: each is corrected for its own number of pairs."""
     apart = a is not b
-    ours, theirs = Sides(a.tables, apart, "A ", force), Sides(b.tables, apart, "B ", force)
+    ours = Sides(a.tables, apart, "A ", force)
+    theirs = Sides(b.tables, apart, "B ", force) if apart else ours
     sides = [(ours.side(pair.a), theirs.side(pair.b)) for pairs in reports for pair in pairs]
     evidence = verdicts.compare_all(
         [(one, base) for base, one in sides], floor, margin, force=force, resamples=resamples
