@@ -1,20 +1,31 @@
-"""The page on memory and bytes: what it says of made runs."""
+"""The page on memory and bytes: what it says of made runs, and that the one in docs is of the runs in results."""
 
 from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench.analysis import gates
 from bench.analysis.compare import Run
-from bench.analysis.footprint import footprint
+from bench.analysis.footprint import ACCURACY, footprint
 from bench.analysis.formulas import BUILT_IN, expect, layout_of
+from bench.analysis.loading import load
 from bench.cell import Cell
+from bench.cli import GOOD, WRONG, main
 from bench.probes.categories import HELD, PEAK, Category
 from bench.report import bytes_page
-from bench.report.bytes_page import page
+from bench.report.bytes_page import NEAR, Measured, page
 from bench.tables import build
+from tests.conftest import ROOT
 from tests.factories import make_cell, make_manifest, make_record
 
+FOLDERS = ("results/bytes", "results/bytes-8b")
+SUMMED = "results/bytes/accumulation.jsonl"
+DOCS = "docs/memory-and-bytes.md"
 KEYS = {
     "parameters": Category.PARAMETERS_SHARDED,
     "gradients": Category.GRADIENTS_SHARDED,
@@ -69,3 +80,55 @@ def test_the_replayed_peak_is_in_the_table_without_what_the_bench_holds() -> Non
     memory = run_of((cell, memory_of(cell))).tables.memory
     row = memory[memory["category"] == PEAK].iloc[0]
     assert row["bytes"] == row["expected_bytes"]
+
+
+@pytest.fixture(scope="module")
+def measured() -> list[Run]:
+    return [load(ROOT / folder) for folder in FOLDERS]
+
+
+def rows() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (ROOT / SUMMED).read_text().splitlines() if line]
+
+
+def test_the_page_is_of_the_runs_in_results(measured: list[Run]) -> None:
+    command = f"python -m bench bytes {' '.join(FOLDERS)} --accumulation {SUMMED} --docs {DOCS}"
+    assert page(measured, rows(), command) == (ROOT / DOCS).read_text(encoding="utf-8")
+
+
+def test_what_was_measured_is_what_was_calculated(measured: list[Run]) -> None:
+    """Every backend, N of 1 to 8, real worlds of 1 to 4 and virtual ones of 8 and 64; and 8b on fake tensors."""
+    found = Measured.of(measured)
+    counted = found.collectives.dropna(subset=["expected_calls"])
+    assert (counted["calls"] == counted["expected_calls"]).all()
+    assert (counted["payload_bytes"] == counted["expected_payload_bytes"]).all()
+    memory = found.memory.dropna(subset=["expected_bytes"])
+    held = memory[memory["category"].str.startswith(HELD)]
+    assert (held["bytes"] == held["expected_bytes"]).all()
+    peaks = memory[memory["category"] == PEAK]
+    near = (peaks["expected_bytes"] / peaks["bytes"] - 1).abs() <= NEAR
+    assert (near | peaks["backend"].isin(list(bytes_page.DIFFERENCES))).all()
+    farthest = float((peaks["expected_bytes"] / peaks["bytes"] - 1).abs().max())
+    assert ACCURACY.startswith(f"within {math.ceil(1000 * farthest) / 10:g} % of")
+    backends = set(BUILT_IN) - {"reference"}
+    for world_size in (1, 2, 4, 8, 64):
+        for n in (1, 2, 4, 8):
+            own = found.trials[(found.trials["world_size"] == world_size) & (found.trials["accumulate"] == n)]
+            assert set(own["backend"]) >= backends, (world_size, n)
+
+
+def test_files_that_cannot_be_read_or_written_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = str(ROOT / FOLDERS[1])
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("{")
+    for arguments, place in (
+        ([str(tmp_path)], "holds no run"),
+        ([run, "--accumulation", str(tmp_path / "none")], "--accumulation"),
+        ([run, "--accumulation", str(bad)], "--accumulation"),
+        ([run, "--docs", "/dev/null/page.md"], "--docs"),
+    ):
+        assert main(["bytes", *arguments]) == WRONG
+        said = capsys.readouterr().err
+        assert place in said and said.count("\n") == 1
+    assert main(["bytes", run, "--docs", str(tmp_path / "new" / "page.md")]) == GOOD
+    assert "At scale: 8b" in (tmp_path / "new" / "page.md").read_text()
