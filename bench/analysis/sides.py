@@ -23,22 +23,27 @@ def side(tables: Tables, cell_id: str, label: str = "") -> Side:
     trials = tables.trials[tables.trials["cell_id"] == cell_id].sort_values("repeat")
     if trials.empty:
         raise ValueError(f"the run has no cell {cell_id}")
-    steps = tables.steps[tables.steps["cell_id"] == cell_id].sort_values(["repeat", "step"])
-    seconds = dict(iter(steps.groupby("repeat")))
+    steps = tables.steps[tables.steps["cell_id"] == cell_id]
+    # Plain lists: of a few rows each, frames of trials would take most of the time of a report.
+    timed: dict[int, list[tuple[int, float]]] = {}
+    for repeat, step, second in zip(*(steps[name].tolist() for name in ("repeat", "step", "seconds")), strict=True):
+        timed.setdefault(int(repeat), []).append((int(step), float(second)))
     good: dict[int, list[float]] = {}
+    clocks: list[Any] = []
     gates: dict[str, list[str]] = {}
     for row in trials.to_dict("records"):
         if row["status"] == Status.INVALID:
             gates.setdefault(str(row["reason"]), []).append(str(row["repeat"]))
         elif row["status"] == Status.OK:
-            wrong = _wrong_steps(row, seconds.get(row["repeat"]))
+            own = sorted(timed.get(int(row["repeat"]), ()))
+            wrong = _wrong_steps(row, [step for step, _ in own])
             if wrong:
                 gates.setdefault(wrong, []).append(str(row["repeat"]))
             else:
-                good[int(row["repeat"])] = seconds[row["repeat"]]["seconds"].astype(float).tolist()
+                good[int(row["repeat"])] = [second for _, second in own]
+                clocks.append(row["sm_clock_mhz"])
     first = trials.iloc[0]
     ok = trials[trials["status"] == Status.OK]
-    clocks = [ok.loc[ok["repeat"] == repeat, "sm_clock_mhz"].iloc[0] for repeat in good]
     cycles = None
     if good and not any(pd.isna(clock) for clock in clocks):
         scaled = (tuple(s * 1e6 * float(c) for s in steps) for steps, c in zip(good.values(), clocks, strict=True))
@@ -133,10 +138,9 @@ def _restless(trials: pd.DataFrame) -> list[str]:
     return found
 
 
-def _wrong_steps(row: Any, steps: pd.DataFrame | None) -> str:
+def _wrong_steps(row: Any, numbers: list[int]) -> str:
     """What is wrong with the steps of a good trial: one per optimizer step, from the first timed one to the last."""
-    if steps is None or steps.empty:
+    if not numbers:
         return "no step was timed"
-    numbers = steps["step"].astype(int).tolist()
     due = list(range(numbers[0], int(row["optimizer_steps_expected"])))
     return "" if numbers == due else f"{len(numbers)} steps were timed, {len(due)} were due: a micro-batch is no step"
