@@ -47,8 +47,9 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["install"])
 def tests(session: nox.Session) -> None:
-    """Run the tests: ``pytest`` with the given arguments."""
-    session.run("python", "-m", "pytest", *session.posargs)
+    """Run the tests: ``pytest`` with the given arguments, two files at a time."""
+    # Most tests wait for process groups to start; each file's shared runs are made by one worker.
+    session.run("python", "-m", "pytest", "-n", "2", "--dist", "loadfile", *session.posargs)
 
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
