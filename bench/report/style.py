@@ -217,12 +217,14 @@ class Ruler:
         self.canvas: Any = canvas
 
     def width(self, text: str, size: float, weight: str = "normal") -> float:
-        """At the resolution of the file: glyphs are hinted, so that at a coarser one a line may be narrower."""
-        finer = DPI / self.canvas.figure.dpi
-        font = FontProperties(family=RC["font.family"], size=size * finer, weight=weight)
-        renderer = self.canvas.get_renderer()
-        pixels = renderer.get_text_width_height_descent(text, font, ismath=False)[0]
-        return float(pixels / DPI)
+        """The largest of those at the resolutions of the figure and of its file: glyphs are hinted at each."""
+        renderer, dpi = self.canvas.get_renderer(), self.canvas.figure.dpi
+        widths = []
+        for finer in (1.0, DPI / dpi):
+            font = FontProperties(family=RC["font.family"], size=size * finer, weight=weight)
+            pixels = renderer.get_text_width_height_descent(text, font, ismath=False)[0]
+            widths.append(float(pixels / (dpi * finer)))
+        return max(widths)
 
     def wrap(self, text: str, width: float, size: float, weight: str = "normal", indent: str = "") -> list[str]:
         """The lines of the text, none wider than the width; a word that is wider is cut."""
