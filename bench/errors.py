@@ -1,7 +1,13 @@
 """Errors that a person can act on, and the exit statuses of the command line."""
 
+from __future__ import annotations
+
+from typing import Any
+
 GOOD, BAD, WRONG, INTERRUPTED = 0, 1, 2, 130
 """All good; something measured or found is bad; the command or its input is wrong; interrupted."""
+MAX_SHOWN = 60
+"""Characters of a value that errors repeat."""
 EXIT_STATUS = (
     "Exit status: 0 all good; 1 something measured is bad; 2 the command or its input is wrong, said in one line; 130 "
     "interrupted, with all finished trials kept."
@@ -14,3 +20,12 @@ class InputError(ValueError):
 
 class UnsupportedError(RuntimeError):
     """This machine, or this framework, cannot run the cell: the trial becomes a row with status ``unsupported``."""
+
+
+def shown(value: Any) -> str:
+    """A value as errors repeat it: not longer than a line."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more than 4300 digits
+        return "too long a number"
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."

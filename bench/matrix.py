@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench import reading
 from bench.backends.base import Backend
 from bench.cell import REFERENCE, SGD, Cell, Device, Precision
-from bench.errors import InputError
+from bench.errors import InputError, shown
 from bench.virtual import refusal
 from bench.workload import find_factory
 from bench.workload.corpus import describe_file
@@ -169,11 +170,10 @@ def load(name: str) -> Matrix:
     source = f"{name}.toml" if shipped else name
     if not shipped and path.suffix != ".toml":
         raise InputError(f"--matrix {name}: unknown; use {', '.join(['auto', *names()])} or a .toml file")
+    content = reading.read(path, f"--matrix {name}", "name a TOML file")
     try:
-        document = tomllib.loads(path.read_bytes().decode())
-    except OSError as error:
-        raise InputError(f"--matrix {name}: cannot be read ({error.strerror}); name a TOML file") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        document = tomllib.loads(content.decode())
+    except (ValueError, RecursionError) as error:  # the second: nested too deeply
         raise InputError(f"{source}: is not TOML ({error})") from error
     return parse(document, name=path.stem, source=source)
 
@@ -212,7 +212,7 @@ def parse(document: Mapping[str, Any], *, name: str, source: str) -> Matrix:
 
 def _check(rule: Key, value: Any, place: str) -> None:
     if not rule.check(value):
-        raise InputError(f"{place} is {value!r}; it must be {rule.expected}")
+        raise InputError(f"{place} is {shown(value)}; it must be {rule.expected}")
 
 
 def _suggest(name: str, known: Sequence[str]) -> str:

@@ -12,7 +12,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from bench.errors import InputError
+from bench import reading
+from bench.errors import InputError, shown
 from bench.training import Training
 
 SUITE = Path(__file__).parent / "scenarios.toml"
@@ -235,18 +236,18 @@ def _value(key: str, value: Any) -> Any:
     enums: dict[str, type[StrEnum]] = {"fault": Fault, "reduction": Reduction, "split": Split}
     if key in enums:
         if value not in list(enums[key]):
-            raise InputError(f"{key} = {value!r}: use {', '.join(enums[key])}")
+            raise InputError(f"{key} = {shown(value)}: use {', '.join(enums[key])}")
         return enums[key](value)
     if key in {"accumulate", "token_weights"}:
         parts = list(value) if isinstance(value, list | tuple) else [value]
         if not all(type(part) is int for part in parts):
-            raise InputError(f"{key} = {value!r}: use an integer or a list of integers")
+            raise InputError(f"{key} = {shown(value)}: use an integer or a list of integers")
         return tuple(parts)
     if value is None and key in {"epochs", "max_steps", "engine_accumulate"}:
         return None
     wanted = TYPES.get(key, (int,))
     if type(value) not in wanted:
-        raise InputError(f"{key} = {value!r}: must be {' or '.join(kind.__name__ for kind in wanted)}")
+        raise InputError(f"{key} = {shown(value)}: must be {' or '.join(kind.__name__ for kind in wanted)}")
     return value
 
 
@@ -255,18 +256,17 @@ def load(path: Path = SUITE) -> list[Scenario]:
 
     ``epochs = 0`` stands for no end, since TOML has no null.
     """
+    content = reading.read(path, str(path), "name a TOML file of scenarios")
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}); name a TOML file of scenarios") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        tables = tomllib.loads(content.decode())
+    except (ValueError, RecursionError) as error:  # the second: nested too deeply
         raise InputError(f"{path}: {error}; it must be TOML") from error
     if not tables:
         raise InputError(f"{path}: holds no scenario; write a [name] table with samples, batch_size and accumulate")
     found = []
     for name, table in tables.items():
         if not isinstance(table, dict):
-            raise InputError(f"{path}: {name} = {table!r}: must be a table of a scenario, [{name}]")
+            raise InputError(f"{path}: {name} = {shown(table)}: must be a table of a scenario, [{name}]")
         if "name" in table:
             raise InputError(f"{path}: [{name}] name: is that of the table; leave it out")
         if table.get("epochs") == 0 and "max_steps" not in table:

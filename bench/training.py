@@ -10,6 +10,8 @@ from bench.errors import InputError
 
 LARGEST_ACCUMULATE = 1_000_000
 """Of N; the pattern of steps by epoch repeats only after up to N epochs, and is listed whole."""
+LARGEST = 2**63 - 1
+"""Of every other number: as much as a counter in a framework can hold."""
 
 
 def ceil(dividend: int, divisor: int) -> int:
@@ -41,6 +43,9 @@ class Training:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"--{name.replace('_', '-')} is {value}; it must be an integer of at least 1")
+        for name in ("samples", "batch_size", "world_size", "epochs", "max_steps"):
+            if (getattr(self, name) or 0) > LARGEST:
+                raise InputError(f"--{name.replace('_', '-')} is too large; it must be at most {LARGEST}")
         if self.accumulate > LARGEST_ACCUMULATE:
             raise InputError(f"--accumulate is {self.accumulate}; it must be at most {LARGEST_ACCUMULATE}")
         if self.max_steps is not None and self.max_steps < 0:

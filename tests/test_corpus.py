@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -171,6 +172,13 @@ def test_describe_file_refuses(tmp_path: Path, content: bytes | None, words: str
         describe_file(path, 10)
     assert str(path) in str(caught.value)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "pipe", "with a NUL \0"])
+def test_describe_file_refuses_what_has_no_end(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match=r"is a device or pipe; name a text file|cannot be read \(.*null byte"):
+        describe_file(tmp_path / name, 10)
 
 
 def test_describe_file_refuses_a_folder(tmp_path: Path) -> None:

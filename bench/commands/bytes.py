@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from bench import reading
 from bench.errors import GOOD, InputError
 
 DESCRIPTION = (
@@ -51,9 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
+    content = reading.read(path, f"--accumulation {path}", "name a file that can")
     try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
-    except OSError as error:
-        raise InputError(f"--accumulation {path}: cannot be read ({error.strerror}); name a file that can") from error
-    except ValueError as error:
+        return [json.loads(line) for line in content.decode().splitlines() if line]
+    except (ValueError, RecursionError) as error:
         raise InputError(f"--accumulation {path}: is not JSON lines ({error})") from error

@@ -111,14 +111,13 @@ def finish(folder: Path, plots: Path, *, note_floor: bool = True) -> int:
 
 
 def _load(folder: Path) -> tuple[dict[str, Any], Run]:
-    """The manifest and the judged run. Raises InputError if nothing has been run."""
-    from bench.analysis.baseline import run_of
+    """The manifest and the judged run. Raises InputError if nothing has been run, or what there is was edited."""
+    from bench.analysis.loading import load
 
     manifest = read_manifest(folder)
-    records = Journal(folder).read()
-    if not records:
+    if not Journal(folder).read():
         raise InputError(f"{folder}: no trial has finished yet; go on with: python -m bench run --resume {folder}")
-    return manifest, run_of(records, manifest)
+    return manifest, load(folder)
 
 
 def _write_tables(folder: Path, judged: Tables, found: Standing) -> list[Path]:

@@ -22,8 +22,6 @@ MAX_BYTES = 1 << 18
 """Of a config file. A longer one is not a config."""
 MAX_DEPTH = 64
 """Of nested mappings and lists."""
-MAX_SHOWN = 60
-"""Characters of a wrong value that are repeated in the error."""
 
 
 class Kind(StrEnum):
@@ -146,15 +144,6 @@ def _read(file: FilePath) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(f"{file}: is not text in UTF-8 (byte {error.start}); name a config file") from error
-
-
-def shown(value: Any) -> str:
-    """A value as errors repeat it: not longer than a line."""
-    try:
-        text = repr(value)
-    except ValueError:  # an integer of more than 4300 digits
-        return "too long a number"
-    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
 
 
 def check_depth(value: Any, file: str) -> None:

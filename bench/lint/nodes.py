@@ -6,8 +6,8 @@ from typing import Any
 
 import yaml
 
-from bench.errors import InputError
-from bench.lint.document import MAX_DEPTH, Path, shown
+from bench.errors import InputError, shown
+from bench.lint.document import MAX_DEPTH, Path
 
 MAX_NODES = 20_000
 """Of a YAML file with its aliases expanded: aliases of aliases grow exponentially."""

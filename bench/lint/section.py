@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from bench.errors import InputError
-from bench.lint.document import Document, Path, shown
+from bench.errors import InputError, shown
+from bench.lint.document import Document, Path
 from bench.lint.findings import Finding, Severity
 
 AUTO = "auto"

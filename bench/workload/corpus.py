@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from bench import reading
 from bench.errors import InputError
 
 MARKOV_TOKENS = 32
@@ -93,13 +94,10 @@ class FileCorpus:
 def describe_file(path: Path, length: int, place: str = "--corpus") -> str:
     """The name of a corpus file in a cell: ``name@sha256:...``.
 
-    Raises InputError if the file is missing, not readable, empty, or shorter than one sample of ``length`` bytes;
-    ``place`` is where it was named.
+    Raises InputError if the file is missing, not readable, no file that ends, empty, or shorter than one sample of
+    ``length`` bytes; ``place`` is where it was named.
     """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"{place} {path}: cannot be read ({error.strerror}); name a text file") from error
+    data = reading.read(path, f"{place} {path}", "name a text file")
     if len(data) < length:
         what = "is empty" if not data else f"has {len(data)} bytes"
         raise InputError(f"{place} {path}: {what}; one sample needs sequence_length + 1 = {length} bytes")
