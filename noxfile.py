@@ -70,6 +70,13 @@ def browser(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", requires=["install"])
+def faults(session: nox.Session) -> None:
+    """Break trials, runners and files in every way that tests/faults has, and write docs/reliability.md again."""
+    page = ("--slow", "--reliability", "docs/reliability.md")
+    session.run("python", "-m", "pytest", "tests/faults", *page, *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["install"])
 def lint(session: nox.Session) -> None:
     """Check style, format and types."""
     session.run("ruff", "check")

@@ -27,6 +27,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's backgro
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run also what takes more than a minute")
     parser.addoption("--browser", action="store_true", help="run also what needs a browser: nox -s browser has one")
+    parser.addoption(
+        "--reliability", type=Path, metavar="FILE.md", help="write the page of what tests/faults found, and its data"
+    )
+    parser.addoption("--kills", type=int, default=50, metavar="N", help="with --slow: how many by each signal")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,0 +1,29 @@
+"""The form of these tests, and the page that the full one writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults import page
+from tests.faults.form import FORM
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    FORM.full = bool(config.getoption("--slow"))
+    FORM.kills = int(config.getoption("--kills"))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if "tests/faults/" not in report.nodeid or (report.outcome == "passed" and report.when != "call"):
+        return
+    reason = f": {report.longrepr[2].removeprefix('Skipped: ')}" if isinstance(report.longrepr, tuple) else ""
+    if FORM.outcomes.get(report.nodeid) != "failed":
+        FORM.outcomes[report.nodeid] = report.outcome + reason
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    out: Path | None = session.config.getoption("--reliability")
+    if out is not None:
+        page.write(out, FORM.facts, FORM.outcomes)

@@ -1,0 +1,58 @@
+"""Two forms of these tests: the short one, and with --slow the full one."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hypothesis import HealthCheck, settings
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SEED = 20251
+"""Of all moments, places and values that are chosen at random."""
+T = TypeVar("T")
+
+
+@dataclass
+class Form:
+    """Which form this session has, and what it found."""
+
+    full: bool = False
+    kills: int = 0
+    """By each signal, in the full form."""
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Of each section of the page, its rows by name."""
+    outcomes: dict[str, str] = field(default_factory=dict)
+    """Of each test its outcome, and of a skipped one the reason, by its name."""
+
+    def of(self, short: T, full: T) -> T:
+        """The one that belongs to the form."""
+        return full if self.full else short
+
+    def examples(self, short: int, full: int) -> settings:
+        """Settings of hypothesis: the same examples every time."""
+        return settings(
+            max_examples=self.of(short, full),
+            derandomize=True,
+            deadline=None,
+            database=None,
+            suppress_health_check=[
+                HealthCheck.too_slow,
+                HealthCheck.function_scoped_fixture,
+                HealthCheck.data_too_large,
+            ],
+        )
+
+    def note(self, section: str, name: str, **facts: Any) -> None:
+        """Keep a row of the page."""
+        self.facts.setdefault(section, {})[name] = facts
+
+
+FORM = Form()
+
+
+def rng(name: str) -> random.Random:
+    """A generator of its own for every test."""
+    return random.Random(f"{SEED}/{name}")

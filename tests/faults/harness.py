@@ -1,0 +1,175 @@
+"""Runs of the bench on the smallest work there is, as a user starts them, marked so that what they leave is found."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.cell import REFERENCE
+from bench.journal import JOURNAL, Journal
+from bench.schedule import block
+from tests.conftest import Run
+from tests.factories import make_cell
+from tests.faults import backends
+from tests.faults.form import ROOT
+from tests.faults.leaks import Leaks
+
+HANG_S = 8
+"""Without an event for so long, a trial hangs."""
+TIMEOUT_S = 25
+MATRIX = """
+device = "cpu"
+repeats = {repeats}
+timeout_s = {timeout_s}
+inactivity_s = {inactivity_s}
+baseline = "reference"
+
+[workload]
+model = "micro"
+sequence_length = 8
+global_batch_size = 4
+
+[training]
+seed = {seed}
+warmup_windows = 1
+timed_windows = 2
+
+[axes]
+backend = {backend}
+accumulate = [{accumulate}]
+world_size = [{world_size}]
+"""
+
+
+@dataclass
+class Place:
+    """A folder in which a matrix of some backends is run. A context manager, at whose end nothing runs any more."""
+
+    folder: Path
+    leaks: Leaks
+    environment: dict[str, str] = field(default_factory=dict)
+    program: Sequence[str] = ("-m", "bench")
+    """What Python is to run."""
+    before: Sequence[str] = ()
+    """The program that starts Python, if not this process itself."""
+
+    def write(self, *names: str, repeats: int = 1, seed: int = 0, accumulate: int = 2, world_size: int = 2) -> None:
+        """The matrix of these backends; the reference comes along."""
+        (self.folder / "matrix.toml").write_text(
+            MATRIX.format(
+                backend=[REFERENCE, *names],
+                repeats=repeats,
+                seed=seed,
+                timeout_s=TIMEOUT_S,
+                inactivity_s=HANG_S,
+                accumulate=accumulate,
+                world_size=world_size,
+            )
+        )
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """``python -m bench`` with these arguments; what it prints goes to files, which no one has to empty."""
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "BENCH_BACKENDS": backends.named(),
+            **self.leaks.environment,
+            **self.environment,
+        }
+        with (self.folder / "out.txt").open("w") as out, (self.folder / "err.txt").open("w") as err:
+            return subprocess.Popen(
+                [*self.before, sys.executable, *self.program, *arguments],
+                cwd=self.folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                text=True,
+            )
+
+    def run(self, *arguments: str, timeout_s: float = 400) -> Run:
+        """The same, to its end; without arguments, the matrix into the folder ``run``."""
+        process = self.start(*(arguments or ("run", "--matrix", "matrix.toml", "--out", "run")))
+        try:
+            status = process.wait(timeout_s)
+        finally:
+            process.kill()
+        done = subprocess.CompletedProcess(process.args, status, self.said("out"), self.said("err"))
+        return Run(self.folder / "run", done)
+
+    def said(self, which: str) -> str:
+        """What the last process printed to ``out`` or ``err``."""
+        return (self.folder / f"{which}.txt").read_text(errors="replace")
+
+    @property
+    def journal(self) -> bytes:
+        """The journal's bytes; none if there is no journal yet."""
+        path = self.folder / "run" / JOURNAL
+        return path.read_bytes() if path.exists() else b""
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        return Journal(self.folder / "run").read()
+
+
+@contextlib.contextmanager
+def place(folder: Path, **environment: str) -> Iterator[Place]:
+    """An empty place in the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with Leaks(folder) as leaks:
+        yield Place(folder, leaks, environment)
+
+
+def seed_that_puts_first(first: str, second: str) -> int:
+    """A seed with which the block's shuffle puts the first of two backends before the second."""
+    cells = [make_cell(backend=name) for name in (first, second)]
+    return next(seed for seed in itertools.count() if block(cells, 0, seed)[0].cell.backend == first)
+
+
+def end(process: subprocess.Popen[str], number: signal.Signals, within_s: float) -> tuple[int, float]:
+    """Send the signal; the exit status and the seconds that passed until the end."""
+    began = time.monotonic()
+    process.send_signal(number)
+    try:
+        return process.wait(within_s), time.monotonic() - began
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise AssertionError(f"not ended {within_s:g} s after {number.name}") from None
+
+
+TIMES = {"wall_s", "ended", "training_s", "slot", "sha256", "log"}
+"""Keys of a record that differ from run to run."""
+TIMES_OF_TIME = {
+    "began",
+    "ended",
+    "host",
+    "num_warmup",
+    "rank_step_seconds",
+    "step_seconds",
+    "warmup_seconds",
+}
+"""The same of its time pass."""
+
+
+def facts(records: Sequence[dict[str, Any]]) -> dict[tuple[str, int], dict[str, Any]]:
+    """All but timings of every trial that was not interrupted, by cell and repeat; each has to be there once."""
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    for record in records:
+        if record["status"] == "interrupted":
+            continue
+        key = (record["cell_id"], record["repeat"])
+        assert key not in found, f"trial {key} is there twice"
+        kept = {name: value for name, value in record.items() if name not in TIMES}
+        if kept.get("time"):
+            kept["time"] = {name: value for name, value in kept["time"].items() if name not in TIMES_OF_TIME}
+        found[key] = kept
+    return found

@@ -1,0 +1,136 @@
+"""What a run of the bench leaves on the machine: looked for before and after, by a mark of its own.
+
+Other programs start and end meanwhile, so nothing is counted that is theirs: a process is the run's if it has inherited
+the mark in its environment or works in the run's folder, and shared memory is left behind if it is new and no program
+but the run's has it open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import psutil
+
+MARK = "BENCH_TEST_TOKEN"
+SHARED = Path("/dev/shm")
+IPC = ("shm", "sem", "msg")
+"""Kinds of System V objects, each with a table in /proc/sysvipc."""
+
+
+class Leaks:
+    """Everything that stands on the machine before a run; ``left`` is what the run added to it. A context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder.resolve()
+        self._mark = uuid.uuid4().hex
+        # Short, since the fork server's socket lies there and the kernel allows 107 bytes for its path.
+        self._temporary = Path(tempfile.mkdtemp(prefix="faults-"))
+        self._shared = _shared()
+        self._ipc = _ipc()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self.processes():  # a failed test must not spoil the next one
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        shutil.rmtree(self._temporary, ignore_errors=True)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What marks a process and all its children."""
+        # Torch's cache of compiled code is meant to stay.
+        cache = {"TORCHINDUCTOR_CACHE_DIR": str(self._folder / "inductor")}
+        return {MARK: self._mark, "TMPDIR": str(self._temporary), **cache}
+
+    def processes(self) -> list[psutil.Process]:
+        """The run's live processes."""
+        return [process for process in psutil.process_iter() if self._is_ours(process)]
+
+    def left(self, within_s: float = 10.0) -> list[str]:
+        """What is still there after so long, in words; empty as soon as there is nothing."""
+        deadline = time.monotonic() + within_s
+        while (found := self._found()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return found
+
+    def _found(self) -> list[str]:
+        ours = self.processes()
+        pids = {process.pid for process in ours}
+        found = [_spelled(process) for process in ours]
+        found += [f"port {port} is open" for port in _ports(pids)]
+        if new := _shared() - self._shared:
+            found += [f"/dev/shm/{name}" for name in sorted(new - _open_elsewhere(pids))]
+        found += [f"System V {kind} {key}" for kind, key in sorted(_ipc() - self._ipc)]
+        found += [f"{path.name} is locked" for path in self._locked()]
+        return found + [f"temporary {path.name}" for path in sorted(self._temporary.iterdir())]
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
+                return False
+            if process.environ().get(MARK) == self._mark:
+                return True
+            return Path(process.cwd()).is_relative_to(self._folder)
+        return False
+
+    def _locked(self) -> Iterator[Path]:
+        """Files in the run's folder on which a process holds a lock."""
+        table = Path("/proc/locks").read_text().splitlines()
+        inodes = {int(part.rpartition(":")[2]) for line in table for part in line.split() if part.count(":") == 2}
+        for path in self._folder.rglob("*"):
+            with contextlib.suppress(FileNotFoundError):
+                if path.is_file() and path.stat().st_ino in inodes:
+                    yield path
+
+
+def _spelled(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return f"process {process.pid}: {' '.join(process.cmdline())[:200]}"
+    return f"process {process.pid}"
+
+
+def _shared() -> set[str]:
+    """Names of shared memory segments and semaphores of POSIX."""
+    return {str(path.relative_to(SHARED)) for path in SHARED.rglob("*") if path.is_file()}
+
+
+def _ipc() -> set[tuple[str, str]]:
+    """Kind and id of what System V knows."""
+    return {
+        (kind, line.split()[1]) for kind in IPC for line in Path(f"/proc/sysvipc/{kind}").read_text().splitlines()[1:]
+    }
+
+
+def _ports(pids: set[int]) -> list[int]:
+    """Ports on which the processes listen."""
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            sockets = psutil.Process(pid).net_connections("inet")
+            found |= {one.laddr.port for one in sockets if one.status == psutil.CONN_LISTEN}
+    return sorted(found)
+
+
+def _open_elsewhere(pids: set[int]) -> set[str]:
+    """Shared memory that a process has open or mapped that is none of these."""
+    found = set()
+    for process in psutil.process_iter():
+        if process.pid in pids:
+            continue
+        with contextlib.suppress(psutil.Error, OSError):
+            paths = [one.path for one in process.memory_maps(grouped=True)] + [one.path for one in process.open_files()]
+            found |= {path.removeprefix(f"{SHARED}/") for path in paths if path.startswith(f"{SHARED}/")}
+    return found

@@ -1,0 +1,112 @@
+"""A folder for one call of the command line, in which it is seen whether anything is written elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.cli import main
+
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+CHANGES = {
+    "os.chmod": 1,
+    "os.chown": 1,
+    "os.link": 2,
+    "os.mkdir": 1,
+    "os.remove": 1,
+    "os.rename": 2,
+    "os.rmdir": 1,
+    "os.symlink": 2,
+    "os.truncate": 1,
+    "shutil.rmtree": 1,
+}
+"""Audit events of changes to files, and how many of their first arguments are paths."""
+
+
+class ReachedError(BaseException):
+    """The arguments were good, and work would begin that is not what is looked at here."""
+
+
+@dataclass
+class _Watch:
+    """What is watched now."""
+
+    root: str = ""
+    outside: list[str] = field(default_factory=list)
+
+
+_watch = _Watch()
+
+
+def _audit(event: str, arguments: tuple[Any, ...]) -> None:
+    """Note what is changed outside of the folder that is watched."""
+    if not _watch.root:
+        return
+    paths: tuple[Any, ...] = ()
+    if event == "open":
+        flags = arguments[2]
+        paths = arguments[:1] if isinstance(flags, int) and flags & WRITING else ()
+    elif event in CHANGES:
+        paths = arguments[: CHANGES[event]]
+    for path in paths:
+        if isinstance(path, str | bytes | os.PathLike):
+            real = os.path.realpath(os.fsdecode(path))
+            if real != os.devnull and not f"{real}/".startswith(f"{_watch.root}/"):
+                _watch.outside.append(f"{event} {real}")
+
+
+sys.addaudithook(_audit)
+
+
+@dataclass(frozen=True)
+class Call:
+    """How a call of the command line ended."""
+
+    status: int | None
+    """None if its arguments were good and work began."""
+    out: str
+    err: str
+    outside: list[str]
+    """What it changed outside of its folder."""
+    seconds: float
+
+
+def call(arguments: Sequence[str], folder: Path, template: Path) -> Call:
+    """Call the command line in a new copy of the template, as Python does for a terminal that takes UTF-8."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(template, folder)
+    (folder / "tmp").mkdir()
+    before = Path.cwd()
+    # Other than a terminal's, these refuse what is no text; standard error says it with backslashes.
+    out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="strict")
+    err = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="backslashreplace")
+    status: int | None
+    began = time.monotonic()
+    os.chdir(folder)
+    temporary, tempfile.tempdir = tempfile.tempdir, str(folder / "tmp")
+    _watch.root, _watch.outside = os.path.realpath(folder), []
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            status = main(arguments)
+    except SystemExit as ended:
+        status = int(ended.code or 0)
+    except ReachedError:
+        status = None
+    finally:
+        _watch.root = ""
+        tempfile.tempdir = temporary
+        os.chdir(before)
+    texts = []
+    for stream in (out, err):
+        stream.flush()
+        texts.append(stream.buffer.getvalue().decode())  # type: ignore[attr-defined]
+    return Call(status, *texts, _watch.outside, time.monotonic() - began)

@@ -1,0 +1,128 @@
+"""What the bench itself costs: memory of the runner over many trials, and seconds of each beside the training."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bench.errors import BAD, GOOD
+from bench.journal import MANIFEST, read_manifest
+from tests.faults import scripted
+from tests.faults.form import FORM
+from tests.faults.harness import Place, place
+
+OVERHEAD_S = 0.2
+"""The most that the runner may add to a trial."""
+GROWTH_BYTES = 4 * 2**20
+"""The most that the runner's memory may grow by, from a tenth of the trials on."""
+
+
+@dataclass
+class Samples:
+    """Trials in the journal and memory of the runner, over time."""
+
+    trials: list[int] = field(default_factory=list)
+    bytes: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    def since(self, trials: int) -> int:
+        """The number of the first sample with so many trials."""
+        return next(index for index, number in enumerate(self.trials) if number >= trials)
+
+    @property
+    def growth(self) -> int:
+        """Bytes by which the memory has grown since a tenth of the trials was done."""
+        begin = self.since(max(1, self.trials[-1] // 10))
+        return max(self.bytes[begin:]) - self.bytes[begin]
+
+    @property
+    def seconds_per_trial(self) -> float:
+        """From the first finished trial to the last."""
+        first, last = self.since(1), self.since(self.trials[-1])
+        return (self.seconds[last] - self.seconds[first]) / (self.trials[last] - self.trials[first])
+
+
+def watched(here: Place) -> Samples:
+    """Run the matrix of the place; what was seen of its process until the run was finished."""
+    process = here.start("run", "--matrix", "matrix.toml", "--out", "run")
+    samples, folder = Samples(), here.folder / "run"
+    runner = psutil.Process(process.pid)
+    done = threading.Event()
+
+    def sample() -> None:
+        size, trials = 0, 0
+        while not done.wait(0.02):
+            try:
+                used = runner.memory_info().rss
+                content = here.journal
+                if (folder / MANIFEST).exists() and "finished" in read_manifest(folder):
+                    return
+            except (psutil.Error, OSError, ValueError):
+                return
+            if len(content) > size:
+                size, trials = len(content), content.count(b"\n")
+            samples.trials.append(trials)
+            samples.bytes.append(used)
+            samples.seconds.append(time.monotonic())
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    status = process.wait(3600)
+    done.set()
+    thread.join()
+    assert status in {GOOD, BAD}, here.said("err")
+    return samples
+
+
+@pytest.mark.timeout(3600)
+def test_the_runner_costs_little_and_does_not_grow(tmp_path: Path) -> None:
+    """1,000 trials that take no time, in the full form: all that is measured is the runner's own."""
+    with place(tmp_path / "place") as here:
+        here.program = ("-m", "tests.faults.scripted")
+        here.write("f-null", repeats=FORM.of(50, 500), accumulate=1, world_size=1)
+        samples = watched(here)
+        trials = len(here.records)
+    overhead = samples.seconds_per_trial - scripted.TRIAL_S
+    FORM.note(
+        "null",
+        "scripted",
+        what="the runner alone: trials are answered at once, and all else is real",
+        trials=trials,
+        overhead_s=overhead,
+        growth_bytes=samples.growth,
+        peak_bytes=max(samples.bytes),
+    )
+    assert trials == FORM.of(100, 1000)
+    assert overhead < OVERHEAD_S
+    assert samples.growth < GROWTH_BYTES
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_what_a_real_trial_costs_beside_its_training(tmp_path: Path) -> None:
+    """A process group for each: what is not training is its start, its end and its checks."""
+    with place(tmp_path / "place") as here:
+        here.write("f-null", repeats=50, accumulate=1, world_size=1)
+        samples = watched(here)
+        records = [record for record in here.records if record["repeat"]]
+    inside = statistics.median(record["wall_s"] - record["training_s"] for record in records)
+    outside = samples.seconds_per_trial - statistics.fmean(record["wall_s"] for record in records)
+    FORM.note(
+        "null",
+        "real",
+        what="real trials of one process that trains next to nothing",
+        trials=len(records),
+        overhead_s=outside,
+        inside_s=inside,
+        growth_bytes=samples.growth,
+        peak_bytes=max(samples.bytes),
+    )
+    assert {record["status"] for record in records} == {"ok"}
+    assert outside < OVERHEAD_S
+    assert samples.growth < GROWTH_BYTES
