@@ -10,6 +10,7 @@ from pathlib import Path
 
 from bench.cell import REFERENCE, Cell
 from bench.errors import InputError
+from bench.folders import existing
 from bench.workload.sizes import SIZES
 
 RESERVE_BYTES = 16 * 2**20
@@ -30,10 +31,7 @@ def needed(cells: Sequence[Cell], repeats: int) -> int:
 
 def free(folder: Path) -> int:
     """Bytes that may be written into a folder, which need not exist yet."""
-    there = folder.resolve()
-    while not there.exists():
-        there = there.parent
-    return shutil.disk_usage(there).free
+    return shutil.disk_usage(existing(folder)).free
 
 
 def require(folder: Path, cells: Sequence[Cell], repeats: int, place: str) -> None:

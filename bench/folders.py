@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 from pathlib import Path
 
 RESULTS, PLOTS = Path("results"), Path("plots")
@@ -11,6 +12,12 @@ RESULTS, PLOTS = Path("results"), Path("plots")
 def plots_folder(folder: Path) -> Path:
     """Where the plots of a run are drawn: those of results/<run> in plots/<run>, others inside the run's folder."""
     return PLOTS / folder.name if folder.resolve().parent == RESULTS.resolve() else folder / "plots"
+
+
+def existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists. A name that no file could have is of none that does."""
+    path = folder.resolve()
+    return next(one for one in (path, *path.parents) if os.path.exists(one))  # noqa: PTH110 - Path's raises then
 
 
 def new_folder(name: str) -> Path:

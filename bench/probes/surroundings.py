@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import machine
+from bench.folders import existing
 from bench.probes import host
 from bench.probes.host import HostLoad
 from bench.probes.nvml import Gpu
@@ -110,7 +111,7 @@ def gather(folder: Path, missing: Mapping[str, Mapping[str, str]]) -> Facts:
         governor=machine.governor(),
         memory_bytes=_available(),
         shm_bytes=_size(Path("/dev/shm")),
-        disk_bytes=shutil.disk_usage(_existing(folder)).free,
+        disk_bytes=shutil.disk_usage(existing(folder)).free,
         compiler=next((path for name in COMPILERS if (path := shutil.which(name))), ""),
         loopback_error=loopback(),
         foreign_cores=None if load is None else load["foreign_cores"],
@@ -217,9 +218,3 @@ def _size(path: Path) -> int | None:
         return shutil.disk_usage(path).total
     except OSError:
         return None
-
-
-def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that exists."""
-    path = folder.resolve()
-    return next(one for one in (path, *path.parents) if one.exists())
