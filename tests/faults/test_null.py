@@ -73,9 +73,11 @@ def watched(here: Place) -> Samples:
 
     thread = threading.Thread(target=sample)
     thread.start()
-    status = process.wait(3600)
-    done.set()
-    thread.join()
+    try:
+        status = process.wait(3600)
+    finally:
+        done.set()
+        thread.join()
     assert status in {GOOD, BAD}, here.said("err")
     return samples
 
