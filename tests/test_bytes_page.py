@@ -132,3 +132,9 @@ def test_files_that_cannot_be_read_or_written_are_one_line(tmp_path: Path, capsy
         assert place in said and said.count("\n") == 1
     assert main(["bytes", run, "--docs", str(tmp_path / "new" / "page.md")]) == GOOD
     assert "At scale: 8b" in (tmp_path / "new" / "page.md").read_text()
+
+
+def test_a_cell_of_two_runs_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(ROOT / "results" / "bytes-8b")
+    assert main(["bytes", folder, folder]) == WRONG
+    assert "name one run of each cell" in capsys.readouterr().err

@@ -33,7 +33,17 @@ def run(arguments: argparse.Namespace) -> int:
     from bench.analysis.loading import load
     from bench.report.bytes_page import page
 
-    runs = [load(folder) for folder in arguments.runs]
+    runs = []
+    seen: dict[str, Path] = {}
+    for folder in arguments.runs:
+        found = load(folder)
+        twice = sorted(found.cells.keys() & seen.keys())
+        if twice:
+            raise InputError(
+                f"{folder}: holds {found.cells[twice[0]].label}, as {seen[twice[0]]} does; name one run of each cell"
+            )
+        seen |= dict.fromkeys(found.cells, folder)
+        runs.append(found)
     rows = _rows(arguments.accumulation) if arguments.accumulation else []
     parts = ["python -m bench bytes", *map(str, arguments.runs)]
     parts += [f"--accumulation {arguments.accumulation}"] * bool(arguments.accumulation)
