@@ -22,6 +22,13 @@ from tests import plugin
 ROOT = Path(__file__).resolve().parent.parent
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background, and so in all that it starts
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as under nohup
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def alone() -> dict[str, str]:
+    """The environment for a pytest of a test's own, which is no worker of this one."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

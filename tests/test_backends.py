@@ -7,6 +7,7 @@ import pytest
 
 from bench.analysis.gates import TOLERANCES
 from bench.backends.base import registry
+from bench.journal import SCHEMA_VERSION
 from bench.tables import CHILD_COLUMNS, TRIAL_COLUMNS
 from bench.workload.sizes import SIZES
 from tests.conftest import Run, run_matrix
@@ -210,7 +211,7 @@ def test_the_bench_process_stays_small(fp32_run: Run) -> None:
 
 def test_the_manifest_names_machine_and_versions(fp32_run: Run) -> None:
     manifest = fp32_run.manifest
-    assert manifest["schema_version"] == 1
+    assert manifest["schema_version"] == SCHEMA_VERSION
     assert {"torch", "lightning", "deepspeed"} <= manifest["packages"].keys()
     assert manifest["machine"]["cpu"]
     assert manifest["backends"]["fsdp2-eager"] == {

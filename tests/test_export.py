@@ -26,7 +26,7 @@ from bench.cell import REFERENCE
 from bench.errors import InputError
 from bench.report.export import COLUMNS_FILE, FORMULA, harmless
 from bench.report.pytest_benchmark import stats
-from tests.conftest import ROOT
+from tests.conftest import ROOT, alone
 from tests.simulated import simulate
 from tests.test_citation import wrong_update
 
@@ -194,7 +194,7 @@ def test_the_document_has_the_fields_of_a_real_one(document: Path, tmp_path: Pat
     (tmp_path / "test_it.py").write_text("def test_it(benchmark):\n    benchmark(sum, [1])\n")
     command = [sys.executable, "-m", "pytest", "-q", "--rootdir", str(tmp_path), "--benchmark-json", "real.json"]
     more = ["--benchmark-max-time", "0.01", "--benchmark-min-rounds", "2", "-p", "no:cacheprovider"]
-    done = subprocess.run([*command, *more], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run([*command, *more], cwd=tmp_path, env=alone(), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     real, ours = json.loads((tmp_path / "real.json").read_text()), json.loads(document.read_text())
     assert real.keys() <= ours.keys()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, alone
 from tests.overhead.beside import last_committed, table
 
 
@@ -64,7 +64,7 @@ def test_the_command_times_stores_and_compares(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.overhead", "-k", "updates_of", "-p", "no:cacheprovider"]
     command += ["--benchmark-max-time", "0.01", "--benchmark-min-rounds", "2"]
     paths = os.pathsep.join([str(tmp_path), str(ROOT)])
-    done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=tmp_path, env=alone() | {"PYTHONPATH": paths}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = (tmp_path / "results" / "overhead").glob("*.json")
     stored = json.loads(path.read_text())

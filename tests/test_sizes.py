@@ -34,7 +34,7 @@ def test_published_parameter_counts(name: str) -> None:
 
 
 def test_sizes_are_in_order_and_divide() -> None:
-    assert list(SIZES) == ["tiny", "135m", "1b", "3b", "8b"]
+    assert list(SIZES) == ["micro", "tiny", "135m", "1b", "3b", "8b"]
     assert all(small.num_parameters < large.num_parameters for small, large in pairwise(SIZES.values()))
     for size in SIZES.values():
         assert size.hidden_size == size.num_heads * size.head_size
