@@ -24,8 +24,9 @@ from bench.analysis.columns import COLUMNS, FRAMES
 from bench.analysis.frames import Frames
 from bench.cell import REFERENCE
 from bench.errors import InputError
-from bench.report.export import COLUMNS_FILE, FORMULA, harmless
+from bench.report.export import COLUMNS_FILE, harmless
 from bench.report.pytest_benchmark import stats
+from bench.report.spreadsheet import FORMULA
 from tests.conftest import ROOT, alone
 from tests.simulated import simulate
 from tests.test_citation import wrong_update

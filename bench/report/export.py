@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pyarrow as pa
@@ -13,11 +12,10 @@ from pyarrow import parquet
 
 from bench.analysis.columns import COLUMNS, FRAMES
 from bench.report.escape import plain
+from bench.report.spreadsheet import guarded
 
 COLUMNS_FILE = "columns.csv"
 """Beside the frames: of every column its dtype, unit and meaning."""
-FORMULA = tuple("=+-@\uff1d\uff0b\uff0d\uff20")
-"""What a cell of a spreadsheet begins with if it is a formula, in wide forms too: OWASP, "CSV Injection"."""
 
 
 def write_csv(frames: Mapping[str, pd.DataFrame], folder: Path) -> list[Path]:
@@ -39,12 +37,12 @@ def write_csv(frames: Mapping[str, pd.DataFrame], folder: Path) -> list[Path]:
 def harmless(frame: pd.DataFrame) -> pd.DataFrame:
     """The frame with text in one line, and with an apostrophe before what would be a formula; numbers as they are."""
     texts = [name for name in frame.columns if pd.api.types.is_string_dtype(frame[name].dtype)]
-    return frame.assign(**{name: frame[name].map(_text, na_action="ignore").astype("string") for name in texts})
-
-
-def _text(value: Any) -> str:
-    line = plain(value)
-    return f"'{line}" if line.startswith(FORMULA) else line
+    return frame.assign(
+        **{
+            name: frame[name].map(lambda text: guarded(plain(text)), na_action="ignore").astype("string")
+            for name in texts
+        }
+    )
 
 
 def write_parquet(frames: Mapping[str, pd.DataFrame], folder: Path, run_id: str) -> list[Path]:

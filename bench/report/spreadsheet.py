@@ -7,19 +7,20 @@ from typing import Any
 
 import pandas as pd
 
-FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
-"""Beginnings of a cell that spreadsheets read as a formula, or skip to find one."""
+FORMULA = tuple("=+-@\uff1d\uff0b\uff0d\uff20\t\r\n")
+"""Beginnings of a cell that spreadsheets read as a formula, in wide forms too, or skip to find one: OWASP, "CSV
+Injection"."""
 
 
 def write_csv(frame: pd.DataFrame, path: Path) -> None:
     """Write a table without its index. A text that a spreadsheet would run gets an apostrophe before it."""
-    named = frame.rename(columns=_harmless)
+    named = frame.rename(columns=guarded)
     for place, column in enumerate(frame.columns):
         if not pd.api.types.is_numeric_dtype(frame[column].dtype):
-            named.isetitem(place, [_harmless(value) for value in frame[column]])
+            named.isetitem(place, [guarded(value) for value in frame[column]])
     named.to_csv(path, index=False)
 
 
-def _harmless(value: Any) -> Any:
+def guarded(value: Any) -> Any:
     """The same value, but for a text that begins as a formula does."""
     return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value
