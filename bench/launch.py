@@ -193,6 +193,8 @@ class _Server:
         else:
             ending = _ending(found, watch, memorykills.moved(kills, memorykills.counters()))
             if found.get("spent"):
+        if said := watch.talkative():
+            ending = Ending(failure=said.reason, status=said.status, void=True)
                 self.close()
         return judge(folder, task.world_size, ending, wall_s, heard)
 

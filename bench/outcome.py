@@ -48,6 +48,8 @@ class Ending:
     """Which signal ended it, if one did."""
     status: Status | None = None
     """For a trial that was ended from outside: what it is to be called."""
+    void: bool = False
+    """Whether what the ranks handed over, or said, does not count."""
     killed_for_memory: str = ""
     """Where the kernel ended a process for want of memory in the meantime, in words."""
 
@@ -65,6 +67,8 @@ def judge(
     A rank that crashes after it handed over its result (gloo is known to abort at exit) spoils nothing. ``heard`` are
     the ranks that had written when the trial was ended from outside: what others say later, that did.
     """
+    if ending.void:
+        heard = ()
     heard = range(world_size) if heard is None else heard
     results = [read(folder / f"rank{rank}.json") if rank in heard else None for rank in range(world_size)]
     done = [result for result in results if result is not None and result["status"] == Status.OK]

@@ -94,6 +94,7 @@ def _leave() -> None:
     """End the process group, after the result is safe."""
     import torch.distributed as dist
 
+        dist.barrier()  # a rank that ended at once would fail those that are still connecting to it
     dist.destroy_process_group()
 
 

@@ -72,7 +72,7 @@ class Watch:
         """Why the trial is to be ended; None if it may go on."""
         now = time.monotonic()
         self._read_beats(now)
-        return self._overdue(now) or self._idle(now) or self._talkative() or self._leaving(now) or self._left(now)
+        return self.talkative() or self._overdue(now) or self._idle(now) or self._leaving(now) or self._left(now)
 
     def _read_beats(self, now: float) -> None:
         for rank in self._ranks:
@@ -109,8 +109,11 @@ class Watch:
             words.append(f"rank {rank} after {beat.count} events{state}")
         return f" ({'; '.join(words)})"
 
-    def _talkative(self) -> Verdict | None:
-        """Logs fill the disk before they tell anything more."""
+    def talkative(self) -> Verdict | None:
+        """Whether the ranks wrote too much: logs fill the disk before they tell anything more.
+
+        To be asked once more when the trial has ended: what it is called must not depend on when somebody looked.
+        """
         if len(self._logs) < 2 * len(self._ranks):
             self._logs = list(self._folder.rglob("*.log"))
         total = 0

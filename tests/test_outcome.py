@@ -77,6 +77,16 @@ def test_what_is_said_after_a_trial_was_ended_does_not_count(tmp_path: Path) -> 
     assert (found.status, found.reason) == (Status.HANG, "why")
 
 
+@pytest.mark.parametrize("results", [(OK, OK), (OK, failure()), (failure("oom"), None), (None, None)])
+def test_an_end_that_voids_what_was_handed_over(tmp_path: Path, results: tuple[Any, ...]) -> None:
+    write(tmp_path, *results)
+    ended = {"failure": "its ranks wrote too much", "status": Status.CRASHED}
+    found = judge(tmp_path, 2, Ending(**ended, void=True), 1.0, heard={0, 1})
+    assert (found.status, found.reason, found.ranks) == (Status.CRASHED, "its ranks wrote too much", [])
+    sound = judge(tmp_path, 2, Ending(**ended), 1.0)
+    assert (sound.status is Status.OK) == (results == (OK, OK)), "of others, what all handed over counts"
+
+
 @pytest.mark.parametrize(
     "damaged",
     [
