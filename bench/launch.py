@@ -23,7 +23,7 @@ import uuid
 from pathlib import Path
 from typing import IO, Any, ClassVar, Protocol, Self
 
-from bench import locks, machine, memorykills, stragglers
+from bench import locks, machine, memorykills, segments, stragglers
 from bench.backends.base import registry
 from bench.cell import Device
 from bench.outcome import Ending, Outcome, judge, written
@@ -161,8 +161,8 @@ class _Server:
 
         With ``again`` it is tried once more if the launcher's process died before any rank began.
         """
-        if self._process is not None and self._process.poll() is not None:
-            self.close()  # it was killed since the trial before
+        if self._process is not None and (self._process.poll() is not None or not Path(self._temporary).is_dir()):
+            self.close()  # since the trial before it was killed, or somebody tidied up its folder
         if self._process is None:
             self.start()
         folder = Path(task.folder)
@@ -209,6 +209,7 @@ class _Server:
 
         def others() -> set[int]:
             return stragglers.without_trackers(every()) - {process.pid}
+        held = segments.mapped(every())
 
         try:
             stragglers.terminate(others())
@@ -226,6 +227,7 @@ class _Server:
             os.close(self._requests)
             os.close(self._replies)
             self._stderr.close()
+            segments.remove(held)
             shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _wait(self, timeout_s: float) -> dict[str, Any] | None:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import psutil
 import pytest
 
-from bench import stragglers
+from bench import segments, stragglers, watchdog
 from bench.cell import Device, Status
 from bench.errors import InputError
 from bench.launch import Launcher
@@ -27,6 +27,8 @@ from bench.outcome import Outcome
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKEN = "BENCH_TEST_TOKEN"
+FAMILY_S = 100_000 + os.getpid()
+"""By this number in their command, the processes that ``family`` leaves are told from those of other tests."""
 ACTS = '''
 """What ranks do for the tests beside this file: each function is one act, of the rank that is told to."""
 
@@ -50,7 +52,10 @@ def run(payload):
     folder = Path(task["folder"])
 
     def work(rank):
+        if task["act"] == "end" and rank == task["rank"]:
+            connect_late(folder)
         join(Device.CPU, threads=1, seed=0)
+        (folder / f"joined{rank}").write_text(str(time.monotonic()))
         if rank == task["rank"]:
             globals()[task["act"]](folder)
         elif task["group"]:
@@ -61,6 +66,19 @@ def run(payload):
         return {"status": "ok", "rank": rank}
 
     live(folder, work)
+
+
+def connect_late(folder):
+    import torch.distributed as dist
+
+    connect = dist.init_process_group
+
+    def slowly(*args, **kwargs):
+        connect(*args, **kwargs)
+        time.sleep(0.5)
+        (folder / "connected").write_text(str(time.monotonic()))
+
+    dist.init_process_group = slowly
 
 
 def end(folder): ...
@@ -98,7 +116,7 @@ def deaf(folder):
 
 
 def family(folder):
-    code = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (1, 2, 15)]; time.sleep(3600)"
+    code = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (1, 2, 15)]; time.sleep(FAMILY_S)"
     subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
     subprocess.Popen([sys.executable, "-c", code], env={}, start_new_session=True)
     time.sleep(0.5)
@@ -113,6 +131,29 @@ def print_much(folder):
     for _ in range(1000):
         os.write(1, bytes(2**20))
         heartbeat.beat()
+    time.sleep(3600)
+
+
+def print_and_end(folder):
+    for _ in range(65):
+        os.write(1, bytes(2**20))
+
+
+def print_and_fail(folder):
+    print_and_end(folder)
+    raise MemoryError
+
+
+def hold_segment(folder):
+    import mmap
+
+    path = (folder / "segment").read_text()
+    with open(path, "r+b") as file:
+        globals()["kept"] = mmap.mmap(file.fileno(), 0)
+
+
+def hold_segment_and_sleep(folder):
+    hold_segment(folder)
     time.sleep(3600)
 
 
@@ -161,7 +202,7 @@ def left(token: str) -> list[psutil.Process]:
 
 def sleepers() -> list[int]:
     """What ``family`` left."""
-    mark = "time.sleep(3600)"
+    mark = f"time.sleep({FAMILY_S})"
     return [p.pid for p in psutil.process_iter(["cmdline"]) if any(mark in word for word in p.info["cmdline"] or ())]
 
 
@@ -178,7 +219,7 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 def acts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with the module of acts, which ranks can import."""
     folder = tmp_path_factory.mktemp("acts")
-    (folder / "acts.py").write_text(ACTS)
+    (folder / "acts.py").write_text(ACTS.replace("FAMILY_S", str(FAMILY_S)))
     patch = pytest.MonkeyPatch()
     patch.setenv("PYTHONPATH", str(folder))
     patch.setenv(TOKEN, f"launch-{os.getpid()}")
@@ -265,11 +306,42 @@ def test_logs_without_end_end_the_trial(launcher: Launcher, tmp_path: Path) -> N
     assert found.reason == "its ranks wrote more than 64 MiB to their standard output and error"
 
 
+@pytest.mark.parametrize("act", ["print_and_end", "print_and_fail"])
+def test_logs_count_whenever_somebody_looks(
+    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: str
+) -> None:
+    monkeypatch.setattr(watchdog, "POLL_S", 60.0)  # all is over long before the first look
+    monkeypatch.setattr(watchdog.Watch, "look", lambda _: pytest.fail("nobody was to look"))
+    found = play(launcher, tmp_path, act, timeout_s=300.0)
+    assert found.status is Status.CRASHED
+    assert found.reason == "its ranks wrote more than 64 MiB to their standard output and error"
+
+
+def test_nobody_leaves_while_another_still_connects(launcher: Launcher, tmp_path: Path) -> None:
+    found = play(launcher, tmp_path, "end")
+    assert found.status is Status.OK, found.reason
+    connected = float((tmp_path / "trial" / "connected").read_text())
+    assert float((tmp_path / "trial" / "joined0").read_text()) >= connected
+
+
 def test_all_sockets_are_on_loopback(launcher: Launcher, tmp_path: Path) -> None:
     found = play(launcher, tmp_path, "listeners")
     assert found.status is Status.OK, found.reason
     addresses = json.loads((tmp_path / "trial" / "listeners").read_text())
     assert addresses and set(addresses) <= {"127.0.0.1", "::1"}
+
+
+def test_segments_of_a_rank_that_is_ended_are_removed(launcher: Launcher, tmp_path: Path) -> None:
+    segment = Path(f"{segments.BEGINNING}test-{os.getpid()}")
+    segment.write_bytes(bytes(4096))
+    (tmp_path / "trial").mkdir()
+    (tmp_path / "trial" / "segment").write_text(str(segment))
+    try:
+        found = play(launcher, tmp_path, "hold_segment_and_sleep", inactivity_s=2.0)
+        assert found.status is Status.HANG
+        assert not segment.exists()
+    finally:
+        segment.unlink(missing_ok=True)
 
 
 def launcher_process() -> psutil.Process:
@@ -280,6 +352,9 @@ def launcher_process() -> psutil.Process:
 def test_a_launcher_that_is_killed_is_told_and_replaced(launcher: Launcher, tmp_path: Path) -> None:
     assert play(launcher, tmp_path, "end").status is Status.OK
     launcher_process().kill()  # between two trials
+    assert play(launcher, tmp_path, "end").status is Status.OK
+    for server in launcher._servers.values():
+        shutil.rmtree(server._temporary)
     assert play(launcher, tmp_path, "end").status is Status.OK
     victim = launcher_process()
     killer = subprocess.Popen([sys.executable, "-c", f"import os, time; time.sleep(2); os.kill({victim.pid}, 9)"])
