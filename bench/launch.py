@@ -14,7 +14,6 @@ import json
 import os
 import select
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -261,7 +260,7 @@ class _Server:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GRACE_S)
         number = -process.returncode if process.returncode and process.returncode < 0 else 0
-        how = f"was ended by {signal.Signals(number).name}" if number else f"died: {words}"
+        how = f"was ended by {stragglers.name(number)}" if number else f"died: {words}"
         self.close()
         return Ending(
             failure=f"the launcher's process {how}",

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 AT_LIMIT_BYTES = 256 * 2**20
 """Address space that is left to a process that has used up its own."""
 LAST_WORDS_S = 0.5
-"""How long a failed rank stays after it wrote what went wrong: two of the agent's looks at its processes."""
+"""How long a failed rank stays after it wrote what went wrong: longer than the watchdog sleeps between two looks."""
+WAIT_S = 0.005
+"""How long a rank that is done sleeps between two looks whether the others are."""
 
 
 def live(folder: Path, work: Callable[[int], dict[str, Any]]) -> None:
@@ -50,7 +52,13 @@ def live(folder: Path, work: Callable[[int], dict[str, Any]]) -> None:
         sys.stderr.flush()
         os._exit(1)
     _write(path, result)
-    _leave()
+    try:
+        _leave(folder)
+    except BaseException:
+        # The result is safe. Torch's own way of telling the agent would be a pickle in a file.
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def _arm(folder: Path, rank: int) -> None:
@@ -90,11 +98,13 @@ def join(device: Device, *, threads: int, seed: int, pretended: int | None = Non
     return own
 
 
-def _leave() -> None:
-    """End the process group, after the result is safe."""
+def _leave(folder: Path) -> None:
+    """End the process group, once the results of all ranks are safe: a crash here would end the others."""
     import torch.distributed as dist
 
-        dist.barrier()  # a rank that ended at once would fail those that are still connecting to it
+    ranks = range(int(os.environ["LOCAL_WORLD_SIZE"]))
+    while not all((folder / f"rank{rank}.json").exists() for rank in ranks):
+        time.sleep(WAIT_S)
     dist.destroy_process_group()
 
 

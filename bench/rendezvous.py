@@ -8,13 +8,7 @@ from __future__ import annotations
 import socket
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-    rendezvous_handler_registry,
-)
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 BACKEND = "bench-loopback"
 HOST = "127.0.0.1"
@@ -58,10 +52,3 @@ class LoopbackRendezvous(RendezvousHandler):
 
     def shutdown(self) -> bool:
         return True
-
-
-def _make(parameters: RendezvousParameters) -> RendezvousHandler:
-    return LoopbackRendezvous(parameters.run_id)
-
-
-rendezvous_handler_registry.register(BACKEND, _make)

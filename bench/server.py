@@ -15,24 +15,16 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from typing import Any
 
 from bench import stragglers
-
-MONITOR_INTERVAL_S = 0.25
-"""How often torch elastic's agent looks at its ranks. Each look takes a core that may be measured on."""
 
 
 def serve(requests: int, replies: int, *, cold: bool) -> None:
     """Trials as JSON lines from one pipe, one JSON line of answer each to the other."""
     import multiprocessing
 
-    # Imports torch for the agent itself.
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    from bench.rendezvous import BACKEND
+    from bench import agent  # imports torch for torch elastic's agent itself
 
     start_method = "spawn" if cold else "forkserver"
     if not cold:
@@ -41,48 +33,20 @@ def serve(requests: int, replies: int, *, cold: bool) -> None:
     first = context.Process(target=_nothing)
     first.start()
     first.join()
-    helpers = _own() | {os.getpid()}
+    helpers = _own()
+    known = [(pid, found.started) for pid in helpers if (found := stragglers.find(pid)) is not None]
     _reply(replies, {"ready": True})
     with os.fdopen(requests) as lines:
         for line in lines:
             entry, world_size, folder, payload = json.loads(line)
             module, _, function = entry.partition(":")
             rank_main = getattr(importlib.import_module(module), function)
-            config = LaunchConfig(
-                min_nodes=1,
-                max_nodes=1,
-                nproc_per_node=world_size,
-                rdzv_backend=BACKEND,
-                rdzv_endpoint="127.0.0.1:0",
-                local_addr="127.0.0.1",
-                max_restarts=0,
-                monitor_interval=MONITOR_INTERVAL_S,
-                start_method=start_method,
-                logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=Std.ALL),
-            )
-            answer = _supervise(elastic_launch(config, rank_main), payload)
+            answer = agent.run(rank_main, payload, world_size, folder, start_method)
             signal.signal(signal.SIGTERM, _end_quietly)  # torch elastic has set its own
             # Torch elastic ends only the ranks themselves, and what they leave running would be measured next.
             stragglers.kill(lambda: _own() - helpers)
-            answer["spent"] = not helpers <= _own() | {os.getpid()}  # one of them was killed
+            answer["spent"] = not all(stragglers.alive(*helper) for helper in known)  # one of them was killed
             _reply(replies, answer)
-
-
-def _supervise(launch: Callable[[str], Any], payload: str) -> dict[str, Any]:
-    """Run torch elastic to its end; what failed, by rank and exit code or signal, from its structured error."""
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    try:
-        launch(payload)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode < 0:
-            name = signal.Signals(-failure.exitcode).name
-            return {"failure": f"rank {rank} was ended by {name}", "rank": rank, "signal": -failure.exitcode}
-        return {"failure": f"rank {rank} ended with exit code {failure.exitcode}", "rank": rank}
-    except Exception as error:
-        return {"failure": f"torch elastic: {type(error).__name__}: {error}"}
-    return {"failure": "a rank ended without a result"}
 
 
 def _nothing() -> None:

@@ -132,6 +132,14 @@ def send(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
+def name(number: int) -> str:
+    """What a signal is called; those for real-time programs have only numbers."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def reap(pids: set[int]) -> None:
     """Take the exit status of those that are children of this process: a zombie keeps its number."""
     for pid in pids:
