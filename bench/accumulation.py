@@ -51,7 +51,7 @@ def run_rank(task_json: str) -> None:
 
     def work(number: int) -> dict[str, Any]:
         device = rank.join(Device(task.device), threads=1, seed=0)
-        backend = registry()[task.backend]
+        backend = registry([task.backend])[task.backend]
         return {
             "status": Status.OK,
             "rows": [_row(task, Precision(p), backend, number, device) for p in task.precisions],

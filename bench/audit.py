@@ -83,7 +83,7 @@ def run_rank(task_json: str) -> None:
 
     def work(number: int) -> dict[str, Any]:
         device = rank.join(task.device, threads=1, seed=0)
-        backend = registry()[task.backend]
+        backend = registry([task.backend])[task.backend]
         audits = [_audit(task, index, backend, number, device) for index in range(len(task.scenarios))]
         return {"status": Status.OK, "audits": audits}
 

@@ -89,7 +89,7 @@ class Launcher:
 
         The calling thread sleeps meanwhile. Raises LauncherError if the launcher's process does not come up.
         """
-        packages = () if self._cold else registry()[task.backend].requires
+        packages = () if self._cold else registry([task.backend])[task.backend].requires
         server = self._servers.setdefault(packages, _Server(self._device, packages, cold=self._cold))
         return server.run(task, timeout_s, inactivity_s)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import reading
-from bench.backends.base import Backend
+from bench.backends.base import Backend, offered
 from bench.cell import REFERENCE, SGD, Cell, Device, Precision
 from bench.errors import InputError, shown
 from bench.virtual import refusal
@@ -233,7 +233,8 @@ def expand(matrix: Matrix, backends: Mapping[str, type[Backend]], num_gpus: int)
     chosen = list(backends) if matrix["axes.backend"] == "all" else matrix["axes.backend"]
     for name in chosen:
         if name not in backends:
-            raise InputError(f"{matrix.place('axes.backend')}: '{name}' is unknown; {_suggest(name, list(backends))}")
+            known = list(dict.fromkeys([*backends, *offered()]))
+            raise InputError(f"{matrix.place('axes.backend')}: '{name}' is unknown; {_suggest(name, known)}")
     _check_workload(matrix)
     alone = matrix["virtual.alone"] and matrix["virtual.world_size"]
     world_sizes = [] if alone else _world_sizes(matrix, num_gpus)

@@ -48,7 +48,8 @@ def run_rank(spec_json: str) -> None:
     def work(number: int) -> dict[str, Any]:
         pretended = spec.cell.world_size if spec.cell.virtual else None
         device = rank.join(spec.cell.device, threads=spec.threads, seed=spec.cell.seed, pretended=pretended)
-        return Trial(spec, number, device, registry()[spec.cell.backend]).run()
+        name = spec.cell.backend
+        return Trial(spec, number, device, registry([name])[name]).run()
 
     rank.live(Path(spec.folder), work)
 

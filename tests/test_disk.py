@@ -69,4 +69,4 @@ def test_a_backend_that_cannot_be_a_file_name_or_a_cell_is_refused(name: str, mo
 
     monkeypatch.setattr(base, "_entry_points", lambda: [Entry()])
     with pytest.raises(InputError, match="must be of letters, digits"):
-        base.registry()
+        base.registry(["entry"])

@@ -34,6 +34,8 @@ ENTRY_POINTS = "bench.backends"
 """Entry-point group in which other packages offer backends; each names a subclass of Backend."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,79}")
 """What a backend may be called: names become parts of file names, and cells of tables and pages."""
+ALL = "all"
+"""Where backends are named: all but those of installed packages, which have to be named one by one."""
 MORE = "BENCH_BACKENDS"
 """Environment variable that names backends of no installed package: ``module:Class``, with commas between them."""
 
@@ -264,31 +266,53 @@ def _entry_points() -> Iterable[importlib.metadata.EntryPoint]:
     return importlib.metadata.entry_points(group=ENTRY_POINTS)
 
 
-def registry() -> dict[str, type[Backend]]:
-    """All backends by name: the built-in ones, those of installed packages, then those that MORE names.
+def offered() -> dict[str, str]:
+    """What installed packages offer, by name: ``module:Class``. Nothing of them is imported."""
+    return {entry.name: entry.value for entry in _entry_points()}
 
-    Raises InputError if one of them is not a backend, or its name cannot be one or is already taken.
+
+def registry(names: Iterable[str] = ()) -> dict[str, type[Backend]]:
+    """Backends by name: the built-in ones, those that MORE names, and of those that installed packages offer ``names``.
+
+    No package is imported whose backend is not named. Names that nobody has are left out.
+
+    Raises InputError if what is named is not a backend, or its name cannot be one or is already taken.
     """
     found: dict[str, type[Backend]] = {}
     for module in BUILT_IN:
         for backend in importlib.import_module(f"bench.backends.{module}").BACKENDS:
             found[backend.name] = backend
-    named = [name.strip() for name in os.environ.get(MORE, "").split(",") if name.strip()]
-    offered = [
-        *((f"entry point '{e.name}' ({e.value}) in group {ENTRY_POINTS}", e) for e in _entry_points()),
-        *((f"{MORE}: '{name}'", importlib.metadata.EntryPoint(name, name, ENTRY_POINTS)) for name in named),
-    ]
-    for place, entry in offered:
-        try:
-            backend = entry.load()
-        except Exception as error:
-            raise InputError(f"{place}: cannot be loaded ({error}); fix or uninstall that package") from error
-        if not (isinstance(backend, type) and issubclass(backend, Backend)):
-            raise InputError(f"{place}: is not a subclass of bench.backends.base.Backend")
-        name = getattr(backend, "name", None)
-        if not (isinstance(name, str) and NAME.fullmatch(name)):
-            raise InputError(f"{place}: its name is {name!r}; it must be of letters, digits and . _ + -")
-        if backend.name in found:
-            raise InputError(f"{place}: the name '{backend.name}' is taken; choose another")
-        found[backend.name] = backend
+    for name in os.environ.get(MORE, "").split(","):
+        if name.strip():
+            place = f"{MORE}: '{name.strip()}'"
+            backend = _load(importlib.metadata.EntryPoint(name, name.strip(), ENTRY_POINTS), place)
+            if backend.name in found:
+                raise InputError(f"{place}: the name '{backend.name}' is taken; choose another")
+            found[backend.name] = backend
+    wanted = [name for name in dict.fromkeys(names) if name not in {*found, ALL}]
+    entries = list(_entry_points()) if wanted else []
+    for name in wanted:
+        several = [entry for entry in entries if entry.name == name]
+        if len(several) > 1:
+            both = " and ".join(entry.value for entry in several)
+            raise InputError(f"backend '{name}': {both} both offer it in group {ENTRY_POINTS}; uninstall one of them")
+        for entry in several:
+            place = f"entry point '{name}' ({entry.value}) in group {ENTRY_POINTS}"
+            found[name] = _load(entry, place)
+            if found[name].name != name:
+                raise InputError(f"{place}: its backend's name is '{found[name].name}'; both must be the same")
     return found
+
+
+def _load(entry: importlib.metadata.EntryPoint, place: str) -> type[Backend]:
+    """The backend that an entry point names; imports its package. Raises InputError that begins with ``place``."""
+    try:
+        backend = entry.load()
+    except Exception as error:
+        raise InputError(f"{place}: cannot be loaded ({error}); fix or uninstall that package") from error
+    if not (isinstance(backend, type) and issubclass(backend, Backend)):
+        raise InputError(f"{place}: is not a subclass of bench.backends.base.Backend")
+    name = getattr(backend, "name", None)
+    if not (isinstance(name, str) and NAME.fullmatch(name)):
+        raise InputError(f"{place}: its name is {name!r}; it must be of letters, digits and . _ + -")
+    return backend

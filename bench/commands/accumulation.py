@@ -11,7 +11,7 @@ import argparse
 import json
 from typing import Any
 
-from bench.backends.base import registry
+from bench.backends.base import offered, registry
 from bench.cell import Device, Precision, Status, Sync
 from bench.commands.options import split_names
 from bench.errors import BAD, GOOD, InputError
@@ -40,10 +40,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Probe and show; 1 if one is not as it should be."""
     from bench.accumulation import WINDOWS, spelled, table
 
-    known = [name for name, backend in registry().items() if backend.sync is not Sync.NONE]
-    chosen = [name for part in arguments.backend or [] for name in part] or known
+    named = [name for part in arguments.backend or [] for name in part]
+    known = [name for name, backend in registry(named).items() if backend.sync is not Sync.NONE]
+    chosen = named or known
     if unknown := [name for name in chosen if name not in known]:
-        raise InputError(f"--backend: '{unknown[0]}' is unknown; use {', '.join(known)}")
+        raise InputError(f"--backend: '{unknown[0]}' is unknown; use {', '.join(dict.fromkeys([*known, *offered()]))}")
     if arguments.world_size < 1:
         raise InputError(f"--world-size is {arguments.world_size}; it must be at least 1")
     good, windows = True, WINDOWS if arguments.errors else ()

@@ -1,4 +1,7 @@
-"""``backends``: what there is, and what this machine can run."""
+"""``backends``: what there is, and what this machine can run.
+
+What installed packages offer is listed, and loaded only if it is named: loading runs the package's code.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +9,39 @@ import argparse
 from typing import Any
 
 from bench import machine
-from bench.backends.base import registry
+from bench.backends.base import offered, registry
 from bench.cell import Device
-from bench.errors import GOOD
+from bench.errors import GOOD, InputError
 
 
 def add(commands: Any) -> None:
     """Add the command's parser."""
     parser = commands.add_parser("backends", help="list the backends and what this machine can run")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="B",
+        help="load these backends of installed packages too, and list only what is named",
+    )
     parser.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Show the list."""
-    rows = [("backend", "framework", "sharding", "sync", "cpu", "cuda", "known defect")]
+    rows: list[tuple[str, ...]] = [("backend", "framework", "sharding", "sync", "cpu", "cuda", "known defect")]
     has_gpu = bool(machine.gpus())
-    for name, backend in registry().items():
+    known, others = registry(arguments.names), offered()
+    for name in arguments.names:
+        if name not in known:
+            raise InputError(f"'{name}' is unknown; use {', '.join(dict.fromkeys([*known, *others]))}")
+    for name, backend in known.items():
+        if arguments.names and name not in arguments.names:
+            continue
         cpu = backend.missing(Device.CPU) or "yes"
         cuda = (backend.missing(Device.CUDA) or "yes") if has_gpu else "no GPU here"
         rows.append((name, backend.framework, str(backend.sharding), str(backend.sync), cpu, cuda, backend.defect))
+    if not arguments.names:
+        rows += [(name, f"not loaded: {value}", *[""] * 5) for name, value in others.items() if name not in known]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     for row in rows:
         print("  ".join([*(text.ljust(width) for text, width in zip(row, widths, strict=False)), row[-1]]).rstrip())

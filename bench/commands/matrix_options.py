@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench import machine, matrix, plan
-from bench.backends.base import Backend
+from bench.backends.base import Backend, registry
 from bench.cell import Cell, Device, Precision
 from bench.commands.options import duration, share, split_names
 from bench.errors import InputError
@@ -58,7 +58,7 @@ def add_matrix_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         type=split_names,
         metavar="B[,B]",
-        help="only these backends, or all; see 'backends'",
+        help="only these backends, or all but those of installed packages; see 'backends'",
     )
     add("--accumulate", action="append", type=_integers, metavar="N[,N]", help="accumulation factors")
     add(
@@ -180,6 +180,12 @@ def _precisions(given: list[list[str]] | None) -> dict[str, Any]:
         "precision": [[name for name in names if name not in widths]] if len(names) > len(widths) else None,
         "width": width,
     }
+
+
+def backends_of(chosen: Matrix) -> dict[str, type[Backend]]:
+    """The backends that the matrix can mean."""
+    named = chosen["axes.backend"]
+    return registry([named] if isinstance(named, str) else named)
 
 
 def cells_of(chosen: Matrix, backends: Mapping[str, type[Backend]]) -> list[Cell]:

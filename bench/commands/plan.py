@@ -6,8 +6,7 @@ import argparse
 from typing import Any
 
 from bench import plan
-from bench.backends.base import registry
-from bench.commands.matrix_options import add_matrix_options, cells_of, chosen_matrix, estimates
+from bench.commands.matrix_options import add_matrix_options, backends_of, cells_of, chosen_matrix, estimates
 from bench.errors import GOOD
 
 
@@ -20,8 +19,8 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Show the plan."""
-    backends = registry()
     chosen = chosen_matrix(arguments)
+    backends = backends_of(chosen)
     cells = cells_of(chosen, backends)
     skipped = plan.skipped(cells, backends)
     guesses = estimates(cells, backends)

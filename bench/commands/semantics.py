@@ -213,8 +213,8 @@ def _backends(wanted: list[str] | None, device: Device) -> list[str]:
     """The names to audit: those asked for, or all that this machine can run, the others being named on stderr."""
     from bench.backends.base import registry
 
-    known = registry()
     names = _names(wanted)
+    known = registry(names)
     if wanted and not names:
         raise InputError(f"--backend {wanted[0]}: names no backend; use {', '.join(known)}, or all")
     if not names or names == ["all"]:

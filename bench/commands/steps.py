@@ -16,7 +16,7 @@ import argparse
 import dataclasses
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bench.commands.options import split_names
@@ -81,7 +81,8 @@ def _steps(arguments: argparse.Namespace) -> int:
         max_steps=max_steps,
         drop_last=arguments.drop_last,
     )
-    chosen = _chosen(arguments.backend, registry())
+    asked = [name for part in arguments.backend or [["all"]] for name in part]
+    chosen = _chosen(asked, registry(asked))
     groups = {rule: (backends, calculate(training, rule)) for rule, backends in _by_rule(chosen).items()}
     wrong = _wrong(training, {rule: steps for rule, (_, steps) in groups.items()})
     rows = [
@@ -122,9 +123,8 @@ def _sentences(training: Training, wrong: str, rows: list[dict[str, Any]]) -> li
     return ["", *lines] if lines else []
 
 
-def _chosen(names: list[list[str]] | None, known: Mapping[str, type[Backend]]) -> dict[str, type[Backend]]:
+def _chosen(asked: Sequence[str], known: Mapping[str, type[Backend]]) -> dict[str, type[Backend]]:
     """The backends that ``--backend`` names, in the registry's order."""
-    asked = [name for part in names or [["all"]] for name in part]
     if asked == ["all"]:
         return dict(known)
     if not asked:

@@ -1,0 +1,124 @@
+"""Where backends come from: what installed packages offer is imported only if it is named."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.backends import base
+from bench.backends.base import BUILT_IN, MORE, offered, registry
+from bench.errors import InputError
+from tests.conftest import bench
+
+CODE = """
+from pathlib import Path
+
+from bench.backends.plain import DDPDeferred
+
+Path("{folder}", "imported").touch()
+
+
+class Mine(DDPDeferred):
+    name = "{name}"
+
+
+number = 3
+"""
+FAILS = "raise RuntimeError('needs a licence')"
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a package that offers one backend, and another that cannot be imported."""
+    folder = tmp_path / "site"
+    for number, (package, code) in enumerate({"mine_package": CODE, "bad_package": FAILS}.items()):
+        name = ("mine", "bad")[number]
+        info = folder / f"{package}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[bench.backends]\n{name} = {package}:Mine\n")
+        (folder / f"{package}.py").write_text(code.format(folder=tmp_path, name=name))
+    monkeypatch.syspath_prepend(str(folder))
+    for package in ("mine_package", "bad_package"):
+        monkeypatch.delitem(sys.modules, package, raising=False)
+    return folder
+
+
+def entry(name: str, value: str) -> importlib.metadata.EntryPoint:
+    return importlib.metadata.EntryPoint(name, value, base.ENTRY_POINTS)
+
+
+def test_nothing_is_imported_that_is_not_named(site: Path, tmp_path: Path) -> None:
+    assert offered()["mine"] == "mine_package:Mine"
+    assert not {"mine", "bad"} & registry().keys()
+    assert not {"mine", "bad"} & registry(["all", "ddp-eager", "no-such"]).keys()
+    assert not (tmp_path / "imported").exists()
+    found = registry(["mine", "ddp-eager"])
+    assert found["mine"].name == "mine" and found.keys() == registry().keys() | {"mine"}
+    assert (tmp_path / "imported").exists()
+    with pytest.raises(InputError, match=r"'bad' \(bad_package:Mine\) .* cannot be loaded \(needs a licence"):
+        registry(["bad"])
+
+
+def test_entry_points_are_not_even_looked_up_for_what_is_built_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "_entry_points", lambda: pytest.fail("it takes long"))
+    assert "ddp-eager" in registry(["ddp-eager", "reference"])
+    assert len(BUILT_IN) > 1
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ([entry("mine", "mine_package:number")], "is not a subclass"),
+        ([entry("mine", "mine_package:nothing")], "cannot be loaded"),
+        ([entry("other", "mine_package:Mine")], "its backend's name is 'mine'; both must be the same"),
+        ([entry("mine", "mine_package:Mine"), entry("mine", "x:Mine")], "mine_package:Mine and x:Mine both offer it"),
+    ],
+)
+def test_entry_points_that_cannot_be(
+    site: Path, monkeypatch: pytest.MonkeyPatch, entries: list[importlib.metadata.EntryPoint], words: str
+) -> None:
+    monkeypatch.setattr(base, "_entry_points", lambda: entries)
+    with pytest.raises(InputError, match=words):
+        registry([entries[0].name])
+
+
+def test_no_package_takes_the_name_of_a_built_in_backend(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "_entry_points", lambda: [entry("ddp-eager", "mine_package:Mine")])
+    assert registry(["ddp-eager"])["ddp-eager"].__module__ == "bench.backends.plain"
+    assert not (tmp_path / "imported").exists()
+
+
+def test_the_environment_names_backends_too(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MORE, "mine_package:Mine, ")
+    assert "mine" in registry()
+    monkeypatch.setenv(MORE, "mine_package:Mine,mine_package:Mine")
+    with pytest.raises(InputError, match=f"{MORE}: 'mine_package:Mine': the name 'mine' is taken"):
+        registry()
+
+
+def test_the_command_lists_what_it_does_not_load(site: Path, tmp_path: Path) -> None:
+    listed = bench("backends", cwd=tmp_path, pythonpath=site)
+    assert listed.returncode == 0, listed.stderr
+    assert {line.split()[0] for line in listed.stdout.splitlines() if "not loaded" in line} == {"mine", "bad"}
+    assert not (tmp_path / "imported").exists()
+    shown = bench("backends", "mine", cwd=tmp_path, pythonpath=site)
+    assert [line.split()[0] for line in shown.stdout.splitlines()] == ["backend", "mine"]
+    assert (tmp_path / "imported").exists()
+    for command in (["backends", "mini"], ["plan", "--matrix", "smoke", "--backend", "mini"]):
+        refused = bench(*command, cwd=tmp_path, pythonpath=site)
+        assert refused.returncode == 2 and "'mini' is unknown" in refused.stderr and "mine" in refused.stderr
+
+
+def test_a_plan_loads_only_what_it_names(site: Path, tmp_path: Path) -> None:
+    everything = bench("plan", "--matrix", "smoke", "--backend", "all", cwd=tmp_path, pythonpath=site)
+    assert everything.returncode == 0 and "mine" not in everything.stdout
+    assert not (tmp_path / "imported").exists()
+    named = bench("plan", "--matrix", "smoke", "--backend", "mine", cwd=tmp_path, pythonpath=site)
+    assert named.returncode == 0 and "mine" in named.stdout
+    assert (tmp_path / "imported").exists()
