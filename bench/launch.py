@@ -192,9 +192,9 @@ class _Server:
         else:
             ending = _ending(found, watch, memorykills.moved(kills, memorykills.counters()))
             if found.get("spent"):
+                self.close()
         if said := watch.talkative():
             ending = Ending(failure=said.reason, status=said.status, void=True)
-                self.close()
         return judge(folder, task.world_size, ending, wall_s, heard)
 
     def close(self) -> None:
@@ -208,8 +208,8 @@ class _Server:
 
         def others() -> set[int]:
             return stragglers.without_trackers(every()) - {process.pid}
-        held = segments.mapped(every())
 
+        held = segments.mapped(every())
         try:
             stragglers.terminate(others())
             stragglers.wait(others, GRACE_S)
@@ -226,8 +226,8 @@ class _Server:
             os.close(self._requests)
             os.close(self._replies)
             self._stderr.close()
-            segments.remove(held)
             shutil.rmtree(self._temporary, ignore_errors=True)
+            segments.remove(held)
 
     def _wait(self, timeout_s: float) -> dict[str, Any] | None:
         """The launcher's next reply; None after ``timeout_s``; ``{"died": True}`` if it is gone."""
@@ -305,6 +305,8 @@ def _environment(device: Device, packages: tuple[str, ...]) -> dict[str, str]:
         # DeepSpeed imports torch.compile, which would keep a pool of idle compilers beside what is measured.
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
     }
+    # Whatever a framework asks for, torch.load reads no pickle that could run code.
+    environment.setdefault("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
     # Its default is inside the temporary folder, which is another one for every launcher.
