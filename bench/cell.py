@@ -5,9 +5,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
+
+from bench.errors import shown
 
 REFERENCE = "reference"
 """Name of the backend that is the truth: one process, the full batch, plain PyTorch, fp32."""
@@ -15,6 +19,13 @@ SGD = "sgd"
 """The optimizer whose step is in proportion to the gradient, so that a wrong scale of it is seen in the losses."""
 LATER: dict[str, Any] = {"clip_norm": 0.0, "twin": "", "virtual": False, "fake_tensors": False}
 """Fields of a cell that came after the first release, with the default that stands for what was done before."""
+VALUES: dict[str, Callable[[Any], bool]] = {
+    "str": lambda value: isinstance(value, str),
+    "bool": lambda value: isinstance(value, bool),
+    "int": lambda value: isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63,
+    "float": lambda value: isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf,
+}
+"""What a field of a cell may hold, by its type."""
 
 
 class Sync(StrEnum):
@@ -168,7 +179,19 @@ class Cell:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Cell:
-        """The cell of ``to_dict``'s values. Raises TypeError for an unknown key, ValueError for an unknown value."""
+        """The cell of ``to_dict``'s values.
+
+        Raises TypeError for a key that is unknown or missing, ValueError for a value that cannot be.
+        """
+        if not isinstance(values, dict):
+            raise TypeError("it is no table")
         enums = {"precision": Precision, "device": Device}
         fields: dict[str, Any] = {key: enums[key](v) if key in enums else v for key, v in values.items()}
-        return cls(**fields)
+        cell = cls(**fields)
+        for field in dataclasses.fields(cls):
+            value = getattr(cell, field.name)
+            if not VALUES.get(str(field.type), lambda _: True)(value):
+                raise ValueError(f"{field.name} cannot be {shown(value)}")
+        if min(cell.accumulate, cell.world_size) < 1:
+            raise ValueError(f"accumulate is {cell.accumulate} and world_size {cell.world_size}; both are at least 1")
+        return cell

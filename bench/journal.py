@@ -17,6 +17,7 @@ from typing import Any, TypeGuard
 
 from bench import upgrades
 from bench.errors import InputError
+from bench.manifest import wrong
 
 SCHEMA_VERSION = upgrades.LATEST
 """Of run.json and trials.jsonl together. Older ones are read (``bench.upgrades``), and not written."""
@@ -73,9 +74,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"{path}: schema_version is {version!r}; this bench reads {SCHEMA_VERSION} and, from before, "
             f"{', '.join(map(str, sorted(upgrades.MANIFEST)))}"
         )
-    if version == SCHEMA_VERSION:
-        return manifest
-    return upgrades.apply(upgrades.MANIFEST, manifest, version) | {UPGRADED: version}
+    if version != SCHEMA_VERSION:
+        manifest = upgrades.apply(upgrades.MANIFEST, manifest, version) | {UPGRADED: version}
+    if place := wrong(manifest):
+        raise InputError(f"{path}: {place}; restore the file")
+    return manifest
 
 
 def encode(record: dict[str, Any]) -> bytes:

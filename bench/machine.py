@@ -10,7 +10,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -219,8 +219,12 @@ def environment() -> dict[str, str]:
     }
 
 
-def code(backends: Mapping[str, type[Any]]) -> dict[str, str]:
-    """SHA-256 of what is run: of all modules of the bench, and of the file of each backend that is from elsewhere."""
+def code(backends: Mapping[str, type[Any]], workloads: Mapping[str, Sequence[Path]]) -> dict[str, str]:
+    """SHA-256 of what is run, by name: of all modules of the bench, and of what is from elsewhere.
+
+    That is the file of a backend, and the files of a workload: its whole package, or its one module. What those import
+    from other places is not among it.
+    """
     root = Path(__file__).resolve().parent
     every = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
@@ -230,6 +234,10 @@ def code(backends: Mapping[str, type[Any]]) -> dict[str, str]:
         file = getattr(sys.modules.get(backend.__module__), "__file__", None)
         if file is not None and not Path(file).resolve().is_relative_to(root):
             found[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    for name, files in workloads.items():
+        if files:
+            content = b"".join(hashlib.sha256(path.read_bytes()).digest() for path in files)
+            found[f"workload {name}"] = hashlib.sha256(content).hexdigest()
     return found
 
 

@@ -210,6 +210,17 @@ def parse(document: Mapping[str, Any], *, name: str, source: str) -> Matrix:
     return Matrix(name=name, source=source, values=values)
 
 
+def check_stored(manifest: Mapping[str, Any], place: str) -> None:
+    """Raise InputError, which begins with ``place``, if a run's manifest does not hold a matrix' values."""
+    values = manifest.get("matrix", {}).get("values", {})
+    for key, rule in KEYS.items():
+        if key in values:
+            if values[key] != rule.default:  # a default need not be what may be asked for
+                _check(rule, values[key], f"{place}: matrix: {key}")
+        elif rule.default is None:
+            raise InputError(f"{place}: matrix: {key} is missing; it must be {rule.expected}")
+
+
 def _check(rule: Key, value: Any, place: str) -> None:
     if not rule.check(value):
         raise InputError(f"{place} is {shown(value)}; it must be {rule.expected}")

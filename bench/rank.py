@@ -94,6 +94,7 @@ def join(device: Device, *, threads: int, seed: int, pretended: int | None = Non
         dist.init_process_group("nccl", device_id=own)
     else:
         dist.init_process_group("gloo")
+        dist.barrier()  # a rank that ended at once would fail those that are still connecting to it
     heartbeat.beat()
     return own
 

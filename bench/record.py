@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from bench.cell import Status
+from bench.errors import InputError, shown
+from bench.predicates import anything, boolean, integer, list_of, number, or_none, seconds, table, table_of, text
 from bench.probes import categories, exposure, host
 from bench.warmup import warmup
 
@@ -89,69 +92,90 @@ def _wrong_in(table: Mapping[str, Any], checks: Mapping[str, Callable[[Any], boo
     return ""
 
 
-def _integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _seconds(value: Any) -> bool:
-    return _number(value) and math.isfinite(value) and value >= 0
-
-
-def _or_none(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: value is None or check(value)
-
-
-def _list_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and all(map(check, value))
-
-
-def _table_of(check: Callable[[Any], bool], *needed: str) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, dict) and all(map(check, value.values())) and value.keys() >= set(needed)
-
-
 def _calls(row: Any) -> bool:
     return (
         isinstance(row, dict)
         and all(isinstance(row.get(key), str) for key in ("op", "dtype"))
-        and all(_integer(row.get(key)) for key in ("calls", "payload_bytes"))
+        and all(integer(row.get(key)) for key in ("calls", "payload_bytes"))
     )
 
 
 _RESULT: dict[str, Callable[[Any], bool]] = {
-    "num_parameters": _integer,
-    "entropy_floor": _or_none(_number),
-    "tokens_per_step": _number,
-    "flops_per_step": _or_none(_number),
-    "device_name": lambda value: isinstance(value, str),
-    "training_s": _seconds,
+    "num_parameters": integer,
+    "entropy_floor": or_none(number),
+    "tokens_per_step": number,
+    "flops_per_step": or_none(number),
+    "device_name": text,
+    "training_s": seconds,
 }
 """What every result holds."""
 _TIME: dict[str, Callable[[Any], bool]] = {
-    "warmup_seconds": _list_of(_seconds),
-    "step_seconds": _list_of(_seconds),
-    "began": _or_none(_number),
-    "ended": _number,
-    "host": _or_none(lambda value: isinstance(value, dict)),
-    "losses": _list_of(_number),
-    "num_micro_batches": _integer,
-    "num_fetched": _integer,
-    "num_updates": _integer,
-    "num_inner_steps": _integer,
-    "micro_batches_per_update": _list_of(_integer),
-    "reported": _table_of(_integer),
-    "settings": lambda value: isinstance(value, dict),
-    "cuda_memory": _or_none(_table_of(_integer)),
+    "warmup_seconds": list_of(seconds),
+    "step_seconds": list_of(seconds),
+    "began": or_none(number),
+    "ended": number,
+    "host": or_none(table_of(anything)),
+    "losses": list_of(number),
+    "num_micro_batches": integer,
+    "num_fetched": integer,
+    "num_updates": integer,
+    "num_inner_steps": integer,
+    "micro_batches_per_update": list_of(integer),
+    "reported": table_of(integer),
+    "settings": table_of(anything),
+    "cuda_memory": or_none(table_of(integer)),
 }
 """The time pass. A loss may be anything, even NaN: the gates look at it."""
 _EXTRA: dict[str, Callable[[Any], bool]] = {
-    "update": _or_none(_table_of(_number, "error", "scale", "residual")),
-    "collectives": _list_of(_calls),
-    "memory": _table_of(_integer),
-    "accumulation": _or_none(_table_of(lambda value: True, "dtype")),
-    "exposure": _table_of(_seconds, "collective_s", "exposed_s"),
+    "update": or_none(table_of(number, "error", "scale", "residual")),
+    "collectives": list_of(_calls),
+    "memory": table_of(integer),
+    "accumulation": or_none(table_of(anything, "dtype")),
+    "exposure": table_of(seconds, "collective_s", "exposed_s"),
 }
 """The other passes."""
+_HEADER: dict[str, Callable[[Any], bool]] = {
+    "cell_id": text,
+    "repeat": integer,
+    "cell": table_of(anything),
+    "status": lambda value: value in list(Status),
+    "reason": text,
+    "wall_s": seconds,
+}
+"""What every record of the journal holds."""
+_STORED: dict[str, Callable[[Any], bool]] = {
+    **_RESULT,
+    **{name: or_none(is_right) for name, is_right in _EXTRA.items()},
+    "slot": integer,
+    "passes": list_of(text),
+    "ended": text,
+    "last_lines": list_of(text),
+    "log": text,
+    "dumps": list_of(text),
+    "gpus": or_none(table(gpus=list_of(table_of(anything)))),
+    "layout": or_none(table_of(anything)),
+    "time": or_none(table_of(anything)),
+}
+"""What some do: what the ranks handed back, and what the runner adds."""
+_MERGED_TIME: dict[str, Callable[[Any], bool]] = {
+    "num_warmup": integer,
+    "rank_step_seconds": list_of(list_of(seconds)),
+    "ranks_agree": boolean,
+}
+"""What merging the ranks' time passes adds."""
+
+
+def check(records: Sequence[Mapping[str, Any]], journal: Path) -> None:
+    """Raise InputError naming the journal, the record and the key if one holds what none can, as an edited one may."""
+    for index, record in enumerate(records, start=1):
+        if place := _wrong_in(record, _HEADER) or _edited(record):
+            raise InputError(f"{journal}: trial {index} was edited: {place}; restore the file")
+
+
+def _edited(record: Mapping[str, Any]) -> str:
+    """What stands in a record that cannot; older records have fewer keys."""
+    for values, checks in ((record, _STORED), (record.get("time") or {}, _TIME | _MERGED_TIME)):
+        for key, is_right in checks.items():
+            if key in values and not is_right(values[key]):
+                return f"{key} cannot be {shown(values[key])}"
+    return ""

@@ -9,6 +9,7 @@ import math
 import shutil
 import sys
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,14 +21,16 @@ from bench.errors import InputError
 from bench.interrupt import held
 from bench.journal import JOURNAL, MANIFEST, SCHEMA_VERSION, UPGRADED, Journal, read_manifest, write_manifest
 from bench.launch import Launcher
-from bench.matrix import Matrix, baseline
+from bench.matrix import Matrix, baseline, check_stored
 from bench.outcome import Outcome
 from bench.probes.telemetry import Telemetry, summarize
-from bench.record import merge_ranks, wrong
+from bench.record import check, merge_ranks, wrong
 from bench.schedule import Ended, Look, Schedule, Trial
 from bench.spec import CUDA_PASSES, EXTRA_PASSES, Spec, extra_passes
 from bench.virtual import refusal
+from bench.workload import sources
 from bench.workload.corpus import describe_file
+from bench.workload.sizes import SIZES
 
 LOG_BYTES = 20_000
 """How much of the end of each rank's log is kept for a failed trial."""
@@ -84,7 +87,7 @@ def create(
         "backends": {name: about for name, about in describe(backends).items() if name in used},
         "baseline": baseline(matrix, backends),
         "cold": cold,
-        "code": machine.code({name: backends[name] for name in used}),
+        "code": code(cells, backends),
         "git": machine.git_state(),
         "machine": machine.machine(),
         "packages": machine.packages(),
@@ -100,27 +103,55 @@ def create(
     return manifest
 
 
+def code(cells: Sequence[Cell], backends: Mapping[str, type[Backend]]) -> dict[str, str]:
+    """The code that these cells run, as ``bench.machine.code`` tells it."""
+    workloads = {cell.workload: sources(cell.workload) for cell in cells}
+    return machine.code({cell.backend: backends[cell.backend] for cell in cells}, workloads)
+
+
+def cells_of(folder: Path, manifest: Mapping[str, Any]) -> list[Cell]:
+    """The cells of a run. Raises InputError if its manifest does not have them as they were written."""
+    try:
+        cells = [Cell.from_dict(cell) for cell in manifest["cells"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{folder / MANIFEST}: cells: are not those of a run ({error}); restore the file") from error
+    if not cells:
+        raise InputError(f"{folder / MANIFEST}: cells: there are none; restore the file")
+    if unknown := {cell.model for cell in cells if cell.workload == "llama"} - SIZES.keys():
+        raise InputError(f"{folder / MANIFEST}: cells: there is no model '{unknown.pop()}'; restore the file")
+    return cells
+
+
 def reopen(folder: Path, backends: Mapping[str, type[Backend]]) -> dict[str, Any]:
     """The manifest of a run to go on with. Raises InputError if this is not the machine and software it began on.
 
     The code is told by its content, not by a commit: an installed package has none, and uncommitted changes are seen.
     """
     manifest = read_manifest(folder)
+    cells = cells_of(folder, manifest)
+    check_stored(manifest, str(folder / MANIFEST))
+    if lacking := [key for key in ("run_id", "cold", "backends") if key not in manifest]:
+        raise InputError(f"{folder / MANIFEST}: has no key '{lacking[0]}'; restore it")
+    try:
+        Schedule(manifest)
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(
+            f"{folder / MANIFEST}: its looks and repeats are not those of a run ({error}); restore the file"
+        ) from error
     if UPGRADED in manifest:
         raise InputError(
             f"--resume {folder}: was begun by an older bench (schema version {manifest[UPGRADED]}); trials of both do "
             "not belong in one run, so start a new one"
         )
-    cells = [Cell.from_dict(cell) for cell in manifest["cells"]]
     if unknown := {cell.backend for cell in cells} - backends.keys():
         raise InputError(f"--resume {folder}: backend '{unknown.pop()}' is not installed here any more")
-    then, now = manifest.get("code"), machine.code({cell.backend: backends[cell.backend] for cell in cells})
+    then, now = manifest.get("code"), code(cells, backends)
     if then != now:
         commit = (manifest.get("git") or {}).get("commit")
         back = f"go back to commit {commit[:12]}" if commit else "install that version again"
         raise InputError(
-            f"--resume {folder}: the code of the bench or of a backend is not what it was when the run began; trials "
-            f"of both do not belong in one run, so {back}, or start a new one"
+            f"--resume {folder}: the code of the bench, of a backend or of the workload is not what it was when the "
+            f"run began; trials of both do not belong in one run, so {back}, or start a new one"
         )
     fingerprint = {
         "machine": machine.machine(),
@@ -171,6 +202,8 @@ class Runner:
         self._journal = Journal(folder)
         self._telemetry = Telemetry()
         self._scratch = folder / "scratch"
+        self._life = uuid.uuid4().hex[:8]
+        """Part of the names of trials' folders: a rank that outlives a killed bench writes into nobody else's."""
         values = manifest["matrix"]["values"]
         self._timeout_s = float(values["timeout_s"])
         self._inactivity_s = float(values["inactivity_s"])
@@ -191,6 +224,7 @@ class Runner:
         KeyboardInterrupt passes through, with all finished trials in the journal; so does OSError of a full disk.
         """
         self._take_stock()
+        self._clear()
         self._since = time.monotonic()
         self._expect()
         repeat = 0
@@ -207,6 +241,7 @@ class Runner:
         """Note what the journal has. Of several records of one trial the last counts."""
         self._journal.mend()
         records = self._journal.read()
+        check(records, self._journal.path)
         for record in records:
             self._note_extras(record)
         latest = {(record["cell_id"], record["repeat"]): record["status"] for record in records}
@@ -214,6 +249,12 @@ class Runner:
         self._done = {key for key, status in latest.items() if status not in again}
         self._num_run = len(records)
         self._spent_s = sum(record["wall_s"] for record in records if record["status"] != Status.INTERRUPTED)
+
+    def _clear(self) -> None:
+        """Remove what a killed bench left of its trials; the references' updates, whole or not there, are kept."""
+        for path in self._scratch.glob("*"):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
 
     def _expect(self) -> None:
         left = [trial for trial in self.schedule.trials() if trial.key not in self._done]
@@ -277,7 +318,7 @@ class Runner:
             outcome = Outcome(status=Status.UNSUPPORTED, reason=missing, ranks=[], wall_s=0.0)
             return self._keep(self._record(trial, (), outcome))
         passes = self._passes(cell)
-        folder = self._scratch / f"{cell.cell_id}-{trial.repeat}"
+        folder = self._folder_of(trial)
         try:
             outcome = self._launch(trial.cell, passes, folder)
         except KeyboardInterrupt:
@@ -303,6 +344,9 @@ class Runner:
         self._num_run += 1
         return record
 
+    def _folder_of(self, trial: Trial) -> Path:
+        return self._scratch / f"{trial.cell.cell_id}-{trial.repeat}-{self._life}"
+
     def _launch(self, cell: Cell, passes: tuple[str, ...], folder: Path) -> Outcome:
         shutil.rmtree(folder, ignore_errors=True)
         spec = Spec(
@@ -323,7 +367,7 @@ class Runner:
         """After a resume the reference's trial is done but its update may be gone: make it again, unrecorded."""
         reference = cell.reference()
         if (reference.cell_id, "update") in self._have and not self._reference_file(cell).exists():
-            self._launch(reference, ("update",), self._scratch / "reference-again")
+            self._launch(reference, ("update",), self._scratch / f"reference-again-{self._life}")
 
     def _passes(self, cell: Cell) -> tuple[str, ...]:
         """The time pass always; the others once per cell, in its first trial that succeeds."""
@@ -368,7 +412,7 @@ class Runner:
         cell = trial.cell
         name = f"logs/{cell.backend}-{cell.cell_id}-{trial.repeat}"
         parts = [f"{cell.label}: {outcome.status}: {outcome.reason}\n", outcome.traceback]
-        folder = self._scratch / f"{cell.cell_id}-{trial.repeat}"
+        folder = self._folder_of(trial)
         logs = sorted(folder.rglob("*.log"))
         parts += [f"--- {'/'.join(log.parts[-2:])}\n{_end_of(log)}\n" for log in logs]
         path = self._folder / f"{name}.log"

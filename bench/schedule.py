@@ -15,9 +15,13 @@ from enum import StrEnum
 from typing import Any, Self
 
 from bench.cell import REFERENCE, Cell
+from bench.errors import InputError
 
 GROWTH = 1.2
 """Least ratio of the blocks at one look to those at the look before: as docs/statistics.md simulates it."""
+
+MOST_TRIALS = 1_000_000
+"""Of one run: days of work for the bench alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +103,11 @@ class Schedule:
         self.repeats = int(values["repeats"])
         self.max_repeats = max(self.repeats, int(values.get("max_repeats", 0)))
         self.seed = int(values["training.seed"])
-        self.looks = [Look.from_dict(look) for look in manifest.get("looks", ())]
+        self.looks = [Look.from_dict(look) for look in manifest.get("looks") or ()]
+        if self.known * len(self.cells) > MOST_TRIALS:
+            raise InputError(
+                f"{self.known:,} repeats of {len(self.cells)} cells are more than {MOST_TRIALS:,} trials; ask for fewer"
+            )
 
     @property
     def ended(self) -> bool:

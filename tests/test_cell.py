@@ -127,6 +127,26 @@ def test_from_dict_refuses_what_it_does_not_know() -> None:
         Cell.from_dict(values)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("backend", 7),
+        ("world_size", 0),
+        ("accumulate", -1),
+        ("accumulate", True),
+        ("sequence_length", 2**63),
+        ("learning_rate", float("nan")),
+        ("learning_rate", "1"),
+        ("virtual", 1),
+    ],
+)
+def test_from_dict_refuses_values_that_cannot_be(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=field):
+        Cell.from_dict({**make_cell().to_dict(), field: value})
+    with pytest.raises(TypeError):
+        Cell.from_dict([value])  # type: ignore[arg-type]
+
+
 def test_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         make_cell().backend = "other"  # type: ignore[misc]

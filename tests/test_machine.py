@@ -180,17 +180,26 @@ def test_the_code_is_told_by_its_content(monkeypatch: pytest.MonkeyPatch, tmp_pa
     package.mkdir()
     (package / "machine.py").write_text("one")
     monkeypatch.setattr(machine, "__file__", str(package / "machine.py"))
-    before = machine.code({})
-    assert machine.code({}) == before == {"bench": before["bench"]}
+    before = machine.code({}, {})
+    assert machine.code({}, {}) == before == {"bench": before["bench"]}
     (package / "more.py").write_text("")
-    assert machine.code({}) != before
+    assert machine.code({}, {}) != before
     (package / "more.py").unlink()
     (package / "machine.py").write_text("two")
-    assert machine.code({}) != before
+    assert machine.code({}, {}) != before
     assert (
-        machine.code({"b0": make_backend("b0")})["b0"]
+        machine.code({"b0": make_backend("b0")}, {})["b0"]
         == hashlib.sha256(Path(factories.__file__).read_bytes()).hexdigest()
     )
+
+
+def test_the_code_of_a_workload_counts(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text("one")
+    before = machine.code({}, {"llama": [], "own:Factory": [file]})
+    assert set(before) == {"bench", "workload own:Factory"}
+    file.write_text("two")
+    assert machine.code({}, {"llama": [], "own:Factory": [file]}) != before
 
 
 def test_git_state(monkeypatch: pytest.MonkeyPatch) -> None:

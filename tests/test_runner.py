@@ -17,7 +17,7 @@ from bench.backends.base import Backend
 from bench.cell import REFERENCE, Cell, Status
 from bench.errors import InputError
 from bench.interrupt import terminate_as_interrupt
-from bench.journal import JOURNAL, MANIFEST, Journal, read_manifest
+from bench.journal import JOURNAL, MANIFEST, Journal, read_manifest, write_manifest
 from bench.matrix import expand
 from bench.outcome import Outcome
 from bench.runner import Runner
@@ -507,9 +507,59 @@ def test_reopen_refuses_other_packages(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_reopen_refuses_other_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path / "run")
-    monkeypatch.setattr(machine, "code", lambda backends: {"bench": "another"})
-    with pytest.raises(InputError, match="the code of the bench or of a backend is not what it was"):
+    monkeypatch.setattr(machine, "code", lambda *_: {"bench": "another"})
+    with pytest.raises(InputError, match="the code of the bench, of a backend or of the workload is not what it was"):
         runner.reopen(run.folder, BACKENDS)
+
+
+def test_reopen_refuses_another_workload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = tmp_path / "own_counted.py"
+    module.write_text("def factory(spec): ...\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    matrix = make_matrix({"workload.workload": "own_counted:factory"}, backend=["b0"], accumulate=[2])
+    made = runner.create(tmp_path / "run", matrix, expand(matrix, BACKENDS, 0), BACKENDS, cold=False)
+    assert runner.reopen(tmp_path / "run", BACKENDS) == made
+    module.write_text("def factory(spec): return 1\n")
+    with pytest.raises(InputError, match="the code of the bench, of a backend or of the workload is not what it was"):
+        runner.reopen(tmp_path / "run", BACKENDS)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("cells", [], "cells: there are none"),
+        ("cells", [{"backend": "b0"}], "cells: are not those of a run"),
+        ("cells", 7, "cells cannot be 7"),
+        ("cold", "no", "cold cannot be 'no'"),
+        ("git", {"commit": 7}, "git cannot be"),
+        ("looks", [{"repeats": 1}], "looks and repeats are not those of a run"),
+        ("matrix", {}, "matrix: device is missing"),
+        ("matrix", {"values": {"repeats": 2**62}}, "matrix: device is missing"),
+    ],
+)
+def test_reopen_refuses_an_edited_manifest(tmp_path: Path, key: str, value: object, words: str) -> None:
+    run = Run(tmp_path / "run")
+    write_manifest(run.folder, run.manifest | {key: value})
+    with pytest.raises(InputError, match=words):
+        runner.reopen(run.folder, BACKENDS)
+
+
+def test_a_run_without_end_is_refused(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    values = run.manifest["matrix"]["values"] | {"repeats": 2**62}
+    write_manifest(run.folder, run.manifest | {"matrix": run.manifest["matrix"] | {"values": values}})
+    with pytest.raises(InputError, match="more than 1,000,000 trials"):
+        runner.reopen(run.folder, BACKENDS)
+
+
+def test_what_a_killed_bench_left_is_nobodys(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    with pytest.raises(KeyboardInterrupt):
+        run.go(interrupt_at(3))
+    (stale,) = [path for path in (run.folder / "scratch").iterdir() if path.is_dir()]
+    (stale / "rank0.json").write_text("{}")
+    folders = {spec.folder for spec in run.go().specs}
+    assert str(stale.resolve()) not in folders and not stale.exists()
 
 
 def test_reopen_refuses_a_run_without_its_backends(tmp_path: Path) -> None:

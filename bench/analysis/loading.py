@@ -13,6 +13,8 @@ from bench.analysis.expected import layouts_of
 from bench.cell import Cell
 from bench.errors import InputError
 from bench.journal import MANIFEST, Journal, read_manifest
+from bench.matrix import check_stored
+from bench.record import check
 
 
 def load(folder: Path) -> Run:
@@ -31,6 +33,8 @@ def read(folder: Path) -> tuple[Run, list[dict[str, Any]]]:
         raise InputError(f"{journal.path}: holds no trial; go on with: python -m bench run --resume {folder}")
     if "finished" in manifest and journal.is_torn():
         raise InputError(f"{journal.path}: is truncated: the run is finished and the last line is not; restore it")
+    check(records, journal.path)
+    check_stored(manifest, str(folder / MANIFEST))
     cells: dict[str, Cell] = {}
     for number, record in enumerate(records, start=1):
         try:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from bench import disk, locks
 from bench.backends.base import Backend, registry
 from bench.cell import Cell
-from bench.commands.matrix_options import OPTIONS, add_matrix_options, cells_of, chosen_matrix, estimates
+from bench.commands.matrix_options import OPTIONS, add_matrix_options, backends_of, cells_of, chosen_matrix, estimates
 from bench.commands.report import finish
 from bench.errors import BAD, EXIT_STATUS, INTERRUPTED, InputError
 from bench.folders import new_folder, plots_folder
@@ -53,16 +53,17 @@ def run(arguments: argparse.Namespace) -> int:
     """Run it; the exit status that its trials deserve."""
     from bench import runner
 
-    backends = registry()
     if arguments.resume:
         folder = arguments.resume
         _refuse_beside_resume(arguments)
-        read_manifest(folder)  # nothing is made in a folder that holds no run
+        # Read before the lock is taken: nothing is made in a folder that holds no run.
+        backends = registry(cell.backend for cell in runner.cells_of(folder, read_manifest(folder)))
         with locks.run_folder(folder, f"--resume {folder}"):
             return _train(folder, runner.reopen(folder, backends), backends, retry_failed=arguments.retry_failed)
     if arguments.retry_failed:
         raise InputError("--retry-failed: is for a run that was begun; give --resume RUN too")
     chosen = chosen_matrix(arguments)
+    backends = backends_of(chosen)
     cells = cells_of(chosen, backends)
     folder = arguments.out or new_folder(chosen.name)
     disk.require(folder, cells, chosen["repeats"], f"--out {folder}")

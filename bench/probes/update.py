@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,6 +17,8 @@ def save(change: Mapping[str, Tensor], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".tmp")
     save_file(dict(change), draft)
+    with draft.open("rb") as file:
+        os.fsync(file.fileno())  # or a machine that loses its power could keep the name without the content
     draft.replace(path)
 
 
