@@ -13,6 +13,8 @@ from tests.faults.form import FORM
 def pytest_configure(config: pytest.Config) -> None:
     FORM.full = bool(config.getoption("--slow"))
     FORM.kills = int(config.getoption("--kills"))
+    if config.getoption("--reliability") is not None and not FORM.full:
+        raise pytest.UsageError("--reliability: the page is of the full form; give --slow too")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -11,6 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from bench import machine
+
 SCHEMA = 1
 Facts = dict[str, dict[str, dict[str, Any]]]
 """By section and name of the row."""
@@ -24,6 +26,7 @@ def write(page: Path, facts: Facts, outcomes: Mapping[str, str]) -> None:
         "torch": version("torch"),
         "python": platform.python_version(),
         "cores": len(os.sched_getaffinity(0)),
+        "commit": _commit(),
     }
     sections: Facts = {}
     bad: dict[str, str] = {}
@@ -41,8 +44,33 @@ def write(page: Path, facts: Facts, outcomes: Mapping[str, str]) -> None:
     page.write_text(markdown(sections, bad), encoding="utf-8")
 
 
+def _commit() -> str:
+    """Of what was measured; empty if it is not a commit."""
+    git = machine.git_state()
+    return str(git["commit"])[:12] if git["commit"] and git["clean"] else ""
+
+
+def due() -> list[tuple[str, str]]:
+    """Section and name of every row of a complete page."""
+    from bench.commands import COMMANDS
+    from tests.faults.test_faults import CASES
+    from tests.faults.test_fuzz import PARSED, READERS, spelled
+    from tests.faults.test_kills import REAL, SCRIPTED, SIGNALS
+
+    names: dict[str, Iterable[str]] = {
+        "faults": [*(case.name for case in CASES), "f-oom-killer", "f-sound"],
+        "machine": ["disk"],
+        "kills": [f"{kind.name} {number.name}" for kind in (SCRIPTED, REAL) for number in SIGNALS],
+        "damage": ["cuts", "flips"],
+        "fuzz": [*PARSED, *map(spelled, READERS), *(f"arguments of {command}" for command in COMMANDS)],
+        "null": ["scripted", "real"],
+    }
+    return [(section, name) for section, rows in names.items() for name in rows]
+
+
 def markdown(sections: Facts, bad: Mapping[str, str]) -> str:
     """The page; ``bad`` are the tests that failed or were skipped."""
+    lacking = [f"{section}: {name}" for section, name in due() if name not in sections.get(section, {})]
     parts = [
         "# Reliability",
         "Written by `nox -s faults`, which runs tests/faults in their full form; `nox -s faults -- -k NAME` measures "
@@ -56,6 +84,7 @@ def markdown(sections: Facts, bad: Mapping[str, str]) -> str:
             if bad
             else []
         ),
+        *([f"**The page is not complete. Not measured: {_cell('; '.join(lacking))}.**"] if lacking else []),
         *_faults(sections.get("faults", {}), sections.get("machine", {})),
         *_kills(sections.get("kills", {})),
         *_damage(sections.get("damage", {})),
@@ -73,13 +102,14 @@ def _when(sections: Facts) -> list[str]:
             about = row["measured"]
             words = (
                 f"Measured on {about['date']} with torch {about['torch']} and Python {about['python']} on "
-                f"{about['cores']} cores"
+                f"{about['cores']} cores, "
+                + (f"at commit {about['commit']}" if about["commit"] else "from code that is no commit")
             )
             groups[words] = groups.get(words, 0) + 1
     return [f"- {words}: {number} rows." for words, number in groups.items()]
 
 
-def _faults(faults: Mapping[str, Any], machine: Mapping[str, Any]) -> list[str]:
+def _faults(faults: Mapping[str, Any], of_machine: Mapping[str, Any]) -> list[str]:
     from tests.faults.harness import HANG_S, TIMEOUT_S
 
     rows = [
@@ -102,7 +132,7 @@ def _faults(faults: Mapping[str, Any], machine: Mapping[str, Any]) -> list[str]:
         "for when it has ended.",
         _table(("what happens", "must be", "found", "seconds", "at most", "left behind"), rows),
     ]
-    others = [(row["what"], row["must"], row["found"], _left(row["left"])) for row in machine.values()]
+    others = [(row["what"], row["must"], row["found"], _left(row["left"])) for row in of_machine.values()]
     if others:
         text.append(_table(("what happens", "what must come of it", "found", "left behind"), others))
     return text
@@ -149,7 +179,9 @@ def _fuzz(fuzz: Mapping[str, Any]) -> list[str]:
         "## Hostile input",
         "Made by hypothesis, the same every time. Each input has to end in a result or in one line that says what is "
         "wrong, never in a traceback, and nothing may be written outside of the folder that output was asked for in. "
-        "One that did otherwise would stand above, among the tests that did not pass.",
+        "One that did otherwise would stand above, among the tests that did not pass. Atheris, which is guided by "
+        "coverage, was left out: the readers are Python over the parsers of Python and PyYAML, and what has broken "
+        "them were values and types, not paths of code that random bytes have to find.",
         _table(("of", "inputs"), rows),
     ]
 
@@ -168,8 +200,11 @@ def _null(null: Mapping[str, Any]) -> list[str]:
     ]
     return [
         "## What the bench costs",
-        "The runner's own time is what passes between two lines of the journal beyond the trial itself. In a trial, "
-        "what is not training is the start and the end of its processes and the making of the model. Memory is the "
+        "The runner's own time is what passes between two lines of the journal beyond the trial itself, which lasts "
+        "from the request to the launcher until its answer: choosing the trial, looking at the disk, judging what the "
+        "ranks wrote, the record and its fsync, the display. In a trial, what is not training is forking the ranks, "
+        "connecting them, making the model and the tokens, ending the processes and looking that none is left. The "
+        "start of the fork server, once per pair of blocks and at most every 30 s, is in neither. Memory is the "
         "resident size of the runner's process; growth is counted from a tenth of the trials on.",
         _table(("trials", "number", "runner, per trial", "in a trial, beside training", "growth", "largest"), rows),
     ]

@@ -9,9 +9,10 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from bench.cli import main
@@ -80,10 +81,17 @@ class Call:
     seconds: float
 
 
-def call(arguments: Sequence[str], folder: Path, template: Path) -> Call:
-    """Call the command line in a new copy of the template, as Python does for a terminal that takes UTF-8."""
+def call(
+    arguments: Sequence[str], folder: Path, template: Path, files: Mapping[str, bytes] = MappingProxyType({})
+) -> Call:
+    """Call the command line in a new copy of the template, as Python does for a terminal that takes UTF-8.
+
+    ``files`` are other contents of some files.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(template, folder)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
     (folder / "tmp").mkdir()
     before = Path.cwd()
     # Other than a terminal's, these refuse what is no text; standard error says it with backslashes.

@@ -6,26 +6,27 @@ import argparse
 import contextlib
 import json
 import resource
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench import accumulation, cli, launch, matrix, throughput
+from bench import accumulation, cli, launch, matrix, runner, throughput
 from bench.analysis.loading import load
 from bench.backends.base import registry
 from bench.commands import COMMANDS, study
 from bench.errors import BAD, GOOD, WRONG, InputError
-from bench.journal import JOURNAL, MANIFEST, Journal, write_manifest
+from bench.journal import JOURNAL, MANIFEST, Journal, encode, write_manifest
 from bench.lint import Options
 from bench.matrix import KEYS
 from bench.report import plots, style
-from tests.factories import make_cell, make_document, make_manifest, make_record
+from tests.factories import FakeLauncher, make_cell, make_document, make_manifest, make_record
 from tests.faults.form import FORM
-from tests.faults.sandbox import ReachedError, call
+from tests.faults.sandbox import Call, ReachedError, call
 from tests.test_lint import engine, lightning, never_fails
 
 pytestmark = pytest.mark.timeout(3600)
@@ -46,6 +47,14 @@ ANY = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3)
 )
 """What JSON, TOML or YAML can hold, mostly."""
+PARSED = (
+    "the matrix parser: files",
+    "the matrix parser: documents",
+    "the journal reader: files",
+    "the journal reader: edited runs",
+    "the lint readers: YAML, JSON and TOML",
+)
+"""What is read by itself."""
 num_inputs: dict[str, int] = {}
 """By what was fuzzed; the page says them."""
 
@@ -56,6 +65,11 @@ def counts() -> Any:
     yield
     for name, number in num_inputs.items():
         FORM.note("fuzz", name, count=number)
+
+
+def spelled(arguments: Sequence[str]) -> str:
+    """How the page calls a command that reads a hostile run."""
+    return f"an edited or broken run, read by {' '.join(word for word in arguments if word not in BOTH)}"
 
 
 def count(name: str) -> None:
@@ -96,7 +110,7 @@ def put(value: Any, path: list[Any], new: Any) -> Any:
 
 def edits(good: Mapping[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
     """A nested value with some places edited: another value, or none."""
-    step = st.lists(st.integers(0, 40), min_size=1, max_size=4)
+    step = st.lists(st.integers(0, 40), min_size=1, max_size=5)
     edit = st.tuples(step, ANY | st.just(...))
 
     def apply(several: list[tuple[list[int], Any]]) -> dict[str, Any]:
@@ -233,6 +247,7 @@ def template(folder: Path) -> Path:
     """What lies in the folder of every call."""
     folder.mkdir()
     write_run(folder / "good", RUN, RECORDS)
+    write_run(folder / "other", RUN, RECORDS)
     write_run(folder / "broken", {"schema_version": RUN["schema_version"], "run_id": "../../escape"}, RECORDS)
     write_run(folder / "cut", RUN, RECORDS)
     content = (folder / "cut" / JOURNAL).read_bytes()
@@ -286,6 +301,16 @@ def works(*_: Any, **__: Any) -> Any:
     raise ReachedError
 
 
+class Idle(FakeLauncher):
+    """Takes the launcher's place; no trial is run."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    def run(self, *_: Any, **__: Any) -> Any:
+        raise ReachedError
+
+
 @contextlib.contextmanager
 def limited() -> Iterator[None]:
     """Let no argument take all of the machine's memory."""
@@ -302,7 +327,7 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("fuzzed")
     source = template(folder / "template")
     with pytest.MonkeyPatch.context() as patch, limited():
-        patch.setattr(launch, "Launcher", works)
+        patch.setattr(launch, "Launcher", Idle)
         patch.setattr(accumulation, "table", works)
         patch.setattr(throughput, "measure", works)
         patch.setattr(study, "simulate", works)
@@ -311,8 +336,8 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Any:
         patch.setattr(style, "save", lambda *_: [])
         patch.setattr("sys.dont_write_bytecode", True)
 
-        def check(arguments: list[str]) -> None:
-            ended = call(arguments, folder / "place", source)
+        def check(arguments: list[str], files: Mapping[str, bytes] = MappingProxyType({})) -> Call:
+            ended = call(arguments, folder / "place", source, files)
             assert ended.outside == [], arguments
             assert ended.seconds < LONGEST_S
             assert "Traceback" not in ended.out + ended.err
@@ -320,8 +345,68 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Any:
             if ended.status == WRONG:
                 said = [line for line in ended.err.splitlines() if not line.startswith("skipped: ")]
                 assert len(said) == 1 and said[0].startswith("bench: ") and ended.err.endswith("\n"), ended.err
+            return ended
 
         yield check
+
+
+BOTH = [cell.cell_id for cell in CELLS]
+READERS = [
+    ["report", "good"],
+    ["report", "good", "--rebuild"],
+    ["compare", "other", "good"],
+    ["compare", "good", "--backend", "ddp-eager", "--against", "reference", "--json"],
+    ["check", "good"],
+    ["cite", "good", *BOTH],
+    ["export", "good", "--format", "csv", "--out", "out"],
+    ["export", "good", "--format", "parquet", "--out", "out"],
+    ["export", "good", "--format", "pytest-benchmark", "--out", "out.json"],
+    ["frame", "good", "--table", "trials", "--head", "3"],
+    ["bytes", "good"],
+    ["run", "--resume", "good"],
+]
+"""Commands that read a run."""
+RESUMED = {
+    **{key: value for key, value in RUN.items() if key not in {"machine", "packages"}},
+    "code": runner.code(CELLS, registry()),
+}
+"""A run that was begun by this very code, on any machine."""
+
+
+@st.composite
+def hostile_runs(draw: st.DrawFn, manifest: dict[str, Any]) -> tuple[bytes, bytes]:
+    """Manifest and journal, of which one or both are not as the bench writes them: edited, or broken."""
+    records, edited = RECORDS, draw(st.sampled_from(["manifest", "journal", "both"]))
+    if edited != "journal":
+        manifest = draw(edits(manifest))
+    if edited != "manifest":
+        record = draw(edits(RECORDS[1]))
+        record.pop("sha256", None)
+        records = draw(st.sampled_from([[RECORDS[0], record], [record], [*RECORDS, record]]))
+    texts = [json.dumps(manifest).encode(), b"".join(encode(dict(record)) for record in records)]
+    if not draw(st.integers(0, 3)):
+        which = draw(st.integers(0, 1))
+        texts[which] = draw(changed(texts[which]))
+    return texts[0], texts[1]
+
+
+@pytest.mark.parametrize("arguments", READERS, ids=lambda words: " ".join(words[:4]))
+def test_no_hostile_run_fails(arguments: list[str], fuzzed: Callable[..., None]) -> None:
+    @FORM.examples(8, 150)
+    @given(files=hostile_runs(RESUMED if "--resume" in arguments else RUN))
+    def fuzz(files: tuple[bytes, bytes]) -> None:
+        count(spelled(arguments))
+        fuzzed(arguments, {f"good/{MANIFEST}": files[0], f"good/{JOURNAL}": files[1]})
+
+    fuzz()
+
+
+@pytest.mark.parametrize("arguments", READERS, ids=lambda words: " ".join(words[:4]))
+def test_what_is_not_edited_is_read(arguments: list[str], tmp_path: Path, fuzzed: Callable[..., None]) -> None:
+    """The fuzzing proves little if every run were refused."""
+    write_run(tmp_path / "run", RESUMED if "--resume" in arguments else RUN, RECORDS)
+    files = {f"good/{name}": (tmp_path / "run" / name).read_bytes() for name in (MANIFEST, JOURNAL)}
+    assert fuzzed(arguments, files).status in {GOOD, BAD, None}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -332,7 +417,7 @@ def test_no_arguments_fail(command: str, fuzzed: Callable[[list[str]], None]) ->
     @FORM.examples(*((3, 60) if command == "doctor" else (12, 700)))
     @given(arguments=command_lines(command, parser))
     def fuzz(arguments: list[str]) -> None:
-        count("arguments of all commands")
+        count(f"arguments of {command}")
         fuzzed(arguments)
 
     fuzz()
