@@ -213,7 +213,13 @@ class LightningDDP(LightningBackend):
 
 
 class LightningFSDP2(LightningBackend):
-    """``ModelParallelStrategy``. The Trainer defers for DDP only, so this reduces on every micro-batch."""
+    """``ModelParallelStrategy``. The Trainer defers for DDP only, so this reduces on every micro-batch.
+
+    Its checkpoints, which only semantic scenarios make, are torch's distributed ones: torch reads their ``.metadata``
+    with pickle, whatever it is asked. It is the file that the same ranks wrote a moment before into the trial's own
+    folder. The strategy's other form, one file, cannot be resumed with SGD: Lightning 2.6 looks for the first entry of
+    the optimizer's state, and there is none.
+    """
 
     name, framework = "lightning-fsdp2", "Lightning FSDP2"
     bf16_as = BF16_PARAMETERS
@@ -227,7 +233,6 @@ class LightningFSDP2(LightningBackend):
             data_parallel_size=job.world_size,
             tensor_parallel_size=1,
             process_group_backend="nccl" if job.device.type == "cuda" else "gloo",
-            save_distributed_checkpoint=False,  # its metadata is a pickle
         )
 
     def precision(self, job: Job) -> Any:
@@ -273,7 +278,7 @@ class LightningDeepSpeedZero2(LightningBackend):
 
     def again(self, job: Job) -> None:
         if job.resume:
-            _trust_deepspeed()
+            ds.trust_own_classes()
         super().again(job)
 
     def initial(self, module: LightningModule, job: Job) -> dict[str, Tensor]:
@@ -291,16 +296,6 @@ class LightningDeepSpeedZero2(LightningBackend):
 
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), **self.config}
-
-
-def _trust_deepspeed() -> None:
-    """Name to torch the classes that stand in DeepSpeed's checkpoints: no others are read from a file."""
-    from deepspeed.runtime.fp16.loss_scaler import LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-    from torch.serialization import add_safe_globals
-
-    add_safe_globals([LossScaler, ZeroStageEnum, fragment_address])
 
 
 def _on_cpu(strategy: type[Any]) -> type[Any]:

@@ -392,7 +392,7 @@ def hostile_runs(draw: st.DrawFn, manifest: dict[str, Any]) -> tuple[bytes, byte
 
 @pytest.mark.parametrize("arguments", READERS, ids=lambda words: " ".join(words[:4]))
 def test_no_hostile_run_fails(arguments: list[str], fuzzed: Callable[..., None]) -> None:
-    @FORM.examples(8, 150)
+    @FORM.examples(8, 400)
     @given(files=hostile_runs(RESUMED if "--resume" in arguments else RUN))
     def fuzz(files: tuple[bytes, bytes]) -> None:
         count(spelled(arguments))
