@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Self
 
@@ -16,6 +16,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode, unset_fake_temporarily
 from torch.distributed import device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+from bench.ondemand import loops, on_demand
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,10 +36,14 @@ REAL = (
 
 
 class FakeTensors:
-    """While this context is open, tensors that are made are fake ones; see ``bench.virtual.Tensors``."""
+    """While this context is open, tensors that are made are fake ones; see ``bench.virtual.Tensors``.
 
-    def __init__(self, device: torch.device) -> None:
+    ``packages`` are those that the backend under test requires.
+    """
+
+    def __init__(self, device: torch.device, packages: Sequence[str] = ()) -> None:
         self._device = device
+        self._packages = packages
         self._mode = _Mode(allow_non_fake_inputs=True)
 
     def __enter__(self) -> Self:
@@ -46,6 +52,8 @@ class FakeTensors:
         for owner, name in REAL:
             self._replace(owner, name, _real(getattr(owner, name)))
         self._replace(_fsdp_param, "_chunk_with_empty", _first_chunk)
+        for owner, name in loops(self._packages):
+            self._replace(owner, name, on_demand(getattr(owner, name)))
         if masking := sys.modules.get("transformers.masking_utils"):
             # It takes fake tensors for traced ones, and would make a mask of S x S that the real ones do without.
             is_tracing = masking.is_tracing

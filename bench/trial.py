@@ -63,7 +63,7 @@ class Trial:
         if reason := refusal(spec.cell, backend):
             raise UnsupportedError(reason)
         self.workload = load(spec.cell, Path(spec.corpus) if spec.corpus else None)
-        self._tensors = tensors(spec.cell, device)
+        self._tensors = tensors(spec.cell, device, backend.requires)
         model = self._tensors.model(self.workload.model)
         self._unused_model: nn.Module | None = model
         self.num_parameters = sum(p.numel() for p in model.parameters())

@@ -11,7 +11,7 @@ With fake tensors nothing is allocated either: tensors have shapes, dtypes and s
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -62,13 +62,13 @@ class RealTensors(nullcontext[None]):
         return make(num_samples).to(self._device)
 
 
-def tensors(cell: Cell, device: torch.device) -> Tensors:
-    """What the cell's tensors are made of."""
+def tensors(cell: Cell, device: torch.device, packages: Sequence[str] = ()) -> Tensors:
+    """What the cell's tensors are made of; ``packages`` are those that its backend requires."""
     if not cell.fake_tensors:
         return RealTensors(device)
     from bench.fakes import FakeTensors
 
-    return FakeTensors(device)
+    return FakeTensors(device, packages)
 
 
 def refusal(cell: Cell, backend: type[Backend]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from bench.analysis.formulas import expect, layout_of
 from bench.backends.base import registry
-from bench.cell import Device, Precision, Status
+from bench.cell import Cell, Device, Precision, Status
 from bench.launch import Launcher
 from bench.spec import Spec
 from bench.taps import SETTLED_WINDOWS
@@ -31,6 +33,7 @@ IN_BF16 = [
     "fabric-fsdp2-deferred",
 ]
 """One of every framework, and of both stages of ZeRO."""
+ZERO = [name for name in FAKEABLE if "deepspeed" in name]
 FSDP2 = [name for name in BACKENDS if registry()[name].framework == "FSDP2"]
 N = 2
 WIDE = (8, 64)
@@ -51,8 +54,8 @@ def world(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> World
 
     def find(world_size: int, kind: str) -> dict[str, Any]:
         if (world_size, kind) not in known:
-            chosen = FAKEABLE if kind == "fake" else BACKENDS
-            changes = {"virtual": kind != "gloo", "fake_tensors": kind == "fake"}
+            chosen = {"fake": FAKEABLE, "fake zero": ZERO}.get(kind, BACKENDS)
+            changes = {"virtual": kind != "gloo", "fake_tensors": kind.startswith("fake")}
             cells = [world_cell(name, world_size, **changes) for name in chosen]
             known[world_size, kind] = measure(launcher, tmp_path_factory.mktemp(kind), cells)
         return known[world_size, kind]
@@ -94,6 +97,17 @@ def test_fake_tensors_count_as_real_ones(world: World, backend: str) -> None:
     # Lightning's flags of a byte or an integer, which fake tensors with values of their own keep somewhat longer.
     slack = 64 if "lightning" in backend else 0
     assert fake["memory"] == pytest.approx(real["memory"], abs=slack)
+
+
+@pytest.mark.parametrize("backend", ZERO)
+@pytest.mark.parametrize("world_size", [2, 4, 64])
+def test_views_that_deepspeed_makes_for_every_rank_are_missed_by_none(
+    world: World, world_size: int, backend: str
+) -> None:
+    """Of fake tensors they are made on demand (``bench.ondemand``), of real ones by DeepSpeed."""
+    fake, real = world(world_size, "fake zero")[backend], world(world_size, "virtual")[backend]
+    assert fake["collectives"] == real["collectives"]
+    assert fake["memory"] == pytest.approx(real["memory"], abs=64 if "lightning" in backend else 0)
 
 
 @pytest.fixture(scope="module")
@@ -210,11 +224,15 @@ def test_passes_that_compare_values_or_time_nothing_are_left_out() -> None:
     assert passes(make_cell(virtual=True, fake_tensors=True), ALL_PASSES) == ("collectives", "memory")
 
 
-def large(launcher: Launcher, folder: Path, world_size: int, *backends: str) -> dict[str, Any]:
+def large_cell(backend: str, world_size: int) -> Cell:
     """The 8b model on fake tensors, in bf16 with fp32 reduction."""
     values: dict[str, Any] = {"workload": "llama", "model": "8b", "sequence_length": 8192, "precision": Precision.BF16}
-    cells = [world_cell(name, world_size, virtual=True, fake_tensors=True, **values) for name in backends]
-    return measure(launcher, folder, cells)
+    return world_cell(backend, world_size, virtual=True, fake_tensors=True, **values)
+
+
+def large(launcher: Launcher, folder: Path, world_size: int, *backends: str) -> dict[str, Any]:
+    """What backends do with the 8b model."""
+    return measure(launcher, folder, [large_cell(name, world_size) for name in backends])
 
 
 def test_8b_in_1024_ranks_takes_less_than_a_minute_and_2_gib(launcher: Launcher, tmp_path: Path) -> None:
@@ -224,6 +242,21 @@ def test_8b_in_1024_ranks_takes_less_than_a_minute_and_2_gib(launcher: Launcher,
     assert found["memory"]["held_gradients_unsharded"] == 4 * size.num_parameters
     assert calls(found, "all_gather")[0] == N * (2 * size.num_layers + 1)
     assert calls(found, "reduce_scatter")[0] == size.num_layers + 1
+    assert found["cpu_s"] < 60  # one thread
+    assert found["peak_rss"] < 2 * 2**30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["deepspeed-zero2-eager", "deepspeed-zero3-eager"])
+def test_zero_at_8b_in_1024_ranks_takes_no_more(launcher: Launcher, tmp_path: Path, backend: str) -> None:
+    found = large(launcher, tmp_path, 1024, backend)[backend]
+    cell = large_cell(backend, 1024)
+    layout = layout_of(cell)
+    assert layout is not None
+    expected = expect(cell, layout)
+    assert expected is not None
+    assert found["collectives"] == [dataclasses.asdict(row) for row in expected.collectives]
+    assert found["memory"]["held_gradients_sharded"] == expected.held["gradients"]
     assert found["cpu_s"] < 60  # one thread
     assert found["peak_rss"] < 2 * 2**30
 

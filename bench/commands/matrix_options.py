@@ -81,8 +81,7 @@ def add_matrix_options(parser: argparse.ArgumentParser) -> None:
         "--fake-tensors",
         action="store_true",
         default=None,
-        help="in a virtual world: no memory is allocated, no time; ZeRO-3 slices each parameter W times in Python: "
-        "minutes for 8b at W = 1024",
+        help="in a virtual world: nothing is computed and no memory allocated, so that there is no time to measure",
     )
     add(
         "--precision",
