@@ -20,7 +20,7 @@ def merge_ranks(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     A step takes as long as its slowest rank, and a rank that runs out of memory ends all, so times and memory are
     maxima. The loss of a step is the mean over ranks, since all see equally many samples. Updates and collectives are
     rank 0's. Memory's parts are those of the rank that has most, so that they add up; ``held`` may be missing. Times of
-    collectives are those of the rank with the most that is exposed.
+    collectives are those of the rank with the most that is exposed, and none if a rank's were not seen.
 
     ``num_warmup`` are the first steps that are no steady state: the warm-up windows of the cell, and what
     ``bench.warmup`` finds in the steps that follow. ``rank_step_seconds`` has the timed steps of every rank.
@@ -131,7 +131,7 @@ _EXTRA: dict[str, Callable[[Any], bool]] = {
     "collectives": list_of(_calls),
     "memory": table_of(integer),
     "accumulation": or_none(table_of(anything, "dtype")),
-    "exposure": table_of(seconds, "collective_s", "exposed_s"),
+    "exposure": or_none(table_of(seconds, "collective_s", "exposed_s")),
 }
 """The other passes."""
 _HEADER: dict[str, Callable[[Any], bool]] = {

@@ -344,8 +344,11 @@ class Trial:
 
         return accumulator(self.backend, self.cell, self.rank, self.device)
 
-    def exposure(self) -> dict[str, Any]:
-        """The exposure pass: seconds in collectives in one settled window, and how many of them alone; one rank's."""
+    def exposure(self) -> dict[str, Any] | None:
+        """The exposure pass: seconds in collectives in one settled window, and how many of them alone; one rank's.
+
+        None if torch's profiler saw nothing on the device.
+        """
         from bench.probes.exposure import WindowProfiler
 
         profiler = WindowProfiler()
@@ -358,7 +361,8 @@ class Trial:
 
         taps.on_event = on_event
         self.train(taps, SETTLED_WINDOWS + 1)
-        return dataclasses.asdict(profiler.result())
+        found = profiler.result()
+        return None if found is None else dataclasses.asdict(found)
 
 
 def _device_name(device: torch.device) -> str:

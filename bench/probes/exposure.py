@@ -12,9 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 COLLECTIVE_PREFIXES = ("nccl",)
-"""How the names of NCCL's kernels begin: ``ncclDevKernel_AllGather_RING_LL(...)`` and older ``ncclKernel_...``."""
+"""How the names of NCCL's kernels begin: ``ncclDevKernel_AllGather_RING_LL(...)``, ``ncclSymkDevKernel_...`` on
+symmetric memory, and older ``ncclKernel_...``."""
 DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
-"""Kineto's categories of what runs on the device."""
+"""Kineto's categories of what runs on the device (``libkineto``'s ``ActivityType.h``). Left out are, of the device's
+timeline, ``gpu_user_annotation``, a range as long as what lies in it, and ``cuda_sync``, in which a stream waits."""
+WAITING = (" Sync", "Stream Wait Event")
+"""How Kineto's names of ``cuda_sync`` end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +120,13 @@ def from_chrome(trace: dict[str, Any]) -> list[Activity]:
     return [Activity(e["name"], (e["ts"] - origin) * 1e-6, e["dur"] * 1e-6, e["cat"]) for e in mine]
 
 
-def merge(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One trial's times from its ranks': those of the rank that waited most for communication alone."""
-    return dict(max(ranks, key=lambda found: found["exposed_s"]))
+def merge(ranks: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
+    """One trial's times from its ranks': those of the rank that waited most for communication alone.
+
+    None if a rank's profiler saw nothing: it may have been the one.
+    """
+    seen = [found for found in ranks if found is not None]
+    return dict(max(seen, key=lambda found: found["exposed_s"])) if len(seen) == len(ranks) else None
 
 
 class WindowProfiler:
@@ -152,9 +160,13 @@ class WindowProfiler:
         profiler.stop()
         self._activities = from_kineto(profiler.profiler.kineto_results.events())
 
-    def result(self) -> Exposure:
-        """Of the window that was stopped last."""
-        return exposure(self._activities)
+    def result(self) -> Exposure | None:
+        """Of the window that was stopped last; None if nothing was seen on the device, as no window can be.
+
+        The profiler does not fail where CUPTI may not be used or is used by another: it sees nothing, which is not to
+        be taken for communication that costs no time.
+        """
+        return exposure(self._activities) if self._activities else None
 
     def see(self, is_open: bool) -> None:
         """Call after every event of a pass: starts when the window opens and stops when it closes."""
@@ -165,11 +177,20 @@ class WindowProfiler:
 
 
 def from_kineto(events: Iterable[Any]) -> list[Activity]:
-    """The device's activities among Kineto's events, whose times are nanoseconds; the first event is the origin.
+    """The device's activities among Kineto's events, whose times are nanoseconds; the first of them is the origin.
 
-    ``events`` are ``torch._C._autograd._KinetoEvent``. Ranges that users annotate appear on the device too, as long as
-    what lies in them; they are no work of their own.
+    ``events`` are ``torch._C._autograd._KinetoEvent``.
     """
-    mine = [e for e in events if e.device_type().name == "CUDA" and not e.is_user_annotation()]
-    origin = min((event.start_ns() for event in mine), default=0)
-    return [Activity(e.name(), (e.start_ns() - origin) * 1e-9, e.duration_ns() * 1e-9) for e in mine]
+    mine = [(event, category) for event in events if (category := _category(event)) in DEVICE_CATEGORIES]
+    origin = min((event.start_ns() for event, _ in mine), default=0)
+    return [Activity(e.name(), (e.start_ns() - origin) * 1e-9, e.duration_ns() * 1e-9, cat) for e, cat in mine]
+
+
+def _category(event: Any) -> str:
+    """Kineto's category of an event. Older torch does not hand it on: there it is told by device and by name."""
+    if hasattr(event, "activity_type"):
+        return str(event.activity_type())
+    name = event.name()
+    if event.device_type().name != "CUDA" or event.is_user_annotation() or name.endswith(WAITING):
+        return ""
+    return {"Memcpy": "gpu_memcpy", "Memset": "gpu_memset"}.get(name.split(" ")[0], "kernel")

@@ -216,6 +216,8 @@ def communication(of: Material) -> Section:
         )
         sentences = (first + ".", second)
     by_id: dict[str, pd.DataFrame] = {str(key): rows for key, rows in _first_repeat(table).groupby("cell_id")}
+    seen = of.run.tables.trials.dropna(subset=["exposed_s"]).groupby("cell_id")[["collective_s", "exposed_s"]].first()
+    times = [] if seen.empty else list(seen.columns)  # on CUDA
 
     def line(cell: Mapping[str, Any]) -> tuple[str, ...]:
         rows = by_id.get(cell["cell_id"])
@@ -230,9 +232,11 @@ def communication(of: Material) -> Section:
             "; ".join(said) or ("none" if cell["status"] == Status.OK else DASH),
             f"{right} of {len(due)}" if due else DASH,
             scaled(totals.get(cell["cell_id"]), MIB),
+            *(number(seen[name].get(cell["cell_id"]), ".3g") for name in times),
         )
 
-    header = ("cell", "operations of one optimizer step", "as the formula", "MiB in all")
+    more = ("s in collectives", "s exposed") if times else ()
+    header = ("cell", "operations of one optimizer step", "as the formula", "MiB in all", *more)
     return Section(
         key="communication",
         title="Communication: what do ranks send?",
