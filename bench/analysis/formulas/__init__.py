@@ -79,7 +79,7 @@ def _of_backend(backend: type[Backend], cell: Cell, layout: Layout, rank: int) -
 def _moments(cell: Cell, numel: int, num_tensors: int) -> int:
     """Bytes of the optimizer's state for a rank's fp32 parameters: two moments and one step counter per tensor.
 
-    torch/optim/adamw.py:_init_group: the counter is an fp32 scalar, on the host unless the optimizer is fused; on CUDA
+    torch/optim/adam.py:_init_group: the counter is an fp32 scalar, on the host unless the optimizer is fused; on CUDA
     it then is not counted. SGD without momentum keeps nothing.
     """
     if cell.optimizer == SGD:

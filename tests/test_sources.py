@@ -1,0 +1,63 @@
+"""The sources that formulas and replays name: each is in the installed packages, and has what is said to be there."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+ANALYSIS = ROOT / "bench" / "analysis"
+CITING = [*(ANALYSIS / "formulas").glob("*.py"), *(ANALYSIS / "replay").glob("*.py"), ANALYSIS / "footprint.py"]
+CITED = re.compile(r"((?:\w+/)*\w+\.(?:py|hpp|cpp)): ?(\w+)")
+"""A file and a name in it, as docstrings have them: ``stage3.py:get_grad_norm_direct``."""
+HOMES = (
+    "",
+    "torch/include",
+    "torch/nn/parallel",
+    "torch/distributed/fsdp/_fully_shard",
+    "deepspeed",
+    "deepspeed/runtime",
+    "deepspeed/runtime/comm",
+    "deepspeed/runtime/zero",
+    "lightning/pytorch",
+    "transformers/models/llama",
+)
+"""Folders from which files are named, within the installed packages."""
+NOT_INSTALLED = {"reducer.cpp", "engine.cpp"}
+"""C++ of torch, of which only headers are installed."""
+OWN = {"formulas/ddp.py"}
+"""Files of the bench itself."""
+
+
+def citations() -> set[tuple[str, str]]:
+    """Every file and name that is cited; a citation may go on in the next line."""
+    texts = [re.sub(r"\n\s+(?:# )?", " ", path.read_text(encoding="utf-8")) for path in CITING]
+    return {found for text in texts for found in CITED.findall(text)}
+
+
+def site_packages() -> Path:
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parents[1]
+
+
+def test_there_are_sources_to_look_for() -> None:
+    files = {Path(file).name for file, _ in citations()}
+    assert {"stage3.py", "_fsdp_collectives.py", "distributed.py", "reducer.hpp", "adam.py"} <= files
+    assert len(citations()) > 25
+
+
+@pytest.mark.parametrize(
+    ("file", "name"), sorted(found for found in citations() if Path(found[0]).name not in NOT_INSTALLED)
+)
+def test_a_cited_source_is_where_it_is_said_to_be(file: str, name: str) -> None:
+    if file in OWN:
+        places = [ANALYSIS / file]
+    else:
+        places = [path for home in HOMES if (path := site_packages() / home / file).is_file()]
+    assert places, f"no installed package has {file}"
+    assert any(re.search(rf"\b{name}\b", path.read_text(encoding="utf-8")) for path in places), places
