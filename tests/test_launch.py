@@ -157,6 +157,19 @@ def hold_segment_and_sleep(folder):
     time.sleep(3600)
 
 
+class Trap:
+    def __reduce__(self):
+        return (os.mkdir, ("ran",))
+
+
+def read_pickle(folder):
+    import torch
+
+    os.chdir(folder)
+    torch.save(Trap(), "trap.pt")
+    torch.load("trap.pt", weights_only=False)
+
+
 def listeners(folder):
     import psutil
 
@@ -322,6 +335,12 @@ def test_nobody_leaves_while_another_still_connects(launcher: Launcher, tmp_path
     assert found.status is Status.OK, found.reason
     connected = float((tmp_path / "trial" / "connected").read_text())
     assert float((tmp_path / "trial" / "joined0").read_text()) >= connected
+
+
+def test_no_rank_reads_a_pickle_that_runs_code(launcher: Launcher, tmp_path: Path) -> None:
+    found = play(launcher, tmp_path, "read_pickle")
+    assert (found.status, (tmp_path / "trial" / "ran").exists()) == (Status.CRASHED, False)
+    assert found.reason.startswith("rank 1: UnpicklingError: Weights only load failed"), found.reason
 
 
 def test_all_sockets_are_on_loopback(launcher: Launcher, tmp_path: Path) -> None:
