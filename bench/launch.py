@@ -314,4 +314,7 @@ def _environment(device: Device, packages: tuple[str, ...]) -> dict[str, str]:
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     if device is Device.CPU:
         environment |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    else:
+        # As NVML numbers them, which names them by CUDA_VISIBLE_DEVICES; CUDA's own default is the fastest first.
+        environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     return environment

@@ -50,6 +50,11 @@ def num_cores() -> int:
         return cores
 
 
+def threads_per_rank(num_ranks: int, asked: int = 0) -> int:
+    """Threads of each of so many ranks: those asked for, or if that is 0 its share of the cores."""
+    return asked or max(1, num_cores() // num_ranks)
+
+
 def peak_memory_bytes() -> int | None:
     """The most memory that this process has had resident; None where the system does not tell.
 
@@ -63,7 +68,10 @@ def peak_memory_bytes() -> int | None:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """The NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves visible: name, uuid, memory_bytes. Initializes no CUDA."""
+    """The NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves visible: name, uuid, memory_bytes. Initializes no CUDA.
+
+    A MIG instance that is named there has its own name, memory and UUID, as ``mig``; ``uuid`` is its GPU's.
+    """
     try:
         import pynvml
 
@@ -79,19 +87,50 @@ def gpus() -> list[dict[str, Any]]:
                 "name": _text(pynvml.nvmlDeviceGetName(handle)),
                 "uuid": _text(pynvml.nvmlDeviceGetUUID(handle)),
                 "memory_bytes": int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+                "instances": _instances(pynvml, handle),
             }
         )
     driver = _text(pynvml.nvmlSystemGetDriverVersion())
     pynvml.nvmlShutdown()
-    return [{**gpu, "driver": driver} for gpu in _visible(found, os.environ.get("CUDA_VISIBLE_DEVICES"))]
+    chosen = _visible(found, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return [{key: value for key, value in gpu.items() if key != "instances"} | {"driver": driver} for gpu in chosen]
+
+
+def _instances(nvml: Any, handle: Any) -> list[dict[str, Any]]:
+    """The MIG instances of a GPU: name, memory_bytes, and its own UUID as ``mig``."""
+    try:
+        places = range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle) if nvml.nvmlDeviceGetMigMode(handle)[0] else 0)
+    except Exception:  # most GPUs have no such mode
+        return []
+    found = []
+    for place in places:
+        try:
+            instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, place)
+            name = _text(nvml.nvmlDeviceGetName(instance))
+            found.append(
+                {
+                    "name": name if "MIG" in name else f"{name} MIG",
+                    "memory_bytes": int(nvml.nvmlDeviceGetMemoryInfo(instance).total),
+                    "mig": _text(nvml.nvmlDeviceGetUUID(instance)),
+                }
+            )
+        except Exception:  # there is none in this place
+            continue
+    return found
 
 
 def _visible(found: list[dict[str, Any]], setting: str | None) -> list[dict[str, Any]]:
-    """Those of ``found`` that a value of CUDA_VISIBLE_DEVICES (indices or UUID prefixes) names, in its order."""
+    """Those of ``found`` that a value of CUDA_VISIBLE_DEVICES (indices or UUID prefixes) names, in its order.
+
+    A process sees one MIG instance and nothing else (NVIDIA's MIG user guide, "CUDA Device Enumeration").
+    """
     if setting is None:
         return found
     chosen = []
     for entry in filter(None, (part.strip() for part in setting.split(","))):
+        if entry.startswith("MIG-"):
+            own = [{**gpu, **one} for gpu in found for one in gpu["instances"] if one["mig"].startswith(entry)]
+            return own[:1]
         match = [gpu for gpu in found if str(gpu["index"]) == entry or gpu["uuid"].startswith(entry)]
         if not match:
             break  # as CUDA does: the first entry that is wrong ends the list

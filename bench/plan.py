@@ -12,6 +12,7 @@ from pathlib import Path
 from bench.backends.base import Backend
 from bench.cell import SGD, Cell, Device, Sharding, Sync
 from bench.journal import JOURNAL
+from bench.probes.dispatch import CPU_WINDOWS
 from bench.probes.flops import peak_flops
 from bench.taps import SETTLED_WINDOWS
 from bench.workload.sizes import SIZES
@@ -94,6 +95,7 @@ def estimate(
         sent = 0 if cell.virtual or cell.world_size == 1 else wire
         step = flops / (CPU_FLOPS_PER_CORE * cores) + sent / LOOPBACK_BYTES_PER_S
     extra = 1 + 2 * (SETTLED_WINDOWS + 1)  # update; collectives and memory; the accumulation pass has a tiny model
+    extra += SETTLED_WINDOWS + CPU_WINDOWS + 1  # dispatch
     windows = cell.windows + extra / 3
     return Estimate(FIXED_S + windows * step, "rough", memory)
 

@@ -10,7 +10,7 @@ from typing import Any
 from bench.cell import Status
 from bench.errors import InputError, shown
 from bench.predicates import anything, boolean, integer, list_of, number, or_none, seconds, table, table_of, text
-from bench.probes import categories, exposure, host
+from bench.probes import categories, dispatch, exposure, host
 from bench.warmup import warmup
 
 
@@ -20,18 +20,24 @@ def merge_ranks(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     A step takes as long as its slowest rank, and a rank that runs out of memory ends all, so times and memory are
     maxima. The loss of a step is the mean over ranks, since all see equally many samples. Updates and collectives are
     rank 0's. Memory's parts are those of the rank that has most, so that they add up; ``held`` may be missing. Times of
-    collectives are those of the rank with the most that is exposed, and none if a rank's were not seen.
+    collectives are those of the rank with the most that is exposed, and none if a rank's were not seen. What a window
+    costs the host is the maximum too.
 
     ``num_warmup`` are the first steps that are no steady state: the warm-up windows of the cell, and what
-    ``bench.warmup`` finds in the steps that follow. ``rank_step_seconds`` has the timed steps of every rank.
+    ``bench.warmup`` finds in the steps that follow. ``rank_step_seconds`` has the timed steps of every rank, and on
+    GPUs ``device_uuids`` says which each had.
     """
     first = ranks[0]
-    merged = {key: value for key, value in first.items() if key not in ("time", "memory")}
+    merged = {key: value for key, value in first.items() if key not in ("time", "memory", "device_uuid")}
+    if first.get("device_uuid"):
+        merged["device_uuids"] = [rank.get("device_uuid") for rank in ranks]
     merged["training_s"] = max(rank["training_s"] for rank in ranks)
     if "memory" in first:
         merged["memory"] = categories.merge([rank["memory"] for rank in ranks])
     if "exposure" in first:
         merged["exposure"] = exposure.merge([rank["exposure"] for rank in ranks])
+    if "dispatch" in first:
+        merged["dispatch"] = dispatch.merge([rank["dispatch"] for rank in ranks])
     if "time" in first:
         merged["time"] = _merge_times([rank["time"] for rank in ranks])
     return merged
@@ -131,6 +137,7 @@ _EXTRA: dict[str, Callable[[Any], bool]] = {
     "collectives": list_of(_calls),
     "memory": table_of(integer),
     "accumulation": or_none(table_of(anything, "dtype")),
+    "dispatch": table_of(or_none(seconds), *dispatch.NUMBERS),
     "exposure": or_none(table_of(seconds, "collective_s", "exposed_s")),
 }
 """The other passes."""
@@ -152,6 +159,7 @@ _STORED: dict[str, Callable[[Any], bool]] = {
     "last_lines": list_of(text),
     "log": text,
     "dumps": list_of(text),
+    "device_uuids": list_of(or_none(text)),
     "gpus": or_none(table(gpus=list_of(table_of(anything)))),
     "layout": or_none(table_of(anything)),
     "time": or_none(table_of(anything)),

@@ -355,7 +355,7 @@ class Runner:
             folder=str(folder.resolve()),
             reference=str(self._reference_file(cell).resolve()),
             corpus=self._corpus and str(Path(self._corpus).resolve()),
-            threads=self._threads or max(1, machine.num_cores() // (1 if cell.virtual else cell.world_size)),
+            threads=machine.threads_per_rank(1 if cell.virtual else cell.world_size, self._threads),
         )
         with self._telemetry if cell.device is Device.CUDA else contextlib.nullcontext():
             return self._launcher.run(spec, self._timeout_s, self._inactivity_s)
@@ -390,7 +390,9 @@ class Runner:
         facts = merge_ranks(outcome.ranks) if outcome.ranks else {}
         timed = facts.get("time")
         if timed and trial.cell.device is Device.CUDA:
-            facts["gpus"] = summarize(self._telemetry.recording, timed["began"], timed["ended"])
+            facts["gpus"] = summarize(
+                self._telemetry.recording, timed["began"], timed["ended"], facts.get("device_uuids", ())
+            )
         return {
             **facts,
             "cell_id": trial.cell.cell_id,

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from bench.cell import Cell, Device
 
-EXTRA_PASSES = ("update", "collectives", "memory", "accumulation")
+EXTRA_PASSES = ("update", "collectives", "memory", "accumulation", "dispatch")
 """Passes that run once per cell; their answers do not vary from repeat to repeat."""
 CUDA_PASSES = ("exposure",)
 """The same, of cells on CUDA with other ranks to wait for."""

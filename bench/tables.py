@@ -12,7 +12,7 @@ import pandas as pd
 
 from bench.cell import Cell, Precision, Status
 from bench.journal import Journal, read_manifest
-from bench.probes.flops import peak_flops
+from bench.probes.flops import peak_flops, products_rate
 from bench.warmup import warmup
 
 TRIAL_COLUMNS: dict[str, str] = {
@@ -52,7 +52,12 @@ TRIAL_COLUMNS: dict[str, str] = {
     "step_time_s": "Float64",
     "tokens_per_s": "Float64",
     "mfu": "Float64",
+    "mfu_of_matmul": "Float64",
     "energy_j_per_step": "Float64",
+    "energy_j_per_token": "Float64",
+    "cpu_s_per_micro_batch": "Float64",
+    "num_operators_per_micro_batch": "Float64",
+    "num_launches_per_micro_batch": "Float64",
     "collective_s": "Float64",
     "exposed_s": "Float64",
     "peak_memory_bytes": "Int64",
@@ -94,9 +99,12 @@ without clipping, for cells that clip; ``micro_batches_per_update`` lists the di
 ``bf16_as`` says how a bf16 cell computes; gradients are to be summed in ``accumulation_dtype``, and were found to be in
 ``accumulated_in``; ``twin`` is the label of a cell that is another one once more; the cores that other programs used
 and that the hypervisor took are means over the time pass, the SM clock is the lowest GPU's median over the timed steps,
-power and energy are of all GPUs, and slowdowns those in a tenth of the samples or more; ``collective_s`` are the
+power and energy are of all GPUs in use, and slowdowns those in a tenth of the samples or more; ``collective_s`` are the
 seconds of one window in which NCCL's kernels ran, and ``exposed_s`` those of them in which nothing else did, measured
-once per cell; they, ``energy_j_per_step`` and ``virtual_world_size`` are empty where they were not measured."""
+once per cell, as are ``*_per_micro_batch``, those of one window of the rank that has most, divided by N, so with the
+optimizer step's share; MFU is model FLOPs (PaLM, arXiv:2204.02311, appendix B) per second over the peak of the
+datasheet, and over the rate of matrix products that ``run.json`` has, of all ranks; all of these, ``energy_*`` and
+``virtual_world_size`` are empty where they were not measured."""
 
 CHILD_COLUMNS: dict[str, dict[str, str]] = {
     "steps": {"step": "Int64", "seconds": "Float64", "kept": "boolean"},
@@ -152,7 +160,7 @@ def build(records: list[dict[str, Any]], manifest: dict[str, Any]) -> Tables:
     latest = {(record["cell_id"], record["repeat"]): record for record in records}
     once: dict[tuple[str, str], Any] = {}
     for record in latest.values():
-        for name in ("update", "memory", "accumulation", "exposure"):
+        for name in ("update", "memory", "accumulation", "dispatch", "exposure"):
             if record.get(name):
                 once.setdefault((record["cell_id"], name), record[name])
     trials = [_trial_row(record, manifest, once) for record in latest.values()]
@@ -212,6 +220,9 @@ def _trial_row(record: dict[str, Any], manifest: dict[str, Any], once: dict[tupl
     accumulation = once.get((cell.cell_id, "accumulation"))
     if accumulation and good:
         row["accumulated_in"] = accumulation["dtype"]
+    dispatch = once.get((cell.cell_id, "dispatch"))
+    if dispatch and good:
+        row |= {f"{name}_per_micro_batch": _share(dispatch[name], cell.accumulate) for name in dispatch}
     exposure = once.get((cell.cell_id, "exposure"))
     if exposure and good:
         row |= {name: exposure[name] for name in ("collective_s", "exposed_s")}
@@ -220,11 +231,18 @@ def _trial_row(record: dict[str, Any], manifest: dict[str, Any], once: dict[tupl
         row |= {"peak_memory_bytes": memory["peak"], "peak_memory_source": "tracked tensors"}
     timed = record.get("time")
     if timed:
-        row |= _timed_columns(record, cell, timed)
+        row |= _timed_columns(record, cell, timed, manifest)
     return row
 
 
-def _timed_columns(record: dict[str, Any], cell: Cell, timed: dict[str, Any]) -> dict[str, Any]:
+def _share(value: float | None, parts: int) -> float | None:
+    """One of so many equal parts of a number, if there is one."""
+    return None if value is None else value / parts
+
+
+def _timed_columns(
+    record: dict[str, Any], cell: Cell, timed: dict[str, Any], manifest: dict[str, Any]
+) -> dict[str, Any]:
     """The columns that come from the time pass."""
     row: dict[str, Any] = {
         "num_micro_batches": timed["num_micro_batches"],
@@ -237,15 +255,18 @@ def _timed_columns(record: dict[str, Any], cell: Cell, timed: dict[str, Any]) ->
         row["optimizer_steps_reported_by"], row["optimizer_steps_reported"] = next(iter(timed["reported"].items()))
     row |= {name: (timed.get("host") or {}).get(name) for name in ("num_cpus", "foreign_cores", "stolen_cores")}
     if record.get("gpus"):
-        row |= _gpu_columns(record["gpus"]["gpus"], len(timed["step_seconds"]))
+        row |= _gpu_columns(record["gpus"]["gpus"], len(timed["step_seconds"]), record["tokens_per_step"])
     if timed["step_seconds"]:
         row["num_warmup_steps"] = cell.warmup_windows + _unsettled(timed)
         row["step_time_s"] = statistics.median(timed["step_seconds"][_unsettled(timed) :])
     if timed["step_seconds"] and not cell.virtual:  # a virtual world's step time is that of computing alone
         row["tokens_per_s"] = record["tokens_per_step"] / row["step_time_s"]
-        peak = peak_flops(record["device_name"], cell.precision)
-        if peak and record["flops_per_step"]:
-            row["mfu"] = record["flops_per_step"] / (row["step_time_s"] * peak * cell.world_size)
+        if record["flops_per_step"]:
+            rate = record["flops_per_step"] / row["step_time_s"]
+            peak = peak_flops(record["device_name"], cell.precision)
+            products = products_rate(manifest.get("matmul") or (), cell.world_size, cell.precision)
+            row["mfu"] = rate / (peak * cell.world_size) if peak else None
+            row["mfu_of_matmul"] = rate / products if products else None
     if timed.get("cuda_memory"):
         row |= {
             "peak_memory_bytes": timed["cuda_memory"]["allocated"],
@@ -254,7 +275,7 @@ def _timed_columns(record: dict[str, Any], cell: Cell, timed: dict[str, Any]) ->
     return row
 
 
-def _gpu_columns(gpus: list[dict[str, Any]], num_steps: int) -> dict[str, Any]:
+def _gpu_columns(gpus: list[dict[str, Any]], num_steps: int, tokens_per_step: float) -> dict[str, Any]:
     """Of what NVML saw: the slowest clock, the hottest GPU, the power and energy of all; None if one does not tell."""
 
     def over(name: str, join: Callable[[list[Any]], Any]) -> Any:
@@ -266,11 +287,13 @@ def _gpu_columns(gpus: list[dict[str, Any]], num_steps: int) -> dict[str, Any]:
         for name in gpu["slowdowns"] or ():
             shares[name] = max(shares.get(name, 0.0), gpu["throttle"][name])
     energy = over("energy_j", sum)
+    per_step = energy / num_steps if energy is not None and num_steps else None
     return {
         "sm_clock_mhz": over("sm_clock_mhz", min),
         "power_w": over("power_w", sum),
         "temperature_c": over("temperature_c", max),
-        "energy_j_per_step": energy / num_steps if energy is not None and num_steps else None,
+        "energy_j_per_step": per_step,
+        "energy_j_per_token": per_step / tokens_per_step if per_step is not None and tokens_per_step else None,
         "clock_slowdowns": over(
             "slowdowns", lambda _: ",".join(name for name in sorted(shares) if shares[name] >= 0.1)
         ),

@@ -9,7 +9,9 @@ Instruments change what they measure, so each has a pass of its own, on a fresh 
 3. ``collectives``: c10d operators between the second and the third update.
 4. ``memory``: by category, between the second and the third update: at the peak, and held between micro-batches.
 5. ``accumulation``: gradients whose sum tells in which dtype they were summed.
-6. ``exposure``, on CUDA: the kernels between the second and the third update, as torch's profiler saw them: seconds in
+6. ``dispatch``: what a window costs the host, from the second update on: CPU time, then operators dispatched, then on
+   CUDA kernels launched; each in windows of its own.
+7. ``exposure``, on CUDA: the kernels between the second and the third update, as torch's profiler saw them: seconds in
    collectives, and how many of them were not hidden behind computation.
 """
 
@@ -36,7 +38,7 @@ from bench.workload.loader import Loader
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+    from torch import Tensor, nn
     from torch.nn.parameter import Parameter
     from torch.optim import Optimizer
 
@@ -87,6 +89,7 @@ class Trial:
             "flops_per_step": self.workload.flops_per_sample
             and self.workload.flops_per_sample * cell.global_batch_size,
             "device_name": _device_name(self.device),
+            "device_uuid": _device_uuid(self.device),
         }
         passes: dict[str, Callable[[], Any]] = {
             "time": self.time,
@@ -94,6 +97,7 @@ class Trial:
             "collectives": self.collectives,
             "memory": self.memory,
             "accumulation": self.accumulation,
+            "dispatch": self.dispatch,
             "exposure": self.exposure,
         }
         for name in self.spec.passes:
@@ -136,9 +140,9 @@ class Trial:
         """
         import torch
 
-        cell = self.cell
+        cell, data = self.cell, self._samples(windows)
         loader = Loader(
-            lambda samples: self.data[samples.start : samples.stop],
+            lambda samples: data[samples.start : samples.stop],
             windows=windows,
             accumulate=cell.accumulate,
             world_size=self.spec.world_size,
@@ -178,6 +182,11 @@ class Trial:
         self.training_s += taps.training_seconds
         return backend
 
+    def _samples(self, windows: int) -> Tensor:
+        """The tokens of so many windows: the same ones again where there are fewer."""
+        times = -(-windows * self._batch_size // len(self.data))
+        return self.data if times == 1 else self.data.repeat(times, *[1] * (self.data.dim() - 1))
+
     def _build(self) -> nn.Module:
         """A new model; the one that was made to count its parameters serves once."""
         model, self._unused_model = self._unused_model or self._tensors.model(self.workload.model), None
@@ -194,7 +203,8 @@ class Trial:
     def time(self) -> dict[str, Any]:
         """The time pass: seconds of each step, the loss of every step, and who stepped how often.
 
-        ``began`` and ``ended`` are the monotonic clock around the timed steps; ``host`` is what else the machine did.
+        ``began`` and ``ended`` are the monotonic clock at the first and the last timed update, when the device reached
+        them; ``host`` is what else the machine did.
         """
         import torch
 
@@ -206,32 +216,30 @@ class Trial:
         cuda = self.device.type == "cuda"
         taps = Taps(clock.mark)
         load = HostLoad()
+        warmup = self.cell.warmup_windows
         seen = 0
-        began: float | None = None
 
         def after_warmup(kind: Kind) -> None:
-            nonlocal seen, began
+            nonlocal seen
             seen += kind is Kind.LOSS
-            if kind is Kind.STEP and seen == self.cell.warmup_windows * self.cell.accumulate:
-                began = time.monotonic()
-                if cuda:
-                    torch.cuda.reset_peak_memory_stats()
+            if kind is Kind.STEP and seen == warmup * self.cell.accumulate:
+                torch.cuda.reset_peak_memory_stats()
 
-        taps.on_event = after_warmup
+        taps.on_event = after_warmup if cuda else None
         with load:
             backend = self.train(taps, self.cell.windows)
-        ended = time.monotonic()
         found = updates(taps.events)
+        reached = clock.moments([update.mark for update in found])
         counted = [] if self.cell.virtual else taps.losses  # those of a virtual world mean nothing
         losses = torch.stack(counted).double().cpu() if counted else torch.empty(0, dtype=torch.double)
         accumulate = self.cell.accumulate
         windows = len(losses) // accumulate
         seconds = clock.intervals([update.mark for update in found])
         return {
-            "warmup_seconds": seconds[: self.cell.warmup_windows - 1],
-            "step_seconds": seconds[self.cell.warmup_windows - 1 :],
-            "began": began,
-            "ended": ended,
+            "warmup_seconds": seconds[: warmup - 1],
+            "step_seconds": seconds[warmup - 1 :],
+            "began": reached[warmup - 1] if len(reached) >= warmup else None,
+            "ended": reached[-1] if reached else time.monotonic(),
             "host": load.result,
             "losses": losses[: windows * accumulate].view(windows, accumulate).mean(dim=1).tolist(),
             "num_micro_batches": len(taps.losses),
@@ -344,6 +352,16 @@ class Trial:
 
         return accumulator(self.backend, self.cell, self.rank, self.device)
 
+    def dispatch(self) -> dict[str, Any]:
+        """The dispatch pass: what a window costs this rank's process; see ``bench.probes.dispatch``."""
+        from bench.probes.dispatch import HostCost
+
+        taps = Taps(time.perf_counter)
+        cost = HostCost(self.cell.accumulate, cuda=self.device.type == "cuda")
+        taps.on_event = cost.see
+        self.train(taps, cost.windows, instrument=cost)
+        return cost.result
+
     def exposure(self) -> dict[str, Any] | None:
         """The exposure pass: seconds in collectives in one settled window, and how many of them alone; one rank's.
 
@@ -369,3 +387,10 @@ def _device_name(device: torch.device) -> str:
     import torch
 
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _device_uuid(device: torch.device) -> str | None:
+    """As NVML writes it; None on the CPU."""
+    import torch
+
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else None

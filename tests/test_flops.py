@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.probes.flops import peak_flops
+from bench.probes.flops import peak_flops, products_rate
 
 
 @pytest.mark.parametrize(
@@ -38,3 +38,15 @@ def test_no_peak_is_guessed(name: str) -> None:
 )
 def test_names_that_hold_another_name(name: str, peak: float | None) -> None:
     assert peak_flops(name, "bf16") == peak
+
+
+def test_the_rate_of_products_is_that_of_all_ranks_together() -> None:
+    entries = [
+        {"world_size": 2, "flops_per_s": {"bf16": [1e12, 3e12]}},
+        {"world_size": 4, "flops_per_s": {}},
+    ]
+    assert products_rate(entries, 2, "bf16") == 4e12
+    assert products_rate(entries, 2, "fp32") is None
+    assert products_rate(entries, 4, "bf16") is None
+    assert products_rate(entries, 8, "bf16") is None
+    assert products_rate([], 2, "bf16") is None

@@ -78,6 +78,55 @@ def test_visible_gpus(monkeypatch: pytest.MonkeyPatch, setting: str | None, visi
     assert nvml.open == 0, "the library is left as it was found"
 
 
+class MigNvml(FakeNvml):
+    """The second GPU is cut into two instances, in places 0 and 2 of four."""
+
+    def nvmlDeviceGetMigMode(self, handle: Any) -> tuple[int, int]:
+        if handle == 2:
+            raise RuntimeError("Not Supported")
+        return (int(handle == 1), int(handle == 1))
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: Any) -> int:
+        return 4
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, place: int) -> str:
+        if place not in {0, 2}:
+            raise RuntimeError("Not Found")
+        return f"{handle}/{place}"
+
+    def nvmlDeviceGetName(self, handle: Any) -> Any:
+        return self.text("NVIDIA H100 80GB HBM3" + " MIG 1g.10gb" * (handle == "1/2"))
+
+    def nvmlDeviceGetUUID(self, handle: Any) -> Any:
+        return self.text(f"MIG-{handle[-1]}f" if isinstance(handle, str) else f"GPU-{handle}")
+
+    def nvmlDeviceGetMemoryInfo(self, handle: Any) -> Any:
+        return types.SimpleNamespace(total=10 if isinstance(handle, str) else 80)
+
+
+@pytest.mark.parametrize("as_bytes", [True, False])
+@pytest.mark.parametrize(
+    ("setting", "mig", "name"),
+    [
+        ("MIG-2f", "MIG-2f", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"),
+        ("MIG-0", "MIG-0f", "NVIDIA H100 80GB HBM3 MIG"),
+        ("MIG-2f,MIG-0f", "MIG-2f", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"),
+        ("0,MIG-2f", "MIG-2f", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"),
+    ],
+)
+def test_a_mig_instance_is_the_only_one_seen(
+    monkeypatch: pytest.MonkeyPatch, setting: str, mig: str, name: str, as_bytes: bool
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", MigNvml(as_bytes))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
+    found = {"index": 1, "name": name, "uuid": "GPU-1", "memory_bytes": 10, "mig": mig, "driver": "570.1"}
+    assert machine.gpus() == [found]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-7")
+    assert machine.gpus() == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert [gpu["uuid"] for gpu in machine.gpus()] == ["GPU-1"]
+
+
 def test_settings_of_gpus_and_what_a_card_cannot_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     nvml: Any = FakeNvml(as_bytes=False)
 

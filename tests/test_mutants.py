@@ -354,6 +354,13 @@ def test_steps_on_a_device_take_its_own_time_however_far_the_host_runs_ahead(on_
     assert on_device.training_s > 0.2, "training ends when the device is done"
 
 
+def test_the_timed_stretch_is_when_the_device_took_the_timed_steps(on_device: Trial) -> None:
+    before = time.monotonic()
+    found = on_device.time()
+    assert found["ended"] - found["began"] == pytest.approx(sum(found["step_seconds"]))
+    assert before < found["ended"] <= time.monotonic()
+
+
 def test_peak_memory_of_a_device_is_of_the_timed_steps_only(on_device: Trial) -> None:  # mutants 7 and 8
     memory = on_device.time()["cuda_memory"]
     assert {memory[name] for name in ("allocated", "active", "reserved")} == {10}

@@ -69,6 +69,7 @@ def test_gpu_columns_by_hand() -> None:
     row = made.trials.iloc[1]
     assert (row["sm_clock_mhz"], row["power_w"], row["temperature_c"]) == (1200.0, 800.0, 60.0)
     assert row["energy_j_per_step"] == 150.0 / CUDA.timed_windows
+    assert row["energy_j_per_token"] == pytest.approx(row["energy_j_per_step"] / (16 * 32))
     assert row["clock_slowdowns"] == "SwPowerCap", "what was seen in less than a tenth of the samples is none"
     assert row["foreign_gpu_processes"] == 0
     unknown = built(CUDA, {"gpus": {"gpus": [gpu(sm_clock_mhz=None, energy_j=None)], "notes": []}}).trials.iloc[1]

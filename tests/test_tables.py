@@ -111,7 +111,9 @@ def test_a_sound_trial_by_hand() -> None:
         "wall_s": 4.25,
         "training_s": 3.0,
         "overhead_s": 1.25,
-        "num_passes": 5,
+        "num_passes": 6,
+        "cpu_s_per_micro_batch": 0.125,
+        "num_operators_per_micro_batch": 500,
         "twin": "",
         "num_warmup_steps": 2,
         "accumulated_in": "fp32",
@@ -119,8 +121,9 @@ def test_a_sound_trial_by_hand() -> None:
     }
     empty = {"slot", "num_cpus", "foreign_cores", "stolen_cores", "sm_clock_mhz", "power_w", "temperature_c"}
     empty |= {"clock_slowdowns", "foreign_gpu_processes"}
-    empty |= {"virtual_world_size", "bf16_as", "mfu", "energy_j_per_step", "max_loss_deviation"}
-    empty |= {"collective_s", "exposed_s"}
+    empty |= {"virtual_world_size", "bf16_as", "mfu", "mfu_of_matmul", "max_loss_deviation"}
+    empty |= {"energy_j_per_step", "energy_j_per_token"}
+    empty |= {"collective_s", "exposed_s", "num_launches_per_micro_batch"}
     empty |= {"optimizer_steps_reported", "optimizer_steps_reported_by"}
     empty |= {"gradient_norm", "unclipped_error", "unclipped_scale"}
     assert expected.keys() | empty == TRIAL_COLUMNS.keys()
@@ -234,6 +237,27 @@ def test_mfu_only_where_the_peak_is_known() -> None:
     assert pd.isna(on_gpu("NVIDIA GeForce RTX 4090").trials.iloc[0]["mfu"])
     assert pd.isna(on_gpu("NVIDIA H200", flops_per_step=None).trials.iloc[0]["mfu"])
     assert pd.isna(build(make_record(CELL)).trials.iloc[0]["mfu"])
+
+
+def test_mfu_against_the_matmul_rate_of_the_run() -> None:
+    entries = [
+        {"world_size": 1, "threads": 2, "flops_per_s": {"fp32": [3e11]}, "reason": ""},
+        {"world_size": 2, "threads": 1, "flops_per_s": {"fp32": [1.5e12, 2.5e12], "bf16": [1e13, 1e13]}, "reason": ""},
+    ]
+    # 1e12 FLOP in 0.51 s, by two ranks that can do 4e12 a second in that precision.
+    found = tables.build([make_record(CELL)], make_manifest(matmul=entries)).trials.iloc[0]
+    assert found["mfu_of_matmul"] == pytest.approx(1e12 / 0.51 / 4e12)
+    assert pd.isna(found["mfu"]), "a CPU has no datasheet here"
+    virtual = make_record(make_cell(virtual=True))
+    unknown = make_record(CELL, flops_per_step=None)
+    for record, manifest in (
+        (virtual, make_manifest(matmul=entries)),
+        (unknown, make_manifest(matmul=entries)),
+        (make_record(CELL), make_manifest(matmul=entries[:1])),
+        (make_record(CELL), make_manifest(matmul=[{**entries[1], "flops_per_s": {}, "reason": "oom"}])),
+        (make_record(CELL), make_manifest()),
+    ):
+        assert pd.isna(tables.build([record], manifest).trials.iloc[0]["mfu_of_matmul"])
 
 
 def test_memory_of_the_allocator_comes_before_tracked_tensors() -> None:

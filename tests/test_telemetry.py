@@ -290,6 +290,18 @@ def test_gpus_are_told_apart_whatever_the_order_of_samples() -> None:
     assert {gpu["uuid"]: gpu["power_w"] for gpu in summary["gpus"]} == {"GPU-aa": 1.0, "GPU-bb": 251.5}
 
 
+def test_gpus_that_the_ranks_did_not_have_are_left_out() -> None:
+    recording = recorded(sample(0.0, "GPU-aa"), sample(1.0, "GPU-bb", sm_clock_mhz=345), sample(2.0, "GPU-aa"))
+    for used, told in (
+        (["GPU-aa"], ["GPU-aa"]),
+        (["GPU-bb", "GPU-aa"], ["GPU-aa", "GPU-bb"]),
+        (["GPU-of-a-MIG-instance"], ["GPU-aa", "GPU-bb"]),
+        ([], ["GPU-aa", "GPU-bb"]),
+    ):
+        summary = summarize(recording, 0.0, 2.0, used)
+        assert summary is not None and [gpu["uuid"] for gpu in summary["gpus"]] == told
+
+
 def test_a_window_between_two_samples_has_its_neighbours() -> None:
     gpu = only(recorded(*(sample(float(at), sm_clock_mhz=1000 + at) for at in range(5))), 1.25, 1.5)
     assert gpu["num_samples"] == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +15,10 @@ from bench.commands.matrix_options import OPTIONS, add_matrix_options, backends_
 from bench.commands.report import finish
 from bench.errors import BAD, EXIT_STATUS, INTERRUPTED, InputError
 from bench.folders import new_folder, plots_folder
-from bench.journal import Journal, read_manifest
+from bench.journal import Journal, read_manifest, write_manifest
 
 if TYPE_CHECKING:
+    from bench.launch import Launcher
     from bench.report.display import Display
     from bench.runner import Runner
 
@@ -92,6 +94,7 @@ def _train(
     try:
         with display, launcher:
             display.say(f"run {manifest['run_id']}: {len(cells)} cells; writing to {folder}")
+            _time_products(folder, manifest, cells, launcher, display)
             _work(work, folder, display)
     except KeyboardInterrupt:
         display.say(f"interrupted: the finished trials are kept; go on with: {go_on}")
@@ -115,6 +118,21 @@ def _work(work: Runner, folder: Path, display: Display) -> None:
     if moved := Journal(folder).mend():
         display.say(f"the last line of the journal was torn, and never counted; what is left of it is in {moved}")
     work.run()
+
+
+def _time_products(
+    folder: Path, manifest: dict[str, Any], cells: Sequence[Cell], launcher: Launcher, display: Display
+) -> None:
+    """Measure the rate of matrix products and store it in run.json, unless it is there."""
+    from bench import matmul
+
+    if "matmul" in manifest:
+        return
+    threads = int(manifest["matrix"]["values"].get("threads", 0))
+    manifest["matmul"] = matmul.measure(cells, threads, folder / "scratch", launcher)
+    write_manifest(folder, manifest)
+    for line in matmul.said(manifest["matmul"]):
+        display.say(line)
 
 
 def _refuse_beside_resume(arguments: argparse.Namespace) -> None:

@@ -19,6 +19,9 @@ class Clock(Protocol):
     def intervals(self, marks: Sequence[Any]) -> list[float]:
         """Seconds between each mark and the next; one fewer than marks. May synchronize: call it after the pass."""
 
+    def moments(self, marks: Sequence[Any]) -> list[float]:
+        """When each mark was reached, by ``time.monotonic()``. May synchronize: call it after the pass."""
+
 
 class HostClock:
     """``time.perf_counter``: right where the work is done when the call returns, as on the CPU."""
@@ -28,6 +31,10 @@ class HostClock:
 
     def intervals(self, marks: Sequence[float]) -> list[float]:
         return [after - before for before, after in pairwise(marks)]
+
+    def moments(self, marks: Sequence[float]) -> list[float]:
+        since = time.monotonic() - time.perf_counter()  # on Linux both are one clock
+        return [mark + since for mark in marks]
 
 
 class CudaClock:
@@ -41,6 +48,12 @@ class CudaClock:
     def intervals(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
         torch.cuda.synchronize()
         return [before.elapsed_time(after) / 1e3 for before, after in pairwise(marks)]
+
+    def moments(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
+        end = self.mark()
+        torch.cuda.synchronize()
+        now = time.monotonic()
+        return [now - mark.elapsed_time(end) / 1e3 for mark in marks]
 
 
 def clock_for(device: torch.device) -> Clock:

@@ -138,7 +138,8 @@ class WindowProfiler:
 
     def __init__(self) -> None:
         self._profiler: Any = None
-        self._activities: list[Activity] = []
+        self.events: list[Any] = []
+        """Kineto's, of the window that was stopped last."""
 
     def start(self) -> None:
         """The window opens."""
@@ -158,7 +159,7 @@ class WindowProfiler:
         torch.cuda.synchronize()
         profiler, self._profiler = self._profiler, None
         profiler.stop()
-        self._activities = from_kineto(profiler.profiler.kineto_results.events())
+        self.events = list(profiler.profiler.kineto_results.events())
 
     def result(self) -> Exposure | None:
         """Of the window that was stopped last; None if nothing was seen on the device, as no window can be.
@@ -166,7 +167,8 @@ class WindowProfiler:
         The profiler does not fail where CUPTI may not be used or is used by another: it sees nothing, which is not to
         be taken for communication that costs no time.
         """
-        return exposure(self._activities) if self._activities else None
+        activities = from_kineto(self.events)
+        return exposure(activities) if activities else None
 
     def see(self, is_open: bool) -> None:
         """Call after every event of a pass: starts when the window opens and stops when it closes."""

@@ -1,6 +1,13 @@
-"""Datasheet peaks, for MFU. A device that is not listed has no peak, and its rows have no MFU."""
+"""What MFU is held against: datasheet peaks, and the rate of matrix products measured in the run (``bench.matmul``).
+
+A device that is not listed has no peak, and its rows have no MFU against one.
+"""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 PEAK_FLOPS: dict[str, dict[str, float]] = {
     "H100 NVL": {"bf16": 835e12},
@@ -24,4 +31,16 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     for part, peaks in PEAK_FLOPS.items():
         if part in device_name:
             return peaks.get(precision)
+    return None
+
+
+def products_rate(entries: Iterable[Mapping[str, Any]], world_size: int, precision: str) -> float | None:
+    """FLOP/s that so many ranks reached together in matrix products; None if that was not measured.
+
+    ``entries`` as run.json has them under ``matmul``; see ``bench.matmul.measure``.
+    """
+    for entry in entries:
+        rates = entry["flops_per_s"]
+        if entry["world_size"] == world_size and precision in rates:
+            return math.fsum(rates[precision])
     return None

@@ -141,8 +141,13 @@ def descends(pid: int, ancestor: int, proc: Path = Path("/proc")) -> bool:
     return pid == ancestor
 
 
-def summarize(recording: dict[str, Any] | None, begin: float | None, end: float | None) -> dict[str, Any] | None:
+def summarize(
+    recording: dict[str, Any] | None, begin: float | None, end: float | None, uuids: Sequence[str] = ()
+) -> dict[str, Any] | None:
     """What the GPUs did between two moments of ``time.monotonic()``; None without a recording or such moments.
+
+    Only those with the ``uuids``, as the others idled; all if none of them was recorded, as where the ranks had MIG
+    instances, whose UUIDs are their own.
 
     ``notes``, and ``gpus``, one each: ``uuid``; ``num_samples`` inside; the median ``sm_clock_mhz`` with
     ``sm_clock_min_mhz`` and ``sm_clock_max_mhz``; the median ``memory_clock_mhz`` and ``power_w``; the highest
@@ -156,8 +161,9 @@ def summarize(recording: dict[str, Any] | None, begin: float | None, end: float 
     for sample in sorted(recording["samples"], key=lambda sample: sample["time"]):
         by_gpu.setdefault(sample["uuid"], []).append(sample)
     own = set(recording["own_pids"])
+    used = [uuid for uuid in by_gpu if uuid in uuids] or list(by_gpu)
     return {
-        "gpus": [_summary(uuid, samples, begin, end, own) for uuid, samples in by_gpu.items()],
+        "gpus": [_summary(uuid, by_gpu[uuid], begin, end, own) for uuid in used],
         "notes": list(recording["notes"]),
     }
 

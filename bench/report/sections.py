@@ -31,6 +31,17 @@ from bench.report.noise import DEVIATION, deviations
 from bench.report.panels import GIB_ABOVE
 from bench.report.traffic import MIB, TOTAL, by_operation
 
+BESIDE = {
+    "mfu": ("MFU", ".3g"),
+    "mfu_of_matmul": ("MFU of matmul", ".3g"),
+    "energy_j_per_step": ("J/step", ".3g"),
+    "energy_j_per_token": ("J/token", ".3g"),
+    "cpu_s_per_micro_batch": ("CPU s/micro-batch", ".3g"),
+    "num_operators_per_micro_batch": ("operators/micro-batch", ",.0f"),
+    "num_launches_per_micro_batch": ("launches/micro-batch", ",.0f"),
+}
+"""Columns of trials that stand beside step times where any trial has them: how they are called, and their form."""
+
 
 def sections(material: Material) -> list[Section]:
     """All questions, in order."""
@@ -44,11 +55,11 @@ def speed(of: Material) -> Section:
     said = ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict])
     first = f"Of {count(len(rows), 'comparison')} with {of.standing.baseline}: {said or 'none'}."
     trials = of.run.tables.trials
-    more = [name for name in ("mfu", "energy_j_per_step") if trials[name].notna().any()]
+    more = [name for name in BESIDE if trials[name].notna().any()]
     good = trials[trials["status"] == Status.OK].groupby("cell_id")[more].median() if more else pd.DataFrame()
 
     def line(cell: Mapping[str, Any]) -> tuple[str, ...]:
-        extra = (good[name].get(cell["cell_id"]) for name in more)
+        extra = (number(good[name].get(cell["cell_id"]), BESIDE[name][1]) for name in more)
         return (
             of.label(cell["cell_id"]),
             str(cell["num_trials"] - cell["num_bad"]),
@@ -56,11 +67,10 @@ def speed(of: Material) -> Section:
             number(cell["fastest_s"], ".4g"),
             number(cell["slowest_s"], ".4g"),
             number(cell["tokens_per_s"], ",.0f"),
-            *(number(value, ".3g") for value in extra),
+            *extra,
         )
 
-    names = {"mfu": "MFU", "energy_j_per_step": "J/step"}
-    header = ("cell", "good trials", "s/step", "fastest", "slowest", "tokens/s", *(names[name] for name in more))
+    header = ("cell", "good trials", "s/step", "fastest", "slowest", "tokens/s", *(BESIDE[name][0] for name in more))
     return Section(
         key="speed",
         title="Speed: how long does an optimizer step take?",

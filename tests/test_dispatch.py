@@ -1,0 +1,293 @@
+"""What a window costs the host: launches in synthetic traces, operators by hand, windows in turn, and the real pass."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bench.backends.base import registry
+from bench.cell import Device
+from bench.probes import dispatch
+from bench.probes.dispatch import NUMBERS, CpuTime, HostCost, Launches, Operators, merge, num_launches
+from bench.probes.operators import OperatorCounter
+from bench.record import merge_ranks, wrong
+from bench.spec import EXTRA_PASSES, Spec
+from bench.tables import build
+from bench.taps import SETTLED_WINDOWS, Kind
+from bench.trial import Trial
+from bench.virtual import passes
+from tests.factories import make_cell, make_failure, make_manifest, make_rank, make_record
+
+COST = {"cpu_s": 0.5, "num_operators": 2000, "num_launches": 1000}
+
+
+class Event:
+    """One of Kineto's."""
+
+    def __init__(self, name: str, correlation: int, device: str = "CPU", annotation: bool = False) -> None:
+        self._name, self._correlation, self._device, self._annotation = name, correlation, device, annotation
+
+    def name(self) -> str:
+        return self._name
+
+    def correlation_id(self) -> int:
+        return self._correlation
+
+    def device_type(self) -> Any:
+        return SimpleNamespace(name=self._device)
+
+    def is_user_annotation(self) -> bool:
+        return self._annotation
+
+
+def gemm(correlation: int) -> Event:
+    return Event("sm90_xmma_gemm_bf16bf16_bf16f32", correlation, "CUDA")
+
+
+@pytest.mark.parametrize(
+    ("events", "count"),
+    [
+        ([], 0),
+        ([Event("cudaLaunchKernel", 1), gemm(1), Event("cudaLaunchKernel", 2), gemm(2)], 2),
+        ([Event("cudaLaunchKernelExC", 1), Event("cuLaunchKernelEx", 2), Event("cuLaunchKernel", 3)], 3),
+        ([Event("cudaLaunchCooperativeKernel", 4), Event("cuLaunchCooperativeKernel", 5)], 2),
+        ([Event("cudaGraphLaunch", 1), gemm(1), gemm(1), gemm(1)], 1),
+        ([Event("cudaLaunchKernelExC", 7), Event("cuLaunchKernelEx", 7), gemm(7)], 1),
+        ([Event("cudaLaunchKernel", 0), Event("cudaLaunchKernel", 0)], 2),
+        ([Event("cudaMemcpyAsync", 1), Event("Memcpy DtoD", 1, "CUDA"), Event("cudaMemsetAsync", 2)], None),
+        ([Event("cudaMemcpyAsync", 1), Event("cudaDeviceSynchronize", 2), Event("cudaLaunchHostFunc", 3)], 0),
+        ([gemm(1), gemm(2)], None),
+        ([Event("cudaLaunchKernel in my range", 1, "CUDA", annotation=True)], 0),
+    ],
+)
+def test_launches_of_a_trace(events: list[Event], count: int | None) -> None:
+    assert num_launches(events) == count
+
+
+# Operators.
+
+
+def test_operators_are_counted_once_where_a_backend_gets_them() -> None:
+    a, b = torch.ones(4, 4, requires_grad=True), torch.ones(4, 4)
+    with OperatorCounter() as counter:
+        c = a @ b  # mm
+        assert counter.count == 1
+        c.view(16)  # views are work of the host too
+        assert counter.count == 2
+        with torch.profiler.record_function("a range"):
+            pass
+        assert counter.count == 2, "marks are no operators"
+        torch.nn.functional.linear(b, b)  # composite: t and mm, or one operator, but never linear and what is in it
+        assert counter.count in {3, 4}
+    torch.ones(1)
+    assert counter.count in {3, 4}
+
+
+def test_operators_of_backward_are_counted() -> None:
+    a = torch.ones(4, 4, requires_grad=True)
+    operators = Operators()
+    loss = (a @ a).sum()
+    assert operators.count is None
+    operators.start()
+    loss.backward()
+    operators.stop()
+    assert operators.count is not None and operators.count >= 4  # expand, two products, their sum
+    found = operators.count
+    torch.ones(2)
+    assert operators.count == found
+
+
+def test_a_step_over_dtensors_is_counted_on_the_local_tensors(lonely_group: None) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    counts = []
+    mesh = init_device_mesh("cpu", (1,))
+    for spread in (False, True):
+        torch.manual_seed(0)
+        plain = [torch.randn(3), torch.randn(5)]
+        made = [distribute_tensor(one, mesh, [Replicate()]) if spread else one for one in plain]
+        parameters = [torch.nn.Parameter(one) for one in made]
+        optimizer = torch.optim.SGD(parameters, lr=0.1, foreach=True)
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()  # DTensor works out and keeps what is sharded how
+        with OperatorCounter() as counter:
+            optimizer.step()
+        counts.append(counter.count)
+    assert counts[0] == counts[1] > 0
+
+
+# The windows, and who measures which.
+
+
+def test_cpu_time_is_that_of_the_process_and_not_of_sleep() -> None:
+    clock = CpuTime(cuda=False)
+    assert clock.seconds is None
+    clock.start()
+    time.sleep(0.2)
+    clock.stop()
+    assert clock.seconds is not None and clock.seconds < 0.15
+    clock.start()
+    until = time.process_time() + 0.05
+    while time.process_time() < until:
+        pass
+    clock.stop()
+    assert clock.seconds >= 0.05
+
+
+class Noted:
+    """An instrument that says when it was started and stopped."""
+
+    def __init__(self, name: str, notes: list[str]) -> None:
+        self._name, self._notes = name, notes
+
+    def start(self) -> None:
+        self._notes.append(f"{self._name} starts")
+
+    def stop(self) -> None:
+        self._notes.append(f"{self._name} stops")
+
+
+def noted(accumulate: int, names: str = "abc") -> tuple[HostCost, list[str]]:
+    notes: list[str] = []
+    cost = HostCost(accumulate, cuda=False)
+    cost._instruments = [Noted(name, notes) for name in names]
+    return cost, notes
+
+
+@pytest.mark.parametrize(("accumulate", "inner"), [(1, 1), (3, 1), (2, 3)])
+def test_each_instrument_has_a_window_after_the_settled_ones(accumulate: int, inner: int) -> None:
+    cost, notes = noted(accumulate)
+    at = []
+    with cost:
+        for window in range(cost.windows):
+            for _ in range(accumulate):
+                cost.see(Kind.FETCH)
+                cost.see(Kind.LOSS)
+            for _ in range(inner):  # ZeRO steps its groups one by one
+                cost.see(Kind.STEP)
+            at.append((window, list(notes)))
+    assert cost.windows == SETTLED_WINDOWS + 3
+    assert notes == [f"{name} {what}" for name in "abc" for what in ("starts", "stops")]
+    assert at[SETTLED_WINDOWS - 2][1] == []
+    assert at[SETTLED_WINDOWS - 1][1] == ["a starts"]
+    assert at[-1][1] == notes, "the last one is stopped by the last step, not by the end"
+
+
+def test_an_instrument_is_stopped_when_training_ends_in_its_window() -> None:
+    cost, notes = noted(1)
+
+    def train() -> None:
+        with cost:
+            for _ in range(SETTLED_WINDOWS):
+                cost.see(Kind.LOSS)
+                cost.see(Kind.STEP)
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError):
+        train()
+    assert notes == ["a starts", "a stops"]
+
+
+def test_a_training_without_a_step_has_no_cost() -> None:
+    cost = HostCost(2, cuda=False)
+    with cost:
+        for _ in range(20):
+            cost.see(Kind.LOSS)
+    assert cost.result == dict.fromkeys(NUMBERS)
+
+
+def test_on_cuda_the_device_is_idle_at_the_start_and_launches_have_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    trace = [Event("cudaLaunchKernel", 1), gemm(1), Event("cudaLaunchKernel", 2), gemm(2)]
+
+    class Profile:
+        def __init__(self, activities: list[Any]) -> None:
+            assert [activity.name for activity in activities] == ["CUDA"]
+            self.profiler = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: trace))
+
+        def start(self) -> None:
+            calls.append("start")
+
+        def stop(self) -> None:
+            calls.append("stop")
+
+    monkeypatch.setattr(torch.profiler, "profile", Profile)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
+    cost = HostCost(1, cuda=True)
+    assert Launches().count is None
+    with cost:
+        for _ in range(cost.windows):
+            cost.see(Kind.LOSS)
+            cost.see(Kind.STEP)
+    assert calls == [*["synchronize"] * dispatch.CPU_WINDOWS, "synchronize", "start", "synchronize", "stop"]
+    assert cost.result["num_launches"] == 2
+    assert cost.result["cpu_s"] >= 0 and cost.result["num_operators"] == 0
+
+
+# From ranks to the table.
+
+
+def test_the_record_has_the_most_of_every_number_and_the_table_a_share_per_micro_batch() -> None:
+    cell = make_cell(accumulate=4, device=Device.CUDA)
+    ranks = [
+        make_rank(cell, rank=0, dispatch=COST),
+        make_rank(cell, rank=1, dispatch={**COST, "cpu_s": 0.75, "num_operators": 1600}),
+    ]
+    assert wrong(ranks, ("dispatch",)) == ""
+    merged = merge_ranks(ranks)["dispatch"]
+    assert merged == {**COST, "cpu_s": 0.75} == merge([rank["dispatch"] for rank in ranks])
+    later = make_record(cell, repeat=1)
+    del later["dispatch"]
+    trials = build([make_record(cell, dispatch=merged), later, make_failure(cell, 2)], make_manifest([cell])).trials
+    for name, value in (("cpu_s", 0.1875), ("num_operators", 500), ("num_launches", 250)):
+        column = trials[f"{name}_per_micro_batch"]
+        assert column.tolist()[:2] == [value] * 2 and column.isna().tolist()[2]
+
+
+def test_what_one_rank_could_not_tell_is_not_known() -> None:
+    merged = merge([COST, {**COST, "num_launches": None}])
+    assert merged == {**COST, "num_launches": None}
+
+
+@pytest.mark.parametrize(
+    "damaged", [None, {}, {**COST, "cpu_s": "much"}, {**COST, "num_operators": -1}, {"cpu_s": 1.0, "num_operators": 1}]
+)
+def test_a_damaged_result_is_named(damaged: Any) -> None:
+    assert "dispatch is none" in wrong([make_rank(make_cell(), dispatch=damaged)], ("dispatch",))
+
+
+def test_every_real_cell_has_the_pass_and_no_virtual_one() -> None:
+    assert "dispatch" in EXTRA_PASSES
+    assert "dispatch" not in passes(make_cell(virtual=True), ("time", *EXTRA_PASSES))
+
+
+@pytest.mark.usefixtures("lonely_group")
+def test_the_pass_of_a_real_training(tmp_path: Path) -> None:
+    """Twice as many micro-batches have twice their operators; the optimizer's are added once."""
+    counts = {}
+    for accumulate in (1, 2, 3):
+        cell = make_cell(
+            model="micro",
+            world_size=1,
+            accumulate=accumulate,
+            global_batch_size=accumulate,
+            sequence_length=4,
+            warmup_windows=1,
+            timed_windows=1,
+        )
+        spec = Spec(cell=cell, passes=("dispatch",), folder=str(tmp_path), reference="")
+        found = Trial(spec, 0, torch.device("cpu"), registry()["ddp-eager"]).run()["dispatch"]
+        assert found.keys() == set(NUMBERS)
+        assert found["num_launches"] is None
+        assert 0 < found["cpu_s"] < 60
+        counts[accumulate] = found["num_operators"]
+    # The first micro-batch of a window makes gradients, the others add to them.
+    assert counts[3] - counts[2] == counts[2] - counts[1] > 100
+    assert counts[2] < 2 * counts[1]
