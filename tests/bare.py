@@ -15,11 +15,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 class BareLoop:
     """DDP or FSDP2 with the reduction deferred to the window's last micro-batch."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, device: torch.device) -> None:
         shape = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
-        model = LlamaForCausalLM(LlamaConfig(**shape, intermediate_size=704, vocab_size=256, use_cache=False)).float()
+        model = LlamaForCausalLM(LlamaConfig(**shape, intermediate_size=704, vocab_size=256, use_cache=False))
+        model = model.float().to(device)
         if kind == "fsdp2":
-            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            mesh = init_device_mesh(device.type, (dist.get_world_size(),))
             for block in model.model.layers:
                 fully_shard(block, mesh=mesh, reshard_after_forward=True)
             fully_shard(model, mesh=mesh)

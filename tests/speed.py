@@ -1,7 +1,8 @@
 """What the bench costs, as ratios measured side by side in one run: ``python -m tests.speed``.
 
 Not a test: machines are shared and noisy. It prints each ratio with its 95 % interval, the bound, and whether the
-interval lies inside it, and exits with 1 if one lies outside. Two kinds of ratio are taken:
+interval lies inside it, and exits with 1 if one lies outside. On all GPUs if there are any, else on two ranks of the
+CPU. Two kinds of ratio are taken:
 
 - *in turn*: one process group trains a window with the bench's backend and taps, then one with a bare loop, and so on
   (paired.py). Nothing but the bench is between them.
@@ -12,6 +13,7 @@ interval lies inside it, and exits with 1 if one lies outside. Two kinds of rati
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import os
@@ -22,49 +24,64 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from scipy.stats import bootstrap
 
+from bench import machine
 from bench.cell import Cell, Device
 from bench.launch import Launcher
 from bench.spec import Spec
 
 ROOT = Path(__file__).resolve().parent.parent
-ACCUMULATE, BATCH, LENGTH, RANKS = 4, 16, 64, 2
+ACCUMULATE, MICRO_BATCH, LENGTH = 4, 2, 64
+CPU_RANKS = 2
+IN_TURN, APART = 0.01, 0.02
+"""Bounds: how far from 1 a ratio may be."""
 FREE = {"GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
-def make_cell(backend: str, timed_windows: int) -> Cell:
+@dataclass(frozen=True)
+class Place:
+    """Where ratios are taken."""
+
+    device: Device
+    ranks: int
+
+
+def make_cell(place: Place, backend: str, timed_windows: int) -> Cell:
     """The cell that all ratios are taken on."""
     return Cell(
         backend=backend,
         accumulate=ACCUMULATE,
-        world_size=RANKS,
-        global_batch_size=BATCH,
+        world_size=place.ranks,
+        global_batch_size=MICRO_BATCH * ACCUMULATE * place.ranks,
         sequence_length=LENGTH,
         warmup_windows=3,
         timed_windows=timed_windows,
+        device=place.device,
     )
 
 
-def in_turn(backend: str, kind: str, windows: int) -> list[float]:
+def in_turn(place: Place, backend: str, kind: str, windows: int) -> list[float]:
     """Log ratios bench / bare of neighbouring windows, each the maximum over ranks, of one process group."""
     with tempfile.TemporaryDirectory() as folder:
-        spec = Spec(cell=make_cell(backend, windows), passes=("time",), folder=folder, reference=f"{folder}/none")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+        cell = make_cell(place, backend, windows)
+        spec = Spec(cell=cell, passes=("time",), folder=folder, reference=f"{folder}/none")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={place.ranks}"]
         command += ["-m", "tests.paired", spec.to_json(), kind]
         subprocess.run(command, check=True, capture_output=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
-        ranks = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(RANKS)]
+        ranks = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(place.ranks)]
     bench, bare = ([max(step) for step in zip(*(r[k] for r in ranks), strict=True)] for k in ("bench", "bare"))
     return [float(np.log(a / b)) for a, b in zip(bench, bare, strict=True)]
 
 
-def step_seconds(launcher: Launcher, backend: str, overheads: list[float]) -> float:
+def step_seconds(place: Place, launcher: Launcher, backend: str, overheads: list[float]) -> float:
     """Median seconds per step of one trial; its fixed cost is added to ``overheads``."""
     with tempfile.TemporaryDirectory() as folder:
-        spec = Spec(cell=make_cell(backend, 15), passes=("time",), folder=folder, reference=f"{folder}/none")
+        spec = Spec(cell=make_cell(place, backend, 15), passes=("time",), folder=folder, reference=f"{folder}/none")
         outcome = launcher.run(spec, 300)
     assert outcome.ranks, outcome.reason
     overheads.append(outcome.wall_s - max(rank["training_s"] for rank in outcome.ranks))
@@ -122,18 +139,25 @@ def main() -> int:
     parser.add_argument("--groups", type=int, default=4, help="process groups per ratio taken in turn")
     parser.add_argument("--windows", type=int, default=40, help="timed windows per such group")
     parser.add_argument("--pairs", type=int, default=10, help="pairs of trials per ratio taken apart")
+    parser.add_argument("--device", choices=list(Device), help="default: cuda if there is a GPU, else cpu")
     options = parser.parse_args()
     os.environ.update(FREE)
+    gpus = len(machine.gpus())
+    device = Device(options.device or (Device.CUDA if gpus else Device.CPU))
+    place = Place(device, gpus if device is Device.CUDA else CPU_RANKS)
+    if not place.ranks:
+        parser.error("--device cuda: no GPU is visible here")
     good = []
     for backend, kind in (("ddp-deferred", "ddp"), ("fsdp2-deferred", "fsdp2")):
-        logs = [log for _ in range(options.groups) for log in in_turn(backend, kind, options.windows)]
-        good.append(verdict(f"step time of {backend}, bench / bare loop, in turn", logs, 0.02))
+        logs = [log for _ in range(options.groups) for log in in_turn(place, backend, kind, options.windows)]
+        good.append(verdict(f"step time of {backend}, bench / bare loop, in turn", logs, IN_TURN))
     overheads: list[float] = []
-    with Launcher(Device.CPU) as warm, Launcher(Device.CPU, cold=True) as cold:
-        step_seconds(warm, "ddp-deferred", [])  # the fork server's first children fault their pages in
-        ours = functools.partial(step_seconds, warm, "ddp-deferred", overheads)
-        theirs = functools.partial(step_seconds, cold, "ddp-deferred", [])
-        good.append(verdict("step time of ddp-deferred, warm / cold, apart", apart(options.pairs, ours, theirs), 0.02))
+    # One of them at a time may have the GPUs for itself, and neither runs while the other does.
+    with Launcher(place.device) as warm, contextlib.closing(Launcher(place.device, cold=True)) as cold:
+        step_seconds(place, warm, "ddp-deferred", [])  # the fork server's first children fault their pages in
+        ours = functools.partial(step_seconds, place, warm, "ddp-deferred", overheads)
+        theirs = functools.partial(step_seconds, place, cold, "ddp-deferred", [])
+        good.append(verdict("step time of ddp-deferred, warm / cold, apart", apart(options.pairs, ours, theirs), APART))
     fixed = statistics.median(overheads)
     good.append(fixed < 1.5)
     print(f"fixed cost of a warm trial: median {fixed:.2f} s of {len(overheads)}; bound 1.5 s")
