@@ -17,7 +17,13 @@ REFERENCE = "reference"
 """Name of the backend that is the truth: one process, the full batch, plain PyTorch, fp32."""
 SGD = "sgd"
 """The optimizer whose step is in proportion to the gradient, so that a wrong scale of it is seen in the losses."""
-LATER: dict[str, Any] = {"clip_norm": 0.0, "twin": "", "virtual": False, "fake_tensors": False}
+LATER: dict[str, Any] = {
+    "clip_norm": 0.0,
+    "twin": "",
+    "virtual": False,
+    "fake_tensors": False,
+    "shared_gpu": False,
+}
 """Fields of a cell that came after the first release, with the default that stands for what was done before."""
 VALUES: dict[str, Callable[[Any], bool]] = {
     "str": lambda value: isinstance(value, str),
@@ -75,7 +81,10 @@ class Precision(StrEnum):
 
 
 class Device(StrEnum):
-    """What the ranks run on: ``cpu`` talks over gloo, ``cuda`` over NCCL with one GPU per rank."""
+    """What the ranks run on: ``cpu`` talks over gloo, ``cuda`` over NCCL with one GPU per rank.
+
+    Where ranks share a GPU, they talk over gloo there too: NCCL refuses two ranks on one device.
+    """
 
     CPU = "cpu"
     CUDA = "cuda"
@@ -138,6 +147,8 @@ class Cell:
     """Whether one process is rank 0 of a world whose other ranks are pretended: shapes and counts, but no values."""
     fake_tensors: bool = False
     """In a virtual world: whether tensors have shapes but no memory."""
+    shared_gpu: bool = False
+    """Whether ranks share GPUs, and talk over gloo: values, counts and memory as ever, but nothing is timed."""
 
     @property
     def micro_batch_size(self) -> int:
@@ -163,12 +174,19 @@ class Cell:
     def label(self) -> str:
         """A short name for people: backend, N, W and precision."""
         named = f"{self.backend} N={self.accumulate} W={self.world_size} {self.precision}"
-        return named + " virtual" * self.virtual + (f" (A/A {self.twin})" if self.twin else "")
+        named += " virtual" * self.virtual + " shared GPU" * self.shared_gpu
+        return named + (f" (A/A {self.twin})" if self.twin else "")
 
     def reference(self) -> Cell:
         """The cell whose update and losses are the truth for this one: one process, whole batch, fp32."""
         return dataclasses.replace(
-            self, backend=REFERENCE, accumulate=1, world_size=1, precision=Precision.FP32, twin=""
+            self,
+            backend=REFERENCE,
+            accumulate=1,
+            world_size=1,
+            precision=Precision.FP32,
+            twin="",
+            shared_gpu=False,
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -77,6 +77,8 @@ class Launcher:
 
     def __enter__(self) -> Self:
         visible = machine.gpus() if self._device is Device.CUDA else []
+        # Of MIG instances torch does not ask NVML, but CUDA itself, how many there are: after that no fork can use it.
+        self._cold = self._cold or any("mig" in gpu for gpu in visible)
         self._held.enter_context(locks.gpus([gpu["uuid"] for gpu in visible]))
         return self
 

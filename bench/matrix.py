@@ -89,6 +89,7 @@ KEYS: dict[str, Key] = {
     "baseline": Key(_string, "'auto' or the name of a backend", "auto"),
     "timeout_s": Key(_number, "a positive number of seconds", 600),
     "threads": Key(_integer(0), "an integer of at least 1: threads per rank, or 0 for its share of the cores", 0),
+    "share_gpu": Key(_boolean, "true or false", False),
     "inactivity_s": Key(_number_or_0, "a positive number of seconds, or 0 for no limit", 120),
     "workload.workload": Key(_string, "'llama' or 'package.module:factory'", "llama"),
     "workload.model": Key(_string, f"a model size: {', '.join(SIZES)}", "tiny"),
@@ -239,7 +240,8 @@ def expand(matrix: Matrix, backends: Mapping[str, type[Backend]], num_gpus: int)
     once more, under another label.
 
     Raises InputError for an unknown backend, model or workload, an optimizer without a learning rate, a batch that does
-    not divide by N x W, a corpus that cannot be used, more ranks than GPUs, or a backend that cannot be virtual.
+    not divide by N x W, a corpus that cannot be used, more ranks than GPUs unless they share them, no GPU to share, or
+    a backend that cannot be virtual.
     """
     chosen = list(backends) if matrix["axes.backend"] == "all" else matrix["axes.backend"]
     for name in chosen:
@@ -261,7 +263,7 @@ def expand(matrix: Matrix, backends: Mapping[str, type[Backend]], num_gpus: int)
                 raise InputError(f"{matrix.place('virtual.world_size')}: {reason}; leave it out")
     references = dict.fromkeys(cell.reference() for cell in real)
     others = [cell for cell in real if cell.backend != REFERENCE]
-    timed = others or [cell for cell in virtual if not cell.fake_tensors]
+    timed = [cell for cell in others if not cell.shared_gpu] or [cell for cell in virtual if not cell.fake_tensors]
     own = [cell for cell in timed if cell.backend == baseline(matrix, backends)]
     largest = max(own, key=lambda cell: (cell.world_size, cell.accumulate), default=None)
     twins = [] if largest is None else [dataclasses.replace(largest, twin=TWIN)]
@@ -303,6 +305,7 @@ def _cells(
             clip_norm=float(clip_norm),
             virtual=virtual,
             fake_tensors=virtual and matrix["virtual.fake_tensors"],
+            shared_gpu=matrix["share_gpu"] and not virtual,
         )
         cells.setdefault(cell)
     return list(cells)
@@ -341,6 +344,9 @@ def _check_workload(matrix: Matrix) -> None:
 
 def _world_sizes(matrix: Matrix, num_gpus: int) -> list[int]:
     asked, place = matrix["axes.world_size"], matrix.place("axes.world_size")
+    if matrix["share_gpu"]:
+        _check_sharing(matrix, num_gpus)
+        return list(asked)
     if matrix["device"] == Device.CUDA:
         if num_gpus == 0:
             raise InputError(f"{matrix.place('device')} is 'cuda', and no GPU is visible here; use --matrix cpu")
@@ -349,6 +355,20 @@ def _world_sizes(matrix: Matrix, num_gpus: int) -> list[int]:
     elif asked == "all":
         raise InputError(f"{place} is 'all', which means GPUs; on the CPU it must be a list of integers")
     return [num_gpus] if asked == "all" else list(asked)
+
+
+def _check_sharing(matrix: Matrix, num_gpus: int) -> None:
+    """Refuse ranks that are to share a GPU where there is none, or where it is not said how many they are."""
+    place = matrix.place("share_gpu")
+    on_cuda = matrix["device"] == Device.CUDA
+    if num_gpus == 0 or not on_cuda:
+        here = "none is visible here" if on_cuda else f"{matrix.place('device')} is '{matrix['device']}'"
+        raise InputError(f"{place}: needs a GPU, and {here}; leave it out, or use --matrix gpu on a machine with one")
+    if matrix["axes.world_size"] == "all":
+        raise InputError(
+            f"{matrix.place('axes.world_size')} is 'all', one rank per GPU; beside {place} it must be a list of "
+            "integers, such as --world-size 2,4"
+        )
 
 
 def _learning_rates(matrix: Matrix) -> dict[str, float]:

@@ -88,7 +88,7 @@ def estimate(
         peak = peak_flops(device_name, cell.precision)
         if peak is None:
             return Estimate(None, "unknown", memory)
-        step = flops / (peak * GPU_EFFICIENCY * (1 if cell.virtual else cell.world_size))
+        step = flops / (peak * GPU_EFFICIENCY * (1 if cell.virtual or cell.shared_gpu else cell.world_size))
     else:
         reductions = cell.accumulate if backend.sync is Sync.EAGER else 1
         wire = 4 * parameters * (reductions + 2 * cell.accumulate * (backend.sharding is Sharding.PARAMS))

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench import dumps, heartbeat, stragglers, virtual
+from bench import dumps, heartbeat, machine, sharing, stragglers, virtual
 from bench.cell import Device, Status
 from bench.errors import UnsupportedError
 
@@ -38,7 +38,7 @@ def live(folder: Path, work: Callable[[int], dict[str, Any]]) -> None:
 
     What went wrong is written there too, before the process ends.
     """
-    rank = int(os.environ["RANK"])
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])  # work may tell frameworks others
     path = folder / f"rank{rank}.json"
     try:
         _arm(folder, rank)
@@ -53,7 +53,7 @@ def live(folder: Path, work: Callable[[int], dict[str, Any]]) -> None:
         os._exit(1)
     _write(path, result)
     try:
-        _leave(folder)
+        _leave(folder, num_ranks)
     except BaseException:
         # The result is safe. Torch's own way of telling the agent would be a pickle in a file.
         traceback.print_exc()
@@ -72,11 +72,17 @@ def _arm(folder: Path, rank: int) -> None:
         dumps.arm_flight_recorder(folder)
 
 
-def join(device: Device, *, threads: int, seed: int, pretended: int | None = None) -> torch.device:
+def join(
+    device: Device, *, threads: int, seed: int, pretended: int | None = None, shared_gpu: bool = False
+) -> torch.device:
     """Set up torch and the process group of this rank; its device.
 
-    With ``pretended`` the rank is the only process of a virtual world of so many ranks.
+    With ``pretended`` the rank is the only process of a virtual world of so many ranks. With ``shared_gpu`` it may have
+    its GPU together with others; see ``bench.sharing``.
     """
+    if shared_gpu:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        os.environ.update(sharing.environment(rank, world_size, machine.gpus()))
     import torch
     import torch.distributed as dist
 
@@ -90,21 +96,20 @@ def join(device: Device, *, threads: int, seed: int, pretended: int | None = Non
         torch.cuda.set_device(own)
     if pretended is not None:
         virtual.join(pretended)
-    elif device is Device.CUDA:
+    elif device is Device.CUDA and not shared_gpu:
         dist.init_process_group("nccl", device_id=own)
     else:
-        dist.init_process_group("gloo")
+        dist.init_process_group(sharing.BACKEND if shared_gpu else "gloo")
         dist.barrier()  # a rank that ended at once would fail those that are still connecting to it
     heartbeat.beat()
     return own
 
 
-def _leave(folder: Path) -> None:
+def _leave(folder: Path, num_ranks: int) -> None:
     """End the process group, once the results of all ranks are safe: a crash here would end the others."""
     import torch.distributed as dist
 
-    ranks = range(int(os.environ["LOCAL_WORLD_SIZE"]))
-    while not all((folder / f"rank{rank}.json").exists() for rank in ranks):
+    while not all((folder / f"rank{rank}.json").exists() for rank in range(num_ranks)):
         time.sleep(WAIT_S)
     dist.destroy_process_group()
 

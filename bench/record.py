@@ -98,6 +98,14 @@ def _wrong_in(table: Mapping[str, Any], checks: Mapping[str, Callable[[Any], boo
     return ""
 
 
+def _memory(value: Any) -> bool:
+    """Bytes; what the allocator knows less of than the ledger is a difference, and may be below 0."""
+    return isinstance(value, dict) and all(
+        integer(size) or (name.endswith("_untracked") and isinstance(size, int) and abs(size) < 2**63)
+        for name, size in value.items()
+    )
+
+
 def _calls(row: Any) -> bool:
     return (
         isinstance(row, dict)
@@ -135,7 +143,7 @@ _TIME: dict[str, Callable[[Any], bool]] = {
 _EXTRA: dict[str, Callable[[Any], bool]] = {
     "update": or_none(table_of(number, "error", "scale", "residual")),
     "collectives": list_of(_calls),
-    "memory": table_of(integer),
+    "memory": _memory,
     "accumulation": or_none(table_of(anything, "dtype")),
     "dispatch": table_of(or_none(seconds), *dispatch.NUMBERS),
     "exposure": or_none(table_of(seconds, "collective_s", "exposed_s")),

@@ -12,13 +12,13 @@ from bench.cell import Cell, Device
 EXTRA_PASSES = ("update", "collectives", "memory", "accumulation", "dispatch")
 """Passes that run once per cell; their answers do not vary from repeat to repeat."""
 CUDA_PASSES = ("exposure",)
-"""The same, of cells on CUDA with other ranks to wait for."""
+"""The same, of cells on CUDA with other ranks to wait for over NCCL."""
 
 
 def extra_passes(cell: Cell) -> tuple[str, ...]:
     """The passes that a cell has beside the time pass."""
-    on_cuda = cell.device is Device.CUDA and not cell.virtual
-    return (*EXTRA_PASSES, *(CUDA_PASSES if on_cuda else ()))
+    over_nccl = cell.device is Device.CUDA and not cell.virtual and not cell.shared_gpu
+    return (*EXTRA_PASSES, *(CUDA_PASSES if over_nccl else ()))
 
 
 @dataclass(kw_only=True)

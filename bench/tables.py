@@ -29,6 +29,7 @@ TRIAL_COLUMNS: dict[str, str] = {
     "world_size": "Int64",
     "virtual_world_size": "Int64",
     "fake_tensors": "boolean",
+    "shared_gpu": "boolean",
     "micro_batch_size": "Int64",
     "global_batch_size": "Int64",
     "sequence_length": "Int64",
@@ -104,7 +105,8 @@ seconds of one window in which NCCL's kernels ran, and ``exposed_s`` those of th
 once per cell, as are ``*_per_micro_batch``, those of one window of the rank that has most, divided by N, so with the
 optimizer step's share; MFU is model FLOPs (PaLM, arXiv:2204.02311, appendix B) per second over the peak of the
 datasheet, and over the rate of matrix products that ``run.json`` has, of all ranks; all of these, ``energy_*`` and
-``virtual_world_size`` are empty where they were not measured."""
+``virtual_world_size`` are empty where they were not measured, and whatever is a time of training, a power or an energy
+where ranks shared a GPU (``shared_gpu``)."""
 
 CHILD_COLUMNS: dict[str, dict[str, str]] = {
     "steps": {"step": "Int64", "seconds": "Float64", "kept": "boolean"},
@@ -205,7 +207,7 @@ def _trial_row(record: dict[str, Any], manifest: dict[str, Any], once: dict[tupl
     row |= {"clip_norm": cell.clip_norm, "twin": cell.twin}  # older records have none
     row["virtual_world_size"] = cell.world_size if cell.virtual else None
     row["micro_batch_size"] = cell.micro_batch_size
-    row["fake_tensors"] = cell.fake_tensors
+    row |= {"fake_tensors": cell.fake_tensors, "shared_gpu": cell.shared_gpu}
     row["optimizer_steps_expected"] = None if cell.fake_tensors else cell.windows
     row["num_passes"] = len(record.get("passes", ()))
     if record.get("training_s") is not None:
@@ -223,6 +225,8 @@ def _trial_row(record: dict[str, Any], manifest: dict[str, Any], once: dict[tupl
     dispatch = once.get((cell.cell_id, "dispatch"))
     if dispatch and good:
         row |= {f"{name}_per_micro_batch": _share(dispatch[name], cell.accumulate) for name in dispatch}
+        if cell.shared_gpu:
+            row["cpu_s_per_micro_batch"] = None
     exposure = once.get((cell.cell_id, "exposure"))
     if exposure and good:
         row |= {name: exposure[name] for name in ("collective_s", "exposed_s")}
@@ -254,12 +258,12 @@ def _timed_columns(
     if timed["reported"]:
         row["optimizer_steps_reported_by"], row["optimizer_steps_reported"] = next(iter(timed["reported"].items()))
     row |= {name: (timed.get("host") or {}).get(name) for name in ("num_cpus", "foreign_cores", "stolen_cores")}
-    if record.get("gpus"):
+    if record.get("gpus") and not cell.shared_gpu:
         row |= _gpu_columns(record["gpus"]["gpus"], len(timed["step_seconds"]), record["tokens_per_step"])
-    if timed["step_seconds"]:
+    if timed["step_seconds"] and not cell.shared_gpu:
         row["num_warmup_steps"] = cell.warmup_windows + _unsettled(timed)
         row["step_time_s"] = statistics.median(timed["step_seconds"][_unsettled(timed) :])
-    if timed["step_seconds"] and not cell.virtual:  # a virtual world's step time is that of computing alone
+    if "step_time_s" in row and not cell.virtual:  # a virtual world's step time is that of computing alone
         row["tokens_per_s"] = record["tokens_per_step"] / row["step_time_s"]
         if record["flops_per_step"]:
             rate = record["flops_per_step"] / row["step_time_s"]
@@ -315,11 +319,12 @@ def _child_rows(record: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     settled = first + (_unsettled(timed) if timed else 0)
     memory = {f"tracked_{name}": size for name, size in (record.get("memory") or {}).items() if "retries" not in name}
     cuda = timed.get("cuda_memory") or {}
+    all_seconds = [] if record["cell"].get("shared_gpu") else timed.get("step_seconds", ())
     memory |= {f"cuda_{name}": cuda[name] for name in ("allocated", "active", "reserved") if name in cuda}
     return {
         "steps": [
             {"step": step, "seconds": seconds, "kept": step >= settled}
-            for step, seconds in enumerate(timed.get("step_seconds", ()), start=first)
+            for step, seconds in enumerate(all_seconds, start=first)
         ],
         "losses": [{"step": i, "loss": loss} for i, loss in enumerate(timed.get("losses", ()))],
         "collectives": record.get("collectives") or [],

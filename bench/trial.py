@@ -49,7 +49,13 @@ def run_rank(spec_json: str) -> None:
 
     def work(number: int) -> dict[str, Any]:
         pretended = spec.cell.world_size if spec.cell.virtual else None
-        device = rank.join(spec.cell.device, threads=spec.threads, seed=spec.cell.seed, pretended=pretended)
+        device = rank.join(
+            spec.cell.device,
+            threads=spec.threads,
+            seed=spec.cell.seed,
+            pretended=pretended,
+            shared_gpu=spec.cell.shared_gpu,
+        )
         name = spec.cell.backend
         return Trial(spec, number, device, registry([name])[name]).run()
 
@@ -317,7 +323,7 @@ class Trial:
         """
         from bench.probes.memory import MemoryProbe
 
-        probe = MemoryProbe(self.device.type)
+        probe = MemoryProbe(self.device.type, fake=self.cell.fake_tensors)
         taps = Taps(time.perf_counter)
         window = SettledWindow(self.cell.accumulate)
 

@@ -194,6 +194,7 @@ class FakeLauncher:
 
     def __init__(self, script: Script | None = None) -> None:
         self.specs: list[Spec] = []
+        self.products: list[MatmulTask] = []
         self.timeouts: list[float] = []
         self.inactivities: list[float] = []
         self.closed = self.renewed = 0
@@ -207,6 +208,7 @@ class FakeLauncher:
 
     def run(self, spec: Spec | MatmulTask, timeout_s: float, inactivity_s: float = 0.0) -> Outcome:
         if isinstance(spec, MatmulTask):
+            self.products.append(spec)
             rates = {str(precision): 5e11 for precision in spec.precisions}
             ranks = [{"status": "ok", "flops_per_s": rates} for _ in range(spec.world_size)]
             return Outcome(status=Status.OK, reason="", ranks=ranks, wall_s=1.0)

@@ -57,7 +57,7 @@ def main() -> None:
     number, cell = int(os.environ["RANK"]), spec.cell
     device = rank.join(cell.device, threads=spec.threads, seed=cell.seed)
     clock = clock_for(device)
-    trial = Trial(spec, number, device, registry()[cell.backend])
+    trial = Trial(spec, number, device, registry([cell.backend])[cell.backend])
     taps = InTurn(BareLoop(kind, device), cell.accumulate, clock)
     trial.train(taps, cell.windows)
     bare = [clock.intervals(pair)[0] for pair in taps.around]

@@ -42,6 +42,7 @@ CELLS = st.builds(
     twin=st.just("") | st.text(),
     virtual=st.booleans(),
     fake_tensors=st.booleans(),
+    shared_gpu=st.booleans(),
 )
 OTHERS = {
     "backend": "fsdp2-eager",
@@ -64,6 +65,7 @@ OTHERS = {
     "twin": "again",
     "virtual": True,
     "fake_tensors": True,
+    "shared_gpu": True,
 }
 COMMITTED = Path(__file__).parent.parent / "results" / "cpu-reference" / "trials.jsonl"
 
@@ -163,7 +165,7 @@ def test_reference_is_one_process_with_the_whole_batch_in_fp32() -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_cells_share_a_reference_only_if_they_train_the_same(name: str) -> None:
     shares = make_cell(**{name: OTHERS[name]}).reference() == make_cell().reference()
-    assert shares == (name in ("backend", "accumulate", "world_size", "precision", "twin"))
+    assert shares == (name in ("backend", "accumulate", "world_size", "precision", "twin", "shared_gpu"))
 
 
 def test_what_follows_from_the_fields() -> None:

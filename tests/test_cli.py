@@ -352,6 +352,12 @@ def test_repeats_precision_and_budget(place: Place) -> None:
         (["--budget", "20"], "'20' is not a time above 0 with its unit, such as 90s, 20m or 1h"),
         (["--baseline", "ddp-eage"], "--baseline: 'ddp-eage' is not run here; did you mean ddp-eager?"),
         (["--fake-tensors"], "--fake-tensors: is for a virtual world; give --virtual-world too"),
+        (
+            ["--share-gpu"],
+            "--share-gpu: needs a GPU, and mine.toml: device is 'cpu'; leave it out, or use --matrix gpu",
+        ),
+        (["--share-gpu", "--device", "cuda"], "--share-gpu: needs a GPU, and none is visible here; leave it out"),
+        (["--share-gpu", "--virtual-world", "8"], "--share-gpu: is for ranks that exist; give --world-size too"),
         (["--virtual-world", "0"], "--virtual-world is [0]; it must be a list of integers of at least 1"),
         (["--virtual-world", "8", "--fake-tensors"], "ddp-eager cannot run on fake tensors"),
     ]
@@ -365,6 +371,16 @@ def test_virtual_worlds_alone_and_beside_real_ones(place: Place) -> None:
     assert all("virtual" in row for row in rows) and len(rows) == 8 + 1
     both = place.call("plan", "--matrix", name, "--virtual-world", "8", "--world-size", "2")[1].splitlines()[1:-1]
     assert sum("virtual" in row for row in both) == 4 and len(both) == 1 + 4 + 4 + 1
+
+
+def test_ranks_that_share_a_gpu_are_run_once(place: Place) -> None:
+    place.gpus(1)
+    options = ("--share-gpu", "--device", "cuda", "--world-size", "2,4")
+    lines = place.call("plan", "--matrix", place.matrix(), *options)[1].splitlines()
+    assert "9 cells x 1 repeats = 9 trials" in lines[-1]
+    assert sum("shares GPU" in line for line in lines) == 8
+    lines = place.call("plan", "--matrix", place.matrix(), *options, "--repeats", "3")[1].splitlines()
+    assert "9 cells x 3 repeats" in lines[-1]
 
 
 def test_plan_of_ten_thousand_cells(place: Place) -> None:
@@ -468,6 +484,24 @@ def test_a_run_without_out_goes_to_results_and_plots(place: Place) -> None:
     assert re.fullmatch(r"\d{8}-\d{6}-mine", folder.name)
     assert [path.name for path in (place.folder / "plots").iterdir()] == [folder.name]
     assert made[0].closed == 1
+
+
+def test_matrix_products_are_timed_once_per_run(place: Place) -> None:
+    made = with_launcher(place, at(4, ctrl_c))
+    out = place.call("run", "--matrix", place.matrix(), "--out", "out")[1]
+    assert "matrix products on 2 ranks: 1 TFLOP/s in fp32" in out
+    (task,) = made[0].products
+    assert (task.world_size, [str(precision) for precision in task.precisions]) == (2, ["fp32"])
+    entry = {"world_size": 2, "threads": task.threads, "flops_per_s": {"fp32": [5e11, 5e11]}, "reason": ""}
+    assert read_manifest(Path("out"))["matmul"] == [entry]
+
+    made = with_launcher(place)
+    assert place.call("run", "--resume", "out")[0] == GOOD
+    assert made[0].products == []
+    assert read_manifest(Path("out"))["matmul"] == [entry]
+    trials = pd.read_parquet("out/trials.parquet")
+    known = trials["mfu_of_matmul"].notna()
+    assert (known == (trials["world_size"] == 2)).all()
 
 
 def test_a_failed_trial_makes_the_status_bad(place: Place) -> None:

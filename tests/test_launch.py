@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import psutil
 import pytest
 
-from bench import segments, stragglers, watchdog
+from bench import launch, segments, stragglers, watchdog
 from bench.cell import Device, Status
 from bench.errors import InputError
 from bench.launch import Launcher
@@ -444,6 +444,24 @@ def test_a_gpu_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             pass
     with Launcher(Device.CUDA):
         pass
+
+
+@pytest.mark.parametrize(("gpu", "cold"), [({"uuid": "GPU-7"}, False), ({"uuid": "GPU-7", "mig": "MIG-7"}, True)])
+def test_a_fork_cannot_use_a_mig_instance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: dict[str, str], cold: bool
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr("bench.machine.gpus", lambda: [gpu])
+    with Launcher(Device.CUDA) as launcher:
+        assert launcher._cold is cold
+
+
+def test_gpus_are_numbered_as_nvml_numbers_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    assert launch._environment(Device.CUDA, ())["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert "CUDA_DEVICE_ORDER" not in launch._environment(Device.CPU, ())
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    assert launch._environment(Device.CUDA, ())["CUDA_DEVICE_ORDER"] == "FASTEST_FIRST"
 
 
 def test_the_mark_is_another_for_every_launcher() -> None:

@@ -66,6 +66,7 @@ def test_there_is_a_task_for_each_number_of_ranks(tmp_path: Path) -> None:
         make_cell(world_size=4),
         make_cell().reference(),
         make_cell(world_size=64, virtual=True),
+        make_cell(world_size=8, device=Device.CUDA, shared_gpu=True),
     ]
     two, four = tasks(cells, 0, tmp_path)
     assert (two.world_size, two.precisions, two.device) == (2, (Precision.FP32, Precision.BF16), Device.CPU)

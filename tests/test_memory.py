@@ -230,6 +230,17 @@ def test_on_cuda_the_allocator_is_read_at_both_moments(monkeypatch: pytest.Monke
     assert probe.result["peak_allocator_untracked"] == 10_240
 
 
+def test_tensors_without_memory_are_nothing_that_the_allocator_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: pytest.fail("asked"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: pytest.fail("asked"))
+    probe = MemoryProbe("cuda", fake=True)
+    with probe.ledger:
+        probe.open()
+        probe.hold()
+        probe.close()
+    assert not any("allocator" in name for name in probe.result)
+
+
 def test_ranks_are_merged_so_that_parts_still_add_up() -> None:
     first = {"peak": 10, "peak_activations": 10, "peak_other": 0, "held": 5, "held_other": 5}
     second = {"peak": 9, "peak_activations": 0, "peak_other": 9, "held": 6, "held_other": 6}

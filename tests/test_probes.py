@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from pathlib import Path
 
 import pytest
@@ -112,3 +113,13 @@ def test_a_reference_that_did_not_move_is_refused(tmp_path: Path) -> None:
 def test_intervals_are_differences_of_neighbours() -> None:
     assert HostClock().intervals([1.0, 1.5, 3.5]) == [0.5, 2.0]
     assert HostClock().intervals([1.0]) == []
+
+
+def test_moments_are_on_the_clock_of_all_processes() -> None:
+    clock = HostClock()
+    before = time.monotonic()
+    marks = [clock.mark(), clock.mark()]
+    after = time.monotonic()
+    first, second = clock.moments(marks)
+    assert before - 1e-3 <= first <= second <= after + 1e-3
+    assert clock.moments([]) == []

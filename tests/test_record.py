@@ -100,6 +100,8 @@ def test_sound_results_are_not_wrong() -> None:
         assert wrong([make_rank(cell, passes, rank) for rank in range(2)], passes) == ""
     nan = make_rank(cell, time=make_time(cell, losses=[math.nan, math.inf]))
     assert wrong([nan], ALL_PASSES) == "", "losses are for the gates to judge"
+    less = make_rank(cell, memory={"peak": 8, "peak_allocator_untracked": -8})
+    assert wrong([less], ALL_PASSES) == "", "a difference, not a size"
 
 
 @pytest.mark.parametrize(
@@ -116,7 +118,10 @@ def test_sound_results_are_not_wrong() -> None:
         (None, "collectives", [{"op": "all_reduce"}], "collectives is none"),
         (None, "collectives", {}, "collectives is none"),
         (None, "memory", {"peak": -1}, "memory is none"),
+        (None, "memory", {"peak_allocator_untracked": -1.5}, "memory is none"),
+        (None, "memory", {"peak_allocator_rounding": -1}, "memory is none"),
         (None, "accumulation", {}, "accumulation is none"),
+        (None, "dispatch", {"cpu_s": -1.0, "num_operators": 1, "num_launches": 1}, "dispatch is none"),
         ("time", "step_seconds", [0.1, -0.1], "time: step_seconds cannot be"),
         ("time", "step_seconds", [0.1, math.nan], "time: step_seconds cannot be"),
         ("time", "step_seconds", 0, "time: step_seconds is missing"),

@@ -118,6 +118,7 @@ def test_a_sound_trial_by_hand() -> None:
         "num_warmup_steps": 2,
         "accumulated_in": "fp32",
         "fake_tensors": False,
+        "shared_gpu": False,
     }
     empty = {"slot", "num_cpus", "foreign_cores", "stolen_cores", "sm_clock_mhz", "power_w", "temperature_c"}
     empty |= {"clock_slowdowns", "foreign_gpu_processes"}

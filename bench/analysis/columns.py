@@ -61,6 +61,7 @@ _TRIALS: dict[str, tuple[str, str]] = {
     "slot": ("", "place in the order in which trials ran"),
     "virtual_world_size": ("ranks", "W of a virtual world; NA for a real one"),
     "fake_tensors": ("", "whether tensors have shapes and no values"),
+    "shared_gpu": ("", "whether ranks shared a GPU, over gloo; nothing is timed then"),
     "num_parameters": ("parameters", "of the model"),
     "bf16_as": ("", "how a bf16 cell computes"),
     "accumulation_dtype": ("", "in which gradients are to be summed"),

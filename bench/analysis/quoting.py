@@ -83,8 +83,8 @@ class Quotes:
         sound = trials[trials["status"] == Status.OK]
         found = side(self._alone(cell_id), cell_id)
         caveats = [*_failed(trials), *_virtual(cell), *self._of_run()]
-        # What has shapes alone was not timed; any other cell without a time has failed a gate.
-        barred = "" if cell.fake_tensors else "; ".join(_short(text) for text in found.failed_gates)
+        # What has shapes alone, or shared a GPU, was not timed; any other cell without a time has failed a gate.
+        barred = "" if cell.fake_tensors or cell.shared_gpu else "; ".join(_short(text) for text in found.failed_gates)
         good = not barred and not sound.empty
         medians = found.sample.medians.tolist() if good else []
         peaks = sound["peak_memory_bytes"].dropna() if good else sound["peak_memory_bytes"].iloc[:0]
@@ -182,6 +182,8 @@ def _virtual(*cells: Cell) -> list[str]:
     for cell in cells:
         if cell.fake_tensors:
             return ["a virtual world of tensors without values: nothing was timed"]
+        if cell.shared_gpu:
+            return ["its ranks shared a GPU, over gloo: nothing was timed"]
         if cell.virtual:
             return ["a virtual world: one process computes, nothing is sent, and the time is that of computing alone"]
     return []

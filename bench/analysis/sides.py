@@ -140,6 +140,8 @@ def _restless(trials: pd.DataFrame) -> list[str]:
 
 def _wrong_steps(row: Any, numbers: list[int]) -> str:
     """What is wrong with the steps of a good trial: one per optimizer step, from the first timed one to the last."""
+    if row["shared_gpu"] is True:
+        return "its ranks shared a GPU, so nothing was timed"
     if not numbers:
         return "no step was timed"
     due = list(range(numbers[0], int(row["optimizer_steps_expected"])))

@@ -23,8 +23,16 @@ if TYPE_CHECKING:
 
 
 def places(job: Job) -> tuple[int, int]:
-    """Ranks per node and nodes, as Lightning is to see them; those of a virtual world have a node each."""
-    return (1, job.world_size) if job.cell.virtual else (job.world_size, 1)
+    """Ranks per node and nodes, as Lightning is to see them.
+
+    Those of a virtual world, and those that share a GPU, have a node each.
+    """
+    return (1, job.world_size) if job.cell.virtual or job.cell.shared_gpu else (job.world_size, 1)
+
+
+def communicator(job: Job) -> str:
+    """What Lightning is to call the library that ranks talk over; the process group is there already."""
+    return "nccl" if job.device.type == "cuda" and not job.cell.shared_gpu else "gloo"
 
 
 class LightningBackend(Backend):
@@ -209,7 +217,7 @@ class LightningDDP(LightningBackend):
     def strategy(self, job: Job) -> Strategy:
         from lightning.pytorch.strategies import DDPStrategy
 
-        return DDPStrategy(process_group_backend="nccl" if job.device.type == "cuda" else "gloo")
+        return DDPStrategy(process_group_backend=communicator(job))
 
 
 class LightningFSDP2(LightningBackend):
@@ -232,7 +240,7 @@ class LightningFSDP2(LightningBackend):
         return ModelParallelStrategy(
             data_parallel_size=job.world_size,
             tensor_parallel_size=1,
-            process_group_backend="nccl" if job.device.type == "cuda" else "gloo",
+            process_group_backend=communicator(job),
         )
 
     def precision(self, job: Job) -> Any:
@@ -360,7 +368,7 @@ class FabricFSDP2Deferred(Backend):
             parallelize_fn=parallelize,
             data_parallel_size=job.world_size,
             tensor_parallel_size=1,
-            process_group_backend="nccl" if job.device.type == "cuda" else "gloo",
+            process_group_backend=communicator(job),
         )
         accelerator = "gpu" if job.device.type == "cuda" else "cpu"
         devices, num_nodes = places(job)

@@ -18,6 +18,7 @@ OPTIONS = {
     "backend": "axes.backend",
     "accumulate": "axes.accumulate",
     "world_size": "axes.world_size",
+    "share_gpu": "share_gpu",
     "virtual_world": "virtual.world_size",
     "micro_batch": "virtual.micro_batch_size",
     "fake_tensors": "virtual.fake_tensors",
@@ -67,6 +68,13 @@ def add_matrix_options(parser: argparse.ArgumentParser) -> None:
         type=_integers_or_all,
         metavar="W[,W]",
         help="numbers of ranks, or all for one per GPU",
+    )
+    add(
+        "--share-gpu",
+        action="store_true",
+        default=None,
+        help="let the ranks of --world-size share the GPUs, over gloo: values, counts and memory, but no times; each "
+        "cell once unless --repeats is given",
     )
     add(
         "--virtual-world",
@@ -144,7 +152,11 @@ def chosen_matrix(arguments: argparse.Namespace) -> Matrix:
     for option in ("micro_batch", "fake_tensors"):
         if given[option] is not None and not (arguments.virtual_world or chosen["virtual.world_size"]):
             raise InputError(f"--{option.replace('_', '-')}: is for a virtual world; give --virtual-world too")
-    if arguments.max_repeats is None:
+    if arguments.share_gpu and given["alone"]:
+        raise InputError("--share-gpu: is for ranks that exist; give --world-size too, or leave it out")
+    if arguments.share_gpu and arguments.repeats is None and arguments.max_repeats is None:
+        given["repeats"] = given["max_repeats"] = 1
+    elif arguments.max_repeats is None:
         given["max_repeats"] = arguments.repeats
     elif arguments.repeats is None:
         given["repeats"] = min(chosen["repeats"], arguments.max_repeats)

@@ -38,6 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"{cell.micro_batch_size:11d}  {cell.precision}   {seconds:>9} {memory:>12}"
             + (f"  {cell.optimizer}, clip {cell.clip_norm:g}" if several else "")
             + "  virtual" * cell.virtual
+            + "  shares GPU" * cell.shared_gpu
             + "  A/A twin" * bool(cell.twin)
             + (f"  skipped: {skipped[cell.backend]}" if cell.backend in skipped else "")
         )

@@ -89,8 +89,8 @@ class Launches(WindowProfiler):
 
     @property
     def count(self) -> int | None:
-        """Of the window that was stopped last."""
-        return num_launches(self.events) if self.events else None
+        """Of the window that was stopped last; None if none was seen, as no window can be without."""
+        return num_launches(self.events) or None
 
 
 class HostCost:

@@ -47,13 +47,14 @@ class MemoryProbe:
     window is open: some frameworks leave tensors in cycles, and a peak must not depend on when it runs.
     """
 
-    def __init__(self, device_type: str) -> None:
+    def __init__(self, device_type: str, *, fake: bool = False) -> None:
+        """``fake`` says that tensors have no memory, so that the allocator has nothing to tell."""
         self.ledger = TensorLedger(device_type)
         self.result: dict[str, int] = {}
         """Bytes by the keys of ``categories.named``, filled by ``close``."""
         self.holdings: Callable[[], Mapping[Category, Iterable[Tensor]]] = dict
         """The ``holdings`` of the backend under test."""
-        self._cuda = device_type == "cuda"
+        self._cuda = device_type == "cuda" and not fake
         self._optimizers: list[Optimizer] = []
         self._is_open = False
         self._last: Kind | None = None

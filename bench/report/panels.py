@@ -77,6 +77,7 @@ NAMES = {
 NOT_CLIPPED = "not clipped"
 REFERENCE_LABEL = "reference: one process, full batch"
 VIRTUAL, REAL = "virtual world: no values, nothing is sent", "real ranks"
+SHARED = "ranks share GPUs, over gloo: nothing is timed"
 ONE_GPU = "one GPU: no bytes move between ranks"
 REFERENCE_KEY: Key = (Line2D([], [], color=REFERENCE_COLOUR, linestyle="--"), REFERENCE_LABEL)
 LOSS_FLOOR = 1e-9
@@ -126,6 +127,7 @@ class Run:
         trials["reason"] = trials["reason"].fillna("")
         self.looks = style.looks(trials)
         trials["world"] = trials["virtual_world_size"].notna().map({True: VIRTUAL, False: REAL}).astype("string")
+        trials.loc[trials["shared_gpu"].fillna(False).astype(bool), "world"] = SHARED
         order = {name: i for i, name in enumerate(self.looks)}
         ranks = trials["backend"].map(order)
         self.trials = trials.assign(_rank=ranks).sort_values(["_rank", "accumulate", "repeat"], kind="stable")
@@ -196,7 +198,7 @@ class Run:
             reason = _shorten(reasons[key][0]) or "no reason was recorded"
             alike_only = " (numbers of the first)" if len(set(reasons[key])) > 1 else ""
             notes.append(f"{key[1]}: {cells}: {reason}{alike_only}")
-        return notes
+        return [*notes, *([SHARED] if (self.trials["world"] == SHARED).any() else [])]
 
     def panels(self, trials: pd.DataFrame, by: list[str], values: list[str]) -> list[Panel]:
         """The trials of all but the reference, split by these columns; parts without any value are left out."""

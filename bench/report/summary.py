@@ -96,7 +96,7 @@ def show(console: Console, tables: Tables, standing: Standing, manifest: Mapping
     needed = Measurement.get(console, console.options.update(max_width=MAX_WIDTH), table).maximum
     console.width = max(console.width, needed)
     console.print(table)
-    for line in [*certainty(standing, manifest), *findings(cells)]:
+    for line in [*certainty(standing, manifest), *untimed(tables), *findings(cells)]:
         console.print(Text(line), highlight=False, soft_wrap=True)
 
 
@@ -135,6 +135,12 @@ def certainty(standing: Standing, manifest: Mapping[str, Any]) -> list[str]:
             f"not comparable ({len(restless)} of {len(standing.rows)} cells): {detail[detail.index(RESTLESS) :]}"
         )
     return [textwrap.fill(line, 118, subsequent_indent="    ") for line in lines]
+
+
+def untimed(tables: Tables) -> list[str]:
+    """In one line, how many cells have ranks that share GPUs, and so no time."""
+    cells = tables.trials.loc[tables.trials["shared_gpu"].fillna(False).astype(bool), "cell_id"].nunique()
+    return [f"not timed: {cells} cells whose ranks shared GPUs, over gloo"] if cells else []
 
 
 def noise(floor: Floor | None) -> str:
