@@ -107,6 +107,13 @@ def write_run(
     return folder
 
 
+def write_large_run(folder: Path) -> Path:
+    """A run of 500 cells: 12 backends, 7 N, 3 world sizes and 2 precisions, and their references."""
+    backends = {f"backend-{i}-{sync}": 1 + i / 20 for i in range(6) for sync in ("eager", "deferred")}
+    axes: dict[str, Any] = {"world_size": (1, 2, 4), "precision": ("fp32", "bf16")}
+    return write_run(folder, backends, accumulate=(1, 2, 4, 8, 16, 32, 64), **axes)
+
+
 def _sound(cell: Cell, repeat: int, factor: float, random_: random.Random, noise: float) -> dict[str, Any]:
     trial = STEP_S * factor * math.exp(random_.gauss(0, noise))
     steps = [trial * math.exp(random_.gauss(0, noise)) for _ in range(cell.timed_windows)]
@@ -198,3 +205,22 @@ def data_of(page: Element) -> Any:
     """What the page's script reads."""
     (found,) = page.find("script", id="data")
     return json.loads(found.text)
+
+
+def copied_ratio(data: Any, form: str, cell_id: str, place: int) -> str | None:
+    """The citation of a cell's ratio to the baseline at a place, put together as the page's script does it."""
+    ratios = data["citations"]["ratio"]
+    for baseline, other, words, numbers, tail in ratios["of"].get(cell_id, ()):
+        if baseline != place:
+            continue
+        kit, other_id = ratios["forms"][form], ratios["ids"][other]
+        values = ["", *numbers.split(" ")]
+        parts = {
+            "subject": kit["labels"][ratios["ids"].index(cell_id)] + ratios["against"] + kit["labels"][other],
+            "statement": "".join(values[i] + text for i, text in enumerate(kit["statements"][words])),
+            "place": f"{kit['place']}{cell_id}/{other_id}",
+            "key": f"{ratios['key']}{cell_id}-{other_id}",
+            "tail": kit["tails"][tail],
+        }
+        return "".join(parts[text] if i % 2 else text for i, text in enumerate(kit["template"]))
+    return None

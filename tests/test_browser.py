@@ -15,7 +15,7 @@ import pytest
 
 from bench.analysis.loading import hashed, load
 from bench.report.citation import cite, cite_plot
-from tests.pages import HOSTILE, data_of, read, report, write_run
+from tests.pages import HOSTILE, data_of, read, report, write_large_run, write_run
 
 pytestmark = pytest.mark.browser
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -169,11 +169,26 @@ def test_a_citation_is_copied(browser: Any, folder: Path) -> None:
     opened = Visit(browser, folder, permissions=["clipboard-read", "clipboard-write"])
     page = opened.page
     (cell,) = [c for c in run.cells.values() if (c.backend, c.accumulate, c.world_size) == ("gamma", 8, 2)]
-    page.locator(f'button[data-cell="{cell.cell_id}"]').click()
-    page.get_by_text("Copied the citation of the cell and of its ratio to the baseline.").wait_for()
-    text = page.evaluate("navigator.clipboard.readText()")
-    assert text.startswith(cite(run, cell.cell_id).text) and "against alpha-eager" in text
-    page.select_option("#format", "bibtex")
+    (reference,) = [c for c in run.cells.values() if c.backend == "reference"]
+    for baseline in data_of(read(folder / "report.html"))["baselines"]:
+        page.select_option("#baseline", label=baseline)
+        for form in ("text", "markdown", "bibtex"):
+            page.select_option("#format", form)
+            page.locator(f'button[data-cell="{cell.cell_id}"]').click()
+            wanted = getattr(cite(run, cell.cell_id), form)
+            if baseline == "gamma":
+                page.get_by_text("Copied the citation of the cell.", exact=True).wait_for()
+            else:
+                page.get_by_text(f"Copied the citation of the cell and of its ratio to {baseline}.").wait_for()
+                (base,) = [
+                    one.cell_id
+                    for one in run.cells.values()
+                    if (one.backend, one.accumulate, one.world_size, one.twin) == (baseline, 8, 2, "")
+                ]
+                wanted += f"\n\n{getattr(cite(run, cell.cell_id, base), form)}"
+            assert page.evaluate("navigator.clipboard.readText()") == wanted
+            page.locator(f'button[data-cell="{reference.cell_id}"]').click()
+            page.get_by_text("Copied the citation of the cell.", exact=True).wait_for()
     page.locator('button[data-plot="memory_vs_time"]').click()
     page.get_by_text("Copied the citation of the plot.").wait_for()
     assert page.evaluate("navigator.clipboard.readText()") == cite_plot(run, "memory_vs_time").bibtex
@@ -251,14 +266,7 @@ def test_the_pdf(browser: Any, folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_500_cells_answer_at_once(browser: Any, tmp_path: Path) -> None:
-    backends = {f"backend-{i}-{sync}": 1 + i / 20 for i in range(6) for sync in ("eager", "deferred")}
-    many = write_run(
-        tmp_path / "many",
-        backends,
-        accumulate=(1, 2, 4, 8, 16, 32, 64),
-        world_size=(1, 2, 4),
-        precision=("fp32", "bf16"),
-    )
+    many = write_large_run(tmp_path / "many")
     report(many)
     began = time.monotonic()
     opened = Visit(browser, many)

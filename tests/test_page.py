@@ -7,8 +7,10 @@ import webbrowser
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
+import bench
 from bench.analysis.baseline import baseline_of, standings
 from bench.analysis.compare import judge_pairs, pairs_of_backends
 from bench.analysis.loading import hashed, load
@@ -16,10 +18,12 @@ from bench.analysis.verdicts import Verdict
 from bench.cli import main
 from bench.commands import report as command
 from bench.report import page as pages
-from bench.report.citation import cite, cite_plot
+from bench.report.citation import cite, cite_plot, number
+from bench.report.clipboard import packed
+from bench.report.panels import MOST_PAGES
 from bench.report.summary import by_cell
 from tests import pages as made
-from tests.pages import HOSTILE, Element, data_of, read, report, write_run
+from tests.pages import HOSTILE, Element, copied_ratio, data_of, read, report, write_large_run, write_run
 
 FACTORS = {"alpha-eager": 1.0, "alpha-deferred": 0.75, "beta": 1.2, "gamma": 1.001}
 SECTIONS = ["speed", "memory", "correctness", "communication", "semantics", "noise"]
@@ -176,15 +180,55 @@ def test_ratios_to_any_baseline_are_those_of_a_report_of_their_own(folder: Path,
 def test_citations_are_in_the_page(folder: Path, page: Element) -> None:
     run, data = hashed(load(folder), folder), data_of(page)["citations"]
     cell = next(c for c in run.cells.values() if c.backend == "beta" and c.accumulate == 4)
-    base = next(c for c in run.cells.values() if c.backend == "alpha-eager" and c.accumulate == 4 and not c.twin)
-    cited = {
-        ("cell", cell.cell_id): cite(run, cell.cell_id),
-        ("ratio", cell.cell_id): cite(run, cell.cell_id, base.cell_id),
-        ("plot", "noise"): cite_plot(run, "noise"),
-    }
+    cited = {("cell", cell.cell_id): cite(run, cell.cell_id), ("plot", "noise"): cite_plot(run, "noise")}
     for (kind, key), citation in cited.items():
         for form in ("text", "markdown", "bibtex"):
             assert data[kind][form]["of"][key] + data[kind][form]["end"] == getattr(citation, form)
+
+
+def assert_ratios_are_cited(folder: Path) -> int:
+    """Fails if a ratio to any baseline is not copied from the page as ``cite`` prints it; how many there are."""
+    run, data = hashed(load(folder), folder), data_of(read(folder / "report.html"))
+    compared = 0
+    for place, (name, standing) in enumerate(standings(run).items()):
+        assert data["baselines"][place] == name
+        for row in standing.rows:
+            cell_id, other_id = row.pair.b.cell_id, row.pair.a.cell_id
+            for form in () if row.pair.b.twin else ("text", "markdown", "bibtex"):
+                assert copied_ratio(data, form, cell_id, place) == getattr(cite(run, cell_id, other_id), form)
+                compared += 1
+        assert copied_ratio(data, "text", next(iter(run.cells)), place) is None  # the reference is no contestant
+    return compared
+
+
+def test_a_ratio_to_any_baseline_can_be_cited(folder: Path, printed: str) -> None:
+    assert assert_ratios_are_cited(folder) == 3 * len(FACTORS) * (len(FACTORS) - 1) * 2
+
+
+def test_one_step_time_everywhere(folder: Path, page: Element, printed: str) -> None:
+    """Page, its sections, report.md, summary, plots, frames and citations give one number for a cell."""
+    run, frames = hashed(load(folder), folder), bench.load(folder)
+    cells = by_cell(run.tables).set_index("cell_id")
+    drawn = pd.read_csv(folder / "plots" / "step_time.csv").drop_duplicates("cell_id").set_index("cell_id")
+    short = (folder / "report.md").read_text(encoding="utf-8")
+    (speed,) = [one for one in page.find("table") if one.find("caption", id="speed-caption")]
+    in_speed = {row.find("th")[0].text: [one.text for one in row.find("td")] for row in speed.find("tr")[1:]}
+    for cell in frames.cells[frames.cells.twin.fillna("") == ""].itertuples():
+        seconds, ends = cell.step_time_s, (cell.step_time_low_s, cell.step_time_high_s)
+        row = cells.loc[cell.cell_id]
+        assert (row["step_time_s"], row["step_time_low_s"], row["step_time_high_s"]) == pytest.approx((seconds, *ends))
+        assert row["tokens_per_s"] == pytest.approx(cell.tokens_per_s)
+        assert row["peak_memory_bytes"] == cell.peak_memory_bytes
+        assert drawn.loc[cell.cell_id, ["step_time_s_cell", "step_time_s_low", "step_time_s_high"]].tolist() == (
+            pytest.approx([seconds, *ends])
+        )
+        words = f"{number(seconds)} s per optimizer step (95 % interval {number(ends[0])} - {number(ends[1])}, n = 10"
+        assert words in cite(run, cell.cell_id).text
+        (line,) = page.find("tr", id=f"cell-{cell.cell_id}")
+        (field,) = [one for one in line.find("td") if one.attributes.get("data-key") == "seconds"]
+        assert float(field.text) == pytest.approx(seconds, rel=1e-3)
+        assert in_speed[cell.label][1:3] == [field.text, f"{ends[0]:.4g} - {ends[1]:.4g}"]
+        assert f" {field.text} " in short and f" {seconds:.4f} (" in printed
 
 
 def test_raw_data_is_linked_where_it_is(folder: Path, page: Element) -> None:
@@ -209,10 +253,10 @@ def test_what_all_texts_end_with_is_stored_once() -> None:
             self.text = self.markdown = self.bibtex = text
 
     cited: dict[str, Any] = {"a": Citation("one: same end"), "b": Citation("two: same end")}
-    assert pages.packed(cited)["text"] == {"end": ": same end", "of": {"a": "one", "b": "two"}}
-    assert pages.packed({})["text"] == {"end": "", "of": {}}
+    assert packed(cited)["text"] == {"end": ": same end", "of": {"a": "one", "b": "two"}}
+    assert packed({})["text"] == {"end": "", "of": {}}
     equal: dict[str, Any] = {"a": Citation("x"), "b": Citation("x")}
-    assert pages.packed(equal)["text"] == {"end": "x", "of": {"a": "", "b": ""}}
+    assert packed(equal)["text"] == {"end": "x", "of": {"a": "", "b": ""}}
 
 
 @pytest.mark.parametrize("there_is_one", [True, False])
@@ -247,6 +291,7 @@ class TestOddRuns:
         assert_alone(page, (folder / "report.html").read_text(encoding="utf-8"))
         assert {backend for backend, _ in lines_of(page)} == {*HOSTILE, "reference"}
         assert data_of(page)["baselines"] == list(HOSTILE)
+        assert assert_ratios_are_cited(folder) == 3 * len(HOSTILE) * (len(HOSTILE) - 1)
         assert "49" not in "".join(answer_of(page)).split()
         short = (folder / "report.md").read_text(encoding="utf-8")
         assert not re.search(r"(?<!\\)<", short.split("```sh")[0])
@@ -329,21 +374,37 @@ def test_of_many_plots_those_without_room_are_linked(
 def test_500_cells(tmp_path: Path) -> None:
     import time
 
-    backends = {f"backend-{i}-{sync}": 1 + i / 20 for i in range(6) for sync in ("eager", "deferred")}
-    folder = write_run(
-        tmp_path / "many",
-        backends,
-        accumulate=(1, 2, 4, 8, 16, 32, 64),
-        world_size=(1, 2, 4),
-        precision=("fp32", "bf16"),
-    )
-    began = time.monotonic()
+    folder = write_large_run(tmp_path / "many")
+    began = time.process_time()  # what other programs do at the same time is not counted
     report(folder)
-    seconds = time.monotonic() - began
-    assert len(lines_of(read(folder / "report.html"))) > 500
+    seconds = time.process_time() - began
+    page = read(folder / "report.html")
+    assert len(lines_of(page)) > 500
     assert (folder / "report.html").stat().st_size < 5e6
     assert len((folder / "report.md").read_text(encoding="utf-8")) < 65_536
+    assert_cut_short(folder, page)
     assert seconds < 20, seconds
+
+
+def assert_cut_short(folder: Path, page: Element) -> None:
+    """Fails if a kind of plot has too many figures, does not say what they lack, or has a CSV that lacks it too."""
+    run = load(folder)
+    cells = sum(not cell.twin for cell in run.cells.values())
+    kinds: dict[str, list[Path]] = {}
+    for path in (folder / "plots").glob("*.svg"):
+        name, _, last = path.stem.rpartition("-")
+        kinds.setdefault(name if last.isdigit() else path.stem, []).append(path)
+    assert len(kinds) == 11 and all(len(pages) <= MOST_PAGES for pages in kinds.values())
+    for name in ("memory_vs_time", "speed_up", "memory_categories", "step_time_ratio"):
+        said = page.find("desc", id=f"{min(kinds[name]).stem}-description")
+        words = [
+            re.search(r"(\d+) of (\d+) (cells|comparisons) are left out of this picture", one.text) for one in said
+        ]
+        assert words and words[0] is not None, name
+        left_out, every = int(words[0][1]), int(words[0][2])
+        assert 0 < left_out < every <= cells
+    assert pd.read_csv(folder / "plots" / "speed_up-2.csv")["cell_id"].nunique() == cells
+    assert len(pd.read_csv(folder / "plots" / "step_time_ratio-1.csv")) == len(standings(run)["backend-0-eager"].rows)
 
 
 def test_helpers_read_what_they_should() -> None:

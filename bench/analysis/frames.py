@@ -12,6 +12,7 @@ import pandas as pd
 from bench.analysis.baseline import Standing, standing
 from bench.analysis.columns import COLUMNS, FRAMES, Column
 from bench.analysis.compare import Run, record
+from bench.analysis.estimate import tokens_per_step
 from bench.analysis.loading import hashed, load
 from bench.analysis.quoting import Quotes, place_of
 from bench.cell import Status
@@ -101,6 +102,7 @@ def _cell_row(quotes: Quotes, cell_id: str, row: Any) -> dict[str, Any]:
     bad = trials[trials["status"] != Status.OK]
     first = (trials if bad.empty else bad).iloc[0]
     time, ratio = quote.time, None if row is None else row.time
+    tokens = tokens_per_step(trials).iloc[0]
     values = {name: trials.iloc[0][name] for name in COLUMNS["cells"] if name in trials.columns}
     values |= {
         "label": quote.cell.label,
@@ -112,7 +114,7 @@ def _cell_row(quotes: Quotes, cell_id: str, row: Any) -> dict[str, Any]:
         "step_time_s": None if time is None else time.seconds,
         "step_time_low_s": None if time is None else time.low,
         "step_time_high_s": None if time is None else time.high,
-        "tokens_per_s": None if time is None else _tokens(trials) / time.seconds,
+        "tokens_per_s": None if time is None else tokens / time.seconds,
         "peak_memory_bytes": quote.peak_memory_bytes,
         "peak_memory_source": quote.peak_memory_source or None,
         "caveats": "; ".join(quote.caveats),
@@ -128,9 +130,3 @@ def _cell_row(quotes: Quotes, cell_id: str, row: Any) -> dict[str, Any]:
             "verdict_reason": str(row.judgement.reason),
         }
     return values
-
-
-def _tokens(trials: pd.DataFrame) -> Any:
-    """Per optimizer step; NA in a virtual world, which has no rate."""
-    products = (trials["tokens_per_s"] * trials["step_time_s"]).dropna()
-    return pd.NA if products.empty else round(float(products.iloc[0]))

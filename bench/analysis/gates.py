@@ -61,11 +61,12 @@ def judge(tables: Tables, layouts: Mapping[str, Layout] | None = None) -> Tables
     """
     trials = tables.trials.copy()
     losses = {
-        key: group.sort_values("step")["loss"].to_numpy(dtype=float, na_value=math.nan)
-        for key, group in tables.losses.groupby(["cell_id", "repeat"])
+        key: group.to_numpy(dtype=float, na_value=math.nan)
+        for key, group in tables.losses.sort_values("step").groupby(["cell_id", "repeat"])["loss"]
     }
     truths = _reference_losses(trials, losses)
     slow = longrun.findings(trials, losses, WORK)
+    deviations: dict[Any, float | None] = {}
     for index, row in trials.iterrows():
         if row["status"] != Status.OK:
             continue
@@ -75,11 +76,13 @@ def judge(tables: Tables, layouts: Mapping[str, Layout] | None = None) -> Tables
                 trials.loc[index, ["status", "reason"]] = [str(Status.INVALID), "; ".join(reasons)]
             continue
         first, deviation = _deviations(mine, truths.get(_workload_key(row)))
-        trials.loc[index, "max_loss_deviation"] = pd.NA if deviation is None else deviation
+        deviations[index] = deviation
         reasons = findings(row, deviation, first)
         reasons += [slow[row["cell_id"]]] if row["cell_id"] in slow else []
         if reasons:
             trials.loc[index, ["status", "reason"]] = [str(Status.INVALID), "; ".join(reasons)]
+    checked = trials.index.isin(list(deviations))
+    trials.loc[checked, "max_loss_deviation"] = pd.array(list(deviations.values()), dtype="Float64")
     filled = expected.fill(replace(tables, trials=trials), layouts)
     for cell_id, words in filled.findings.items():
         for index, row in trials[trials["cell_id"] == cell_id].iterrows():

@@ -6,10 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench import tables
-from bench.analysis import compare, gates
+from bench.analysis import compare
+from bench.analysis.baseline import run_of
 from bench.analysis.compare import Run
-from bench.analysis.expected import layouts_of
 from bench.cell import Cell
 from bench.errors import InputError
 from bench.journal import MANIFEST, Journal, read_manifest
@@ -35,21 +34,17 @@ def read(folder: Path) -> tuple[Run, list[dict[str, Any]]]:
         raise InputError(f"{journal.path}: is truncated: the run is finished and the last line is not; restore it")
     check(records, journal.path)
     check_stored(manifest, str(folder / MANIFEST))
-    cells: dict[str, Cell] = {}
     for number, record in enumerate(records, start=1):
         try:
-            cell = Cell.from_dict(record["cell"])
-            right = cell.cell_id == record["cell_id"]
+            right = Cell.from_dict(record["cell"]).cell_id == record["cell_id"]
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(f"{journal.path}: trial {number} is no record of a trial ({_said(error)})") from error
         if not right:
             raise InputError(f"{journal.path}: trial {number} was edited: its cell is not what its cell_id is made of")
-        cells[cell.cell_id] = cell
     try:
-        judged = gates.judge(tables.build(records, manifest), layouts_of(records))
+        found = run_of(records, manifest)
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"{journal.path}: was edited: its trials make no table ({_said(error)})") from error
-    found = compare.Run(name=str(manifest["run_id"]), tables=judged, cells=cells, manifest=manifest)
     try:
         compare.missing_trials(found)
     except (KeyError, TypeError, ValueError) as error:

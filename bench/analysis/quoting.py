@@ -10,13 +10,12 @@ from dataclasses import dataclass, replace
 
 import pandas as pd
 
-from bench.analysis.baseline import Floor, baseline_of, noise_floor, pairs_with_baseline, standing
+from bench.analysis.baseline import Floor, Standing, baseline_of, noise_floor, pairs_with_baseline, standing
 from bench.analysis.compare import Pair, Row, Run, judge_pairs
 from bench.analysis.estimate import Estimate, estimate
-from bench.analysis.sides import side
+from bench.analysis.sides import Sides
 from bench.cell import Cell, Status
 from bench.errors import InputError
-from bench.tables import Tables
 
 SCHEME = "accumulation-bench"
 """Of the ids that numbers are cited by."""
@@ -67,22 +66,25 @@ class RatioQuote:
 
 
 class Quotes:
-    """The quotes of one run. What several of them need is calculated once."""
+    """The quotes of one run. What several of them need is calculated once, or taken from ``standings`` if given."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, standings: Mapping[str, Standing] | None = None) -> None:
         self.run = run
         tables = run.tables
         self._trials = {str(key): rows for key, rows in tables.trials.groupby("cell_id", sort=False)}
-        self._steps = {str(key): rows for key, rows in tables.steps.groupby("cell_id", sort=False)}
-        self._standings: dict[str, dict[tuple[Cell, Cell], Row]] = {}
-        self._floor: list[Floor | None] = []
+        self._sides = Sides(tables)
+        known = standings or {}
+        self._standings = {name: _by_pair(one) for name, one in known.items()}
+        self._floor: list[Floor | None] = [one.floor for one in known.values()][:1]
+        self._told: dict[str, tuple[pd.Series, list[str]]] = {}
 
     def cell(self, cell_id: str) -> CellQuote:
         """What may be said of a cell. Raises InputError if the run has none of that id."""
         cell, trials = self._known(cell_id), self._trials[cell_id]
-        sound = trials[trials["status"] == Status.OK]
-        found = side(self._alone(cell_id), cell_id)
-        caveats = [*_failed(trials), *_virtual(cell), *self._of_run()]
+        sound = trials.loc[trials["status"] == Status.OK, ["peak_memory_bytes", "peak_memory_source"]]
+        found = self._sides.side(cell)
+        first, failed = self._once(cell_id)
+        caveats = [*failed, *_virtual(cell), *self._of_run()]
         # What has shapes alone, or shared a GPU, was not timed; any other cell without a time has failed a gate.
         barred = "" if cell.fake_tensors or cell.shared_gpu else "; ".join(_short(text) for text in found.failed_gates)
         good = not barred and not sound.empty
@@ -97,7 +99,7 @@ class Quotes:
             peak_memory_bytes=None if peaks.empty else int(peaks.max()),
             peak_memory_source="" if peaks.empty else str(sound["peak_memory_source"].dropna().iloc[0]),
             caveats=(*([f"not comparable: {barred}"] if barred else []), *caveats),
-            trial=trials.iloc[0],
+            trial=first,
         )
 
     def ratio(self, cell_id: str, other_id: str) -> RatioQuote:
@@ -112,8 +114,8 @@ class Quotes:
             raise InputError(f"{cell.label}: is named twice; name another cell, or one alone")
         row = self._row(cell, other)
         caveats = [*_virtual(cell, other), *self._of_run()]
-        for one in (cell, other):
-            caveats += [f"{one.label}: {text}" for text in _failed(self._trials[one.cell_id])]
+        for one, one_id in ((cell, cell_id), (other, other_id)):
+            caveats += [f"{one.label}: {text}" for text in self._once(one_id)[1]]
         detail = row.judgement.detail
         if row.judgement.comparison.blocked is not None:
             caveats.insert(0, f"{row.judgement.reason}: {_short(detail)}")
@@ -125,7 +127,7 @@ class Quotes:
             other=other,
             row=row,
             caveats=tuple(dict.fromkeys(caveats)),
-            trial=self._trials[cell_id].iloc[0],
+            trial=self._once(cell_id)[0],
         )
 
     def trials(self, cell_id: str) -> pd.DataFrame:
@@ -144,10 +146,12 @@ class Quotes:
             raise InputError(f"{cell_id}: is no cell of the run {self.run.name}")
         return self.run.cells[cell_id]
 
-    def _alone(self, cell_id: str) -> Tables:
-        """The tables with one cell's rows, which are found faster than among all."""
-        steps = self._steps.get(cell_id, self.run.tables.steps.iloc[:0])
-        return replace(self.run.tables, trials=self._trials[cell_id], steps=steps)
+    def _once(self, cell_id: str) -> tuple[pd.Series, list[str]]:
+        """The first trial of a cell, and what is to be said of those that failed: asked for once per comparison."""
+        if cell_id not in self._told:
+            trials = self._trials[cell_id]
+            self._told[cell_id] = trials.iloc[0], _failed(trials)
+        return self._told[cell_id]
 
     def _row(self, cell: Cell, other: Cell) -> Row:
         rows = self._standing(other.backend)
@@ -162,16 +166,22 @@ class Quotes:
         if baseline not in self._standings:
             own = baseline == baseline_of(self.run.manifest)
             seen = self.run if own else replace(self.run, manifest={**self.run.manifest, "baseline": baseline})
-            self._standings[baseline] = {(row.pair.a, row.pair.b): row for row in standing(seen).rows}
+            self._standings[baseline] = _by_pair(standing(seen))
         return self._standings[baseline]
 
     def _of_run(self) -> list[str]:
         return [] if "finished" in self.run.manifest else ["the run has not ended, and the hash will change"]
 
 
+def _by_pair(one: Standing) -> dict[tuple[Cell, Cell], Row]:
+    return {(row.pair.a, row.pair.b): row for row in one.rows}
+
+
 def _failed(trials: pd.DataFrame) -> list[str]:
     """What to say of trials that ended neither well nor invalid, by status and reason."""
-    bad = trials[~trials["status"].isin([Status.OK, Status.INVALID])]
+    bad = trials.loc[~trials["status"].isin([Status.OK, Status.INVALID]), ["status", "reason"]]
+    if bad.empty:
+        return []
     return [
         f"{len(rows)} of {len(trials)} trials ended {status}: {str(reason) or 'no reason was recorded'}"
         for (status, reason), rows in bad.fillna({"reason": ""}).groupby(["status", "reason"], sort=False)

@@ -13,17 +13,55 @@ from bench.analysis.verdicts import Side
 from bench.cell import Cell, Status
 from bench.tables import Tables
 
+COLUMNS = [
+    *dict.fromkeys(
+        (
+            "cell_id",
+            "repeat",
+            "backend",
+            "accumulate",
+            "world_size",
+            "precision",
+            "accumulation_dtype",
+            *WORK,
+            "status",
+            "reason",
+            "optimizer_steps_expected",
+            "optimizer_steps_observed",
+            "peak_memory_bytes",
+            "peak_memory_source",
+            "shared_gpu",
+            "sm_clock_mhz",
+            "num_cpus",
+            "foreign_cores",
+            "stolen_cores",
+            "clock_slowdowns",
+            "foreign_gpu_processes",
+        )
+    )
+]
+"""Of the trials, that a side is made of."""
+NUMBERS = ["optimizer_steps_observed", "peak_memory_bytes", "peak_memory_source"]
+"""What of good trials is compared beside their time."""
+ROW = ["repeat", "status", "reason", "optimizer_steps_expected", "shared_gpu", "sm_clock_mhz"]
 
-def side(tables: Tables, cell_id: str, label: str = "") -> Side:
+
+def side(tables: Tables, cell_id: str) -> Side:
     """The side of a comparison that a cell is, from tables that the gates have judged.
 
     A repeat is a block: the runner runs each cell once per repeat, in random order. Trials that did not end ``ok`` are
     counted and not left out in silence; those that are invalid forbid the comparison, with their reason.
     """
-    trials = tables.trials[tables.trials["cell_id"] == cell_id].sort_values("repeat")
+    trials, steps = (table[table["cell_id"] == cell_id] for table in (tables.trials[COLUMNS], tables.steps))
+    return _side(trials, steps, cell_id)
+
+
+def _side(trials: pd.DataFrame, steps: pd.DataFrame, cell_id: str, label: str = "") -> Side:
+    """``side`` from the rows of the cell alone."""
     if trials.empty:
         raise ValueError(f"the run has no cell {cell_id}")
-    steps = tables.steps[tables.steps["cell_id"] == cell_id]
+    if not trials["repeat"].is_monotonic_increasing:
+        trials = trials.sort_values("repeat")
     # Plain lists: of a few rows each, frames of trials would take most of the time of a report.
     timed: dict[int, list[tuple[int, float]]] = {}
     for repeat, step, second in zip(*(steps[name].tolist() for name in ("repeat", "step", "seconds")), strict=True):
@@ -31,7 +69,7 @@ def side(tables: Tables, cell_id: str, label: str = "") -> Side:
     good: dict[int, list[float]] = {}
     clocks: list[Any] = []
     gates: dict[str, list[str]] = {}
-    for row in trials.to_dict("records"):
+    for row in trials[ROW].to_dict("records"):
         if row["status"] == Status.INVALID:
             gates.setdefault(str(row["reason"]), []).append(str(row["repeat"]))
         elif row["status"] == Status.OK:
@@ -43,7 +81,8 @@ def side(tables: Tables, cell_id: str, label: str = "") -> Side:
                 good[int(row["repeat"])] = [second for _, second in own]
                 clocks.append(row["sm_clock_mhz"])
     first = trials.iloc[0]
-    ok = trials[trials["status"] == Status.OK]
+    fine = trials["status"] == Status.OK
+    ok = trials if fine.all() else trials[fine]
     cycles = None
     if good and not any(pd.isna(clock) for clock in clocks):
         scaled = (tuple(s * 1e6 * float(c) for s in steps) for steps, c in zip(good.values(), clocks, strict=True))
@@ -67,29 +106,29 @@ class Sides:
     did not run next to each other. With ``force``, what a gate found wrong counts as good.
     """
 
-    def __init__(self, tables: Tables, apart: bool, letter: str, force: bool) -> None:
+    def __init__(self, tables: Tables, apart: bool = False, letter: str = "", force: bool = False) -> None:
         self._tables, self._apart, self._letter, self.force = tables, apart, letter, force
         self._trials, self._steps = (
             {str(cell_id): rows for cell_id, rows in table.groupby("cell_id", sort=False)}
-            for table in (tables.trials, tables.steps)
+            for table in (tables.trials[COLUMNS], tables.steps)
         )
         # By cell, not by id: an id is calculated each time it is asked for.
         self._sides: dict[Cell, Side] = {}
         self._largest: dict[tuple[Cell, str], int | None] = {}
         self._sources: dict[Cell, frozenset[str]] = {}
+        self._sound: dict[Cell, pd.DataFrame] = {}
 
     def side(self, cell: Cell) -> Side:
         """The side of a cell."""
         if cell not in self._sides:
             cell_id = cell.cell_id
-            trials = self._trials.get(cell_id, self._tables.trials.iloc[:0])
+            trials = self._trials.get(cell_id, self._tables.trials[COLUMNS].iloc[:0])
             steps = self._steps.get(cell_id, self._tables.steps.iloc[:0])
-            tables = replace(self._tables, trials=trials, steps=steps)
-            found = side(tables, cell_id, self._letter + cell.label if self._apart else "")
+            found = _side(trials, steps, cell_id, self._letter + cell.label if self._apart else "")
             if self.force and found.failed_gates:
                 forgiven = trials.copy()
                 forgiven.loc[forgiven["status"] == Status.INVALID, "status"] = str(Status.OK)
-                found = replace(found, sample=side(replace(tables, trials=forgiven), cell_id).sample)
+                found = replace(found, sample=_side(forgiven, steps, cell_id).sample)
             self._sides[cell] = replace(found, sample=Sample(found.sample.trials)) if self._apart else found
         return self._sides[cell]
 
@@ -108,9 +147,11 @@ class Sides:
         return self._sources[cell]
 
     def _good(self, cell: Cell) -> pd.DataFrame:
-        allowed = [str(Status.OK), *([str(Status.INVALID)] if self.force else [])]
-        trials = self._trials[cell.cell_id]
-        return trials[trials["status"].isin(allowed)]
+        if cell not in self._sound:
+            allowed = [str(Status.OK), *([str(Status.INVALID)] if self.force else [])]
+            trials = self._trials[cell.cell_id]
+            self._sound[cell] = trials.loc[trials["status"].isin(allowed), NUMBERS]
+        return self._sound[cell]
 
 
 IDLE_SHARE = 0.1
@@ -122,7 +163,9 @@ COOL = frozenset({"SwPowerCap"})
 
 def _restless(trials: pd.DataFrame) -> list[str]:
     """In what the machine was not idle, or did not keep its clocks, in half of a cell's good trials or more."""
-    found = []
+    found: list[str] = []
+    if trials[["num_cpus", "clock_slowdowns", "foreign_gpu_processes"]].isna().all(axis=None):
+        return found
     taken = (trials["foreign_cores"] + trials["stolen_cores"]) / trials["num_cpus"]
     if taken.notna().any() and taken.median() > IDLE_SHARE:
         found.append(f"{RESTLESS}: others took {100 * taken.median():.0f} % of its CPUs (limit {100 * IDLE_SHARE:g} %)")

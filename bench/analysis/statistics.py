@@ -129,10 +129,7 @@ class Bootstrap:
     def interval(self, level: float = LEVEL) -> tuple[Array, Array]:
         """Ends of the expanded percentile intervals."""
         tails = special.ndtr(-self.inflation * stats.t.ppf((1 + level) / 2, self.freedom))
-        ends = [
-            (np.quantile(draws, tail), np.quantile(draws, 1 - tail))
-            for draws, tail in zip(self.draws, tails, strict=True)
-        ]
+        ends = [np.quantile(draws, (tail, 1 - tail)) for draws, tail in zip(self.draws, tails, strict=True)]
         low, high = np.array(ends).reshape(-1, 2).T
         return np.asarray(low), np.asarray(high)
 
@@ -324,14 +321,19 @@ def _by_block(values: Array, blocks: Sequence[int], wanted: Sequence[int]) -> Ar
     return np.array([values[own == block].mean() for block in wanted])
 
 
+def too_few(n: int, what: str, which: str = "") -> str:
+    """Why n of something make no interval."""
+    return f"no interval: {n} {what}{'' if n == 1 else 's'}{which}, and {MIN_TRIALS} are needed"
+
+
 def _interval(a: Array, b: Array | None, margin: float, resamples: int, seed: int) -> Interval:
     paired = b is None
     n = len(a) if b is None else min(len(a), len(b))
     centre = float(trimmed_mean(a) if b is None else _difference(a, b))
     found = Interval(ratio=math.exp(centre), num_trials=n, paired=paired, margin=margin)
     if n < MIN_TRIALS:
-        what = ("block" if n == 1 else "blocks") + " with both cells" if paired else "trial" if n == 1 else "trials"
-        return replace(found, reason=f"no interval: {n} {what}, and {MIN_TRIALS} are needed")
+        what, which = ("block", " with both cells") if paired else ("trial", "")
+        return replace(found, reason=too_few(n, what, which))
     drawn = bootstrap(a[None], None if b is None else b[None], resamples=resamples, seed=seed)
     low, high = (float(end[0]) for end in drawn.interval())
     return replace(

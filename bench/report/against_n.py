@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 from bench.cell import Status
 from bench.report import style
+from bench.report.numbers import LARGEST, SAID_OF_CELLS, TIMES, cells_with, interval_line, with_cells
 from bench.report.panels import (
     CONTEXT,
     COUNTED,
@@ -24,27 +25,25 @@ from bench.report.panels import (
     Drawing,
     Panel,
     Run,
-    centred_trials,
     grid_shape,
     paged,
     panel_grid,
     set_scale,
-    with_medians,
     without_reference,
 )
-from bench.report.style import GREY, REFERENCE_COLOUR, SMALL, TINY, safe
+from bench.report.style import GREY, INTERVAL, REFERENCE_COLOUR, SMALL, TINY, safe
 
 
 def draw_step_time(run: Run) -> list[Drawing]:
     """Seconds per optimizer step."""
-    trials = centred_trials(run.trials, "step_time_s")
+    trials = with_cells(run, run.trials, "step_time_s")
     title = "Time of an optimizer step against the number of micro-batches N"
     return against_n(run, "step_time", trials, "step_time_s", title, "step time (s per optimizer step)", CONTEXT)
 
 
 def with_memory(run: Run, *values: str) -> tuple[pd.DataFrame, float, str]:
     """The trials with a source for every memory, and the unit: its bytes and name."""
-    trials = centred_trials(run.trials, "peak_memory_bytes", *values)
+    trials = with_cells(run, run.trials, "peak_memory_bytes", *values)
     sources = trials["peak_memory_source"].mode()
     trials["peak_memory_source"] = trials["peak_memory_source"].fillna(sources.iloc[0] if len(sources) else "unknown")
     most = trials["peak_memory_bytes"].max()
@@ -68,9 +67,12 @@ def draw_peak_memory(run: Run) -> list[Drawing]:
 def against_n(
     run: Run, stem: str, trials: pd.DataFrame, value: str, title: str, label: str, by: list[str], unit: float = 1.0
 ) -> list[Drawing]:
-    """A value against N: every trial a point, a line through the medians of the cells."""
+    """A value against N: every trial a point, a line through the cells, and the intervals of those that have one."""
     drawings = []
-    for name, panels in paged(stem, run.panels(trials, by, [value]), 6):
+    said = SAID_OF_CELLS.get(value, LARGEST)
+    data = trials[[*dict.fromkeys([*CSV_COLUMNS, *by]), value, *(name for name in trials if name in _ends(value))]]
+    for page in paged(stem, run.panels(trials, by, [value]), 6):
+        panels = page.panels
         shown = run.shown(panels)
         keys = run.keys(shown, line=True) + [REFERENCE_KEY] * any(p.reference[value].notna().any() for p in panels)
         direct = len(panels) == 1 and len(keys) <= MAX_DIRECT
@@ -78,7 +80,7 @@ def against_n(
         columns, lines = grid_shape(panels)
         height = 4.2 if columns == 1 else 2.1 * lines + 0.5
         words = run.words(title)
-        words.notes.insert(0, SPREAD + ("." if columns == 1 else COUNTED))
+        words.notes[:0] = [*page.left_out, SPREAD.format(said) + ("." if columns == 1 else COUNTED)]
         figure = style.sheet(
             words, [[] if direct else keys, run.signs(without_reference(trials))], height, max(2.6, 1.4 * lines)
         )
@@ -91,9 +93,13 @@ def against_n(
             axes.set_xlabel("N, micro-batches per optimizer step" if i + columns >= len(panels) else "")
             if direct:
                 _label_ends(figure, axes, ends)
-        data = trials[[*dict.fromkeys([*CSV_COLUMNS, *by]), value, f"{value}_cell_median"]]
-        drawings.append(Drawing(name, figure, data, words))
+        drawings.append(Drawing(page.stem, figure, data, words))
     return drawings
+
+
+def _ends(value: str) -> list[str]:
+    """Columns of what is said of a cell."""
+    return [f"{value}_{end}" for end in ("cell", "low", "high")]
 
 
 def _lines(run: Run, axes: Axes, panel: Panel, value: str, unit: float) -> list[tuple[str, float, float, str]]:
@@ -106,18 +112,21 @@ def _lines(run: Run, axes: Axes, panel: Panel, value: str, unit: float) -> list[
     axes.minorticks_off()
     axes.set_xlim(ticks[0] / 2 ** (0.2 + width / 2), ticks[-1] * 2 ** (0.2 + width / 2))
     ends = []
-    for reference in with_medians(panel.reference, value)[f"{value}_cell_median"][:1] / unit:
+    for reference in cells_with(panel.reference, value)[f"{value}_cell"][:1] / unit:
         axes.axhline(reference, color=REFERENCE_COLOUR, linestyle="--", linewidth=1)
         ends.append((REFERENCE_LABEL, axes.get_xlim()[1], float(reference), REFERENCE_COLOUR))
     for i, backend in enumerate(backends):
         look, rows = run.looks[backend], panel.trials[panel.trials["backend"] == backend]
         shift = 2 ** (width * (i - (len(backends) - 1) / 2) / max(len(backends) - 1, 1))
-        cells = with_medians(rows, value)
-        x, y = cells["accumulate"].astype(float) * shift, cells[f"{value}_cell_median"].astype(float) / unit
+        cells = cells_with(rows, value)
+        x, y = cells["accumulate"].astype(float) * shift, cells[f"{value}_cell"].astype(float) / unit
         every = rows.drop_duplicates("cell_id").sort_values("accumulate")
         # A cell without a number breaks the line.
-        medians = every[f"{value}_cell_median"].to_numpy(dtype=float, na_value=np.nan) / unit
-        axes.plot(every["accumulate"].astype(float) * shift, medians, color=look.colour, linestyle=look.line)
+        through = every[f"{value}_cell"].to_numpy(dtype=float, na_value=np.nan) / unit
+        axes.plot(every["accumulate"].astype(float) * shift, through, color=look.colour, linestyle=look.line)
+        if value in TIMES:
+            places, ends_of = interval_line(cells, value, unit)
+            axes.plot(x.to_numpy()[places], ends_of, color=look.colour, linewidth=INTERVAL)
         for valid, part in rows[rows[value].notna()].groupby(rows["status"] == Status.OK):
             style.mark(axes, part["accumulate"].astype(float) * shift, part[value].astype(float) / unit, look,
                        valid=bool(valid), size=2.2, alpha=0.6)  # fmt: skip
@@ -130,7 +139,7 @@ def _lines(run: Run, axes: Axes, panel: Panel, value: str, unit: float) -> list[
 
 def _lost(run: Run, axes: Axes, trials: pd.DataFrame, value: str, *, wide: bool) -> None:
     """Above the axes, at each N: the cells that have no number."""
-    lost = trials[trials[f"{value}_cell_median"].isna()].drop_duplicates("cell_id")
+    lost = trials[trials[f"{value}_cell"].isna()].drop_duplicates("cell_id")
     for n in lost["accumulate"].unique():
         rows = lost[lost["accumulate"] == n]
         counts = rows["status"].value_counts(sort=False)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
@@ -47,6 +48,7 @@ def stacked(
 
     ``unit`` is how much of the columns is 1 on the axis, and ``also`` are columns of the data beside the total.
     """
+    trials = trials[[*CSV_COLUMNS, total, *also]]
     panels = run.panels(trials, [*CONTEXT, "accumulate"], [total])
     if not panels:
         return []
@@ -58,12 +60,13 @@ def stacked(
     per_page = most * max(1, int(PANELS_HEIGHT / (row * len(shown) + TITLE_AND_AXIS)))
     largest = float(trials[total].max()) / unit
     drawings = []
-    for name, chunk in paged(stem, panels, per_page):
+    for page in paged(stem, panels, per_page):
+        chunk = page.panels
         lines = math.ceil(len(chunk) / most)
         columns = math.ceil(len(chunk) / lines)
         width = (style.WIDTH - 2 * style.MARGIN - beside) / columns
         words = run.words(title)
-        words.notes.insert(0, note)
+        words.notes[:0] = [*page.left_out, note]
         height = lines * (row * len(shown) + TITLE_AND_AXIS) + 0.3
         keys: list[style.Key] = [(Patch(**paint), part.replace("_", " ")) for part, paint in parts.items()]
         figure = style.sheet(words, [keys], height, height)
@@ -72,7 +75,7 @@ def stacked(
             _bars(axes, panel, shown, total, parts, unit)
             axes.set_xlim(0, largest * width / (width - MARGIN_WORDS) or 1)
             axes.set_xlabel(label if i + columns >= len(chunk) else "")
-        drawings.append(Drawing(name, figure, trials[[*CSV_COLUMNS, total, *also]], words))
+        drawings.append(Drawing(page.stem, figure, trials, words))
     return drawings
 
 
@@ -84,14 +87,18 @@ def _bars(
     axes.set_ylim(len(shown) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="y", visible=False)
-    for trial in panel.trials.to_dict("records"):
-        at, left = shown.index(trial["backend"]), 0.0
-        words = str(trial["status"])
-        if not pd.isna(trial[total]):
-            for part, paint in parts.items():
-                width = float(trial[part]) / unit
-                axes.barh(at, width, 0.72, left, **paint)
-                left += width
+    known = panel.trials[panel.trials[total].notna()]
+    rows = [shown.index(backend) for backend in known["backend"]]
+    ends = np.zeros(len(known))
+    for part, paint in parts.items():
+        widths = known[part].to_numpy(dtype=float) / unit
+        axes.barh(rows, widths, 0.72, ends, **paint)
+        ends = ends + widths
+    reached = dict(zip(rows, ends, strict=True))
+    for backend, status in zip(panel.trials["backend"], panel.trials["status"].astype(str), strict=True):
+        at = shown.index(backend)
+        left, words = reached.get(at, 0.0), status
+        if at in reached:
             words = f"{left:.3g}" + (f" {words}" if words != Status.OK else "")
         axes.annotate(safe(words), (left, at), (3, 0), textcoords="offset points", va="center", size=TINY, color=GREY)
     axes.xaxis.set_major_locator(MaxNLocator(4))

@@ -29,7 +29,10 @@ VERSIONS = ("torch", "lightning", "deepspeed", "transformers", "numpy")
 NOT_STORED = "not stored"
 HASH = re.compile(r"[0-9a-f]{64}")
 METHOD = "Method: 20 % trimmed geometric mean over trials of the median step after warm-up, the slowest rank's"
+AGAINST = " against "
 AUTHORS = "The accumulation-bench authors"
+ESCAPES: dict[str, Callable[[object], str]] = {"markdown": markdown, "bibtex": bibtex, "text": plain}
+"""Formats, and how words from outside become harmless in each."""
 MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
 
 
@@ -100,9 +103,13 @@ def words_of_cell(quotes: Quotes, cell_id: str) -> Words:
 
 def words_of_ratio(quotes: Quotes, cell_id: str, other_id: str) -> Words:
     """What is said of one cell against another."""
-    quote = quotes.ratio(cell_id, other_id)
-    subject = f"{quote.cell.label} against {quote.other.label}"
-    return _words(quotes.run, f"{cell_id}/{other_id}", subject, _ratio(quote), quote.caveats, quote.trial)
+    return words_of_quote(quotes.run, quotes.ratio(cell_id, other_id), cell_id, other_id)
+
+
+def words_of_quote(run: Run, quote: RatioQuote, cell_id: str, other_id: str) -> Words:
+    """What is said of one cell against another, from what may be said."""
+    subject = AGAINST.join(map(harmless, (quote.cell.label, quote.other.label)))
+    return _words(run, f"{cell_id}/{other_id}", subject, statement_of(quote), quote.caveats, quote.trial)
 
 
 def words_of_plot(run: Run, name: str) -> Words:
@@ -117,17 +124,17 @@ def _words(
     details = [] if trial is None else [METHOD, _work(trial)]
     digest = str(manifest.get("journal_sha256"))
     return Words(
-        subject=_harmless(subject),
+        subject=harmless(subject),
         statement=statement,
         place=place_of(run.name, place),
         digest=digest if HASH.fullmatch(digest) else NOT_STORED,
-        caveats=tuple(_harmless(text).rstrip(".") for text in caveats),
-        details=tuple(map(_harmless, [*details, _machine(manifest), _versions(manifest), commit(manifest)])),
+        caveats=tuple(harmless(text).rstrip(".") for text in caveats),
+        details=tuple(map(harmless, [*details, _machine(manifest), _versions(manifest), commit(manifest)])),
         started=str(manifest.get("started", "")),
     )
 
 
-def _harmless(text: str) -> str:
+def harmless(text: str) -> str:
     """Text from outside, which cannot pass for a second id."""
     return plain(text).replace(f"{SCHEME}:", f"{SCHEME} ")
 
@@ -148,7 +155,8 @@ def _time(quote: CellQuote) -> str:
     return found
 
 
-def _ratio(quote: RatioQuote) -> str:
+def statement_of(quote: RatioQuote) -> str:
+    """The numbers of a ratio, in the form that ``bench.report.cited`` reads; or that there are none."""
     judgement, time = quote.row.judgement, quote.row.time
     if judgement.verdict is Verdict.NOT_COMPARABLE or time is None:
         return f"NOT COMPARABLE ({judgement.reason}), no ratio of step times is given"
@@ -223,15 +231,43 @@ def commit(manifest: Mapping[str, Any]) -> str:
 
 def formats(words: Words) -> Citation:
     """The words in all formats."""
-    text = (
-        f"{words.subject}: {words.statement}; id {words.place}, journal SHA-256 {words.digest}. "
-        f"{_sentences(words.caveats, words.details, plain)}"
+    return Citation(**{form: render(form, parts(words, form)) for form in ESCAPES})
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a citation of one format is put together from: each part is escaped, and can be stored by itself."""
+
+    subject: str
+    statement: str
+    place: str
+    digest: str
+    tail: str
+    key: str
+    """Of the entry, in BibTeX."""
+    date: tuple[str, str] | None
+    """Year, and the month as BibTeX names it."""
+
+
+def parts(words: Words, form: str) -> Parts:
+    """The words, ready for ``render``."""
+    escape = ESCAPES[form]
+    place = bibtex(words.place) if form == "bibtex" else words.place
+    date = re.match(r"(\d{4})-(0[1-9]|1[0-2])-", words.started)
+    return Parts(
+        subject=escape(words.subject),
+        statement=escape(words.statement),
+        place=place,
+        digest=words.digest,
+        tail=_sentences(words.caveats, words.details, escape),
+        key=entry_key(words.place).strip("-"),
+        date=None if date is None else (date[1], MONTHS[int(date[2]) - 1]),
     )
-    marked = (
-        f"**{markdown(words.subject)}**: {markdown(words.statement)}; id `{words.place}`, "
-        f"journal SHA-256 `{words.digest}`. {_sentences(words.caveats, words.details, markdown)}"
-    )
-    return Citation(markdown=marked, bibtex=_entry(words, text), text=text)
+
+
+def entry_key(place: str) -> str:
+    """The key of the BibTeX entry of an id, or of the beginning of one."""
+    return re.sub(r"[^A-Za-z0-9.-]+", "-", urllib.parse.unquote(place))
 
 
 def _sentences(caveats: tuple[str, ...], details: tuple[str, ...], escape: Callable[[object], str]) -> str:
@@ -239,21 +275,21 @@ def _sentences(caveats: tuple[str, ...], details: tuple[str, ...], escape: Calla
     return " ".join(f"{escape(sentence)}." for sentence in [*said, *details])
 
 
-def _entry(words: Words, text: str) -> str:
+def render(form: str, of: Parts) -> str:
+    """A citation in one format."""
+    if form == "markdown":
+        return f"**{of.subject}**: {of.statement}; id `{of.place}`, journal SHA-256 `{of.digest}`. {of.tail}"
+    text = f"{of.subject}: {of.statement}; id {of.place}, journal SHA-256 {of.digest}. {of.tail}"
+    return text if form == "text" else _entry(of, text)
+
+
+def _entry(of: Parts, text: str) -> str:
     """As a BibTeX entry whose note is the text."""
-    key = re.sub(r"[^A-Za-z0-9.-]+", "-", urllib.parse.unquote(words.place))
-    date = re.match(r"(\d{4})-(0[1-9]|1[0-2])-", words.started)
     fields = {
-        "author": f"{{{AUTHORS}}}",
-        "title": f"{{{bibtex(words.subject)}}}",
-        "year": date[1] if date else None,
-        "month": MONTHS[int(date[2]) - 1] if date else None,
-        "howpublished": bibtex(f"{SCHEME}, a benchmark of gradient accumulation"),
-        "note": bibtex(text),
+        "author": f"{{{{{AUTHORS}}}}}",
+        "title": f"{{{{{of.subject}}}}}",
+        **({} if of.date is None else {"year": f"{{{of.date[0]}}}", "month": of.date[1]}),
+        "howpublished": f"{{{bibtex(f'{SCHEME}, a benchmark of gradient accumulation')}}}",
+        "note": f"{{{text}}}",
     }
-    given = [f"  {name} = {_braced(name, value)}" for name, value in fields.items() if value is not None]
-    return "@misc{" + ",\n".join([key.strip("-"), *given]) + ",\n}"
-
-
-def _braced(name: str, value: str) -> str:
-    return value if name == "month" else f"{{{value}}}"
+    return "@misc{" + ",\n".join([of.key, *(f"  {name} = {value}" for name, value in fields.items())]) + ",\n}"

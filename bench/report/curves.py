@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
@@ -22,12 +24,13 @@ from bench.report.panels import (
     title_lines,
     varying_columns,
 )
-from bench.report.style import GREY, REFERENCE_COLOUR, TINY
+from bench.report.style import GREY, REFERENCE_COLOUR, TINY, Key
 
 
 def draw_loss_curves(run: Run) -> list[Drawing]:
     """Loss against step, and how far it is from the reference's."""
-    keyed = run.trials.merge(run.losses.sort_values("step"), on=["cell_id", "repeat"])
+    own = run.trials[[*CSV_COLUMNS, "entropy_floor", "max_loss_deviation"]]
+    keyed = own.merge(run.losses.sort_values("step"), on=["cell_id", "repeat"])
     if keyed.empty:
         return []
     keyed = keyed[keyed["repeat"] == keyed.groupby("cell_id")["repeat"].transform("min")]
@@ -42,18 +45,17 @@ def draw_loss_curves(run: Run) -> list[Drawing]:
     drawings = []
     # Ways to train (optimizer, clipping) are to be compared at a glance: four of them share a page, two in a row.
     ways = varying_columns(run.others, ["optimizer", "clip_norm"])
-    for stem, panels in paged("loss_curves", run.panels(keyed, CONTEXT, ["loss"]), 4 if ways else 3):
+    plotted = ["step", "loss", "reference_loss", "deviation", "entropy_floor", "max_loss_deviation"]
+    data = keyed[[*CSV_COLUMNS, *plotted]]
+    for page in paged("loss_curves", run.panels(keyed, CONTEXT, ["loss"]), 4 if ways else 3):
+        panels = page.panels
         shown = run.shown(panels)
-        keys = []
-        for name in shown:
-            ns = keyed[keyed["backend"] == name]["accumulate"].sort_values().unique()
-            label = f"{name}, N = {', '.join(map(str, ns))}" if len(largest) > 1 else name
-            keys.append(style.backend_key(name, run.looks[name], line=True, label=label))
+        keys = _keys(run, keyed, shown, several=len(largest) > 1)
         keys += [REFERENCE_KEY] * any(len(p.reference) for p in panels)
         known = any(p.trials["reference_loss"].notna().any() and len(p.reference) for p in panels)
         words = run.words(title)
-        if not known:
-            words.notes.append("the reference has no losses, so no deviation from it is drawn")
+        unknown = [] if known else ["the reference has no losses, so no deviation from it is drawn"]
+        words.notes[:] = [*page.left_out, *words.notes, *unknown]
         columns = 2 if len(panels) == 4 else len(panels)
         lines = math.ceil(len(panels) / columns)
         height = (4.6 if lines == 1 else 3.2 * lines) if known else 3.2 * lines
@@ -77,10 +79,18 @@ def draw_loss_curves(run: Run) -> list[Drawing]:
                 above.set_ylabel("loss (nats/token)")
                 if known:
                     below.set_ylabel(_deviation_label(narrow=lines > 1))
-        plotted = ["step", "loss", "reference_loss", "deviation", "entropy_floor", "max_loss_deviation"]
-        data = keyed[[*CSV_COLUMNS, *plotted]]
-        drawings.append(Drawing(stem, figure, data, words))
+        drawings.append(Drawing(page.stem, figure, data, words))
     return drawings
+
+
+def _keys(run: Run, keyed: pd.DataFrame, shown: Sequence[str], *, several: bool) -> list[Key]:
+    """The legend's entries of backends, with the N of each if there are several."""
+    keys = []
+    for name in shown:
+        ns = keyed[keyed["backend"] == name]["accumulate"].sort_values().unique()
+        label = f"{name}, N = {', '.join(map(str, ns))}" if several else name
+        keys.append(style.backend_key(name, run.looks[name], line=True, label=label))
+    return keys
 
 
 def _deviation_label(*, narrow: bool) -> str:

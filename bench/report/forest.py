@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import matplotlib.style
@@ -17,7 +18,7 @@ from bench.analysis.compare import SLOWER, Row, record
 from bench.analysis.verdicts import Verdict, band
 from bench.report import style
 from bench.report.comparison import Report
-from bench.report.panels import Drawing
+from bench.report.panels import Drawing, left_out_words
 from bench.report.style import GREY, REFERENCE_COLOUR, TINY, Key, Words, safe
 
 COLOURS = {
@@ -50,19 +51,40 @@ NICE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 0.7, 1.0, 1.5, 2.0, 5.0, 10.0, 20.0, 50
 """Ticks of an axis that is too long for even ones."""
 
 
-def draw(report: Report, stem: str = "compare") -> list[Drawing]:
-    """The figures: one of that name, or several, ``-1`` and so on, where the cells do not fit into one."""
-    count = math.ceil(len(report.rows) / MOST_ROWS)
-    size = math.ceil(len(report.rows) / count) if count else 0
-    parts = [report.rows[i * size : (i + 1) * size] for i in range(count)]
+def draw(report: Report, stem: str = "compare", most_pages: int | None = None) -> list[Drawing]:
+    """The figures: one of that name, or several, ``-1`` and so on, where the cells do not fit into one.
+
+    Of more than fit into ``most_pages``, the rows of the most ranks and the largest N are drawn; the CSV has all.
+    """
+    shown = _largest(report.rows, None if most_pages is None else most_pages * MOST_ROWS)
+    left_out = left_out_words(len(report.rows), len(shown), "comparisons")
+    data = pd.DataFrame([record(row) for row in report.rows]) if left_out else None
+    count = math.ceil(len(shown) / MOST_ROWS)
+    size = math.ceil(len(shown) / count) if count else 0
+    parts = [shown[i * size : (i + 1) * size] for i in range(count)]
     with matplotlib.style.context(list(style.BASE)):
-        return [
-            _draw(report, rows, f"{stem}-{i}" if count > 1 else stem, f", {i} of {count}" if count > 1 else "")
+        found = [
+            _draw(
+                report, rows, f"{stem}-{i}" if count > 1 else stem, f", {i} of {count}" if count > 1 else "", left_out
+            )
             for i, rows in enumerate(parts, start=1)
         ]
+    return found if data is None else [replace(drawing, data=data) for drawing in found]
 
 
-def _draw(report: Report, rows: Sequence[Row], stem: str, which: str) -> Drawing:
+def _largest(rows: Sequence[Row], most: int | None) -> Sequence[Row]:
+    """So many of the rows, in their order."""
+    if most is None or len(rows) <= most:
+        return rows
+
+    def extent(place: int) -> tuple[int, int]:
+        cell = rows[place].pair.b
+        return -cell.world_size, -cell.accumulate
+
+    return [rows[place] for place in sorted(sorted(range(len(rows)), key=extent)[:most])]
+
+
+def _draw(report: Report, rows: Sequence[Row], stem: str, which: str, notes: Sequence[str]) -> Drawing:
     subtitle = f"B: {report.b}; A: {report.a}; an optimizer step's time, 95 % intervals over trials"
     if report.differences:
         keys = ", ".join(one.key for one in report.differences[:4])
@@ -72,7 +94,7 @@ def _draw(report: Report, rows: Sequence[Row], stem: str, which: str) -> Drawing
     footer = "Below 1, B is faster; hollow: no interval, with too few trials; crossed out: not comparable."
     if floor is None:
         footer += " The noise floor is unknown, so no row is called faster, slower or the same."
-    words = Words(f"Time of B over time of A{which}", subtitle, footer)
+    words = Words(f"Time of B over time of A{which}", subtitle, footer, list(notes))
     noise = None if floor is None else band(floor)
     inches = ROW * (len(rows) + GROUP_GAP * _num_groups(rows)) + HEADING
     figure = style.sheet(words, [_keys(report, rows, noise)], inches, inches)

@@ -85,6 +85,11 @@ def number(value: Any, form: str) -> str:
     return format(int(value) if form == "d" else float(value), form)
 
 
+def interval(low: Any, high: Any) -> str:
+    """The ends of an interval, or a dash if there is none."""
+    return DASH if pd.isna(low) or pd.isna(high) else f"{number(low, '.4g')} - {number(high, '.4g')}"
+
+
 def scaled(value: Any, unit: float) -> str:
     """A number of units, or a dash."""
     return DASH if value is None or pd.isna(value) else f"{float(value) / unit:,.2f}"

@@ -10,12 +10,12 @@ from matplotlib.colors import to_rgb
 from bench.probes.categories import HELD, PEAK, Category
 from bench.report.against_n import against_n
 from bench.report.bars import one_per_cell, stacked
+from bench.report.numbers import with_cells
 from bench.report.panels import (
     CONTEXT,
     GIB_ABOVE,
     Drawing,
     Run,
-    centred_trials,
     without_reference,
 )
 
@@ -90,7 +90,7 @@ def draw_held_gradients(run: Run, memory: pd.DataFrame) -> list[Drawing]:
     trials = one_per_cell(trials[(trials["accumulate"] > 1) & (trials["backend"].isin(run.others["backend"]))])
     if trials[HELD_GRADIENTS].isna().all():
         return []
-    trials = centred_trials(trials, HELD_GRADIENTS)
+    trials = with_cells(run, trials, HELD_GRADIENTS)
     unit, name = _unit(float(trials[HELD_GRADIENTS].max()))
     title = "Gradients held between micro-batches against N"
     label = f"gradients held on a rank ({name})"

@@ -6,7 +6,6 @@ by the template.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import urllib.parse
@@ -22,24 +21,25 @@ from markupsafe import Markup
 
 from bench.analysis.baseline import Standing
 from bench.analysis.compare import Run
-from bench.analysis.statistics import LEVEL, MARGIN, MIN_TRIALS, RESAMPLES, TRIM
+from bench.analysis.estimate import NAME
+from bench.analysis.quoting import Quotes
+from bench.analysis.statistics import LEVEL, MARGIN, MIN_TRIALS, RESAMPLES
 from bench.analysis.verdicts import NEXT
-from bench.report import panels
+from bench.report import clipboard, panels
 from bench.report.answer import answer
-from bench.report.citation import Citation, cite, cite_plot
+from bench.report.citation import cite_plot, formats, words_of_cell
 from bench.report.escape import plain
 from bench.report.inline import DARK_PAPER, INK, PAPER, Picture, in_the_dark, picture, variable
 from bench.report.material import Material
 from bench.report.overview import REASONS, VERDICTS, Overview, choices, overview
 from bench.report.sections import failures, sections
 
-NAME = "report.html"
+PAGE = "report.html"
 FIRST_PLOT = "memory_vs_time"
 LONG = 12
 """Rows from which a table is folded."""
 PLOTS_BYTES = 2_500_000
 """Of plots in a page; what is beyond that is linked to."""
-FORMATS = ("text", "markdown", "bibtex")
 RAW = {
     "run.json": "what ran where, with which versions",
     "trials.jsonl": "the journal: a line per trial, from which everything else follows",
@@ -70,7 +70,7 @@ def write(
 
     ``cells`` has a row per cell (``summary.by_cell``), and ``plots`` are the files that were drawn.
     """
-    path = folder / NAME
+    path = folder / PAGE
     draft = path.with_suffix(".tmp")
     draft.write_text(render(folder, run, standings, cells, plots), encoding="utf-8")
     draft.replace(path)
@@ -101,11 +101,11 @@ def render(
             for section, plots_of in zip(asked, shown[1:], strict=True)
         ],
         failures=failures(material),
-        data=_data(run, own, table, shown),
+        data=_data(run, standings, table, shown),
         properties=_properties(colours),
         long=LONG,
         raw=[(name, about) for name, about in RAW.items() if (folder / name).exists()],
-        method={"level": LEVEL, "margin": MARGIN, "trials": MIN_TRIALS, "resamples": RESAMPLES, "trim": TRIM},
+        method={"level": LEVEL, "margin": MARGIN, "trials": MIN_TRIALS, "resamples": RESAMPLES, "name": NAME},
         facts=facts(run.manifest),
         style=Markup(_text("report.css")),
         script=Markup(_text("report.js")),
@@ -170,7 +170,7 @@ def _properties(colours: frozenset[str]) -> dict[str, list[tuple[str, str]]]:
     return {"light": [(variable(colour), colour) for colour in every], "dark": dark}
 
 
-def _data(run: Run, standing: Standing, table: Overview, shown: Sequence[Shown]) -> Markup:
+def _data(run: Run, standings: Mapping[str, Standing], table: Overview, shown: Sequence[Shown]) -> Markup:
     """What the script reads: ratios to every baseline, and citations."""
     names = [one.stem for group in shown for one in (group.first, *group.more) if one is not None]
     value = {
@@ -180,41 +180,21 @@ def _data(run: Run, standing: Standing, table: Overview, shown: Sequence[Shown])
         "reasons": REASONS,
         "next": [NEXT[reason] for reason in REASONS],
         "ratios": table.ratios,
-        "citations": _citations(run, standing, (line.cell_id for line in table.lines), names),
+        "citations": _citations(run, standings, [line.cell_id for line in table.lines], names),
     }
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
     # Inside a script nothing is an entity, and nothing may end it or open a comment.
     return Markup(text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"))
 
 
-def _citations(run: Run, standing: Standing, ids: Iterable[str], plots: Iterable[str]) -> dict[str, Any]:
-    """The citations of cells, of their ratios to the run's own baseline, and of plots."""
-    pairs = [(row.pair.b.cell_id, row.pair.a.cell_id) for row in standing.rows if not row.pair.b.twin]
+def _citations(run: Run, standings: Mapping[str, Standing], ids: Sequence[str], plots: Iterable[str]) -> dict[str, Any]:
+    """The citations of cells, of their ratios to every baseline, and of plots."""
+    quotes = Quotes(run, standings)
     return {
-        "cell": packed({cell_id: cite(run, cell_id) for cell_id in ids}),
-        "ratio": packed({cell_id: cite(run, cell_id, other_id) for cell_id, other_id in pairs}),
-        "plot": packed({name: cite_plot(run, name) for name in dict.fromkeys(plots)}),
+        "cell": clipboard.packed({cell_id: formats(words_of_cell(quotes, cell_id)) for cell_id in ids}),
+        "ratio": clipboard.ratios(quotes, standings, ids),
+        "plot": clipboard.packed({name: cite_plot(run, name) for name in dict.fromkeys(plots)}),
     }
-
-
-def packed(citations: Mapping[str, Citation]) -> dict[str, Any]:
-    """Citations by format: how all of them end, once, and what comes before it in each."""
-    found = {}
-    for name in FORMATS:
-        texts = {key: str(getattr(citation, name)) for key, citation in citations.items()}
-        end = _common_end(texts.values())
-        found[name] = {"end": end, "of": {key: text.removesuffix(end) for key, text in texts.items()}}
-    return found
-
-
-def _common_end(texts: Iterable[str]) -> str:
-    """The longest text that all of them end with."""
-    backwards = sorted(text[::-1] for text in texts)
-    if not backwards:
-        return ""
-    # What the first and the last of them share, all share.
-    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(backwards[0], backwards[-1], strict=False))
-    return "".join(one for one, _ in same)[::-1]
 
 
 def facts(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:

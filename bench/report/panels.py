@@ -7,15 +7,16 @@ import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
+from bench.analysis.estimate import Estimate, step_times
 from bench.cell import REFERENCE, SGD, Status
 from bench.report import style
 from bench.report.style import REFERENCE_COLOUR, Key, Words, safe
@@ -82,7 +83,9 @@ ONE_GPU = "one GPU: no bytes move between ranks"
 REFERENCE_KEY: Key = (Line2D([], [], color=REFERENCE_COLOUR, linestyle="--"), REFERENCE_LABEL)
 LOSS_FLOOR = 1e-9
 """Where a loss equal to the reference's is drawn on a logarithmic axis."""
-SPREAD = "Points are spread sideways at each N; small points are trials, large ones the medians of cells"
+SPREAD = "Points are spread sideways at each N; small points are trials, large ones their cells ({})"
+MOST_PAGES = 2
+"""Figures of one kind: what a run of hundreds of cells has beyond these is in the tables and the CSV."""
 COUNTED = "; 2\u2715 above a panel: two cells without a number at that N."
 TITLE_SIZE = 8.0
 """Of a panel's title in points."""
@@ -132,6 +135,11 @@ class Run:
         ranks = trials["backend"].map(order)
         self.trials = trials.assign(_rank=ranks).sort_values(["_rank", "accumulate", "repeat"], kind="stable")
         self.others = without_reference(self.trials)
+
+    @cached_property
+    def times(self) -> dict[str, Estimate]:
+        """The step time of each cell, by its id."""
+        return step_times(self.trials)
 
     def words(self, title: str) -> Words:
         """The words around a figure."""
@@ -204,15 +212,15 @@ class Run:
         """The trials of all but the reference, split by these columns; parts without any value are left out."""
         others = without_reference(trials)
         varying = varying_columns(others, by)
+        references = trials[trials["backend"] == REFERENCE] if others is not trials else trials.iloc[:0]
         found = []
         for _, rows in others.groupby(by, dropna=False, sort=True):
             first = rows.iloc[0]
-            same = (trials[REFERENCE_KEYS] == first[REFERENCE_KEYS]).all(axis=1)
+            same = (references[REFERENCE_KEYS] == first[REFERENCE_KEYS]).all(axis=1)
             if "peak_memory_source" in by:
-                same &= trials["peak_memory_source"] == first["peak_memory_source"]
-            reference = trials[same & (trials["backend"] == REFERENCE)] if others is not trials else trials.iloc[:0]
+                same &= references["peak_memory_source"] == first["peak_memory_source"]
             if rows[values].notna().all(axis=1).any():
-                found.append(Panel(", ".join(_name(c, first[c]) for c in varying), rows, reference))
+                found.append(Panel(", ".join(_name(c, first[c]) for c in varying), rows, references[same]))
         return found
 
     def shown(self, panels: Sequence[Panel], *, reference: bool = False) -> list[str]:
@@ -261,30 +269,48 @@ def _shorten(reason: str) -> str:
     return reason if len(reason) <= REASON_LENGTH else reason[: REASON_LENGTH - 4].rstrip() + " ..."
 
 
-def centred_trials(trials: pd.DataFrame, *values: str) -> pd.DataFrame:
-    """With ``<value>_cell_median``, over the ok trials if there are any, and ``valid``: all that was measured is ok."""
-    trials = trials.copy()
-    for value in values:
-        trials[value] = trials[value].where(np.isfinite(trials[value].to_numpy(dtype=float, na_value=np.nan)))
-    fine = trials["status"] == Status.OK
-    trials["valid"] = (fine | trials[list(values)].isna().any(axis=1)).groupby(trials["cell_id"]).transform("all")
-    for value in values:
-        good = trials[value].where(fine).groupby(trials["cell_id"]).transform("median")
-        trials[f"{value}_cell_median"] = good.fillna(trials[value].groupby(trials["cell_id"]).transform("median"))
-    return trials
+@dataclass
+class Page:
+    """The panels of one figure of several."""
+
+    stem: str
+    panels: list[Panel]
+    left_out: list[str]
+    """A sentence on the panels that no page has; none if there is nothing to be said."""
 
 
-def with_medians(trials: pd.DataFrame, value: str) -> pd.DataFrame:
-    """One row per cell that has a number."""
-    return trials[trials[f"{value}_cell_median"].notna()].drop_duplicates("cell_id").sort_values("accumulate")
-
-
-def paged(stem: str, items: list[Panel], size: int) -> Iterator[tuple[str, list[Panel]]]:
-    """Parts of at most this size, with the stem of each."""
-    count = math.ceil(len(items) / size)
-    each = math.ceil(len(items) / max(count, 1))
+def paged(stem: str, items: list[Panel], size: int) -> Iterator[Page]:
+    """Parts of at most this size, MOST_PAGES at most: of more panels those of the most ranks and the largest N."""
+    shown = _largest(items, MOST_PAGES * size)
+    every, drawn = (sum(panel.trials["cell_id"].nunique() for panel in some) for some in (items, shown))
+    left_out = left_out_words(every, drawn, "cells")
+    count = math.ceil(len(shown) / size)
+    each = math.ceil(len(shown) / max(count, 1))
     for page in range(count):
-        yield stem if count == 1 else f"{stem}-{page + 1}", items[page * each : (page + 1) * each]
+        part = shown[page * each : (page + 1) * each]
+        yield Page(stem if count == 1 else f"{stem}-{page + 1}", part, left_out)
+
+
+def _largest(items: list[Panel], most: int) -> list[Panel]:
+    """So many of the panels, in their order."""
+    if len(items) <= most:
+        return items
+
+    def extent(place: int) -> tuple[int, int]:
+        trials = items[place].trials
+        return -int(trials["world_size"].max()), -int(trials["accumulate"].max())
+
+    return [items[place] for place in sorted(sorted(range(len(items)), key=extent)[:most])]
+
+
+def left_out_words(every: int, shown: int, what: str) -> list[str]:
+    """What a figure says of those for which it has no room; nothing if it has all."""
+    if shown == every:
+        return []
+    return [
+        f"{every - shown} of {every} {what} are left out of this picture, those with the fewest ranks and the smallest "
+        "N; all are in the CSV beside it and in the report's tables."
+    ]
 
 
 def grid_shape(panels: list[Panel]) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from bench.report.comparison import Report
 from bench.report.curves import draw_loss_curves
 from bench.report.memory import draw_held_gradients, draw_memory_categories
 from bench.report.noise import draw_noise
-from bench.report.panels import Drawing, Run
+from bench.report.panels import MOST_PAGES, Drawing, Run
 from bench.report.rows import draw_optimizer_steps, draw_speed_up
 from bench.report.scatter import draw_memory_vs_time
 from bench.report.spreadsheet import write_csv
@@ -31,10 +32,16 @@ def draw(tables: Tables, manifest: dict[str, Any], folder: Path, standing: Stand
     folder.mkdir(parents=True, exist_ok=True)
     paths: list[Path] = []
     with matplotlib.style.context(list(style.BASE)):
+        before: Drawing | None = None
         for drawing in [*figures(tables, manifest), *spread(tables, manifest, standing), *ratios(standing)]:
+            written = paths[-1] if before is not None and before.data is drawing.data else None
             paths += style.save(drawing.figure, folder / drawing.stem, drawing.words)
             paths.append(folder / f"{drawing.stem}.csv")
-            write_csv(drawing.data, paths[-1])
+            if written is None:
+                write_csv(drawing.data, paths[-1])
+            else:  # pages of one figure have their data in common
+                shutil.copyfile(written, paths[-1])
+            before = drawing
     return paths
 
 
@@ -45,7 +52,7 @@ def ratios(standing: Standing | None) -> list[Drawing]:
     report = Report(
         a=standing.baseline, b="each other backend", rows=standing.rows, differences=(), notes=(), margin=MARGIN
     )
-    return forest.draw(report, "step_time_ratio")
+    return forest.draw(report, "step_time_ratio", MOST_PAGES)
 
 
 def spread(tables: Tables, manifest: dict[str, Any], standing: Standing | None) -> list[Drawing]:

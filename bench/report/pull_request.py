@@ -10,6 +10,7 @@ import pandas as pd
 
 from bench.analysis.baseline import Standing
 from bench.analysis.compare import Run
+from bench.analysis.estimate import NAME
 from bench.cell import Status
 from bench.report import panels
 from bench.report.answer import answer, cut
@@ -17,14 +18,14 @@ from bench.report.escape import markdown
 from bench.report.markup import table
 from bench.report.overview import Overview, overview
 
-NAME = "report.md"
+REPORT = "report.md"
 MOST_ROWS, MOST_FAILURES = 60, 12
 """Cells in the table, and different failures that are listed: a comment on a pull request has 65,536 characters."""
 
 
 def write(folder: Path, run: Run, standings: Mapping[str, Standing], cells: pd.DataFrame) -> Path:
     """Write it into the run's folder; returns the path. ``cells`` has a row per cell: ``summary.by_cell``."""
-    path = folder / NAME
+    path = folder / REPORT
     draft = path.with_suffix(".tmp")
     draft.write_text(render(run, standings, cells), encoding="utf-8")
     draft.replace(path)
@@ -36,7 +37,8 @@ def render(run: Run, standings: Mapping[str, Standing], cells: pd.DataFrame) -> 
     words = panels.Run(run.tables, dict(run.manifest)).words("")
     lines = [f"## {markdown(run.name)}", "", f"{markdown(words.subtitle)}.", ""]
     lines += [f"- {markdown(sentence)}" for sentence in answer(run, standings, cells)]
-    lines += ["", *_cells(overview(run, standings, cells))]
+    lines += ["", f"s/step: {NAME} over a cell's good trials, as it is cited.", ""]
+    lines += _cells(overview(run, standings, cells))
     lines += [*_failures(run, cells), *_again(run)]
     return "\n".join(lines)
 

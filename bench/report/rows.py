@@ -13,6 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from bench.cell import REFERENCE, Precision, Status
 from bench.report import style
+from bench.report.numbers import SAID_OF_CELLS, cells_with, interval_line, with_cells
 from bench.report.panels import (
     CONTEXT,
     CSV_COLUMNS,
@@ -20,12 +21,13 @@ from bench.report.panels import (
     Drawing,
     Panel,
     Run,
-    centred_trials,
     paged,
     panel_grid,
 )
 from bench.report.style import GREY, SMALL, Key, safe
 
+INTERVAL_ON_LINE = 2.0
+"""Points of an interval that lies on a thinner line."""
 Painter = Callable[[Axes, int, pd.DataFrame, Panel], str]
 """Draws a cell's trials in a row and returns the word for the right margin."""
 
@@ -54,11 +56,14 @@ def _rows(
     row = 0.135 if len(shown) > 8 else 0.19
     per_page = most * max(1, int(4.8 / (row * len(shown) + 0.3)))
     drawings = []
-    for name, chunk in paged(stem, panels, per_page):
+    painted = [name for name in ("cell_id", "backend", "accumulate", "status", "valid", *also) if name in trials]
+    data = trials[[*CSV_COLUMNS, *also]]
+    for page in paged(stem, panels, per_page):
+        chunk = page.panels
         lines = math.ceil(len(chunk) / most)
         columns = math.ceil(len(chunk) / lines)
         words = run.words(title)
-        words.notes.insert(0, f"Right margins: {remark}.")
+        words.notes[:0] = [*page.left_out, f"Right margins: {remark}."]
         height = lines * (row * len(shown) + 0.3) + 0.35
         figure = style.sheet(words, [keys, run.signs(trials)], height, height)
         grid = panel_grid(figure, chunk, columns, names + 0.4, sharex=True, sharey=True)
@@ -67,14 +72,14 @@ def _rows(
             axes.set_ylim(len(shown) - 0.4, -0.6)
             axes.tick_params(axis="y", length=0)
             axes.set_xlabel(label if i + columns >= len(chunk) else "")
-            both = pd.concat([panel.reference, panel.trials])
+            both = pd.concat([panel.reference[painted], panel.trials[painted]])
             for (backend, _), cell in both.groupby(["backend", "cell_id"], sort=False):
                 at = shown.index(str(backend))
                 margin = paint(axes, at, cell, panel)
                 axes.text(1.02, at, safe(margin), transform=axes.get_yaxis_transform(), va="center", size=6, color=GREY)
             axes.set_xlim(0, 1.08 * float(trials[limits].max().max()))
             axes.xaxis.set_major_locator(MaxNLocator(3, integer=True))
-        drawings.append(Drawing(name, figure, trials[[*CSV_COLUMNS, *also]], words))
+        drawings.append(Drawing(page.stem, figure, data, words))
     return drawings
 
 
@@ -106,7 +111,7 @@ def draw_optimizer_steps(run: Run) -> list[Drawing]:
     return _rows(
         run,
         "optimizer_steps",
-        run.trials,
+        run.trials[[*CSV_COLUMNS, *also]],
         counts[1],
         "Optimizer steps expected, observed and reported",
         "optimizer steps",
@@ -121,28 +126,30 @@ def draw_optimizer_steps(run: Run) -> list[Drawing]:
 def draw_speed_up(run: Run) -> list[Drawing]:
     """Tokens per second of every backend, and how many times the reference's that is."""
     value = "tokens_per_s"
-    trials = centred_trials(run.trials, value)
+    trials = with_cells(run, run.trials, value)
     reference = trials[(trials["backend"] == REFERENCE) & trials["valid"]]
-    good = reference.groupby(REFERENCE_KEYS)[f"{value}_cell_median"].first()
+    good = reference.groupby(REFERENCE_KEYS)[f"{value}_cell"].first()
     trials = trials.merge(good.rename("reference_tokens_per_s"), on=REFERENCE_KEYS, how="left")
     # The reference is fp32, and what is invalid has no ratio.
     fair = trials["valid"] & (trials["precision"] == Precision.FP32)
-    trials["speed_up"] = (trials[f"{value}_cell_median"] / trials["reference_tokens_per_s"]).where(fair)
+    trials["speed_up"] = (trials[f"{value}_cell"] / trials["reference_tokens_per_s"]).where(fair)
 
     def paint(axes: Axes, at: int, cell: pd.DataFrame, _: Panel) -> str:
         first, look = cell.iloc[0], run.looks[cell["backend"].iloc[0]]
-        if pd.isna(first[f"{value}_cell_median"]):
+        if pd.isna(first[f"{value}_cell"]):
             return str(first["status"])
-        axes.plot([0, first[f"{value}_cell_median"]], [at, at], color=look.colour, linewidth=0.8)
+        axes.plot([0, first[f"{value}_cell"]], [at, at], color=look.colour, linewidth=0.8)
         for valid, part in cell[cell[value].notna()].groupby(cell["status"] == Status.OK):
             style.mark(axes, part[value].astype(float), [at] * len(part), look, valid=bool(valid), size=2.2, alpha=0.6)
-        style.mark(axes, [first[f"{value}_cell_median"]], [at], look, valid=bool(first["valid"]), size=5)
+        _, interval = interval_line(cells_with(cell, value), value)
+        axes.plot(interval, [at] * len(interval), color=look.colour, linewidth=INTERVAL_ON_LINE)
+        style.mark(axes, [first[f"{value}_cell"]], [at], look, valid=bool(first["valid"]), size=5)
         if not first["valid"]:
             return "invalid"
         return "" if pd.isna(first["speed_up"]) else f"{first['speed_up']:.2f}x"
 
     remark = "parallel speed-up, tokens/s over the reference's; or how the cell failed" if len(good) else "failed cells"
-    also = [value, f"{value}_cell_median", "reference_tokens_per_s", "speed_up"]
+    also = [value, *(f"{value}_{end}" for end in ("cell", "low", "high")), "reference_tokens_per_s", "speed_up"]
     return _rows(
         run,
         "speed_up",
@@ -154,5 +161,5 @@ def draw_speed_up(run: Run) -> list[Drawing]:
         paint,
         also,
         [value],
-        f"{remark}; small points are trials, large ones their medians",
+        f"{remark}; small points are trials, large ones their cells ({SAID_OF_CELLS[value]})",
     )

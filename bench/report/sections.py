@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 
 from bench.analysis.compare import Row
+from bench.analysis.estimate import NAME
 from bench.analysis.gates import TOLERANCES
 from bench.analysis.verdicts import NEXT, Exact, Verdict
 from bench.cell import Status
@@ -20,6 +21,7 @@ from bench.report.material import (
     Section,
     Table,
     count,
+    interval,
     number,
     scaled,
     status_words,
@@ -64,19 +66,21 @@ def speed(of: Material) -> Section:
             of.label(cell["cell_id"]),
             str(cell["num_trials"] - cell["num_bad"]),
             number(cell["step_time_s"], ".4g"),
+            interval(cell["step_time_low_s"], cell["step_time_high_s"]),
             number(cell["fastest_s"], ".4g"),
             number(cell["slowest_s"], ".4g"),
             number(cell["tokens_per_s"], ",.0f"),
             *extra,
         )
 
-    header = ("cell", "good trials", "s/step", "fastest", "slowest", "tokens/s", *(BESIDE[name][0] for name in more))
+    caption = f"Step times: {NAME} over the good trials of a cell, as they are cited; the fastest and the slowest trial"
+    header = ("cell", "good trials", "s/step", "95 % interval", "fastest", "slowest", "tokens/s")
     return Section(
         key="speed",
         title="Speed: how long does an optimizer step take?",
         sentences=(first, _largest(of, rows)),
         plots=("step_time_ratio", "step_time", "speed_up"),
-        table=table_of("Step times: medians over trials", header, of.cells, line),
+        table=table_of(caption, (*header, *(BESIDE[name][0] for name in more)), of.cells, line),
     )
 
 
@@ -225,13 +229,14 @@ def communication(of: Material) -> Section:
             else "No formula says what these backends should send."
         )
         sentences = (first + ".", second)
-    by_id: dict[str, pd.DataFrame] = {str(key): rows for key, rows in _first_repeat(table).groupby("cell_id")}
+    by_id: dict[str, list[dict[Any, Any]]] = {}
+    for row in _first_repeat(table).to_dict("records"):
+        by_id.setdefault(str(row["cell_id"]), []).append(row)
     seen = of.run.tables.trials.dropna(subset=["exposed_s"]).groupby("cell_id")[["collective_s", "exposed_s"]].first()
     times = [] if seen.empty else list(seen.columns)  # on CUDA
 
     def line(cell: Mapping[str, Any]) -> tuple[str, ...]:
-        rows = by_id.get(cell["cell_id"])
-        operations = [] if rows is None else rows.to_dict("records")
+        operations = by_id.get(cell["cell_id"], [])
         said = [f"{row['op']} of {row['dtype']}: {row['calls']} x, {scaled(row[TOTAL], MIB)} MiB" for row in operations]
         due = [row for row in operations if pd.notna(row["expected_calls"])]
         right = sum(

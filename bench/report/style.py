@@ -7,7 +7,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +32,8 @@ TITLE, SUBTITLE, SMALL, TINY = 10.5, 7.4, 7.0, 6.5
 """Font sizes in points; the base is 8."""
 MARGIN, GAP = 0.12, 0.07
 """Inches around the figure, and between its blocks."""
+INTERVAL = 0.8
+"""Points of a line that is an interval."""
 KEY_WIDTH, NAME_WIDTH = 0.62, 2.8
 """Inches of a legend's entry beside its label, and of a name beside the rows of a figure; longer ones are cut."""
 REFERENCE_COLOUR = "#000000"
@@ -210,6 +212,22 @@ def sync_keys(trials: pd.DataFrame, *, invalid: bool) -> list[Key]:
     return keys
 
 
+@lru_cache(maxsize=1 << 15)
+def _width(text: str, size: float, weight: str, dpi: float) -> float:
+    """Kept: the figures of a run have most of their words in common."""
+    widths = []
+    for finer in (1.0, DPI / dpi):
+        font = FontProperties(family=RC["font.family"], size=size * finer, weight=weight)
+        pixels = _renderer(dpi).get_text_width_height_descent(text, font, ismath=False)[0]
+        widths.append(float(pixels / (dpi * finer)))
+    return max(widths)
+
+
+@cache
+def _renderer(dpi: float) -> Any:
+    return FigureCanvasAgg(Figure(figsize=(1, 1), dpi=dpi)).get_renderer()
+
+
 class Ruler:
     """Measures text in inches, as the figure will draw it."""
 
@@ -218,13 +236,7 @@ class Ruler:
 
     def width(self, text: str, size: float, weight: str = "normal") -> float:
         """The largest of those at the resolutions of the figure and of its file: glyphs are hinted at each."""
-        renderer, dpi = self.canvas.get_renderer(), self.canvas.figure.dpi
-        widths = []
-        for finer in (1.0, DPI / dpi):
-            font = FontProperties(family=RC["font.family"], size=size * finer, weight=weight)
-            pixels = renderer.get_text_width_height_descent(text, font, ismath=False)[0]
-            widths.append(float(pixels / (dpi * finer)))
-        return max(widths)
+        return _width(text, size, weight, float(self.canvas.figure.dpi))
 
     def wrap(self, text: str, width: float, size: float, weight: str = "normal", indent: str = "") -> list[str]:
         """The lines of the text, none wider than the width; a word that is wider is cut."""
@@ -353,8 +365,15 @@ def _legend(figure: Figure, ruler: Ruler, keys: Sequence[Key]) -> Any:
 
 
 def save(figure: Figure, stem: Path, words: Words) -> list[Path]:
-    """Write PNG and SVG, the same bytes every time; returns the paths."""
+    """Write PNG and SVG, the same bytes every time; returns the paths.
+
+    The figure is laid out once, at the resolution of the PNG: each file by itself would lay it out twice.
+    """
     png, svg = stem.with_suffix(".png"), stem.with_suffix(".svg")
+    figure.set_dpi(DPI)
+    if (layout := figure.get_layout_engine()) is not None:
+        layout.execute(figure)
+        figure.set_layout_engine(None)
     figure.savefig(png, dpi=DPI, metadata={"Software": None})
     about = {"Date": None, "Title": clean(words.title), "Description": clean(words.plain())}
     figure.savefig(svg, metadata=about)

@@ -13,18 +13,20 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from bench.analysis.baseline import Floor, Standing
+from bench.analysis.baseline import Standing
 from bench.analysis.compare import Row
+from bench.analysis.estimate import NAME, step_times, tokens_per_step
 from bench.analysis.sides import RESTLESS
-from bench.analysis.verdicts import NEXT, Verdict, band
+from bench.analysis.verdicts import NEXT, Verdict
 from bench.cell import REFERENCE, Status
+from bench.report.answer import noise
 from bench.schedule import Ended
 from bench.tables import Tables
 
-TITLE = """Each cell's median over its good trials, the fastest and slowest in brackets.
+TITLE = f"""s/step: {NAME} over a cell's good trials, as it is cited; the fastest and slowest in brackets.
 steps due/taken/told: optimizer steps expected, observed at the inner optimizer, reported by the framework.
 update: how many times the reference's update the backend's is. loss off by: largest deviation in nats per token.
-time / baseline: ratio of the step time to {}'s, its 95 % interval over trials, and the verdict."""
+time / baseline: ratio of the step time to {{}}'s, its 95 % interval over trials, and the verdict."""
 
 MAX_WIDTH = 1000
 WAYS = ("optimizer", "clip_norm")
@@ -32,37 +34,43 @@ WAYS = ("optimizer", "clip_norm")
 
 
 def by_cell(tables: Tables) -> pd.DataFrame:
-    """One row per cell: medians over its good trials (over all if none is good), worst status and its reason.
+    """One row per cell: what its good trials (all if none is good) make of it, worst status and its reason.
 
-    Twins have none: they are their cells once more, and are there for the noise floor.
+    ``step_time_s`` is the estimate that is cited, with the ends of its interval; ``tokens_per_s`` follows from it,
+    ``peak_memory_bytes`` is the largest. Twins have no row: they are their cells once more, and are there for the noise
+    floor.
     """
-    rows = []
     own = tables.trials[tables.trials["twin"].fillna("") == ""]
-    for (cell_id,), trials in own.groupby(["cell_id"], sort=False):
-        bad = trials[trials["status"] != Status.OK]
-        good = trials[trials["status"] == Status.OK] if len(bad) < len(trials) else trials
-        first = (bad if len(bad) else trials).iloc[0]
-        rows.append(
-            {
-                **{name: first[name] for name in ("backend", "framework", "accumulate", "world_size", "precision")},
-                **{name: first[name] for name in WAYS},
-                "cell_id": cell_id,
-                "status": first["status"],
-                "reason": first["reason"],
-                "num_trials": len(trials),
-                "num_bad": len(bad),
-                **{
-                    name: good[name].median()
-                    for name in ("step_time_s", "tokens_per_s", "peak_memory_bytes", "overhead_s", "update_scale")
-                },
-                "fastest_s": good["step_time_s"].min(),
-                "slowest_s": good["step_time_s"].max(),
-                "max_loss_deviation": trials["max_loss_deviation"].max(),
-                "update_error": trials["update_error"].max(),
-                **{f"steps_{name}": first[f"optimizer_steps_{name}"] for name in ("expected", "observed", "reported")},
-            }
+    fine = own["status"] == Status.OK
+    good = own[fine | ~fine.groupby(own["cell_id"]).transform("any")]
+    # The first trial that is not good speaks for its cell, if there is one.
+    first = own.assign(_fine=fine).sort_values("_fine", kind="stable").drop_duplicates("cell_id").set_index("cell_id")
+    first = first.loc[own["cell_id"].unique()]
+    times = step_times(own)
+    seconds, low, high = (
+        first.index.to_series().map({cell_id: getattr(one, end) for cell_id, one in times.items()}).astype("Float64")
+        for end in ("seconds", "low", "high")
+    )
+    of_good, of_all = good.groupby("cell_id"), own.groupby("cell_id")
+    cells = (
+        first[["backend", "framework", "accumulate", "world_size", "precision", *WAYS, "status", "reason"]]
+        .assign(
+            num_trials=of_all.size(),
+            num_bad=(~fine).groupby(own["cell_id"]).sum().astype(int),
+            step_time_s=seconds,
+            step_time_low_s=low,
+            step_time_high_s=high,
+            tokens_per_s=tokens_per_step(good) / seconds,
+            peak_memory_bytes=of_good["peak_memory_bytes"].max(),
+            update_scale=of_good["update_scale"].median(),
+            fastest_s=of_good["step_time_s"].min(),
+            slowest_s=of_good["step_time_s"].max(),
+            max_loss_deviation=of_all["max_loss_deviation"].max(),
+            update_error=of_all["update_error"].max(),
+            **{f"steps_{name}": first[f"optimizer_steps_{name}"] for name in ("expected", "observed", "reported")},
         )
-    cells = pd.DataFrame(rows)
+        .reset_index()
+    )
     order = cells["backend"].ne(REFERENCE)
     return cells.assign(_order=order).sort_values(
         ["_order", "precision", "world_size", *WAYS, "accumulate", "step_time_s"], ignore_index=True
@@ -141,19 +149,6 @@ def untimed(tables: Tables) -> list[str]:
     """In one line, how many cells have ranks that share GPUs, and so no time."""
     cells = tables.trials.loc[tables.trials["shared_gpu"].fillna(False).astype(bool), "cell_id"].nunique()
     return [f"not timed: {cells} cells whose ranks shared GPUs, over gloo"] if cells else []
-
-
-def noise(floor: Floor | None) -> str:
-    """The A/A pair in words."""
-    if floor is None:
-        return "noise floor: unknown, the run has no A/A pair"
-    found = floor.interval
-    if found is None or found.low is None:
-        return f"noise floor: unknown, {floor.cell.label} against itself: {floor.reason}"
-    return (
-        f"noise floor {100 * (band(found) - 1):.2g} %: {floor.cell.label} against itself (A/A) is {found.ratio:.4f} "
-        f"({found.low:.4f} - {found.high:.4f}, n = {found.num_trials}); no smaller difference is called one"
-    )
 
 
 def findings(cells: pd.DataFrame) -> list[str]:

@@ -6,6 +6,7 @@ What a formula was read from is said in its docstring. Valid for the versions in
 
 from __future__ import annotations
 
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -33,7 +34,13 @@ def layout_of(cell: Cell) -> Layout | None:
     """The layout of a cell's model if it is a shipped one; None for other workloads, whose ranks hand theirs back."""
     if cell.workload != "llama" or cell.model not in SIZES:
         return None
-    return llama_layout(SIZES[cell.model])
+    return _shipped(cell.model)
+
+
+@cache
+def _shipped(model: str) -> Layout:
+    """Asked for once per trial of a run."""
+    return llama_layout(SIZES[model])
 
 
 def expect(cell: Cell, layout: Layout, *, rank: int = 0) -> Expectation | None:

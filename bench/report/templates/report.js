@@ -95,16 +95,32 @@
 
   const citation = (kind, key) => {
     const format = data.citations[kind][at("format").value];
-    return key in format.of ? format.of[key] + format.end : null;
+    return format.of[key] + format.end;
+  };
+  // The ratio to the baseline that is picked; its parts were escaped for each format when the page was written.
+  const ratioCitation = (id, place) => {
+    const ratios = data.citations.ratio;
+    const found = (ratios.of[id] || []).find((one) => one[0] === place);
+    if (!found) return null;
+    const [, other, words, numbers, tail] = found;
+    const form = ratios.forms[at("format").value];
+    const values = numbers.split(" ");
+    const parts = {
+      subject: form.labels[ratios.ids.indexOf(id)] + ratios.against + form.labels[other],
+      statement: form.statements[words].map((text, i) => (i ? values[i - 1] : "") + text).join(""),
+      place: `${form.place}${id}/${ratios.ids[other]}`,
+      key: `${ratios.key}${id}-${ratios.ids[other]}`,
+      tail: form.tails[tail],
+    };
+    return form.template.map((text, i) => (i % 2 ? parts[text] : text)).join("");
   };
   const cited = (button) => {
     if (button.dataset.plot) return ["the plot", citation("plot", button.dataset.plot)];
     const id = button.dataset.cell;
-    if (Number(baseline.value || 0) === 0) {
-      const ratio = citation("ratio", id);
-      if (ratio !== null) return ["the cell and of its ratio to the baseline", `${citation("cell", id)}\n\n${ratio}`];
-    }
-    return ["the cell", citation("cell", id)];
+    const place = Number(baseline.value || 0);
+    const ratio = ratioCitation(id, place);
+    if (ratio === null) return ["the cell", citation("cell", id)];
+    return [`the cell and of its ratio to ${data.baselines[place]}`, `${citation("cell", id)}\n\n${ratio}`];
   };
   const byHand = (text) => {
     at("manual-text").value = text;
