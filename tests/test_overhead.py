@@ -69,4 +69,14 @@ def test_the_command_times_stores_and_compares(tmp_path: Path) -> None:
     (path,) = (tmp_path / "results" / "overhead").glob("*.json")
     stored = json.loads(path.read_text())
     assert stored["machine_info"]["node"] == "" and "data" not in stored["benchmarks"][0]["stats"]
+    assert stored["commit_info"]["project"] == "accumulation-bench" and "branch" not in stored["commit_info"]
     assert "updates of thousand events" in done.stdout and "nothing to compare with" in done.stdout
+
+
+def test_nothing_is_stored_if_nothing_was_timed(tmp_path: Path) -> None:
+    (tmp_path / "tests").symlink_to(ROOT / "tests")
+    command = [sys.executable, "-m", "tests.overhead", "-k", "no_such_path"]
+    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run(command, cwd=tmp_path, env=alone() | {"PYTHONPATH": paths}, capture_output=True, text=True)
+    assert done.returncode == 5 and "nothing is stored" in done.stderr
+    assert not (tmp_path / "results").exists()

@@ -12,13 +12,14 @@ import pytest
 
 from bench import tables
 from bench.analysis import gates
-from bench.analysis.baseline import run_of, standing
+from bench.analysis.baseline import Standing, run_of, standing, standings
 from bench.analysis.compare import Run
 from bench.analysis.quoting import Quotes
 from bench.journal import Journal
-from bench.report import panels, style
+from bench.report import clipboard, page, panels, plots, pull_request, style
 from bench.report.against_n import draw_step_time
 from bench.report.citation import formats, words_of_cell
+from bench.report.inline import picture
 from bench.report.summary import by_cell
 from bench.taps import Kind, TappedLoader, Taps, updates
 from bench.warmup import warmup
@@ -41,6 +42,18 @@ def records() -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def run(records: list[dict[str, Any]]) -> Run:
     return run_of(records, make_manifest(finished="2025-01-01T00:00:00+00:00"))
+
+
+@pytest.fixture(scope="module")
+def every(run: Run) -> dict[str, Standing]:
+    return standings(run)
+
+
+@pytest.fixture(scope="module")
+def drawn(run: Run, every: dict[str, Standing], tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """All plots of the run."""
+    folder = tmp_path_factory.mktemp("run") / "plots"
+    return plots.draw(run.tables, dict(run.manifest), folder, next(iter(every.values())))
 
 
 def test_thousand_tapped_losses(benchmark: Timed) -> None:
@@ -130,3 +143,29 @@ def test_drawing_one_plot(benchmark: Timed, run: Run, tmp_path: Path) -> None:
             return style.save(drawing.figure, tmp_path / drawing.stem, drawing.words)
 
     assert all(path.stat().st_size for path in benchmark(draw))
+
+
+def test_verdicts_against_every_baseline(benchmark: Timed, run: Run) -> None:
+    assert len(benchmark(standings, run)) == len(BACKENDS)
+
+
+def test_putting_one_plot_into_a_page(benchmark: Timed, drawn: list[Path]) -> None:
+    (path,) = [path for path in drawn if path.name == "step_time.svg"]
+    svg = path.read_text(encoding="utf-8")
+    assert benchmark(picture, svg, "step_time").markup.startswith("<svg")
+
+
+def test_citing_every_ratio_in_a_page(benchmark: Timed, run: Run, every: dict[str, Standing]) -> None:
+    def cite() -> dict[str, Any]:
+        return clipboard.ratios(Quotes(run, every), every, list(run.cells))
+
+    assert len(benchmark(cite)["of"]) == len(run.cells) - 1
+
+
+def test_writing_the_page(benchmark: Timed, run: Run, every: dict[str, Standing], drawn: list[Path]) -> None:
+    cells, folder = by_cell(run.tables), drawn[0].parent.parent
+    assert f"<h1><bdi>{run.name}" in benchmark(page.render, folder, run, every, cells, drawn)
+
+
+def test_writing_the_short_report(benchmark: Timed, run: Run, every: dict[str, Standing]) -> None:
+    assert benchmark(pull_request.render, run, every, by_cell(run.tables)).startswith(f"## {run.name}")
