@@ -52,6 +52,8 @@ def tests(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", "-n", "2", "--dist", "loadfile", *session.posargs)
 
 
+BROWSER_TESTS = ("tests/test_browser.py", "tests/test_page.py")
+"""The second has a run of 500 cells, which takes too long for the other sessions."""
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
@@ -66,7 +68,7 @@ def browser(session: nox.Session) -> None:
             session.run("apt-get", "install", "-q", "-y", "--no-install-recommends", *packages, external=True)
         else:
             session.warn(f"no browser: install one of {', '.join(BROWSERS)}; until then these tests are skipped")
-    session.run("python", "-m", "pytest", "--browser", "--slow", "tests/test_browser.py", *session.posargs)
+    session.run("python", "-m", "pytest", "--browser", "--slow", *BROWSER_TESTS, *session.posargs)
 
 
 @nox.session(venv_backend="none", requires=["install"])
