@@ -342,12 +342,14 @@ class TestOddRuns:
         assert not any(" faster than " in line and "No cell" not in line and "Whether" not in line for line in said)
         assert said[-1].startswith("Noise floor: unknown. The run has no A/A pair")
 
-    def test_a_run_on_gpus_has_their_columns(self, tmp_path: Path) -> None:
+    def test_a_run_without_gpus_lacks_their_columns(self, tmp_path: Path) -> None:
         folder = write_run(tmp_path / "cpu", {"alpha": 1.0, "beta": 1.1}, accumulate=(2,))
         report(folder, drawn=False)
         page = read(folder / "report.html")
         (table,) = [one for one in page.find("table") if one.find("caption", id="speed-caption")]
-        assert [one.text for one in table.find("thead")[0].find("th")][-1] == "tokens/s"
+        heads = [one.text for one in table.find("thead")[0].find("th")]
+        assert heads[:7] == ["cell", "good trials", "s/step", "95 % interval", "fastest", "slowest", "tokens/s"]
+        assert not {"MFU", "J/step", "J/token", "launches/micro-batch"} & set(heads)
 
     def test_two_precisions_are_told_apart(self, tmp_path: Path) -> None:
         folder = write_run(tmp_path / "two", {"alpha": 1.0, "beta": 1.1}, accumulate=(2,), precision=("fp32", "bf16"))
