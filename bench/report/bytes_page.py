@@ -75,7 +75,8 @@ def page(runs: Sequence[Run], accumulation: Sequence[Mapping[str, Any]], command
         "of the live tensors. Each count and each held byte is calculated too (`bench/analysis/formulas`, with the "
         "source of each formula), and a difference makes a cell `invalid`. Real worlds are process groups over gloo. "
         "In a virtual one a single process is rank 0 of W, over a process group that only pretends to communicate; "
-        "with fake tensors nothing is allocated either.",
+        "with fake tensors nothing is allocated either, and of the views that a framework cuts for every rank only "
+        "those are made that rank 0 uses as tensors (`bench/ondemand.py`): a view has no memory of its own.",
         "",
         "## Measured against formula",
         "",
