@@ -133,7 +133,8 @@ class _Server:
         self._replies, replies_write = os.pipe()
         self._mark = uuid.uuid4().hex
         base = tempfile.gettempdir()
-        self._temporary = tempfile.mkdtemp(prefix="bench-", dir=base if len(base) <= LONGEST_TEMPORARY else "/tmp")
+        # The launcher's process makes it, which also removes it when this one is killed.
+        self._temporary = str(Path(base if len(base) <= LONGEST_TEMPORARY else "/tmp") / f"bench-{self._mark[:12]}")
         command = [sys.executable, "-m", "bench.server", str(requests_read), str(replies_write)]
         command.append("cold" if self._cold else "warm")
         # A pipe would fill up, since nobody reads it meanwhile.

@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 from bench import stragglers
@@ -82,7 +83,11 @@ def _end_with_parent(requests: int) -> None:
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, _end_quietly)
     stragglers.adopt_orphans()
+    Path(os.environ["BENCH_TMPDIR"]).mkdir(mode=0o700)  # a name that nobody could foresee; taken, it is an error
     # To be woken up, if somebody stopped it, and find that it is alone.
     stragglers.signal_at_parents_end(signal.SIGCONT)
     threading.Thread(target=_end_with_parent, args=(int(sys.argv[1]),), daemon=True).start()
-    serve(int(sys.argv[1]), int(sys.argv[2]), cold=sys.argv[3] == "cold")
+    try:
+        serve(int(sys.argv[1]), int(sys.argv[2]), cold=sys.argv[3] == "cold")
+    finally:
+        shutil.rmtree(os.environ["BENCH_TMPDIR"], ignore_errors=True)

@@ -21,6 +21,8 @@ from typing import Self
 import psutil
 
 MARK = "BENCH_TEST_TOKEN"
+ENDING_S = 30.0
+"""How long what a killed run started may take to end: on a busy machine, the import of torch alone takes seconds."""
 SHARED = Path("/dev/shm")
 IPC = ("shm", "sem", "msg")
 """Kinds of System V objects, each with a table in /proc/sysvipc."""
@@ -59,7 +61,7 @@ class Leaks:
         """The run's live processes."""
         return [process for process in psutil.process_iter() if self._is_ours(process)]
 
-    def left(self, within_s: float = 10.0) -> list[str]:
+    def left(self, within_s: float = ENDING_S) -> list[str]:
         """What is still there after so long, in words; empty as soon as there is nothing."""
         deadline = time.monotonic() + within_s
         while (found := self._found()) and time.monotonic() < deadline:

@@ -111,6 +111,7 @@ def _when(sections: Facts) -> list[str]:
 
 def _faults(faults: Mapping[str, Any], of_machine: Mapping[str, Any]) -> list[str]:
     from tests.faults.harness import HANG_S, TIMEOUT_S
+    from tests.faults.leaks import ENDING_S
 
     rows = [
         (
@@ -128,8 +129,8 @@ def _faults(faults: Mapping[str, Any], of_machine: Mapping[str, Any]) -> list[st
         f"A backend misbehaves on command, in the second window of its trial (W = 2, gloo). The limit of inactivity is "
         f"{HANG_S} s, that of a trial {TIMEOUT_S} s. Each fault is a run of its own, with the reference before it and "
         "a sound backend after it, which both have to be ok. Seconds are from the trial's start to its end. Left "
-        "behind are processes, open ports, shared memory, semaphores, locks and temporary files of the run, looked "
-        "for when it has ended.",
+        "behind are processes, open ports, shared memory, semaphores, locks and temporary files of the run that are "
+        f"still there {ENDING_S:g} s after its end.",
         _table(("what happens", "must be", "found", "seconds", "at most", "left behind"), rows),
     ]
     others = [(row["what"], row["must"], row["found"], _left(row["left"])) for row in of_machine.values()]
