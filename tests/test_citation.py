@@ -381,8 +381,11 @@ def test_a_wrong_command_is_one_line(folder: Path, arguments: list[str], capsys:
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_citation_that_cannot_be_read_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["check", str(folder), "--citation", "no/such/file"]) == 2
+@pytest.mark.parametrize("name", ["no/such/file", "/dev/zero", "a\0b"])
+def test_a_citation_that_cannot_be_read_is_one_line(
+    folder: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["check", str(folder), "--citation", name]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 

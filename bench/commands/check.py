@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench import reading
 from bench.errors import BAD, GOOD, InputError
 
 if TYPE_CHECKING:
@@ -56,9 +57,10 @@ def run(arguments: argparse.Namespace) -> int:
 def _of_citation(folder: Path, name: str) -> list[Finding]:
     from bench.report.cited import verify
 
+    place, advice = f"--citation {name}", "name a file with what cite printed"
     try:
-        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+        text = sys.stdin.read() if name == "-" else reading.read(Path(name), place, advice).decode()
     except (OSError, UnicodeDecodeError) as error:
         why = (error.strerror or error) if isinstance(error, OSError) else "it is not UTF-8"
-        raise InputError(f"--citation {name}: cannot be read ({why}); name a file with what cite printed") from error
+        raise InputError(f"{place}: cannot be read ({why}); {advice}") from error
     return verify(folder, text)
