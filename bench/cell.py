@@ -23,6 +23,8 @@ LATER: dict[str, Any] = {
     "virtual": False,
     "fake_tensors": False,
     "shared_gpu": False,
+    "activation_checkpointing": False,
+    "compiled": False,
 }
 """Fields of a cell that came after the first release, with the default that stands for what was done before."""
 VALUES: dict[str, Callable[[Any], bool]] = {
@@ -149,6 +151,10 @@ class Cell:
     """In a virtual world: whether tensors have shapes but no memory."""
     shared_gpu: bool = False
     """Whether ranks share GPUs, and talk over gloo: values, counts and memory as ever, but nothing is timed."""
+    activation_checkpointing: bool = False
+    """Whether a block keeps only its input for the backward, and computes its forward once more there."""
+    compiled: bool = False
+    """Whether each block is compiled by ``torch.compile``."""
 
     @property
     def micro_batch_size(self) -> int:
@@ -172,13 +178,17 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """A short name for people: backend, N, W and precision."""
+        """A short name for people: backend, N, W, precision, and what else is not as usual."""
         named = f"{self.backend} N={self.accumulate} W={self.world_size} {self.precision}"
         named += " virtual" * self.virtual + " shared GPU" * self.shared_gpu
+        named += " checkpointed" * self.activation_checkpointing + " compiled" * self.compiled
         return named + (f" (A/A {self.twin})" if self.twin else "")
 
     def reference(self) -> Cell:
-        """The cell whose update and losses are the truth for this one: one process, whole batch, fp32."""
+        """The cell whose update and losses are the truth for this one: one process, whole batch, fp32.
+
+        Neither checkpointed nor compiled, which must not change what is computed.
+        """
         return dataclasses.replace(
             self,
             backend=REFERENCE,
@@ -187,6 +197,8 @@ class Cell:
             precision=Precision.FP32,
             twin="",
             shared_gpu=False,
+            activation_checkpointing=False,
+            compiled=False,
         )
 
     def to_dict(self) -> dict[str, Any]:

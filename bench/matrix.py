@@ -96,6 +96,9 @@ KEYS: dict[str, Key] = {
     "workload.corpus": Key(_string, "'markov' or the path of a text file", "markov"),
     "workload.sequence_length": Key(_integer(1), "an integer of at least 1"),
     "workload.global_batch_size": Key(_integer(1), "an integer of at least 1"),
+    "workload.for_each_rank": Key(
+        _boolean, "true or false: whether global_batch_size is multiplied by the number of ranks", False
+    ),
     "training.optimizer": Key(_one_of(*OPTIMIZERS), f"one of {', '.join(OPTIMIZERS)}", "adamw-foreach"),
     "training.learning_rate": Key(
         _rates,
@@ -121,8 +124,15 @@ KEYS: dict[str, Key] = {
     "axes.optimizer": Key(_list_of(_one_of(*OPTIMIZERS)), f"a list of {', '.join(OPTIMIZERS)}", []),
     "axes.seed": Key(_list_of(_integer(0)), "a list of integers of at least 0 and below 2**63", []),
     "axes.clip_norm": Key(_list_of(_number_or_0), "a list of positive numbers, or 0 for no clipping", [0.0]),
+    "axes.activation_checkpointing": Key(_list_of(_boolean), "a list of true and false", [False]),
+    "axes.compiled": Key(_list_of(_boolean), "a list of true and false", [False]),
+    "groups": Key(_list_of(lambda group: isinstance(group, dict) and bool(group)), "a list of tables, [[groups]]", []),
 }
 """All keys of a matrix file, as table.key; the only ones allowed. One optimizer may also stand under ``training``."""
+ONCE = ("workload.corpus", "training.seed", "training.optimizer")
+"""Keys that a run has once: the file that all read, the seed of its order; ``axes.optimizer`` is for groups."""
+IN_GROUPS = ("repeats", *(key for key in KEYS if "." in key and key not in ONCE))
+"""Keys that a group may set; ``repeats`` are then the most of its cells."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,14 +155,29 @@ class Matrix:
         return self.places.get(key, f"{self.source}: {key}")
 
     def override(self, key: str, value: Any, option: str) -> Matrix:
-        """The same matrix with another value. Raises InputError naming the option if the value cannot be."""
+        """The same matrix with another value, without the groups that set that key: they would say otherwise.
+
+        Raises InputError naming the option if the value cannot be.
+        """
         _check(KEYS[key], value, option)
-        return Matrix(
-            name=self.name,
-            source=self.source,
-            values={**self.values, key: value},
-            places={**self.places, key: option},
+        kept = [group for group in self.values["groups"] if key not in group]
+        return dataclasses.replace(
+            self, values={**self.values, "groups": kept, key: value}, places={**self.places, key: option}
         )
+
+    @property
+    def parts(self) -> list[tuple[Matrix, int]]:
+        """The matrix without its groups, then each group as a matrix; and the most repeats of its cells, 0 for any."""
+        found = [(dataclasses.replace(self, values={**self.values, "groups": []}), 0)]
+        for number, group in enumerate(self.values["groups"], start=1):
+            own = {key: value for key, value in group.items() if key != "repeats"}
+            part = dataclasses.replace(
+                self,
+                values={**self.values, **own, "groups": []},
+                places={**self.places, **{key: _place(self.source, number, key) for key in own}},
+            )
+            found.append((part, group.get("repeats", 0)))
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for run.json."""
@@ -181,19 +206,13 @@ def load(name: str) -> Matrix:
 
 def parse(document: Mapping[str, Any], *, name: str, source: str) -> Matrix:
     """A matrix from a TOML document. Raises InputError naming the key that is unknown, missing or wrong."""
-    tables = {key.partition(".")[0] for key in KEYS if "." in key}
-    given: dict[str, Any] = {}
-    for key, value in document.items():
-        if key in tables:
-            if not isinstance(value, dict):
-                raise InputError(f"{source}: {key} must be a table, [{key}]")
-            given |= {f"{key}.{inner}": v for inner, v in value.items()}
-        else:
-            given[key] = value
+    given = _flat(document, f"{source}:")
     for key, value in given.items():
         if key not in KEYS:
             raise InputError(f"{source}: {key} is unknown; {_suggest(key, list(KEYS))}")
         _check(KEYS[key], value, f"{source}: {key}")
+    if "groups" in given:
+        given["groups"] = [_group(group, number, source) for number, group in enumerate(given["groups"], start=1)]
     values = {}
     for key, rule in KEYS.items():
         if key not in given and rule.default is None:
@@ -222,6 +241,37 @@ def check_stored(manifest: Mapping[str, Any], place: str) -> None:
             raise InputError(f"{place}: matrix: {key} is missing; it must be {rule.expected}")
 
 
+def _flat(document: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """The values of a document by table.key."""
+    tables = {key.partition(".")[0] for key in KEYS if "." in key}
+    given: dict[str, Any] = {}
+    for key, value in document.items():
+        if key in tables:
+            if not isinstance(value, dict):
+                raise InputError(f"{place} {key} must be a table, [{key}]")
+            given |= {f"{key}.{inner}": v for inner, v in value.items()}
+        else:
+            given[key] = value
+    return given
+
+
+def _place(source: str, number: int, key: str) -> str:
+    """Where the value of a key of a group stands."""
+    return f"{source}: {key} of group {number}"
+
+
+def _group(group: Mapping[str, Any], number: int, source: str) -> dict[str, Any]:
+    """A group's values by table.key. Raises InputError naming the key that it may not set, or that is wrong."""
+    given = _flat(group, f"{source}: in group {number},")
+    for key, value in given.items():
+        place = _place(source, number, key)
+        if key not in IN_GROUPS:
+            hint = "it is one for the whole matrix" if key in KEYS else _suggest(key, list(IN_GROUPS))
+            raise InputError(f"{place} cannot be set there; {hint}")
+        _check(KEYS[key], value, place)
+    return given
+
+
 def _check(rule: Key, value: Any, place: str) -> None:
     if not rule.check(value):
         raise InputError(f"{place} is {shown(value)}; it must be {rule.expected}")
@@ -233,16 +283,49 @@ def _suggest(name: str, known: Sequence[str]) -> str:
 
 
 def expand(matrix: Matrix, backends: Mapping[str, type[Backend]], num_gpus: int) -> list[Cell]:
-    """The cells of a matrix, each once; the reference of each cell comes along and stands before the others.
+    """The cells of a matrix and of its groups, each once; the reference of each comes along, before all others.
 
     Then come those in virtual worlds, which have no reference, with the micro-batch that ``virtual.micro_batch_size``
     says; alone if ``virtual.alone``. Last comes the A/A twin: the baseline's cell with the most ranks and the largest N
-    once more, under another label.
+    once more, under another label; of the groups only if what is before them has none.
 
     Raises InputError for an unknown backend, model or workload, an optimizer without a learning rate, a batch that does
     not divide by N x W, a corpus that cannot be used, more ranks than GPUs unless they share them, no GPU to share, or
     a backend that cannot be virtual.
     """
+    parts = [_part(part, backends, num_gpus) for part, _ in matrix.parts]
+    cells = dict.fromkeys(cell.reference() for real, _ in parts for cell in real)
+    cells |= dict.fromkeys(cell for real, _ in parts for cell in real if cell.backend != REFERENCE)
+    cells |= dict.fromkeys(cell for _, virtual in parts for cell in virtual)
+    base = baseline(matrix, backends)
+    for real, virtual in parts:
+        timed = [cell for cell in real if cell.backend != REFERENCE and not cell.shared_gpu]
+        timed = timed or [cell for cell in virtual if not cell.fake_tensors]
+        own = [cell for cell in timed if cell.backend == base]
+        if own:
+            largest = max(own, key=lambda cell: (cell.world_size, cell.accumulate))
+            return [*cells, dataclasses.replace(largest, twin=TWIN)]
+    return list(cells)
+
+
+def most_repeats(matrix: Matrix, backends: Mapping[str, type[Backend]], num_gpus: int) -> dict[str, int]:
+    """Cells that are to have no more than so many trials, by id: those of groups that say so, and references on CUDA.
+
+    A reference is there to be compared with, and does the same in every trial; on a GPU it may take longer than all
+    else.
+    """
+    found: dict[Cell, int] = {}
+    for part, repeats in matrix.parts:
+        for cells in _part(part, backends, num_gpus):
+            for cell in cells:
+                found[cell] = max(found.get(cell, 1), repeats or sys.maxsize)
+                if cell.device is Device.CUDA and not cell.virtual:
+                    found[cell.reference()] = 1
+    return {cell.cell_id: repeats for cell, repeats in found.items() if repeats < sys.maxsize}
+
+
+def _part(matrix: Matrix, backends: Mapping[str, type[Backend]], num_gpus: int) -> tuple[list[Cell], list[Cell]]:
+    """The cells of a matrix without its groups: on real ranks, and in virtual worlds. Raises as ``expand``."""
     chosen = list(backends) if matrix["axes.backend"] == "all" else matrix["axes.backend"]
     for name in chosen:
         if name not in backends:
@@ -261,13 +344,7 @@ def expand(matrix: Matrix, backends: Mapping[str, type[Backend]], num_gpus: int)
         for cell in virtual:
             if reason := refusal(cell, backends[cell.backend]):
                 raise InputError(f"{matrix.place('virtual.world_size')}: {reason}; leave it out")
-    references = dict.fromkeys(cell.reference() for cell in real)
-    others = [cell for cell in real if cell.backend != REFERENCE]
-    timed = [cell for cell in others if not cell.shared_gpu] or [cell for cell in virtual if not cell.fake_tensors]
-    own = [cell for cell in timed if cell.backend == baseline(matrix, backends)]
-    largest = max(own, key=lambda cell: (cell.world_size, cell.accumulate), default=None)
-    twins = [] if largest is None else [dataclasses.replace(largest, twin=TWIN)]
-    return [*references, *others, *virtual, *twins]
+    return real, virtual
 
 
 def _cells(
@@ -276,11 +353,20 @@ def _cells(
     """The product of the axes over worlds that exist, or that are virtual; each cell once."""
     rates = _learning_rates(matrix)
     seeds = matrix["axes.seed"] or [matrix["training.seed"]]
-    clips, precisions = matrix["axes.clip_norm"], matrix["axes.precision"]
+    axes = [matrix[f"axes.{name}"] for name in ("clip_norm", "activation_checkpointing", "compiled")]
+    sizes = [matrix["axes.precision"], world_sizes, matrix["axes.accumulate"]]
     cells: dict[Cell, None] = {}
-    for optimizer, clip_norm, seed, precision, world_size, accumulate, name in itertools.product(
-        rates, clips, seeds, precisions, world_sizes, matrix["axes.accumulate"], backends
-    ):
+    for (
+        optimizer,
+        clip_norm,
+        checkpointing,
+        compiled,
+        seed,
+        precision,
+        world_size,
+        accumulate,
+        name,
+    ) in itertools.product(rates, *axes, seeds, *sizes, backends):
         if virtual and name == REFERENCE:
             continue
         micro_batch = matrix["virtual.micro_batch_size"]
@@ -288,9 +374,7 @@ def _cells(
             backend=name,
             accumulate=accumulate,
             world_size=world_size,
-            global_batch_size=micro_batch * accumulate * world_size
-            if virtual
-            else matrix["workload.global_batch_size"],
+            global_batch_size=micro_batch * accumulate * world_size if virtual else _batch(matrix, world_size),
             sequence_length=matrix["workload.sequence_length"],
             workload=matrix["workload.workload"],
             model=matrix["workload.model"],
@@ -306,6 +390,8 @@ def _cells(
             virtual=virtual,
             fake_tensors=virtual and matrix["virtual.fake_tensors"],
             shared_gpu=matrix["share_gpu"] and not virtual,
+            activation_checkpointing=checkpointing,
+            compiled=compiled,
         )
         cells.setdefault(cell)
     return list(cells)
@@ -371,6 +457,12 @@ def _check_sharing(matrix: Matrix, num_gpus: int) -> None:
         )
 
 
+def _batch(matrix: Matrix, world_size: int) -> int:
+    """Samples per optimizer step over all ranks of a real world."""
+    batch: int = matrix["workload.global_batch_size"]
+    return batch * world_size if matrix["workload.for_each_rank"] else batch
+
+
 def _learning_rates(matrix: Matrix) -> dict[str, float]:
     """The learning rate of each optimizer that is asked for."""
     optimizers = matrix["axes.optimizer"] or [matrix["training.optimizer"]]
@@ -391,9 +483,14 @@ def _learning_rates(matrix: Matrix) -> dict[str, float]:
 
 def _check_batch(matrix: Matrix, world_sizes: Sequence[int]) -> None:
     """Refuse a batch that does not divide by N x W, and name the nearest that do."""
-    batch = matrix["workload.global_batch_size"]
+    batch, of_rank = matrix["workload.global_batch_size"], matrix["workload.for_each_rank"]
     for accumulate, world_size in itertools.product(matrix["axes.accumulate"], world_sizes):
-        product = accumulate * world_size
+        product = accumulate * (1 if of_rank else world_size)
+        if of_rank and batch % product:
+            raise InputError(
+                f"{matrix.place('workload.global_batch_size')} is {batch} for each rank, which does not divide by N = "
+                f"{accumulate}; use a multiple of it"
+            )
         if batch % product:
             near = [product * n for n in (batch // product, batch // product + 1) if n]
             raise InputError(

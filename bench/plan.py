@@ -9,18 +9,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench import blocks, virtual
 from bench.backends.base import Backend
-from bench.cell import SGD, Cell, Device, Sharding, Sync
+from bench.cell import REFERENCE, SGD, Cell, Device, Precision, Sharding, Sync
 from bench.journal import JOURNAL
 from bench.probes.dispatch import CPU_WINDOWS
 from bench.probes.flops import peak_flops
+from bench.spec import extra_passes
 from bench.taps import SETTLED_WINDOWS
-from bench.workload.sizes import SIZES
+from bench.workload.sizes import SIZES, LlamaSize
 
 CPU_FLOPS_PER_CORE = 2e10
 """FLOP/s that one core is assumed to reach in fp32 training; for the estimate of time only."""
 GPU_EFFICIENCY = 0.35
 """Part of the datasheet peak that a GPU is assumed to reach; for the estimate of time only."""
+GPU_FP32_FLOPS = 3e13
+"""FLOP/s that a GPU is assumed to reach in fp32, without TF32: half of what an H100 has."""
+GPU_LAYER_S = 1e-3
+"""Least time of a layer's forward and backward in one micro-batch, which is that of launching some 150 kernels."""
+WATCHED_LAYER_S = {"collectives": 3e-3, "memory": 10e-3, "dispatch": 3e-3, "exposure": 3e-3}
+"""The same where each operator passes a dispatch mode, or the profiler, in Python."""
+GPU_TRIAL_S = 5.0
+"""Assumed fixed cost of a trial on a GPU: processes, CUDA, NCCL."""
+DRAWN_PER_S, COPIED_BYTES_PER_S = 1e8, 4e9
+"""Initial weights that one core draws, and bytes that it copies, per second."""
 LOOPBACK_BYTES_PER_S = 4e8
 """Rate at which gloo is assumed to reduce over loopback; for the estimate of time only."""
 FIXED_S = 1.5
@@ -40,15 +52,24 @@ class Estimate:
     """``measured`` in an earlier run of the same cell, or ``rough`` from the model's size."""
     memory_bytes: int | None
     """Of one rank at the peak; None if unknown."""
+    first_seconds: float | None = None
+    """Of the first trial, where the passes that run once are known to cost much; None if it is as the others."""
+
+    def total(self, repeats: int) -> float:
+        """Seconds of so many trials; 0 if unknown."""
+        seconds = self.seconds or 0.0
+        return seconds * repeats if self.first_seconds is None else self.first_seconds + seconds * (repeats - 1)
+
+
+def skip(cell: Cell, backend: type[Backend]) -> str:
+    """Why a cell cannot run here, in one line; empty if it can."""
+    return backend.missing(cell.device) or blocks.refusal(cell, backend) or blocks.missing(cell)
 
 
 def skipped(cells: Sequence[Cell], backends: Mapping[str, type[Backend]]) -> dict[str, str]:
-    """Why backends of these cells cannot run here, by name; those that can are not listed."""
-    reasons = {}
-    for name, device in {(cell.backend, cell.device) for cell in cells}:
-        if reason := backends[name].missing(device):
-            reasons[name] = reason
-    return reasons
+    """Why cells cannot run here, by id; those that can are not listed."""
+    reasons = {cell.cell_id: skip(cell, backends[cell.backend]) for cell in cells}
+    return {cell_id: reason for cell_id, reason in reasons.items() if reason}
 
 
 def earlier_walls(results: Path) -> dict[str, float]:
@@ -85,19 +106,36 @@ def estimate(
     if cell.virtual:
         flops //= cell.world_size  # of one rank, and nothing is sent
     if cell.device is Device.CUDA:
-        peak = peak_flops(device_name, cell.precision)
-        if peak is None:
-            return Estimate(None, "unknown", memory)
-        step = flops / (peak * GPU_EFFICIENCY * (1 if cell.virtual or cell.shared_gpu else cell.world_size))
-    else:
-        reductions = cell.accumulate if backend.sync is Sync.EAGER else 1
-        wire = 4 * parameters * (reductions + 2 * cell.accumulate * (backend.sharding is Sharding.PARAMS))
-        sent = 0 if cell.virtual or cell.world_size == 1 else wire
-        step = flops / (CPU_FLOPS_PER_CORE * cores) + sent / LOOPBACK_BYTES_PER_S
+        return _on_gpu(cell, size, flops, memory, device_name)
+    reductions = cell.accumulate if backend.sync is Sync.EAGER else 1
+    wire = 4 * parameters * (reductions + 2 * cell.accumulate * (backend.sharding is Sharding.PARAMS))
+    sent = 0 if cell.virtual or cell.world_size == 1 else wire
+    step = flops / (CPU_FLOPS_PER_CORE * cores) + sent / LOOPBACK_BYTES_PER_S
     extra = 1 + 2 * (SETTLED_WINDOWS + 1)  # update; collectives and memory; the accumulation pass has a tiny model
     extra += SETTLED_WINDOWS + CPU_WINDOWS + 1  # dispatch
     windows = cell.windows + extra / 3
     return Estimate(FIXED_S + windows * step, "rough", memory)
+
+
+def _on_gpu(cell: Cell, size: LlamaSize, flops: float, memory: int, device_name: str) -> Estimate:
+    """A trial on a GPU: processes, initial weights, and steps as long as computing or as launching takes."""
+    known = peak_flops(device_name, Precision.BF16)
+    peak = GPU_FP32_FLOPS if cell.precision is Precision.FP32 else known and known * GPU_EFFICIENCY
+    if known is None or peak is None:
+        return Estimate(None, "unknown", memory)
+    again = 4 / 3 if cell.activation_checkpointing or cell.backend == REFERENCE else 1  # the forward once more
+    step = again * flops / (peak * (1 if cell.virtual or cell.shared_gpu else cell.world_size))
+    layers = cell.accumulate * size.num_layers
+    step = max(step, layers * GPU_LAYER_S)
+    copy = 4 * size.num_parameters / COPIED_BYTES_PER_S
+    seconds = GPU_TRIAL_S + size.num_parameters / DRAWN_PER_S + copy + cell.windows * step
+    first = seconds
+    for name in virtual.passes(cell, extra_passes(cell)):
+        if name == "update":
+            first += step + 6 * copy  # model, gathered parameters, change, and both compared in fp64
+        elif name in WATCHED_LAYER_S:
+            first += copy + (SETTLED_WINDOWS + 1) * max(step, layers * WATCHED_LAYER_S[name])
+    return Estimate(seconds, "rough", memory, first)
 
 
 def state_bytes(

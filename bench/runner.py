@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from bench import disk, dumps, machine, virtual
+from bench import disk, dumps, machine, plan, virtual
 from bench.backends.base import Backend
 from bench.cell import REFERENCE, Cell, Device, Status
 from bench.errors import InputError
@@ -27,7 +27,6 @@ from bench.probes.telemetry import Telemetry, summarize
 from bench.record import check, merge_ranks, wrong
 from bench.schedule import Ended, Look, Schedule, Trial
 from bench.spec import CUDA_PASSES, EXTRA_PASSES, Spec, extra_passes
-from bench.virtual import refusal
 from bench.workload import sources
 from bench.workload.corpus import describe_file
 from bench.workload.sizes import SIZES
@@ -71,9 +70,19 @@ def describe(backends: Mapping[str, type[Backend]]) -> dict[str, dict[str, str]]
 
 
 def create(
-    folder: Path, matrix: Matrix, cells: Sequence[Cell], backends: Mapping[str, type[Backend]], *, cold: bool
+    folder: Path,
+    matrix: Matrix,
+    cells: Sequence[Cell],
+    backends: Mapping[str, type[Backend]],
+    *,
+    cold: bool,
+    most_repeats: Mapping[str, int] | None = None,
+    skipped: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Begin a run: make its folder and write its manifest. Raises InputError if the folder cannot hold it."""
+    """Begin a run: make its folder and write its manifest. Raises InputError if the folder cannot hold it.
+
+    By id of cells: ``most_repeats`` are the most trials of one, and ``skipped`` why one is not tried here.
+    """
     if (folder / MANIFEST).exists() or (folder / JOURNAL).exists():
         raise InputError(f"--out {folder}: holds a run already; name another folder, or go on with --resume {folder}")
     used = {cell.backend for cell in cells}
@@ -84,6 +93,8 @@ def create(
         "command": ["python", "-m", "bench", *sys.argv[1:]],
         "matrix": matrix.to_dict(),
         "cells": [cell.to_dict() for cell in cells],
+        "most_repeats": dict(most_repeats or {}),
+        "skipped": dict(skipped or {}),
         "backends": {name: about for name, about in describe(backends).items() if name in used},
         "baseline": baseline(matrix, backends),
         "cold": cold,
@@ -122,6 +133,11 @@ def cells_of(folder: Path, manifest: Mapping[str, Any]) -> list[Cell]:
     return cells
 
 
+def skipped_of(manifest: Mapping[str, Any]) -> dict[str, str]:
+    """Why cells of a run are not tried, by id."""
+    return {str(cell_id): str(reason) for cell_id, reason in dict(manifest.get("skipped") or {}).items()}
+
+
 def reopen(folder: Path, backends: Mapping[str, type[Backend]]) -> dict[str, Any]:
     """The manifest of a run to go on with. Raises InputError if this is not the machine and software it began on.
 
@@ -134,6 +150,7 @@ def reopen(folder: Path, backends: Mapping[str, type[Backend]]) -> dict[str, Any
         raise InputError(f"{folder / MANIFEST}: has no key '{lacking[0]}'; restore it")
     try:
         Schedule(manifest)
+        skipped_of(manifest)
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(
             f"{folder / MANIFEST}: its looks and repeats are not those of a run ({error}); restore the file"
@@ -210,6 +227,7 @@ class Runner:
         self._corpus = None if values["workload.corpus"] == "markov" else values["workload.corpus"]
         self._threads = int(values.get("threads", 0))
         self._budget_s = float(values.get("budget_s", 0.0)) or math.inf
+        self._skipped = skipped_of(manifest)
         self.schedule = Schedule(manifest)
         self._done: set[tuple[str, int]] = set()
         self._num_run = self._total = 0
@@ -313,7 +331,7 @@ class Runner:
         """
         cell = trial.cell
         backend = self._backends[cell.backend]
-        missing = backend.missing(cell.device) or refusal(cell, backend)
+        missing = self._skipped.get(cell.cell_id) or plan.skip(cell, backend)
         if missing:
             outcome = Outcome(status=Status.UNSUPPORTED, reason=missing, ranks=[], wall_s=0.0)
             return self._keep(self._record(trial, (), outcome))

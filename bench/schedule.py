@@ -103,6 +103,7 @@ class Schedule:
         self.repeats = int(values["repeats"])
         self.max_repeats = max(self.repeats, int(values.get("max_repeats", 0)))
         self.seed = int(values["training.seed"])
+        self._most = {str(cell_id): int(most) for cell_id, most in dict(manifest.get("most_repeats") or {}).items()}
         self.looks = [Look.from_dict(look) for look in manifest.get("looks") or ()]
         if self.known * len(self.cells) > MOST_TRIALS:
             raise InputError(
@@ -129,9 +130,12 @@ class Schedule:
         for look in self.looks:
             if look.repeats <= repeat:
                 chosen = set(look.open)
-        # Fake tensors have shapes, which are the same every time, and no times.
-        due = [cell for cell in self.cells if cell.cell_id in chosen and not (repeat and cell.fake_tensors)]
+        due = [cell for cell in self.cells if cell.cell_id in chosen and self._due(cell, repeat)]
         return block(due, repeat, self.seed)
+
+    def _due(self, cell: Cell, repeat: int) -> bool:
+        """Whether the cell is to have so many trials: fake tensors have shapes, the same every time, and no times."""
+        return repeat < self._most.get(cell.cell_id, math.inf) and not (repeat and cell.fake_tensors)
 
     def trials(self) -> Iterator[Trial]:
         """The trials of all known blocks."""

@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import ClassVar
 
-from bench.cell import Cell, Device
+from bench.cell import REFERENCE, Cell, Device
 
 EXTRA_PASSES = ("update", "collectives", "memory", "accumulation", "dispatch")
 """Passes that run once per cell; their answers do not vary from repeat to repeat."""
@@ -16,9 +16,17 @@ CUDA_PASSES = ("exposure",)
 
 
 def extra_passes(cell: Cell) -> tuple[str, ...]:
-    """The passes that a cell has beside the time pass."""
-    over_nccl = cell.device is Device.CUDA and not cell.virtual and not cell.shared_gpu
-    return (*EXTRA_PASSES, *(CUDA_PASSES if over_nccl else ()))
+    """The passes that a cell has beside the time pass.
+
+    What is compiled runs by itself, out of sight of the memory and dispatch passes. Of the reference only the update is
+    asked for on CUDA, where it may take longer than all else.
+    """
+    on_cuda = cell.device is Device.CUDA and not cell.virtual
+    over_nccl = on_cuda and not cell.shared_gpu
+    if on_cuda and cell.backend == REFERENCE:
+        return ("update",)
+    asked = (*EXTRA_PASSES, *(CUDA_PASSES if over_nccl else ()))
+    return tuple(name for name in asked if not (cell.compiled and name in ("memory", "dispatch")))
 
 
 @dataclass(kw_only=True)

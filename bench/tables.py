@@ -44,6 +44,8 @@ TRIAL_COLUMNS: dict[str, str] = {
     "optimizer": "string",
     "learning_rate": "Float64",
     "clip_norm": "Float64",
+    "activation_checkpointing": "boolean",
+    "compiled": "boolean",
     "seed": "Int64",
     "device": "string",
     "device_name": "string",
@@ -204,7 +206,8 @@ def _trial_row(record: dict[str, Any], manifest: dict[str, Any], once: dict[tupl
         )
     }
     row["run_id"] = manifest["run_id"]
-    row |= {"clip_norm": cell.clip_norm, "twin": cell.twin}  # older records have none
+    # Older records have none of these.
+    row |= {name: getattr(cell, name) for name in ("clip_norm", "twin", "activation_checkpointing", "compiled")}
     row["virtual_world_size"] = cell.world_size if cell.virtual else None
     row["micro_batch_size"] = cell.micro_batch_size
     row |= {"fake_tensors": cell.fake_tensors, "shared_gpu": cell.shared_gpu}

@@ -17,6 +17,7 @@ Instruments change what they measure, so each has a pass of its own, on a fresh 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 import math
@@ -26,15 +27,16 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench import heartbeat, rank
+from bench import blocks, heartbeat, rank
 from bench.backends.base import Backend, Job, registry
-from bench.cell import SGD, Status
+from bench.cell import REFERENCE, SGD, Cell, Status
 from bench.errors import UnsupportedError
 from bench.spec import Spec
 from bench.taps import SETTLED_WINDOWS, Kind, SettledWindow, Taps, updates
-from bench.virtual import refusal, tensors
+from bench.virtual import tensors
 from bench.workload import load
 from bench.workload.loader import Loader
+from bench.workload.slices import sliced
 
 if TYPE_CHECKING:
     import torch
@@ -68,15 +70,21 @@ class Trial:
     def __init__(self, spec: Spec, rank: int, device: torch.device, backend: type[Backend]) -> None:
         self.spec, self.cell, self.rank, self.device = spec, spec.cell, rank, device
         self.backend = backend
-        if reason := refusal(spec.cell, backend):
+        if reason := blocks.refusal(spec.cell, backend):
             raise UnsupportedError(reason)
         self.workload = load(spec.cell, Path(spec.corpus) if spec.corpus else None)
         self._tensors = tensors(spec.cell, device, backend.requires)
         model = self._tensors.model(self.workload.model)
         self._unused_model: nn.Module | None = model
+        # The weights of 1 G parameters take longer to be drawn than to be trained with.
+        keeps = device.type == "cuda" and self.cell.workload == "llama" and not self.cell.fake_tensors
+        self._initial = model if keeps else None
         self.num_parameters = sum(p.numel() for p in model.parameters())
-        blocks = self.workload.blocks(model)
-        self.block_parameters = max((sum(p.numel() for p in block.parameters()) for block in blocks), default=0)
+        sizes = [sum(p.numel() for p in block.parameters()) for block in self.workload.blocks(model)]
+        self.block_parameters = max(sizes, default=0)
+        self._loss: Callable[[nn.Module, Tensor], Tensor] = self.workload.loss
+        if self.cell.backend == REFERENCE:
+            self._loss = sliced(self._loss, self.cell.global_batch_size, self.workload.tokens_per_sample)
         # Samples per update of the ranks that exist: all, or the one of a virtual world.
         self._batch_size = self.cell.accumulate * self.cell.micro_batch_size * spec.world_size
         # The tokens of all windows lie ready on the device, so that no pass times their making or copying.
@@ -156,6 +164,8 @@ class Trial:
             global_batch_size=self._batch_size,
         )
         make_optimizer = optimizer or self._optimizer
+        # Dynamo passes over what runs in a dispatch mode; what is sent does not depend on it.
+        compiled = cell.compiled and instrument is None
         backend = self.backend()
         if watch:
             watch(backend)
@@ -168,10 +178,10 @@ class Trial:
             accumulate=cell.accumulate,
             num_parameters=self.num_parameters,
             block_parameters=self.block_parameters,
-            build=self._build,
+            build=lambda: self._build(dataclasses.replace(cell, compiled=compiled)),
             blocks=self.workload.blocks,
             loader=taps.loader(loader),
-            loss=taps.loss(self.workload.loss),
+            loss=taps.loss(self._loss),
             optimizer=lambda parameters: taps.optimizer(make_optimizer(parameters)),
             autocast=lambda: (
                 torch.autocast(self.device.type, torch.bfloat16) if str(cell.precision) == "bf16" else nullcontext()
@@ -193,10 +203,15 @@ class Trial:
         times = -(-windows * self._batch_size // len(self.data))
         return self.data if times == 1 else self.data.repeat(times, *[1] * (self.data.dim() - 1))
 
-    def _build(self) -> nn.Module:
-        """A new model; the one that was made to count its parameters serves once."""
-        model, self._unused_model = self._unused_model or self._tensors.model(self.workload.model), None
-        return self._tensors.place(model)
+    def _build(self, cell: Cell) -> nn.Module:
+        """A new model, its blocks as the cell asks; the one that was made to count its parameters serves once."""
+        if self._initial is not None:
+            model = copy.deepcopy(self._initial)
+        else:
+            model, self._unused_model = self._unused_model or self._tensors.model(self.workload.model), None
+        model = self._tensors.place(model)
+        blocks.prepare(self.workload.blocks(model), cell)
+        return model
 
     def _optimizer(self, parameters: Iterable[Parameter]) -> Optimizer:
         import torch
@@ -287,7 +302,8 @@ class Trial:
         after = {name: p.detach().float().cpu() for name, p in backend.full_parameters().items()}
         if self.rank != 0:
             return None
-        before = {name: p.detach() for name, p in self.workload.model().named_parameters()}
+        model = self.workload.model() if self._initial is None else self._initial
+        before = {name: p.detach() for name, p in model.named_parameters()}
         if missing := before.keys() ^ after.keys():
             raise RuntimeError(
                 f"full_parameters() of {self.cell.backend} and the model differ in {sorted(missing)[:3]}"

@@ -128,3 +128,29 @@ def test_two_contexts_are_told_apart(tmp_path: Path) -> None:
     run = load(write_run(tmp_path / "two", FACTORS, accumulate=(2,), precision=("fp32", "bf16")))
     said = answer(run, standings(run), by_cell(run.tables))
     assert any("at N=2 W=2 fp32" in line or "at N=2 W=2 bf16" in line for line in said)
+
+
+def test_one_process_is_said_beside_the_speed(tmp_path: Path) -> None:
+    words = "One process: no bytes move between ranks, so times show host overhead and memory policy"
+    for world_size, expected in (((1,), 1), ((1, 2), 0), ((2,), 0)):
+        folder = write_run(tmp_path / f"run-{world_size[-1]}-{len(world_size)}", FACTORS, world_size=world_size)
+        one = load(folder)
+        lines = answer(one, standings(one), by_cell(one.tables))
+        assert sum(line.startswith(words) for line in lines) == expected
+
+
+def test_a_world_that_is_there_comes_before_one_that_is_pretended(run: Run, standing: Standing) -> None:
+    rows = headline(standing)
+    larger = [
+        dataclasses.replace(
+            row,
+            pair=dataclasses.replace(
+                row.pair,
+                a=dataclasses.replace(row.pair.a, virtual=True, world_size=64),
+                b=dataclasses.replace(row.pair.b, virtual=True, world_size=64),
+            ),
+        )
+        for row in rows
+    ]
+    found = headline(dataclasses.replace(standing, rows=[*larger, *standing.rows]))
+    assert not any(row.pair.a.virtual for row in found)

@@ -43,6 +43,8 @@ CELLS = st.builds(
     virtual=st.booleans(),
     fake_tensors=st.booleans(),
     shared_gpu=st.booleans(),
+    activation_checkpointing=st.booleans(),
+    compiled=st.booleans(),
 )
 OTHERS = {
     "backend": "fsdp2-eager",
@@ -66,6 +68,8 @@ OTHERS = {
     "virtual": True,
     "fake_tensors": True,
     "shared_gpu": True,
+    "activation_checkpointing": True,
+    "compiled": True,
 }
 COMMITTED = Path(__file__).parent.parent / "results" / "cpu-reference" / "trials.jsonl"
 
@@ -165,7 +169,17 @@ def test_reference_is_one_process_with_the_whole_batch_in_fp32() -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_cells_share_a_reference_only_if_they_train_the_same(name: str) -> None:
     shares = make_cell(**{name: OTHERS[name]}).reference() == make_cell().reference()
-    assert shares == (name in ("backend", "accumulate", "world_size", "precision", "twin", "shared_gpu"))
+    alike = (
+        "backend",
+        "accumulate",
+        "world_size",
+        "precision",
+        "twin",
+        "shared_gpu",
+        "activation_checkpointing",
+        "compiled",
+    )
+    assert shares == (name in alike)
 
 
 def test_what_follows_from_the_fields() -> None:
@@ -173,3 +187,5 @@ def test_what_follows_from_the_fields() -> None:
     assert cell.micro_batch_size == 4
     assert cell.windows == 5
     assert cell.label == "ddp-deferred N=3 W=4 bf16"
+    both = make_cell(activation_checkpointing=True, compiled=True, twin="again")
+    assert both.label == "ddp-deferred N=4 W=2 fp32 checkpointed compiled (A/A again)"

@@ -276,6 +276,7 @@ def test_only_cells_on_cuda_with_real_ranks_have_the_pass() -> None:
     cuda = make_cell(device=Device.CUDA)
     assert extra_passes(make_cell()) == EXTRA_PASSES
     assert extra_passes(cuda) == (*EXTRA_PASSES, "exposure")
+    assert extra_passes(cuda.reference()) == ("update",), "the reference is there to be compared with"
     pretended = make_cell(device=Device.CUDA, virtual=True)
     assert "exposure" not in virtual.passes(pretended, extra_passes(pretended))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import hashlib
 import itertools
 import json
 import re
@@ -71,6 +72,7 @@ def test_every_key_can_be_given() -> None:
         "workload.corpus": "text.txt",
         "workload.sequence_length": 7,
         "workload.global_batch_size": 24,
+        "workload.for_each_rank": True,
         "training.learning_rate": 0.5,
         "training.warmup_windows": 1,
         "training.timed_windows": 1,
@@ -82,6 +84,9 @@ def test_every_key_can_be_given() -> None:
         "axes.optimizer": ["sgd", "adamw-fused"],
         "axes.clip_norm": [0, 0.5],
         "axes.seed": [1, 2],
+        "axes.activation_checkpointing": [True, False],
+        "axes.compiled": [True],
+        "groups": [{"repeats": 1}],
         "virtual.world_size": [8, 64],
         "virtual.micro_batch_size": 2,
         "virtual.fake_tensors": True,
@@ -142,6 +147,14 @@ WRONG = [
     ("axes.clip_norm", [False], "a list of positive numbers, or 0 for no clipping"),
     ("axes.clip_norm", [float("nan")], "a list of positive numbers, or 0 for no clipping"),
     ("axes.clip_norm", [float("inf")], "a list of positive numbers, or 0 for no clipping"),
+    ("axes.activation_checkpointing", True, "a list of true and false"),
+    ("axes.activation_checkpointing", [], "a list of true and false"),
+    ("axes.compiled", [1], "a list of true and false"),
+    ("workload.for_each_rank", 1, "true or false"),
+    ("groups", {}, "a list of tables, [[groups]]"),
+    ("groups", [], "a list of tables, [[groups]]"),
+    ("groups", [{}], "a list of tables, [[groups]]"),
+    ("groups", [1], "a list of tables, [[groups]]"),
 ]
 
 
@@ -518,3 +531,145 @@ def test_a_backend_that_cannot_be_virtual_is_refused() -> None:
     backends["made"].not_virtual = "it phones home"
     with pytest.raises(InputError, match=r"virtual.world_size: made cannot be in a virtual world: it phones home"):
         matrix.expand(make_matrix({"virtual.world_size": [8]}, backend=["made"]), backends, 0)
+
+
+def grouped(*groups: dict[str, Any], **axes: Any) -> matrix.Matrix:
+    return parse(make_document(**axes) | {"groups": list(groups)})
+
+
+def test_groups_are_cells_of_their_own_after_those_of_the_matrix() -> None:
+    larger = {"workload": {"model": "135m", "global_batch_size": 8}, "axes": {"accumulate": [4]}}
+    made = grouped(larger, {"repeats": 2, "axes": {"backend": ["fsdp2-eager"]}}, backend=["ddp-eager"], accumulate=[2])
+    cells = matrix.expand(made, BACKENDS, 0)
+    assert [(cell.backend, cell.model, cell.accumulate, cell.global_batch_size) for cell in cells] == [
+        (REFERENCE, "tiny", 1, 16),
+        (REFERENCE, "135m", 1, 8),
+        ("ddp-eager", "tiny", 2, 16),
+        ("ddp-eager", "135m", 4, 8),
+        ("fsdp2-eager", "tiny", 2, 16),
+        ("ddp-eager", "tiny", 2, 16),
+    ]
+    assert cells[-1].twin and not any(cell.twin for cell in cells[:-1]), (
+        "one A/A pair, of what stands before the groups"
+    )
+    assert matrix.most_repeats(made, BACKENDS, 0) == {cells[4].cell_id: 2}
+    assert json.loads(json.dumps(made.to_dict()))["values"]["groups"][1] == {
+        "repeats": 2,
+        "axes.backend": ["fsdp2-eager"],
+    }
+
+
+def test_cells_of_several_groups_are_there_once_and_have_the_most_repeats_of_any() -> None:
+    again, more = {"repeats": 1, "axes": {"accumulate": [1, 2]}}, {"repeats": 3, "axes": {"accumulate": [2, 4]}}
+    made = grouped(again, more, backend=["ddp-eager"], accumulate=[1])
+    cells = [cell for cell in matrix.expand(made, BACKENDS, 0) if cell.backend != REFERENCE and not cell.twin]
+    assert [cell.accumulate for cell in cells] == [1, 2, 4]
+    assert matrix.most_repeats(made, BACKENDS, 0) == {cells[1].cell_id: 3, cells[2].cell_id: 3}
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "digest"),
+    [
+        ("cpu", "caf94305f5bd", "58d64de7434a"),
+        ("curves", None, "6db8ff3f8ac4"),
+    ],
+)
+def test_a_matrix_without_groups_has_the_cells_it_had(name: str, first: str | None, digest: str) -> None:
+    """Ids are for ever: these are from before there were groups, and axes of what is done to blocks."""
+    loaded = matrix.load(name)
+    ids = [cell.cell_id for cell in matrix.expand(loaded, BACKENDS, 0)]
+    assert hashlib.sha256(" ".join(ids).encode()).hexdigest()[:12] == digest
+    assert first in (None, ids[0])
+    assert matrix.most_repeats(loaded, BACKENDS, 0) == {}
+
+
+@pytest.mark.parametrize(
+    ("group", "words"),
+    [
+        ({"repeats": 0}, "repeats of group 2 is 0; it must be an integer of at least 1"),
+        ({"budget_s": 3}, "budget_s of group 2 cannot be set there; it is one for the whole matrix"),
+        ({"workload": {"corpus": "a.txt"}}, "workload.corpus of group 2 cannot be set there; it is one for the whole"),
+        ({"training": {"seed": 1}}, "training.seed of group 2 cannot be set there; it is one for the whole"),
+        ({"workload": {"modle": "1b"}}, "workload.modle of group 2 cannot be set there; did you mean workload.model?"),
+        ({"axes": {"accumulate": [0]}}, "axes.accumulate of group 2 is [0]; it must be a list of integers"),
+        ({"axes": 3}, "in group 2, axes must be a table, [axes]"),
+        ({"groups": [{"repeats": 1}]}, "groups of group 2 cannot be set there; it is one for the whole"),
+        ({"xyzzy": 1}, "xyzzy of group 2 cannot be set there; use one of repeats, workload.workload"),
+    ],
+)
+def test_what_is_wrong_in_a_group_is_named(group: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError) as caught:
+        grouped({"repeats": 1}, group)
+    assert str(caught.value).startswith(f"mine.toml: {words}")
+
+
+@pytest.mark.parametrize(
+    ("group", "words"),
+    [
+        ({"workload": {"model": "xyz"}}, "mine.toml: workload.model of group 1: 'xyz' is unknown"),
+        ({"axes": {"backend": ["xyz"]}}, "mine.toml: axes.backend of group 1: 'xyz' is unknown"),
+        ({"workload": {"global_batch_size": 3}}, "mine.toml: workload.global_batch_size of group 1 is 3, which does"),
+    ],
+)
+def test_what_cannot_be_in_a_group_is_named(group: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=f"^{re.escape(words)}"):
+        matrix.expand(grouped(group), BACKENDS, 0)
+
+
+def test_an_option_leaves_out_the_groups_that_say_otherwise() -> None:
+    made = grouped({"workload": {"model": "135m"}}, {"axes": {"accumulate": [4]}}, backend=["ddp-eager"])
+    after = made.override("workload.model", "micro", "--model")
+    cells = [cell for cell in matrix.expand(after, BACKENDS, 0) if cell.backend != REFERENCE and not cell.twin]
+    assert [(cell.model, cell.accumulate) for cell in cells] == [("micro", 1), ("micro", 2), ("micro", 4)]
+    assert len(made["groups"]) == 2, "the matrix itself stays as it was"
+
+
+def test_the_batch_may_grow_with_the_ranks() -> None:
+    made = make_matrix({"workload.for_each_rank": True}, backend=["ddp-eager"], accumulate=[4], world_size=[1, 2])
+    cells = [cell for cell in matrix.expand(made, BACKENDS, 0) if not cell.twin]
+    sizes = [(cell.backend, cell.world_size, cell.global_batch_size, cell.micro_batch_size) for cell in cells]
+    assert sizes == [
+        (REFERENCE, 1, 16, 16),
+        (REFERENCE, 1, 32, 32),
+        ("ddp-eager", 1, 16, 4),
+        ("ddp-eager", 2, 32, 4),
+    ]
+    with pytest.raises(InputError, match="is 16 for each rank, which does not divide by N = 3; use a multiple of it"):
+        matrix.expand(make_matrix({"workload.for_each_rank": True}, accumulate=[3]), BACKENDS, 0)
+
+
+def test_checkpointing_and_compiling_are_axes_with_one_reference() -> None:
+    made = make_matrix(
+        {"axes.activation_checkpointing": [False, True], "axes.compiled": [False, True]},
+        backend=["ddp-eager"],
+        accumulate=[2],
+    )
+    cells = matrix.expand(made, BACKENDS, 0)
+    found = [(cell.activation_checkpointing, cell.compiled) for cell in cells if cell.backend != REFERENCE]
+    assert found[:-1] == list(itertools.product((False, True), repeat=2))
+    assert len([cell for cell in cells if cell.backend == REFERENCE]) == 1
+    plain = matrix.expand(make_matrix(backend=["ddp-eager"], accumulate=[2]), BACKENDS, 0)
+    assert [cell.cell_id for cell in cells[:2]] == [cell.cell_id for cell in plain[:2]], "off is as it was"
+
+
+@pytest.mark.parametrize("num_gpus", [1, 2, 4, 8])
+def test_the_gpu_matrix_divides_on_every_number_of_gpus(num_gpus: int) -> None:
+    made = matrix.load("gpu")
+    cells = matrix.expand(made, BACKENDS, num_gpus)
+    main = [cell for cell in cells if cell.model == "135m" and cell.backend == "fsdp2-deferred" and not cell.virtual]
+    assert {cell.accumulate for cell in main} == {1, 2, 4, 8, 16, 32}
+    assert {cell.global_batch_size for cell in main} == {32 * num_gpus}, "the effective batch is one"
+    assert {cell.micro_batch_size for cell in main} == {1, 2, 4, 8, 16, 32}
+    assert {cell.world_size for cell in main} == {num_gpus}
+    assert {cell.model for cell in cells} == {"135m", "1b", "3b", "8b"}
+    assert {cell.world_size for cell in cells if cell.virtual} == {8, 64}
+    assert {(str(cell.precision), cell.optimizer) for cell in cells if cell.backend != REFERENCE} == {
+        ("bf16", "adamw-fused")
+    }
+    assert {cell.sequence_length for cell in cells} == {2048}
+    assert not any(cell.activation_checkpointing or cell.compiled for cell in cells), "off unless asked for"
+    once = matrix.most_repeats(made, BACKENDS, num_gpus)
+    assert {once[cell.cell_id] for cell in cells if cell.backend == REFERENCE or cell.virtual} == {1}
+    assert {
+        cell.cell_id for cell in cells if cell.accumulate == 8 and cell.model == "135m" and not cell.virtual
+    }.isdisjoint(once)

@@ -12,7 +12,7 @@ import pytest
 from bench import plan
 from bench.backends.base import registry
 from bench.backends.plain import DDPEager
-from bench.cell import Cell, Device, Sharding, Sync
+from bench.cell import Cell, Device, Precision, Sharding, Sync
 from bench.workload.sizes import SIZES
 from tests.factories import make_backend, make_cell, make_failure, make_record
 
@@ -112,10 +112,47 @@ def test_earlier_walls_lose_no_more_than_a_guess_to_a_damaged_journal(tmp_path: 
     assert plan.earlier_walls(tmp_path) == {make_cell().cell_id: 2.0}
 
 
-def test_skipped_names_the_reason_by_backend() -> None:
+def test_skipped_names_the_reason_by_cell() -> None:
     cells = [make_cell(backend=name, accumulate=n) for name in ("fine", "lacks") for n in (1, 2)]
     backends = {"fine": make_backend("fine"), "lacks": make_backend("lacks", "needs x: pip install x")}
-    assert plan.skipped(cells, backends) == {"lacks": "needs x: pip install x"}
+    assert plan.skipped(cells, backends) == {cell.cell_id: "needs x: pip install x" for cell in cells[2:]}
+    backends["fine"].not_checkpointed = "it has no blocks"
+    checkpointed = make_cell(backend="fine", activation_checkpointing=True)
+    assert plan.skipped([cells[0], checkpointed], backends) == {
+        checkpointed.cell_id: "fine cannot run with activation checkpointing: it has no blocks"
+    }
+
+
+def on_gpu(**changes: Any) -> plan.Estimate:
+    """Of a cell of the 135m model on one H100."""
+    values: dict[str, Any] = {"model": "135m", "device": Device.CUDA, "precision": Precision.BF16, "world_size": 1}
+    values |= {"sequence_length": 2048, "global_batch_size": 32} | changes
+    return estimate(make_cell(**values), device_name="NVIDIA H100 80GB HBM3")
+
+
+def test_the_estimate_on_a_gpu_by_hand() -> None:
+    """Few launches: 32 x 2048 tokens at 35 % of 989 TFLOP/s. Many: a millisecond per layer and micro-batch."""
+    windows = make_cell().windows
+    start = 5.0 + SIZES["135m"].num_parameters / 1e8 + 4 * SIZES["135m"].num_parameters / 4e9
+    computing = 32 * 2048 * SIZES["135m"].flops_per_token(2048) / (0.35 * 989e12)
+    assert on_gpu(accumulate=1).seconds == pytest.approx(start + windows * computing)
+    assert on_gpu(accumulate=32).seconds == pytest.approx(start + windows * 32 * 30e-3)
+    first = on_gpu(accumulate=32)
+    assert first.first_seconds is not None and first.seconds is not None
+    assert first.first_seconds > first.seconds + 3 * 32 * 30 * 10e-3, "the memory pass watches every operator"
+    assert first.total(3) == pytest.approx(first.first_seconds + 2 * first.seconds)
+
+
+def test_estimates_on_a_gpu_move_as_they_should() -> None:
+    def seconds(**changes: Any) -> float:
+        found = on_gpu(**changes).seconds
+        assert found is not None
+        return found
+
+    assert seconds(activation_checkpointing=True, accumulate=1) > seconds(accumulate=1)
+    assert seconds(precision=Precision.FP32, accumulate=1) > 3 * (seconds(accumulate=1) - 7)
+    assert seconds(virtual=True, world_size=8, global_batch_size=256) == pytest.approx(seconds())
+    assert on_gpu(backend="reference", accumulate=1, precision=Precision.FP32).first_seconds is not None
 
 
 def test_missing_packages_are_named_with_the_remedy() -> None:

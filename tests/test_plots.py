@@ -504,6 +504,33 @@ def test_one_gpu_is_said_in_every_title() -> None:
             assert ("NVIDIA H200" in drawing.words.footer) is expected
 
 
+def test_one_process_is_said_in_every_title_of_the_cpu() -> None:
+    for drawing in plots.figures(run(BACKENDS[:3], [2, 4], worlds=(1,)), manifest(BACKENDS[:3])):
+        assert panels.ONE_PROCESS in drawing.words.title and panels.ONE_GPU not in drawing.words.title
+
+
+def test_worlds_that_are_pretended_on_one_gpu_do_not_make_it_several() -> None:
+    tables = run(BACKENDS[:3], [2, 4], worlds=(1, 8), device="cuda")
+    tables.trials.loc[tables.trials["world_size"] == 8, "virtual_world_size"] = 8
+    for drawing in plots.figures(tables, manifest(BACKENDS[:3])):
+        assert panels.ONE_GPU in drawing.words.title
+    tables.trials["virtual_world_size"] = 8
+    for drawing in plots.figures(tables, manifest(BACKENDS[:3])):
+        assert panels.NOT_COMMUNICATION not in drawing.words.title, "their counts are what they would send"
+
+
+def test_what_is_done_to_blocks_has_panels_of_its_own() -> None:
+    tables = run(BACKENDS[:3], [2, 4])
+    half = tables.trials["repeat"] == 1
+    tables.trials["activation_checkpointing"] = half
+    tables.trials["compiled"] = False
+    tables.trials.loc[half, "cell_id"] += "-checkpointed"
+    (drawing,) = (drawing for drawing in plots.figures(tables, manifest(BACKENDS[:3])) if drawing.stem == "step_time")
+    assert set(titles(drawing)) == {"activations kept", "activations checkpointed"}
+    assert "activations kept and activations checkpointed" in drawing.words.subtitle
+    assert "compiled" not in drawing.words.subtitle
+
+
 def test_the_label_of_memory_names_its_source_and_unit() -> None:
     for name, source in (("gpu", "CUDA allocator, allocated"), ("realistic", "tracked tensors")):
         label = figures(name)[1].figure.axes[0].get_ylabel()

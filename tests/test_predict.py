@@ -364,3 +364,38 @@ def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     page = (tmp_path / "new" / "predict.md").read_text()
     assert "| fsdp2-deferred |" in page and "ESTIMATED" in page
     assert "fsdp2-deferred" in (tmp_path / "new" / "predict.csv").read_text()
+
+
+def test_activation_checkpointing_needs_less_memory_and_sends_the_same() -> None:
+    for backend in ("ddp-deferred", "fsdp2-eager", "fsdp2-deferred", "deepspeed-zero2-eager"):
+        kept, less = one(backend, micro_batch=4), one(backend, micro_batch=4, activation_checkpointing=True)
+        assert less.memory(16).peak < kept.memory(16).peak
+        assert less.memory(16).parts["optimizer_state"] == kept.memory(16).parts["optimizer_state"]
+        assert less.traffic(16) == kept.traffic(16)
+
+
+def test_the_activations_of_checkpointed_blocks_by_hand() -> None:
+    """Of each block its input in bf16, and what is outside of blocks: cos and sin, and the last norm's tensors."""
+    found = one("fsdp2-eager", activation_checkpointing=True).memory(16)
+    size, tokens = SIZES["8b"], 8192
+    assert found.moment == "loss", "of a vocabulary of 128,256 tokens"
+    blocks = 2 * size.hidden_size * tokens * size.num_layers
+    last_norm = (4 + 2 + 2) * size.hidden_size * tokens + 4 * tokens
+    angles, targets = 2 * 2 * size.head_size * tokens, 8 * tokens
+    assert found.parts["activations"] == blocks + last_norm + angles + targets
+
+
+def test_zero_3_with_activation_checkpointing_is_not_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert one("deepspeed-zero3-eager", activation_checkpointing=True).refusal.startswith("not predicted: ")
+    assert main(["predict", "--model", "8b", *ASKED, "--activation-checkpointing"]) == GOOD
+    out, _ = capsys.readouterr()
+    (line,) = (line for line in out.splitlines() if line.startswith("deepspeed-zero3-eager"))
+    assert "refused" not in line and "not predicted: in which order ZeRO-3 gathers" in line
+    assert ", activation checkpointing; W = 64" in out and "it is recomputed" in out and "nothing recomputed" not in out
+
+
+def test_given_activations_are_those_without_checkpointing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", "--model", "8b", *ASKED, "--activation-checkpointing", "--activations", "9GiB"]) == WRONG
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert "--activations: are what is kept without --activation-checkpointing" in err

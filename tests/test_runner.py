@@ -720,3 +720,35 @@ def test_fork_servers_are_renewed_between_pairs_of_blocks_but_not_all_the_time(
 
     monkeypatch.setattr(runner.time, "monotonic", lambda: now)
     assert Run(tmp_path / "run", repeats=6).go(script).renewed == renewals, "a pair of blocks is 14 trials"
+
+
+def test_cells_that_are_skipped_are_rows_and_are_not_tried(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    cell = next(cell for cell in run.cells if cell.backend == "b1")
+    manifest = read_manifest(run.folder) | {"skipped": {cell.cell_id: "1b needs 9 GiB by prediction, the GPU has 8"}}
+    write_manifest(run.folder, manifest)
+    launcher = run.go()
+    assert not passes_of(launcher, "b1") and passes_of(launcher, "b0")
+    assert run.statuses("b1") == ["unsupported"] * 3
+    reasons = {record["reason"] for record in run.records if record["cell"]["backend"] == "b1"}
+    assert reasons == {"1b needs 9 GiB by prediction, the GPU has 8"}
+
+
+def test_cells_have_no_more_trials_than_they_may(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    ids = {cell.backend: cell.cell_id for cell in run.cells}
+    write_manifest(
+        run.folder, read_manifest(run.folder) | {"most_repeats": {ids["b1"]: 1, ids[REFERENCE]: 1, ids["b2"]: 9}}
+    )
+    launcher = run.go()
+    counts = {name: len(passes_of(launcher, name)) for name in (REFERENCE, "b0", "b1", "b2")}
+    assert counts == {REFERENCE: 1, "b0": 3, "b1": 1, "b2": 3}
+
+
+def test_what_the_run_was_told_of_its_cells_is_stored(tmp_path: Path) -> None:
+    made = make_matrix(backend=["b0"], accumulate=[2])
+    cells = expand(made, BACKENDS, 0)
+    told = {cells[0].cell_id: 1}
+    runner.create(tmp_path / "run", made, cells, BACKENDS, cold=False, most_repeats=told, skipped={"x": "too large"})
+    manifest = read_manifest(tmp_path / "run")
+    assert (manifest["most_repeats"], manifest["skipped"]) == (told, {"x": "too large"})

@@ -89,6 +89,8 @@ def test_a_sound_trial_by_hand() -> None:
         "optimizer": "adamw-foreach",
         "learning_rate": 1e-3,
         "clip_norm": 0.0,
+        "activation_checkpointing": False,
+        "compiled": False,
         "seed": 0,
         "device": "cpu",
         "device_name": "cpu",

@@ -133,7 +133,8 @@ def look(records: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any], repe
 
     Cells that are equal but for the backend are one group, which stays open as a whole until the intervals of all its
     ratios to the baseline are narrow enough (``verdicts.next_precision``); the A/A pair's counts in its own group.
-    What cannot be compared, or has failed trials, is not waited for and gets no more trials.
+    What cannot be compared, or has failed trials, is not waited for and gets no more trials; nor does a cell that has
+    as many as it may have (``most_repeats`` of the manifest).
     """
     run = run_of(records, manifest)
     precision = float(manifest["matrix"]["values"]["precision"])
@@ -142,6 +143,8 @@ def look(records: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any], repe
     pairs = pairs_with_baseline(run)
     if floor is not None and noise is not None:
         pairs.append(Pair(a=floor.cell, b=floor.twin, name="A/A"))
+    most: Mapping[str, int] = manifest.get("most_repeats") or {}
+    done = {cell_id for cell_id, repeats_at_most in most.items() if repeats_at_most <= repeats}
     groups: dict[str, list[Row]] = {}
     for row in judge_pairs(run, run, pairs, floor=noise):
         groups.setdefault(row.pair.a.cell_id, []).append(row)
@@ -152,7 +155,8 @@ def look(records: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any], repe
     for base, rows in groups.items():
         own = floor is not None and floor.cell.cell_id == base
         alive = [row for row in rows if row.judgement.comparison.blocked is None]
-        if not alive or base not in was_open:
+        alive = [row for row in alive if row.pair.b.cell_id not in done]
+        if not alive or base not in was_open - done:
             continue
         widest = max(widest, *(row.time.width for row in alive if row.time is not None))
         asked = [

@@ -50,6 +50,8 @@ _SHARED: dict[str, tuple[str, str]] = {
     "precision": ("", "dtype of forward and backward"),
     "optimizer": ("", "of the time pass"),
     "clip_norm": ("L2 norm", "largest that a gradient may have; 0 for no clipping"),
+    "activation_checkpointing": ("", "whether blocks keep their input alone, and compute again in the backward"),
+    "compiled": ("", "whether blocks are compiled by torch.compile"),
     "device": ("", "cpu or cuda"),
     "status": ("", "ok, or how it ended: oom, timeout, hang, crashed, unsupported, invalid, interrupted"),
     "reason": ("", "why the status is not ok"),
@@ -158,6 +160,8 @@ _CELLS: dict[str, tuple[str, str, str]] = {
             "precision",
             "optimizer",
             "clip_norm",
+            "activation_checkpointing",
+            "compiled",
             "device",
         )
     },

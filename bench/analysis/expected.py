@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from bench.analysis.footprint import footprint
+from bench.analysis.footprint import declined, footprint
 from bench.analysis.formulas import BUILT_IN, expect, layout_of
 from bench.cell import LATER, REFERENCE, Cell, Status
 from bench.probes.categories import HELD, PEAK, Category
@@ -145,7 +145,8 @@ def _peak(key: tuple[str, int], memory: pd.DataFrame, cell: Cell, held: Mapping[
     sizes = dict(zip(own["category"], own["bytes"], strict=True))
     layout = layout_of(cell)
     total, other = f"{TRACKED}_{PEAK}", f"{TRACKED}_{PEAK}_{Category.OTHER}"
-    if layout is None or cell.backend == REFERENCE or PEAK in sizes or not sizes.keys() >= {total, other}:
+    known = layout is not None and cell.backend != REFERENCE and not declined(cell, BUILT_IN[cell.backend])
+    if layout is None or not known or PEAK in sizes or not sizes.keys() >= {total, other}:
         return []
     replayed = footprint(cell, layout, BUILT_IN[cell.backend], held).peak
     found = int(sizes[total]) - int(sizes[other])

@@ -11,7 +11,8 @@ gradients, optimizer state) are those of ``bench.analysis.formulas``. Nothing is
 - ``flush``: gradients are reduced after the last backward; ``step``: the optimizer's step.
 
 Activations are counted as Korthikanti et al. do (arXiv:2205.05198, section 4): every tensor that autograd saves for
-the backward, nothing recomputed; but for a Llama block in transformers, see ``bench.analysis.replay.llama``.
+the backward; but for a Llama block in transformers, see ``bench.analysis.replay.llama``. With activation checkpointing
+a block keeps its input (their "full recomputation"), and what it saves is there during its own backward only.
 Not counted: the CUDA context, the allocator's rounding and fragmentation, what libraries allocate (cuBLAS, NCCL), and
 what the bench itself holds: the tokens of all windows.
 """
@@ -22,18 +23,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from bench.analysis.formulas import zero_settings
-from bench.analysis.replay.frameworks import DDP, FSDP2, Framework
+from bench.analysis.replay.frameworks import DDP, FSDP2, Framework, Whole
 from bench.analysis.replay.live import ESTIMATED, HELD, Live
 from bench.analysis.replay.llama import Decoder, Widths
 from bench.analysis.replay.zero import Stage2, Stage3
 from bench.backends.base import BF16_PARAMETERS, Backend
 from bench.backends.deepspeed import DeepSpeedZero2Eager
 from bench.backends.lightning import LightningDeepSpeedZero2
-from bench.cell import Cell, Precision, Sharding
+from bench.cell import REFERENCE, Cell, Device, Precision, Sharding
 from bench.workload.shapes import Layout
 from bench.workload.sizes import SIZES
 
-__all__ = ["ACCURACY", "ESTIMATED", "HELD", "Footprint", "footprint"]
+__all__ = ["ACCURACY", "ESTIMATED", "HELD", "Footprint", "declined", "footprint"]
 
 ACCURACY = "within 0.6 % of the measured one in every cell, tiny in fp32 and 8b in bf16 on fake tensors, on the CPU"
 """Of the peaks, as docs/memory-and-bytes.md has them; tests/test_bytes_page.py holds it."""
@@ -56,6 +57,15 @@ class Footprint:
     def peak(self) -> int:
         """Their sum in bytes."""
         return sum(self.parts.values())
+
+
+def declined(cell: Cell, backend: type[Backend]) -> str:
+    """Why the memory of such a cell is not predicted, in words; empty if it is."""
+    if cell.compiled:
+        return "what compiled blocks save and need is the compiler's choice"
+    if cell.activation_checkpointing and getattr(backend, "stage", 2) == 3:
+        return "in which order ZeRO-3 gathers for what is computed once more is not replayed"
+    return ""
 
 
 def footprint(
@@ -103,6 +113,8 @@ def _replay(
         sequence_length=cell.sequence_length,
         widths=Widths.of(bf16=bf16, autocast=backend.bf16_as != BF16_PARAMETERS),
         saved_bytes=activation_bytes,
+        checkpointed=cell.activation_checkpointing,
+        repeated=cell.device is Device.CUDA and not bf16,  # bench/workload/llama.py:_keep_fused_in_fp32
     )
     num_micro_batches = min(cell.accumulate, REPLAYED)
     for index in range(num_micro_batches):
@@ -124,5 +136,7 @@ def _framework(live: Live, cell: Cell, layout: Layout, backend: type[Backend], s
         if backend.stage == 2:
             return Stage2(live, cell, layout, backend, state, settings, rank)
         return Stage3(live, cell, layout, backend, state, settings)
+    if backend.name == REFERENCE:
+        return Whole(live, cell, layout, backend, state)
     kind = DDP if backend.sharding is Sharding.NONE else FSDP2
     return kind(live, cell, layout, backend, state)

@@ -18,13 +18,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from bench.analysis.footprint import Footprint, footprint
+from bench.analysis.footprint import Footprint, declined, footprint
 from bench.analysis.formulas import BUILT_IN, Expectation, expect, layout_of, wire_bytes
 from bench.backends.base import Backend
 from bench.backends.deepspeed import DeepSpeedZero2Deferred
 from bench.cell import REFERENCE, Cell, Precision
 from bench.workload.shapes import Layout
 
+NOT_PREDICTED = "not predicted"
+"""How a refusal begins that is this module's, and not the backend's."""
 COUNTED_N = 8
 """Up to this N collectives are counted; from N = 4 on each further micro-batch adds the same."""
 
@@ -76,10 +78,11 @@ class Prediction:
 
     @property
     def refusal(self) -> str:
-        """Why the backend does not run this cell; empty if it does."""
+        """Why the backend does not run this cell, or why that is not predicted; empty if it does and is."""
         if issubclass(self.backend, DeepSpeedZero2Deferred) and self.cell.precision is Precision.BF16:
             return "coalesce_grad_reduction sums in bf16, not in fp32 as all others, so the backend refuses bf16"
-        return ""
+        reason = declined(self.cell, self.backend)
+        return f"{NOT_PREDICTED}: {reason}" if reason else ""
 
     def defect(self, accumulate: int) -> str:
         """What is known to be wrong with its updates at this N; empty if nothing is."""

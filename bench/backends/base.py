@@ -75,7 +75,10 @@ class Job:
     block_parameters: int
     """Elements of the largest block's parameters: how far ahead a sharded backend may gather."""
     build: Callable[[], nn.Module]
-    """A new model on ``device`` in fp32, with the same initial weights on every rank."""
+    """A new model on ``device`` in fp32, with the same initial weights on every rank.
+
+    Its blocks are checkpointed and compiled already, if the cell asks for that (``bench.blocks``).
+    """
     blocks: Callable[[nn.Module], Sequence[nn.Module]]
     """The submodules of a built model that are sharded as units of their own."""
     loader: Any
@@ -188,6 +191,10 @@ class Backend(ABC):
     """Why the backend cannot be rank 0 of a virtual world (``bench.virtual``), in words; empty if it can."""
     not_fake: ClassVar[str] = ""
     """Why it cannot be that on fake tensors (``bench.fakes``), in words; empty if it can."""
+    not_checkpointed: ClassVar[str] = ""
+    """Why its blocks cannot be checkpointed (``bench.blocks``), in words; empty if they can."""
+    not_compiled: ClassVar[str] = ""
+    """Why they cannot be compiled, in words; empty if they can."""
 
     stepping: ClassVar[Stepping] = Stepping.UNKNOWN
     """What the backend does with the incomplete window at the end of an epoch."""

@@ -14,6 +14,8 @@ from bench.probes.categories import Category
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+NO_COMPILED_STAGE3 = "stage 3 gathers parameters in hooks of the modules within a block, which cannot be in its graph"
+
 
 def zero_config(stage: int, job: Job) -> dict[str, Any]:
     """A DeepSpeed configuration in which nothing that moves the comparison is left to a default.
@@ -244,6 +246,7 @@ class DeepSpeedZero3Eager(DeepSpeedZero2Eager):
     """Stage 3: parameters are gathered module by module, gradients reduce-scattered by every backward."""
 
     name = "deepspeed-zero3-eager"
+    not_compiled = NO_COMPILED_STAGE3
     sharding = Sharding.PARAMS
     stage = 3
 
@@ -252,6 +255,7 @@ class DeepSpeedZero3Deferred(DeepSpeedZero2Deferred):
     """Stage 3 with ``engine.coalesce_grad_reduction``."""
 
     name = "deepspeed-zero3-deferred"
+    not_compiled = NO_COMPILED_STAGE3
     sharding = Sharding.PARAMS
     stage = 3
 

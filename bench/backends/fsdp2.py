@@ -61,8 +61,8 @@ def holdings(model: nn.Module) -> dict[Category, list[Tensor]]:
         Category.PARAMETERS_UNSHARDED: [],
         Category.GRADIENTS_UNSHARDED: [],
     }
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for group in (group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups):
+    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+    for group in (group for state in states for group in _groups(state)):
         for parameter in group.fsdp_params:
             found[Category.PARAMETERS_SHARDED].append(parameter._sharded_param_data)
             gathered = getattr(parameter, "_unsharded_param", None)  # made by the first gather
@@ -70,6 +70,14 @@ def holdings(model: nn.Module) -> dict[Category, list[Tensor]]:
             whole = (parameter.unsharded_accumulated_grad, None if gathered is None else gathered.grad)
             found[Category.GRADIENTS_UNSHARDED] += [gradient for gradient in whole if gradient is not None]
     return found
+
+
+def _groups(state: Any) -> Sequence[Any]:
+    """The groups of parameters of a unit: one, under either of the names that versions of torch have for it."""
+    groups: Sequence[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    if groups is not None:
+        return groups
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 class FSDP2Eager(Backend):

@@ -331,6 +331,7 @@ class LightningDeepSpeedZero3(LightningDeepSpeedZero2):
     """``DeepSpeedStrategy`` stage 3."""
 
     name = "lightning-deepspeed-zero3"
+    not_compiled = ds.NO_COMPILED_STAGE3
     sharding = Sharding.PARAMS
     stage = 3
 

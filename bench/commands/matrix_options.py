@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench import machine, matrix, plan
 from bench.backends.base import Backend, registry
-from bench.cell import Cell, Device, Precision
+from bench.cell import REFERENCE, Cell, Device, Precision
 from bench.commands.options import duration, share, split_names
 from bench.errors import InputError
 from bench.folders import RESULTS
@@ -26,6 +27,8 @@ OPTIONS = {
     "precision": "axes.precision",
     "optimizer": "axes.optimizer",
     "clip_norm": "axes.clip_norm",
+    "activation_checkpointing": "axes.activation_checkpointing",
+    "compiled": "axes.compiled",
     "repeats": "repeats",
     "max_repeats": "max_repeats",
     "width": "precision",
@@ -106,6 +109,14 @@ def add_matrix_options(parser: argparse.ArgumentParser) -> None:
         metavar="C[,C]",
         help="largest norms of the gradient; 0 for no clipping",
     )
+    add(
+        "--activation-checkpointing",
+        action="append",
+        type=_switches,
+        metavar="on|off[,..]",
+        help="blocks keep their input alone, and are computed once more in the backward",
+    )
+    add("--compiled", action="append", type=_switches, metavar="on|off[,..]", help="blocks are compiled: torch.compile")
     add("--repeats", type=int, metavar="R", help="trials per cell; more are run only up to --max-repeats")
     add(
         "--max-repeats", type=int, metavar="R", help="most trials per cell, while an interval is wider than --precision"
@@ -121,6 +132,14 @@ def add_matrix_options(parser: argparse.ArgumentParser) -> None:
     add("--device", metavar="|".join(Device), help="what the ranks run on")
     add("--timeout", type=float, metavar="SECONDS", help="per trial, from its start to its end")
     add("--inactivity", type=float, metavar="SECONDS", help="longest time in which no rank gets on; 0 for no limit")
+    add("--try-all", action="store_true", help="on GPUs: also the cells that by prediction do not fit into memory")
+
+
+def _switches(text: str) -> list[bool]:
+    words = split_names(text)
+    if not set(words) <= {"on", "off"}:
+        raise argparse.ArgumentTypeError(f"'{text}' is not on, off, or both with a comma")
+    return [word == "on" for word in words]
 
 
 def _integers(text: str) -> list[int]:
@@ -177,6 +196,18 @@ def chosen_matrix(arguments: argparse.Namespace) -> Matrix:
     return chosen
 
 
+def on_gpus(chosen: Matrix, arguments: argparse.Namespace, num_gpus: int) -> Matrix:
+    """The matrix with numbers of ranks that these GPUs can be, if it was written for the CPU: ``--device cuda``.
+
+    Those that there are GPUs for; one rank per GPU if that leaves none.
+    """
+    asked = chosen["axes.world_size"]
+    if arguments.device != Device.CUDA or arguments.world_size or chosen["share_gpu"] or asked == "all" or not num_gpus:
+        return chosen
+    fitting = [size for size in asked if size <= num_gpus]
+    return chosen.override("axes.world_size", fitting or "all", "--device")
+
+
 def _precisions(given: list[list[str]] | None) -> dict[str, Any]:
     """What ``--precision`` means: names of dtypes are an axis, a percentage is the width of intervals."""
     names = [name for part in given or () for name in part]
@@ -194,22 +225,44 @@ def _precisions(given: list[list[str]] | None) -> dict[str, Any]:
 
 
 def backends_of(chosen: Matrix) -> dict[str, type[Backend]]:
-    """The backends that the matrix can mean."""
-    named = chosen["axes.backend"]
-    return registry([named] if isinstance(named, str) else named)
+    """The backends that the matrix and its groups can mean."""
+    named = [part["axes.backend"] for part, _ in chosen.parts]
+    return registry([name for names in named for name in ([names] if isinstance(names, str) else names)])
 
 
-def cells_of(chosen: Matrix, backends: Mapping[str, type[Backend]]) -> list[Cell]:
-    """The cells of the matrix on this machine."""
-    return matrix.expand(chosen, backends, len(machine.gpus()) if chosen["device"] == Device.CUDA else 0)
+def visible_gpus(chosen: Matrix) -> list[dict[str, Any]]:
+    """The GPUs that a matrix runs on, as ``machine.gpus`` has them; none if it runs on the CPU."""
+    return machine.gpus() if chosen["device"] == Device.CUDA else []
 
 
-def estimates(cells: Sequence[Cell], backends: Mapping[str, type[Backend]]) -> dict[str, plan.Estimate]:
-    """What each cell will need, by id: as measured in earlier runs here, or a rough guess."""
+def without_reference(cells: Sequence[Cell], skipped: Mapping[str, str]) -> list[Cell]:
+    """The cells but for references that are skipped: nothing is there to be compared with them."""
+    return [cell for cell in cells if cell.backend != REFERENCE or cell.cell_id not in skipped]
+
+
+def too_large(cells: Sequence[Cell], gpus: Sequence[Mapping[str, Any]], *, try_all: bool) -> dict[str, str]:
+    """Why cells do not fit into the smallest of these GPUs, by id (``bench.analysis.fit``); none if all are tried."""
+    from bench.analysis import fit
+
+    if try_all or not gpus:
+        return {}
+    return fit.too_large(cells, min(int(gpu["memory_bytes"]) for gpu in gpus))
+
+
+def estimates(
+    cells: Sequence[Cell], backends: Mapping[str, type[Backend]], gpus: Sequence[Mapping[str, Any]]
+) -> dict[str, plan.Estimate]:
+    """What each cell will need, by id: time as measured in earlier runs here, or a rough guess.
+
+    Memory is that of ``bench.analysis.fit`` on GPUs, where it is predicted, and otherwise a rough guess.
+    """
+    from bench.analysis import fit
+
     walls = plan.earlier_walls(RESULTS)
-    gpus = machine.gpus() if any(cell.device is Device.CUDA for cell in cells) else []
-    name, cores = (gpus[0]["name"] if gpus else "cpu"), machine.num_cores()
-    return {
-        cell.cell_id: plan.estimate(cell, backends[cell.backend], walls, cores=cores, device_name=name)
-        for cell in cells
-    }
+    name, cores = (str(gpus[0]["name"]) if gpus else "cpu"), machine.num_cores()
+    found = {}
+    for cell in cells:
+        guess = plan.estimate(cell, backends[cell.backend], walls, cores=cores, device_name=name)
+        known = fit.predicted_bytes(cell) if cell.device is Device.CUDA else None
+        found[cell.cell_id] = guess if known is None else dataclasses.replace(guess, memory_bytes=known)
+    return found

@@ -1,59 +1,145 @@
-"""``plan``: what ``run`` would do, before it does it."""
+"""``plan``: what ``run`` would do, before it does it; also as if on GPUs that this machine does not have."""
 
 from __future__ import annotations
 
 import argparse
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench import plan
-from bench.commands.matrix_options import add_matrix_options, backends_of, cells_of, chosen_matrix, estimates
-from bench.errors import GOOD
+from bench import blocks, matrix, plan
+from bench.cell import Cell, Device
+from bench.commands.matrix_options import (
+    add_matrix_options,
+    backends_of,
+    chosen_matrix,
+    estimates,
+    on_gpus,
+    too_large,
+    visible_gpus,
+    without_reference,
+)
+from bench.errors import GOOD, InputError
+from bench.matrix import Matrix
+
+GPUS = re.compile(
+    r"(?:(?P<count>[0-9]{1,4})\s*x\s*)?(?P<name>\S.*?)\s+(?P<size>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>GiB|GB)"
+)
+UNITS = {"GiB": 2**30, "GB": 10**9}
+DIFFERING = ("model", "optimizer", "clip_norm", "activation_checkpointing", "compiled")
+"""Fields of cells that are shown where they differ."""
+SWITCHES = {
+    "activation_checkpointing": ("activations kept", "checkpointed"),
+    "compiled": ("not compiled", "compiled"),
+}
+"""Those that are off or on, in words."""
 
 
 def add(commands: Any) -> None:
     """Add the command's parser."""
     parser = commands.add_parser("plan", help="show what run would do: cells, skips, estimates; starts nothing")
     add_matrix_options(parser)
+    parser.add_argument(
+        "--on",
+        type=_gpus,
+        metavar="GPUS",
+        help="as if on these GPUs, with all that is needed installed: '1 x H100 80GiB'",
+    )
     parser.set_defaults(command=run)
+
+
+def _gpus(text: str) -> list[dict[str, Any]]:
+    """``8 x H200 141GB`` as ``machine.gpus`` would have them."""
+    match = GPUS.fullmatch(text.strip())
+    count = int(match["count"] or 1) if match else 0
+    memory = int(float(match["size"]) * UNITS[match["unit"]]) if match else 0
+    if match is None or not count or not memory:
+        raise argparse.ArgumentTypeError(f"'{text}' does not name GPUs, such as '1 x H100 80GiB' or 'A100 40GB'")
+    return [{"name": match["name"], "memory_bytes": memory}] * count
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Show the plan."""
     chosen = chosen_matrix(arguments)
     backends = backends_of(chosen)
-    cells = cells_of(chosen, backends)
-    skipped = plan.skipped(cells, backends)
-    guesses = estimates(cells, backends)
+    if arguments.on and chosen["device"] != Device.CUDA:
+        raise InputError(
+            f"--on: is for GPUs, and {chosen.place('device')} is 'cpu'; give --device cuda, or leave it out"
+        )
+    gpus = arguments.on or visible_gpus(chosen)
+    chosen = on_gpus(chosen, arguments, len(gpus))
+    cells = matrix.expand(chosen, backends, len(gpus))
+    if arguments.on:
+        refused = {cell.cell_id: blocks.refusal(cell, backends[cell.backend]) for cell in cells}
+        skipped = {cell_id: reason for cell_id, reason in refused.items() if reason}
+    else:
+        skipped = plan.skipped(cells, backends)
+    large = too_large(cells, gpus, try_all=arguments.try_all)
+    cells = without_reference(cells, large)
+    most = matrix.most_repeats(chosen, backends, len(gpus))
+    print("\n".join(lines(chosen, cells, {**skipped, **large}, most, estimates(cells, backends, gpus))))
+    return GOOD
+
+
+def lines(
+    chosen: Matrix,
+    cells: Sequence[Cell],
+    skipped: Mapping[str, str],
+    most: Mapping[str, int],
+    guesses: Mapping[str, plan.Estimate],
+) -> list[str]:
+    """The plan: a line per cell, then how many trials and how long. All mappings are by cell id."""
     width = max(len(cell.backend) for cell in cells)
-    several = len({(cell.optimizer, cell.clip_norm) for cell in cells}) > 1
-    lines = [
+    several = [name for name in DIFFERING if len({getattr(cell, name) for cell in cells}) > 1]
+    found = [
         f"{'cell':12}  {'backend':{width}}  {'N':>4} {'W':>4} {'micro-batch':>11}  dtype  {'time':>9} {'memory':>12}"
     ]
+    trials, total, first = 0, 0.0, 0.0
     for cell in cells:
         guess = guesses[cell.cell_id]
         seconds = "unknown" if guess.seconds is None else f"{guess.seconds:.1f} s"
         memory = "unknown" if guess.memory_bytes is None else f"{guess.memory_bytes / 2**20:,.0f} MiB"
-        lines.append(
+        found.append(
             f"{cell.cell_id}  {cell.backend:{width}}  {cell.accumulate:4d} {cell.world_size:4d} "
             f"{cell.micro_batch_size:11d}  {cell.precision}   {seconds:>9} {memory:>12}"
-            + (f"  {cell.optimizer}, clip {cell.clip_norm:g}" if several else "")
+            + (f"  {', '.join(_named(name, getattr(cell, name)) for name in several)}" if several else "")
             + "  virtual" * cell.virtual
             + "  shares GPU" * cell.shared_gpu
             + "  A/A twin" * bool(cell.twin)
-            + (f"  skipped: {skipped[cell.backend]}" if cell.backend in skipped else "")
+            + (f"  skipped: {skipped[cell.cell_id]}" if cell.cell_id in skipped else "")
         )
-    runnable = [cell for cell in cells if cell.backend not in skipped]
-    repeats, most = chosen["repeats"], max(chosen["repeats"], chosen["max_repeats"])
-    total = sum(guesses[cell.cell_id].seconds or 0.0 for cell in runnable) * repeats
-    lines.append(
-        f"matrix {chosen.name}: {chosen['description']}: {len(cells)} cells x {repeats} repeats = "
-        f"{len(cells) * repeats} trials, {len(cells) - len(runnable)} cells skipped, "
+        repeats = min(chosen["repeats"], most.get(cell.cell_id, chosen["repeats"]))
+        trials += repeats
+        if cell.cell_id not in skipped:
+            total, first = total + guess.total(repeats), first + guess.total(1)
+    limited = any(repeats < chosen["repeats"] for repeats in most.values())
+    repeats, longest = chosen["repeats"], max(chosen["repeats"], chosen["max_repeats"])
+    number = f"{len(cells)} cells x {repeats} repeats = {trials} trials"
+    if limited:
+        number = f"{len(cells)} cells, up to {repeats} repeats of each = {trials} trials"
+    found.append(
+        f"matrix {chosen.name}: {chosen['description']}: {number}, "
+        f"{sum(cell.cell_id in skipped for cell in cells)} cells skipped, "
         f"about {total / 60:.0f} min (time per trial: as measured in earlier runs here, or a rough guess; memory per "
-        "rank: a rough guess)"
+        f"rank: {'by prediction' if chosen['device'] == Device.CUDA else 'a rough guess'})" + _cut(chosen, total, first)
     )
-    if most > repeats:
+    if longest > repeats:
         limit = f", as far as {chosen['budget_s'] / 60:g} min reach" if chosen["budget_s"] else ""
         narrow = f"{100 * chosen['precision']:g} %"
-        lines.append(f"then up to {most} repeats of the cells whose intervals are wider than {narrow}{limit}")
-    print("\n".join(lines))
-    return GOOD
+        found.append(f"then up to {longest} repeats of the cells whose intervals are wider than {narrow}{limit}")
+    return found
+
+
+def _cut(chosen: Matrix, total_s: float, first_s: float) -> str:
+    """Where the budget ends before the repeats that are asked for, if it does."""
+    if not chosen["budget_s"] or total_s <= chosen["budget_s"]:
+        return ""
+    return (
+        f"; the first repeat takes about {first_s / 60:.0f} min, and after {chosen['budget_s'] / 60:g} no other begins"
+    )
+
+
+def _named(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return SWITCHES[name][value]
+    return f"clip {value:g}" if name == "clip_norm" else str(value)

@@ -78,6 +78,7 @@ def add(commands: Any) -> None:
     )
     option("--peak", metavar="GPU|RATE", help="instead of --compute-time: H100, H200, A100, or such as 989TFLOP/s")
     option("--mfu", type=_mfu, metavar="P", help="part of the peak that is reached (default: 35%%)")
+    option("--activation-checkpointing", action="store_true", help="blocks keep their input alone")
     option("--activations", type=_quantity(BYTES, "20GiB"), metavar="SIZE", help="of one micro-batch, if known")
     option("--margin", type=share, metavar="P", help="upper bounds this near are a tie (default: 2%%)")
     option("--json", action="store_true", help="print a JSON list; its keys: see bench/commands/predict.py")
@@ -127,6 +128,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.latency is not None and arguments.link is None:
         raise InputError("--latency: is of a link; give --link too, such as --link 50GB/s")
     activations = None if arguments.activations is None else int(arguments.activations)
+    if activations is not None and arguments.activation_checkpointing:
+        raise InputError(
+            "--activations: are what is kept without --activation-checkpointing, which is counted; leave out one"
+        )
     predictions = predict(cell, _backends(arguments.backend), activations)
     link = None if arguments.link is None else Link(bytes_per_s=arguments.link, latency_s=arguments.latency or 0.0)
     compute_s, compute_from = _compute(arguments, cell)
@@ -191,6 +196,7 @@ def _cell(arguments: argparse.Namespace) -> Cell:
         precision=Precision(arguments.precision),
         optimizer=arguments.optimizer,
         device=Device(arguments.device),
+        activation_checkpointing=arguments.activation_checkpointing,
     )
 
 

@@ -8,10 +8,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench import disk, locks
+from bench import disk, locks, machine, matrix
 from bench.backends.base import Backend, registry
-from bench.cell import Cell
-from bench.commands.matrix_options import OPTIONS, add_matrix_options, backends_of, cells_of, chosen_matrix, estimates
+from bench.cell import Cell, Device
+from bench.commands.matrix_options import (
+    OPTIONS,
+    add_matrix_options,
+    backends_of,
+    chosen_matrix,
+    estimates,
+    on_gpus,
+    too_large,
+    visible_gpus,
+    without_reference,
+)
 from bench.commands.report import finish
 from bench.errors import BAD, EXIT_STATUS, INTERRUPTED, InputError
 from bench.folders import new_folder, plots_folder
@@ -66,11 +76,23 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError("--retry-failed: is for a run that was begun; give --resume RUN too")
     chosen = chosen_matrix(arguments)
     backends = backends_of(chosen)
-    cells = cells_of(chosen, backends)
+    gpus = visible_gpus(chosen)
+    chosen = on_gpus(chosen, arguments, len(gpus))
+    cells = matrix.expand(chosen, backends, len(gpus))
+    skipped = too_large(cells, gpus, try_all=arguments.try_all)
+    cells = without_reference(cells, skipped)
     folder = arguments.out or new_folder(chosen.name)
     disk.require(folder, cells, chosen["repeats"], f"--out {folder}")
     with locks.run_folder(folder, f"--out {folder}"):
-        manifest = runner.create(folder, chosen, cells, backends, cold=arguments.cold)
+        manifest = runner.create(
+            folder,
+            chosen,
+            cells,
+            backends,
+            cold=arguments.cold,
+            most_repeats=matrix.most_repeats(chosen, backends, len(gpus)),
+            skipped=skipped,
+        )
         return _train(folder, manifest, backends)
 
 
@@ -86,7 +108,8 @@ def _train(
     from bench.report.display import Display
 
     cells = [Cell.from_dict(cell) for cell in manifest["cells"]]
-    seconds = {cell_id: guess.seconds for cell_id, guess in estimates(cells, backends).items()}
+    gpus = machine.gpus() if any(cell.device is Device.CUDA for cell in cells) else []
+    seconds = {cell_id: guess.seconds for cell_id, guess in estimates(cells, backends, gpus).items()}
     display = Display(Console(), seconds)
     launcher = Launcher(cells[0].device, cold=manifest["cold"])
     work = runner.Runner(folder, manifest, backends, launcher, display, look, retry_failed=retry_failed)
@@ -138,7 +161,8 @@ def _time_products(
 def _refuse_beside_resume(arguments: argparse.Namespace) -> None:
     """A resumed run goes on as it was begun, so no option may ask for anything else."""
     given = [name for name in (*OPTIONS, "out") if getattr(arguments, name, None) is not None]
-    given += [name for name, default in (("matrix", "auto"), ("cold", False)) if getattr(arguments, name) != default]
+    defaults = (("matrix", "auto"), ("cold", False), ("try_all", False))
+    given += [name for name, default in defaults if getattr(arguments, name) != default]
     if given:
         option = "--" + given[0].replace("_", "-")
         raise InputError(f"{option}: cannot stand beside --resume, which goes on as the run was begun; leave it out")

@@ -13,7 +13,7 @@ from bench.analysis.compare import Row, Run
 from bench.analysis.sides import RESTLESS
 from bench.analysis.statistics import MARGIN, Interval
 from bench.analysis.verdicts import NEXT, Exact, Verdict, band
-from bench.cell import REFERENCE, Cell, Status
+from bench.cell import REFERENCE, Cell, Device, Status
 from bench.report.panels import GIB_ABOVE
 
 SAME = f"the same within {100 * MARGIN:g} %"
@@ -32,7 +32,7 @@ def answer(run: Run, standings: Mapping[str, Standing], cells: pd.DataFrame) -> 
     twins = list(_twins(run, standings))
     told = {(row.pair.a, row.pair.b) for row in twins}
     left = [row for row in rows if (row.pair.a, row.pair.b) not in told]
-    lines = [*_general(own), *(sentence(run, row) for row in twins), *_against(run, own, left)]
+    lines = [*_general(own), *(sentence(run, row) for row in twins), *_against(run, own, left), *_of_one_process(run)]
     return [*lines, *_trouble(cells), noise(own.floor)]
 
 
@@ -42,7 +42,12 @@ def headline(standing: Standing) -> list[Row]:
     for row in standing.rows:
         if not row.pair.b.twin:
             groups.setdefault(row.pair.a, []).append(row)
-    return max(groups.values(), key=lambda g: (g[0].pair.a.accumulate, g[0].pair.a.world_size, len(g)), default=[])
+    return max(groups.values(), key=lambda g: (*_extent(g[0].pair.a), len(g)), default=[])
+
+
+def _extent(cell: Cell) -> tuple[bool, int, int]:
+    """By which the largest of cells is found: a world that is there before one that is pretended, then N and W."""
+    return not cell.virtual, cell.accumulate, cell.world_size
 
 
 def where(cell: Cell, run: Run) -> str:
@@ -52,7 +57,17 @@ def where(cell: Cell, run: Run) -> str:
     for name, form in (("precision", "{}"), ("optimizer", "{}"), ("clip_norm", "clip={:g}"), ("model", "{}")):
         if len({getattr(one, name) for one in others}) > 1:
             words.append(form.format(getattr(cell, name)))
+    for name, word in (("virtual", "virtual"), ("activation_checkpointing", "checkpointed"), ("compiled", "compiled")):
+        words += [word] * getattr(cell, name)
     return " ".join(words)
+
+
+def _of_one_process(run: Run) -> Iterator[str]:
+    """That times say nothing of communication, where there is one rank."""
+    real = [cell for cell in run.cells.values() if cell.backend != REFERENCE and not cell.virtual]
+    if real and all(cell.world_size == 1 for cell in real):
+        who = "One GPU" if all(cell.device is Device.CUDA for cell in real) else "One process"
+        yield f"{who}: no bytes move between ranks, so times show host overhead and memory policy, not communication."
 
 
 def _general(standing: Standing) -> Iterator[str]:
@@ -91,7 +106,7 @@ def _twins(run: Run, standings: Mapping[str, Standing]) -> Iterator[Row]:
                 continue
             rows = [row for row in standing.rows if row.pair.b.backend == name and not row.pair.b.twin]
             if rows:
-                found.append(max(rows, key=lambda row: (row.pair.a.accumulate, row.pair.a.world_size)))
+                found.append(max(rows, key=lambda row: _extent(row.pair.a)))
     decided = [row for row in found if row.judgement.verdict is not Verdict.AMBIGUOUS or _has_interval(row)]
     yield from decided[:MOST_TWINS]
 

@@ -191,10 +191,12 @@ def number(value: float) -> str:
 def _work(trial: pd.Series) -> str:
     size = trial["num_parameters"]
     parameters = "" if pd.isna(size) else f" ({number(size / 1e6)} M parameters)"
-    clip = f", clipped to {trial['clip_norm']:g}" if pd.notna(trial["clip_norm"]) and trial["clip_norm"] else ""
+    how = f", clipped to {trial['clip_norm']:g}" if pd.notna(trial["clip_norm"]) and trial["clip_norm"] else ""
+    for name, words in (("activation_checkpointing", "activation checkpointing"), ("compiled", "compiled blocks")):
+        how += f", {words}" if pd.notna(trial[name]) and trial[name] else ""
     return (
         f"Work: {trial['workload']} {trial['model']}{parameters}, {trial['global_batch_size']} samples of "
-        f"{trial['sequence_length']} tokens per optimizer step, {trial['optimizer']}{clip}, "
+        f"{trial['sequence_length']} tokens per optimizer step, {trial['optimizer']}{how}, "
         f"gradients summed in {trial['accumulation_dtype']}, on {trial['device']}"
     )
 

@@ -44,7 +44,7 @@ class Display:
         self._failed = 0
         self._done = 0
         self._more = False
-        self._num_optimizers = self._num_clips = 0
+        self._num_optimizers = self._num_clips = self._num_models = 0
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -65,6 +65,7 @@ class Display:
         self._left = {trial.key: self._estimates.get(trial.cell.cell_id) or 0.0 for trial in trials}
         self._num_optimizers = len({trial.cell.optimizer for trial in trials})
         self._num_clips = len({trial.cell.clip_norm for trial in trials})
+        self._num_models = len({trial.cell.model for trial in trials})
 
     def looked(self, look: Look) -> None:
         """The run looked at its intervals."""
@@ -103,8 +104,8 @@ class Display:
         )
 
     def _name(self, trial: Trial) -> str:
-        """The trial for people, with optimizer and clipping if the run has several."""
-        parts = [trial.cell.label]
+        """The trial for people, with model, optimizer and clipping if the run has several."""
+        parts = [trial.cell.model] * (self._num_models > 1) + [trial.cell.label]
         parts += [trial.cell.optimizer] * (self._num_optimizers > 1)
         parts += [f"clip={trial.cell.clip_norm:g}"] * (self._num_clips > 1)
         return " ".join([*parts, f"repeat {trial.repeat}"])

@@ -22,6 +22,7 @@ TITLES = {
     "world_size": "W",
     "accumulation_dtype": "summed in",
     "clip_norm": "clip",
+    "activation_checkpointing": "checkpointed",
     "learning_rate": "lr",
     "global_batch_size": "B",
     "sequence_length": "tokens",

@@ -30,6 +30,8 @@ CONTEXT = [
     "sequence_length",
     "optimizer",
     "clip_norm",
+    "activation_checkpointing",
+    "compiled",
     "accumulation_dtype",
     "world_size",
     "world",
@@ -79,7 +81,13 @@ NOT_CLIPPED = "not clipped"
 REFERENCE_LABEL = "reference: one process, full batch"
 VIRTUAL, REAL = "virtual world: no values, nothing is sent", "real ranks"
 SHARED = "ranks share GPUs, over gloo: nothing is timed"
-ONE_GPU = "one GPU: no bytes move between ranks"
+NOT_COMMUNICATION = "no bytes move between ranks: host overhead and memory policy, not communication"
+ONE_GPU, ONE_PROCESS = f"one GPU, {NOT_COMMUNICATION}", f"one process, {NOT_COMMUNICATION}"
+SWITCHES = {
+    "activation_checkpointing": ("activations kept", "activations checkpointed"),
+    "compiled": ("not compiled", "blocks compiled"),
+}
+"""Columns that are false or true, in words."""
 REFERENCE_KEY: Key = (Line2D([], [], color=REFERENCE_COLOUR, linestyle="--"), REFERENCE_LABEL)
 LOSS_FLOOR = 1e-9
 """Where a loss equal to the reference's is drawn on a logarithmic axis."""
@@ -143,7 +151,7 @@ class Run:
 
     def words(self, title: str) -> Words:
         """The words around a figure."""
-        all_on_one_gpu = bool((self.trials["device"] == "cuda").all() and (self.trials["world_size"] == 1).all())
+        alone = of_one_process(self.others)
         subtitle = f"{self._models()}; {self._batch()}"
         machine = self.manifest.get("machine") or {}
         gpus = [str(gpu.get("name", "GPU")) for gpu in machine.get("gpus") or []]
@@ -154,7 +162,7 @@ class Run:
         torch = (self.manifest.get("packages") or {}).get("torch")
         footer = f"run {self.manifest.get('run_id', 'unnamed')}; machine: {', '.join(parts)}"
         return Words(
-            f"{title} ({ONE_GPU})" if all_on_one_gpu else title,
+            f"{title} ({alone})" if alone else title,
             subtitle,
             footer + (f"; torch {torch}" if torch else ""),
             self._notes(),
@@ -172,8 +180,14 @@ class Run:
         return (
             f"B = {values('global_batch_size')} samples of {values('sequence_length')} tokens per optimizer step, "
             f"N = {values('accumulate')}, W = {values('world_size')}, {values('precision')} "
-            f"(summed in {values('accumulation_dtype')}), {values('device')}{self._training()}"
+            f"(summed in {values('accumulation_dtype')}), {values('device')}{self._blocks()}{self._training()}"
         )
+
+    def _blocks(self) -> str:
+        """What was done to the model's blocks, if anything was."""
+        asked = [name for name in SWITCHES if self.others[name].any()]
+        found = [" and ".join(_name(name, v) for v in sorted(self.others[name].unique())) for name in asked]
+        return "".join(f", {words}" for words in found)
 
     def _training(self) -> str:
         """Optimizers and clipping, where they are not the one AdamW without clipping that a run has if unasked."""
@@ -242,6 +256,17 @@ def without_reference(trials: pd.DataFrame) -> pd.DataFrame:
     return trials if others.empty else others
 
 
+def of_one_process(trials: pd.DataFrame) -> str:
+    """What has to be said of all figures of a run whose real ranks are one; empty for others.
+
+    Worlds that are pretended beside it change nothing: their ranks are not there either.
+    """
+    real = trials[trials["virtual_world_size"].isna()]
+    if real.empty or not (real["world_size"] == 1).all():
+        return ""
+    return ONE_GPU if (real["device"] == "cuda").all() else ONE_PROCESS
+
+
 def varying_columns(trials: pd.DataFrame, columns: Sequence[str]) -> list[str]:
     """Those of these columns in which the trials differ; a learning rate that goes with its optimizer says nothing."""
     found = [column for column in columns if trials[column].nunique(dropna=False) > 1]
@@ -262,6 +287,8 @@ def _count(value: Any) -> str:
 def _name(column: str, value: Any) -> str:
     if pd.isna(value):
         return NAMES.get(column, "{}").replace(":g", "").format("unknown")
+    if column in SWITCHES:
+        return SWITCHES[column][bool(value)]
     return NOT_CLIPPED if column == "clip_norm" and not value else NAMES.get(column, "{}").format(value)
 
 

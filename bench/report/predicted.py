@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.analysis.best import Answer, Choice, Stretch
 from bench.analysis.footprint import ACCURACY
-from bench.analysis.prediction import Link
+from bench.analysis.prediction import NOT_PREDICTED, Link
 from bench.cell import Cell
 from bench.workload.sizes import SIZES
 
@@ -57,9 +57,10 @@ class About:
     def setting(self) -> str:
         """What is trained, on how many ranks."""
         cell, parameters = self.cell, SIZES[self.cell.model].num_parameters
+        checkpointed = ", activation checkpointing" * cell.activation_checkpointing
         return (
             f"model {cell.model} ({parameters / 1e9:.3g} G parameters), {cell.precision}, {cell.optimizer}, "
-            f"{cell.device}; W = {cell.world_size} ranks, N = {cell.accumulate} micro-batches of "
+            f"{cell.device}{checkpointed}; W = {cell.world_size} ranks, N = {cell.accumulate} micro-batches of "
             f"{cell.micro_batch_size} x {cell.sequence_length} tokens on each: B = {cell.global_batch_size} samples"
         )
 
@@ -98,7 +99,8 @@ def cells_of(about: About, row: Mapping[str, Any]) -> tuple[str, ...]:
     """One backend's row; sizes in GiB."""
     width = len(header(about)) - 2
     if row["refusal"]:
-        return (row["backend"], *["-"] * width, f"refused: {row['refusal']}")
+        refused = "" if row["refusal"].startswith(NOT_PREDICTED) else "refused: "
+        return (row["backend"], *["-"] * width, f"{refused}{row['refusal']}")
     found = [row["backend"], *(_gib(sum(row["memory"][c] for c in of)) for _, of in COLUMNS)]
     found += [_gib(row["peak_memory_bytes"]), row["peak_at"]]
     if about.memory_bytes is not None:
@@ -169,8 +171,12 @@ def _size(size: float) -> str:
 
 def notes(about: About) -> list[str]:
     """What is assumed, and which backend is best where."""
-    found = [ESTIMATE.replace("ACTIVATIONS ARE ESTIMATED by counting", "activations are as given, without counting")
-             if about.activations_given else ESTIMATE, ACCURATE]  # fmt: skip
+    words = ESTIMATE
+    if about.activations_given:
+        words = words.replace("ACTIVATIONS ARE ESTIMATED by counting", "activations are as given, without counting")
+    if about.cell.activation_checkpointing:
+        words = words.replace("nothing recomputed", "of each block its input, and of one block all: it is recomputed")
+    found = [words, ACCURATE]
     if about.cell.world_size == 1:
         found.append("One rank: what collectives a framework still calls send nothing and take no time here.")
     if about.link is None:

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from rich import box
 from rich.console import Console
@@ -29,8 +30,9 @@ update: how many times the reference's update the backend's is. loss off by: lar
 time / baseline: ratio of the step time to {{}}'s, its 95 % interval over trials, and the verdict."""
 
 MAX_WIDTH = 1000
-WAYS = ("optimizer", "clip_norm")
+WAYS = ("model", "optimizer", "clip_norm", "activation_checkpointing", "compiled")
 """Columns that are shown only where cells differ in them."""
+WAY_TITLES = {"clip_norm": "clip", "activation_checkpointing": "checkpointed"}
 
 
 def by_cell(tables: Tables) -> pd.DataFrame:
@@ -89,7 +91,7 @@ def show(console: Console, tables: Tables, standing: Standing, manifest: Mapping
         padding=(0, 1, 0, 0),
     )
     ways = _ways(cells)
-    for name in ("backend", "N", "W", "dtype", *({"clip_norm": "clip"}.get(way, way) for way in ways)):
+    for name in ("backend", "N", "W", "dtype", *(WAY_TITLES.get(way, way) for way in ways)):
         table.add_column(name, no_wrap=True)
     for name in ("s/step (min - max)", "tokens/s", "MiB at peak", "steps due/taken/told", "update", "loss off by"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -170,7 +172,17 @@ def _ways(cells: pd.DataFrame) -> list[str]:
 
 
 def _way(name: str, value: Any) -> str:
+    """As part of a cell's name."""
+    if isinstance(value, bool | np.bool_):
+        return ("" if value else "not ") + WAY_TITLES.get(name, name)
     return f"clip={value:g}" if name == "clip_norm" else str(value)
+
+
+def _plain(value: Any) -> str:
+    """Under its title."""
+    if isinstance(value, bool | np.bool_):
+        return "yes" if value else "no"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _row(cell: Any, ways: list[str], ratio: str) -> list[str]:
@@ -179,7 +191,7 @@ def _row(cell: Any, ways: list[str], ratio: str) -> list[str]:
         str(cell["accumulate"]),
         str(cell["world_size"]),
         cell["precision"],
-        *(f"{cell[way]:g}" if way == "clip_norm" else cell[way] for way in ways),
+        *(_plain(cell[way]) for way in ways),
         _seconds(cell),
         _number(cell["tokens_per_s"], ",.0f"),
         _mebibytes(cell["peak_memory_bytes"]),

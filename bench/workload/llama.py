@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.integrations import sdpa_attention
 
 from bench.workload import WorkloadSpec
 from bench.workload.corpus import Corpus, FileCorpus, MarkovCorpus
@@ -18,6 +20,7 @@ class LlamaWorkload:
     """Next-token prediction with a Llama decoder; see ``bench.workload.Workload`` for the methods."""
 
     def __init__(self, spec: WorkloadSpec) -> None:
+        _keep_fused_in_fp32()
         self._spec = spec
         self._size = SIZES[spec.model]
         self._corpus: Corpus = MarkovCorpus(spec.seed) if spec.corpus is None else FileCorpus(spec.corpus, spec.seed)
@@ -58,3 +61,21 @@ class LlamaWorkload:
         """Mean cross-entropy in nats per token, computed in fp32; every sample has equally many tokens."""
         logits = model(input_ids=batch[:, :-1], use_cache=False).logits
         return cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+
+
+def _keep_fused_in_fp32() -> None:
+    """Let attention in fp32 on CUDA use a fused kernel, as in bf16 and on the CPU.
+
+    With fewer heads of keys than of queries, transformers asks SDPA to broadcast them (``enable_gqa``). In fp32 no
+    fused kernel of CUDA can: SDPA falls back to the one that keeps all scores, S x S per head and layer, for the
+    backward (pytorch#181528). There keys and values are repeated, as transformers does for masks and large heads.
+    """
+    if hasattr(sdpa_attention, "_bench_asked"):
+        return
+    asks: Any = sdpa_attention.use_gqa_in_sdpa
+
+    def broadcasts(attention_mask: Tensor | None, key: Tensor, *more: Any) -> bool:
+        return not (key.is_cuda and key.dtype is torch.float32) and bool(asks(attention_mask, key, *more))
+
+    sdpa_attention.use_gqa_in_sdpa = broadcasts  # type: ignore[assignment]
+    sdpa_attention._bench_asked = asks  # type: ignore[attr-defined]

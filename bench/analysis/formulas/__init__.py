@@ -46,10 +46,11 @@ def _shipped(model: str) -> Layout:
 def expect(cell: Cell, layout: Layout, *, rank: int = 0) -> Expectation | None:
     """What the cell's backend does in a settled window and holds between micro-batches on a rank.
 
-    None for a backend that is not built in. A world of any size; nothing of it needs to exist.
+    None for a backend that is not built in, and for ZeRO-3 with activation checkpointing, which gathers for what is
+    computed once more in an order that is not replayed. A world of any size; nothing of it needs to exist.
     """
     backend = BUILT_IN.get(cell.backend)
-    if backend is None:
+    if backend is None or (cell.activation_checkpointing and getattr(backend, "stage", 2) == 3):
         return None
     tally, held = _of_backend(backend, cell, layout, rank)
     if issubclass(backend, LightningBackend) and cell.world_size > 1:

@@ -108,13 +108,12 @@ def whole_gradient(parameter: int) -> str:
     return f"gradient {parameter}"
 
 
-class DDP(Framework):
-    """Everything whole: parameters, gradients, and the reducer's buckets (formulas/ddp.py:held)."""
+class Whole(Framework):
+    """Parameters and gradients whole, and nothing else: one process."""
 
     def __init__(self, live: Live, cell: Cell, layout: Layout, backend: type[Backend], state: int) -> None:
         super().__init__(live, cell, layout, backend, state)
         live.make("parameters", "parameters", 4 * layout.num_parameters)
-        live.make("buckets", "communication", 4 * layout.num_parameters)
         if self.zeroes_late:
             for index in range(len(layout.parameters)):
                 live.make(whole_gradient(index), "gradients", 4 * self.numel(index))
@@ -125,6 +124,14 @@ class DDP(Framework):
 
     def gradient(self, parameter: int) -> None:
         self.add(parameter, "gradients")
+
+
+class DDP(Whole):
+    """The same, and the reducer's buckets (formulas/ddp.py:held)."""
+
+    def __init__(self, live: Live, cell: Cell, layout: Layout, backend: type[Backend], state: int) -> None:
+        super().__init__(live, cell, layout, backend, state)
+        live.make("buckets", "communication", 4 * layout.num_parameters)
 
 
 class FSDP2(Framework):

@@ -59,12 +59,20 @@ class Decoder:
         sequence_length: int,
         widths: Widths,
         saved_bytes: int | None,
+        checkpointed: bool = False,
+        repeated: bool = False,
     ) -> None:
-        """``saved_bytes``: all that autograd saves before the loss, if it is known and not to be counted."""
+        """``saved_bytes``: all that autograd saves before the loss, if it is known and not to be counted.
+
+        ``checkpointed``: whether blocks keep their input alone (``torch.utils.checkpoint``, not reentrant);
+        ``repeated``: whether keys and values are repeated for every head of the queries before attention.
+        """
         self._live, self._framework, self._layout, self._size = live, framework, layout, size
         self._widths = widths
         self._tokens, self._sequence = samples * sequence_length, sequence_length
+        assert not (checkpointed and saved_bytes is not None), "what is computed once more has to be counted"
         self._given = saved_bytes
+        self._checkpointed, self._repeated = checkpointed, repeated
         names = [p.name.removeprefix("model.").removesuffix(".weight") for p in layout.parameters]
         self._index = {name: index for index, name in enumerate(names)}
         self._casts = widths.residual != widths.product
@@ -101,11 +109,17 @@ class Decoder:
         angles = 2 * self._sequence * size.head_size * widths.residual
         live.make("angles", "activations", 0 if self._given is not None else angles)
         norms = [*(f"layers.{block}.input_layernorm" for block in range(size.num_layers)), "norm"]
-        self._residual(norms[0])
+        if not self._checkpointed:
+            self._residual(norms[0])
         for block in range(size.num_layers):
             self._framework.enter(block + 1)
-            self._forward_of_block(f"layers.{block}", before=norms[block + 1])
+            if self._checkpointed:
+                self._keep_input(f"layers.{block}")
+            else:
+                self._forward_of_block(f"layers.{block}", before=norms[block + 1])
             self._framework.leave(block + 1)
+        if self._checkpointed:
+            self._residual("norm")
         self._forward_of_norm("norm", into=1)
         self._use("lm_head")
         vocabulary = size.vocab_size
@@ -118,6 +132,29 @@ class Decoder:
             self._make("fp32 logits", 4 * vocabulary)
         self._make("log-softmax", 4 * vocabulary)
         live.forget(["logits", "fp32 logits"])
+        if self._checkpointed:  # autocast ends, and with it the casts that autograd has not saved
+            live.forget([f"{name} cast" for name in self._index if name.startswith("layers.")])
+
+    def _keep_input(self, block: str) -> None:
+        """A checkpointed block's forward, of which nothing else outlives it but what autocast has cast.
+
+        What is alive within it is not replayed: in the backward it is once more, beside the gradient.
+        """
+        self._save(f"{block} kept", self._widths.residual * self._size.hidden_size)
+        if self._casts:
+            for name in (name for name in self._index if name.startswith(f"{block}.") and name.endswith("_proj")):
+                self._use(name)
+
+    def _compute_again(self, block: str) -> None:
+        """A checkpointed block's forward in its backward, up to the last tensor that is saved.
+
+        Its input is that of the first norm, which saves it as it is in fp32, and a copy of it otherwise.
+        """
+        norm = f"{block}.input_layernorm"
+        if self._widths.residual == 4:
+            self._live.rename(f"{block} kept", f"{norm} input", "activations")
+        self._forward_of_block(block, before="")
+        self._live.forget(["residual"])
 
     def _residual(self, norm: str) -> None:
         """The residual stream before a norm: in fp32 the norm saves it, in bf16 nothing does."""
@@ -138,7 +175,7 @@ class Decoder:
         self._framework.used(index)
 
     def _forward_of_block(self, block: str, *, before: str) -> None:
-        """``before`` is the norm that its output goes into."""
+        """``before`` is the norm that its output goes into; empty if its output is not computed."""
         size, width = self._size, self._widths.product
         heads, kv = size.num_heads * size.head_size, size.num_kv_heads * size.head_size
         if self._given is not None:
@@ -147,8 +184,8 @@ class Decoder:
         for name in "qkv":
             self._use(f"{block}.self_attn.{name}_proj")
         self._save(f"{block} query", width * heads)
-        self._save(f"{block} key", width * kv)
-        self._save(f"{block} value", width * kv)
+        for name in ("key", "value"):
+            self._save(f"{block} {name}", width * (heads if self._repeated else kv))
         self._save(f"{block} attention", width * heads)
         self._save(f"{block} log-sums", 4 * size.num_heads)
         self._use(f"{block}.self_attn.o_proj")
@@ -162,7 +199,8 @@ class Decoder:
         self._save(f"{block} up", inner)
         self._save(f"{block} product", inner)
         self._use(f"{block}.mlp.down_proj")
-        self._residual(before)
+        if before:
+            self._residual(before)
 
     def _forward_of_norm(self, norm: str, into: int) -> None:
         """Saved: the input and its root mean square in fp32, what is normalized, and what is returned.
@@ -201,7 +239,10 @@ class Decoder:
         for block in reversed(range(size.num_layers)):
             live.moment = "block"
             self._framework.reach(block + 1)
+            if self._checkpointed:
+                self._compute_again(f"layers.{block}")
             self._backward_of_block(f"layers.{block}")
+            self._release(f"layers.{block} kept")
             live.moment = "reduce"
             self._framework.finish(block + 1)
         live.moment = "root"

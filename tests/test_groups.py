@@ -1,0 +1,39 @@
+"""Cells of groups in a run: those with fewer repeats than others keep nothing open, and are shown as they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bench.analysis.baseline import standing
+from bench.analysis.statistics import MIN_TRIALS
+from bench.cell import REFERENCE
+from bench.schedule import Ended
+from tests.simulated import simulate
+
+
+def test_a_cell_at_its_limit_is_not_waited_for(tmp_path: Path) -> None:
+    """One trial never has an interval: waiting for one would last until max_repeats."""
+    run = simulate(
+        tmp_path / "run",
+        {"b0": 1.0, "b1": 1.3, "b2": 1.1},
+        most_repeats={"b2": 1, REFERENCE: 1},
+        repeats=MIN_TRIALS,
+        max_repeats=400,
+    )
+    trials = run.tables.trials
+    counts = {name: int((trials["backend"] == name).sum()) for name in ("b0", "b1", "b2", REFERENCE)}
+    assert counts["b2"] == counts[REFERENCE] == 1
+    assert counts["b1"] >= MIN_TRIALS
+    assert run.manifest["ended_by"] == Ended.PRECISION
+    assert counts["b1"] < 40, "it ended when the others were certain"
+    rows = {row.pair.b.backend: row for row in standing(run).rows if not row.pair.b.twin}
+    assert rows["b1"].time is not None and rows["b1"].time.low is not None
+    assert rows["b2"].time is not None and rows["b2"].time.low is None, "shown, without an interval"
+
+
+def test_a_baseline_at_its_limit_ends_the_run(tmp_path: Path) -> None:
+    run = simulate(
+        tmp_path / "run", {"b0": 1.0, "b1": 1.3}, most_repeats={"b0": 2, "b1": 2}, repeats=2, max_repeats=400
+    )
+    assert int((run.tables.trials["backend"] == "b1").sum()) == 2
+    assert run.manifest["ended_by"] == Ended.PRECISION
