@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -16,13 +17,17 @@ from bench.warmup import Array
 
 HEIGHT = 9.0
 """Of a line of words, in points."""
-NEAR, FAR, STEP = 7, 100, 3
+NEAR, FAR, STEP = 7, 160, 3
 """Distances from the point that are tried, in points."""
 LEADER_FROM = 10
 """Distance from which a thin line leads from the words to the point."""
-DIRECTIONS = 16
-LEADER_STEPS = 12
-"""Squares that a leader counts as; the first three are its own marker's place."""
+DIRECTIONS = 24
+SIDES = {"left": 0.0, "center": 0.5, "right": 1.0}
+"""Where the anchor is, of the words' width."""
+LEADER_STEP = 3.0
+"""Points between the squares that a leader counts as."""
+TRIES = 4
+"""Orders in which labels are placed: those for which there was no room come first in the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +79,26 @@ def _spots() -> list[Spot]:
 SPOTS = _spots()
 
 
-def place(axes: Axes, labels: Sequence[Label], obstacles: Obstacles) -> list[tuple[Label, Spot]]:
-    """A place for each label, in their order; one for which there is none is left out.
+def place(axes: Axes, labels: Sequence[Label], obstacles: Obstacles, far: float = FAR) -> list[tuple[Label, Spot]]:
+    """A place for each label, at most so many points away; one for which there is none is left out.
 
-    The axes must be laid out and have their final limits. Boxes are rows of left, bottom, right and top, in points.
+    The axes must be laid out and have their final limits.
     """
+    order, best = list(labels), list[tuple[Label, Spot]]()
+    for _ in range(TRIES):
+        found = _place(axes, order, obstacles, [spot for spot in SPOTS if math.hypot(spot.across, spot.up) <= far])
+        best = max(best, found, key=len)
+        placed = {label for label, _ in found}
+        if len(placed) == len(order):
+            break
+        order = [label for label in order if label not in placed] + [label for label in order if label in placed]
+    return best
+
+
+def _place(
+    axes: Axes, labels: Sequence[Label], obstacles: Obstacles, spots: Sequence[Spot]
+) -> list[tuple[Label, Spot]]:
+    """The first free spot for each label, in their order. Boxes are rows of left, bottom, right and top, in points."""
     point = axes.figure.dpi / 72
     frame = np.array(axes.get_window_extent().extents) / point
     taken = _boxes(axes, obstacles, point)
@@ -86,12 +106,12 @@ def place(axes: Axes, labels: Sequence[Label], obstacles: Obstacles) -> list[tup
     found = []
     for label in labels:
         centre = axes.transData.transform((label.x, label.y)) / point
-        boxes = _word_boxes(centre, style.text_width(label.text, TINY) * 72 + 1)
+        boxes = _word_boxes(centre, style.text_width(label.text, TINY) * 72 + 1, spots)
         inside = (boxes[:, :2] > frame[:2]).all(axis=1) & (boxes[:, 2:] < frame[2:]).all(axis=1)
         possible = np.flatnonzero(inside)
         blocked = _overlap(boxes[possible], np.vstack([taken, words])).any(axis=1)
         for chosen in possible[~blocked]:
-            spot = SPOTS[chosen]
+            spot = spots[chosen]
             leader = _leader(centre, spot) if spot.leads else np.empty((0, 4))
             if not _overlap(leader, words).any():
                 taken, words = np.vstack([taken, leader]), np.vstack([words, boxes[chosen]])
@@ -103,7 +123,8 @@ def place(axes: Axes, labels: Sequence[Label], obstacles: Obstacles) -> list[tup
 def write(axes: Axes, placed: Sequence[tuple[Label, Spot]]) -> None:
     """Draw them."""
     for label, spot in placed:
-        line = {"arrowstyle": "-", "linewidth": 0.3, "color": label.colour, "shrinkA": 0, "shrinkB": 1}
+        line: dict[str, Any] = {"arrowstyle": "-", "linewidth": 0.3, "color": label.colour, "shrinkA": 0, "shrinkB": 1}
+        line["relpos"] = (SIDES[spot.side], 0.5)  # it leads to the end of the words that is nearest
         axes.annotate(
             safe(label.text),
             (label.x, label.y),
@@ -116,10 +137,9 @@ def write(axes: Axes, placed: Sequence[tuple[Label, Spot]]) -> None:
         )
 
 
-def _word_boxes(centre: Array, width: float) -> Array:
-    """The box of words of that width at each of the SPOTS."""
-    start = {"left": 0.0, "center": -width / 2, "right": -width}
-    corners = np.array([(spot.across + start[spot.side], spot.up - HEIGHT / 2) for spot in SPOTS]) + centre
+def _word_boxes(centre: Array, width: float, spots: Sequence[Spot]) -> Array:
+    """The box of words of that width at each of the spots."""
+    corners = np.array([(spot.across - SIDES[spot.side] * width, spot.up - HEIGHT / 2) for spot in spots]) + centre
     return np.hstack([corners, corners + np.array([width, HEIGHT])])
 
 
@@ -130,8 +150,9 @@ def _overlap(boxes: Array, others: Array) -> NDArray[np.bool_]:
 
 
 def _leader(centre: Array, spot: Spot) -> Array:
-    """The line from the point to the words."""
-    shares = np.arange(3, LEADER_STEPS)[:, None] / LEADER_STEPS
+    """The line from the point's marker to the words."""
+    length = math.hypot(spot.across, spot.up)
+    shares = np.arange(NEAR, length, LEADER_STEP)[:, None] / length
     return _squares(centre + shares * np.array([spot.across, spot.up]), 1.0)
 
 

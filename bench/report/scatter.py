@@ -33,6 +33,8 @@ from bench.report.style import INTERVAL
 MOST_NAMED = 3
 """Panels that are stacked over the whole width, with the backends' names in them; more are a grid, with numbers."""
 TIME, MEMORY = "step_time_s", "peak_memory_bytes"
+NUMBER_REACH = 60.0
+"""Points that a number is away from its point, at most."""
 RAW = 2.2
 """Points of a trial's marker."""
 
@@ -94,7 +96,7 @@ def _numbered(shared: _Axis, page: Page, words: style.Words) -> Figure:
     figure = style.sheet(words, [keys, shared.run.signs(shared.trials)], height, 1.5 * lines + 0.4)
     for axes, points, obstacles in _panels(figure, shared, page.panels, columns):
         numbers = [labels.Label(x, y, str(shared.shown.index(name) + 1)) for x, y, name in points]
-        labels.write(axes, labels.place(axes, numbers, obstacles))
+        labels.write(axes, labels.place(axes, numbers, obstacles, NUMBER_REACH))
     return figure
 
 
