@@ -93,7 +93,11 @@ def _tables(folder: Path, run: Run) -> Iterator[Finding]:
                 Level.WARNING, topic, f"{path.name} is missing; write it with: python -m bench report {folder}"
             )
             continue
-        for text in _differences(pd.read_parquet(path), getattr(run.tables, field.name)):
+        stored, recomputed = pd.read_parquet(path), getattr(run.tables, field.name)
+        if missing := [name for name in recomputed.columns if name not in stored.columns]:
+            text = f"{path.name} has no column {', '.join(missing)}, as those of an earlier version of the bench"
+            yield Finding(Level.WARNING, topic, f"{text}; write it again with: python -m bench report {folder}")
+        for text in _differences(stored, recomputed):
             different += 1
             yield Finding(
                 Level.ERROR, topic, f"{path.name}: {text}; write it again with: python -m bench report {folder}"
@@ -103,13 +107,11 @@ def _tables(folder: Path, run: Run) -> Iterator[Finding]:
 
 
 def _differences(stored: pd.DataFrame, recomputed: pd.DataFrame) -> Iterator[str]:
-    """In words, how a stored table is not the recomputed one: at most one sentence per column."""
+    """In words, how a stored table is not the recomputed one: at most one sentence per column that it has."""
     if len(stored) != len(recomputed):
         yield f"{len(stored)} rows, {len(recomputed)} follow from the journal"
         return
-    if missing := [name for name in recomputed.columns if name not in stored.columns]:
-        yield f"has no column {', '.join(missing)}"
-    for name in (name for name in recomputed.columns if name not in missing):
+    for name in (name for name in recomputed.columns if name in stored.columns):
         ours, theirs = stored[name], recomputed[name]
         unlike = ours.isna() != theirs.isna()
         both = ours.notna() & theirs.notna()
