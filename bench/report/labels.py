@@ -26,6 +26,10 @@ SIDES = {"left": 0.0, "center": 0.5, "right": 1.0}
 """Where the anchor is, of the words' width."""
 LEADER_STEP = 3.0
 """Points between the squares that a leader counts as."""
+MARKER = 8.0
+"""Side of the square around another label's point through which no leader goes, in points."""
+ALIKE = 0.5
+"""Distances that differ by less, in points, are equal."""
 TRIES = 4
 """Orders in which labels are placed: those for which there was no room come first in the next."""
 
@@ -98,22 +102,30 @@ def place(axes: Axes, labels: Sequence[Label], obstacles: Obstacles, far: float 
 def _place(
     axes: Axes, labels: Sequence[Label], obstacles: Obstacles, spots: Sequence[Spot]
 ) -> list[tuple[Label, Spot]]:
-    """The first free spot for each label, in their order. Boxes are rows of left, bottom, right and top, in points."""
+    """The first free spot for each label, in their order. Boxes are rows of left, bottom, right and top, in points.
+
+    Words that are nearer to another label's point would be read as that one's: they take such a place last, and only
+    with a line that leads to their own.
+    """
     point = axes.figure.dpi / 72
     frame = np.array(axes.get_window_extent().extents) / point
     taken = _boxes(axes, obstacles, point)
     words = np.empty((0, 4))
+    leads = np.array([spot.leads for spot in spots], dtype=bool)
+    centres = axes.transData.transform([(label.x, label.y) for label in labels]) / point if labels else np.empty((0, 2))
     found = []
-    for label in labels:
-        centre = axes.transData.transform((label.x, label.y)) / point
+    for label, centre in zip(labels, centres, strict=True):
         boxes = _word_boxes(centre, style.text_width(label.text, TINY) * 72 + 1, spots)
         inside = (boxes[:, :2] > frame[:2]).all(axis=1) & (boxes[:, 2:] < frame[2:]).all(axis=1)
         possible = np.flatnonzero(inside)
         blocked = _overlap(boxes[possible], np.vstack([taken, words])).any(axis=1)
-        for chosen in possible[~blocked]:
+        free = possible[~blocked]
+        own = _distances(boxes[free], centre[None])[:, 0] <= _distances(boxes[free], centres).min(axis=1) + ALIKE
+        for chosen in [*free[own], *free[~own & leads[free]]]:
             spot = spots[chosen]
             leader = _leader(centre, spot) if spot.leads else np.empty((0, 4))
-            if not _overlap(leader, words).any():
+            others = _squares(centres[np.linalg.norm(centres - centre, axis=1) > NEAR], MARKER)
+            if not _overlap(leader, np.vstack([words, others])).any():
                 taken, words = np.vstack([taken, leader]), np.vstack([words, boxes[chosen]])
                 found.append((label, spot))
                 break
@@ -147,6 +159,12 @@ def _overlap(boxes: Array, others: Array) -> NDArray[np.bool_]:
     """Whether each box has something in common with each of the others: a row per box, a column per other."""
     low, high = (np.asarray(one)[:, None, :] for one in (boxes[:, :2], boxes[:, 2:]))
     return np.asarray(((low < others[None, :, 2:]) & (high > others[None, :, :2])).all(axis=2))
+
+
+def _distances(boxes: Array, points: Array) -> Array:
+    """How far each box is from each point: a row per box, a column per point."""
+    low, high = boxes[:, None, :2], boxes[:, None, 2:]
+    return np.asarray(np.linalg.norm(np.maximum(np.maximum(low - points, points - high), 0.0), axis=2))
 
 
 def _leader(centre: Array, spot: Spot) -> Array:
