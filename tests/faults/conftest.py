@@ -25,6 +25,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         FORM.outcomes[report.nodeid] = report.outcome + reason
 
 
+@pytest.hookimpl(trylast=True)  # after fixtures have noted what they know, also when the session is interrupted
 def pytest_sessionfinish(session: pytest.Session) -> None:
     out: Path | None = session.config.getoption("--reliability")
     if out is not None:

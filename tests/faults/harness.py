@@ -171,5 +171,7 @@ def facts(records: Sequence[dict[str, Any]]) -> dict[tuple[str, int], dict[str, 
         kept = {name: value for name, value in record.items() if name not in TIMES}
         if kept.get("time"):
             kept["time"] = {name: value for name, value in kept["time"].items() if name not in TIMES_OF_TIME}
+        if kept.get("dispatch"):
+            kept["dispatch"] = {name: value for name, value in kept["dispatch"].items() if name != "cpu_s"}
         found[key] = kept
     return found

@@ -84,6 +84,8 @@ class Tally:
     """Finished trials that were not there after a kill."""
     differing: int = 0
     """Trials of which anything but the timings differs from the unbroken run's."""
+    how: list[str] = field(default_factory=list)
+    """For each of those, what differs."""
     slowest_s: float = 0.0
     """The longest time from the signal to the runner's end."""
     left: list[str] = field(default_factory=list)
@@ -151,6 +153,16 @@ def kill_once(here: Place, kind: Kind, number: signal.Signals, moment_s: float, 
         assert "Traceback" not in out + err, err
 
 
+def difference(found: dict[str, Any] | None, expected: dict[str, Any] | None) -> str:
+    """In words, what differs between a trial and that of the unbroken run; empty if nothing does."""
+    if found is None or expected is None:
+        return "is missing" if found is None else "is not in the unbroken run"
+    if found["status"] != expected["status"]:
+        return f"{found['status']} ({found['reason']}), not {expected['status']} ({expected['reason']})"
+    keys = [key for key in found.keys() | expected.keys() if found.get(key) != expected.get(key)]
+    return f"another {', '.join(sorted(keys))}" if keys else ""
+
+
 def disturb(folder: Path, kind: Kind, number: signal.Signals, kills: int, expected: Facts) -> Tally:
     """Kill runs until there were so many kills; each is resumed to its end and compared."""
     random, tally = rng(f"{kind.name} {number.name}"), Tally()
@@ -168,7 +180,9 @@ def disturb(folder: Path, kind: Kind, number: signal.Signals, kills: int, expect
                 assert run.process.returncode in {GOOD, BAD}, run.process.stderr
                 tally.left += here.leaks.left()
             found = facts(here.records)
-            tally.differing += sum(found.get(key) != expected.get(key) for key in found.keys() | expected.keys())
+            keys = found.keys() | expected.keys()
+            tally.how += [how for key in sorted(keys) if (how := difference(found.get(key), expected.get(key)))]
+            tally.differing = len(tally.how)
             tally.runs += 1
             tally.trials += len(found)
         if not tally.differing:
@@ -181,7 +195,7 @@ def kill(folder: Path, kind: Kind, number: signal.Signals, kills: int, expected:
     tally = disturb(folder, kind, number, kills, expected)
     FORM.note("kills", f"{kind.name} {number.name}", what=kind.what, signal=number.name, **vars(tally))
     assert tally.lost == 0
-    assert tally.differing == 0
+    assert tally.how == []
     assert tally.left == []
 
 
