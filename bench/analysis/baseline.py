@@ -11,7 +11,6 @@ from bench import tables
 from bench.analysis import gates
 from bench.analysis.compare import Pair, Row, Run, judge_pairs, judge_reports, pairs_of_backends
 from bench.analysis.expected import layouts_of
-from bench.analysis.sides import side
 from bench.analysis.statistics import MARGIN, Interval, ratio, required_trials
 from bench.analysis.verdicts import Judgement, next_precision
 from bench.cell import REFERENCE, Cell
@@ -41,7 +40,7 @@ def baseline_of(manifest: Mapping[str, Any]) -> str:
 def noise_floor(run: Run, *, resamples: int | None = None) -> Floor | None:
     """The A/A pair of a run: the first twin in the order of labels; None if the run has none."""
     for cell, twin in _twins(run)[:1]:
-        sides = [side(run.tables, one.cell_id) for one in (twin, cell)]
+        sides = [run.sides.side(one) for one in (twin, cell)]
         bad = [f"{one.label}: {text}" for one in sides for text in one.failed_gates]
         bad += [f"{one.label}: {one.num_failed} of its trials are not ok" for one in sides if one.num_failed]
         if bad or not all(len(one.sample.trials) for one in sides):

@@ -7,6 +7,7 @@ known of it, nor of how the machine changed from one to the other.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -29,7 +30,7 @@ NUMERIC = ("precision", "accumulation_dtype")
 NOT_STORED = "(not stored)"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """A run as far as a comparison needs it."""
 
@@ -39,6 +40,11 @@ class Run:
     cells: Mapping[str, Cell]
     """By id: those that have a trial."""
     manifest: Mapping[str, Any]
+
+    @functools.cached_property
+    def sides(self) -> Sides:
+        """Of comparisons within the run: verdicts, noise floor and citations have the same."""
+        return Sides(self.tables)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,7 +191,7 @@ def judge_reports(
 ) -> list[list[Row]]:
     """``judge_pairs`` of several reports on the same runs: each is corrected for its own number of pairs."""
     apart = a is not b
-    ours = Sides(a.tables, apart, "A ", force)
+    ours = Sides(a.tables, apart, "A ", force) if apart or force else a.sides
     theirs = Sides(b.tables, apart, "B ", force) if apart else ours
     sides = [(ours.side(pair.a), theirs.side(pair.b)) for pairs in reports for pair in pairs]
     evidence = verdicts.compare_all(

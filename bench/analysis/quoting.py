@@ -13,7 +13,6 @@ import pandas as pd
 from bench.analysis.baseline import Floor, Standing, baseline_of, noise_floor, pairs_with_baseline, standing
 from bench.analysis.compare import Pair, Row, Run, judge_pairs
 from bench.analysis.estimate import Estimate, estimate
-from bench.analysis.sides import Sides
 from bench.cell import Cell, Status
 from bench.errors import InputError
 
@@ -72,7 +71,7 @@ class Quotes:
         self.run = run
         tables = run.tables
         self._trials = {str(key): rows for key, rows in tables.trials.groupby("cell_id", sort=False)}
-        self._sides = Sides(tables)
+        self._sides = run.sides
         known = standings or {}
         self._standings = {name: _by_pair(one) for name, one in known.items()}
         self._floor: list[Floor | None] = [one.floor for one in known.values()][:1]
