@@ -106,7 +106,7 @@ def _when(sections: Facts) -> list[str]:
                 + (f"at commit {about['commit']}" if about["commit"] else "from code that is no commit")
             )
             groups[words] = groups.get(words, 0) + 1
-    return [f"- {words}: {number} rows." for words, number in groups.items()]
+    return [f"- {words}: {number} row{'s' * (number != 1)}." for words, number in groups.items()]
 
 
 def _faults(faults: Mapping[str, Any], of_machine: Mapping[str, Any]) -> list[str]:
