@@ -291,6 +291,7 @@ class LeavesChild(DDPEager):
     """Starts a process that outlives it, and fails if the trial before left one."""
 
     name, framework = "x-leaves-child", "Extra"
+    passes = 0  # of this process
 
     def train(self, job):
         import subprocess
@@ -301,7 +302,8 @@ class LeavesChild(DDPEager):
 
         mark = "import time; time.sleep(4321)"
         before = [p for p in psutil.process_iter(["cmdline"]) if mark in (p.info["cmdline"] or [])]
-        if job.windows > 3 and before:
+        type(self).passes += 1
+        if self.passes == 1 and before:
             raise RuntimeError("the trial before left a process")
         dist.barrier()  # no rank looks when another has started its own already
         subprocess.Popen([sys.executable, "-c", mark])

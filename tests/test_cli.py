@@ -380,7 +380,8 @@ def test_ranks_that_share_a_gpu_are_run_once(place: Place) -> None:
     assert "9 cells x 1 repeats = 9 trials" in lines[-1]
     assert sum("shares GPU" in line for line in lines) == 8
     lines = place.call("plan", "--matrix", place.matrix(), *options, "--repeats", "3")[1].splitlines()
-    assert "9 cells x 3 repeats" in lines[-1]
+    # The reference is there for its values, and its device is a GPU: one trial of it, three of each other cell.
+    assert "9 cells, up to 3 repeats of each = 25 trials" in lines[-1]
 
 
 def test_plan_of_ten_thousand_cells(place: Place) -> None:

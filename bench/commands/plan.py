@@ -118,7 +118,7 @@ def lines(
     if limited:
         number = f"{len(cells)} cells, up to {repeats} repeats of each = {trials} trials"
     found.append(
-        f"matrix {chosen.name}: {chosen['description']}: {number}, "
+        f"{': '.join(filter(None, (f'matrix {chosen.name}', chosen['description'], number)))}, "
         f"{sum(cell.cell_id in skipped for cell in cells)} cells skipped, "
         f"about {total / 60:.0f} min (time per trial: as measured in earlier runs here, or a rough guess; memory per "
         f"rank: {'by prediction' if chosen['device'] == Device.CUDA else 'a rough guess'})" + _cut(chosen, total, first)
