@@ -307,8 +307,12 @@ class Page:
 
 
 def paged(stem: str, items: list[Panel], size: int) -> Iterator[Page]:
-    """Parts of at most this size, MOST_PAGES at most: of more panels those of the most ranks and the largest N."""
-    shown = _largest(items, MOST_PAGES * size)
+    """Parts of at most this size, MOST_PAGES at most: of more panels those of the most ranks and the largest N.
+
+    Where these would not hold half of the panels, there is one part alone.
+    """
+    most = MOST_PAGES if len(items) <= 2 * MOST_PAGES * size else 1
+    shown = _largest(items, most * size)
     every, drawn = (sum(panel.trials["cell_id"].nunique() for panel in some) for some in (items, shown))
     left_out = left_out_words(every, drawn, "cells")
     count = math.ceil(len(shown) / size)
