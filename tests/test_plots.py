@@ -435,14 +435,17 @@ def pages_of(count: int, size: int) -> list[panels.Page]:
 def test_of_many_panels_the_largest_are_drawn_and_the_others_counted() -> None:
     assert [(page.stem, page.left_out) for page in pages_of(3, 4)] == [("made", [])]
     assert [page.stem for page in pages_of(8, 4)] == ["made-1", "made-2"]
-    first, second = pages_of(20, 4)
-    assert first.left_out == second.left_out and first.left_out[0].startswith("12 of 20 cells are left out of this pic")
+    (alone,) = pages_of(17, 4)
+    assert (alone.stem, len(alone.panels)) == ("made", 4), "two figures would not hold half of them"
+    assert alone.left_out[0].startswith("13 of 17 cells are left out of this picture")
+    first, second = pages_of(16, 4)
+    assert first.left_out == second.left_out and first.left_out[0].startswith("8 of 16 cells are left out of this pict")
     shown = [page.panels for page in (first, second)]
     assert [len(part) for part in shown] == [4, 4]
     order = [int(panel.title) for part in shown for panel in part]
     assert order == sorted(order)
     sizes = [int(panel.trials["accumulate"].max()) for part in shown for panel in part]
-    every = sorted(RUNS["realistic"][0].trials.drop_duplicates("cell_id")["accumulate"].iloc[:20], reverse=True)
+    every = sorted(RUNS["realistic"][0].trials.drop_duplicates("cell_id")["accumulate"].iloc[:16], reverse=True)
     assert sorted(sizes, reverse=True) == every[:8]
 
 
