@@ -18,7 +18,7 @@ from bench.analysis.compare import SLOWER, Row, record
 from bench.analysis.verdicts import Verdict, band
 from bench.report import style
 from bench.report.comparison import Report
-from bench.report.panels import Drawing, left_out_words
+from bench.report.panels import Drawing, largest, left_out_words
 from bench.report.style import GREY, REFERENCE_COLOUR, TINY, Key, Words, safe
 
 COLOURS = {
@@ -56,7 +56,8 @@ def draw(report: Report, stem: str = "compare", most_pages: int | None = None) -
 
     Of more than fit into ``most_pages``, the rows of the most ranks and the largest N are drawn; the CSV has all.
     """
-    shown = _largest(report.rows, None if most_pages is None else most_pages * MOST_ROWS)
+    most = len(report.rows) if most_pages is None else most_pages * MOST_ROWS
+    shown = largest(report.rows, most, lambda row: (row.pair.b.world_size, row.pair.b.accumulate))
     left_out = left_out_words(len(report.rows), len(shown), "comparisons")
     data = pd.DataFrame([record(row) for row in report.rows]) if left_out else None
     count = math.ceil(len(shown) / MOST_ROWS)
@@ -70,18 +71,6 @@ def draw(report: Report, stem: str = "compare", most_pages: int | None = None) -
             for i, rows in enumerate(parts, start=1)
         ]
     return found if data is None else [replace(drawing, data=data) for drawing in found]
-
-
-def _largest(rows: Sequence[Row], most: int | None) -> Sequence[Row]:
-    """So many of the rows, in their order."""
-    if most is None or len(rows) <= most:
-        return rows
-
-    def extent(place: int) -> tuple[int, int]:
-        cell = rows[place].pair.b
-        return -cell.world_size, -cell.accumulate
-
-    return [rows[place] for place in sorted(sorted(range(len(rows)), key=extent)[:most])]
 
 
 def _draw(report: Report, rows: Sequence[Row], stem: str, which: str, notes: Sequence[str]) -> Drawing:

@@ -121,10 +121,10 @@ def _place(
         blocked = _overlap(boxes[possible], np.vstack([taken, words])).any(axis=1)
         free = possible[~blocked]
         own = _distances(boxes[free], centre[None])[:, 0] <= _distances(boxes[free], centres).min(axis=1) + ALIKE
+        others = _squares(centres[np.linalg.norm(centres - centre, axis=1) > NEAR], MARKER)
         for chosen in [*free[own], *free[~own & leads[free]]]:
             spot = spots[chosen]
             leader = _leader(centre, spot) if spot.leads else np.empty((0, 4))
-            others = _squares(centres[np.linalg.norm(centres - centre, axis=1) > NEAR], MARKER)
             if not _overlap(leader, np.vstack([words, others])).any():
                 taken, words = np.vstack([taken, leader]), np.vstack([words, boxes[chosen]])
                 found.append((label, spot))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -22,6 +22,7 @@ from bench.report import style
 from bench.report.style import REFERENCE_COLOUR, Key, Words, safe
 from bench.tables import Tables
 
+T = TypeVar("T")
 CONTEXT = [
     "workload",
     "model",
@@ -312,7 +313,7 @@ def paged(stem: str, items: list[Panel], size: int) -> Iterator[Page]:
     Where these would not hold half of the panels, there is one part alone.
     """
     most = MOST_PAGES if len(items) <= 2 * MOST_PAGES * size else 1
-    shown = _largest(items, most * size)
+    shown = list(largest(items, most * size, _extent))
     every, drawn = (sum(panel.trials["cell_id"].nunique() for panel in some) for some in (items, shown))
     left_out = left_out_words(every, drawn, "cells")
     count = math.ceil(len(shown) / size)
@@ -322,16 +323,16 @@ def paged(stem: str, items: list[Panel], size: int) -> Iterator[Page]:
         yield Page(stem if count == 1 else f"{stem}-{page + 1}", part, left_out)
 
 
-def _largest(items: list[Panel], most: int) -> list[Panel]:
-    """So many of the panels, in their order."""
+def _extent(panel: Panel) -> tuple[int, int]:
+    return int(panel.trials["world_size"].max()), int(panel.trials["accumulate"].max())
+
+
+def largest(items: Sequence[T], most: int, extent: Callable[[T], tuple[int, int]]) -> Sequence[T]:
+    """So many of the items, in their order: those of the most ranks and the largest N, which ``extent`` gives."""
     if len(items) <= most:
         return items
-
-    def extent(place: int) -> tuple[int, int]:
-        trials = items[place].trials
-        return -int(trials["world_size"].max()), -int(trials["accumulate"].max())
-
-    return [items[place] for place in sorted(sorted(range(len(items)), key=extent)[:most])]
+    chosen = sorted(range(len(items)), key=lambda place: extent(items[place]), reverse=True)[:most]
+    return [items[place] for place in sorted(chosen)]
 
 
 def left_out_words(every: int, shown: int, what: str) -> list[str]:
