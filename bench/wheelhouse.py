@@ -2,7 +2,8 @@
 
 Versions are those of constraints.txt, which names all that is needed, so nothing is resolved and no excluded package is
 downloaded to read its metadata. DeepSpeed has no wheel on the index: a pure one is built, without its operators.
-Needs pip and packaging, and none of what it collects.
+What the machine is told to install has the bounds of pyproject.toml instead: pip leaves there what is new enough, and
+takes the rest from the folder, which has one version of each. Needs pip and packaging, and none of what it collects.
 """
 
 from __future__ import annotations
@@ -126,8 +127,8 @@ def collect(folder: Path, python: str, target: str, excluded: Sequence[str], pip
     kept = needed(asked, folder.glob("*.whl"), python, without)
     for path in set(folder.glob("*.whl")) - kept:
         path.unlink()  # tools that only the lint session needs, and what excluded packages need
-    lines = sorted(f"{name}=={version}" for name, version, *_ in (parse_wheel_filename(path.name) for path in kept))
-    (folder / REQUIREMENTS).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    # With what is excluded among it: a machine that lacks that, or has it too old, is told so by pip.
+    (folder / REQUIREMENTS).write_text("".join(f"{one}\n" for one in asked), encoding="utf-8")
     return sorted(kept)
 
 

@@ -27,8 +27,14 @@ def make_wheel(folder: Path, name: str, version: str = "1.0", *requires: str) ->
         f"Version: {version}",
         *(f"Requires-Dist: {r}" for r in requires),
     ]
+    described = {
+        "METADATA": "\n".join(lines) + "\n\n",
+        "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        "RECORD": "",
+    }
     with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr(f"{name.replace('-', '_')}-{version}.dist-info/METADATA", "\n".join(lines) + "\n\n")
+        for file, text in described.items():
+            archive.writestr(f"{name.replace('-', '_')}-{version}.dist-info/{file}", text)
     return path
 
 
@@ -94,12 +100,32 @@ def test_the_folder_holds_what_the_machine_lacks_and_no_more(project: Path, tmp_
     pip = FakePip()
     found = collect(tmp_path / "out", "3.12", "manylinux_2_28_x86_64", ["torch"], pip)
     assert [path.name.partition("-")[0] for path in found] == ["b_c", "deepspeed"]
-    assert (tmp_path / "out" / REQUIREMENTS).read_text() == "b-c==1.5\ndeepspeed==0.19\n"
+    assert (tmp_path / "out" / REQUIREMENTS).read_text() == "torch>=2\ndeepspeed\nB_c\n"
     (built, environment), (downloaded, _) = pip.calls
     assert built[0] == "wheel" and built[-1] == "deepspeed==0.19" and environment == {"DS_BUILD_OPS": "0"}
     assert downloaded[:3] == ["download", "--no-deps", "--only-binary=:all:"]
     assert "manylinux2014_x86_64" in downloaded and downloaded[downloaded.index("--python-version") + 1] == "3.12"
     assert "torch==2.0" not in downloaded and "deepspeed==0.19" not in downloaded
+
+
+def test_pip_leaves_there_what_is_new_enough_and_says_what_is_too_old(project: Path, tmp_path: Path) -> None:
+    """The one test with the real pip: a machine has b-c in another version than the one that is collected."""
+    collect(tmp_path / "out", "3.12", "manylinux_2_28_x86_64", ["torch"], FakePip())
+    machine = tmp_path / "machine"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", machine], check=True)
+    pip = [sys.executable, "-m", "pip", "--isolated", "--python", str(machine / "bin" / "python")]
+    install = [*pip, "install", "--no-index", "--no-deps"]
+    there = {name: make_wheel(tmp_path, name, version) for name, version in (("b-c", "1.4"), ("torch", "2.11+cu130"))}
+    subprocess.run([*install, *there.values()], check=True)
+    told = [*pip, "install", "--no-index", "--find-links", tmp_path / "out", "-r", tmp_path / "out" / REQUIREMENTS]
+    subprocess.run(told, check=True)
+    listed = subprocess.run([*pip, "freeze"], capture_output=True, text=True, check=True).stdout
+    assert {line.partition(" @ ")[0] for line in listed.split("\n") if line} == {"b-c", "torch", "deepspeed==0.19"}
+    assert [*machine.glob("lib/*/site-packages/b_c-1.4.dist-info")], listed
+
+    subprocess.run([*install, make_wheel(tmp_path, "torch", "1.13")], check=True)
+    refused = subprocess.run(told, capture_output=True, text=True)
+    assert refused.returncode == 1 and "torch>=2" in refused.stderr
 
 
 def test_without_an_exclusion_torch_comes_with_what_it_pins(project: Path, tmp_path: Path) -> None:
