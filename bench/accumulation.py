@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench import rank
 from bench.backends.base import Backend, registry
 from bench.cell import Cell, Device, Precision, Status
 from bench.errors import UnsupportedError
-from bench.launch import Launcher
+from bench.launch import rank
+from bench.launch.launcher import Launcher
 from bench.probes.accumulation import accumulator, error
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class AccumulationTask:
 
 
 def run_rank(task_json: str) -> None:
-    """Entry point of a rank, called by torch elastic with its environment set; see ``bench.rank.live``."""
+    """Entry point of a rank, called by torch elastic with its environment set; see ``bench.launch.rank.live``."""
     task = AccumulationTask(**json.loads(task_json))
 
     def work(number: int) -> dict[str, Any]:

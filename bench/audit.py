@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench import rank
 from bench.backends.base import Backend, Job, registry
 from bench.cell import Cell, Device, Status
+from bench.launch import rank
 from bench.scenario import Fault, Reduction, Scenario, Split
 from bench.taps import Kind, Taps
 
@@ -78,7 +78,7 @@ class _Saved(Exception):  # noqa: N818 - not an error: it ends the first half of
 
 
 def run_rank(task_json: str) -> None:
-    """Entry point of a rank, called by torch elastic with its environment set; see ``bench.rank.live``."""
+    """Entry point of a rank, called by torch elastic with its environment set; see ``bench.launch.rank.live``."""
     task = AuditTask.from_json(task_json)
 
     def work(number: int) -> dict[str, Any]:
@@ -158,7 +158,7 @@ class Audit:
         many losses came before each fault; ``events``: the taps' events in order, a letter each;
         ``changes``: for each update, the coefficient of each slot that has one; ``digests``: of all weights after each
         update, equal on all ranks if their replicas are; ``reported``: the framework's own counters; ``stopped``:
-        ``ended``, ``failed``, or ``bound`` if it would not have ended; ``failure``: as ``bench.rank.failure`` has it.
+        ``ended``, ``failed``, or ``bound`` if it would not have ended; ``failure``: as ``rank.failure`` has it.
         """
         stopped, failure = "ended", None
         try:

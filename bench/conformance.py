@@ -10,8 +10,8 @@ from typing import Any
 
 from bench.audit import AuditTask
 from bench.cell import Device, Status
-from bench.launch import Launcher
-from bench.outcome import Outcome
+from bench.launch.launcher import Launcher
+from bench.launch.outcome import Outcome
 from bench.scenario import Scenario
 
 Observed = tuple[str, Scenario, list[dict[str, Any]]]

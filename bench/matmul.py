@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from bench import machine
 from bench.cell import REFERENCE, Cell, Device, Precision, Status
-from bench.outcome import Outcome
+from bench.launch.outcome import Outcome
 
 if TYPE_CHECKING:
-    from bench.launch import Task
+    from bench.launch.launcher import Task
 
 TIMEOUT_S = 120.0
 """For one process group, its start and its warm-up included."""
@@ -53,7 +53,7 @@ class MatmulTask:
 
 def run_rank(task_json: str) -> None:
     """Entry point of a rank: times products in each precision while all other ranks do."""
-    from bench import rank
+    from bench.launch import rank
 
     task = MatmulTask.from_json(task_json)
 

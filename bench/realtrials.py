@@ -14,7 +14,7 @@ from bench.backends.base import MORE, registry
 from bench.cell import Cell, Device
 from bench.delayed import Delayed
 from bench.journal import MANIFEST, read_manifest
-from bench.launch import Launcher
+from bench.launch.launcher import Launcher
 from bench.runner import Observer, Runner
 
 RUNS = 10

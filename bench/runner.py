@@ -14,15 +14,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from bench import disk, dumps, machine, plan, virtual
+from bench import disk, machine, plan, virtual
 from bench.backends.base import Backend
 from bench.cell import REFERENCE, Cell, Device, Status
 from bench.errors import InputError
 from bench.interrupt import held
 from bench.journal import JOURNAL, MANIFEST, SCHEMA_VERSION, UPGRADED, Journal, read_manifest, write_manifest
-from bench.launch import Launcher
+from bench.launch import dumps
+from bench.launch.launcher import Launcher
+from bench.launch.outcome import Outcome
 from bench.matrix import Matrix, baseline, check_stored
-from bench.outcome import Outcome
 from bench.probes.telemetry import Telemetry, summarize
 from bench.record import check, merge_ranks, wrong
 from bench.schedule import Ended, Look, Schedule, Trial

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from bench import heartbeat
+from bench.launch import heartbeat
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

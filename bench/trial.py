@@ -27,10 +27,11 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench import blocks, heartbeat, rank
+from bench import blocks
 from bench.backends.base import Backend, Job, registry
 from bench.cell import REFERENCE, SGD, Cell, Status
 from bench.errors import UnsupportedError
+from bench.launch import heartbeat, rank
 from bench.spec import Spec
 from bench.taps import SETTLED_WINDOWS, Kind, SettledWindow, Taps, updates
 from bench.virtual import tensors
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 
 
 def run_rank(spec_json: str) -> None:
-    """Entry point of a rank, called by torch elastic with its environment set; see ``bench.rank.live``."""
+    """Entry point of a rank, called by torch elastic with its environment set; see ``bench.launch.rank.live``."""
     spec = Spec.from_json(spec_json)
 
     def work(number: int) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from bench.backends.base import Backend, Job, registry
 from bench.cell import REFERENCE, Cell, Device, Sharding, Status, Sync
 from bench.errors import InputError
 from bench.journal import SCHEMA_VERSION
+from bench.launch.outcome import Outcome
 from bench.matmul import MatmulTask
 from bench.matrix import Matrix, parse
-from bench.outcome import Outcome
 from bench.scenario import Scenario
 from bench.spec import EXTRA_PASSES, Spec
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from bench import rank
 from bench.backends.base import registry
+from bench.launch import rank
 from bench.probes.clock import Clock, clock_for
 from bench.spec import Spec
 from bench.taps import Kind, Taps, updates

@@ -15,8 +15,8 @@ from bench.analysis.compare import Run
 from bench.analysis.loading import load
 from bench.cell import REFERENCE, Cell, Status
 from bench.commands.report import finish
+from bench.launch.outcome import Outcome
 from bench.matrix import expand
-from bench.outcome import Outcome
 from bench.runner import Runner
 from bench.schedule import Look, Trial
 from bench.spec import Spec

@@ -32,7 +32,7 @@ from scipy.stats import bootstrap
 
 from bench import machine
 from bench.cell import Cell, Device
-from bench.launch import Launcher
+from bench.launch.launcher import Launcher
 from bench.spec import Spec
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -15,7 +15,7 @@ from bench.accumulation import AccumulationTask, spelled, table
 from bench.backends.base import registry
 from bench.cell import REFERENCE, Precision, Status
 from bench.errors import UnsupportedError
-from bench.outcome import Outcome
+from bench.launch.outcome import Outcome
 from bench.probes import accumulation as probe
 from tests.conftest import ROOT
 from tests.summing import FSDP2_POLICIES, LOOPS, NS

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bench import agent
+from bench.launch import agent
 
 SLEEP_S = 1.0
 

@@ -17,7 +17,7 @@ from bench.analysis.footprint import declined, footprint
 from bench.analysis.formulas import BUILT_IN, expect, layout_of
 from bench.backends.base import registry
 from bench.cell import REFERENCE, Cell, Device, Precision
-from bench.launch import Launcher
+from bench.launch.launcher import Launcher
 from bench.spec import EXTRA_PASSES, extra_passes
 from bench.virtual import passes
 from bench.workload import load

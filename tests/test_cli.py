@@ -20,14 +20,15 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from bench import __version__, cli, disk, launch, locks, machine
+from bench import __version__, cli, disk, locks, machine
 from bench.backends.plain import DDPDeferred
 from bench.cell import Status
 from bench.cli import main
 from bench.errors import BAD, GOOD, INTERRUPTED, WRONG
 from bench.journal import Journal, read_manifest, write_manifest
-from bench.launch import LauncherError
-from bench.outcome import Outcome
+from bench.launch import launcher as launching
+from bench.launch.launcher import LauncherError
+from bench.launch.outcome import Outcome
 from bench.report import plots
 from bench.spec import Spec
 from tests.factories import FakeLauncher, Script, failed, make_rank
@@ -125,7 +126,7 @@ def place(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     def forbidden(*arguments: Any, **options: Any) -> Any:
         raise AssertionError("bad input starts no launcher")
 
-    monkeypatch.setattr(launch, "Launcher", forbidden)
+    monkeypatch.setattr(launching, "Launcher", forbidden)
     return here
 
 
@@ -452,7 +453,7 @@ def with_launcher(place: Place, script: Script | None = None) -> list[FakeLaunch
         made.append(FakeLauncher(script))
         return made[-1]
 
-    place.patch.setattr(launch, "Launcher", launcher)
+    place.patch.setattr(launching, "Launcher", launcher)
     place.patch.setattr(plots, "draw", lambda judged, manifest, folder, found: [folder / "a.png"])
     return made
 

@@ -19,11 +19,12 @@ from typing import Any, ClassVar
 import psutil
 import pytest
 
-from bench import launch, segments, stragglers, watchdog
 from bench.cell import Device, Status
 from bench.errors import InputError
-from bench.launch import Launcher
-from bench.outcome import Outcome
+from bench.launch import launcher as launching
+from bench.launch import segments, stragglers, watchdog
+from bench.launch.launcher import Launcher
+from bench.launch.outcome import Outcome
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKEN = "BENCH_TEST_TOKEN"
@@ -42,9 +43,9 @@ import sys
 import time
 from pathlib import Path
 
-from bench import heartbeat
+from bench.launch import heartbeat
 from bench.cell import Device
-from bench.rank import join, live
+from bench.launch.rank import join, live
 
 
 def run(payload):
@@ -364,7 +365,7 @@ def test_segments_of_a_rank_that_is_ended_are_removed(launcher: Launcher, tmp_pa
 
 
 def launcher_process() -> psutil.Process:
-    (found,) = [p for p in psutil.Process().children() if "bench.server" in " ".join(p.cmdline())]
+    (found,) = [p for p in psutil.Process().children() if "bench.launch.server" in " ".join(p.cmdline())]
     return found
 
 
@@ -395,7 +396,7 @@ def test_a_fork_server_that_is_killed_is_replaced(launcher: Launcher, tmp_path: 
 PARENT = """
 import sys
 from bench.cell import Device
-from bench.launch import Launcher
+from bench.launch.launcher import Launcher
 from tests.test_launch import Act
 
 with Launcher(Device.CPU) as launcher:
@@ -423,7 +424,7 @@ def test_nothing_is_left_of_a_bench_that_is_killed(acts: Path, tmp_path: Path, a
     assert parent.stdout.readline() == "ready\n"
     assert wait_until((tmp_path / "trial" / "rank1.beat").exists, 60)
     time.sleep(2)
-    (server,) = [p for p in psutil.Process(parent.pid).children() if "bench.server" in " ".join(p.cmdline())]
+    (server,) = [p for p in psutil.Process(parent.pid).children() if "bench.launch.server" in " ".join(p.cmdline())]
     if stopped:
         server.send_signal(signal.SIGSTOP)
     parent.kill()
@@ -458,10 +459,10 @@ def test_a_fork_cannot_use_a_mig_instance(
 
 def test_gpus_are_numbered_as_nvml_numbers_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
-    assert launch._environment(Device.CUDA, ())["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
-    assert "CUDA_DEVICE_ORDER" not in launch._environment(Device.CPU, ())
+    assert launching._environment(Device.CUDA, ())["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert "CUDA_DEVICE_ORDER" not in launching._environment(Device.CPU, ())
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
-    assert launch._environment(Device.CUDA, ())["CUDA_DEVICE_ORDER"] == "FASTEST_FIRST"
+    assert launching._environment(Device.CUDA, ())["CUDA_DEVICE_ORDER"] == "FASTEST_FIRST"
 
 
 def test_the_mark_is_another_for_every_launcher() -> None:

@@ -11,9 +11,9 @@ import torch
 
 from bench import machine, matmul
 from bench.cell import Device, Precision, Status
-from bench.launch import Launcher
+from bench.launch.launcher import Launcher
+from bench.launch.outcome import Outcome
 from bench.matmul import MatmulTask, measure, said, tasks
-from bench.outcome import Outcome
 from bench.probes import matmul as probe
 from bench.probes.matmul import matmul_rate
 from tests.factories import make_cell

@@ -93,7 +93,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench import machine, rank, runner, tables
+from bench import machine, runner, tables
 from bench.analysis import gates
 from bench.analysis.sides import side
 from bench.analysis.verdicts import Reason, Verdict, compare, judge_all
@@ -101,7 +101,8 @@ from bench.backends.base import Backend, Job, Window, registry
 from bench.backends.plain import DDPDeferred, DDPEager
 from bench.cell import REFERENCE, Cell, Device, Sharding, Status, Sync
 from bench.errors import InputError
-from bench.launch import Launcher
+from bench.launch import rank
+from bench.launch.launcher import Launcher
 from bench.matrix import expand
 from bench.probes.flops import peak_flops
 from bench.record import merge_ranks

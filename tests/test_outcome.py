@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from bench import memorykills, outcome
 from bench.cell import Status
-from bench.outcome import Ending, judge
+from bench.launch import memorykills, outcome
+from bench.launch.outcome import Ending, judge
 
 OK = {"status": "ok"}
 

@@ -18,7 +18,7 @@ from bench.analysis.replay.frameworks import Framework
 from bench.analysis.replay.live import ESTIMATED, HELD, Live
 from bench.analysis.replay.llama import Decoder, Widths
 from bench.cell import REFERENCE, SGD, Cell, Device, Precision, Sharding, Sync
-from bench.launch import Launcher
+from bench.launch.launcher import Launcher
 from bench.workload.shapes import llama_layout
 from bench.workload.sizes import SIZES, LlamaSize
 from tests.factories import make_cell

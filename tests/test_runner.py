@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 
-from bench import disk, dumps, machine, runner
+from bench import disk, machine, runner
 from bench.backends.base import Backend
 from bench.cell import REFERENCE, Cell, Status
 from bench.errors import InputError
 from bench.interrupt import terminate_as_interrupt
 from bench.journal import JOURNAL, MANIFEST, Journal, read_manifest, write_manifest
+from bench.launch import dumps
+from bench.launch.outcome import Outcome
 from bench.matrix import expand
-from bench.outcome import Outcome
 from bench.runner import Runner
 from bench.schedule import Look, Trial, block
 from bench.spec import EXTRA_PASSES, Spec

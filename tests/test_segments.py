@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import segments
+from bench.launch import segments
 
 MAP = """
 import mmap, sys, time

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench import machine, matrix, rank, sharing, tables
+from bench import machine, matrix, sharing, tables
 from bench.analysis.baseline import look, standing
 from bench.analysis.compare import Run
 from bench.analysis.gates import judge
@@ -22,6 +22,7 @@ from bench.backends.base import registry
 from bench.backends.lightning import communicator, places
 from bench.cell import REFERENCE, Device
 from bench.errors import InputError
+from bench.launch import rank
 from bench.report import panels, summary
 from bench.spec import extra_passes
 from tests.factories import make_cell, make_manifest, make_matrix, make_record

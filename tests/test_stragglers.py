@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench import stragglers
+from bench.launch import stragglers
 
 MARK = "a-mark-for-the-tests"
 FAMILY = """
@@ -138,7 +138,7 @@ def test_a_zombie_has_ended_and_a_stopped_one_has_not() -> None:
 def test_a_child_gets_a_signal_at_its_parents_end(tmp_path: Path, number: signal.Signals) -> None:
     code = f"""
     import os, signal, time
-    from bench import stragglers
+    from bench.launch import stragglers
     child = os.fork()
     if child == 0:
         stragglers.signal_at_parents_end(signal.{number.name})
@@ -157,7 +157,7 @@ def test_a_child_gets_a_signal_at_its_parents_end(tmp_path: Path, number: signal
 def test_a_subreaper_gets_orphans(tmp_path: Path) -> None:
     code = """
     import os, time
-    from bench import stragglers
+    from bench.launch import stragglers
     stragglers.adopt_orphans()
     if os.fork() == 0:
         if os.fork() == 0:

@@ -13,7 +13,7 @@ import pytest
 from bench.analysis.formulas import expect, layout_of
 from bench.backends.base import registry
 from bench.cell import Cell, Device, Precision, Status
-from bench.launch import Launcher
+from bench.launch.launcher import Launcher
 from bench.spec import Spec
 from bench.taps import SETTLED_WINDOWS
 from bench.virtual import passes, refusal

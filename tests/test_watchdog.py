@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from bench import dumps, heartbeat, stragglers, watchdog
 from bench.cell import Status
-from bench.watchdog import Verdict, Watch
+from bench.launch import dumps, heartbeat, stragglers, watchdog
+from bench.launch.watchdog import Verdict, Watch
 
 ROOT = Path(__file__).resolve().parent.parent
 RANK = """
 import ctypes, sys, time
 from pathlib import Path
-from bench import dumps, heartbeat, stragglers
+from bench.launch import dumps, heartbeat, stragglers
 import os
 folder, rank = Path(sys.argv[1]), int(sys.argv[2])
 heartbeat.begin(folder, rank, stragglers.find(os.getpid()).started)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from bench import rank
 from bench.backends.base import registry
 from bench.cell import Cell, Status
-from bench.launch import Launcher
+from bench.launch import rank
+from bench.launch.launcher import Launcher
 from bench.spec import Spec
 from bench.trial import Trial
 from tests.factories import make_cell

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from bench import rank
 from bench.analysis.formulas import layout_of
 from bench.cell import Cell, Device
 from bench.errors import UnsupportedError
-from bench.launch import Launcher
+from bench.launch import rank
+from bench.launch.launcher import Launcher
 from bench.workload import load
 from bench.workload.shapes import Layout
 from tests.factories import make_cell

@@ -28,7 +28,7 @@ from bench.folders import new_folder, plots_folder
 from bench.journal import Journal, read_manifest, write_manifest
 
 if TYPE_CHECKING:
-    from bench.launch import Launcher
+    from bench.launch.launcher import Launcher
     from bench.report.display import Display
     from bench.runner import Runner
 
@@ -104,7 +104,7 @@ def _train(
 
     from bench import runner
     from bench.analysis.baseline import look
-    from bench.launch import Launcher, LauncherError
+    from bench.launch.launcher import Launcher, LauncherError
     from bench.report.display import Display
 
     cells = [Cell.from_dict(cell) for cell in manifest["cells"]]

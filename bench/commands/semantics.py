@@ -110,7 +110,7 @@ def _semantics(arguments: argparse.Namespace) -> int:
     from bench import conformance
     from bench.analysis.diagnosis import observation
     from bench.analysis.semantics import Reading
-    from bench.launch import Launcher, LauncherError
+    from bench.launch.launcher import Launcher, LauncherError
 
     scenarios = _scenarios(arguments)
     device = _device(arguments, scenarios)

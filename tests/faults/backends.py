@@ -311,7 +311,7 @@ class Corrupts(DDPEager):
     def train(self, job: Job) -> None:
         super().train(job)
         if job.rank == 1:
-            from bench import rank
+            from bench.launch import rank
 
             rank._write = lambda path, value: path.write_bytes(self.content)
 
@@ -325,7 +325,7 @@ class EndsLate(DDPEager):
     def train(self, job: Job) -> None:
         super().train(job)
         if job.rank == 0 and not EndsLate.done:
-            from bench import rank
+            from bench.launch import rank
 
             EndsLate.done, write = True, rank._write
             rank._write = lambda path, text: (time.sleep(LATE_S), write(path, text))

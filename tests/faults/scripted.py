@@ -10,10 +10,11 @@ import sys
 import time
 from typing import Any
 
-from bench import cli, launch
+from bench import cli
 from bench.commands import run
 from bench.errors import GOOD, INTERRUPTED
-from bench.launch import Outcome
+from bench.launch import launcher
+from bench.launch.launcher import Outcome
 from bench.trial import Spec
 from tests.factories import FakeLauncher
 
@@ -35,7 +36,7 @@ class ScriptedLauncher(FakeLauncher):
 
 
 if __name__ == "__main__":
-    launch.Launcher = ScriptedLauncher  # type: ignore[assignment,misc]
+    launcher.Launcher = ScriptedLauncher  # type: ignore[assignment,misc]
     run.finish = lambda *_, **__: GOOD
     try:
         sys.exit(cli.main())

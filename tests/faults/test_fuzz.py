@@ -15,12 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench import accumulation, cli, launch, matrix, runner, throughput
+from bench import accumulation, cli, matrix, runner, throughput
 from bench.analysis.loading import load
 from bench.backends.base import registry
 from bench.commands import COMMANDS, study
 from bench.errors import BAD, GOOD, WRONG, InputError
 from bench.journal import JOURNAL, MANIFEST, Journal, encode, write_manifest
+from bench.launch import launcher
 from bench.lint import Options
 from bench.matrix import KEYS
 from bench.report import plots, style
@@ -327,7 +328,7 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("fuzzed")
     source = template(folder / "template")
     with pytest.MonkeyPatch.context() as patch, limited():
-        patch.setattr(launch, "Launcher", Idle)
+        patch.setattr(launcher, "Launcher", Idle)
         patch.setattr(accumulation, "table", works)
         patch.setattr(throughput, "measure", works)
         patch.setattr(study, "simulate", works)

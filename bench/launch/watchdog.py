@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import dumps, heartbeat
 from bench.cell import Status
-from bench.outcome import read, written
-from bench.stragglers import alive, send
+from bench.launch import dumps, heartbeat
+from bench.launch.outcome import read, written
+from bench.launch.stragglers import alive, send
 
 POLL_S = 0.4
-"""A rank that failed with a word stays a bit longer (``bench.rank.LAST_WORDS_S``), so one that left none is seen."""
+"""A rank that failed with a word stays a bit longer (``rank.LAST_WORDS_S``), so one that left none is seen."""
 LOG_BYTES = 64 * 2**20
 """The most that all ranks of a trial may write to their standard output and error."""
 PEERS_S = 5.0

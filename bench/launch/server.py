@@ -1,7 +1,7 @@
 """The launcher's process: torch elastic's agent, and a fork server for its ranks.
 
-``python -m bench.server``, started by ``bench.launch``. It lives as long as the bench's own process: when that is gone,
-even by SIGKILL, this one ends everything that came from it, and itself.
+``python -m bench.launch.server``, started by ``launcher``. It lives as long as the bench's own process: when that is
+gone, even by SIGKILL, this one ends everything that came from it, and itself.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from bench import stragglers
+from bench.launch import stragglers
 
 
 def serve(requests: int, replies: int, *, cold: bool) -> None:
     """Trials as JSON lines from one pipe, one JSON line of answer each to the other."""
     import multiprocessing
 
-    from bench import agent  # imports torch for torch elastic's agent itself
+    from bench.launch import agent  # imports torch for torch elastic's agent itself
 
     start_method = "spawn" if cold else "forkserver"
     if not cold:
-        multiprocessing.set_forkserver_preload(["bench.preload"])
+        multiprocessing.set_forkserver_preload(["bench.launch.preload"])
     context: Any = multiprocessing.get_context(start_method)
     first = context.Process(target=_nothing)
     first.start()

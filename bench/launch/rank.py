@@ -18,9 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench import dumps, heartbeat, machine, sharing, stragglers, virtual
+from bench import machine, sharing, virtual
 from bench.cell import Device, Status
 from bench.errors import UnsupportedError
+from bench.launch import dumps, heartbeat, stragglers
 
 if TYPE_CHECKING:
     import torch

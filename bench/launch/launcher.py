@@ -1,9 +1,9 @@
 """A process group for one trial or audit: torch elastic on a loopback port, watched, always cleaned up.
 
 Two processes share the work. The bench's own process stays small and asleep: it holds a ``Launcher``, and looks now and
-then whether the ranks get on (``bench.watchdog``). The launcher's process (``bench.server``) imports torch, runs torch
-elastic's agent, and keeps a fork server whose children start with every framework imported. All that comes from it can
-be told from other processes (``bench.stragglers``), so ending a trial means ending those, whatever state they are in.
+then whether the ranks get on (``watchdog``). The launcher's process (``server``) imports torch, runs torch elastic's
+agent, and keeps a fork server whose children start with every framework imported. All that comes from it can be told
+from other processes (``stragglers``), so ending a trial means ending those, whatever state they are in.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ import uuid
 from pathlib import Path
 from typing import IO, Any, ClassVar, Protocol, Self
 
-from bench import locks, machine, memorykills, segments, stragglers
+from bench import locks, machine
 from bench.backends.base import registry
 from bench.cell import Device
-from bench.outcome import Ending, Outcome, judge, written
-from bench.watchdog import Verdict, Watch, said_of
+from bench.launch import memorykills, segments, stragglers
+from bench.launch.outcome import Ending, Outcome, judge, written
+from bench.launch.watchdog import Verdict, Watch, said_of
 
 GRACE_S = 5.0
 """How long a process group may take to end after SIGTERM, before SIGKILL."""
@@ -40,7 +41,7 @@ class Task(Protocol):
     """What a process group is started for."""
 
     entry: ClassVar[str]
-    """``module:function``, called on every rank with the task's JSON; see ``bench.rank.live``."""
+    """``module:function``, called on every rank with the task's JSON; see ``bench.launch.rank.live``."""
     folder: str
     """Where each rank writes ``rank<r>.json``, and torch elastic its logs."""
 
@@ -135,7 +136,7 @@ class _Server:
         base = tempfile.gettempdir()
         # The launcher's process makes it, which also removes it when this one is killed.
         self._temporary = str(Path(base if len(base) <= LONGEST_TEMPORARY else "/tmp") / f"bench-{self._mark[:12]}")
-        command = [sys.executable, "-m", "bench.server", str(requests_read), str(replies_write)]
+        command = [sys.executable, "-m", "bench.launch.server", str(requests_read), str(replies_write)]
         command.append("cold" if self._cold else "warm")
         # A pipe would fill up, since nobody reads it meanwhile.
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
@@ -292,14 +293,14 @@ def _ending(reply: dict[str, Any], watch: Watch, killed_for_memory: str) -> Endi
 
 def _environment(device: Device, packages: tuple[str, ...]) -> dict[str, str]:
     """The environment of the launcher and all ranks."""
-    root = str(Path(__file__).resolve().parent.parent)
+    root = str(Path(__file__).resolve().parents[2])
     path = os.environ.get("PYTHONPATH")
     environment = os.environ | {
         # bench must be importable in children when run from a checkout.
         "PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root,
         # torch.cuda.is_available() must not initialize CUDA in the fork server.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-        # Read by bench.preload in the fork server.
+        # Read by bench.launch.preload in the fork server.
         "BENCH_PRELOAD": ",".join(packages),
         # No model or data set is ever downloaded.
         "HF_HUB_OFFLINE": "1",

@@ -28,7 +28,7 @@ class Beat:
 
 
 def begin(folder: Path, rank: int, started: int) -> None:
-    """Have this process's counter in its file; ``started`` as ``bench.stragglers.Process`` has it."""
+    """Have this process's counter in its file; ``started`` as ``bench.launch.stragglers.Process`` has it."""
     global _slots  # noqa: PLW0603 - one rank per process, and its taps are many
     with path_of(folder, rank).open("w+b") as file:
         file.write(_LAYOUT.pack(os.getpid(), started, 0))  # on the disk first: a full one would be a SIGBUS later

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO
 
-from bench.stragglers import alive, send
+from bench.launch.stragglers import alive, send
 
 SIGNAL = signal.SIGUSR2
 """Asks a rank for its stacks."""

@@ -9,7 +9,7 @@ import signal
 import sys
 from contextlib import suppress
 
-from bench import stragglers
+from bench.launch import stragglers
 
 # Its children end with it, and would otherwise keep it alive when the launcher's process is gone.
 stragglers.signal_at_parents_end(signal.SIGKILL)

@@ -19,7 +19,7 @@ LAST_LINES, LAST_BYTES = 20, 16_000
 MODULES = "Extension modules:"
 """Beginning of a line of faulthandler's that is long and says nothing."""
 WORDS = (Status.OOM, Status.UNSUPPORTED, Status.CRASHED)
-"""Statuses of a rank that says why it failed (``bench.rank.failure``); the gravest first."""
+"""Statuses of a rank that says why it failed (``bench.launch.rank.failure``); the gravest first."""
 
 
 @dataclass(kw_only=True)

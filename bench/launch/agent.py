@@ -15,8 +15,8 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
-from bench import segments, stragglers
-from bench.rendezvous import HOST, LoopbackRendezvous
+from bench.launch import segments, stragglers
+from bench.launch.rendezvous import HOST, LoopbackRendezvous
 
 LOOK_S, LOOK_BLIND_S = 2.0, 0.25
 """How long the agent sleeps at most while nothing happens; the second, where torch hides what it could wait for."""
@@ -54,7 +54,7 @@ def run(
 ) -> dict[str, Any]:
     """Run ``rank_main(payload)`` in so many ranks to their end: what failed, by rank and exit code or signal.
 
-    Their logs go into the folder. The answer is that of ``bench.server``; without an error it still lacks their word.
+    Their logs go into the folder. The answer is that of ``server``; without an error it still lacks their word.
     """
     spec = WorkerSpec(
         role="rank",
