@@ -116,6 +116,15 @@ def test_a_rank_with_a_gpu_of_its_own_joins_over_nccl(joined: list[Any]) -> None
     assert os.environ["LOCAL_RANK"] == "3"
 
 
+def test_fp32_is_not_tf32_whatever_a_container_asks_for(joined: list[Any]) -> None:
+    torch.set_float32_matmul_precision("high")  # as TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 does
+    torch.backends.cudnn.allow_tf32 = True
+    rank.join(Device.CUDA, threads=1, seed=0)
+    assert joined
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert not torch.backends.cuda.matmul.allow_tf32 and not torch.backends.cudnn.allow_tf32
+
+
 def test_the_group_is_not_one_that_a_mesh_replaces_by_nccl(tmp_path: Path) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.FileStore(str(tmp_path / "store"), 1)

@@ -91,6 +91,10 @@ def join(
     warnings.simplefilter("ignore", FutureWarning)
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
+    # What is called fp32 is that: no TF32, which containers ask for (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE), and which torch
+    # itself takes for convolutions.
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
     own = torch.device("cpu")
     if device is Device.CUDA:
         own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
