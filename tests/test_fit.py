@@ -74,20 +74,20 @@ def test_checkpointing_needs_less() -> None:
 )
 def test_what_is_not_predicted_is_not_skipped(cell: Cell) -> None:
     assert fit.predicted_bytes(cell) is None
-    assert fit.too_large([dataclasses.replace(cell, virtual=True)], 1) == {}
+    assert fit.too_large([dataclasses.replace(cell, virtual=True)], 1, 1) == {}
 
 
 def test_only_cells_on_gpus_with_memory_are_asked() -> None:
-    assert fit.too_large([on_gpu(device=Device.CPU)], 1) == {}
-    assert fit.too_large([on_gpu(virtual=True, fake_tensors=True)], 1) == {}
-    assert len(fit.too_large([on_gpu(virtual=True)], 1)) == 1
+    assert fit.too_large([on_gpu(device=Device.CPU)], 1, 1) == {}
+    assert fit.too_large([on_gpu(virtual=True, fake_tensors=True)], 1, 1) == {}
+    assert len(fit.too_large([on_gpu(virtual=True)], 1, 1)) == 1
 
 
 def test_the_limit_is_a_share_of_the_memory() -> None:
     cell = on_gpu(virtual=True)
     need = predicted(cell)
-    assert fit.too_large([cell], int(need / fit.USABLE) + 1) == {}
-    (reason,) = fit.too_large([cell], int(need / fit.USABLE) - 1).values()
+    assert fit.too_large([cell], int(need / fit.USABLE) + 1, 1) == {}
+    (reason,) = fit.too_large([cell], int(need / fit.USABLE) - 1, 1).values()
     assert re.fullmatch(r"135m needs \d+ GiB by prediction, the GPU has \d+ GiB, and 5 % of it are kept free", reason)
 
 
@@ -95,15 +95,28 @@ def test_a_cell_whose_reference_does_not_fit_is_skipped_for_that() -> None:
     cell = on_gpu(model="1b")
     reference = predicted(cell.reference())
     assert predicted(cell) < reference
-    reasons = fit.too_large([cell.reference(), cell], int((predicted(cell) + reference) / 2 / fit.USABLE))
+    reasons = fit.too_large([cell.reference(), cell], int((predicted(cell) + reference) / 2 / fit.USABLE), 1)
     assert reasons.keys() == {cell.cell_id, cell.reference().cell_id}
     assert reasons[cell.cell_id].startswith("the fp32 reference of 1b needs ")
     assert reasons[cell.reference().cell_id].startswith("1b needs ")
 
 
+def test_ranks_on_one_gpu_share_its_memory() -> None:
+    """Dealt out in turn: of five ranks on two GPUs one has three."""
+    shared = on_gpu("ddp-deferred", world_size=5, accumulate=2, global_batch_size=10, shared_gpu=True)
+    assert predicted(shared) > predicted(shared.reference()) / 3, "or the reference alone would decide"
+    need = 3 * predicted(shared) + 2 * fit.CONTEXT_BYTES
+    assert fit.too_large([shared], int(need / fit.USABLE) + 1, 2) == {}
+    (reason,) = fit.too_large([shared], int(need / fit.USABLE) - 1, 2).values()
+    assert reason.startswith(f"135m on 3 ranks of one GPU needs {need / 2**30:.0f} GiB by prediction")
+    assert fit.too_large([shared], int(need / fit.USABLE) - 1, 5) == {}, "each has a GPU"
+    alone = dataclasses.replace(shared, shared_gpu=False)
+    assert fit.too_large([alone], int(need / fit.USABLE) - 1, 2) == {}, "this one would have five GPUs"
+
+
 def in_matrix(memory: int) -> tuple[list[Cell], dict[str, str]]:
     cells = matrix.expand(matrix.load("gpu"), BACKENDS, 1)
-    return cells, fit.too_large(cells, memory)
+    return cells, fit.too_large(cells, memory, 1)
 
 
 def test_the_gpu_matrix_on_80_gb() -> None:

@@ -15,6 +15,8 @@ from bench.workload.slices import slice_size
 USABLE = 0.95
 """Share of a GPU's memory that a prediction may fill. The rest is for what is not predicted: the CUDA context, work
 spaces of libraries, the allocator's rounding and fragmentation, and the tokens."""
+CONTEXT_BYTES = 2**29
+"""Assumed for the CUDA context of each rank but the first that shares a GPU."""
 
 
 def predicted_bytes(cell: Cell) -> int | None:
@@ -36,10 +38,11 @@ def predicted_bytes(cell: Cell) -> int | None:
     return None if found is None else footprint(cell, layout, backend, found.held).peak
 
 
-def too_large(cells: Sequence[Cell], memory_bytes: int) -> dict[str, str]:
-    """Why cells on CUDA do not fit into GPUs with so much memory each, by id; those that do, or may, are not listed.
+def too_large(cells: Sequence[Cell], memory_bytes: int, num_gpus: int) -> dict[str, str]:
+    """Why cells on CUDA do not fit into so many GPUs with so much memory each, by id; those that may are not listed.
 
-    A cell whose reference does not fit could not be checked, and so counts as one that does not.
+    A cell whose reference does not fit could not be checked, and so counts as one that does not. Ranks that share a
+    GPU (``bench.sharing``) are counted as if all were at their peaks at once, as in equal steps they may be.
     """
     known: dict[Cell, int | None] = {}
     found = {}
@@ -49,9 +52,10 @@ def too_large(cells: Sequence[Cell], memory_bytes: int) -> dict[str, str]:
         for one in (cell,) if cell.virtual or cell.backend == REFERENCE else (cell, cell.reference()):
             if one not in known:
                 known[one] = predicted_bytes(one)
-            need = known[one]
-            if need is not None and need > USABLE * memory_bytes:
+            need, ranks = known[one], -(-one.world_size // num_gpus) if one.shared_gpu else 1
+            if need is not None and (need := ranks * need + (ranks - 1) * CONTEXT_BYTES) > USABLE * memory_bytes:
                 who = f"{one.model} needs" if one is cell else f"the fp32 reference of {one.model} needs"
+                who = f"{one.model} on {ranks} ranks of one GPU needs" if ranks > 1 else who
                 kept = "" if need > memory_bytes else f", and {100 * (1 - USABLE):.0f} % of it are kept free"
                 found[cell.cell_id] = f"{who} {_gib(need)} by prediction, the GPU has {_gib(memory_bytes)}{kept}"
                 break

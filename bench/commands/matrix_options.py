@@ -246,7 +246,7 @@ def too_large(cells: Sequence[Cell], gpus: Sequence[Mapping[str, Any]], *, try_a
 
     if try_all or not gpus:
         return {}
-    return fit.too_large(cells, min(int(gpu["memory_bytes"]) for gpu in gpus))
+    return fit.too_large(cells, min(int(gpu["memory_bytes"]) for gpu in gpus), len(gpus))
 
 
 def estimates(
