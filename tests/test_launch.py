@@ -465,5 +465,11 @@ def test_gpus_are_numbered_as_nvml_numbers_them(monkeypatch: pytest.MonkeyPatch)
     assert launching._environment(Device.CUDA, ())["CUDA_DEVICE_ORDER"] == "FASTEST_FIRST"
 
 
+def test_deepspeed_is_told_what_it_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "xpu")
+    assert launching._environment(Device.CUDA, ())["DS_ACCELERATOR"] == "cuda"
+    assert launching._environment(Device.CPU, ())["DS_ACCELERATOR"] == "cpu"
+
+
 def test_the_mark_is_another_for_every_launcher() -> None:
     assert stragglers.MARK not in os.environ

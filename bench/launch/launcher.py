@@ -321,4 +321,5 @@ def _environment(device: Device, packages: tuple[str, ...]) -> dict[str, str]:
     else:
         # As NVML numbers them, which names them by CUDA_VISIBLE_DEVICES; CUDA's own default is the fastest first.
         environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+        environment["DS_ACCELERATOR"] = "cuda"  # DeepSpeed would take the CPU wherever it finds nothing
     return environment
