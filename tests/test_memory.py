@@ -203,6 +203,19 @@ STATS = {
 }
 
 
+@pytest.mark.usefixtures("fake_group")
+def test_what_a_barrier_takes_is_held_by_nobody() -> None:
+    """torch 2.11 keeps the last one's; no formula has it, whoever calls barriers."""
+    with TensorLedger("cpu") as ledger:
+        ledger.reset_peak()
+        kept = torch.empty(1, dtype=torch.uint8)
+        assert ledger.live == 1
+        torch.ops.c10d.barrier(kept, dist.group.WORLD.boxed(), [], True, -1)
+        assert ledger.live == 0
+        del kept
+        assert ledger.live == 0
+
+
 def test_the_allocator_is_reconciled_with_the_sum_of_the_categories() -> None:
     assert reconcile(STATS, PEAK, 8_000) == {
         "peak_allocator_requested": 9_000,

@@ -1,9 +1,9 @@
 """A ledger of live tensor storages: the bytes of one device type, their peak, and what each is for.
 
 It counts the bytes of every storage that an operator returned, or that was named to it, from its birth (or resizing)
-to its death. It does not see what libraries allocate for themselves: the work space of gloo (its reduce-scatter copies
-the whole input) and oneDNN, what a composite kernel makes and frees inside, or the interpreter. So it says what a
-backend holds, not what the process weighs.
+to its death, but for the byte that a barrier takes. It does not see what libraries allocate for themselves: the work
+space of gloo (its reduce-scatter copies the whole input) and oneDNN, what a composite kernel makes and frees inside, or
+the interpreter. So it says what a backend holds, not what the process weighs.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ LET_GO_S = 0.001
 """How long gloo's thread may take to drop a finished collective."""
 COMMUNICATING = frozenset({"c10d", "_c10d_functional", "fsdp"})
 """Namespaces of operators that communicate, or copy into and out of buffers that do."""
+BARRIER = torch.ops.c10d.barrier.default
 Parts = dict[Category, int]
 """Bytes by category."""
 
@@ -126,7 +127,10 @@ class TensorLedger(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.device.type == self._device_type:
                 self._see(leaf.untyped_storage())
-        self._learn(func, args, kwargs, result)
+        if func is BARRIER:
+            self._forget(args[0].untyped_storage()._cdata)  # one byte, which torch 2.11 keeps until the next barrier
+        else:
+            self._learn(func, args, kwargs, result)
         return result
 
     def _learn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any) -> None:
