@@ -21,6 +21,7 @@ import pytest
 
 from bench.cell import Device, Status
 from bench.errors import InputError
+from bench.interrupt import terminate_as_interrupt
 from bench.launch import launcher as launching
 from bench.launch import segments, stragglers, watchdog
 from bench.launch.launcher import Launcher
@@ -391,6 +392,33 @@ def test_a_fork_server_that_is_killed_is_replaced(launcher: Launcher, tmp_path: 
     server.kill()
     outcomes = [play(launcher, tmp_path / str(number), "end") for number in range(2)]
     assert outcomes[-1].status is Status.OK, [one.reason for one in outcomes]
+
+
+@pytest.mark.parametrize("during", ["its start", "its end"])
+def test_an_interrupt_leaves_no_launcher(
+    acts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, during: str
+) -> None:
+    """Ctrl-C while the launcher's process is being made, or while it is being ended: nothing is left at that moment."""
+    token = f"interrupted-{os.getpid()}"
+    monkeypatch.setenv(TOKEN, token)
+    if during == "its start":
+
+        class Interrupting(subprocess.Popen[bytes]):
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                super().__init__(*args, **kwargs)
+                os.kill(os.getpid(), signal.SIGINT)
+
+        monkeypatch.setattr(subprocess, "Popen", Interrupting)
+    else:
+
+        def interrupting(pids: set[int]) -> set[segments.Segment]:
+            os.kill(os.getpid(), signal.SIGINT)
+            return set()
+
+        monkeypatch.setattr(segments, "mapped", interrupting)
+    with pytest.raises(KeyboardInterrupt), terminate_as_interrupt(), Launcher(Device.CPU) as made:
+        play(made, tmp_path, "end")
+    assert left(token) == []
 
 
 PARENT = """

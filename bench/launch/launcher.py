@@ -22,7 +22,7 @@ import uuid
 from pathlib import Path
 from typing import IO, Any, ClassVar, Protocol, Self
 
-from bench import locks, machine
+from bench import interrupt, locks, machine
 from bench.backends.base import registry
 from bench.cell import Device
 from bench.launch import memorykills, segments, stragglers
@@ -140,20 +140,21 @@ class _Server:
         command.append("cold" if self._cold else "warm")
         # A pipe would fill up, since nobody reads it meanwhile.
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
-        self._process = subprocess.Popen(
-            command,
-            env=_environment(self._device, self._packages)
-            | {stragglers.MARK: self._mark, "TMPDIR": self._temporary, "BENCH_TMPDIR": self._temporary},
-            pass_fds=(requests_read, replies_write),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=self._stderr,
-            start_new_session=True,
-        )
-        found = stragglers.find(self._process.pid)
-        self._since = found.started if found else 0
-        os.close(requests_read)
-        os.close(replies_write)
+        with interrupt.held():  # a process that is not yet known by its number could not be ended
+            self._process = subprocess.Popen(
+                command,
+                env=_environment(self._device, self._packages)
+                | {stragglers.MARK: self._mark, "TMPDIR": self._temporary, "BENCH_TMPDIR": self._temporary},
+                pass_fds=(requests_read, replies_write),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._stderr,
+                start_new_session=True,
+            )
+            found = stragglers.find(self._process.pid)
+            self._since = found.started if found else 0
+            os.close(requests_read)
+            os.close(replies_write)
         if self._wait(START_TIMEOUT_S) != {"ready": True}:
             detail = self._last_words()
             self.close()
@@ -203,7 +204,7 @@ class _Server:
 
     def close(self) -> None:
         """End the launcher, the fork server and every rank; SIGTERM first, SIGKILL after a grace period."""
-        process, self._process = self._process, None
+        process = self._process
         if process is None:
             return
 
@@ -213,25 +214,28 @@ class _Server:
         def others() -> set[int]:
             return stragglers.without_trackers(every()) - {process.pid}
 
-        held = segments.mapped(every())
+        held: set[segments.Segment] = set()
         try:
+            held = segments.mapped(every())
             stragglers.terminate(others())
             stragglers.wait(others, GRACE_S)
             stragglers.kill(others)  # while the launcher's process lives and adopts those that lose their parent
             stragglers.terminate({process.pid})
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE_S)
-        finally:  # also when a second Ctrl-C ends the waiting
-            stragglers.kill(others)
-            process.kill()
-            process.wait()
-            stragglers.wait(every, GRACE_S)
-            stragglers.kill(every)
-            os.close(self._requests)
-            os.close(self._replies)
-            self._stderr.close()
-            shutil.rmtree(self._temporary, ignore_errors=True)
-            segments.remove(held)
+        finally:  # also when a second Ctrl-C ends the waiting; a third has to wait for this
+            with interrupt.held():
+                stragglers.kill(others)
+                process.kill()
+                process.wait()
+                stragglers.wait(every, GRACE_S)
+                stragglers.kill(every)
+                self._process = None
+                os.close(self._requests)
+                os.close(self._replies)
+                self._stderr.close()
+                shutil.rmtree(self._temporary, ignore_errors=True)
+                segments.remove(held)
 
     def _wait(self, timeout_s: float) -> dict[str, Any] | None:
         """The launcher's next reply; None after ``timeout_s``; ``{"died": True}`` if it is gone."""
