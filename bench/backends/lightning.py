@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from bench.backends import deepspeed as ds
-from bench.backends import fsdp2
+from bench.backends import fsdp2, metadata
 from bench.backends.base import BF16_PARAMETERS, Backend, Job
 from bench.backends.plain import NO_FAKE_DDP
 from bench.cell import Sharding, Stepping, Sync
@@ -223,10 +223,8 @@ class LightningDDP(LightningBackend):
 class LightningFSDP2(LightningBackend):
     """``ModelParallelStrategy``. The Trainer defers for DDP only, so this reduces on every micro-batch.
 
-    Its checkpoints, which only semantic scenarios make, are torch's distributed ones: torch reads their ``.metadata``
-    with pickle, whatever it is asked. It is the file that the same ranks wrote a moment before into the trial's own
-    folder. The strategy's other form, one file, cannot be resumed with SGD: Lightning 2.6 looks for the first entry of
-    the optimizer's state, and there is none.
+    Its checkpoints, which only semantic scenarios make, are torch's distributed ones. The strategy's other form, one
+    file, cannot be resumed with SGD: Lightning 2.6 looks for the first entry of the optimizer's state, which has none.
     """
 
     name, framework = "lightning-fsdp2", "Lightning FSDP2"
@@ -245,6 +243,11 @@ class LightningFSDP2(LightningBackend):
 
     def precision(self, job: Job) -> Any:
         return "32-true"  # FSDP2's own policy computes in bf16; see fsdp2.shard
+
+    def again(self, job: Job) -> None:
+        if job.resume:
+            metadata.restrict()
+        super().again(job)
 
     def shard(self, module: LightningModule, job: Job) -> None:
         assert module.device_mesh is not None

@@ -14,6 +14,7 @@ import json
 import os
 import select
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -312,14 +313,17 @@ def _environment(device: Device, packages: tuple[str, ...]) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         # DeepSpeed imports torch.compile, which would keep a pool of idle compilers beside what is measured.
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        # Their files are pickles; and a trial would be compiled by what an earlier one has seen.
+        "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
+        "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
+        "TORCH_DYNAMO_AUTOMATIC_DYNAMIC_LOCAL_PGO": "0",
     }
     # Whatever a framework asks for, torch.load reads no pickle that could run code.
     environment.setdefault("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    # Its default is inside the temporary folder, which is another one for every launcher.
-    cache = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
-    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    if cache := _compilers_cache():
+        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
     if device is Device.CPU:
         environment |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     else:
@@ -327,3 +331,17 @@ def _environment(device: Device, packages: tuple[str, ...]) -> dict[str, str]:
         environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
         environment["DS_ACCELERATOR"] = "cuda"  # DeepSpeed would take the CPU wherever it finds nothing
     return environment
+
+
+def _compilers_cache() -> str:
+    """Where compiled code is kept from trial to trial; empty if that folder is not this user's alone to write to.
+
+    It is run, and its name can be foreseen. torch's own default is inside the temporary folder, which is another one
+    for every launcher.
+    """
+    folder = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = os.lstat(folder)
+    own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+    return str(folder) if own else ""

@@ -178,15 +178,14 @@ def _fuzz(fuzz: Mapping[str, Any]) -> list[str]:
     rows = [(name, f"{row['count']:,}") for name, row in fuzz.items()]
     return [
         "## Hostile input",
-        "Made by hypothesis, the same every time. Each input has to end in a result or in one line that says what is "
-        "wrong, never in a traceback, and nothing may be written outside of the folder that output was asked for in. "
-        "One that did otherwise would stand above, among the tests that did not pass. Atheris 3.0, which is guided by "
-        "coverage, was tried by hand on the parsers of matrices, journals and configurations: 17,334 inputs in three "
-        "minutes broke nothing, so it is not among the tools.\n\n"
-        "No pickle is read from disk, but for one: torch's reader of distributed checkpoints, which Lightning's FSDP2 "
-        "strategy uses, unpickles their `.metadata`. Only the semantic scenario that resumes gets there, with a file "
-        "that its own ranks wrote a moment before into the trial's own folder. All other checkpoints are read by "
-        "torch.load with `weights_only`, which every rank is made to use.",
+        "Made by hypothesis, the same every time; rows that name atheris have inputs chosen by the code that they "
+        "reach, for a minute each. Each input has to end in a result or in one line that says what is wrong, never in "
+        "a traceback, and nothing may be written outside of the folder that output was asked for in. One that did "
+        "otherwise would stand above, among the tests that did not pass.\n\n"
+        "No pickle that could run code is read from disk. Checkpoints are read by torch.load with `weights_only`, "
+        "which every rank is made to use; the `.metadata` of torch's distributed checkpoints, which is a pickle too, "
+        "by a reader that knows the names of plain data and no others; torch.compile's caches, which hold pickled "
+        "graphs, are off.",
         _table(("of", "inputs"), rows),
     ]
 

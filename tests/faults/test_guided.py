@@ -1,0 +1,49 @@
+"""Hostile input for the parsers, chosen by the coverage that it reaches; ``nox -s faults`` installs atheris for it."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.faults.form import FORM, ROOT, SEED
+from tests.faults.test_fuzz import CONFIGS
+
+SECONDS = 60
+"""For each target."""
+NAMES = {
+    "matrix": "the matrix parser, by atheris",
+    "journal": "the journal reader, by atheris",
+    **{name: f"the lint reader of {Path(name).suffix[1:].upper()}, by atheris" for name in CONFIGS if name != "c.yml"},
+}
+"""Targets, as the page calls them."""
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(importlib.util.find_spec("atheris") is None, reason="needs atheris"),
+]
+
+
+def fuzz(target: str, folder: Path, seconds: int) -> subprocess.CompletedProcess[str]:
+    options = (f"-max_total_time={seconds}", f"-seed={SEED}", "-timeout=30", "-rss_limit_mb=8192", "-verbosity=1")
+    return subprocess.run(
+        [sys.executable, "-m", "tests.faults.guided", target, str(folder / "fuzz"), *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("target", NAMES)
+def test_no_input_that_reaches_new_code_fails(target: str, tmp_path: Path) -> None:
+    found = fuzz(target, tmp_path, FORM.of(5, SECONDS))
+    assert found.returncode == 0, found.stdout + found.stderr
+    number = re.search(r"Done (\d+) runs in", found.stderr)
+    assert number and int(number[1]) > 100, found.stderr
+    covered = [int(one) for one in re.findall(r"cov: (\d+)", found.stderr)]
+    assert covered and covered[-1] > 30, found.stderr  # the readers were reached, and instrumented
+    FORM.note("fuzz", NAMES[target], count=int(number[1]))
