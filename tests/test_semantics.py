@@ -47,7 +47,7 @@ class Pretend:
     def epochs(self) -> Iterator[list[list[list[int]]]]:
         """Each epoch's micro-batches, as lists of samples by rank."""
         s = self.scenario
-        for _ in range(s.epochs or 0):
+        for _ in range(3 if s.epochs is None else s.epochs):
             padded = [i % s.samples for i in range(s.training.samples_per_rank * s.world_size)]
             by_rank = [padded[rank :: s.world_size] for rank in range(s.world_size)]
             starts = range(0, s.micro_batches * s.batch_size, s.batch_size)
@@ -232,6 +232,14 @@ def test_what_drop_last_leaves_out_is_counted() -> None:
     pretend = Pretend(scenario(samples=33, epochs=2, drop_last=True))
     right(pretend, 4)
     assert pretend.observe()["samples_never_fetched"] == 2
+
+
+def test_where_only_max_steps_ends_the_training_no_sample_is_missed() -> None:
+    pretend = Pretend(scenario(samples=33, epochs=None, max_steps=12, drop_last=True))
+    right(pretend, 4)
+    seen = pretend.observe()
+    assert seen["samples_never_fetched"] == 0
+    assert not {"dropped", "skipped"} & {finding["word"] for finding in seen["findings"]}
 
 
 def test_lost_and_left_open_are_different_things() -> None:

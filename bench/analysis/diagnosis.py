@@ -340,7 +340,7 @@ def _empty_steps(reading: Reading) -> Iterator[Finding]:
     if reading.num_empty_steps:
         yield Finding(
             "empty step",
-            f"{reading.num_empty_steps} steps of the inner optimizer changed nothing",
+            f"{plural(reading.num_empty_steps, 'step')} of the inner optimizer changed nothing",
             Level.DETAIL if reading.scenario.fault is Fault.CHECKPOINT else Level.WRONG,
         )
 

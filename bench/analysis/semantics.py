@@ -222,9 +222,12 @@ class Reading:
 
     @property
     def num_never_fetched(self) -> int:
-        """Samples that the epochs should have shown and did not; 0 if ``max_steps`` or a failure cut them short."""
+        """Samples that the epochs should have shown and did not; 0 if ``max_steps`` or a failure cut them short.
+
+        Also 0 if only ``max_steps`` ends the training: then no epoch has to be whole.
+        """
         cut = self.num_micro_batches < self._whole_epochs * self.scenario.micro_batches
-        if self.failure or (self.scenario.max_steps is not None and cut):
+        if self.failure or not self._whole_epochs or (self.scenario.max_steps is not None and cut):
             return 0
         aborted = 1 if self.scenario.fault is Fault.EXCEPTION else 0
         seen = {(use.epoch, use.sample) for use in self.uses.values() if use.epoch >= aborted}
