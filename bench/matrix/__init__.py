@@ -1,0 +1,20 @@
+"""A matrix file becomes cells."""
+
+from bench.matrix.cells import TWIN, baseline, expand, most_repeats
+from bench.matrix.document import FOLDER, Matrix, check_stored, load, names, parse
+from bench.matrix.keys import KEYS, OPTIMIZERS
+
+__all__ = [
+    "FOLDER",
+    "KEYS",
+    "OPTIMIZERS",
+    "TWIN",
+    "Matrix",
+    "baseline",
+    "check_stored",
+    "expand",
+    "load",
+    "most_repeats",
+    "names",
+    "parse",
+]
