@@ -15,13 +15,11 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from bench.errors import InputError
+from bench.lint import nodes
+from bench.lint.depth import Path, check_depth, too_deep
 
-Path = tuple[str, ...]
-"""Where a value stands: the keys on the way to it; items of a list by their index."""
 MAX_BYTES = 1 << 18
 """Of a config file. A longer one is not a config."""
-MAX_DEPTH = 64
-"""Of nested mappings and lists."""
 
 
 class Kind(StrEnum):
@@ -75,8 +73,6 @@ def load(file: FilePath) -> Document:
     text = _read(file)
     suffix = file.suffix.lower()
     if suffix in {".yaml", ".yml"}:
-        from bench.lint import nodes
-
         values, lines = nodes.parse(text, str(file))
     elif suffix == ".json":
         values, lines = _json(text, str(file))
@@ -146,21 +142,6 @@ def _read(file: FilePath) -> str:
         raise InputError(f"{file}: is not text in UTF-8 (byte {error.start}); name a config file") from error
 
 
-def check_depth(value: Any, file: str) -> None:
-    """Raise InputError if mappings and lists are nested deeper than MAX_DEPTH."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-        if not level:
-            return
-    raise InputError(f"{file}: is nested more than {MAX_DEPTH} deep; a config must be flatter")
-
-
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]:,]|\n|[^\s{}\[\]:,"]+')
 
 
@@ -170,7 +151,7 @@ def _json(text: str, file: str) -> tuple[Any, dict[Path, int]]:
     except json.JSONDecodeError as error:
         raise InputError(f"{file}:{error.lineno}: is not JSON ({error.msg}); comments are not allowed") from error
     except RecursionError:
-        raise InputError(f"{file}: is nested more than {MAX_DEPTH} deep; a config must be flatter") from None
+        raise too_deep(file) from None
     except ValueError as error:  # an integer of more than 4300 digits
         raise InputError(f"{file}: is not JSON ({error})") from error
     check_depth(values, file)
@@ -226,7 +207,7 @@ def _toml(text: str, file: str) -> tuple[Any, dict[Path, int]]:
     try:
         values = tomllib.loads(text)
     except RecursionError:
-        raise InputError(f"{file}: is nested more than {MAX_DEPTH} deep; a config must be flatter") from None
+        raise too_deep(file) from None
     except ValueError as error:
         named = _toml_line(text, str(error))
         raise InputError(f"{file}{named}: is not TOML ({error})") from error

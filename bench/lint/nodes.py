@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from bench.errors import InputError, shown
-from bench.lint.document import MAX_DEPTH, Path
+from bench.lint.depth import MAX_DEPTH, Path, too_deep
 
 MAX_NODES = 20_000
 """Of a YAML file with its aliases expanded: aliases of aliases grow exponentially."""
@@ -28,7 +28,7 @@ def parse(text: str, file: str) -> tuple[Any, dict[Path, int]]:
         place = f":{mark.line + 1}" if mark else ""
         raise InputError(f"{file}{place}: is not YAML ({error.problem or error.context})") from error
     except RecursionError:
-        raise InputError(f"{file}: is nested more than {MAX_DEPTH} deep; a config must be flatter") from None
+        raise too_deep(file) from None
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # the last two: an escape beyond Unicode
         raise InputError(f"{file}: is not YAML ({str(error).splitlines()[0]})") from error
     if node is None:
@@ -67,7 +67,7 @@ class _Reader:
         if self._num_nodes > MAX_NODES:
             raise InputError(f"{self.file}: has more than {MAX_NODES} values with its aliases expanded; write fewer")
         if depth > MAX_DEPTH:
-            raise InputError(f"{self.file}: is nested more than {MAX_DEPTH} deep; a config must be flatter")
+            raise too_deep(self.file)
 
     def _mapping(self, node: yaml.MappingNode, path: Path, depth: int) -> dict[str, Any]:
         own: dict[str, Any] = {}

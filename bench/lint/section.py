@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from bench.errors import InputError, shown
-from bench.lint.document import Document, Path
+from bench.lint.depth import Path
+from bench.lint.document import Document
 from bench.lint.findings import Finding, Severity
 
 AUTO = "auto"
