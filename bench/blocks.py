@@ -12,7 +12,8 @@ import importlib.util
 import os
 import shutil
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from bench import virtual
@@ -70,6 +71,23 @@ def prepare(blocks: Sequence[nn.Module], cell: Cell, compiler: str = COMPILER) -
     if cell.compiled:
         for block in blocks:
             block.forward = torch.compile(block.forward, backend=compiler, fullgraph=True)
+
+
+@contextmanager
+def compiled_once(cell: Cell) -> Iterator[Callable[[], None]]:
+    """Gives a function, to be called when warm-up is over: from then on no block is compiled again in this context.
+
+    One that would be raises a RuntimeError that names its function: the step's time would be the compiler's.
+    """
+    if not cell.compiled:  # nor is the compiler imported
+        yield lambda: None
+        return
+    import torch
+
+    try:
+        yield lambda: torch.compiler.set_stance("fail_on_recompile")
+    finally:
+        torch.compiler.set_stance("default")
 
 
 def _checkpointed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -245,10 +245,12 @@ class Trial:
             nonlocal seen
             seen += kind is Kind.LOSS
             if kind is Kind.STEP and seen == warmup * self.cell.accumulate:
-                torch.cuda.reset_peak_memory_stats()
+                compiled_all()
+                if cuda:
+                    torch.cuda.reset_peak_memory_stats()
 
-        taps.on_event = after_warmup if cuda else None
-        with load:
+        taps.on_event = after_warmup if cuda or self.cell.compiled else None
+        with load, blocks.compiled_once(self.cell) as compiled_all:
             backend = self.train(taps, self.cell.windows)
         found = updates(taps.events)
         reached = clock.moments([update.mark for update in found])
