@@ -15,6 +15,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import psutil
@@ -517,6 +518,40 @@ def test_a_fork_cannot_use_a_mig_instance(
     monkeypatch.setattr("bench.machine.gpus", lambda: [gpu])
     with Launcher(Device.CUDA) as launcher:
         assert launcher._cold is cold
+
+
+DRIVER = """
+static int ready;
+int cuInit(unsigned flags) { ready = 1; return 0; }
+int cuDeviceGetCount(int *count) { *count = 1; return ready ? 0 : 3; }
+"""
+"""What a GPU's machine has as libcuda.so.1, as far as it is asked here."""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="a stand-in for CUDA's driver is compiled")
+@pytest.mark.parametrize("initializes", [False, True])
+def test_a_package_that_initializes_cuda_is_not_forked_from(
+    acts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], initializes: bool
+) -> None:
+    """CPU ranks, but the launcher of GPUs. What goes well alone is not forked either from then on."""
+    (tmp_path / "driver.c").write_text(DRIVER)
+    library = tmp_path / "libcuda.so.1"
+    make = ["cc", "-shared", "-fPIC", f"-Wl,-soname,{library.name}", "-o", library, tmp_path / "driver.c"]
+    subprocess.run(make, check=True)
+    call = "driver.cuInit(0)" if initializes else ""
+    (tmp_path / "initializer.py").write_text(f"import ctypes\ndriver = ctypes.CDLL('{library.name}')\n{call}\n")
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", f"{acts}{os.pathsep}{tmp_path}")
+    monkeypatch.setattr("bench.machine.gpus", list)
+    needs = {"plain": (), "initializing": ("initializer",)}
+    stand_ins = {name: SimpleNamespace(requires=packages) for name, packages in needs.items()}
+    monkeypatch.setattr(launching, "registry", lambda names: stand_ins)
+    with Launcher(Device.CUDA) as launcher:
+        for backend in ("plain", "initializing", "plain"):
+            found = play(launcher, tmp_path, "end", backend=backend)
+            assert (found.status, found.reason) == (Status.OK, "")
+        assert {server._cold for server in launcher._servers.values()} == {initializes}
+    assert capfd.readouterr().err.count("importing initializer initializes CUDA") == int(initializes)
 
 
 def test_gpus_are_numbered_as_nvml_numbers_them(monkeypatch: pytest.MonkeyPatch) -> None:

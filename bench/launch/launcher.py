@@ -95,7 +95,14 @@ class Launcher:
         """
         packages = () if self._cold else registry([task.backend])[task.backend].requires
         server = self._servers.setdefault(packages, _Server(self._device, packages, cold=self._cold))
-        return server.run(task, timeout_s, inactivity_s)
+        try:
+            return server.run(task, timeout_s, inactivity_s)
+        except _ForkError as error:
+            self._cold = True
+            print(f"bench: {error}", file=sys.stderr)
+            self.close()
+            self._servers.clear()  # also those that import less: trials that are compared start in one way
+            return self.run(task, timeout_s, inactivity_s)
 
     def renew(self) -> None:
         """End every process, so that the next trials are forked from new ones.
@@ -111,6 +118,10 @@ class Launcher:
         with contextlib.ExitStack() as every:  # one that fails, or is interrupted, keeps no other from ending
             for server in self._servers.values():
                 every.callback(server.close)
+
+
+class _ForkError(RuntimeError):
+    """What is forked could not use the device."""
 
 
 class _Server:
@@ -129,7 +140,8 @@ class _Server:
     def start(self) -> None:
         """Start the launcher's process and wait until its fork server has imported everything.
 
-        ``run`` does this itself when there is none. Raises LauncherError if it does not come up.
+        ``run`` does this itself when there is none. Raises LauncherError if it does not come up, and _ForkError if what
+        it imported initialized CUDA.
         """
         requests_read, self._requests = os.pipe()
         self._replies, replies_write = os.pipe()
@@ -156,10 +168,17 @@ class _Server:
             self._since = found.started if found else 0
             os.close(requests_read)
             os.close(replies_write)
-        if self._wait(START_TIMEOUT_S) != {"ready": True}:
+        reply = self._wait(START_TIMEOUT_S) or {}
+        if not reply.get("ready"):
             detail = self._last_words()
             self.close()
             raise LauncherError(f"the launcher's process did not come up (limit {START_TIMEOUT_S:.0f} s): {detail}")
+        if reply["initialized_by"] and self._device is Device.CUDA:
+            self.close()
+            raise _ForkError(
+                f"importing {reply['initialized_by']} initializes CUDA here, and no forked process can use it then: "
+                "from now on every trial starts from a new interpreter, as with --cold, which takes some seconds more"
+            )
 
     def run(self, task: Task, timeout_s: float, inactivity_s: float, *, again: bool = True) -> Outcome:
         """Run one trial to its end, or end it after a limit. The calling thread sleeps meanwhile.

@@ -1,4 +1,4 @@
-"""Imported once by a fork server, so that no trial waits for imports. Must never initialize CUDA.
+"""Imported once by a fork server, so that no trial waits for imports. Should never initialize CUDA.
 
 Beside what every trial needs, the packages named in BENCH_PRELOAD are imported, and no others.
 """
@@ -6,10 +6,9 @@ Beside what every trial needs, the packages named in BENCH_PRELOAD are imported,
 import gc
 import os
 import signal
-import sys
 from contextlib import suppress
 
-from bench.launch import stragglers
+from bench.launch import driver, stragglers
 
 # Its children end with it, and would otherwise keep it alive when the launcher's process is gone.
 stragglers.signal_at_parents_end(signal.SIGKILL)
@@ -21,6 +20,9 @@ _PARTS = {
 }
 """What to import of a package of which the name alone would not do."""
 _packages = [name for name in os.environ.get("BENCH_PRELOAD", "").split(",") if name]
+
+initialized_by = ""
+"""The first module whose import initialized CUDA. There should be none: children of this process cannot use it then."""
 
 for _module in (
     "torch.distributed.fsdp",
@@ -37,9 +39,9 @@ for _module in (
 ):
     with suppress(ImportError):
         __import__(_module)
+    if not initialized_by and driver.initialized():
+        initialized_by = _module
 
-if "torch" in sys.modules:
-    assert not sys.modules["torch"].cuda.is_initialized(), "children of a fork cannot use CUDA"
 # A collection would walk a million objects that never die, in every trial and perhaps in a timed window.
 gc.collect()
 gc.freeze()

@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 import threading
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,15 @@ def serve(requests: int, replies: int, *, cold: bool) -> None:
     if not cold:
         multiprocessing.set_forkserver_preload(["bench.launch.preload"])
     context: Any = multiprocessing.get_context(start_method)
-    first = context.Process(target=_nothing)
+    ours, theirs = context.Pipe(duplex=False)
+    first = context.Process(target=_tell, args=(theirs,))
     first.start()
+    theirs.close()  # so that its end is seen here
+    initialized_by = ours.recv()
     first.join()
     helpers = _own()
     known = [(pid, found.started) for pid in helpers if (found := stragglers.find(pid)) is not None]
-    _reply(replies, {"ready": True})
+    _reply(replies, {"ready": True, "initialized_by": initialized_by})
     with os.fdopen(requests) as lines:
         for line in lines:
             entry, world_size, folder, payload = json.loads(line)
@@ -50,8 +54,10 @@ def serve(requests: int, replies: int, *, cold: bool) -> None:
             _reply(replies, answer)
 
 
-def _nothing() -> None:
-    """Makes multiprocessing start its helpers, and the fork server import."""
+def _tell(pipe: Connection) -> None:
+    """Makes multiprocessing start its helpers, and the fork server import; tells what initialized CUDA in that."""
+    preload = sys.modules.get("bench.launch.preload")
+    pipe.send(preload.initialized_by if preload else "")
 
 
 def _own() -> set[int]:
