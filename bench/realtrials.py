@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import locks, matrix, runner
+from bench import locks, matrix, opening
 from bench.analysis.baseline import look
 from bench.analysis.known import THIRD
 from bench.backends.base import MORE, registry
@@ -45,11 +45,11 @@ def measure(folder: Path, number: int, observer: Observer) -> None:
         chosen = matrix.parse(DOCUMENT, name="real", source="bench/realtrials.py").override(
             "training.seed", number, "seed"
         )
-        runner.create(path, chosen, cells(chosen), backends, cold=False)
+        opening.create(path, chosen, cells(chosen), backends, cold=False)
     if "finished" in read_manifest(path):
         return
     with locks.run_folder(path, str(path)), Launcher(Device.CPU) as launcher:
-        manifest = runner.reopen(path, backends)
+        manifest = opening.reopen(path, backends)
         Runner(path, manifest, backends, launcher, observer, look).run()
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from bench import runner
+from bench import opening
 from bench.analysis.baseline import look
 from bench.analysis.compare import Run
 from bench.analysis.loading import load
@@ -65,7 +65,7 @@ def simulate(
     )
     cells = expand(matrix, backends, 0)
     most = {cell.cell_id: (most_repeats or {}).get(cell.backend, sys.maxsize) for cell in cells}
-    manifest = runner.create(folder, matrix, cells, backends, cold=False, most_repeats=most)
+    manifest = opening.create(folder, matrix, cells, backends, cold=False, most_repeats=most)
     generator = random.Random(seed)
 
     def script(spec: Spec, number: int) -> Outcome | None:

@@ -93,7 +93,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench import machine, runner, tables
+from bench import machine, opening, tables
 from bench.analysis import gates
 from bench.analysis.sides import side
 from bench.analysis.verdicts import Reason, Verdict, compare, judge_all
@@ -505,11 +505,11 @@ def test_no_run_goes_on_with_another_gpu_driver_or_build(
         monkeypatch.setattr(machine, name, lambda value=value: value)
     backends = {name: make_backend(name) for name in (REFERENCE, "b0")}
     made = make_matrix(backend=["b0"], accumulate=[2])
-    runner.create(tmp_path / "run", made, expand(made, backends, 0), backends, cold=False)
-    assert runner.reopen(tmp_path / "run", backends), "nothing has changed yet"
+    opening.create(tmp_path / "run", made, expand(made, backends, 0), backends, cold=False)
+    assert opening.reopen(tmp_path / "run", backends), "nothing has changed yet"
     monkeypatch.setattr(machine, function, lambda: then[function] | {key: now})
     with pytest.raises(InputError, match=f"{function} '{key}' was .* start a new one"):
-        runner.reopen(tmp_path / "run", backends)
+        opening.reopen(tmp_path / "run", backends)
 
 
 @pytest.mark.parametrize(

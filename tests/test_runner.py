@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bench import disk, machine, runner
+from bench import disk, machine, opening, runner
 from bench.backends.base import Backend
 from bench.cell import REFERENCE, Cell, Status
 from bench.errors import InputError
@@ -62,7 +62,7 @@ class Run:
         overrides = {"repeats": repeats, "training.seed": seed, "timeout_s": 77}
         self.matrix = make_matrix(overrides, backend=[name for name in backends if name != REFERENCE], accumulate=[2])
         self.cells = [cell for cell in expand(self.matrix, backends, 0) if not cell.twin]
-        self.manifest = runner.create(folder, self.matrix, self.cells, backends, cold=False)
+        self.manifest = opening.create(folder, self.matrix, self.cells, backends, cold=False)
         self.observer = Recorder()
         self.judge: Any = never
 
@@ -484,7 +484,7 @@ def test_create_refuses_a_folder_that_cannot_be(tmp_path: Path) -> None:
 
 def test_reopen_on_the_same_machine(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
-    assert runner.reopen(run.folder, BACKENDS) == run.manifest
+    assert opening.reopen(run.folder, BACKENDS) == run.manifest
 
 
 def test_reopen_refuses_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -492,7 +492,7 @@ def test_reopen_refuses_another_machine(tmp_path: Path, monkeypatch: pytest.Monk
     now = {**machine.machine(), "cpu": "Another CPU"}
     monkeypatch.setattr(machine, "machine", lambda: now)
     with pytest.raises(InputError, match=r"machine 'cpu' was .* and is 'Another CPU'; .* so start a new one"):
-        runner.reopen(run.folder, BACKENDS)
+        opening.reopen(run.folder, BACKENDS)
 
 
 @pytest.mark.parametrize("then", ["0.0.1", None], ids=["another version", "not there before"])
@@ -503,14 +503,14 @@ def test_reopen_refuses_other_packages(tmp_path: Path, monkeypatch: pytest.Monke
     run = Run(tmp_path / "run")
     monkeypatch.setattr(machine, "packages", lambda: real)
     with pytest.raises(InputError, match=re.escape(f"packages 'torch' was {then!r} and is '{real['torch']}'")):
-        runner.reopen(run.folder, BACKENDS)
+        opening.reopen(run.folder, BACKENDS)
 
 
 def test_reopen_refuses_other_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path / "run")
     monkeypatch.setattr(machine, "code", lambda *_: {"bench": "another"})
     with pytest.raises(InputError, match="the code of the bench, of a backend or of the workload is not what it was"):
-        runner.reopen(run.folder, BACKENDS)
+        opening.reopen(run.folder, BACKENDS)
 
 
 def test_reopen_refuses_another_workload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -518,11 +518,11 @@ def test_reopen_refuses_another_workload(tmp_path: Path, monkeypatch: pytest.Mon
     module.write_text("def factory(spec): ...\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     matrix = make_matrix({"workload.workload": "own_counted:factory"}, backend=["b0"], accumulate=[2])
-    made = runner.create(tmp_path / "run", matrix, expand(matrix, BACKENDS, 0), BACKENDS, cold=False)
-    assert runner.reopen(tmp_path / "run", BACKENDS) == made
+    made = opening.create(tmp_path / "run", matrix, expand(matrix, BACKENDS, 0), BACKENDS, cold=False)
+    assert opening.reopen(tmp_path / "run", BACKENDS) == made
     module.write_text("def factory(spec): return 1\n")
     with pytest.raises(InputError, match="the code of the bench, of a backend or of the workload is not what it was"):
-        runner.reopen(tmp_path / "run", BACKENDS)
+        opening.reopen(tmp_path / "run", BACKENDS)
 
 
 @pytest.mark.parametrize(
@@ -542,7 +542,7 @@ def test_reopen_refuses_an_edited_manifest(tmp_path: Path, key: str, value: obje
     run = Run(tmp_path / "run")
     write_manifest(run.folder, run.manifest | {key: value})
     with pytest.raises(InputError, match=words):
-        runner.reopen(run.folder, BACKENDS)
+        opening.reopen(run.folder, BACKENDS)
 
 
 def test_a_run_without_end_is_refused(tmp_path: Path) -> None:
@@ -550,7 +550,7 @@ def test_a_run_without_end_is_refused(tmp_path: Path) -> None:
     values = run.manifest["matrix"]["values"] | {"repeats": 2**62}
     write_manifest(run.folder, run.manifest | {"matrix": run.manifest["matrix"] | {"values": values}})
     with pytest.raises(InputError, match="more than 1,000,000 trials"):
-        runner.reopen(run.folder, BACKENDS)
+        opening.reopen(run.folder, BACKENDS)
 
 
 def test_what_a_killed_bench_left_is_nobodys(tmp_path: Path) -> None:
@@ -566,7 +566,7 @@ def test_what_a_killed_bench_left_is_nobodys(tmp_path: Path) -> None:
 def test_reopen_refuses_a_run_without_its_backends(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     with pytest.raises(InputError, match="backend 'b5' is not installed here any more"):
-        runner.reopen(run.folder, {name: backend for name, backend in BACKENDS.items() if name != "b5"})
+        opening.reopen(run.folder, {name: backend for name, backend in BACKENDS.items() if name != "b5"})
 
 
 def test_reopen_refuses_an_older_schema(tmp_path: Path) -> None:
@@ -574,12 +574,12 @@ def test_reopen_refuses_an_older_schema(tmp_path: Path) -> None:
     text = (run.folder / MANIFEST).read_text()
     (run.folder / MANIFEST).write_text(text.replace('"schema_version": 2', '"schema_version": 1'))
     with pytest.raises(InputError, match=r"begun by an older bench \(schema version 1\)"):
-        runner.reopen(run.folder, BACKENDS)
+        opening.reopen(run.folder, BACKENDS)
 
 
 def test_reopen_needs_a_run(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="holds no run"):
-        runner.reopen(tmp_path, BACKENDS)
+        opening.reopen(tmp_path, BACKENDS)
 
 
 def corpus_run(folder: Path) -> Path:
@@ -587,14 +587,14 @@ def corpus_run(folder: Path) -> Path:
     path = folder / "text.txt"
     path.write_bytes(b"some text that is long enough for a sample")
     made = make_matrix({"workload.corpus": str(path)}, backend=["b0"], accumulate=[2])
-    runner.create(folder / "run", made, expand(made, BACKENDS, 0), BACKENDS, cold=False)
+    opening.create(folder / "run", made, expand(made, BACKENDS, 0), BACKENDS, cold=False)
     return path
 
 
 def test_every_trial_is_given_the_corpus_file(tmp_path: Path) -> None:
     path = corpus_run(tmp_path)
     launcher = FakeLauncher()
-    manifest = runner.reopen(tmp_path / "run", BACKENDS)
+    manifest = opening.reopen(tmp_path / "run", BACKENDS)
     Runner(tmp_path / "run", manifest, BACKENDS, launcher, Recorder(), never).run()  # type: ignore[arg-type]
     assert {spec.corpus for spec in launcher.specs} == {str(path.resolve())}
 
@@ -607,7 +607,7 @@ def test_reopen_refuses_another_corpus(tmp_path: Path, content: bytes | None) ->
     else:
         path.write_bytes(content)
     with pytest.raises(InputError, match=r"text\.txt"):
-        runner.reopen(tmp_path / "run", BACKENDS)
+        opening.reopen(tmp_path / "run", BACKENDS)
 
 
 class Scripted:
@@ -750,6 +750,6 @@ def test_what_the_run_was_told_of_its_cells_is_stored(tmp_path: Path) -> None:
     made = make_matrix(backend=["b0"], accumulate=[2])
     cells = expand(made, BACKENDS, 0)
     told = {cells[0].cell_id: 1}
-    runner.create(tmp_path / "run", made, cells, BACKENDS, cold=False, most_repeats=told, skipped={"x": "too large"})
+    opening.create(tmp_path / "run", made, cells, BACKENDS, cold=False, most_repeats=told, skipped={"x": "too large"})
     manifest = read_manifest(tmp_path / "run")
     assert (manifest["most_repeats"], manifest["skipped"]) == (told, {"x": "too large"})

@@ -63,15 +63,15 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run it; the exit status that its trials deserve."""
-    from bench import runner
+    from bench import opening
 
     if arguments.resume:
         folder = arguments.resume
         _refuse_beside_resume(arguments)
         # Read before the lock is taken: nothing is made in a folder that holds no run.
-        backends = registry(cell.backend for cell in runner.cells_of(folder, read_manifest(folder)))
+        backends = registry(cell.backend for cell in opening.cells_of(folder, read_manifest(folder)))
         with locks.run_folder(folder, f"--resume {folder}"):
-            return _train(folder, runner.reopen(folder, backends), backends, retry_failed=arguments.retry_failed)
+            return _train(folder, opening.reopen(folder, backends), backends, retry_failed=arguments.retry_failed)
     if arguments.retry_failed:
         raise InputError("--retry-failed: is for a run that was begun; give --resume RUN too")
     chosen = chosen_matrix(arguments)
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     folder = arguments.out or new_folder(chosen.name)
     disk.require(folder, cells, chosen["repeats"], f"--out {folder}")
     with locks.run_folder(folder, f"--out {folder}"):
-        manifest = runner.create(
+        manifest = opening.create(
             folder,
             chosen,
             cells,

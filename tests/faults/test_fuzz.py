@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench import accumulation, cli, matrix, runner, throughput
+from bench import accumulation, cli, matrix, opening, throughput
 from bench.analysis.loading import load
 from bench.backends.base import registry
 from bench.commands import COMMANDS, study
@@ -369,7 +369,7 @@ READERS = [
 """Commands that read a run."""
 RESUMED = {
     **{key: value for key, value in RUN.items() if key not in {"machine", "packages"}},
-    "code": runner.code(CELLS, registry()),
+    "code": opening.code(CELLS, registry()),
 }
 """A run that was begun by this very code, on any machine."""
 

@@ -1,0 +1,165 @@
+"""A run begins, or goes on where it stopped: its folder, its manifest, and what must be as it was."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import machine
+from bench.backends.base import Backend
+from bench.cell import Cell
+from bench.errors import InputError
+from bench.journal import JOURNAL, MANIFEST, SCHEMA_VERSION, UPGRADED, read_manifest, write_manifest
+from bench.matrix import Matrix, baseline, check_stored
+from bench.schedule import Schedule
+from bench.workload import sources
+from bench.workload.corpus import describe_file
+from bench.workload.sizes import SIZES
+
+
+def describe(backends: Mapping[str, type[Backend]]) -> dict[str, dict[str, str]]:
+    """What run.json says of the backends."""
+    return {
+        name: {
+            "framework": backend.framework,
+            "sync": str(backend.sync),
+            "sharding": str(backend.sharding),
+            "bf16_as": backend.bf16_as,
+            "defect": backend.defect,
+        }
+        for name, backend in backends.items()
+    }
+
+
+def create(
+    folder: Path,
+    matrix: Matrix,
+    cells: Sequence[Cell],
+    backends: Mapping[str, type[Backend]],
+    *,
+    cold: bool,
+    most_repeats: Mapping[str, int] | None = None,
+    skipped: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Begin a run: make its folder and write its manifest. Raises InputError if the folder cannot hold it.
+
+    By id of cells: ``most_repeats`` are the most trials of one, and ``skipped`` why one is not tried here.
+    """
+    if (folder / MANIFEST).exists() or (folder / JOURNAL).exists():
+        raise InputError(f"--out {folder}: holds a run already; name another folder, or go on with --resume {folder}")
+    used = {cell.backend for cell in cells}
+    manifest = {
+        "schema_version": SCHEMA_VERSION,
+        "run_id": folder.resolve().name,
+        "started": now(),
+        "command": ["python", "-m", "bench", *sys.argv[1:]],
+        "matrix": matrix.to_dict(),
+        "cells": [cell.to_dict() for cell in cells],
+        "most_repeats": dict(most_repeats or {}),
+        "skipped": dict(skipped or {}),
+        "backends": {name: about for name, about in describe(backends).items() if name in used},
+        "baseline": baseline(matrix, backends),
+        "cold": cold,
+        "code": code(cells, backends),
+        "git": machine.git_state(),
+        "machine": machine.machine(),
+        "packages": machine.packages(),
+        "distributions": machine.distributions(),
+        "torch_build": machine.torch_build(),
+        "environment": machine.environment(),
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_manifest(folder, manifest)
+    except OSError as error:
+        raise InputError(f"--out {folder}: cannot be written ({error.strerror}); name a folder that can") from error
+    return manifest
+
+
+def code(cells: Sequence[Cell], backends: Mapping[str, type[Backend]]) -> dict[str, str]:
+    """The code that these cells run, as ``bench.machine.code`` tells it."""
+    workloads = {cell.workload: sources(cell.workload) for cell in cells}
+    return machine.code({cell.backend: backends[cell.backend] for cell in cells}, workloads)
+
+
+def cells_of(folder: Path, manifest: Mapping[str, Any]) -> list[Cell]:
+    """The cells of a run. Raises InputError if its manifest does not have them as they were written."""
+    try:
+        cells = [Cell.from_dict(cell) for cell in manifest["cells"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{folder / MANIFEST}: cells: are not those of a run ({error}); restore the file") from error
+    if not cells:
+        raise InputError(f"{folder / MANIFEST}: cells: there are none; restore the file")
+    if unknown := {cell.model for cell in cells if cell.workload == "llama"} - SIZES.keys():
+        raise InputError(f"{folder / MANIFEST}: cells: there is no model '{unknown.pop()}'; restore the file")
+    return cells
+
+
+def skipped_of(manifest: Mapping[str, Any]) -> dict[str, str]:
+    """Why cells of a run are not tried, by id."""
+    return {str(cell_id): str(reason) for cell_id, reason in dict(manifest.get("skipped") or {}).items()}
+
+
+def reopen(folder: Path, backends: Mapping[str, type[Backend]]) -> dict[str, Any]:
+    """The manifest of a run to go on with. Raises InputError if this is not the machine and software it began on.
+
+    The code is told by its content, not by a commit: an installed package has none, and uncommitted changes are seen.
+    """
+    manifest = read_manifest(folder)
+    cells = cells_of(folder, manifest)
+    check_stored(manifest, str(folder / MANIFEST))
+    if lacking := [key for key in ("run_id", "cold", "backends") if key not in manifest]:
+        raise InputError(f"{folder / MANIFEST}: has no key '{lacking[0]}'; restore it")
+    try:
+        Schedule(manifest)
+        skipped_of(manifest)
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(
+            f"{folder / MANIFEST}: its looks and repeats are not those of a run ({error}); restore the file"
+        ) from error
+    if UPGRADED in manifest:
+        raise InputError(
+            f"--resume {folder}: was begun by an older bench (schema version {manifest[UPGRADED]}); trials of both do "
+            "not belong in one run, so start a new one"
+        )
+    if unknown := {cell.backend for cell in cells} - backends.keys():
+        raise InputError(f"--resume {folder}: backend '{unknown.pop()}' is not installed here any more")
+    then, now = manifest.get("code"), code(cells, backends)
+    if then != now:
+        commit = (manifest.get("git") or {}).get("commit")
+        back = f"go back to commit {commit[:12]}" if commit else "install that version again"
+        raise InputError(
+            f"--resume {folder}: the code of the bench, of a backend or of the workload is not what it was when the "
+            f"run began; trials of both do not belong in one run, so {back}, or start a new one"
+        )
+    fingerprint = {
+        "machine": machine.machine(),
+        "packages": machine.packages(),
+        "torch_build": machine.torch_build(),
+        "environment": machine.environment(),
+    }
+    for name, now in fingerprint.items():
+        then = manifest.get(name, now)
+        differing = sorted(key for key in now.keys() | then.keys() if now.get(key) != then.get(key))
+        if differing:
+            key = differing[0]
+            raise InputError(
+                f"--resume {folder}: {name} '{key}' was {then.get(key)!r} and is {now.get(key)!r}; timings of both do "
+                "not belong in one run, so start a new one"
+            )
+    values, cell = manifest["matrix"]["values"], cells[0]
+    if cell.corpus != "markov":
+        found = describe_file(Path(values["workload.corpus"]), cell.sequence_length + 1, f"--resume {folder}: corpus")
+        if found != cell.corpus:
+            raise InputError(
+                f"--resume {folder}: the corpus was {cell.corpus} and is {found}; restore it, or start a new run"
+            )
+    return manifest
+
+
+def now() -> str:
+    """The time of day as a manifest and a record have it."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
