@@ -234,7 +234,10 @@ def torch_build() -> dict[str, str | None]:
 
 def distributions() -> dict[str, str]:
     """Version of every installed package, NCCL's among them, by name."""
-    found = {str(one.metadata["Name"]).lower(): one.version for one in importlib.metadata.distributions()}
+    found: dict[str, str] = {}
+    for one in importlib.metadata.distributions():
+        # The first is imported: an environment on top of another hides what that has of the same name.
+        found.setdefault(str(one.metadata["Name"]).lower(), one.version)
     return dict(sorted(found.items()))
 
 

@@ -164,7 +164,15 @@ def test_the_build_of_torch_is_known_without_importing_it() -> None:
 
     assert found == f"{torch.version.git_version} False"
     assert machine.torch_build()["cuda"] == torch.version.cuda
-    assert machine.distributions()["torch"] == torch.__version__
+    assert torch.__version__.partition("+")[0] == machine.distributions()["torch"].partition("+")[0]
+
+
+def test_of_two_versions_the_one_that_is_imported_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an environment that lies on top of another."""
+    (tmp_path / "numpy-0.1.dist-info").mkdir()
+    (tmp_path / "numpy-0.1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: numpy\nVersion: 0.1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert machine.packages()["numpy"] == machine.distributions()["numpy"] == "0.1"
 
 
 @pytest.mark.parametrize("problem", ["not installed", "no driver"])
