@@ -5,7 +5,6 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
-from bench.analysis.gates import TOLERANCES
 from bench.backends.base import registry
 from bench.journal import SCHEMA_VERSION
 from bench.tables import CHILD_COLUMNS, TRIAL_COLUMNS
@@ -43,7 +42,7 @@ def test_bf16_update_and_losses_are_within_tolerance(bf16_run: Run, backend: str
     trial = bf16_run.trial(backend)
     assert trial["status"] == "ok", trial["reason"]
     if backend != "reference":
-        assert 1e-4 < trial["update_error"] < TOLERANCES["bf16"].update_error, "bf16 must be in use, and sound"
+        assert 1e-4 < trial["update_error"] < 1.5e-2, "bf16 must be in use, and sound; larger models may have more"
         assert trial["update_scale"] == pytest.approx(1, abs=1e-2)
 
 

@@ -339,6 +339,16 @@ def test_bf16_may_differ_more_than_fp32_but_not_by_a_factor_of_two() -> None:
     assert verdict(record(update={"error": 0.02, "residual": 0.02}))[0] == "invalid"
 
 
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(0.014, "ok"), (0.028, "ok"), (0.07, "ok"), (32**-0.5, "invalid"), (0.5, "invalid")],
+    ids=["135m, measured", "wide, measured", "8b, by width and depth", "one of 32 samples lost", "halved"],
+)
+def test_bf16_rounds_more_in_wide_and_deep_models(error: float, status: str) -> None:
+    trial = record(make_cell(accumulate=8, precision=Precision.BF16), update={"error": error, "residual": error})
+    assert verdict(trial)[0] == status
+
+
 @pytest.mark.parametrize("status", ["oom", "timeout", "hang", "crashed", "unsupported", "interrupted"])
 def test_trials_that_did_not_end_well_are_left_as_they_are(status: str) -> None:
     trial = judged(make_failure(CELL, 0, status, "why")).trials.iloc[-1]

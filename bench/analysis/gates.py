@@ -37,11 +37,15 @@ TOLERANCES: dict[str, Tolerance] = {
         "the loss after 15 steps of AdamW, which amplifies it; one sample lost in a thousand would be 1e-3",
     ),
     Precision.BF16: Tolerance(
-        update_error=3e-2,
+        update_error=0.15,
         first_loss=1e-2,
         loss_deviation=3e-2,
-        reason="bf16 has 8 bits of mantissa, and forward and backward round at every operator: 7e-3 to 8e-3 were seen "
-        "for the update and 4e-3 for the loss with every sound backend; a loss divided by 2 too often would be 0.5",
+        reason="bf16 has 8 bits of mantissa, and forward and backward round at every operator. Seen on the CPU for the "
+        "update: 8e-3 (tiny), 9e-3 to 1.4e-2 (135m, every sound backend alike), whatever N is, less with more tokens, "
+        "but 2.8e-2 in 10 layers of 1b's width: it grows with the root of the width (1024 to 4096), and there with the "
+        "root of the depth (4 to 10 layers), by which 8b would have 7e-2; twice that, since a GPU rounds elsewhere. For "
+        "the loss: 4e-3 (tiny), 2e-3 (135m), 8e-3 of 64 tokens in the 10 layers, and less of more. A loss divided by 2 "
+        "too often would be 0.5, one of 32 samples lost 0.18 if they agree in nothing",
     ),
 }
 """By precision of the cell. The reference is fp32 for all."""
