@@ -43,7 +43,7 @@ TOLERANCES: dict[str, Tolerance] = {
         reason="bf16 has 8 bits of mantissa, and forward and backward round at every operator. Seen on the CPU for the "
         "update: 8e-3 (tiny), 9e-3 to 1.4e-2 (135m, every sound backend alike), whatever N is, less with more tokens, "
         "but 2.8e-2 in 10 layers of 1b's width: it grows with the root of the width (1024 to 4096), and there with the "
-        "root of the depth (4 to 10 layers), by which 8b would have 7e-2; twice that, since a GPU rounds elsewhere. For "
+        "root of the depth (4 to 10 layers), by which 8b would have 7e-2; twice that, as a GPU rounds elsewhere. For "
         "the loss: 4e-3 (tiny), 2e-3 (135m), 8e-3 of 64 tokens in the 10 layers, and less of more. A loss divided by 2 "
         "too often would be 0.5, one of 32 samples lost 0.18 if they agree in nothing",
     ),
