@@ -20,7 +20,9 @@ from bench.commands import report as command
 from bench.report import page as pages
 from bench.report.citation import cite, cite_plot, number
 from bench.report.clipboard import packed
+from bench.report.leftovers import kind_of
 from bench.report.panels import MOST_PAGES
+from bench.report.plots import KINDS
 from bench.report.summary import by_cell
 from tests import pages as made
 from tests.pages import HOSTILE, Element, copied_ratio, data_of, read, report, write_large_run, write_run
@@ -395,9 +397,8 @@ def assert_cut_short(folder: Path, page: Element) -> None:
     cells = sum(not cell.twin for cell in run.cells.values())
     kinds: dict[str, list[Path]] = {}
     for path in (folder / "plots").glob("*.svg"):
-        name, _, last = path.stem.rpartition("-")
-        kinds.setdefault(name if last.isdigit() else path.stem, []).append(path)
-    assert len(kinds) == 11 and all(len(pages) <= MOST_PAGES for pages in kinds.values())
+        kinds.setdefault(kind_of(path.stem), []).append(path)
+    assert set(kinds) == set(KINDS) and all(len(pages) <= MOST_PAGES for pages in kinds.values())
     for name in (
         "memory_vs_time",
         "memory_categories",

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import matplotlib.style
 import pytest
 
-from bench.analysis.baseline import noise_floor
+from bench.analysis.baseline import noise_floor, standing
 from bench.analysis.loading import load
 from bench.analysis.verdicts import band
-from bench.report import noise, style, traffic
+from bench.report import noise, plots, style, traffic
+from bench.report.leftovers import kind_of
 from bench.report.panels import Drawing, Run
+from bench.tables import Tables
 from tests import legible
 from tests.pages import MIB, write_run
 
@@ -91,3 +94,38 @@ def test_trials_far_away_are_told_and_do_not_hide_the_others(tmp_path: Path) -> 
 def test_one_trial_of_each_cell_has_no_spread(tmp_path: Path) -> None:
     run = load(write_run(tmp_path / "one", {"alpha": 1.0}, repeats=1))
     assert noise.draw_noise(Run(run.tables, dict(run.manifest)), None) == []
+
+
+def some_of(folder: Path, names: set[str]) -> Tables:
+    """The tables of a run, of these backends alone."""
+    tables = load(folder).tables
+    return dataclasses.replace(tables, trials=tables.trials[tables.trials["backend"].isin(names)])
+
+
+def test_figures_of_an_earlier_report_are_removed(folder: Path, tmp_path: Path) -> None:
+    run = load(folder)
+    manifest = dict(run.manifest)
+    before = plots.draw(run.tables, manifest, tmp_path, standing(run))
+    stems = {path.stem for path in before}
+    assert {"step_time_ratio-1", "step_time_ratio-2", "step_time"} <= stems
+    assert {kind_of(stem) for stem in stems} < set(plots.KINDS)
+    own = {
+        "notes.txt": "a user's",
+        "noise-9.png": "no picture",  # without the files beside it
+        "other-1.csv": "run_id,cell_id\nrun,1\n",
+        "speed_up-2.csv": "run_id,cell_id\nanother,1\n",
+        "loss_curves.csv": "run_id\n" + "x" * 200_000 + "\n",
+    }
+    for name, text in own.items():
+        (tmp_path / name).write_text(text)
+    for stem in ("other-1", "speed_up-2", "loss_curves"):  # of another kind, of another run, not readable
+        for suffix in (".png", ".svg"):
+            (tmp_path / stem).with_suffix(suffix).write_text("a user's")
+    own |= {path.name: path.read_text() for path in tmp_path.iterdir() if path not in before}
+
+    few = some_of(folder, {"made-0-eager", "made-0-deferred"})
+    after = plots.draw(few, manifest, tmp_path)
+    assert "step_time_ratio" not in {kind_of(path.stem) for path in after}
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted({*own, *(path.name for path in after)})
+    assert all((tmp_path / name).read_text() == text for name, text in own.items())
+    assert plots.draw(few, manifest, tmp_path) == after

@@ -30,6 +30,7 @@ from bench.report.answer import answer
 from bench.report.citation import cite_plot, formats, words_of_cell
 from bench.report.escape import plain
 from bench.report.inline import DARK_PAPER, INK, PAPER, Picture, in_the_dark, picture, variable
+from bench.report.leftovers import kind_of
 from bench.report.material import Material
 from bench.report.overview import REASONS, VERDICTS, Overview, choices, overview
 from bench.report.sections import failures, sections
@@ -153,7 +154,7 @@ def _pages(stem: str, files: Mapping[str, Path]) -> list[str]:
     """The names of a figure's pages: ``stem``, or ``stem-1`` and so on."""
     if stem in files:
         return [stem]
-    numbered = [name for name in files if name.rpartition("-")[0] == stem and name.rpartition("-")[2].isdigit()]
+    numbered = [name for name in files if kind_of(name) == stem]
     return sorted(numbered, key=lambda name: int(name.rpartition("-")[2]))
 
 

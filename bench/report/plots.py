@@ -14,6 +14,7 @@ from bench.report import forest, style
 from bench.report.against_n import draw_peak_memory, draw_step_time
 from bench.report.comparison import Report
 from bench.report.curves import draw_loss_curves
+from bench.report.leftovers import remove_leftovers
 from bench.report.memory import draw_held_gradients, draw_memory_categories
 from bench.report.noise import draw_noise
 from bench.report.panels import MOST_PAGES, Drawing, Run
@@ -23,11 +24,27 @@ from bench.report.spreadsheet import write_csv
 from bench.report.traffic import draw_traffic
 from bench.tables import Tables
 
+KINDS = (
+    "step_time",
+    "peak_memory",
+    "memory_vs_time",
+    "loss_curves",
+    "optimizer_steps",
+    "speed_up",
+    "memory_categories",
+    "held_gradients",
+    "communication",
+    "noise",
+    "step_time_ratio",
+)
+"""All figures that a run may have: a page of one has its number after the name."""
+
 
 def draw(tables: Tables, manifest: dict[str, Any], folder: Path, standing: Standing | None = None) -> list[Path]:
     """Write the figures of a judged run into the folder; returns the paths. Figures without data are not drawn.
 
-    With its standing, also the ratios of step times to the baseline.
+    With its standing, also the ratios of step times to the baseline. Figures of an earlier report of the run that are
+    not drawn again are removed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     paths: list[Path] = []
@@ -42,6 +59,7 @@ def draw(tables: Tables, manifest: dict[str, Any], folder: Path, standing: Stand
             else:  # pages of one figure have their data in common
                 shutil.copyfile(written, paths[-1])
             before = drawing
+    remove_leftovers(folder, str(manifest.get("run_id")), KINDS, paths)
     return paths
 
 
