@@ -218,22 +218,22 @@ def _trial_row(record: dict[str, Any], manifest: dict[str, Any], once: dict[tupl
     if cell.precision is Precision.BF16:
         row["bf16_as"] = described.get("bf16_as")
     good = record["status"] == Status.OK
-    update = once.get((cell.cell_id, "update"))
+    update = once.get((record["cell_id"], "update"))
     if update and good:
         row |= {f"update_{name}": update[name] for name in ("error", "scale", "residual")}
         row |= {name: update.get(name) for name in ("gradient_norm", "unclipped_error", "unclipped_scale")}
-    accumulation = once.get((cell.cell_id, "accumulation"))
+    accumulation = once.get((record["cell_id"], "accumulation"))
     if accumulation and good:
         row["accumulated_in"] = accumulation["dtype"]
-    dispatch = once.get((cell.cell_id, "dispatch"))
+    dispatch = once.get((record["cell_id"], "dispatch"))
     if dispatch and good:
         row |= {f"{name}_per_micro_batch": _share(dispatch[name], cell.accumulate) for name in dispatch}
         if cell.shared_gpu:
             row["cpu_s_per_micro_batch"] = None
-    exposure = once.get((cell.cell_id, "exposure"))
+    exposure = once.get((record["cell_id"], "exposure"))
     if exposure and good:
         row |= {name: exposure[name] for name in ("collective_s", "exposed_s")}
-    memory = once.get((cell.cell_id, "memory"))
+    memory = once.get((record["cell_id"], "memory"))
     if memory and "peak" in memory and good:
         row |= {"peak_memory_bytes": memory["peak"], "peak_memory_source": "tracked tensors"}
     timed = record.get("time")

@@ -12,7 +12,7 @@ from bench.analysis.baseline import Standing, standings
 from bench.analysis.compare import Row, Run
 from bench.analysis.loading import load
 from bench.analysis.statistics import Interval
-from bench.analysis.verdicts import Reason, Verdict, exact
+from bench.analysis.verdicts import NEXT, Reason, Verdict, exact
 from bench.report.answer import answer, cut, headline, memory_words, noise, sentence, size
 from bench.report.summary import by_cell
 from tests.pages import write_run
@@ -84,11 +84,35 @@ def test_no_number_without_a_verdict(run: Run, standing: Standing) -> None:
 
 def test_if_nothing_is_comparable_the_answer_begins_with_that(run: Run, standing: Standing) -> None:
     busy = "beta N=4: the machine was not idle: others took 40 % of its CPUs (limit 10 %)"
-    rows = [judged(row, Verdict.NOT_COMPARABLE, Reason.GATE, busy) for row in standing.rows]
+    rows = [judged(row, Verdict.NOT_COMPARABLE, Reason.DISTURBED, busy) for row in standing.rows]
+    rows[-1] = judged(rows[-1], Verdict.NOT_COMPARABLE, Reason.GATE, "the update is off")
     found = {"alpha-eager": dataclasses.replace(standing, rows=rows)}
-    said = answer(run, found, by_cell(run.tables))
-    assert said[0] == f"Nothing can be compared with alpha-eager: {busy}."
-    assert not any("aster than" in line for line in said)
+    first, second, *others = answer(run, found, by_cell(run.tables))
+    share = f"({len(rows) - 1} of {len(rows)} cells)"
+    assert first == (
+        f"Nothing can be compared with alpha-eager: machine disturbed {share}. To do: {NEXT[Reason.DISTURBED]}."
+    )
+    assert second == f"The first of them: {busy}."
+    assert [line for line in others if "comparable" in line or "aster than" in line] == [], "it is said once"
+
+
+def test_reasons_that_differ_in_numbers_alone_are_one_sentence(run: Run, standing: Standing) -> None:
+    (beta,) = [row for row in headline(standing) if row.pair.b.backend == "beta"]
+    busy = [
+        judged(
+            dataclasses.replace(
+                beta, pair=dataclasses.replace(beta.pair, b=dataclasses.replace(beta.pair.b, backend=b))
+            ),
+            Verdict.NOT_COMPARABLE,
+            Reason.DISTURBED,
+            f"{b} N=4: others took {share} %",
+        )
+        for b, share in (("beta", 40), ("delta", 57))
+    ]
+    rows = [row for row in standing.rows if row is not beta] + busy
+    said = answer(run, {"alpha-eager": dataclasses.replace(standing, rows=rows)}, by_cell(run.tables))
+    (sentence_of_all,) = [line for line in said if line.startswith("Not comparable with")]
+    assert sentence_of_all.endswith("beta, delta: others took 40 % (numbers of the first).")
 
 
 def test_if_nothing_is_certain_the_answer_begins_with_that(run: Run, standing: Standing) -> None:
@@ -121,7 +145,7 @@ def test_memory_of_a_pair(standing: Standing) -> None:
 def test_long_reasons_are_cut_between_words() -> None:
     assert cut("short") == "short"
     long = cut("word " * 100)
-    assert len(long) <= 242 and long.endswith("word ...")
+    assert len(long) <= 242 and long.endswith("word [...]")
 
 
 def test_two_contexts_are_told_apart(tmp_path: Path) -> None:

@@ -98,6 +98,14 @@ def test_it_asks_for_nothing(visit: Visit) -> None:
     assert visit.page.locator("#controls").is_visible()
 
 
+@pytest.mark.parametrize("width", [320, 390, 1280])
+def test_the_page_is_no_wider_than_the_screen(browser: Any, folder: Path, width: int) -> None:
+    opened = Visit(browser, folder)
+    opened.page.set_viewport_size({"width": width, "height": 800})
+    assert opened.page.evaluate("document.documentElement.scrollWidth") == width
+    opened.context.close()
+
+
 def test_hostile_names_do_nothing(browser: Any, hostile: Path) -> None:
     opened = Visit(browser, hostile)
     opened.page.wait_for_timeout(200)

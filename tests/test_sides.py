@@ -46,22 +46,23 @@ def sides(cell: Cell, *changes: dict[str, Any]) -> Side:
 
 
 def test_an_idle_machine_is_no_obstacle() -> None:
-    assert sides(HOST, *[load(0.2, 0.1)] * 5).failed_gates == ()
-    assert sides(HOST, *[{}] * 5).failed_gates == (), "not measured"
+    assert sides(HOST, *[load(0.2, 0.1)] * 5).disturbed == ()
+    assert sides(HOST, *[{}] * 5).disturbed == (), "not measured"
 
 
 @pytest.mark.parametrize(("foreign", "stolen"), [(0.5, 0.0), (0.0, 0.5), (0.3, 0.2)])
 def test_a_busy_machine_makes_a_cell_not_comparable(foreign: float, stolen: float) -> None:
     found = sides(HOST, *[load(foreign, stolen)] * 3, *[load(0.0)] * 2)
-    assert found.failed_gates == (
+    assert found.disturbed == (
         f"the machine was not idle: others took 12 % of its CPUs (limit {100 * IDLE_SHARE:g} %)",
     )
+    assert found.failed_gates == ()
     (judgement,) = judge_all([compare(found, found, None)])
-    assert (judgement.verdict, judgement.reason) == (Verdict.NOT_COMPARABLE, Reason.GATE)
+    assert (judgement.verdict, judgement.reason) == (Verdict.NOT_COMPARABLE, Reason.DISTURBED)
 
 
 def test_a_few_busy_trials_are_left_to_the_statistics() -> None:
-    assert sides(HOST, *[load(2.0)] * 2, *[load(0.0)] * 3).failed_gates == ()
+    assert sides(HOST, *[load(2.0)] * 2, *[load(0.0)] * 3).disturbed == ()
 
 
 def test_gpu_columns_by_hand() -> None:
@@ -81,14 +82,14 @@ def on_gpu(*changes: dict[str, Any]) -> Side:
 
 
 def test_a_power_cap_alone_is_no_obstacle_and_heat_is() -> None:
-    assert on_gpu({}, {}, {}).failed_gates == ()
+    assert on_gpu({}, {}, {}).disturbed == ()
     hot = {"throttle": {"HwThermalSlowdown": 0.5}, "slowdowns": ["HwThermalSlowdown"]}
-    assert on_gpu(hot, hot, {}).failed_gates == ("the GPU's clocks were held down: HwThermalSlowdown",)
+    assert on_gpu(hot, hot, {}).disturbed == ("the GPU's clocks were held down: HwThermalSlowdown",)
 
 
 def test_another_process_on_the_gpu_is_an_obstacle() -> None:
     busy = {"other_processes": 1}
-    assert on_gpu(busy, busy, {}).failed_gates == ("another process was on the GPU in 2 of 3 trials",)
+    assert on_gpu(busy, busy, {}).disturbed == ("another process was on the GPU in 2 of 3 trials",)
 
 
 def test_cycles_are_seconds_times_the_clock() -> None:

@@ -41,7 +41,7 @@ def noise_floor(run: Run, *, resamples: int | None = None) -> Floor | None:
     """The A/A pair of a run: the first twin in the order of labels; None if the run has none."""
     for cell, twin in _twins(run)[:1]:
         sides = [run.sides.side(one) for one in (twin, cell)]
-        bad = [f"{one.label}: {text}" for one in sides for text in one.failed_gates]
+        bad = [f"{one.label}: {text}" for one in sides for text in one.obstacles]
         bad += [f"{one.label}: {one.num_failed} of its trials are not ok" for one in sides if one.num_failed]
         if bad or not all(len(one.sample.trials) for one in sides):
             return Floor(cell=cell, twin=twin, interval=None, reason="; ".join(bad) or "no trial")

@@ -23,6 +23,7 @@ from bench.cell import REFERENCE, Status
 from bench.journal import Journal
 from bench.schedule import Ended
 from bench.warmup import warmup
+from bench.words import plural
 
 TOLERANCE = 1e-9
 """Relative difference up to which a stored and a recomputed number are the same: floats written and read again."""
@@ -109,7 +110,7 @@ def _tables(folder: Path, run: Run) -> Iterator[Finding]:
 def _differences(stored: pd.DataFrame, recomputed: pd.DataFrame) -> Iterator[str]:
     """In words, how a stored table is not the recomputed one: at most one sentence per column that it has."""
     if len(stored) != len(recomputed):
-        yield f"{len(stored)} rows, {len(recomputed)} follow from the journal"
+        yield f"{plural(len(stored), 'row')}, {len(recomputed)} follow from the journal"
         return
     for name in (name for name in recomputed.columns if name in stored.columns):
         ours, theirs = stored[name], recomputed[name]
@@ -172,10 +173,10 @@ def _order(records: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     # A block that runs backwards begins with the cell that the one before ended with.
     if rows > blocks and len(set(ids)) > 1:
         yield Finding(
-            Level.WARNING, topic, f"{rows} trials followed one of the same cell, more than the blocks explain"
+            Level.WARNING, topic, f"{plural(rows, 'trial')} followed one of the same cell, more than the blocks explain"
         )
     else:
-        yield Finding(Level.GOOD, topic, f"{blocks} blocks, each in an order of its own")
+        yield Finding(Level.GOOD, topic, f"{plural(blocks, 'block')}, each in an order of its own")
 
 
 def _surroundings(run: Run) -> Iterator[Finding]:
@@ -200,7 +201,7 @@ def _surroundings(run: Run) -> Iterator[Finding]:
         yield Finding(level, topic, f"{who} took {seen.median():.2g} of {cores} CPUs, at most {seen.max():.2g}")
     slowed = trials[trials["clock_slowdowns"].fillna("") != ""]
     for reasons, rows in slowed.groupby("clock_slowdowns"):
-        yield Finding(Level.WARNING, topic, f"clocks were held down in {len(rows)} trials: {reasons}")
+        yield Finding(Level.WARNING, topic, f"clocks were held down in {plural(len(rows), 'trial')}: {reasons}")
 
 
 def _samples(run: Run, records: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
@@ -217,7 +218,8 @@ def _samples(run: Run, records: Sequence[Mapping[str, Any]]) -> Iterator[Finding
             said["drift"].append(f"{label} {100 * moved.change:+.2g} % from first to last (p = {moved.p_value:.1g})")
         if len(medians) >= MIN_TRIALS and (far := quality.outliers(medians)):
             said["outliers"].append(
-                f"{label}: {len(far)} of {len(medians)} trials, the farthest {_farthest(medians):.2g} x the median"
+                f"{label}: {len(far)} of {plural(len(medians), 'trial')}, "
+                f"the farthest {_farthest(medians):.2g} x the median"
             )
         modes = quality.bimodal(medians)
         if modes is not None and modes.found:

@@ -19,6 +19,7 @@ from bench.analysis.verdicts import ALPHA, BLOCKS, ExactVerdict, Judgement, Side
 from bench.cell import REFERENCE, Cell, Status
 from bench.schedule import Schedule
 from bench.tables import Tables
+from bench.words import plural
 
 SLOWER, MEMORY = "slower", "memory"
 METRICS = (SLOWER, MEMORY)
@@ -357,7 +358,7 @@ def notes(a: Run, b: Run, rows: Sequence[Row], margin: float) -> list[str]:
             found.append("A and B have one run_id: if it is the same run, nothing is compared")
     few = sum(row.time is not None and row.time.low is None for row in rows)
     if few:
-        found.append(f"no interval for {few} of {len(rows)} cells: fewer than {MIN_TRIALS} trials")
+        found.append(f"no interval for {few} of {plural(len(rows), 'cell')}: fewer than {MIN_TRIALS} trials")
     for row in rows:
         how = [r.manifest["backends"].get(c.backend, {}).get("bf16_as") for r, c in ((a, row.pair.a), (b, row.pair.b))]
         if "bf16" in {str(row.pair.a.precision), str(row.pair.b.precision)} and len(set(how)) > 1:

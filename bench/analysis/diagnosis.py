@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from bench.analysis.findings import RIGHT, Finding, Level, count_range, of, plural, uses, verdict
+from bench.analysis.findings import RIGHT, Finding, Level, count_range, of, uses, verdict
 from bench.analysis.semantics import Reading, Update, Use
 from bench.cell import Status
 from bench.scenario import Fault, Reduction, Split
+from bench.words import plural
 
 TOLERANCE = 1e-4
 """Relative. The decoder's coefficients are exact to fp32's 6e-8 each; the smallest wrong ones here are off by 1e-2."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from bench.analysis.semantics import Update, Use
+from bench.words import plural
 
 
 class Level(IntEnum):
@@ -49,11 +50,6 @@ def uses(some: list[Use]) -> str:
     """How many samples, and in how many micro-batches of each rank."""
     fetches = len({use.fetch for use in some})
     return f"{plural(len(some), 'sample')} (of {plural(fetches, 'micro-batch', 'es')} per rank)"
-
-
-def plural(count: int, noun: str, ending: str = "s") -> str:
-    """A count with its noun."""
-    return f"{count} {noun}{'' if count == 1 else ending}"
 
 
 def count_range(counts: Iterable[int]) -> str:

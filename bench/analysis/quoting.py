@@ -15,6 +15,7 @@ from bench.analysis.compare import Pair, Row, Run, judge_pairs
 from bench.analysis.estimate import Estimate, estimate
 from bench.cell import Cell, Status
 from bench.errors import InputError
+from bench.words import plural
 
 SCHEME = "accumulation-bench"
 """Of the ids that numbers are cited by."""
@@ -85,7 +86,7 @@ class Quotes:
         first, failed = self._once(cell_id)
         caveats = [*failed, *_virtual(cell), *self._of_run()]
         # What has shapes alone, or shared a GPU, was not timed; any other cell without a time has failed a gate.
-        barred = "" if cell.fake_tensors or cell.shared_gpu else "; ".join(_short(text) for text in found.failed_gates)
+        barred = "" if cell.fake_tensors or cell.shared_gpu else "; ".join(_short(text) for text in found.obstacles)
         good = not barred and not sound.empty
         medians = found.sample.medians.tolist() if good else []
         peaks = sound["peak_memory_bytes"].dropna() if good else sound["peak_memory_bytes"].iloc[:0]
@@ -182,7 +183,7 @@ def _failed(trials: pd.DataFrame) -> list[str]:
     if bad.empty:
         return []
     return [
-        f"{len(rows)} of {len(trials)} trials ended {status}: {str(reason) or 'no reason was recorded'}"
+        f"{len(rows)} of {plural(len(trials), 'trial')} ended {status}: {str(reason) or 'no reason was recorded'}"
         for (status, reason), rows in bad.fillna({"reason": ""}).groupby(["status", "reason"], sort=False)
     ]
 

@@ -12,6 +12,7 @@ from bench.analysis.statistics import Sample
 from bench.analysis.verdicts import Side
 from bench.cell import Cell, Status
 from bench.tables import Tables
+from bench.words import plural
 
 COLUMNS = [
     *dict.fromkeys(
@@ -95,7 +96,8 @@ def _side(trials: pd.DataFrame, steps: pd.DataFrame, cell_id: str, label: str = 
         precision=str(first["precision"]),
         accumulation_dtype=str(first["accumulation_dtype"]),
         work=", ".join(f"{name} {first[name]}" for name in WORK),
-        failed_gates=(*(f"repeat {', '.join(repeats)}: {text}" for text, repeats in gates.items()), *_restless(ok)),
+        failed_gates=tuple(f"repeat {', '.join(repeats)}: {text}" for text, repeats in gates.items()),
+        disturbed=tuple(_restless(ok)),
     )
 
 
@@ -177,7 +179,7 @@ def _restless(trials: pd.DataFrame) -> list[str]:
         found.append(f"the GPU's clocks were held down: {', '.join(names)}")
     others = trials["foreign_gpu_processes"].dropna()
     if len(others) and (others > 0).mean() >= 0.5:
-        found.append(f"another process was on the GPU in {int((others > 0).sum())} of {len(trials)} trials")
+        found.append(f"another process was on the GPU in {int((others > 0).sum())} of {plural(len(trials), 'trial')}")
     return found
 
 

@@ -30,6 +30,7 @@ from bench.analysis.statistics import (
     holm,
     ratios,
 )
+from bench.words import plural
 
 ALPHA = 0.05
 
@@ -77,6 +78,8 @@ class Reason(StrEnum):
     """The two sides do not train the same."""
     GATE = "gate"
     """A gate failed."""
+    DISTURBED = "machine disturbed"
+    """Other programs took part of the machine, or it did not keep its clocks."""
 
 
 NEXT: dict[Reason, str] = {
@@ -95,6 +98,7 @@ NEXT: dict[Reason, str] = {
     Reason.ACCUMULATION: "run both sides with the same accumulation dtype",
     Reason.WORK: "give both sides the same workload, batch, sequence length and optimizer",
     Reason.GATE: "see which gate; a wrong result needs no time",
+    Reason.DISTURBED: "run again on an idle machine; doctor says what else runs there",
 }
 
 
@@ -114,6 +118,13 @@ class Side:
     """What is trained, in any form that is equal for equal work."""
     failed_gates: Sequence[str] = ()
     """What a gate found, in words."""
+    disturbed: Sequence[str] = ()
+    """In what the machine was disturbed, in words."""
+
+    @property
+    def obstacles(self) -> tuple[str, ...]:
+        """Why there is no number of this side, in words."""
+        return (*self.failed_gates, *self.disturbed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,7 +161,9 @@ class Judgement:
         return NEXT[self.reason]
 
 
-BLOCKS = frozenset({Reason.NO_TRIALS, Reason.PRECISION, Reason.ACCUMULATION, Reason.WORK, Reason.GATE})
+BLOCKS = frozenset(
+    {Reason.NO_TRIALS, Reason.PRECISION, Reason.ACCUMULATION, Reason.WORK, Reason.GATE, Reason.DISTURBED}
+)
 """Reasons that make a comparison ``not comparable``; the others leave it ambiguous."""
 
 
@@ -223,14 +236,15 @@ def _blocked(a: Side, b: Side) -> tuple[Reason, str] | None:
     ):
         if ours != theirs:
             return reason, f"{a.label} has {ours or 'none'}, {b.label} has {theirs or 'none'}"
-    gates = [f"{side.label}: {text}" for side in (a, b) for text in side.failed_gates]
-    if gates:
-        return Reason.GATE, "; ".join(gates)
+    found = [f"{side.label}: {text}" for side in (a, b) for text in side.obstacles]
+    if found:
+        wrong = a.failed_gates or b.failed_gates
+        return Reason.GATE if wrong else Reason.DISTURBED, "; ".join(found)
     for side in (a, b):
         if not len(side.sample.trials):
-            return Reason.NO_TRIALS, f"{side.label}: {side.num_failed} trials, none of them ok"
+            return Reason.NO_TRIALS, f"{side.label}: {plural(side.num_failed, 'trial')}, none of them ok"
     failed = [
-        f"{side.label}: {side.num_failed} of {side.num_failed + len(side.sample.trials)} trials are not ok"
+        f"{side.label}: {side.num_failed} of {plural(side.num_failed + len(side.sample.trials), 'trial')} are not ok"
         for side in (a, b)
         if side.num_failed
     ]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench import reading
 from bench.errors import BAD, GOOD, InputError
+from bench.words import plural
 
 if TYPE_CHECKING:
     from bench.analysis.check import Finding
@@ -50,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     verdict = "do not cite it" if errors else "say these things when you cite it" if warnings else "clean"
     if arguments.citation is not None:
         verdict = "it does not match the data" if errors else "it matches the data"
-    show(found, f"{errors} errors, {warnings} warnings: {verdict}")
+    show(found, f"{plural(errors, 'error')}, {plural(warnings, 'warning')}: {verdict}")
     return BAD if errors else GOOD
 
 

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.commands.options import share
 from bench.errors import BAD, GOOD, InputError
+from bench.words import plural
 
 if TYPE_CHECKING:
     from bench.analysis.compare import Pair, Row, Run
@@ -234,7 +235,7 @@ def _notes(
     for metric, limit in thresholds.items():
         bad = [row for row in rows if metric in row.regressions]
         unknown = [row for row in rows if metric in row.unchecked]
-        words = f"{metric}={_percent(limit)}: {len(bad)} of {len(rows)} cells regressed"
+        words = f"{metric}={_percent(limit)}: {len(bad)} of {plural(len(rows), 'cell')} regressed"
         words += f": {_listed(bad)}" if bad else ""
         found.append(words + (f"; {len(unknown)} NOT CHECKED: {_listed(unknown)}" if unknown else ""))
     return found

@@ -14,6 +14,7 @@ from typing import Any
 
 from bench.errors import BAD, GOOD
 from bench.folders import RESULTS
+from bench.words import plural
 
 DESCRIPTION = (
     "Looks at Python, packages and their known defects, torch, the GPUs and their driver, NCCL, what is between the "
@@ -50,5 +51,5 @@ def run(arguments: argparse.Namespace) -> int:
     from bench.report.findings import show
 
     verdict = "mend the errors first" if errors else "it runs; mind the warnings" if warnings else "all is well"
-    show(found, f"{errors} errors, {warnings} warnings: {verdict}")
+    show(found, f"{plural(errors, 'error')}, {plural(warnings, 'warning')}: {verdict}")
     return BAD if errors else GOOD

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.errors import GOOD, InputError
+from bench.words import plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _described(name: str, frame: Any) -> Iterator[str]:
     from bench.analysis.columns import COLUMNS, FRAMES
 
-    yield f"{name}: {len(frame)} rows x {len(frame.columns)} columns: {FRAMES[name]}"
+    yield f"{name}: {plural(len(frame), 'row')} x {plural(len(frame.columns), 'column')}: {FRAMES[name]}"
     rows = [(key, about.dtype, about.unit, about.meaning) for key, about in COLUMNS[name].items()]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     for row in rows:

@@ -21,6 +21,7 @@ from bench.commands.matrix_options import (
 )
 from bench.errors import GOOD, InputError
 from bench.matrix import Matrix
+from bench.words import plural
 
 GPUS = re.compile(
     r"(?:(?P<count>[0-9]{1,4})\s*x\s*)?(?P<name>\S.*?)\s+(?P<size>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>GiB|GB)"
@@ -114,12 +115,12 @@ def lines(
             total, first = total + guess.total(repeats), first + guess.total(1)
     limited = any(repeats < chosen["repeats"] for repeats in most.values())
     repeats, longest = chosen["repeats"], max(chosen["repeats"], chosen["max_repeats"])
-    number = f"{len(cells)} cells x {repeats} repeats = {trials} trials"
+    number = f"{plural(len(cells), 'cell')} x {plural(repeats, 'repeat')} = {plural(trials, 'trial')}"
     if limited:
-        number = f"{len(cells)} cells, up to {repeats} repeats of each = {trials} trials"
+        number = f"{plural(len(cells), 'cell')}, up to {plural(repeats, 'repeat')} of each = {plural(trials, 'trial')}"
     found.append(
         f"{': '.join(filter(None, (f'matrix {chosen.name}', chosen['description'], number)))}, "
-        f"{sum(cell.cell_id in skipped for cell in cells)} cells skipped, "
+        f"{plural(sum(cell.cell_id in skipped for cell in cells), 'cell')} skipped, "
         f"about {total / 60:.0f} min (time per trial: as measured in earlier runs here, or a rough guess; memory per "
         f"rank: {'by prediction' if chosen['device'] == Device.CUDA else 'a rough guess'})" + _cut(chosen, total, first)
     )

@@ -26,6 +26,7 @@ from bench.commands.report import finish
 from bench.errors import BAD, EXIT_STATUS, INTERRUPTED, InputError
 from bench.folders import new_folder, plots_folder
 from bench.journal import Journal, read_manifest, write_manifest
+from bench.words import plural
 
 if TYPE_CHECKING:
     from bench.launch.launcher import Launcher
@@ -116,7 +117,7 @@ def _train(
     go_on = f"python -m bench run --resume {folder}"
     try:
         with display, launcher:
-            display.say(f"run {manifest['run_id']}: {len(cells)} cells; writing to {folder}")
+            display.say(f"run {manifest['run_id']}: {plural(len(cells), 'cell')}; writing to {folder}")
             _time_products(folder, manifest, cells, launcher, display)
             _work(work, folder, display)
     except KeyboardInterrupt:

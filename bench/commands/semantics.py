@@ -16,6 +16,7 @@ from bench.cell import REFERENCE, Device
 from bench.commands.options import split_names
 from bench.errors import BAD, GOOD, INTERRUPTED, InputError
 from bench.scenario import Fault, Reduction, Scenario, Split
+from bench.words import plural
 
 TIMEOUT_S = 30.0
 """Per scenario; the shipped ones take well under a second."""
@@ -249,7 +250,8 @@ def _show(found: Sequence[dict[str, Any]]) -> None:
     for one in found:
         updates, ratio = one["updates"], one["weight_ratio"]
         weight = "" if ratio is None else f", {ratio:.4g} of the right weight"
-        print(f"{one['backend']} [{one['scenario']['name']}]: {one['verdict']} ({len(updates)} updates{weight})")
+        counted = plural(len(updates), "update")
+        print(f"{one['backend']} [{one['scenario']['name']}]: {one['verdict']} ({counted}{weight})")
         print(f"  {one['diagnosis']}")
         if len({json.dumps(other["scenario"]) for other in found}) > 1:
             continue

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.commands.options import split_names
 from bench.errors import GOOD, InputError
+from bench.words import plural
 
 if TYPE_CHECKING:
     from bench.analysis.steps import Rule, Steps
@@ -208,23 +209,19 @@ def _print_table(rows: list[tuple[str, ...]]) -> None:
 
 
 def _headline(training: Training) -> str:
-    until = [] if training.epochs is None else [_count(training.epochs, "epoch")]
+    until = [] if training.epochs is None else [plural(training.epochs, "epoch")]
     until += [] if training.max_steps is None else [f"max_steps {training.max_steps}"]
     return (
-        f"{_count(training.samples, 'sample')} on {_count(training.world_size, 'rank')}: "
+        f"{plural(training.samples, 'sample')} on {plural(training.world_size, 'rank')}: "
         f"{training.samples_per_rank} per rank and epoch = {_micro_batches(training.micro_batches_per_epoch)} of "
         f"{training.batch_size} (the last has {training.last_micro_batch}) = "
-        f"{_count(training.full_windows, 'window')} of {training.accumulate} and {training.partial_window} over; "
+        f"{plural(training.full_windows, 'window')} of {training.accumulate} and {training.partial_window} over; "
         f"effective batch {training.effective_batch}; until {' or '.join(until)}"
     )
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def _micro_batches(number: int) -> str:
-    return f"{number} micro-batch" if number == 1 else f"{number} micro-batches"
+    return plural(number, "micro-batch", "es")
 
 
 def _notes(training: Training) -> list[str]:
@@ -233,11 +230,11 @@ def _notes(training: Training) -> list[str]:
     if padding := training.padding_per_epoch:
         fate = "" if training.dropped_per_epoch == 0 else ", all of them among those that drop_last leaves out"
         notes.append(
-            f"DistributedSampler repeats {_count(padding, 'sample')} per epoch, so that all ranks have as many{fate}"
+            f"DistributedSampler repeats {plural(padding, 'sample')} per epoch, so that all ranks have as many{fate}"
         )
     if dropped := training.dropped_per_epoch:
         notes.append(
-            f"drop_last leaves out {_count(dropped, 'sample')} in every epoch, the incomplete micro-batch of "
+            f"drop_last leaves out {plural(dropped, 'sample')} in every epoch, the incomplete micro-batch of "
             f"{training.samples_per_rank % training.batch_size} on each rank; it never leaves out an incomplete window"
         )
     if training.last_micro_batch < training.batch_size:
@@ -261,7 +258,7 @@ def _wrong(training: Training, groups: Mapping[Rule, Steps | None]) -> str:
         return ""
     reasons = []
     if training.max_steps == naive:
-        expected = f"max_steps {naive} should give {_count(naive, 'update')}"
+        expected = f"max_steps {naive} should give {plural(naive, 'update')}"
         reasons.append("a framework may count something else, and the epochs may end before")
     else:
         expected = f"ceil({training.samples} / {training.effective_batch}) x {training.epochs} = {naive}"
@@ -284,13 +281,13 @@ def _differences(training: Training, rule: Rule, steps: Steps | None) -> list[st
         tails = steps.micro_batches_consumed // training.micro_batches_per_epoch
         say.append(
             f"the last window of an epoch has {over} of {n} micro-batches and its loss is divided by {n} all the "
-            f"same: {tails} of {_count(steps.optimizer_steps, 'update')} are {over / n:.4g} of the right one"
+            f"same: {tails} of {plural(steps.optimizer_steps, 'update')} are {over / n:.4g} of the right one"
         )
     if rule.stepping is Stepping.CARRY and over:
         say.append(f"an epoch leaves {_micro_batches(over)} over, with which the next epoch's first window begins")
     taken = steps.optimizer_steps
     if others := [f"{name} says {count}" for name, count in steps.steps_reported.items() if count != taken]:
-        say.append(f"{_count(taken, 'update')} taken, but {', and '.join(others)}")
+        say.append(f"{plural(taken, 'update')} taken, but {', and '.join(others)}")
     if rule.twice and n > 1 and steps.optimizer_steps:
         less = ", or less" if steps.micro_batches_lost_in_mid_run else ""
         say.append(f"trainer and engine both divide the loss by {n}: every update is 1/{n} of the right one{less}")
@@ -302,11 +299,11 @@ def _differences(training: Training, rule: Rule, steps: Steps | None) -> list[st
         )
     if steps.micro_batches_left_open:
         say.append(
-            f"{_micro_batches(steps.micro_batches_left_open)} ({_count(steps.samples_left_open, 'sample')} over all "
+            f"{_micro_batches(steps.micro_batches_left_open)} ({plural(steps.samples_left_open, 'sample')} over all "
             "ranks) stand in an open window at the end and reach no update"
         )
     if training.epochs is not None and steps.equal_max_steps is None:
-        say.append(f"no max_steps makes the same updates as {_count(training.epochs, 'epoch')}")
+        say.append(f"no max_steps makes the same updates as {plural(training.epochs, 'epoch')}")
     return say + _about_max_steps(training, rule, steps)
 
 
@@ -325,12 +322,12 @@ def _about_max_steps(training: Training, rule: Rule, steps: Steps) -> list[str]:
         if training.epochs is None:
             return [
                 f"{stays}: training never ends; it should after {_micro_batches(steps.micro_batches_consumed)}, when "
-                f"{_count(wanted, 'update')} are taken"
+                f"{plural(wanted, 'update')} are taken"
             ]
-        return [f"{stays}: the epochs end it, with {_count(steps.optimizer_steps, 'update')} taken"]
+        return [f"{stays}: the epochs end it, with {plural(steps.optimizer_steps, 'update')} taken"]
     if steps.stops == "epochs":
-        return [f"the epochs end it before max_steps {wanted}, with {_count(steps.optimizer_steps, 'update')} taken"]
+        return [f"the epochs end it before max_steps {wanted}, with {plural(steps.optimizer_steps, 'update')} taken"]
     beyond = steps.optimizer_steps - wanted
     if not beyond:
         return []
-    return [f"max_steps {wanted} stops it late, {_count(beyond, 'update')} beyond: {steps.optimizer_steps} are taken"]
+    return [f"max_steps {wanted} stops it late, {plural(beyond, 'update')} beyond: {steps.optimizer_steps} are taken"]

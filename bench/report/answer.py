@@ -10,11 +10,11 @@ import pandas as pd
 
 from bench.analysis.baseline import Floor, Standing
 from bench.analysis.compare import Row, Run
-from bench.analysis.sides import RESTLESS
 from bench.analysis.statistics import MARGIN, Interval
 from bench.analysis.verdicts import NEXT, Exact, Verdict, band
 from bench.cell import REFERENCE, Cell, Device, Status
 from bench.report.panels import GIB_ABOVE
+from bench.words import plural
 
 SAME = f"the same within {100 * MARGIN:g} %"
 MOST_TWINS, MOST_NAMES = 3, 4
@@ -22,12 +22,15 @@ MOST_TWINS, MOST_NAMES = 3, 4
 LONGEST = 240
 """Characters of a reason; the whole of it is in the table of failed cells."""
 REPEATS = re.compile(r"repeat [\d, ]+: ")
+NUMBERS = re.compile(r"\d[\d.e+-]*")
 TRIED = "Nothing was compared: no two cells of the run are equal but for the backend"
 
 
 def answer(run: Run, standings: Mapping[str, Standing], cells: pd.DataFrame) -> list[str]:
     """The sentences of the first screen. ``cells`` has a row per cell: ``summary.by_cell``."""
     own = next(iter(standings.values()))
+    if own.rows and all(row.judgement.verdict is Verdict.NOT_COMPARABLE for row in own.rows):
+        return [*_general(own), *_of_one_process(run), *_trouble(cells), noise(own.floor)]
     rows = headline(own)
     twins = list(_twins(run, standings))
     told = {(row.pair.a, row.pair.b) for row in twins}
@@ -78,15 +81,17 @@ def _general(standing: Standing) -> Iterator[str]:
         return
     barred = [row for row in rows if row.judgement.verdict is Verdict.NOT_COMPARABLE]
     if len(barred) == len(rows):
-        restless = [row for row in rows if RESTLESS in row.judgement.detail]
-        why = _why(restless[0] if restless else rows[0])
-        yield f"Nothing can be compared with {standing.baseline}: {why}."
+        reason, count = Counter(row.judgement.reason for row in rows).most_common(1)[0]
+        first = next(row for row in rows if row.judgement.reason is reason)
+        some = "" if len(rows) == 1 else f" ({count} of {len(rows)} cells)"
+        yield f"Nothing can be compared with {standing.baseline}: {reason}{some}. To do: {NEXT[reason]}."
+        yield f"{'The reason' if len(rows) == 1 else 'The first of them'}: {_why(first)}."
         return
     decided = any(row.judgement.verdict in {Verdict.FASTER, Verdict.SLOWER, Verdict.SAME} for row in rows)
     if not decided:
         reasons = Counter(row.judgement.reason for row in rows if row.judgement.verdict is Verdict.AMBIGUOUS)
         reason, count = reasons.most_common(1)[0]
-        some = "" if count == len(rows) - len(barred) else f" ({count} of {len(rows)} cells)"
+        some = "" if count == len(rows) - len(barred) else f" ({count} of {plural(len(rows), 'cell')})"
         what = f"No cell is called faster or slower than {standing.baseline}'s, or the same"
         yield f"{what}: {reason}{some}. To do: {NEXT[reason]}."
 
@@ -175,11 +180,13 @@ def _against(run: Run, standing: Standing, rows: Sequence[Row]) -> Iterator[str]
         reason, _ = Counter(row.judgement.reason for row in open_still).most_common(1)[0]
         yield f"Open against {place}: {some([r.pair.b.backend for r in open_still])} ({reason}: {NEXT[reason]})."
     if by[Verdict.NOT_COMPARABLE] and len(by[Verdict.NOT_COMPARABLE]) < len(standing.rows):
-        reasons: dict[str, list[str]] = {}
+        reasons: dict[str, dict[str, str]] = {}
         for row in by[Verdict.NOT_COMPARABLE]:
-            reasons.setdefault(_why(row, without=row.pair.b.backend), []).append(row.pair.b.backend)
-        for why, names in reasons.items():
-            yield f"Not comparable with {place}: {some(names)}: {why}."
+            why = _why(row, without=row.pair.b.backend)
+            reasons.setdefault(NUMBERS.sub("#", why), {})[row.pair.b.backend] = why
+        for said in reasons.values():
+            first, *others = dict.fromkeys(said.values())
+            yield f"Not comparable with {place}: {some(list(said))}: {first}{' (numbers of the first)' * bool(others)}."
 
 
 def _why(row: Row, without: str = "") -> str:
@@ -195,7 +202,7 @@ def _why(row: Row, without: str = "") -> str:
 
 def cut(text: str, longest: int = LONGEST) -> str:
     """The text, shortened at a space if it is too long."""
-    return text if len(text) <= longest else text[: longest - 2].rsplit(" ", 1)[0] + " ..."
+    return text if len(text) <= longest else text[: longest - 5].rsplit(" ", 1)[0] + " [...]"
 
 
 def _times(ratio: Interval) -> str:
@@ -224,7 +231,7 @@ def _trouble(cells: pd.DataFrame) -> Iterator[str]:
     if bad.empty:
         return
     counts = ", ".join(f"{count} {status}" for status, count in bad["status"].value_counts().items())
-    yield f"{len(bad)} of {len(cells)} cells did not end well ({counts}): each is listed with its reason."
+    yield f"{len(bad)} of {plural(len(cells), 'cell')} did not end well ({counts}): each is listed with its reason."
 
 
 def noise(floor: Floor | None) -> str:

@@ -21,6 +21,7 @@ from bench.analysis.compare import Run
 from bench.analysis.quoting import SCHEME, CellQuote, Quotes, RatioQuote, place_of, quoted
 from bench.analysis.verdicts import NEXT, Verdict, band
 from bench.report.escape import bibtex, markdown, plain
+from bench.words import plural
 
 DIGITS = 4
 """Significant ones of a number."""
@@ -140,7 +141,7 @@ def harmless(text: str) -> str:
 
 
 def _time(quote: CellQuote) -> str:
-    time, trials = quote.time, _count(quote.num_trials, "trial")
+    time, trials = quote.time, plural(quote.num_trials, "trial")
     if quote.barred:
         return f"NOT COMPARABLE, no step time is given (n = 0 of {trials})"
     counted = f"n = {trials}" if quote.num_ok == quote.num_trials else f"n = {quote.num_ok} of {trials}"
@@ -161,7 +162,7 @@ def statement_of(quote: RatioQuote) -> str:
     if judgement.verdict is Verdict.NOT_COMPARABLE or time is None:
         return f"NOT COMPARABLE ({judgement.reason}), no ratio of step times is given"
     interval = _interval(time.low, time.high, time.reason)
-    counted = f"n = {_count(time.num_trials, 'block' if time.paired else 'trial')}"
+    counted = f"n = {plural(time.num_trials, 'block' if time.paired else 'trial')}"
     verdict = str(judgement.verdict)
     if judgement.verdict is Verdict.SAME:
         verdict += f" (within the margin of {100 * judgement.comparison.margin:g} %)"
@@ -170,10 +171,6 @@ def statement_of(quote: RatioQuote) -> str:
     noise = quote.row.judgement.comparison.floor
     floor = "unknown" if noise is None or noise.low is None else f"{number(100 * (band(noise) - 1))} %"
     return f"{number(time.ratio)} times the step time ({interval}, {counted}); verdict: {verdict}; noise floor: {floor}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" + "s" * (number != 1)
 
 
 def _interval(low: float | None, high: float | None, reason: str) -> str:
@@ -206,7 +203,7 @@ def _machine(manifest: Mapping[str, Any]) -> str:
     gpus = [str(gpu.get("name", "GPU")) for gpu in machine.get("gpus") or []]
     parts = [str(machine.get("cpu") or "unknown CPU")]
     if machine.get("cores"):
-        parts.append(f"{machine['cores']} cores")
+        parts.append(plural(machine["cores"], "core"))
     parts += [f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)] or ["no GPU"]
     drivers = dict.fromkeys(gpu["driver"] for gpu in machine.get("gpus") or [] if gpu.get("driver"))
     parts += [f"driver {driver}" for driver in drivers]

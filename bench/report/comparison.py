@@ -15,6 +15,7 @@ from rich.text import Text
 
 from bench.analysis.compare import Difference, Number, Row, record
 from bench.analysis.verdicts import Exact, Reason, Verdict
+from bench.words import plural
 
 HEADER = ("cell", "verdict", "time B/A", "95 % interval", "n", "peak memory B/A", "steps", "reason")
 STYLES = {Verdict.FASTER: "bold blue", Verdict.SLOWER: "bold red", Verdict.SAME: "green", Verdict.AMBIGUOUS: ""}
@@ -147,7 +148,7 @@ def reasons(rows: Sequence[Row]) -> list[str]:
         those = [row for row in rows if row.judgement.reason is reason]
         if not those:
             continue
-        found.append(f"{reason} ({_count(len(those))}): {those[0].judgement.next}")
+        found.append(f"{reason} ({plural(len(those), 'cell')}): {those[0].judgement.next}")
         if reason in DECIDED:
             continue
         details: dict[str, list[str]] = {}
@@ -157,10 +158,6 @@ def reasons(rows: Sequence[Row]) -> list[str]:
             who = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
             found.append(f"  {detail}" if len(details) == 1 else f"  {who}: {detail}")
     return found
-
-
-def _count(number: int) -> str:
-    return "1 cell" if number == 1 else f"{number} cells"
 
 
 def markdown(report: Report, pictures: Iterable[str]) -> str:

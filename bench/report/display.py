@@ -13,6 +13,7 @@ from rich.text import Text
 
 from bench.cell import REFERENCE
 from bench.schedule import Look, Trial
+from bench.words import plural
 
 REFRESH_PER_S = 1.0
 """Slow on purpose: the display shares the machine with what is measured."""
@@ -70,9 +71,9 @@ class Display:
     def looked(self, look: Look) -> None:
         """The run looked at its intervals."""
         width = "" if look.widest is None else f": the widest interval is {100 * look.widest:.2g} %"
-        then = f"going on with {len(look.open)} cells" if look.open else "that is all"
+        then = f"going on with {plural(len(look.open), 'cell')}" if look.open else "that is all"
         why = f" (nothing can be compared: {look.refused})" if look.refused else ""
-        self.say(f"after {look.repeats} repeats{width}; {then}{why}")
+        self.say(f"after {plural(look.repeats, 'repeat')}{width}; {then}{why}")
 
     def started(self, trial: Trial, done: int, total: int) -> None:
         """A trial starts."""

@@ -15,6 +15,7 @@ from bench.cell import REFERENCE, Status
 from bench.report import style
 from bench.report.panels import CSV_COLUMNS, Drawing, Run
 from bench.report.style import REFERENCE_COLOUR, Key
+from bench.words import plural
 
 FLOOR_COLOUR = "#f3dfb4"
 INSIDE, ROOM = 0.98, 1.4
@@ -48,7 +49,7 @@ def draw_noise(run: Run, floor: Interval | None) -> list[Drawing]:
     words = run.words("How far each trial is from the median of its cell")
     first = ["Good trials in the order in which they ran: a slope is drift of the machine, two clouds are two modes."]
     if beyond:
-        first.append(f"Triangles at the edge: {beyond} trials farther away, up to {away.max():.3g} %.")
+        first.append(f"Triangles at the edge: {plural(beyond, 'trial')} farther away, up to {away.max():.3g} %.")
     if noise is None:
         first.append("The noise floor is unknown: there is no A/A pair, or too few trials of it.")
     words.notes[:0] = first

@@ -34,6 +34,7 @@ from bench.report.leftovers import kind_of
 from bench.report.material import Material
 from bench.report.overview import REASONS, VERDICTS, Overview, choices, overview
 from bench.report.sections import failures, sections
+from bench.words import plural
 
 PAGE = "report.html"
 FIRST_PLOT = "memory_vs_time"
@@ -123,6 +124,7 @@ def _template() -> jinja2.Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["plural"] = plural
     return environment.get_template("report.html")
 
 
@@ -211,7 +213,7 @@ def facts(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("command", " ".join(map(str, manifest.get("command") or ()))),
         ("commit of the bench", commit + (", with uncommitted changes" if git.get("clean") is False else "")),
         ("SHA-256 of the journal", manifest.get("journal_sha256") or "not stored when the run ended"),
-        ("CPU", f"{machine.get('cpu') or 'unknown'}, {machine.get('cores', 'unknown')} cores"),
+        ("CPU", f"{machine.get('cpu') or 'unknown'}, {_cores(machine.get('cores'))}"),
         ("memory", _gib(machine.get("memory_bytes"))),
         ("GPUs", ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)) or "none"),
         ("system", machine.get("system")),
@@ -220,6 +222,10 @@ def facts(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("environment", ", ".join(f"{key}={value}" for key, value in (manifest.get("environment") or {}).items())),
     ]
     return [(name, str(value)) for name, value in found if value]
+
+
+def _cores(number: Any) -> str:
+    return plural(number, "core") if isinstance(number, int) else "an unknown number of cores"
 
 
 def _gib(size: Any) -> str:

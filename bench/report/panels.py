@@ -21,6 +21,7 @@ from bench.cell import REFERENCE, SGD, Status
 from bench.report import style
 from bench.report.style import REFERENCE_COLOUR, Key, Words, safe
 from bench.tables import Tables
+from bench.words import plural
 
 T = TypeVar("T")
 CONTEXT = [
@@ -158,7 +159,7 @@ class Run:
         gpus = [str(gpu.get("name", "GPU")) for gpu in machine.get("gpus") or []]
         parts = [str(machine.get("cpu") or "unknown CPU")]
         if machine.get("cores"):
-            parts.append(f"{machine['cores']} cores")
+            parts.append(plural(machine["cores"], "core"))
         parts += [f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)] or ["no GPU"]
         torch = (self.manifest.get("packages") or {}).get("torch")
         footer = f"run {self.manifest.get('run_id', 'unnamed')}; machine: {', '.join(parts)}"
@@ -211,7 +212,7 @@ class Run:
             for status, alike in rows.groupby("status"):
                 first = alike.iloc[0]
                 key = (status == Status.INVALID, str(status), re.sub(r"[-+]?\d[\d.e+-]*", "#", first["reason"]))
-                some = "" if len(alike) == size[cell_id] else f" ({len(alike)} of {size[cell_id]} trials)"
+                some = "" if len(alike) == size[cell_id] else f" ({len(alike)} of {plural(size[cell_id], 'trial')})"
                 where = " ".join([str(first["backend"]), *(_name(c, first[c]).replace(" = ", "=") for c in varying)])
                 groups.setdefault(key, {}).setdefault(where, []).append(f"{first['accumulate']}{some}")
                 reasons.setdefault(key, []).append(str(first["reason"]))

@@ -20,7 +20,6 @@ from bench.report.material import (
     Material,
     Section,
     Table,
-    count,
     interval,
     number,
     scaled,
@@ -32,6 +31,7 @@ from bench.report.memory import by_cell as memory_by_cell
 from bench.report.noise import DEVIATION, deviations
 from bench.report.panels import GIB_ABOVE
 from bench.report.traffic import MIB, TOTAL, by_operation
+from bench.words import plural
 
 BESIDE = {
     "mfu": ("MFU", ".3g"),
@@ -55,7 +55,7 @@ def speed(of: Material) -> Section:
     rows = of.standing.rows
     counts = Counter(row.judgement.verdict for row in rows)
     said = ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict])
-    first = f"Of {count(len(rows), 'comparison')} with {of.standing.baseline}: {said or 'none'}."
+    first = f"Of {plural(len(rows), 'comparison')} with {of.standing.baseline}: {said or 'none'}."
     trials = of.run.tables.trials
     more = [name for name in BESIDE if trials[name].notna().any()]
     good = trials[trials["status"] == Status.OK].groupby("cell_id")[more].median() if more else pd.DataFrame()
@@ -154,7 +154,7 @@ def correctness(of: Material) -> Section:
     """Whether the updates are those of the big batch."""
     cells = of.others
     fine, invalid = cells[cells["status"] == Status.OK], cells[cells["status"] == Status.INVALID]
-    first = f"{len(fine)} of {count(len(cells), 'cell')} passed every gate."
+    first = f"{len(fine)} of {plural(len(cells), 'cell')} passed every gate."
     if not invalid.empty:
         names = list(dict.fromkeys(invalid["backend"]))
         first = first[:-1] + f"; {len(invalid)} failed one, all of {some(names)}."
@@ -273,9 +273,9 @@ def semantics(of: Material) -> Section:
     right = int((seen["steps_observed"] == seen["steps_expected"]).sum())
     told = seen[seen["steps_reported"].notna()]
     honest = int((told["steps_reported"] == told["steps_observed"]).sum())
-    first = f"{right} of {count(len(seen), 'cell')} took exactly the optimizer steps that were due."
+    first = f"{right} of {plural(len(seen), 'cell')} took exactly the optimizer steps that were due."
     second = (
-        f"Of {count(len(told), 'cell')} whose framework reports a number of steps, {honest} report what the inner "
+        f"Of {plural(len(told), 'cell')} whose framework reports a number of steps, {honest} report what the inner "
         "optimizer was seen to do."
         if len(told)
         else "No framework in this run reports a number of steps."

@@ -10,6 +10,7 @@ from typing import Any
 from bench.report.conformance import Observation, escape, groups, markdown, number, scenarios
 from bench.report.grids import group
 from bench.scenario import Fault, Scenario
+from bench.words import plural
 
 GLOBAL_STEP, ENGINE_STEPS, HOOK = "trainer.global_step", "engine.global_steps", "on_before_optimizer_step"
 STRATEGY = "strategy.optimizer_step"
@@ -144,12 +145,12 @@ def _hooks(ours: Sequence[Observation], others: Sequence[Observation]) -> str:
     else:
         often = "neither once per update nor in every micro-batch"
     text = (
-        f"`{STRATEGY}` is called {often}: {_count(calls(example), 'time')} in "
+        f"`{STRATEGY}` is called {often}: {plural(calls(example), 'time')} in "
         f"{_code(example['scenario']['name'])}, in which the inner optimizer steps "
-        f"{_count(len(example['updates']), 'time')}."
+        f"{plural(len(example['updates']), 'time')}."
     )
     if hooks := example["steps_reported"].get(HOOK):
-        text += f" The hook `{HOOK}` is called {_count(hooks, 'time')} there."
+        text += f" The hook `{HOOK}` is called {plural(hooks, 'time')} there."
     rest = plain(others)
     once = [
         name for name in _backends(rest) if all(calls(s) == len(s["updates"]) for s in rest if s["backend"] == name)
@@ -291,7 +292,7 @@ def _facts(seen: Observation) -> str:
     updates = seen["updates"]
     if not updates:
         return f"{escape(seen['verdict'])}, no update"
-    parts = [_count(len(updates), "update")]
+    parts = [plural(len(updates), "update")]
     crossing = sum(len(update["epochs"]) > 1 for update in updates)
     if crossing:
         parts.append(f"{crossing} of them over an epoch's end")
@@ -309,7 +310,7 @@ def _facts(seen: Observation) -> str:
         ("samples_never_fetched", "never fetched"),
     ):
         if seen[key] > 0:
-            parts.append(f"{_count(seen[key], 'sample')} {words}")
+            parts.append(f"{plural(seen[key], 'sample')} {words}")
     steps = {
         name: seen["steps_reported"][name] for name in (GLOBAL_STEP, ENGINE_STEPS) if name in seen["steps_reported"]
     }
@@ -357,7 +358,3 @@ def _names(backends: Sequence[str], most: int = MOST_NAMES) -> str:
 def _code(name: str) -> str:
     """A name as code, unless that would break out of it."""
     return escape(name) if set(name) & set("`|<\n") else f"`{name}`"
-
-
-def _count(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -17,12 +17,12 @@ from rich.text import Text
 from bench.analysis.baseline import Standing
 from bench.analysis.compare import Row
 from bench.analysis.estimate import NAME, step_times, tokens_per_step
-from bench.analysis.sides import RESTLESS
-from bench.analysis.verdicts import NEXT, Verdict
+from bench.analysis.verdicts import NEXT, Reason, Verdict
 from bench.cell import REFERENCE, Status
 from bench.report.answer import noise
 from bench.schedule import Ended
 from bench.tables import Tables
+from bench.words import plural
 
 TITLE = f"""s/step: {NAME} over a cell's good trials, as it is cited; the fastest and slowest in brackets.
 steps due/taken/told: optimizer steps expected, observed at the inner optimizer, reported by the framework.
@@ -132,25 +132,24 @@ def certainty(standing: Standing, manifest: Mapping[str, Any]) -> list[str]:
         why = f"ended by {manifest['ended_by']}"
         if manifest["ended_by"] == Ended.NOTHING_TO_COMPARE:
             why = f"ended with {Ended.NOTHING_TO_COMPARE} ({last['refused']})"
-        lines.append(f"{why}, after {last['repeats']} repeats{said}")
+        lines.append(f"{why}, after {plural(last['repeats'], 'repeat')}{said}")
     ambiguous = [row for row in standing.rows if row.judgement.verdict is Verdict.AMBIGUOUS]
     for reason in dict.fromkeys(row.judgement.reason for row in ambiguous):
         count = sum(row.judgement.reason is reason for row in ambiguous)
-        lines.append(f"ambiguous ({count} of {len(standing.rows)} cells): {reason}: {NEXT[reason]}")
+        lines.append(f"ambiguous ({count} of {plural(len(standing.rows), 'cell')}): {reason}: {NEXT[reason]}")
     barred = [row for row in standing.rows if row.judgement.verdict is Verdict.NOT_COMPARABLE]
-    restless = [row for row in barred if RESTLESS in row.judgement.detail]
-    if restless:
-        detail = restless[0].judgement.detail
-        lines.append(
-            f"not comparable ({len(restless)} of {len(standing.rows)} cells): {detail[detail.index(RESTLESS) :]}"
-        )
+    disturbed = [row.judgement for row in barred if row.judgement.reason is Reason.DISTURBED]
+    if disturbed:
+        share = f"{len(disturbed)} of {plural(len(standing.rows), 'cell')}"
+        lines.append(f"not comparable ({share}): {Reason.DISTURBED}: {NEXT[Reason.DISTURBED]}")
+        lines.append(f"such as {disturbed[0].detail}")
     return [textwrap.fill(line, 118, subsequent_indent="    ") for line in lines]
 
 
 def untimed(tables: Tables) -> list[str]:
     """In one line, how many cells have ranks that share GPUs, and so no time."""
     cells = tables.trials.loc[tables.trials["shared_gpu"].fillna(False).astype(bool), "cell_id"].nunique()
-    return [f"not timed: {cells} cells whose ranks shared GPUs, over gloo"] if cells else []
+    return [f"not timed: {plural(cells, 'cell')} whose ranks shared GPUs, over gloo"] if cells else []
 
 
 def findings(cells: pd.DataFrame) -> list[str]:

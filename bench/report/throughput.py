@@ -20,6 +20,7 @@ from bench.report import style
 from bench.report.panels import Drawing
 from bench.report.style import SMALL, Words
 from bench.throughput import Epoch, Verdict
+from bench.words import plural
 
 EPOCHS = {
     Epoch.WHOLE: "NB is a multiple of N",
@@ -119,7 +120,7 @@ def settings(about: dict[str, Any]) -> str:
 def findings(rows: pd.DataFrame) -> list[str]:
     """What was found, in words: by the rows alone."""
     counts = rows["verdict"].value_counts()
-    found = [f"{len(rows)} points: " + ", ".join(f"{counts[v]} {v}" for v in Verdict if v in counts)]
+    found = [f"{plural(len(rows), 'point')}: " + ", ".join(f"{counts[v]} {v}" for v in Verdict if v in counts)]
     for epoch, title in EPOCHS.items():
         for (n,), points in rows[rows["epoch"] == epoch].groupby(["accumulate"]):
             by_size = points.groupby("window_size")["verdict"].agg(set)

@@ -35,6 +35,7 @@ from bench.report.grids import (
 )
 from bench.report.panels import Drawing
 from bench.report.style import GREY, SMALL, TINY, Key, Ruler, Words
+from bench.words import plural
 
 MAX_UPDATES, MIN_UPDATES = 16, 3
 """Updates of a map that are drawn: at most, and at least even if many maps share the page."""
@@ -119,8 +120,8 @@ def weight_map(observations: Sequence[Observation], *, footer: str = "") -> Draw
 
 def _setting(scenario: Mapping[str, Any]) -> str:
     n = ", ".join(map(str, scenario["accumulate"]))
-    ranks = "1 rank" if scenario["world_size"] == 1 else f"{scenario['world_size']} ranks"
-    parts = [f"{scenario['samples']} samples", ranks, f"micro-batches of {scenario['batch_size']}", f"N = {n}"]
+    ranks = plural(scenario["world_size"], "rank")
+    parts = [plural(scenario["samples"], "sample"), ranks, f"micro-batches of {scenario['batch_size']}", f"N = {n}"]
     if scenario["max_steps"] is not None:
         parts.append(f"max_steps = {scenario['max_steps']}")
     if scenario["epochs"] is not None:

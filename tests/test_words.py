@@ -1,0 +1,39 @@
+"""Counts have their nouns in the right number, wherever a run is told of."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from bench.analysis.loading import load
+from bench.cli import main
+from bench.words import plural
+from tests.pages import report, write_run
+
+ONE_OF_MANY = re.compile(
+    r"(?<![\d.,=/])\b1 (repeats|trials|blocks|cells|errors|warnings|rows|cores|comparisons|ranks|samples)\b"
+)
+
+
+def test_plural() -> None:
+    assert [plural(count, "repeat") for count in (0, 1, 2)] == ["0 repeats", "1 repeat", "2 repeats"]
+    assert plural(1, "micro-batch", "es") == "1 micro-batch" and plural(3, "micro-batch", "es") == "3 micro-batches"
+
+
+def test_one_of_a_thing_is_not_many(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    machine = {"cpu": "made", "cores": 1}
+    looks = [{"repeats": 1, "widest": None, "refused": "", "open": []}]
+    folder = write_run(
+        tmp_path / "one", {"alpha": 1.0}, accumulate=(1,), world_size=(1,), repeats=1, twin=False,
+        ended_by="max-repeats", looks=looks, machine=machine,
+    )  # fmt: skip
+    assert len(load(folder).cells) == 2
+    texts = [report(folder)[1], (folder / "report.md").read_text(), (folder / "report.html").read_text()]
+    for command in (["check", str(folder)], ["frame", str(folder)], ["cite", str(folder), "alpha N=1 W=1 fp32"]):
+        main(command)
+        texts.append(capsys.readouterr().out)
+    assert any("after 1 repeat\n" in text for text in texts) and any("1 core" in text for text in texts)
+    for text in texts:
+        assert not ONE_OF_MANY.findall(re.sub(r"<svg.*?</svg>", "", text, flags=re.DOTALL)), text[:2000]
