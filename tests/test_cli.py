@@ -345,7 +345,7 @@ def test_repeats_precision_and_budget(place: Place) -> None:
     assert out.splitlines()[-1] == (
         "then up to 40 repeats of the cells whose intervals are wider than 5 %, as far as 20 min reach"
     )
-    assert "x 1 repeats" in place.call("plan", "--matrix", name, "--max-repeats", "1")[1]
+    assert "x 1 repeat " in place.call("plan", "--matrix", name, "--max-repeats", "1")[1]
     refused = [
         (["--repeats", "3", "--max-repeats", "2"], "--max-repeats is 2; it must be at least --repeats, 3"),
         (["--precision", "2%,3%"], "--precision: 2% and 3% are two widths; give one"),
@@ -378,7 +378,7 @@ def test_ranks_that_share_a_gpu_are_run_once(place: Place) -> None:
     place.gpus(1)
     options = ("--share-gpu", "--device", "cuda", "--world-size", "2,4")
     lines = place.call("plan", "--matrix", place.matrix(), *options)[1].splitlines()
-    assert "9 cells x 1 repeats = 9 trials" in lines[-1]
+    assert "9 cells x 1 repeat = 9 trials" in lines[-1]
     assert sum("shares GPU" in line for line in lines) == 8
     lines = place.call("plan", "--matrix", place.matrix(), *options, "--repeats", "3")[1].splitlines()
     # The reference is there for its values, and its device is a GPU: one trial of it, three of each other cell.

@@ -15,7 +15,6 @@ from bench.analysis.compare import Pair, Row, Run, judge_pairs
 from bench.analysis.estimate import Estimate, estimate
 from bench.cell import Cell, Status
 from bench.errors import InputError
-from bench.words import plural
 
 SCHEME = "accumulation-bench"
 """Of the ids that numbers are cited by."""
@@ -183,7 +182,7 @@ def _failed(trials: pd.DataFrame) -> list[str]:
     if bad.empty:
         return []
     return [
-        f"{len(rows)} of {plural(len(trials), 'trial')} ended {status}: {str(reason) or 'no reason was recorded'}"
+        f"{len(rows)} of {len(trials)} trials ended {status}: {str(reason) or 'no reason was recorded'}"
         for (status, reason), rows in bad.fillna({"reason": ""}).groupby(["status", "reason"], sort=False)
     ]
 
