@@ -12,10 +12,11 @@ import torch
 from pandas.testing import assert_frame_equal
 
 from bench import tables
-from bench.analysis.gates import TOLERANCES, explain_update, judge
+from bench.analysis.gates import TOLERANCES, explain_update, judge, tolerance
 from bench.cell import Cell, Precision
 from bench.probes import update
 from bench.tables import Tables
+from bench.workload.sizes import SIZES
 from tests.factories import make_cell, make_collectives, make_failure, make_manifest, make_record
 
 CELL = make_cell(accumulate=8)
@@ -340,13 +341,37 @@ def test_bf16_may_differ_more_than_fp32_but_not_by_a_factor_of_two() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "status"),
-    [(0.014, "ok"), (0.028, "ok"), (0.07, "ok"), (32**-0.5, "invalid"), (0.5, "invalid")],
-    ids=["135m, measured", "wide, measured", "8b, by width and depth", "one of 32 samples lost", "halved"],
+    ("model", "error", "wrong"),
+    [
+        ("tiny", 0.008, False),
+        ("tiny", 1 / 32, True),
+        ("135m", 0.014, False),
+        ("135m", 0.07, True),
+        ("1b", 0.036, False),
+        ("1b", 0.1, True),
+        ("8b", 0.072, False),
+        ("8b", 32**-0.5, True),
+    ],
 )
-def test_bf16_rounds_more_in_wide_and_deep_models(error: float, status: str) -> None:
-    trial = record(make_cell(accumulate=8, precision=Precision.BF16), update={"error": error, "residual": error})
-    assert verdict(trial)[0] == status
+def test_bf16_rounds_more_in_wide_and_deep_models(model: str, error: float, wrong: bool) -> None:
+    """What was measured, or follows from it, is right; one sample of 32 lost is wrong, if they agree in nothing."""
+    cell = make_cell(accumulate=8, precision=Precision.BF16, model=model)
+    reason = verdict(record(cell, update={"error": error, "residual": error}))[1]
+    assert ("the update is off" in reason) == wrong
+
+
+def test_the_limit_of_a_model_that_is_not_shipped_is_that_of_the_largest() -> None:
+    largest = max(tolerance("bf16", "llama", model).update_error for model in SIZES)
+    assert largest == pytest.approx(tolerance("bf16", "own.module:factory", "8b").update_error, rel=0.05)
+    assert tolerance("fp32", "llama", "8b") == TOLERANCES["fp32"]
+
+
+def test_rounding_of_large_models_hides_no_cause() -> None:
+    cell = make_cell(accumulate=8, precision=Precision.BF16, model="8b")
+    status, reason = verdict(record(cell, update={"error": 0.88, "scale": 0.125, "residual": 0.07}))
+    assert status == "invalid" and "the loss is divided by N = 8 twice" in reason
+    status, reason = verdict(record(CELL, update={"error": 0.88, "scale": 0.125, "residual": 0.07}))
+    assert "samples were lost" in reason
 
 
 @pytest.mark.parametrize("status", ["oom", "timeout", "hang", "crashed", "unsupported", "interrupted"])

@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 
 from bench.analysis.frames import Frames
-from bench.analysis.gates import TOLERANCES
+from bench.analysis.gates import tolerance
 from bench.cell import Cell
 
 VERSION = "5.3.1"
@@ -86,7 +86,7 @@ def _fullname(cell: Cell, name: str) -> str:
 def _benchmark(cell: Cell, name: str, row: Mapping[str, Any], trials: pd.DataFrame) -> dict[str, Any]:
     medians = trials.loc[trials["status"] == "ok", "step_time_s"].astype(float).tolist()
     seen = {gate: [_plain(value) for value in trials[gate].dropna().unique()] for gate in GATES}
-    limits = TOLERANCES[cell.precision]
+    limits = tolerance(cell.precision, cell.workload, cell.model)
     return {
         "group": f"N={cell.accumulate} W={cell.world_size} {cell.precision}",
         "name": name,

@@ -10,7 +10,7 @@ import pandas as pd
 
 from bench.analysis.compare import Row
 from bench.analysis.estimate import NAME
-from bench.analysis.gates import TOLERANCES
+from bench.analysis.gates import tolerance
 from bench.analysis.verdicts import NEXT, Exact, Verdict
 from bench.cell import Status
 from bench.probes.categories import PEAK, Category
@@ -163,7 +163,7 @@ def correctness(of: Material) -> Section:
         second = "No update of a good cell was held against the reference's."
     else:
         worst = fine.loc[error.index[int(error.astype(float).to_numpy().argmax())]]
-        limit = TOLERANCES[worst["precision"]].update_error
+        limit = tolerance(worst["precision"], worst["workload"], worst["model"]).update_error
         second = (
             f"Among those that passed, the update farthest from the reference's is off by {float(error.max()):.2g} "
             f"({of.label(worst['cell_id'])}; the limit is {limit:g})."
