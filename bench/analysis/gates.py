@@ -242,9 +242,9 @@ def explain_update(
     """The likeliest cause of a wrong update, from how it relates to the right one.
 
     ``scale`` is the least-squares factor between the two and ``residual`` what it leaves unexplained, of which as much
-    as ``rounding`` may be the precision's. With ``clip``, both were clipped: what is f times a gradient of norm g should
-    then be min(f g, c) / min(g, c) times the right update, c being the largest norm allowed, and the cause is read off
-    f.
+    as ``rounding`` may be the precision's. With ``clip``, both were clipped: what is f times a gradient of norm g
+    should then be min(f g, c) / min(g, c) times the right update, c being the largest norm allowed, and the cause is
+    read off f.
     """
     if pd.isna(scale):
         return "it is not finite"
