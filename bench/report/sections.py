@@ -163,7 +163,8 @@ def correctness(of: Material) -> Section:
         second = "No update of a good cell was held against the reference's."
     else:
         worst = fine.loc[error.index[int(error.astype(float).to_numpy().argmax())]]
-        limit = tolerance(worst["precision"], worst["workload"], worst["model"]).update_error
+        cell = of.run.cells[worst["cell_id"]]
+        limit = tolerance(cell.precision, cell.workload, cell.model).update_error
         second = (
             f"Among those that passed, the update farthest from the reference's is off by {float(error.max()):.2g} "
             f"({of.label(worst['cell_id'])}; the limit is {limit:g})."
