@@ -67,6 +67,21 @@ def test_a_peak_that_is_far_is_listed_with_its_reason(monkeypatch: pytest.Monkey
     assert "Peaks farther away" not in page([run_of((near, memory_of(near)))], [], "")
 
 
+def test_a_row_without_numbers_has_its_reason_below() -> None:
+    error = {"accumulate": 2, "error": 1e-9}
+    summed = [
+        {"backend": "ddp-eager", "precision": "bf16", "dtype": "fp32", "errors": [error]},
+        *(
+            {"backend": name, "precision": "bf16", "dtype": "unsupported", "reason": "made for the test"}
+            for name in ("fsdp2-eager", "fsdp2-deferred")
+        ),
+    ]
+    cell = make_cell()
+    text = page([run_of((cell, memory_of(cell)))], summed, "")
+    assert "| fsdp2-eager | bf16 | unsupported | - |" in text
+    assert "- made for the test: fsdp2-eager in bf16, fsdp2-deferred in bf16." in text
+
+
 def test_held_bytes_are_those_of_the_rank_with_most() -> None:
     """In ZeRO-2 the second rank's partition cuts a larger parameter than the first's."""
     cell = make_cell(backend="deepspeed-zero2-eager", world_size=4)
@@ -115,6 +130,23 @@ def test_what_was_measured_is_what_was_calculated(measured: list[Run]) -> None:
         for n in (1, 2, 4, 8):
             own = found.trials[(found.trials["world_size"] == world_size) & (found.trials["accumulate"] == n)]
             assert set(own["backend"]) >= backends, (world_size, n)
+
+
+def test_who_holds_which_gradients_is_as_the_page_says(measured: list[Run]) -> None:
+    """Where they are sharded, eager sync holds a shard, deferred sync all, ZeRO-3 a shard besides; DDP always all."""
+    memory = Measured.of(measured).memory
+    own = memory[(memory["category"] == "held_gradients") & (memory["world"] == "real, W = 2, tiny")]
+    held = own.groupby("backend")["bytes"].max()
+    whole, shard = held["ddp-deferred"], held["fsdp2-eager"]
+    for name, backend in BUILT_IN.items():
+        if name == "reference":
+            continue
+        if backend.sharding == "none":
+            assert held[name] == whole, name
+        elif backend.sync == "eager":
+            assert shard <= held[name] < 0.6 * whole, name
+        else:
+            assert held[name] == whole + (shard if name == "deepspeed-zero3-deferred" else 0), name
 
 
 def test_files_that_cannot_be_read_or_written_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -173,6 +173,11 @@ def test_the_plan_of_gpus_that_are_not_there(capsys: pytest.CaptureFixture[str])
     assert "skipped:" not in capsys.readouterr().out
 
 
+def test_gpus_that_are_not_there_have_the_matrix_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--on", "8 x H200 141GB"]) == 0
+    assert "matrix gpu: " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("gpus", ["4 x H200 141GB", "4x H200 141 GB"])
 def test_several_gpus(gpus: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--backend", "ddp-deferred", "--accumulate", "8"]

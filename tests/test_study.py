@@ -126,6 +126,12 @@ class TestStudy:
         few = study.run_until(differences[..., :12], np.full(20, MIN_REPEATS), 1e-4, seed=0)
         assert (few.blocks == 12).all()
 
+    def test_the_row_of_our_precision_is_that_of_the_table(self) -> None:
+        (again,) = study.precisions((PRECISION,), 10, 5).to_dict("records")
+        rates = study_noise(FITTED, 10, 5, rivals=False).rates
+        (plain,) = rates[rates["rule"] == PLAIN].to_dict("records")
+        assert again == {name: plain[name] for name in again.keys() & plain.keys()} | {"precision": PRECISION}
+
     def test_with_few_repeats_verdicts_are_ambiguous_and_not_wrong(self) -> None:
         outcome = study_noise(FITTED, 40, seed=3, most=10, rivals=False)
         counts = outcome.counts[outcome.counts["rule"] == BENCH].set_index(["effect", "verdict"])["share"]

@@ -200,8 +200,8 @@ def test_table_joins_points_that_differ_in_log_every_only() -> None:
     assert [line[3] for line in report.lines(rows)] == ["1, 2", "3"]
     words = "\n".join(report.findings(rows))
     assert "2 right, 1 raised" in words
-    assert "raised at 1 points: ValueError: a|b" in words
-    assert "log_every_n_steps changed the verdict at 1 combinations" in words
+    assert "raised at 1 point: ValueError: a|b" in words
+    assert "log_every_n_steps changed the verdict at 1 combination of" in words
 
 
 def test_heat_map_shows_the_worst_ratio_and_frames_what_is_right() -> None:
@@ -234,6 +234,8 @@ def test_command_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureF
     assert list(table["verdict"]) == ["right", "right", "biased", "biased"] and set(table["clock"]) == {"virtual"}
     page = (out / "throughput.md").read_text()
     assert "| whole | 4 | 6 | 1, 5 |" in page and str(tmp_path) not in page
+    assert "epoch: how many micro-batches NB it has, whole (NB is a multiple of N). reported/s:" in page
+    assert "right: within 1 % of 1." in page
 
 
 def test_command_shows_what_is_never_logged(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from bench.analysis.findings import RIGHT, Finding, Level, count_range, of, uses, verdict
+from bench.analysis.findings import RIGHT, Finding, Level, agreeing, count_range, micro_batches, of, uses, verdict
 from bench.analysis.semantics import Reading, Update, Use
 from bench.cell import Status
 from bench.scenario import Fault, Reduction, Split
@@ -47,7 +47,7 @@ def _failed(reading: Reading) -> Iterator[Finding]:
     elif reading.first["faults"]:
         yield Finding("cannot go on", f"training cannot go on after the {reading.scenario.fault}: {reason}")
     else:
-        yield Finding("crashed", f"training fails after {reading.num_micro_batches} micro-batches: {reason}")
+        yield Finding("crashed", f"training fails after {micro_batches(reading.num_micro_batches)}: {reason}")
 
 
 def _never_stops(reading: Reading) -> Iterator[Finding]:
@@ -55,8 +55,9 @@ def _never_stops(reading: Reading) -> Iterator[Finding]:
         counted = ", ".join(f"{name} = {value}" for name, value in reading.reported.items())
         yield Finding(
             "never stops",
-            f"max_steps = {reading.scenario.max_steps} has not ended the training after {reading.num_micro_batches} "
-            f"micro-batches and {len(reading.updates)} updates ({counted or 'nothing is counted'})",
+            f"max_steps = {reading.scenario.max_steps} has not ended the training after "
+            f"{micro_batches(reading.num_micro_batches)} and {plural(len(reading.updates), 'update')} "
+            f"({counted or 'nothing is counted'})",
         )
 
 
@@ -106,8 +107,7 @@ def _is_clipped(update: Update) -> bool:
 
 def _no_update(reading: Reading) -> Iterator[Finding]:
     if not reading.updates and reading.num_micro_batches and not reading.failure:
-        text = f"{plural(reading.num_micro_batches, 'micro-batch', 'es')} make no update at all"
-        yield Finding("no update", text)
+        yield Finding("no update", f"{micro_batches(reading.num_micro_batches, 'make')} no update at all")
 
 
 def _no_fault(reading: Reading) -> Iterator[Finding]:
@@ -130,7 +130,7 @@ def _too_early(reading: Reading) -> Iterator[Finding]:
         after, n = count_range(u.num_losses for u in early), count_range(_n(reading, u) for u in early)
         yield Finding(
             "steps too early",
-            f"{of(early, reading.updates)} come after {after} instead of N = {n} micro-batches, in mid-epoch",
+            f"{of(early, reading.updates, 'come')} after {after} instead of N = {n} micro-batches, in mid-epoch",
         )
 
 
@@ -141,7 +141,7 @@ def _too_late(reading: Reading) -> Iterator[Finding]:
     if late:
         after, n = count_range(u.num_losses for u in late), count_range(_n(reading, u) for u in late)
         yield Finding(
-            "steps too late", f"{of(late, reading.updates)} come after {after} instead of N = {n} micro-batches"
+            "steps too late", f"{of(late, reading.updates, 'come')} after {after} instead of N = {n} micro-batches"
         )
 
 
@@ -159,7 +159,7 @@ def _not_cleared(reading: Reading) -> Iterator[Finding]:
         again |= seen & update.coefficients.keys()
         seen |= update.coefficients.keys()
     if again:
-        yield Finding("not cleared", f"{uses(list(again))} are in more than one update: gradients are not cleared")
+        yield Finding("not cleared", f"{uses(list(again), 'are')} in more than one update: gradients are not cleared")
 
 
 def _last_only(reading: Reading) -> Iterator[Finding]:
@@ -179,7 +179,7 @@ def _lost(reading: Reading) -> Iterator[Finding]:
         level, where = Level.DETAIL, "which the exception cut off"
     elif reading.scenario.fault is Fault.CHECKPOINT:
         where = "which the checkpoint does not hold"
-    yield Finding("lost", f"{uses(reading.lost)} reach no update, {where}", level)
+    yield Finding("lost", f"{uses(reading.lost, 'reach')} no update, {where}", level)
 
 
 def _cleared(reading: Reading) -> Iterator[Finding]:
@@ -196,7 +196,7 @@ def _cleared(reading: Reading) -> Iterator[Finding]:
     elif closing := _closing(reading):
         yield Finding(
             "cleared",
-            f"zero_grad drops {plural(len(before), 'micro-batch', 'es')} before it, and their share of the update with "
+            f"zero_grad drops {micro_batches(len(before))} before it, and their share of the update with "
             f"them: its sum is {closing.sum:.3g}",
         )
 
@@ -213,7 +213,7 @@ def _mixed_epochs(reading: Reading) -> Iterator[Finding]:
     if not mixed:
         return
     if reading.scenario.fault is not Fault.EXCEPTION:
-        text = f"{of(mixed, reading.updates)} mix the end of one epoch with the beginning of the next"
+        text = f"{of(mixed, reading.updates, 'mix')} the end of one epoch with the beginning of the next"
         yield Finding("carried over", text, Level.NOTE)
         return
     total, wanted = mixed[0].sum, mixed[0].right_sum
@@ -230,7 +230,7 @@ def _too_small(reading: Reading) -> Iterator[Finding]:
     closing = _closing(reading)
     small = [u for u in reading.updates if u is not closing and u.sum / u.right_sum < 1 - TOLERANCE]
     if small:
-        yield Finding("under-weighted", f"{of(small, reading.updates)} are too small: {_reasons(reading, small)}")
+        yield Finding("under-weighted", f"{of(small, reading.updates, 'are')} too small: {_reasons(reading, small)}")
 
 
 def _reasons(reading: Reading, updates: list[Update]) -> str:
@@ -240,7 +240,8 @@ def _reasons(reading: Reading, updates: list[Update]) -> str:
         n, ratio = reading.scenario.accumulate_in(update.epochs[-1]), update.sum / update.right_sum
         count = len(update.fetches)
         if all(_near(factor, 1 / n) for factor in update.factors.values()):
-            kind = f"{plural(count, 'micro-batch', 'es')} divided by N = {n} make {ratio:.3g} of the right update"
+            makes = agreeing(count, "make")
+            kind = f"{micro_batches(count)} divided by N = {n} {makes} {ratio:.3g} of the right update"
         else:
             kind = f"{ratio:.3g} of the right update"
         if kind not in kinds:
@@ -253,7 +254,7 @@ def _too_large(reading: Reading) -> Iterator[Finding]:
     if large:
         ratio = max(update.sum / update.right_sum for update in large)
         yield Finding(
-            "over-weighted", f"{of(large, reading.updates)} are too large, up to {ratio:.3g} times the right one"
+            "over-weighted", f"{of(large, reading.updates, 'are')} too large, up to {ratio:.3g} times the right one"
         )
 
 
@@ -276,7 +277,7 @@ def _left_open(reading: Reading) -> Iterator[Finding]:
         limited = reading.scenario.max_steps is not None
         yield Finding(
             "left open",
-            f"{uses(reading.left_open)} at the end of training reach no update",
+            f"{uses(reading.left_open, 'reach', 'at the end of training')} no update",
             Level.DETAIL if limited else Level.NOTE,
         )
 
@@ -284,7 +285,7 @@ def _left_open(reading: Reading) -> Iterator[Finding]:
 def _repeated(reading: Reading) -> Iterator[Finding]:
     padding = min(len(reading.repeated), reading.num_padding)
     if again := reading.repeated[padding:]:
-        yield Finding("repeated", f"{uses(again)} are trained on twice: the loader begins anew")
+        yield Finding("repeated", f"{uses(again, 'are')} trained on twice: the loader begins anew")
     if padding:
         yield Finding("padded", f"{plural(padding, 'sample')} of padding: another rank has had it too", Level.DETAIL)
 
@@ -307,11 +308,11 @@ def _limit(reading: Reading) -> Iterator[Finding]:
     word = "stops late" if taken > limit else "stops early"
     epochs = reading.scenario.epochs
     if taken < limit and epochs and reading.num_micro_batches >= epochs * reading.scenario.micro_batches:
-        yield Finding(
-            "epochs end first", f"the epochs end after {taken} updates, before max_steps = {limit}", Level.DETAIL
-        )
+        text = f"the epochs end after {plural(taken, 'update')}, before max_steps = {limit}"
+        yield Finding("epochs end first", text, Level.DETAIL)
         return
-    text = f"max_steps = {limit} ends the training after {taken} updates and {reading.num_micro_batches} micro-batches"
+    after = f"{plural(taken, 'update')} and {micro_batches(reading.num_micro_batches)}"
+    text = f"max_steps = {limit} ends the training after {after}"
     yield Finding(word, text)
 
 
@@ -320,21 +321,21 @@ def _counters(reading: Reading) -> Iterator[Finding]:
     if reading.failure:
         return
     taken = len(reading.updates)
+    there = f"there {agreeing(taken, 'were')} {plural(taken, 'update')}"
     counters = ["trainer.global_step", "engine.global_steps"]
     if reading.scenario.fault in {Fault.NONE, Fault.ZERO_GRAD}:  # else there are two trainings, each with its own
         counters.append("lr_scheduler.last_epoch")
     wrong = [f"{name} = {reading.reported[name]}" for name in counters if reading.reported.get(name, taken) != taken]
     if wrong:
-        yield Finding("miscounted", f"{', '.join(wrong)}, but there were {plural(taken, 'update')}")
+        yield Finding("miscounted", f"{', '.join(wrong)}, but {there}")
     estimate = reading.reported.get("trainer.estimated_stepping_batches", taken)
     if estimate != taken and reading.scenario.fault is Fault.NONE and reading.scenario.max_steps is None:
-        text = f"trainer.estimated_stepping_batches = {estimate}, but there were {plural(taken, 'update')}"
+        text = f"trainer.estimated_stepping_batches = {estimate}, but {there}"
         yield Finding("misestimated", text, Level.NOTE)
     hooks = reading.reported.get("on_before_optimizer_step", taken)
     if hooks > taken and reading.scenario.fault in {Fault.NONE, Fault.ZERO_GRAD}:
-        yield Finding(
-            "hooks too often", f"on_before_optimizer_step was called {hooks} times for {taken} updates", Level.NOTE
-        )
+        text = f"on_before_optimizer_step was called {hooks} times for {plural(taken, 'update')}"
+        yield Finding("hooks too often", text, Level.NOTE)
 
 
 def _empty_steps(reading: Reading) -> Iterator[Finding]:

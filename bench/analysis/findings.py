@@ -41,15 +41,33 @@ def verdict(found: Iterable[Finding]) -> Finding:
     return max(grave, key=lambda finding: finding.level, default=RIGHT)
 
 
-def of(some: list[Update], every: list[Update]) -> str:
-    """How many updates."""
-    return f"all {len(every)} updates" if len(some) == len(every) > 1 else f"{len(some)} of {len(every)} updates"
+SINGULAR = {"are": "is", "come": "comes", "make": "makes", "mix": "mixes", "reach": "reaches", "were": "was", "": ""}
+"""Verbs of one, by those of several."""
 
 
-def uses(some: list[Use]) -> str:
-    """How many samples, and in how many micro-batches of each rank."""
-    fetches = len({use.fetch for use in some})
-    return f"{plural(len(some), 'sample')} (of {plural(fetches, 'micro-batch', 'es')} per rank)"
+def agreeing(count: int, verb: str) -> str:
+    """The verb of so many, from that of several."""
+    return SINGULAR[verb] if count == 1 else verb
+
+
+def of(some: list[Update], every: list[Update], verb: str = "") -> str:
+    """How many updates, with the verb of so many."""
+    if len(every) == 1:
+        return f"the only update {SINGULAR[verb]}".rstrip()
+    count = f"all {len(every)}" if len(some) == len(every) else f"{len(some)} of {len(every)}"
+    return f"{count} updates {agreeing(len(some), verb)}".rstrip()
+
+
+def uses(some: list[Use], verb: str, where: str = "") -> str:
+    """How many samples, in how many micro-batches of each rank, perhaps where, and the verb of so many."""
+    fetches = micro_batches(len({use.fetch for use in some}))
+    words = (plural(len(some), "sample"), f"(of {fetches} per rank)", where, agreeing(len(some), verb))
+    return " ".join(filter(None, words))
+
+
+def micro_batches(count: int, verb: str = "") -> str:
+    """So many micro-batches, with the verb of so many."""
+    return f"{plural(count, 'micro-batch', 'es')} {agreeing(count, verb)}".rstrip()
 
 
 def count_range(counts: Iterable[int]) -> str:

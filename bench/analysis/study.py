@@ -280,7 +280,7 @@ def ratios(logs: Array) -> Array:
 
 def precisions(widths: Sequence[float], reports: int, seed: int = SEED) -> pd.DataFrame:
     """What a precision costs and finds in the fitted noise, if nothing is extended."""
-    rng = np.random.default_rng([seed, 1])
+    rng = np.random.default_rng([seed, *FITTED.name.encode()])  # the trials of study_noise, so that its row comes again
     logs = simulate(FITTED, reports=reports, cells=COMPARISONS + 2, blocks=MAX_REPEATS, steps=STEPS, rng=rng)
     differences = ratios(logs)
     rows = []

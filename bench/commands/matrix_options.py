@@ -164,7 +164,7 @@ def chosen_matrix(arguments: argparse.Namespace) -> Matrix:
     """The matrix that the options name, with the keys that they override."""
     name = arguments.matrix
     if name == "auto":
-        name = "gpu" if machine.gpus() else "cpu"
+        name = "gpu" if getattr(arguments, "on", None) or machine.gpus() else "cpu"  # plan has --on
     chosen = matrix.load(name)
     given = vars(arguments) | _precisions(arguments.precision)
     given["alone"] = True if arguments.virtual_world and not arguments.world_size else None

@@ -114,9 +114,10 @@ def _agreement(measured: Measured) -> list[str]:
     return [
         *table(header, rows),
         "Held: parameters, gradients, optimizer state and communication buffers between two micro-batches, each to the "
-        "byte, padding of uneven shards included. Peak: of all that lives but for what the bench itself holds (the "
-        "tokens of all windows) and the model's buffers, against a replay of the window, tensor by tensor "
-        "(`bench/analysis/footprint.py`), in which nothing is fitted.",
+        "byte, padding of uneven shards included; with N = 1 there is no such moment. Peak: of all that lives but for "
+        "what the bench itself holds (the tokens of all windows) and the model's buffers, against a replay of the "
+        "window, tensor by tensor (`bench/analysis/footprint.py`), in which nothing is fitted. The reference, one "
+        "process that accumulates nothing, is among the cells and has no formulas.",
         "",
         *_far(measured),
     ]
@@ -184,8 +185,9 @@ def _held(measured: Measured) -> list[str]:
     return [
         f"## Gradients held between micro-batches, N = {SHOWN_N}, MiB per rank",
         "",
-        "Eager sync holds a shard of the gradients, deferred sync all of them, however many ranks there are: that is "
-        "the memory that it pays for one reduction per step instead of N.",
+        "Where gradients are sharded, eager sync holds a shard of them, deferred sync all of them (and DeepSpeed's "
+        "ZeRO-3 a shard besides), however many ranks there are: that is the memory that it pays for one reduction per "
+        "step instead of N. DDP shards nothing, and holds all of them either way.",
         "",
         *table(("backend", *worlds), rows),
     ]
@@ -241,7 +243,10 @@ def _accumulation(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         return []
     factors = list(dict.fromkeys(e["accumulate"] for row in rows for e in row.get("errors", ()) if e))
     found = []
+    without: dict[str, list[str]] = {}
     for row in rows:
+        if row.get("reason"):
+            without.setdefault(row["reason"], []).append(f"{row['backend']} in {row['precision']}")
         errors = {e["accumulate"]: f"{e['error']:.1e}" for e in row.get("errors", ()) if e}
         found.append((row["backend"], row["precision"], row["dtype"], *(errors.get(n, "-") for n in factors)))
     return [
@@ -251,4 +256,6 @@ def _accumulation(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         "--errors`, W = 2); and the relative L2 error of the accumulated gradient against fp64, by N.",
         "",
         *table(("backend", "precision", "summed in", *(f"N = {n}" for n in factors)), found),
+        *(f"- {reason}: {', '.join(who)}." for reason, who in without.items()),
+        "",
     ]

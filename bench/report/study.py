@@ -167,7 +167,8 @@ def _real(known: Sequence[Known]) -> list[str]:
         "",
         f"{len(known)} runs on {machine['cpu']}, {machine['cores']} cores, kept in results/noise and measured with "
         "`python -m bench study --real`. Each holds `ddp-deferred` on one rank three times, as itself, as the twin of "
-        f"the noise floor and as a third that is compared, and once more with a sleep of {100 * DELAY:g} % per step. "
+        f"the noise floor and as a third that is compared, and once more with a sleep of {100 * DELAY:g} % per step, "
+        f"until the intervals were narrower than {100 * known[0].run.manifest['matrix']['values']['precision']:g} %. "
         f"Of {len(known)} comparisons of a cell with itself {wrong} were called different; the sleep was called slower "
         f"{seen} times. Other programs took {min(taken):.2f} to {max(taken):.2f} cores meanwhile.",
         "",
@@ -211,7 +212,8 @@ def _costs(results: Results) -> list[str]:
         "In the fitted noise, without the extension: the width of an interval decides how many trials it takes, and a "
         "5 % difference is to be found beyond the reach of a noise floor as wide as the interval. So the precision is "
         "the width from end to end: as half the width, 2 % would be the row 4 %, which finds too little. The simulated "
-        "runner looks after 10, 12, 16, 20, 24 ... blocks, and so runs up to a fifth more than it must.",
+        "runner looks after 10, 12, 16, 20, 24 ... blocks, and so runs up to a fifth more than it must. The trials are "
+        f"those of the table above: {100 * PRECISION:g} % is the row {PLAIN} of it.",
         "",
         *markup.table(
             ("precision", *rates, "trials per cell"),

@@ -100,7 +100,7 @@ def markdown(rows: pd.DataFrame, about: dict[str, Any]) -> str:
     """The same table, with the words around it, as a page."""
     head = [f"# ThroughputMonitor of Lightning {about['lightning']}", "", settings(about), ""]
     head += [f"- {finding}" for finding in findings(rows)]
-    head += ["", f"| {' | '.join(HEADER)} |", "|" + " --- |" * len(HEADER)]
+    head += ["", columns(rows), "", f"| {' | '.join(HEADER)} |", "|" + " --- |" * len(HEADER)]
     return "\n".join([*head, *(f"| {' | '.join(line)} |" for line in lines(rows)), ""])
 
 
@@ -113,7 +113,19 @@ def settings(about: dict[str, Any]) -> str:
         f"Lightning {about['lightning']}, torch {about['torch']}, Python {about['python']}. A micro-batch takes "
         f"{about['micro_batch_s']:g} s and an optimizer step {about['optimizer_s']:g} s more, on {clock}. "
         "ratio: samples/s that the monitor logged, to what the tap on the optimizer has over the whole windows that "
-        f"cover the monitor's; right: within {about['tolerance']:.2%} of 1."
+        f"cover the monitor's; right: within {100 * about['tolerance']:g} % of 1."
+    )
+
+
+def columns(rows: pd.DataFrame) -> str:
+    """What the columns of the table say, in one paragraph."""
+    kinds = ", ".join(f"{epoch} ({title})" for epoch, title in EPOCHS.items() if (rows["epoch"] == epoch).any())
+    return (
+        (f"epoch: how many micro-batches NB it has, {kinds}. " if kinds else "")
+        + "reported/s: samples, the median of what was logged; true/s: over the whole training but for its first "
+        "window. Their quotient is not the ratio: each ratio is of one log, to the windows that it covers. Where all "
+        "logs fall at the same place of an epoch, as at the end of each, the monitor can be right of those windows and "
+        "far from the whole."
     )
 
 
@@ -135,10 +147,10 @@ def findings(rows: pd.DataFrame) -> list[str]:
         found.append(
             "log_every_n_steps changed no verdict"
             if not varies
-            else f"log_every_n_steps changed the verdict at {varies} combinations of epoch, N and window_size"
+            else f"log_every_n_steps changed the verdict at {plural(varies, 'combination')} of epoch, N and window_size"
         )
     for (error,), points in rows[rows["error"] != ""].groupby(["error"]):
-        found.append(f"raised at {len(points)} points: {error}")
+        found.append(f"raised at {plural(len(points), 'point')}: {error}")
     return found
 
 

@@ -71,7 +71,7 @@ SIGNS: dict[str, dict[str, Any]] = {
 }
 """How a sample that is in no update is marked below its map."""
 SIGN_LABELS = {
-    LOST: "in no update, though updates followed: lost",
+    LOST: "in no update, though updates or a checkpoint followed: lost",
     LEFT_OPEN: "in no update at the end of training: left open",
     NOT_COMPUTED: "no loss computed: dropped, not reached, or raised",
 }
