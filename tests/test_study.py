@@ -180,6 +180,8 @@ class TestCommand:
         written = command.write(results, tmp_path, tmp_path / "statistics.md")
         page = (tmp_path / "statistics.md").read_text(encoding="utf-8")
         assert "(statistics.png)" in page and "--scenarios 10 --seed 5" in page and "nan" not in page
+        assert "until the intervals were narrower than 3 %." in page, "those of the runs in results/noise"
+        assert f"2 % is the row {PLAIN} of it" in page
         for rule in rivals.RULES:
             assert rule.name in page
         assert {path.name for path in written} == {path.name for path in tmp_path.iterdir()}

@@ -168,10 +168,10 @@ def _kills(kills: Mapping[str, Any]) -> list[str]:
 
 def _damage(damage: Mapping[str, Any]) -> list[str]:
     rows = [
-        (row["what"], row["must"], str(row["count"]), _marked(str(row["wrong"]), not row["wrong"]), row["more"])
+        (row["what"], row["must"], f"{row['count']:,}", _marked(str(row["wrong"]), not row["wrong"]), row["more"])
         for row in damage.values()
     ]
-    return ["## A damaged journal", _table(("what happens", "what must come of it", "cases", "wrong", ""), rows)]
+    return ["## A damaged journal", _table(("what happens", "what must come of it", "cases", "wrong", "besides"), rows)]
 
 
 def _fuzz(fuzz: Mapping[str, Any]) -> list[str]:
@@ -196,7 +196,7 @@ def _null(null: Mapping[str, Any]) -> list[str]:
             row["what"],
             f"{row['trials']:,}",
             f"{1e3 * row['overhead_s']:.0f} ms",
-            f"{1e3 * row['inside_s']:.0f} ms" if "inside_s" in row else "",
+            f"{1e3 * row['inside_s']:.0f} ms" if "inside_s" in row else "no trial",
             f"{row['growth_bytes'] / 2**20:.1f} MiB",
             f"{row['peak_bytes'] / 2**20:.0f} MiB",
         )

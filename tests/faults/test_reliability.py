@@ -34,6 +34,7 @@ def test_a_page_of_a_part_says_what_is_not_there(tmp_path: Path) -> None:
     page.write(file, {"kills": {"real SIGKILL": KILLS}}, {"test_two": "passed"})
     text = file.read_text()
     assert "| cut | every whole line is read | 7 | 0 |" in text, "what was measured before is kept"
+    assert "|  |" not in text.replace("| 0 |  |", ""), "no column without a name"
     assert "kills: real SIGKILL" not in text and "kills: real SIGTERM" in text
     assert "These tests did not pass" not in text
 
