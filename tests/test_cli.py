@@ -21,6 +21,7 @@ import pandas as pd
 import pytest
 
 from bench import __version__, cli, disk, locks, machine
+from bench.analysis.defects import EXPECTED
 from bench.backends.plain import DDPDeferred
 from bench.cell import Status
 from bench.cli import main
@@ -536,17 +537,30 @@ LIGHTNING = ["--backend", "ddp-deferred,lightning-deepspeed-zero2"]
 def test_a_known_defect_is_no_surprise(place: Place) -> None:
     status, out, _ = finished_run(place, wrong_update("lightning-deepspeed-zero2", 0.5, 0.0), *LIGHTNING)
     assert status == GOOD
-    assert "invalid" in out and "the loss is divided by N = 2 twice" in " ".join(out.split())
+    words = " ".join(out.split())
+    assert "invalid" in words and "the loss is divided by N = 2 twice" in words
+    progress, summary = words.split("steps due/taken/told", 1)
+    assert f"s/step; invalid, {EXPECTED}: Lightning divides the loss by N" in progress
+    assert f"This is {EXPECTED}: Lightning divides the loss by N" in summary
+    assert "exit status 0: all that is invalid is so by documented defects" in summary
+    for report in ("report.html", "report.md"):
+        said = " ".join((place.folder / "out" / report).read_text().split())
+        assert f"Invalid by {EXPECTED}: lightning-deepspeed-zero2 N=2" in said  # among the sentences of the answer
+        assert f"This is {EXPECTED}: Lightning divides the loss by N" in said  # beside the reason
 
 
 def test_a_known_defect_excuses_nothing_else(place: Place) -> None:
     script = wrong_update("lightning-deepspeed-zero2", 0.5, 0.0, num_updates=3)
-    assert finished_run(place, script, *LIGHTNING)[0] == BAD
+    status, out, _ = finished_run(place, script, *LIGHTNING)
+    assert status == BAD
+    assert "exit status 0" not in out and f"This is {EXPECTED}" not in " ".join(out.split())
 
 
 def test_a_known_defect_excuses_no_other_wrong_update(place: Place) -> None:
     script = wrong_update("lightning-deepspeed-zero2", 0.9, 0.4)
-    assert finished_run(place, script, *LIGHTNING)[0] == BAD
+    status, out, _ = finished_run(place, script, *LIGHTNING)
+    assert status == BAD
+    assert EXPECTED not in " ".join(out.split())
 
 
 def at(stop: int, action: Callable[[], None]) -> Script:

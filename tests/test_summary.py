@@ -47,7 +47,7 @@ def test_one_row_per_cell_with_the_cited_step_time_and_the_reference_first() -> 
     assert row["tokens_per_s"] == pytest.approx(512 / 6 ** (1 / 3))
     assert (row["num_trials"], row["num_bad"], row["status"]) == (3, 0, "ok")
     assert (row["steps_expected"], row["steps_observed"]) == (5, 5)
-    assert findings(cells) == []
+    assert findings(cells, {}) == []
 
 
 def test_cells_are_ordered_by_n_and_then_by_speed() -> None:
@@ -75,7 +75,7 @@ def test_failures_are_shown_with_their_reason_once() -> None:
     made = judged(
         *(make_failure(cell, repeat, "oom", "rank 0: too big") for cell in cells for repeat in (0, 1)), REFERENCE
     )
-    (line,) = findings(by_cell(made))
+    (line,) = findings(by_cell(made), {})
     assert re.fullmatch(r"oom: ddp-deferred N=1, 2( W=2)?: rank 0: too big", line)
     text = shown(made)
     assert text.count("rank 0: too big") == 1
@@ -104,7 +104,7 @@ def test_an_invalid_trial_is_not_in_the_mean_of_good_ones() -> None:
 
 def test_findings_tell_world_sizes_apart() -> None:
     made = judged(make_failure(CELL), make_record(make_cell(world_size=1)), REFERENCE)
-    assert "W=2" in findings(by_cell(made))[0]
+    assert "W=2" in findings(by_cell(made), {})[0]
 
 
 def test_optimizers_and_clips_are_told_apart_where_there_are_several() -> None:
@@ -113,7 +113,7 @@ def test_optimizers_and_clips_are_told_apart_where_there_are_several() -> None:
     made = judged(*references, *(make_failure(cell) for cell in cells))
     assert len(by_cell(made)) == 8
     where = [f"{name} clip={clip} N=4 W=2" for name in ("adamw-foreach", "sgd") for clip in ("0", "0.5")]
-    assert findings(by_cell(made)) == [f"oom: ddp-deferred {each}: rank 0: too big" for each in where]
+    assert findings(by_cell(made), {}) == [f"oom: ddp-deferred {each}: rank 0: too big" for each in where]
     lines = shown(made).splitlines()
     assert any(re.match(r" backend +N +W +dtype +optimizer +clip ", line) for line in lines)
     assert any(re.match(r" ddp-deferred +4 +2 +fp32 +sgd +0.5 ", line) for line in lines)

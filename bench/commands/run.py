@@ -111,7 +111,7 @@ def _train(
     cells = [Cell.from_dict(cell) for cell in manifest["cells"]]
     gpus = machine.gpus() if any(cell.device is Device.CUDA for cell in cells) else []
     seconds = {cell_id: guess.seconds for cell_id, guess in estimates(cells, backends, gpus).items()}
-    display = Display(Console(), seconds)
+    display = Display(Console(), seconds, manifest)
     launcher = Launcher(cells[0].device, cold=manifest["cold"])
     work = runner.Runner(folder, manifest, backends, launcher, display, look, retry_failed=retry_failed)
     go_on = f"python -m bench run --resume {folder}"

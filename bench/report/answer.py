@@ -10,6 +10,7 @@ import pandas as pd
 
 from bench.analysis.baseline import Floor, Standing
 from bench.analysis.compare import Row, Run
+from bench.analysis.defects import EXPECTED, documented
 from bench.analysis.statistics import MARGIN, Interval
 from bench.analysis.verdicts import NEXT, Exact, Verdict, band
 from bench.cell import REFERENCE, Cell, Device, Status
@@ -30,13 +31,13 @@ def answer(run: Run, standings: Mapping[str, Standing], cells: pd.DataFrame) -> 
     """The sentences of the first screen. ``cells`` has a row per cell: ``summary.by_cell``."""
     own = next(iter(standings.values()))
     if own.rows and all(row.judgement.verdict is Verdict.NOT_COMPARABLE for row in own.rows):
-        return [*_general(own), *_of_one_process(run), *_trouble(cells), noise(own.floor)]
+        return [*_general(own), *_of_one_process(run), *_trouble(run, cells), noise(own.floor)]
     rows = headline(own)
     twins = list(_twins(run, standings))
     told = {(row.pair.a, row.pair.b) for row in twins}
     left = [row for row in rows if (row.pair.a, row.pair.b) not in told]
     lines = [*_general(own), *(sentence(run, row) for row in twins), *_against(run, own, left), *_of_one_process(run)]
-    return [*lines, *_trouble(cells), noise(own.floor)]
+    return [*lines, *_trouble(run, cells), noise(own.floor)]
 
 
 def headline(standing: Standing) -> list[Row]:
@@ -225,13 +226,19 @@ def some(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST_NAMES]) + (f" and {left} more" if left > 0 else "")
 
 
-def _trouble(cells: pd.DataFrame) -> Iterator[str]:
-    """How many cells have no good result, by status."""
+def _trouble(run: Run, cells: pd.DataFrame) -> Iterator[str]:
+    """How many cells have no good result, by status, and how many of them were to be expected."""
     bad = cells[cells["status"] != Status.OK]
     if bad.empty:
         return
     counts = ", ".join(f"{count} {status}" for status, count in bad["status"].value_counts().items())
     yield f"{len(bad)} of {plural(len(cells), 'cell')} did not end well ({counts}): each is listed with its reason."
+    known: dict[str, list[str]] = {}
+    for cell in bad.to_dict("records"):
+        if defect := documented(run.manifest, cell):
+            known.setdefault(defect, []).append(run.cells[cell["cell_id"]].label)
+    for defect, labels in known.items():
+        yield f"Invalid by {EXPECTED}: {some(labels)}: {defect}."
 
 
 def noise(floor: Floor | None) -> str:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from bench.analysis.defects import in_record
 from bench.cell import REFERENCE
 from bench.schedule import Look, Trial
 from bench.words import plural
@@ -22,9 +23,13 @@ REFRESH_PER_S = 1.0
 class Display:
     """Shows done, running and left trials and the time to go. Use as a context manager."""
 
-    def __init__(self, console: Console, estimates: Mapping[str, float | None]) -> None:
+    def __init__(
+        self, console: Console, estimates: Mapping[str, float | None], manifest: Mapping[str, Any] | None = None
+    ) -> None:
+        """``estimates`` are seconds by cell_id; by the ``manifest`` it is told which wrong updates were expected."""
         self._console = console
         self._estimates = estimates
+        self._manifest = manifest or {}
         self._left: dict[tuple[str, int], float] = {}
         self._measured: list[tuple[float, float]] = []
         self._started = time.monotonic()
@@ -90,12 +95,13 @@ class Display:
 
     def finished(self, trial: Trial, record: Mapping[str, Any]) -> None:
         """A trial ended."""
-        expected = self._left.pop(trial.key, 0.0)
-        self._measured.append((expected, record["wall_s"]))
+        self._measured.append((self._left.pop(trial.key, 0.0), record["wall_s"]))
         self._done += 1
         self._failed += record["status"] != "ok"
         timed = (record.get("time") or {}).get("step_seconds")
         what = f"{sorted(timed)[len(timed) // 2]:.4g} s/step" if timed else record["status"]
+        if expected := in_record(self._manifest, record):
+            what += f"; {expected}"
         if record["reason"]:
             what = f"{record['status']}: {record['reason']}"
         if trial.cell.backend == REFERENCE and record["status"] != "ok":

@@ -10,6 +10,7 @@ import pandas as pd
 
 from bench.analysis.baseline import Standing
 from bench.analysis.compare import Run
+from bench.analysis.defects import note
 from bench.analysis.estimate import NAME
 from bench.cell import Status
 from bench.report import panels
@@ -76,7 +77,9 @@ def _failures(run: Run, cells: pd.DataFrame) -> list[str]:
         return []
     found: dict[tuple[str, str], list[str]] = {}
     for cell in bad.to_dict("records"):
-        key = str(cell["status"]), cut(str(cell["reason"]) or "no reason was recorded")
+        known = note(run.manifest, cell)
+        reason = cut(str(cell["reason"]) or "no reason was recorded") + (f". This is {known}" if known else "")
+        key = str(cell["status"]), reason
         found.setdefault(key, []).append(run.cells[cell["cell_id"]].label)
     lines = ["**Failed cells**", ""]
     for (status, reason), labels in list(found.items())[:MOST_FAILURES]:

@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 
 from bench.analysis.compare import Row
+from bench.analysis.defects import note
 from bench.analysis.estimate import NAME
 from bench.analysis.gates import tolerance
 from bench.analysis.verdicts import NEXT, Exact, Verdict
@@ -351,6 +352,8 @@ def failures(of: Material) -> Table:
     bad = of.cells[of.cells["status"] != Status.OK]
 
     def line(cell: Mapping[str, Any]) -> tuple[str, ...]:
-        return of.label(cell["cell_id"]), status_words(cell), str(cell["reason"]) or "no reason was recorded"
+        known = note(of.run.manifest, cell)
+        reason = (str(cell["reason"]) or "no reason was recorded") + (f". This is {known}" if known else "")
+        return of.label(cell["cell_id"]), status_words(cell), reason
 
     return table_of("Cells that did not end well", ("cell", "status, trials", "reason"), bad, line, words=3)

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from bench.analysis.baseline import Standing
 from bench.analysis.compare import Row
+from bench.analysis.defects import note
 from bench.analysis.estimate import NAME, step_times, tokens_per_step
 from bench.analysis.verdicts import NEXT, Reason, Verdict
 from bench.cell import REFERENCE, Status
@@ -106,7 +107,7 @@ def show(console: Console, tables: Tables, standing: Standing, manifest: Mapping
     needed = Measurement.get(console, console.options.update(max_width=MAX_WIDTH), table).maximum
     console.width = max(console.width, needed)
     console.print(table)
-    for line in [*certainty(standing, manifest), *untimed(tables), *findings(cells)]:
+    for line in [*certainty(standing, manifest), *untimed(tables), *findings(cells, manifest)]:
         console.print(Text(line), highlight=False, soft_wrap=True)
 
 
@@ -152,8 +153,8 @@ def untimed(tables: Tables) -> list[str]:
     return [f"not timed: {plural(cells, 'cell')} whose ranks shared GPUs, over gloo"] if cells else []
 
 
-def findings(cells: pd.DataFrame) -> list[str]:
-    """One paragraph for each different thing that went wrong, naming its cells."""
+def findings(cells: pd.DataFrame, manifest: Mapping[str, Any]) -> list[str]:
+    """One paragraph for each different thing that went wrong, naming its cells, and whether it was to be expected."""
     bad = cells[cells["status"] != Status.OK]
     lines = []
     ways = _ways(cells)
@@ -161,7 +162,9 @@ def findings(cells: pd.DataFrame) -> list[str]:
         factors = ", ".join(f"{n}" for n in sorted(set(group["accumulate"])))
         sizes = ", ".join(f"{w}" for w in sorted(set(group["world_size"])))
         where = " ".join([str(backend), *map(_way, ways, way), f"N={factors} W={sizes}"])
-        lines.append(textwrap.fill(f"{status}: {where}: {reason}", 118, subsequent_indent="    "))
+        known = note(manifest, group.iloc[0].to_dict())
+        text = f"{status}: {where}: {reason}" + (f". This is {known}" if known else "")
+        lines.append(textwrap.fill(text, 118, subsequent_indent="    "))
     return lines
 
 
