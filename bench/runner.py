@@ -35,8 +35,8 @@ RENEWED_FOR_S = 30.0
 class Observer(Protocol):
     """Told what happens, for a display."""
 
-    def expect(self, trials: Sequence[Trial], *, more: bool) -> None:
-        """These are left for now; ``more`` may follow."""
+    def expect(self, trials: Sequence[Trial], *, more: bool, budget_left_s: float) -> None:
+        """These are left for now; ``more`` may follow. No block but the first begins once the budget is used up."""
 
     def started(self, trial: Trial, done: int, total: int) -> None: ...
 
@@ -131,13 +131,20 @@ class Runner:
     def _expect(self) -> None:
         left = [trial for trial in self.schedule.trials() if trial.key not in self._done]
         self._total = len(self._done) + len(left)
-        self._observer.expect(left, more=not self.schedule.ended and self.schedule.known < self.schedule.max_repeats)
+        self._observer.expect(
+            left,
+            more=not self.schedule.ended and self.schedule.known < self.schedule.max_repeats,
+            budget_left_s=math.inf if self.schedule.ended else self._budget_s - self._spent(),
+        )
+
+    def _spent(self) -> float:
+        """Seconds of the budget that are used up, before a resume too."""
+        return self._spent_s + time.monotonic() - self._since
 
     def _run_block(self, repeat: int) -> bool:
         """Run what is left of a block, unless the budget is used up: False then. The first block is always run."""
         left = [trial for trial in self.schedule.block(repeat) if trial.key not in self._done]
-        spent_s = self._spent_s + time.monotonic() - self._since
-        if left and repeat and not self.schedule.ended and spent_s > self._budget_s:
+        if left and repeat and not self.schedule.ended and self._spent() > self._budget_s:
             self._decide(Look(repeats=repeat, open=()), Ended.BUDGET)
             return False
         if left and repeat % 2 == 0 and time.monotonic() >= self._renew_at:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -242,6 +242,13 @@ def _trial_row(record: dict[str, Any], manifest: dict[str, Any], once: dict[tupl
     return row
 
 
+def step_time(cell: Cell, timed: Mapping[str, Any] | None) -> float | None:
+    """A trial's step time: the median of its settled steps in seconds, from its record of the time pass, if any."""
+    if not timed or not timed["step_seconds"] or cell.shared_gpu:
+        return None
+    return float(statistics.median(timed["step_seconds"][_unsettled(timed) :]))
+
+
 def _share(value: float | None, parts: int) -> float | None:
     """One of so many equal parts of a number, if there is one."""
     return None if value is None else value / parts
@@ -263,9 +270,9 @@ def _timed_columns(
     row |= {name: (timed.get("host") or {}).get(name) for name in ("num_cpus", "foreign_cores", "stolen_cores")}
     if record.get("gpus") and not cell.shared_gpu:
         row |= _gpu_columns(record["gpus"]["gpus"], len(timed["step_seconds"]), record["tokens_per_step"])
-    if timed["step_seconds"] and not cell.shared_gpu:
+    if (seconds := step_time(cell, timed)) is not None:
         row["num_warmup_steps"] = cell.warmup_windows + _unsettled(timed)
-        row["step_time_s"] = statistics.median(timed["step_seconds"][_unsettled(timed) :])
+        row["step_time_s"] = seconds
     if "step_time_s" in row and not cell.virtual:  # a virtual world's step time is that of computing alone
         row["tokens_per_s"] = record["tokens_per_step"] / row["step_time_s"]
         if record["flops_per_step"]:
@@ -308,7 +315,7 @@ def _gpu_columns(gpus: list[dict[str, Any]], num_steps: int, tokens_per_step: fl
     }
 
 
-def _unsettled(timed: dict[str, Any]) -> int:
+def _unsettled(timed: Mapping[str, Any]) -> int:
     """How many of the timed steps are warm-up still. Older records do not say; it follows from the steps."""
     if "num_warmup" in timed:
         return int(timed["num_warmup"]) - len(timed["warmup_seconds"]) - 1

@@ -347,7 +347,11 @@ def test_repeats_precision_and_budget(place: Place) -> None:
         "then up to 40 repeats of the cells whose intervals are wider than 5 %, as far as 20 min reach"
     )
     assert "x 1 repeat " in place.call("plan", "--matrix", name, "--max-repeats", "1")[1]
+    for spelt in ("20min", "20 min", "1200s", "1200 sec"):
+        last = place.call("plan", "--matrix", name, "--max-repeats", "40", "--budget", spelt)[1].splitlines()[-1]
+        assert last.endswith("as far as 20 min reach"), spelt
     refused = [
+        (["--budget", "3 minutes"], "'3 minutes' is not a time above 0 with its unit, such as 90s, 20m or 1h"),
         (["--repeats", "3", "--max-repeats", "2"], "--max-repeats is 2; it must be at least --repeats, 3"),
         (["--precision", "2%,3%"], "--precision: 2% and 3% are two widths; give one"),
         (["--precision", "200%"], "--precision is 2.0; it must be the width of an interval above 0 and below 1"),

@@ -37,9 +37,11 @@ class Recorder:
         self.started_with: list[tuple[str, int, int, int]] = []
         self.statuses: list[str] = []
         self.looks: list[Look] = []
+        self.budgets: list[float] = []
 
-    def expect(self, trials: Sequence[Trial], *, more: bool) -> None:
+    def expect(self, trials: Sequence[Trial], *, more: bool, budget_left_s: float) -> None:
         self.expected = ([trial.key for trial in trials], more)
+        self.budgets.append(budget_left_s)
 
     def looked(self, look: Look) -> None:
         self.looks.append(look)
@@ -685,6 +687,7 @@ def test_the_budget_ends_a_run_between_blocks(tmp_path: Path, monkeypatch: pytes
     run.go(script)
     assert {record["repeat"] for record in run.records} == {0, 1, 2}, "the fourth block of 70 s would begin after 150 s"
     assert read_manifest(run.folder)["ended_by"] == "budget"
+    assert run.observer.budgets[0] == pytest.approx(150.0), "the display is told how far it reaches"
     assert run.go(script).specs == [], "a resumed run has no new budget"
 
 

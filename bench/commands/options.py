@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 
-SECONDS = {"s": 1, "m": 60, "h": 3600}
+SECONDS = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600}
 """In each unit of time."""
 
 
@@ -29,11 +29,12 @@ def share(text: str) -> float:
 
 
 def duration(text: str) -> float:
-    """``90s``, ``20m`` or ``1.5h`` in seconds. A number without a unit is refused: it may be meant as either."""
+    """``90s``, ``20m``, ``20 min``, ``1.5h`` in seconds. A number without a unit is refused: it may mean either."""
     words = text.strip()
-    unit = SECONDS.get(words[-1:])
+    name = words.lstrip("0123456789.eE+-").strip()
+    unit = SECONDS.get(name)
     try:
-        number = float(words[:-1]) if unit else math.nan
+        number = float(words.removesuffix(name)) if unit else math.nan
     except ValueError:
         number = math.nan
     if unit is None or not (math.isfinite(number) and number > 0):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -14,6 +15,7 @@ from rich.text import Text
 from bench.analysis.defects import in_record
 from bench.cell import REFERENCE
 from bench.schedule import Look, Trial
+from bench.tables import step_time
 from bench.words import plural
 
 REFRESH_PER_S = 1.0
@@ -50,6 +52,8 @@ class Display:
         self._failed = 0
         self._done = 0
         self._more = False
+        self._repeat = 0
+        self._budget_ends = math.inf
         self._num_optimizers = self._num_clips = self._num_models = 0
 
     def __enter__(self) -> Self:
@@ -65,9 +69,10 @@ class Display:
         """One plain line."""
         self._console.print(Text(message), highlight=False, soft_wrap=True)
 
-    def expect(self, trials: Sequence[Trial], *, more: bool) -> None:
-        """Which trials are left, for now; ``more`` may follow."""
+    def expect(self, trials: Sequence[Trial], *, more: bool, budget_left_s: float = math.inf) -> None:
+        """Which trials are left, for now; ``more`` may follow. The block that is under way at the end is finished."""
         self._more = more
+        self._budget_ends = time.monotonic() + budget_left_s
         self._left = {trial.key: self._estimates.get(trial.cell.cell_id) or 0.0 for trial in trials}
         self._num_optimizers = len({trial.cell.optimizer for trial in trials})
         self._num_clips = len({trial.cell.clip_norm for trial in trials})
@@ -84,6 +89,7 @@ class Display:
         """A trial starts."""
         self._total = total
         self._done = done
+        self._repeat = trial.repeat
         self._progress.update(
             self._task,
             description=self._name(trial),
@@ -98,8 +104,8 @@ class Display:
         self._measured.append((self._left.pop(trial.key, 0.0), record["wall_s"]))
         self._done += 1
         self._failed += record["status"] != "ok"
-        timed = (record.get("time") or {}).get("step_seconds")
-        what = f"{sorted(timed)[len(timed) // 2]:.4g} s/step" if timed else record["status"]
+        seconds = step_time(trial.cell, record.get("time"))
+        what = record["status"] if seconds is None else f"{seconds:.4f} s/step"
         if expected := in_record(self._manifest, record):
             what += f"; {expected}"
         if record["reason"]:
@@ -118,17 +124,20 @@ class Display:
         return " ".join([*parts, f"repeat {trial.repeat}"])
 
     def _time_left(self) -> str:
-        at_least = "at least" if self._more else "about"
-        return f"{at_least} {_clock(self._to_go())} to go"
+        every = self._seconds(list(self._left.values()))
+        rest = self._seconds([seconds for (_, repeat), seconds in self._left.items() if repeat == self._repeat])
+        within = max(self._budget_ends - time.monotonic(), rest)
+        if within < every:
+            return f"at most about {_clock(within)} to go, by the budget"
+        return f"{'at least' if self._more else 'about'} {_clock(every)} to go"
 
-    def _to_go(self) -> float:
-        """Seconds left: the estimates of what is left, corrected by how wrong they were so far."""
+    def _seconds(self, left: Sequence[float]) -> float:
+        """How long trials of these estimates take: their sum, corrected by how wrong estimates were so far."""
         guessed = sum(expected for expected, _ in self._measured)
         taken = sum(seconds for _, seconds in self._measured)
-        left = sum(self._left.values())
-        if guessed > 0 and left > 0:
-            return left * taken / guessed
-        return len(self._left) * taken / len(self._measured) if self._measured else left
+        if guessed > 0 and sum(left) > 0:
+            return sum(left) * taken / guessed
+        return len(left) * taken / len(self._measured) if self._measured else sum(left)
 
 
 def _clock(seconds: float) -> str:
