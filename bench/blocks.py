@@ -8,12 +8,15 @@ is computed once more.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
+import stat
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench import virtual
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
 
 COMPILER = "inductor"
 """The backend of torch.compile."""
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
+"""Environment variable: the folder of what it compiled."""
 
 
 def refusal(cell: Cell, backend: type[Backend]) -> str:
@@ -69,8 +74,23 @@ def prepare(blocks: Sequence[nn.Module], cell: Cell, compiler: str = COMPILER) -
         for block in blocks:
             block.forward = types.MethodType(_checkpointed, block)
     if cell.compiled:
+        own_cache()
         for block in blocks:
             block.forward = torch.compile(block.forward, backend=compiler, fullgraph=True)
+
+
+def own_cache() -> None:
+    """Have compiled code kept where nobody but this user can write: it is run, and the folder's name can be foreseen.
+
+    Where somebody else can, it is kept in the launcher's temporary folder, and not for longer than that.
+    """
+    if not (name := os.environ.get(CACHE)):
+        return
+    with contextlib.suppress(FileExistsError):
+        Path(name).mkdir(mode=0o700, parents=True)
+    found = os.lstat(name)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        del os.environ[CACHE]
 
 
 @contextmanager

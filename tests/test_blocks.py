@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -367,3 +368,21 @@ def test_what_is_compiled_has_no_pass_that_would_not_see_it() -> None:
 def test_what_is_compiled_is_not_predicted() -> None:
     cell = make_cell(compiled=True, precision=Precision.BF16)
     assert "the compiler's choice" in declined(cell, BUILT_IN[cell.backend])
+
+
+@pytest.mark.parametrize("spoil", ["open to all", "a link", "a file", ""])
+def test_compiled_code_is_kept_where_nobody_else_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: str
+) -> None:
+    place = tmp_path / "cache"
+    monkeypatch.setenv(blocks.CACHE, str(place))
+    if spoil == "open to all":
+        place.mkdir()
+        place.chmod(0o777)
+    elif spoil == "a link":
+        place.symlink_to(tmp_path)
+    elif spoil:
+        place.touch()
+    blocks.own_cache()
+    assert os.environ.get(blocks.CACHE) == (None if spoil else str(place))
+    assert place.is_dir() or spoil == "a file"

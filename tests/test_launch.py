@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import getpass
 import json
 import os
 import shutil
@@ -360,24 +359,6 @@ def test_no_compiled_graph_is_kept_as_a_pickle(launcher: Launcher, tmp_path: Pat
     assert found.status is Status.OK, found.reason
     kept = {path.name for path in (tmp_path / "trial" / "cache").iterdir()}
     assert kept and not kept & {"fxgraph", "aotautograd", "dynamo"}, kept
-
-
-@pytest.mark.parametrize("spoil", ["open to all", "a link", "a file", ""])
-def test_compiled_code_is_kept_where_nobody_else_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: str
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    place = tmp_path / f"torchinductor_{getpass.getuser()}"
-    if spoil == "open to all":
-        place.mkdir()
-        place.chmod(0o777)
-    elif spoil == "a link":
-        place.symlink_to(tmp_path)
-    elif spoil:
-        place.touch()
-    found = launching._environment(Device.CPU, ()).get("TORCHINDUCTOR_CACHE_DIR")
-    assert found == (None if spoil else str(place))
 
 
 def test_all_sockets_are_on_loopback(launcher: Launcher, tmp_path: Path) -> None:

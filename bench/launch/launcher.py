@@ -14,7 +14,6 @@ import json
 import os
 import select
 import shutil
-import stat
 import subprocess
 import sys
 import tempfile
@@ -341,8 +340,9 @@ def _environment(device: Device, packages: tuple[str, ...]) -> dict[str, str]:
     environment.setdefault("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    if cache := _compilers_cache():
-        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
+    # Its default is inside the temporary folder, which is another one for every launcher.
+    cache = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     if device is Device.CPU:
         environment |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     else:
@@ -350,17 +350,3 @@ def _environment(device: Device, packages: tuple[str, ...]) -> dict[str, str]:
         environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
         environment["DS_ACCELERATOR"] = "cuda"  # DeepSpeed would take the CPU wherever it finds nothing
     return environment
-
-
-def _compilers_cache() -> str:
-    """Where compiled code is kept from trial to trial; empty if that folder is not this user's alone to write to.
-
-    It is run, and its name can be foreseen. torch's own default is inside the temporary folder, which is another one
-    for every launcher.
-    """
-    folder = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    found = os.lstat(folder)
-    own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
-    return str(folder) if own else ""
