@@ -74,6 +74,7 @@ def write_run(
     noise: float = 0.003,
     twin: bool = True,
     fate: Fate = lambda cell, repeat: None,
+    host: Mapping[str, Any] | None = None,
     **manifest: Any,
 ) -> Path:
     """The journal and manifest of a run whose backends take STEP_S times their factor; the first is the baseline."""
@@ -90,6 +91,7 @@ def write_run(
                 record = make_failure(cell, repeat, *failed)
             else:
                 record = _sound(cell, repeat, backends.get(cell.backend, 2.0), random_, noise)
+                record["time"]["host"] = host
             records.append(record | {"slot": len(records)})
     about = make_manifest(
         [*references, *cells, *twins],

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -210,6 +211,16 @@ class TestCommand:
         text = said(capsys)
         assert "noise floor unknown" in text and "two runs are two times" in text and "DIFFERENT" not in text
         assert "ddp-eager N=4 W=2 fp32 ambiguous 1.05" in text and "reference" not in text
+
+    def test_an_aa_pair_without_an_interval_is_not_called_missing(self, tmp_path: Path, capsys: Any) -> None:
+        host = {"host": {"num_cpus": 4, "foreign_cores": 2.0, "stolen_cores": 0.0}}
+        found = records({EAGER: 0.5, DEFERRED: 0.5, dataclasses.replace(EAGER, twin="again"): 0.5}, 3)
+        busy = [record | {"time": record["time"] | host} for record in found]
+        folder = write_run(tmp_path / "busy", busy)
+        main(["compare", str(folder), "--backend", "ddp-deferred", "--against", "ddp-eager"])
+        text = said(capsys)
+        assert "the noise floor of busy is unknown: A/A pair: ddp-eager N=4 W=2 fp32" in text
+        assert "noise floor unknown, so no row is called faster" in text and "no A/A pair" not in text
 
     @pytest.mark.parametrize(
         ("fail_on", "status"),

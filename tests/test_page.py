@@ -344,6 +344,24 @@ class TestOddRuns:
         assert not any(" faster than " in line and "No cell" not in line and "Whether" not in line for line in said)
         assert said[-1].startswith("Noise floor: unknown. The run has no A/A pair")
 
+    def test_peaks_that_are_not_compared_have_their_reason(self, tmp_path: Path) -> None:
+        busy = {"num_cpus": 4, "foreign_cores": 2.0, "stolen_cores": 0.0}
+        folder = write_run(tmp_path / "busy", FACTORS, accumulate=(2,), repeats=1, host=busy)
+        report(folder, drawn=False)
+        text = read(folder / "report.html").text
+        assert f"Not compared with alpha-eager's: {len(FACTORS) - 1} peaks: machine disturbed" in text
+        assert "peaks are" not in text
+        half = write_run(
+            tmp_path / "half",
+            FACTORS,
+            accumulate=(2,),
+            fate=lambda c, _: ("oom", "full") if c.backend == "beta" else None,
+        )
+        report(half, drawn=False)
+        text = read(half / "report.html").text
+        assert "Bytes have no noise: against alpha-eager's, peaks are" in text
+        assert "Not compared with alpha-eager's: 1 peak: no trials (1)." in text
+
     def test_a_run_without_gpus_lacks_their_columns(self, tmp_path: Path) -> None:
         folder = write_run(tmp_path / "cpu", {"alpha": 1.0, "beta": 1.1}, accumulate=(2,))
         report(folder, drawn=False)

@@ -328,6 +328,23 @@ def test_speed_up_is_the_ratio_to_the_reference(realistic: Path) -> None:
     assert f"{ratio:.2f}x" in words and words.count("invalid") == 3
 
 
+@pytest.mark.parametrize("busy", ["reference-1-1", "ddp-eager-2-2"])
+def test_no_speed_up_is_said_of_what_a_busy_machine_measured(busy: str) -> None:
+    tables = run(BACKENDS[:3], [2])
+    there = tables.trials["cell_id"] == busy
+    tables.trials.loc[there, ["num_cpus", "foreign_cores", "stolen_cores"]] = [4, 2.0, 0.0]
+    drawn = plots.figures(tables, manifest(BACKENDS))[-1]
+    said = drawn.data.groupby("backend")["speed_up"].count() > 0
+    every = busy.startswith("reference")
+    assert dict(said) == {"reference": not every, "ddp-eager": False, "ddp-deferred": not every}
+    assert drawn.data["tokens_per_s"].notna().all(), "it is drawn all the same"
+    why = f"no speed-up of {'2 cells' if every else '1 cell'}: machine disturbed there or at the reference"
+    assert why in drawn.words.subtitle
+    quoted = [text for text, _ in texts(drawn.figure) if re.fullmatch(r"\d+\.\d\dx", text)]
+    assert len(quoted) == (0 if every else 2)
+    assert "no speed-up" not in plots.figures(run(BACKENDS[:3], [2]), manifest(BACKENDS))[-1].words.subtitle
+
+
 def test_a_number_of_an_invalid_reference_is_no_base() -> None:
     tables = run(BACKENDS, [2], status=lambda name, *_: ("invalid", "bad") if name == "reference" else ("ok", ""))
     speed_up = plots.figures(tables, manifest(BACKENDS))[-1]

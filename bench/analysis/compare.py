@@ -348,7 +348,7 @@ def notes(a: Run, b: Run, rows: Sequence[Row], margin: float) -> list[str]:
     """What a reader should know before citing the rows."""
     found = []
     if not any(row.judgement.comparison.floor for row in rows):
-        found.append("noise floor unknown: no A/A pair to compare with, so no row is called faster, slower or the same")
+        found.append("noise floor unknown, so no row is called faster, slower or the same")
     if a is not b:
         found.append(
             "two runs are two times: what changed on the machine between them is in the ratios and not in their "

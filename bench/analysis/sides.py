@@ -97,7 +97,7 @@ def _side(trials: pd.DataFrame, steps: pd.DataFrame, cell_id: str, label: str = 
         accumulation_dtype=str(first["accumulation_dtype"]),
         work=", ".join(f"{name} {first[name]}" for name in WORK),
         failed_gates=tuple(f"repeat {', '.join(repeats)}: {text}" for text, repeats in gates.items()),
-        disturbed=tuple(_restless(ok)),
+        disturbed=tuple(restless(ok)),
     )
 
 
@@ -163,7 +163,7 @@ COOL = frozenset({"SwPowerCap"})
 """Slowdowns that a GPU in full use has by itself. What they do to the clock is seen in the cycles."""
 
 
-def _restless(trials: pd.DataFrame) -> list[str]:
+def restless(trials: pd.DataFrame) -> list[str]:
     """In what the machine was not idle, or did not keep its clocks, in half of a cell's good trials or more."""
     found: list[str] = []
     if trials[["num_cpus", "clock_slowdowns", "foreign_gpu_processes"]].isna().all(axis=None):

@@ -11,6 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
+from bench.analysis.sides import restless
+from bench.analysis.verdicts import Reason
 from bench.cell import REFERENCE, Precision, Status
 from bench.report import style
 from bench.report.numbers import SAID_OF_CELLS, cells_with, interval_line, with_cells
@@ -25,6 +27,7 @@ from bench.report.panels import (
     panel_grid,
 )
 from bench.report.style import GREY, SMALL, Key, safe
+from bench.words import plural
 
 INTERVAL_ON_LINE = 2.0
 """Points of an interval that lies on a thinner line."""
@@ -44,6 +47,7 @@ def _rows(
     also: list[str],
     limits: list[str],
     remark: str,
+    refused: str = "",
 ) -> list[Drawing]:
     """A panel per N with a row per backend."""
     panels = run.panels(trials, [*CONTEXT, "accumulate"], [value])
@@ -63,6 +67,7 @@ def _rows(
         lines = math.ceil(len(chunk) / most)
         columns = math.ceil(len(chunk) / lines)
         words = run.words(title)
+        words.subtitle += f"; {refused}" if refused else ""
         words.notes[:0] = [*page.left_out, f"Right margins: {remark}."]
         height = lines * (row * len(shown) + 0.3) + 0.35
         figure = style.sheet(words, [keys, run.signs(trials)], height, height)
@@ -127,12 +132,20 @@ def draw_speed_up(run: Run) -> list[Drawing]:
     """Tokens per second of every backend, and how many times the reference's that is."""
     value = "tokens_per_s"
     trials = with_cells(run, run.trials, value)
+    # What compare calls not comparable is drawn, and no number is said of it.
+    ok = run.trials[run.trials["status"] == Status.OK]
+    disturbed = [cell_id for cell_id, rows in ok.groupby("cell_id") if restless(rows)]
+    trials["disturbed"] = trials["cell_id"].isin(disturbed)
     reference = trials[(trials["backend"] == REFERENCE) & trials["valid"]]
-    good = reference.groupby(REFERENCE_KEYS)[f"{value}_cell"].first()
-    trials = trials.merge(good.rename("reference_tokens_per_s"), on=REFERENCE_KEYS, how="left")
+    good = reference.groupby(REFERENCE_KEYS).agg(
+        reference_tokens_per_s=(f"{value}_cell", "first"), reference_disturbed=("disturbed", "first")
+    )
+    trials = trials.merge(good, on=REFERENCE_KEYS, how="left")
     # The reference is fp32, and what is invalid has no ratio.
-    fair = trials["valid"] & (trials["precision"] == Precision.FP32)
-    trials["speed_up"] = (trials[f"{value}_cell"] / trials["reference_tokens_per_s"]).where(fair)
+    fair = trials["valid"] & (trials["precision"] == Precision.FP32) & trials["reference_tokens_per_s"].notna()
+    refused = fair & (trials["disturbed"] | trials["reference_disturbed"].eq(True))
+    ratio = trials[f"{value}_cell"] / trials["reference_tokens_per_s"]
+    trials["speed_up"] = ratio.where(fair & ~refused)
 
     def paint(axes: Axes, at: int, cell: pd.DataFrame, _: Panel) -> str:
         first, look = cell.iloc[0], run.looks[cell["backend"].iloc[0]]
@@ -162,4 +175,11 @@ def draw_speed_up(run: Run) -> list[Drawing]:
         also,
         [value],
         f"{remark}; small points are trials, large ones their cells ({SAID_OF_CELLS[value]})",
+        _refused(trials[refused]),
     )
+
+
+def _refused(trials: pd.DataFrame) -> str:
+    """Why speed-ups of cells are not said, with how many; empty if all are."""
+    cells = trials.loc[trials["backend"] != REFERENCE, "cell_id"].nunique()
+    return f"no speed-up of {plural(cells, 'cell')}: {Reason.DISTURBED} there or at the reference" if cells else ""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
+from bench.analysis.baseline import Standing
 from bench.analysis.compare import Row
 from bench.analysis.defects import note
 from bench.analysis.estimate import NAME
@@ -105,8 +106,6 @@ def _factor(row: Row) -> float:
 
 def memory(of: Material) -> Section:
     """How much memory a rank needs."""
-    verdicts = Counter(row.memory.verdict.verdict for row in of.standing.rows)
-    said = ", ".join(f"{verdicts[one]} {one}" for one in Exact if verdicts[one])
     known = of.others[of.others["peak_memory_bytes"].notna()]
     if known.empty:
         sentences: tuple[str, ...] = ("No cell has a peak of memory that was measured.",)
@@ -116,8 +115,7 @@ def memory(of: Material) -> Section:
         ends = [(of.label(row["cell_id"]), size(float(row["peak_memory_bytes"]))) for _, row in there.iterrows()]
         second = f"At N = {most} the least is {ends[0][1]} ({ends[0][0]})"
         second += f", and the most {ends[-1][1]} ({ends[-1][0]})." if len(ends) > 1 else "."
-        against = f"Bytes have no noise: against {of.standing.baseline}'s, peaks are {said}." if said else ""
-        sentences = tuple(filter(None, (against, second)))
+        sentences = (*_peaks_against(of.standing), second)
     parts = memory_by_cell(of.run.tables.memory, PEAK)
     used = [str(c) for c in Category if str(c) in parts and (parts[str(c)] > 0).any()]
     largest = of.cells["peak_memory_bytes"].max()
@@ -149,6 +147,25 @@ def memory(of: Material) -> Section:
         plots=("memory_categories", "peak_memory", "held_gradients"),
         table=table_of(caption, header, of.cells, line, words=2),
     )
+
+
+def _peaks_against(standing: Standing) -> Iterator[str]:
+    """How many peaks are above the baseline's and how many below, and why others are not compared."""
+    known = Counter(row.memory.verdict.verdict for row in standing.rows)
+    unknown = Counter(_why_no_memory(row) for row in standing.rows if row.memory.verdict.verdict is Exact.UNKNOWN)
+    if said := ", ".join(f"{known[one]} {one}" for one in Exact if one is not Exact.UNKNOWN and known[one]):
+        yield f"Bytes have no noise: against {standing.baseline}'s, peaks are {said}."
+    if unknown:
+        reasons = ", ".join(f"{reason} ({count})" for reason, count in unknown.most_common())
+        yield f"Not compared with {standing.baseline}'s: {plural(unknown.total(), 'peak')}: {reasons}."
+
+
+def _why_no_memory(row: Row) -> str:
+    """Why the peaks of two cells are not compared."""
+    if row.judgement.verdict is Verdict.NOT_COMPARABLE:
+        return str(row.judgement.reason)
+    number = row.memory
+    return "counted in another way" if number.a is not None and number.b is not None else "not measured"
 
 
 def correctness(of: Material) -> Section:
