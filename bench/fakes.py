@@ -16,6 +16,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode, unset_fake_temporarily
 from torch.distributed import device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import _disable_current_modes
 
 from bench.ondemand import loops, on_demand
 
@@ -33,6 +35,13 @@ REAL = (
     (device_mesh.DeviceMesh, "__getitem__"),
 )
 """What keeps the numbers of ranks in tensors and reads them."""
+
+SHAPES = "_propagate_tensor_meta_non_cached"
+"""Where a DTensor's operator tries its shapes on whole fake tensors of its own.
+
+With real tensors it remembers them. Under fake ones it takes itself for traced and tries them anew in every step, which
+torch 2.11 does for the optimizer's operators on lists too: they would count as if a step gathered all parameters.
+"""
 
 
 class FakeTensors:
@@ -52,6 +61,7 @@ class FakeTensors:
         for owner, name in REAL:
             self._replace(owner, name, _real(getattr(owner, name)))
         self._replace(_fsdp_param, "_chunk_with_empty", _first_chunk)
+        self._replace(ShardingPropagator, SHAPES, _unseen(getattr(ShardingPropagator, SHAPES)))
         for owner, name in loops(self._packages):
             self._replace(owner, name, on_demand(getattr(owner, name)))
         if masking := sys.modules.get("transformers.masking_utils"):
@@ -137,6 +147,17 @@ def _real(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         with unset_fake_temporarily():
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, run where no mode sees its tensors: neither this one nor the ledger of memory."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
             return function(*args, **kwargs)
 
     return run

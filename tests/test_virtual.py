@@ -9,11 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bench.analysis.formulas import expect, layout_of
 from bench.backends.base import registry
 from bench.cell import Cell, Device, Precision, Status
+from bench.fakes import FakeTensors
 from bench.launch.launcher import Launcher
+from bench.probes.ledger import TensorLedger
 from bench.spec import Spec
 from bench.taps import SETTLED_WINDOWS
 from bench.virtual import passes, refusal
@@ -108,6 +115,22 @@ def test_views_that_deepspeed_makes_for_every_rank_are_missed_by_none(
     fake, real = world(world_size, "fake zero")[backend], world(world_size, "virtual")[backend]
     assert fake["collectives"] == real["collectives"]
     assert fake["memory"] == pytest.approx(real["memory"], abs=64 if "lightning" in backend else 0)
+
+
+@pytest.fixture
+def pretended() -> Iterator[DeviceMesh]:
+    """A mesh over 8 ranks, of which only this one exists."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    yield init_device_mesh("cpu", (8,))
+    dist.destroy_process_group()
+
+
+def test_the_whole_tensors_of_which_dtensor_learns_shapes_are_not_counted(pretended: DeviceMesh) -> None:
+    ledger = TensorLedger("cpu")
+    with FakeTensors(torch.device("cpu")), ledger:
+        shard = torch.zeros(1_000)
+        DTensor.from_local(shard, pretended, [Shard(0)], run_check=False).erfinv()
+    assert ledger.peak == 2 * shard.nbytes
 
 
 @pytest.fixture(scope="module")
