@@ -162,6 +162,7 @@ _STORED: dict[str, Callable[[Any], bool]] = {
     **_RESULT,
     **{name: or_none(is_right) for name, is_right in _EXTRA.items()},
     "slot": integer,
+    "cold": boolean,
     "passes": list_of(text),
     "ended": text,
     "last_lines": list_of(text),

@@ -283,7 +283,7 @@ class Runner:
             "passes": passes,
             "ended": opening.now(),
             "wall_s": outcome.wall_s,
-        }
+        } | ({} if outcome.cold is None else {"cold": outcome.cold})
 
     def _keep_logs(self, trial: Trial, outcome: Outcome) -> dict[str, Any]:
         """Save what a failed trial left: by kind, the paths within the run's folder.

@@ -157,6 +157,24 @@ def test_uncommitted_changes_are_told(copy: Path) -> None:
     assert "uncommitted" in found(copy, Level.WARNING)["code"]
 
 
+@pytest.mark.parametrize(
+    ("colds", "asked", "level", "text"),
+    [
+        ((False, False, False), False, Level.GOOD, "3 trials started from the fork server, as asked"),
+        ((True, True, True), True, Level.GOOD, "3 trials started from new interpreters, as asked"),
+        ((True, True, True), False, Level.WARNING, "3 trials started from new interpreters, unasked"),
+        ((False, True, True), False, Level.WARNING, "2 of 3 trials started from new interpreters, the others"),
+    ],
+)
+def test_how_trials_started_is_told(copy: Path, colds: tuple[bool, ...], asked: bool, level: Level, text: str) -> None:
+    assert not any(one.topic == "starts" for one in check(copy)), "an older journal does not tell"
+    write_manifest(copy, read_manifest(copy) | {"cold": asked})
+    for number, cold in enumerate(colds):
+        edit(copy, number, lambda record, cold=cold: record.update(cold=cold))
+    (told,) = (one for one in check(copy) if one.topic == "starts")
+    assert (told.level, told.text[: len(text)]) == (level, text)
+
+
 def warnings_of(tmp_path: Path, change: Any, **more: Any) -> dict[str, str]:
     simulate(tmp_path / "run", {"base": 1.0, "other": 1.3}, change=change, repeats=20, **more)
     return found(tmp_path / "run", Level.WARNING)

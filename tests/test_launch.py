@@ -527,11 +527,14 @@ def test_a_package_that_initializes_cuda_is_not_forked_from(
     needs = {"plain": (), "initializing": ("initializer",)}
     stand_ins = {name: SimpleNamespace(requires=packages) for name, packages in needs.items()}
     monkeypatch.setattr(launching, "registry", lambda names: stand_ins)
+    cold = []
     with Launcher(Device.CUDA) as launcher:
         for backend in ("plain", "initializing", "plain"):
             found = play(launcher, tmp_path, "end", backend=backend)
             assert (found.status, found.reason) == (Status.OK, "")
+            cold.append(found.cold)
         assert {server._cold for server in launcher._servers.values()} == {initializes}
+    assert cold == [False, initializes, initializes]
     assert capfd.readouterr().err.count("importing initializer initializes CUDA") == int(initializes)
 
 

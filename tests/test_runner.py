@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,13 @@ def test_records_hold_the_facts(tmp_path: Path) -> None:
     assert record["time"]["ranks_agree"] is True
     assert record["passes"] == list(ALL_PASSES)
     assert (record["wall_s"], record["training_s"], record["reason"]) == (4.25, 3.0, "")
+
+
+def test_records_tell_how_their_ranks_started(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", repeats=1)
+    run.go(when("b0", [0], replace(failed(), cold=True)))
+    told = {record["cell"]["backend"]: record.get("cold", "untold") for record in run.records}
+    assert told == dict.fromkeys(told, "untold") | {"b0": True}
 
 
 def test_what_a_trial_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

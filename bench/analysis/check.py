@@ -61,6 +61,7 @@ def check(folder: Path) -> list[Finding]:
         *_tables(folder, run),
         *_trials(run, records),
         *_order(records),
+        *_starts(run, records),
         *_surroundings(run),
         *_samples(run, records),
         *_gates(run),
@@ -177,6 +178,20 @@ def _order(records: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
         )
     else:
         yield Finding(Level.GOOD, topic, f"{plural(blocks, 'block')}, each in an order of its own")
+
+
+def _starts(run: Run, records: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    """Whether the trials' processes started as was asked, and all in one way; older records do not tell."""
+    topic, told = "starts", [record["cold"] for record in records if "cold" in record]
+    cold, all_of_them = sum(told), f"{plural(len(told), 'trial')} started from"
+    if 0 < cold < len(told):
+        text = f"{cold} of {all_of_them} new interpreters, the others from the fork server, which may differ in speed"
+        yield Finding(Level.WARNING, topic, text)
+    elif cold and not run.manifest.get("cold"):
+        text = f"{all_of_them} new interpreters, unasked: forked processes could not use the device"
+        yield Finding(Level.WARNING, topic, text)
+    elif told:
+        yield Finding(Level.GOOD, topic, f"{all_of_them} {'new interpreters' if cold else 'the fork server'}, as asked")
 
 
 def _surroundings(run: Run) -> Iterator[Finding]:

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, ClassVar, Protocol, Self
 
@@ -91,11 +92,13 @@ class Launcher:
         """Run one trial to its end, or end it after ``timeout_s``, or once no rank got on for ``inactivity_s``.
 
         The calling thread sleeps meanwhile. Raises LauncherError if the launcher's process does not come up.
+
+        The outcome says whether the ranks started cold: where no forked process can use the device they do, unasked.
         """
         packages = () if self._cold else registry([task.backend])[task.backend].requires
         server = self._servers.setdefault(packages, _Server(self._device, packages, cold=self._cold))
         try:
-            return server.run(task, timeout_s, inactivity_s)
+            return replace(server.run(task, timeout_s, inactivity_s), cold=self._cold)
         except _ForkError as error:
             self._cold = True
             print(f"bench: {error}", file=sys.stderr)

@@ -34,6 +34,8 @@ class Outcome:
     traceback: str = ""
     last_lines: list[str] = field(default_factory=list)
     """Of the traceback, or of the log of a rank that left no word."""
+    cold: bool | None = None
+    """Whether its ranks started from new interpreters, not from the fork server; None if none was started."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
