@@ -28,6 +28,7 @@ def install(session: nox.Session) -> None:
         session.log(f"{' and '.join(INSTALLED_FROM)} are as they were when this environment was installed")
         return
     groups = ("--group", "test", "--group", "lint")
+    session.log("installing torch, Lightning, DeepSpeed and the tools, maybe gigabytes: pip is silent for some minutes")
     # DeepSpeed comes as source; with its operators off, nothing is compiled, and torch need not be there first.
     session.install("-c", "constraints.txt", "-e", ".", *groups, env={"DS_BUILD_OPS": "0"})
     stamp.write_text(digest)

@@ -317,3 +317,10 @@ def test_telling_scenarios_show_new_findings_the_gravest_first() -> None:
 def test_nothing_here_imports_torch() -> None:
     code = "import sys, bench.report.semantics_page, bench.report.weights; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize(("number", "said"), [(1, "1 update"), (2, "2 updates")])
+def test_one_update_is_not_many(number: int, said: str) -> None:
+    seen = make_observation(updates=[{0: {0: 1.0}}] * number, scenario={"max_steps": 5})
+    for finding in ("stops late", "stops early", "hooks too often", "never stops"):
+        assert re.search(rf"\b{said}\b", conformance.NUMBERS[finding](seen)), finding

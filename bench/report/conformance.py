@@ -20,6 +20,7 @@ from matplotlib.patches import Patch, Rectangle
 from bench.report import style
 from bench.report.panels import Drawing
 from bench.report.style import Key, Ruler, Words
+from bench.words import plural
 
 Observation = Mapping[str, Any]
 """One backend in one scenario (``bench.analysis.diagnosis.observation``)."""
@@ -176,8 +177,12 @@ def _headline(seen: Observation) -> str:
     return ""
 
 
+def _updates(seen: Observation) -> str:
+    return plural(len(seen["updates"]), "update")
+
+
 def _never_stops(seen: Observation) -> str:
-    parts = [f"{len(seen['updates'])} updates", _headline(seen)]
+    parts = [_updates(seen), _headline(seen)]
     return f"({', '.join(part for part in parts if part)})"
 
 
@@ -204,14 +209,14 @@ NUMBERS: dict[str, Callable[[Observation], str]] = {
     "mean of means": _distortion,
     "carried over": lambda seen: f"{len(_mixed(seen))} of {len(seen['updates'])}",
     "never stops": _never_stops,
-    "stops late": lambda seen: f"({len(seen['updates'])} updates, not {seen['scenario']['max_steps']})",
-    "stops early": lambda seen: f"({len(seen['updates'])} updates, not {seen['scenario']['max_steps']})",
+    "stops late": lambda seen: f"({_updates(seen)}, not {seen['scenario']['max_steps']})",
+    "stops early": lambda seen: f"({_updates(seen)}, not {seen['scenario']['max_steps']})",
     "miscounted": _miscounted,
     "misestimated": lambda seen: (
         f"({seen['steps_reported'].get('trainer.estimated_stepping_batches', '?')}, not {len(seen['updates'])})"
     ),
     "hooks too often": lambda seen: (
-        f"({seen['steps_reported'].get('on_before_optimizer_step', '?')} for {len(seen['updates'])} updates)"
+        f"({seen['steps_reported'].get('on_before_optimizer_step', '?')} for {_updates(seen)})"
     ),
     "lost": _of_samples("samples_lost"),
     "left open": _of_samples("samples_left_open"),
