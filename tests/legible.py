@@ -1,4 +1,4 @@
-"""Whether a figure can be read: every text is within it, and none lies on another."""
+"""Whether a figure can be read: every text is within it, none lies on another, and no leader runs through one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 
 from matplotlib.figure import Figure
-from matplotlib.text import Text
+from matplotlib.text import Annotation, Text
 from matplotlib.transforms import Bbox
 
 from bench.report import style
@@ -28,6 +28,16 @@ def texts(figure: Figure) -> Iterator[tuple[str, Bbox]]:
             yield text.get_text(), Text.get_window_extent(text)
 
 
+def leaders(figure: Figure) -> Iterator[tuple[str, list[tuple[float, float]]]]:
+    """Of every label with a leader its text, and points along the leader, in pixels."""
+    for axes in figure.axes:
+        for label in axes.texts:
+            if isinstance(label, Annotation) and label.arrow_patch is not None and label.get_text().strip():
+                line = label.arrow_patch
+                (x0, y0), (x1, y1) = line.get_transform().transform(line.get_path().vertices)[[0, -1]]
+                yield label.get_text(), [(x0 + (x1 - x0) * i / 200, y0 + (y1 - y0) * i / 200) for i in range(201)]
+
+
 def words(figure: Figure) -> list[str]:
     """The texts without their boxes."""
     figure.draw_without_rendering()
@@ -35,9 +45,9 @@ def words(figure: Figure) -> list[str]:
 
 
 def assert_legible(figure: Figure, most_height: float) -> None:
-    """Fails for a text that leaves the figure or lies on another, and for a figure that is too high, in inches.
+    """Fails for a text that leaves the figure, lies on another or is struck through, and for a figure that is too high.
 
-    At the resolution of the file, where glyphs may be wider than at the figure's own.
+    ``most_height`` is in inches. At the resolution of the file, where glyphs may be wider than at the figure's own.
     """
     figure.set_dpi(style.DPI)
     figure.draw_without_rendering()
@@ -51,3 +61,7 @@ def assert_legible(figure: Figure, most_height: float) -> None:
         wide = min(first.x1, second.x1) - max(first.x0, second.x0)
         tall = min(first.y1, second.y1) - max(first.y0, second.y0)
         assert wide < 1 or tall < 1, (one, other)
+    for whose, points in leaders(figure):
+        for text, box in boxes:
+            inner = Bbox.from_extents(box.x0 + 1, box.y0 + 1, box.x1 - 1, box.y1 - 1)
+            assert text == whose or not any(inner.contains(x, y) for x, y in points), f"{whose}'s leader is on {text}"

@@ -170,4 +170,4 @@ def _label_ends(figure: Figure, axes: Axes, ends: list[tuple[str, float, float, 
     for (_, x, y, text, colour), height in zip(placed, middle, strict=True):
         axes.annotate(safe(text), (x, y), (1.035, height), xycoords="data", textcoords="axes fraction", va="center",
                       size=SMALL, color=colour, arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.5,
-                      "alpha": 0.6, "shrinkA": 1, "shrinkB": 3})  # fmt: skip
+                      "alpha": 0.6, "shrinkA": 1, "shrinkB": 3, "relpos": (0, 0.5)})  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -80,7 +80,7 @@ def _draw(report: Report, rows: Sequence[Row], stem: str, which: str, notes: Seq
         subtitle += f". DIFFERENT MACHINES OR SOFTWARE: {keys}" + (" ..." if len(report.differences) > 4 else "")
     floors = [row.judgement.comparison.floor for row in report.rows if row.judgement.comparison.floor]
     floor = floors[0] if floors and floors[0].low is not None else None
-    footer = "Below 1, B is faster; hollow: no interval, with too few trials; crossed out: not comparable."
+    footer = f"{'; '.join(_marks(report.rows))}."
     if floor is None:
         footer += " The noise floor is unknown, so no row is called faster, slower or the same."
     words = Words(f"Time of B over time of A{which}", subtitle, footer, list(notes))
@@ -103,6 +103,15 @@ def _draw(report: Report, rows: Sequence[Row], stem: str, which: str, notes: Seq
     if report.threshold is not None:
         axes.axvline(1 + report.threshold, color=COLOURS[Verdict.SLOWER], linewidth=0.9, linestyle="--", zorder=1.5)
     return Drawing(stem, figure, pd.DataFrame([record(row) for row in rows]), words)
+
+
+def _marks(rows: Sequence[Row]) -> Iterator[str]:
+    """How to read what is drawn; of marks that are not there nothing is said."""
+    yield "Below 1, B is faster"
+    if any(row.time is not None and row.time.low is None for row in rows):
+        yield "hollow: no interval, with too few trials"
+    if any(row.judgement.verdict is Verdict.NOT_COMPARABLE for row in rows):
+        yield "on grey: not comparable"
 
 
 def _num_groups(rows: Sequence[Row]) -> int:
