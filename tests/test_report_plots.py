@@ -129,3 +129,12 @@ def test_figures_of_an_earlier_report_are_removed(folder: Path, tmp_path: Path) 
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted({*own, *(path.name for path in after)})
     assert all((tmp_path / name).read_text() == text for name, text in own.items())
     assert plots.draw(few, manifest, tmp_path) == after
+
+
+def test_no_leader_of_the_reference_run_strikes_a_label_through() -> None:
+    """Where many lines end close to each other."""
+    run = load(Path(__file__).parent.parent / "results/cpu-new")
+    with matplotlib.style.context(list(style.BASE)):
+        found = {drawing.stem: drawing for drawing in plots.figures(run.tables, run.manifest)}
+        for stem in ("peak_memory", "held_gradients", "step_time"):
+            legible.assert_legible(found[stem].figure, 12)
