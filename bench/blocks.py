@@ -12,7 +12,6 @@ import contextlib
 import importlib.util
 import os
 import shutil
-import stat
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from bench import virtual
 from bench.backends.base import Backend
 from bench.cell import Cell, Device
+from bench.folders import private
 
 if TYPE_CHECKING:
     from torch import nn
@@ -88,8 +88,7 @@ def own_cache() -> None:
         return
     with contextlib.suppress(FileExistsError):
         Path(name).mkdir(mode=0o700, parents=True)
-    found = os.lstat(name)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+    if not private(Path(name)):
         del os.environ[CACHE]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -59,9 +59,10 @@ class FakeTensors:
         self._open = ExitStack()
         self._replace(nn.Module, "_apply", _apply)
         for owner, name in REAL:
-            self._replace(owner, name, _real(getattr(owner, name)))
+            self._replace(owner, name, _within(unset_fake_temporarily, getattr(owner, name)))  # with real tensors
         self._replace(_fsdp_param, "_chunk_with_empty", _first_chunk)
-        self._replace(ShardingPropagator, SHAPES, _unseen(getattr(ShardingPropagator, SHAPES)))
+        # No mode sees its tensors: neither this one nor the ledger of memory.
+        self._replace(ShardingPropagator, SHAPES, _within(_disable_current_modes, getattr(ShardingPropagator, SHAPES)))
         for owner, name in loops(self._packages):
             self._replace(owner, name, on_demand(getattr(owner, name)))
         if masking := sys.modules.get("transformers.masking_utils"):
@@ -141,23 +142,12 @@ class _Mode(FakeTensorMode):
         return result
 
 
-def _real(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, run with real tensors."""
+def _within(context: Callable[[], AbstractContextManager[Any]], function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, run in a new such context each time."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with unset_fake_temporarily():
-            return function(*args, **kwargs)
-
-    return run
-
-
-def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, run where no mode sees its tensors: neither this one nor the ledger of memory."""
-
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
+        with context():
             return function(*args, **kwargs)
 
     return run

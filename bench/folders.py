@@ -1,9 +1,10 @@
-"""Where runs and their plots go if nothing else is said."""
+"""Where runs and their plots go if nothing else is said, and which folders are this user's alone."""
 
 from __future__ import annotations
 
 import datetime
 import os
+import stat
 from pathlib import Path
 
 RESULTS, PLOTS = Path("results"), Path("plots")
@@ -24,3 +25,9 @@ def new_folder(name: str) -> Path:
     """A folder that does not exist yet."""
     stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
     return RESULTS / f"{stamp}-{name}"
+
+
+def private(folder: Path) -> bool:
+    """Whether it is a folder, not a link to one, that this user alone can write. Raises OSError if it is not there."""
+    found = folder.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022

@@ -13,7 +13,6 @@ import json
 import os
 import re
 import socket
-import stat
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.errors import InputError
+from bench.folders import private
 
 FILE = "run.lock"
 """In a run's folder, while a bench works in it."""
@@ -64,10 +64,10 @@ def runtime_folder() -> Path:
         folder = Path(given) / "accumulation-bench"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
+        alone = private(folder)
     except OSError as error:
         raise InputError(f"{folder}: cannot be made ({error.strerror}); set XDG_RUNTIME_DIR to a folder") from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+    if not alone:
         raise InputError(f"{folder}: is not a folder that you alone can write; remove it, or set XDG_RUNTIME_DIR")
     return folder
 
