@@ -18,6 +18,7 @@ CHECKS: dict[str, Check] = {
     "command": list_of(text),
     "matrix": table(name=text, source=text, values=table_of(anything), places=table_of(text)),
     "cells": list_of(table_of(anything)),
+    "remarks": table_of(text),
     "backends": table_of(table_of(text)),
     "baseline": text,
     "cold": boolean,

@@ -60,6 +60,7 @@ def create(
         "cells": [cell.to_dict() for cell in cells],
         "most_repeats": dict(most_repeats or {}),
         "skipped": dict(skipped or {}),
+        "remarks": {cell.cell_id: text for cell in cells if (text := backends[cell.backend].remark(cell))},
         "backends": {name: about for name, about in describe(backends).items() if name in used},
         "baseline": baseline(matrix, backends),
         "cold": cold,

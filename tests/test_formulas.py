@@ -268,7 +268,21 @@ def test_settings_are_those_that_the_backend_gives_to_deepspeed() -> None:
     settings = zero_settings(cell, llama_layout(SIZES["tiny"]), 3)
     block = SIZES["tiny"].num_block_parameters
     assert (settings.reduce_bucket, settings.prefetch, settings.max_live) == (block, block, 2 * block)
-    assert settings.overlap
+
+
+@pytest.mark.parametrize("virtual", [False, True])
+def test_deepspeed_overlaps_where_there_is_something_to_overlap(virtual: bool) -> None:
+    """Stage 2 with other ranks, stage 3 always, and nothing on the CPU; the ranks of a virtual world count too."""
+    overlapping = {
+        (stage, world_size, str(device))
+        for stage in (2, 3)
+        for world_size in (1, 8)
+        for device in Device
+        if zero_settings(
+            make_cell(world_size=world_size, device=device, virtual=virtual), llama_layout(SIZES["tiny"]), stage
+        ).overlap
+    }
+    assert overlapping == {(2, 8, "cuda"), (3, 1, "cuda"), (3, 8, "cuda")}
 
 
 def test_lightning_broadcasts_a_flag_per_micro_batch_and_nothing_alone() -> None:

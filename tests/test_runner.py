@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from bench import disk, machine, opening, runner
-from bench.backends.base import Backend
-from bench.cell import REFERENCE, Cell, Status
+from bench.backends.base import Backend, registry
+from bench.cell import REFERENCE, Cell, Device, Status
 from bench.errors import InputError
 from bench.interrupt import terminate_as_interrupt
 from bench.journal import JOURNAL, MANIFEST, Journal, read_manifest, write_manifest
@@ -764,3 +764,19 @@ def test_what_the_run_was_told_of_its_cells_is_stored(tmp_path: Path) -> None:
     opening.create(tmp_path / "run", made, cells, BACKENDS, cold=False, most_repeats=told, skipped={"x": "too large"})
     manifest = read_manifest(tmp_path / "run")
     assert (manifest["most_repeats"], manifest["skipped"]) == (told, {"x": "too large"})
+    assert manifest["remarks"] == {}
+
+
+def test_what_has_to_be_said_beside_a_cell_is_stored(tmp_path: Path) -> None:
+    names = ("deepspeed-zero2-eager", "deepspeed-zero3-eager", "lightning-deepspeed-zero3")
+    cells = [
+        make_cell(backend=name, world_size=w, device=device)
+        for name in names
+        for w in (1, 2)
+        for device in (Device.CPU, Device.CUDA)
+    ]
+    opening.create(tmp_path / "run", make_matrix(), cells, registry(), cold=False)
+    remarks = read_manifest(tmp_path / "run")["remarks"]
+    alone = [cell for cell in cells if "zero3" in cell.backend and cell.world_size == 1 and cell.device is Device.CUDA]
+    assert remarks.keys() == {cell.cell_id for cell in alone}
+    assert all("says nothing about larger worlds" in text for text in remarks.values())

@@ -255,6 +255,14 @@ class Backend(ABC):
         return {}
 
     @classmethod
+    def remark(cls, cell: Cell) -> str:
+        """What has to be said beside the numbers of this cell, in one sentence; empty if nothing has.
+
+        It is written to run.json when the run begins (``remarks``, by id of cells), for all who show the cell.
+        """
+        return ""
+
+    @classmethod
     def missing(cls, device: Device) -> str:
         """Why this machine cannot run the backend on ``device``, and what to do; empty if it can."""
         absent = [package for package in ("torch", *cls.requires) if importlib.util.find_spec(package) is None]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench.backends.base import BF16_PARAMETERS, Backend, Job
-from bench.cell import Sharding, Stepping, Sync
+from bench.cell import Cell, Device, Sharding, Stepping, Sync
 from bench.errors import UnsupportedError
 from bench.probes.categories import Category
 
@@ -24,9 +24,15 @@ def zero_config(stage: int, job: Job) -> dict[str, Any]:
     in fp32 (the default of both is the model's dtype). A bucket holds one block, FSDP2's unit (the default of 5e8
     elements would be the peak of a small model). Stage 3 keeps no parameter gathered for being small, gathers
     one block ahead and releases each block after its forward, as FSDP2 does (the defaults would keep a whole model of
-    up to 1e9 parameters gathered). Communication overlaps on CUDA only; the CPU has no streams. The throughput timer is
-    off, since it synchronizes the device in every micro-batch.
+    up to 1e9 parameters gathered). The throughput timer is off, since it synchronizes the device in every micro-batch.
+
+    ``overlap_comm`` is off on the CPU, which has no streams. In stage 2 (where the default is off) it is on where there
+    are other ranks, as DDP and FSDP2 overlap too: it synchronizes the whole device after every backward
+    (stage_1_and_2.py:independent_gradient_partition_epilogue), and on one rank it hides nothing for that. In stage 3 it
+    is on, as by default: on one rank the host waits at every fetch for the stream of gathers
+    (partition_parameters.py:NoGatherHandle.wait), which without overlap is the stream that computes.
     """
+    overlaps = job.device.type == "cuda" and (stage == 3 or job.cell.world_size > 1)
     bucket = max(2, job.block_parameters + job.block_parameters % 2)  # DeepSpeed wants an even number
     return {
         "train_micro_batch_size_per_gpu": job.cell.micro_batch_size,
@@ -38,7 +44,7 @@ def zero_config(stage: int, job: Job) -> dict[str, Any]:
         "timers": {"throughput": {"enabled": False}},
         "zero_optimization": {
             "stage": stage,
-            "overlap_comm": job.device.type == "cuda",
+            "overlap_comm": overlaps,
             "contiguous_gradients": True,
             "reduce_scatter": True,
             "reduce_bucket_size": bucket,
@@ -49,6 +55,20 @@ def zero_config(stage: int, job: Job) -> dict[str, Any]:
             "stage3_prefetch_bucket_size": job.block_parameters,
         },
     }
+
+
+def remark(stage: int, cell: Cell) -> str:
+    """``Backend.remark`` of everything that runs DeepSpeed.
+
+    deepspeed/runtime/zero/partition_parameters.py: ``all_gather_coalesced`` calls ``_no_gather_coalesced`` where a
+    group has one rank, whose handles' ``wait`` synchronizes the stream of gathers. ``AllGatherHandle.wait`` does not.
+    """
+    if stage == 3 and cell.world_size == 1 and cell.device is Device.CUDA:
+        return (
+            "on one rank ZeRO-3 gathers nothing, and DeepSpeed makes the host wait for a CUDA stream at every fetch of "
+            "a module's parameters, which it does not on several ranks: this step time says nothing about larger worlds"
+        )
+    return ""
 
 
 def prepare() -> None:
@@ -166,6 +186,10 @@ class DeepSpeedZero2Eager(Backend):
                 engine.step()
                 if engine.global_steps == job.max_steps:
                     return
+
+    @classmethod
+    def remark(cls, cell: Cell) -> str:
+        return remark(cls.stage, cell)
 
     def zero_grad(self) -> None:
         self.engine.optimizer.zero_grad()

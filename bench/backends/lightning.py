@@ -11,7 +11,7 @@ from bench.backends import deepspeed as ds
 from bench.backends import fsdp2, metadata
 from bench.backends.base import BF16_PARAMETERS, Backend, Job
 from bench.backends.plain import NO_FAKE_DDP
-from bench.cell import Sharding, Stepping, Sync
+from bench.cell import Cell, Sharding, Stepping, Sync
 from bench.probes.categories import Category
 
 CHECKPOINT = "checkpoint.ckpt"
@@ -276,6 +276,10 @@ class LightningDeepSpeedZero2(LightningBackend):
     bf16_as = BF16_PARAMETERS
     stage: ClassVar[int] = 2
     defect = "Lightning divides the loss by N, and so does the DeepSpeed engine: every update is 1/N of the right one"
+
+    @classmethod
+    def remark(cls, cell: Cell) -> str:
+        return ds.remark(cls.stage, cell)
 
     def strategy(self, job: Job) -> Strategy:
         from lightning.pytorch.strategies import DeepSpeedStrategy
