@@ -181,7 +181,11 @@ def fake_group() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("fake_group")
-def test_what_a_collective_reads_and_writes_is_communication() -> None:
+@pytest.mark.parametrize("has_work", [True, False])
+def test_what_a_collective_reads_and_writes_is_communication(monkeypatch: pytest.MonkeyPatch, has_work: bool) -> None:
+    """NCCL hands back no Work for a synchronous collective: its boxed one is None."""
+    if not has_work:
+        monkeypatch.setattr(dist.Work, "unbox", lambda boxed: None)
     with TensorLedger("cpu") as ledger:
         part, whole = torch.zeros(KIB), torch.zeros(2 * KIB)
         dist.all_gather_into_tensor(whole, part)
@@ -191,7 +195,7 @@ def test_what_a_collective_reads_and_writes_is_communication() -> None:
 
 
 STATS = {
-    "requested_bytes.all.peak": 9_000,
+    "requested_bytes.all.peak": 10_500,
     "requested_bytes.all.current": 7_000,
     "allocated_bytes.all.peak": 10_240,
     "allocated_bytes.all.current": 7_680,
@@ -218,11 +222,11 @@ def test_what_a_barrier_takes_is_held_by_nobody() -> None:
 
 def test_the_allocator_is_reconciled_with_the_sum_of_the_categories() -> None:
     assert reconcile(STATS, PEAK, 8_000) == {
-        "peak_allocator_requested": 9_000,
+        "peak_allocator_requested": 10_500,
         "peak_allocator_allocated": 10_240,
         "peak_allocator_active": 11_264,
         "peak_allocator_reserved": 2_097_152,
-        "peak_allocator_rounding": 1_240,
+        "peak_allocator_rounding": 764,  # of all active blocks, as requested is: more than what is allocated
         "peak_allocator_untracked": 2_240,
         "peak_allocator_retries": 3,
     }

@@ -218,8 +218,9 @@ def _finish(result: Any) -> None:
     Otherwise the peak would depend on how soon that thread is scheduled.
     """
     for leaf in tree_leaves(result):
-        if isinstance(leaf, torch.ScriptObject):
-            dist.Work.unbox(leaf).wait()
+        # NCCL hands back no Work for a collective that is not asynchronous: the current stream runs it.
+        if isinstance(leaf, torch.ScriptObject) and (work := dist.Work.unbox(leaf)) is not None:
+            work.wait()
     time.sleep(LET_GO_S)
 
 

@@ -34,8 +34,9 @@ ALLOCATOR = {"requested": "requested_bytes", "allocated": "allocated_bytes", "ac
              "reserved": "reserved_bytes"}  # fmt: skip
 """Names of the CUDA allocator's sizes, and their keys in ``torch.cuda.memory_stats``.
 
-Requested is what tensors asked for, allocated that rounded up to blocks of 512 bytes, active what is not yet free for
-every stream, reserved what was taken from the device.
+Allocated is the blocks of live tensors, each rounded up to at least 512 bytes. Active adds the blocks of dead tensors
+that another stream may still use (``Tensor.record_stream``). Requested is what was asked for in all active blocks, so
+it may exceed allocated. Reserved is what was taken from the device.
 """
 
 
@@ -136,11 +137,12 @@ def reconcile(stats: Mapping[str, Any], moment: str, tracked: int) -> dict[str, 
 
     ``<moment>_allocator_untracked`` is allocated minus tracked: what libraries allocate without a tensor (cuBLAS's work
     space), what composite kernels need inside, what was there before the ledger, and the rounding up of every
-    allocation, which is also given alone as ``<moment>_allocator_rounding``.
+    allocation. ``<moment>_allocator_rounding`` is that rounding alone: active minus requested, as the allocator lowers
+    both when a block becomes free for every stream, but allocated already when its tensor dies.
     """
     when = "peak" if moment == PEAK else "current"
     sizes = {name: int(stats[f"{key}.all.{when}"]) for name, key in ALLOCATOR.items()}
-    sizes["rounding"] = sizes["allocated"] - sizes["requested"]
+    sizes["rounding"] = sizes["active"] - sizes["requested"]
     sizes["untracked"] = sizes["allocated"] - tracked
     sizes["retries"] = int(stats["num_alloc_retries"])
     return {f"{moment}_allocator_{name}": size for name, size in sizes.items()}
