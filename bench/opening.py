@@ -43,10 +43,13 @@ def create(
     cold: bool,
     most_repeats: Mapping[str, int] | None = None,
     skipped: Mapping[str, str] | None = None,
+    peaks: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """Begin a run: make its folder and write its manifest. Raises InputError if the folder cannot hold it.
 
-    By id of cells: ``most_repeats`` are the most trials of one, and ``skipped`` why one is not tried here.
+    By id of cells: ``most_repeats`` are the most trials of one, ``skipped`` says why one is not tried here, and
+    ``peaks`` are the predicted peaks of memory in bytes. They are stored with the time, which shows that they were
+    written down before anything was measured.
     """
     if (folder / MANIFEST).exists() or (folder / JOURNAL).exists():
         raise InputError(f"--out {folder}: holds a run already; name another folder, or go on with --resume {folder}")
@@ -61,6 +64,7 @@ def create(
         "most_repeats": dict(most_repeats or {}),
         "skipped": dict(skipped or {}),
         "remarks": {cell.cell_id: text for cell in cells if (text := backends[cell.backend].remark(cell))},
+        "predicted": {"made": now(), "peak_bytes": dict(peaks or {})},
         "backends": {name: about for name, about in describe(backends).items() if name in used},
         "baseline": baseline(matrix, backends),
         "cold": cold,

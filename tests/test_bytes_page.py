@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from bench.analysis import gates
+from bench.analysis import fit, gates
 from bench.analysis.compare import Run
 from bench.analysis.footprint import ACCURACY, footprint
 from bench.analysis.formulas import BUILT_IN, expect, layout_of
 from bench.analysis.loading import load
-from bench.cell import Cell
+from bench.cell import REFERENCE, Cell
 from bench.cli import GOOD, WRONG, main
 from bench.probes.categories import HELD, PEAK, Category
 from bench.report import bytes_page
@@ -51,7 +51,8 @@ def run_of(*trials: tuple[Cell, dict[str, int]]) -> Run:
     """A judged run of such trials."""
     cells = [cell for cell, _ in trials]
     manifest = make_manifest(cells)
-    tables = gates.judge(build([make_record(cell, memory=memory) for cell, memory in trials], manifest), {})
+    records = [make_record(cell, memory=memory) for cell, memory in trials]
+    tables = gates.judge(build(records, manifest), {}, fit.peaks(cells))
     return Run(name="made", tables=tables, cells={cell.cell_id: cell for cell in cells}, manifest=manifest)
 
 
@@ -90,7 +91,14 @@ def test_held_bytes_are_those_of_the_rank_with_most() -> None:
         assert ("held between micro-batches" not in trials["reason"].iloc[0]) == right
 
 
-def test_the_replayed_peak_is_in_the_table_without_what_the_bench_holds() -> None:
+def test_the_predictions_that_the_runs_hold_are_those_of_today(measured: list[Run]) -> None:
+    for run in measured:
+        stored = run.manifest["predicted"]["peak_bytes"]
+        some = [cell for cell in run.cells.values() if cell.backend != REFERENCE][::15]
+        assert some and fit.peaks(some) == {cell.cell_id: stored[cell.cell_id] for cell in some}
+
+
+def test_the_predicted_peak_is_in_the_table_without_what_the_bench_holds() -> None:
     cell = make_cell(backend="fsdp2-eager")
     memory = run_of((cell, memory_of(cell))).tables.memory
     row = memory[memory["category"] == PEAK].iloc[0]

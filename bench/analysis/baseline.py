@@ -121,7 +121,8 @@ def standings(run: Run, *, margin: float = MARGIN) -> dict[str, Standing]:
 def run_of(records: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any]) -> Run:
     """A run as its journal is so far, judged by the gates. Edited records raise KeyError, TypeError or ValueError."""
     rows = [dict(record) for record in records]
-    judged = gates.judge(tables.build(rows, dict(manifest)), layouts_of(rows))
+    predicted = dict(manifest.get("predicted") or {})
+    judged = gates.judge(tables.build(rows, dict(manifest)), layouts_of(rows), dict(predicted.get("peak_bytes") or {}))
     contents = {record["cell_id"]: record["cell"] for record in records}
     cells = {cell_id: Cell.from_dict(content) for cell_id, content in contents.items()}
     return Run(name=str(manifest["run_id"]), tables=judged, cells=cells, manifest=manifest)

@@ -8,9 +8,8 @@ from typing import Any
 
 import pandas as pd
 
-from bench.analysis.footprint import declined, footprint
-from bench.analysis.formulas import BUILT_IN, expect, layout_of
-from bench.cell import LATER, REFERENCE, Cell, Status
+from bench.analysis.formulas import expect, layout_of
+from bench.cell import LATER, Cell, Status
 from bench.probes.categories import HELD, PEAK, Category
 from bench.tables import CHILD_COLUMNS, Tables
 from bench.workload.shapes import Layout
@@ -60,11 +59,13 @@ class Filled:
 def fill(
     tables: Tables,
     layouts: Mapping[str, Layout] | None = None,
+    peaks: Mapping[str, int] | None = None,
     differences: tuple[Difference, ...] = DIFFERENCES,
 ) -> Filled:
     """Put the expected beside the counted collectives of every trial that counted them and ended well.
 
-    ``layouts`` are those of models that are not shipped, by cell_id (``layouts_of`` finds them in a journal). An
+    ``layouts`` are those of models that are not shipped, by cell_id (``layouts_of`` finds them in a journal), and
+    ``peaks`` the predicted peaks of memory in bytes, by cell_id, as run.json has had them since before the run. An
     operation that is expected but was not seen gets a row with 0 calls, one that is seen but not expected has 0
     expected ones. Where there is no formula (a plug-in's backend, a model of unknown layout) the columns stay empty.
     """
@@ -90,7 +91,7 @@ def fill(
         expected = {(r.op, r.dtype): (r.calls, r.payload_bytes) for r in expectation.collectives}
         rows += _rows(key, counted, expected)
         held += _held(filled, key, tables.memory, _most_held(cell, layout, expectation.held))
-        held += _peak(key, tables.memory, cell, expectation.held)
+        held += _peak(key, tables.memory, (peaks or {}).get(key[0]))
         done.add(key)
         _compare(filled, key[0], cell, counted, expected, differences)
     untouched = [r for r in frame.to_dict("records") if (r["cell_id"], r["repeat"]) not in done]
@@ -136,21 +137,18 @@ def _most_held(cell: Cell, layout: Layout, first: Mapping[str, int]) -> Mapping[
     return max([first, *(one.held for one in others if one)], key=lambda held: sum(held.values()))
 
 
-def _peak(key: tuple[str, int], memory: pd.DataFrame, cell: Cell, held: Mapping[str, int]) -> list[dict[str, Any]]:
-    """A row ``peak``: what lived at the peak but for OTHER, and what the replay of a window says.
+def _peak(key: tuple[str, int], memory: pd.DataFrame, predicted: int | None) -> list[dict[str, Any]]:
+    """A row ``peak``: what lived at the peak but for OTHER, and what was predicted; no row without a prediction.
 
-    Of the shipped models alone; a peak is no finding, whatever it is.
+    A peak is no finding, whatever it is.
     """
     own = memory[(memory["cell_id"] == key[0]) & (memory["repeat"] == key[1])]
     sizes = dict(zip(own["category"], own["bytes"], strict=True))
-    layout = layout_of(cell)
     total, other = f"{TRACKED}_{PEAK}", f"{TRACKED}_{PEAK}_{Category.OTHER}"
-    known = layout is not None and cell.backend != REFERENCE and not declined(cell, BUILT_IN[cell.backend])
-    if layout is None or not known or PEAK in sizes or not sizes.keys() >= {total, other}:
+    if predicted is None or PEAK in sizes or not sizes.keys() >= {total, other}:
         return []
-    replayed = footprint(cell, layout, BUILT_IN[cell.backend], held).peak
     found = int(sizes[total]) - int(sizes[other])
-    return [{"cell_id": key[0], "repeat": key[1], "category": PEAK, "bytes": found, "expected_bytes": replayed}]
+    return [{"cell_id": key[0], "repeat": key[1], "category": PEAK, "bytes": found, "expected_bytes": predicted}]
 
 
 def layouts_of(records: list[dict[str, Any]]) -> dict[str, Layout]:

@@ -38,6 +38,21 @@ def predicted_bytes(cell: Cell) -> int | None:
     return None if found is None else footprint(cell, layout, backend, found.held).peak
 
 
+def peaks(cells: Sequence[Cell]) -> dict[str, int]:
+    """The predicted peak of each cell's fullest rank in bytes, by id; what is not predicted is left out.
+
+    Each cell is taken as it is, and references are left out: nothing is measured of their memory.
+    """
+    found = {}
+    for cell in cells:
+        layout, backend = layout_of(cell), BUILT_IN.get(cell.backend)
+        if layout is None or backend is None or backend.name == REFERENCE or declined(cell, backend):
+            continue
+        if (due := expect(cell, layout)) is not None:
+            found[cell.cell_id] = footprint(cell, layout, backend, due.held).peak
+    return found
+
+
 def too_large(cells: Sequence[Cell], memory_bytes: int, num_gpus: int) -> dict[str, str]:
     """Why cells on CUDA do not fit into so many GPUs with so much memory each, by id; those that may are not listed.
 

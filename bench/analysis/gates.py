@@ -74,10 +74,13 @@ SAME_FACTOR = 0.05
 """How near a scale must be to 1/N, N, 1/W or W to be called by that name. Where several fit, all are named."""
 
 
-def judge(tables: Tables, layouts: Mapping[str, Layout] | None = None) -> Tables:
+def judge(
+    tables: Tables, layouts: Mapping[str, Layout] | None = None, peaks: Mapping[str, int] | None = None
+) -> Tables:
     """The same tables with what was expected filled in, and ``status`` and ``reason`` of what failed a gate.
 
-    ``layouts`` are those of models that are not shipped, by cell id: ``expected.layouts_of``.
+    By cell id, ``layouts`` are those of models that are not shipped (``expected.layouts_of``), and ``peaks`` the
+    predicted peaks of memory in bytes.
 
     Trials that did not end ``ok`` are left as they are. A trial that cannot be checked, because its reference is
     missing or failed, is invalid too: a number that nobody checked is not printed as good. In a virtual world there
@@ -107,7 +110,7 @@ def judge(tables: Tables, layouts: Mapping[str, Layout] | None = None) -> Tables
             trials.loc[index, ["status", "reason"]] = [str(Status.INVALID), "; ".join(reasons)]
     checked = trials.index.isin(list(deviations))
     trials.loc[checked, "max_loss_deviation"] = pd.array(list(deviations.values()), dtype="Float64")
-    filled = expected.fill(replace(tables, trials=trials), layouts)
+    filled = expected.fill(replace(tables, trials=trials), layouts, peaks)
     for cell_id, words in filled.findings.items():
         for index, row in trials[trials["cell_id"] == cell_id].iterrows():
             if row["status"] in {Status.OK, Status.INVALID}:

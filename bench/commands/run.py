@@ -65,6 +65,7 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run it; the exit status that its trials deserve."""
     from bench import opening
+    from bench.analysis import fit
 
     if arguments.resume:
         folder = arguments.resume
@@ -93,6 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
             cold=arguments.cold,
             most_repeats=matrix.most_repeats(chosen, backends, len(gpus)),
             skipped=skipped,
+            peaks=fit.peaks(cells),
         )
         return _train(folder, manifest, backends)
 
