@@ -6,7 +6,6 @@ A model of any size is trained on a laptop: every operator only works out the sh
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any, Self
@@ -65,10 +64,6 @@ class FakeTensors:
         self._replace(ShardingPropagator, SHAPES, _within(_disable_current_modes, getattr(ShardingPropagator, SHAPES)))
         for owner, name in loops(self._packages):
             self._replace(owner, name, on_demand(getattr(owner, name)))
-        if masking := sys.modules.get("transformers.masking_utils"):
-            # It takes fake tensors for traced ones, and would make a mask of S x S that the real ones do without.
-            is_tracing = masking.is_tracing
-            self._replace(masking, "is_tracing", lambda tensor=None: is_tracing())
         self._open.enter_context(self._mode)
         return self
 

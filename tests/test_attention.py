@@ -1,60 +1,76 @@
-"""Attention of the shipped model: a fused kernel in fp32 on CUDA too, and on the CPU what transformers does."""
+"""Attention of the shipped model: alike under autocast and for copies, fused in fp32 on CUDA too, never waiting."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
+from contextlib import nullcontext
 
 import pytest
 import torch
-from transformers.integrations import sdpa_attention
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.workload import load
+from bench.workload import llama, load
 from tests.factories import make_cell
 
 
-def key(dtype: torch.dtype, *, is_cuda: bool) -> Any:
-    """What is asked of a tensor of keys; there is no GPU here."""
-    return SimpleNamespace(dtype=dtype, is_cuda=is_cuda, shape=(1, 2, 8, 64))
+class Named(TorchDispatchMode):
+    """The operators, by name and shapes of their tensors, but for those that only cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is not torch.ops.aten._to_copy.default:
+            self.found.append(f"{func} {[list(a.shape) for a in args if isinstance(a, Tensor)]}")
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(
-    ("dtype", "is_cuda", "broadcasts"),
-    [
-        (torch.float32, True, False),
-        (torch.bfloat16, True, True),
-        (torch.float32, False, True),
-        (torch.bfloat16, False, True),
-    ],
+    ("device", "dtype", "heads"),
+    [("cuda", torch.float32, 6), ("cuda", torch.bfloat16, 2), ("cpu", torch.float32, 2), ("cpu", torch.bfloat16, 2)],
 )
-def test_heads_are_broadcast_but_in_fp32_on_cuda(dtype: torch.dtype, is_cuda: bool, broadcasts: bool) -> None:
-    load(make_cell(model="micro"), None)
-    one = key(dtype, is_cuda=is_cuda)
-    assert sdpa_attention.use_gqa_in_sdpa(None, one, one) is broadcasts
-    assert sdpa_attention.use_gqa_in_sdpa(torch.ones(1), one, one) is False, "with a mask it is as it was"
+def test_heads_are_broadcast_but_in_fp32_on_cuda(
+    monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype, heads: int
+) -> None:
+    """Queries and keys are fp32 in all, as they are under autocast; there is no GPU here."""
+    given: list[Tensor] = []
+    monkeypatch.setattr(llama, "scaled_dot_product_attention", lambda *qkv, **_: given.extend(qkv) or qkv[0])
+    with FakeTensorMode():
+        query, key = torch.empty(1, 6, 8, 64, device=device), torch.empty(1, 2, 8, 64, device=device)
+        llama.attend(torch.nn.Identity(), query, key, key.to(dtype), None, scaling=0.125)
+    assert [tensor.shape[1] for tensor in given] == [6, heads, heads]
 
 
-def test_what_transformers_asks_is_replaced_once() -> None:
-    load(make_cell(model="micro"), None)
-    first = sdpa_attention.use_gqa_in_sdpa
-    load(make_cell(model="micro"), None)
-    assert sdpa_attention.use_gqa_in_sdpa is first
+def test_autocast_and_copies_compute_alike_and_read_nothing() -> None:
+    """What is read from a tensor waits for the device: transformers does, to see whether sequences are packed."""
+    workload = load(make_cell(model="micro", sequence_length=16), None)
+    found = {}
+    for autocast in (True, False):
+        model = workload.model() if autocast else workload.model().bfloat16()
+        with Named() as named:
+            with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+                loss = workload.loss(model, workload.data(2))
+            loss.backward()
+        found[autocast] = sorted(named.found)
+    assert not [name for name in found[True] if "_local_scalar_dense" in name]
+    assert found[True] == found[False]
 
 
 def test_repeated_heads_attend_as_broadcast_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """What fp32 on CUDA does instead, done here: the same losses and gradients."""
     workload = load(make_cell(model="micro", sequence_length=16), None)
     batch, found = workload.data(2), []
-    for broadcasts in (True, False):
-        asked: list[bool] = []
-        monkeypatch.setattr(
-            sdpa_attention, "use_gqa_in_sdpa", lambda *_, b=broadcasts, asked=asked: asked.append(b) or b
-        )
+    for device in ("cuda", "cpu"):
+        monkeypatch.setattr(llama, "REPEATED", (device, torch.float32))
         model = workload.model()
-        loss = workload.loss(model, batch)
+        with Named() as named:
+            loss = workload.loss(model, batch)
         loss.backward()
-        assert asked, "transformers asks under this name"
-        found.append((loss.item(), [p.grad for p in model.parameters()]))
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
-    for one, other in zip(found[0][1], found[1][1], strict=True):
+        keys = {name.split("[")[3] for name in named.found if "scaled_dot_product" in name}
+        found.append((keys, loss.item(), [p.grad for p in model.parameters()]))
+    assert found[0][0] != found[1][0]
+    assert found[0][1] == pytest.approx(found[1][1], rel=1e-6)
+    for one, other in zip(found[0][2], found[1][2], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)

@@ -114,7 +114,7 @@ def _replay(
         widths=Widths.of(bf16=bf16, autocast=backend.bf16_as != BF16_PARAMETERS),
         saved_bytes=activation_bytes,
         checkpointed=cell.activation_checkpointing,
-        repeated=cell.device is Device.CUDA and not bf16,  # bench/workload/llama.py:_keep_fused_in_fp32
+        repeated=cell.device is Device.CUDA and not bf16,  # bench/workload/llama.py:attend
     )
     num_micro_batches = min(cell.accumulate, REPLAYED)
     for index in range(num_micro_batches):

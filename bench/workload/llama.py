@@ -7,20 +7,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.integrations import sdpa_attention
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 from bench.workload import WorkloadSpec
 from bench.workload.corpus import Corpus, FileCorpus, MarkovCorpus
 from bench.workload.sizes import SIZES
+
+ATTENTION = "bench"
+"""Name under which transformers finds ``attend``.
+
+It makes no masks for an attention that it does not know, and does not look for packed sequences either, which waits for
+the device in every micro-batch (transformers/masking_utils.py:_preprocess_mask_arguments).
+"""
+REPEATED = ("cuda", torch.float32)
+"""Device and dtype where keys and values are repeated for every head of the queries; see ``attend``."""
 
 
 class LlamaWorkload:
     """Next-token prediction with a Llama decoder; see ``bench.workload.Workload`` for the methods."""
 
     def __init__(self, spec: WorkloadSpec) -> None:
-        _keep_fused_in_fp32()
         self._spec = spec
         self._size = SIZES[spec.model]
         self._corpus: Corpus = MarkovCorpus(spec.seed) if spec.corpus is None else FileCorpus(spec.corpus, spec.seed)
@@ -43,7 +50,7 @@ class LlamaWorkload:
             rope_parameters={"rope_type": "default", "rope_theta": size.rope_theta},
             use_cache=False,
         )
-        config._attn_implementation = "sdpa"
+        config._attn_implementation = ATTENTION
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._spec.seed)
             model: nn.Module = LlamaForCausalLM(config).float().train()
@@ -63,19 +70,21 @@ class LlamaWorkload:
         return cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
 
 
-def _keep_fused_in_fp32() -> None:
-    """Let attention in fp32 on CUDA use a fused kernel, as in bf16 and on the CPU.
+def attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *, scaling: float, **_: Any
+) -> tuple[Tensor, None]:
+    """Causal attention, in a fused kernel: from [batch, heads, tokens, head size] to [batch, tokens, heads, head size].
 
-    With fewer heads of keys than of queries, transformers asks SDPA to broadcast them (``enable_gqa``). In fp32 no
-    fused kernel of CUDA can: SDPA falls back to the one that keeps all scores, S x S per head and layer, for the
-    backward (pytorch#181528). There keys and values are repeated, as transformers does for masks and large heads.
+    Where there are fewer heads of keys than of queries, SDPA broadcasts them (``enable_gqa``). In fp32 no fused kernel
+    of CUDA can: SDPA falls back to the one that keeps all scores, S x S per head and layer, for the backward
+    (pytorch#181528). There keys and values are repeated. The dtype is that of the values: under autocast queries and
+    keys come from the rotation in fp32, and SDPA casts them.
     """
-    if hasattr(sdpa_attention, "_bench_asked"):
-        return
-    asks: Any = sdpa_attention.use_gqa_in_sdpa
+    if (value.device.type, value.dtype) == REPEATED:
+        repeats = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    output = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+    return output.transpose(1, 2), None
 
-    def broadcasts(attention_mask: Tensor | None, key: Tensor, *more: Any) -> bool:
-        return not (key.is_cuda and key.dtype is torch.float32) and bool(asks(attention_mask, key, *more))
 
-    sdpa_attention.use_gqa_in_sdpa = broadcasts  # type: ignore[assignment]
-    sdpa_attention._bench_asked = asks  # type: ignore[attr-defined]
+AttentionInterface.register(ATTENTION, attend)
