@@ -97,6 +97,20 @@ def test_the_self_test_finds_an_average_that_is_none(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("lonely_group")
+@pytest.mark.parametrize("world_size", [5, 6, 7, 64])
+def test_the_self_test_allows_for_how_nccl_averages(monkeypatch: pytest.MonkeyPatch, world_size: int) -> None:
+    """NCCL multiplies by the fp32 that is nearest to 1/W, then sums, beginning with any rank of the ring."""
+    issue = dist.all_reduce
+    parts = [torch.tensor(float(number)) * torch.tensor(1 / world_size) for number in range(world_size)]
+    averages = {float(sum(parts[first:] + parts[:first])) for first in range(world_size)}
+    assert (world_size == 64) == (averages == {(world_size - 1) / 2})
+    for average in averages:
+        monkeypatch.setattr(dist, "all_reduce", lambda v, op, average=average: (issue(v, op=op), v.fill_(average)))
+        monkeypatch.setattr(dist, "get_world_size", lambda: world_size)
+        CollectiveCounter().self_test(torch.device("cpu"))
+
+
+@pytest.mark.usefixtures("lonely_group")
 def test_what_sends_nothing_is_not_counted() -> None:
     from torch.distributed._functional_collectives import all_reduce, wait_tensor
 

@@ -28,7 +28,9 @@ from bench.spec import extra_passes
 from tests.factories import make_cell, make_manifest, make_matrix, make_record
 
 BACKENDS = registry()
-GPUS = [{"index": i, "name": "NVIDIA H100", "uuid": f"GPU-{i}"} for i in range(2)]
+GPUS: list[dict[str, Any]] = [
+    {"index": i, "name": "NVIDIA H100", "uuid": f"GPU-{i}", "instances": [{"mig": f"MIG-{i}"}]} for i in range(2)
+]
 SHARED = make_cell(device=Device.CUDA, shared_gpu=True)
 CUDA_MEMORY = {"allocated": 5, "active": 6, "reserved": 7, "num_alloc_retries": 0, "num_ooms": 0}
 
@@ -93,10 +95,11 @@ def test_ranks_are_dealt_out_to_the_gpus() -> None:
 def joined(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What is called on the way into a process group on pretended GPUs, of rank 3 of 4."""
     calls: list[Any] = []
+    visible = lambda: os.environ.get("CUDA_VISIBLE_DEVICES")  # noqa: E731
     monkeypatch.setattr(os, "environ", {**os.environ, "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3"})
-    monkeypatch.setattr(machine, "gpus", lambda: GPUS)
+    monkeypatch.setattr(machine, "gpus", lambda: machine._visible(GPUS, visible()))
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(str(device)))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(f"{device} of {visible()}"))
     monkeypatch.setattr(dist, "init_process_group", lambda *given, **named: calls.append((given, named)))
     monkeypatch.setattr(dist, "barrier", lambda: calls.append("barrier"))
     return calls
@@ -105,15 +108,39 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_a_rank_that_shares_joins_over_gloo_on_its_only_device(joined: list[Any]) -> None:
     own = rank.join(Device.CUDA, threads=1, seed=0, shared_gpu=True)
     assert own == torch.device("cuda", 0)
-    assert joined == ["cuda:0", ((sharing.BACKEND,), {}), "barrier"]
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-1" and os.environ["GROUP_RANK"] == "3"
+    assert joined == ["cuda:0 of GPU-1", ((sharing.BACKEND,), {}), "barrier"]
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1", "CUDA has read the UUID; DeepSpeed reads indices only"
+    assert os.environ["GROUP_RANK"] == "3"
 
 
 def test_a_rank_with_a_gpu_of_its_own_joins_over_nccl(joined: list[Any]) -> None:
     own = rank.join(Device.CUDA, threads=1, seed=0)
     assert own == torch.device("cuda", 3)
-    assert joined == ["cuda:3", (("nccl",), {"device_id": own})]
+    assert joined == ["cuda:3 of None", (("nccl",), {"device_id": own})]
     assert os.environ["LOCAL_RANK"] == "3"
+
+
+def test_a_rank_alone_is_not_bound_to_its_gpu(joined: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL would split every further group off the one rank's, which can fail: DeepSpeed's issue 8248."""
+    monkeypatch.setattr(os, "environ", {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"})
+    rank.join(Device.CUDA, threads=1, seed=0)
+    assert joined == ["cuda:0 of None", (("nccl",), {"device_id": None})]
+
+
+@pytest.mark.parametrize(
+    ("given", "becomes"),
+    [
+        ("GPU-1,GPU-0", "1,0"),
+        ("MIG-1", "1"),
+        ("1,0", "1,0"),
+        ("GPU-unknown", "GPU-unknown"),  # also where there is no nvidia-ml-py, without which DeepSpeed reads nothing
+    ],
+)
+def test_frameworks_read_indices_where_the_user_gave_uuids(joined: list[Any], given: str, becomes: str) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = given
+    rank.join(Device.CUDA, threads=1, seed=0)
+    assert joined[0] == f"cuda:3 of {given}", "CUDA is told what the user said"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == becomes
 
 
 def test_fp32_is_not_tf32_whatever_a_container_asks_for(joined: list[Any]) -> None:

@@ -81,8 +81,8 @@ def join(
     With ``pretended`` the rank is the only process of a virtual world of so many ranks. With ``shared_gpu`` it may have
     its GPU together with others; see ``bench.sharing``.
     """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if shared_gpu:
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         os.environ.update(sharing.environment(rank, world_size, machine.gpus()))
     import torch
     import torch.distributed as dist
@@ -99,15 +99,27 @@ def join(
     if device is Device.CUDA:
         own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(own)
+        _number_gpus()
     if pretended is not None:
         virtual.join(pretended)
     elif device is Device.CUDA and not shared_gpu:
-        dist.init_process_group("nccl", device_id=own)
+        # DeepSpeed makes more groups: of a bound one rank NCCL would split them off, which can fail (its issue 8248).
+        dist.init_process_group("nccl", device_id=own if world_size > 1 else None)
     else:
         dist.init_process_group(sharing.BACKEND if shared_gpu else "gloo")
         dist.barrier()  # a rank that ended at once would fail those that are still connecting to it
     heartbeat.beat()
     return own
+
+
+def _number_gpus() -> None:
+    """Name this rank's GPUs by NVML's indices in CUDA_VISIBLE_DEVICES, if it names them by UUIDs; CUDA has read it.
+
+    DeepSpeed reads it again, to ask NVML for the free memory of its GPU, and takes indices only.
+    """
+    if "-" in os.environ.get("CUDA_VISIBLE_DEVICES", ""):
+        if numbers := [str(gpu["index"]) for gpu in machine.gpus()]:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(numbers)
 
 
 def _leave(folder: Path, num_ranks: int) -> None:

@@ -6,6 +6,7 @@ be used: it fails on the second micro-batch of a window.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -85,8 +86,8 @@ class CollectiveCounter(TorchDispatchMode):
     def self_test(self, device: torch.device) -> None:
         """Prove on the default process group that the counter sees it and that its averages are averages. Collective.
 
-        One all-reduce of 8 bytes is counted; its average over ranks' numbers 0 to W - 1 must be (W - 1) / 2. Older gloo
-        summed instead (pytorch#162338). A fake group pretends to communicate, so its values are not looked at. What was
+        One all-reduce of 8 bytes is counted; its average over ranks' numbers 0 to W - 1 must be (W - 1) / 2, but for the
+        rounding of the sum and of 1/W, by which NCCL multiplies first. Older gloo summed instead (pytorch#162338). A fake group pretends to communicate, so its values are not looked at. What was
         counted before is kept, and the test itself is not counted. Raises RuntimeError with one line that says what is
         wrong.
         """
@@ -99,8 +100,10 @@ class CollectiveCounter(TorchDispatchMode):
             raise RuntimeError(f"collectives cannot be counted: an all-reduce of 8 bytes is seen as {probe.rows()}")
         if "fake" in dist.get_backend():
             return
-        right, found = (dist.get_world_size() - 1) / 2, values.tolist()
-        if found != [right, right]:
+        world_size, found = dist.get_world_size(), values.tolist()
+        right = (world_size - 1) / 2
+        rounding = world_size * torch.finfo(torch.float32).eps
+        if not all(math.isclose(value, right, rel_tol=rounding) for value in found):
             name = dist.get_backend()
             raise RuntimeError(f"{name} does not average: AVG over the ranks' numbers is {found[0]:g}, not {right:g}")
 
