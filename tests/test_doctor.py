@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from bench import cli
+from bench import cli, machine
 from bench.analysis import doctor
 from bench.analysis.check import Level
 from bench.analysis.doctor import DEFECTS, examine
@@ -308,15 +308,29 @@ def test_the_facts_of_this_machine_are_true(tmp_path: Path, monkeypatch: pytest.
     assert facts.packages["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
 
 
+def test_a_run_asks_first_whether_torch_can_use_the_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not one crashed trial after the other, and nothing is left behind."""
+    monkeypatch.setattr(machine, "gpus", lambda: [{"uuid": "GPU-aa", "name": "H100", "memory_bytes": 80 * GIB}])
+    monkeypatch.setattr(surroundings, "gather", lambda folder, missing: on(SERVER, driver_cuda=(12, 8)))
+    command = ["run", "--matrix", "smoke", "--device", "cuda", "--world-size", "1", "--out", str(tmp_path / "run")]
+    assert cli.main(command) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("bench: cuda: torch 2.13.0+cu130 is built for CUDA 13.0, and driver 580.65 knows no more")
+    assert "update the driver, or pip install" in line
+    assert not (tmp_path / "run").exists()
+
+
 def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    machine = [LAPTOP]
-    monkeypatch.setattr(surroundings, "gather", lambda folder, missing: machine[0])
+    asked = [LAPTOP]
+    monkeypatch.setattr(surroundings, "gather", lambda folder, missing: asked[0])
     assert cli.main(["doctor"]) == 0
     assert "0 errors, 0 warnings: all is well" in capsys.readouterr().out
-    machine[0] = on(LAPTOP, foreign_cores=4.0)
+    asked[0] = on(LAPTOP, foreign_cores=4.0)
     assert cli.main(["doctor"]) == 0
     assert "it runs; mind the warnings" in capsys.readouterr().out
-    machine[0] = on(LAPTOP, loopback_error="unreachable")
+    asked[0] = on(LAPTOP, loopback_error="unreachable")
     assert cli.main(["doctor", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["errors"] == 1 and {"level", "topic", "text"} == found["findings"][0].keys()

@@ -206,3 +206,5 @@ def alone(facts: Facts) -> Iterator[Finding]:
 
 GPU_CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (driver, build, nccl, peers, shared_memory, alone)
 """In the order in which they are told."""
+USABLE = (driver, build, nccl)
+"""Those without which every trial on a GPU crashes."""

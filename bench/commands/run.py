@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
     cells = without_reference(cells, skipped)
     folder = arguments.out or new_folder(chosen.name)
     disk.require(folder, cells, chosen["repeats"], f"--out {folder}")
+    if gpus:
+        _require_usable(gpus, folder)
     with locks.run_folder(folder, f"--out {folder}"):
         manifest = opening.create(
             folder,
@@ -97,6 +99,19 @@ def run(arguments: argparse.Namespace) -> int:
             peaks=fit.peaks(cells),
         )
         return _train(folder, manifest, backends)
+
+
+def _require_usable(gpus: Sequence[Mapping[str, Any]], folder: Path) -> None:
+    """Raise InputError if another bench has the GPUs, or torch cannot use them, in the words of ``doctor``."""
+    from bench.analysis.check import Level
+    from bench.analysis.gpus import USABLE
+    from bench.probes import surroundings
+
+    with locks.gpus([gpu["uuid"] for gpu in gpus]):
+        facts = surroundings.gather(folder, {})
+    for finding in (finding for check in USABLE for finding in check(facts)):
+        if finding.level is Level.ERROR:
+            raise InputError(f"{finding.topic}: {finding.text}")
 
 
 def _train(
