@@ -24,7 +24,7 @@ from bench.cell import Device, Status
 from bench.errors import InputError
 from bench.interrupt import terminate_as_interrupt
 from bench.launch import launcher as launching
-from bench.launch import segments, stragglers, watchdog
+from bench.launch import rank, segments, stragglers, watchdog
 from bench.launch.launcher import Launcher
 from bench.launch.outcome import Outcome
 
@@ -550,6 +550,19 @@ def test_deepspeed_is_told_what_it_runs_on(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("DS_ACCELERATOR", "xpu")
     assert launching._environment(Device.CUDA, ())["DS_ACCELERATOR"] == "cuda"
     assert launching._environment(Device.CPU, ())["DS_ACCELERATOR"] == "cpu"
+
+
+def test_cuda_without_memory_is_out_of_memory_by_its_number() -> None:
+    """Such as a context's, on a GPU that others have filled; torch's allocator has an error of its own."""
+    import torch
+
+    error = torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be reported later")
+    found = {}
+    for number in (2, 700):
+        error.error_code = number  # type: ignore[attr-defined]
+        found[number] = rank.failure(error)
+    assert (found[2]["status"], found[2]["reason"]) == (Status.OOM, "AcceleratorError: CUDA error: out of memory")
+    assert found[700]["status"] == Status.CRASHED
 
 
 def test_the_mark_is_another_for_every_launcher() -> None:
