@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 AT_LIMIT_BYTES = 256 * 2**20
 """Address space that is left to a process that has used up its own."""
+CUDA_OUT_OF_MEMORY = 2
+"""cudaErrorMemoryAllocation: what CUDA says when there is no memory for a context, or for a library's buffers."""
 LAST_WORDS_S = 0.5
 """How long a failed rank stays after it wrote what went wrong: longer than the watchdog sleeps between two looks."""
 WAIT_S = 0.005
@@ -117,9 +119,9 @@ def _number_gpus() -> None:
 
     DeepSpeed reads it again, to ask NVML for the free memory of its GPU, and takes indices only.
     """
-    if "-" in os.environ.get("CUDA_VISIBLE_DEVICES", ""):
-        if numbers := [str(gpu["index"]) for gpu in machine.gpus()]:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(numbers)
+    has_uuids = "-" in os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if has_uuids and (numbers := [str(gpu["index"]) for gpu in machine.gpus()]):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(numbers)
 
 
 def _leave(folder: Path, num_ranks: int) -> None:
@@ -155,7 +157,9 @@ def failure(error: BaseException) -> dict[str, Any]:
     import torch
 
     status = Status.CRASHED
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or (type(error) is RuntimeError and _is_at_limit()):
+    full = isinstance(error, torch.AcceleratorError) and getattr(error, "error_code", None) == CUDA_OUT_OF_MEMORY
+    full = full or (type(error) is RuntimeError and _is_at_limit())
+    if full or isinstance(error, torch.OutOfMemoryError | MemoryError):
         status = Status.OOM
     elif isinstance(error, UnsupportedError):
         status = Status.UNSUPPORTED

@@ -86,10 +86,10 @@ class CollectiveCounter(TorchDispatchMode):
     def self_test(self, device: torch.device) -> None:
         """Prove on the default process group that the counter sees it and that its averages are averages. Collective.
 
-        One all-reduce of 8 bytes is counted; its average over ranks' numbers 0 to W - 1 must be (W - 1) / 2, but for the
-        rounding of the sum and of 1/W, by which NCCL multiplies first. Older gloo summed instead (pytorch#162338). A fake group pretends to communicate, so its values are not looked at. What was
-        counted before is kept, and the test itself is not counted. Raises RuntimeError with one line that says what is
-        wrong.
+        One all-reduce of 8 bytes is counted; its average over ranks' numbers 0 to W - 1 must be (W - 1) / 2, up to the
+        rounding of a sum and of 1/W, by which NCCL multiplies before it sums. Older gloo did not divide
+        (pytorch#162338). A fake group pretends to communicate, so its values are not looked at. What was counted before
+        is kept, and the test itself is not counted. Raises RuntimeError with one line that says what is wrong.
         """
         with CollectiveCounter() as probe:
             probe.counting = True
