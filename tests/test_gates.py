@@ -12,7 +12,7 @@ import torch
 from pandas.testing import assert_frame_equal
 
 from bench import tables
-from bench.analysis.gates import TOLERANCES, explain_update, judge, tolerance
+from bench.analysis.gates import COMPARED_STEPS, LONG_STEPS, TOLERANCES, explain_update, judge, tolerance
 from bench.cell import Cell, Precision
 from bench.probes import update
 from bench.tables import Tables
@@ -46,6 +46,23 @@ def test_a_sound_trial_passes_and_its_deviation_is_filled_in() -> None:
     trials = judged(record(losses=losses)).trials
     assert trials["status"].tolist() == ["ok", "ok"]
     assert trials["max_loss_deviation"].tolist() == pytest.approx([0.0, 5e-4])
+
+
+@pytest.mark.parametrize(
+    ("steps", "off_at", "status"),
+    [
+        (LONG_STEPS, COMPARED_STEPS - 1, "invalid"),
+        (LONG_STEPS, COMPARED_STEPS, "ok"),
+        (LONG_STEPS - 1, COMPARED_STEPS, "invalid"),
+    ],
+)
+def test_of_a_long_run_only_the_first_losses_are_compared(steps: int, off_at: int, status: str) -> None:
+    cell = make_cell(timed_windows=steps - 2)
+    right = [5.0] * steps
+    records = [record(cell.reference(), losses=right), record(cell, losses=right)]
+    records[1]["time"]["losses"] = [loss + (0.004 if step >= off_at else 0.0) for step, loss in enumerate(right)]
+    trials = judge(tables.build(records, make_manifest())).trials
+    assert trials["status"].tolist() == ["ok", status]
 
 
 def test_judging_leaves_its_input_and_everything_else_alone() -> None:

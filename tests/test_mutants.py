@@ -50,7 +50,7 @@ The list is that of research/benchmark-suites.md, section 1c. Tests without a fi
     test_verdicts.py::TestCompare::test_failed_trials_are_not_dropped_in_silence
     test_verdicts.py::TestSides::test_failed_trials_are_counted
 14  A standard deviation with the runs that the mean leaves out
-    test_statistics.py::TestConvergence::test_the_rules_own_example
+    test_statistics.py::TestBootstrap::test_what_the_mean_leaves_out_does_not_widen_the_interval
 15  The incomplete last window is a step under one strategy and not under another
     test_an_incomplete_window_is_a_window
     test_broken_loops_are_invalid

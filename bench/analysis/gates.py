@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from bench.analysis import expected, longrun
+from bench.analysis import expected
 from bench.cell import REFERENCE, SGD, Precision, Status
 from bench.tables import Tables
 from bench.workload.shapes import Layout
@@ -70,6 +70,10 @@ def tolerance(precision: str, workload: str, model: str) -> Tolerance:
     return replace(found, update_error=max(found.update_error, round(limit, 3)))
 
 
+LONG_STEPS = 200
+"""Optimizer steps from which a run is long: rounding alone takes its losses apart in the end."""
+COMPARED_STEPS = 50
+"""How many of a long run's first losses are compared: sound backends came 2e-4 nats apart in 60 steps."""
 SAME_FACTOR = 0.05
 """How near a scale must be to 1/N, N, 1/W or W to be called by that name. Where several fit, all are named."""
 
@@ -92,7 +96,6 @@ def judge(
         for key, group in tables.losses.sort_values("step").groupby(["cell_id", "repeat"])["loss"]
     }
     truths = _reference_losses(trials, losses)
-    slow = longrun.findings(trials, losses, WORK)
     deviations: dict[Any, float | None] = {}
     for index, row in trials.iterrows():
         if row["status"] != Status.OK:
@@ -105,7 +108,6 @@ def judge(
         first, deviation = _deviations(mine, truths.get(_workload_key(row)))
         deviations[index] = deviation
         reasons = findings(row, deviation, first)
-        reasons += [slow[row["cell_id"]]] if row["cell_id"] in slow else []
         if reasons:
             trials.loc[index, ["status", "reason"]] = [str(Status.INVALID), "; ".join(reasons)]
     checked = trials.index.isin(list(deviations))
@@ -325,5 +327,5 @@ def _deviations(losses: Any, truth: Any) -> tuple[float | None, float | None]:
     apart = [abs(a - b) for a, b in zip(losses, truth, strict=True)]
     if not all(map(math.isfinite, apart)):
         return None, math.nan
-    compared = apart if len(apart) < longrun.LONG_STEPS else apart[: longrun.COMPARED_STEPS]
+    compared = apart if len(apart) < LONG_STEPS else apart[:COMPARED_STEPS]
     return float(apart[0]), float(max(compared))
