@@ -111,8 +111,13 @@ def bytes(session: nox.Session) -> None:  # noqa: A001 - what it is about
     probe = ("python", "-m", "bench", "accumulation", "--errors", "--json")
     summed = Path("results/bytes/accumulation.jsonl")
     summed.write_text(session.run(*probe, silent=True, stderr=None), encoding="utf-8")
-    page = ("--accumulation", str(summed), "--docs", "docs/memory-and-bytes.md")
-    session.run("python", "-m", "bench", "bytes", *folders, *page)
+    session.run("python", "-m", "tests.studies.bytes_page")
+
+
+@nox.session(venv_backend="none", requires=["install"])
+def study(session: nox.Session) -> None:
+    """Simulate and measure how far verdicts can be trusted, and write docs/statistics.md again."""
+    session.run("python", "-m", "tests.studies", *session.posargs)
 
 
 @nox.session(venv_backend="none", requires=["install"])

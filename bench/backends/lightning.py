@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from bench.backends import deepspeed as ds
-from bench.backends import fsdp2, metadata
+from bench.backends import fsdp2
 from bench.backends.base import BF16_PARAMETERS, Backend, Job
 from bench.backends.plain import NO_FAKE_DDP
 from bench.cell import Cell, Sharding, Stepping, Sync
@@ -223,8 +223,8 @@ class LightningDDP(LightningBackend):
 class LightningFSDP2(LightningBackend):
     """``ModelParallelStrategy``. The Trainer defers for DDP only, so this reduces on every micro-batch.
 
-    Its checkpoints, which only semantic scenarios make, are torch's distributed ones. The strategy's other form, one
-    file, cannot be resumed with SGD: Lightning 2.6 looks for the first entry of the optimizer's state, which has none.
+    Its checkpoints, which only semantic scenarios make, are one file each, read with ``weights_only``: the metadata of
+    distributed ones are a pickle, which torch loads whatever stands in it.
     """
 
     name, framework = "lightning-fsdp2", "Lightning FSDP2"
@@ -235,19 +235,16 @@ class LightningFSDP2(LightningBackend):
     def strategy(self, job: Job) -> Strategy:
         from lightning.pytorch.strategies import ModelParallelStrategy
 
-        return ModelParallelStrategy(
+        strategy = _resumable(ModelParallelStrategy) if job.resume else ModelParallelStrategy
+        return strategy(
             data_parallel_size=job.world_size,
             tensor_parallel_size=1,
+            save_distributed_checkpoint=False,
             process_group_backend=communicator(job),
         )
 
     def precision(self, job: Job) -> Any:
         return "32-true"  # FSDP2's own policy computes in bf16; see fsdp2.shard
-
-    def again(self, job: Job) -> None:
-        if job.resume:
-            metadata.restrict()
-        super().again(job)
 
     def shard(self, module: LightningModule, job: Job) -> None:
         assert module.device_mesh is not None
@@ -260,6 +257,24 @@ class LightningFSDP2(LightningBackend):
 
     def holdings(self) -> Mapping[Category, Iterable[Tensor]]:
         return fsdp2.holdings(_model(self.module))
+
+
+def _resumable(strategy: Any) -> Any:
+    """``ModelParallelStrategy`` that restores SGD: Lightning 2.6 looks for the first entry of an empty state."""
+    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+    class Resumable(strategy):  # type: ignore[misc]
+        optimizers: Any
+
+        def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+            optimizers, self.optimizers = self.optimizers, []
+            found = super().load_checkpoint(*args, **kwargs)
+            self.optimizers = optimizers
+            for optimizer, state in zip(optimizers, found["optimizer_states"], strict=True):
+                set_optimizer_state_dict(self.model, optimizer, optim_state_dict=state)
+            return found
+
+    return Resumable
 
 
 class LightningDeepSpeedZero2(LightningBackend):

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from bench import accumulation, cli, matrix, opening, throughput
 from bench.analysis.loading import load
 from bench.backends.base import registry
-from bench.commands import COMMANDS, study
+from bench.commands import COMMANDS
 from bench.errors import BAD, GOOD, WRONG, InputError
 from bench.journal import JOURNAL, MANIFEST, Journal, encode, write_manifest
 from bench.launch import launcher
@@ -331,8 +331,6 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Any:
         patch.setattr(launcher, "Launcher", Idle)
         patch.setattr(accumulation, "table", works)
         patch.setattr(throughput, "measure", works)
-        patch.setattr(study, "simulate", works)
-        patch.setattr(study, "measure", works)
         patch.setattr(plots, "draw", lambda *_: [])
         patch.setattr(style, "save", lambda *_: [])
         patch.setattr("sys.dont_write_bytecode", True)
@@ -363,7 +361,6 @@ READERS = [
     ["export", "good", "--format", "parquet", "--out", "out"],
     ["export", "good", "--format", "pytest-benchmark", "--out", "out.json"],
     ["frame", "good", "--table", "trials", "--head", "3"],
-    ["bytes", "good"],
     ["run", "--resume", "good"],
 ]
 """Commands that read a run."""

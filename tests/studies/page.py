@@ -13,15 +13,15 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from bench.analysis import choices, rivals, simulation, study
-from bench.analysis.known import Known
 from bench.analysis.statistics import MARGIN, MAX_REPEATS, MIN_REPEATS, MIN_TRIALS, PRECISION, SAME_WIDTH, Interval
-from bench.analysis.study import BENCH, COMPARISONS, PLAIN, TARGETS
 from bench.analysis.verdicts import Verdict
-from bench.delayed import DELAY
 from bench.report import markup, style
 from bench.report.panels import Drawing
 from bench.report.style import Words
+from tests.delayed import DELAY
+from tests.studies import choices, rivals, simulation, study
+from tests.studies.known import Known
+from tests.studies.study import BENCH, COMPARISONS, PLAIN, TARGETS
 
 COLOURS = {
     Verdict.FASTER: "#0072B2",
@@ -104,7 +104,7 @@ def table(outcome: study.Outcome) -> Table:
     return found
 
 
-def page(results: Results, command: str, picture: str, known: Sequence[Known] = ()) -> str:
+def page(results: Results, command: str, picture: str, known: Sequence[Known]) -> str:
     """The page; ``picture`` is the plot's file name beside it, ``known`` the runs on a real machine."""
     number = results.reports * COMPARISONS
     found = misses(results.outcome)
@@ -143,8 +143,6 @@ def page(results: Results, command: str, picture: str, known: Sequence[Known] = 
 
 def _real(known: Sequence[Known]) -> list[str]:
     """The runs on a real machine."""
-    if not known:
-        return []
     rows = [
         (
             one.run.name,
@@ -166,7 +164,7 @@ def _real(known: Sequence[Known]) -> list[str]:
         "## On real trials",
         "",
         f"{len(known)} runs on {machine['cpu']}, {machine['cores']} cores, kept in results/noise and measured with "
-        "`python -m bench study --real`. Each holds `ddp-deferred` on one rank three times, as itself, as the twin of "
+        "`nox -s study`. Each holds `ddp-deferred` on one rank three times, as itself, as the twin of "
         f"the noise floor and as a third that is compared, and once more with a sleep of {100 * DELAY:g} % per step, "
         f"until the intervals were narrower than {100 * known[0].run.manifest['matrix']['values']['precision']:g} %. "
         f"Of {len(known)} comparisons of a cell with itself {wrong} were called different; the sleep was called slower "
@@ -309,7 +307,7 @@ def _noises() -> list[str]:
     return [
         "## The noise",
         "",
-        "Standard deviations of logarithms: the fields of `bench.analysis.simulation.Noise`, whose `fit` fits them.",
+        "Standard deviations of logarithms: the fields of `tests.studies.simulation.Noise`, whose `fit` fits them.",
         "",
         *markup.table(
             ("noise", *names),

@@ -1,7 +1,11 @@
-"""The page on memory and bytes: what was counted in real and virtual worlds, beside what formulas say."""
+"""The page on memory and bytes: what was counted in real and virtual worlds, beside what formulas say.
+
+``python -m tests.studies.bytes_page`` writes it from the runs that ``nox -s bytes`` made; nothing is measured.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +15,16 @@ import pandas as pd
 from bench.analysis.compare import Run
 from bench.analysis.expected import cell_of
 from bench.analysis.formulas import layout_of
+from bench.analysis.loading import load
 from bench.cell import Cell, Status
 from bench.probes.categories import HELD, PEAK
 from bench.report.markup import table
+from tests.conftest import ROOT
 
+RUNS = ("results/bytes", "results/bytes-8b")
+SUMMED = "results/bytes/accumulation.jsonl"
+"""What ``accumulation --errors --json`` printed."""
+DOCS = "docs/memory-and-bytes.md"
 MIB, GIB = 2**20, 2**30
 NEAR = 0.03
 """Relative difference up to which a peak counts as the one that was estimated."""
@@ -63,13 +73,13 @@ def _place(world: str) -> tuple[int, int]:
     return KINDS.index(kind), int(size.removeprefix("W = "))
 
 
-def page(runs: Sequence[Run], accumulation: Sequence[Mapping[str, Any]], command: str) -> str:
+def page(runs: Sequence[Run], accumulation: Sequence[Mapping[str, Any]]) -> str:
     """The page, in Markdown."""
     measured = Measured.of(runs)
     lines = [
         "# Where the memory and the bytes go",
         "",
-        f"Written by `{command}`. Nothing here is edited by hand.",
+        "Written by `nox -s bytes`. Nothing here is edited by hand.",
         "",
         "Collectives are counted where they are handed to the process group, between two updates; memory is a ledger "
         "of the live tensors. Each count and each held byte is calculated too (`bench/analysis/formulas`, with the "
@@ -259,3 +269,13 @@ def _accumulation(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         *(f"- {reason}: {', '.join(who)}." for reason, who in without.items()),
         "",
     ]
+
+
+def written() -> str:
+    """The page on the committed runs."""
+    rows = [json.loads(line) for line in (ROOT / SUMMED).read_text(encoding="utf-8").splitlines()]
+    return page([load(ROOT / run) for run in RUNS], rows)
+
+
+if __name__ == "__main__":
+    (ROOT / DOCS).write_text(written(), encoding="utf-8")

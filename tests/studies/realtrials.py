@@ -9,13 +9,14 @@ from pathlib import Path
 
 from bench import locks, matrix, opening
 from bench.analysis.baseline import look
-from bench.analysis.known import THIRD
 from bench.backends.base import MORE, registry
 from bench.cell import Cell, Device
-from bench.delayed import Delayed
 from bench.journal import MANIFEST, read_manifest
 from bench.launch.launcher import Launcher
 from bench.runner import Observer, Runner
+from tests.conftest import ROOT
+from tests.delayed import Delayed
+from tests.studies.known import THIRD
 
 RUNS = 10
 DOCUMENT = {
@@ -38,16 +39,17 @@ for as long as a process lives; that is real, but drowns 5 %."""
 
 def measure(folder: Path, number: int, observer: Observer) -> None:
     """Measure the run of that number, or go on with it; its seed is its number."""
-    os.environ[MORE] = f"{Delayed.__module__}:{Delayed.__name__}"
     path = folder / f"run-{number}"
+    if (path / MANIFEST).exists() and "finished" in read_manifest(path):
+        return
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])  # for the ranks
+    os.environ[MORE] = f"{Delayed.__module__}:{Delayed.__name__}"
     backends = registry()
     if not (path / MANIFEST).exists():
-        chosen = matrix.parse(DOCUMENT, name="real", source="bench/realtrials.py").override(
+        chosen = matrix.parse(DOCUMENT, name="real", source="tests/studies/realtrials.py").override(
             "training.seed", number, "seed"
         )
         opening.create(path, chosen, cells(chosen), backends, cold=False)
-    if "finished" in read_manifest(path):
-        return
     with locks.run_folder(path, str(path)), Launcher(Device.CPU) as launcher:
         manifest = opening.reopen(path, backends)
         Runner(path, manifest, backends, launcher, observer, look).run()

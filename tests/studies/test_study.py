@@ -9,19 +9,18 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from bench.analysis import choices, rivals, study
-from bench.analysis.simulation import FAMILIES, FITTED, Noise, fit, simulate
 from bench.analysis.statistics import MIN_REPEATS, PRECISION, trial_median
-from bench.analysis.study import BENCH, PLAIN, TARGETS, study_noise
 from bench.analysis.verdicts import Verdict
-from bench.cli import main
-from bench.commands import study as command
-from bench.report import study as report
 from bench.report import style
 from bench.tables import load
 from tests.legible import assert_legible
+from tests.studies import __main__ as command
+from tests.studies import choices, rivals, study
+from tests.studies import page as report
+from tests.studies.simulation import FAMILIES, FITTED, Noise, fit, simulate
+from tests.studies.study import BENCH, PLAIN, TARGETS, study_noise
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 QUIET = FAMILIES[-1]
 REPORTS = 60
 
@@ -37,7 +36,7 @@ def outcomes() -> dict[str, study.Outcome]:
 
 @pytest.fixture(scope="module")
 def results() -> report.Results:
-    return command.simulate(10, 5, whole=True)
+    return command.simulate(10, 5)
 
 
 class TestFit:
@@ -177,9 +176,9 @@ class TestChoices:
 
 class TestCommand:
     def test_the_page_and_its_tables(self, results: report.Results, tmp_path: Path) -> None:
-        written = command.write(results, tmp_path, tmp_path / "statistics.md")
+        written = command.write(results, tmp_path / "statistics.md", tmp_path)
         page = (tmp_path / "statistics.md").read_text(encoding="utf-8")
-        assert "(statistics.png)" in page and "--scenarios 10 --seed 5" in page and "nan" not in page
+        assert "(statistics.png)" in page and "nox -s study -- --scenarios 10 --seed 5" in page and "nan" not in page
         assert "until the intervals were narrower than 3 %." in page, "those of the runs in results/noise"
         assert f"2 % is the row {PLAIN} of it" in page
         for rule in rivals.RULES:
@@ -187,43 +186,16 @@ class TestCommand:
         assert {path.name for path in written} == {path.name for path in tmp_path.iterdir()}
         assert len(pd.read_csv(tmp_path / "rates.csv")) == len(FAMILIES) * (2 + len(rivals.RULES))
 
-    def test_the_defaults_are_the_studys(self) -> None:
-        assert (command.DEFAULT_SEED, command.DEFAULT_REPORTS) == (study.SEED, study.REPORTS)
-
     def test_the_picture_is_legible(self, results: report.Results) -> None:
         drawing = report.draw(results, FITTED.name)
         assert_legible(drawing.figure, style.MAX_HEIGHT)
 
-    def test_the_same_seed_gives_the_same_page(self, results: report.Results) -> None:
-        again = command.simulate(10, 5, whole=True)
-        assert report.page(results, "x", "y") == report.page(again, "x", "y")
-
-    def test_the_command(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(study, "FAMILIES", (QUIET,))
-        assert main(["study", "--scenarios", "30"]) in {0, 1}
-        out = capsys.readouterr().out
-        assert "quiet" in out and "pyperf" in out
-
     def test_a_missed_target_is_exit_status_1(
-        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+        self, results: report.Results, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(study, "FAMILIES", (QUIET,))
-        monkeypatch.setattr(report, "TARGETS", (study.Target("found", "5 % difference found", 2.0, 3.0),))
-        assert main(["study", "--scenarios", "10"]) == 1
-        assert "missed: quiet" in capsys.readouterr().out
-
-    @pytest.mark.parametrize(
-        "arguments", [["--scenarios", "3"], ["--scenarios", "many"], ["--seed", "-1"], ["--docs", "page.txt"]]
-    )
-    def test_bad_input_is_one_line(self, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-        try:
-            status = main(["study", *arguments])
-        except SystemExit as exit_:
-            status = int(exit_.code or 0)
-        assert status == 2
-        assert arguments[0] in capsys.readouterr().err.strip().splitlines()[-1]
-
-    def test_a_folder_that_cannot_be(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        (tmp_path / "file").write_text("")
-        assert main(["study", "--out", str(tmp_path / "file" / "folder")]) == 2
-        assert len(capsys.readouterr().err.strip().splitlines()) == 1
+        monkeypatch.setattr(command, "simulate", lambda *_: results)
+        monkeypatch.setattr(command, "write", lambda *_: [])
+        for target, status in ((study.Target("found", "x", 0.0, 1.0), 0), (study.Target("found", "x", 2.0, 3.0), 1)):
+            monkeypatch.setattr(report, "TARGETS", (target,))
+            assert command.main([]) == status
+            assert ("missed: quiet" in capsys.readouterr().out) == bool(status)

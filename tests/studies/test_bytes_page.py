@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,17 +12,13 @@ from bench.analysis.footprint import ACCURACY, footprint
 from bench.analysis.formulas import BUILT_IN, expect, layout_of
 from bench.analysis.loading import load
 from bench.cell import REFERENCE, Cell
-from bench.cli import GOOD, WRONG, main
 from bench.probes.categories import HELD, PEAK, Category
-from bench.report import bytes_page
-from bench.report.bytes_page import NEAR, Measured, page
 from bench.tables import build
 from tests.conftest import ROOT
 from tests.factories import make_cell, make_manifest, make_record
+from tests.studies import bytes_page
+from tests.studies.bytes_page import NEAR, Measured, page
 
-FOLDERS = ("results/bytes", "results/bytes-8b")
-SUMMED = "results/bytes/accumulation.jsonl"
-DOCS = "docs/memory-and-bytes.md"
 KEYS = {
     "parameters": Category.PARAMETERS_SHARDED,
     "gradients": Category.GRADIENTS_SHARDED,
@@ -60,12 +53,12 @@ def test_a_peak_that_is_far_is_listed_with_its_reason(monkeypatch: pytest.Monkey
     near, far, known = (make_cell(backend=name) for name in ("ddp-eager", "fsdp2-eager", "fsdp2-deferred"))
     monkeypatch.setitem(bytes_page.DIFFERENCES, "fsdp2-deferred", "made for the test")
     run = run_of((near, memory_of(near)), (far, memory_of(far, 1.1)), (known, memory_of(known, 0.9)))
-    text = page([run], [], "python -m bench bytes")
+    text = page([run], [])
     assert "1 of 3, farthest +11.11 %" in text
     assert "| fsdp2-eager | real, W = 2, tiny | 4 | -9.1 % | not understood |" in text
     assert "| fsdp2-deferred | real, W = 2, tiny | 4 | +11.1 % | made for the test |" in text
     assert "12 of 12" in text, "held bytes"
-    assert "Peaks farther away" not in page([run_of((near, memory_of(near)))], [], "")
+    assert "Peaks farther away" not in page([run_of((near, memory_of(near)))], [])
 
 
 def test_a_row_without_numbers_has_its_reason_below() -> None:
@@ -78,7 +71,7 @@ def test_a_row_without_numbers_has_its_reason_below() -> None:
         ),
     ]
     cell = make_cell()
-    text = page([run_of((cell, memory_of(cell)))], summed, "")
+    text = page([run_of((cell, memory_of(cell)))], summed)
     assert "| fsdp2-eager | bf16 | unsupported | - |" in text
     assert "- made for the test: fsdp2-eager in bf16, fsdp2-deferred in bf16." in text
 
@@ -107,16 +100,14 @@ def test_the_predicted_peak_is_in_the_table_without_what_the_bench_holds() -> No
 
 @pytest.fixture(scope="module")
 def measured() -> list[Run]:
-    return [load(ROOT / folder) for folder in FOLDERS]
+    return [load(ROOT / folder) for folder in bytes_page.RUNS]
 
 
-def rows() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (ROOT / SUMMED).read_text().splitlines() if line]
-
-
-def test_the_page_is_of_the_runs_in_results(measured: list[Run]) -> None:
-    command = f"python -m bench bytes {' '.join(FOLDERS)} --accumulation {SUMMED} --docs {DOCS}"
-    assert page(measured, rows(), command) == (ROOT / DOCS).read_text(encoding="utf-8")
+def test_the_page_is_of_the_runs_in_results(measured: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        bytes_page, "load", lambda folder: measured[bytes_page.RUNS.index(str(folder.relative_to(ROOT)))]
+    )
+    assert bytes_page.written() == (ROOT / bytes_page.DOCS).read_text(encoding="utf-8")
 
 
 def test_what_was_measured_is_what_was_calculated(measured: list[Run]) -> None:
@@ -155,26 +146,3 @@ def test_who_holds_which_gradients_is_as_the_page_says(measured: list[Run]) -> N
             assert shard <= held[name] < 0.6 * whole, name
         else:
             assert held[name] == whole + (shard if name == "deepspeed-zero3-deferred" else 0), name
-
-
-def test_files_that_cannot_be_read_or_written_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = str(ROOT / FOLDERS[1])
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text("{")
-    for arguments, place in (
-        ([str(tmp_path)], "holds no run"),
-        ([run, "--accumulation", str(tmp_path / "none")], "--accumulation"),
-        ([run, "--accumulation", str(bad)], "--accumulation"),
-        ([run, "--docs", "/dev/null/page.md"], "--docs"),
-    ):
-        assert main(["bytes", *arguments]) == WRONG
-        said = capsys.readouterr().err
-        assert place in said and said.count("\n") == 1
-    assert main(["bytes", run, "--docs", str(tmp_path / "new" / "page.md")]) == GOOD
-    assert "At scale: 8b" in (tmp_path / "new" / "page.md").read_text()
-
-
-def test_a_cell_of_two_runs_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    folder = str(ROOT / "results" / "bytes-8b")
-    assert main(["bytes", folder, folder]) == WRONG
-    assert "name one run of each cell" in capsys.readouterr().err

@@ -16,8 +16,6 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from bench.analysis.rivals import RULES
-from bench.analysis.simulation import FAMILIES, FITTED, Noise, simulate
 from bench.analysis.statistics import (
     MARGIN,
     MAX_REPEATS,
@@ -30,6 +28,8 @@ from bench.analysis.statistics import (
 from bench.analysis.verdicts import Comparison, Verdict, judge_all
 from bench.schedule import next_look
 from bench.warmup import Array, warmups
+from tests.studies.rivals import RULES
+from tests.studies.simulation import FAMILIES, FITTED, Noise, simulate
 
 COMPARISONS = 4
 """Of a report, all with the baseline."""

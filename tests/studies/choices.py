@@ -12,9 +12,9 @@ import pandas as pd
 from numpy.typing import NDArray
 from scipy import special, stats
 
-from bench.analysis.simulation import FAMILIES, FITTED, Noise, simulate
 from bench.analysis.statistics import LEVEL, TRIM, resampled_means, trimmed_mean
 from bench.warmup import Array, warmups
+from tests.studies.simulation import FAMILIES, FITTED, Noise, simulate
 
 SIZES = (5, 7, 10, 20, 40)
 OURS = "trimmed mean, expanded"
