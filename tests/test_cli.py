@@ -21,7 +21,7 @@ import pandas as pd
 import pytest
 
 from bench import __version__, cli, disk, locks, machine
-from bench.analysis.defects import EXPECTED
+from bench.analysis.remarks import EXPECTED
 from bench.backends.plain import DDPDeferred
 from bench.cell import Status
 from bench.cli import main

@@ -11,6 +11,7 @@ from bench import tables
 from bench.analysis import gates
 from bench.analysis.compare import Pair, Row, Run, judge_pairs, judge_reports, pairs_of_backends
 from bench.analysis.expected import layouts_of
+from bench.analysis.remarks import remarks
 from bench.analysis.statistics import MARGIN, Interval, ratio, required_trials
 from bench.analysis.verdicts import Judgement, next_precision
 from bench.cell import REFERENCE, Cell
@@ -84,6 +85,8 @@ class Standing:
     """The A/A pair; None if the run has none."""
     rows: list[Row]
     """A verdict on each cell."""
+    remarks: Sequence[str] = ()
+    """What has to be said beside the numbers of the run's cells (``bench.analysis.remarks``)."""
 
     @property
     def by_cell(self) -> dict[str, Row]:
@@ -97,7 +100,7 @@ def standing(run: Run, *, margin: float = MARGIN) -> Standing:
     rows = judge_pairs(
         run, run, pairs_with_baseline(run), margin=margin, floor=None if floor is None else floor.interval
     )
-    return Standing(baseline=baseline_of(run.manifest), floor=floor, rows=rows)
+    return Standing(baseline=baseline_of(run.manifest), floor=floor, rows=rows, remarks=_remarks(run))
 
 
 def standings(run: Run, *, margin: float = MARGIN) -> dict[str, Standing]:
@@ -115,7 +118,15 @@ def standings(run: Run, *, margin: float = MARGIN) -> dict[str, Standing]:
         margin=margin,
         floor=None if floor is None else floor.interval,
     )
-    return {name: Standing(baseline=name, floor=floor, rows=rows) for name, rows in zip(names, reports, strict=True)}
+    said = _remarks(run)
+    return {
+        name: Standing(baseline=name, floor=floor, rows=rows, remarks=said)
+        for name, rows in zip(names, reports, strict=True)
+    }
+
+
+def _remarks(run: Run) -> list[str]:
+    return remarks((run.manifest, cell) for cell in run.cells.values() if not cell.twin)
 
 
 def run_of(records: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any]) -> Run:

@@ -345,7 +345,7 @@ def record(row: Row) -> dict[str, Any]:
 
 
 def notes(a: Run, b: Run, rows: Sequence[Row], margin: float) -> list[str]:
-    """What a reader should know before citing the rows."""
+    """What a reader should know before citing the rows, beside the remarks on their cells."""
     found = []
     if not any(row.judgement.comparison.floor for row in rows):
         found.append("noise floor unknown, so no row is called faster, slower or the same")
@@ -359,13 +359,6 @@ def notes(a: Run, b: Run, rows: Sequence[Row], margin: float) -> list[str]:
     few = sum(row.time is not None and row.time.low is None for row in rows)
     if few:
         found.append(f"no interval for {few} of {plural(len(rows), 'cell')}: fewer than {MIN_TRIALS} trials")
-    for row in rows:
-        how = [r.manifest["backends"].get(c.backend, {}).get("bf16_as") for r, c in ((a, row.pair.a), (b, row.pair.b))]
-        if "bf16" in {str(row.pair.a.precision), str(row.pair.b.precision)} and len(set(how)) > 1:
-            found.append(
-                f"bf16 is not the same on both sides: A has {how[0] or 'unknown'}, B has {how[1] or 'unknown'}"
-            )
-            break
     if rows:
         found.append(
             f"same: a ratio within {1 / (1 + margin):.4g} and {1 + margin:.4g}; Holm's correction over {len(rows)} "

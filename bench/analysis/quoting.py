@@ -13,6 +13,7 @@ import pandas as pd
 from bench.analysis.baseline import Floor, Standing, baseline_of, noise_floor, pairs_with_baseline, standing
 from bench.analysis.compare import Pair, Row, Run, judge_pairs
 from bench.analysis.estimate import Estimate, estimate
+from bench.analysis.remarks import remarks
 from bench.cell import Cell, Status
 from bench.errors import InputError
 
@@ -83,7 +84,7 @@ class Quotes:
         sound = trials.loc[trials["status"] == Status.OK, ["peak_memory_bytes", "peak_memory_source"]]
         found = self._sides.side(cell)
         first, failed = self._once(cell_id)
-        caveats = [*failed, *_virtual(cell), *self._of_run()]
+        caveats = [*failed, *_virtual(cell), *remarks([(self.run.manifest, cell)]), *self._of_run()]
         # What has shapes alone, or shared a GPU, was not timed; any other cell without a time has failed a gate.
         barred = "" if cell.fake_tensors or cell.shared_gpu else "; ".join(_short(text) for text in found.obstacles)
         good = not barred and not sound.empty
@@ -112,7 +113,8 @@ class Quotes:
         if cell_id == other_id:
             raise InputError(f"{cell.label}: is named twice; name another cell, or one alone")
         row = self._row(cell, other)
-        caveats = [*_virtual(cell, other), *self._of_run()]
+        said = remarks((self.run.manifest, one) for one in (other, cell))
+        caveats = [*_virtual(cell, other), *said, *self._of_run()]
         for one, one_id in ((cell, cell_id), (other, other_id)):
             caveats += [f"{one.label}: {text}" for text in self._once(one_id)[1]]
         detail = row.judgement.detail

@@ -93,6 +93,7 @@ def _thresholds(text: str) -> dict[str, float]:
 def run(arguments: argparse.Namespace) -> int:
     """Compare and show; 1 if something has certainly regressed."""
     from bench.analysis import compare
+    from bench.analysis.remarks import remarks
     from bench.analysis.statistics import MARGIN
     from bench.report import comparison
 
@@ -117,6 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
     }
     unlike = [] if a is b else compare.differences(a.manifest, b.manifest)
     alone = _partnerless(a, b, pairs, never, arguments)
+    remarked = remarks(side for row in rows for side in ((a.manifest, row.pair.a), (b.manifest, row.pair.b)))
     said = [*unsure, *_notes(a, b, rows, never, arguments.fail_on, margin)]
     lonely = [f"only in {key[-1].upper()}: {', '.join(labels)}" for key, labels in alone.items() if labels]
     report = comparison.Report(
@@ -124,6 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
         b=titles[1],
         rows=rows,
         differences=unlike,
+        remarks=remarked,
         notes=[*said, *lonely],
         margin=margin,
         threshold=arguments.fail_on.get("slower"),
@@ -134,7 +137,7 @@ def run(arguments: argparse.Namespace) -> int:
             "fingerprint": [{"key": one.key, "a": one.a, "b": one.b} for one in unlike],
             "cells": [compare.record(row) for row in rows],
             **alone,
-            "notes": said,
+            "notes": [*remarked, *said],
             "regressed": any(row.regressions for row in rows),
         }
         print(json.dumps(facts, allow_nan=False))
@@ -278,7 +281,7 @@ def _show(report: Report) -> None:
         console.print(Text(line, style="bold red"), soft_wrap=True)
     for title, rows in comparison.groups(report.rows):
         console.print(comparison.table(title, rows))
-    for line in [*comparison.reasons(report.rows), "", *report.notes]:
+    for line in [*comparison.reasons(report.rows), "", *report.remarks, *report.notes]:
         console.print(Text(line), soft_wrap=True)
 
 

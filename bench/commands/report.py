@@ -164,7 +164,7 @@ def _store_floor(folder: Path, manifest: dict[str, Any], found: Standing) -> Non
 
 def _status(judged: Tables, manifest: dict[str, Any]) -> int:
     """0 if every trial that could run is good, or invalid by a defect that its backend is known for; 1 otherwise."""
-    from bench.analysis.defects import documented
+    from bench.analysis.remarks import documented
 
     bad = judged.trials[~judged.trials["status"].isin([Status.OK, Status.UNSUPPORTED])]
     return GOOD if all(documented(manifest, trial) for trial in bad.to_dict("records")) else BAD

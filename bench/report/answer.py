@@ -10,16 +10,16 @@ import pandas as pd
 
 from bench.analysis.baseline import Floor, Standing
 from bench.analysis.compare import Row, Run
-from bench.analysis.defects import EXPECTED, documented
+from bench.analysis.remarks import EXPECTED, documented
 from bench.analysis.statistics import MARGIN, Interval
 from bench.analysis.verdicts import NEXT, Exact, Verdict, band
 from bench.cell import REFERENCE, Cell, Device, Status
 from bench.report.panels import GIB_ABOVE
-from bench.words import plural
+from bench.words import plural, some
 
 SAME = f"the same within {100 * MARGIN:g} %"
-MOST_TWINS, MOST_NAMES = 3, 4
-"""Pairs of eager and deferred sync that are put into words, and backends that are named in one sentence."""
+MOST_TWINS = 3
+"""Pairs of eager and deferred sync that are put into words."""
 LONGEST = 240
 """Characters of a reason; the whole of it is in the table of failed cells."""
 REPEATS = re.compile(r"repeat [\d, ]+: ")
@@ -30,14 +30,14 @@ TRIED = "Nothing was compared: no two cells of the run are equal but for the bac
 def answer(run: Run, standings: Mapping[str, Standing], cells: pd.DataFrame) -> list[str]:
     """The sentences of the first screen. ``cells`` has a row per cell: ``summary.by_cell``."""
     own = next(iter(standings.values()))
+    last = [*(f"{text}." for text in own.remarks), *_of_one_process(run), *_trouble(run, cells), noise(own.floor)]
     if own.rows and all(row.judgement.verdict is Verdict.NOT_COMPARABLE for row in own.rows):
-        return [*_general(own), *_of_one_process(run), *_trouble(run, cells), noise(own.floor)]
+        return [*_general(own), *last]
     rows = headline(own)
     twins = list(_twins(run, standings))
     told = {(row.pair.a, row.pair.b) for row in twins}
     left = [row for row in rows if (row.pair.a, row.pair.b) not in told]
-    lines = [*_general(own), *(sentence(run, row) for row in twins), *_against(run, own, left), *_of_one_process(run)]
-    return [*lines, *_trouble(run, cells), noise(own.floor)]
+    return [*_general(own), *(sentence(run, row) for row in twins), *_against(run, own, left), *last]
 
 
 def headline(standing: Standing) -> list[Row]:
@@ -218,12 +218,6 @@ def _ends(ratio: Interval, digits: int = 2) -> str:
     if ratio.low is None or ratio.high is None:
         return "no interval"
     return f"95 % {ratio.low:.{digits}f}-{ratio.high:.{digits}f}"
-
-
-def some(names: Sequence[str]) -> str:
-    """The first few of some names."""
-    left = len(names) - MOST_NAMES
-    return ", ".join(names[:MOST_NAMES]) + (f" and {left} more" if left > 0 else "")
 
 
 def _trouble(run: Run, cells: pd.DataFrame) -> Iterator[str]:

@@ -12,6 +12,7 @@ from bench.analysis.check import Finding, Level, journal_findings
 from bench.analysis.compare import Run
 from bench.analysis.loading import load
 from bench.analysis.quoting import SCHEME, Quotes
+from bench.analysis.remarks import WAYS
 from bench.errors import InputError
 from bench.journal import Journal
 from bench.report.citation import NOT_STORED, Words, formats, words_of_cell, words_of_plot, words_of_ratio
@@ -114,7 +115,9 @@ def _differences(quotes: Quotes, match: re.Match[str], before: str, after: str) 
         wrong.append("has no hash of the journal behind its id; cite it again")
     elif digest[1] != words.digest:
         wrong.append(f"the journal's SHA-256 is {digest[1]}, and that of this run is {words.digest}")
-    wrong += [f"leaves out: {text}" for text in words.caveats if not _holds(after, text)]
+    # Runs that know of no remarks were cited without them.
+    due_texts = [text for text in words.caveats if "remarks" in quotes.run.manifest or not text.startswith(WAYS)]
+    wrong += [f"leaves out: {text}" for text in due_texts if not _holds(after, text)]
     commits = COMMIT.search(after), COMMIT.search(words.details[-1])
     if commits[0] and commits[1] and not commits[1][1].startswith(commits[0][1]):
         wrong.append(f"the commit is {commits[0][1]}, and was {commits[1][1]}")

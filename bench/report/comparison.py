@@ -48,6 +48,8 @@ class Report:
     rows: Sequence[Row]
     differences: Sequence[Difference]
     """Of the fingerprints."""
+    remarks: Sequence[str]
+    """On the cells (``bench.analysis.remarks``), also below the plots."""
     notes: Sequence[str]
     margin: float
     threshold: float | None = None
@@ -176,7 +178,7 @@ def markdown(report: Report, pictures: Iterable[str]) -> str:
             lines.append(f"| {' | '.join(words)} |")
     lines += ["", "## Reasons, and what to do next", ""]
     lines += [("  - " if line.startswith(" ") else "- ") + _safe(line.strip()) for line in reasons(report.rows)]
-    lines += ["", "## Notes", "", *(f"- {_safe(note)}" for note in report.notes), ""]
+    lines += ["", "## Notes", "", *(f"- {_safe(note)}" for note in (*report.remarks, *report.notes)), ""]
     return "\n".join(lines)
 
 

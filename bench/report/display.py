@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from bench.analysis.defects import in_record
+from bench.analysis.remarks import in_record
 from bench.cell import REFERENCE
 from bench.schedule import Look, Trial
 from bench.tables import step_time

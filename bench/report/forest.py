@@ -83,7 +83,8 @@ def _draw(report: Report, rows: Sequence[Row], stem: str, which: str, notes: Seq
     footer = f"{'; '.join(_marks(report.rows))}."
     if floor is None:
         footer += " The noise floor is unknown, so no row is called faster, slower or the same."
-    words = Words(f"Time of B over time of A{which}", subtitle, footer, list(notes))
+    said = [*(f"{text}." for text in report.remarks), *notes]
+    words = Words(f"Time of B over time of A{which}", subtitle, footer, said)
     noise = None if floor is None else band(floor)
     inches = ROW * (len(rows) + GROUP_GAP * _num_groups(rows)) + HEADING
     figure = style.sheet(words, [_keys(report, rows, noise)], inches, inches)

@@ -96,6 +96,7 @@ def render(
         machine=words.footer.partition("; machine: ")[2],
         answer=[plain(sentence) for sentence in answer(run, standings, cells)],
         table=table,
+        remarks=[plain(text) for text in own.remarks],
         choices=choices(table.lines),
         first=shown[0],
         sections=[

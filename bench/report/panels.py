@@ -131,8 +131,8 @@ class Panel:
 class Run:
     """The trials in the order of drawing, and what all figures say about them."""
 
-    def __init__(self, tables: Tables, manifest: dict[str, Any]) -> None:
-        self.manifest, self.losses = manifest, tables.losses
+    def __init__(self, tables: Tables, manifest: dict[str, Any], remarks: Sequence[str] = ()) -> None:
+        self.manifest, self.losses, self.remarks = manifest, tables.losses, remarks
         trials = tables.trials[tables.trials["twin"].fillna("") == ""].copy()  # a twin is its cell once more
         for column in ("framework", "sharding", "sync"):
             known = {name: about.get(column) for name, about in manifest.get("backends", {}).items()}
@@ -202,7 +202,7 @@ class Run:
         return f"; {', '.join(optimizers)}; gradients {', '.join(clips)}"
 
     def _notes(self) -> list[str]:
-        """What is wrong with which cells: those of equal status and reason, numbers aside, in one note."""
+        """The remarks, and what is wrong with which cells: those of equal status and reason, numbers aside, in one."""
         varying = varying_columns(self.others, CONTEXT)
         size = self.trials.groupby("cell_id").size()
         groups: dict[tuple[bool, str, str], dict[str, list[str]]] = {}
@@ -216,7 +216,7 @@ class Run:
                 where = " ".join([str(first["backend"]), *(_name(c, first[c]).replace(" = ", "=") for c in varying)])
                 groups.setdefault(key, {}).setdefault(where, []).append(f"{first['accumulate']}{some}")
                 reasons.setdefault(key, []).append(str(first["reason"]))
-        notes = []
+        notes = [f"{text}." for text in self.remarks]
         for key in sorted(groups, key=lambda k: k[:2]):
             cells = "; ".join(f"{where} N={', '.join(ns)}" for where, ns in groups[key].items())
             reason = _shorten(reasons[key][0]) or "no reason was recorded"

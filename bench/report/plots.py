@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,9 @@ def draw(tables: Tables, manifest: dict[str, Any], folder: Path, standing: Stand
     paths: list[Path] = []
     with matplotlib.style.context(list(style.BASE)):
         before: Drawing | None = None
-        for drawing in [*figures(tables, manifest), *spread(tables, manifest, standing), *ratios(standing)]:
+        said = () if standing is None else standing.remarks
+        drawings = [*figures(tables, manifest, said), *spread(tables, manifest, standing), *ratios(standing)]
+        for drawing in drawings:
             written = paths[-1] if before is not None and before.data is drawing.data else None
             paths += style.save(drawing.figure, folder / drawing.stem, drawing.words)
             paths.append(folder / f"{drawing.stem}.csv")
@@ -68,7 +71,13 @@ def ratios(standing: Standing | None) -> list[Drawing]:
     if standing is None or not standing.rows:
         return []
     report = Report(
-        a=standing.baseline, b="each other backend", rows=standing.rows, differences=(), notes=(), margin=MARGIN
+        a=standing.baseline,
+        b="each other backend",
+        rows=standing.rows,
+        differences=(),
+        remarks=standing.remarks,
+        notes=(),
+        margin=MARGIN,
     )
     return forest.draw(report, "step_time_ratio", MOST_PAGES)
 
@@ -82,11 +91,11 @@ def spread(tables: Tables, manifest: dict[str, Any], standing: Standing | None) 
         return draw_noise(Run(tables, manifest), floor)
 
 
-def figures(tables: Tables, manifest: dict[str, Any]) -> list[Drawing]:
-    """The figures of ``draw`` that need no verdicts, not yet saved."""
+def figures(tables: Tables, manifest: dict[str, Any], remarks: Sequence[str] = ()) -> list[Drawing]:
+    """The figures of ``draw`` that need no verdicts, not yet saved, with these remarks below them."""
     if tables.trials.empty:
         return []
-    run = Run(tables, manifest)
+    run = Run(tables, manifest, remarks)
     with matplotlib.style.context(list(style.BASE)):
         makers = (
             draw_step_time,

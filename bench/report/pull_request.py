@@ -10,8 +10,8 @@ import pandas as pd
 
 from bench.analysis.baseline import Standing
 from bench.analysis.compare import Run
-from bench.analysis.defects import note
 from bench.analysis.estimate import NAME
+from bench.analysis.remarks import note
 from bench.cell import Status
 from bench.report import panels
 from bench.report.answer import answer, cut

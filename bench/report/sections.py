@@ -10,13 +10,13 @@ import pandas as pd
 
 from bench.analysis.baseline import Standing
 from bench.analysis.compare import Row
-from bench.analysis.defects import note
 from bench.analysis.estimate import NAME
 from bench.analysis.gates import tolerance
+from bench.analysis.remarks import note
 from bench.analysis.verdicts import NEXT, Exact, Verdict
 from bench.cell import Status
 from bench.probes.categories import PEAK, Category
-from bench.report.answer import noise, sentence, size, some
+from bench.report.answer import noise, sentence, size
 from bench.report.material import (
     DASH,
     Material,
@@ -33,7 +33,7 @@ from bench.report.memory import by_cell as memory_by_cell
 from bench.report.noise import DEVIATION, deviations
 from bench.report.panels import GIB_ABOVE
 from bench.report.traffic import MIB, TOTAL, by_operation
-from bench.words import plural
+from bench.words import plural, some
 
 BESIDE = {
     "mfu": ("MFU", ".3g"),

@@ -16,8 +16,8 @@ from rich.text import Text
 
 from bench.analysis.baseline import Standing
 from bench.analysis.compare import Row
-from bench.analysis.defects import note
 from bench.analysis.estimate import NAME, step_times, tokens_per_step
+from bench.analysis.remarks import note
 from bench.analysis.verdicts import NEXT, Reason, Verdict
 from bench.cell import REFERENCE, Status
 from bench.report.answer import noise
@@ -107,7 +107,8 @@ def show(console: Console, tables: Tables, standing: Standing, manifest: Mapping
     needed = Measurement.get(console, console.options.update(max_width=MAX_WIDTH), table).maximum
     console.width = max(console.width, needed)
     console.print(table)
-    for line in [*certainty(standing, manifest), *untimed(tables), *findings(cells, manifest)]:
+    said = [textwrap.fill(f"{text}.", 118, subsequent_indent="    ") for text in standing.remarks]
+    for line in [*certainty(standing, manifest), *said, *untimed(tables), *findings(cells, manifest)]:
         console.print(Text(line), highlight=False, soft_wrap=True)
 
 
