@@ -394,6 +394,7 @@ class TestForest:
             "b": "ddp-deferred of made",
             "rows": rows,
             "differences": [],
+            "remarks": ["words that have to stand beside the numbers, and take more than one line of the figure " * 2],
             "notes": [],
             "margin": 0.02,
         }
