@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pandas as pd
 import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
 
-from bench.backends.base import registry
+from bench.backends.base import MORE, registry
+from bench.cell import Cell, Device, Status
 from bench.journal import SCHEMA_VERSION
+from bench.launch.launcher import Launcher
+from bench.spec import Spec
 from bench.tables import CHILD_COLUMNS, TRIAL_COLUMNS
+from bench.trial import Trial
 from bench.workload.sizes import SIZES
 from tests.conftest import Run, run_matrix
+from tests.factories import make_cell
 
 BACKENDS = sorted(registry())
 DEFECTIVE = [name for name, backend in registry().items() if backend.defect]
+DDP = ["ddp-eager", "ddp-deferred", "lightning-ddp"]
 NOT_IN_BF16 = ("deepspeed-zero2-deferred", "deepspeed-zero3-deferred")
 SOUND = [name for name in BACKENDS if name not in DEFECTIVE]
 P = SIZES["tiny"].num_parameters
@@ -229,6 +240,43 @@ def test_what_frameworks_set_silently_is_stored(fp32_run: Run) -> None:
     assert settings["communication_data_type"] == "fp32"
     assert settings["timers"]["throughput"]["enabled"] is False
     assert fp32_run.record("lightning-deepspeed-zero2-corrected")["time"]["settings"]["loss_factor"] == "N"
+    for backend in DDP:
+        assert fp32_run.record(backend)["time"]["settings"]["runtime_statistics"] is False
+
+
+def cell_here(backend: str, windows: int) -> Cell:
+    """A small cell on one rank."""
+    shape = {"model": "micro", "sequence_length": 8, "global_batch_size": 16, "accumulate": 16}
+    return make_cell(backend=backend, world_size=1, warmup_windows=1, timed_windows=windows - 1, **shape)
+
+
+@pytest.mark.parametrize("backend", DDP)
+def test_ddp_takes_no_statistics(group: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, backend: str) -> None:
+    """It would of the first ten and the hundredth iteration, and have the host wait for the device for that."""
+    made: list[DistributedDataParallel] = []
+    initialize = DistributedDataParallel.__init__
+
+    def noted(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        initialize(ddp, *args, **kwargs)
+        made.append(ddp)
+
+    monkeypatch.setattr(DistributedDataParallel, "__init__", noted)
+    spec = Spec(cell=cell_here(backend, 7), passes=("time",), folder=str(tmp_path), reference="")
+    assert Trial(spec, 0, torch.device("cpu"), registry()[backend]).time()["num_updates"] == 7
+    (ddp,) = made
+    assert ddp._get_ddp_logging_data()["iteration"] == 0, "the last that statistics were taken of"
+
+
+def test_deepspeed_starts_no_compiler_and_writes_out_no_parameter(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(MORE, "tests.watched:WatchedZero3,tests.watched:WatchedLightning")
+    with Launcher(Device.CPU) as launcher:
+        for backend in ("x-zero3", "x-lightning"):
+            spec = Spec(cell=cell_here(backend, 2), passes=("time",), folder=str(tmp_path / backend), reference="")
+            outcome = launcher.run(spec, 120)
+            assert outcome.status is Status.OK, outcome.reason
+            assert outcome.ranks[0]["time"]["reported"] == {"processes": 0, "tensors": 0}
 
 
 CLIP = 1.5

@@ -4,7 +4,6 @@ CUDA replaced by ones of the same signatures."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,6 @@ from unittest.mock import create_autospec
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from bench.backends.base import registry
 from bench.cell import REFERENCE, Device
@@ -43,14 +41,6 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     return fakes
-
-
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[None]:
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def run(backend: str, folder: Path, *passes: str) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -72,17 +73,42 @@ def remark(stage: int, cell: Cell) -> str:
 
 
 def prepare() -> None:
-    """Call before DeepSpeed's first use: its shared-memory operator would be compiled on any CPU, so it is off."""
+    """Call before DeepSpeed's first use.
+
+    Its shared-memory operator would be compiled on any CPU, so it is off; and so are all others, none of which is used
+    here: to ask for the table of those that could be built runs compilers (ops/__init__.py: _probe_compatible_ops).
+    Without LOCAL_SIZE, which its own launcher sets (launcher/launch.py), it starts ``numactl`` on the CPU whenever
+    stage 3 reduces a bucket (cpu_accelerator.py: device_count).
+    """
     import logging
+    import os
 
     import deepspeed.ops
     from deepspeed import comm
     from deepspeed.utils.logging import logger
 
     logger.setLevel(logging.ERROR)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
     if not comm.is_initialized():
         comm.init_distributed(dist_init_required=False)
+
+
+@contextmanager
+def unprinted() -> Iterator[None]:
+    """Parameters are written as their shape alone: hold this while an engine is built.
+
+    ZeRO-3's constructor writes all its arguments into a message that is never printed (stage3.py: ``print_rank_0`` of
+    ``locals()``). Among them are the parameters, each of whose values would be copied to the host for that.
+    """
+    from torch import nn
+
+    written = nn.Parameter.__repr__
+    nn.Parameter.__repr__ = lambda parameter: f"Parameter of {tuple(parameter.shape)}"  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Parameter.__repr__ = written  # type: ignore[method-assign]
 
 
 def gather(model: nn.Module) -> dict[str, Tensor]:
@@ -208,13 +234,14 @@ class DeepSpeedZero2Eager(Backend):
         self.config["gradient_accumulation_steps"] = gradient_accumulation_steps
         masters = initial_masters(model) if job.bf16 else {}
         optimizer = job.optimizer(model.parameters())
-        self.engine, *_ = deepspeed.initialize(
-            model=model,
-            optimizer=optimizer,
-            config=self.config,
-            lr_scheduler=job.scheduler and job.scheduler(optimizer),
-            dist_init_required=False,
-        )
+        with unprinted():
+            self.engine, *_ = deepspeed.initialize(
+                model=model,
+                optimizer=optimizer,
+                config=self.config,
+                lr_scheduler=job.scheduler and job.scheduler(optimizer),
+                dist_init_required=False,
+            )
         if job.bf16:
             restore_masters(self.engine.module, masters)
         if job.resume:

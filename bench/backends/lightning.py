@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from bench.backends import deepspeed as ds
-from bench.backends import fsdp2
+from bench.backends import fsdp2, plain
 from bench.backends.base import BF16_PARAMETERS, Backend, Job
-from bench.backends.plain import NO_FAKE_DDP
 from bench.cell import Cell, Sharding, Stepping, Sync
 from bench.probes.categories import Category
 
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.strategies import Strategy
     from torch import Tensor, nn
+    from torch.nn.parallel import DistributedDataParallel
 
 
 def places(job: Job) -> tuple[int, int]:
@@ -210,7 +210,7 @@ class LightningDDP(LightningBackend):
     """Lightning's native accumulation: it divides the loss by N and opens DDP's ``no_sync`` by itself."""
 
     name, framework = "lightning-ddp", "Lightning DDP"
-    not_fake = NO_FAKE_DDP
+    not_fake = plain.NO_FAKE_DDP
     sync, sharding = Sync.DEFERRED, Sharding.NONE
     stepping = Stepping.FLUSH
 
@@ -218,6 +218,12 @@ class LightningDDP(LightningBackend):
         from lightning.pytorch.strategies import DDPStrategy
 
         return DDPStrategy(process_group_backend=communicator(job))
+
+    def begin(self, module: LightningModule, initial: dict[str, Tensor]) -> None:
+        plain.without_statistics(cast("DistributedDataParallel", self.trainer.strategy.model))
+
+    def settings(self) -> dict[str, Any]:
+        return {**super().settings(), **plain.DDP_SETTINGS}
 
 
 class LightningFSDP2(LightningBackend):
@@ -309,7 +315,8 @@ class LightningDeepSpeedZero2(LightningBackend):
     def again(self, job: Job) -> None:
         if job.resume:
             ds.trust_own_classes()
-        super().again(job)
+        with ds.unprinted():
+            super().again(job)
 
     def initial(self, module: LightningModule, job: Job) -> dict[str, Tensor]:
         return ds.initial_masters(_model(module)) if job.bf16 else {}

@@ -4,16 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bench.backends.base import Backend, Job
 from bench.cell import REFERENCE, Sharding, Stepping, Sync
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn.parallel import DistributedDataParallel
 
 
 NO_FAKE_DDP = "DDP's reducer, in C++, reads the memory of its tensors"
+SAMPLED_ITERATIONS = 10
+"""Those that DDP takes statistics of whatever the sample rate (should_collect_runtime_stats in reducer.cpp)."""
+NEVER = 2**31 - 1
+"""The largest sample rate: one iteration of so many."""
+DDP_SETTINGS = {"runtime_statistics": False}
+"""What ``without_statistics`` sets, as ``Backend.settings`` stores it."""
+
+
+def without_statistics(model: DistributedDataParallel) -> DistributedDataParallel:
+    """The same model; it takes no statistics of its run time. Call it before the first forward.
+
+    In its first ten iterations and every 100th after them, DDP has the host wait for CUDA events of the iteration
+    before (set_runtime_stats_and_log in torch/csrc/distributed/c10d/logger.cpp). Iterations under ``no_sync`` are not
+    counted, so the wait would be in the timed windows of deferred reduction, and in the warm-up of eager reduction.
+    Iterations are counted by ``prepare_for_forward``, which does nothing else; only static graphs look at their number.
+    """
+    for _ in range(SAMPLED_ITERATIONS + 1):
+        model.reducer.prepare_for_forward()
+    model._set_ddp_runtime_logging_sample_rate(NEVER)
+    return model
 
 
 class Reference(Backend):
@@ -50,7 +71,7 @@ class DDPEager(Backend):
     def train(self, job: Job) -> None:
         from torch.nn.parallel import DistributedDataParallel
 
-        self.model = DistributedDataParallel(job.build())
+        self.model = without_statistics(DistributedDataParallel(job.build()))
         self.optimizer = job.optimizer(self.model.parameters())
         self.again(job)
 
@@ -72,6 +93,9 @@ class DDPEager(Backend):
 
     def full_parameters(self) -> Mapping[str, Tensor]:
         return dict(self.model.module.named_parameters())
+
+    def settings(self) -> dict[str, Any]:
+        return dict(DDP_SETTINGS)
 
 
 class DDPDeferred(DDPEager):
