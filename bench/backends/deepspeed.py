@@ -103,12 +103,13 @@ def unprinted() -> Iterator[None]:
     """
     from torch import nn
 
-    written = nn.Parameter.__repr__
-    nn.Parameter.__repr__ = lambda parameter: f"Parameter of {tuple(parameter.shape)}"  # type: ignore[method-assign]
+    parameter: Any = nn.Parameter
+    written = parameter.__repr__
+    parameter.__repr__ = lambda self: f"Parameter of {tuple(self.shape)}"
     try:
         yield
     finally:
-        nn.Parameter.__repr__ = written  # type: ignore[method-assign]
+        parameter.__repr__ = written
 
 
 def gather(model: nn.Module) -> dict[str, Tensor]:

@@ -30,6 +30,14 @@ def places(job: Job) -> tuple[int, int]:
     return (1, job.world_size) if job.cell.virtual or job.cell.shared_gpu else (job.world_size, 1)
 
 
+def quieten() -> None:
+    """Notices about hardware and versions would fill the logs of every trial. Either part uses the other's logger."""
+    import logging
+
+    for part in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(part).setLevel(logging.ERROR)
+
+
 def communicator(job: Job) -> str:
     """What Lightning is to call the library that ranks talk over; the process group is there already."""
     return "nccl" if job.device.type == "cuda" and not job.cell.shared_gpu else "gloo"
@@ -49,12 +57,9 @@ class LightningBackend(Backend):
     """``"N"`` to multiply the loss by N in ``training_step``, which undoes one division by N."""
 
     def train(self, job: Job) -> None:
-        import logging
-
         from lightning.pytorch import Trainer
 
-        # Rank-zero notices about hardware and versions would fill the logs of every trial.
-        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+        quieten()
         self.counters: dict[str, int] = {}
         self.parameters_at_end: Mapping[str, Tensor] = {}
         self.module = _module(self, job)
@@ -383,12 +388,10 @@ class FabricFSDP2Deferred(Backend):
     bf16_as = BF16_PARAMETERS
 
     def train(self, job: Job) -> None:
-        import logging
-
         from lightning.fabric import Fabric
         from lightning.fabric.strategies import ModelParallelStrategy
 
-        logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
+        quieten()
 
         def parallelize(model: Any, mesh: Any) -> Any:
             blocks = job.blocks(model)
