@@ -13,8 +13,16 @@ from typing import Any
 
 from bench.errors import shown
 
-REFERENCE = "reference"
-"""Name of the backend that is the truth: one process, the full batch, plain PyTorch, fp32."""
+REFERENCE, SHARDED_REFERENCE = REFERENCES = ("reference", "reference-sharded")
+"""Names of the backends that are the truth: the full batch at once in fp32, by one process in plain PyTorch; or by all
+ranks, where one GPU cannot hold the model's state."""
+SINGLE_STATE_BYTES = 64 * 2**30
+"""fp32 parameters, gradients and AdamW's moments, 16 bytes per parameter, that a GPU of 80 GB holds beside a slice's
+activations."""
+REFERENCE_FLOPS = 1e15
+"""Model FLOPs that each GPU of a reference may spend on the time pass: 45 s in fp32 on an H100, all forwards twice."""
+REFERENCE_WINDOWS = 2
+"""Windows that a reference trains at least: the loss before any update, and that after one."""
 SGD = "sgd"
 """The optimizer whose step is in proportion to the gradient, so that a wrong scale of it is seen in the losses."""
 LATER: dict[str, Any] = {
@@ -184,22 +192,45 @@ class Cell:
         named += " checkpointed" * self.activation_checkpointing + " compiled" * self.compiled
         return named + (f" (A/A {self.twin})" if self.twin else "")
 
-    def reference(self) -> Cell:
-        """The cell whose update and losses are the truth for this one: one process, whole batch, fp32.
+    @property
+    def is_reference(self) -> bool:
+        """Whether the backend is there to be held against, and not to be compared with."""
+        return self.backend in REFERENCES
 
-        Neither checkpointed nor compiled, which must not change what is computed.
+    def reference(self, *, sharded: bool | None = None) -> Cell:
+        """The cell whose update and losses are the truth for this one: whole batch, fp32, not compiled, N = 1.
+
+        One process, not checkpointed; or ``sharded`` over as many GPUs as this cell has, and checkpointed, if the state
+        of a shipped model exceeds SINGLE_STATE_BYTES. What is computed is the same.
+
+        On CUDA it trains as many windows as REFERENCE_FLOPS pay for, and the gates compare the losses that it has: a
+        batch of 32 samples for each of eight GPUs takes one GPU in fp32 29 s. That is enough to tell a wrong cell: the
+        update pass proves the gradient of a whole window to 1e-5, every later window repeats that work, and how many
+        micro-batches and updates there are is counted in all of them.
         """
-        return dataclasses.replace(
+        from bench.workload.sizes import SIZES  # which is of a package that imports this module
+
+        size = SIZES.get(self.model) if self.device is Device.CUDA and self.workload == "llama" else None
+        if sharded is None:
+            too_large = size is not None and 16 * size.num_parameters > SINGLE_STATE_BYTES
+            sharded = too_large and self.world_size > 1 and not self.shared_gpu
+        found = dataclasses.replace(
             self,
-            backend=REFERENCE,
+            backend=SHARDED_REFERENCE if sharded else REFERENCE,
             accumulate=1,
-            world_size=1,
+            world_size=self.world_size if sharded else 1,
             precision=Precision.FP32,
             twin="",
             shared_gpu=False,
-            activation_checkpointing=False,
+            activation_checkpointing=sharded,
             compiled=False,
         )
+        if size is None:
+            return found
+        tokens = self.global_batch_size * self.sequence_length / found.world_size
+        most = int(REFERENCE_FLOPS / (tokens * size.flops_per_token(self.sequence_length)))
+        most = max(REFERENCE_WINDOWS, most)
+        return found if found.windows <= most else dataclasses.replace(found, warmup_windows=1, timed_windows=most - 1)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; ``Cell.from_dict`` is the inverse."""

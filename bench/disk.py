@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.cell import REFERENCE, Cell
+from bench.cell import Cell
 from bench.errors import InputError
 from bench.folders import existing
 from bench.workload.sizes import SIZES
@@ -24,7 +24,7 @@ def needed(cells: Sequence[Cell], repeats: int) -> int:
     total = RESERVE_BYTES
     for cell in cells:
         total += repeats * (RECORD_BYTES + cell.windows * (STEP_BYTES + RANK_STEP_BYTES * cell.world_size))
-        if cell.backend == REFERENCE and cell.workload == "llama":
+        if cell.is_reference and cell.workload == "llama":
             total += SIZES[cell.model].num_parameters * 4 * (2 if cell.clip_norm else 1)
     return total
 

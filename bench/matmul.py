@@ -86,7 +86,7 @@ def tasks(cells: Iterable[Cell], threads: int, folder: Path) -> list[MatmulTask]
     """
     wanted: dict[tuple[Device, int], dict[Precision, None]] = {}
     for cell in cells:
-        if cell.backend != REFERENCE and not cell.virtual and not cell.shared_gpu:
+        if not cell.is_reference and not cell.virtual and not cell.shared_gpu:
             wanted.setdefault((cell.device, cell.world_size), {})[cell.precision] = None
     return [
         MatmulTask(

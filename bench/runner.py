@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from bench import disk, machine, opening, plan, virtual
 from bench.backends.base import Backend
-from bench.cell import REFERENCE, Cell, Device, Status
+from bench.cell import Cell, Device, Status
 from bench.interrupt import held
 from bench.journal import Journal, write_manifest
 from bench.launch import dumps
@@ -252,7 +252,7 @@ class Runner:
         """The time pass always; the others once per cell, in its first trial that succeeds."""
         asked = virtual.passes(cell, ("time", *extra_passes(cell)))
         wanted = [name for name in asked if name != "time" and (cell.cell_id, name) not in self._have]
-        if "update" in wanted and cell.backend != REFERENCE:
+        if "update" in wanted and cell != cell.reference():
             self._ensure_reference(cell)
             if not self._reference_file(cell).exists():
                 wanted.remove("update")

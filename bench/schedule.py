@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, Self
 
-from bench.cell import REFERENCE, Cell
+from bench.cell import Cell
 from bench.errors import InputError
 
 GROWTH = 1.2
@@ -77,8 +77,8 @@ def block(cells: Sequence[Cell], repeat: int, seed: int) -> list[Trial]:
     So no cell's trials stand in a row, and a drift that is linear in time hits all cells of two blocks alike. The
     references come first, since the others are checked against them.
     """
-    references = [cell for cell in cells if cell.backend == REFERENCE]
-    others = [cell for cell in cells if cell.backend != REFERENCE]
+    references = [cell for cell in cells if cell.is_reference]
+    others = [cell for cell in cells if not cell.is_reference]
     random.Random(f"{seed}/{repeat // 2}").shuffle(others)
     if repeat % 2:
         others.reverse()

@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import ClassVar
 
-from bench.cell import REFERENCE, Cell, Device
+from bench.cell import Cell, Device
 
 EXTRA_PASSES = ("update", "collectives", "memory", "accumulation", "dispatch")
 """Passes that run once per cell; their answers do not vary from repeat to repeat."""
@@ -23,7 +23,7 @@ def extra_passes(cell: Cell) -> tuple[str, ...]:
     """
     on_cuda = cell.device is Device.CUDA and not cell.virtual
     over_nccl = on_cuda and not cell.shared_gpu
-    if on_cuda and cell.backend == REFERENCE:
+    if on_cuda and cell.is_reference:
         return ("update",)
     asked = (*EXTRA_PASSES, *(CUDA_PASSES if over_nccl else ()))
     return tuple(name for name in asked if not (cell.compiled and name in ("memory", "dispatch")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 
 from bench import tables
 from bench.analysis import gates
+from bench.backends.base import registry
 from bench.journal import Journal, read_manifest
 from tests import plugin
 
@@ -152,13 +154,13 @@ def run_matrix(
 @pytest.fixture(scope="session")
 def fp32_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Every built-in backend in fp32."""
-    return run_matrix(tmp_path_factory.mktemp("fp32"))
+    return run_matrix(tmp_path_factory.mktemp("fp32"), backend=json.dumps(list(registry())))
 
 
 @pytest.fixture(scope="session")
 def bf16_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Every built-in backend in bf16."""
-    return run_matrix(tmp_path_factory.mktemp("bf16"), precision="bf16")
+    return run_matrix(tmp_path_factory.mktemp("bf16"), backend=json.dumps(list(registry())), precision="bf16")
 
 
 @pytest.fixture(scope="session")

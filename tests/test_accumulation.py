@@ -13,14 +13,14 @@ import pytest
 from bench import accumulation, cli
 from bench.accumulation import AccumulationTask, spelled, table
 from bench.backends.base import registry
-from bench.cell import REFERENCE, Precision, Status
+from bench.cell import REFERENCE, REFERENCES, Precision, Status
 from bench.errors import UnsupportedError
 from bench.launch.outcome import Outcome
 from bench.probes import accumulation as probe
 from tests.conftest import ROOT
 from tests.summing import FSDP2_POLICIES, LOOPS, NS
 
-BACKENDS = [name for name in registry() if name != REFERENCE]
+BACKENDS = [name for name in registry() if name not in REFERENCES]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.backends.base import MORE, registry
-from bench.cell import Cell, Device, Status
+from bench.cell import REFERENCES, SHARDED_REFERENCE, Cell, Device, Status
 from bench.journal import SCHEMA_VERSION
 from bench.launch.launcher import Launcher
 from bench.spec import Spec
@@ -52,7 +52,7 @@ def test_fp32_update_and_losses_equal_the_reference(fp32_run: Run, backend: str)
 def test_bf16_update_and_losses_are_within_tolerance(bf16_run: Run, backend: str) -> None:
     trial = bf16_run.trial(backend)
     assert trial["status"] == "ok", trial["reason"]
-    if backend != "reference":
+    if backend not in REFERENCES:
         assert 1e-4 < trial["update_error"] < 1.5e-2, "bf16 must be in use, and sound; larger models may have more"
         assert trial["update_scale"] == pytest.approx(1, abs=1e-2)
 
@@ -86,7 +86,7 @@ def test_the_loss_divided_twice_is_caught(request: pytest.FixtureRequest, backen
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_step_is_taken_and_seen_at_the_inner_optimizer(fp32_run: Run, backend: str) -> None:
     timed = fp32_run.record(backend)["time"]
-    accumulate = 1 if backend == "reference" else N
+    accumulate = 1 if backend in REFERENCES else N
     assert timed["num_updates"] == WINDOWS
     assert timed["num_micro_batches"] == timed["num_fetched"] == WINDOWS * accumulate
     assert timed["micro_batches_per_update"] == [accumulate]
@@ -149,6 +149,15 @@ def test_deepspeed_reduces_once_or_n_times(fp32_run: Run) -> None:
 
 def test_the_reference_talks_to_nobody(fp32_run: Run) -> None:
     assert fp32_run.record("reference")["collectives"] == []
+
+
+def test_a_sharded_reference_gathers_and_reduces_each_parameter_once(fp32_run: Run, bf16_run: Run) -> None:
+    for run in (fp32_run, bf16_run):
+        cell = run.record(SHARDED_REFERENCE)["cell"]
+        assert (cell["accumulate"], cell["world_size"], cell["precision"]) == (1, W, "fp32"), "whatever is asked for"
+        assert cell["activation_checkpointing"]
+        assert calls(run, SHARDED_REFERENCE, "reduce_scatter") == (GROUPS, 4 * P)
+        assert calls(run, SHARDED_REFERENCE, "all_gather")[0] == 2 * GROUPS - 1
 
 
 def test_bf16_fsdp2_gathers_in_bf16_and_reduces_in_fp32(bf16_run: Run) -> None:

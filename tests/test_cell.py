@@ -6,12 +6,13 @@ import dataclasses
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.cell import LATER, REFERENCE, Cell, Device, Precision
+from bench.cell import LATER, REFERENCE, SHARDED_REFERENCE, Cell, Device, Precision
 from tests.factories import make_cell
 
 CANONICAL = (
@@ -164,6 +165,44 @@ def test_reference_is_one_process_with_the_whole_batch_in_fp32() -> None:
     assert (truth.backend, truth.accumulate, truth.world_size, truth.precision) == (REFERENCE, 1, 1, "fp32")
     assert truth.micro_batch_size == cell.global_batch_size
     assert truth.reference() == truth
+
+
+def gpu_cell(model: str, world_size: int = 8, samples: int = 2, **changes: Any) -> Cell:
+    """Some samples of 2048 tokens for each of the GPUs."""
+    values = {"model": model, "device": Device.CUDA, "world_size": world_size, "accumulate": samples}
+    values |= {"sequence_length": 2048, "global_batch_size": samples * world_size, "precision": Precision.BF16}
+    return make_cell(**(values | changes))
+
+
+def test_where_one_gpu_cannot_hold_the_model_its_reference_is_sharded_over_as_many() -> None:
+    truth = gpu_cell("8b").reference()
+    assert (truth.backend, truth.accumulate, truth.world_size, truth.precision) == (SHARDED_REFERENCE, 1, 8, "fp32")
+    assert truth.activation_checkpointing and truth.is_reference and truth.reference() == truth
+    for other in (
+        gpu_cell("3b"),
+        gpu_cell("8b", world_size=1),
+        gpu_cell("8b", shared_gpu=True),
+        gpu_cell("8b", device=Device.CPU),
+        gpu_cell("8b", workload="mine:Own"),
+    ):
+        assert (other.reference().backend, other.reference().world_size) == (REFERENCE, 1)
+    checked = gpu_cell("135m").reference(sharded=True)
+    assert checked.is_reference and checked.backend == SHARDED_REFERENCE
+    assert checked.reference() == gpu_cell("135m").reference(), "what is held against the single process"
+
+
+def test_a_reference_on_cuda_trains_as_many_windows_as_it_can_afford() -> None:
+    long = {"warmup_windows": 2, "timed_windows": 98, "samples": 32}
+    windows = {w: gpu_cell("135m", w, **long).reference().windows for w in (1, 2, 4, 8)}
+    assert windows == {1: 12, 2: 6, 4: 3, 8: 2}, "81 TFLOP for each GPU and window, of 1000; at least two"
+    assert gpu_cell("135m", 8, samples=32).reference() == gpu_cell("135m", 8, **long).reference(), "one serves both"
+    short = long | {"sequence_length": 512}
+    assert gpu_cell("tiny", 8, **short).reference().windows == 100, "all losses of a small model are compared"
+    assert gpu_cell("135m", 8, **long, device=Device.CPU).reference().windows == 100
+    assert gpu_cell("135m", 8, **long, workload="mine:Own").reference().windows == 100, "who knows what it costs"
+    for cell in (gpu_cell("135m", 8, **long), gpu_cell("8b", 8, **long)):
+        assert cell.reference().reference() == cell.reference()
+        assert cell.reference().warmup_windows == 1, "the second window is timed"
 
 
 @pytest.mark.parametrize("name", OTHERS)

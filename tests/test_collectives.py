@@ -14,7 +14,7 @@ import torch.distributed as dist
 from bench.analysis import expected
 from bench.analysis.formulas import expect
 from bench.backends.base import registry
-from bench.cell import REFERENCE, Cell, Precision
+from bench.cell import REFERENCE, REFERENCES, Cell, Precision
 from bench.probes.collectives import CollectiveCounter
 from bench.tables import build
 from bench.workload.shapes import Layout, Parameter
@@ -22,7 +22,7 @@ from tests import windows
 from tests.factories import make_cell, make_manifest, make_record
 from tests.windows import UNEVEN, Amounts
 
-BACKENDS = [name for name in registry() if name != REFERENCE]
+BACKENDS = [name for name in registry() if name not in REFERENCES]
 REFUSED_IN_BF16 = {"deepspeed-zero2-deferred", "deepspeed-zero3-deferred"}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ import torch
 from pandas.testing import assert_frame_equal
 
 from bench import tables
-from bench.analysis.gates import COMPARED_STEPS, LONG_STEPS, TOLERANCES, explain_update, judge, tolerance
-from bench.cell import Cell, Precision
+from bench.analysis.gates import TOLERANCES, explain_update, judge, tolerance
+from bench.analysis.losses import COMPARED_STEPS, LONG_STEPS, extent
+from bench.cell import Cell, Device, Precision
 from bench.probes import update
 from bench.tables import Tables
 from bench.workload.sizes import SIZES
@@ -22,6 +24,7 @@ from tests.factories import make_cell, make_collectives, make_failure, make_mani
 CELL = make_cell(accumulate=8)
 TRUTH = CELL.reference()
 LOSSES = [5.0, 4.5, 4.0, 3.5, 3.0]
+MISSING = "losses could not be checked: the reference failed or is missing, or not every step has a loss"
 
 
 def record(cell: Cell = CELL, repeat: int = 0, update: dict[str, float] | None = None, **time: Any) -> dict[str, Any]:
@@ -94,16 +97,13 @@ def test_judging_leaves_its_input_and_everything_else_alone() -> None:
         ({"losses": [-math.inf, *LOSSES[1:]]}, "a loss is not finite (limit 0.001 nats in fp32)"),
         (
             {"losses": LOSSES[:4]},
-            "no reference losses to check against: the reference failed or took other steps",
+            MISSING,
         ),
-        ({"losses": []}, "no reference losses to check against: the reference failed or took other steps"),
+        ({"losses": []}, MISSING),
     ],
 )
 def test_each_gate_of_the_time_pass_fires_alone(time: dict[str, Any], reason: str) -> None:
     assert verdict(record(**time)) == ("invalid", reason)
-
-
-MISSING = "no reference losses to check against: the reference failed or took other steps"
 
 
 def test_a_missing_reference() -> None:
@@ -126,13 +126,36 @@ def test_a_missing_reference() -> None:
         {"optimizer": "adamw-fused"},
         {"optimizer": "sgd"},
         {"clip_norm": 0.5},
-        {"timed_windows": 4},
         {"device": "cuda"},
     ],
 )
 def test_a_reference_that_trained_something_else_is_none(changes: dict[str, Any]) -> None:
     other = make_cell(accumulate=8, **changes)
     assert MISSING in verdict(record(other, num_updates=other.windows, num_micro_batches=8 * other.windows))[1]
+
+
+def test_losses_are_compared_as_far_as_the_reference_was_trained() -> None:
+    short = record(dataclasses.replace(TRUTH, warmup_windows=1, timed_windows=1), losses=LOSSES[:2])
+    late = record(losses=[*LOSSES[:4], 9.0])
+    assert verdict(short, late, truth=False) == ("ok", "")
+    assert "over the first 2 steps" in extent(judged(short, late, truth=False))
+    assert extent(judged(record())) == ""
+    early = verdict(short, record(losses=[LOSSES[0], 9.0, *LOSSES[2:]]), truth=False)
+    assert early[1].endswith("(limit 0.001 nats in fp32) in the first 2 steps")
+    assert verdict(short, record(losses=[*LOSSES[:4], math.nan]), truth=False)[0] == "invalid", "finite they must be"
+    longer = judged(record(TRUTH), short, late, truth=False).trials["status"].tolist()
+    assert longer == ["ok", "ok", "invalid"], "the reference that was trained most decides"
+
+
+def test_a_sharded_reference_is_the_truth_only_where_no_single_process_can_be() -> None:
+    values = {"device": Device.CUDA, "sequence_length": 8, "global_batch_size": 16, "accumulate": 8}
+    large, small = make_cell(model="8b", **values), make_cell(model="tiny", **values)
+    off = [*LOSSES[:4], 9.0]
+    assert verdict(record(large.reference()), record(large)) == ("ok", "")
+    assert verdict(record(large.reference()), record(large, losses=off))[0] == "invalid"
+    checked = record(small.reference(sharded=True), losses=off)
+    made = judged(record(small.reference()), checked, record(small), truth=False).trials
+    assert made["status"].tolist() == ["ok", "invalid", "ok"], "it is held against the single process, and is no truth"
 
 
 def test_one_reference_serves_other_n_w_and_precision() -> None:

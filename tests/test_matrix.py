@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from bench import matrix
 from bench.backends.base import registry
-from bench.cell import REFERENCE, Cell, Device, Precision
+from bench.cell import REFERENCE, REFERENCES, SHARDED_REFERENCE, Cell, Device, Precision
 from bench.errors import InputError
 from tests.factories import make_backend, make_document, make_matrix
 
@@ -222,7 +222,7 @@ def test_shipped_names_and_what_they_promise() -> None:
     assert mission <= set(cpu["axes.backend"])
     for name in ("smoke", "full"):
         cells = matrix.expand(matrix.load(name), BACKENDS, 0)
-        assert {cell.backend for cell in cells} == set(BACKENDS)
+        assert {cell.backend for cell in cells} == set(BACKENDS) - {SHARDED_REFERENCE}
 
 
 def test_load_a_file(tmp_path: Path) -> None:
@@ -281,12 +281,13 @@ def test_expansion(
     )
     cells = matrix.expand(made, BACKENDS, 0)
     points = {(cell.backend, cell.accumulate, cell.world_size, str(cell.precision)) for cell in cells}
-    others = set(itertools.product(set(chosen) - {REFERENCE}, accumulate, world_size, precision))
-    assert points == others | {(REFERENCE, 1, 1, "fp32")}
+    others = set(itertools.product(set(chosen) - set(REFERENCES), accumulate, world_size, precision))
+    sharded = {(SHARDED_REFERENCE, 1, size, "fp32") for size in world_size if SHARDED_REFERENCE in chosen}
+    assert points == others | sharded | {(REFERENCE, 1, 1, "fp32")}
     own = [cell for cell in cells if not cell.twin]
     assert len(own) == len(points), "each cell once"
     twins = [cell for cell in cells if cell.twin]
-    assert len(twins) == (set(chosen) != {REFERENCE}) and cells[len(own) :] == twins
+    assert len(twins) == (not set(chosen) <= set(REFERENCES)) and cells[len(own) :] == twins
     assert all(dataclasses.replace(twin, twin="") in own for twin in twins)
     assert cells[0].backend == REFERENCE
     assert {cell.reference() for cell in cells} == {cells[0]}
@@ -663,13 +664,14 @@ def test_the_gpu_matrix_divides_on_every_number_of_gpus(num_gpus: int) -> None:
     assert {cell.world_size for cell in main} == {num_gpus}
     assert {cell.model for cell in cells} == {"135m", "1b", "3b", "8b"}
     assert {cell.world_size for cell in cells if cell.virtual} == {8, 64}
-    assert {(str(cell.precision), cell.optimizer) for cell in cells if cell.backend != REFERENCE} == {
+    assert {(str(cell.precision), cell.optimizer) for cell in cells if not cell.is_reference} == {
         ("bf16", "adamw-fused")
     }
     assert {cell.sequence_length for cell in cells} == {2048}
-    assert not any(cell.activation_checkpointing or cell.compiled for cell in cells), "off unless asked for"
+    others = [cell for cell in cells if not cell.is_reference]
+    assert not any(cell.activation_checkpointing or cell.compiled for cell in others), "off unless asked for"
     once = matrix.most_repeats(made, BACKENDS, num_gpus)
-    assert {once[cell.cell_id] for cell in cells if cell.backend == REFERENCE or cell.virtual} == {1}
+    assert {once[cell.cell_id] for cell in cells if cell.is_reference or cell.virtual} == {1}
     assert {
         cell.cell_id for cell in cells if cell.accumulate == 8 and cell.model == "135m" and not cell.virtual
     }.isdisjoint(once)

@@ -17,7 +17,7 @@ from bench.analysis.footprint import ESTIMATED, HELD
 from bench.analysis.formulas import expect
 from bench.analysis.prediction import Link, Prediction, Traffic, at, predict
 from bench.backends.base import registry
-from bench.cell import REFERENCE, SGD, Cell, Device, Precision
+from bench.cell import REFERENCES, SGD, Cell, Device, Precision
 from bench.cli import GOOD, WRONG, main
 from bench.report import predicted, prediction
 from bench.workload.sizes import SIZES
@@ -28,7 +28,7 @@ GIB = 2**30
 ASKED = ["--world-size", "64", "--accumulate", "16", "--sequence", "8192", "--precision", "bf16"]
 TIMED = ["--link", "50GB/s", "--latency", "20us", "--compute-time", "22s"]
 BUILT_IN = [
-    name for name, backend in registry().items() if backend.__module__.startswith("bench.") and name != REFERENCE
+    name for name, backend in registry().items() if backend.__module__.startswith("bench.") and name not in REFERENCES
 ]
 
 

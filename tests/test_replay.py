@@ -17,14 +17,14 @@ from bench.analysis.formulas.gathers import Coordinator
 from bench.analysis.replay.frameworks import Framework
 from bench.analysis.replay.live import ESTIMATED, HELD, Live
 from bench.analysis.replay.llama import Decoder, Widths
-from bench.cell import REFERENCE, SGD, Cell, Device, Precision, Sharding, Sync
+from bench.cell import REFERENCES, SGD, Cell, Device, Precision, Sharding, Sync
 from bench.launch.launcher import Launcher
 from bench.workload.shapes import llama_layout
 from bench.workload.sizes import SIZES, LlamaSize
 from tests.factories import make_cell
 from tests.virtual_worlds import measure
 
-BACKENDS = [name for name in BUILT_IN if name != REFERENCE]
+BACKENDS = [name for name in BUILT_IN if name not in REFERENCES]
 NEAR = 2e-3
 """Relative difference of a replayed and a measured peak: scalars, and labels that a framework keeps."""
 

@@ -20,14 +20,14 @@ from bench.analysis.diagnosis import observation
 from bench.analysis.semantics import Reading
 from bench.analysis.steps import Rule, Steps, calculate
 from bench.backends.base import registry
-from bench.cell import REFERENCE, Stepping
+from bench.cell import REFERENCES, Stepping
 from bench.errors import InputError
 from bench.scenario import SUITE, Fault, Reduction, Scenario, load
 from tests.conftest import ROOT, bench, processes_with
 from tests.plugin import LOOPS
 
 LOOP_BACKENDS = [
-    name for name, backend in registry().items() if backend.stepping is Stepping.WINDOW and name != REFERENCE
+    name for name, backend in registry().items() if backend.stepping is Stepping.WINDOW and name not in REFERENCES
 ]
 
 
@@ -395,7 +395,7 @@ def verdicts(suite: dict[tuple[str, str], dict[str, Any]], name: str) -> dict[st
 
 
 def test_every_scenario_ran_under_every_backend(suite: dict[tuple[str, str], dict[str, Any]]) -> None:
-    backends = set(registry()) - {REFERENCE}
+    backends = set(registry()) - set(REFERENCES)
     assert set(suite) == {(one.name, backend) for one in load() for backend in backends}
     failed = {key: one["failure"] for key, one in suite.items() if one["failure"] and one["verdict"] == "crashed"}
     assert not failed
@@ -411,7 +411,7 @@ def test_the_hand_written_loops_are_right(suite: dict[tuple[str, str], dict[str,
 
 def test_sound_backends_conserve_weight(suite: dict[tuple[str, str], dict[str, Any]]) -> None:
     """Over an epoch of whole windows, each sample has the coefficient of the big batch, once."""
-    sound = [backend for backend in registry() if backend != REFERENCE and not registry()[backend].defect]
+    sound = [backend for backend in registry() if backend not in REFERENCES and not registry()[backend].defect]
     for backend in sound:
         updates = suite["divisible", backend]["updates"]
         for epoch in (updates[:2], updates[2:]):
@@ -480,7 +480,7 @@ def test_what_an_exception_leaves_behind(suite: dict[tuple[str, str], dict[str, 
 def test_mean_losses_are_wrong_under_all_and_window_shares_right_under_all_sound_ones(
     suite: dict[tuple[str, str], dict[str, Any]],
 ) -> None:
-    for backend in (name for name in registry() if name != REFERENCE and not registry()[name].defect):
+    for backend in (name for name in registry() if name not in REFERENCES and not registry()[name].defect):
         assert suite["tokens-mean", backend]["verdict"] == "mean of means"
         tokens = [7, 512, 64, 3] * 4
         wanted = {str(sample): count / sum(tokens) for sample, count in enumerate(tokens)}
@@ -664,7 +664,7 @@ def plans(draw: st.DrawFn) -> str:
 def test_the_calculator_says_what_the_backends_do(tables: list[str]) -> None:
     """Random scenarios under every backend of which the calculator speaks."""
     backends = [
-        name for name, backend in registry().items() if name != REFERENCE and backend.stepping != Stepping.UNKNOWN
+        name for name, backend in registry().items() if name not in REFERENCES and backend.stepping != Stepping.UNKNOWN
     ]
     with tempfile.TemporaryDirectory() as folder:
         text = "\n".join(f"[s{number}]\n{table}" for number, table in enumerate(tables))

@@ -14,7 +14,7 @@ from bench.analysis.expected import layouts_of
 from bench.analysis.remarks import remarks
 from bench.analysis.statistics import MARGIN, Interval, ratio, required_trials
 from bench.analysis.verdicts import Judgement, next_precision
-from bench.cell import REFERENCE, Cell
+from bench.cell import REFERENCE, REFERENCES, Cell
 from bench.schedule import Look
 
 
@@ -34,7 +34,7 @@ def baseline_of(manifest: Mapping[str, Any]) -> str:
     """The backend that the others of a run are compared with."""
     if "baseline" in manifest:
         return str(manifest["baseline"])
-    others = {name: about for name, about in manifest["backends"].items() if name != REFERENCE}
+    others = {name: about for name, about in manifest["backends"].items() if name not in REFERENCES}
     return min(others, key=lambda name: bool(others[name].get("defect")), default=REFERENCE)
 
 
@@ -69,7 +69,7 @@ def pairs_with_baseline(run: Run, baseline: str = "") -> list[Pair]:
     others = [
         replace(pair, name=f"{backend} {pair.name}")
         for backend in backends
-        if backend not in {baseline, REFERENCE}
+        if backend not in {baseline, *REFERENCES}
         for pair in pairs_of_backends(run, baseline, backend)
     ]
     return others + [Pair(a=cell, b=twin, name=twin.label, group="A/A") for cell, twin in _twins(run)[1:]]
@@ -109,7 +109,7 @@ def standings(run: Run, *, margin: float = MARGIN) -> dict[str, Standing]:
     Those with one baseline are corrected for how many they are; not for the baselines that could have been chosen.
     """
     floor, own = noise_floor(run), baseline_of(run.manifest)
-    others = dict.fromkeys(cell.backend for cell in run.cells.values() if cell.backend not in {own, REFERENCE})
+    others = dict.fromkeys(cell.backend for cell in run.cells.values() if cell.backend not in {own, *REFERENCES})
     names = [own, *others]
     reports = judge_reports(
         run,

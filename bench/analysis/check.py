@@ -19,7 +19,7 @@ from bench.analysis.loading import read
 from bench.analysis.sides import IDLE_SHARE
 from bench.analysis.statistics import MARGIN, MIN_TRIALS
 from bench.analysis.verdicts import Verdict, band
-from bench.cell import REFERENCE, Status
+from bench.cell import REFERENCES, Status
 from bench.journal import Journal
 from bench.schedule import Ended
 from bench.warmup import warmup
@@ -168,7 +168,7 @@ def _follows(timed: Mapping[str, Any]) -> bool:
 def _order(records: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     """Whether the trials of different cells are interleaved."""
     topic = "order"
-    ids = [record["cell_id"] for record in records if record["cell"]["backend"] != REFERENCE]
+    ids = [record["cell_id"] for record in records if record["cell"]["backend"] not in REFERENCES]
     rows = sum(a == b for a, b in pairwise(ids))
     blocks = len({record["repeat"] for record in records})
     # A block that runs backwards begins with the cell that the one before ended with.

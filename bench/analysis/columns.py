@@ -88,7 +88,7 @@ _TRIALS: dict[str, tuple[str, str]] = {
     "ranks_agree": ("", "whether all ranks took equally many steps and micro-batches"),
     "micro_batches_per_update": ("micro-batches", "the different numbers that were seen, with commas"),
     "final_loss": ("nat/token", "of the last step"),
-    "max_loss_deviation": ("nat/token", "largest difference from the reference's losses"),
+    "max_loss_deviation": ("nat/token", "largest difference from the losses that the reference has"),
     "update_error": ("1", "relative L2 error of the update of one SGD window"),
     "update_scale": ("1", "how many times the reference's update it is"),
     "update_residual": ("1", "share of it that no scale explains"),

@@ -16,7 +16,7 @@ from bench.analysis import verdicts
 from bench.analysis.sides import Sides
 from bench.analysis.statistics import MARGIN, MIN_TRIALS, RESAMPLES, Interval, Sample, holm, ratio
 from bench.analysis.verdicts import ALPHA, BLOCKS, ExactVerdict, Judgement, Side, exact, judge_all
-from bench.cell import REFERENCE, Cell, Status
+from bench.cell import Cell, Status
 from bench.schedule import Schedule
 from bench.tables import Tables
 from bench.words import plural
@@ -113,7 +113,7 @@ def pairs_of_runs(a: Run, b: Run) -> list[Pair]:
     found = [
         Pair(a=cell, b=b.cells[cell_id])
         for cell_id, cell in a.cells.items()
-        if cell_id in b.cells and cell.backend != REFERENCE and not cell.twin
+        if cell_id in b.cells and not cell.is_reference and not cell.twin
     ]
     return _named(found, ("backend",), "{backend}")
 
@@ -124,7 +124,7 @@ def pairs_apart(a: Run, b: Run) -> list[Pair]:
         {_key(cell, *NUMERIC): cell for cell_id, cell in one.cells.items() if cell_id not in other.cells}
         for one, other in ((b, a), (a, b))
     )
-    found = [Pair(a=theirs[key], b=ours[key]) for key in ours if key in theirs and ours[key].backend != REFERENCE]
+    found = [Pair(a=theirs[key], b=ours[key]) for key in ours if key in theirs and not ours[key].is_reference]
     return _named(found, ("backend",), "{backend}")
 
 

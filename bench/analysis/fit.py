@@ -46,7 +46,7 @@ def peaks(cells: Sequence[Cell]) -> dict[str, int]:
     found = {}
     for cell in cells:
         layout, backend = layout_of(cell), BUILT_IN.get(cell.backend)
-        if layout is None or backend is None or backend.name == REFERENCE or declined(cell, backend):
+        if layout is None or backend is None or cell.is_reference or declined(cell, backend):
             continue
         if (due := expect(cell, layout)) is not None:
             found[cell.cell_id] = footprint(cell, layout, backend, due.held).peak
@@ -64,7 +64,7 @@ def too_large(cells: Sequence[Cell], memory_bytes: int, num_gpus: int) -> dict[s
     for cell in cells:
         if cell.device is not Device.CUDA or cell.fake_tensors:
             continue
-        for one in (cell,) if cell.virtual or cell.backend == REFERENCE else (cell, cell.reference()):
+        for one in (cell,) if cell.virtual else dict.fromkeys((cell, cell.reference())):
             if one not in known:
                 known[one] = predicted_bytes(one)
             need, ranks = known[one], -(-one.world_size // num_gpus) if one.shared_gpu else 1

@@ -10,8 +10,10 @@ from typing import Any
 import pandas as pd
 
 from bench.analysis import expected
-from bench.cell import REFERENCE, SGD, Precision, Status
+from bench.analysis.losses import Deviation, Losses
+from bench.cell import SGD, Precision, Status
 from bench.tables import Tables
+from bench.words import plural
 from bench.workload.shapes import Layout
 from bench.workload.sizes import SIZES
 
@@ -25,7 +27,7 @@ class Tolerance:
     first_loss: float
     """|loss - reference's loss| of the first step, before any update, in nats per token."""
     loss_deviation: float
-    """Largest |loss - reference's loss| of any step, of a long run of its first ones, in nats per token."""
+    """Largest |loss - reference's loss| of any step that the reference has, of a long run's first ones; as above."""
     reason: str
 
 
@@ -91,27 +93,22 @@ def judge(
     are no values, so only its steps are counted.
     """
     trials = tables.trials.copy()
-    losses = {
-        key: group.to_numpy(dtype=float, na_value=math.nan)
-        for key, group in tables.losses.sort_values("step").groupby(["cell_id", "repeat"])["loss"]
-    }
-    truths = _reference_losses(trials, losses)
-    deviations: dict[Any, float | None] = {}
+    losses = Losses(tables)
+    deviations: dict[Any, Deviation | None] = {}
     for index, row in trials.iterrows():
         if row["status"] != Status.OK:
             continue
-        mine = losses.get((row["cell_id"], row["repeat"]), ())
         if pd.notna(row["virtual_world_size"]):
             if reasons := [] if row["fake_tensors"] else _step_findings(row):
                 trials.loc[index, ["status", "reason"]] = [str(Status.INVALID), "; ".join(reasons)]
             continue
-        first, deviation = _deviations(mine, truths.get(_workload_key(row)))
-        deviations[index] = deviation
-        reasons = findings(row, deviation, first)
+        deviations[index] = losses.deviation(row)
+        reasons = findings(row, deviations[index])
         if reasons:
             trials.loc[index, ["status", "reason"]] = [str(Status.INVALID), "; ".join(reasons)]
     checked = trials.index.isin(list(deviations))
-    trials.loc[checked, "max_loss_deviation"] = pd.array(list(deviations.values()), dtype="Float64")
+    largest = [None if one is None else one.largest for one in deviations.values()]
+    trials.loc[checked, "max_loss_deviation"] = pd.array(largest, dtype="Float64")
     filled = expected.fill(replace(tables, trials=trials), layouts, peaks)
     for cell_id, words in filled.findings.items():
         for index, row in trials[trials["cell_id"] == cell_id].iterrows():
@@ -121,26 +118,28 @@ def judge(
     return replace(filled.tables, trials=trials)
 
 
-def findings(row: Any, deviation: float | None, first: float | None = None) -> list[str]:
+def findings(row: Any, deviation: Deviation | None) -> list[str]:
     """Everything that is wrong with one finished trial, in words; empty if all gates hold.
 
-    ``row`` is a row of the trials table; ``deviation`` the largest deviation of its losses from the reference's, NaN
-    if a loss is not finite, None if there is no reference; ``first`` that of the first step.
+    ``row`` is a row of the trials table; ``deviation`` that of its losses, None if there is nothing to compare.
     """
     limits = tolerance(row["precision"], row["workload"], row["model"])
     found = _step_findings(row)
     update = _update_finding(row, limits)
     if deviation is None:
-        found.append("no reference losses to check against: the reference failed or took other steps")
-    elif first is not None and first > limits.first_loss:
+        found.append("losses could not be checked: the reference failed or is missing, or not every step has a loss")
+    elif math.isfinite(deviation.largest) and deviation.first > limits.first_loss:
         found.append(
-            f"the first loss, before any update, is off by {first:.2g} nats (limit {limits.first_loss:g} in "
+            f"the first loss, before any update, is off by {deviation.first:.2g} nats (limit {limits.first_loss:g} in "
             f"{row['precision']}): other weights, other samples, or another mean of them"
         )
-    elif not deviation <= limits.loss_deviation:
-        what = "a loss is not finite" if math.isnan(deviation) else f"losses leave the reference's by {deviation:.2g}"
+    elif not deviation.largest <= limits.loss_deviation:
+        finite = math.isfinite(deviation.largest)
+        what = f"losses leave the reference's by {deviation.largest:.2g}" if finite else "a loss is not finite"
         what += f" (limit {limits.loss_deviation:g} nats in {row['precision']})"
-        if update and math.isfinite(deviation) and _moves_losses(row):
+        if deviation.num_steps < row["optimizer_steps_expected"]:
+            what += f" in the first {plural(deviation.num_steps, 'step')}"
+        if update and finite and _moves_losses(row):
             update += f"; so {what}"
         else:
             found.append(what)
@@ -287,45 +286,3 @@ def explain_clipping(scale: float, residual: float, clip: Clip) -> str:
         return f"right but for its length: it is not clipped to norm {clip.norm:g}"
     found = scale * clip.right_norm
     return f"right but for its length: it is clipped to norm {found:.3g}, not to {clip.norm:g}"
-
-
-WORK = (
-    "workload",
-    "model",
-    "corpus",
-    "sequence_length",
-    "global_batch_size",
-    "optimizer",
-    "learning_rate",
-    "clip_norm",
-    "seed",
-    "device",
-)
-"""Columns that are equal if two cells do the same work in a step."""
-
-
-def _workload_key(row: Any) -> tuple[Any, ...]:
-    """Trials of equal key train the same thing, so one reference is the truth for all of them."""
-    return tuple(row[name] for name in (*WORK, "optimizer_steps_expected"))
-
-
-def _reference_losses(trials: pd.DataFrame, losses: dict[Any, Any]) -> dict[tuple[Any, ...], Any]:
-    """The losses of the first good reference trial of each workload."""
-    truths: dict[tuple[Any, ...], Any] = {}
-    good = trials[(trials["backend"] == REFERENCE) & (trials["status"] == Status.OK)]
-    for _, row in good.sort_values("repeat").iterrows():
-        found = losses.get((row["cell_id"], row["repeat"]))
-        if found is not None:
-            truths.setdefault(_workload_key(row), found)
-    return truths
-
-
-def _deviations(losses: Any, truth: Any) -> tuple[float | None, float | None]:
-    """|loss - truth| of the first step, and the largest; NaN if any is not finite; None without such a truth."""
-    if truth is None or len(losses) != len(truth) or len(truth) == 0:
-        return None, None
-    apart = [abs(a - b) for a, b in zip(losses, truth, strict=True)]
-    if not all(map(math.isfinite, apart)):
-        return None, math.nan
-    compared = apart if len(apart) < LONG_STEPS else apart[:COMPARED_STEPS]
-    return float(apart[0]), float(max(compared))

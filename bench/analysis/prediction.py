@@ -22,7 +22,7 @@ from bench.analysis.footprint import Footprint, declined, footprint
 from bench.analysis.formulas import BUILT_IN, Expectation, expect, layout_of, wire_bytes
 from bench.backends.base import Backend
 from bench.backends.deepspeed import DeepSpeedZero2Deferred
-from bench.cell import REFERENCE, Cell, Precision
+from bench.cell import REFERENCES, Cell, Precision
 from bench.workload.shapes import Layout
 
 NOT_PREDICTED = "not predicted"
@@ -144,7 +144,7 @@ def predict(cell: Cell, backends: Sequence[str], activation_bytes: int | None = 
     """One prediction per backend. The reference is none that accumulates; it is left out."""
     layout = layout_of(cell)
     assert layout is not None, "the command checks the model's name"
-    names = [name for name in backends if name in BUILT_IN and name != REFERENCE]
+    names = [name for name in backends if name in BUILT_IN and name not in REFERENCES]
     return [
         Prediction(dataclasses.replace(cell, backend=name), BUILT_IN[name], layout, activation_bytes) for name in names
     ]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from bench.analysis.gates import WORK
+from bench.analysis.losses import WORK
 from bench.analysis.statistics import Sample
 from bench.analysis.verdicts import Side
 from bench.cell import Cell, Status

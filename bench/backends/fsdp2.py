@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from bench.backends.base import BF16_PARAMETERS, Backend, Job
-from bench.cell import Sharding, Stepping, Sync
+from bench.cell import SHARDED_REFERENCE, Sharding, Stepping, Sync
 from bench.probes.categories import Category
 
 if TYPE_CHECKING:
@@ -163,10 +163,22 @@ class FSDP2DeferredResident(FSDP2Zero2Deferred):
     resident = True
 
 
+class ShardedReference(FSDP2Deferred):
+    """The truth where no GPU can hold it alone: each rank sees its share of the batch at once, in one micro-batch.
+
+    Its cell is fp32, N = 1, and its blocks are checkpointed (``Cell.reference``). FSDP2 shards the state and averages
+    gradients over the ranks once; nothing is accumulated or scaled.
+    """
+
+    name = SHARDED_REFERENCE
+    not_virtual = "it is what others are held against, and needs the values of all ranks"
+
+
 BACKENDS: tuple[type[Backend], ...] = (
     FSDP2Eager,
     FSDP2Deferred,
     FSDP2Zero2Eager,
     FSDP2Zero2Deferred,
     FSDP2DeferredResident,
+    ShardedReference,
 )

@@ -12,7 +12,7 @@ import json
 from typing import Any
 
 from bench.backends.base import offered, registry
-from bench.cell import Device, Precision, Status, Sync
+from bench.cell import REFERENCES, Device, Precision, Status
 from bench.commands.options import split_names
 from bench.errors import BAD, GOOD, InputError
 
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     from bench.accumulation import WINDOWS, spelled, table
 
     named = [name for part in arguments.backend or [] for name in part]
-    known = [name for name, backend in registry(named).items() if backend.sync is not Sync.NONE]
+    known = [name for name in registry(named) if name not in REFERENCES]
     chosen = named or known
     if unknown := [name for name in chosen if name not in known]:
         raise InputError(f"--backend: '{unknown[0]}' is unknown; use {', '.join(dict.fromkeys([*known, *offered()]))}")

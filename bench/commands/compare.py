@@ -253,13 +253,11 @@ def _partnerless(
     a: Run, b: Run, pairs: list[Pair], never: list[Pair], arguments: argparse.Namespace
 ) -> dict[str, list[str]]:
     """The labels of the cells that have no partner."""
-    from bench.cell import REFERENCE
-
     found = {}
     paired = {cell.cell_id for pair in [*pairs, *never] for cell in (pair.a, pair.b)}
     for key, one, backend in (("only_a", a, arguments.against), ("only_b", b, arguments.backend)):
         cells = [cell for cell_id, cell in one.cells.items() if cell_id not in paired]
-        wanted = [c for c in cells if (c.backend == backend if backend else c.backend != REFERENCE)]
+        wanted = [c for c in cells if (c.backend == backend if backend else not c.is_reference)]
         found[key] = [cell.label for cell in wanted]
     return found
 

@@ -37,10 +37,10 @@ def run(arguments: argparse.Namespace) -> int:
     from bench.analysis.check import Level
     from bench.analysis.doctor import examine
     from bench.backends.base import registry
-    from bench.cell import REFERENCE, Device
+    from bench.cell import REFERENCES, Device
     from bench.probes.surroundings import gather
 
-    backends = {name: backend for name, backend in registry().items() if name != REFERENCE}
+    backends = {name: backend for name, backend in registry().items() if name not in REFERENCES}
     missing = {str(device): {name: one.missing(device) for name, one in backends.items()} for device in Device}
     found = examine(gather(arguments.out, missing))
     errors, warnings = (sum(one.level is level for one in found) for level in (Level.ERROR, Level.WARNING))

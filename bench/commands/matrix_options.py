@@ -9,7 +9,7 @@ from typing import Any
 
 from bench import machine, matrix, plan
 from bench.backends.base import Backend, registry
-from bench.cell import REFERENCE, Cell, Device, Precision
+from bench.cell import Cell, Device, Precision
 from bench.commands.options import duration, share, split_names
 from bench.errors import InputError
 from bench.folders import RESULTS
@@ -237,7 +237,7 @@ def visible_gpus(chosen: Matrix) -> list[dict[str, Any]]:
 
 def without_reference(cells: Sequence[Cell], skipped: Mapping[str, str]) -> list[Cell]:
     """The cells but for references that are skipped: nothing is there to be compared with them."""
-    return [cell for cell in cells if cell.backend != REFERENCE or cell.cell_id not in skipped]
+    return [cell for cell in cells if not cell.is_reference or cell.cell_id not in skipped]
 
 
 def too_large(cells: Sequence[Cell], gpus: Sequence[Mapping[str, Any]], *, try_all: bool) -> dict[str, str]:

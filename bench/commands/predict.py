@@ -205,17 +205,17 @@ def _backends(names: list[list[str]] | None) -> list[str]:
     import difflib
 
     from bench.analysis.formulas import BUILT_IN
-    from bench.cell import REFERENCE
+    from bench.cell import REFERENCES
 
-    known = [name for name in BUILT_IN if name != REFERENCE]
+    known = [name for name in BUILT_IN if name not in REFERENCES]
     asked = [name for part in names or [["all"]] for name in part]
     if asked == ["all"]:
         return known
     if not asked:
         raise InputError("--backend: no name is given; it must be 'all' or a list of backend names")
     for name in asked:
-        if name == REFERENCE:
-            raise InputError("--backend: the reference accumulates nothing, so nothing is predicted; leave it out")
+        if name in REFERENCES:
+            raise InputError(f"--backend: {name} accumulates nothing, so nothing is predicted; leave it out")
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import scenario
-from bench.cell import REFERENCE, Device
+from bench.cell import REFERENCES, Device
 from bench.commands.options import split_names
 from bench.errors import BAD, GOOD, INTERRUPTED, InputError
 from bench.scenario import Fault, Reduction, Scenario, Split
@@ -219,14 +219,14 @@ def _backends(wanted: list[str] | None, device: Device) -> list[str]:
     if wanted and not names:
         raise InputError(f"--backend {wanted[0]}: names no backend; use {', '.join(known)}, or all")
     if not names or names == ["all"]:
-        names = [name for name in known if name != REFERENCE]
+        names = [name for name in known if name not in REFERENCES]
         for name in list(names):
             if reason := known[name].missing(device):
                 print(f"skipped: {name}: {reason}", file=sys.stderr)
                 names.remove(name)
     for name in names:
-        if name == REFERENCE:
-            raise InputError(f"--backend {REFERENCE}: accumulates nothing; it is what the others are held against")
+        if name in REFERENCES:
+            raise InputError(f"--backend {name}: accumulates nothing; it is what the others are held against")
         if name not in known:
             raise InputError(f"--backend {name}: unknown; use {', '.join(known)}")
         if reason := known[name].missing(device):

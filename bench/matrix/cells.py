@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bench.backends.base import Backend, offered
-from bench.cell import REFERENCE, Cell, Device, Precision
+from bench.cell import REFERENCE, REFERENCES, SHARDED_REFERENCE, Cell, Device, Precision
 from bench.errors import InputError
 from bench.matrix.document import Matrix
 from bench.matrix.keys import METHODS, suggest
@@ -39,7 +39,7 @@ def expand(matrix: Matrix, backends: Mapping[str, type[Backend]], num_gpus: int)
     cells |= dict.fromkeys(cell for _, virtual in parts for cell in virtual)
     base = baseline(matrix, backends)
     for real, virtual in parts:
-        timed = [cell for cell in real if cell.backend != REFERENCE and not cell.shared_gpu]
+        timed = [cell for cell in real if not cell.is_reference and not cell.shared_gpu]
         timed = timed or [cell for cell in virtual if not cell.fake_tensors]
         own = [cell for cell in timed if cell.backend == base]
         if own:
@@ -58,15 +58,17 @@ def most_repeats(matrix: Matrix, backends: Mapping[str, type[Backend]], num_gpus
     for part, repeats in matrix.parts:
         for cells in _part(part, backends, num_gpus):
             for cell in cells:
-                found[cell] = max(found.get(cell, 1), repeats or sys.maxsize)
-                if cell.device is Device.CUDA and not cell.virtual:
+                on_cuda = cell.device is Device.CUDA and not cell.virtual
+                most = 1 if on_cuda and cell.is_reference else repeats or sys.maxsize
+                found[cell] = max(found.get(cell, 1), most)
+                if on_cuda:
                     found[cell.reference()] = 1
     return {cell.cell_id: repeats for cell, repeats in found.items() if repeats < sys.maxsize}
 
 
 def _part(matrix: Matrix, backends: Mapping[str, type[Backend]], num_gpus: int) -> tuple[list[Cell], list[Cell]]:
     """The cells of a matrix without its groups: on real ranks, and in virtual worlds. Raises as ``expand``."""
-    chosen = list(backends) if matrix["axes.backend"] == "all" else matrix["axes.backend"]
+    chosen = _chosen(matrix, backends)
     for name in chosen:
         if name not in backends:
             known = list(dict.fromkeys([*backends, *offered()]))
@@ -85,6 +87,12 @@ def _part(matrix: Matrix, backends: Mapping[str, type[Backend]], num_gpus: int) 
             if reason := refusal(cell, backends[cell.backend]):
                 raise InputError(f"{matrix.place('virtual.world_size')}: {reason}; leave it out")
     return real, virtual
+
+
+def _chosen(matrix: Matrix, backends: Mapping[str, type[Backend]]) -> list[str]:
+    """The names of backends, each once; a sharded reference is run where a cell needs it, or where it is named."""
+    named = matrix["axes.backend"]
+    return [name for name in backends if name != SHARDED_REFERENCE] if named == "all" else list(dict.fromkeys(named))
 
 
 def _cells(
@@ -107,7 +115,7 @@ def _cells(
         accumulate,
         name,
     ) in itertools.product(rates, *axes, seeds, *sizes, backends):
-        if virtual and name == REFERENCE:
+        if virtual and name in REFERENCES:
             continue
         micro_batch = matrix["virtual.micro_batch_size"]
         cell = Cell(
@@ -133,7 +141,7 @@ def _cells(
             activation_checkpointing=checkpointing,
             compiled=compiled,
         )
-        cells.setdefault(cell)
+        cells.setdefault(cell.reference(sharded=True) if name == SHARDED_REFERENCE else cell)
     return list(cells)
 
 
@@ -143,14 +151,14 @@ def baseline(matrix: Matrix, backends: Mapping[str, type[Backend]]) -> str:
     One with a known defect is taken only where there is no other. Raises InputError if the one named is not among
     those of the matrix.
     """
-    chosen = list(backends) if matrix["axes.backend"] == "all" else list(dict.fromkeys(matrix["axes.backend"]))
+    chosen = _chosen(matrix, backends)
     named = matrix["baseline"]
     if named != "auto":
         if named not in chosen:
             raise InputError(f"{matrix.place('baseline')}: '{named}' is not run here; {suggest(named, chosen)}")
         return str(named)
     device = Device(matrix["device"])
-    others = [name for name in chosen if name != REFERENCE]
+    others = [name for name in chosen if name not in REFERENCES]
     ranked = sorted(others, key=lambda name: (bool(backends[name].missing(device)), bool(backends[name].defect)))
     return ranked[0] if ranked else REFERENCE
 

@@ -19,8 +19,7 @@ from bench.report.panels import (
     GIB_ABOVE,
     MAX_DIRECT,
     MAX_DIRECT_WIDTH,
-    REFERENCE_KEY,
-    REFERENCE_LABEL,
+    REFERENCE_LABELS,
     SPREAD,
     Drawing,
     Panel,
@@ -28,6 +27,7 @@ from bench.report.panels import (
     grid_shape,
     paged,
     panel_grid,
+    reference_keys,
     set_scale,
     without_reference,
 )
@@ -74,7 +74,7 @@ def against_n(
     for page in paged(stem, run.panels(trials, by, [value]), 6):
         panels = page.panels
         shown = run.shown(panels)
-        keys = run.keys(shown, line=True) + [REFERENCE_KEY] * any(p.reference[value].notna().any() for p in panels)
+        keys = run.keys(shown, line=True) + reference_keys(panels, value)
         direct = len(panels) == 1 and len(keys) <= MAX_DIRECT
         direct = direct and max(style.text_width(text, SMALL) for _, text in keys) <= MAX_DIRECT_WIDTH
         columns, lines = grid_shape(panels)
@@ -114,7 +114,8 @@ def _lines(run: Run, axes: Axes, panel: Panel, value: str, unit: float) -> list[
     ends = []
     for reference in cells_with(panel.reference, value)[f"{value}_cell"][:1] / unit:
         axes.axhline(reference, color=REFERENCE_COLOUR, linestyle="--", linewidth=1)
-        ends.append((REFERENCE_LABEL, axes.get_xlim()[1], float(reference), REFERENCE_COLOUR))
+        label = REFERENCE_LABELS[panel.reference["backend"].iloc[0]]
+        ends.append((label, axes.get_xlim()[1], float(reference), REFERENCE_COLOUR))
     for i, backend in enumerate(backends):
         look, rows = run.looks[backend], panel.trials[panel.trials["backend"] == backend]
         shift = 2 ** (width * (i - (len(backends) - 1) / 2) / max(len(backends) - 1, 1))

@@ -13,7 +13,7 @@ from bench.analysis.compare import Row, Run
 from bench.analysis.remarks import EXPECTED, documented
 from bench.analysis.statistics import MARGIN, Interval
 from bench.analysis.verdicts import NEXT, Exact, Verdict, band
-from bench.cell import REFERENCE, Cell, Device, Status
+from bench.cell import Cell, Device, Status
 from bench.report.panels import GIB_ABOVE
 from bench.words import plural, some
 
@@ -57,7 +57,7 @@ def _extent(cell: Cell) -> tuple[bool, int, int]:
 def where(cell: Cell, run: Run) -> str:
     """N and W, and what else tells the cell from others of its backend in the run."""
     words = [f"N={cell.accumulate}", f"W={cell.world_size}"]
-    others = [one for one in run.cells.values() if one.backend != REFERENCE]
+    others = [one for one in run.cells.values() if not one.is_reference]
     for name, form in (("precision", "{}"), ("optimizer", "{}"), ("clip_norm", "clip={:g}"), ("model", "{}")):
         if len({getattr(one, name) for one in others}) > 1:
             words.append(form.format(getattr(cell, name)))
@@ -68,7 +68,7 @@ def where(cell: Cell, run: Run) -> str:
 
 def _of_one_process(run: Run) -> Iterator[str]:
     """That times say nothing of communication, where there is one rank."""
-    real = [cell for cell in run.cells.values() if cell.backend != REFERENCE and not cell.virtual]
+    real = [cell for cell in run.cells.values() if not cell.is_reference and not cell.virtual]
     if real and all(cell.world_size == 1 for cell in real):
         who = "One GPU" if all(cell.device is Device.CUDA for cell in real) else "One process"
         yield f"{who}: no bytes move between ranks, so times show host overhead and memory policy, not communication."

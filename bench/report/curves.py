@@ -9,18 +9,18 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from bench.cell import REFERENCE, Status
+from bench.cell import REFERENCES, Status
 from bench.report import style
 from bench.report.panels import (
     CONTEXT,
     CSV_COLUMNS,
     LOSS_FLOOR,
-    REFERENCE_KEY,
     REFERENCE_KEYS,
     Drawing,
     Panel,
     Run,
     paged,
+    reference_keys,
     title_lines,
     varying_columns,
 )
@@ -36,11 +36,12 @@ def draw_loss_curves(run: Run) -> list[Drawing]:
     keyed = keyed[keyed["repeat"] == keyed.groupby("cell_id")["repeat"].transform("min")]
     groups = keyed.groupby(["backend", *CONTEXT], dropna=False)["accumulate"]
     keyed = keyed[keyed["accumulate"] == groups.transform("max")]
-    truth = keyed[keyed["backend"] == REFERENCE].drop_duplicates([*REFERENCE_KEYS, "step"])
+    truth = keyed[keyed["backend"].isin(REFERENCES)].sort_values("backend", kind="stable")  # single processes first
+    truth = truth.drop_duplicates([*REFERENCE_KEYS, "step"])
     truth = truth[[*REFERENCE_KEYS, "step", "loss"]].rename(columns={"loss": "reference_loss"})
     keyed = keyed.merge(truth, on=[*REFERENCE_KEYS, "step"], how="left")
     keyed["deviation"] = (keyed["loss"] - keyed["reference_loss"]).abs()
-    largest = sorted(keyed[keyed["backend"] != REFERENCE]["accumulate"].unique())
+    largest = sorted(keyed[~keyed["backend"].isin(REFERENCES)]["accumulate"].unique())
     title = "Loss of every backend at its largest N" + (f" (N = {', '.join(map(str, largest))})" if largest else "")
     drawings = []
     # Ways to train (optimizer, clipping) are to be compared at a glance: four of them share a page, two in a row.
@@ -51,7 +52,7 @@ def draw_loss_curves(run: Run) -> list[Drawing]:
         panels = page.panels
         shown = run.shown(panels)
         keys = _keys(run, keyed, shown, several=len(largest) > 1)
-        keys += [REFERENCE_KEY] * any(len(p.reference) for p in panels)
+        keys += reference_keys(panels, "loss")
         known = any(p.trials["reference_loss"].notna().any() and len(p.reference) for p in panels)
         words = run.words(title)
         unknown = [] if known else ["the reference has no losses, so no deviation from it is drawn"]
@@ -100,7 +101,8 @@ def _deviation_label(*, narrow: bool) -> str:
 
 def _losses(run: Run, axes: Axes, panel: Panel, *, reference_on_top: bool) -> None:
     """The losses of a panel, their reference and their floor."""
-    steps, losses = (panel.reference[column].astype(float) for column in ("step", "loss"))
+    longest = panel.reference.drop_duplicates("step").sort_values("step")
+    steps, losses = (longest[column].astype(float) for column in ("step", "loss"))
     if len(panel.reference) and not reference_on_top:
         axes.plot(steps, losses, color=REFERENCE_COLOUR, linestyle="--")
     _curves(run, axes, panel, "loss")

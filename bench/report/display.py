@@ -13,7 +13,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from bench.analysis.remarks import in_record
-from bench.cell import REFERENCE
 from bench.schedule import Look, Trial
 from bench.tables import step_time
 from bench.words import plural
@@ -110,7 +109,7 @@ class Display:
             what += f"; {expected}"
         if record["reason"]:
             what = f"{record['status']}: {record['reason']}"
-        if trial.cell.backend == REFERENCE and record["status"] != "ok":
+        if trial.cell.is_reference and record["status"] != "ok":
             self.say("the reference failed: nothing can be checked against it, so all its cells will be invalid")
         self.say(
             f"[{self._done}/{self._total}] {self._name(trial)}: {what} ({record['wall_s']:.1f} s, {self._time_left()})"

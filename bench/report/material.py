@@ -10,7 +10,7 @@ import pandas as pd
 
 from bench.analysis.baseline import Standing
 from bench.analysis.compare import Run
-from bench.cell import REFERENCE, Status
+from bench.cell import REFERENCES, Status
 
 DASH = "-"
 """What is not known, or does not apply."""
@@ -56,7 +56,7 @@ class Material:
     @property
     def others(self) -> pd.DataFrame:
         """The cells but for the reference; all if there is nothing else."""
-        found = self.cells[self.cells["backend"] != REFERENCE]
+        found = self.cells[~self.cells["backend"].isin(REFERENCES)]
         return self.cells if found.empty else found
 
 

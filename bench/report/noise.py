@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator
 
 from bench.analysis.statistics import Interval
 from bench.analysis.verdicts import band
-from bench.cell import REFERENCE, Status
+from bench.cell import REFERENCES, Status
 from bench.report import style
 from bench.report.panels import CSV_COLUMNS, Drawing, Run
 from bench.report.style import REFERENCE_COLOUR, Key
@@ -27,7 +27,7 @@ DEVIATION = "deviation_percent"
 
 def deviations(trials: pd.DataFrame) -> pd.DataFrame:
     """The good trials of cells that have two, in the order in which they ran, with DEVIATION from the cell's median."""
-    good = trials[(trials["status"] == Status.OK) & trials["step_time_s"].notna() & (trials["backend"] != REFERENCE)]
+    good = trials[(trials["status"] == Status.OK) & trials["step_time_s"].notna() & ~trials["backend"].isin(REFERENCES)]
     times = good["step_time_s"].astype(float)
     middle = times.groupby(good["cell_id"]).transform("median")
     found = good.assign(**{DEVIATION: 100 * (times / middle - 1)})

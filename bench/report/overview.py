@@ -11,7 +11,7 @@ import pandas as pd
 from bench.analysis.baseline import Standing
 from bench.analysis.compare import Row, Run
 from bench.analysis.verdicts import Reason, Verdict
-from bench.cell import REFERENCE, Cell, Status
+from bench.cell import Cell, Status
 from bench.report.answer import size
 from bench.report.comparison import DECIDED
 from bench.report.material import DASH, number
@@ -135,7 +135,7 @@ def overview(run: Run, standings: Mapping[str, Standing], cells: pd.DataFrame) -
 def varying(run: Run) -> list[str]:
     """The fields of cells that the table shows: SHOWN, and all in which cells of a backend differ, or of any."""
     cells = [cell for cell in run.cells.values() if not cell.twin]
-    others = [cell for cell in cells if cell.backend != REFERENCE] or cells
+    others = [cell for cell in cells if not cell.is_reference] or cells
     names = [field.name for field in fields(Cell) if field.name not in {*SHOWN, "twin"}]
     return [*SHOWN, *(name for name in names if len({getattr(cell, name) for cell in others}) > 1)]
 

@@ -17,7 +17,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from bench.analysis.estimate import Estimate, step_times
-from bench.cell import REFERENCE, SGD, Status
+from bench.cell import REFERENCE, REFERENCES, SGD, SHARDED_REFERENCE, Status
 from bench.report import style
 from bench.report.style import REFERENCE_COLOUR, Key, Words, safe
 from bench.tables import Tables
@@ -80,7 +80,10 @@ NAMES = {
 }
 """How a value of a column is named in titles; others speak for themselves."""
 NOT_CLIPPED = "not clipped"
-REFERENCE_LABEL = "reference: one process, full batch"
+REFERENCE_LABELS = {
+    REFERENCE: "reference: one process, full batch",
+    SHARDED_REFERENCE: "reference: all ranks, full batch",
+}
 VIRTUAL, REAL = "virtual world: no values, nothing is sent", "real ranks"
 SHARED = "ranks share GPUs, over gloo: nothing is timed"
 NOT_COMMUNICATION = "no bytes move between ranks: host overhead and memory policy, not communication"
@@ -90,7 +93,6 @@ SWITCHES = {
     "compiled": ("not compiled", "blocks compiled"),
 }
 """Columns that are false or true, in words."""
-REFERENCE_KEY: Key = (Line2D([], [], color=REFERENCE_COLOUR, linestyle="--"), REFERENCE_LABEL)
 LOSS_FLOOR = 1e-9
 """Where a loss equal to the reference's is drawn on a logarithmic axis."""
 SPREAD = "Points are spread sideways at each N; small points are trials, large ones their cells ({})"
@@ -126,6 +128,7 @@ class Panel:
     title: str
     trials: pd.DataFrame
     reference: pd.DataFrame
+    """Of one kind: of single processes, where there is one."""
 
 
 class Run:
@@ -228,15 +231,17 @@ class Run:
         """The trials of all but the reference, split by these columns; parts without any value are left out."""
         others = without_reference(trials)
         varying = varying_columns(others, by)
-        references = trials[trials["backend"] == REFERENCE] if others is not trials else trials.iloc[:0]
+        references = trials[trials["backend"].isin(REFERENCES)] if others is not trials else trials.iloc[:0]
         found = []
         for _, rows in others.groupby(by, dropna=False, sort=True):
             first = rows.iloc[0]
             same = (references[REFERENCE_KEYS] == first[REFERENCE_KEYS]).all(axis=1)
             if "peak_memory_source" in by:
                 same &= references["peak_memory_source"] == first["peak_memory_source"]
+            own = references[same]
+            own = own[own["backend"] == (REFERENCE if (own["backend"] == REFERENCE).any() else SHARDED_REFERENCE)]
             if rows[values].notna().all(axis=1).any():
-                found.append(Panel(", ".join(_name(c, first[c]) for c in varying), rows, references[same]))
+                found.append(Panel(", ".join(_name(c, first[c]) for c in varying), rows, own))
         return found
 
     def shown(self, panels: Sequence[Panel], *, reference: bool = False) -> list[str]:
@@ -252,9 +257,16 @@ class Run:
         return style.sync_keys(trials, invalid=bool((trials["status"] != Status.OK).any()))
 
 
+def reference_keys(panels: Sequence[Panel], value: str) -> list[Key]:
+    """The legend's entries of the references that these panels draw."""
+    drawn = {name for panel in panels for name in panel.reference.loc[panel.reference[value].notna(), "backend"]}
+    line = Line2D([], [], color=REFERENCE_COLOUR, linestyle="--")
+    return [(line, label) for name, label in REFERENCE_LABELS.items() if name in drawn]
+
+
 def without_reference(trials: pd.DataFrame) -> pd.DataFrame:
     """All but the reference; the trials themselves if there is nothing else."""
-    others = trials[trials["backend"] != REFERENCE]
+    others = trials[~trials["backend"].isin(REFERENCES)]
     return trials if others.empty else others
 
 

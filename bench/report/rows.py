@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from bench.analysis.sides import restless
 from bench.analysis.verdicts import Reason
-from bench.cell import REFERENCE, Precision, Status
+from bench.cell import REFERENCE, REFERENCES, Precision, Status
 from bench.report import style
 from bench.report.numbers import SAID_OF_CELLS, cells_with, interval_line, with_cells
 from bench.report.panels import (
@@ -181,5 +181,5 @@ def draw_speed_up(run: Run) -> list[Drawing]:
 
 def _refused(trials: pd.DataFrame) -> str:
     """Why speed-ups of cells are not said, with how many; empty if all are."""
-    cells = trials.loc[trials["backend"] != REFERENCE, "cell_id"].nunique()
+    cells = trials.loc[~trials["backend"].isin(REFERENCES), "cell_id"].nunique()
     return f"no speed-up of {plural(cells, 'cell')}: {Reason.DISTURBED} there or at the reference" if cells else ""

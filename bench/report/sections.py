@@ -12,6 +12,7 @@ from bench.analysis.baseline import Standing
 from bench.analysis.compare import Row
 from bench.analysis.estimate import NAME
 from bench.analysis.gates import tolerance
+from bench.analysis.losses import extent
 from bench.analysis.remarks import note
 from bench.analysis.verdicts import NEXT, Exact, Verdict
 from bench.cell import Status
@@ -214,7 +215,7 @@ def correctness(of: Material) -> Section:
     return Section(
         key="correctness",
         title="Correctness: is every update that of the big batch?",
-        sentences=(first, second),
+        sentences=tuple(filter(None, (first, second, extent(of.run.tables)))),
         plots=("loss_curves",),
         table=table_of("What the gates looked at", header, of.cells, line, words=3),
     )

@@ -17,9 +17,10 @@ from rich.text import Text
 from bench.analysis.baseline import Standing
 from bench.analysis.compare import Row
 from bench.analysis.estimate import NAME, step_times, tokens_per_step
+from bench.analysis.losses import extent
 from bench.analysis.remarks import note
 from bench.analysis.verdicts import NEXT, Reason, Verdict
-from bench.cell import REFERENCE, Status
+from bench.cell import REFERENCES, Status
 from bench.report.answer import noise
 from bench.schedule import Ended
 from bench.tables import Tables
@@ -74,7 +75,7 @@ def by_cell(tables: Tables) -> pd.DataFrame:
         )
         .reset_index()
     )
-    order = cells["backend"].ne(REFERENCE)
+    order = ~cells["backend"].isin(REFERENCES)
     return cells.assign(_order=order).sort_values(
         ["_order", "precision", "world_size", *WAYS, "accumulate", "step_time_s"], ignore_index=True
     )
@@ -108,6 +109,7 @@ def show(console: Console, tables: Tables, standing: Standing, manifest: Mapping
     console.width = max(console.width, needed)
     console.print(table)
     said = [textwrap.fill(f"{text}.", 118, subsequent_indent="    ") for text in standing.remarks]
+    said += [compared] if (compared := extent(tables)) else []
     for line in [*certainty(standing, manifest), *said, *untimed(tables), *findings(cells, manifest)]:
         console.print(Text(line), highlight=False, soft_wrap=True)
 

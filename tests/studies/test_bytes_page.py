@@ -11,7 +11,7 @@ from bench.analysis.compare import Run
 from bench.analysis.footprint import ACCURACY, footprint
 from bench.analysis.formulas import BUILT_IN, expect, layout_of
 from bench.analysis.loading import load
-from bench.cell import REFERENCE, Cell
+from bench.cell import REFERENCE, REFERENCES, Cell
 from bench.probes.categories import HELD, PEAK, Category
 from bench.tables import build
 from tests.conftest import ROOT
@@ -124,7 +124,7 @@ def test_what_was_measured_is_what_was_calculated(measured: list[Run]) -> None:
     assert (near | peaks["backend"].isin(list(bytes_page.DIFFERENCES))).all()
     farthest = float((peaks["expected_bytes"] / peaks["bytes"] - 1).abs().max())
     assert ACCURACY.startswith(f"within {math.ceil(1000 * farthest) / 10:g} % of")
-    backends = set(BUILT_IN) - {"reference"}
+    backends = set(BUILT_IN) - set(REFERENCES)
     for world_size in (1, 2, 4, 8, 64):
         for n in (1, 2, 4, 8):
             own = found.trials[(found.trials["world_size"] == world_size) & (found.trials["accumulate"] == n)]
@@ -138,7 +138,7 @@ def test_who_holds_which_gradients_is_as_the_page_says(measured: list[Run]) -> N
     held = own.groupby("backend")["bytes"].max()
     whole, shard = held["ddp-deferred"], held["fsdp2-eager"]
     for name, backend in BUILT_IN.items():
-        if name == "reference":
+        if name in REFERENCES:
             continue
         if backend.sharding == "none":
             assert held[name] == whole, name
