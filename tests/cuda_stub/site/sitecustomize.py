@@ -1,0 +1,113 @@
+"""On the path of every process over the stub: replaces what compares values, since the stub's kernels compute none.
+
+The bench knows nothing of this: what is replaced is a function of its, or of torch's, by its name, once the module that
+defines it was imported. A name that is gone is an error, so this list cannot silently become too long.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+LARGE_BYTES = 2**20
+"""Tensors on the host from this size on are neither filled nor copied: of large models they would not fit into it."""
+
+
+def replace(owner: Any, name: str, function: Any) -> None:
+    """Put a function where one of that name is."""
+    getattr(owner, name)
+    setattr(owner, name, function)
+
+
+def update(module: ModuleType) -> None:
+    """The update is not compared with the reference's."""
+    replace(module, "compare", lambda change, reference: {"error": 0.0, "scale": 1.0, "residual": 0.0})
+
+
+def collectives(module: ModuleType) -> None:
+    """AVG is not proved to average: the numbers that it is given are filled in by a kernel."""
+    replace(module.CollectiveCounter, "self_test", lambda self, device: None)
+
+
+def accumulation(module: ModuleType) -> None:
+    """The dtype in which gradients are summed is read off sums."""
+    found = {"dtype": "fp32", "scale": 1.0, "num_updates": 1, "significand_bits": 24, "sum": 1.0}
+    replace(module, "accumulator", lambda backend, cell, rank, device: found)
+
+
+def torch_values(_: ModuleType) -> None:
+    """Printing a tensor looks at its values, and pickled objects that are broadcast have a length that torch sums."""
+    import torch
+    import torch.distributed as dist
+
+    replace(torch.Tensor, "__repr__", lambda self, **_: f"<tensor {tuple(self.shape)}>")
+    replace(torch.nn.Parameter, "__repr__", lambda self: f"<parameter {tuple(self.shape)}>")
+    for module in (dist, dist.distributed_c10d):
+        replace(module, "broadcast_object_list", lambda *_, **__: None)
+
+
+def initial_weights(_: ModuleType) -> None:
+    """Large tensors on the host get no values, and no memory: asked for by FAKE_WEIGHTS, for models of full size."""
+    import torch
+    from torch.nn import init
+
+    def is_large(tensor: torch.Tensor) -> bool:
+        return not tensor.is_cuda and tensor.nbytes >= LARGE_BYTES
+
+    def unfilled(fill: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda tensor, *args, **kwargs: tensor if is_large(tensor) else fill(tensor, *args, **kwargs)
+
+    for name in ("normal_", "uniform_", "zero_", "fill_"):
+        replace(torch.Tensor, name, unfilled(getattr(torch.Tensor, name)))
+    for name in ("normal_", "uniform_", "zeros_", "ones_", "kaiming_uniform_", "trunc_normal_"):
+        replace(init, name, unfilled(getattr(init, name)))
+    whole = torch.nn.Parameter.__deepcopy__
+
+    def parameter(self: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.Parameter:
+        if not is_large(self):
+            return whole(self, memo)
+        return memo.setdefault(id(self), type(self)(torch.empty_like(self), self.requires_grad))
+
+    replace(torch.nn.Parameter, "__deepcopy__", parameter)
+
+
+REPLACEMENTS: dict[str, Sequence[Callable[[ModuleType], None]]] = {
+    "bench.probes.update": [update],
+    "bench.probes.collectives": [collectives],
+    "bench.probes.accumulation": [accumulation],
+    "bench.trial": [torch_values, *([initial_weights] if os.environ.get("FAKE_WEIGHTS") else [])],
+}
+"""What is replaced once a module was imported. ``bench.trial`` stands for: this is a rank, or what it is forked from."""
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    """Finds the modules of REPLACEMENTS as all other finders would, and replaces when they have been executed."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name not in REPLACEMENTS:
+            return None
+        sys.meta_path.remove(self)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            sys.meta_path.insert(0, self)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"tests/cuda_stub replaces functions of {name}, which is gone")
+        execute = spec.loader.exec_module
+
+        def then_replace(module: ModuleType) -> None:
+            execute(module)
+            for replacement in REPLACEMENTS[name]:
+                replacement(module)
+
+        spec.loader.exec_module = then_replace  # type: ignore[method-assign]
+        return spec
+
+
+sys.meta_path.insert(0, Finder())
