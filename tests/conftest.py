@@ -39,6 +39,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--reliability", type=Path, metavar="FILE.md", help="write the page of what tests/faults found, and its data"
     )
+    parser.addoption("--cuda-stub", metavar="DIR", help="run also tests/cuda, over the stub of CUDA in this folder")
+    parser.addoption("--gpu-page", type=Path, metavar="FILE.md", help="write the table of this page: what was counted")
     parser.addoption("--kills", type=int, default=50, metavar="N", help="with --slow: how many by each signal")
 
 

@@ -28,15 +28,15 @@ RUNTIME = ("machine", "counters", "device", "memory", "stream", "kernel", "libra
 FLAGS = ("-shared", "-fPIC", "-O1", "-std=gnu11", "-Wall", "-Wextra", "-Wno-missing-field-initializers")
 
 
-class Unavailable(Exception):
+class UnavailableError(Exception):
     """Why this machine cannot build the stub, in one line."""
 
 
 def build(folder: Path) -> None:
-    """Build what is not there yet. Raises Unavailable."""
+    """Build what is not there yet. Raises UnavailableError."""
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
     if compiler is None or shutil.which("nm") is None:
-        raise Unavailable("there is no C compiler with nm: install gcc and binutils")
+        raise UnavailableError("there is no C compiler with nm: install gcc and binutils")
     folder.mkdir(parents=True, exist_ok=True)
     install(folder)
     compile_stub(folder, compiler)
@@ -49,18 +49,16 @@ def install(folder: Path) -> None:
         return
     free = shutil.disk_usage(folder).free
     if free < DISK_BYTES:
-        raise Unavailable(f"{free / 1e9:.1f} GB are free at {folder}, {DISK_BYTES / 1e9:g} GB are needed")
+        raise UnavailableError(f"{free / 1e9:.1f} GB are free at {folder}, {DISK_BYTES / 1e9:g} GB are needed")
     target = folder / "torch-cuda"
     shutil.rmtree(target, ignore_errors=True)
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary", ":all:"]
     command += ["--disable-pip-version-check", "--root-user-action", "ignore"]
     print(f"installing torch for CUDA into {target}: 0.5 GB to download, 1.2 GB on the disk", flush=True)
-    found = subprocess.run(
-        [*command, "--target", str(target), "-r", str(requirements)], capture_output=True, text=True
-    )
+    found = subprocess.run([*command, "--target", str(target), "-r", str(requirements)], capture_output=True, text=True)
     if found.returncode:
         said = [line for line in found.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]
-        raise Unavailable(f"there is no CUDA wheel: {said[-1]}")
+        raise UnavailableError(f"there is no CUDA wheel: {said[-1]}")
     # torch would find the real runtime there, before the stub. Of these wheels only the headers are wanted.
     shutil.rmtree(folder / "headers", ignore_errors=True)
     (target / "nvidia").rename(folder / "headers")
@@ -110,7 +108,7 @@ def wanted_libraries(torch: Path) -> set[str]:
 
 
 def environment(folder: Path, **settings: str) -> dict[str, str]:
-    """Environment variables of a process that sees the GPUs; ``settings`` are those of the C files, such as FAKE_GPUS."""
+    """Environment variables of a process that sees the GPUs; ``settings`` are those of the C files, as FAKE_GPUS is."""
     root = HERE.parents[1]
     paths = [HERE / "site", root, folder / "torch-cuda"]
     return {
@@ -139,7 +137,7 @@ def main(arguments: list[str]) -> int:
         return 2
     try:
         build(Path(arguments[0]).resolve())
-    except Unavailable as reason:
+    except UnavailableError as reason:
         print(f"the CUDA stub cannot be built: {reason}", file=sys.stderr)
         return SKIPPED
     return 0

@@ -83,7 +83,7 @@ REPLACEMENTS: dict[str, Sequence[Callable[[ModuleType], None]]] = {
     "bench.probes.accumulation": [accumulation],
     "bench.trial": [torch_values, *([initial_weights] if os.environ.get("FAKE_WEIGHTS") else [])],
 }
-"""What is replaced once a module was imported. ``bench.trial`` stands for: this is a rank, or what it is forked from."""
+"""What is replaced once a module was imported. Who imports ``bench.trial`` is a rank, or what one is forked from."""
 
 
 class Finder(importlib.abc.MetaPathFinder):

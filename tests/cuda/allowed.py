@@ -1,0 +1,7 @@
+"""Where frameworks make the host wait inside a timed window, with torch 2.11, Lightning 2.6.6 and DeepSpeed 0.19.8."""
+
+FRAMEWORKS = ("torch/distributed/", "torch/nn/parallel/", "lightning/", "deepspeed/")
+"""Files that are a backend's framework; torch's others, and transformers, are called by the bench itself."""
+
+WAITS: dict[int, dict[str, dict[str, int]]] = {1: {}, 2: {}}
+"""By world size and backend: ``KIND file:line function`` or C++, and how often per window of 8 micro-batches."""

@@ -1,0 +1,121 @@
+"""Where the host waits for the device inside timed windows, and what it launches: nothing of ours makes it wait."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from bench.backends.base import registry
+from bench.cell import REFERENCE, Cell, Device, Precision
+from tests.cuda import page
+from tests.cuda.allowed import FRAMEWORKS, WAITS
+from tests.cuda.conftest import Machine
+from tests.cuda_stub.counters import WAITING
+
+N = 8
+NEVER = ("deepspeed-zero2-deferred",)
+"""Backends that refuse bf16."""
+
+
+def counted_cell(backend: str, world_size: int) -> Cell:
+    """The cell that all backends are counted in: 135m as in the matrix for GPUs, 4 samples per micro-batch."""
+    return Cell(
+        backend=backend,
+        model="135m",
+        accumulate=N,
+        world_size=world_size,
+        global_batch_size=4 * N * world_size,
+        sequence_length=2048,
+        precision=Precision.BF16,
+        optimizer="adamw-fused",
+        device=Device.CUDA,
+        warmup_windows=2,
+        timed_windows=3,
+    )
+
+
+@dataclass
+class Found:
+    """What was counted of one backend in one world, per window."""
+
+    backend: str
+    world_size: int
+    counts: dict[str, float] = field(default_factory=dict)
+    waits: Counter[str] = field(default_factory=Counter)
+    """By the place that makes the host wait."""
+    ours: list[str] = field(default_factory=list)
+    """Stacks of waits that no framework makes."""
+
+
+def place(wait: dict[str, Any]) -> str:
+    """The framework's line that makes the host wait, or empty if none does: nothing but torch stands before the bench."""
+    native = next((name for name in wait["native"] if re.search(r"c10d::(Reducer|Logger|CudaTimer)", name)), "")
+    if native:
+        return re.sub(r"\(.*", "", native)
+    for line in wait["python"]:
+        if line.startswith(FRAMEWORKS):
+            return line
+        if line.startswith(("bench/", "tests/")):
+            break
+    return ""
+
+
+def found_in(trial: dict[str, Any], cell: Cell) -> Found:
+    """Means over the timed windows."""
+    windows = trial["found"]["windows"]
+    found = Found(cell.backend, cell.world_size)
+    for kind in windows[0]["counts"]:
+        found.counts[kind] = sum(window["counts"][kind] for window in windows) / len(windows)
+    for window in windows:
+        for wait in window["waits"]:
+            if where := place(wait):
+                found.waits[f"{wait['kind']} {where}"] += 1
+            else:
+                found.ours.append("\n  ".join([wait["kind"], *wait["python"][:20], *wait["native"][:12]]))
+    for where in found.waits:
+        found.waits[where] //= len(windows)
+    return found
+
+
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)])
+def counted(request: pytest.FixtureRequest, shared_machine: Machine) -> Iterator[list[Found]]:
+    """Every backend in a world of this size."""
+    world_size: int = request.param
+    names = [name for name in registry() if name != REFERENCE and name not in NEVER]
+    cells = [counted_cell(name, world_size) for name in names]
+    trials = shared_machine.trials(cells, ("time",), gpus=world_size, counted=True, FAKE_WEIGHTS="none")
+    bad = [f"{cell.backend}: {one['reason']}" for cell, one in zip(cells, trials, strict=True) if one["status"] != "ok"]
+    assert not bad
+    found = [found_in(trial, cell) for cell, trial in zip(cells, trials, strict=True)]
+    if out := request.config.getoption("--gpu-page"):
+        page.write(out, f"W = {world_size}", table(found))
+    yield found
+
+
+def test_nothing_of_ours_makes_the_host_wait(counted: Sequence[Found]) -> None:
+    ours = {one.backend: one.ours for one in counted if one.ours}
+    assert not ours, "\n".join(f"{name}: {len(stacks)}, as {stacks[0]}" for name, stacks in ours.items())
+
+
+def test_frameworks_make_it_wait_where_it_is_known(counted: Sequence[Found]) -> None:
+    for one in counted:
+        assert dict(one.waits) == WAITS[one.world_size].get(one.backend, {}), one.backend
+
+
+def table(found: Sequence[Found]) -> list[str]:
+    """Lines of Markdown."""
+    lines = [
+        "| backend | kernels | of cuBLAS | copies | collectives | waits | where |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | --- |",
+    ]
+    for one in found:
+        numbers = [one.counts[name] for name in ("KERNEL", "LIBRARY", "COPY", "COLLECTIVE")]
+        numbers.append(sum(one.counts[kind.name] for kind in WAITING))
+        where = "; ".join(f"{times} x {line}" for line, times in sorted(one.waits.items()))
+        lines.append(f"| {one.backend} | {' | '.join(f'{number:g}' for number in numbers)} | {where or '-'} |")
+    return lines

@@ -1,0 +1,149 @@
+"""Runs on GPUs that are not there: every pass of every backend, and every way in which a run may end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from tests.cuda.conftest import Machine
+
+SMOKE = ("run", "--matrix", "smoke", "--device", "cuda")
+DDP = ("--backend", "ddp-deferred")
+UNSUPPORTED: Mapping[str, str] = {}
+"""Why a backend may be unsupported in the smoke matrix on CUDA: a pattern for its reason, by name. None is today."""
+BY_VALUE = re.compile(r"loss|update|nats|entropy")
+"""What a reason of ``invalid`` speaks of where it is about values, which the stub does not have."""
+
+
+def told(records: list[dict[str, Any]]) -> list[str]:
+    """What every trial came to, to be read where a test fails."""
+    return [
+        f"{one['cell']['backend']} W={one['cell']['world_size']}: {one['status']} {one['reason']}" for one in records
+    ]
+
+
+def unexpected(records: list[dict[str, Any]]) -> list[str]:
+    """The trials that did not end as all should."""
+    bad = []
+    for one, line in zip(records, told(records), strict=True):
+        name, reason = one["cell"]["backend"], one["reason"] or ""
+        allowed = {
+            "ok": True,
+            "unsupported": name in UNSUPPORTED and re.search(UNSUPPORTED[name], reason),
+        }
+        if not allowed.get(one["status"]):
+            bad.append(line)
+    return bad
+
+
+def judged(machine: Machine, run: str) -> list[str]:
+    """What the gates found wrong that is not about values."""
+    code = f"""
+import json
+from pathlib import Path
+from bench import tables
+from bench.analysis import gates
+from bench.journal import Journal, read_manifest
+folder = Path({str(machine.folder / run)!r})
+trials = gates.judge(tables.build(list(Journal(folder).read()), read_manifest(folder))).trials
+print(json.dumps(trials[["backend", "status", "reason"]].values.tolist()))
+"""
+    rows = json.loads(machine.python(code))
+    return [
+        f"{name}: {status} {reason}"
+        for name, status, reason in rows
+        if status == "invalid" and not BY_VALUE.search(reason)
+    ]
+
+
+@pytest.mark.parametrize(
+    "world_size", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+)
+def test_every_backend_runs_every_pass(machine: Machine, world_size: int) -> None:
+    process = machine.bench(*SMOKE, "--world-size", str(world_size), "--out", "run", gpus=world_size)
+    records = machine.records()
+    assert len(records) > 15, process.stdout + process.stderr
+    assert not unexpected(records), process.stdout
+    for one in records:
+        found = one["ranks"][0] if one.get("ranks") else one
+        assert "Traceback" not in json.dumps(found)
+    assert not judged(machine, "run")
+
+
+def test_the_doctor_finds_the_gpus_good(machine: Machine) -> None:
+    process = machine.bench("doctor", gpus=2)
+    assert "NVIDIA H100 80GB HBM3" in process.stdout, process.stdout + process.stderr
+    assert "cuda can run" in process.stdout
+    bad = [line for line in process.stdout.splitlines() if line.lstrip().lower().startswith("error")]
+    assert not bad and process.returncode == 0, process.stdout
+
+
+def test_a_virtual_world_on_a_gpu(machine: Machine) -> None:
+    backends = "ddp-deferred,fsdp2-deferred,deepspeed-zero3-eager"
+    machine.bench(*SMOKE, "--virtual-world", "8", "--micro-batch", "1", "--backend", backends, "--out", "run")
+    records = machine.records()
+    assert {one["cell"]["backend"] for one in records} == set(backends.split(","))
+    assert not unexpected(records), told(records)
+    assert all(one["cell"]["virtual"] and one["cell"]["world_size"] == 8 for one in records)
+
+
+@pytest.mark.parametrize("visible", ["0", "GPU-11111111-1111-1111-1111-111111111111"], ids=["index", "uuid"])
+def test_ranks_that_share_a_gpu(machine: Machine, visible: str) -> None:
+    backends = "ddp-deferred,fsdp2-eager,deepspeed-zero2-eager,lightning-deepspeed-zero3"
+    options = ("--share-gpu", "--world-size", "2", "--backend", backends)
+    machine.bench(*SMOKE, *options, "--out", "run", CUDA_VISIBLE_DEVICES=visible)
+    records = [one for one in machine.records() if one["cell"]["backend"] != "reference"]
+    assert {one["cell"]["backend"] for one in records} == set(backends.split(","))
+    assert not unexpected(records), told(records)
+
+
+def test_a_cell_that_does_not_fit_is_a_row_that_says_so(machine: Machine) -> None:
+    process = machine.bench(*SMOKE, *DDP, "--world-size", "1", "--try-all", "--out", "run", FAKE_MEM_MIB="680")
+    rows = {one["cell"]["backend"]: one for one in machine.records()}
+    assert rows["ddp-deferred"]["status"] == "oom", told(machine.records())
+    assert "out of memory" in rows["ddp-deferred"]["reason"]
+    assert process.returncode == 1
+
+
+def test_a_rank_killed_inside_nccl_ends_its_trial_and_no_other(machine: Machine) -> None:
+    began = time.monotonic()
+    machine.bench(*SMOKE, *DDP, "--world-size", "2", "--out", "run", gpus=2, FAKE_NCCL_KILL="1:9")
+    rows = [one for one in machine.records() if one["cell"]["backend"] == "ddp-deferred"]
+    assert rows and all(one["status"] == "crashed" for one in rows), told(rows)
+    assert all("rank 1" in one["reason"] and "SIGKILL" in one["reason"] for one in rows), told(rows)
+    reference = next(one for one in machine.records() if one["cell"]["backend"] == "reference")
+    assert reference["status"] == "ok"
+    assert time.monotonic() - began < 300, "the other rank waits in NCCL for ever, and was ended"
+
+
+def test_an_interrupted_run_is_resumed(machine: Machine) -> None:
+    command = [sys.executable, "-m", "bench", *SMOKE, *DDP, "--world-size", "1", "--out", "run"]
+    process = subprocess.Popen(
+        command,
+        cwd=machine.folder,
+        env=machine.environment(1),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    journal = machine.folder / "run" / "trials.jsonl"
+    while not (journal.exists() and journal.read_bytes().count(b"\n")):
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.2)
+    os.kill(process.pid, signal.SIGINT)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, said
+    finished = len(machine.records())
+    machine.bench("run", "--resume", "run")
+    records = machine.records()
+    assert len(records) > finished and not unexpected(records), told(records)
+    assert sorted(one["cell"]["backend"] for one in records) == ["ddp-deferred", "ddp-deferred", "reference"]
