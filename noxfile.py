@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import nox
@@ -51,6 +52,27 @@ def tests(session: nox.Session) -> None:
     """Run the tests: ``pytest`` with the given arguments, two files at a time."""
     # Most tests wait for process groups to start; each file's shared runs are made by one worker.
     session.run("python", "-m", "pytest", "-n", "2", "--dist", "loadfile", *session.posargs)
+
+
+SKIPPED = 77
+"""Exit status of tests/cuda_stub/build.py where the machine cannot build it."""
+
+
+@nox.session(venv_backend="none", requires=["install"])
+def cuda(session: nox.Session) -> None:
+    """Run tests/cuda on GPUs that are not there: torch for CUDA over a stub, in .nox/cuda-stub or where CUDA_STUB says.
+
+    Without --slow in a short form.
+    """
+    folder = os.environ.get("CUDA_STUB", ".nox/cuda-stub")
+    build = subprocess.run(
+        ["python", "tests/cuda_stub/build.py", folder], stderr=subprocess.PIPE, text=True, check=False
+    )
+    if build.returncode == SKIPPED:
+        session.skip(build.stderr.strip())
+    if build.returncode:
+        session.error(build.stderr.strip())
+    session.run("python", "-m", "pytest", "tests/cuda", "--cuda-stub", folder, *session.posargs)
 
 
 BROWSER_TESTS = ("tests/test_browser.py", "tests/test_page.py")

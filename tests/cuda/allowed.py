@@ -4,4 +4,4 @@ FRAMEWORKS = ("torch/distributed/", "torch/nn/parallel/", "lightning/", "deepspe
 """Files that are a backend's framework; torch's others, and transformers, are called by the bench itself."""
 
 WAITS: dict[int, dict[str, dict[str, int]]] = {1: {}, 2: {}}
-"""By world size and backend: ``KIND file:line function`` or C++, and how often per window of 8 micro-batches."""
+"""By world size and backend: ``KIND file:line function`` or C++, and how often per window of 4 micro-batches."""

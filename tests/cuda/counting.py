@@ -1,6 +1,6 @@
-"""``python -m tests.cuda.counting FOLDER``: trials over the stub whose ranks do something of the tests' own.
+"""``python -m tests.cuda.counting FOLDER``: trials whose ranks are looked at from within, over the stub or on a GPU.
 
-Reads a JSON list of specs from standard input and prints one line of JSON for each: how it ended, and what rank 0 found.
+Reads a JSON list of specs from standard input and prints a line of JSON for each: how it ended, and what rank 0 found.
 """
 
 from __future__ import annotations

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
+from bench import matrix
 from bench.backends.base import registry
 from bench.cell import REFERENCE, Cell, Device, Precision
 from tests.cuda import page
@@ -17,7 +18,7 @@ from tests.cuda.allowed import FRAMEWORKS, WAITS
 from tests.cuda.conftest import Machine
 from tests.cuda_stub.counters import WAITING
 
-N = 8
+N = 4
 NEVER = ("deepspeed-zero2-deferred",)
 """Backends that refuse bf16."""
 
@@ -34,8 +35,8 @@ def counted_cell(backend: str, world_size: int) -> Cell:
         precision=Precision.BF16,
         optimizer="adamw-fused",
         device=Device.CUDA,
-        warmup_windows=2,
-        timed_windows=3,
+        warmup_windows=matrix.load("gpu")["training.warmup_windows"],
+        timed_windows=2,
     )
 
 
@@ -53,7 +54,7 @@ class Found:
 
 
 def place(wait: dict[str, Any]) -> str:
-    """The framework's line that makes the host wait, or empty if none does: nothing but torch stands before the bench."""
+    """The framework's line that makes the host wait; empty if nothing but torch stands between it and the bench."""
     native = next((name for name in wait["native"] if re.search(r"c10d::(Reducer|Logger|CudaTimer)", name)), "")
     if native:
         return re.sub(r"\(.*", "", native)
@@ -83,7 +84,7 @@ def found_in(trial: dict[str, Any], cell: Cell) -> Found:
 
 
 @pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)])
-def counted(request: pytest.FixtureRequest, shared_machine: Machine) -> Iterator[list[Found]]:
+def counted(request: pytest.FixtureRequest, shared_machine: Machine) -> list[Found]:
     """Every backend in a world of this size."""
     world_size: int = request.param
     names = [name for name in registry() if name != REFERENCE and name not in NEVER]
@@ -94,7 +95,7 @@ def counted(request: pytest.FixtureRequest, shared_machine: Machine) -> Iterator
     found = [found_in(trial, cell) for cell, trial in zip(cells, trials, strict=True)]
     if out := request.config.getoption("--gpu-page"):
         page.write(out, f"W = {world_size}", table(found))
-    yield found
+    return found
 
 
 def test_nothing_of_ours_makes_the_host_wait(counted: Sequence[Found]) -> None:

@@ -23,7 +23,7 @@ SKIPPED = 77
 """Exit status where the machine cannot build it, as in automake."""
 DISK_BYTES = 5 * 10**9
 """That have to be free to install: the wheel, what pip unpacks and what it keeps in its cache."""
-RUNTIME = ("machine", "counters", "device", "memory", "stream", "kernel", "library", "nccl")
+RUNTIME = ("machine", "counters", "device", "memory", "stream", "kernel", "library", "cudnn", "nccl")
 """Sources of the library that stands in for CUDA's runtime and all that is built on it."""
 FLAGS = ("-shared", "-fPIC", "-O1", "-std=gnu11", "-Wall", "-Wextra", "-Wno-missing-field-initializers")
 

@@ -6,7 +6,7 @@
 
 enum kind {
     KERNEL,            /* kernels launched by torch */
-    LIBRARY,           /* products by cuBLAS, each at least one kernel */
+    LIBRARY,           /* products by cuBLAS and attention by cuDNN, each at least one kernel */
     COPY,              /* copies and memsets that a stream does by itself */
     COLLECTIVE,        /* calls of NCCL */
     STREAM_SYNC,       /* the host waits, from here on */

@@ -1,4 +1,4 @@
-/* cuBLAS, cuDNN and CUPTI, as far as torch looks at what they answer; generate.py adds the calls that only succeed. */
+/* cuBLAS and CUPTI, as far as torch looks at what they answer; generate.py adds the calls that only succeed. */
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -65,21 +65,6 @@ int cublasLtMatmulAlgoGetHeuristic(void *handle, void *operation, void *a, void 
 int cublasLtMatmul(void) {
     count(LIBRARY);
     return 0;
-}
-
-/* Of the cuDNN that torch 2.11 was compiled with, which it compares. */
-size_t cudnnGetVersion(void) {
-    return 91900;
-}
-
-int cudnnGetProperty(int which, int *value) {
-    static const int version[] = {9, 19, 0}; /* MAJOR_VERSION, MINOR_VERSION, PATCH_LEVEL */
-    *value = version[which];
-    return 0;
-}
-
-int cudnnCreate(void **handle) {
-    return make(handle);
 }
 
 /* No record is ever there: torch's profiler sees nothing on the device. */
