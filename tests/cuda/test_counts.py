@@ -10,34 +10,13 @@ from typing import Any
 
 import pytest
 
-from bench import matrix
 from bench.backends.base import registry
-from bench.cell import REFERENCE, Cell, Device, Precision
+from bench.cell import REFERENCE, Cell
 from tests.cuda import page
 from tests.cuda.allowed import FRAMEWORKS, WAITS
+from tests.cuda.cells import NEVER, counted_cell
 from tests.cuda.conftest import Machine
 from tests.cuda_stub.counters import WAITING
-
-N = 4
-NEVER = ("deepspeed-zero2-deferred",)
-"""Backends that refuse bf16."""
-
-
-def counted_cell(backend: str, world_size: int) -> Cell:
-    """The cell that all backends are counted in: 135m as in the matrix for GPUs, 4 samples per micro-batch."""
-    return Cell(
-        backend=backend,
-        model="135m",
-        accumulate=N,
-        world_size=world_size,
-        global_batch_size=4 * N * world_size,
-        sequence_length=2048,
-        precision=Precision.BF16,
-        optimizer="adamw-fused",
-        device=Device.CUDA,
-        warmup_windows=matrix.load("gpu")["training.warmup_windows"],
-        timed_windows=2,
-    )
 
 
 @dataclass

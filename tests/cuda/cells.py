@@ -1,0 +1,27 @@
+"""The cell in which waits and launches are counted."""
+
+from __future__ import annotations
+
+from bench import matrix
+from bench.cell import Cell, Device, Precision
+
+N = 4
+NEVER = ("deepspeed-zero2-deferred",)
+"""Backends that refuse bf16."""
+
+
+def counted_cell(backend: str, world_size: int) -> Cell:
+    """The cell that all backends are counted in: 135m as in the matrix for GPUs, 4 samples per micro-batch."""
+    return Cell(
+        backend=backend,
+        model="135m",
+        accumulate=N,
+        world_size=world_size,
+        global_batch_size=4 * N * world_size,
+        sequence_length=2048,
+        precision=Precision.BF16,
+        optimizer="adamw-fused",
+        device=Device.CUDA,
+        warmup_windows=matrix.load("gpu")["training.warmup_windows"],
+        timed_windows=2,
+    )

@@ -1,0 +1,85 @@
+"""``python -m tests.cuda.waiting BACKEND...``: who makes the host wait in timed windows, by torch's own debug mode.
+
+For a real GPU, where nothing counts below torch; works over the stub too. Of each place that waits, the stack from it
+out to the bench. torch tells of streams that are synchronized and of blocking copies, not of events and devices.
+"""
+
+from __future__ import annotations
+
+import collections
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+from bench import trial
+from bench.backends.base import Backend
+from bench.cell import Device
+from bench.launch.launcher import Launcher
+from bench.taps import Kind as Event
+from bench.taps import Taps
+from tests.cuda.cells import counted_cell
+from tests.cuda.counting import TIMEOUT_S, Counted
+from tests.cuda_stub.counters import stack
+
+DEPTH = 12
+
+
+class Warned(Counted):
+    """A trial whose time pass is watched; it has no other."""
+
+    entry = "tests.cuda.waiting:watch"
+
+
+def watch(spec_json: str) -> None:
+    """Entry point of a rank."""
+    trial.Trial = WatchedTrial  # type: ignore[misc]
+    trial.run_rank(spec_json)
+
+
+class WatchedTrial(trial.Trial):
+    """The time pass, whose timed windows run in torch's mode that warns of synchronizations."""
+
+    def run(self) -> dict[str, Any]:
+        self._stacks: collections.Counter[str] = collections.Counter()
+        self.time()
+        return {"stacks": dict(self._stacks)}
+
+    def train(self, taps: Taps, windows: int, **options: Any) -> Backend:
+        import torch
+
+        then, num_losses, cell = taps.on_event, 0, self.cell
+
+        def see(kind: Event) -> None:
+            nonlocal num_losses
+            if then is not None:
+                then(kind)
+            num_losses += kind is Event.LOSS
+            timed = cell.warmup_windows * cell.accumulate <= num_losses < cell.windows * cell.accumulate
+            if kind is Event.STEP:
+                torch.cuda.set_sync_debug_mode("warn" if timed else "default")
+
+        def show(message: Warning | str, *_: Any, **__: Any) -> None:
+            if "synchroniz" in str(message):
+                self._stacks["\n    ".join(stack(sys._getframe(1))[:DEPTH])] += 1
+
+        taps.on_event = see
+        warnings.simplefilter("always")
+        warnings.showwarning = show  # type: ignore[assignment]
+        return super().train(taps, windows, **options)
+
+
+def main() -> None:
+    """Run the backends that are named, on one GPU, and print."""
+    with Launcher(Device.CUDA) as launcher, tempfile.TemporaryDirectory() as folder:
+        for name in sys.argv[1:]:
+            spec = Warned(cell=counted_cell(name, 1), passes=("time",), folder=str(Path(folder) / name), reference="")
+            outcome = launcher.run(spec, TIMEOUT_S)
+            print(f"{name}: {outcome.status} {outcome.reason}".rstrip())
+            for text, times in (outcome.ranks[0]["stacks"] if outcome.ranks else {}).items():
+                print(f"  {times} x\n    {text}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
