@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ import pytest
 from bench.backends.base import registry
 from bench.cell import REFERENCE, Cell
 from tests.cuda import page
-from tests.cuda.allowed import FRAMEWORKS, WAITS
+from tests.cuda.allowed import FRAMEWORKS, NATIVE_FRAMEWORKS, WAITS
 from tests.cuda.cells import NEVER, counted_cell
 from tests.cuda.conftest import Machine
 from tests.cuda_stub.counters import WAITING
@@ -34,15 +33,14 @@ class Found:
 
 def place(wait: dict[str, Any]) -> str:
     """The framework's line that makes the host wait; empty if nothing but torch stands between it and the bench."""
-    native = next((name for name in wait["native"] if re.search(r"c10d::(Reducer|Logger|CudaTimer)", name)), "")
-    if native:
-        return re.sub(r"\(.*", "", native)
     for line in wait["python"]:
         if line.startswith(FRAMEWORKS):
-            return line
+            return str(line)
         if line.startswith(("bench/", "tests/")):
             break
-    return ""
+    # DDP's reducer works in autograd's threads, which run no Python.
+    native = next((name for name in wait["native"] if name.startswith(NATIVE_FRAMEWORKS)), "")
+    return native.partition("(")[0]
 
 
 def found_in(trial: dict[str, Any], cell: Cell) -> Found:
