@@ -21,13 +21,17 @@ from tests.cuda_stub import build
 from tests.cuda_stub.build import environment
 
 
+TIMEOUT_S = 3600
+"""Of one test: it is a run of many trials, each of which has a limit of its own."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--cuda-stub"):
-        return
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:
-            item.add_marker(pytest.mark.skip(reason="needs a stub of CUDA; nox -s cuda builds it"))
+            item.add_marker(pytest.mark.timeout(TIMEOUT_S))
+            if not config.getoption("--cuda-stub"):
+                item.add_marker(pytest.mark.skip(reason="needs a stub of CUDA; nox -s cuda builds it"))
 
 
 @dataclass(frozen=True)

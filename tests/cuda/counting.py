@@ -14,7 +14,7 @@ from typing import Any
 
 from bench import trial
 from bench.backends.base import Backend
-from bench.cell import Device
+from bench.cell import Device, Status
 from bench.launch.launcher import Launcher
 from bench.spec import Spec
 from bench.taps import Kind as Event
@@ -46,6 +46,7 @@ class CountedTrial(trial.Trial):
         pairs = list(itertools.pairwise(readings))
         waits = self._windows.counters.waits
         return {
+            "status": Status.OK,
             "windows": [
                 {
                     "counts": {kind.name: after[0][kind] - before[0][kind] for kind in before[0]},

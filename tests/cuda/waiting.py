@@ -15,7 +15,7 @@ from typing import Any
 
 from bench import trial
 from bench.backends.base import Backend
-from bench.cell import Device
+from bench.cell import Device, Status
 from bench.launch.launcher import Launcher
 from bench.taps import Kind as Event
 from bench.taps import Taps
@@ -44,7 +44,7 @@ class WatchedTrial(trial.Trial):
     def run(self) -> dict[str, Any]:
         self._stacks: collections.Counter[str] = collections.Counter()
         self.time()
-        return {"stacks": dict(self._stacks)}
+        return {"status": Status.OK, "stacks": dict(self._stacks)}
 
     def train(self, taps: Taps, windows: int, **options: Any) -> Backend:
         import torch
