@@ -20,7 +20,6 @@ from tests.conftest import ROOT
 from tests.cuda_stub import build
 from tests.cuda_stub.build import environment
 
-
 TIMEOUT_S = 3600
 """Of one test: it is a run of many trials, each of which has a limit of its own."""
 

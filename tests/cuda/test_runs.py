@@ -78,9 +78,9 @@ def test_every_backend_runs_every_pass(machine: Machine, world_size: int) -> Non
         allocator = one["time"]["cuda_memory"]
         assert 0 < allocator["allocated"] <= allocator["active"] <= allocator["reserved"]
         assert one["device_name"] == "NVIDIA H100 80GB HBM3" and len(one["time"]["step_seconds"]) == 3
-        if one["cell"]["backend"] != "reference":
+        assert set(one) >= set(one["passes"])
+        if "memory" in one["passes"]:
             assert one["memory"]["peak_allocator_allocated"] > 0 and one["memory"]["held_allocator_reserved"] > 0
-            assert set(one) >= {"update", "collectives", "accumulation", "dispatch"}
 
 
 def test_the_doctor_finds_the_gpus_good(machine: Machine) -> None:
