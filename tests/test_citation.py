@@ -171,7 +171,7 @@ CHANGES = {
     "the peak memory is": ("41943040", "41943041"),
     "SHA-256": (r"(SHA-256 `?)\w", r"\1"),
     "the commit is": (COMMIT, "1" + COMMIT[1:]),
-    "said of something else": ("slow N=2", "equal N=2"),
+    "describes something other than": ("slow N=2", "equal N=2"),
     "is of the run": ("a%20run_1", "another"),
     "no number can be read": (r"s per optimizer step \(", "s per step ("),
 }
@@ -222,7 +222,7 @@ def test_what_is_not_comparable_has_no_number(run: Run) -> None:
     lone = cite(run, of(run, "wrong")).text
     number_of_ours = "0.1 s per optimizer step (95 % interval 0.09 - 0.11, n = 10 trials)"
     forged = changed(lone, r"NOT COMPARABLE.*? trials\)", number_of_ours)
-    assert any("what is said instead of a number" in one for one in errors(run, forged))
+    assert any("statement in place of a number" in one for one in errors(run, forged))
 
 
 def test_failed_trials_and_few_trials_are_said(copy: Path, tmp_path: Path) -> None:

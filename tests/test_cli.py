@@ -547,10 +547,12 @@ def test_a_known_defect_is_no_surprise(place: Place) -> None:
     progress, summary = words.split("steps due/taken/told", 1)
     assert f"s/step; invalid, {EXPECTED}: Lightning divides the loss by N" in progress
     assert f"This is {EXPECTED}: Lightning divides the loss by N" in summary
-    assert "exit status 0: all that is invalid is so by documented defects" in summary
+    assert "exit status 0: all invalid trials are due to documented defects" in summary
     for report in ("report.html", "report.md"):
         said = " ".join((place.folder / "out" / report).read_text().split())
-        assert f"Invalid by {EXPECTED}: lightning-deepspeed-zero2 N=2" in said  # among the sentences of the answer
+        assert (
+            f"Invalid because of {EXPECTED}: lightning-deepspeed-zero2 N=2" in said
+        )  # among the sentences of the answer
         assert f"This is {EXPECTED}: Lightning divides the loss by N" in said  # beside the reason
 
 
@@ -650,7 +652,7 @@ def test_failed_trials_are_run_again_when_asked(place: Place) -> None:
 
 
 def test_retrying_needs_a_run(place: Place) -> None:
-    assert "--retry-failed: is for a run that was begun" in place.refused("run", *CPU, "--retry-failed")
+    assert "--retry-failed: works only with --resume RUN" in place.refused("run", *CPU, "--retry-failed")
 
 
 def test_a_torn_line_is_moved_aside_and_told(place: Place) -> None:
@@ -662,7 +664,7 @@ def test_a_torn_line_is_moved_aside_and_told(place: Place) -> None:
     made = with_launcher(place)
     status, out, _ = place.call("run", "--resume", "out")
     assert status == GOOD
-    assert "was torn, and never counted; what is left of it is in out/trials.torn-1" in out
+    assert "was cut short, and never counted; the rest of it is in out/trials.torn-1" in out
     assert len(made[0].specs) == 1
 
 
@@ -701,7 +703,7 @@ def test_tables_are_rebuilt_from_the_journal_alone(place: Place) -> None:
     assert sorted(out.split()) == sorted(f"out/{name}" for name in before)
     for name, frame in before.items():
         pd.testing.assert_frame_equal(pd.read_parquet(f"out/{name}"), frame)
-    assert "--plots: cannot stand beside --rebuild" in place.refused("report", "out", "--rebuild", "--plots", "x")
+    assert "--plots: cannot be combined with --rebuild" in place.refused("report", "out", "--rebuild", "--plots", "x")
 
 
 def test_what_is_written_is_not_for_everybody_to_write(place: Place) -> None:

@@ -209,7 +209,11 @@ class TestCommand:
     def test_two_runs(self, two: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["compare", *two]) == 0
         text = said(capsys)
-        assert "noise floor unknown" in text and "two runs are two times" in text and "DIFFERENT" not in text
+        assert (
+            "noise floor unknown" in text
+            and "the runs were made at different times" in text
+            and "DIFFERENT" not in text
+        )
         assert "ddp-eager N=4 W=2 fp32 ambiguous 1.05" in text and "reference" not in text
 
     def test_an_aa_pair_without_an_interval_is_not_called_missing(self, tmp_path: Path, capsys: Any) -> None:

@@ -111,7 +111,7 @@ CASES: dict[str, tuple[Facts, Level, str, str]] = {
     "no lightning": (on(LAPTOP, packages={"torch": "2.13.0"}), Level.WARNING, "lightning", "pip install"),
     "old torch": (with_package("torch", "2.4.0"), Level.ERROR, "torch", "pip install 'torch>=2.11'"),
     "new torch": (with_package("torch", "2.17.0"), Level.WARNING, "torch", "newer than what was tested"),
-    "odd torch": (with_package("torch", "here"), Level.WARNING, "torch", "no version"),
+    "odd torch": (with_package("torch", "here"), Level.WARNING, "torch", "is not a version"),
     "zero-2 loses": (with_package("deepspeed", "0.18.1"), Level.ERROR, "deepspeed", "only the last micro-batch"),
     "zero-2 in bf16": (with_package("deepspeed", "0.19.7"), Level.ERROR, "deepspeed", "grad_accum_dtype"),
     "monitor raises": (with_package("lightning", "2.2.0"), Level.ERROR, "lightning", "ThroughputMonitor"),
@@ -121,12 +121,12 @@ CASES: dict[str, tuple[Facts, Level, str, str]] = {
     "full disk": (on(LAPTOP, disk_bytes=2**20), Level.ERROR, "disk", "--out"),
     "small disk": (on(LAPTOP, disk_bytes=GIB), Level.WARNING, "disk", "4 B a parameter"),
     "small memory": (on(LAPTOP, memory_bytes=GIB), Level.WARNING, "memory", "--world-size 1"),
-    "unknown memory": (on(LAPTOP, memory_bytes=None), Level.WARNING, "memory", "not known"),
+    "unknown memory": (on(LAPTOP, memory_bytes=None), Level.WARNING, "memory", "unknown"),
     "one core": (on(LAPTOP, num_cores=1), Level.WARNING, "cores", "--world-size 1"),
     "slow clocks": (on(LAPTOP, governor="powersave"), Level.WARNING, "cores", "cpupower frequency-set -g performance"),
     "busy": (on(LAPTOP, foreign_cores=4.0), Level.WARNING, "idle", "50 % of the CPUs"),
     "stolen": (on(LAPTOP, stolen_cores=2.0), Level.WARNING, "idle", "2 by the hypervisor"),
-    "unwatched": (on(LAPTOP, foreign_cores=None), Level.WARNING, "idle", "not known"),
+    "unwatched": (on(LAPTOP, foreign_cores=None), Level.WARNING, "idle", "unknown"),
     "no backend": (on(LAPTOP, missing={"cpu": {"a": "needs b"}}), Level.ERROR, "backends", "cannot run a: needs b"),
     "one backend": (on(LAPTOP, missing={"cpu": {"a": "no", "c": ""}}), Level.WARNING, "backends", "cannot run a"),
     "no driver": (on(LAPTOP, device_nodes=1, packages=SERVER.packages), Level.ERROR, "gpu", "does not answer"),
@@ -134,16 +134,21 @@ CASES: dict[str, tuple[Facts, Level, str, str]] = {
     "CPU build": (on(SERVER, torch=CPU_TORCH), Level.ERROR, "cuda", "whl/cu130"),
     "CPU build, older driver": (on(SERVER, torch=CPU_TORCH, driver_cuda=(12, 4)), Level.ERROR, "cuda", "whl/cu126"),
     "old driver": (on(SERVER, driver_cuda=(12, 8)), Level.ERROR, "cuda", "update the driver, or pip install"),
-    "ancient driver": (on(SERVER, driver_cuda=(11, 4)), Level.ERROR, "cuda", "or update the driver, since no torch"),
+    "ancient driver": (
+        on(SERVER, driver_cuda=(11, 4)),
+        Level.ERROR,
+        "cuda",
+        "or update the driver, since no supported torch",
+    ),
     "CUDA fails": (with_torch(SERVER, num_devices=0, cuda_error="Error 802"), Level.ERROR, "cuda", "Error 802"),
     "new card": (with_torch(SERVER, capabilities=((12, 0),), architectures=("sm_90",)), Level.ERROR, "cuda", "newer"),
     "old card": (with_torch(SERVER, capabilities=((6, 1),), architectures=("sm_80",)), Level.ERROR, "cuda", "older"),
     "no NCCL": (with_torch(SERVER, nccl=False), Level.ERROR, "nccl", "built without it"),
-    "no P2P": (with_torch(SERVER, no_peers=((0, 1), (1, 0))), Level.WARNING, "p2p", "GPUs 0-1 do not reach"),
+    "no P2P": (with_torch(SERVER, no_peers=((0, 1), (1, 0))), Level.WARNING, "p2p", "GPUs 0-1 cannot access"),
     "P2P off": (on(SERVER, environment={"NCCL_P2P_DISABLE": "1"}), Level.WARNING, "p2p", "unset NCCL_P2P_DISABLE"),
     "shm of a container": (on(SERVER, shm_bytes=64 * 2**20), Level.ERROR, "/dev/shm", "--shm-size"),
     "small shm": (on(SERVER, shm_bytes=512 * 2**20), Level.WARNING, "/dev/shm", "remount"),
-    "no shm": (on(SERVER, shm_bytes=None), Level.ERROR, "/dev/shm", "is not there"),
+    "no shm": (on(SERVER, shm_bytes=None), Level.ERROR, "/dev/shm", "does not exist"),
     "neighbour": (on(SERVER, cards=(replace(CARD, num_processes=2),)), Level.WARNING, "gpu", "2 other processes"),
     "unlisted": (on(SERVER, cards=(replace(CARD, num_processes=None),)), Level.WARNING, "gpu", "cannot be listed"),
     "MIG": (on(SERVER, cards=(replace(CARD, mig=True),)), Level.WARNING, "gpu", "nvidia-smi -i GPU-aa -mig 0"),
@@ -317,7 +322,7 @@ def test_a_run_asks_first_whether_torch_can_use_the_gpus(
     command = ["run", "--matrix", "smoke", "--device", "cuda", "--world-size", "1", "--out", str(tmp_path / "run")]
     assert cli.main(command) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("bench: cuda: torch 2.13.0+cu130 is built for CUDA 13.0, and driver 580.65 knows no more")
+    assert line.startswith("bench: cuda: torch 2.13.0+cu130 is built for CUDA 13.0, and driver 580.65 supports at most")
     assert "update the driver, or pip install" in line
     assert not (tmp_path / "run").exists()
 
@@ -329,7 +334,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert "0 errors, 0 warnings: all is well" in capsys.readouterr().out
     asked[0] = on(LAPTOP, foreign_cores=4.0)
     assert cli.main(["doctor"]) == 0
-    assert "it runs; mind the warnings" in capsys.readouterr().out
+    assert "runs are possible; mind the warnings" in capsys.readouterr().out
     asked[0] = on(LAPTOP, loopback_error="unreachable")
     assert cli.main(["doctor", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)

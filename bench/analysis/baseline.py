@@ -193,7 +193,7 @@ def _refusal(groups: Sequence[Sequence[Row]]) -> str:
     rows = [row for rows in groups for row in rows]
     if any(row.judgement.comparison.blocked is None for row in rows):
         return ""
-    return rows[0].judgement.detail if rows else "no two cells are equal but for the backend"
+    return rows[0].judgement.detail if rows else "no two cells differ in the backend alone"
 
 
 def _wanted(judgements: Sequence[Judgement], target: float) -> int:

@@ -351,8 +351,8 @@ def notes(a: Run, b: Run, rows: Sequence[Row], margin: float) -> list[str]:
         found.append("noise floor unknown, so no row is called faster, slower or the same")
     if a is not b:
         found.append(
-            "two runs are two times: what changed on the machine between them is in the ratios and not in their "
-            "intervals; for a citation, run both sides interleaved, in one run"
+            "the runs were made at different times: changes of the machine between them are in the ratios but not in "
+            "their intervals; for a citation, run both sides interleaved, in one run"
         )
         if a.name == b.name:
             found.append("A and B have one run_id: if it is the same run, nothing is compared")

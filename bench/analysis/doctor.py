@@ -93,7 +93,7 @@ def packages(facts: Facts) -> Iterator[Finding]:
         try:
             version = Version(installed)
         except InvalidVersion:
-            yield Finding(Level.WARNING, name, f"{installed} is no version that can be compared; wanted is {least}")
+            yield Finding(Level.WARNING, name, f"{installed} is not a version that can be compared; needed is {least}")
             continue
         known = [one for one in DEFECTS if one.package == name and _in(version, one.versions)]
         for one in known:
@@ -121,9 +121,9 @@ def torch(facts: Facts) -> Iterator[Finding]:
         )
     elif facts.torch.gloo_error:
         fix = "export GLOO_SOCKET_IFNAME=lo, and see that the host's own name resolves (/etc/hosts)"
-        yield Finding(Level.ERROR, "gloo", f"two processes cannot add up: {facts.torch.gloo_error}: {fix}")
+        yield Finding(Level.ERROR, "gloo", f"two processes cannot all-reduce: {facts.torch.gloo_error}: {fix}")
     else:
-        yield Finding(Level.GOOD, "gloo", "two processes add up over the loopback device")
+        yield Finding(Level.GOOD, "gloo", "two processes all-reduce over the loopback device")
 
 
 def loopback(facts: Facts) -> Iterator[Finding]:
@@ -138,7 +138,9 @@ def loopback(facts: Facts) -> Iterator[Finding]:
 def compiler(facts: Facts) -> Iterator[Finding]:
     """Nothing is compiled, so none is missed."""
     there = f"{facts.compiler} is there" if facts.compiler else "there is none"
-    yield Finding(Level.GOOD, "compiler", f"none is needed, DeepSpeed runs without its operators; {there}")
+    yield Finding(
+        Level.GOOD, "compiler", f"none is needed, since DeepSpeed runs without its compiled operators; {there}"
+    )
 
 
 def disk(facts: Facts) -> Iterator[Finding]:
@@ -162,7 +164,7 @@ def disk(facts: Facts) -> Iterator[Finding]:
 def memory(facts: Facts) -> Iterator[Finding]:
     """Whether two ranks fit into the memory."""
     if facts.memory_bytes is None:
-        yield Finding(Level.WARNING, "memory", "how much is available is not known: /proc/meminfo does not tell")
+        yield Finding(Level.WARNING, "memory", "how much is available is unknown: /proc/meminfo does not say")
     elif facts.memory_bytes < MEMORY_BYTES:
         what = f"{facts.memory_bytes / GIB:.3g} GiB are available, {MEMORY_BYTES / GIB:g} are wanted"
         yield Finding(Level.WARNING, "memory", f"{what}: end other programs, or run fewer ranks with --world-size 1")
@@ -174,25 +176,25 @@ def cores(facts: Facts) -> Iterator[Finding]:
     """Whether two ranks have a core each."""
     if facts.num_cores < 2:
         fix = "run with --world-size 1, or allow more (taskset, the container's CPU quota)"
-        yield Finding(Level.WARNING, "cores", f"1 for all ranks, so two of them take turns and times say little: {fix}")
+        yield Finding(Level.WARNING, "cores", f"there is only 1, so two ranks take turns and times mean little: {fix}")
     else:
         yield Finding(Level.GOOD, "cores", f"{facts.num_cores}")
     if facts.governor not in {None, "performance", "schedutil"}:
         fix = "cpupower frequency-set -g performance"
-        yield Finding(Level.WARNING, "cores", f"the governor is '{facts.governor}', so clocks come late: {fix}")
+        yield Finding(Level.WARNING, "cores", f"the governor is '{facts.governor}', so the clock rises late: {fix}")
 
 
 def idle(facts: Facts) -> Iterator[Finding]:
     """Whether times measured now would be comparable."""
     if facts.foreign_cores is None or facts.stolen_cores is None:
-        yield Finding(Level.WARNING, "idle", "what others do on the machine is not known: /proc/stat does not tell")
+        yield Finding(Level.WARNING, "idle", "the load from other programs is unknown: /proc/stat does not say")
         return
     share = (facts.foreign_cores + facts.stolen_cores) / facts.num_cores
     if share > IDLE_SHARE:
         by = f"{facts.foreign_cores:.2g} cores by other programs, {facts.stolen_cores:.2g} by the hypervisor"
-        limit = f"times are called not comparable above {100 * IDLE_SHARE:g} %"
+        limit = f"times are not comparable above {100 * IDLE_SHARE:g} %"
         what = f"{100 * share:.0f} % of the CPUs are taken ({by}), and {limit}"
-        yield Finding(Level.WARNING, "idle", f"{what}: wait, or end what runs (top)")
+        yield Finding(Level.WARNING, "idle", f"{what}: wait, or end other programs (see top)")
     else:
         yield Finding(Level.GOOD, "idle", f"{100 * share:.0f} % of the CPUs are taken by others")
 

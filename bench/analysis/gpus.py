@@ -25,7 +25,7 @@ def _build_for(driver_cuda: tuple[int, int] | None) -> str:
     # Within one major version, any driver runs any build: CUDA's minor version compatibility.
     fitting = [build for build in BUILDS if driver_cuda is not None and build[0] <= driver_cuda[0]]
     if not fitting:
-        return "update the driver, since no torch that is new enough runs with it"
+        return "update the driver, since no supported torch runs with it"
     return f"pip install --force-reinstall torch --index-url {INDEX}/cu{fitting[-1][0]}{fitting[-1][1]}"
 
 
@@ -37,15 +37,15 @@ def driver(facts: Facts) -> Iterator[Finding]:
         cuda = "" if facts.driver_cuda is None else f", for CUDA up to {_version(facts.driver_cuda)}"
         yield Finding(Level.GOOD, "gpu", f"{what}; driver {facts.driver}{cuda}")
     elif facts.device_nodes and "nvidia-ml-py" not in facts.packages:
-        what = f"{facts.device_nodes} GPU(s), and no nvidia-ml-py to ask for them, so the bench sees none"
+        what = f"{facts.device_nodes} GPU(s), but nvidia-ml-py is missing, so the bench cannot see them"
         yield Finding(Level.ERROR, "gpu", f"{what}: pip install nvidia-ml-py")
     elif facts.device_nodes:
-        fix = "see nvidia-smi; after an update of the driver reboot; in a container pass the GPUs in (--gpus all)"
+        fix = "see nvidia-smi; reboot after a driver update; in a container, pass the GPUs in (--gpus all)"
         yield Finding(
             Level.ERROR, "gpu", f"{facts.device_nodes} GPU(s) whose driver does not answer ({facts.nvml_error}): {fix}"
         )
     else:
-        yield Finding(Level.GOOD, "gpu", "none: what is run is run on the CPU, over gloo")
+        yield Finding(Level.GOOD, "gpu", "none: runs use the CPU, over gloo")
     hidden = [card for card in facts.cards if not card.visible]
     if hidden:
         setting = facts.environment.get("CUDA_VISIBLE_DEVICES", "")
@@ -80,12 +80,12 @@ def build(facts: Facts) -> Iterator[Finding]:
     built = tuple(int(part) for part in torch.built_for.split(".")[:2])
     if facts.driver_cuda is not None and built[0] > facts.driver_cuda[0]:
         what = f"torch {torch.version} is built for CUDA {torch.built_for}"
-        what += f", and driver {facts.driver} knows no more than {_version(facts.driver_cuda)}"
+        what += f", and driver {facts.driver} supports at most {_version(facts.driver_cuda)}"
         yield Finding(Level.ERROR, topic, f"{what}: update the driver, or {_build_for(facts.driver_cuda)}")
     elif torch.cuda_error or not torch.num_devices:
         said = torch.cuda_error or "it finds no device"
-        fix = "see nvidia-smi, then restart what holds the driver, or reboot"
-        yield Finding(Level.ERROR, topic, f"torch cannot use the GPUs that the driver has: {said}: {fix}")
+        fix = "see nvidia-smi, then restart the programs that hold the driver, or reboot"
+        yield Finding(Level.ERROR, topic, f"torch cannot use the GPUs that the driver reports: {said}: {fix}")
     else:
         yield Finding(
             Level.GOOD, topic, f"torch {torch.version} uses {torch.num_devices}, built for CUDA {torch.built_for}"
@@ -129,12 +129,12 @@ def nccl(facts: Facts) -> Iterator[Finding]:
     if torch is None or torch.built_for is None:
         return
     if torch.nccl:
-        yield Finding(Level.GOOD, "nccl", "torch has it")
+        yield Finding(Level.GOOD, "nccl", "included in torch")
     else:
         yield Finding(
             Level.ERROR,
             "nccl",
-            f"torch {torch.version} is built without it, and no rank on a GPU starts: {_build_for(facts.driver_cuda)}",
+            f"torch {torch.version} is built without it, so no rank starts on a GPU: {_build_for(facts.driver_cuda)}",
         )
 
 
@@ -147,27 +147,29 @@ def peers(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             Level.WARNING,
             "p2p",
-            "NCCL_P2P_DISABLE is set, so all goes through the host's memory: unset NCCL_P2P_DISABLE",
+            "NCCL_P2P_DISABLE is set, so all traffic goes through host memory: unset NCCL_P2P_DISABLE",
         )
     pairs = sorted({tuple(sorted(pair)) for pair in torch.no_peers})
     if pairs:
         some = ", ".join(f"{a}-{b}" for a, b in pairs[:4]) + (" ..." if len(pairs) > 4 else "")
-        fix = "switch the IOMMU and PCIe ACS off (nvidia-smi topo -p2p r shows more), or say so with the times"
+        fix = "turn off the IOMMU and PCIe ACS (nvidia-smi topo -p2p r shows more), or mention it with the times"
         yield Finding(
-            Level.WARNING, "p2p", f"GPUs {some} do not reach each other and go through the host's memory: {fix}"
+            Level.WARNING,
+            "p2p",
+            f"GPUs {some} cannot access each other's memory, so their traffic goes through host memory: {fix}",
         )
     elif torch.num_devices > 1:
-        yield Finding(Level.GOOD, "p2p", "all GPUs reach each other")
+        yield Finding(Level.GOOD, "p2p", "all GPUs can access each other's memory")
 
 
 def shared_memory(facts: Facts) -> Iterator[Finding]:
     """Whether /dev/shm is large enough for NCCL."""
     if len(_used(facts)) < 2:
-        yield Finding(Level.GOOD, "/dev/shm", "is not needed without several GPUs")
+        yield Finding(Level.GOOD, "/dev/shm", "is needed only with several GPUs")
         return
     fix = "docker run --shm-size=8g (or --ipc=host), or mount -o remount,size=8g /dev/shm"
     if facts.shm_bytes is None:
-        yield Finding(Level.ERROR, "/dev/shm", f"is not there, and NCCL needs it between GPUs: {fix}")
+        yield Finding(Level.ERROR, "/dev/shm", f"does not exist, and NCCL needs it between GPUs: {fix}")
     elif facts.shm_bytes < SHM_BYTES:
         level = Level.ERROR if facts.shm_bytes <= SHM_LEAST_BYTES else Level.WARNING
         yield Finding(
@@ -186,22 +188,22 @@ def alone(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             Level.WARNING,
             "gpu",
-            f"{who} on {card.uuid}, so times are called not comparable: end it (nvidia-smi lists it), or choose "
+            f"{who} on {card.uuid}, so times are not comparable: end it (nvidia-smi lists it), or choose "
             "another GPU with CUDA_VISIBLE_DEVICES",
         )
     for card in (card for card in used if card.mig):
         yield Finding(
             Level.WARNING,
             "gpu",
-            f"{card.uuid} is cut into MIG instances, so power, clocks and other processes are of all of them: "
+            f"{card.uuid} is split into MIG instances, so power, clocks and processes are those of the whole GPU: "
             f"nvidia-smi -i {card.uuid} -mig 0",
         )
     if any(card.num_processes is None for card in used):
         yield Finding(
-            Level.WARNING, "gpu", "who computes on the GPUs cannot be listed: run as a user who may ask the driver"
+            Level.WARNING, "gpu", "the processes on the GPUs cannot be listed: run as a user who may query the driver"
         )
     elif used and not busy:
-        yield Finding(Level.GOOD, "gpu", "nobody else computes on the GPUs")
+        yield Finding(Level.GOOD, "gpu", "no other process computes on the GPUs")
 
 
 GPU_CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (driver, build, nccl, peers, shared_memory, alone)

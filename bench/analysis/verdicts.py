@@ -97,7 +97,7 @@ NEXT: dict[Reason, str] = {
     Reason.PRECISION: "run both sides with the same precision",
     Reason.ACCUMULATION: "run both sides with the same accumulation dtype",
     Reason.WORK: "give both sides the same workload, batch, sequence length and optimizer",
-    Reason.GATE: "see which gate; a wrong result needs no time",
+    Reason.GATE: "see which gate failed; there is no point in timing a wrong result",
     Reason.DISTURBED: "run again on an idle machine; doctor says what else runs there",
 }
 

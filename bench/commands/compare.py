@@ -63,7 +63,7 @@ def add(commands: Any) -> None:
         help="exit status 1 if a step time or a peak memory is certainly worse by more, such as slower=5%%,memory=2%%",
     )
     option("--margin", type=_margin, metavar="P", help="a ratio this near to 1 is called the same (default: 2%%)")
-    option("--force", action="store_true", help="show the numbers of what is not comparable too, crossed out")
+    option("--force", action="store_true", help="also show the numbers of what is not comparable, crossed out")
     option("--json", action="store_true", help="one JSON object; its keys: see bench/commands/compare.py")
     option("--out", type=Path, metavar="DIR", help="write compare.parquet, compare.md and the forest plot there")
     parser.set_defaults(command=run)
@@ -72,7 +72,7 @@ def add(commands: Any) -> None:
 def _margin(text: str) -> float:
     number = share(text)
     if number == 0:
-        raise argparse.ArgumentTypeError(f"'{text}' leaves no room in which to be the same; it must be above 0")
+        raise argparse.ArgumentTypeError(f"'{text}' must be above 0, or nothing could be the same")
     return number
 
 
@@ -200,7 +200,7 @@ def _chosen(arguments: argparse.Namespace) -> tuple[Run, Run, list[Pair], tuple[
     pairs, apart = compare.pairs_of_runs(a, b), compare.pairs_apart(a, b)
     if not pairs and not (apart and arguments.force):
         near = (
-            f"; {apart[0].name} is there on both sides but for the precision or the accumulation dtype: --force shows "
+            f"; {apart[0].name} is on both sides in another precision or accumulation dtype: --force shows "
             "such pairs crossed out"
             if apart
             else "; run the same matrix on both sides"

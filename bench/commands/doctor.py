@@ -25,7 +25,9 @@ DESCRIPTION = (
 
 def add(commands: Any) -> None:
     """Add the command's parser."""
-    parser = commands.add_parser("doctor", help="say what this machine can run, and mend it", description=DESCRIPTION)
+    parser = commands.add_parser(
+        "doctor", help="say what this machine can run, and how to fix what it cannot", description=DESCRIPTION
+    )
     option = parser.add_argument
     option("--out", type=Path, default=RESULTS, metavar="DIR", help="where runs will go (default: results)")
     option("--json", action="store_true", help="one JSON object; its keys: see bench/commands/doctor.py")
@@ -50,6 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
         return BAD if errors else GOOD
     from bench.report.findings import show
 
-    verdict = "mend the errors first" if errors else "it runs; mind the warnings" if warnings else "all is well"
+    verdict = (
+        "fix the errors first" if errors else "runs are possible; mind the warnings" if warnings else "all is well"
+    )
     show(found, f"{plural(errors, 'error')}, {plural(warnings, 'warning')}: {verdict}")
     return BAD if errors else GOOD

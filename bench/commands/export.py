@@ -17,7 +17,7 @@ FORMATS = ("pytest-benchmark", "csv", "parquet")
 DESCRIPTION = (
     "Writes a run for other programs: pytest-benchmark (a JSON file for pytest-benchmark compare and dashboards that "
     "read it; a round is a trial, and what is not comparable is left out), csv (a folder with one file per frame and "
-    "columns.csv with units; no text is a formula) or parquet (a folder; units in each field's metadata)."
+    "columns.csv with units; text never acts as a formula) or parquet (a folder; units in each field's metadata)."
 )
 
 

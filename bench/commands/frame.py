@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     from bench.analysis.columns import FRAMES
 
     if arguments.table is not None and arguments.table not in FRAMES:
-        raise InputError(f"--table: '{arguments.table}' is no frame; use one of {', '.join(FRAMES)}")
+        raise InputError(f"--table: '{arguments.table}' is not a frame; use one of {', '.join(FRAMES)}")
     if arguments.head is not None and (arguments.table is None or arguments.head < 1):
         raise InputError("--head: takes a number from 1 on, and --table NAME with it")
     frames = bench.load(arguments.run)

@@ -70,7 +70,7 @@ def add_matrix_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         type=_integers_or_all,
         metavar="W[,W]",
-        help="numbers of ranks, or all for one per GPU",
+        help="numbers of ranks, or 'all' for one per GPU",
     )
     add(
         "--share-gpu",
@@ -114,7 +114,7 @@ def add_matrix_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         type=_switches,
         metavar="on|off[,..]",
-        help="blocks keep their input alone, and are computed once more in the backward",
+        help="blocks keep only their input, and are recomputed in the backward",
     )
     add("--compiled", action="append", type=_switches, metavar="on|off[,..]", help="blocks are compiled: torch.compile")
     add("--repeats", type=int, metavar="R", help="trials per cell; more are run only up to --max-repeats")
@@ -123,16 +123,22 @@ def add_matrix_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--budget", type=duration, metavar="TIME", help="begin no block of trials after this time: 90s, 20m, 1h")
     add("--baseline", metavar="B", help="the backend that others are compared with, and with itself (A/A)")
-    add("--seed", type=int, metavar="S", help="of weights, tokens and order")
-    add("--seeds", action="append", type=_integers, metavar="S[,S]", help="several of weights and tokens, as an axis")
+    add("--seed", type=int, metavar="S", help="seed of weights, tokens and order")
+    add(
+        "--seeds",
+        action="append",
+        type=_integers,
+        metavar="S[,S]",
+        help="several seeds of weights and tokens, as an axis",
+    )
     add("--batch", type=int, metavar="B", help="samples per optimizer step over all ranks")
     add("--model", metavar="SIZE", help="size of the model")
     add("--workload", metavar="MODULE:FACTORY", help="a model of your own, instead of llama")
     add("--corpus", metavar="FILE", help="a text file whose bytes are the tokens")
     add("--device", metavar="|".join(Device), help="what the ranks run on")
-    add("--timeout", type=float, metavar="SECONDS", help="per trial, from its start to its end")
-    add("--inactivity", type=float, metavar="SECONDS", help="longest time in which no rank gets on; 0 for no limit")
-    add("--try-all", action="store_true", help="on GPUs: also the cells that by prediction do not fit into memory")
+    add("--timeout", type=float, metavar="SECONDS", help="limit of a trial, from start to end")
+    add("--inactivity", type=float, metavar="SECONDS", help="longest time without progress on any rank; 0 for no limit")
+    add("--try-all", action="store_true", help="on GPUs: also try cells that are predicted not to fit into memory")
 
 
 def _switches(text: str) -> list[bool]:

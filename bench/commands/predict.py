@@ -65,21 +65,31 @@ def add(commands: Any) -> None:
     option("--optimizer", choices=OPTIMIZERS, default="adamw-foreach", help="(default: adamw-foreach)")
     option("--device", choices=[str(d) for d in Device], default="cuda", help="(default: cuda)")
     option("--backend", action="append", type=split_names, metavar="B[,B]", help="only these (default: all built-in)")
-    option("--memory", type=_quantity(BYTES, "80GiB"), metavar="SIZE", help="of a device, such as 80GiB")
-    option("--link", type=_quantity(RATES, "50GB/s"), metavar="RATE", help="that a rank can send, such as 50GB/s")
+    option("--memory", type=_quantity(BYTES, "80GiB"), metavar="SIZE", help="memory of a device, such as 80GiB")
+    option(
+        "--link", type=_quantity(RATES, "50GB/s"), metavar="RATE", help="rate at which a rank can send, such as 50GB/s"
+    )
     option(
         "--latency",
         type=_quantity(SECONDS, "20us"),
         metavar="TIME",
-        help="of a collective call, such as 20us (default: 0)",
+        help="latency of a collective call, such as 20us (default: 0)",
     )
     option(
-        "--compute-time", type=_quantity(SECONDS, "1.9s"), metavar="TIME", help="of one optimizer step, such as 1.9s"
+        "--compute-time",
+        type=_quantity(SECONDS, "1.9s"),
+        metavar="TIME",
+        help="compute time of one optimizer step, such as 1.9s",
     )
     option("--peak", metavar="GPU|RATE", help="instead of --compute-time: H100, H200, A100, or such as 989TFLOP/s")
-    option("--mfu", type=_mfu, metavar="P", help="part of the peak that is reached (default: 35%%)")
-    option("--activation-checkpointing", action="store_true", help="blocks keep their input alone")
-    option("--activations", type=_quantity(BYTES, "20GiB"), metavar="SIZE", help="of one micro-batch, if known")
+    option("--mfu", type=_mfu, metavar="P", help="share of the peak that is reached (default: 35%%)")
+    option("--activation-checkpointing", action="store_true", help="blocks keep only their input")
+    option(
+        "--activations",
+        type=_quantity(BYTES, "20GiB"),
+        metavar="SIZE",
+        help="activation memory of one micro-batch, if known",
+    )
     option("--margin", type=share, metavar="P", help="upper bounds this near are a tie (default: 2%%)")
     option("--json", action="store_true", help="print a JSON list; its keys: see bench/commands/predict.py")
     option(
@@ -126,11 +136,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     cell = _cell(arguments)
     if arguments.latency is not None and arguments.link is None:
-        raise InputError("--latency: is of a link; give --link too, such as --link 50GB/s")
+        raise InputError("--latency: belongs to a link; give --link too, such as --link 50GB/s")
     activations = None if arguments.activations is None else int(arguments.activations)
     if activations is not None and arguments.activation_checkpointing:
         raise InputError(
-            "--activations: are what is kept without --activation-checkpointing, which is counted; leave out one"
+            "--activations: are those kept without --activation-checkpointing, which is counted; leave out one of them"
         )
     predictions = predict(cell, _backends(arguments.backend), activations)
     link = None if arguments.link is None else Link(bytes_per_s=arguments.link, latency_s=arguments.latency or 0.0)
@@ -231,10 +241,10 @@ def _compute(arguments: argparse.Namespace, cell: Cell) -> tuple[float | None, s
 
     if arguments.peak is None:
         if arguments.mfu is not None:
-            raise InputError("--mfu: is a part of a peak; give --peak too, such as --peak H100")
+            raise InputError("--mfu: is a share of a peak; give --peak too, such as --peak H100")
         return arguments.compute_time, "" if arguments.compute_time is None else "as given"
     if arguments.compute_time is not None:
-        raise InputError("--peak: --compute-time says it already; leave out one")
+        raise InputError("--peak: cannot be combined with --compute-time; leave out one of them")
     if arguments.peak[:1].isdecimal():
         try:
             peak = _quantity(FLOPS, "989TFLOP/s")(arguments.peak)

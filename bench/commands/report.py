@@ -31,7 +31,9 @@ def add(commands: Any) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder, e.g. results/<run>")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="where to draw (default: as run did)")
     parser.add_argument(
-        "--rebuild", action="store_true", help="only the tables, whatever state they are in: nothing is drawn or shown"
+        "--rebuild",
+        action="store_true",
+        help="rebuild the tables alone, whatever state they are in: nothing is drawn or shown",
     )
     parser.add_argument("--open", action="store_true", help="open report.html in the browser")
     parser.set_defaults(command=run)
@@ -44,7 +46,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.rebuild:
         for name in ("plots", "open"):
             if getattr(arguments, name):
-                raise InputError(f"--{name}: cannot stand beside --rebuild, which draws nothing; leave one of them out")
+                raise InputError(
+                    f"--{name}: cannot be combined with --rebuild, which draws nothing; leave one of them out"
+                )
         return rebuild(folder)
     try:
         with locks.run_folder(folder, str(folder)):
@@ -113,7 +117,7 @@ def finish(folder: Path, plots: Path, *, note_floor: bool = True) -> int:
     )
     status = _status(judged, manifest)
     if status == GOOD and judged.trials["status"].isin([Status.INVALID]).any():
-        console.print("exit status 0: all that is invalid is so by documented defects of frameworks, as was expected")
+        console.print("exit status 0: all invalid trials are due to documented defects of frameworks, as expected")
     return status
 
 

@@ -57,7 +57,7 @@ def add(commands: Any) -> None:
     option = parser.add_argument
     option("--out", type=Path, metavar="DIR", help="the run's folder (default: results/<time>-<matrix>)")
     option("--resume", type=Path, metavar="RUN", help="go on with the run in this folder, and nothing else")
-    option("--retry-failed", action="store_true", help="with --resume: run again also the trials that are not ok")
+    option("--retry-failed", action="store_true", help="with --resume: also rerun the trials that failed")
     option("--cold", action="store_true", help="start each trial from a new interpreter, not the fork server")
     parser.set_defaults(command=run)
 
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         with locks.run_folder(folder, f"--resume {folder}"):
             return _train(folder, opening.reopen(folder, backends), backends, retry_failed=arguments.retry_failed)
     if arguments.retry_failed:
-        raise InputError("--retry-failed: is for a run that was begun; give --resume RUN too")
+        raise InputError("--retry-failed: works only with --resume RUN; add it")
     chosen = chosen_matrix(arguments)
     backends = backends_of(chosen)
     gpus = visible_gpus(chosen)
@@ -157,7 +157,7 @@ def _train(
 def _work(work: Runner, folder: Path, display: Display) -> None:
     """Run the trials, after what a crash left of a line was moved aside."""
     if moved := Journal(folder).mend():
-        display.say(f"the last line of the journal was torn, and never counted; what is left of it is in {moved}")
+        display.say(f"the last line of the journal was cut short, and never counted; the rest of it is in {moved}")
     work.run()
 
 
@@ -183,4 +183,6 @@ def _refuse_beside_resume(arguments: argparse.Namespace) -> None:
     given += [name for name, default in defaults if getattr(arguments, name) != default]
     if given:
         option = "--" + given[0].replace("_", "-")
-        raise InputError(f"{option}: cannot stand beside --resume, which goes on as the run was begun; leave it out")
+        raise InputError(
+            f"{option}: cannot be combined with --resume, which goes on as the run was begun; leave it out"
+        )

@@ -24,7 +24,7 @@ LONGEST = 240
 """Characters of a reason; the whole of it is in the table of failed cells."""
 REPEATS = re.compile(r"repeat [\d, ]+: ")
 NUMBERS = re.compile(r"\d[\d.e+-]*")
-TRIED = "Nothing was compared: no two cells of the run are equal but for the backend"
+TRIED = "Nothing was compared: no two cells of the run differ in the backend alone"
 
 
 def answer(run: Run, standings: Mapping[str, Standing], cells: pd.DataFrame) -> list[str]:
@@ -179,7 +179,7 @@ def _against(run: Run, standing: Standing, rows: Sequence[Row]) -> Iterator[str]
     if by[Verdict.AMBIGUOUS] and (fastest or slowest or by[Verdict.SAME]):
         open_still = by[Verdict.AMBIGUOUS]
         reason, _ = Counter(row.judgement.reason for row in open_still).most_common(1)[0]
-        yield f"Open against {place}: {some([r.pair.b.backend for r in open_still])} ({reason}: {NEXT[reason]})."
+        yield f"Undecided against {place}: {some([r.pair.b.backend for r in open_still])} ({reason}: {NEXT[reason]})."
     if by[Verdict.NOT_COMPARABLE] and len(by[Verdict.NOT_COMPARABLE]) < len(standing.rows):
         reasons: dict[str, dict[str, str]] = {}
         for row in by[Verdict.NOT_COMPARABLE]:
@@ -226,13 +226,13 @@ def _trouble(run: Run, cells: pd.DataFrame) -> Iterator[str]:
     if bad.empty:
         return
     counts = ", ".join(f"{count} {status}" for status, count in bad["status"].value_counts().items())
-    yield f"{len(bad)} of {plural(len(cells), 'cell')} did not end well ({counts}): each is listed with its reason."
+    yield f"{len(bad)} of {plural(len(cells), 'cell')} failed ({counts}); each is listed with its reason."
     known: dict[str, list[str]] = {}
     for cell in bad.to_dict("records"):
         if defect := documented(run.manifest, cell):
             known.setdefault(defect, []).append(run.cells[cell["cell_id"]].label)
     for defect, labels in known.items():
-        yield f"Invalid by {EXPECTED}: {some(labels)}: {defect}."
+        yield f"Invalid because of {EXPECTED}: {some(labels)}: {defect}."
 
 
 def noise(floor: Floor | None) -> str:
@@ -247,5 +247,5 @@ def noise(floor: Floor | None) -> str:
     return (
         f"Noise floor: {100 * (band(found) - 1):.2g} %. {floor.cell.label} against itself came out as "
         f"{found.ratio:.4f} (95 % {found.low:.4f}-{found.high:.4f}, n = {found.num_trials}), and no smaller difference "
-        "is called one."
+        "counts as one."
     )

@@ -48,7 +48,7 @@ NAMES = {
     "bytes": "peak memory",
     "verdict": "verdict",
     "floor": "noise floor",
-    "none": "what is said instead of a number",
+    "none": "statement in place of a number",
 }
 """Of the parts of a statement."""
 
@@ -83,7 +83,9 @@ def differences(run: Run, text: str) -> Iterator[Finding]:
         for words in wrong:
             yield Finding(Level.ERROR, TOPIC, f"{match[0]}: {words}")
         if lacking and not wrong:
-            yield Finding(Level.WARNING, TOPIC, f"{match[0]}: is not as cite words it: lacks its {', '.join(lacking)}")
+            yield Finding(
+                Level.WARNING, TOPIC, f"{match[0]}: differs from what cite prints: it lacks its {', '.join(lacking)}"
+            )
         if not wrong:
             yield Finding(Level.GOOD, TOPIC, f"{match[0]}: every number follows from the journal")
 
@@ -99,7 +101,7 @@ def _differences(quotes: Quotes, match: re.Match[str], before: str, after: str) 
     said = _statement(before)
     assert due is not None, "what cite says can be read"
     if said is None:
-        wrong.append("the words before the id are not those of cite, so no number can be read; cite it again")
+        wrong.append("the words before the id are not those that cite prints, so no number can be read; cite it again")
     else:
         parts = due.groupdict().keys() | said.groupdict().keys()
         pairs = [(name, said.groupdict().get(name), due.groupdict().get(name)) for name in NAMES if name in parts]
@@ -109,7 +111,7 @@ def _differences(quotes: Quotes, match: re.Match[str], before: str, after: str) 
             if not _same(name, ours, theirs)
         ]
         if not before[: said.start()].rstrip(" :").endswith(tuple(_variants(words.subject))):
-            wrong.append(f"is said of something else than {words.subject}")
+            wrong.append(f"describes something other than {words.subject}")
     digest = DIGEST.match(after)
     if digest is None:
         wrong.append("has no hash of the journal behind its id; cite it again")

@@ -92,10 +92,10 @@ def _largest(of: Material, rows: Sequence[Row]) -> str:
     decided = [row for row in rows if row.judgement.verdict in {Verdict.FASTER, Verdict.SLOWER} and row.time]
     if decided:
         far = max(decided, key=lambda row: abs(_factor(row)))
-        return f"The largest difference that is certain: {sentence(of.run, far)}"
+        return f"The largest certain difference: {sentence(of.run, far)}"
     reasons = Counter(row.judgement.reason for row in rows)
     if not reasons:
-        return "There is nothing to compare: no two cells are equal but for the backend."
+        return "There is nothing to compare: no two cells differ in the backend alone."
     reason, times = reasons.most_common(1)[0]
     return f"No difference is certain; the most frequent reason ({times}) is: {reason} ({NEXT[reason]})."
 
@@ -109,7 +109,7 @@ def memory(of: Material) -> Section:
     """How much memory a rank needs."""
     known = of.others[of.others["peak_memory_bytes"].notna()]
     if known.empty:
-        sentences: tuple[str, ...] = ("No cell has a peak of memory that was measured.",)
+        sentences: tuple[str, ...] = ("No cell has a measured peak memory.",)
     else:
         most = known["accumulate"].max()
         there = known[known["accumulate"] == most].sort_values("peak_memory_bytes", kind="stable")
@@ -166,7 +166,7 @@ def _why_no_memory(row: Row) -> str:
     if row.judgement.verdict is Verdict.NOT_COMPARABLE:
         return str(row.judgement.reason)
     number = row.memory
-    return "counted in another way" if number.a is not None and number.b is not None else "not measured"
+    return "measured differently" if number.a is not None and number.b is not None else "not measured"
 
 
 def correctness(of: Material) -> Section:
@@ -179,13 +179,13 @@ def correctness(of: Material) -> Section:
         first = first[:-1] + f"; {len(invalid)} failed one, all of {some(names)}."
     error = fine["update_error"].dropna()
     if error.empty:
-        second = "No update of a good cell was held against the reference's."
+        second = "No valid cell's update was compared with the reference's."
     else:
         worst = fine.loc[error.index[int(error.astype(float).to_numpy().argmax())]]
         cell = of.run.cells[worst["cell_id"]]
         limit = tolerance(cell.precision, cell.workload, cell.model).update_error
         second = (
-            f"Among those that passed, the update farthest from the reference's is off by {float(error.max()):.2g} "
+            f"Among the cells that passed, the largest error of an update is {float(error.max()):.2g} "
             f"({of.label(worst['cell_id'])}; the limit is {limit:g})."
         )
     trials = of.run.tables.trials
@@ -208,16 +208,16 @@ def correctness(of: Material) -> Section:
         "status",
         "gradients summed in",
         "update / reference's",
-        "error of the update",
+        "update error",
         "loss off by (nats)",
         "final loss",
     )
     return Section(
         key="correctness",
-        title="Correctness: is every update that of the big batch?",
+        title="Correctness: does every update equal that of the big batch?",
         sentences=tuple(filter(None, (first, second, extent(of.run.tables)))),
         plots=("loss_curves",),
-        table=table_of("What the gates looked at", header, of.cells, line, words=3),
+        table=table_of("What the gates checked", header, of.cells, line, words=3),
     )
 
 
@@ -233,7 +233,7 @@ def communication(of: Material) -> Section:
         checked["payload_bytes"] == checked["expected_payload_bytes"]
     )
     if good.empty:
-        sentences: tuple[str, ...] = ("No collectives of a good cell were counted.",)
+        sentences: tuple[str, ...] = ("No valid cell's collectives were counted.",)
     else:
         most = good["accumulate"].max()
         there = good[good["accumulate"] == most].sort_values("sent", kind="stable")
@@ -243,10 +243,9 @@ def communication(of: Material) -> Section:
         if len(there) > 1 and largest["sent"] > least["sent"]:
             first += f" to {scaled(largest['sent'], MIB)} MiB ({of.label(largest['cell_id'])})"
         second = (
-            f"{int(same.sum())} of {len(checked)} counts of an operation are, in calls and in bytes, what its formula "
-            "says."
+            f"{int(same.sum())} of {len(checked)} operation counts match their formula in calls and bytes."
             if len(checked)
-            else "No formula says what these backends should send."
+            else "There is no formula for what these backends should send."
         )
         sentences = (first + ".", second)
     by_id: dict[str, list[dict[Any, Any]]] = {}
@@ -293,7 +292,7 @@ def semantics(of: Material) -> Section:
     right = int((seen["steps_observed"] == seen["steps_expected"]).sum())
     told = seen[seen["steps_reported"].notna()]
     honest = int((told["steps_reported"] == told["steps_observed"]).sum())
-    first = f"{right} of {plural(len(seen), 'cell')} took exactly the optimizer steps that were due."
+    first = f"{right} of {plural(len(seen), 'cell')} took exactly as many optimizer steps as expected."
     second = (
         f"Of {plural(len(told), 'cell')} whose framework reports a number of steps, {honest} report what the inner "
         "optimizer was seen to do."
@@ -317,7 +316,7 @@ def semantics(of: Material) -> Section:
     return Section(
         key="semantics",
         title="Semantics: which optimizer steps were taken?",
-        sentences=(first if len(seen) else "No optimizer step of any cell was seen.", second),
+        sentences=(first if len(seen) else "No optimizer step of any cell was observed.", second),
         plots=("optimizer_steps",),
         table=table_of("Optimizer steps", header, of.cells, line, words=3),
     )
@@ -328,7 +327,7 @@ def noise_section(of: Material) -> Section:
     found = deviations(of.run.tables.trials)
     spread = found.groupby("cell_id")[DEVIATION].agg(lambda values: values.max() - values.min())
     if spread.empty:
-        second = "No cell has two good trials, so nothing is known of how they differ."
+        second = "No cell has two good trials, so their spread is unknown."
     else:
         worst = str(spread.idxmax())
         second = (
@@ -358,7 +357,7 @@ def noise_section(of: Material) -> Section:
     )
     return Section(
         key="noise",
-        title="Noise: how sure is that?",
+        title="Noise: how certain are these numbers?",
         sentences=(noise(of.standing.floor), second),
         plots=("noise",),
         table=table_of("Spread of the trials of each cell", header, of.cells, line),
@@ -374,4 +373,4 @@ def failures(of: Material) -> Table:
         reason = (str(cell["reason"]) or "no reason was recorded") + (f". This is {known}" if known else "")
         return of.label(cell["cell_id"]), status_words(cell), reason
 
-    return table_of("Cells that did not end well", ("cell", "status, trials", "reason"), bad, line, words=3)
+    return table_of("Cells without a valid result", ("cell", "status, trials", "reason"), bad, line, words=3)

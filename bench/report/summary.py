@@ -27,8 +27,8 @@ from bench.tables import Tables
 from bench.words import plural
 
 TITLE = f"""s/step: {NAME} over a cell's good trials, as it is cited; the fastest and slowest in brackets.
-steps due/taken/told: optimizer steps expected, observed at the inner optimizer, reported by the framework.
-update: how many times the reference's update the backend's is. loss off by: largest deviation in nats per token.
+steps due/taken/told: optimizer steps expected, observed at the inner optimizer, and reported by the framework.
+update: scale of the backend's update relative to the reference's. loss off by: largest deviation in nats per token.
 time / baseline: ratio of the step time to {{}}'s, its 95 % interval over trials, and the verdict."""
 
 MAX_WIDTH = 1000
