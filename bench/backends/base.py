@@ -273,7 +273,7 @@ class Backend(ABC):
         return ""
 
 
-BUILT_IN = ("plain", "fsdp2", "deepspeed", "lightning")
+BUILT_IN = ("plain", "fsdp2", "deepspeed", "lightning", "fabric")
 """Modules of this package that hold backends."""
 
 

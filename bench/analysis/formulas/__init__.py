@@ -16,6 +16,7 @@ from bench.analysis.formulas.zero import ZeroSettings
 from bench.backends.base import Backend, Job
 from bench.backends.deepspeed import BACKENDS as DEEPSPEED
 from bench.backends.deepspeed import DeepSpeedZero2Eager, zero_config
+from bench.backends.fabric import BACKENDS as FABRIC
 from bench.backends.fsdp2 import BACKENDS as FSDP2
 from bench.backends.lightning import BACKENDS as LIGHTNING
 from bench.backends.lightning import LightningBackend, LightningDDP, LightningDeepSpeedZero2
@@ -27,7 +28,7 @@ from bench.workload.sizes import SIZES
 
 __all__ = ["Expectation", "Row", "expect", "layout_of", "wire_bytes", "zero_settings"]
 
-BUILT_IN: dict[str, type[Backend]] = {b.name: b for b in (*PLAIN, *FSDP2, *DEEPSPEED, *LIGHTNING)}
+BUILT_IN: dict[str, type[Backend]] = {b.name: b for b in (*PLAIN, *FSDP2, *DEEPSPEED, *LIGHTNING, *FABRIC)}
 
 
 def layout_of(cell: Cell) -> Layout | None:

@@ -1,0 +1,74 @@
+"""Lightning Fabric with FSDP2: a loop of one's own over Lightning's strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from bench.backends import fsdp2
+from bench.backends.base import BF16_PARAMETERS, Backend, Job
+from bench.backends.lightning import communicator, places, quieten
+from bench.cell import Sharding, Stepping, Sync
+from bench.probes.categories import Category
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class FabricFSDP2Deferred(Backend):
+    """A Fabric loop with ``no_backward_sync``, which does defer FSDP2's reduction."""
+
+    name, framework = "fabric-fsdp2-deferred", "Fabric FSDP2"
+    sync, sharding = Sync.DEFERRED, Sharding.PARAMS
+    stepping = Stepping.WINDOW
+    requires = ("lightning",)
+    bf16_as = BF16_PARAMETERS
+
+    def train(self, job: Job) -> None:
+        from lightning.fabric import Fabric
+        from lightning.fabric.strategies import ModelParallelStrategy
+
+        quieten()
+
+        def parallelize(model: Any, mesh: Any) -> Any:
+            blocks = job.blocks(model)
+            return fsdp2.shard(model, blocks, mesh["data_parallel"], bf16=job.bf16, reshard_after_forward=True)
+
+        strategy = ModelParallelStrategy(
+            parallelize_fn=parallelize,
+            data_parallel_size=job.world_size,
+            tensor_parallel_size=1,
+            process_group_backend=communicator(job),
+        )
+        accelerator = "gpu" if job.device.type == "cuda" else "cpu"
+        devices, num_nodes = places(job)
+        self.fabric = Fabric(
+            accelerator=accelerator, devices=devices, num_nodes=num_nodes, strategy=strategy, precision="32-true"
+        )
+        self.fabric.launch()
+        self.model = self.fabric.setup_module(job.build())
+        self.optimizer: Any = self.fabric.setup_optimizers(job.optimizer(self.model.parameters()))
+        self.again(job)
+
+    def again(self, job: Job) -> None:
+        self.optimizer.zero_grad()
+        for window in job.each_window():
+            for batch, last in window:
+                with self.fabric.no_backward_sync(self.model, enabled=not last):
+                    self.fabric.backward(job.loss(self.model, batch) / window.size)
+            if job.clip_norm:
+                self.fabric.clip_gradients(self.model, self.optimizer, max_norm=job.clip_norm)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+    def full_parameters(self) -> Mapping[str, Tensor]:
+        return fsdp2.gather(self.model.module)
+
+    def holdings(self) -> Mapping[Category, Iterable[Tensor]]:
+        return fsdp2.holdings(self.model.module)
+
+
+BACKENDS: tuple[type[Backend], ...] = (FabricFSDP2Deferred,)
