@@ -19,7 +19,7 @@ EPILOG = (
 def add(commands: Any) -> None:
     """Add the command's parser."""
     parser = commands.add_parser(
-        "lint", help="find accumulation mistakes in Lightning, DeepSpeed and torchtitan configs", epilog=EPILOG
+        "lint", help="find accumulation mistakes in configs of Lightning and DeepSpeed", epilog=EPILOG
     )
     option = parser.add_argument
     option(
@@ -27,7 +27,7 @@ def add(commands: Any) -> None:
         nargs="*",
         type=Path,
         metavar="CONFIG",
-        help="a YAML of LightningCLI, a JSON of DeepSpeed or a TOML of torchtitan",
+        help="a YAML of LightningCLI or a JSON of DeepSpeed",
     )
     option("--samples", type=_positive, metavar="S", help="of the training set; enables the rules about steps")
     option("--batch-size", type=_positive, metavar="B", help="of a micro-batch on one rank, if the config is silent")
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         return GOOD
     if not arguments.configs:
         raise InputError(
-            "lint: name at least one config: a YAML of LightningCLI, a JSON of DeepSpeed, a torchtitan TOML"
+            "lint: name at least one config: a YAML of LightningCLI or a JSON of DeepSpeed"
         )
     options = Options(
         samples=arguments.samples,

@@ -1,7 +1,7 @@
 """Lint of training configs: what gradient accumulation will do with their numbers, before anything is trained.
 
-A config is that of LightningCLI (YAML), of DeepSpeed (JSON) or of torchtitan (TOML). Every finding names its place,
-says in the config's own numbers what will happen and how to mend it, and names a scenario that shows it in small.
+A config is that of LightningCLI (YAML) or of DeepSpeed (JSON). Every finding names its place, says in the config's own
+numbers what will happen and how to mend it, and names a scenario that shows it in small.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.lint import deepspeed, lightning, torchtitan, trainer
+from bench.lint import deepspeed, lightning, trainer
 from bench.lint.document import Kind, load
 from bench.lint.findings import RULES, Finding, Rule, Severity
 from bench.lint.options import Options
@@ -34,9 +34,7 @@ def lint(files: Sequence[Path], options: Options) -> list[Finding]:
             if training.engine_config is not None:
                 read.add(Path(training.engine_config.document.file).resolve())
     for document in documents:
-        if document.kind is Kind.TORCHTITAN:
-            findings += torchtitan.check(Section(document), options)
-        elif document.kind is Kind.DEEPSPEED and Path(document.file).resolve() not in read:
+        if document.kind is Kind.DEEPSPEED and Path(document.file).resolve() not in read:
             findings += deepspeed.check(Section(document), options)
     order = {str(file): place for place, file in reversed(list(enumerate(files)))}
     place = {file: (order.get(file, len(files)), file) for file in {finding.file for finding in findings}}

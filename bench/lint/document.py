@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -20,6 +19,7 @@ from bench.lint.depth import Path, check_depth, too_deep
 
 MAX_BYTES = 1 << 18
 """Of a config file. A longer one is not a config."""
+GIVE = "a .yaml of LightningCLI or a .json of DeepSpeed"
 
 
 class Kind(StrEnum):
@@ -29,8 +29,6 @@ class Kind(StrEnum):
     """YAML (or JSON) of LightningCLI."""
     DEEPSPEED = "deepspeed"
     """JSON of DeepSpeed."""
-    TORCHTITAN = "torchtitan"
-    """TOML of torchtitan up to v0.2.2, the last one that read TOML."""
 
 
 DEEPSPEED_KEYS = {
@@ -42,11 +40,6 @@ DEEPSPEED_KEYS = {
 }
 """One of them is in every DeepSpeed config; other JSON has gradient_accumulation_steps too."""
 DEEPSPEED_TABLES = {"bf16", "fp16"}
-TORCHTITAN_KEYS = {
-    "training": {"local_batch_size", "global_batch_size", "seq_len", "steps", "dataset", "dtype", "max_norm"},
-    "parallelism": {"data_parallel_replicate_degree", "data_parallel_shard_degree", "tensor_parallel_degree"},
-}
-"""One of them is in every torchtitan config, by table."""
 
 
 @dataclass(frozen=True)
@@ -70,22 +63,22 @@ def load(file: FilePath) -> Document:
     Raises InputError naming the file, and the key and line where there is one, if it cannot be read, is too large or
     too deeply nested, has a key twice or a tag, or is no config of a known kind.
     """
-    text = _read(file)
     suffix = file.suffix.lower()
+    if suffix == ".toml":
+        raise InputError(f"{file}: TOML is not read: torchtitan v0.2.2 was the last to use it; give {GIVE}")
+    text = _read(file)
     if suffix in {".yaml", ".yml"}:
         values, lines = nodes.parse(text, str(file))
     elif suffix == ".json":
         values, lines = _json(text, str(file))
-    elif suffix == ".toml":
-        values, lines = _toml(text, str(file))
     else:
-        raise InputError(f"{file}: is of no known kind; give a .yaml of LightningCLI, a .json of DeepSpeed or a .toml")
+        raise InputError(f"{file}: is of no known kind; give {GIVE}")
     _check_mapping(values, file)
     kind, root = _recognise(values, suffix)
     if kind is None:
         raise InputError(
             f"{file}: is of no known kind; a LightningCLI config has 'trainer', a DeepSpeed one "
-            "'train_micro_batch_size_per_gpu' or 'zero_optimization', a torchtitan one training.local_batch_size"
+            "'train_micro_batch_size_per_gpu' or 'zero_optimization'"
         )
     return Document(str(file), kind, values, lines, root)
 
@@ -105,12 +98,6 @@ def _check_mapping(values: Any, file: FilePath) -> None:
 
 def _recognise(values: Mapping[str, Any], suffix: str) -> tuple[Kind | None, Path]:
     """The kind of a config and where it begins."""
-    if suffix == ".toml":
-        is_titan = any(
-            isinstance(values.get(table), dict) and values[table].keys() & keys
-            for table, keys in TORCHTITAN_KEYS.items()
-        )
-        return (Kind.TORCHTITAN if is_titan else None), ()
     if "trainer" in values:
         return Kind.LIGHTNING, ()
     nested = values.get("fit")
@@ -196,51 +183,3 @@ def _json_lines(text: str, file: str) -> dict[Path, int]:
                 counts.append(None if token == "{" else 0)
                 key_follows = token == "{"
     return lines
-
-
-_TOML_PART = r"""(?:"(?:[^"\\]|\\.)*"|'[^']*'|[A-Za-z0-9_-]+)"""
-_TOML_KEY = rf"{_TOML_PART}(?:\s*\.\s*{_TOML_PART})*"
-_TOML_LINE = re.compile(rf"\s*(?:\[\[?\s*(?P<table>{_TOML_KEY})\s*\]\]?|(?P<key>{_TOML_KEY})\s*=)")
-
-
-def _toml(text: str, file: str) -> tuple[Any, dict[Path, int]]:
-    try:
-        values = tomllib.loads(text)
-    except RecursionError:
-        raise too_deep(file) from None
-    except ValueError as error:
-        named = _toml_line(text, str(error))
-        raise InputError(f"{file}{named}: is not TOML ({error})") from error
-    check_depth(values, file)
-    lines: dict[Path, int] = {}
-    table: Path = ()
-    for number, content in enumerate(text.split("\n"), 1):
-        if not (match := _TOML_LINE.match(content)):
-            continue
-        keys = tuple(part.strip("\"'") for part in re.findall(_TOML_PART, match["table"] or match["key"]))
-        if match["table"] and _is_table(values, keys):
-            table = keys
-        lines.setdefault(table if match["table"] else table + keys, number)
-    return values, lines
-
-
-def _is_table(values: Any, keys: Path) -> bool:
-    """False for what only looks like a header, such as a row of an array."""
-    for key in keys:
-        if isinstance(values, list) and values:
-            values = values[-1]
-        if not isinstance(values, dict) or key not in values:
-            return False
-        values = values[key]
-    return True
-
-
-def _toml_line(text: str, message: str) -> str:
-    """Of an error of tomllib: its line, and the key that stands there."""
-    found = re.search(r"at line (\d+)", message)
-    if not found:
-        return ""
-    number = int(found[1])
-    content = text.split("\n")[number - 1]
-    match = _TOML_LINE.match(content)
-    return f":{number}: {match['table'] or match['key']}" if match else f":{number}"

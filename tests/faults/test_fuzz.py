@@ -53,7 +53,7 @@ PARSED = (
     "the matrix parser: documents",
     "the journal reader: files",
     "the journal reader: edited runs",
-    "the lint readers: YAML, JSON and TOML",
+    "the lint readers: YAML and JSON",
 )
 """What is read by itself."""
 num_inputs: dict[str, int] = {}
@@ -201,15 +201,13 @@ CONFIGS = {
     b"lightning.pytorch.callbacks.ThroughputMonitor\n    init_args: &a {batch_size_fn: my.size}\ndata:\n  <<: *a\n",
     "c.yml": YAML,
     "c.json": json.dumps(engine(), indent=1).encode(),
-    "c.toml": b"[training]\nlocal_batch_size = 2\nglobal_batch_size = 16\nsteps = 10\n[parallelism]\n"
-    b"data_parallel_shard_degree = -1\n",
 }
 
 
 @FORM.examples(80, 5000)
 @given(data=st.data(), name=st.sampled_from(sorted(CONFIGS)))
 def test_no_changed_config_fails(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, name: str) -> None:
-    count("the lint readers: YAML, JSON and TOML")
+    count("the lint readers: YAML and JSON")
     content = data.draw(changed(CONFIGS[name]))
     never_fails(tmp_path_factory.getbasetemp(), name, content, Options(samples=100, world_size=2, batch_size=2))
 
@@ -360,7 +358,7 @@ READERS = [
     ["export", "good", "--format", "csv", "--out", "out"],
     ["export", "good", "--format", "parquet", "--out", "out"],
     ["export", "good", "--format", "pytest-benchmark", "--out", "out.json"],
-    ["frame", "good", "--table", "trials", "--head", "3"],
+    ["export", "good", "--table", "trials", "--head", "3"],
     ["run", "--resume", "good"],
 ]
 """Commands that read a run."""
