@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
+import itertools
 import os
+import platform
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -161,5 +165,35 @@ def overhead(session: nox.Session) -> None:
 @nox.session(default=False, venv_backend="virtualenv", reuse_venv=True)
 def wheelhouse(session: nox.Session) -> None:
     """Collect the wheels that a machine without network lacks: --python 3.12 --platform P --exclude torch."""
-    session.install("packaging")
-    session.run("python", "-m", "bench.wheelhouse", *session.posargs)
+    parser = argparse.ArgumentParser(prog="nox -s wheelhouse --")
+    option = parser.add_argument
+    option("--python", default=platform.python_version(), metavar="3.N", help="the machine's (default: as here)")
+    option("--platform", default=f"manylinux_2_28_{platform.machine()}", help="its platform tag (default: %(default)s)")
+    option("--exclude", default="", metavar="NAME[,NAME]", help="what it has already, such as torch")
+    option("--out", type=Path, default=Path("wheelhouse"), metavar="DIR", help="where to (default: wheelhouse)")
+    arguments = parser.parse_args(session.posargs)
+    project = nox.project.load_toml("pyproject.toml")
+    groups = project["dependency-groups"]
+    asked = [*project["project"]["dependencies"], *groups.pop("test")]  # its tests tell whether all is well there
+    lines = Path("constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    excluded = arguments.exclude.lower().replace("_", "-").split(",") if arguments.exclude else []
+    if unknown := [name for name in excluded if name not in pins]:
+        session.error(f"--exclude: '{unknown[0]}' is not in constraints.txt, so it is not collected anyway")
+    pip = ("python", "-m", "pip", "--disable-pip-version-check")
+    if "deepspeed" not in excluded:  # it has no wheel on the index: built without operators, one fits any machine
+        built = ("wheel", "--no-deps", "--wheel-dir", str(arguments.out), f"deepspeed=={pins['deepspeed']}")
+        session.run(*pip, *built, env={"DS_BUILD_OPS": "0"})
+    tags = [arguments.platform]  # pip takes wheels for an older manylinux only where that is named
+    if match := re.fullmatch(r"manylinux_2_(\d+)_(\w+)", arguments.platform):
+        tags = [f"manylinux_2_{minor}_{match[2]}" for minor in range(int(match[1]), 4, -1)]
+        tags.append(f"manylinux2014_{match[2]}")
+    kind = [f"--dest={arguments.out}", "--only-binary=:all:", f"--python-version={arguments.python}"]
+    kind += [f"--platform={tag}" for tag in tags]
+    left_out = {*excluded, "deepspeed", "torch", *itertools.chain.from_iterable(groups.values())}
+    wanted = [f"{name}=={version}" for name, version in pins.items() if name not in left_out]
+    session.run(*pip, "download", "--no-deps", *kind, *wanted)
+    if "torch" not in excluded:  # with the packages of CUDA, which torch pins itself
+        session.run(*pip, "download", "-c", "constraints.txt", *kind, f"torch=={pins['torch']}")
+    (arguments.out / "requirements.txt").write_text("\n".join(asked) + "\n", encoding="utf-8")
+    session.log(f"take {arguments.out} and the checkout there; README.md, Without a network, says how to install it")

@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 def load(run: str | Path) -> Frames:
     """The frames of a run's folder: cells, trials, steps, losses, collectives, memory, ratios; attributes and items.
 
-    ``python -m bench frame RUN`` shows their columns with dtypes and units. Raises bench.errors.InputError for what is
+    ``python -m bench export RUN`` shows their columns with dtypes and units. Raises bench.errors.InputError for what is
     no run.
     """
     from bench.analysis.frames import read

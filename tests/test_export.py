@@ -102,22 +102,31 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
         bench.load(tmp_path)
 
 
-def test_the_frame_command_describes_all(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["frame", str(folder)]) == 0
+def test_without_a_format_all_frames_are_described(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["export", str(folder)]) == 0
     out = capsys.readouterr().out
     for name, columns in COLUMNS.items():
         assert re.search(rf"^{name}: \d+ rows x {len(columns)} columns: ", out, re.MULTILINE)
         assert all(re.search(rf"^  {key} +{about.dtype} ", out, re.MULTILINE) for key, about in columns.items())
-    assert cli.main(["frame", str(folder), "--table", "steps", "--head", "2"]) == 0
+    assert cli.main(["export", str(folder), "--table", "steps", "--head", "2"]) == 0
     out = capsys.readouterr().out
     assert "trials:" not in out and len(out.split("\n\n")[1].strip().splitlines()) == 3
 
 
-@pytest.mark.parametrize("arguments", [["--table", "nothing"], ["--head", "3"], ["--table", "steps", "--head", "0"]])
-def test_a_wrong_frame_command_is_one_line(
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--table", "nothing"],
+        ["--head", "3"],
+        ["--table", "steps", "--head", "0"],
+        ["--out", "x"],
+        ["--table", "steps", "--format", "csv", "--out", "x"],
+    ],
+)
+def test_a_wrong_description_is_one_line(
     folder: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["frame", str(folder), *arguments]) == 2
+    assert cli.main(["export", str(folder), *arguments]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 

@@ -1,32 +1,46 @@
-"""What the sessions of nox say before they are silent for long."""
+"""The sessions of nox that do more than call a program, and the bench run from a checkout that nobody installed."""
 
 from __future__ import annotations
 
-import functools
 import importlib.util
+import os
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import zipfile
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.conftest import ROOT
 from tests.cuda_stub import build
 
 
-@functools.cache
-def load_noxfile() -> Any:
-    pytest.importorskip("nox", reason="nox runs the sessions; the tests themselves do without")
-    path = Path(__file__).parents[1] / "noxfile.py"
-    spec = importlib.util.spec_from_file_location("the_noxfile", path)
+@pytest.fixture
+def noxfile(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module, over a stand-in for nox, which runs the tests and is not there itself."""
+    nox, command = ModuleType("nox"), ModuleType("nox.command")
+    vars(command)["CommandFailed"] = RuntimeError
+    vars(nox).update(
+        options=SimpleNamespace(),
+        session=lambda function=None, **_: function or (lambda decorated: decorated),
+        project=SimpleNamespace(load_toml=lambda path: tomllib.loads(Path(path).read_text())),
+        Session=None,
+    )
+    monkeypatch.setitem(sys.modules, "nox", nox)
+    monkeypatch.setitem(sys.modules, "nox.command", command)
+    spec = importlib.util.spec_from_file_location("the_noxfile", ROOT / "noxfile.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def test_minutes_of_pip_are_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = load_noxfile()
-    for name in module.INSTALLED_FROM:
+def test_minutes_of_pip_are_announced(noxfile: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in noxfile.INSTALLED_FROM:
         (tmp_path / name).write_text("made")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", "/usr/bin")
@@ -38,7 +52,7 @@ def test_minutes_of_pip_are_announced(tmp_path: Path, monkeypatch: pytest.Monkey
         install=lambda *_, **__: done.append("pip"),
     )
     for _ in range(2):
-        module.install.func(session)
+        noxfile.install(session)
     said, then, again = done
     assert then == "pip" and "torch" in said and "minutes" in said, "before pip, what is installed"
     assert "are as they were" in again and "minutes" not in again, "nothing is installed twice"
@@ -62,8 +76,7 @@ def test_a_machine_that_cannot_build_the_cuda_stub_says_what_it_lacks(
     assert "there is no CUDA wheel: ERROR: No matching distribution" in said()
 
 
-def test_only_what_a_machine_lacks_skips_the_session_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = load_noxfile()
+def test_only_what_a_machine_lacks_skips_the_session_on_cuda(noxfile: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     session = SimpleNamespace(
         posargs=["--slow"],
@@ -74,12 +87,140 @@ def test_only_what_a_machine_lacks_skips_the_session_on_cuda(monkeypatch: pytest
 
     def nox_cuda(status: int, words: str) -> str:
         answer = SimpleNamespace(returncode=status, stderr=words)
-        monkeypatch.setattr(module.subprocess, "run", lambda *_, **__: answer)
+        monkeypatch.setattr(noxfile.subprocess, "run", lambda *_, **__: answer)
         done.clear()
-        module.cuda.func(session)
+        noxfile.cuda(session)
         return done[0]
 
     monkeypatch.setenv("CUDA_STUB", "/elsewhere")
     assert nox_cuda(0, "") == "python -m pytest tests/cuda --cuda-stub /elsewhere --slow"
     assert nox_cuda(build.SKIPPED, "there is no C compiler\n") == "skipped: there is no C compiler"
     assert nox_cuda(1, "error: expected ';'").startswith("failed: ")
+
+
+def make_wheel(folder: Path, name: str, version: str = "1.0", *requires: str) -> Path:
+    path = folder / f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
+    lines = [
+        "Metadata-Version: 2.1",
+        f"Name: {name}",
+        f"Version: {version}",
+        *(f"Requires-Dist: {r}" for r in requires),
+    ]
+    described = {
+        "METADATA": "\n".join(lines) + "\n\n",
+        "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        "RECORD": "",
+    }
+    with zipfile.ZipFile(path, "w") as archive:
+        for file, text in described.items():
+            archive.writestr(f"{name.replace('-', '_')}-{version}.dist-info/{file}", text)
+    return path
+
+
+class Refused(Exception):  # noqa: N818 - as nox's own
+    """What ``session.error`` raises."""
+
+
+class FakeSession:
+    """A session whose pip puts empty wheels where the real one would put what it built or downloaded."""
+
+    def __init__(self, *posargs: str) -> None:
+        self.posargs = posargs
+        self.calls: list[tuple[tuple[str, ...], dict[str, str]]] = []
+
+    def run(self, *command: str, env: dict[str, str] | None = None) -> None:
+        assert command[:3] == ("python", "-m", "pip")
+        self.calls.append((command[4:], env or {}))
+        where = command.index("--wheel-dir") + 1 if "--wheel-dir" in command else None
+        dest = next((word.removeprefix("--dest=") for word in command if word.startswith("--dest=")), "")
+        folder = Path(command[where] if where else dest)
+        for name, _, version in (word.partition("==") for word in command if "==" in word):
+            make_wheel(folder, name, version, *(("torch", "b-c") if name == "deepspeed" else ()))
+
+    def error(self, words: str) -> None:
+        raise Refused(words)
+
+    def log(self, words: str) -> None:
+        self.said = words
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the two files that say what is collected, and where it is."""
+    (tmp_path / "constraints.txt").write_text("# all\ntorch==2.0\ndeepspeed==0.19\nb-c==1.5\nlinter==9\n")
+    (tmp_path / "pyproject.toml").write_text(
+        '[project]\ndependencies = ["torch>=2", "deepspeed"]\n[dependency-groups]\nlint = ["linter"]\ntest = ["b-c"]\n'
+    )
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_wheelhouse_holds_what_the_machine_lacks(noxfile: Any, project: Path) -> None:
+    session = FakeSession(
+        "--out", "out", "--python", "3.12", "--platform", "manylinux_2_28_x86_64", "--exclude", "torch"
+    )
+    noxfile.wheelhouse(session)
+    assert sorted(path.name.partition("-")[0] for path in (project / "out").glob("*.whl")) == ["b_c", "deepspeed"]
+    assert (project / "out" / "requirements.txt").read_text() == "torch>=2\ndeepspeed\nb-c\n"
+    (built, environment), (downloaded, _) = session.calls
+    assert built[0] == "wheel" and built[-1] == "deepspeed==0.19" and environment == {"DS_BUILD_OPS": "0"}
+    assert downloaded[:2] == ("download", "--no-deps") and "--only-binary=:all:" in downloaded
+    assert {"--platform=manylinux_2_17_x86_64", "--platform=manylinux2014_x86_64"} <= set(downloaded)
+    assert "--python-version=3.12" in downloaded
+
+
+def test_without_an_exclusion_torch_comes_with_what_it_pins(noxfile: Any, project: Path) -> None:
+    session = FakeSession("--out", "out")
+    noxfile.wheelhouse(session)
+    last, _ = session.calls[-1]
+    assert "torch==2.0" in last and "--no-deps" not in last and last[1:3] == ("-c", "constraints.txt")
+
+
+def test_what_is_excluded_has_to_be_known(noxfile: Any, project: Path) -> None:
+    with pytest.raises(Refused, match="'torhc' is not in constraints"):
+        noxfile.wheelhouse(FakeSession("--exclude", "torhc"))
+
+
+def test_pip_leaves_there_what_is_new_enough_and_says_what_is_too_old(noxfile: Any, project: Path) -> None:
+    """The one test with the real pip: a machine has b-c in another version than the one that is collected."""
+    noxfile.wheelhouse(FakeSession("--out", "out", "--exclude", "torch"))
+    machine = project / "machine"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", machine], check=True)
+    pip = [sys.executable, "-m", "pip", "--isolated", "--python", str(machine / "bin" / "python")]
+    install = [*pip, "install", "--no-index", "--no-deps"]
+    there = {name: make_wheel(project, name, version) for name, version in (("b-c", "1.4"), ("torch", "2.11+cu130"))}
+    subprocess.run([*install, *there.values()], check=True)
+    told = [*pip, "install", "--no-index", "--find-links", "out", "-r", "out/requirements.txt"]
+    subprocess.run(told, check=True)
+    listed = subprocess.run([*pip, "freeze"], capture_output=True, text=True, check=True).stdout
+    assert {line.partition(" @ ")[0] for line in listed.split("\n") if line} == {"b-c", "torch", "deepspeed==0.19"}
+    assert [*machine.glob("lib/*/site-packages/b_c-1.4.dist-info")], listed
+
+    subprocess.run([*install, make_wheel(project, "torch", "1.13")], check=True)
+    refused = subprocess.run(told, capture_output=True, text=True)
+    assert refused.returncode == 1 and "torch>=2" in refused.stderr
+
+
+@pytest.fixture(scope="module")
+def packages_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All that is installed but the bench itself: its metadata and what makes an editable install."""
+    folder = tmp_path_factory.mktemp("site")
+    for place in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
+        for path in Path(place).iterdir():
+            if not path.name.startswith(("accumulation_bench", "_editable_impl", "__editable__", "bench")):
+                (folder / path.name).symlink_to(path)
+    return folder
+
+
+@pytest.mark.parametrize("command", [["plan", "--matrix", "smoke"], ["backends"], ["--version"]])
+def test_a_checkout_runs_without_being_installed(packages_alone: Path, command: list[str]) -> None:
+    """-S keeps the interpreter from its own packages, so that the bench has no metadata and no entry points."""
+    asked = "import importlib.metadata as m; print([d.name for d in m.distributions() if 'accum' in d.name])"
+    environment = os.environ | {"PYTHONPATH": str(packages_alone)}
+    run = [sys.executable, "-S"]
+    seen = subprocess.run([*run, "-c", asked], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert seen.stdout.strip() == "[]"
+    done = subprocess.run([*run, "-m", "bench", *command], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "fsdp2-deferred" in done.stdout or command == ["--version"]

@@ -31,7 +31,7 @@ def test_one_of_a_thing_is_not_many(tmp_path: Path, capsys: pytest.CaptureFixtur
     )  # fmt: skip
     assert len(load(folder).cells) == 2
     texts = [report(folder)[1], (folder / "report.md").read_text(), (folder / "report.html").read_text()]
-    for command in (["check", str(folder)], ["frame", str(folder)], ["cite", str(folder), "alpha N=1 W=1 fp32"]):
+    for command in (["check", str(folder)], ["export", str(folder)], ["cite", str(folder), "alpha N=1 W=1 fp32"]):
         main(command)
         texts.append(capsys.readouterr().out)
     assert any("after 1 repeat\n" in text for text in texts) and any("1 core" in text for text in texts)

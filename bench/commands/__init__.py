@@ -10,7 +10,6 @@ COMMANDS: tuple[str, ...] = (
     "compare",
     "check",
     "cite",
-    "frame",
     "export",
     "semantics",
     "throughput",

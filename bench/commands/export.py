@@ -1,4 +1,4 @@
-"""``export``: a run in the formats of other programs."""
+"""``export``: a run's frames, described, or written in the formats of other programs."""
 
 from __future__ import annotations
 
@@ -9,33 +9,53 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.errors import GOOD, InputError
+from bench.words import plural
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from bench.analysis.frames import Frames
 
 FORMATS = ("pytest-benchmark", "csv", "parquet")
 DESCRIPTION = (
-    "Writes a run for other programs: pytest-benchmark (a JSON file for pytest-benchmark compare and dashboards that "
-    "read it; a round is a trial, and what is not comparable is left out), csv (a folder with one file per frame and "
-    "columns.csv with units; text never acts as a formula) or parquet (a folder; units in each field's metadata)."
+    "Describes the frames that bench.load(RUN) gives in Python: rows, columns, dtypes and units. With --format they "
+    "are written instead: pytest-benchmark (a JSON file for pytest-benchmark compare and dashboards that read it; a "
+    "round is a trial, and what is not comparable is left out), csv (a folder with one file per frame and columns.csv "
+    "with units; text never acts as a formula) or parquet (a folder; units in each field's metadata)."
 )
 
 
 def add(commands: Any) -> None:
     """Add the command's parser."""
-    parser = commands.add_parser("export", help="write a run for other programs", description=DESCRIPTION)
+    parser = commands.add_parser(
+        "export", help="describe a run's frames, or write them for other programs", description=DESCRIPTION
+    )
     option = parser.add_argument
     option("run", type=Path, metavar="RUN", help="the run's folder, e.g. results/<run>")
-    option("--format", required=True, choices=FORMATS, help="what to write")
-    option("--out", required=True, type=Path, metavar="PATH", help="a .json file, or for csv and parquet a folder")
+    option("--table", metavar="NAME", help="describe only this frame")
+    option("--head", type=int, metavar="N", help="print the first N rows of --table too")
+    option("--format", choices=FORMATS, help="write the frames to --out")
+    option("--out", type=Path, metavar="PATH", help="a .json file, or for csv and parquet a folder")
     parser.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write, and say what."""
+    """Describe; or write, and say what."""
     import bench
+    from bench.analysis.columns import FRAMES
 
+    if (arguments.format is None) != (arguments.out is None):
+        raise InputError("--format and --out: belong together; give both to write the frames, or neither")
+    if arguments.format and (arguments.table is not None or arguments.head is not None):
+        raise InputError("--table and --head: are for describing frames; leave them out with --format")
+    if arguments.table is not None and arguments.table not in FRAMES:
+        raise InputError(f"--table: '{arguments.table}' is not a frame; use one of {', '.join(FRAMES)}")
+    if arguments.head is not None and (arguments.table is None or arguments.head < 1):
+        raise InputError("--head: takes a number from 1 on, and --table NAME with it")
     frames = bench.load(arguments.run)
+    if arguments.format is None:
+        _describe(frames, arguments)
+        return GOOD
     try:
         written = _write(frames, arguments.format, arguments.out)
     except OSError as error:
@@ -44,6 +64,30 @@ def run(arguments: argparse.Namespace) -> int:
     names = ", ".join(path.name for path in written)
     print(f"written: {names} to {written[0].parent}", file=sys.stderr)
     return GOOD
+
+
+def _describe(frames: Frames, arguments: argparse.Namespace) -> None:
+    from bench.analysis.columns import FRAMES
+    from bench.report.export import harmless
+
+    for name in FRAMES if arguments.table is None else [arguments.table]:
+        print("\n".join(_described(name, frames[name])))
+        print()
+    if arguments.head is not None:
+        print(harmless(frames[arguments.table]).head(arguments.head).to_string(index=False))
+    elif arguments.table is None:
+        print(f"In Python: import bench; frames = bench.load({str(arguments.run)!r}); frames.cells")
+
+
+def _described(name: str, frame: Any) -> Iterator[str]:
+    from bench.analysis.columns import COLUMNS, FRAMES
+
+    yield f"{name}: {plural(len(frame), 'row')} x {plural(len(frame.columns), 'column')}: {FRAMES[name]}"
+    rows = [(key, about.dtype, about.unit, about.meaning) for key, about in COLUMNS[name].items()]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    for row in rows:
+        words = "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=False))
+        yield f"  {words}  {row[-1]}"
 
 
 def _write(frames: Frames, form: str, out: Path) -> list[Path]:

@@ -65,9 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         print("\n".join(f"{code:7} {rule.title} ({rule.source})" for code, rule in RULES.items()))
         return GOOD
     if not arguments.configs:
-        raise InputError(
-            "lint: name at least one config: a YAML of LightningCLI or a JSON of DeepSpeed"
-        )
+        raise InputError("lint: name at least one config: a YAML of LightningCLI or a JSON of DeepSpeed")
     options = Options(
         samples=arguments.samples,
         batch_size=arguments.batch_size,
