@@ -12,11 +12,11 @@ from tests import house
 from tests.conftest import ROOT
 
 AT_MOST = {
-    "modules": 228,
-    "lines": 34478,
+    "modules": 212,
+    "lines": 33000,
     "longest module": 421,
-    "names of several modules": 22,
-    "names of several classes": 18,
+    "names of several modules": 21,
+    "names of several classes": 17,
 }
 """What the package has today. Lower them when they fall; docs and tests are not counted."""
 BY_DEFAULT = ("results/cpu-new", "results/cpu-reference", "results/curves", "results/bytes-8b", "results/noise/run-4")
