@@ -41,6 +41,7 @@ CHECKS: dict[str, Check] = {
     "distributions": or_none(table_of(text)),
     "torch_build": or_none(table_of(or_none(text))),
     "environment": or_none(table_of(text)),
+    "once": list_of(text),
     "looks": or_none(
         list_of(table(repeats=integer, wanted=integer, open=list_of(text), refused=text, widest=or_none(number)))
     ),

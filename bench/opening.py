@@ -41,13 +41,13 @@ def create(
     backends: Mapping[str, type[Backend]],
     *,
     cold: bool,
-    most_repeats: Mapping[str, int] | None = None,
+    once: Sequence[str] = (),
     skipped: Mapping[str, str] | None = None,
     peaks: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """Begin a run: make its folder and write its manifest. Raises InputError if the folder cannot hold it.
 
-    By id of cells: ``most_repeats`` are the most trials of one, ``skipped`` says why one is not tried here, and
+    By id of cells: those of ``once`` have one trial, ``skipped`` says why one is not tried here, and
     ``peaks`` are the predicted peaks of memory in bytes. They are stored with the time, which shows that they were
     written down before anything was measured.
     """
@@ -61,7 +61,7 @@ def create(
         "command": ["python", "-m", "bench", *sys.argv[1:]],
         "matrix": matrix.to_dict(),
         "cells": [cell.to_dict() for cell in cells],
-        "most_repeats": dict(most_repeats or {}),
+        "once": list(once),
         "skipped": dict(skipped or {}),
         "remarks": {cell.cell_id: text for cell in cells if (text := backends[cell.backend].remark(cell))},
         "predicted": {"made": now(), "peak_bytes": dict(peaks or {})},

@@ -9,13 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import blocks, virtual
+from bench import blocks
 from bench.backends.base import Backend
 from bench.cell import REFERENCE, SGD, Cell, Device, Precision, Sharding, Sync
 from bench.journal import JOURNAL
 from bench.probes.dispatch import CPU_WINDOWS
 from bench.probes.flops import peak_flops
-from bench.spec import extra_passes
 from bench.taps import SETTLED_WINDOWS
 from bench.workload.sizes import SIZES, LlamaSize
 
@@ -25,14 +24,19 @@ GPU_EFFICIENCY = 0.35
 """Part of the datasheet peak that a GPU is assumed to reach; for the estimate of time only."""
 GPU_FP32_FLOPS = 3e13
 """FLOP/s that a GPU is assumed to reach in fp32, without TF32: half of what an H100 has."""
+GPU_LINK_BYTES_PER_S = 3.6e11
+"""Rate at which NCCL is assumed to gather or reduce, over (W - 1) / W of the bytes: 80 % of what the NVLinks of an H100
+have in each direction, 450 GB/s."""
 GPU_LAYER_S = 1e-3
 """Least time of a layer's forward and backward in one micro-batch, which is that of launching some 150 kernels."""
 WATCHED_LAYER_S = {"collectives": 3e-3, "memory": 10e-3, "dispatch": 3e-3, "exposure": 3e-3}
 """The same where each operator passes a dispatch mode, or the profiler, in Python."""
-GPU_TRIAL_S = 5.0
-"""Assumed fixed cost of a trial on a GPU: processes, CUDA, NCCL."""
-DRAWN_PER_S, COPIED_BYTES_PER_S = 1e8, 4e9
-"""Initial weights that one core draws, and bytes that it copies, per second."""
+GPU_TRIAL_S = 8.0
+"""Assumed fixed cost of a trial on a GPU: a second to fork and to import the framework, three for the CUDA context and
+to load libraries' kernels, two for NCCL's communicators, two to end."""
+COPIED_BYTES_PER_S = 4e9
+"""Bytes that one core copies per second, between host and device too. The initial weights, 4 bytes each, are copied to
+the host when they are drawn, and twice for each pass: there, and to the device."""
 LOOPBACK_BYTES_PER_S = 4e8
 """Rate at which gloo is assumed to reduce over loopback; for the estimate of time only."""
 FIXED_S = 1.5
@@ -52,13 +56,12 @@ class Estimate:
     """``measured`` in an earlier run of the same cell, or ``rough`` from the model's size."""
     memory_bytes: int | None
     """Of one rank at the peak; None if unknown."""
-    first_seconds: float | None = None
-    """Of the first trial, where the passes that run once are known to cost much; None if it is as the others."""
+    once_s: float = 0.0
+    """Seconds that the extra passes add to one trial of the cell, where they are known to cost much."""
 
     def total(self, repeats: int) -> float:
-        """Seconds of so many trials; 0 if unknown."""
-        seconds = self.seconds or 0.0
-        return seconds * repeats if self.first_seconds is None else self.first_seconds + seconds * (repeats - 1)
+        """Seconds of so many trials, one of them with the extra passes; 0 if unknown."""
+        return 0.0 if self.seconds is None else self.seconds * repeats + self.once_s
 
 
 def skip(cell: Cell, backend: type[Backend]) -> str:
@@ -87,9 +90,18 @@ def earlier_walls(results: Path) -> dict[str, float]:
 
 
 def estimate(
-    cell: Cell, backend: type[Backend], walls: Mapping[str, float], *, cores: int, device_name: str
+    cell: Cell,
+    backend: type[Backend],
+    walls: Mapping[str, float],
+    *,
+    cores: int,
+    device_name: str,
+    passes: Sequence[str] = (),
 ) -> Estimate:
-    """Time and memory of one cell. Only the shipped models' sizes are known without building them."""
+    """Time and memory of one cell. Only the shipped models' sizes are known without building them.
+
+    ``passes`` are those that the cell has on a GPU (``bench.spec.passes``).
+    """
     if cell.workload != "llama":
         return Estimate(walls.get(cell.cell_id), "measured" if cell.cell_id in walls else "unknown", None)
     size = SIZES[cell.model]
@@ -106,7 +118,7 @@ def estimate(
     if cell.virtual:
         flops //= cell.world_size  # of one rank, and nothing is sent
     if cell.device is Device.CUDA:
-        return _on_gpu(cell, size, flops, memory, device_name)
+        return _on_gpu(cell, backend, size, flops, memory, device_name, passes)
     reductions = cell.accumulate if backend.sync is Sync.EAGER else 1
     wire = 4 * parameters * (reductions + 2 * cell.accumulate * (backend.sharding is Sharding.PARAMS))
     sent = 0 if cell.virtual or cell.world_size == 1 else wire
@@ -117,8 +129,16 @@ def estimate(
     return Estimate(FIXED_S + windows * step, "rough", memory)
 
 
-def _on_gpu(cell: Cell, size: LlamaSize, flops: float, memory: int, device_name: str) -> Estimate:
-    """A trial on a GPU: processes, initial weights, and steps as long as computing or as launching takes."""
+def _on_gpu(
+    cell: Cell,
+    backend: type[Backend],
+    size: LlamaSize,
+    flops: float,
+    memory: int,
+    device_name: str,
+    passes: Sequence[str],
+) -> Estimate:
+    """A trial on a GPU: processes, initial weights, and steps as long as computing, launching or sending takes."""
     known = peak_flops(device_name, Precision.BF16)
     peak = GPU_FP32_FLOPS if cell.precision is Precision.FP32 else known and known * GPU_EFFICIENCY
     if known is None or peak is None:
@@ -126,16 +146,26 @@ def _on_gpu(cell: Cell, size: LlamaSize, flops: float, memory: int, device_name:
     again = 4 / 3 if cell.activation_checkpointing or cell.backend == REFERENCE else 1  # the forward once more
     step = again * flops / (peak * (1 if cell.virtual or cell.shared_gpu else cell.world_size))
     layers = cell.accumulate * size.num_layers
-    step = max(step, layers * GPU_LAYER_S)
+    step = max(step, layers * GPU_LAYER_S, _sent(cell, backend, size.num_parameters) / GPU_LINK_BYTES_PER_S)
     copy = 4 * size.num_parameters / COPIED_BYTES_PER_S
-    seconds = GPU_TRIAL_S + size.num_parameters / DRAWN_PER_S + copy + cell.windows * step
-    first = seconds
-    for name in virtual.passes(cell, extra_passes(cell)):
+    seconds = GPU_TRIAL_S + 3 * copy + cell.windows * step
+    once = 0.0
+    for name in passes:
         if name == "update":
-            first += step + 6 * copy  # model, gathered parameters, change, and both compared in fp64
+            once += step + 6 * copy  # model, gathered parameters, change, and both compared in fp64
         elif name in WATCHED_LAYER_S:
-            first += copy + (SETTLED_WINDOWS + 1) * max(step, layers * WATCHED_LAYER_S[name])
-    return Estimate(seconds, "rough", memory, first)
+            once += 2 * copy + (SETTLED_WINDOWS + 1) * max(step, layers * WATCHED_LAYER_S[name])
+    return Estimate(seconds, "rough", memory, once)
+
+
+def _sent(cell: Cell, backend: type[Backend], parameters: int) -> float:
+    """Bytes that a rank on a GPU gathers and reduces in a window: 2 of a parameter, 4 of a gradient."""
+    if cell.virtual or cell.world_size == 1:
+        return 0.0
+    reductions = cell.accumulate if backend.sync is Sync.EAGER else 1
+    gathers = 2 * cell.accumulate if backend.sharding is Sharding.PARAMS else 1  # forward and backward, or the update
+    each = 4 * reductions * (2 if backend.sharding is Sharding.NONE else 1) + 2 * gathers
+    return each * parameters * (cell.world_size - 1) / cell.world_size
 
 
 def state_bytes(

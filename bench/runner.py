@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from bench import disk, machine, opening, plan, virtual
+from bench import disk, machine, opening, plan, spec
 from bench.backends.base import Backend
 from bench.cell import Cell, Device, Status
 from bench.interrupt import held
@@ -23,7 +23,7 @@ from bench.launch.outcome import Outcome
 from bench.probes.telemetry import Telemetry, summarize
 from bench.record import check, merge_ranks, wrong
 from bench.schedule import Ended, Look, Schedule, Trial
-from bench.spec import CUDA_PASSES, EXTRA_PASSES, Spec, extra_passes
+from bench.spec import CUDA_PASSES, EXTRA_PASSES, Spec
 
 LOG_BYTES = 20_000
 """How much of the end of each rank's log is kept for a failed trial."""
@@ -36,7 +36,10 @@ class Observer(Protocol):
     """Told what happens, for a display."""
 
     def expect(self, trials: Sequence[Trial], *, more: bool, budget_left_s: float) -> None:
-        """These are left for now; ``more`` may follow. No block but the first begins once the budget is used up."""
+        """These are left for now; ``more`` may follow.
+
+        Once the budget is used up, one more block begins if the last initial one is still to come, and no other.
+        """
 
     def started(self, trial: Trial, done: int, total: int) -> None: ...
 
@@ -83,6 +86,7 @@ class Runner:
         self._budget_s = float(values.get("budget_s", 0.0)) or math.inf
         self._skipped = opening.skipped_of(manifest)
         self.schedule = Schedule(manifest)
+        self._asked = spec.passes([cell for cell in self.schedule.cells if cell.cell_id not in self._skipped])
         self._done: set[tuple[str, int]] = set()
         self._num_run = self._total = 0
         self._spent_s = self._since = 0.0
@@ -119,6 +123,9 @@ class Runner:
         latest = {(record["cell_id"], record["repeat"]): record["status"] for record in records}
         again = set(Status) - {Status.OK} if self._retry_failed else {Status.INTERRUPTED}
         self._done = {key for key, status in latest.items() if status not in again}
+        if self._retry_failed:
+            # A reference that failed left the updates of others unmeasured.
+            self._done -= {trial.key for trial in self.schedule.trials() if trial.extra and self._lacks_update(trial)}
         self._num_run = len(records)
         self._spent_s = sum(record["wall_s"] for record in records if record["status"] != Status.INTERRUPTED)
 
@@ -142,11 +149,18 @@ class Runner:
         return self._spent_s + time.monotonic() - self._since
 
     def _run_block(self, repeat: int) -> bool:
-        """Run what is left of a block, unless the budget is used up: False then. The first block is always run."""
-        left = [trial for trial in self.schedule.block(repeat) if trial.key not in self._done]
-        if left and repeat and not self.schedule.ended and self._spent() > self._budget_s:
-            self._decide(Look(repeats=repeat, open=()), Ended.BUDGET)
-            return False
+        """Run what is left of a block, unless the budget is used up before it begins: False then.
+
+        The first block is always run, and so is one with what every cell needs once to be judged: the last initial one.
+        """
+        block = self.schedule.block(repeat)
+        left = [trial for trial in block if trial.key not in self._done]
+        if repeat and left == block and not self.schedule.ended and self._spent() > self._budget_s:
+            last = repeat < self.schedule.initial
+            self._decide(Look(repeats=repeat + last, open=()), Ended.BUDGET)
+            if not last:
+                return False
+            left = self.schedule.block(repeat)
         if left and repeat % 2 == 0 and time.monotonic() >= self._renew_at:
             self._launcher.renew()
             self._renew_at = time.monotonic() + RENEWED_FOR_S
@@ -196,7 +210,7 @@ class Runner:
         if missing:
             outcome = Outcome(status=Status.UNSUPPORTED, reason=missing, ranks=[], wall_s=0.0)
             return self._keep(self._record(trial, (), outcome))
-        passes = self._passes(cell)
+        passes = self._passes(trial)
         folder = self._folder_of(trial)
         try:
             outcome = self._launch(trial.cell, passes, folder)
@@ -228,7 +242,7 @@ class Runner:
 
     def _launch(self, cell: Cell, passes: tuple[str, ...], folder: Path) -> Outcome:
         shutil.rmtree(folder, ignore_errors=True)
-        spec = Spec(
+        asked = Spec(
             cell=cell,
             passes=passes,
             folder=str(folder.resolve()),
@@ -237,7 +251,7 @@ class Runner:
             threads=machine.threads_per_rank(1 if cell.virtual else cell.world_size, self._threads),
         )
         with self._telemetry if cell.device is Device.CUDA else contextlib.nullcontext():
-            return self._launcher.run(spec, self._timeout_s, self._inactivity_s)
+            return self._launcher.run(asked, self._timeout_s, self._inactivity_s)
 
     def _reference_file(self, cell: Cell) -> Path:
         return self._scratch / f"reference-{cell.reference().cell_id}.safetensors"
@@ -248,15 +262,20 @@ class Runner:
         if (reference.cell_id, "update") in self._have and not self._reference_file(cell).exists():
             self._launch(reference, ("update",), self._scratch / f"reference-again-{self._life}")
 
-    def _passes(self, cell: Cell) -> tuple[str, ...]:
-        """The time pass always; the others once per cell, in its first trial that succeeds."""
-        asked = virtual.passes(cell, ("time", *extra_passes(cell)))
-        wanted = [name for name in asked if name != "time" and (cell.cell_id, name) not in self._have]
+    def _passes(self, trial: Trial) -> tuple[str, ...]:
+        """The time pass always; the others in one trial of the cell, and never again because they crashed."""
+        cell, asked = trial.cell, self._asked[trial.cell.cell_id]
+        wanted = [name for name in asked if trial.extra and name != "time" and (cell.cell_id, name) not in self._have]
         if "update" in wanted and cell != cell.reference():
             self._ensure_reference(cell)
             if not self._reference_file(cell).exists():
                 wanted.remove("update")
         return (*(name for name in asked if name == "time"), *wanted)
+
+    def _lacks_update(self, trial: Trial) -> bool:
+        """Whether the trial's cell should have an update to be checked, and has none."""
+        cell_id = trial.cell.cell_id
+        return "update" in self._asked.get(cell_id, ()) and (cell_id, "update") not in self._have
 
     def _note_extras(self, record: Mapping[str, Any]) -> None:
         if record["status"] == Status.OK:

@@ -1,8 +1,11 @@
 """Which trials a run consists of, block by block, and when it looks whether more are needed.
 
-A block is one trial of each cell that is still open. A run starts with all cells and ``repeats`` blocks. Then it looks
-at the intervals, and goes on with the cells whose intervals are too wide, until none is, or a limit is reached. The
-looks are stored, so that a resumed run has the same blocks.
+A block is one trial of each cell that is still open. A run starts with all cells and ``repeats`` initial blocks. Then
+it looks at the intervals, and goes on with the cells whose intervals are too wide, until none is, or a limit is
+reached. The looks are stored, so that a resumed run has the same blocks.
+
+The last initial block has all that is done once: the extra passes of every cell, and the cells that are to have one
+trial. A budget that is used up earlier makes the next block the last initial one.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ class Trial:
 
     cell: Cell
     repeat: int
+    extra: bool = False
+    """Whether it has the extra passes too."""
 
     @property
     def key(self) -> tuple[str, int]:
@@ -71,7 +76,7 @@ class Look:
         return cls(**{**values, "open": tuple(values["open"])})
 
 
-def block(cells: Sequence[Cell], repeat: int, seed: int) -> list[Trial]:
+def block(cells: Sequence[Cell], repeat: int, seed: int, *, extra: bool = False) -> list[Trial]:
     """One trial of each cell: a seeded shuffle, and in every second block the same backwards (A B C, C B A).
 
     So no cell's trials stand in a row, and a drift that is linear in time hits all cells of two blocks alike. The
@@ -82,7 +87,7 @@ def block(cells: Sequence[Cell], repeat: int, seed: int) -> list[Trial]:
     random.Random(f"{seed}/{repeat // 2}").shuffle(others)
     if repeat % 2:
         others.reverse()
-    return [Trial(cell, repeat) for cell in [*references, *others]]
+    return [Trial(cell, repeat, extra) for cell in [*references, *others]]
 
 
 def next_look(repeats: int, wanted: int = 0) -> int:
@@ -103,7 +108,8 @@ class Schedule:
         self.repeats = int(values["repeats"])
         self.max_repeats = max(self.repeats, int(values.get("max_repeats", 0)))
         self.seed = int(values["training.seed"])
-        self._most = {str(cell_id): int(most) for cell_id, most in dict(manifest.get("most_repeats") or {}).items()}
+        self._once = {*(manifest.get("once") or ()), *(cell.cell_id for cell in self.cells if cell.fake_tensors)}
+        """Ids of cells of one trial; so are those of fake tensors, which have shapes, the same every time."""
         self.looks = [Look.from_dict(look) for look in manifest.get("looks") or ()]
         if self.known * len(self.cells) > MOST_TRIALS:
             raise InputError(
@@ -123,6 +129,11 @@ class Schedule:
         last = self.looks[-1]
         return min(self.max_repeats, next_look(last.repeats, last.wanted)) if last.open else last.repeats
 
+    @property
+    def initial(self) -> int:
+        """Blocks of all cells: as many as were asked for, or as the budget reached for."""
+        return min([self.repeats, *(look.repeats for look in self.looks[:1])])
+
     def block(self, repeat: int) -> list[Trial]:
         """The trials of a known block, in order."""
         assert repeat < self.known, "a block is asked for before it is decided"
@@ -130,12 +141,9 @@ class Schedule:
         for look in self.looks:
             if look.repeats <= repeat:
                 chosen = set(look.open)
-        due = [cell for cell in self.cells if cell.cell_id in chosen and self._due(cell, repeat)]
-        return block(due, repeat, self.seed)
-
-    def _due(self, cell: Cell, repeat: int) -> bool:
-        """Whether the cell is to have so many trials: fake tensors have shapes, the same every time, and no times."""
-        return repeat < self._most.get(cell.cell_id, math.inf) and not (repeat and cell.fake_tensors)
+        last = repeat == self.initial - 1
+        chosen -= set() if last else self._once
+        return block([cell for cell in self.cells if cell.cell_id in chosen], repeat, self.seed, extra=last)
 
     def trials(self) -> Iterator[Trial]:
         """The trials of all known blocks."""

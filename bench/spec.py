@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from bench import virtual
 from bench.cell import Cell, Device
 
 EXTRA_PASSES = ("update", "collectives", "memory", "accumulation", "dispatch")
 """Passes that run once per cell; their answers do not vary from repeat to repeat."""
 CUDA_PASSES = ("exposure",)
 """The same, of cells on CUDA with other ranks to wait for over NCCL."""
+AT_ONE_N = ("collectives", "memory", "accumulation", "dispatch")
+"""Passes over NCCL of one N among cells that differ in nothing else: what they count is in proportion to N or does not
+depend on it, and they watch every operator in Python, which takes minutes where N is large."""
 
 
 def extra_passes(cell: Cell) -> tuple[str, ...]:
@@ -27,6 +32,23 @@ def extra_passes(cell: Cell) -> tuple[str, ...]:
         return ("update",)
     asked = (*EXTRA_PASSES, *(CUDA_PASSES if over_nccl else ()))
     return tuple(name for name in asked if not (cell.compiled and name in ("memory", "dispatch")))
+
+
+def passes(cells: Sequence[Cell]) -> dict[str, tuple[str, ...]]:
+    """The passes of each cell of a run, ``time`` before others, by id.
+
+    Those of AT_ONE_N are of the smallest N from 2 on, where gradients are accumulated; of 1 if there is no other.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    chosen: dict[Cell, Cell] = {}
+    for cell in sorted(cells, key=lambda cell: (cell.accumulate == 1, cell.accumulate)):
+        asked = ("time", *extra_passes(cell))
+        if "exposure" in asked:
+            alike = dataclasses.replace(cell, accumulate=1, twin="")
+            if chosen.setdefault(alike, cell) != cell:
+                asked = tuple(name for name in asked if name not in AT_ONE_N)
+        found[cell.cell_id] = virtual.passes(cell, asked)
+    return found
 
 
 @dataclass(kw_only=True)

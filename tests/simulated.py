@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +47,13 @@ def simulate(
     change: Change | None = None,
     ranks: Callable[[Cell, list[dict[str, Any]]], list[dict[str, Any]]] | None = None,
     accumulate: tuple[int, ...] = (2,),
-    most_repeats: Mapping[str, int] | None = None,
+    once: Collection[str] = (),
     **values: Any,
 ) -> Run:
     """A run of made-up backends, the first one the baseline, whose steps take STEP_S times their factor.
 
     ``values`` are keys of the matrix; ``noise`` is the standard deviation of the logarithms of trials and of steps;
-    ``most_repeats`` are by backend.
+    ``once`` are the backends of one trial.
     """
     backends = {name: make_backend(name) for name in [REFERENCE, *factors]}
     overrides = {name.replace("__", "."): value for name, value in values.items()}
@@ -64,8 +63,8 @@ def simulate(
         accumulate=list(accumulate),
     )
     cells = expand(matrix, backends, 0)
-    most = {cell.cell_id: (most_repeats or {}).get(cell.backend, sys.maxsize) for cell in cells}
-    manifest = opening.create(folder, matrix, cells, backends, cold=False, most_repeats=most)
+    alone = [cell.cell_id for cell in cells if cell.backend in once]
+    manifest = opening.create(folder, matrix, cells, backends, cold=False, once=alone)
     generator = random.Random(seed)
 
     def script(spec: Spec, number: int) -> Outcome | None:

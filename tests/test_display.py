@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+from bench.plan import Estimate
 from bench.report.display import Display
 from bench.schedule import Trial
 from bench.tables import build
@@ -28,7 +29,8 @@ def run(
     """What is written while these trials end with these records."""
     text = io.StringIO()
     console = Console(file=text, force_terminal=terminal, width=200)
-    with Display(console, {trial.cell.cell_id: estimate for trial in trials}) as display:
+    guess = Estimate(estimate, "rough", None, once_s=30.0)
+    with Display(console, {trial.cell.cell_id: guess for trial in trials}) as display:
         display.expect(trials, more=budget_s < math.inf, budget_left_s=budget_s)
         for number, (trial, record) in enumerate(zip(trials, records, strict=False)):
             display.started(trial, number, len(trials))
@@ -83,6 +85,13 @@ def test_no_more_time_is_left_than_the_budget_and_the_block_under_way() -> None:
     assert lines[0].endswith("(60.0 s, at most about 1 min 00 s to go, by the budget)")
     assert lines[1].endswith("(60.0 s, at most about 0 s to go, by the budget)")
     assert run(blocks, records, 60.0, budget_s=1e6).splitlines()[0].endswith("at least 199 min 00 s to go)")
+
+
+def test_the_last_initial_block_is_run_whatever_the_budget() -> None:
+    blocks = [Trial(CELL, repeat, extra=repeat == 5) for repeat in range(6)]
+    records = [make_record(CELL, wall_s=60.0)]
+    (line,) = run(blocks, records, 60.0, budget_s=120.5).splitlines()
+    assert line.endswith("(60.0 s, at most about 3 min 30 s to go, by the budget)"), "60 s, and 30 s of extra passes"
 
 
 def test_the_step_time_is_that_of_the_tables() -> None:

@@ -1,4 +1,4 @@
-"""Cells of groups in a run: those with fewer repeats than others keep nothing open, and are shown as they are."""
+"""Cells of groups in a run: those of one trial keep nothing open, and are shown as they are."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from bench.schedule import Ended
 from tests.simulated import simulate
 
 
-def test_a_cell_at_its_limit_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_cell_of_one_trial_is_not_waited_for(tmp_path: Path) -> None:
     """One trial never has an interval: waiting for one would last until max_repeats."""
     run = simulate(
         tmp_path / "run",
         {"b0": 1.0, "b1": 1.3, "b2": 1.1},
-        most_repeats={"b2": 1, REFERENCE: 1},
+        once=("b2", REFERENCE),
         repeats=MIN_TRIALS,
         max_repeats=400,
     )
@@ -31,9 +31,7 @@ def test_a_cell_at_its_limit_is_not_waited_for(tmp_path: Path) -> None:
     assert rows["b2"].time is not None and rows["b2"].time.low is None, "shown, without an interval"
 
 
-def test_a_baseline_at_its_limit_ends_the_run(tmp_path: Path) -> None:
-    run = simulate(
-        tmp_path / "run", {"b0": 1.0, "b1": 1.3}, most_repeats={"b0": 2, "b1": 2}, repeats=2, max_repeats=400
-    )
-    assert int((run.tables.trials["backend"] == "b1").sum()) == 2
+def test_a_baseline_of_one_trial_ends_the_run(tmp_path: Path) -> None:
+    run = simulate(tmp_path / "run", {"b0": 1.0, "b1": 1.3}, once=("b0", "b1"), repeats=2, max_repeats=400)
+    assert int((run.tables.trials["backend"] == "b1").sum()) == 1
     assert run.manifest["ended_by"] == Ended.PRECISION

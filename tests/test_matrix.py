@@ -540,7 +540,7 @@ def grouped(*groups: dict[str, Any], **axes: Any) -> matrix.Matrix:
 
 def test_groups_are_cells_of_their_own_after_those_of_the_matrix() -> None:
     larger = {"workload": {"model": "135m", "global_batch_size": 8}, "axes": {"accumulate": [4]}}
-    made = grouped(larger, {"repeats": 2, "axes": {"backend": ["fsdp2-eager"]}}, backend=["ddp-eager"], accumulate=[2])
+    made = grouped(larger, {"once": True, "axes": {"backend": ["fsdp2-eager"]}}, backend=["ddp-eager"], accumulate=[2])
     cells = matrix.expand(made, BACKENDS, 0)
     assert [(cell.backend, cell.model, cell.accumulate, cell.global_batch_size) for cell in cells] == [
         (REFERENCE, "tiny", 1, 16),
@@ -553,19 +553,21 @@ def test_groups_are_cells_of_their_own_after_those_of_the_matrix() -> None:
     assert cells[-1].twin and not any(cell.twin for cell in cells[:-1]), (
         "one A/A pair, of what stands before the groups"
     )
-    assert matrix.most_repeats(made, BACKENDS, 0) == {cells[4].cell_id: 2}
+    assert matrix.once(made, BACKENDS, 0) == [cells[4].cell_id]
     assert json.loads(json.dumps(made.to_dict()))["values"]["groups"][1] == {
-        "repeats": 2,
+        "once": True,
         "axes.backend": ["fsdp2-eager"],
     }
 
 
-def test_cells_of_several_groups_are_there_once_and_have_the_most_repeats_of_any() -> None:
-    again, more = {"repeats": 1, "axes": {"accumulate": [1, 2]}}, {"repeats": 3, "axes": {"accumulate": [2, 4]}}
-    made = grouped(again, more, backend=["ddp-eager"], accumulate=[1])
+def test_cells_of_several_groups_are_there_once_and_have_one_trial_if_all_say_so() -> None:
+    once, often = {"once": True, "axes": {"accumulate": [1, 2, 4]}}, {"axes": {"accumulate": [2]}}
+    made = grouped(once, often, backend=["ddp-eager"], accumulate=[1])
     cells = [cell for cell in matrix.expand(made, BACKENDS, 0) if cell.backend != REFERENCE and not cell.twin]
     assert [cell.accumulate for cell in cells] == [1, 2, 4]
-    assert matrix.most_repeats(made, BACKENDS, 0) == {cells[1].cell_id: 3, cells[2].cell_id: 3}
+    assert matrix.once(made, BACKENDS, 0) == [cells[2].cell_id]
+    more = made.override("repeats", 7, "--repeats")
+    assert matrix.once(more, BACKENDS, 0) == [cells[2].cell_id], "whatever repeats are"
 
 
 @pytest.mark.parametrize(
@@ -581,26 +583,27 @@ def test_a_matrix_without_groups_has_the_cells_it_had(name: str, first: str | No
     ids = [cell.cell_id for cell in matrix.expand(loaded, BACKENDS, 0)]
     assert hashlib.sha256(" ".join(ids).encode()).hexdigest()[:12] == digest
     assert first in (None, ids[0])
-    assert matrix.most_repeats(loaded, BACKENDS, 0) == {}
+    assert matrix.once(loaded, BACKENDS, 0) == []
 
 
 @pytest.mark.parametrize(
     ("group", "words"),
     [
-        ({"repeats": 0}, "repeats of group 2 is 0; it must be an integer of at least 1"),
+        ({"once": 1}, "once of group 2 is 1; it must be true or false: whether each cell has one trial"),
+        ({"repeats": 1}, "repeats of group 2 cannot be set there; it is one for the whole matrix"),
         ({"budget_s": 3}, "budget_s of group 2 cannot be set there; it is one for the whole matrix"),
         ({"workload": {"corpus": "a.txt"}}, "workload.corpus of group 2 cannot be set there; it is one for the whole"),
         ({"training": {"seed": 1}}, "training.seed of group 2 cannot be set there; it is one for the whole"),
         ({"workload": {"modle": "1b"}}, "workload.modle of group 2 cannot be set there; did you mean workload.model?"),
         ({"axes": {"accumulate": [0]}}, "axes.accumulate of group 2 is [0]; it must be a list of integers"),
         ({"axes": 3}, "in group 2, axes must be a table, [axes]"),
-        ({"groups": [{"repeats": 1}]}, "groups of group 2 cannot be set there; it is one for the whole"),
-        ({"xyzzy": 1}, "xyzzy of group 2 cannot be set there; use one of repeats, workload.workload"),
+        ({"groups": [{"once": True}]}, "groups of group 2 cannot be set there; it is one for the whole"),
+        ({"xyzzy": 1}, "xyzzy of group 2 cannot be set there; use one of once, workload.workload"),
     ],
 )
 def test_what_is_wrong_in_a_group_is_named(group: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError) as caught:
-        grouped({"repeats": 1}, group)
+        grouped({"once": True}, group)
     assert str(caught.value).startswith(f"mine.toml: {words}")
 
 

@@ -13,6 +13,7 @@ from bench import plan
 from bench.backends.base import registry
 from bench.backends.plain import DDPEager
 from bench.cell import Cell, Device, Precision, Sharding, Sync
+from bench.spec import passes
 from bench.workload.sizes import SIZES
 from tests.factories import make_backend, make_cell, make_failure, make_record
 
@@ -124,23 +125,50 @@ def test_skipped_names_the_reason_by_cell() -> None:
 
 
 def on_gpu(**changes: Any) -> plan.Estimate:
-    """Of a cell of the 135m model on one H100."""
+    """Of a cell of the 135m model on one H100, with all passes that it has beside others of other N."""
     values: dict[str, Any] = {"model": "135m", "device": Device.CUDA, "precision": Precision.BF16, "world_size": 1}
     values |= {"sequence_length": 2048, "global_batch_size": 32} | changes
-    return estimate(make_cell(**values), device_name="NVIDIA H100 80GB HBM3")
+    cell = make_cell(**values)
+    others = [dataclasses.replace(cell, accumulate=n) for n in (1, 2, 32)]
+    return plan.estimate(
+        cell,
+        BACKENDS[cell.backend],
+        {},
+        cores=2,
+        device_name="NVIDIA H100 80GB HBM3",
+        passes=passes([cell, *others])[cell.cell_id],
+    )
 
 
 def test_the_estimate_on_a_gpu_by_hand() -> None:
     """Few launches: 32 x 2048 tokens at 35 % of 989 TFLOP/s. Many: a millisecond per layer and micro-batch."""
-    windows = make_cell().windows
-    start = 5.0 + SIZES["135m"].num_parameters / 1e8 + 4 * SIZES["135m"].num_parameters / 4e9
+    windows, copy = make_cell().windows, 4 * SIZES["135m"].num_parameters / 4e9
     computing = 32 * 2048 * SIZES["135m"].flops_per_token(2048) / (0.35 * 989e12)
-    assert on_gpu(accumulate=1).seconds == pytest.approx(start + windows * computing)
-    assert on_gpu(accumulate=32).seconds == pytest.approx(start + windows * 32 * 30e-3)
-    first = on_gpu(accumulate=32)
-    assert first.first_seconds is not None and first.seconds is not None
-    assert first.first_seconds > first.seconds + 3 * 32 * 30 * 10e-3, "the memory pass watches every operator"
-    assert first.total(3) == pytest.approx(first.first_seconds + 2 * first.seconds)
+    assert on_gpu(accumulate=1).seconds == pytest.approx(8.0 + 3 * copy + windows * computing)
+    assert on_gpu(accumulate=32).seconds == pytest.approx(8.0 + 3 * copy + windows * 32 * 30e-3)
+    many, few = on_gpu(accumulate=32), on_gpu(accumulate=2)
+    exposure = 2 * copy + 3 * 32 * 30 * 3e-3
+    assert many.once_s == pytest.approx(32 * 30e-3 + 6 * copy + exposure), "and the update; the others are of N = 2"
+    assert few.once_s > 3 * 2 * 30 * 10e-3, "where the memory pass watches every operator"
+    assert few.seconds is not None and few.total(3) == pytest.approx(few.once_s + 3 * few.seconds)
+
+
+def test_what_is_sent_is_in_the_estimate_of_several_gpus() -> None:
+    """1b with 512 tokens a micro-batch on 8 GPUs: by hand, over links of 360 GB/s."""
+    sent = 7 / 8 * SIZES["1b"].num_parameters / 3.6e11
+    values: dict[str, Any] = {"model": "1b", "world_size": 8, "global_batch_size": 256, "sequence_length": 512}
+    values |= {"warmup_windows": 1, "timed_windows": 1, "accumulate": 32}
+
+    def step(backend: str) -> float:
+        one, two = (on_gpu(**values | {"backend": backend, "timed_windows": n}).seconds for n in (1, 2))
+        assert one is not None and two is not None
+        return two - one
+
+    assert step("fsdp2-eager") == pytest.approx(32 * (4 + 4) * sent), "gathered twice in bf16, reduced in fp32"
+    launching = 32 * 16 * 1e-3
+    assert step("fsdp2-deferred") == pytest.approx(max((32 * 4 + 4) * sent, launching))
+    assert step("ddp-deferred") == pytest.approx(launching)
+    assert step("ddp-eager") > step("fsdp2-eager")
 
 
 def test_estimates_on_a_gpu_move_as_they_should() -> None:
@@ -150,9 +178,9 @@ def test_estimates_on_a_gpu_move_as_they_should() -> None:
         return found
 
     assert seconds(activation_checkpointing=True, accumulate=1) > seconds(accumulate=1)
-    assert seconds(precision=Precision.FP32, accumulate=1) > 3 * (seconds(accumulate=1) - 7)
+    assert seconds(precision=Precision.FP32, accumulate=1) > 3 * (seconds(accumulate=1) - 9)
     assert seconds(virtual=True, world_size=8, global_batch_size=256) == pytest.approx(seconds())
-    assert on_gpu(backend="reference", accumulate=1, precision=Precision.FP32).first_seconds is not None
+    assert on_gpu(backend="reference", accumulate=1, precision=Precision.FP32).once_s > 0
 
 
 def test_missing_packages_are_named_with_the_remedy() -> None:

@@ -190,31 +190,36 @@ def test_what_a_trial_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert len({spec.folder for spec in launcher.specs}) == len(launcher.specs)
 
 
-def test_extra_passes_run_only_in_the_first_good_trial(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run")
-    launcher = run.go(when("b1", [0], failed()))
-    assert passes_of(launcher, REFERENCE) == [ALL_PASSES, ("time",), ("time",)]
-    assert passes_of(launcher, "b0") == [ALL_PASSES, ("time",), ("time",)]
-    assert passes_of(launcher, "b1") == [ALL_PASSES, ALL_PASSES, ("time",)]
+def test_extra_passes_run_once_after_the_timed_blocks_and_never_again(tmp_path: Path) -> None:
+    run = adaptive(tmp_path, repeats=3, most=6)
+    every = [cell.cell_id for cell in run.cells]
+    run.judge = Scripted(every, every, [])
+    launcher = run.go(when("b1", [2], failed()))
+    timed = [("time",)]
+    assert passes_of(launcher, REFERENCE) == passes_of(launcher, "b0") == [*timed * 2, ALL_PASSES, *timed * 3]
+    assert passes_of(launcher, "b1") == [*timed * 2, ALL_PASSES, *timed * 3], "crashed, and not tried again"
+    again = FakeLauncher()
+    run.runner(again, retry_failed=True).run()
+    assert ran(again) == [(REFERENCE, ("update",)), ("b1", ALL_PASSES)], "but when asked"
+
+
+def test_a_cell_whose_timed_trial_crashed_gets_its_extra_passes(tmp_path: Path) -> None:
+    launcher = Run(tmp_path / "run").go(when("b1", [0, 1], failed()))
+    assert passes_of(launcher, "b1") == [("time",), ("time",), ALL_PASSES]
 
 
 def test_no_update_without_a_reference(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
-    launcher = run.go(when(REFERENCE, [0], failed(Status.OOM)))
+    launcher = run.go(when(REFERENCE, [2], failed(Status.OOM)))
     without = ("time", *(name for name in EXTRA_PASSES if name != "update"))
-    # The reference of the second repeat succeeds, and the update is made up for.
-    assert passes_of(launcher, REFERENCE) == [ALL_PASSES, ALL_PASSES, ("time",)]
-    first, second, third = passes_of(launcher, "b0")
-    assert (first, third) == (without, ("time",))
-    assert "update" in second
-    assert run.statuses(REFERENCE) == ["oom", "ok", "ok"]
+    assert passes_of(launcher, REFERENCE) == [("time",), ("time",), ALL_PASSES]
+    assert passes_of(launcher, "b0") == [("time",), ("time",), without]
+    assert run.statuses(REFERENCE) == ["ok", "ok", "oom"]
     assert run.statuses("b0") == ["ok"] * 3
-
-
-def test_extra_passes_are_not_repeated_for_want_of_a_reference(tmp_path: Path) -> None:
-    launcher = Run(tmp_path / "run").go(when(REFERENCE, [0, 1, 2], failed()))
-    without = ("time", *(name for name in EXTRA_PASSES if name != "update"))
-    assert passes_of(launcher, "b0") == [without, ("time",), ("time",)]
+    again = FakeLauncher()
+    run.runner(again, retry_failed=True).run()
+    assert passes_of(again, REFERENCE) == [ALL_PASSES]
+    assert passes_of(again, "b0") == [("time", "update")], "the update is made up for"
 
 
 def test_failed_trials_are_rows_and_the_run_goes_on(tmp_path: Path) -> None:
@@ -374,7 +379,7 @@ def test_failures_are_run_again_when_asked(tmp_path: Path) -> None:
 
 def test_a_run_that_its_budget_ended_gets_its_failures_again(tmp_path: Path) -> None:
     run = adaptive(tmp_path, budget_s=1e-9)
-    run.go(when("b2", [0], failed()))
+    run.go(when("b2", [1], failed()))
     looks = read_manifest(run.folder)["looks"]
     launcher = FakeLauncher()
     run.runner(launcher, retry_failed=True).run()
@@ -443,9 +448,10 @@ def test_a_lost_reference_update_is_made_again_without_a_record(tmp_path: Path) 
 
 
 def test_a_lost_reference_update_that_nobody_needs_is_not_made_again(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", repeats=2)
+    run = adaptive(tmp_path)
+    run.judge = Scripted([cell.cell_id for cell in run.cells], [])
     with pytest.raises(KeyboardInterrupt):
-        run.go(interrupt_at(10))  # in the second repeat: every cell has its update
+        run.go(interrupt_at(17))  # after the initial blocks: every cell has its update
     for path in (run.folder / "scratch").glob("*.safetensors"):
         path.unlink()
     assert {passes for _, passes in ran(run.go())} == {("time",)}
@@ -683,26 +689,49 @@ def test_fixed_repeats_end_by_their_number(tmp_path: Path) -> None:
     assert run.observer.expected == ([], False)
 
 
-def test_the_budget_ends_a_run_between_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("budget_s", "blocks"),
+    [(1e-9, 2), (150.0, 4), (250.0, 5), (310.0, 6)],
+    ids=["at once", "in the initial blocks", "in the last of them", "after them"],
+)
+def test_the_budget_ends_a_run_after_a_block_with_all_that_is_done_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget_s: float, blocks: int
+) -> None:
+    """A trial takes 10 s. No block begins after the budget, but for one that has what is done once."""
     now = 0.0
 
     def script(spec: Spec, number: int) -> None:
         nonlocal now
         now += 10.0
 
-    run = adaptive(tmp_path, repeats=5, budget_s=150.0)
+    run = adaptive(tmp_path, repeats=5, budget_s=budget_s)
+    every = [cell.cell_id for cell in run.cells]
+    write_manifest(run.folder, read_manifest(run.folder) | {"once": every[:1]})
+    run.judge = Scripted(every, every)
     monkeypatch.setattr(runner.time, "monotonic", lambda: now)
     run.go(script)
-    assert {record["repeat"] for record in run.records} == {0, 1, 2}, "the fourth block of 70 s would begin after 150 s"
+    last = min(blocks, 5) - 1
+    extras = {record["cell_id"]: record["repeat"] for record in run.records if record["passes"] != ["time"]}
+    assert extras == dict.fromkeys(every, last)
+    repeats = [sorted(record["repeat"] for record in run.records if record["cell_id"] == one) for one in every]
+    assert repeats == [[last], *[list(range(blocks))] * 6]
     assert read_manifest(run.folder)["ended_by"] == "budget"
-    assert run.observer.budgets[0] == pytest.approx(150.0), "the display is told how far it reaches"
+    assert run.observer.budgets[0] == pytest.approx(budget_s), "the display is told how far it reaches"
     assert run.go(script).specs == [], "a resumed run has no new budget"
 
 
-def test_the_first_block_is_run_whatever_the_budget(tmp_path: Path) -> None:
-    run = adaptive(tmp_path, budget_s=1e-9)
+@pytest.mark.parametrize("stop", [9, 15], ids=["before the last block", "in it"])
+def test_a_block_that_was_begun_is_not_cut_short_by_the_budget_of_a_resumed_run(tmp_path: Path, stop: int) -> None:
+    run = adaptive(tmp_path, repeats=3, budget_s=30.0)  # a made trial says that it took 4.25 s
+    with pytest.raises(KeyboardInterrupt):
+        run.go(interrupt_at(stop))
+    run.judge = Scripted([])
     run.go()
-    assert len(run.records) == 7
+    good = [record for record in run.records if record["status"] == "ok"]
+    assert len(good) == 21
+    assert sorted(record["cell_id"] for record in good if record["passes"] != ["time"]) == sorted(
+        cell.cell_id for cell in run.cells
+    )
 
 
 @pytest.mark.parametrize("stop", [5, 14, 20, 29])
@@ -746,24 +775,24 @@ def test_cells_that_are_skipped_are_rows_and_are_not_tried(tmp_path: Path) -> No
     assert reasons == {"1b needs 9 GiB by prediction, the GPU has 8"}
 
 
-def test_cells_have_no_more_trials_than_they_may(tmp_path: Path) -> None:
+def test_cells_of_one_trial_have_it_in_the_last_initial_block(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     ids = {cell.backend: cell.cell_id for cell in run.cells}
-    write_manifest(
-        run.folder, read_manifest(run.folder) | {"most_repeats": {ids["b1"]: 1, ids[REFERENCE]: 1, ids["b2"]: 9}}
-    )
+    write_manifest(run.folder, read_manifest(run.folder) | {"once": [ids["b1"], ids[REFERENCE]]})
     launcher = run.go()
-    counts = {name: len(passes_of(launcher, name)) for name in (REFERENCE, "b0", "b1", "b2")}
-    assert counts == {REFERENCE: 1, "b0": 3, "b1": 1, "b2": 3}
+    assert passes_of(launcher, "b1") == passes_of(launcher, REFERENCE) == [ALL_PASSES]
+    assert passes_of(launcher, "b0") == [("time",), ("time",), ALL_PASSES]
+    last = [record["cell"]["backend"] for record in run.records if record["repeat"] == 2]
+    assert last[0] == REFERENCE and "b1" in last, "the others are checked against it"
 
 
 def test_what_the_run_was_told_of_its_cells_is_stored(tmp_path: Path) -> None:
     made = make_matrix(backend=["b0"], accumulate=[2])
     cells = expand(made, BACKENDS, 0)
-    told = {cells[0].cell_id: 1}
-    opening.create(tmp_path / "run", made, cells, BACKENDS, cold=False, most_repeats=told, skipped={"x": "too large"})
+    told = [cells[0].cell_id]
+    opening.create(tmp_path / "run", made, cells, BACKENDS, cold=False, once=told, skipped={"x": "too large"})
     manifest = read_manifest(tmp_path / "run")
-    assert (manifest["most_repeats"], manifest["skipped"]) == (told, {"x": "too large"})
+    assert (manifest["once"], manifest["skipped"]) == (told, {"x": "too large"})
     assert manifest["remarks"] == {}
 
 

@@ -144,8 +144,8 @@ def look(records: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any], repe
 
     Cells that are equal but for the backend are one group, which stays open as a whole until the intervals of all its
     ratios to the baseline are narrow enough (``verdicts.next_precision``); the A/A pair's counts in its own group.
-    What cannot be compared, or has failed trials, is not waited for and gets no more trials; nor does a cell that has
-    as many as it may have (``most_repeats`` of the manifest).
+    What cannot be compared, or has failed trials, is not waited for and gets no more trials; nor does a cell that is to
+    have one (``once`` of the manifest).
     """
     run = run_of(records, manifest)
     precision = float(manifest["matrix"]["values"]["precision"])
@@ -154,8 +154,7 @@ def look(records: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any], repe
     pairs = pairs_with_baseline(run)
     if floor is not None and noise is not None:
         pairs.append(Pair(a=floor.cell, b=floor.twin, name="A/A"))
-    most: Mapping[str, int] = manifest.get("most_repeats") or {}
-    done = {cell_id for cell_id, repeats_at_most in most.items() if repeats_at_most <= repeats}
+    done = set(manifest.get("once") or ())
     groups: dict[str, list[Row]] = {}
     for row in judge_pairs(run, run, pairs, floor=noise):
         groups.setdefault(row.pair.a.cell_id, []).append(row)

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from bench.analysis.formulas import expect, layout_of
-from bench.cell import LATER, Cell, Status
+from bench.cell import LATER, Cell, Device, Status
 from bench.probes.categories import HELD, PEAK, Category
 from bench.tables import CHILD_COLUMNS, Tables
 from bench.workload.shapes import Layout
@@ -77,11 +77,15 @@ def fill(
     for row in frame.to_dict("records"):
         of_trial = counted_of.setdefault((row["cell_id"], row["repeat"]), {})
         of_trial[row["op"], row["dtype"]] = (row["calls"], row["payload_bytes"])
+    tracked = tables.memory[tables.memory["category"].str.startswith(TRACKED)]
+    watched = {*counted_of, *zip(tracked["cell_id"], tracked["repeat"], strict=True)}
     done: set[tuple[str, int]] = set()
     for trial in tables.trials.to_dict("records"):
         key = (trial["cell_id"], trial["repeat"])
-        if trial["status"] not in (Status.OK, Status.INVALID) or trial["num_passes"] == 1:
-            continue  # all passes but the time pass run together, in one trial of a cell
+        # All passes but the time pass run together, in one trial of a cell; on CUDA those that count, at one N.
+        unwatched = trial["num_passes"] == 1 or (trial["device"] == Device.CUDA and key not in watched)
+        if trial["status"] not in (Status.OK, Status.INVALID) or unwatched:
+            continue
         cell = cell_of(trial)
         layout = (layouts or {}).get(key[0]) or layout_of(cell)
         expectation = expect(cell, layout) if layout else None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from bench import machine, matrix, plan
+from bench import machine, matrix, plan, spec
 from bench.backends.base import Backend, registry
 from bench.cell import Cell, Device, Precision
 from bench.commands.options import duration, share, split_names
@@ -232,7 +232,7 @@ def _precisions(given: list[list[str]] | None) -> dict[str, Any]:
 
 def backends_of(chosen: Matrix) -> dict[str, type[Backend]]:
     """The backends that the matrix and its groups can mean."""
-    named = [part["axes.backend"] for part, _ in chosen.parts]
+    named = [part["axes.backend"] for part in chosen.parts]
     return registry([name for names in named for name in ([names] if isinstance(names, str) else names)])
 
 
@@ -256,19 +256,30 @@ def too_large(cells: Sequence[Cell], gpus: Sequence[Mapping[str, Any]], *, try_a
 
 
 def estimates(
-    cells: Sequence[Cell], backends: Mapping[str, type[Backend]], gpus: Sequence[Mapping[str, Any]]
+    cells: Sequence[Cell],
+    backends: Mapping[str, type[Backend]],
+    gpus: Sequence[Mapping[str, Any]],
+    skipped: Collection[str],
 ) -> dict[str, plan.Estimate]:
-    """What each cell will need, by id: time as measured in earlier runs here, or a rough guess.
+    """What each cell will need, by id, if those skipped are not tried: time as measured here earlier, or a rough guess.
 
     Memory is that of ``bench.analysis.fit`` on GPUs, where it is predicted, and otherwise a rough guess.
     """
     from bench.analysis import fit
 
     walls = plan.earlier_walls(RESULTS)
+    passes = spec.passes([cell for cell in cells if cell.cell_id not in skipped])
     name, cores = (str(gpus[0]["name"]) if gpus else "cpu"), machine.num_cores()
     found = {}
     for cell in cells:
-        guess = plan.estimate(cell, backends[cell.backend], walls, cores=cores, device_name=name)
+        guess = plan.estimate(
+            cell,
+            backends[cell.backend],
+            walls,
+            cores=cores,
+            device_name=name,
+            passes=passes.get(cell.cell_id, ()),
+        )
         known = fit.predicted_bytes(cell) if cell.device is Device.CUDA else None
         found[cell.cell_id] = guess if known is None else dataclasses.replace(guess, memory_bytes=known)
     return found

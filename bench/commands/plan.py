@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from bench import blocks, matrix, plan
@@ -77,8 +77,9 @@ def run(arguments: argparse.Namespace) -> int:
         skipped = plan.skipped(cells, backends)
     large = too_large(cells, gpus, try_all=arguments.try_all)
     cells = without_reference(cells, large)
-    most = matrix.most_repeats(chosen, backends, len(gpus))
-    print("\n".join(lines(chosen, cells, {**skipped, **large}, most, estimates(cells, backends, gpus))))
+    skipped |= large
+    once = matrix.once(chosen, backends, len(gpus))
+    print("\n".join(lines(chosen, cells, skipped, once, estimates(cells, backends, gpus, skipped))))
     return GOOD
 
 
@@ -86,16 +87,16 @@ def lines(
     chosen: Matrix,
     cells: Sequence[Cell],
     skipped: Mapping[str, str],
-    most: Mapping[str, int],
+    once: Collection[str],
     guesses: Mapping[str, plan.Estimate],
 ) -> list[str]:
-    """The plan: a line per cell, then how many trials and how long. All mappings are by cell id."""
+    """The plan: a line per cell, then how many trials and how long. Mappings are by cell id; ``once`` has ids."""
     width = max(len(cell.backend) for cell in cells)
     several = [name for name in DIFFERING if len({getattr(cell, name) for cell in cells}) > 1]
     found = [
         f"{'cell':12}  {'backend':{width}}  {'N':>4} {'W':>4} {'micro-batch':>11}  dtype  {'time':>9} {'memory':>12}"
     ]
-    trials, total, first = 0, 0.0, 0.0
+    trials, total, last = 0, 0.0, 0.0
     for cell in cells:
         guess = guesses[cell.cell_id]
         seconds = "unknown" if guess.seconds is None else f"{guess.seconds:.1f} s"
@@ -109,20 +110,19 @@ def lines(
             + "  A/A twin" * bool(cell.twin)
             + (f"  skipped: {skipped[cell.cell_id]}" if cell.cell_id in skipped else "")
         )
-        repeats = min(chosen["repeats"], most.get(cell.cell_id, chosen["repeats"]))
+        repeats = 1 if cell.cell_id in once or cell.fake_tensors else chosen["repeats"]
         trials += repeats
         if cell.cell_id not in skipped:
-            total, first = total + guess.total(repeats), first + guess.total(1)
-    limited = any(repeats < chosen["repeats"] for repeats in most.values())
+            total, last = total + guess.total(repeats), last + guess.total(1)
     repeats, longest = chosen["repeats"], max(chosen["repeats"], chosen["max_repeats"])
     number = f"{plural(len(cells), 'cell')} x {plural(repeats, 'repeat')} = {plural(trials, 'trial')}"
-    if limited:
+    if trials < repeats * len(cells):
         number = f"{plural(len(cells), 'cell')}, up to {plural(repeats, 'repeat')} of each = {plural(trials, 'trial')}"
     found.append(
         f"{': '.join(filter(None, (f'matrix {chosen.name}', chosen['description'], number)))}, "
         f"{plural(sum(cell.cell_id in skipped for cell in cells), 'cell')} skipped, "
         f"about {total / 60:.0f} min (time per trial: as measured in earlier runs here, or a rough guess; memory per "
-        f"rank: {'by prediction' if chosen['device'] == Device.CUDA else 'a rough guess'})" + _cut(chosen, total, first)
+        f"rank: {'by prediction' if chosen['device'] == Device.CUDA else 'a rough guess'})" + _cut(chosen, total, last)
     )
     if longest > repeats:
         limit = f", as far as {chosen['budget_s'] / 60:g} min reach" if chosen["budget_s"] else ""
@@ -131,12 +131,13 @@ def lines(
     return found
 
 
-def _cut(chosen: Matrix, total_s: float, first_s: float) -> str:
+def _cut(chosen: Matrix, total_s: float, last_s: float) -> str:
     """Where the budget ends before the repeats that are asked for, if it does."""
     if not chosen["budget_s"] or total_s <= chosen["budget_s"]:
         return ""
     return (
-        f"; the first repeat takes about {first_s / 60:.0f} min, and after {chosen['budget_s'] / 60:g} no other begins"
+        f"; after {chosen['budget_s'] / 60:g} min no repeat begins but the last, which has all that is done once and "
+        f"takes about {last_s / 60:.0f}"
     )
 
 

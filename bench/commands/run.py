@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
             cells,
             backends,
             cold=arguments.cold,
-            most_repeats=matrix.most_repeats(chosen, backends, len(gpus)),
+            once=matrix.once(chosen, backends, len(gpus)),
             skipped=skipped,
             peaks=fit.peaks(cells),
         )
@@ -120,15 +120,14 @@ def _train(
     """Run the trials that the journal lacks, and report."""
     from rich.console import Console
 
-    from bench import runner
+    from bench import opening, runner
     from bench.analysis.baseline import look
     from bench.launch.launcher import Launcher, LauncherError
     from bench.report.display import Display
 
     cells = [Cell.from_dict(cell) for cell in manifest["cells"]]
     gpus = machine.gpus() if any(cell.device is Device.CUDA for cell in cells) else []
-    seconds = {cell_id: guess.seconds for cell_id, guess in estimates(cells, backends, gpus).items()}
-    display = Display(Console(), seconds, manifest)
+    display = Display(Console(), estimates(cells, backends, gpus, opening.skipped_of(manifest)), manifest)
     launcher = Launcher(cells[0].device, cold=manifest["cold"])
     work = runner.Runner(folder, manifest, backends, launcher, display, look, retry_failed=retry_failed)
     go_on = f"python -m bench run --resume {folder}"

@@ -1,6 +1,6 @@
 """A matrix file becomes cells."""
 
-from bench.matrix.cells import TWIN, baseline, expand, most_repeats
+from bench.matrix.cells import TWIN, baseline, expand, once
 from bench.matrix.document import FOLDER, Matrix, check_stored, load, names, parse
 from bench.matrix.keys import KEYS, OPTIMIZERS
 
@@ -14,7 +14,7 @@ __all__ = [
     "check_stored",
     "expand",
     "load",
-    "most_repeats",
     "names",
+    "once",
     "parse",
 ]

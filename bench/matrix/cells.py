@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -33,7 +32,7 @@ def expand(matrix: Matrix, backends: Mapping[str, type[Backend]], num_gpus: int)
     not divide by N x W, a corpus that cannot be used, more ranks than GPUs unless they share them, no GPU to share, or
     a backend that cannot be virtual.
     """
-    parts = [_part(part, backends, num_gpus) for part, _ in matrix.parts]
+    parts = [_part(part, backends, num_gpus) for part in matrix.parts]
     cells = dict.fromkeys(cell.reference() for real, _ in parts for cell in real)
     cells |= dict.fromkeys(cell for real, _ in parts for cell in real if cell.backend != REFERENCE)
     cells |= dict.fromkeys(cell for _, virtual in parts for cell in virtual)
@@ -48,22 +47,20 @@ def expand(matrix: Matrix, backends: Mapping[str, type[Backend]], num_gpus: int)
     return list(cells)
 
 
-def most_repeats(matrix: Matrix, backends: Mapping[str, type[Backend]], num_gpus: int) -> dict[str, int]:
-    """Cells that are to have no more than so many trials, by id: those of groups that say so, and references on CUDA.
+def once(matrix: Matrix, backends: Mapping[str, type[Backend]], num_gpus: int) -> list[str]:
+    """Ids of the cells that are to have one trial: those of groups that say so alone, and references on CUDA.
 
     A reference is there to be compared with, and does the same in every trial; on a GPU it may take longer than all
     else.
     """
-    found: dict[Cell, int] = {}
-    for part, repeats in matrix.parts:
-        for cells in _part(part, backends, num_gpus):
-            for cell in cells:
-                on_cuda = cell.device is Device.CUDA and not cell.virtual
-                most = 1 if on_cuda and cell.is_reference else repeats or sys.maxsize
-                found[cell] = max(found.get(cell, 1), most)
-                if on_cuda:
-                    found[cell.reference()] = 1
-    return {cell.cell_id: repeats for cell, repeats in found.items() if repeats < sys.maxsize}
+    found: dict[Cell, bool] = {}
+    for part in matrix.parts:
+        for cell in itertools.chain(*_part(part, backends, num_gpus)):
+            found[cell] = found.get(cell, True) and part["once"]
+    for cell in list(found):
+        if cell.device is Device.CUDA and not cell.virtual:
+            found |= dict.fromkeys([cell.reference(), *[cell] * cell.is_reference], True)
+    return [cell.cell_id for cell, alone in found.items() if alone]
 
 
 def _part(matrix: Matrix, backends: Mapping[str, type[Backend]], num_gpus: int) -> tuple[list[Cell], list[Cell]]:

@@ -48,17 +48,12 @@ class Matrix:
         )
 
     @property
-    def parts(self) -> list[tuple[Matrix, int]]:
-        """The matrix without its groups, then each group as a matrix; and the most repeats of its cells, 0 for any."""
-        found = [(dataclasses.replace(self, values={**self.values, "groups": []}), 0)]
+    def parts(self) -> list[Matrix]:
+        """The matrix without its groups, then each group as a matrix."""
+        found = [dataclasses.replace(self, values={**self.values, "groups": []})]
         for number, group in enumerate(self.values["groups"], start=1):
-            own = {key: value for key, value in group.items() if key != "repeats"}
-            part = dataclasses.replace(
-                self,
-                values={**self.values, **own, "groups": []},
-                places={**self.places, **{key: _place(self.source, number, key) for key in own}},
-            )
-            found.append((part, group.get("repeats", 0)))
+            places = {**self.places, **{key: _place(self.source, number, key) for key in group}}
+            found.append(dataclasses.replace(self, values={**self.values, **group, "groups": []}, places=places))
         return found
 
     def to_dict(self) -> dict[str, Any]:

@@ -76,6 +76,7 @@ KEYS: dict[str, Key] = {
     "baseline": Key(_string, "'auto' or the name of a backend", "auto"),
     "timeout_s": Key(_number, "a positive number of seconds", 600),
     "threads": Key(_integer(0), "an integer of at least 1: threads per rank, or 0 for its share of the cores", 0),
+    "once": Key(_boolean, "true or false: whether each cell has one trial, whatever repeats are", False),
     "share_gpu": Key(_boolean, "true or false", False),
     "inactivity_s": Key(_number_or_0, "a positive number of seconds, or 0 for no limit", 120),
     "workload.workload": Key(_string, "'llama' or 'package.module:factory'", "llama"),
@@ -116,10 +117,10 @@ KEYS: dict[str, Key] = {
     "groups": Key(_list_of(lambda group: isinstance(group, dict) and bool(group)), "a list of tables, [[groups]]", []),
 }
 """All keys of a matrix file, as table.key; the only ones allowed. One optimizer may also stand under ``training``."""
-ONCE = ("workload.corpus", "training.seed", "training.optimizer")
+FOR_ALL = ("workload.corpus", "training.seed", "training.optimizer")
 """Keys that a run has once: the file that all read, the seed of its order; ``axes.optimizer`` is for groups."""
-IN_GROUPS = ("repeats", *(key for key in KEYS if "." in key and key not in ONCE))
-"""Keys that a group may set; ``repeats`` are then the most of its cells."""
+IN_GROUPS = ("once", *(key for key in KEYS if "." in key and key not in FOR_ALL))
+"""Keys that a group may set."""
 
 
 def check(rule: Key, value: Any, place: str) -> None:

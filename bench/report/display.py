@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from bench.analysis.remarks import in_record
+from bench.plan import Estimate
 from bench.schedule import Look, Trial
 from bench.tables import step_time
 from bench.words import plural
@@ -25,9 +26,9 @@ class Display:
     """Shows done, running and left trials and the time to go. Use as a context manager."""
 
     def __init__(
-        self, console: Console, estimates: Mapping[str, float | None], manifest: Mapping[str, Any] | None = None
+        self, console: Console, estimates: Mapping[str, Estimate], manifest: Mapping[str, Any] | None = None
     ) -> None:
-        """``estimates`` are seconds by cell_id; by the ``manifest`` it is told which wrong updates were expected."""
+        """``estimates`` are by cell_id; by the ``manifest`` it is told which wrong updates were expected."""
         self._console = console
         self._estimates = estimates
         self._manifest = manifest or {}
@@ -52,6 +53,7 @@ class Display:
         self._done = 0
         self._more = False
         self._repeat = 0
+        self._always: set[int] = set()
         self._budget_ends = math.inf
         self._num_optimizers = self._num_clips = self._num_models = 0
 
@@ -69,13 +71,22 @@ class Display:
         self._console.print(Text(message), highlight=False, soft_wrap=True)
 
     def expect(self, trials: Sequence[Trial], *, more: bool, budget_left_s: float = math.inf) -> None:
-        """Which trials are left, for now; ``more`` may follow. The block that is under way at the end is finished."""
+        """Which trials are left, for now; ``more`` may follow.
+
+        The block that is under way when the budget ends is finished, and one with extra passes is run all the same.
+        """
         self._more = more
         self._budget_ends = time.monotonic() + budget_left_s
-        self._left = {trial.key: self._estimates.get(trial.cell.cell_id) or 0.0 for trial in trials}
+        self._left = {trial.key: self._estimate(trial) for trial in trials}
+        self._always = {trial.repeat for trial in trials if trial.extra}
         self._num_optimizers = len({trial.cell.optimizer for trial in trials})
         self._num_clips = len({trial.cell.clip_norm for trial in trials})
         self._num_models = len({trial.cell.model for trial in trials})
+
+    def _estimate(self, trial: Trial) -> float:
+        """Seconds that a trial may take; 0 if unknown."""
+        guess = self._estimates.get(trial.cell.cell_id)
+        return 0.0 if guess is None else guess.total(1) if trial.extra else guess.seconds or 0.0
 
     def looked(self, look: Look) -> None:
         """The run looked at its intervals."""
@@ -124,8 +135,11 @@ class Display:
 
     def _time_left(self) -> str:
         every = self._seconds(list(self._left.values()))
-        rest = self._seconds([seconds for (_, repeat), seconds in self._left.items() if repeat == self._repeat])
-        within = max(self._budget_ends - time.monotonic(), rest)
+        rest, last = (
+            self._seconds([seconds for (_, repeat), seconds in self._left.items() if repeat in some])
+            for some in ({self._repeat}, self._always - {self._repeat})
+        )
+        within = max(self._budget_ends - time.monotonic(), rest) + last
         if within < every:
             return f"at most about {_clock(within)} to go, by the budget"
         return f"{'at least' if self._more else 'about'} {_clock(every)} to go"
