@@ -69,17 +69,23 @@ class Trial:
     """The passes of one trial on one rank, inside an initialized process group."""
 
     def __init__(self, spec: Spec, rank: int, device: torch.device, backend: type[Backend]) -> None:
+        import torch
+
         self.spec, self.cell, self.rank, self.device = spec, spec.cell, rank, device
         self.backend = backend
         if reason := blocks.refusal(spec.cell, backend):
             raise UnsupportedError(reason)
         self.workload = load(spec.cell, Path(spec.corpus) if spec.corpus else None)
         self._tensors = tensors(spec.cell, device, backend.requires)
-        model = self._tensors.model(self.workload.model)
-        self._unused_model: nn.Module | None = model
-        # The weights of 1 G parameters take longer to be drawn than to be trained with.
+        # The weights of 1 G parameters take a core 12 s to draw, which is longer than to train with them: the GPU draws
+        # them, the same on every GPU of its kind, and all passes begin with a copy.
         keeps = device.type == "cuda" and self.cell.workload == "llama" and not self.cell.fake_tensors
-        self._initial = model if keeps else None
+        with device if keeps else nullcontext():
+            model = self._tensors.model(self.workload.model)
+        self._unused_model: nn.Module | None = model
+        self._initial = model.cpu() if keeps else None
+        if keeps:
+            torch.cuda.empty_cache()
         self.num_parameters = sum(p.numel() for p in model.parameters())
         sizes = [sum(p.numel() for p in block.parameters()) for block in self.workload.blocks(model)]
         self.block_parameters = max(sizes, default=0)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from bench.analysis import expected
 from bench.analysis.formulas import expect
 from bench.backends.base import registry
-from bench.cell import REFERENCE, REFERENCES, Cell, Precision
+from bench.cell import REFERENCE, REFERENCES, Cell, Device, Precision
 from bench.probes.collectives import CollectiveCounter
 from bench.tables import build
 from bench.workload.shapes import Layout, Parameter
@@ -238,3 +238,12 @@ def test_trials_that_counted_nothing_are_left_alone() -> None:
     del record["collectives"]
     filled = expected.fill(build([record], make_manifest([cell])))
     assert filled.tables.collectives.empty and not filled.findings
+
+
+def test_on_cuda_what_was_not_counted_at_this_n_is_no_finding_and_what_sends_nothing_is() -> None:
+    cell = make_cell(backend="fsdp2-eager", device=Device.CUDA)
+    record = make_record(cell, passes=["time", "update", "exposure"])
+    del record["collectives"], record["memory"]
+    assert not expected.fill(build([record], make_manifest([cell]))).findings
+    silent = expected.fill(build([make_record(cell, collectives=[])], make_manifest([cell])))
+    assert "all_gather of float32: 0 calls" in silent.findings[cell.cell_id][0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import runner, virtual
+from bench import virtual
 from bench.analysis.baseline import standings
 from bench.analysis.loading import load
 from bench.backends.base import registry
@@ -20,10 +21,10 @@ from bench.record import merge_ranks, wrong
 from bench.report.material import Material, Section
 from bench.report.sections import communication
 from bench.report.summary import by_cell
-from bench.spec import EXTRA_PASSES, Spec, extra_passes
+from bench.spec import EXTRA_PASSES, Spec, extra_passes, passes
 from bench.taps import SETTLED_WINDOWS
 from bench.trial import Trial
-from tests.factories import FakeLauncher, make_backend, make_cell, make_manifest, make_rank, make_record
+from tests.factories import make_cell, make_manifest, make_rank, make_record
 from tests.pages import write_run
 
 NCCL = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
@@ -281,21 +282,22 @@ def test_only_cells_on_cuda_with_real_ranks_have_the_pass() -> None:
     assert "exposure" not in virtual.passes(pretended, extra_passes(pretended))
 
 
-def test_a_run_on_cuda_profiles_each_cell_once_and_one_on_the_cpu_none(tmp_path: Path) -> None:
-    for device, times in ((Device.CUDA, 1), (Device.CPU, 0)):
-        cell = make_cell(backend="b0", device=device)
-        launcher = FakeLauncher()
-        manifest = make_manifest([cell])
-        backends = {"b0": make_backend("b0")}
-        observer = SimpleNamespace(**{name: lambda *_, **__: None for name in ("expect", "started", "finished")})
-        folder = tmp_path / str(device)
-        folder.mkdir()
-        run = runner.Runner(folder, manifest, backends, launcher, observer, lambda *_: None)  # type: ignore[arg-type]
-        asked = []
-        for _ in range(3):
-            asked.append(run._passes(cell))
-            run._note_extras({"cell_id": cell.cell_id, "status": "ok", **{name: {} for name in asked[-1]}})
-        assert sum("exposure" in passes for passes in asked) == times
+def test_on_cuda_what_watches_every_operator_runs_at_one_n() -> None:
+    """The smallest that accumulates; the update and the exposure at every N; on the CPU all passes at every N."""
+    every = ("time", *EXTRA_PASSES)
+    cells = [make_cell(accumulate=n) for n in (1, 2, 4)]
+    assert set(passes(cells).values()) == {every}
+    cuda = [replace(cell, device=Device.CUDA) for cell in cells]
+    twin, other = replace(cuda[2], twin="again"), replace(cuda[2], backend="ddp-eager")
+    found = passes([twin, *reversed(cuda), other, cuda[0].reference()])
+    few, all_of_them = ("time", "update", "exposure"), (*every, "exposure")
+    assert [found[cell.cell_id] for cell in cuda] == [few, all_of_them, few]
+    assert found[twin.cell_id] == few
+    assert found[other.cell_id] == all_of_them, "the only N of this backend"
+    assert found[cuda[0].reference().cell_id] == ("time", "update")
+    assert passes(cuda[:1]) == {cuda[0].cell_id: all_of_them}
+    shared = [replace(cell, shared_gpu=True) for cell in cuda]
+    assert set(passes(shared).values()) == {every}, "nothing is timed there"
 
 
 def test_the_record_has_the_rank_that_waited_longest_and_the_table_its_times() -> None:

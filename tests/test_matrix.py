@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench import matrix
+from bench.analysis.statistics import MIN_TRIALS
 from bench.backends.base import registry
 from bench.cell import REFERENCE, REFERENCES, SHARDED_REFERENCE, Cell, Device, Precision
 from bench.errors import InputError
@@ -657,24 +658,34 @@ def test_checkpointing_and_compiling_are_axes_with_one_reference() -> None:
 
 
 @pytest.mark.parametrize("num_gpus", [1, 2, 4, 8])
-def test_the_gpu_matrix_divides_on_every_number_of_gpus(num_gpus: int) -> None:
+def test_the_gpu_matrix_asks_what_the_bench_is_for(num_gpus: int) -> None:
     made = matrix.load("gpu")
     cells = matrix.expand(made, BACKENDS, num_gpus)
-    main = [cell for cell in cells if cell.model == "135m" and cell.backend == "fsdp2-deferred" and not cell.virtual]
-    assert {cell.accumulate for cell in main} == {1, 2, 4, 8, 16, 32}
-    assert {cell.global_batch_size for cell in main} == {32 * num_gpus}, "the effective batch is one"
-    assert {cell.micro_batch_size for cell in main} == {1, 2, 4, 8, 16, 32}
-    assert {cell.world_size for cell in main} == {num_gpus}
-    assert {cell.model for cell in cells} == {"135m", "1b", "3b", "8b"}
-    assert {cell.world_size for cell in cells if cell.virtual} == {8, 64}
-    assert {(str(cell.precision), cell.optimizer) for cell in cells if not cell.is_reference} == {
-        ("bf16", "adamw-fused")
+    once = matrix.once(made, BACKENDS, num_gpus)
+    timed = [cell for cell in cells if cell.cell_id not in once and not cell.twin]
+    assert made["repeats"] >= MIN_TRIALS, "or there is no interval"
+    for backend in ("fsdp2-eager", "fsdp2-deferred"):
+        assert {cell.accumulate for cell in timed if cell.backend == backend} == {1, 2, 4, 8, 16, 32}
+    assert {cell.backend for cell in timed if cell.accumulate == 8} == {
+        "fsdp2-eager",
+        "fsdp2-deferred",
+        "ddp-deferred",
+        *(f"deepspeed-zero{stage}-eager" for stage in (2, 3)),
+        "lightning-ddp",
+        "lightning-fsdp2",
+        *(f"lightning-deepspeed-zero{stage}" for stage in (2, 3)),
     }
-    assert {cell.sequence_length for cell in cells} == {2048}
+    assert {cell.world_size for cell in timed} == {num_gpus}
+    assert len({(cell.model, cell.global_batch_size, cell.sequence_length) for cell in timed}) == 1, "one work"
+    (twin,) = (cell for cell in cells if cell.twin)
+    assert dataclasses.replace(twin, twin="") in timed and twin.cell_id not in once
+    assert {cell.cell_id for cell in cells if cell.is_reference or cell.virtual} <= set(once)
+    assert {cell.world_size for cell in cells if cell.virtual} == {8, 64}
     others = [cell for cell in cells if not cell.is_reference]
-    assert not any(cell.activation_checkpointing or cell.compiled for cell in others), "off unless asked for"
-    once = matrix.most_repeats(made, BACKENDS, num_gpus)
-    assert {once[cell.cell_id] for cell in cells if cell.is_reference or cell.virtual} == {1}
-    assert {
-        cell.cell_id for cell in cells if cell.accumulate == 8 and cell.model == "135m" and not cell.virtual
-    }.isdisjoint(once)
+    assert {str(cell.precision) for cell in others} == {"bf16"}
+    assert {cell.model for cell in others if cell.activation_checkpointing} == {"8b"}
+    curves = [cell for cell in others if cell.windows >= 100]
+    assert {cell.optimizer for cell in curves} == {"adamw-fused", "sgd"}
+    families = {cell.backend for cell in timed} - {"fsdp2-eager"} | {"lightning-deepspeed-zero2-corrected"}
+    for optimizer in ("adamw-fused", "sgd"):
+        assert {cell.backend for cell in curves if cell.optimizer == optimizer} == families

@@ -121,8 +121,9 @@ def lines(
     found.append(
         f"{': '.join(filter(None, (f'matrix {chosen.name}', chosen['description'], number)))}, "
         f"{plural(sum(cell.cell_id in skipped for cell in cells), 'cell')} skipped, "
-        f"about {total / 60:.0f} min (time per trial: as measured in earlier runs here, or a rough guess; memory per "
-        f"rank: {'by prediction' if chosen['device'] == Device.CUDA else 'a rough guess'})" + _cut(chosen, total, last)
+        f"about {total / 60:.0f} min{_last(repeats, total, last)} (time per trial: as measured in earlier runs here, or "
+        f"a rough guess; memory per rank: {'by prediction' if chosen['device'] == Device.CUDA else 'a rough guess'})"
+        + _cut(chosen, total)
     )
     if longest > repeats:
         limit = f", as far as {chosen['budget_s'] / 60:g} min reach" if chosen["budget_s"] else ""
@@ -131,14 +132,19 @@ def lines(
     return found
 
 
-def _cut(chosen: Matrix, total_s: float, last_s: float) -> str:
+def _last(repeats: int, total_s: float, last_s: float) -> str:
+    """How much longer than the others the last repeat is, if it is."""
+    others = (total_s - last_s) / max(1, repeats - 1)
+    if repeats == 1 or last_s < 1.1 * others:
+        return ""
+    return f", {others / 60:.0f} for each repeat and {last_s / 60:.0f} for the last, which has all that is done once"
+
+
+def _cut(chosen: Matrix, total_s: float) -> str:
     """Where the budget ends before the repeats that are asked for, if it does."""
     if not chosen["budget_s"] or total_s <= chosen["budget_s"]:
         return ""
-    return (
-        f"; after {chosen['budget_s'] / 60:g} min no repeat begins but the last, which has all that is done once and "
-        f"takes about {last_s / 60:.0f}"
-    )
+    return f"; after {chosen['budget_s'] / 60:g} min no repeat begins but the last"
 
 
 def _named(name: str, value: Any) -> str:
