@@ -121,8 +121,8 @@ def lines(
     found.append(
         f"{': '.join(filter(None, (f'matrix {chosen.name}', chosen['description'], number)))}, "
         f"{plural(sum(cell.cell_id in skipped for cell in cells), 'cell')} skipped, "
-        f"about {total / 60:.0f} min{_last(repeats, total, last)} (time per trial: as measured in earlier runs here, or "
-        f"a rough guess; memory per rank: {'by prediction' if chosen['device'] == Device.CUDA else 'a rough guess'})"
+        f"about {total / 60:.0f} min{_last(repeats, total, last)} (time per trial: as measured in earlier runs here, "
+        f"or a rough guess; memory per rank: {'by prediction' if chosen['device'] == Device.CUDA else 'a rough guess'})"
         + _cut(chosen, total)
     )
     if longest > repeats:
