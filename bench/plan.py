@@ -35,8 +35,7 @@ GPU_TRIAL_S = 8.0
 """Assumed fixed cost of a trial on a GPU: a second to fork and to import the framework, three for the CUDA context and
 to load libraries' kernels, two for NCCL's communicators, two to end."""
 COPIED_BYTES_PER_S = 4e9
-"""Bytes that one core copies per second, between host and device too. The initial weights, 4 bytes each, are copied to
-the host when they are drawn, and twice for each pass: there, and to the device."""
+"""Bytes that one core copies or compares per second, between host and device too."""
 LOOPBACK_BYTES_PER_S = 4e8
 """Rate at which gloo is assumed to reduce over loopback; for the estimate of time only."""
 FIXED_S = 1.5
@@ -148,13 +147,13 @@ def _on_gpu(
     layers = cell.accumulate * size.num_layers
     step = max(step, layers * GPU_LAYER_S, _sent(cell, backend, size.num_parameters) / GPU_LINK_BYTES_PER_S)
     copy = 4 * size.num_parameters / COPIED_BYTES_PER_S
-    seconds = GPU_TRIAL_S + 3 * copy + cell.windows * step
+    seconds = GPU_TRIAL_S + cell.windows * step
     once = 0.0
     for name in passes:
         if name == "update":
-            once += step + 6 * copy  # model, gathered parameters, change, and both compared in fp64
+            once += step + 8 * copy  # weights before and after, their change, the reference's, both compared in fp64
         elif name in WATCHED_LAYER_S:
-            once += 2 * copy + (SETTLED_WINDOWS + 1) * max(step, layers * WATCHED_LAYER_S[name])
+            once += (SETTLED_WINDOWS + 1) * max(step, layers * WATCHED_LAYER_S[name])
     return Estimate(seconds, "rough", memory, once)
 
 

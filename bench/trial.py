@@ -17,7 +17,6 @@ Instruments change what they measure, so each has a pass of its own, on a fresh 
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import gc
 import math
@@ -69,23 +68,14 @@ class Trial:
     """The passes of one trial on one rank, inside an initialized process group."""
 
     def __init__(self, spec: Spec, rank: int, device: torch.device, backend: type[Backend]) -> None:
-        import torch
-
         self.spec, self.cell, self.rank, self.device = spec, spec.cell, rank, device
         self.backend = backend
         if reason := blocks.refusal(spec.cell, backend):
             raise UnsupportedError(reason)
         self.workload = load(spec.cell, Path(spec.corpus) if spec.corpus else None)
         self._tensors = tensors(spec.cell, device, backend.requires)
-        # The weights of 1 G parameters take a core 12 s to draw, which is longer than to train with them: the GPU draws
-        # them, the same on every GPU of its kind, and all passes begin with a copy.
-        keeps = device.type == "cuda" and self.cell.workload == "llama" and not self.cell.fake_tensors
-        with device if keeps else nullcontext():
-            model = self._tensors.model(self.workload.model)
+        model = self._tensors.model(self.workload.model)
         self._unused_model: nn.Module | None = model
-        self._initial = model.cpu() if keeps else None
-        if keeps:
-            torch.cuda.empty_cache()
         self.num_parameters = sum(p.numel() for p in model.parameters())
         sizes = [sum(p.numel() for p in block.parameters()) for block in self.workload.blocks(model)]
         self.block_parameters = max(sizes, default=0)
@@ -212,10 +202,7 @@ class Trial:
 
     def _build(self, cell: Cell) -> nn.Module:
         """A new model, its blocks as the cell asks; the one that was made to count its parameters serves once."""
-        if self._initial is not None:
-            model = copy.deepcopy(self._initial)
-        else:
-            model, self._unused_model = self._unused_model or self._tensors.model(self.workload.model), None
+        model, self._unused_model = self._unused_model or self._tensors.model(self.workload.model), None
         model = self._tensors.place(model)
         blocks.prepare(self.workload.blocks(model), cell)
         return model
@@ -311,8 +298,8 @@ class Trial:
         after = {name: p.detach().float().cpu() for name, p in backend.full_parameters().items()}
         if self.rank != 0:
             return None
-        model = self.workload.model() if self._initial is None else self._initial
-        before = {name: p.detach() for name, p in model.named_parameters()}
+        model = self._tensors.model(self.workload.model)
+        before = {name: p.detach().cpu() for name, p in model.named_parameters()}
         if missing := before.keys() ^ after.keys():
             raise RuntimeError(
                 f"full_parameters() of {self.cell.backend} and the model differ in {sorted(missing)[:3]}"

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from bench.backends.base import Backend
 from bench.cell import Cell
+from bench.workload import LLAMA
 
 if TYPE_CHECKING:
     import torch
@@ -48,12 +49,15 @@ class Tensors(Protocol):
 class RealTensors(nullcontext[None]):
     """Tensors as they are; see ``Tensors``."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, workload: str) -> None:
         super().__init__()
         self._device = device
+        # A core takes 12 s to draw 1 G weights, which is longer than to train with them. GPUs of one kind draw alike.
+        self._draws = device if workload == LLAMA and device.type != "cpu" else nullcontext()
 
     def model(self, make: Callable[[], nn.Module]) -> nn.Module:
-        return make()
+        with self._draws:
+            return make()
 
     def place(self, model: nn.Module) -> nn.Module:
         return model.to(self._device)
@@ -65,7 +69,7 @@ class RealTensors(nullcontext[None]):
 def tensors(cell: Cell, device: torch.device, packages: Sequence[str] = ()) -> Tensors:
     """What the cell's tensors are made of; ``packages`` are those that its backend requires."""
     if not cell.fake_tensors:
-        return RealTensors(device)
+        return RealTensors(device, cell.workload)
     from bench.fakes import FakeTensors
 
     return FakeTensors(device, packages)

@@ -23,7 +23,7 @@ from bench.launch.launcher import Launcher
 from bench.probes.ledger import TensorLedger
 from bench.spec import Spec
 from bench.taps import SETTLED_WINDOWS
-from bench.virtual import passes, refusal
+from bench.virtual import passes, refusal, tensors
 from bench.workload import load
 from bench.workload.sizes import SIZES
 from tests.factories import ALL_PASSES, make_cell
@@ -295,3 +295,12 @@ def test_what_deferring_costs_at_8b(launcher: Launcher, tmp_path: Path, world_si
     assert deferred - eager == 4 * parameters * (world_size - 1) // world_size
     assert resident - deferred == 2 * parameters
     assert (deferred - eager) / 2**30 == pytest.approx({8: 26.17, 64: 29.45}[world_size], abs=0.01)
+
+
+def test_a_device_draws_the_weights_of_llama_and_of_no_other_model() -> None:
+    llama = load(make_cell(model="micro"), None)
+    for workload, drawn in (("llama", "meta"), ("mine:Own", "cpu")):
+        made = tensors(make_cell(workload=workload), torch.device("meta")).model(llama.model)
+        assert {parameter.device.type for parameter in made.parameters()} == {drawn}
+    here = tensors(make_cell(model="micro"), torch.device("cpu")).model(llama.model).state_dict()
+    assert all(torch.equal(value, here[name]) for name, value in llama.model().state_dict().items())

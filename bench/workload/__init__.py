@@ -38,7 +38,10 @@ class WorkloadSpec:
 
 
 class Workload(Protocol):
-    """A model, its data and its loss. All methods are deterministic: the same spec gives the same bytes everywhere."""
+    """A model, its data and its loss. All methods are deterministic: the same spec gives the same bytes everywhere.
+
+    But weights that a GPU draws, those of ``llama``, are the same on GPUs of one kind alone.
+    """
 
     tokens_per_sample: int
     """Predicted tokens per sample, for tokens/s."""
