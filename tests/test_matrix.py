@@ -67,6 +67,7 @@ def test_every_key_can_be_given() -> None:
         "timeout_s": 1.5,
         "inactivity_s": 0,
         "threads": 2,
+        "once": True,
         "share_gpu": True,
         "workload.workload": "a.b:c",
         "workload.model": "8b",
