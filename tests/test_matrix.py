@@ -88,7 +88,7 @@ def test_every_key_can_be_given() -> None:
         "axes.seed": [1, 2],
         "axes.activation_checkpointing": [True, False],
         "axes.compiled": [True],
-        "groups": [{"repeats": 1}],
+        "groups": [{"once": True}],
         "virtual.world_size": [8, 64],
         "virtual.micro_batch_size": 2,
         "virtual.fake_tensors": True,
