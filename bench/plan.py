@@ -158,12 +158,13 @@ def _on_gpu(
 
 
 def _sent(cell: Cell, backend: type[Backend], parameters: int) -> float:
-    """Bytes that a rank on a GPU gathers and reduces in a window: 2 of a parameter, 4 of a gradient."""
+    """Bytes that a rank on a GPU gathers and reduces in a window: 2 of a parameter in bf16, 4 of a gradient."""
     if cell.virtual or cell.world_size == 1:
         return 0.0
     reductions = cell.accumulate if backend.sync is Sync.EAGER else 1
     gathers = 2 * cell.accumulate if backend.sharding is Sharding.PARAMS else 1  # forward and backward, or the update
-    each = 4 * reductions * (2 if backend.sharding is Sharding.NONE else 1) + 2 * gathers
+    gathers *= 2 if cell.precision is Precision.BF16 else 4
+    each = 4 * reductions * (2 if backend.sharding is Sharding.NONE else 1) + gathers
     return each * parameters * (cell.world_size - 1) / cell.world_size
 
 
