@@ -13,7 +13,7 @@ from bench.analysis import fit
 from bench.analysis.footprint import footprint
 from bench.analysis.formulas import BUILT_IN, expect, layout_of
 from bench.backends.base import registry
-from bench.cell import REFERENCE, Cell, Device, Precision
+from bench.cell import Cell, Device, Precision
 from bench.cli import main
 from bench.workload.sizes import SIZES
 from tests.conftest import ROOT
