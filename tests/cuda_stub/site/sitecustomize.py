@@ -52,6 +52,18 @@ def torch_values(_: ModuleType) -> None:
         replace(module, "broadcast_object_list", lambda *_, **__: None)
 
 
+def overflow(module: ModuleType) -> None:
+    """DeepSpeed discards an update whose gradients are infinite or no numbers; it asks, and is answered: they are not."""
+
+    def without(question: Callable[..., bool]) -> Callable[..., bool]:
+        return lambda *args, **kwargs: question(*args, **kwargs) and False
+
+    replace(module, "is_invalid_grad_norm", without(module.is_invalid_grad_norm))
+    for name in ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"):
+        if optimizer := vars(module).get(name):
+            replace(optimizer, "has_overflow", without(optimizer.has_overflow))
+
+
 def initial_weights(_: ModuleType) -> None:
     """Large tensors on the host get no values, and no memory: asked for by FAKE_WEIGHTS, for models of full size."""
     import torch
@@ -81,6 +93,8 @@ REPLACEMENTS: dict[str, Sequence[Callable[[ModuleType], None]]] = {
     "bench.probes.update": [update],
     "bench.probes.collectives": [collectives],
     "bench.probes.accumulation": [accumulation],
+    "deepspeed.runtime.zero.stage_1_and_2": [overflow],
+    "deepspeed.runtime.zero.stage3": [overflow],
     "bench.trial": [torch_values, *([initial_weights] if os.environ.get("FAKE_WEIGHTS") else [])],
 }
 """What is replaced once a module was imported. Who imports ``bench.trial`` is a rank, or what one is forked from."""
