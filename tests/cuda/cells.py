@@ -6,7 +6,7 @@ from bench import matrix
 from bench.cell import Cell, Device, Precision
 
 N = 4
-NEVER = ("deepspeed-zero2-deferred",)
+NEVER = ("deepspeed-zero2-deferred", "deepspeed-zero3-deferred")
 """Backends that refuse bf16."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import subprocess
 import sys
@@ -95,6 +96,7 @@ def _imported(name: str) -> str:
     return name
 
 
+@functools.cache
 def demangled(names: tuple[str, ...]) -> tuple[str, ...]:
     """C++ as it was written; c++filt comes with the compiler."""
     if not names:

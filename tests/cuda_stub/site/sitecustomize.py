@@ -53,7 +53,7 @@ def torch_values(_: ModuleType) -> None:
 
 
 def overflow(module: ModuleType) -> None:
-    """DeepSpeed discards an update whose gradients are infinite or no numbers; it asks, and is answered: they are not."""
+    """DeepSpeed discards updates whose gradients are infinite or no numbers; it asks, and is told that they are not."""
 
     def without(question: Callable[..., bool]) -> Callable[..., bool]:
         return lambda *args, **kwargs: question(*args, **kwargs) and False
