@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bench.backends.base import registry
-from bench.cell import REFERENCE, Cell
+from bench.cell import REFERENCES, Cell
 from tests.cuda import page
 from tests.cuda.allowed import FRAMEWORKS, NATIVE_FRAMEWORKS, WAITS
 from tests.cuda.cells import NEVER, counted_cell
@@ -64,7 +64,7 @@ def found_in(trial: dict[str, Any], cell: Cell) -> Found:
 def counted(request: pytest.FixtureRequest, shared_machine: Machine) -> list[Found]:
     """Every backend in a world of this size."""
     world_size: int = request.param
-    names = [name for name in registry() if name != REFERENCE and name not in NEVER]
+    names = [name for name in registry() if name not in (*REFERENCES, *NEVER)]
     cells = [counted_cell(name, world_size) for name in names]
     trials = shared_machine.trials(cells, ("time",), gpus=world_size, counted=True, FAKE_WEIGHTS="none")
     bad = [f"{cell.backend}: {one['reason']}" for cell, one in zip(cells, trials, strict=True) if one["status"] != "ok"]
