@@ -212,7 +212,11 @@ def _module(backend: LightningBackend, job: Job) -> LightningModule:
 
 
 class LightningDDP(LightningBackend):
-    """Lightning's native accumulation: it divides the loss by N and opens DDP's ``no_sync`` by itself."""
+    """Lightning's native accumulation: it divides the loss by N and opens DDP's ``no_sync`` by itself.
+
+    On CUDA it builds DDP in a stream of its own (strategies/ddp.py: ``_setup_model``), where torch then accumulates
+    gradients that were made in another, and warns of it: the streams wait for each other, the host does not.
+    """
 
     name, framework = "lightning-ddp", "Lightning DDP"
     not_fake = plain.NO_FAKE_DDP
