@@ -5,5 +5,33 @@ FRAMEWORKS = ("torch/distributed/", "torch/nn/parallel/", "lightning/", "deepspe
 NATIVE_FRAMEWORKS = ("c10d::Reducer", "c10d::Logger", "c10d::CudaTimer")
 """The same in C++, where no Python runs."""
 
-WAITS: dict[int, dict[str, dict[str, int]]] = {1: {}, 2: {}}
-"""By world size and backend: ``KIND file:line function`` or C++, and how often per window of 4 micro-batches."""
+ZERO2 = {
+    "stream: deepspeed/runtime/zero/stage_1_and_2.py:3248 has_overflow": 1,
+    "copy: deepspeed/runtime/utils.py:887 mask_nan_or_inf_with_val_inplace": 1,
+    "stream: deepspeed/runtime/utils.py:887 mask_nan_or_inf_with_val_inplace": 1,
+    "stream: deepspeed/runtime/utils.py:888 mask_nan_or_inf_with_val_inplace": 1,
+    "stream: deepspeed/runtime/utils.py:233 is_invalid_grad_norm": 1,
+}
+"""An update asks whether gradients are finite, and what their norm is."""
+ZERO3_ALONE = {
+    "stream: deepspeed/runtime/zero/partition_parameters.py:84 wait": 2040,
+    "stream: deepspeed/runtime/zero/partition_parameters.py:114 wait": 16,
+    "stream: deepspeed/runtime/zero/stage3.py:1414 independent_gradient_partition_epilogue": 4,
+    "copy: deepspeed/runtime/zero/stage3.py:2483 get_grad_norm_direct": 1,
+    "stream: deepspeed/runtime/zero/stage3.py:2483 get_grad_norm_direct": 1,
+    "stream: deepspeed/runtime/utils.py:233 is_invalid_grad_norm": 1,
+}
+"""Where there is nobody to gather from, every parameter that is "gathered" synchronizes the stream."""
+
+WAITS: dict[int, dict[str, dict[str, int]]] = {
+    1: {
+        "deepspeed-zero2-eager": ZERO2,
+        "deepspeed-zero3-eager": ZERO3_ALONE,
+        "lightning-deepspeed-zero2": ZERO2,
+        "lightning-deepspeed-zero2-corrected": ZERO2,
+        "lightning-deepspeed-zero3": ZERO3_ALONE,
+    },
+    2: {},
+}
+"""By world size and backend: for what the host waits, ``file:line function`` or C++, and how often per window of 4
+micro-batches. Backends that are not here never make it wait."""

@@ -17,6 +17,15 @@ from tests.cuda.cells import NEVER, counted_cell
 from tests.cuda.conftest import Machine
 from tests.cuda_stub.counters import WAITING
 
+WORDS = {
+    "STREAM_SYNC": "stream",
+    "DEVICE_SYNC": "device",
+    "EVENT_SYNC": "event",
+    "BLOCKING_COPY": "copy",
+    "BLOCKING_FREE": "free",
+}
+"""For what the host waits, as the page and the list of what is known have it."""
+
 
 @dataclass
 class Found:
@@ -52,7 +61,7 @@ def found_in(trial: dict[str, Any], cell: Cell) -> Found:
     for window in windows:
         for wait in window["waits"]:
             if where := place(wait):
-                found.waits[f"{wait['kind']} {where}"] += 1
+                found.waits[f"{WORDS[wait['kind']]}: {where}"] += 1
             else:
                 found.ours.append("\n  ".join([wait["kind"], *wait["python"][:20], *wait["native"][:12]]))
     for where in found.waits:
