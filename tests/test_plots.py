@@ -7,6 +7,7 @@ import html
 import itertools
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -515,6 +516,18 @@ def test_loss_curves_of_four_ways_share_a_page_each_with_its_own_reference() -> 
     data = drawing.data[drawing.data["backend"] == "ddp-eager"]
     assert data.groupby(["optimizer", "clip_norm"]).size().tolist() == [NUM_STEPS] * 4
     assert data["deviation"].max() < 1e-9
+
+
+def test_loss_curves_are_those_of_the_cells_with_many_steps() -> None:
+    """As on GPUs, where a run has cells that are timed and others that are trained for their curves."""
+    tables, about = RUNS["ways"]
+    short = tables.trials[tables.trials["optimizer"] == "sgd"]["cell_id"]
+    losses = tables.losses[(tables.losses["step"] < 2) | ~tables.losses["cell_id"].isin(short)]
+    (drawing,) = (one for one in plots.figures(replace(tables, losses=losses), about) if one.stem == "loss_curves")
+    assert titles(drawing) == NAMES[:2]
+    (note,) = (note for note in drawing.words.notes if note.startswith("The curves of "))
+    assert f"less than 25 % of the {NUM_STEPS} steps of the longest. All are in the CSV" in note
+    assert set(drawing.data["optimizer"]) == {"adamw-foreach", "sgd"}
 
 
 def test_one_gpu_is_said_in_every_title() -> None:

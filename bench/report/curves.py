@@ -25,6 +25,10 @@ from bench.report.panels import (
     varying_columns,
 )
 from bench.report.style import GREY, REFERENCE_COLOUR, TINY, Key
+from bench.words import plural
+
+SHORT = 0.25
+"""Share of the longest curve's steps below which a curve is not drawn beside it: timed cells have few."""
 
 
 def draw_loss_curves(run: Run) -> list[Drawing]:
@@ -41,14 +45,15 @@ def draw_loss_curves(run: Run) -> list[Drawing]:
     truth = truth[[*REFERENCE_KEYS, "step", "loss"]].rename(columns={"loss": "reference_loss"})
     keyed = keyed.merge(truth, on=[*REFERENCE_KEYS, "step"], how="left")
     keyed["deviation"] = (keyed["loss"] - keyed["reference_loss"]).abs()
-    largest = sorted(keyed[~keyed["backend"].isin(REFERENCES)]["accumulate"].unique())
+    panels, left_out = _longest(run.panels(keyed, CONTEXT, ["loss"]))
+    largest = sorted({n for panel in panels for n in panel.trials["accumulate"]})
     title = "Loss of every backend at its largest N" + (f" (N = {', '.join(map(str, largest))})" if largest else "")
     drawings = []
     # Ways to train (optimizer, clipping) are to be compared at a glance: four of them share a page, two in a row.
     ways = varying_columns(run.others, ["optimizer", "clip_norm"])
     plotted = ["step", "loss", "reference_loss", "deviation", "entropy_floor", "max_loss_deviation"]
     data = keyed[[*CSV_COLUMNS, *plotted]]
-    for page in paged("loss_curves", run.panels(keyed, CONTEXT, ["loss"]), 4 if ways else 3):
+    for page in paged("loss_curves", panels, 4 if ways else 3):
         panels = page.panels
         shown = run.shown(panels)
         keys = _keys(run, keyed, shown, several=len(largest) > 1)
@@ -56,7 +61,7 @@ def draw_loss_curves(run: Run) -> list[Drawing]:
         known = any(p.trials["reference_loss"].notna().any() and len(p.reference) for p in panels)
         words = run.words(title)
         unknown = [] if known else ["the reference has no losses, so no deviation from it is drawn"]
-        words.notes[:] = [*page.left_out, *words.notes, *unknown]
+        words.notes[:] = [*page.left_out, *left_out, *words.notes, *unknown]
         columns = 2 if len(panels) == 4 else len(panels)
         lines = math.ceil(len(panels) / columns)
         height = (4.6 if lines == 1 else 3.2 * lines) if known else 3.2 * lines
@@ -82,6 +87,20 @@ def draw_loss_curves(run: Run) -> list[Drawing]:
                     below.set_ylabel(_deviation_label(narrow=lines > 1))
         drawings.append(Drawing(page.stem, figure, data, words))
     return drawings
+
+
+def _longest(panels: list[Panel]) -> tuple[list[Panel], list[str]]:
+    """The panels whose curves are not much shorter than the longest, and what a figure says of the others."""
+    steps = [int(panel.trials["step"].max()) + 1 for panel in panels]
+    most = max(steps, default=0)
+    kept = [panel for panel, length in zip(panels, steps, strict=True) if length >= SHORT * most]
+    others = sum(panel.trials["cell_id"].nunique() for panel in panels if panel not in kept)
+    if not others:
+        return kept, []
+    return kept, [
+        f"The curves of {plural(others, 'cell')} are left out of this picture: they have less than {100 * SHORT:.0f} % "
+        f"of the {plural(most, 'step')} of the longest. All are in the CSV beside it."
+    ]
 
 
 def _keys(run: Run, keyed: pd.DataFrame, shown: Sequence[str], *, several: bool) -> list[Key]:
