@@ -213,7 +213,8 @@ class Cell:
         size = SIZES.get(self.model) if self.device is Device.CUDA and self.workload == "llama" else None
         if sharded is None:
             too_large = size is not None and 16 * size.num_parameters > SINGLE_STATE_BYTES
-            sharded = too_large and self.world_size > 1 and not self.shared_gpu
+            sharded = too_large and not self.shared_gpu
+        sharded = sharded and self.world_size > 1
         found = dataclasses.replace(
             self,
             backend=SHARDED_REFERENCE if sharded else REFERENCE,

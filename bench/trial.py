@@ -295,16 +295,18 @@ class Trial:
         taps = Taps(time.perf_counter)
         sgd = lambda parameters: torch.optim.SGD(parameters, lr=1.0, foreach=True)  # noqa: E731
         backend = self.train(taps, 1, optimizer=sgd, clip_norm=clip_norm, keep_parameters=True)
-        after = {name: p.detach().float().cpu() for name, p in backend.full_parameters().items()}
+        after = backend.full_parameters()
         if self.rank != 0:
+            for name in after:
+                after[name]  # may be gathered now, which takes every rank
             return None
-        model = self._tensors.model(self.workload.model)
-        before = {name: p.detach().cpu() for name, p in model.named_parameters()}
+        model = self._tensors.model(self.workload.model)  # on a GPU it stays there: the host holds the change alone
+        before = {name: p.detach() for name, p in model.named_parameters()}
+        change = {name: after[name].detach().float().cpu() - before[name].cpu() for name in after if name in before}
         if missing := before.keys() ^ after.keys():
             raise RuntimeError(
                 f"full_parameters() of {self.cell.backend} and the model differ in {sorted(missing)[:3]}"
             )
-        change = {name: after[name] - before[name] for name in before}
         if self.cell == self.cell.reference():
             save(change, reference)
         squares = sum(float(value.double().pow(2).sum()) for value in change.values())

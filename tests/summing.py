@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from bench.backends import deepspeed as ds
 from bench.backends.base import Backend, Job, registry
-from bench.backends.fsdp2 import gather
+from bench.backends.fsdp2 import Gathered
 from bench.cell import Precision, Sharding, Sync
 from bench.errors import UnsupportedError
 from bench.probes.accumulation import accumulator, error
@@ -59,7 +59,7 @@ def fsdp2(policy: tuple[Any, Any, Any], sync_: Sync) -> type[Backend]:
                 optimizer.step()
 
         def full_parameters(self) -> dict[str, torch.Tensor]:
-            return {name: value.float() for name, value in gather(self.model).items()}
+            return {name: value.float() for name, value in Gathered(self.model).items()}
 
     return Variant
 

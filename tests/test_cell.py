@@ -189,6 +189,7 @@ def test_where_one_gpu_cannot_hold_the_model_its_reference_is_sharded_over_as_ma
     checked = gpu_cell("135m").reference(sharded=True)
     assert checked.is_reference and checked.backend == SHARDED_REFERENCE
     assert checked.reference() == gpu_cell("135m").reference(), "what is held against the single process"
+    assert gpu_cell("135m", world_size=1).reference(sharded=True).backend == REFERENCE, "there is nothing to shard"
 
 
 def test_a_reference_on_cuda_trains_as_many_windows_as_it_can_afford() -> None:

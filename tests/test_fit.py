@@ -131,6 +131,15 @@ def test_the_gpu_matrix_on_80_gb_skips_nothing_but_8b(num_gpus: int) -> None:
         assert re.fullmatch(r"8b needs \d+ GiB by prediction, the GPU has 79 GiB", reasons[cell.cell_id])
 
 
+def test_8b_runs_where_eight_gpus_share_its_reference() -> None:
+    cells, reasons = in_matrix(H100, 8)
+    large = [cell for cell in cells if cell.model == "8b"]
+    assert {cell.is_reference for cell in large} == {True, False} and not [c for c in large if c.cell_id in reasons]
+    (truth,) = (cell for cell in large if cell.is_reference)
+    assert truth.world_size == 8 and 4 * SIZES["8b"].num_parameters / 2 < predicted(truth) < H100 / 2
+    assert 16 * SIZES["8b"].num_parameters > H100, "one GPU cannot"
+
+
 def test_the_gpu_matrix_on_16_gb() -> None:
     cells, reasons = in_matrix(T4)
     assert {cell.model for cell in cells if cell.cell_id not in reasons and not cell.virtual} == {"tiny"}

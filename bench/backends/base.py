@@ -214,7 +214,8 @@ class Backend(ABC):
         """The whole fp32 parameters by the names that the built model gives them.
 
         Called on every rank, since gathering shards is collective: after ``train``, and in semantic scenarios also
-        during it, when the next micro-batch after an update is fetched.
+        during it, when the next micro-batch after an update is fetched. A value may be gathered when it is looked at,
+        so all ranks look at the same ones in the same order.
         """
 
     def reported(self) -> dict[str, int]:

@@ -65,7 +65,7 @@ class FabricFSDP2Deferred(Backend):
         self.optimizer.zero_grad()
 
     def full_parameters(self) -> Mapping[str, Tensor]:
-        return fsdp2.gather(self.model.module)
+        return fsdp2.Gathered(self.model.module)
 
     def holdings(self) -> Mapping[Category, Iterable[Tensor]]:
         return fsdp2.holdings(self.model.module)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from bench.backends.base import BF16_PARAMETERS, Backend, Job
@@ -38,14 +38,23 @@ def shard(
     return cast("FSDPModule", model)
 
 
-def gather(model: nn.Module) -> dict[str, Tensor]:
-    """The full parameters of a sharded model, on the CPU. Collective."""
-    from torch.distributed.tensor import DTensor
+class Gathered(Mapping[str, "Tensor"]):
+    """The full parameters of a sharded model, on the CPU; each is gathered when it is looked at. That is collective."""
 
-    return {
-        name: (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().cpu()
-        for name, parameter in model.named_parameters()
-    }
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = dict(model.named_parameters())
+
+    def __getitem__(self, name: str) -> Tensor:
+        from torch.distributed.tensor import DTensor
+
+        parameter = self._parameters[name]
+        return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().cpu()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
 
 
 def holdings(model: nn.Module) -> dict[Category, list[Tensor]]:
@@ -121,7 +130,7 @@ class FSDP2Eager(Backend):
         self.optimizer.zero_grad()
 
     def full_parameters(self) -> Mapping[str, Tensor]:
-        return gather(cast("nn.Module", self.model))
+        return Gathered(cast("nn.Module", self.model))
 
     def holdings(self) -> Mapping[Category, Iterable[Tensor]]:
         return holdings(cast("nn.Module", self.model))

@@ -204,7 +204,7 @@ def _module(backend: LightningBackend, job: Job) -> LightningModule:
         def on_train_end(self) -> None:
             _count_engine_steps(self.trainer, backend.counters)
             if job.keep_parameters:
-                backend.parameters_at_end = backend.gather(self)
+                backend.parameters_at_end = dict(backend.gather(self))
 
     module = Module()
     initial = backend.initial(module, job)
@@ -268,7 +268,7 @@ class LightningFSDP2(LightningBackend):
         fsdp2.shard(model, job.blocks(model), mesh, bf16=job.bf16, reshard_after_forward=True)
 
     def gather(self, module: LightningModule) -> Mapping[str, Tensor]:
-        return fsdp2.gather(_model(module))
+        return fsdp2.Gathered(_model(module))
 
     def holdings(self) -> Mapping[Category, Iterable[Tensor]]:
         return fsdp2.holdings(_model(self.module))
