@@ -8,8 +8,11 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from bench.backends import fsdp2
 from bench.backends.base import MORE, registry
 from bench.cell import REFERENCES, SHARDED_REFERENCE, Cell, Device, Status
 from bench.journal import SCHEMA_VERSION
@@ -325,3 +328,17 @@ def test_the_defect_is_explained_through_clipping_and_still_a_known_one(clipped_
 
 def test_sgd_holds_no_moments(clipped_run: Run) -> None:
     assert held(clipped_run, "ddp-deferred") == pytest.approx(3, rel=0.01)
+
+
+def test_fsdp2_gathers_a_parameter_when_it_is_looked_at(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight ranks that each kept 8 G parameters would take 256 GB of the host."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    right = {name: value.detach().clone() for name, value in model.named_parameters()}
+    mesh = init_device_mesh("cpu", (1,))
+    fsdp2.shard(model, list(model), mesh, bf16=False, reshard_after_forward=True)
+    gathered: list[DTensor] = []
+    full_tensor = DTensor.full_tensor
+    monkeypatch.setattr(DTensor, "full_tensor", lambda self: (gathered.append(self), full_tensor(self))[1])
+    found = fsdp2.Gathered(model)
+    assert found.keys() == right.keys() and len(found) == 4 and not gathered
+    assert torch.equal(found["1.bias"], right["1.bias"]) and len(gathered) == 1

@@ -281,6 +281,10 @@ def test_expansion(
         world_size=world_size,
         precision=precision,
     )
+    if set(chosen) == {SHARDED_REFERENCE} and set(world_size) == {1}:
+        with pytest.raises(InputError, match="reference-sharded alone needs a world of 2 ranks or more"):
+            matrix.expand(made, BACKENDS, 0)
+        return
     cells = matrix.expand(made, BACKENDS, 0)
     points = {(cell.backend, cell.accumulate, cell.world_size, str(cell.precision)) for cell in cells}
     others = set(itertools.product(set(chosen) - set(REFERENCES), accumulate, world_size, precision))

@@ -36,6 +36,8 @@ def expand(matrix: Matrix, backends: Mapping[str, type[Backend]], num_gpus: int)
     cells = dict.fromkeys(cell.reference() for real, _ in parts for cell in real)
     cells |= dict.fromkeys(cell for real, _ in parts for cell in real if cell.backend != REFERENCE)
     cells |= dict.fromkeys(cell for _, virtual in parts for cell in virtual)
+    if not cells:
+        raise InputError(f"{matrix.place('axes.backend')}: {SHARDED_REFERENCE} alone needs a world of 2 ranks or more")
     base = baseline(matrix, backends)
     for real, virtual in parts:
         timed = [cell for cell in real if not cell.is_reference and not cell.shared_gpu]
@@ -112,7 +114,7 @@ def _cells(
         accumulate,
         name,
     ) in itertools.product(rates, *axes, seeds, *sizes, backends):
-        if virtual and name in REFERENCES:
+        if (virtual and name in REFERENCES) or (world_size == 1 and name == SHARDED_REFERENCE):
             continue
         micro_batch = matrix["virtual.micro_batch_size"]
         cell = Cell(
