@@ -97,7 +97,7 @@ def test_frameworks_make_it_wait_where_it_is_known(counted: Sequence[Found]) -> 
 def table(found: Sequence[Found]) -> list[str]:
     """Lines of Markdown."""
     lines = [
-        "| backend | kernels | of cuBLAS | copies | collectives | waits | where |",
+        "| backend | kernels | of libraries | copies | collectives | waits | where |",
         "| --- | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
     for one in found:
