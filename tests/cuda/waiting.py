@@ -62,7 +62,7 @@ class WatchedTrial(trial.Trial):
 
         def show(message: Warning | str, *_: Any, **__: Any) -> None:
             if "synchroniz" in str(message):
-                self._stacks["\n    ".join(stack(sys._getframe(1))[:DEPTH])] += 1
+                self._stacks["\n    ".join(stack(sys._getframe(2))[:DEPTH])] += 1
 
         taps.on_event = see
         warnings.simplefilter("always")

@@ -67,8 +67,9 @@ def install(folder: Path) -> None:
 
 def compile_stub(folder: Path, compiler: str) -> None:
     """The stub, and links to it under the names of the libraries that torch asks for."""
-    sources = b"".join(path.read_bytes() for path in sorted([*HERE.glob("*.[ch]"), *HERE.glob("*.py")]))
-    torch, made = folder / "torch-cuda" / "torch", folder / "lib"
+    paths = [*sorted(HERE.glob("*.[ch]")), HERE / "generate.py", HERE / "build.py"]
+    sources = b"".join(path.read_bytes() for path in paths)
+    torch, made = folder / "torch-cuda" / "torch", folder / "lib.new"
     if is_as_it_was(folder / "compiled", sources):
         return
     shutil.rmtree(made, ignore_errors=True)
@@ -97,6 +98,8 @@ def compile_stub(folder: Path, compiler: str) -> None:
     link("libnvidia-ml.so.1", ("nvml", "machine"))
     for name in wanted_libraries(torch) - {driver}:
         (made / name).symlink_to(cuda)
+    shutil.rmtree(folder / "lib", ignore_errors=True)
+    made.rename(folder / "lib")
     (folder / "compiled").write_text(digest(sources))
 
 
