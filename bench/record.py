@@ -106,6 +106,14 @@ def _memory(value: Any) -> bool:
     )
 
 
+def _dispatch(value: Any) -> bool:
+    """Numbers of a window, and in newer records what other work was seen, in words."""
+    if not isinstance(value, dict):
+        return False
+    numbers = {key: number for key, number in value.items() if key != dispatch.OTHER_WORK}
+    return table_of(or_none(seconds), *dispatch.NUMBERS)(numbers) and text(value.get(dispatch.OTHER_WORK, ""))
+
+
 def _calls(row: Any) -> bool:
     return (
         isinstance(row, dict)
@@ -145,7 +153,7 @@ _EXTRA: dict[str, Callable[[Any], bool]] = {
     "collectives": list_of(_calls),
     "memory": _memory,
     "accumulation": or_none(table_of(anything, "dtype")),
-    "dispatch": table_of(or_none(seconds), *dispatch.NUMBERS),
+    "dispatch": _dispatch,
     "exposure": or_none(table_of(seconds, "collective_s", "exposed_s")),
 }
 """The other passes."""

@@ -12,6 +12,7 @@ import pandas as pd
 
 from bench.cell import Cell, Precision, Status
 from bench.journal import Journal, read_manifest
+from bench.probes.dispatch import NUMBERS, OTHER_WORK
 from bench.probes.flops import peak_flops, products_rate
 from bench.warmup import warmup
 
@@ -61,6 +62,7 @@ TRIAL_COLUMNS: dict[str, str] = {
     "cpu_s_per_micro_batch": "Float64",
     "num_operators_per_micro_batch": "Float64",
     "num_launches_per_micro_batch": "Float64",
+    "other_work": "string",
     "collective_s": "Float64",
     "exposed_s": "Float64",
     "peak_memory_bytes": "Int64",
@@ -105,10 +107,11 @@ and that the hypervisor took are means over the time pass, the SM clock is the l
 power and energy are of all GPUs in use, and slowdowns those in a tenth of the samples or more; ``collective_s`` are the
 seconds of one window in which NCCL's kernels ran, and ``exposed_s`` those of them in which nothing else did, measured
 once per cell, as are ``*_per_micro_batch``, those of one window of the rank that has most, divided by N, so with the
-optimizer step's share; MFU is model FLOPs (PaLM, arXiv:2204.02311, appendix B) per second over the peak of the
-datasheet, and over the rate of matrix products that ``run.json`` has, of all ranks; all of these, ``energy_*`` and
-``virtual_world_size`` are empty where they were not measured, and whatever is a time of training, a power or an energy
-where ranks shared a GPU (``shared_gpu``)."""
+optimizer step's share, and ``other_work``, the first operator of forward or backward that the plain model does not run
+as often, empty text if there is none; MFU is model FLOPs (PaLM, arXiv:2204.02311, appendix B) per second over the peak
+of the datasheet, and over the rate of matrix products that ``run.json`` has, of all ranks; all of these, ``energy_*``
+and ``virtual_world_size`` are empty where they were not measured, and whatever is a time of training, a power or an
+energy where ranks shared a GPU (``shared_gpu``)."""
 
 CHILD_COLUMNS: dict[str, dict[str, str]] = {
     "steps": {"step": "Int64", "seconds": "Float64", "kept": "boolean"},
@@ -227,7 +230,8 @@ def _trial_row(record: dict[str, Any], manifest: dict[str, Any], once: dict[tupl
         row["accumulated_in"] = accumulation["dtype"]
     dispatch = once.get((record["cell_id"], "dispatch"))
     if dispatch and good:
-        row |= {f"{name}_per_micro_batch": _share(dispatch[name], cell.accumulate) for name in dispatch}
+        row |= {f"{name}_per_micro_batch": _share(dispatch[name], cell.accumulate) for name in NUMBERS}
+        row[OTHER_WORK] = dispatch.get(OTHER_WORK)
         if cell.shared_gpu:
             row["cpu_s_per_micro_batch"] = None
     exposure = once.get((record["cell_id"], "exposure"))

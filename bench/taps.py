@@ -83,6 +83,8 @@ class Taps:
     """The loss of every micro-batch, detached, still on its device."""
     on_event: Callable[[Kind], None] | None = None
     """Called after each event, by passes that are not timed."""
+    in_loss: bool = False
+    """Whether a loss is being computed: the forward."""
 
     _first_fetch: float | None = None
     _last_step: float | None = None
@@ -106,7 +108,9 @@ class Taps:
         """The same loss function, tapped."""
 
         def tapped(model: nn.Module, batch: Tensor) -> Tensor:
+            self.in_loss = True
             loss = function(model, batch)
+            self.in_loss = False
             self.losses.append(loss.detach())
             self.record(Kind.LOSS)
             return loss

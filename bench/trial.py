@@ -10,7 +10,8 @@ Instruments change what they measure, so each has a pass of its own, on a fresh 
 4. ``memory``: by category, between the second and the third update: at the peak, and held between micro-batches.
 5. ``accumulation``: gradients whose sum tells in which dtype they were summed.
 6. ``dispatch``: what a window costs the host, from the second update on: CPU time, then operators dispatched, then on
-   CUDA kernels launched; each in windows of its own.
+   CUDA kernels launched; each in windows of its own. The operators of forward and backward are compared with those of
+   the plain model, which runs on fake tensors before all passes.
 7. ``exposure``, on CUDA: the kernels between the second and the third update, as torch's profiler saw them: seconds in
    collectives, and how many of them were not hidden behind computation.
 """
@@ -21,6 +22,7 @@ import dataclasses
 import gc
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -88,6 +90,7 @@ class Trial:
         windows = max(self.cell.windows, SETTLED_WINDOWS + 1)
         self.data = self._tensors.data(self.workload.data, windows * self._batch_size)
         self.training_s = 0.0
+        self._plain: tuple[Counter[str], Counter[str]] | None = None
 
     def run(self) -> dict[str, Any]:
         """All passes; the result is plain JSON."""
@@ -111,6 +114,10 @@ class Trial:
             "dispatch": self.dispatch,
             "exposure": self.exposure,
         }
+        if "dispatch" in self.spec.passes:
+            from bench.probes.operators import plain_work
+
+            self._plain = plain_work(cell, self.workload, self._loss, self.data)
         for name in self.spec.passes:
             gc.collect()  # frees the pass before, whose frameworks leave cycles
             heartbeat.beat()
@@ -377,7 +384,7 @@ class Trial:
         from bench.probes.dispatch import HostCost
 
         taps = Taps(time.perf_counter)
-        cost = HostCost(self.cell.accumulate, cuda=self.device.type == "cuda")
+        cost = HostCost(self.cell.accumulate, cuda=self.device.type == "cuda", taps=taps, plain=self._plain)
         taps.on_event = cost.see
         self.train(taps, cost.windows, instrument=cost)
         return cost.result

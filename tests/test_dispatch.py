@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,11 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.integrations import sdpa_attention
 
-from bench.backends.base import registry
-from bench.cell import Device
+from bench.analysis.formulas import BUILT_IN
+from bench.backends.base import Backend, Job, registry
+from bench.backends.plain import DDPEager
+from bench.cell import Device, Precision, Sync
+from bench.launch.launcher import Launcher
 from bench.probes import dispatch
-from bench.probes.dispatch import NUMBERS, CpuTime, HostCost, Launches, Operators, merge, num_launches
+from bench.probes.dispatch import NUMBERS, OTHER_WORK, CpuTime, HostCost, Launches, Operators, merge, num_launches
 from bench.probes.operators import OperatorCounter
 from bench.record import merge_ranks, wrong
 from bench.spec import EXTRA_PASSES, Spec
@@ -22,6 +27,7 @@ from bench.taps import SETTLED_WINDOWS, Kind
 from bench.trial import Trial
 from bench.virtual import passes
 from tests.factories import make_cell, make_failure, make_manifest, make_rank, make_record
+from tests.virtual_worlds import measure
 
 COST = {"cpu_s": 0.5, "num_operators": 2000, "num_launches": 1000}
 
@@ -121,6 +127,93 @@ def test_a_step_over_dtensors_is_counted_on_the_local_tensors(lonely_group: None
             optimizer.step()
         counts.append(counter.count)
     assert counts[0] == counts[1] > 0
+
+
+# Forward and backward, held against the plain model's.
+
+
+@pytest.mark.parametrize(
+    ("precision", "checkpointed"), [(Precision.FP32, False), (Precision.BF16, False), (Precision.BF16, True)]
+)
+def test_every_backend_does_the_plain_models_work(tmp_path: Path, precision: Precision, checkpointed: bool) -> None:
+    """In a virtual world of two ranks, where all that a framework does around the model is done."""
+    cells = [
+        make_cell(
+            backend=name,
+            model="micro",
+            precision=precision,
+            accumulate=2,
+            global_batch_size=8,
+            sequence_length=16,
+            virtual=True,
+            activation_checkpointing=checkpointed,
+        )
+        for name, backend in BUILT_IN.items()
+        if not backend.not_virtual
+        and not (precision is Precision.BF16 and backend.framework == "DeepSpeed" and backend.sync is Sync.DEFERRED)
+    ]
+    with Launcher(Device.CPU) as launcher:
+        found = measure(launcher, tmp_path, cells, ("dispatch",))
+    assert {name: one["dispatch"]["other_work"] for name, one in found.items()} == {cell.backend: "" for cell in cells}
+
+
+class RepeatsKeys(DDPEager):
+    """Attention as transformers has it where SDPA is not to broadcast: the update is right, the work is not."""
+
+    name = "repeats-keys"
+
+    def train(self, job: Job) -> None:
+        build = job.build
+
+        def repeating() -> Any:
+            model: Any = build()
+            model.config._attn_implementation = "sdpa"
+            return model
+
+        job.build = repeating
+        super().train(job)
+
+
+class LooksTwice(DDPEager):
+    """Computes each loss once more, without gradients."""
+
+    name = "looks-twice"
+
+    def train(self, job: Job) -> None:
+        loss = job.loss
+
+        def twice(model: Any, batch: Any) -> Any:
+            with torch.no_grad():
+                loss(model, batch)
+            return loss(model, batch)
+
+        job.loss = twice
+        super().train(job)
+
+
+@pytest.mark.usefixtures("lonely_group")
+@pytest.mark.parametrize(
+    ("backend", "words"),
+    [
+        (DDPEager, ""),
+        (
+            RepeatsKeys,
+            r"aten._scaled_dot_product_\w+.default of {q} {k} {k} ran 0 times in 3 micro-batches, 6 were due",
+        ),
+        (LooksTwice, r"aten.pow.Tensor_Scalar of \[2, 16, 64\] ran 45 times in 6 micro-batches, 60 were due"),
+    ],
+)
+def test_other_work_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: type[Backend], words: str
+) -> None:
+    monkeypatch.setenv("TRANSFORMERS_SDPA_FORCE_GQA", "0")
+    monkeypatch.setattr(sdpa_attention, "use_gqa_in_sdpa", lambda *_: False)
+    cell = make_cell(model="micro", world_size=1, accumulate=3, global_batch_size=6, sequence_length=16)
+    spec = Spec(cell=cell, passes=("dispatch",), folder=str(tmp_path), reference="")
+    found = Trial(spec, 0, torch.device("cpu"), backend).run()
+    expected = words.format(q=r"\[2, 2, 16, 32\]", k=r"\[2, 1, 16, 32\]")
+    assert re.fullmatch(expected, found["dispatch"]["other_work"])
+    assert wrong([{**make_rank(cell), **found}], ("dispatch",)) == ""
 
 
 # The windows, and who measures which.
@@ -257,10 +350,24 @@ def test_what_one_rank_could_not_tell_is_not_known() -> None:
 
 
 @pytest.mark.parametrize(
-    "damaged", [None, {}, {**COST, "cpu_s": "much"}, {**COST, "num_operators": -1}, {"cpu_s": 1.0, "num_operators": 1}]
+    "damaged",
+    [
+        None,
+        {},
+        {**COST, "cpu_s": "much"},
+        {**COST, "num_operators": -1},
+        {**COST, "other_work": 1},
+        {"cpu_s": 1.0, "num_operators": 1},
+    ],
 )
 def test_a_damaged_result_is_named(damaged: Any) -> None:
     assert "dispatch is none" in wrong([make_rank(make_cell(), dispatch=damaged)], ("dispatch",))
+
+
+def test_the_work_of_the_first_rank_that_differs_is_told() -> None:
+    ranks = [{**COST, OTHER_WORK: words} for words in ("", "aten.mm", "aten.bmm")]
+    assert merge(ranks)[OTHER_WORK] == "aten.mm"
+    assert merge(ranks[:1])[OTHER_WORK] == ""
 
 
 def test_every_real_cell_has_the_pass_and_no_virtual_one() -> None:
@@ -284,7 +391,7 @@ def test_the_pass_of_a_real_training(tmp_path: Path) -> None:
         )
         spec = Spec(cell=cell, passes=("dispatch",), folder=str(tmp_path), reference="")
         found = Trial(spec, 0, torch.device("cpu"), registry()["ddp-eager"]).run()["dispatch"]
-        assert found.keys() == set(NUMBERS)
+        assert found.keys() == {*NUMBERS, OTHER_WORK}
         assert found["num_launches"] is None
         assert 0 < found["cpu_s"] < 60
         counts[accumulate] = found["num_operators"]

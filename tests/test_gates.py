@@ -106,6 +106,28 @@ def test_each_gate_of_the_time_pass_fires_alone(time: dict[str, Any], reason: st
     assert verdict(record(**time)) == ("invalid", reason)
 
 
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [
+        ({}, ""),
+        ({"other_work": ""}, ""),
+        (
+            {"other_work": "aten.mm.default of [2, 3] [3, 4] ran 9 times in 8 micro-batches, 8 were due"},
+            "forward and backward are not those of the plain model: aten.mm.default of [2, 3] [3, 4] ran 9 times in 8 "
+            "micro-batches, 8 were due",
+        ),
+    ],
+)
+def test_other_work_than_the_plain_models(told: dict[str, str], reason: str) -> None:
+    """Records of older versions do not tell; the pass ran once, and all trials of the cell are judged by it."""
+    first, second = record(), record(repeat=1)
+    first["dispatch"] |= told
+    del second["dispatch"]
+    trials = judged(first, second).trials.iloc[1:]
+    assert set(trials["status"]) == {"invalid" if reason else "ok"}
+    assert set(trials["reason"]) == {reason}
+
+
 def test_a_missing_reference() -> None:
     assert verdict(record(), truth=False) == ("invalid", MISSING)
     made = judged(make_failure(TRUTH), record(), truth=False)

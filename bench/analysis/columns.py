@@ -102,6 +102,7 @@ _TRIALS: dict[str, tuple[str, str]] = {
     "cpu_s_per_micro_batch": ("s", "CPU time of one rank's process, the optimizer step's share included"),
     "num_operators_per_micro_batch": ("operators", "that torch dispatched, the optimizer step's share included"),
     "num_launches_per_micro_batch": ("launches", "of CUDA kernels, the optimizer step's share included"),
+    "other_work": ("", "first operator of forward or backward that is not the plain model's; empty text if all are"),
     "collective_s": ("s", "of one window in which NCCL's kernels ran"),
     "exposed_s": ("s", "of these in which nothing else ran"),
     "num_passes": ("passes", "of the trial"),

@@ -125,6 +125,8 @@ def findings(row: Any, deviation: Deviation | None) -> list[str]:
     """
     limits = tolerance(row["precision"], row["workload"], row["model"])
     found = _step_findings(row)
+    if pd.notna(row["other_work"]) and row["other_work"]:
+        found.append(f"forward and backward are not those of the plain model: {row['other_work']}")
     update = _update_finding(row, limits)
     if deviation is None:
         found.append("losses could not be checked: the reference failed or is missing, or not every step has a loss")

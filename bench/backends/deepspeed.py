@@ -63,13 +63,17 @@ def remark(stage: int, cell: Cell) -> str:
 
     deepspeed/runtime/zero/partition_parameters.py: ``all_gather_coalesced`` calls ``_no_gather_coalesced`` where a
     group has one rank, whose handles' ``wait`` synchronizes the stream of gathers. ``AllGatherHandle.wait`` does not.
+    linear.py: ``LinearFunctionForZeroStage3`` saves its input after the product, where a checkpoint stops computing.
     """
+    said = []
     if stage == 3 and cell.world_size == 1 and cell.device is Device.CUDA:
-        return (
+        said.append(
             "on one rank ZeRO-3 gathers nothing, and DeepSpeed makes the host wait for a CUDA stream at every fetch of "
             "a module's parameters, which it does not on several ranks: this step time says nothing about larger worlds"
         )
-    return ""
+    if stage == 3 and cell.activation_checkpointing:
+        said.append("under activation checkpointing ZeRO-3 recomputes the last product of every block, others do not")
+    return "; ".join(said)
 
 
 def prepare() -> None:

@@ -9,6 +9,7 @@ own, since counting operators takes CPU time, and so does the profiler that sees
   since the driver spins.
 - ``num_operators``: calls that went through torch's dispatcher to a backend, below autograd: operators of ATen, views
   among them, collectives, FSDP2's copies; what an operator calls inside is not counted, nor are the profiler's marks.
+  In the same window those of forward and backward are compared with the plain model's: ``bench.probes.operators``.
 - ``num_launches``: calls of the CUDA runtime or driver that launch a kernel, or a graph of kernels; copies and fills
   are none.
 """
@@ -16,11 +17,12 @@ own, since counting operators takes CPU time, and so does the profiler that sees
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, Self
 
 from bench.probes.exposure import WindowProfiler
-from bench.taps import SETTLED_WINDOWS, Kind
+from bench.taps import SETTLED_WINDOWS, Kind, Taps
 
 CPU_WINDOWS = 2
 """Windows whose CPU time is taken; the smaller counts, since whatever disturbs a process only adds to it."""
@@ -35,6 +37,9 @@ LAUNCHES = (
 """How the names of calls begin that launch kernels: ``cudaLaunchKernelExC``, ``cuLaunchKernelEx`` and others follow."""
 NUMBERS = ("cpu_s", "num_operators", "num_launches")
 """Keys of a rank's result: of one window, None where it was not measured."""
+OTHER_WORK = "other_work"
+"""Another: the first operator of forward or backward that the plain model does not run as often, in words; empty if
+there is none. Missing where they were not compared."""
 
 
 class Instrument(Protocol):
@@ -67,21 +72,31 @@ class CpuTime:
 
 
 class Operators:
-    """Operators dispatched; None before the end of the window."""
+    """Operators dispatched, and those of forward and backward; None before the end of the window."""
 
-    def __init__(self) -> None:
+    def __init__(self, taps: Taps | None = None) -> None:
         self.count: int | None = None
+        self.work: Counter[str] | None = None
+        self.micro_batches = 0
+        """How many the window had: more than N where a framework left out a step."""
+        self._taps = taps
         self._mode: Any = None
 
     def start(self) -> None:
         from bench.probes.operators import OperatorCounter
 
-        self._mode = OperatorCounter()
+        self._mode = OperatorCounter(self._taps)
+        self.micro_batches = -self._num_losses
         self._mode.__enter__()
 
     def stop(self) -> None:
         self._mode.__exit__(None, None, None)
-        self.count = self._mode.count
+        self.count, self.work = self._mode.count, self._mode.work
+        self.micro_batches += self._num_losses
+
+    @property
+    def _num_losses(self) -> int:
+        return len(self._taps.losses) if self._taps else 0
 
 
 class Launches(WindowProfiler):
@@ -96,12 +111,21 @@ class Launches(WindowProfiler):
 class HostCost:
     """Measures the windows after SETTLED_WINDOWS, one instrument each; a context around the training.
 
-    Call ``see`` after every event. ``result`` is plain JSON with the keys of NUMBERS.
+    Call ``see`` after every event. ``result`` is plain JSON with the keys of NUMBERS, and of OTHER_WORK if the work of
+    the plain model is given.
     """
 
-    def __init__(self, accumulate: int, *, cuda: bool) -> None:
+    def __init__(
+        self,
+        accumulate: int,
+        *,
+        cuda: bool,
+        taps: Taps | None = None,
+        plain: tuple[Counter[str], Counter[str]] | None = None,
+    ) -> None:
         self._cpu = [CpuTime(cuda=cuda) for _ in range(CPU_WINDOWS)]
-        self._operators = Operators()
+        self._operators = Operators(taps)
+        self._plain = plain
         self._launches = Launches() if cuda else None
         self._instruments: list[Instrument] = [*self._cpu, self._operators]
         if self._launches is not None:
@@ -145,7 +169,13 @@ class HostCost:
         seconds = [one.seconds for one in self._cpu if one.seconds is not None]
         launches = None if self._launches is None else self._launches.count
         values = (min(seconds, default=None), self._operators.count, launches)
-        return dict(zip(NUMBERS, values, strict=True))
+        found: dict[str, Any] = dict(zip(NUMBERS, values, strict=True))
+        operators = self._operators
+        if self._plain and operators.work is not None:
+            from bench.probes.operators import other_work
+
+            found[OTHER_WORK] = other_work(*self._plain, operators.work, operators.micro_batches)
+        return found
 
 
 def num_launches(events: Iterable[Any]) -> int | None:
@@ -169,6 +199,10 @@ def num_launches(events: Iterable[Any]) -> int | None:
 
 
 def merge(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One trial's cost from its ranks': of each number the largest, None if a rank lacks it."""
+    """One trial's cost from its ranks': of each number the largest, None if a rank lacks it; the first other work."""
     columns = {name: [rank[name] for rank in ranks] for name in NUMBERS}
-    return {name: None if None in values else max(values) for name, values in columns.items()}
+    merged: dict[str, Any] = {name: None if None in values else max(values) for name, values in columns.items()}
+    compared = [rank[OTHER_WORK] for rank in ranks if OTHER_WORK in rank]
+    if compared:
+        merged[OTHER_WORK] = next((words for words in compared if words), "")
+    return merged
