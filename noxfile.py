@@ -53,9 +53,10 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["install"])
 def tests(session: nox.Session) -> None:
-    """Run the tests: ``pytest`` with the given arguments, two files at a time."""
+    """Run the tests: ``pytest`` with the given arguments, two files at a time; --all for those that take long too."""
+    left_out = ("--ignore=tests/faults", "--ignore=tests/overhead")  # have sessions of their own
     # Most tests wait for process groups to start; each file's shared runs are made by one worker.
-    session.run("python", "-m", "pytest", "-n", "2", "--dist", "loadfile", *session.posargs)
+    session.run("python", "-m", "pytest", "-n", "2", "--dist", "loadfile", *left_out, *session.posargs)
 
 
 SKIPPED = 77
@@ -66,7 +67,7 @@ SKIPPED = 77
 def cuda(session: nox.Session) -> None:
     """Run tests/cuda on GPUs that are not there: torch for CUDA over a stub, in .nox/cuda-stub or where CUDA_STUB says.
 
-    Without --slow in a short form.
+    Without --all in a short form.
     """
     folder = os.environ.get("CUDA_STUB", ".nox/cuda-stub")
     build = subprocess.run(
@@ -95,14 +96,14 @@ def browser(session: nox.Session) -> None:
             session.run("apt-get", "install", "-q", "-y", "--no-install-recommends", *packages, external=True)
         else:
             session.warn(f"no browser: install one of {', '.join(BROWSERS)}; until then these tests are skipped")
-    session.run("python", "-m", "pytest", "--browser", "--slow", *BROWSER_TESTS, *session.posargs)
+    session.run("python", "-m", "pytest", "--browser", "--all", *BROWSER_TESTS, *session.posargs)
 
 
 @nox.session(venv_backend="none", requires=["install"])
 def faults(session: nox.Session) -> None:
     """Break trials, runners and files in every way that tests/faults has, and write docs/reliability.md again."""
     session.run("python", "-m", "pip", "install", "-q", "-c", "constraints.txt", "--group", "fuzz")
-    page = ("--slow", "--reliability", "docs/reliability.md")
+    page = ("--all", "--reliability", "docs/reliability.md")
     session.run("python", "-m", "pytest", "tests/faults", *page, *session.posargs)
 
 

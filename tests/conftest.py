@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import pytest
 from bench import tables
 from bench.analysis import gates
 from bench.backends.base import registry
+from bench.cell import SHARDED_REFERENCE
 from bench.journal import Journal, read_manifest
 from tests import plugin
 
@@ -34,24 +35,34 @@ def alone() -> dict[str, str]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow", action="store_true", help="run also what takes more than a minute")
+    parser.addoption("--all", action="store_true", help="run also what takes long: all backends, precisions and worlds")
     parser.addoption("--browser", action="store_true", help="run also what needs a browser: nox -s browser has one")
     parser.addoption(
         "--reliability", type=Path, metavar="FILE.md", help="write the page of what tests/faults found, and its data"
     )
     parser.addoption("--cuda-stub", metavar="DIR", help="run also tests/cuda, over the stub of CUDA in this folder")
     parser.addoption("--gpu-page", type=Path, metavar="FILE.md", help="write the table of this page: what was counted")
-    parser.addoption("--kills", type=int, default=50, metavar="N", help="with --slow: how many by each signal")
+    parser.addoption("--kills", type=int, default=50, metavar="N", help="with --all: how many by each signal")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for name, why in (("slow", "takes more than a minute"), ("browser", "needs a browser")):
-        if config.getoption(f"--{name}"):
+    for name, option, why in (("slow", "--all", "takes long"), ("browser", "--browser", "needs a browser")):
+        if config.getoption(option):
             continue
-        skip = pytest.mark.skip(reason=f"{why}; run it with --{name}")
+        skip = pytest.mark.skip(reason=f"{why}; run it with {option}")
         for item in items:
             if name in item.keywords:
                 item.add_marker(skip)
+
+
+def first(chosen: Collection[Any], every: Iterable[Any]) -> list[Any]:
+    """Every one as a parameter of a test, those that are not chosen with --all alone."""
+    return [one if one in chosen else pytest.param(one, marks=pytest.mark.slow) for one in every]
+
+
+def asked(request: pytest.FixtureRequest, chosen: Iterable[Any], every: Iterable[Any]) -> list[Any]:
+    """What a fixture makes: the chosen ones, or with --all every one."""
+    return list(every if request.config.getoption("--all") else chosen)
 
 
 MATRIX = """
@@ -159,10 +170,22 @@ def fp32_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run_matrix(tmp_path_factory.mktemp("fp32"), backend=json.dumps(list(registry())))
 
 
+IN_BF16 = (
+    SHARDED_REFERENCE,
+    "ddp-deferred",
+    "fsdp2-eager",
+    "deepspeed-zero2-eager",
+    "deepspeed-zero2-deferred",
+    "lightning-deepspeed-zero2",
+)
+"""One backend for each way to compute in bf16, one that refuses, and one with a defect."""
+
+
 @pytest.fixture(scope="session")
-def bf16_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Every built-in backend in bf16."""
-    return run_matrix(tmp_path_factory.mktemp("bf16"), backend=json.dumps(list(registry())), precision="bf16")
+def bf16_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """IN_BF16, or with --all every built-in backend, in bf16."""
+    names = json.dumps(asked(request, IN_BF16, registry()))
+    return run_matrix(tmp_path_factory.mktemp("bf16"), backend=names, precision="bf16")
 
 
 @pytest.fixture(scope="session")

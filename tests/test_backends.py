@@ -21,7 +21,7 @@ from bench.spec import Spec
 from bench.tables import CHILD_COLUMNS, TRIAL_COLUMNS
 from bench.trial import Trial
 from bench.workload.sizes import SIZES
-from tests.conftest import Run, run_matrix
+from tests.conftest import IN_BF16, Run, asked, first, run_matrix
 from tests.factories import make_cell
 
 BACKENDS = sorted(registry())
@@ -51,7 +51,7 @@ def test_fp32_update_and_losses_equal_the_reference(fp32_run: Run, backend: str)
     assert trial["final_loss"] > 1
 
 
-@pytest.mark.parametrize("backend", [name for name in SOUND if name not in NOT_IN_BF16])
+@pytest.mark.parametrize("backend", first(IN_BF16, [name for name in SOUND if name not in NOT_IN_BF16]))
 def test_bf16_update_and_losses_are_within_tolerance(bf16_run: Run, backend: str) -> None:
     trial = bf16_run.trial(backend)
     assert trial["status"] == "ok", trial["reason"]
@@ -60,7 +60,7 @@ def test_bf16_update_and_losses_are_within_tolerance(bf16_run: Run, backend: str
         assert trial["update_scale"] == pytest.approx(1, abs=1e-2)
 
 
-@pytest.mark.parametrize("backend", NOT_IN_BF16)
+@pytest.mark.parametrize("backend", first(IN_BF16, NOT_IN_BF16))
 def test_what_would_accumulate_in_bf16_is_refused(bf16_run: Run, backend: str) -> None:
     trial = bf16_run.trial(backend)
     assert trial["status"] == "unsupported"
@@ -68,6 +68,7 @@ def test_what_would_accumulate_in_bf16_is_refused(bf16_run: Run, backend: str) -
     assert bf16_run.process.returncode == 0, "what cannot run is no failure"
 
 
+@pytest.mark.slow
 def test_bf16_copies_give_one_update_whoever_makes_them(bf16_run: Run) -> None:
     """FSDP2 and DeepSpeed both start from the same fp32 masters, compute in bf16 and reduce in fp32."""
     names = ("fsdp2-eager", "fsdp2-deferred", "lightning-fsdp2", "deepspeed-zero2-eager", "deepspeed-zero3-eager")
@@ -77,9 +78,16 @@ def test_bf16_copies_give_one_update_whoever_makes_them(bf16_run: Run) -> None:
 
 
 @pytest.mark.parametrize("backend", DEFECTIVE)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_loss_divided_twice_is_caught(request: pytest.FixtureRequest, backend: str, precision: str) -> None:
-    trial = request.getfixturevalue(f"{precision}_run").trial(backend)
+def test_the_loss_divided_twice_is_caught(fp32_run: Run, backend: str) -> None:
+    check_divided_twice(fp32_run.trial(backend))
+
+
+@pytest.mark.parametrize("backend", first(IN_BF16, DEFECTIVE))
+def test_the_loss_divided_twice_is_caught_in_bf16(bf16_run: Run, backend: str) -> None:
+    check_divided_twice(bf16_run.trial(backend))
+
+
+def check_divided_twice(trial: Any) -> None:
     assert trial["status"] == "invalid"
     assert trial["update_scale"] == pytest.approx(1 / N, rel=1e-2)
     assert "the loss is divided by N = 4 twice" in trial["reason"]
@@ -292,19 +300,20 @@ def test_deepspeed_starts_no_compiler_and_writes_out_no_parameter(
 
 
 CLIP = 1.5
+CLIPPED = ("ddp-deferred", "fsdp2-deferred", "deepspeed-zero2-eager")
 CLIPPING = ("ddp-deferred", "fsdp2-deferred", "deepspeed-zero2-eager", "lightning-ddp", "fabric-fsdp2-deferred")
 
 
 @pytest.fixture(scope="module")
-def clipped_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def clipped_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """SGD and clipping, with a limit that the whole gradient is above and that one rank's shard may be below."""
-    names = ", ".join(f'"{name}"' for name in (*CLIPPING, "lightning-deepspeed-zero2"))
+    names = ", ".join(f'"{name}"' for name in (*asked(request, CLIPPED, CLIPPING), "lightning-deepspeed-zero2"))
     folder = tmp_path_factory.mktemp("clipped")
     options = ("--optimizer", "sgd", "--clip-norm", str(CLIP))
     return run_matrix(folder, *options, backend=f"[{names}]")
 
 
-@pytest.mark.parametrize("backend", CLIPPING)
+@pytest.mark.parametrize("backend", first(CLIPPED, CLIPPING))
 def test_a_clipped_update_equals_the_clipped_reference(clipped_run: Run, backend: str) -> None:
     """Clipping one rank's shard by its own norm, not by that of the whole gradient, would give another length."""
     trial, truth = clipped_run.trial(backend), clipped_run.trial("reference")

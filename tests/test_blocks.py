@@ -22,7 +22,7 @@ from bench.launch.launcher import Launcher
 from bench.spec import EXTRA_PASSES, extra_passes
 from bench.virtual import passes
 from bench.workload import load
-from tests.conftest import Run, run_matrix
+from tests.conftest import Run, asked, first, run_matrix
 from tests.factories import make_backend, make_cell
 from tests.virtual_worlds import measure, world_cell
 
@@ -40,6 +40,7 @@ BACKENDS = [
     "fabric-fsdp2-deferred",
 ]
 """Of every framework, and of every way to reduce and to shard."""
+CHOSEN = ("ddp-deferred", "fsdp2-eager", "deepspeed-zero2-eager", "deepspeed-zero3-eager")
 STAGE3 = [name for name in BACKENDS if getattr(registry()[name], "stage", 2) == 3]
 COMPILABLE = ["ddp-deferred", "fsdp2-deferred"]
 ALL_COMPILABLE = [*COMPILABLE, "fsdp2-eager", "deepspeed-zero2-eager", "lightning-ddp", "lightning-fsdp2"]
@@ -63,32 +64,36 @@ def of_world(launcher: Launcher, folder: Path, names: list[str], asked: tuple[st
     return measure(launcher, folder, [world_cell(name, 2, **(LLAMA | changes)) for name in names], asked)
 
 
-@pytest.fixture(scope="module")
-def kept(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Trials:
-    return of_world(launcher, tmp_path_factory.mktemp("kept"), BACKENDS, ("time", "collectives", "memory"))
+PASSES = ("time", "collectives", "memory")
 
 
 @pytest.fixture(scope="module")
-def checkpointed(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Trials:
-    folder = tmp_path_factory.mktemp("checkpointed")
-    asked = ("time", "collectives", "memory")
-    return of_world(launcher, folder, BACKENDS, asked, activation_checkpointing=True)
+def kept(request: pytest.FixtureRequest, launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Trials:
+    return of_world(launcher, tmp_path_factory.mktemp("kept"), asked(request, CHOSEN, BACKENDS), PASSES)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.fixture(scope="module")
+def checkpointed(
+    request: pytest.FixtureRequest, launcher: Launcher, tmp_path_factory: pytest.TempPathFactory
+) -> Trials:
+    folder, names = tmp_path_factory.mktemp("checkpointed"), asked(request, CHOSEN, BACKENDS)
+    return of_world(launcher, folder, names, PASSES, activation_checkpointing=True)
+
+
+@pytest.mark.parametrize("backend", first(CHOSEN, BACKENDS))
 def test_checkpointing_changes_no_loss(kept: Trials, checkpointed: Trials, backend: str) -> None:
     losses = kept[backend]["time"]["losses"]
     assert len(losses) == 3 and losses[0] != losses[-1], "weights must have moved"
     assert checkpointed[backend]["time"]["losses"] == pytest.approx(losses, rel=1e-7)
 
 
-@pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in STAGE3])
+@pytest.mark.parametrize("backend", first(CHOSEN, [name for name in BACKENDS if name not in STAGE3]))
 def test_checkpointing_sends_nothing_more(kept: Trials, checkpointed: Trials, backend: str) -> None:
     """FSDP2's hooks are outside of what is computed once more, so that nothing is gathered a third time."""
     assert checkpointed[backend]["collectives"] == kept[backend]["collectives"]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", first(CHOSEN, BACKENDS))
 def test_checkpointing_holds_the_same_and_saves_activations(kept: Trials, checkpointed: Trials, backend: str) -> None:
     before, after = kept[backend]["memory"], checkpointed[backend]["memory"]
     assert after["held"] == before["held"]
@@ -96,7 +101,7 @@ def test_checkpointing_holds_the_same_and_saves_activations(kept: Trials, checkp
     assert after["peak_activations"] < before["peak_activations"]
 
 
-@pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in STAGE3])
+@pytest.mark.parametrize("backend", first(CHOSEN, [name for name in BACKENDS if name not in STAGE3]))
 def test_the_peak_with_checkpointing_is_predicted(checkpointed: Trials, backend: str) -> None:
     cell = world_cell(backend, 2, **LLAMA, activation_checkpointing=True, virtual=True)  # of rank 0, as measured
     layout = layout_of(cell)
@@ -126,6 +131,7 @@ def both_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run_matrix(tmp_path_factory.mktemp("both"), *options, backend=names, precision="bf16")
 
 
+@pytest.mark.slow
 def test_one_reference_judges_both(both_run: Run) -> None:
     assert both_run.process.returncode == 0, both_run.process.stdout + both_run.process.stderr
     trials = both_run.tables.trials
@@ -266,14 +272,11 @@ def compiled_run(folder: Path, names: list[str], checkpointing: str, precision: 
     return run_matrix(folder, *options, backend=listed, precision=precision)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_COMPILER, reason="torch.compile needs a C++ compiler, and there is none")
 @pytest.mark.parametrize(
     ("names", "checkpointing", "precision"),
-    [
-        (COMPILABLE, "on", "fp32"),
-        pytest.param(ALL_COMPILABLE, "off", "fp32", marks=pytest.mark.slow),
-        pytest.param(ALL_COMPILABLE, "on", "bf16", marks=pytest.mark.slow),
-    ],
+    [(COMPILABLE, "on", "fp32"), (ALL_COMPILABLE, "off", "fp32"), (ALL_COMPILABLE, "on", "bf16")],
 )
 def test_compiled_backends_equal_the_reference(
     tmp_path: Path, names: list[str], checkpointing: str, precision: str

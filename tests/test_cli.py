@@ -399,9 +399,7 @@ def test_plan_of_ten_thousand_cells(place: Place) -> None:
         ("[1, 2]", str(divisors)),
         ("[2]\n", f"{divisors}\n"),
     )
-    started = time.monotonic()
     status, out, _ = place.call("plan", "--matrix", name)
-    assert time.monotonic() - started < 20
     assert status == GOOD
     ids = [line.split()[0] for line in out.splitlines()[1:-1]]
     assert len(ids) == len(set(ids)) == 1 + 17 * 25 * 25 + 1 >= 10_000

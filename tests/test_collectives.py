@@ -44,6 +44,7 @@ def check(cells: list[Cell], folder: Path) -> None:
     assert not wrong
 
 
+@pytest.mark.slow
 def test_counted_equals_formula_for_every_backend(tmp_path: Path) -> None:
     """Two ranks, one and four micro-batches; with bf16, clipping, and a table that is the head too; a shipped model."""
     shared: dict[str, Any] = {"workload": UNEVEN, "model": "2tied"}
@@ -55,6 +56,7 @@ def test_counted_equals_formula_for_every_backend(tmp_path: Path) -> None:
     check(cells, tmp_path)
 
 
+@pytest.mark.slow
 def test_counted_equals_formula_at_one_rank(tmp_path: Path) -> None:
     alone = [name for name in BACKENDS if "lightning-deepspeed" not in name]
     cells = windows.cells(alone, [(2, 1)], workload=UNEVEN, model="1", clip_norm=0.5)

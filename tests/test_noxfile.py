@@ -79,7 +79,7 @@ def test_a_machine_that_cannot_build_the_cuda_stub_says_what_it_lacks(
 def test_only_what_a_machine_lacks_skips_the_session_on_cuda(noxfile: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     session = SimpleNamespace(
-        posargs=["--slow"],
+        posargs=["--all"],
         skip=lambda why: done.append(f"skipped: {why}"),
         error=lambda why: done.append(f"failed: {why}"),
         run=lambda *command: done.append(" ".join(command)),
@@ -93,7 +93,7 @@ def test_only_what_a_machine_lacks_skips_the_session_on_cuda(noxfile: Any, monke
         return done[0]
 
     monkeypatch.setenv("CUDA_STUB", "/elsewhere")
-    assert nox_cuda(0, "") == "python -m pytest tests/cuda --cuda-stub /elsewhere --slow"
+    assert nox_cuda(0, "") == "python -m pytest tests/cuda --cuda-stub /elsewhere --all"
     assert nox_cuda(build.SKIPPED, "there is no C compiler\n") == "skipped: there is no C compiler"
     assert nox_cuda(1, "error: expected ';'").startswith("failed: ")
 

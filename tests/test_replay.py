@@ -273,7 +273,14 @@ def launcher() -> Iterator[Launcher]:
         yield launcher
 
 
-@pytest.mark.parametrize(("precision", "n"), [(Precision.FP32, 3), (Precision.FP32, 1), (Precision.BF16, 3)])
+@pytest.mark.parametrize(
+    ("precision", "n"),
+    [
+        (Precision.FP32, 3),
+        pytest.param(Precision.FP32, 1, marks=pytest.mark.slow),
+        pytest.param(Precision.BF16, 3, marks=pytest.mark.slow),
+    ],
+)
 def test_the_replayed_peak_is_the_measured_one(
     launcher: Launcher, tmp_path: Path, precision: Precision, n: int
 ) -> None:

@@ -26,10 +26,22 @@ from bench.taps import SETTLED_WINDOWS
 from bench.virtual import passes, refusal, tensors
 from bench.workload import load
 from bench.workload.sizes import SIZES
+from tests.conftest import asked, first
 from tests.factories import ALL_PASSES, make_cell
 from tests.virtual_worlds import measure, world_cell
 
 BACKENDS = [name for name, backend in registry().items() if not backend.not_virtual and not name.endswith("corrected")]
+CHOSEN = (
+    "ddp-eager",
+    "ddp-deferred",
+    "fsdp2-eager",
+    "fsdp2-deferred",
+    "deepspeed-zero2-eager",
+    "deepspeed-zero3-eager",
+    "lightning-ddp",
+    "lightning-deepspeed-zero3",
+    "fabric-fsdp2-deferred",
+)
 FAKEABLE = [name for name in BACKENDS if not registry()[name].not_fake]
 IN_BF16 = [
     "fsdp2-deferred",
@@ -55,13 +67,14 @@ def launcher() -> Iterator[Launcher]:
 
 
 @pytest.fixture(scope="module")
-def world(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> World:
-    """All backends of one world, measured once."""
+def world(request: pytest.FixtureRequest, launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> World:
+    """The backends of one world, measured once."""
     known: dict[tuple[int, str], dict[str, Any]] = {}
 
     def find(world_size: int, kind: str) -> dict[str, Any]:
         if (world_size, kind) not in known:
-            chosen = {"fake": FAKEABLE, "fake zero": ZERO}.get(kind, BACKENDS)
+            every = {"fake": FAKEABLE, "fake zero": ZERO}.get(kind, BACKENDS)
+            chosen = asked(request, [name for name in every if name in CHOSEN], every)
             changes = {"virtual": kind != "gloo", "fake_tensors": kind.startswith("fake")}
             cells = [world_cell(name, world_size, **changes) for name in chosen]
             known[world_size, kind] = measure(launcher, tmp_path_factory.mktemp(kind), cells)
@@ -80,16 +93,16 @@ def token_bytes(num_ranks: int) -> int:
     return 8 * 9 * N * (SETTLED_WINDOWS + 1) * num_ranks
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("backend", first(CHOSEN, BACKENDS))
+@pytest.mark.parametrize("world_size", first([2], [2, 4]))
 def test_a_virtual_world_communicates_as_a_real_one(world: World, world_size: int, backend: str) -> None:
     pretended, real = world(world_size, "virtual")[backend], world(world_size, "gloo")[backend]
     assert pretended["collectives"] == real["collectives"]
     assert any(row["payload_bytes"] for row in real["collectives"])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("backend", first(CHOSEN, BACKENDS))
+@pytest.mark.parametrize("world_size", first([2], [2, 4]))
 def test_a_virtual_world_takes_the_memory_of_a_real_one(world: World, world_size: int, backend: str) -> None:
     """To the byte and in every category, but for the tokens of ranks that do not exist."""
     pretended, real = world(world_size, "virtual")[backend]["memory"], world(world_size, "gloo")[backend]["memory"]
@@ -97,7 +110,7 @@ def test_a_virtual_world_takes_the_memory_of_a_real_one(world: World, world_size
     assert pretended["peak"] > pretended["held"] > 0
 
 
-@pytest.mark.parametrize("backend", FAKEABLE)
+@pytest.mark.parametrize("backend", first(CHOSEN, FAKEABLE))
 def test_fake_tensors_count_as_real_ones(world: World, backend: str) -> None:
     fake, real = world(8, "fake")[backend], world(8, "virtual")[backend]
     assert fake["collectives"] == real["collectives"]
@@ -106,8 +119,8 @@ def test_fake_tensors_count_as_real_ones(world: World, backend: str) -> None:
     assert fake["memory"] == pytest.approx(real["memory"], abs=slack)
 
 
-@pytest.mark.parametrize("backend", ZERO)
-@pytest.mark.parametrize("world_size", [2, 4, 64])
+@pytest.mark.parametrize("backend", first(CHOSEN, ZERO))
+@pytest.mark.parametrize("world_size", first([64], [2, 4, 64]))
 def test_views_that_deepspeed_makes_for_every_rank_are_missed_by_none(
     world: World, world_size: int, backend: str
 ) -> None:
@@ -146,6 +159,7 @@ def in_bf16(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> dic
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", IN_BF16)
 def test_fake_tensors_count_as_real_ones_in_bf16(in_bf16: dict[bool, dict[str, Any]], backend: str) -> None:
     real, fake = (in_bf16[kind][backend] for kind in (False, True))
@@ -168,7 +182,7 @@ def calls(trial: dict[str, Any], op: str) -> tuple[int, int]:
     return sum(row["calls"] for row in rows), sum(row["payload_bytes"] for row in rows)
 
 
-@pytest.mark.parametrize("backend", FSDP2)
+@pytest.mark.parametrize("backend", first(CHOSEN, FSDP2))
 @pytest.mark.parametrize("world_size", WIDE)
 def test_fsdp2_pads_what_it_reduces_in_a_wide_world(world: World, world_size: int, backend: str) -> None:
     reductions = 1 if "deferred" in backend else N
@@ -186,7 +200,7 @@ def test_ddp_reduces_the_same_in_a_wide_world(world: World, world_size: int) -> 
 
 
 def test_deferred_gradients_do_not_shrink_with_the_world_and_eager_ones_do(world: World) -> None:
-    for world_size in (2, 4, *WIDE):
+    for world_size in (2, *WIDE):
         trials = world(world_size, "virtual")
         eager, deferred = trials["fsdp2-eager"]["memory"], trials["fsdp2-deferred"]["memory"]
         assert deferred["held_gradients_unsharded"] == padded_bytes(1)
@@ -197,7 +211,7 @@ def test_deferred_gradients_do_not_shrink_with_the_world_and_eager_ones_do(world
 
 def test_zero_shards_go_on_shrinking(world: World) -> None:
     for backend in ("deepspeed-zero2-eager", "deepspeed-zero3-eager"):
-        states = [world(size, "virtual")[backend]["memory"]["held_optimizer_state"] for size in (2, 4, *WIDE)]
+        states = [world(size, "virtual")[backend]["memory"]["held_optimizer_state"] for size in (2, *WIDE)]
         assert states == sorted(states, reverse=True)
         assert states[0] / states[-1] == pytest.approx(WIDE[-1] / 2, rel=0.25)
 
@@ -218,7 +232,7 @@ def test_the_usual_path_times_a_virtual_world_and_has_no_losses(
     time = only["time"]
     assert time["losses"] == []
     assert len(time["step_seconds"]) == 2
-    assert all(0 < seconds < 10 for seconds in time["step_seconds"])
+    assert all(seconds > 0 for seconds in time["step_seconds"])
     assert (time["num_updates"], time["num_micro_batches"], time["num_fetched"]) == (3, 3 * N, 3 * N)
     assert time["micro_batches_per_update"] == [N]
     assert only["collectives"] and only["memory"]["peak"]

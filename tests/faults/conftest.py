@@ -11,10 +11,10 @@ from tests.faults.form import FORM
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    FORM.full = bool(config.getoption("--slow"))
+    FORM.full = bool(config.getoption("--all"))
     FORM.kills = int(config.getoption("--kills"))
     if config.getoption("--reliability") is not None and not FORM.full:
-        raise pytest.UsageError("--reliability: the page is of the full form; give --slow too")
+        raise pytest.UsageError("--reliability: the page is of the full form; give --all too")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

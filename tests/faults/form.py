@@ -1,4 +1,4 @@
-"""Two forms of these tests: the short one, and with --slow the full one."""
+"""Two forms of these tests: the short one, and with --all the full one."""
 
 from __future__ import annotations
 

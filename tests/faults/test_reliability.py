@@ -51,5 +51,5 @@ def test_the_short_form_writes_no_page(tmp_path: Path) -> None:
     done = subprocess.run(
         [*command, str(tmp_path / "page.md")], cwd=ROOT, env=alone(), capture_output=True, text=True, timeout=120
     )
-    assert done.returncode == 4 and "give --slow too" in done.stdout + done.stderr
+    assert done.returncode == 4 and "give --all too" in done.stdout + done.stderr
     assert not (tmp_path / "page.md").exists()

@@ -20,6 +20,7 @@ from tests.studies import page as report
 from tests.studies.simulation import FAMILIES, FITTED, Noise, fit, simulate
 from tests.studies.study import BENCH, PLAIN, TARGETS, study_noise
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 QUIET = FAMILIES[-1]
 REPORTS = 60
