@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -77,6 +78,23 @@ def test_without_a_second_fetch_nothing_is_held() -> None:
         probe.open()
         probe.close()
     assert probe.result == {PEAK: 0, **{f"peak_{category}": 0 for category in Category}}
+
+
+def test_a_closed_probe_holds_no_backend() -> None:
+    """Else an engine of DeepSpeed, which holds the probe, would live through all passes that follow."""
+
+    class Holder:
+        def holdings(self) -> dict[Category, list[torch.Tensor]]:
+            return {}
+
+    holder, probe = Holder(), MemoryProbe("cpu")
+    probe.holdings, still = holder.holdings, weakref.ref(holder)
+    with probe.ledger:
+        probe.open()
+        del holder
+        assert still() is not None
+        probe.close()
+        assert still() is None
 
 
 def test_the_peak_is_told_by_what_is_learned_later() -> None:

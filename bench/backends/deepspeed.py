@@ -181,6 +181,12 @@ def holdings(engine: Any) -> dict[Category, list[Tensor]]:
     }
 
 
+def release(engine: Any) -> None:
+    """Take an engine's hooks off its parameters, so that it can be freed: on CUDA no garbage collection sees them."""
+    if hasattr(engine, "destroy"):  # None where it could not be made
+        engine.destroy()
+
+
 def trust_own_classes() -> None:
     """Name to torch the classes that stand in DeepSpeed's checkpoints: no others are read from a file."""
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
@@ -252,6 +258,9 @@ class DeepSpeedZero2Eager(Backend):
         if job.resume:
             trust_own_classes()
             self.engine.load_checkpoint(str(job.resume), tag="checkpoint")
+
+    def __del__(self) -> None:
+        release(getattr(self, "engine", None))
 
     def full_parameters(self) -> Mapping[str, Tensor]:
         return gather(self.engine.module)

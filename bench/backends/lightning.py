@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -176,6 +177,8 @@ def _module(backend: LightningBackend, job: Job) -> LightningModule:
     """The LightningModule: the workload's model, the tapped loss, the tapped optimizer, and nothing else."""
     from lightning.pytorch import LightningModule
 
+    backend = weakref.proxy(backend)  # it holds the module: both would wait for the release of an engine
+
     class Module(LightningModule):
         def __init__(self) -> None:
             super().__init__()
@@ -326,6 +329,10 @@ class LightningDeepSpeedZero2(LightningBackend):
             ds.trust_own_classes()
         with ds.unprinted():
             super().again(job)
+
+    def __del__(self) -> None:
+        if hasattr(self, "trainer"):
+            ds.release(self.trainer.strategy.model)
 
     def initial(self, module: LightningModule, job: Job) -> dict[str, Tensor]:
         return ds.initial_masters(_model(module)) if job.bf16 else {}

@@ -96,6 +96,7 @@ class MemoryProbe:
         """The window ends, and all that could be learned of its storages is known."""
         ledger = self.ledger
         self._is_open = False
+        self.holdings = dict  # the backend may hold the probe, by what it taps
         ledger.look = None
         gc.enable()
         if self._cuda:
