@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -37,18 +38,21 @@ def extra_passes(cell: Cell) -> tuple[str, ...]:
 def passes(cells: Sequence[Cell]) -> dict[str, tuple[str, ...]]:
     """The passes of each cell of a run, ``time`` before others, by id.
 
-    Those of AT_ONE_N are of the smallest N from 2 on, where gradients are accumulated; of 1 if there is no other.
+    Those of AT_ONE_N are of the N at which most backends can be held side by side, the smallest of several; not of 1,
+    where nothing is accumulated, if there is another.
     """
-    found: dict[str, tuple[str, ...]] = {}
+    found = {cell: ("time", *extra_passes(cell)) for cell in cells}
+    watched = [cell for cell in cells if "exposure" in found[cell]]
+    beside = Counter(dataclasses.replace(cell, backend="") for cell in watched)
     chosen: dict[Cell, Cell] = {}
-    for cell in sorted(cells, key=lambda cell: (cell.accumulate == 1, cell.accumulate)):
-        asked = ("time", *extra_passes(cell))
-        if "exposure" in asked:
-            alike = dataclasses.replace(cell, accumulate=1, twin="")
-            if chosen.setdefault(alike, cell) != cell:
-                asked = tuple(name for name in asked if name not in AT_ONE_N)
-        found[cell.cell_id] = virtual.passes(cell, asked)
-    return found
+
+    def rank(cell: Cell) -> tuple[bool, int, int]:
+        return cell.accumulate == 1, -beside[dataclasses.replace(cell, backend="")], cell.accumulate
+
+    for cell in sorted(watched, key=rank):
+        if chosen.setdefault(dataclasses.replace(cell, accumulate=1, twin=""), cell) != cell:
+            found[cell] = tuple(name for name in found[cell] if name not in AT_ONE_N)
+    return {cell.cell_id: virtual.passes(cell, asked) for cell, asked in found.items()}
 
 
 @dataclass(kw_only=True)

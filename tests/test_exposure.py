@@ -283,18 +283,20 @@ def test_only_cells_on_cuda_with_real_ranks_have_the_pass() -> None:
 
 
 def test_on_cuda_what_watches_every_operator_runs_at_one_n() -> None:
-    """The smallest that accumulates; the update and the exposure at every N; on the CPU all passes at every N."""
+    """The smallest that accumulates, or the one that other backends have too; on the CPU at every N."""
     every = ("time", *EXTRA_PASSES)
     cells = [make_cell(accumulate=n) for n in (1, 2, 4)]
     assert set(passes(cells).values()) == {every}
     cuda = [replace(cell, device=Device.CUDA) for cell in cells]
     twin, other = replace(cuda[2], twin="again"), replace(cuda[2], backend="ddp-eager")
-    found = passes([twin, *reversed(cuda), other, cuda[0].reference()])
     few, all_of_them = ("time", "update", "exposure"), (*every, "exposure")
+    found = passes([*reversed(cuda), twin, cuda[0].reference()])
     assert [found[cell.cell_id] for cell in cuda] == [few, all_of_them, few]
     assert found[twin.cell_id] == few
-    assert found[other.cell_id] == all_of_them, "the only N of this backend"
-    assert found[cuda[0].reference().cell_id] == ("time", "update")
+    found = passes([*cuda, twin, other])
+    assert [found[cell.cell_id] for cell in (*cuda, other)] == [few, few, all_of_them, all_of_them], "side by side"
+    assert found[twin.cell_id] == few
+    assert passes([cuda[0].reference()])[cuda[0].reference().cell_id] == ("time", "update")
     assert passes(cuda[:1]) == {cuda[0].cell_id: all_of_them}
     shared = [replace(cell, shared_gpu=True) for cell in cuda]
     assert set(passes(shared).values()) == {every}, "nothing is timed there"
@@ -333,3 +335,11 @@ def test_the_report_shows_the_times_of_cells_that_have_them(tmp_path: Path) -> N
     shown = {row[0].split()[0]: row[-2:] for row in table.rows}
     assert shown["beta"] == ("0.5", "0.125")
     assert shown["alpha"] == ("-", "-")
+    alpha = next(cell for cell in run.cells.values() if cell.backend == "alpha" and cell.accumulate == 1)
+    tables = run.tables
+    tables.collectives, tables.memory = (
+        table[table["cell_id"] != alpha.cell_id] for table in (tables.collectives, tables.memory)
+    )
+    for device, words in ((Device.CPU, "none"), (Device.CUDA, "not counted at this N")):
+        run.cells[alpha.cell_id] = replace(alpha, device=device)
+        assert words in {row[1] for row in section().table.rows}

@@ -77,13 +77,12 @@ def fill(
     for row in frame.to_dict("records"):
         of_trial = counted_of.setdefault((row["cell_id"], row["repeat"]), {})
         of_trial[row["op"], row["dtype"]] = (row["calls"], row["payload_bytes"])
-    tracked = tables.memory[tables.memory["category"].str.startswith(TRACKED)]
-    watched = {*counted_of, *zip(tracked["cell_id"], tracked["repeat"], strict=True)}
+    watched = cells_watched(tables)
     done: set[tuple[str, int]] = set()
     for trial in tables.trials.to_dict("records"):
         key = (trial["cell_id"], trial["repeat"])
         # All passes but the time pass run together, in one trial of a cell; on CUDA those that count, at one N.
-        unwatched = trial["num_passes"] == 1 or (trial["device"] == Device.CUDA and key not in watched)
+        unwatched = trial["num_passes"] == 1 or (trial["device"] == Device.CUDA and key[0] not in watched)
         if trial["status"] not in (Status.OK, Status.INVALID) or unwatched:
             continue
         cell = cell_of(trial)
@@ -105,6 +104,12 @@ def fill(
     memory = pd.DataFrame([*tables.memory.to_dict("records"), *held], columns=list(types)).astype(types)
     filled.tables = replace(tables, collectives=new, memory=memory)
     return filled
+
+
+def cells_watched(tables: Tables) -> set[str]:
+    """Ids of the cells whose collectives were counted, or memory was tracked: on CUDA those of one N."""
+    tracked = tables.memory[tables.memory["category"].str.startswith(TRACKED)]
+    return {*tables.collectives["cell_id"], *tracked["cell_id"]}
 
 
 def _held(filled: Filled, key: tuple[str, int], memory: pd.DataFrame, due: Mapping[str, int]) -> list[dict[str, Any]]:

@@ -11,11 +11,12 @@ import pandas as pd
 from bench.analysis.baseline import Standing
 from bench.analysis.compare import Row
 from bench.analysis.estimate import NAME
+from bench.analysis.expected import cells_watched
 from bench.analysis.gates import tolerance
 from bench.analysis.losses import extent
 from bench.analysis.remarks import note
 from bench.analysis.verdicts import NEXT, Exact, Verdict
-from bench.cell import Status
+from bench.cell import Device, Status
 from bench.probes.categories import PEAK, Category
 from bench.report.answer import noise, sentence, size
 from bench.report.material import (
@@ -254,8 +255,12 @@ def communication(of: Material) -> Section:
     seen = of.run.tables.trials.dropna(subset=["exposed_s"]).groupby("cell_id")[["collective_s", "exposed_s"]].first()
     times = [] if seen.empty else list(seen.columns)  # on CUDA
 
+    watched = cells_watched(of.run.tables)
+
     def line(cell: Mapping[str, Any]) -> tuple[str, ...]:
         operations = by_id.get(cell["cell_id"], [])
+        unseen = of.run.cells[cell["cell_id"]].device is Device.CUDA and cell["cell_id"] not in watched
+        nothing = "not counted at this N" if unseen else "none"
         said = [f"{row['op']} of {row['dtype']}: {row['calls']} x, {scaled(row[TOTAL], MIB)} MiB" for row in operations]
         due = [row for row in operations if pd.notna(row["expected_calls"])]
         right = sum(
@@ -263,7 +268,7 @@ def communication(of: Material) -> Section:
         )
         return (
             of.label(cell["cell_id"]),
-            "; ".join(said) or ("none" if cell["status"] == Status.OK else DASH),
+            "; ".join(said) or (nothing if cell["status"] == Status.OK else DASH),
             f"{right} of {len(due)}" if due else DASH,
             scaled(totals.get(cell["cell_id"]), MIB),
             *(number(seen[name].get(cell["cell_id"]), ".3g") for name in times),
