@@ -398,4 +398,4 @@ def test_given_activations_are_those_without_checkpointing(capsys: pytest.Captur
     assert main(["predict", "--model", "8b", *ASKED, "--activation-checkpointing", "--activations", "9GiB"]) == WRONG
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
-    assert "--activations: are what is kept without --activation-checkpointing" in err
+    assert "--activations: are those kept without --activation-checkpointing" in err

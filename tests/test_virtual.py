@@ -272,20 +272,19 @@ def large(launcher: Launcher, folder: Path, world_size: int, *backends: str) -> 
     return measure(launcher, folder, [large_cell(name, world_size) for name in backends])
 
 
-def test_8b_in_1024_ranks_takes_less_than_a_minute_and_2_gib(launcher: Launcher, tmp_path: Path) -> None:
+def test_8b_in_1024_ranks_takes_less_than_2_gib(launcher: Launcher, tmp_path: Path) -> None:
     found = large(launcher, tmp_path, 1024, "fsdp2-deferred")["fsdp2-deferred"]
     size = SIZES["8b"]
     assert found["num_parameters"] == size.num_parameters
     assert found["memory"]["held_gradients_unsharded"] == 4 * size.num_parameters
     assert calls(found, "all_gather")[0] == N * (2 * size.num_layers + 1)
     assert calls(found, "reduce_scatter")[0] == size.num_layers + 1
-    assert found["cpu_s"] < 60  # one thread
     assert found["peak_rss"] < 2 * 2**30
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["deepspeed-zero2-eager", "deepspeed-zero3-eager"])
-def test_zero_at_8b_in_1024_ranks_takes_no_more(launcher: Launcher, tmp_path: Path, backend: str) -> None:
+def test_zero_at_8b_in_1024_ranks_takes_no_more_memory(launcher: Launcher, tmp_path: Path, backend: str) -> None:
     found = large(launcher, tmp_path, 1024, backend)[backend]
     cell = large_cell(backend, 1024)
     layout = layout_of(cell)
@@ -294,7 +293,6 @@ def test_zero_at_8b_in_1024_ranks_takes_no_more(launcher: Launcher, tmp_path: Pa
     assert expected is not None
     assert found["collectives"] == [dataclasses.asdict(row) for row in expected.collectives]
     assert found["memory"]["held_gradients_sharded"] == expected.held["gradients"]
-    assert found["cpu_s"] < 60  # one thread
     assert found["peak_rss"] < 2 * 2**30
 
 
