@@ -31,6 +31,8 @@ GPU_LAYER_S = 1e-3
 """Least time of a layer's forward and backward in one micro-batch, which is that of launching some 150 kernels."""
 WATCHED_LAYER_S = {"collectives": 3e-3, "memory": 10e-3, "dispatch": 3e-3, "exposure": 3e-3}
 """The same where each operator passes a dispatch mode, or the profiler, in Python."""
+PLAIN_LAYER_S = 0.1
+"""Time of a layer's forward and backward on fake tensors, with which the dispatch pass compares: some 670 operators."""
 GPU_TRIAL_S = 8.0
 """Assumed fixed cost of a trial on a GPU: a second to fork and to import the framework, three for the CUDA context and
 to load libraries' kernels, two for NCCL's communicators, two to end."""
@@ -154,6 +156,7 @@ def _on_gpu(
             once += step + 8 * copy  # weights before and after, their change, the reference's, both compared in fp64
         elif name in WATCHED_LAYER_S:
             once += (SETTLED_WINDOWS + 1) * max(step, layers * WATCHED_LAYER_S[name])
+            once += size.num_layers * PLAIN_LAYER_S if name == "dispatch" else 0
     return Estimate(seconds, "rough", memory, once)
 
 
