@@ -665,7 +665,7 @@ def test_a_torn_line_is_moved_aside_and_told(place: Place) -> None:
     assert status == GOOD
     assert "was cut short, and never counted; the rest of it is in out/trials.torn-1" in out
     # The torn trial was of the last block, so it has an update, and the reference's has to be made again.
-    assert [spec.passes for spec in made[0].specs][0] == ("update",) and len(made[0].specs) == 2
+    assert made[0].specs[0].passes == ("update",) and len(made[0].specs) == 2
 
 
 def no_space(*arguments: Any) -> Any:

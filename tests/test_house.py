@@ -12,9 +12,9 @@ from tests import house
 from tests.conftest import ROOT
 
 AT_MOST = {
-    "modules": 212,
+    "modules": 213,
     "lines": 33000,
-    "longest module": 421,
+    "longest module": 423,
     "names of several modules": 21,
     "names of several classes": 17,
 }
