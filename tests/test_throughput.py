@@ -168,6 +168,7 @@ def test_samples_of_unequal_micro_batches_are_counted() -> None:
     assert found.verdict() is Verdict.RIGHT
 
 
+@pytest.mark.slow  # a busy machine sleeps longer than it was told
 def test_real_and_virtual_time_agree() -> None:
     point = Point(8, 1, 10, micro_batch_s=0.003, optimizer_s=0.05)
     exact, real = measure(point), measure(point, real_time=True)
