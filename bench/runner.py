@@ -90,7 +90,7 @@ class Runner:
         self._done: set[tuple[str, int]] = set()
         self._num_run = self._total = 0
         self._spent_s = self._since = 0.0
-        self._renew_at = -math.inf
+        self._renew_at = time.monotonic() + RENEWED_FOR_S  # the processes of a new launcher are new
         self._have: set[tuple[str, str]] = set()
         """Cells and the extra passes that a good trial of theirs has run."""
 

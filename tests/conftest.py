@@ -69,9 +69,11 @@ MATRIX = """
 description = "for the tests"
 device = "cpu"
 repeats = {repeats}
+threads = 1
 timeout_s = {timeout_s}
 
 [workload]
+model = "micro"
 sequence_length = {sequence_length}
 global_batch_size = 16
 

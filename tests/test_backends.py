@@ -30,9 +30,9 @@ DEFECTIVE = [name for name, backend in registry().items() if backend.defect]
 DDP = ["ddp-eager", "ddp-deferred", "lightning-ddp"]
 NOT_IN_BF16 = ("deepspeed-zero2-deferred", "deepspeed-zero3-deferred")
 SOUND = [name for name in BACKENDS if name not in DEFECTIVE]
-P = SIZES["tiny"].num_parameters
+P = SIZES["micro"].num_parameters
 N, W, WINDOWS = 4, 2, 5
-GROUPS = SIZES["tiny"].num_layers + 1
+GROUPS = SIZES["micro"].num_layers + 1
 """FSDP2's units: the blocks and the root."""
 
 
@@ -193,7 +193,7 @@ def held(run: Run, backend: str) -> float:
     ],
 )
 def test_held_memory_is_the_sum_of_its_parts(fp32_run: Run, backend: str, expected: float) -> None:
-    assert held(fp32_run, backend) == pytest.approx(expected, rel=0.01)
+    assert held(fp32_run, backend) == pytest.approx(expected, rel=0.03)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -300,7 +300,7 @@ def test_deepspeed_starts_no_compiler_and_writes_out_no_parameter(
             assert outcome.ranks[0]["time"]["reported"] == {"processes": 0, "tensors": 0}
 
 
-CLIP = 1.5
+CLIP = 0.75
 CLIPPED = ("ddp-deferred", "fsdp2-deferred", "deepspeed-zero2-eager")
 CLIPPING = ("ddp-deferred", "fsdp2-deferred", "deepspeed-zero2-eager", "lightning-ddp", "fabric-fsdp2-deferred")
 

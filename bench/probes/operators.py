@@ -52,9 +52,19 @@ class OperatorCounter(TorchDispatchMode):
         self.count += func.namespace != MARKS
         result = func(*args, **(kwargs or {}))
         if self._taps and is_work(func, result, in_loss=self._taps.in_loss):
-            taken = [list(leaf.shape) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            self.work[f"{func} of {' '.join(map(str, taken)) or 'nothing'}"] += 1
+            self.work[_named(func, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)])] += 1
         return result
+
+
+def _named(func: Any, taken: list[Tensor]) -> str:
+    """The operator and the shapes that it takes; a product that a bias is added to is that product.
+
+    torch's linear layer adds the bias in the operator of the product, ZeRO-3's in place afterwards if its input has
+    three dimensions.
+    """
+    if func is torch.ops.aten.addmm.default and taken[0].dim() == 1:
+        func, taken = torch.ops.aten.mm.default, taken[1:]
+    return f"{func} of {' '.join(str(list(tensor.shape)) for tensor in taken) or 'nothing'}"
 
 
 def is_work(func: Any, result: Any, *, in_loss: bool) -> bool:
@@ -69,7 +79,8 @@ def is_work(func: Any, result: Any, *, in_loss: bool) -> bool:
     - casts: autocast casts what an operator takes, and others compute with copies that were cast before;
     - views, which compute nothing, and what writes into a tensor that it is given: gathered parameters, summed
       gradients. A model's own operators in place are not compared either;
-    - results of fewer than two dimensions: the loss that is scaled by N, and ZeRO's flat buffers of parameters.
+    - results of fewer than two dimensions, those of size 1 not counted: the loss that is scaled by N, ZeRO's flat
+      buffers of parameters, and the gradient of a bias, whose sum ZeRO-3's own linear layer writes differently.
 
     And of a checkpointed block how much is computed once more: see ``plain_work``.
     """
@@ -78,7 +89,7 @@ def is_work(func: Any, result: Any, *, in_loss: bool) -> bool:
         return False
     if func.namespace in {*COMMUNICATION, MARKS} or func in UNMARKED or func.is_view or func._schema.is_mutable:
         return False
-    return any(isinstance(leaf, torch.Tensor) and leaf.dim() > 1 for leaf in tree_leaves(result))
+    return any(isinstance(leaf, torch.Tensor) and sum(size > 1 for size in leaf.shape) > 1 for leaf in tree_leaves(result))
 
 
 def plain_work(

@@ -97,8 +97,7 @@ def _bars(
     reached = dict(zip(rows, ends, strict=True))
     for backend, status in zip(panel.trials["backend"], panel.trials["status"].astype(str), strict=True):
         at = shown.index(backend)
-        left, words = reached.get(at, 0.0), "not measured" if status == Status.OK else status
-        if at in reached:
-            words = f"{left:.3g}" + (f" {words}" if words != Status.OK else "")
+        left, words = reached.get(at, 0.0), "" if status == Status.OK else status
+        words = f"{left:.3g} {words}".strip() if at in reached else words or "not measured"
         axes.annotate(safe(words), (left, at), (3, 0), textcoords="offset points", va="center", size=TINY, color=GREY)
     axes.xaxis.set_major_locator(MaxNLocator(4))
