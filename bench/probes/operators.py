@@ -52,7 +52,8 @@ class OperatorCounter(TorchDispatchMode):
         self.count += func.namespace != MARKS
         result = func(*args, **(kwargs or {}))
         if self._taps and is_work(func, result, in_loss=self._taps.in_loss):
-            self.work[_named(func, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)])] += 1
+            taken = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            self.work[_named(func, taken)] += 1
         return result
 
 
@@ -89,7 +90,8 @@ def is_work(func: Any, result: Any, *, in_loss: bool) -> bool:
         return False
     if func.namespace in {*COMMUNICATION, MARKS} or func in UNMARKED or func.is_view or func._schema.is_mutable:
         return False
-    return any(isinstance(leaf, torch.Tensor) and sum(size > 1 for size in leaf.shape) > 1 for leaf in tree_leaves(result))
+    results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    return any(sum(size > 1 for size in leaf.shape) > 1 for leaf in results)
 
 
 def plain_work(
