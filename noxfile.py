@@ -152,7 +152,7 @@ def versions(session: nox.Session) -> None:
     """Measure versions of Lightning and DeepSpeed, or those given as PACKAGE==VERSION; writes docs/versions.md."""
     # Each gets a small environment of its own, made on top of the one of `install` and thrown away.
     try:
-        session.run("python", "-m", "bench.versions", *session.posargs)
+        session.run("python", "-m", "bench.audit.versions", *session.posargs)
     except CommandFailed as failure:
         raise SystemExit(failure.return_code or 1) from None
 

@@ -10,13 +10,14 @@ from typing import Any, Self
 
 import pytest
 
-from bench import accumulation, cli
-from bench.accumulation import AccumulationTask, spelled, table
+from bench import cli
+from bench.audit import dtypes
+from bench.audit.dtypes import AccumulationTask, spelled, table
 from bench.backends.base import registry
-from bench.cell import REFERENCE, REFERENCES, Precision, Status
 from bench.errors import UnsupportedError
 from bench.launch.outcome import Outcome
-from bench.probes import accumulation as probe
+from bench.measure import summing
+from bench.plan.cell import REFERENCE, REFERENCES, Precision, Status
 from tests.conftest import ROOT
 from tests.summing import FSDP2_POLICIES, LOOPS, NS
 
@@ -107,7 +108,7 @@ def test_loops_whose_sum_is_known(found: dict[str, Any], loop: str, dtype: str, 
 
 def test_where_nothing_is_accumulated_nothing_is_claimed(found: dict[str, Any]) -> None:
     for name in (f"{REFERENCE} fp32", f"{REFERENCE} bf16", "virtual"):
-        assert found[name] == {"dtype": probe.NOT_MEASURED}
+        assert found[name] == {"dtype": summing.NOT_MEASURED}
     assert found["errors reference"] == [None] * len(NS)
 
 
@@ -135,7 +136,7 @@ def test_the_error_of_a_sum_in_bf16_grows_with_n(found: dict[str, Any]) -> None:
     ("kept", "dtype"), [(8, "bf16"), (12, "fp16"), (23, "fp32"), (32, "fp64"), (16, "other: 16 bits")]
 )
 def test_names_of_dtypes(kept: int, dtype: str) -> None:
-    assert probe._dtype(kept) == dtype
+    assert summing._dtype(kept) == dtype
 
 
 def test_the_table_is_made_by_real_process_groups() -> None:
@@ -172,20 +173,20 @@ def _outcome(*rows: dict[str, Any]) -> Outcome:
 
 
 def test_a_group_that_failed_has_rows_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(accumulation, "Launcher", FakeLauncher)
+    monkeypatch.setattr(dtypes, "Launcher", FakeLauncher)
     FakeLauncher.outcome = Outcome(status=Status.CRASHED, reason="rank 1: no", ranks=[], wall_s=1.0)
     assert cli.main(["accumulation", "--backend", "ddp-eager", "--errors", "--world-size", "4"]) == 1
     assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
         ["ddp-eager", precision, "crashed", "rank", "1:", "no"] for precision in ("fp32", "bf16")
     ]
-    assert FakeLauncher.tasks[0].windows == accumulation.WINDOWS and FakeLauncher.tasks[0].world_size == 4
+    assert FakeLauncher.tasks[0].windows == dtypes.WINDOWS and FakeLauncher.tasks[0].world_size == 4
 
 
 @pytest.mark.parametrize(("dtype", "status"), [("fp32", 0), ("unsupported", 0), ("bf16", 1), ("other: 3 bits", 1)])
 def test_the_exit_status_says_whether_all_sum_in_fp32(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], dtype: str, status: int
 ) -> None:
-    monkeypatch.setattr(accumulation, "Launcher", FakeLauncher)
+    monkeypatch.setattr(dtypes, "Launcher", FakeLauncher)
     FakeLauncher.outcome = _outcome({"backend": "x", "precision": "fp32", "dtype": dtype})
     assert cli.main(["accumulation", "--backend", "ddp-eager", "--json"]) == status
     assert json.loads(capsys.readouterr().out)["dtype"] == dtype
@@ -207,7 +208,7 @@ def test_a_refusal_is_a_row_and_not_an_error(monkeypatch: pytest.MonkeyPatch) ->
     def refuse(*_: Any) -> Any:
         raise UnsupportedError("not in bf16")
 
-    monkeypatch.setattr(accumulation, "accumulator", refuse)
+    monkeypatch.setattr(dtypes, "accumulator", refuse)
     task = AccumulationTask(backend="ddp-eager", world_size=2, precisions=(Precision.BF16,), windows=(), folder="")
-    row = accumulation._row(task, Precision.BF16, registry()["ddp-eager"], 0, None)  # type: ignore[arg-type]
+    row = dtypes._row(task, Precision.BF16, registry()["ddp-eager"], 0, None)  # type: ignore[arg-type]
     assert (row["dtype"], row["reason"]) == ("unsupported", "not in bf16")

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from bench.analysis.baseline import Standing, standings
-from bench.analysis.compare import Row, Run
-from bench.analysis.loading import load
-from bench.analysis.statistics import Interval
-from bench.analysis.verdicts import NEXT, Reason, Verdict, exact
+from bench.judge.loading import Run, load
+from bench.judge.pairs import ComparedPair
+from bench.judge.standing import Standing, standings
+from bench.judge.statistics import Interval
+from bench.judge.verdicts import NEXT, Reason, Verdict, exact
 from bench.report.answer import answer, cut, headline, memory_words, noise, sentence, size
-from bench.report.summary import by_cell
+from bench.report.terminal import by_cell
 from tests.pages import write_run
 
 FACTORS = {"alpha-eager": 1.0, "alpha-deferred": 0.75, "beta": 1.2}
@@ -30,7 +30,7 @@ def standing(run: Run) -> Standing:
     return standings(run)["alpha-eager"]
 
 
-def judged(row: Row, verdict: Verdict, reason: Reason, detail: str = "", **changes: Any) -> Row:
+def judged(row: ComparedPair, verdict: Verdict, reason: Reason, detail: str = "", **changes: Any) -> ComparedPair:
     comparison = row.judgement.comparison
     if changes:
         comparison = dataclasses.replace(comparison, time=dataclasses.replace(comparison.time, **changes))  # type: ignore[type-var]
@@ -40,7 +40,7 @@ def judged(row: Row, verdict: Verdict, reason: Reason, detail: str = "", **chang
     return dataclasses.replace(row, judgement=judgement)
 
 
-def with_memory(row: Row, a: int | None, b: int | None) -> Row:
+def with_memory(row: ComparedPair, a: int | None, b: int | None) -> ComparedPair:
     return dataclasses.replace(row, memory=dataclasses.replace(row.memory, a=a, b=b, verdict=exact(b, a)))
 
 

@@ -15,13 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.backends import fsdp2
 from bench.backends.base import MORE, registry
-from bench.cell import REFERENCES, SHARDED_REFERENCE, Cell, Device, Status
-from bench.journal import SCHEMA_VERSION
+from bench.judge.tables import NAMES
 from bench.launch.launcher import Launcher
-from bench.spec import Spec
-from bench.tables import CHILD_COLUMNS, TRIAL_COLUMNS
-from bench.trial import Trial
-from bench.workload.sizes import SIZES
+from bench.measure.trial import RankTrial
+from bench.plan.cell import REFERENCES, SHARDED_REFERENCE, Cell, Device, Status
+from bench.plan.columns import dtypes
+from bench.plan.models import SIZES
+from bench.plan.task import Spec
+from bench.run.journal import SCHEMA_VERSION
 from tests.conftest import IN_BF16, Run, asked, first, run_matrix
 from tests.factories import make_cell
 
@@ -218,8 +219,7 @@ def test_deferring_costs_memory_and_saves_bytes(fp32_run: Run) -> None:
 
 
 def test_all_tables_are_written_with_their_schema(fp32_run: Run) -> None:
-    expected = {"trials": TRIAL_COLUMNS}
-    expected |= {name: {"cell_id": "string", "repeat": "Int64", **columns} for name, columns in CHILD_COLUMNS.items()}
+    expected = {name: dtypes(name) for name in NAMES}
     for name, columns in expected.items():
         frame = pd.read_parquet(fp32_run.folder / f"{name}.parquet")
         assert list(frame.columns) == list(columns)
@@ -283,7 +283,7 @@ def test_ddp_takes_no_statistics(group: None, monkeypatch: pytest.MonkeyPatch, t
 
     monkeypatch.setattr(DistributedDataParallel, "__init__", noted)
     spec = Spec(cell=cell_here(backend, 7), passes=("time",), folder=str(tmp_path), reference="")
-    assert Trial(spec, 0, torch.device("cpu"), registry()[backend]).time()["num_updates"] == 7
+    assert RankTrial(spec, 0, torch.device("cpu"), registry()[backend]).time()["num_updates"] == 7
     (ddp,) = made
     assert ddp._get_ddp_logging_data()["iteration"] == 0, "the last that statistics were taken of"
 

@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bench import blocks
-from bench.analysis.footprint import declined, footprint
-from bench.analysis.formulas import BUILT_IN, expect, layout_of
+from bench.backends import blocks
 from bench.backends.base import registry
-from bench.cell import REFERENCE, Cell, Device, Precision
+from bench.forecast.footprint import declined, footprint
+from bench.judge.formulas import BUILT_IN, expect, layout_of
 from bench.launch.launcher import Launcher
-from bench.spec import EXTRA_PASSES, extra_passes
-from bench.virtual import passes
+from bench.plan.cell import REFERENCE, Cell, Device, Precision
+from bench.plan.task import EXTRA_PASSES, extra_passes
+from bench.plan.world import passes
 from bench.workload import load
 from tests.conftest import Run, asked, first, run_matrix
 from tests.factories import make_backend, make_cell

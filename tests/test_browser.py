@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from bench.analysis.loading import hashed, load
+from bench.judge.loading import hashed, load
 from bench.report.citation import cite, cite_plot
 from tests.pages import HOSTILE, data_of, read, report, write_large_run, write_run
 

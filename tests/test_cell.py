@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.cell import LATER, REFERENCE, SHARDED_REFERENCE, Cell, Device, Precision
+from bench.plan.cell import LATER, REFERENCE, SHARDED_REFERENCE, Cell, Device, Precision
 from tests.factories import make_cell
 
 CANONICAL = (

@@ -10,11 +10,11 @@ import pandas as pd
 import pytest
 
 from bench import cli
-from bench.analysis.baseline import noise_floor, standing
-from bench.analysis.check import Finding, Level, check
-from bench.analysis.verdicts import Verdict
-from bench.cell import Cell
-from bench.journal import JOURNAL, MANIFEST, Journal, encode, read_manifest, write_manifest
+from bench.judge.integrity import Finding, Level, check
+from bench.judge.standing import noise_floor, standing
+from bench.judge.verdicts import Verdict
+from bench.plan.cell import Cell
+from bench.run.journal import JOURNAL, MANIFEST, Journal, encode, read_manifest, write_manifest
 from tests.simulated import report, simulate
 
 FACTORS = {"base": 1.0, "equal": 1.0, "slow": 1.05, "fast": 0.9}
@@ -47,7 +47,7 @@ def found(folder: Path, level: Level) -> dict[str, str]:
 
 
 def test_verdicts_of_a_run_against_its_baseline(sound: Path) -> None:
-    from bench.analysis.loading import load
+    from bench.judge.loading import load
 
     run = load(sound)
     result = standing(run)

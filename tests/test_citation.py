@@ -22,20 +22,18 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 import bench
-from bench import cli
-from bench.analysis.baseline import run_of, standing
-from bench.analysis.check import Level
-from bench.analysis.compare import Run
-from bench.analysis.estimate import estimate
-from bench.analysis.loading import hashed, load
-from bench.analysis.quoting import Quotes, find_cell
-from bench.analysis.statistics import bootstrap
-from bench.cell import Cell
+from bench import cli, words
 from bench.errors import InputError
-from bench.journal import JOURNAL, Journal, encode, read_manifest, write_manifest
-from bench.report import citation, escape
-from bench.report.citation import Citation, cite, cite_plot, number
-from bench.report.cited import differences, verify
+from bench.judge.bootstrap import bootstrap
+from bench.judge.integrity import Level
+from bench.judge.loading import Run, hashed, load, run_of
+from bench.judge.quoting import Quotes, find_cell
+from bench.judge.samples import estimate
+from bench.judge.standing import standing
+from bench.plan.cell import Cell
+from bench.report import citation
+from bench.report.citation import Citation, cite, cite_plot, differences, number, verify
+from bench.run.journal import JOURNAL, Journal, encode, read_manifest, write_manifest
 from tests.conftest import ROOT
 from tests.factories import make_cell, make_failure, make_manifest, make_record
 from tests.simulated import report, simulate
@@ -308,14 +306,14 @@ def balanced(text: str) -> bool:
 
 @given(st.text())
 def test_no_text_is_markup_once_it_is_escaped(text: str) -> None:
-    line = escape.plain(text)
+    line = words.plain(text)
     assert "\n" not in line and line.isprintable()
-    value = escape.bibtex(text)
+    value = words.bibtex(text)
     assert balanced(value)
     assert not re.search(r"(?<!\\)[&%$#_]", value) and not set("~^<>|") & set(value)
     rest = re.sub(r"\{\\text[a-z]+\}|\\[&%$#_]", "", value)
     assert not set("\\{}") & set(rest)
-    tokens = MarkdownIt("commonmark").enable(["table", "strikethrough"]).parseInline(f"x{escape.markdown(text)}x")
+    tokens = MarkdownIt("commonmark").enable(["table", "strikethrough"]).parseInline(f"x{words.markdown(text)}x")
     assert {one.type for one in tokens[0].children or ()} <= {"text", "text_special"}
     assert "".join(one.content for one in tokens[0].children or ()) == f"x{line}x"
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench.analysis import expected
-from bench.analysis.formulas import expect
 from bench.backends.base import registry
-from bench.cell import REFERENCE, REFERENCES, Cell, Device, Precision
-from bench.probes.collectives import CollectiveCounter
-from bench.tables import build
-from bench.workload.shapes import Layout, Parameter
+from bench.judge import expected
+from bench.judge.formulas import expect
+from bench.judge.tables import build
+from bench.measure.collectives import CollectiveCounter
+from bench.plan.cell import REFERENCE, REFERENCES, Cell, Device, Precision
+from bench.workload.layout import Layout, Parameter
 from tests import windows
 from tests.factories import make_cell, make_manifest, make_record
 from tests.windows import UNEVEN, Amounts
@@ -205,7 +205,7 @@ def test_what_nobody_expects_is_a_finding() -> None:
 def test_a_known_difference_is_explained_and_no_finding() -> None:
     cell = make_cell(backend=REFERENCE, accumulate=1, world_size=1)
     row = {"op": "barrier", "dtype": "none", "calls": 1, "payload_bytes": 0}
-    known = expected.Difference(backends=(REFERENCE,), op="barrier", reason="made for the test")
+    known = expected.KnownDifference(backends=(REFERENCE,), op="barrier", reason="made for the test")
     tables = tables_of(cell, changes={REFERENCE: [row]})
     filled = expected.fill(tables, differences=(known,))
     assert not filled.findings

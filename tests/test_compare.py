@@ -10,18 +10,19 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from bench.analysis import compare as analysis
-from bench.analysis import gates
-from bench.analysis.compare import Run, differences, judge_pairs, pairs_of_backends
-from bench.analysis.verdicts import Reason, Verdict
-from bench.cell import Cell
 from bench.cli import main
-from bench.commands import compare as command
-from bench.journal import JOURNAL, MANIFEST, Journal, encode, write_manifest
+from bench.commands import compare
+from bench.judge import gates, pairs
+from bench.judge.loading import Run
+from bench.judge.pairs import judge_pairs, pairs_of_backends
+from bench.judge.tables import build
+from bench.judge.verdicts import Reason, Verdict
+from bench.plan.cell import Cell
 from bench.report import forest
 from bench.report.comparison import Report
 from bench.report.style import MAX_HEIGHT
-from bench.tables import build
+from bench.run.journal import JOURNAL, MANIFEST, Journal, encode, write_manifest
+from bench.run.machine import differences
 from tests.factories import PEAK_BYTES, make_cell, make_failure, make_manifest, make_matrix, make_record
 from tests.legible import assert_legible, words
 
@@ -63,10 +64,10 @@ def write_run(folder: Path, found: Sequence[dict[str, Any]], **manifest: Any) ->
     return folder
 
 
-def judged(run: Run, other: Run | None = None, **options: Any) -> list[analysis.Row]:
+def judged(run: Run, other: Run | None = None, **options: Any) -> list[pairs.ComparedPair]:
     if other is None:
         return judge_pairs(run, run, pairs_of_backends(run, "ddp-eager", "ddp-deferred"), resamples=1999, **options)
-    return judge_pairs(run, other, analysis.pairs_of_runs(run, other), resamples=1999, **options)
+    return judge_pairs(run, other, pairs.pairs_of_runs(run, other), resamples=1999, **options)
 
 
 def memory(size: int) -> dict[str, Any]:
@@ -115,8 +116,8 @@ class TestEvidence:
 
     def test_holm_counts_the_report(self, monkeypatch: pytest.MonkeyPatch) -> None:
         counted: list[int] = []
-        holm = analysis.holm
-        monkeypatch.setattr(analysis, "holm", lambda values: counted.append(len(values)) or holm(values))
+        holm = pairs.holm
+        monkeypatch.setattr(pairs, "holm", lambda values: counted.append(len(values)) or holm(values))
         speeds = {make_cell(backend=b, accumulate=n): 0.5 for b in ("ddp-eager", "ddp-deferred") for n in (1, 2, 4, 8)}
         judged(make_run(speeds, 6), thresholds={"slower": 0.05})
         assert counted == [4]
@@ -194,7 +195,7 @@ class TestEvidence:
 
 
 def test_the_command_knows_the_metrics() -> None:
-    assert command.METRICS == analysis.METRICS
+    assert compare.METRICS == pairs.METRICS
 
 
 def test_fingerprints() -> None:
@@ -392,7 +393,7 @@ class TestBadInput:
 
 
 class TestForest:
-    def report(self, run: Run, rows: list[analysis.Row], **changes: Any) -> Report:
+    def report(self, run: Run, rows: list[pairs.ComparedPair], **changes: Any) -> Report:
         values: dict[str, Any] = {
             "a": "ddp-eager of made",
             "b": "ddp-deferred of made",
@@ -404,7 +405,7 @@ class TestForest:
         }
         return Report(**(values | changes))
 
-    def rows(self, factors: Sequence[int], **options: Any) -> tuple[Run, list[analysis.Row]]:
+    def rows(self, factors: Sequence[int], **options: Any) -> tuple[Run, list[pairs.ComparedPair]]:
         speeds: dict[Cell, float] = {}
         for i, n in enumerate(factors):
             for seed in (0, 1):

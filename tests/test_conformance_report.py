@@ -13,7 +13,8 @@ import matplotlib.image
 import pandas as pd
 import pytest
 
-from bench.report import conformance, semantics_page, style
+from bench.audit import conformance, conformance_picture, semantics_page
+from bench.report import style
 from tests.factories import make_observation
 from tests.legible import assert_legible, words
 
@@ -199,7 +200,7 @@ def test_odd_names_do_not_break_the_markdown() -> None:
 
 
 def test_a_level_is_told_without_colour_too() -> None:
-    drawing = conformance.picture(SOME)
+    drawing = conformance_picture.picture(SOME)
     assert drawing is not None
     axes = drawing.figure.axes[0]
     weight = {text.get_text().replace("\n", " "): text.get_weight() for text in axes.texts}
@@ -213,7 +214,7 @@ def test_a_level_is_told_without_colour_too() -> None:
 @pytest.mark.parametrize("name", ["some", "odd", "many", "one"])
 def test_nothing_in_the_picture_overlaps_or_leaves_its_cell(name: str) -> None:
     observations = {"some": SOME, "odd": [ODD, *ENGINE], "many": MANY, "one": [make_observation()]}[name]
-    drawing = conformance.picture(observations)
+    drawing = conformance_picture.picture(observations)
     assert drawing is not None
     assert_legible(drawing.figure, style.MAX_HEIGHT)
     axes = drawing.figure.axes[0]
@@ -226,18 +227,18 @@ def test_nothing_in_the_picture_overlaps_or_leaves_its_cell(name: str) -> None:
 
 
 def test_groups_without_a_column_are_named_below() -> None:
-    drawing = conformance.picture(MANY)
+    drawing = conformance_picture.picture(MANY)
     assert drawing is not None
     missing = [note for note in drawing.words.notes if note.startswith("not drawn")]
     assert len(missing) == 25 - conformance.MAX_GROUPS
 
 
 def test_the_picture_is_written_and_the_same_every_time(tmp_path: Path) -> None:
-    first, second = (conformance.draw(SOME, tmp_path / name) for name in "ab")
+    first, second = (conformance_picture.draw(SOME, tmp_path / name) for name in "ab")
     assert first == tmp_path / "a/conformance.png" and second is not None
     assert first.read_bytes() == second.read_bytes()
     ElementTree.parse(first.with_suffix(".svg"))
-    assert conformance.draw([], tmp_path / "c") is None and not (tmp_path / "c").exists()
+    assert conformance_picture.draw([], tmp_path / "c") is None and not (tmp_path / "c").exists()
 
 
 def test_the_page_says_how_it_was_made_and_shows_what_is_given() -> None:
@@ -315,7 +316,7 @@ def test_telling_scenarios_show_new_findings_the_gravest_first() -> None:
 
 
 def test_nothing_here_imports_torch() -> None:
-    code = "import sys, bench.report.semantics_page, bench.report.weights; sys.exit('torch' in sys.modules)"
+    code = "import sys, bench.audit.semantics_page, bench.audit.weights; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

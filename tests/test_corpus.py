@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.errors import InputError
-from bench.workload.corpus import MARKOV_TOKENS, FileCorpus, MarkovCorpus, describe_file
+from bench.plan.models import describe_file
+from bench.workload.corpus import MARKOV_TOKENS, FileCorpus, MarkovCorpus
 
 MARKOV = MarkovCorpus(seed=5)
 

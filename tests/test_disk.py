@@ -8,48 +8,48 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from bench import disk
 from bench.backends import base
-from bench.cell import REFERENCE
 from bench.errors import InputError
-from bench.journal import encode
-from bench.report.spreadsheet import write_csv
-from bench.workload.sizes import SIZES
+from bench.plan.cell import REFERENCE
+from bench.plan.models import SIZES
+from bench.report.formats import write_frame
+from bench.run import start
+from bench.run.journal import encode
 from tests.factories import make_backend, make_cell, make_record
 
 
 def test_what_a_run_needs_grows_with_its_trials_and_references() -> None:
     cell = make_cell(timed_windows=1000)
-    one, many = disk.needed([cell], 1), disk.needed([cell], 11)
-    assert one > disk.RESERVE_BYTES
+    one, many = start.needed([cell], 1), start.needed([cell], 11)
+    assert one > start.RESERVE_BYTES
     record = make_record(cell)
     record["time"]["rank_step_seconds"] = [record["time"]["step_seconds"]] * cell.world_size
     assert (many - one) / 10 > len(encode(record))
-    reference = disk.needed([cell.reference()], 1) - disk.RESERVE_BYTES
+    reference = start.needed([cell.reference()], 1) - start.RESERVE_BYTES
     assert reference > 4 * SIZES["tiny"].num_parameters
     assert cell.reference().backend == REFERENCE
 
 
 def test_a_folder_that_does_not_exist_yet_has_the_space_of_the_one_above(tmp_path: Path) -> None:
-    assert abs(disk.free(tmp_path / "a" / "b") - disk.free(tmp_path)) < 2**30
+    assert abs(start.free(tmp_path / "a" / "b") - start.free(tmp_path)) < 2**30
 
 
 def test_too_little_space_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk.require(tmp_path, [make_cell()], 1, "--out x")
-    monkeypatch.setattr(disk, "free", lambda folder: 2**20)
-    assert disk.is_short(tmp_path)
+    start.require(tmp_path, [make_cell()], 1, "--out x")
+    monkeypatch.setattr(start, "free", lambda folder: 2**20)
+    assert start.is_short(tmp_path)
     with pytest.raises(InputError, match=r"^--out x: the run needs about 16 MiB, and 1 MiB are free; "):
-        disk.require(tmp_path, [make_cell()], 1, "--out x")
+        start.require(tmp_path, [make_cell()], 1, "--out x")
 
 
 def test_full_disks_are_told_from_other_errors() -> None:
-    assert disk.is_full(disk.full(Path("x"))) and disk.is_full(OSError(errno.EDQUOT, "quota"))
-    assert not disk.is_full(OSError(errno.EIO, "broken"))
+    assert start.is_full(start.full(Path("x"))) and start.is_full(OSError(errno.EDQUOT, "quota"))
+    assert not start.is_full(OSError(errno.EIO, "broken"))
 
 
 def test_no_cell_of_a_csv_is_a_formula(tmp_path: Path) -> None:
     frame = pd.DataFrame({"=name": ["=cmd|' /C calc'!A0", "-2+3", "@x", "\t=1", "fine", None], "number": range(-3, 3)})
-    write_csv(frame, tmp_path / "a.csv")
+    write_frame(frame, tmp_path / "a.csv")
     text = (tmp_path / "a.csv").read_text()
     assert text.splitlines()[0] == "'=name,number"
     back = pd.read_csv(tmp_path / "a.csv")

@@ -12,20 +12,20 @@ import pytest
 import torch
 from transformers.integrations import sdpa_attention
 
-from bench.analysis.formulas import BUILT_IN
 from bench.backends.base import Backend, Job, registry
 from bench.backends.plain import DDPEager
-from bench.cell import Device, Precision, Sync
+from bench.judge.formulas import BUILT_IN
+from bench.judge.tables import build
 from bench.launch.launcher import Launcher
-from bench.probes import dispatch
-from bench.probes.dispatch import NUMBERS, OTHER_WORK, CpuTime, HostCost, Launches, Operators, merge, num_launches
-from bench.probes.operators import OperatorCounter
-from bench.record import merge_ranks, wrong
-from bench.spec import EXTRA_PASSES, Spec
-from bench.tables import build
-from bench.taps import SETTLED_WINDOWS, Kind
-from bench.trial import Trial
-from bench.virtual import passes
+from bench.measure.dispatch import NUMBERS, OTHER_WORK, CpuTime, HostCost, Launches, Operators, merge, num_launches
+from bench.measure.operators import OperatorCounter
+from bench.measure.taps import EventKind
+from bench.measure.trial import RankTrial
+from bench.plan import task
+from bench.plan.cell import Device, Precision, Sync
+from bench.plan.task import EXTRA_PASSES, SETTLED_WINDOWS, Spec
+from bench.plan.world import passes
+from bench.run.record import merge_ranks, wrong
 from tests.factories import make_cell, make_failure, make_manifest, make_rank, make_record
 from tests.virtual_worlds import measure
 
@@ -210,7 +210,7 @@ def test_other_work_is_seen(
     monkeypatch.setattr(sdpa_attention, "use_gqa_in_sdpa", lambda *_: False)
     cell = make_cell(model="micro", world_size=1, accumulate=3, global_batch_size=6, sequence_length=16)
     spec = Spec(cell=cell, passes=("dispatch",), folder=str(tmp_path), reference="")
-    found = Trial(spec, 0, torch.device("cpu"), backend).run()
+    found = RankTrial(spec, 0, torch.device("cpu"), backend).run()
     expected = words.format(q=r"\[2, 2, 16, 32\]", k=r"\[2, 1, 16, 32\]")
     assert re.fullmatch(expected, found["dispatch"]["other_work"])
     assert wrong([{**make_rank(cell), **found}], ("dispatch",)) == ""
@@ -261,10 +261,10 @@ def test_each_instrument_has_a_window_after_the_settled_ones(accumulate: int, in
     with cost:
         for window in range(cost.windows):
             for _ in range(accumulate):
-                cost.see(Kind.FETCH)
-                cost.see(Kind.LOSS)
+                cost.see(EventKind.FETCH)
+                cost.see(EventKind.LOSS)
             for _ in range(inner):  # ZeRO steps its groups one by one
-                cost.see(Kind.STEP)
+                cost.see(EventKind.STEP)
             at.append((window, list(notes)))
     assert cost.windows == SETTLED_WINDOWS + 3
     assert notes == [f"{name} {what}" for name in "abc" for what in ("starts", "stops")]
@@ -279,8 +279,8 @@ def test_an_instrument_is_stopped_when_training_ends_in_its_window() -> None:
     def train() -> None:
         with cost:
             for _ in range(SETTLED_WINDOWS):
-                cost.see(Kind.LOSS)
-                cost.see(Kind.STEP)
+                cost.see(EventKind.LOSS)
+                cost.see(EventKind.STEP)
             raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError):
@@ -292,7 +292,7 @@ def test_a_training_without_a_step_has_no_cost() -> None:
     cost = HostCost(2, cuda=False)
     with cost:
         for _ in range(20):
-            cost.see(Kind.LOSS)
+            cost.see(EventKind.LOSS)
     assert cost.result == dict.fromkeys(NUMBERS)
 
 
@@ -317,9 +317,9 @@ def test_on_cuda_the_device_is_idle_at_the_start_and_launches_have_a_window(monk
     assert Launches().count is None
     with cost:
         for _ in range(cost.windows):
-            cost.see(Kind.LOSS)
-            cost.see(Kind.STEP)
-    assert calls == [*["synchronize"] * dispatch.CPU_WINDOWS, "synchronize", "start", "synchronize", "stop"]
+            cost.see(EventKind.LOSS)
+            cost.see(EventKind.STEP)
+    assert calls == [*["synchronize"] * task.CPU_WINDOWS, "synchronize", "start", "synchronize", "stop"]
     assert cost.result["num_launches"] == 2
     assert cost.result["cpu_s"] >= 0 and cost.result["num_operators"] == 0
 
@@ -390,7 +390,7 @@ def test_the_pass_of_a_real_training(tmp_path: Path) -> None:
             timed_windows=1,
         )
         spec = Spec(cell=cell, passes=("dispatch",), folder=str(tmp_path), reference="")
-        found = Trial(spec, 0, torch.device("cpu"), registry()["ddp-eager"]).run()["dispatch"]
+        found = RankTrial(spec, 0, torch.device("cpu"), registry()["ddp-eager"]).run()["dispatch"]
         assert found.keys() == {*NUMBERS, OTHER_WORK}
         assert found["num_launches"] is None
         assert 0 < found["cpu_s"] < 60

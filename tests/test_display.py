@@ -9,10 +9,10 @@ from typing import Any
 
 from rich.console import Console
 
-from bench.plan import Estimate
-from bench.report.display import Display
-from bench.schedule import Trial
-from bench.tables import build
+from bench.judge.tables import build
+from bench.plan.estimates import Cost
+from bench.plan.schedule import Trial
+from bench.report.progress import Display
 from tests.factories import make_cell, make_failure, make_manifest, make_record
 
 CELL = make_cell()
@@ -29,7 +29,7 @@ def run(
     """What is written while these trials end with these records."""
     text = io.StringIO()
     console = Console(file=text, force_terminal=terminal, width=200)
-    guess = Estimate(estimate, "rough", None, once_s=30.0)
+    guess = Cost(estimate, "rough", None, once_s=30.0)
     with Display(console, {trial.cell.cell_id: guess for trial in trials}) as display:
         display.expect(trials, more=budget_s < math.inf, budget_left_s=budget_s)
         for number, (trial, record) in enumerate(zip(trials, records, strict=False)):

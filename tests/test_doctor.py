@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from bench import cli, machine
-from bench.analysis import doctor
-from bench.analysis.check import Level
-from bench.analysis.doctor import DEFECTS, examine
-from bench.analysis.gpus import runs
-from bench.probes import surroundings
-from bench.probes.surroundings import Card, Facts, Torch, ask_nvml, ask_torch, gather, loopback
+from bench import cli
+from bench.judge import health
+from bench.judge.cards import runs
+from bench.judge.health import DEFECTS, examine
+from bench.judge.integrity import Level
+from bench.launch import gpus
+from bench.run import surroundings
+from bench.run.surroundings import Card, Facts, Torch, ask_nvml, ask_torch, gather, loopback
 from tests.conftest import ROOT
 
 GIB = 2**30
@@ -170,9 +171,9 @@ def test_what_is_wrong_is_said_with_what_mends_it(name: str) -> None:
 
 def test_every_check_has_a_case_in_which_it_complains() -> None:
     silent = []
-    for check in doctor.CHECKS:
+    for check in health.CHECKS:
         levels = {one.level for facts, *_ in CASES.values() for one in check(facts)}
-        if not levels & {Level.ERROR, Level.WARNING} and check is not doctor.compiler:
+        if not levels & {Level.ERROR, Level.WARNING} and check is not health.compiler:
             silent.append(check.__name__)
     assert silent == []
 
@@ -317,7 +318,7 @@ def test_a_run_asks_first_whether_torch_can_use_the_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Not one crashed trial after the other, and nothing is left behind."""
-    monkeypatch.setattr(machine, "gpus", lambda: [{"uuid": "GPU-aa", "name": "H100", "memory_bytes": 80 * GIB}])
+    monkeypatch.setattr(gpus, "gpus", lambda: [{"uuid": "GPU-aa", "name": "H100", "memory_bytes": 80 * GIB}])
     monkeypatch.setattr(surroundings, "gather", lambda folder, missing: on(SERVER, driver_cuda=(12, 8)))
     command = ["run", "--matrix", "smoke", "--device", "cuda", "--world-size", "1", "--out", str(tmp_path / "run")]
     assert cli.main(command) == 2

@@ -19,14 +19,12 @@ from pytest_benchmark.stats import Stats
 
 import bench
 from bench import cli
-from bench.analysis.baseline import standing
-from bench.analysis.columns import COLUMNS, FRAMES
-from bench.analysis.frames import Frames
-from bench.cell import REFERENCE
 from bench.errors import InputError
-from bench.report.export import COLUMNS_FILE, harmless
-from bench.report.pytest_benchmark import stats
-from bench.report.spreadsheet import FORMULA
+from bench.judge.frames import Frames
+from bench.judge.standing import standing
+from bench.plan.cell import REFERENCE
+from bench.plan.columns import COLUMNS, FRAMES
+from bench.report.formats import COLUMNS_FILE, FORMULA, harmless, stats
 from tests.conftest import ROOT, alone
 from tests.simulated import simulate
 from tests.test_citation import wrong_update

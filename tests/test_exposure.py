@@ -10,20 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from bench import virtual
-from bench.analysis.baseline import standings
-from bench.analysis.loading import load
 from bench.backends.base import registry
-from bench.cell import Device
-from bench.probes import exposure as probe
-from bench.probes.exposure import Activity, Exposure, WindowProfiler, exposure, from_chrome, from_kineto
-from bench.record import merge_ranks, wrong
-from bench.report.material import Material, Section
+from bench.judge.loading import load
+from bench.judge.standing import standings
+from bench.measure import exposure as probe
+from bench.measure.exposure import Activity, Exposure, WindowProfiler, exposure, from_chrome, from_kineto
+from bench.measure.trial import RankTrial
+from bench.plan import world
+from bench.plan.cell import Device
+from bench.plan.task import EXTRA_PASSES, SETTLED_WINDOWS, Spec, extra_passes, passes
+from bench.report.overview import Material, PageSection
 from bench.report.sections import communication
-from bench.report.summary import by_cell
-from bench.spec import EXTRA_PASSES, Spec, extra_passes, passes
-from bench.taps import SETTLED_WINDOWS
-from bench.trial import Trial
+from bench.report.terminal import by_cell
+from bench.run.record import merge_ranks, wrong
 from tests.factories import make_cell, make_manifest, make_rank, make_record
 from tests.pages import write_run
 
@@ -266,7 +265,7 @@ def test_the_pass_profiles_one_settled_window(
     spec = Spec(cell=cell, passes=("exposure",), folder=str(tmp_path), reference="")
     see, seen = WindowProfiler.see, []
     monkeypatch.setattr(WindowProfiler, "see", lambda self, is_open: (seen.append(is_open), see(self, is_open)))
-    result = Trial(spec, 0, torch.device("cpu"), registry()["ddp-eager"]).run()
+    result = RankTrial(spec, 0, torch.device("cpu"), registry()["ddp-eager"]).run()
     assert result["exposure"] == pytest.approx(FOUND)
     assert calls == ["synchronize", "start", "synchronize", "stop"]
     per_window = 2 * 2 + 1  # fetches and losses, and the step
@@ -279,7 +278,7 @@ def test_only_cells_on_cuda_with_real_ranks_have_the_pass() -> None:
     assert extra_passes(cuda) == (*EXTRA_PASSES, "exposure")
     assert extra_passes(cuda.reference()) == ("update",), "the reference is there to be compared with"
     pretended = make_cell(device=Device.CUDA, virtual=True)
-    assert "exposure" not in virtual.passes(pretended, extra_passes(pretended))
+    assert "exposure" not in world.passes(pretended, extra_passes(pretended))
 
 
 def test_on_cuda_what_watches_every_operator_runs_at_one_n() -> None:
@@ -303,7 +302,7 @@ def test_on_cuda_what_watches_every_operator_runs_at_one_n() -> None:
 
 
 def test_the_record_has_the_rank_that_waited_longest_and_the_table_its_times() -> None:
-    from bench.tables import build
+    from bench.judge.tables import build
 
     cell = make_cell(device=Device.CUDA)
     ranks = [
@@ -325,7 +324,7 @@ def test_the_report_shows_the_times_of_cells_that_have_them(tmp_path: Path) -> N
     run = load(write_run(tmp_path / "run", {"alpha": 1.0, "beta": 1.0}, repeats=2))
     trials = run.tables.trials
 
-    def section() -> Section:
+    def section() -> PageSection:
         return communication(Material(run=run, standing=next(iter(standings(run).values())), cells=by_cell(run.tables)))
 
     assert "s exposed" not in section().table.header

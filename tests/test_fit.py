@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
-from bench import matrix
-from bench.analysis import fit
-from bench.analysis.footprint import footprint
-from bench.analysis.formulas import BUILT_IN, expect, layout_of
 from bench.backends.base import registry
-from bench.cell import Cell, Device, Precision
 from bench.cli import main
-from bench.workload.sizes import SIZES
+from bench.forecast import fit
+from bench.forecast.footprint import footprint
+from bench.judge.formulas import BUILT_IN, expect, layout_of
+from bench.plan import matrix as matrix_file
+from bench.plan.cell import Cell, Device, Precision
+from bench.plan.expand import expand
+from bench.plan.models import SIZES
 from tests.conftest import ROOT
 from tests.factories import make_cell
 
@@ -116,7 +117,7 @@ def test_ranks_on_one_gpu_share_its_memory() -> None:
 
 
 def in_matrix(memory: int, num_gpus: int = 1) -> tuple[list[Cell], dict[str, str]]:
-    cells = matrix.expand(matrix.load("gpu"), BACKENDS, num_gpus)
+    cells = expand(matrix_file.load("gpu"), BACKENDS, num_gpus)
     return cells, fit.too_large(cells, memory, num_gpus)
 
 
@@ -143,7 +144,7 @@ def test_8b_runs_where_eight_gpus_share_its_reference() -> None:
 def test_the_gpu_matrix_on_16_gb() -> None:
     cells, reasons = in_matrix(T4)
     assert {cell.model for cell in cells if cell.cell_id not in reasons and not cell.virtual} == {"tiny"}
-    smaller = matrix.expand(matrix.load("gpu").override("workload.model", "135m", "--model"), BACKENDS, 1)
+    smaller = expand(matrix_file.load("gpu").override("workload.model", "135m", "--model"), BACKENDS, 1)
     assert not fit.too_large(smaller, T4, 1)
 
 
@@ -161,7 +162,7 @@ def test_the_gpu_matrix_takes_no_longer_than_it_says(
     found = re.search(r"about (\d+) min, (\d+) for each repeat and (\d+) for the last", out)
     assert found
     total, each, last = map(int, found.groups())
-    made = matrix.load("gpu")
+    made = matrix_file.load("gpu")
     assert total == pytest.approx((made["repeats"] - 1) * each + last, abs=3)
     assert total <= stated
     assert (made["repeats"] - 1) * each <= made["budget_s"] / 60, "all initial repeats"
@@ -215,4 +216,4 @@ def test_a_matrix_of_the_cpu_on_gpus(gpus: str, ranks: set[str], capsys: pytest.
     assert main(["plan", "--matrix", "smoke", "--device", "cuda", "--on", gpus]) == 0
     rows = capsys.readouterr().out.splitlines()[1:-1]
     assert {row.split()[3] for row in rows} == ranks
-    assert len(rows) == len(matrix.expand(matrix.load("smoke"), BACKENDS, 0)), "the same cells"
+    assert len(rows) == len(expand(matrix_file.load("smoke"), BACKENDS, 0)), "the same cells"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bench.probes.flops import peak_flops, products_rate
+from bench.judge.tables import products_rate
+from bench.plan.estimates import peak_flops
 
 
 @pytest.mark.parametrize(

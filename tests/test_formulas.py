@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
-from bench.analysis.formulas import Expectation, ddp, expect, fsdp2, gathers, layout_of, wire_bytes, zero, zero_settings
 from bench.backends.base import registry
-from bench.cell import REFERENCE, SGD, Cell, Device, Precision, Sync
-from bench.workload.shapes import ROOT, Layout, Parameter, llama_layout
-from bench.workload.sizes import SIZES
+from bench.judge import formulas, gathers, zero
+from bench.judge.formulas import expect, layout_of, zero_settings
+from bench.judge.tally import Expectation, wire_bytes
+from bench.plan.cell import REFERENCE, SGD, Cell, Device, Precision, Sync
+from bench.plan.models import SIZES
+from bench.workload.layout import ROOT, Layout, Parameter, llama_layout
 from tests import windows
 from tests.factories import make_cell
 
@@ -89,7 +91,7 @@ def test_a_layout_survives_json() -> None:
 
 def test_formulas_need_no_torch() -> None:
     code = (
-        "import sys; from bench.analysis.formulas import expect, layout_of; from bench.cell import Cell; "
+        "import sys; from bench.judge.formulas import expect, layout_of; from bench.plan.cell import Cell; "
         "c = Cell(backend='deepspeed-zero3-eager', accumulate=256, world_size=1024, global_batch_size=2**20, "
         "sequence_length=8, model='8b'); assert expect(c, layout_of(c)).collectives; assert 'torch' not in sys.modules"
     )
@@ -159,9 +161,9 @@ UNEVEN = Layout(
 
 
 def test_fsdp2_pads_first_dimensions() -> None:
-    assert fsdp2.padded(UNEVEN.parameters, 4) == 8 * 3 + 8 + 4 * 4 + 8 * 2
-    assert [fsdp2.local(UNEVEN.parameters, 4, rank) for rank in range(4)] == [6 + 2 + 4 + 4, 6 + 2 + 4, 6 + 1 + 4, 3]
-    assert sum(fsdp2.local(UNEVEN.parameters, 4, rank) for rank in range(4)) == UNEVEN.num_parameters
+    assert formulas.padded(UNEVEN.parameters, 4) == 8 * 3 + 8 + 4 * 4 + 8 * 2
+    assert [formulas.local(UNEVEN.parameters, 4, rank) for rank in range(4)] == [6 + 2 + 4 + 4, 6 + 2 + 4, 6 + 1 + 4, 3]
+    assert sum(formulas.local(UNEVEN.parameters, 4, rank) for rank in range(4)) == UNEVEN.num_parameters
     eager = of("fsdp2-eager", UNEVEN, world_size=4, accumulate=2)
     assert calls(eager, "reduce_scatter") == (6, 2 * 4 * (24 + 24 + 16))
     assert calls(eager, "all_gather") == (10, 2 * 4 * (24 + 2 * 24 + 2 * 16))
@@ -197,7 +199,7 @@ def test_fsdp2_moments_are_not_padded() -> None:
     ],
 )
 def test_ddp_buckets_are_closed_by_what_fills_them(sizes: list[int], found: list[int]) -> None:
-    assert ddp.buckets(sizes, (10, 100)) == found
+    assert formulas.buckets(sizes, (10, 100)) == found
 
 
 def test_ddp_at_8b_has_a_bucket_per_large_matrix() -> None:

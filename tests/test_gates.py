@@ -12,13 +12,14 @@ import pytest
 import torch
 from pandas.testing import assert_frame_equal
 
-from bench import tables
-from bench.analysis.gates import TOLERANCES, explain_update, judge, tolerance
-from bench.analysis.losses import COMPARED_STEPS, LONG_STEPS, extent
-from bench.cell import Cell, Device, Precision
-from bench.probes import update
-from bench.tables import Tables
-from bench.workload.sizes import SIZES
+from bench.judge import tables
+from bench.judge.causes import explain_update
+from bench.judge.gates import TOLERANCES, judge, tolerance
+from bench.judge.losses import COMPARED_STEPS, LONG_STEPS, extent
+from bench.judge.tables import Tables
+from bench.measure import update
+from bench.plan.cell import Cell, Device, Precision
+from bench.plan.models import SIZES
 from tests.factories import make_cell, make_collectives, make_failure, make_manifest, make_record
 
 CELL = make_cell(accumulate=8)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bench.analysis.baseline import standing
-from bench.analysis.statistics import MIN_TRIALS
-from bench.cell import REFERENCE
-from bench.schedule import Ended
+from bench.judge.standing import standing
+from bench.judge.statistics import MIN_TRIALS
+from bench.plan.cell import REFERENCE
+from bench.plan.schedule import Ended
 from tests.simulated import simulate
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from bench.probes import host
-from bench.probes.host import HostLoad, merge
+from bench.measure import host
+from bench.measure.host import HostLoad, merge
 
 TICKS = os.sysconf("SC_CLK_TCK")
 

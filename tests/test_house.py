@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from bench.analysis.check import Level
-from bench.report.cited import verify
+from bench.judge.integrity import Level
+from bench.report.citation import verify
 from tests import house
 from tests.conftest import ROOT
 

@@ -10,9 +10,10 @@ import matplotlib.style
 import pytest
 from matplotlib.figure import Figure
 
-from bench.report import style
+from bench.report import sheet, style
 from bench.report.inline import DARK_PAPER, SVG, contrast, in_the_dark, picture, variable
-from bench.report.style import FRAMEWORK_COLOURS, FURTHER_COLOURS, Words
+from bench.report.sheet import FigureWords
+from bench.report.style import FRAMEWORK_COLOURS, FURTHER_COLOURS
 
 HOSTILE = "</desc><script>alert(1)</script> $x$ --> & <img>"
 
@@ -26,7 +27,7 @@ def svg(tmp_path_factory: pytest.TempPathFactory) -> str:
         axes.barh([0.5], [0.7], hatch="///", facecolor="#F2A65A", edgecolor="#855b31")
         axes.set_title(style.safe(HOSTILE))
         stem = tmp_path_factory.mktemp("svg") / "plot"
-        style.save(figure, stem, Words(HOSTILE, "below", "at the foot"))
+        sheet.save(figure, stem, FigureWords(HOSTILE, "below", "at the foot"))
     return stem.with_suffix(".svg").read_text(encoding="utf-8")
 
 

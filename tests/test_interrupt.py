@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from bench.interrupt import held, terminate_as_interrupt
+from bench.launch.interrupt import held, terminate_as_interrupt
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

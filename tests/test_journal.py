@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench import upgrades
 from bench.errors import InputError
-from bench.journal import (
+from bench.run import manifest as run_manifest
+from bench.run.journal import (
     JOURNAL,
     MANIFEST,
     SCHEMA_VERSION,
@@ -82,7 +82,7 @@ def test_an_append_is_on_the_disk_before_it_returns(tmp_path: Path, monkeypatch:
         name = Path(f"/proc/self/fd/{number}").readlink().name
         synced.append((name, (tmp_path / JOURNAL).read_bytes()))
 
-    monkeypatch.setattr("bench.journal.os.fsync", fsync)
+    monkeypatch.setattr("bench.run.journal.os.fsync", fsync)
     line = encode({"repeat": 0})
     Journal(tmp_path).append({"repeat": 0})
     assert synced == [(JOURNAL, line), (tmp_path.name, line)], "the first time also the folder, which has its name"
@@ -100,7 +100,7 @@ def test_a_full_disk_leaves_the_journal_as_it_was(tmp_path: Path, monkeypatch: p
             raise OSError(28, "No space left on device")
         return write(number, line[:20])
 
-    monkeypatch.setattr("bench.journal.os.write", full)
+    monkeypatch.setattr("bench.run.journal.os.write", full)
     with pytest.raises(OSError, match="No space left"):
         Journal(tmp_path).append({"repeat": 1, "reason": "a long one"})
     assert (tmp_path / JOURNAL).read_bytes() == before
@@ -248,8 +248,8 @@ def golden(version: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def test_there_is_a_golden_run_of_every_version() -> None:
-    assert VERSIONS == list(range(1, SCHEMA_VERSION + 1)) == [*sorted(upgrades.MANIFEST), SCHEMA_VERSION]
-    assert upgrades.MANIFEST.keys() == upgrades.RECORD.keys()
+    assert VERSIONS == list(range(1, SCHEMA_VERSION + 1)) == [*sorted(run_manifest.MANIFEST), SCHEMA_VERSION]
+    assert run_manifest.MANIFEST.keys() == run_manifest.RECORD.keys()
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -20,13 +20,13 @@ from typing import Any, ClassVar
 import psutil
 import pytest
 
-from bench.cell import Device, Status
 from bench.errors import InputError
-from bench.interrupt import terminate_as_interrupt
 from bench.launch import launcher as launching
-from bench.launch import rank, segments, stragglers, watchdog
+from bench.launch import rank, stragglers, watchdog
+from bench.launch.interrupt import terminate_as_interrupt
 from bench.launch.launcher import Launcher
 from bench.launch.outcome import Outcome
+from bench.plan.cell import Device, Status
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKEN = "BENCH_TEST_TOKEN"
@@ -46,7 +46,7 @@ import time
 from pathlib import Path
 
 from bench.launch import heartbeat
-from bench.cell import Device
+from bench.plan.cell import Device
 from bench.launch.rank import join, live
 
 
@@ -365,7 +365,7 @@ def test_all_sockets_are_on_loopback(launcher: Launcher, tmp_path: Path) -> None
 
 
 def test_segments_of_a_rank_that_is_ended_are_removed(launcher: Launcher, tmp_path: Path) -> None:
-    segment = Path(f"{segments.BEGINNING}test-{os.getpid()}")
+    segment = Path(f"{stragglers.BEGINNING}test-{os.getpid()}")
     segment.write_bytes(bytes(4096))
     (tmp_path / "trial").mkdir()
     (tmp_path / "trial" / "segment").write_text(str(segment))
@@ -422,11 +422,11 @@ def test_an_interrupt_leaves_no_launcher(
         monkeypatch.setattr(subprocess, "Popen", Interrupting)
     else:
 
-        def interrupting(pids: set[int]) -> set[segments.Segment]:
+        def interrupting(pids: set[int]) -> set[stragglers.Segment]:
             os.kill(os.getpid(), signal.SIGINT)
             return set()
 
-        monkeypatch.setattr(segments, "mapped", interrupting)
+        monkeypatch.setattr(stragglers, "mapped", interrupting)
     with pytest.raises(KeyboardInterrupt), terminate_as_interrupt(), Launcher(Device.CPU) as made:
         play(made, tmp_path, "end")
     assert left(token) == []
@@ -434,7 +434,7 @@ def test_an_interrupt_leaves_no_launcher(
 
 PARENT = """
 import sys
-from bench.cell import Device
+from bench.plan.cell import Device
 from bench.launch.launcher import Launcher
 from tests.test_launch import Act
 
@@ -476,7 +476,7 @@ def test_nothing_is_left_of_a_bench_that_is_killed(acts: Path, tmp_path: Path, a
 
 def test_a_gpu_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr("bench.machine.gpus", lambda: [{"uuid": "GPU-7"}])
+    monkeypatch.setattr("bench.launch.gpus.gpus", lambda: [{"uuid": "GPU-7"}])
     with Launcher(Device.CUDA):
         with pytest.raises(InputError, match=f"GPU GPU-7: is in use by process {os.getpid()} "), Launcher(Device.CUDA):
             pytest.fail("two hold it")
@@ -491,7 +491,7 @@ def test_a_fork_cannot_use_a_mig_instance(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: dict[str, str], cold: bool
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr("bench.machine.gpus", lambda: [gpu])
+    monkeypatch.setattr("bench.launch.gpus.gpus", lambda: [gpu])
     with Launcher(Device.CUDA) as launcher:
         assert launcher._cold is cold
 
@@ -518,7 +518,7 @@ def test_a_package_that_initializes_cuda_is_not_forked_from(
     (tmp_path / "initializer.py").write_text(f"import ctypes\ndriver = ctypes.CDLL('{library.name}')\n{call}\n")
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", f"{acts}{os.pathsep}{tmp_path}")
-    monkeypatch.setattr("bench.machine.gpus", list)
+    monkeypatch.setattr("bench.launch.gpus.gpus", list)
     needs = {"plain": (), "initializing": ("initializer",)}
     stand_ins = {name: SimpleNamespace(requires=packages) for name, packages in needs.items()}
     monkeypatch.setattr(launching, "registry", lambda names: stand_ins)

@@ -15,15 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench import cli
+from bench.audit.lint import config_file, lint
+from bench.audit.lint.arithmetic import Epochs, batches_per_epoch
+from bench.audit.lint.known import Options, version
+from bench.audit.lint.logging_rules import LONGEST
+from bench.audit.lint.rates import Rates
+from bench.audit.lint.remarks import RULES, Remark, Severity
+from bench.audit.monitor import TOLERANCE, judge, measure
+from bench.audit.monitor_grid import Point, RateVerdict
+from bench.audit.versions.__main__ import parsed
 from bench.backends.base import registry
 from bench.errors import BAD, GOOD, WRONG, InputError
-from bench.lint import RULES, Finding, Options, Severity, document, lint
-from bench.lint.arithmetic import Epochs, batches_per_epoch
-from bench.lint.monitor import LONGEST
-from bench.lint.options import version
-from bench.lint.rates import Rates
-from bench.throughput import TOLERANCE, Point, Verdict, judge, measure
-from bench.versions.__main__ import parsed
 
 NEW = (0, 19, 8)
 DATA = {"class_path": "my.Data", "init_args": {"batch_size": 2}}
@@ -75,12 +77,12 @@ def write(folder: Path, config: Any, name: str = "") -> Path:
     return path
 
 
-def found(folder: Path, config: Any, **options: Any) -> list[Finding]:
+def found(folder: Path, config: Any, **options: Any) -> list[Remark]:
     options = {"deepspeed": NEW, "lightning": (2, 6, 6)} | options
     return lint([write(folder, config)], Options(**options))
 
 
-def codes(findings: list[Finding]) -> list[str]:
+def codes(findings: list[Remark]) -> list[str]:
     return [finding.code for finding in findings]
 
 
@@ -475,7 +477,7 @@ def test_rule(tmp_path: Path, code: str, bad: Any, bad_options: Any, good: Any, 
     assert code not in codes(found(tmp_path, good, **good_options))
 
 
-def everything(tmp_path: Path) -> list[Finding]:
+def everything(tmp_path: Path) -> list[Remark]:
     return [
         finding for cases in CASES.values() for bad, options, *_ in cases for finding in found(tmp_path, bad, **options)
     ]
@@ -628,7 +630,7 @@ def test_rates_are_counted_as_they_are_measured(accumulate: int, num_batches: in
             ratios = [r.ratio for r in measure(Point(accumulate, every, window, micro_batches=num_batches)).rates]
             assert wanted is not None
             assert (wanted.low, wanted.high) == pytest.approx((min(ratios), max(ratios)))
-            assert wanted.is_right == (judge(ratios, TOLERANCE) is Verdict.RIGHT)
+            assert wanted.is_right == (judge(ratios, TOLERANCE) is RateVerdict.RIGHT)
 
 
 @settings(max_examples=200, deadline=None)
@@ -910,7 +912,7 @@ HOSTILE = [
     ("c.yaml", b"\x00\x01\xff\xfe", "is not text in UTF-8"),
     ("c.yaml", b"trainer: \x00", "is not YAML"),
     ("c.yaml", b'trainer: "\\UFFFFFFFF"', "is not YAML"),
-    ("c.yaml", b"#" * (document.MAX_BYTES + 1), "is larger than 256 KiB"),
+    ("c.yaml", b"#" * (config_file.MAX_BYTES + 1), "is larger than 256 KiB"),
     ("c.json", b"", "is not JSON"),
     ("c.json", b"[1]", "has no keys"),
     ("c.json", b"{}", "is of no known kind"),
@@ -1079,7 +1081,7 @@ def test_no_bytes_fail(tmp_path_factory: pytest.TempPathFactory, name: str, cont
 def test_json_lines(value: Any) -> None:
     """Each key of a JSON text has the line where it stands, whatever the strings around it are."""
     text = json.dumps({"top": value, 'a"b,{[': 1}, indent=1)
-    lines = document._json_lines(text, "c.json")
+    lines = config_file._json_lines(text, "c.json")
     content = text.split("\n")
 
     def walk(here: Any, path: tuple[str, ...]) -> None:

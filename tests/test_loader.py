@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.workload.loader import Loader
+from bench.workload.batches import Loader
 
 
 class Fetch:

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from bench import locks
+from bench import files
 from bench.errors import InputError
+from bench.launch import gpus
 
 ROOT = Path(__file__).resolve().parent.parent
 HOLDER = """
@@ -46,64 +47,64 @@ def test_the_second_is_told_of_the_first_and_takes_over_when_it_is_dead(tmp_path
     folder = tmp_path / "run"
     first = holder(folder)
     words = rf"^--out x: is in use by process {first.pid} on {re.escape(socket.gethostname())} since \d{{4}}-.*; wait"
-    with pytest.raises(locks.BusyError, match=words), locks.run_folder(folder, "--out x"):
+    with pytest.raises(files.BusyError, match=words), files.run_folder(folder, "--out x"):
         pytest.fail("two hold it")
     first.send_signal(signal.SIGKILL)
     first.wait()
-    assert (folder / locks.FILE).exists(), "it could not tidy up"
-    with locks.run_folder(folder, "--out x"):
-        assert json.loads((folder / locks.FILE).read_text())["pid"] == os.getpid()
+    assert (folder / files.FILE).exists(), "it could not tidy up"
+    with files.run_folder(folder, "--out x"):
+        assert json.loads((folder / files.FILE).read_text())["pid"] == os.getpid()
     assert list(folder.iterdir()) == []
 
 
 def test_one_process_does_not_hold_it_twice(tmp_path: Path) -> None:
-    with locks.run_folder(tmp_path, "here"):
-        with pytest.raises(locks.BusyError), locks.run_folder(tmp_path, "there"):
+    with files.run_folder(tmp_path, "here"):
+        with pytest.raises(files.BusyError), files.run_folder(tmp_path, "there"):
             pytest.fail("two hold it")
-        assert (tmp_path / locks.FILE).exists(), "the refused one has taken nothing away"
-    with locks.run_folder(tmp_path, "here"):
+        assert (tmp_path / files.FILE).exists(), "the refused one has taken nothing away"
+    with files.run_folder(tmp_path, "here"):
         pass
 
 
 def test_another_host_is_said_to_be_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with locks.run_folder(tmp_path, "here"):
-        (tmp_path / locks.FILE).write_text(json.dumps({"pid": 7, "host": "far", "started": "then"}))
+    with files.run_folder(tmp_path, "here"):
+        (tmp_path / files.FILE).write_text(json.dumps({"pid": 7, "host": "far", "started": "then"}))
         monkeypatch.setattr(socket, "gethostname", lambda: "near")
         words = r"in use by process 7 on far \(another host: this one is near\) since then"
-        with pytest.raises(locks.BusyError, match=words), locks.run_folder(tmp_path, "there"):
+        with pytest.raises(files.BusyError, match=words), files.run_folder(tmp_path, "there"):
             pytest.fail("two hold it")
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff"])
 def test_a_holder_that_did_not_say_who_it_is(tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locks, "READING_S", 0.05)
-    with locks.run_folder(tmp_path, "here"):
-        (tmp_path / locks.FILE).write_bytes(content)
-        with pytest.raises(locks.BusyError, match="in use by another process"), locks.run_folder(tmp_path, "there"):
+    monkeypatch.setattr(files, "READING_S", 0.05)
+    with files.run_folder(tmp_path, "here"):
+        (tmp_path / files.FILE).write_bytes(content)
+        with pytest.raises(files.BusyError, match="in use by another process"), files.run_folder(tmp_path, "there"):
             pytest.fail("two hold it")
 
 
 def test_what_a_dead_one_left_is_taken_over_whatever_it_says(tmp_path: Path) -> None:
-    (tmp_path / locks.FILE).write_text(json.dumps({"pid": 1, "host": "far", "started": "then"}))
-    with locks.run_folder(tmp_path, "here"):
-        assert json.loads((tmp_path / locks.FILE).read_text())["pid"] == os.getpid()
+    (tmp_path / files.FILE).write_text(json.dumps({"pid": 1, "host": "far", "started": "then"}))
+    with files.run_folder(tmp_path, "here"):
+        assert json.loads((tmp_path / files.FILE).read_text())["pid"] == os.getpid()
 
 
 def test_a_lock_that_was_removed_while_it_was_waited_for_is_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flock, calls = locks.fcntl.flock, []
+    flock, calls = files.fcntl.flock, []
 
     def late(number: int, operation: int) -> None:
         if not calls:
-            (tmp_path / locks.FILE).unlink()  # its holder has ended between open and flock
+            (tmp_path / files.FILE).unlink()  # its holder has ended between open and flock
         calls.append(number)
         flock(number, operation)
 
-    monkeypatch.setattr(locks.fcntl, "flock", late)
-    with locks.run_folder(tmp_path, "here"):
+    monkeypatch.setattr(files.fcntl, "flock", late)
+    with files.run_folder(tmp_path, "here"):
         assert len(calls) == 2
-        with pytest.raises(locks.BusyError), locks.run_folder(tmp_path, "there"):
+        with pytest.raises(files.BusyError), files.run_folder(tmp_path, "there"):
             pytest.fail("two hold it")
 
 
@@ -111,32 +112,32 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def flock(number: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(locks.fcntl, "flock", flock)
-    with pytest.raises(InputError, match="cannot be locked"), locks.run_folder(tmp_path, "here"):
+    monkeypatch.setattr(files.fcntl, "flock", flock)
+    with pytest.raises(InputError, match="cannot be locked"), files.run_folder(tmp_path, "here"):
         pytest.fail("it is not held")
 
 
 def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="--out x: cannot be written"), locks.run_folder(tmp_path / "file", "--out x"):
+    with pytest.raises(InputError, match="--out x: cannot be written"), files.run_folder(tmp_path / "file", "--out x"):
         pytest.fail("it is not held")
 
 
 def test_gpus_are_held_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    with locks.gpus(["GPU-1", "GPU-2"]):
+    with gpus.hold_gpus(["GPU-1", "GPU-2"]):
         words = f"GPU GPU-2: is in use by process {os.getpid()} .*CUDA_VISIBLE_DEVICES"
-        with pytest.raises(locks.BusyError, match=words), locks.gpus(["GPU-0", "GPU-2"]):
+        with pytest.raises(files.BusyError, match=words), gpus.hold_gpus(["GPU-0", "GPU-2"]):
             pytest.fail("two hold it")
-        with locks.gpus(["GPU-0", "../../GPU-3"]):
+        with gpus.hold_gpus(["GPU-0", "../../GPU-3"]):
             names = {path.name for path in (tmp_path / "accumulation-bench").iterdir()}
     assert names == {"gpu-GPU-0.lock", "gpu-GPU-1.lock", "gpu-GPU-2.lock", "gpu-______GPU-3.lock"}
     assert list((tmp_path / "accumulation-bench").iterdir()) == []
 
 
 def test_a_cpu_needs_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locks, "runtime_folder", lambda: pytest.fail("not asked for"))
-    with locks.gpus([]):
+    monkeypatch.setattr(gpus, "runtime_folder", lambda: pytest.fail("not asked for"))
+    with gpus.hold_gpus([]):
         pass
 
 
@@ -153,12 +154,12 @@ def test_a_runtime_folder_of_others_is_not_used(tmp_path: Path, monkeypatch: pyt
     }
     make[spoil]()
     with pytest.raises(InputError, match="XDG_RUNTIME_DIR"):
-        locks.runtime_folder()
+        gpus.runtime_folder()
 
 
 def test_a_runtime_folder_without_a_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-    monkeypatch.setattr(locks.tempfile, "gettempdir", lambda: str(tmp_path))
-    folder = locks.runtime_folder()
+    monkeypatch.setattr(gpus.tempfile, "gettempdir", lambda: str(tmp_path))
+    folder = gpus.runtime_folder()
     assert folder == tmp_path / f"accumulation-bench-{os.getuid()}"
     assert folder.stat().st_mode & 0o777 == 0o700

@@ -13,7 +13,8 @@ from typing import Any
 import numpy
 import pytest
 
-from bench import machine
+from bench.launch import gpus
+from bench.run import machine
 from tests import factories
 from tests.factories import make_backend
 
@@ -71,7 +72,7 @@ def test_visible_gpus(monkeypatch: pytest.MonkeyPatch, setting: str | None, visi
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if setting is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
-    assert machine.gpus() == [
+    assert gpus.gpus() == [
         {"index": i, "name": "NVIDIA H200", "uuid": f"GPU-{i}{i}", "memory_bytes": 1000 + i, "driver": "570.1"}
         for i in visible
     ]
@@ -120,11 +121,11 @@ def test_a_mig_instance_is_the_only_one_seen(
     monkeypatch.setitem(sys.modules, "pynvml", MigNvml(as_bytes))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
     found = {"index": 1, "name": name, "uuid": "GPU-1", "memory_bytes": 10, "mig": mig, "driver": "570.1"}
-    assert machine.gpus() == [found]
+    assert gpus.gpus() == [found]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-7")
-    assert machine.gpus() == []
+    assert gpus.gpus() == []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert [gpu["uuid"] for gpu in machine.gpus()] == ["GPU-1"]
+    assert [gpu["uuid"] for gpu in gpus.gpus()] == ["GPU-1"]
 
 
 def test_settings_of_gpus_and_what_a_card_cannot_tell(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +185,7 @@ def test_no_gpu_is_no_error(monkeypatch: pytest.MonkeyPatch, problem: str) -> No
 
     monkeypatch.setattr(nvml, "nvmlInit", fail)
     monkeypatch.setitem(sys.modules, "pynvml", None if problem == "not installed" else nvml)
-    assert machine.gpus() == []
+    assert gpus.gpus() == []
 
 
 def test_machine_is_plain_and_names_no_host() -> None:
@@ -267,7 +268,7 @@ def test_git_state(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(subprocess, "run", git)
     assert machine.git_state() == {"commit": "0123abcd", "clean": True}
-    answers["status"] = " M bench/cell.py\n"
+    answers["status"] = " M bench/plan/cell.py\n"
     assert machine.git_state() == {"commit": "0123abcd", "clean": False}
 
 

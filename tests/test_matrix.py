@@ -16,18 +16,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench import matrix
-from bench.analysis.statistics import MIN_TRIALS
 from bench.backends.base import registry
-from bench.cell import REFERENCE, REFERENCES, SHARDED_REFERENCE, Cell, Device, Precision
 from bench.errors import InputError
+from bench.judge.statistics import MIN_TRIALS
+from bench.plan import matrix as matrix_file
+from bench.plan.cell import REFERENCE, REFERENCES, SHARDED_REFERENCE, Cell, Device, Precision
+from bench.plan.expand import baseline, expand, once
 from tests.factories import make_backend, make_document, make_matrix
 
 BACKENDS = registry()
 
 
-def parse(document: dict[str, Any]) -> matrix.Matrix:
-    return matrix.parse(document, name="mine", source="mine.toml")
+def parse(document: dict[str, Any]) -> matrix_file.Matrix:
+    return matrix_file.parse(document, name="mine", source="mine.toml")
 
 
 def changed(key: str, value: Any) -> dict[str, Any]:
@@ -46,11 +47,11 @@ def changed(key: str, value: Any) -> dict[str, Any]:
 
 def test_defaults() -> None:
     values = parse(make_document()).values
-    assert values.keys() == matrix.KEYS.keys()
+    assert values.keys() == matrix_file.KEYS.keys()
     assert (values["repeats"], values["timeout_s"], values["workload.model"]) == (3, 600, "tiny")
     assert (values["training.warmup_windows"], values["training.timed_windows"]) == (3, 12)
     assert values["axes.precision"] == ["fp32"]
-    cells = matrix.expand(parse(make_document()), BACKENDS, 0)
+    cells = expand(parse(make_document()), BACKENDS, 0)
     ways = {(cell.optimizer, cell.learning_rate, cell.clip_norm) for cell in cells}
     assert ways == {("adamw-foreach", 1e-3, 0.0)}
 
@@ -94,7 +95,7 @@ def test_every_key_can_be_given() -> None:
         "virtual.fake_tensors": True,
         "virtual.alone": True,
     }
-    assert given_values.keys() | {"training.optimizer"} == matrix.KEYS.keys()
+    assert given_values.keys() | {"training.optimizer"} == matrix_file.KEYS.keys()
     document: dict[str, Any] = {}
     for key, value in given_values.items():
         table, _, inner = key.rpartition(".")
@@ -186,7 +187,7 @@ def test_unknown_keys(key: str, expected: str) -> None:
     assert str(caught.value).startswith(f"mine.toml: {key.partition('.')[0] if 'colours' in key else key} is unknown; ")
 
 
-@pytest.mark.parametrize("key", [key for key, rule in matrix.KEYS.items() if rule.default is None])
+@pytest.mark.parametrize("key", [key for key, rule in matrix_file.KEYS.items() if rule.default is None])
 def test_missing_keys(key: str) -> None:
     with pytest.raises(InputError, match=f"mine.toml: {key} is missing; it must be "):
         parse(changed(key, None))
@@ -197,11 +198,11 @@ def test_a_table_that_is_none() -> None:
         parse(changed("axes", 3))
 
 
-@pytest.mark.parametrize("name", matrix.names())
+@pytest.mark.parametrize("name", matrix_file.names())
 def test_shipped_matrices(name: str) -> None:
-    loaded = matrix.load(name)
+    loaded = matrix_file.load(name)
     num_gpus = 2 if loaded["device"] == Device.CUDA else 0
-    cells = matrix.expand(loaded, BACKENDS, num_gpus)
+    cells = expand(loaded, BACKENDS, num_gpus)
     assert loaded.name == name
     assert json.loads(json.dumps(loaded.to_dict()))["values"] == dict(loaded.values)
     assert cells[0].backend == REFERENCE or loaded["virtual.alone"], "virtual worlds have no values to compare"
@@ -209,8 +210,8 @@ def test_shipped_matrices(name: str) -> None:
 
 
 def test_shipped_names_and_what_they_promise() -> None:
-    assert matrix.names() == ["bytes", "bytes-8b", "cpu", "curves", "full", "gpu", "smoke"]
-    cpu = matrix.load("cpu")
+    assert matrix_file.names() == ["bytes", "bytes-8b", "cpu", "curves", "full", "gpu", "smoke"]
+    cpu = matrix_file.load("cpu")
     assert cpu["repeats"] >= 3 and len(cpu["axes.accumulate"]) == 3
     mission = {
         "lightning-ddp",
@@ -223,7 +224,7 @@ def test_shipped_names_and_what_they_promise() -> None:
     }
     assert mission <= set(cpu["axes.backend"])
     for name in ("smoke", "full"):
-        cells = matrix.expand(matrix.load(name), BACKENDS, 0)
+        cells = expand(matrix_file.load(name), BACKENDS, 0)
         assert {cell.backend for cell in cells} == set(BACKENDS) - {SHARDED_REFERENCE}
 
 
@@ -233,7 +234,7 @@ def test_load_a_file(tmp_path: Path) -> None:
         'device = "cpu"\n[workload]\nsequence_length = 8\nglobal_batch_size = 4\n'
         "[axes]\naccumulate = [2]\nworld_size = [1]\n"
     )
-    loaded = matrix.load(str(path))
+    loaded = matrix_file.load(str(path))
     assert (loaded.name, loaded.source, loaded["axes.accumulate"]) == ("mine", str(path), [2])
     assert loaded.place("repeats") == f"{path}: repeats"
 
@@ -241,16 +242,16 @@ def test_load_a_file(tmp_path: Path) -> None:
 def test_load_names_what_is_wrong(tmp_path: Path) -> None:
     known = "auto, bytes, bytes-8b, cpu, curves, full, gpu, smoke"
     with pytest.raises(InputError, match=f"--matrix nope: unknown; use {known} or a .toml"):
-        matrix.load("nope")
+        matrix_file.load("nope")
     missing = tmp_path / "nope.toml"
     with pytest.raises(InputError, match=r"nope.toml: cannot be read \(No such file or directory\); name a TOML file"):
-        matrix.load(str(missing))
+        matrix_file.load(str(missing))
     missing.write_text("a = [")
     with pytest.raises(InputError, match=r"nope.toml: is not TOML"):
-        matrix.load(str(missing))
+        matrix_file.load(str(missing))
     missing.write_bytes(b"a = '\xff'")
     with pytest.raises(InputError, match=r"nope.toml: is not TOML"):
-        matrix.load(str(missing))
+        matrix_file.load(str(missing))
 
 
 def test_override_keeps_the_rest_and_names_the_option() -> None:
@@ -283,9 +284,9 @@ def test_expansion(
     )
     if set(chosen) == {SHARDED_REFERENCE} and set(world_size) == {1}:
         with pytest.raises(InputError, match="reference-sharded alone needs a world of 2 ranks or more"):
-            matrix.expand(made, BACKENDS, 0)
+            expand(made, BACKENDS, 0)
         return
-    cells = matrix.expand(made, BACKENDS, 0)
+    cells = expand(made, BACKENDS, 0)
     points = {(cell.backend, cell.accumulate, cell.world_size, str(cell.precision)) for cell in cells}
     others = set(itertools.product(set(chosen) - set(REFERENCES), accumulate, world_size, precision))
     sharded = {(SHARDED_REFERENCE, 1, size, "fp32") for size in world_size if SHARDED_REFERENCE in chosen and size > 1}
@@ -318,7 +319,7 @@ def test_expansion_carries_every_value_into_the_cells() -> None:
         accumulate=[2],
         precision=["bf16"],
     )
-    cell = matrix.expand(made, BACKENDS, 2)[1]
+    cell = expand(made, BACKENDS, 2)[1]
     assert (cell.model, cell.sequence_length, cell.optimizer) == ("135m", 9, "adamw-fused")
     assert (cell.warmup_windows, cell.timed_windows, cell.seed) == (4, 5, 6)
     assert (cell.device, cell.precision) == (Device.CUDA, Precision.BF16)
@@ -332,7 +333,7 @@ def test_optimizers_and_clips_are_axes_with_a_reference_for_each() -> None:
         accumulate=[2],
         optimizer=["adamw-foreach", "adamw-fused", "sgd", "sgd"],
     )
-    cells = [cell for cell in matrix.expand(made, BACKENDS, 0) if not cell.twin]
+    cells = [cell for cell in expand(made, BACKENDS, 0) if not cell.twin]
     rates = {"adamw-foreach": 1.0, "adamw-fused": 1.0, "sgd": 0.5}
     ways = [(name, rate, clip) for name, rate in rates.items() for clip in (0.0, 1.0)]
     assert [(cell.optimizer, cell.learning_rate, cell.clip_norm) for cell in cells] == ways * 2
@@ -343,9 +344,9 @@ def test_optimizers_and_clips_are_axes_with_a_reference_for_each() -> None:
 
 
 def test_the_old_place_of_the_optimizer_and_the_new_one_are_alternatives() -> None:
-    old = matrix.expand(parse(changed("training.optimizer", "adamw-fused")), BACKENDS, 0)
-    assert old == matrix.expand(parse(changed("axes.optimizer", ["adamw-fused"])), BACKENDS, 0)
-    assert old == matrix.expand(make_matrix({"axes.optimizer": ["adamw-fused"]}), BACKENDS, 0)
+    old = expand(parse(changed("training.optimizer", "adamw-fused")), BACKENDS, 0)
+    assert old == expand(parse(changed("axes.optimizer", ["adamw-fused"])), BACKENDS, 0)
+    assert old == expand(make_matrix({"axes.optimizer": ["adamw-fused"]}), BACKENDS, 0)
     document = changed("training.optimizer", "sgd")
     document["axes"]["optimizer"] = ["sgd"]
     words = "mine.toml: axes.optimizer is ['sgd'] and training.optimizer is 'sgd'; leave one of them out"
@@ -356,7 +357,7 @@ def test_the_old_place_of_the_optimizer_and_the_new_one_are_alternatives() -> No
 def test_learning_rates_by_optimizer() -> None:
     def rates(learning_rate: Any, *optimizers: str) -> list[float]:
         made = make_matrix({"training.learning_rate": learning_rate}, optimizer=list(optimizers), backend=["ddp-eager"])
-        return [cell.learning_rate for cell in matrix.expand(made, BACKENDS, 0) if cell.backend == REFERENCE]
+        return [cell.learning_rate for cell in expand(made, BACKENDS, 0) if cell.backend == REFERENCE]
 
     assert rates(0.25, "sgd") == [0.25]
     assert rates(0.25, "adamw-foreach", "adamw-fused") == [0.25, 0.25]
@@ -372,7 +373,7 @@ def test_learning_rates_by_optimizer() -> None:
 
 
 def test_the_matrix_of_curves_shows_the_defect() -> None:
-    cells = matrix.expand(matrix.load("curves"), BACKENDS, 0)
+    cells = expand(matrix_file.load("curves"), BACKENDS, 0)
     assert {(cell.optimizer, cell.clip_norm > 0) for cell in cells if cell.backend != REFERENCE} == {
         (optimizer, clipped) for optimizer in ("adamw-foreach", "sgd") for clipped in (False, True)
     }
@@ -386,10 +387,10 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_nearest(batch: int, ac
     made = make_matrix({"workload.global_batch_size": batch}, accumulate=[accumulate], world_size=[world_size])
     product = accumulate * world_size
     if batch % product == 0:
-        assert matrix.expand(made, BACKENDS, 0)[-1].micro_batch_size == batch // product
+        assert expand(made, BACKENDS, 0)[-1].micro_batch_size == batch // product
         return
     with pytest.raises(InputError) as caught:
-        matrix.expand(made, BACKENDS, 0)
+        expand(made, BACKENDS, 0)
     message = str(caught.value)
     assert message.startswith(f"workload.global_batch_size is {batch}, ")
     near = [int(number) for number in re.findall(r"\d+", message.rpartition("nearest that do:")[2])]
@@ -400,37 +401,37 @@ def test_unknown_backend_and_model() -> None:
     with pytest.raises(
         InputError, match=r"made.toml: axes.backend: 'fsdp2-eagre' is unknown; did you mean fsdp2-eager\?"
     ):
-        matrix.expand(make_matrix(backend=["fsdp2-eagre"]), BACKENDS, 0)
+        expand(make_matrix(backend=["fsdp2-eagre"]), BACKENDS, 0)
     with pytest.raises(InputError, match=r"workload.model: 'xyzzy' is unknown; use one of micro, tiny, 135m, 1b, 3b"):
-        matrix.expand(make_matrix({"workload.model": "xyzzy"}), BACKENDS, 0)
+        expand(make_matrix({"workload.model": "xyzzy"}), BACKENDS, 0)
 
 
 def test_gpus() -> None:
     everything = make_matrix({"device": "cuda"}, world_size="all", accumulate=[1])
-    assert {cell.world_size for cell in matrix.expand(everything, BACKENDS, 4)} == {1, 4}
+    assert {cell.world_size for cell in expand(everything, BACKENDS, 4)} == {1, 4}
     with pytest.raises(InputError, match="device is 'cuda', and no GPU is visible here"):
-        matrix.expand(everything, BACKENDS, 0)
+        expand(everything, BACKENDS, 0)
     with pytest.raises(InputError, match=r"axes.world_size: 2 ranks need as many GPUs; 1 are visible here"):
-        matrix.expand(make_matrix({"device": "cuda"}), BACKENDS, 1)
+        expand(make_matrix({"device": "cuda"}), BACKENDS, 1)
     with pytest.raises(InputError, match=r"axes.world_size is 'all', which means GPUs"):
-        matrix.expand(make_matrix(world_size="all"), BACKENDS, 4)
+        expand(make_matrix(world_size="all"), BACKENDS, 4)
 
 
 def test_corpus_goes_into_the_cells_by_its_content(tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_bytes(b"x" * 33)
     made = make_matrix({"workload.corpus": str(path)})
-    assert matrix.expand(made, BACKENDS, 0)[0].corpus.startswith("text.txt@sha256:")
+    assert expand(made, BACKENDS, 0)[0].corpus.startswith("text.txt@sha256:")
     path.write_bytes(b"x" * 32)
     with pytest.raises(InputError, match=r"has 32 bytes; one sample needs sequence_length \+ 1 = 33 bytes"):
-        matrix.expand(made, BACKENDS, 0)
+        expand(made, BACKENDS, 0)
 
 
 def test_corpus_is_named_where_it_stands() -> None:
     document = make_document()
     document["workload"]["corpus"] = "no/such/file.txt"
     with pytest.raises(InputError, match=r"^mine.toml: workload.corpus"):
-        matrix.expand(parse(document), BACKENDS, 0)
+        expand(parse(document), BACKENDS, 0)
 
 
 def workload_module(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: str) -> None:
@@ -442,7 +443,7 @@ def workload_module(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, co
 def test_own_workload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     workload_module(tmp_path, monkeypatch, "own_workload", "def factory(spec): ...\nnumber = 3\n")
     made = make_matrix({"workload.workload": "own_workload:factory", "workload.model": "whatever"})
-    cell = matrix.expand(made, BACKENDS, 0)[0]
+    cell = expand(made, BACKENDS, 0)[0]
     assert (cell.workload, cell.model) == ("own_workload:factory", "whatever")
     for name, words in {
         "own_workload:other": "has no attribute 'other'",
@@ -453,7 +454,7 @@ def test_own_workload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "own_workload:": "use 'llama' or 'package.module:factory'",
     }.items():
         with pytest.raises(InputError, match=re.escape(words)) as caught:
-            matrix.expand(make_matrix({"workload.workload": name}), BACKENDS, 0)
+            expand(make_matrix({"workload.workload": name}), BACKENDS, 0)
         assert str(caught.value).startswith(f"workload.workload: workload '{name}': ")
 
 
@@ -470,7 +471,7 @@ def test_own_workload_that_cannot_be_imported(
 ) -> None:
     workload_module(tmp_path, monkeypatch, name.partition(":")[0].lstrip("."), code)
     with pytest.raises(InputError, match=f"workload '{re.escape(name)}': "):
-        matrix.expand(make_matrix({"workload.workload": name}), BACKENDS, 0)
+        expand(make_matrix({"workload.workload": name}), BACKENDS, 0)
 
 
 @pytest.mark.parametrize(
@@ -485,7 +486,7 @@ def test_numbers_too_large_to_be_used(key: str, value: int) -> None:
 
 def twin_of(**overrides: Any) -> Cell:
     axes = {name: overrides.pop(name) for name in ("backend", "accumulate", "world_size") if name in overrides}
-    cells = matrix.expand(make_matrix(overrides, **axes), BACKENDS, 0)
+    cells = expand(make_matrix(overrides, **axes), BACKENDS, 0)
     (twin,) = [cell for cell in cells if cell.twin]
     return twin
 
@@ -500,24 +501,24 @@ def test_the_baseline_is_the_first_that_can_run_and_has_no_known_defect() -> Non
     made = make_matrix(backend=["absent", "wrong", "sound", "sound2"])
     backends = {name: make_backend(name, "" if name != "absent" else "needs x") for name in made["axes.backend"]}
     backends["wrong"].defect = "divides twice"
-    assert matrix.baseline(made, backends) == "sound"
+    assert baseline(made, backends) == "sound"
     only = make_matrix(backend=["wrong"])
-    assert matrix.baseline(only, backends) == "wrong"
+    assert baseline(only, backends) == "wrong"
 
 
 def test_a_baseline_that_is_not_run_is_refused() -> None:
     with pytest.raises(InputError, match=r"^baseline: 'zzz' is not run here; use one of ddp-eager, ddp-deferred"):
-        matrix.expand(make_matrix({"baseline": "zzz"}), BACKENDS, 0)
+        expand(make_matrix({"baseline": "zzz"}), BACKENDS, 0)
 
 
 def test_fewer_repeats_at_most_than_at_least_are_refused() -> None:
     with pytest.raises(InputError, match="max_repeats is 2; it must be at least repeats, 3"):
-        matrix.parse(make_document() | {"max_repeats": 2}, name="m", source="m.toml")
+        matrix_file.parse(make_document() | {"max_repeats": 2}, name="m", source="m.toml")
 
 
 def test_virtual_cells_have_the_same_micro_batch_in_every_world_and_no_reference() -> None:
     overrides = {"virtual.world_size": [8, 64], "virtual.micro_batch_size": 3}
-    cells = matrix.expand(make_matrix(overrides, backend=["ddp-eager"], accumulate=[2]), BACKENDS, 0)
+    cells = expand(make_matrix(overrides, backend=["ddp-eager"], accumulate=[2]), BACKENDS, 0)
     virtual = [cell for cell in cells if cell.virtual]
     assert [(cell.world_size, cell.global_batch_size, cell.micro_batch_size) for cell in virtual] == [
         (8, 48, 3),
@@ -525,10 +526,10 @@ def test_virtual_cells_have_the_same_micro_batch_in_every_world_and_no_reference
     ]
     assert [cell.backend for cell in cells if not cell.virtual] == [REFERENCE, "ddp-eager", "ddp-eager"]
     assert not cells[-1].virtual, "the A/A pair is of real ranks"
-    alone = matrix.expand(make_matrix(overrides | {"virtual.alone": True}, backend=["ddp-eager"]), BACKENDS, 0)
+    alone = expand(make_matrix(overrides | {"virtual.alone": True}, backend=["ddp-eager"]), BACKENDS, 0)
     assert all(cell.virtual for cell in alone) and alone[-1].twin
     fake = {"virtual.alone": True, "virtual.fake_tensors": True}
-    shapes = matrix.expand(make_matrix(overrides | fake, backend=["fsdp2-eager"]), BACKENDS, 0)
+    shapes = expand(make_matrix(overrides | fake, backend=["fsdp2-eager"]), BACKENDS, 0)
     assert all(cell.fake_tensors and not cell.twin for cell in shapes), "shapes have no times to compare"
 
 
@@ -537,17 +538,17 @@ def test_a_backend_that_cannot_be_virtual_is_refused() -> None:
     backends["made"] = make_backend("made")
     backends["made"].not_virtual = "it phones home"
     with pytest.raises(InputError, match=r"virtual.world_size: made cannot be in a virtual world: it phones home"):
-        matrix.expand(make_matrix({"virtual.world_size": [8]}, backend=["made"]), backends, 0)
+        expand(make_matrix({"virtual.world_size": [8]}, backend=["made"]), backends, 0)
 
 
-def grouped(*groups: dict[str, Any], **axes: Any) -> matrix.Matrix:
+def grouped(*groups: dict[str, Any], **axes: Any) -> matrix_file.Matrix:
     return parse(make_document(**axes) | {"groups": list(groups)})
 
 
 def test_groups_are_cells_of_their_own_after_those_of_the_matrix() -> None:
     larger = {"workload": {"model": "135m", "global_batch_size": 8}, "axes": {"accumulate": [4]}}
     made = grouped(larger, {"once": True, "axes": {"backend": ["fsdp2-eager"]}}, backend=["ddp-eager"], accumulate=[2])
-    cells = matrix.expand(made, BACKENDS, 0)
+    cells = expand(made, BACKENDS, 0)
     assert [(cell.backend, cell.model, cell.accumulate, cell.global_batch_size) for cell in cells] == [
         (REFERENCE, "tiny", 1, 16),
         (REFERENCE, "135m", 1, 8),
@@ -559,7 +560,7 @@ def test_groups_are_cells_of_their_own_after_those_of_the_matrix() -> None:
     assert cells[-1].twin and not any(cell.twin for cell in cells[:-1]), (
         "one A/A pair, of what stands before the groups"
     )
-    assert matrix.once(made, BACKENDS, 0) == [cells[4].cell_id]
+    assert once(made, BACKENDS, 0) == [cells[4].cell_id]
     assert json.loads(json.dumps(made.to_dict()))["values"]["groups"][1] == {
         "once": True,
         "axes.backend": ["fsdp2-eager"],
@@ -569,11 +570,11 @@ def test_groups_are_cells_of_their_own_after_those_of_the_matrix() -> None:
 def test_cells_of_several_groups_are_there_once_and_have_one_trial_if_all_say_so() -> None:
     once, often = {"once": True, "axes": {"accumulate": [1, 2, 4]}}, {"axes": {"accumulate": [2]}}
     made = grouped(once, often, backend=["ddp-eager"], accumulate=[1])
-    cells = [cell for cell in matrix.expand(made, BACKENDS, 0) if cell.backend != REFERENCE and not cell.twin]
+    cells = [cell for cell in expand(made, BACKENDS, 0) if cell.backend != REFERENCE and not cell.twin]
     assert [cell.accumulate for cell in cells] == [1, 2, 4]
-    assert matrix.once(made, BACKENDS, 0) == [cells[2].cell_id]
+    assert once(made, BACKENDS, 0) == [cells[2].cell_id]
     more = made.override("repeats", 7, "--repeats")
-    assert matrix.once(more, BACKENDS, 0) == [cells[2].cell_id], "whatever repeats are"
+    assert once(more, BACKENDS, 0) == [cells[2].cell_id], "whatever repeats are"
 
 
 @pytest.mark.parametrize(
@@ -585,11 +586,11 @@ def test_cells_of_several_groups_are_there_once_and_have_one_trial_if_all_say_so
 )
 def test_a_matrix_without_groups_has_the_cells_it_had(name: str, first: str | None, digest: str) -> None:
     """Ids are for ever: these are from before there were groups, and axes of what is done to blocks."""
-    loaded = matrix.load(name)
-    ids = [cell.cell_id for cell in matrix.expand(loaded, BACKENDS, 0)]
+    loaded = matrix_file.load(name)
+    ids = [cell.cell_id for cell in expand(loaded, BACKENDS, 0)]
     assert hashlib.sha256(" ".join(ids).encode()).hexdigest()[:12] == digest
     assert first in (None, ids[0])
-    assert matrix.once(loaded, BACKENDS, 0) == []
+    assert once(loaded, BACKENDS, 0) == []
 
 
 @pytest.mark.parametrize(
@@ -623,20 +624,20 @@ def test_what_is_wrong_in_a_group_is_named(group: dict[str, Any], words: str) ->
 )
 def test_what_cannot_be_in_a_group_is_named(group: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=f"^{re.escape(words)}"):
-        matrix.expand(grouped(group), BACKENDS, 0)
+        expand(grouped(group), BACKENDS, 0)
 
 
 def test_an_option_leaves_out_the_groups_that_say_otherwise() -> None:
     made = grouped({"workload": {"model": "135m"}}, {"axes": {"accumulate": [4]}}, backend=["ddp-eager"])
     after = made.override("workload.model", "micro", "--model")
-    cells = [cell for cell in matrix.expand(after, BACKENDS, 0) if cell.backend != REFERENCE and not cell.twin]
+    cells = [cell for cell in expand(after, BACKENDS, 0) if cell.backend != REFERENCE and not cell.twin]
     assert [(cell.model, cell.accumulate) for cell in cells] == [("micro", 1), ("micro", 2), ("micro", 4)]
     assert len(made["groups"]) == 2, "the matrix itself stays as it was"
 
 
 def test_the_batch_may_grow_with_the_ranks() -> None:
     made = make_matrix({"workload.for_each_rank": True}, backend=["ddp-eager"], accumulate=[4], world_size=[1, 2])
-    cells = [cell for cell in matrix.expand(made, BACKENDS, 0) if not cell.twin]
+    cells = [cell for cell in expand(made, BACKENDS, 0) if not cell.twin]
     sizes = [(cell.backend, cell.world_size, cell.global_batch_size, cell.micro_batch_size) for cell in cells]
     assert sizes == [
         (REFERENCE, 1, 16, 16),
@@ -645,7 +646,7 @@ def test_the_batch_may_grow_with_the_ranks() -> None:
         ("ddp-eager", 2, 32, 4),
     ]
     with pytest.raises(InputError, match="is 16 for each rank, which does not divide by N = 3; use a multiple of it"):
-        matrix.expand(make_matrix({"workload.for_each_rank": True}, accumulate=[3]), BACKENDS, 0)
+        expand(make_matrix({"workload.for_each_rank": True}, accumulate=[3]), BACKENDS, 0)
 
 
 def test_checkpointing_and_compiling_are_axes_with_one_reference() -> None:
@@ -654,20 +655,20 @@ def test_checkpointing_and_compiling_are_axes_with_one_reference() -> None:
         backend=["ddp-eager"],
         accumulate=[2],
     )
-    cells = matrix.expand(made, BACKENDS, 0)
+    cells = expand(made, BACKENDS, 0)
     found = [(cell.activation_checkpointing, cell.compiled) for cell in cells if cell.backend != REFERENCE]
     assert found[:-1] == list(itertools.product((False, True), repeat=2))
     assert len([cell for cell in cells if cell.backend == REFERENCE]) == 1
-    plain = matrix.expand(make_matrix(backend=["ddp-eager"], accumulate=[2]), BACKENDS, 0)
+    plain = expand(make_matrix(backend=["ddp-eager"], accumulate=[2]), BACKENDS, 0)
     assert [cell.cell_id for cell in cells[:2]] == [cell.cell_id for cell in plain[:2]], "off is as it was"
 
 
 @pytest.mark.parametrize("num_gpus", [1, 2, 4, 8])
 def test_the_gpu_matrix_asks_what_the_bench_is_for(num_gpus: int) -> None:
-    made = matrix.load("gpu")
-    cells = matrix.expand(made, BACKENDS, num_gpus)
-    once = matrix.once(made, BACKENDS, num_gpus)
-    timed = [cell for cell in cells if cell.cell_id not in once and not cell.twin]
+    made = matrix_file.load("gpu")
+    cells = expand(made, BACKENDS, num_gpus)
+    trained_once = once(made, BACKENDS, num_gpus)
+    timed = [cell for cell in cells if cell.cell_id not in trained_once and not cell.twin]
     assert made["repeats"] >= MIN_TRIALS, "or there is no interval"
     for backend in ("fsdp2-eager", "fsdp2-deferred"):
         assert {cell.accumulate for cell in timed if cell.backend == backend} == {1, 2, 4, 8, 16, 32}

@@ -15,11 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench.probes import categories
-from bench.probes.categories import HELD, PEAK, Category, Evidence
-from bench.probes.ledger import TensorLedger
-from bench.probes.memory import MemoryProbe, reconcile
-from bench.taps import Kind
+from bench.measure.ledger import Evidence, TensorLedger
+from bench.measure.memory import MemoryProbe, reconcile
+from bench.measure.taps import EventKind
+from bench.plan import categories
+from bench.plan.categories import HELD, PEAK, Category
+from bench.run import record
 from tests.conftest import ROOT, asked, first
 from tests.memory_ranks import BLOCK_SHAPES, NUM_BLOCKS, SHAPES
 
@@ -42,15 +43,15 @@ def test_every_byte_of_a_loop_by_hand() -> None:
         optimizer = probe.optimizer(torch.optim.SGD([weight], lr=0.1, momentum=0.9, foreach=False))
         for window in range(2):
             for micro_batch in range(2):
-                probe.event(Kind.FETCH)
+                probe.event(EventKind.FETCH)
                 if window == 1 and micro_batch == 1:
                     probe.hold()
                 loss = weight.exp().sum()
-                probe.event(Kind.LOSS)
+                probe.event(EventKind.LOSS)
                 loss.backward()
                 del loss
             optimizer.step()
-            probe.event(Kind.STEP)
+            probe.event(EventKind.STEP)
             if window == 0:
                 weight.grad = None
                 probe.open()
@@ -265,10 +266,10 @@ def test_tensors_without_memory_are_nothing_that_the_allocator_knows(monkeypatch
 def test_ranks_are_merged_so_that_parts_still_add_up() -> None:
     first = {"peak": 10, "peak_activations": 10, "peak_other": 0, "held": 5, "held_other": 5}
     second = {"peak": 9, "peak_activations": 0, "peak_other": 9, "held": 6, "held_other": 6}
-    assert categories.merge([first, second]) == {
+    assert record.merge([first, second]) == {
         "peak": 10, "peak_activations": 10, "peak_other": 0, "held": 6, "held_other": 6,
     }  # fmt: skip
-    assert categories.merge([{"peak": 1}, {"peak": 2}]) == {"peak": 2}, "N = 1 holds nothing"
+    assert record.merge([{"peak": 1}, {"peak": 2}]) == {"peak": 2}, "N = 1 holds nothing"
 
 
 def test_parts_that_do_not_add_up_are_refused() -> None:
@@ -302,7 +303,6 @@ KEYS: list[Key] = [
     *((name, 3, 2, "fp32") for name in ("fsdp2-eager", "fsdp2-deferred", "deepspeed-zero2-eager")),
     ("deepspeed-zero3-eager", 3, 2, "fp32"),
 ]
-
 
 CHOSEN = [
     *((name, 2, 2, "fp32") for name in EVERY),

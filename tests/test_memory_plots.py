@@ -9,11 +9,11 @@ import matplotlib.style
 import pandas as pd
 import pytest
 
-from bench import tables
-from bench.probes.categories import HELD, PEAK, Category
-from bench.report import memory as figures
-from bench.report import style
-from bench.report.panels import Drawing, Run
+from bench.judge import tables
+from bench.plan.categories import HELD, PEAK, Category
+from bench.report import bars, style
+from bench.report.figure_data import FigureData
+from bench.report.panels import Drawing
 from tests import legible
 from tests.factories import make_cell, make_failure, make_manifest, make_record
 
@@ -52,10 +52,10 @@ def tables_of(names: tuple[str, ...], ns: tuple[int, ...], worlds: tuple[int, ..
 def draw(names: tuple[str, ...], ns: tuple[int, ...], worlds: tuple[int, ...]) -> dict[str, list[Drawing]]:
     found, manifest = tables_of(names, ns, worlds)
     with matplotlib.style.context(list(style.BASE)):
-        run = Run(found, manifest)
+        run = FigureData(found, manifest)
         return {
-            "categories": figures.draw_memory_categories(run, found.memory),
-            "held": figures.draw_held_gradients(run, found.memory),
+            "categories": bars.draw_memory_categories(run, found.memory),
+            "held": bars.draw_held_gradients(run, found.memory),
         }
 
 
@@ -96,7 +96,7 @@ def test_a_failed_cell_keeps_its_row_and_says_why() -> None:
 
 def test_held_gradients_are_both_kinds_and_begin_with_two_micro_batches() -> None:
     (drawing,) = draw(("fsdp2-eager",), (1, 2, 4), (2,))["held"]
-    held = drawing.data[figures.HELD_GRADIENTS]
+    held = drawing.data[bars.HELD_GRADIENTS]
     assert drawing.data["accumulate"].tolist() == [2, 4]
     assert held.tolist() == [(3 + 4) * MIB] * 2
 
@@ -105,9 +105,9 @@ def test_without_categories_nothing_is_drawn() -> None:
     """Runs of older versions have totals alone."""
     cell = make_cell()
     found = tables.build([make_record(cell)], make_manifest([cell]))
-    run = Run(found, make_manifest([cell]))
-    assert figures.draw_memory_categories(run, found.memory) == []
-    assert figures.draw_held_gradients(run, found.memory) == []
+    run = FigureData(found, make_manifest([cell]))
+    assert bars.draw_memory_categories(run, found.memory) == []
+    assert bars.draw_held_gradients(run, found.memory) == []
 
 
 def test_colours_are_distinct_also_in_grey() -> None:
@@ -115,14 +115,14 @@ def test_colours_are_distinct_also_in_grey() -> None:
     from matplotlib.colors import to_rgb
 
     def luminance(category: Category) -> float:
-        red, green, blue = to_rgb(figures.COLOURS[category])
+        red, green, blue = to_rgb(bars.CATEGORY_COLOURS[category])
         return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
     order = list(Category)
     for one, other in itertools.pairwise(order):
-        hatched = (one in figures.HATCHED) != (other in figures.HATCHED)
+        hatched = (one in bars.HATCHED) != (other in bars.HATCHED)
         assert hatched or abs(luminance(one) - luminance(other)) > 0.08, (one, other)
-    assert len(set(figures.COLOURS.values())) == len(Category)
+    assert len(set(bars.CATEGORY_COLOURS.values())) == len(Category)
 
 
 def test_the_largest_repeat_counts_and_the_prefix_does_not_matter() -> None:
@@ -132,4 +132,4 @@ def test_the_largest_repeat_counts_and_the_prefix_does_not_matter() -> None:
         for category in Category
     ]
     frame = pd.DataFrame(rows).astype({"category": "string", "bytes": "Int64"})
-    assert figures.by_cell(frame, PEAK).loc["a"].tolist() == [2] * len(Category)
+    assert bars.by_cell(frame, PEAK).loc["a"].tolist() == [2] * len(Category)

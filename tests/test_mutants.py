@@ -93,23 +93,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench import machine, opening, tables
-from bench.analysis import gates
-from bench.analysis.sides import side
-from bench.analysis.verdicts import Reason, Verdict, compare, judge_all
 from bench.backends.base import Backend, Job, Window, registry
 from bench.backends.plain import DDPDeferred, DDPEager
-from bench.cell import REFERENCE, Cell, Device, Sharding, Status, Sync
 from bench.errors import InputError
+from bench.judge import gates, tables
+from bench.judge.sides import side
+from bench.judge.verdicts import Reason, Verdict, compare, judge_all
 from bench.launch import rank
 from bench.launch.launcher import Launcher
-from bench.matrix import expand
-from bench.probes.flops import peak_flops
-from bench.record import merge_ranks
-from bench.report import plots
-from bench.spec import Spec
-from bench.taps import SETTLED_WINDOWS
-from bench.trial import Trial
+from bench.measure.trial import RankTrial
+from bench.plan.cell import REFERENCE, Cell, Device, Sharding, Status, Sync
+from bench.plan.estimates import peak_flops
+from bench.plan.expand import expand
+from bench.plan.task import SETTLED_WINDOWS, Spec
+from bench.report import figures
+from bench.run import machine, start
+from bench.run.record import merge_ranks
 from tests.factories import make_backend, make_cell, make_manifest, make_matrix, make_record
 
 LARGE = 2**26
@@ -201,10 +200,10 @@ def small_cell(backend: str, **changes: Any) -> Cell:
     return make_cell(**({"backend": backend, "sequence_length": 8, **values} | changes))
 
 
-def trial_of(folder: Path, cell: Cell, backend: type[Backend], *passes: str) -> Trial:
+def trial_of(folder: Path, cell: Cell, backend: type[Backend], *passes: str) -> RankTrial:
     """One trial in this process, whose only rank is 0."""
     spec = Spec(cell=cell, passes=passes, folder=str(folder), reference=str(folder / "reference.safetensors"))
-    return Trial(spec, 0, torch.device("cpu"), backend)
+    return RankTrial(spec, 0, torch.device("cpu"), backend)
 
 
 def record_of(folder: Path, cell: Cell, backend: type[Backend], *passes: str) -> dict[str, Any]:
@@ -340,7 +339,7 @@ class Queued(Sound):
 
 
 @pytest.fixture
-def on_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trial:
+def on_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RankTrial:
     """A trial on the fake device, ready for its time pass."""
     monkeypatch.setattr(Queued, "cuda", FakeCuda(), raising=False)
     trial = trial_of(tmp_path, small_cell("sound", device=Device.CUDA), Queued, "time")
@@ -349,20 +348,20 @@ def on_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trial:
     return trial
 
 
-def test_steps_on_a_device_take_its_own_time_however_far_the_host_runs_ahead(on_device: Trial) -> None:  # mutant 2
+def test_steps_on_a_device_take_its_own_time_however_far_the_host_runs_ahead(on_device: RankTrial) -> None:  # mutant 2
     assert on_device.time()["step_seconds"] == pytest.approx([1.0, 1.0, 1.0])
     assert Queued.cuda.synchronized_at[0] == 5 * 4 * 0.25, "nothing waits for the device before the end"
     assert on_device.training_s > 0.2, "training ends when the device is done"
 
 
-def test_the_timed_stretch_is_when_the_device_took_the_timed_steps(on_device: Trial) -> None:
+def test_the_timed_stretch_is_when_the_device_took_the_timed_steps(on_device: RankTrial) -> None:
     before = time.monotonic()
     found = on_device.time()
     assert found["ended"] - found["began"] == pytest.approx(sum(found["step_seconds"]))
     assert before < found["ended"] <= time.monotonic()
 
 
-def test_peak_memory_of_a_device_is_of_the_timed_steps_only(on_device: Trial) -> None:  # mutants 7 and 8
+def test_peak_memory_of_a_device_is_of_the_timed_steps_only(on_device: RankTrial) -> None:  # mutants 7 and 8
     memory = on_device.time()["cuda_memory"]
     assert {memory[name] for name in ("allocated", "active", "reserved")} == {10}
 
@@ -505,11 +504,11 @@ def test_no_run_goes_on_with_another_gpu_driver_or_build(
         monkeypatch.setattr(machine, name, lambda value=value: value)
     backends = {name: make_backend(name) for name in (REFERENCE, "b0")}
     made = make_matrix(backend=["b0"], accumulate=[2])
-    opening.create(tmp_path / "run", made, expand(made, backends, 0), backends, cold=False)
-    assert opening.reopen(tmp_path / "run", backends), "nothing has changed yet"
+    start.create(tmp_path / "run", made, expand(made, backends, 0), backends, cold=False)
+    assert start.reopen(tmp_path / "run", backends), "nothing has changed yet"
     monkeypatch.setattr(machine, function, lambda: then[function] | {key: now})
     with pytest.raises(InputError, match=f"{function} '{key}' was .* start a new one"):
-        opening.reopen(tmp_path / "run", backends)
+        start.reopen(tmp_path / "run", backends)
 
 
 @pytest.mark.parametrize(
@@ -531,7 +530,7 @@ def test_bf16_is_no_speed_up_over_an_fp32_reference() -> None:  # mutant 19
     records = [make_record(cell) for cell in (cells["fp32"].reference(), *cells.values())]
     made = gates.judge(tables.build(records, make_manifest([*cells.values()])))
     assert (made.trials["status"] == "ok").all()
-    (drawn,) = (one for one in plots.figures(made, make_manifest([*cells.values()])) if one.stem == "speed_up")
+    (drawn,) = (one for one in figures.figures(made, make_manifest([*cells.values()])) if one.stem == "speed_up")
     speed_up = drawn.data.reset_index().set_index("cell_id")["speed_up"]
     assert speed_up[cells["fp32"].cell_id] == pytest.approx(1.0)
     assert pd.isna(speed_up[cells["bf16"].cell_id])

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.ondemand import LOOPS, OnDemand, View, loops, on_demand
-from bench.probes.ledger import TensorLedger
+from bench.measure.ledger import TensorLedger
+from bench.measure.views import LOOPS, OnDemand, View, loops, on_demand
 
 NUMEL = 12
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from bench.cell import Status
-from bench.launch import memorykills, outcome
+from bench.launch import outcome
 from bench.launch.outcome import Ending, judge
+from bench.plan.cell import Status
 
 OK = {"status": "ok"}
 
@@ -136,8 +136,8 @@ def test_sigkill_is_out_of_memory_only_if_the_kernel_counted_it(
 
 
 def control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: str, **files: str) -> None:
-    monkeypatch.setattr(memorykills, "CGROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(memorykills, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(outcome, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(outcome, "PROC", tmp_path / "proc")
     (tmp_path / "proc" / "self").mkdir(parents=True, exist_ok=True)
     (tmp_path / "proc" / "self" / "cgroup").write_text(lines)
     for name, text in files.items():
@@ -155,20 +155,20 @@ def test_counters_of_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         cgroup__memory__old__memory_DOT_oom_control="oom_kill_disable 0\nunder_oom 0\noom_kill 5\n",
         proc__vmstat="oom_kill 9\n",
     )
-    before = memorykills.counters()
+    before = outcome.counters()
     assert before == {"control group /new": 2, "control group /old": 5}, "the machine's is for want of these"
-    assert memorykills.moved(before, before) == ""
+    assert outcome.moved(before, before) == ""
     after = before | {"control group /old": 6}
-    assert memorykills.moved(before, after) == "oom_kill of control group /old went from 5 to 6"
-    assert memorykills.moved({}, after) == "", "nothing is known of before"
+    assert outcome.moved(before, after) == "oom_kill of control group /old went from 5 to 6"
+    assert outcome.moved({}, after) == "", "nothing is known of before"
 
 
 def test_the_machines_counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     control_groups(tmp_path, monkeypatch, "0::/\n", proc__vmstat="nr_free 3\noom_kill 9\n")
-    assert memorykills.counters() == {memorykills.MACHINE: 9}
+    assert outcome.counters() == {outcome.MACHINE: 9}
     (tmp_path / "proc" / "vmstat").unlink()
-    assert memorykills.counters() == {}
+    assert outcome.counters() == {}
 
 
 def test_counters_of_this_machine_can_be_read() -> None:
-    assert all(count >= 0 for count in memorykills.counters().values())
+    assert all(count >= 0 for count in outcome.counters().values())

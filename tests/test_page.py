@@ -11,20 +11,19 @@ import pandas as pd
 import pytest
 
 import bench
-from bench.analysis.baseline import baseline_of, standings
-from bench.analysis.compare import judge_pairs, pairs_of_backends
-from bench.analysis.loading import hashed, load
-from bench.analysis.verdicts import Verdict
+import tests.pages as made
 from bench.cli import main
-from bench.commands import report as command
+from bench.judge.loading import hashed, load
+from bench.judge.pairs import judge_pairs, pairs_of_backends
+from bench.judge.standing import baseline_of, standings
+from bench.judge.verdicts import Verdict
+from bench.report import finish
 from bench.report import page as pages
 from bench.report.citation import cite, cite_plot, number
 from bench.report.clipboard import packed
-from bench.report.leftovers import kind_of
+from bench.report.figures import KINDS, kind_of
 from bench.report.panels import MOST_PAGES
-from bench.report.plots import KINDS
-from bench.report.summary import by_cell
-from tests import pages as made
+from bench.report.terminal import by_cell
 from tests.pages import HOSTILE, Element, copied_ratio, data_of, read, report, write_large_run, write_run
 
 FACTORS = {"alpha-eager": 1.0, "alpha-deferred": 0.75, "beta": 1.2, "gamma": 1.001}
@@ -276,7 +275,7 @@ def test_open(
         return there_is_one
 
     monkeypatch.setattr(webbrowser, "open", take)
-    monkeypatch.setattr(command, "finish", lambda *_, **__: 0)
+    monkeypatch.setattr(finish, "finish", lambda *_, **__: 0)
     assert main(["report", str(folder), "--open"]) == 0
     assert opened == [(folder / "report.html").resolve().as_uri()]
     said = capsys.readouterr().err

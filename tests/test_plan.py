@@ -9,20 +9,22 @@ from typing import Any
 
 import pytest
 
-from bench import plan
+from bench.backends import blocks
 from bench.backends.base import registry
 from bench.backends.plain import DDPEager
-from bench.cell import Cell, Device, Precision, Sharding, Sync
-from bench.spec import passes
-from bench.workload.sizes import SIZES
+from bench.plan import estimates
+from bench.plan.cell import Cell, Device, Precision, Sharding, Sync
+from bench.plan.models import SIZES
+from bench.plan.task import passes
+from bench.run import journal
 from tests.factories import make_backend, make_cell, make_failure, make_record
 
 BACKENDS = registry()
 P = 1000
 
 
-def estimate(cell: Cell, walls: dict[str, float] | None = None, device_name: str = "cpu") -> plan.Estimate:
-    return plan.estimate(cell, BACKENDS[cell.backend], walls or {}, cores=2, device_name=device_name)
+def estimate(cell: Cell, walls: dict[str, float] | None = None, device_name: str = "cpu") -> estimates.Cost:
+    return estimates.estimate(cell, BACKENDS[cell.backend], walls or {}, cores=2, device_name=device_name)
 
 
 @pytest.mark.parametrize(
@@ -39,18 +41,18 @@ def estimate(cell: Cell, walls: dict[str, float] | None = None, device_name: str
     ],
 )
 def test_state_bytes_by_hand(sharding: Sharding, sync: Sync, accumulate: int, expected: int) -> None:
-    assert plan.state_bytes(P, sharding, sync, 4, accumulate) == expected
+    assert estimates.state_bytes(P, sharding, sync, 4, accumulate) == expected
 
 
 def test_sgd_has_no_moments() -> None:
-    assert plan.state_bytes(P, Sharding.NONE, Sync.EAGER, 4, 8, 0) == 8 * P
+    assert estimates.state_bytes(P, Sharding.NONE, Sync.EAGER, 4, 8, 0) == 8 * P
     adamw, sgd = estimate(make_cell()).memory_bytes, estimate(make_cell(optimizer="sgd")).memory_bytes
     assert adamw is not None and sgd is not None
     assert adamw - sgd == 8 * SIZES["tiny"].num_parameters
 
 
 def test_one_rank_shards_nothing() -> None:
-    assert {plan.state_bytes(P, sharding, Sync.EAGER, 1, 4) for sharding in Sharding} == {16 * P}
+    assert {estimates.state_bytes(P, sharding, Sync.EAGER, 1, 4) for sharding in Sharding} == {16 * P}
 
 
 def test_measured_before_counts_more_than_a_guess() -> None:
@@ -81,8 +83,8 @@ def test_rough_estimates_move_as_they_should() -> None:
 
 def test_nothing_is_made_up() -> None:
     own = make_cell(workload="package.module:factory", model="anything")
-    assert estimate(own) == plan.Estimate(None, "unknown", None)
-    assert estimate(own, {own.cell_id: 3.0}) == plan.Estimate(3.0, "measured", None)
+    assert estimate(own) == estimates.Cost(None, "unknown", None)
+    assert estimate(own, {own.cell_id: 3.0}) == estimates.Cost(3.0, "measured", None)
     cuda = make_cell(device=Device.CUDA, precision="bf16")
     assert estimate(cuda, device_name="NVIDIA GeForce RTX 4090").seconds is None
     assert estimate(cuda, device_name="NVIDIA GeForce RTX 4090").source == "unknown"
@@ -97,8 +99,8 @@ def test_earlier_walls_are_medians_of_good_trials(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (tmp_path / name / "trials.jsonl").write_text(text + '{"torn": ')
-    assert plan.earlier_walls(tmp_path) == {cell.cell_id: 2.0}
-    assert plan.earlier_walls(tmp_path / "nothing here") == {}
+    assert journal.earlier_walls(tmp_path) == {cell.cell_id: 2.0}
+    assert journal.earlier_walls(tmp_path / "nothing here") == {}
 
 
 @pytest.mark.parametrize(
@@ -110,27 +112,27 @@ def test_earlier_walls_lose_no_more_than_a_guess_to_a_damaged_journal(tmp_path: 
     (tmp_path / "run").mkdir()
     good = json.dumps(make_record(make_cell(), wall_s=2.0)).encode() + b"\n"
     (tmp_path / "run" / "trials.jsonl").write_bytes(line + good)
-    assert plan.earlier_walls(tmp_path) == {make_cell().cell_id: 2.0}
+    assert journal.earlier_walls(tmp_path) == {make_cell().cell_id: 2.0}
 
 
 def test_skipped_names_the_reason_by_cell() -> None:
     cells = [make_cell(backend=name, accumulate=n) for name in ("fine", "lacks") for n in (1, 2)]
     backends = {"fine": make_backend("fine"), "lacks": make_backend("lacks", "needs x: pip install x")}
-    assert plan.skipped(cells, backends) == {cell.cell_id: "needs x: pip install x" for cell in cells[2:]}
+    assert blocks.skipped(cells, backends) == {cell.cell_id: "needs x: pip install x" for cell in cells[2:]}
     backends["fine"].not_checkpointed = "it has no blocks"
     checkpointed = make_cell(backend="fine", activation_checkpointing=True)
-    assert plan.skipped([cells[0], checkpointed], backends) == {
+    assert blocks.skipped([cells[0], checkpointed], backends) == {
         checkpointed.cell_id: "fine cannot run with activation checkpointing: it has no blocks"
     }
 
 
-def on_gpu(**changes: Any) -> plan.Estimate:
+def on_gpu(**changes: Any) -> estimates.Cost:
     """Of a cell of the 135m model on one H100, with all passes that it has beside others of other N."""
     values: dict[str, Any] = {"model": "135m", "device": Device.CUDA, "precision": Precision.BF16, "world_size": 1}
     values |= {"sequence_length": 2048, "global_batch_size": 32} | changes
     cell = make_cell(**values)
     cells = {dataclasses.replace(cell, accumulate=n) for n in (1, 2, 32)} | {cell}
-    return plan.estimate(
+    return estimates.estimate(
         cell,
         BACKENDS[cell.backend],
         {},
@@ -196,5 +198,5 @@ def test_estimates_exist_for_every_backend() -> None:
     for name in BACKENDS:
         cell = dataclasses.replace(make_cell(), backend=name)
         found = estimate(cell)
-        assert found.seconds is not None and found.seconds > plan.FIXED_S
+        assert found.seconds is not None and found.seconds > estimates.FIXED_S
         assert found.memory_bytes is not None and found.memory_bytes > 0

@@ -20,8 +20,11 @@ from matplotlib.figure import Figure
 from matplotlib.text import Annotation, Text
 from matplotlib.transforms import Bbox
 
-from bench.report import panels, plots, style
-from bench.tables import CHILD_COLUMNS, TRIAL_COLUMNS, Tables
+from bench.judge.tables import NAMES as TABLES
+from bench.judge.tables import Tables, frame_of
+from bench.plan.columns import COLUMNS
+from bench.report import figures as report_figures
+from bench.report import panels, style
 
 STEMS = ["step_time", "peak_memory", "memory_vs_time", "loss_curves", "optimizer_steps", "speed_up"]
 Backend = tuple[str, str, str, str]
@@ -78,7 +81,7 @@ def run(
             base = 0.3 + 0.02 * n + 0.03 * (i % 5) + (0.04 * n if sync == "eager" else 0)
             for repeat in range(repeats):
                 ended, reason = status(name, n, repeat)
-                row: dict[str, Any] = dict.fromkeys(TRIAL_COLUMNS)
+                row: dict[str, Any] = dict.fromkeys(COLUMNS["trials"])
                 row |= {
                     "run_id": "run-20250101-ab12",
                     "cell_id": f"{name}-{n}-{w}{way}",
@@ -127,11 +130,8 @@ def run(
                     key = {"cell_id": row["cell_id"], "repeat": repeat}
                     losses += [key | {"step": step, "loss": value} for step, value in enumerate(loss)]
                 trials.append(row)
-    children = {}
-    for name, columns in CHILD_COLUMNS.items():
-        dtypes = {"cell_id": "string", "repeat": "Int64"} | columns
-        children[name] = pd.DataFrame(losses if name == "losses" else [], columns=list(dtypes)).astype(dtypes)
-    return Tables(trials=pd.DataFrame(trials, columns=list(TRIAL_COLUMNS)).astype(TRIAL_COLUMNS), **children)
+    rows = {"trials": trials, "losses": losses}
+    return Tables(*(frame_of(name, rows.get(name, [])) for name in TABLES))
 
 
 def ended(name: str, n: int, repeat: int) -> tuple[str, str]:
@@ -180,20 +180,20 @@ RUNS: dict[str, tuple[Tables, dict[str, Any]]] = {
 
 
 @functools.cache
-def figures(name: str) -> list[plots.Drawing]:
-    return plots.figures(*RUNS[name])
+def figures(name: str) -> list[report_figures.Drawing]:
+    return report_figures.figures(*RUNS[name])
 
 
 @pytest.fixture(scope="module", params=list(RUNS))
 def drawn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, list[Path]]:
     folder = tmp_path_factory.mktemp(request.param)
-    return request.param, folder, plots.draw(*RUNS[request.param], folder)
+    return request.param, folder, report_figures.draw(*RUNS[request.param], folder)
 
 
 @pytest.fixture(scope="module")
 def realistic(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("realistic") / "new" / "folder"
-    plots.draw(*RUNS["realistic"], folder)
+    report_figures.draw(*RUNS["realistic"], folder)
     return folder
 
 
@@ -334,7 +334,7 @@ def test_no_speed_up_is_said_of_what_a_busy_machine_measured(busy: str) -> None:
     tables = run(BACKENDS[:3], [2])
     there = tables.trials["cell_id"] == busy
     tables.trials.loc[there, ["num_cpus", "foreign_cores", "stolen_cores"]] = [4, 2.0, 0.0]
-    drawn = plots.figures(tables, manifest(BACKENDS))[-1]
+    drawn = report_figures.figures(tables, manifest(BACKENDS))[-1]
     said = drawn.data.groupby("backend")["speed_up"].count() > 0
     every = busy.startswith("reference")
     assert dict(said) == {"reference": not every, "ddp-eager": False, "ddp-deferred": not every}
@@ -343,12 +343,12 @@ def test_no_speed_up_is_said_of_what_a_busy_machine_measured(busy: str) -> None:
     assert why in drawn.words.subtitle
     quoted = [text for text, _ in texts(drawn.figure) if re.fullmatch(r"\d+\.\d\dx", text)]
     assert len(quoted) == (0 if every else 2)
-    assert "no speed-up" not in plots.figures(run(BACKENDS[:3], [2]), manifest(BACKENDS))[-1].words.subtitle
+    assert "no speed-up" not in report_figures.figures(run(BACKENDS[:3], [2]), manifest(BACKENDS))[-1].words.subtitle
 
 
 def test_a_number_of_an_invalid_reference_is_no_base() -> None:
     tables = run(BACKENDS, [2], status=lambda name, *_: ("invalid", "bad") if name == "reference" else ("ok", ""))
-    speed_up = plots.figures(tables, manifest(BACKENDS))[-1]
+    speed_up = report_figures.figures(tables, manifest(BACKENDS))[-1]
     assert speed_up.data["speed_up"].isna().all() and speed_up.data["tokens_per_s"].notna().all()
 
 
@@ -430,7 +430,7 @@ def test_points_are_named_where_names_fit_and_numbered_elsewhere() -> None:
 
 def test_memory_and_time_show_trials_and_intervals() -> None:
     tables = run(BACKENDS, [4], repeats=8)
-    drawing = plots.figures(tables, manifest(BACKENDS))[2]
+    drawing = report_figures.figures(tables, manifest(BACKENDS))[2]
     (axes,) = drawing.figure.axes
     trials = tables.trials
     for backend in ("ddp-eager", "fsdp2-deferred"):
@@ -473,7 +473,7 @@ def test_world_sizes_are_never_in_one_panel() -> None:
         assert all(any(f"W = {w}" in title for title in titles) for w in (1, 2, 4)) or "-" in drawing.stem, titles
 
 
-def titles(drawing: plots.Drawing) -> list[str]:
+def titles(drawing: report_figures.Drawing) -> list[str]:
     return [" ".join(axes.get_title().split()) for axes in drawing.figure.axes if axes.get_title()]
 
 
@@ -495,7 +495,7 @@ def test_optimizers_and_clips_are_never_in_one_panel() -> None:
 def test_a_run_of_one_way_names_it_only_if_it_is_not_the_usual_one() -> None:
     for drawing in figures("realistic"):
         assert not any("adamw" in text or "clipped" in text for text, _ in texts(drawing.figure)), drawing.stem
-    alone = plots.figures(run(BACKENDS[:3], [2], ways=(WAYS[3],)), manifest(BACKENDS[:3]))
+    alone = report_figures.figures(run(BACKENDS[:3], [2], ways=(WAYS[3],)), manifest(BACKENDS[:3]))
     for drawing in alone:
         assert drawing.words.subtitle.endswith("; sgd (lr 0.05); gradients clipped to 1.5")
         assert not any("sgd" in title for title in titles(drawing))
@@ -523,7 +523,9 @@ def test_loss_curves_are_those_of_the_cells_with_many_steps() -> None:
     tables, about = RUNS["ways"]
     short = tables.trials[tables.trials["optimizer"] == "sgd"]["cell_id"]
     losses = tables.losses[(tables.losses["step"] < 2) | ~tables.losses["cell_id"].isin(short)]
-    (drawing,) = (one for one in plots.figures(replace(tables, losses=losses), about) if one.stem == "loss_curves")
+    (drawing,) = (
+        one for one in report_figures.figures(replace(tables, losses=losses), about) if one.stem == "loss_curves"
+    )
     assert titles(drawing) == NAMES[:2]
     (note,) = (note for note in drawing.words.notes if note.startswith("The curves of "))
     assert f"less than 25 % of the {NUM_STEPS} steps of the longest. All are in the CSV" in note
@@ -538,17 +540,17 @@ def test_one_gpu_is_said_in_every_title() -> None:
 
 
 def test_one_process_is_said_in_every_title_of_the_cpu() -> None:
-    for drawing in plots.figures(run(BACKENDS[:3], [2, 4], worlds=(1,)), manifest(BACKENDS[:3])):
+    for drawing in report_figures.figures(run(BACKENDS[:3], [2, 4], worlds=(1,)), manifest(BACKENDS[:3])):
         assert panels.ONE_PROCESS in drawing.words.title and panels.ONE_GPU not in drawing.words.title
 
 
 def test_worlds_that_are_pretended_on_one_gpu_do_not_make_it_several() -> None:
     tables = run(BACKENDS[:3], [2, 4], worlds=(1, 8), device="cuda")
     tables.trials.loc[tables.trials["world_size"] == 8, "virtual_world_size"] = 8
-    for drawing in plots.figures(tables, manifest(BACKENDS[:3])):
+    for drawing in report_figures.figures(tables, manifest(BACKENDS[:3])):
         assert panels.ONE_GPU in drawing.words.title
     tables.trials["virtual_world_size"] = 8
-    for drawing in plots.figures(tables, manifest(BACKENDS[:3])):
+    for drawing in report_figures.figures(tables, manifest(BACKENDS[:3])):
         assert panels.NOT_COMMUNICATION not in drawing.words.title, "their counts are what they would send"
 
 
@@ -558,7 +560,9 @@ def test_what_is_done_to_blocks_has_panels_of_its_own() -> None:
     tables.trials["activation_checkpointing"] = half
     tables.trials["compiled"] = False
     tables.trials.loc[half, "cell_id"] += "-checkpointed"
-    (drawing,) = (drawing for drawing in plots.figures(tables, manifest(BACKENDS[:3])) if drawing.stem == "step_time")
+    (drawing,) = (
+        drawing for drawing in report_figures.figures(tables, manifest(BACKENDS[:3])) if drawing.stem == "step_time"
+    )
     assert set(titles(drawing)) == {"activations kept", "activations checkpointed"}
     assert "activations kept and activations checkpointed" in drawing.words.subtitle
     assert "compiled" not in drawing.words.subtitle
@@ -570,23 +574,23 @@ def test_the_label_of_memory_names_its_source_and_unit() -> None:
         assert source in label and "MiB" in label
     large = run(BACKENDS, [2])
     large.trials["peak_memory_bytes"] *= 2**10
-    assert "GiB" in plots.figures(large, manifest(BACKENDS))[1].figure.axes[0].get_ylabel()
+    assert "GiB" in report_figures.figures(large, manifest(BACKENDS))[1].figure.axes[0].get_ylabel()
 
 
 def test_figures_without_data_are_not_drawn(tmp_path: Path) -> None:
     nothing = run(BACKENDS[:2], [2], status=lambda *_: ("crashed", "no"))
-    assert plots.draw(nothing, manifest(BACKENDS), tmp_path) == [] and list(tmp_path.iterdir()) == []
+    assert report_figures.draw(nothing, manifest(BACKENDS), tmp_path) == [] and list(tmp_path.iterdir()) == []
     no_memory = run(BACKENDS[:3], [2])
     no_memory.trials["peak_memory_bytes"] = pd.array([pd.NA] * len(no_memory.trials), dtype="Int64")
-    stems = [drawing.stem for drawing in plots.figures(no_memory, manifest(BACKENDS))]
+    stems = [drawing.stem for drawing in report_figures.figures(no_memory, manifest(BACKENDS))]
     assert stems == ["step_time", "loss_curves", "optimizer_steps", "speed_up"]
-    empty = Tables(*(getattr(nothing, name).iloc[:0] for name in ("trials", *CHILD_COLUMNS)))
-    assert plots.figures(empty, manifest(BACKENDS)) == []
+    empty = Tables(*(getattr(nothing, name).iloc[:0] for name in TABLES))
+    assert report_figures.figures(empty, manifest(BACKENDS)) == []
 
 
 def test_same_tables_give_the_same_bytes(tmp_path: Path) -> None:
     tables = run(BACKENDS[:3], [2])
-    first, second = (plots.draw(tables, manifest(BACKENDS), tmp_path / name) for name in "ab")
+    first, second = (report_figures.draw(tables, manifest(BACKENDS), tmp_path / name) for name in "ab")
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
     assert len(first) == 21
 
@@ -594,9 +598,9 @@ def test_same_tables_give_the_same_bytes(tmp_path: Path) -> None:
 def test_odd_names_are_drawn_as_they_are(tmp_path: Path) -> None:
     odd: list[Backend] = [("_hidden $x^2$ <b>&\u4f60", "o$d$d", "none", "eager"), ("$", "o$d$d", "params", "eager")]
     tables = run(odd, [2])
-    plots.draw(tables, manifest(odd, run_id="run $a_1$"), tmp_path)
+    report_figures.draw(tables, manifest(odd, run_id="run $a_1$"), tmp_path)
     content = html.unescape((tmp_path / "step_time.svg").read_text())
     ElementTree.parse(tmp_path / "step_time.svg")
     assert "run $a_1$" in content
-    words = [text.strip() for text, _ in texts(plots.figures(tables, manifest(odd))[0].figure)]
+    words = [text.strip() for text, _ in texts(report_figures.figures(tables, manifest(odd))[0].figure)]
     assert r"_hidden \$x^2\$ <b>&?" in words and r"\$" in words

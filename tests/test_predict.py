@@ -12,15 +12,16 @@ from typing import Any
 
 import pytest
 
-from bench.analysis.best import EXACT, Choice, Question, where_best
-from bench.analysis.footprint import ESTIMATED, HELD
-from bench.analysis.formulas import expect
-from bench.analysis.prediction import Link, Prediction, Traffic, at, predict
 from bench.backends.base import registry
-from bench.cell import REFERENCES, SGD, Cell, Device, Precision
-from bench.cli import GOOD, WRONG, main
-from bench.report import predicted, prediction
-from bench.workload.sizes import SIZES
+from bench.cli import main
+from bench.errors import GOOD, WRONG
+from bench.forecast import prediction_map, prediction_text
+from bench.forecast.best import EXACT, Choice, Question, where_best
+from bench.forecast.live import ESTIMATED, HELD
+from bench.forecast.prediction import Link, Prediction, Traffic, at, predict
+from bench.judge.formulas import expect
+from bench.plan.cell import REFERENCES, SGD, Cell, Device, Precision
+from bench.plan.models import SIZES
 from tests import legible
 from tests.factories import make_cell
 
@@ -331,14 +332,14 @@ def test_torch_is_not_imported() -> None:
 # The map.
 
 
-def drawn(memory: int | None, **changes: Any) -> tuple[Any, Question, predicted.About]:
+def drawn(memory: int | None, **changes: Any) -> tuple[Any, Question, prediction_text.About]:
     cell = asked(**changes)
     asks = Question(predictions=predict(cell, BUILT_IN), compute_s=22.0, accumulate=16, memory_bytes=memory)
-    about = predicted.About(
+    about = prediction_text.About(
         cell=cell, link=Link(bytes_per_s=50e9, latency_s=20e-6), latency_given=True, compute_s=22.0,
         compute_from="as given", memory_bytes=memory, activations_given=False, margin=0.02, answer=None,
     )  # fmt: skip
-    return prediction.draw(about, asks), asks, about
+    return prediction_map.draw(about, asks), asks, about
 
 
 @pytest.mark.parametrize("gib", [1, 70, 80, 100, None])

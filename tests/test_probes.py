@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.probes import update
-from bench.probes.clock import HostClock
-from bench.probes.memory import TensorLedger
+from bench.measure import update
+from bench.measure.clock import HostClock
+from bench.measure.ledger import TensorLedger
 
 KIB = 1024
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.record import merge_ranks, wrong
-from bench.spec import Spec
+from bench.plan.task import Spec
+from bench.run.record import merge_ranks, wrong
 from tests.factories import ALL_PASSES, make_cell, make_rank, make_time
 
 CELL = make_cell()

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 
 from bench import cli
-from bench.analysis.check import Level
-from bench.analysis.frames import read as read_frames
-from bench.analysis.loading import hashed, load
-from bench.analysis.quoting import find_cell
 from bench.backends.base import BF16_AUTOCAST, BF16_PARAMETERS
-from bench.journal import read_manifest, write_manifest
-from bench.report.citation import cite
-from bench.report.cited import verify
+from bench.judge.frames import read as read_frames
+from bench.judge.integrity import Level
+from bench.judge.loading import hashed, load
+from bench.judge.quoting import find_cell
+from bench.report.citation import cite, verify
+from bench.run.journal import read_manifest, write_manifest
 from tests.pages import copied_ratio, data_of, kind, read, report, write_run
 
 DDP, FSDP2 = "like-ddp", "like-fsdp2"

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from bench.analysis import footprint as module
-from bench.analysis.footprint import footprint
-from bench.analysis.formulas import BUILT_IN, expect, layout_of
-from bench.analysis.formulas.gathers import Coordinator
-from bench.analysis.replay.frameworks import Framework
-from bench.analysis.replay.live import ESTIMATED, HELD, Live
-from bench.analysis.replay.llama import Decoder, Widths
-from bench.cell import REFERENCES, SGD, Cell, Device, Precision, Sharding, Sync
+from bench.forecast import footprint as module
+from bench.forecast.footprint import footprint
+from bench.forecast.live import ESTIMATED, HELD, Live, Widths
+from bench.forecast.replay_decoder import Decoder
+from bench.forecast.replay_frameworks import Framework
+from bench.judge.formulas import BUILT_IN, expect, layout_of
+from bench.judge.gathers import Coordinator
 from bench.launch.launcher import Launcher
-from bench.workload.shapes import llama_layout
-from bench.workload.sizes import SIZES, LlamaSize
+from bench.plan.cell import REFERENCES, SGD, Cell, Device, Precision, Sharding, Sync
+from bench.plan.models import SIZES, LlamaSize
+from bench.workload.layout import llama_layout
 from tests.factories import make_cell
 from tests.virtual_worlds import measure
 

@@ -13,18 +13,18 @@ from typing import Any
 
 import pytest
 
-from bench import disk, machine, opening, runner
 from bench.backends.base import Backend, registry
-from bench.cell import REFERENCE, Cell, Device, Status
 from bench.errors import InputError
-from bench.interrupt import terminate_as_interrupt
-from bench.journal import JOURNAL, MANIFEST, Journal, read_manifest, write_manifest
 from bench.launch import dumps
+from bench.launch.interrupt import terminate_as_interrupt
 from bench.launch.outcome import Outcome
-from bench.matrix import expand
-from bench.runner import Runner
-from bench.schedule import Look, Trial, block
-from bench.spec import EXTRA_PASSES, Spec
+from bench.plan.cell import REFERENCE, Cell, Device, Status
+from bench.plan.expand import expand
+from bench.plan.schedule import Look, Trial, block
+from bench.plan.task import EXTRA_PASSES, Spec
+from bench.run import machine, runner, start
+from bench.run.journal import JOURNAL, MANIFEST, Journal, read_manifest, write_manifest
+from bench.run.runner import Runner
 from tests.factories import ALL_PASSES, FakeLauncher, Script, failed, make_backend, make_cell, make_matrix, make_rank
 
 NAMES = [f"b{number}" for number in range(6)]
@@ -65,7 +65,7 @@ class Run:
         overrides = {"repeats": repeats, "training.seed": seed, "timeout_s": 77}
         self.matrix = make_matrix(overrides, backend=[name for name in backends if name != REFERENCE], accumulate=[2])
         self.cells = [cell for cell in expand(self.matrix, backends, 0) if not cell.twin]
-        self.manifest = opening.create(folder, self.matrix, self.cells, backends, cold=False)
+        self.manifest = start.create(folder, self.matrix, self.cells, backends, cold=False)
         self.observer = Recorder()
         self.judge: Any = never
 
@@ -417,7 +417,7 @@ def test_a_trial_that_failed_on_a_full_disk_is_no_row(tmp_path: Path, monkeypatc
     def script(spec: Spec, number: int) -> Outcome | None:
         if number != 3:
             return None
-        monkeypatch.setattr(disk, "free", lambda folder: 0)
+        monkeypatch.setattr(start, "free", lambda folder: 0)
         return failed(Status.CRASHED, "rank 0: OSError: [Errno 28] No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
@@ -500,7 +500,7 @@ def test_create_refuses_a_folder_that_cannot_be(tmp_path: Path) -> None:
 
 def test_reopen_on_the_same_machine(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
-    assert opening.reopen(run.folder, BACKENDS) == run.manifest
+    assert start.reopen(run.folder, BACKENDS) == run.manifest
 
 
 def test_reopen_refuses_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -508,7 +508,7 @@ def test_reopen_refuses_another_machine(tmp_path: Path, monkeypatch: pytest.Monk
     now = {**machine.machine(), "cpu": "Another CPU"}
     monkeypatch.setattr(machine, "machine", lambda: now)
     with pytest.raises(InputError, match=r"machine 'cpu' was .* and is 'Another CPU'; .* so start a new one"):
-        opening.reopen(run.folder, BACKENDS)
+        start.reopen(run.folder, BACKENDS)
 
 
 @pytest.mark.parametrize("then", ["0.0.1", None], ids=["another version", "not there before"])
@@ -519,14 +519,14 @@ def test_reopen_refuses_other_packages(tmp_path: Path, monkeypatch: pytest.Monke
     run = Run(tmp_path / "run")
     monkeypatch.setattr(machine, "packages", lambda: real)
     with pytest.raises(InputError, match=re.escape(f"packages 'torch' was {then!r} and is '{real['torch']}'")):
-        opening.reopen(run.folder, BACKENDS)
+        start.reopen(run.folder, BACKENDS)
 
 
 def test_reopen_refuses_other_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path / "run")
     monkeypatch.setattr(machine, "code", lambda *_: {"bench": "another"})
     with pytest.raises(InputError, match="the code of the bench, of a backend or of the workload is not what it was"):
-        opening.reopen(run.folder, BACKENDS)
+        start.reopen(run.folder, BACKENDS)
 
 
 def test_reopen_refuses_another_workload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -534,11 +534,11 @@ def test_reopen_refuses_another_workload(tmp_path: Path, monkeypatch: pytest.Mon
     module.write_text("def factory(spec): ...\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     matrix = make_matrix({"workload.workload": "own_counted:factory"}, backend=["b0"], accumulate=[2])
-    made = opening.create(tmp_path / "run", matrix, expand(matrix, BACKENDS, 0), BACKENDS, cold=False)
-    assert opening.reopen(tmp_path / "run", BACKENDS) == made
+    made = start.create(tmp_path / "run", matrix, expand(matrix, BACKENDS, 0), BACKENDS, cold=False)
+    assert start.reopen(tmp_path / "run", BACKENDS) == made
     module.write_text("def factory(spec): return 1\n")
     with pytest.raises(InputError, match="the code of the bench, of a backend or of the workload is not what it was"):
-        opening.reopen(tmp_path / "run", BACKENDS)
+        start.reopen(tmp_path / "run", BACKENDS)
 
 
 @pytest.mark.parametrize(
@@ -558,7 +558,7 @@ def test_reopen_refuses_an_edited_manifest(tmp_path: Path, key: str, value: obje
     run = Run(tmp_path / "run")
     write_manifest(run.folder, run.manifest | {key: value})
     with pytest.raises(InputError, match=words):
-        opening.reopen(run.folder, BACKENDS)
+        start.reopen(run.folder, BACKENDS)
 
 
 def test_a_run_without_end_is_refused(tmp_path: Path) -> None:
@@ -566,7 +566,7 @@ def test_a_run_without_end_is_refused(tmp_path: Path) -> None:
     values = run.manifest["matrix"]["values"] | {"repeats": 2**62}
     write_manifest(run.folder, run.manifest | {"matrix": run.manifest["matrix"] | {"values": values}})
     with pytest.raises(InputError, match="more than 1,000,000 trials"):
-        opening.reopen(run.folder, BACKENDS)
+        start.reopen(run.folder, BACKENDS)
 
 
 def test_what_a_killed_bench_left_is_nobodys(tmp_path: Path) -> None:
@@ -582,7 +582,7 @@ def test_what_a_killed_bench_left_is_nobodys(tmp_path: Path) -> None:
 def test_reopen_refuses_a_run_without_its_backends(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     with pytest.raises(InputError, match="backend 'b5' is not installed here any more"):
-        opening.reopen(run.folder, {name: backend for name, backend in BACKENDS.items() if name != "b5"})
+        start.reopen(run.folder, {name: backend for name, backend in BACKENDS.items() if name != "b5"})
 
 
 def test_reopen_refuses_an_older_schema(tmp_path: Path) -> None:
@@ -590,12 +590,12 @@ def test_reopen_refuses_an_older_schema(tmp_path: Path) -> None:
     text = (run.folder / MANIFEST).read_text()
     (run.folder / MANIFEST).write_text(text.replace('"schema_version": 2', '"schema_version": 1'))
     with pytest.raises(InputError, match=r"begun by an older bench \(schema version 1\)"):
-        opening.reopen(run.folder, BACKENDS)
+        start.reopen(run.folder, BACKENDS)
 
 
 def test_reopen_needs_a_run(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="holds no run"):
-        opening.reopen(tmp_path, BACKENDS)
+        start.reopen(tmp_path, BACKENDS)
 
 
 def corpus_run(folder: Path) -> Path:
@@ -603,14 +603,14 @@ def corpus_run(folder: Path) -> Path:
     path = folder / "text.txt"
     path.write_bytes(b"some text that is long enough for a sample")
     made = make_matrix({"workload.corpus": str(path)}, backend=["b0"], accumulate=[2])
-    opening.create(folder / "run", made, expand(made, BACKENDS, 0), BACKENDS, cold=False)
+    start.create(folder / "run", made, expand(made, BACKENDS, 0), BACKENDS, cold=False)
     return path
 
 
 def test_every_trial_is_given_the_corpus_file(tmp_path: Path) -> None:
     path = corpus_run(tmp_path)
     launcher = FakeLauncher()
-    manifest = opening.reopen(tmp_path / "run", BACKENDS)
+    manifest = start.reopen(tmp_path / "run", BACKENDS)
     Runner(tmp_path / "run", manifest, BACKENDS, launcher, Recorder(), never).run()  # type: ignore[arg-type]
     assert {spec.corpus for spec in launcher.specs} == {str(path.resolve())}
 
@@ -623,7 +623,7 @@ def test_reopen_refuses_another_corpus(tmp_path: Path, content: bytes | None) ->
     else:
         path.write_bytes(content)
     with pytest.raises(InputError, match=r"text\.txt"):
-        opening.reopen(tmp_path / "run", BACKENDS)
+        start.reopen(tmp_path / "run", BACKENDS)
 
 
 class Scripted:
@@ -790,7 +790,7 @@ def test_what_the_run_was_told_of_its_cells_is_stored(tmp_path: Path) -> None:
     made = make_matrix(backend=["b0"], accumulate=[2])
     cells = expand(made, BACKENDS, 0)
     told = [cells[0].cell_id]
-    opening.create(tmp_path / "run", made, cells, BACKENDS, cold=False, once=told, skipped={"x": "too large"})
+    start.create(tmp_path / "run", made, cells, BACKENDS, cold=False, once=told, skipped={"x": "too large"})
     manifest = read_manifest(tmp_path / "run")
     assert (manifest["once"], manifest["skipped"]) == (told, {"x": "too large"})
     assert manifest["remarks"] == {}
@@ -804,7 +804,7 @@ def test_what_has_to_be_said_beside_a_cell_is_stored(tmp_path: Path) -> None:
         for w in (1, 2)
         for device in (Device.CPU, Device.CUDA)
     ]
-    opening.create(tmp_path / "run", make_matrix(), cells, registry(), cold=False)
+    start.create(tmp_path / "run", make_matrix(), cells, registry(), cold=False)
     remarks = read_manifest(tmp_path / "run")["remarks"]
     alone = [cell for cell in cells if "zero3" in cell.backend and cell.world_size == 1 and cell.device is Device.CUDA]
     assert remarks.keys() == {cell.cell_id for cell in alone}

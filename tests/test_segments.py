@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.launch import segments
+from bench.launch import stragglers
 
 MAP = """
 import mmap, sys, time
@@ -23,7 +23,7 @@ time.sleep(60)
 
 @pytest.fixture
 def files() -> Iterator[list[Path]]:
-    made = [Path(f"{segments.BEGINNING}test-{uuid.uuid4().hex}") for _ in range(2)]
+    made = [Path(f"{stragglers.BEGINNING}test-{uuid.uuid4().hex}") for _ in range(2)]
     for path in made:
         path.write_bytes(bytes(4096))
     yield made
@@ -45,36 +45,36 @@ def end(process: subprocess.Popen[str]) -> None:
 def test_what_an_ended_process_had_is_removed_and_nothing_else(files: list[Path]) -> None:
     own, other = mapping(files[0]), mapping(files[1])
     try:
-        found = segments.mapped([own.pid])
+        found = stragglers.mapped([own.pid])
         assert [one.path for one in found] == [str(files[0])]
-        assert found < segments.mapped([own.pid, other.pid])
+        assert found < stragglers.mapped([own.pid, other.pid])
     finally:
         end(own)
-    segments.remove(found)
+    stragglers.remove(found)
     assert not files[0].exists() and files[1].exists()
     end(other)
 
 
 def test_what_somebody_still_has_stays(files: list[Path]) -> None:
     own, peer = mapping(files[0]), mapping(files[0])
-    found = segments.mapped([own.pid])
+    found = stragglers.mapped([own.pid])
     end(own)
-    segments.remove(found)
+    stragglers.remove(found)
     assert files[0].exists()
     end(peer)
-    segments.remove(found)
+    stragglers.remove(found)
     assert not files[0].exists()
 
 
 def test_a_name_that_is_another_files_by_now_stays(files: list[Path]) -> None:
     own = mapping(files[0])
-    found = segments.mapped([own.pid])
+    found = stragglers.mapped([own.pid])
     end(own)
     files[1].rename(files[0])
-    segments.remove(found)
+    stragglers.remove(found)
     assert files[0].exists()
 
 
 def test_processes_that_are_gone_have_nothing() -> None:
-    assert segments.mapped([2**22 + 1]) == set()
-    segments.remove([segments.Segment(f"{segments.BEGINNING}no-such-segment", 1)])
+    assert stragglers.mapped([2**22 + 1]) == set()
+    stragglers.remove([stragglers.Segment(f"{stragglers.BEGINNING}no-such-segment", 1)])

@@ -16,13 +16,13 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from bench.analysis.diagnosis import observation
-from bench.analysis.semantics import Reading
-from bench.analysis.steps import Rule, Steps, calculate
+from bench.audit.diagnosis import observation
+from bench.audit.reading import Reading
+from bench.audit.scenario import SUITE, Fault, Reduction, Scenario, load
+from bench.audit.stepcount import StepRule, Steps, calculate
 from bench.backends.base import registry
-from bench.cell import REFERENCES, Stepping
 from bench.errors import InputError
-from bench.scenario import SUITE, Fault, Reduction, Scenario, load
+from bench.plan.cell import REFERENCES, Stepping
 from tests.conftest import ROOT, asked, bench, processes_with
 from tests.plugin import LOOPS
 
@@ -679,7 +679,7 @@ def test_a_backend_that_fails_spoils_no_other(tmp_path: Path, extra_site: Path) 
 
 def as_calculated(one: dict[str, Any]) -> Steps | None:
     backend = registry()[one["backend"]]
-    rule = Rule.of(backend.stepping, backend.sharding, divides_once=getattr(backend, "loss_factor", "") == "N")
+    rule = StepRule.of(backend.stepping, backend.sharding, divides_once=getattr(backend, "loss_factor", "") == "N")
     return calculate(Scenario.from_dict(one["scenario"]).training, rule)
 
 

@@ -12,19 +12,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench import machine, matrix, sharing, tables
-from bench.analysis.baseline import look, standing
-from bench.analysis.compare import Run
-from bench.analysis.gates import judge
-from bench.analysis.quoting import Quotes
-from bench.analysis.verdicts import Reason, Verdict
 from bench.backends.base import registry
 from bench.backends.lightning import communicator, places
-from bench.cell import REFERENCE, Device
 from bench.errors import InputError
-from bench.launch import rank
-from bench.report import panels, summary
-from bench.spec import extra_passes
+from bench.judge import tables
+from bench.judge.gates import judge
+from bench.judge.loading import Run
+from bench.judge.quoting import Quotes
+from bench.judge.standing import look, standing
+from bench.judge.verdicts import Reason, Verdict
+from bench.launch import gpus, rank
+from bench.plan.cell import REFERENCE, Device
+from bench.plan.expand import expand
+from bench.plan.task import extra_passes
+from bench.report import figure_data, panels, terminal
 from tests.factories import make_cell, make_manifest, make_matrix, make_record
 
 BACKENDS = registry()
@@ -40,12 +41,12 @@ CUDA_MEMORY = {"allocated": 5, "active": 6, "reserved": 7, "num_alloc_retries": 
 
 def shared(num_gpus: int, **axes: Any) -> list[Any]:
     made = make_matrix({"device": "cuda", "share_gpu": True}, **axes)
-    return matrix.expand(made, BACKENDS, num_gpus)
+    return expand(made, BACKENDS, num_gpus)
 
 
 def test_more_ranks_than_gpus_are_cells_of_their_own() -> None:
     cells = shared(1, world_size=[2, 4])
-    alone = matrix.expand(make_matrix({"device": "cuda"}, world_size=[2, 4]), BACKENDS, 4)
+    alone = expand(make_matrix({"device": "cuda"}, world_size=[2, 4]), BACKENDS, 4)
     (reference,) = [cell for cell in cells if cell.backend == REFERENCE]
     others = [cell for cell in cells if cell.backend != REFERENCE]
     assert others and all(cell.shared_gpu for cell in others)
@@ -68,7 +69,7 @@ def test_more_ranks_than_gpus_are_cells_of_their_own() -> None:
 def test_what_cannot_be_shared_is_refused(num_gpus: int, device: str, world_size: Any, words: str) -> None:
     made = make_matrix({"device": device, "share_gpu": True}, world_size=world_size)
     with pytest.raises(InputError, match=words):
-        matrix.expand(made, BACKENDS, num_gpus)
+        expand(made, BACKENDS, num_gpus)
 
 
 def test_no_pass_waits_for_nccl() -> None:
@@ -80,15 +81,15 @@ def test_no_pass_waits_for_nccl() -> None:
 
 
 def test_ranks_are_dealt_out_to_the_gpus() -> None:
-    told = [sharing.environment(number, 5, GPUS) for number in range(5)]
+    told = [rank.environment(number, 5, GPUS) for number in range(5)]
     assert [one["CUDA_VISIBLE_DEVICES"] for one in told] == ["GPU-0", "GPU-1", "GPU-0", "GPU-1", "GPU-0"]
     assert [one["GROUP_RANK"] for one in told] == list("01234")
     assert {one["LOCAL_RANK"] for one in told} == {"0"}
     assert {(one["LOCAL_WORLD_SIZE"], one["GROUP_WORLD_SIZE"]) for one in told} == {("1", "5")}
     instance = {**GPUS[1], "mig": "MIG-7"}
-    assert sharing.environment(3, 4, [instance])["CUDA_VISIBLE_DEVICES"] == "MIG-7"
+    assert rank.environment(3, 4, [instance])["CUDA_VISIBLE_DEVICES"] == "MIG-7"
     with pytest.raises(RuntimeError, match="no GPU is visible"):
-        sharing.environment(0, 2, [])
+        rank.environment(0, 2, [])
 
 
 @pytest.fixture
@@ -97,7 +98,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     calls: list[Any] = []
     visible = lambda: os.environ.get("CUDA_VISIBLE_DEVICES")  # noqa: E731
     monkeypatch.setattr(os, "environ", {**os.environ, "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3"})
-    monkeypatch.setattr(machine, "gpus", lambda: machine._visible(GPUS, visible()))
+    monkeypatch.setattr(gpus, "gpus", lambda: gpus._visible(GPUS, visible()))
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(f"{device} of {visible()}"))
     monkeypatch.setattr(dist, "init_process_group", lambda *given, **named: calls.append((given, named)))
@@ -108,7 +109,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_a_rank_that_shares_joins_over_gloo_on_its_only_device(joined: list[Any]) -> None:
     own = rank.join(Device.CUDA, threads=1, seed=0, shared_gpu=True)
     assert own == torch.device("cuda", 0)
-    assert joined == ["cuda:0 of GPU-1", ((sharing.BACKEND,), {}), "barrier"]
+    assert joined == ["cuda:0 of GPU-1", ((rank.BACKEND,), {}), "barrier"]
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "1", "CUDA has read the UUID; DeepSpeed reads indices only"
     assert os.environ["GROUP_RANK"] == "3"
 
@@ -155,13 +156,13 @@ def test_fp32_is_not_tf32_whatever_a_container_asks_for(joined: list[Any]) -> No
 def test_the_group_is_not_one_that_a_mesh_replaces_by_nccl(tmp_path: Path) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group(sharing.BACKEND, store=store, rank=0, world_size=1)
+    dist.init_process_group(rank.BACKEND, store=store, rank=0, world_size=1)
     try:
         assert dist.get_backend() != "gloo"  # DeviceMesh asks for that name
         values = torch.ones(2)
         dist.all_reduce(values, op=dist.ReduceOp.AVG)
         assert values.tolist() == [1.0, 1.0]
-        assert dist.get_backend_config() == sharing.BACKEND
+        assert dist.get_backend_config() == rank.BACKEND
     finally:
         dist.destroy_process_group()
 
@@ -243,9 +244,9 @@ def test_no_verdict_is_on_time() -> None:
 
 def test_summary_and_plots_say_so() -> None:
     made = judged()
-    assert summary.untimed(made) == ["not timed: 2 cells whose ranks shared GPUs, over gloo"]
-    assert summary.untimed(tables.build([make_record(make_cell())], make_manifest())) == []
-    run = panels.Run(made, manifest())
+    assert terminal.untimed(made) == ["not timed: 2 cells whose ranks shared GPUs, over gloo"]
+    assert terminal.untimed(tables.build([make_record(make_cell())], make_manifest())) == []
+    run = figure_data.FigureData(made, manifest())
     assert panels.SHARED in run.words("Peak memory").notes
     assert run.panels(run.trials, panels.CONTEXT, ["step_time_s"]) == []
     assert run.panels(run.trials, panels.CONTEXT, ["peak_memory_bytes"]) != []

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from bench import tables
-from bench.analysis.gates import judge
-from bench.analysis.sides import IDLE_SHARE, side
-from bench.analysis.verdicts import Reason, Side, Verdict, compare, judge_all
-from bench.cell import Cell, Device
+from bench.judge import tables
+from bench.judge.gates import judge
+from bench.judge.sides import IDLE_SHARE, side
+from bench.judge.verdicts import Reason, Side, Verdict, compare, judge_all
+from bench.plan.cell import Cell, Device
 from tests.factories import make_cell, make_manifest, make_record
 
 HOST = make_cell()

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from bench.plan.models import SIZES
 from bench.workload import WorkloadSpec
-from bench.workload.sizes import SIZES
 
 PUBLISHED = {
     "135m": 134_515_008,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.workload import load
-from bench.workload.slices import SLICE_TOKENS, slice_size, sliced
+from bench.workload.batches import SLICE_TOKENS, slice_size, sliced
 from tests.factories import make_cell
 
 

@@ -9,14 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import special, stats
 
-from bench.analysis import quality
-from bench.analysis.statistics import (
+from bench.judge import samples
+from bench.judge.bootstrap import bootstrap, bootstrap_many, trimmed_mean
+from bench.judge.statistics import (
     MIN_REPEATS,
     MIN_TRIALS,
     Interval,
     Sample,
-    bootstrap,
-    bootstrap_many,
     enough,
     equivalent,
     holm,
@@ -24,9 +23,8 @@ from bench.analysis.statistics import (
     ratios,
     required_trials,
     trial_median,
-    trimmed_mean,
 )
-from bench.warmup import warmup, warmups
+from bench.run.warmup import warmup, warmups
 
 SECONDS = st.floats(min_value=1e-3, max_value=1e3)
 TRIALS = st.lists(st.lists(SECONDS, min_size=1, max_size=15), min_size=5, max_size=9)
@@ -268,47 +266,47 @@ class TestPrecision:
 class TestQuality:
     def test_outliers(self) -> None:
         values = [1.0, 1.01, 0.99, 1.02, 0.98, 1.0, 3.0]
-        assert quality.outliers(values) == [6]
-        assert quality.outliers([1.0, 1.1, 0.9, 1.2, 0.8]) == []
-        assert quality.outliers([1.0] * 5 + [2.0]) == quality.outliers([]) == []
+        assert samples.outliers(values) == [6]
+        assert samples.outliers([1.0, 1.1, 0.9, 1.2, 0.8]) == []
+        assert samples.outliers([1.0] * 5 + [2.0]) == samples.outliers([]) == []
 
     def test_the_limit_is_hyperfines(self) -> None:
         values = [-1.0, -1.0, 0.0, 1.0, 1.0]  # both deviations are 1
-        assert quality.outliers([*values, 0.0, 14.82]) == [] and quality.outliers([*values, 0.0, 14.83]) == [6]
+        assert samples.outliers([*values, 0.0, 14.82]) == [] and samples.outliers([*values, 0.0, 14.83]) == [6]
 
     def test_drift(self) -> None:
         slots = list(range(20))
         noise = np.exp(0.01 * np.random.default_rng(0).normal(size=20))
-        found = quality.drift(slots, noise * np.exp(0.1 * np.arange(20) / 19))
+        found = samples.drift(slots, noise * np.exp(0.1 * np.arange(20) / 19))
         assert found.found and found.change == pytest.approx(math.expm1(0.1), abs=0.02)
-        assert not quality.drift(slots, noise).found
-        assert quality.drift([1, 2], [1.0, 2.0]).p_value == quality.drift(slots, [1.0] * 20).p_value == 1
+        assert not samples.drift(slots, noise).found
+        assert samples.drift([1, 2], [1.0, 2.0]).p_value == samples.drift(slots, [1.0] * 20).p_value == 1
 
     @pytest.mark.parametrize("kind", ["normal", "heavy"])
     @pytest.mark.parametrize("n", [8, 12, 30])
     def test_one_mode_is_seldom_called_two(self, kind: str, n: int) -> None:
         rng = np.random.default_rng([n, len(kind)])
         noise = rng.normal(size=(400, n)) if kind == "normal" else rng.standard_t(4, size=(400, n))
-        found = [quality.bimodal(np.exp(0.03 * row).tolist()) for row in noise]
-        assert sum(one is not None and one.found for one in found) <= stats.binom.ppf(0.999, 400, quality.ALPHA)
+        found = [samples.bimodal(np.exp(0.03 * row).tolist()) for row in noise]
+        assert sum(one is not None and one.found for one in found) <= stats.binom.ppf(0.999, 400, samples.ALPHA)
 
     def test_two_modes(self) -> None:
         rng = np.random.default_rng(0)
         values = np.exp(0.01 * rng.normal(size=20) + 0.15 * (np.arange(20) % 3 == 0))
-        found = quality.bimodal(values.tolist())
+        found = samples.bimodal(values.tolist())
         assert found is not None and found.found
         assert found.ratio == pytest.approx(math.exp(0.15), rel=0.02) and found.share == pytest.approx(0.35)
-        assert quality.bimodal(values[:7].tolist()) is None
+        assert samples.bimodal(values[:7].tolist()) is None
 
     def test_equal_values_have_one_mode(self) -> None:
-        found = quality.bimodal([1.0] * 10)
+        found = samples.bimodal([1.0] * 10)
         assert found is not None and not found.found
 
     def test_imbalance(self) -> None:
-        assert quality.imbalance([[1.0, 1.0], [1.0, 1.0], [1.5, 1.5]]) == 1.5
-        assert quality.imbalance([[1.0, 2.0]]) == 1.0
+        assert samples.imbalance([[1.0, 1.0], [1.0, 1.0], [1.5, 1.5]]) == 1.5
+        assert samples.imbalance([[1.0, 2.0]]) == 1.0
         with pytest.raises(ValueError, match="same number"):
-            quality.imbalance([])
+            samples.imbalance([])
 
 
 class TestManyRatios:
@@ -339,7 +337,7 @@ class TestManyRatios:
     def test_more_pairs_than_are_resampled_at_a_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pairs = [(self.MANY[0], sample(1.1, seed=seed)) for seed in range(20, 27)]
         whole = ratios(pairs, resamples=RESAMPLES)
-        monkeypatch.setattr("bench.analysis.statistics.BATCH", 2 * RESAMPLES)
+        monkeypatch.setattr("bench.judge.bootstrap.BATCH", 2 * RESAMPLES)
         for found, expected in zip(ratios(pairs, resamples=RESAMPLES), whole, strict=True):
             assert [found.ratio, found.low, found.high] == pytest.approx([expected.ratio, expected.low, expected.high])
 

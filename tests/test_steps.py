@@ -16,28 +16,28 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from bench.analysis.steps import Rule, Steps, Stops, calculate, reaches, updates
-from bench.cell import Sharding, Stepping
-from bench.cli import GOOD, WRONG, main
-from bench.errors import InputError
-from bench.training import LARGEST_ACCUMULATE, Training
+from bench.audit.stepcount import StepRule, Steps, Stops, calculate, reaches, updates
+from bench.audit.training import LARGEST_ACCUMULATE, TrainingPlan
+from bench.cli import main
+from bench.errors import GOOD, WRONG, InputError
+from bench.plan.cell import Sharding, Stepping
 
 ROOT = Path(__file__).resolve().parent.parent
-WINDOW = Rule(stepping=Stepping.WINDOW)
-FLUSH = Rule(stepping=Stepping.FLUSH)
-CARRY = Rule(stepping=Stepping.CARRY)
-ZERO2 = Rule.of(Stepping.SPLIT, Sharding.GRADS)
-ZERO3 = Rule.of(Stepping.SPLIT, Sharding.PARAMS)
-CORRECTED = Rule.of(Stepping.SPLIT, Sharding.GRADS, divides_once=True)
+WINDOW = StepRule(stepping=Stepping.WINDOW)
+FLUSH = StepRule(stepping=Stepping.FLUSH)
+CARRY = StepRule(stepping=Stepping.CARRY)
+ZERO2 = StepRule.of(Stepping.SPLIT, Sharding.GRADS)
+ZERO3 = StepRule.of(Stepping.SPLIT, Sharding.PARAMS)
+CORRECTED = StepRule.of(Stepping.SPLIT, Sharding.GRADS, divides_once=True)
 RULES = [WINDOW, FLUSH, CARRY, ZERO2, ZERO3, CORRECTED]
 
 
-def plan(num_micro_batches: int, accumulate: int, epochs: int | None = None, **options: Any) -> Training:
+def plan(num_micro_batches: int, accumulate: int, epochs: int | None = None, **options: Any) -> TrainingPlan:
     """A scenario by its micro-batches per epoch, of one sample each."""
-    return Training(samples=num_micro_batches, batch_size=1, accumulate=accumulate, epochs=epochs, **options)
+    return TrainingPlan(samples=num_micro_batches, batch_size=1, accumulate=accumulate, epochs=epochs, **options)
 
 
-def calculated(scenario: Training, rule: Rule) -> Steps:
+def calculated(scenario: TrainingPlan, rule: StepRule) -> Steps:
     steps = calculate(scenario, rule)
     assert steps is not None
     return steps
@@ -71,7 +71,7 @@ def test_ten_micro_batches_in_windows_of_four() -> None:
 
 @pytest.mark.parametrize(("drop_last", "steps"), [(False, [6, 6, 5, 5, 5, 5]), (True, [6, 6, 4, 4, 4, 4])])
 def test_drop_last_drops_a_micro_batch_but_no_window(drop_last: bool, steps: list[int]) -> None:
-    scenario = Training(samples=39, batch_size=4, accumulate=4, epochs=2, drop_last=drop_last)
+    scenario = TrainingPlan(samples=39, batch_size=4, accumulate=4, epochs=2, drop_last=drop_last)
     assert scenario.micro_batches_per_epoch == (9 if drop_last else 10)
     assert scenario.last_micro_batch == (4 if drop_last else 3)
     found = [calculated(scenario, rule) for rule in RULES]
@@ -123,7 +123,7 @@ def test_max_steps_that_are_never_reached() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_max_steps_zero_trains_nothing(rule: Rule) -> None:
+def test_max_steps_zero_trains_nothing(rule: StepRule) -> None:
     for scenario in (plan(10, 4, max_steps=0), plan(3, 4, 5, max_steps=0)):
         found = calculated(scenario, rule)
         assert (found.stops, found.micro_batches_consumed, found.optimizer_steps) == (Stops.MAX_STEPS, 0, 0)
@@ -137,17 +137,19 @@ def test_no_max_steps_equals_epochs_that_the_counters_split() -> None:
 
 
 def test_an_unknown_rule_is_not_calculated() -> None:
-    assert calculate(plan(10, 4, 2), Rule(stepping=Stepping.UNKNOWN)) is None
+    assert calculate(plan(10, 4, 2), StepRule(stepping=Stepping.UNKNOWN)) is None
 
 
 def test_only_zero2_keeps_what_is_accumulated() -> None:
-    kept = {sharding: not Rule.of(Stepping.SPLIT, sharding).clears for sharding in Sharding}
+    kept = {sharding: not StepRule.of(Stepping.SPLIT, sharding).clears for sharding in Sharding}
     assert [sharding for sharding in Sharding if kept[sharding]] == [Sharding.GRADS]
-    assert Rule.of(Stepping.CARRY, Sharding.PARAMS) == CARRY
+    assert StepRule.of(Stepping.CARRY, Sharding.PARAMS) == CARRY
 
 
 def test_large_numbers_are_exact_and_quick() -> None:
-    scenario = Training(samples=10**15 + 7, batch_size=3, accumulate=1000, world_size=64, epochs=10**6, drop_last=True)
+    scenario = TrainingPlan(
+        samples=10**15 + 7, batch_size=3, accumulate=1000, world_size=64, epochs=10**6, drop_last=True
+    )
     for rule in RULES:
         found = calculated(scenario, rule)
         assert found.optimizer_steps * 1000 >= found.micro_batches_consumed - 1000
@@ -158,7 +160,7 @@ def test_large_numbers_are_exact_and_quick() -> None:
 
 
 @st.composite
-def scenarios(draw: st.DrawFn, limit: str = "any") -> Training:
+def scenarios(draw: st.DrawFn, limit: str = "any") -> TrainingPlan:
     """Small enough to be simulated; ``limit``: epochs, max_steps or any."""
     limit = draw(st.sampled_from(["epochs", "max_steps", "both"])) if limit == "any" else limit
     numbers: dict[str, Any] = {
@@ -171,13 +173,13 @@ def scenarios(draw: st.DrawFn, limit: str = "any") -> Training:
         "drop_last": draw(st.booleans()),
     }
     assume(not numbers["drop_last"] or -(-numbers["samples"] // numbers["world_size"]) >= numbers["batch_size"])
-    return Training(**numbers)
+    return TrainingPlan(**numbers)
 
 
 rules = st.sampled_from(RULES)
 
 
-def assert_conserved(scenario: Training, found: Steps) -> None:
+def assert_conserved(scenario: TrainingPlan, found: Steps) -> None:
     accounted = found.samples_used + found.samples_lost_in_mid_run + found.samples_left_open
     accounted += found.samples_dropped + found.samples_unread
     assert accounted == scenario.samples * found.epochs_begun + found.samples_padded
@@ -189,7 +191,7 @@ class Simulation:
     ``give_up`` says when nobody would wait any longer for ``max_steps``.
     """
 
-    def __init__(self, scenario: Training, rule: Rule, give_up: Callable[[Simulation], bool]) -> None:
+    def __init__(self, scenario: TrainingPlan, rule: StepRule, give_up: Callable[[Simulation], bool]) -> None:
         self.give_up = give_up
         self.n, self.rule = scenario.accumulate, rule
         self.max_steps = scenario.max_steps
@@ -216,7 +218,7 @@ class Simulation:
                 self.epoch(sizes, endless=scenario.epochs is None)
 
     @staticmethod
-    def loader(scenario: Training) -> list[int]:
+    def loader(scenario: TrainingPlan) -> list[int]:
         """Samples of each micro-batch of an epoch, over all ranks, as torch's own samplers hand them out."""
         from torch.utils.data import BatchSampler
         from torch.utils.data.distributed import DistributedSampler
@@ -265,7 +267,7 @@ class Simulation:
             self.counter += 1
 
 
-def simulate(scenario: Training, rule: Rule) -> Simulation:
+def simulate(scenario: TrainingPlan, rule: StepRule) -> Simulation:
     """The training, cut off where it should have ended if it does not."""
     done = Simulation(scenario, rule, lambda it: it.updates > 4 * (scenario.max_steps or 0) + 4)
     if done.stops == "never":
@@ -275,9 +277,9 @@ def simulate(scenario: Training, rule: Rule) -> Simulation:
 
 @settings(max_examples=400, deadline=None)
 @given(scenario=scenarios(), rule=rules)
-@example(scenario=Training(samples=3, batch_size=1, accumulate=4, epochs=None, max_steps=3), rule=ZERO3)
-@example(scenario=Training(samples=37, batch_size=4, accumulate=12, world_size=2, epochs=9), rule=ZERO3)
-def test_as_simulated(scenario: Training, rule: Rule) -> None:
+@example(scenario=TrainingPlan(samples=3, batch_size=1, accumulate=4, epochs=None, max_steps=3), rule=ZERO3)
+@example(scenario=TrainingPlan(samples=37, batch_size=4, accumulate=12, world_size=2, epochs=9), rule=ZERO3)
+def test_as_simulated(scenario: TrainingPlan, rule: StepRule) -> None:
     found, simulated = calculated(scenario, rule), simulate(scenario, rule)
     assert found.stops == simulated.stops
     assert found.micro_batches_consumed == simulated.consumed
@@ -296,7 +298,7 @@ def test_as_simulated(scenario: Training, rule: Rule) -> None:
 
 @settings(deadline=None)
 @given(scenario=scenarios(), rule=rules)
-def test_every_sample_is_accounted_for(scenario: Training, rule: Rule) -> None:
+def test_every_sample_is_accounted_for(scenario: TrainingPlan, rule: StepRule) -> None:
     found = calculated(scenario, rule)
     assert_conserved(scenario, found)
     assert min(found.samples_used, found.samples_left_open, found.samples_unread, found.samples_lost_in_mid_run) >= 0
@@ -309,16 +311,16 @@ def test_every_sample_is_accounted_for(scenario: Training, rule: Rule) -> None:
 
 
 @given(scenario=scenarios("epochs"), rule=rules)
-def test_more_of_anything_gives_no_fewer_steps(scenario: Training, rule: Rule) -> None:
+def test_more_of_anything_gives_no_fewer_steps(scenario: TrainingPlan, rule: StepRule) -> None:
     steps = calculated(scenario, rule).optimizer_steps
-    given_ = {name: getattr(scenario, name) for name in Training.__dataclass_fields__}
+    given_ = {name: getattr(scenario, name) for name in TrainingPlan.__dataclass_fields__}
     for name, fewer in (("epochs", False), ("samples", False), ("accumulate", True)):
-        other = calculated(Training(**given_ | {name: given_[name] + 1}), rule).optimizer_steps
+        other = calculated(TrainingPlan(**given_ | {name: given_[name] + 1}), rule).optimizer_steps
         assert other <= steps if fewer else other >= steps
 
 
 @given(scenario=scenarios("max_steps"), rule=rules)
-def test_a_later_limit_stops_later(scenario: Training, rule: Rule) -> None:
+def test_a_later_limit_stops_later(scenario: TrainingPlan, rule: StepRule) -> None:
     assert scenario.max_steps is not None
     first, second = (reaches(scenario, rule, scenario.max_steps + more) for more in (0, 1))
     assert second is None or (first is not None and first < second)
@@ -329,12 +331,12 @@ def test_a_later_limit_stops_later(scenario: Training, rule: Rule) -> None:
 
 
 @given(scenario=scenarios("epochs"), rule=rules)
-def test_equal_max_steps_makes_the_same_updates(scenario: Training, rule: Rule) -> None:
+def test_equal_max_steps_makes_the_same_updates(scenario: TrainingPlan, rule: StepRule) -> None:
     by_epochs = calculated(scenario, rule)
-    given_ = {name: getattr(scenario, name) for name in Training.__dataclass_fields__} | {"epochs": None}
+    given_ = {name: getattr(scenario, name) for name in TrainingPlan.__dataclass_fields__} | {"epochs": None}
 
     def stopped(max_steps: int) -> Steps:
-        return calculated(Training(**given_ | {"max_steps": max_steps}), rule)
+        return calculated(TrainingPlan(**given_ | {"max_steps": max_steps}), rule)
 
     if by_epochs.equal_max_steps is not None:
         same = stopped(by_epochs.equal_max_steps)
@@ -359,7 +361,7 @@ def test_where_windows_fit_all_rules_agree(windows: int, accumulate: int, epochs
 
 
 @given(scenario=scenarios())
-def test_the_naive_formula_is_right_where_epochs_are_closed_and_nothing_dropped(scenario: Training) -> None:
+def test_the_naive_formula_is_right_where_epochs_are_closed_and_nothing_dropped(scenario: TrainingPlan) -> None:
     """ceil(ceil(ceil(S / W) / b) / N) = ceil(S / (W b N))."""
     if not scenario.dropped_per_epoch:
         assert calculated(scenario, WINDOW).optimizer_steps == scenario.naive_steps
@@ -367,7 +369,7 @@ def test_the_naive_formula_is_right_where_epochs_are_closed_and_nothing_dropped(
 
 
 @given(scenario=scenarios())
-def test_padding_is_among_what_is_dropped(scenario: Training) -> None:
+def test_padding_is_among_what_is_dropped(scenario: TrainingPlan) -> None:
     if scenario.dropped_per_epoch:
         assert scenario.dropped_per_epoch >= scenario.padding_per_epoch
 
@@ -507,7 +509,7 @@ def test_bad_input_is_one_line(call: Any, line: str, words: str) -> None:
 
 def test_a_scenario_has_an_end() -> None:
     with pytest.raises(InputError, match="training has no end"):
-        Training(samples=1, batch_size=1, epochs=None)
+        TrainingPlan(samples=1, batch_size=1, epochs=None)
 
 
 def test_nothing_heavy_is_imported(tmp_path: Path) -> None:

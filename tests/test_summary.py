@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from bench import tables
-from bench.analysis.baseline import Standing
-from bench.analysis.gates import judge
-from bench.report.summary import TITLE, by_cell, findings, show
-from bench.tables import Tables
+from bench.judge import tables
+from bench.judge.gates import judge
+from bench.judge.standing import Standing
+from bench.judge.tables import Tables
+from bench.report.terminal import TITLE, by_cell, findings, show
 from tests.factories import make_cell, make_failure, make_manifest, make_record
 
 CELL = make_cell()

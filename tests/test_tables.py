@@ -11,14 +11,15 @@ import pandas as pd
 import pytest
 from pandas.testing import assert_frame_equal
 
-from bench import tables
-from bench.cell import Cell, Device
-from bench.journal import Journal, write_manifest
-from bench.tables import CHILD_COLUMNS, TRIAL_COLUMNS, Tables
+from bench.judge import tables
+from bench.judge.tables import NAMES, Tables
+from bench.plan import columns
+from bench.plan.cell import Cell, Device
+from bench.plan.columns import COLUMNS
+from bench.run.journal import Journal, write_manifest
 from tests.factories import PEAK_BYTES, make_cell, make_failure, make_manifest, make_record, make_time
 
 CELL = make_cell()
-NAMES = [field.name for field in dataclasses.fields(Tables)]
 DESIGN = (
     "run_id cell_id repeat backend framework sharding sync accumulate world_size virtual_world_size micro_batch_size "
     "global_batch_size sequence_length model num_parameters precision accumulation_dtype device status reason "
@@ -43,17 +44,14 @@ FAILED = build(make_failure(CELL))
 
 
 def test_promised_columns() -> None:
-    assert set(DESIGN.split()) <= TRIAL_COLUMNS.keys()
-    assert NAMES == ["trials", "steps", "losses", "collectives", "memory"]
-    assert CHILD_COLUMNS.keys() == set(NAMES[1:])
+    assert set(DESIGN.split()) <= COLUMNS["trials"].keys()
+    assert [field.name for field in dataclasses.fields(Tables)] == list(NAMES)
 
 
 @pytest.mark.parametrize("made", [EMPTY, SOUND, FAILED], ids=["empty", "sound", "failed"])
 def test_exact_columns_and_dtypes(made: Tables) -> None:
-    assert list(dtypes(made.trials).items()) == list(TRIAL_COLUMNS.items())
-    for name, columns in CHILD_COLUMNS.items():
-        expected = {"cell_id": "string", "repeat": "Int64", **columns}
-        assert list(dtypes(getattr(made, name)).items()) == list(expected.items())
+    for name in NAMES:
+        assert list(dtypes(getattr(made, name)).items()) == list(columns.dtypes(name).items())
 
 
 @pytest.mark.parametrize("made", [EMPTY, SOUND, FAILED], ids=["empty", "sound", "failed"])
@@ -129,7 +127,7 @@ def test_a_sound_trial_by_hand() -> None:
     empty |= {"collective_s", "exposed_s", "num_launches_per_micro_batch", "other_work"}
     empty |= {"optimizer_steps_reported", "optimizer_steps_reported_by"}
     empty |= {"gradient_norm", "unclipped_error", "unclipped_scale"}
-    assert expected.keys() | empty == TRIAL_COLUMNS.keys()
+    assert expected.keys() | empty == COLUMNS["trials"].keys()
     assert {name: row[name] for name in expected} == pytest.approx(expected)
     assert row[list(empty)].isna().all()
 
@@ -191,7 +189,7 @@ def test_failed_trials_stay(status: str) -> None:
     assert (row["micro_batch_size"], row["optimizer_steps_expected"], row["wall_s"]) == (2, 5, 2.5)
     assert row[["step_time_s", "update_error", "final_loss", "peak_memory_bytes", "ranks_agree"]].isna().all()
     assert row[["overhead_s", "optimizer_steps_observed", "num_parameters"]].isna().all()
-    assert all(getattr(made, name).empty for name in CHILD_COLUMNS)
+    assert all(getattr(made, name).empty for name in NAMES[1:])
 
 
 def test_the_last_record_of_a_trial_counts() -> None:

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from bench.taps import Event, Kind, Taps, Update, updates
+from bench.measure.taps import Event, EventKind, Taps, Update, updates
 
-KINDS = {"f": Kind.FETCH, "l": Kind.LOSS, "s": Kind.STEP}
+KINDS = {"f": EventKind.FETCH, "l": EventKind.LOSS, "s": EventKind.STEP}
 
 
 def stream(letters: str) -> list[Event]:
@@ -79,7 +79,7 @@ class Trained:
 def test_inner_steps_with_no_micro_batch_between_are_one_update() -> None:
     trained = Trained(lambda optimizers: [optimizer.step() for optimizer in optimizers])
     assert trained.updates == [Update(num_micro_batches=4, mark=mark, num_inner_steps=2) for mark in (1, 3, 5)]
-    assert [trained.taps.count(kind) for kind in (Kind.FETCH, Kind.LOSS, Kind.STEP)] == [12, 12, 6]
+    assert [trained.taps.count(kind) for kind in (EventKind.FETCH, EventKind.LOSS, EventKind.STEP)] == [12, 12, 6]
 
 
 def test_one_optimizer() -> None:
@@ -91,7 +91,7 @@ def test_a_step_that_is_not_made_is_not_counted() -> None:
     trained = Trained(lambda optimizers: None)
     assert trained.updates == []
     assert trained.taps.training_seconds == 0
-    assert trained.taps.count(Kind.LOSS) == 12
+    assert trained.taps.count(EventKind.LOSS) == 12
 
 
 def test_a_framework_that_steps_through_a_closure() -> None:
@@ -130,10 +130,10 @@ def test_losses_are_kept_detached_in_order() -> None:
 
 
 def test_events_in_program_order_and_told_as_they_happen() -> None:
-    told: list[Kind] = []
+    told: list[EventKind] = []
     trained = Trained(lambda optimizers: optimizers[0].step(), on_event=told.append)
     assert told == [event.kind for event in trained.taps.events]
-    assert told == ([Kind.FETCH, Kind.LOSS] * 4 + [Kind.STEP]) * 3
+    assert told == ([EventKind.FETCH, EventKind.LOSS] * 4 + [EventKind.STEP]) * 3
 
 
 def test_loader_is_sized_and_iterable_again() -> None:
@@ -142,13 +142,21 @@ def test_loader_is_sized_and_iterable_again() -> None:
     assert len(loader) == 3
     assert taps.events == []
     assert list(loader) == list(loader) == [10, 20, 30]
-    assert taps.count(Kind.FETCH) == 6
+    assert taps.count(EventKind.FETCH) == 6
 
 
 def test_training_seconds_run_from_the_first_fetch_to_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([1.0, 4.0, 11.0])
-    monkeypatch.setattr("bench.taps.time.perf_counter", lambda: next(times))
+    monkeypatch.setattr("bench.measure.taps.time.perf_counter", lambda: next(times))
     taps = Taps(lambda: None)
-    for kind in (Kind.FETCH, Kind.LOSS, Kind.STEP, Kind.FETCH, Kind.LOSS, Kind.STEP, Kind.FETCH):
+    for kind in (
+        EventKind.FETCH,
+        EventKind.LOSS,
+        EventKind.STEP,
+        EventKind.FETCH,
+        EventKind.LOSS,
+        EventKind.STEP,
+        EventKind.FETCH,
+    ):
         taps.record(kind)
     assert taps.training_seconds == 10.0

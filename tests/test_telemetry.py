@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 
-from bench.probes import nvml, telemetry
-from bench.probes.nvml import NO_SLOWDOWN, QUESTIONS, REASONS
-from bench.probes.telemetry import Telemetry, descends, summarize
+from bench.run import telemetry
+from bench.run.telemetry import NO_SLOWDOWN, QUESTIONS, REASONS, Telemetry, descends, summarize
 
 UUIDS = ["GPU-aa", "GPU-bb"]
 NOT_SUPPORTED, FUNCTION_NOT_FOUND, TIMEOUT = 3, 13, 10
@@ -367,4 +366,4 @@ def test_names_are_those_of_the_library() -> None:
     assert not missing
     assert (library.NVML_CLOCK_SM, library.NVML_CLOCK_MEM, library.NVML_TEMPERATURE_GPU) == (1, 2, 0)
     errors = {library.NVML_ERROR_NOT_SUPPORTED, library.NVML_ERROR_NO_PERMISSION, library.NVML_ERROR_FUNCTION_NOT_FOUND}
-    assert errors == nvml._LASTING
+    assert errors == telemetry._LASTING

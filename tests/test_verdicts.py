@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.analysis import gates
-from bench.analysis.sides import side
-from bench.analysis.statistics import MARGIN, PRECISION, SAME_WIDTH, Interval, Sample, ratio
-from bench.analysis.verdicts import (
+from bench.judge import gates
+from bench.judge.sides import side
+from bench.judge.statistics import MARGIN, PRECISION, SAME_WIDTH, Interval, Sample, ratio
+from bench.judge.tables import Tables, load
+from bench.judge.verdicts import (
     BLOCKS,
     MORE_HELPS,
     NEXT,
@@ -30,8 +31,7 @@ from bench.analysis.verdicts import (
     judge_all,
     next_precision,
 )
-from bench.cell import Status
-from bench.tables import Tables, load
+from bench.plan.cell import Status
 
 OPPOSITE = {Verdict.FASTER: Verdict.SLOWER, Verdict.SLOWER: Verdict.FASTER}
 REFERENCE_RUN = Path(__file__).parents[1] / "results" / "cpu-reference"

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from bench.audit.monitor import Measurement, Rate
+from bench.audit.monitor_grid import Point
+from bench.audit.versions import __main__ as command
+from bench.audit.versions import deepspeed_findings, environment, lightning_findings, probe, versions_page
+from bench.audit.versions.environment import FailedError
+from bench.audit.versions.versions_page import Entry, Finding
 from bench.errors import InputError
-from bench.throughput import Measurement, Point, Rate
-from bench.versions import __main__ as command
-from bench.versions import deepspeed, environment, lightning, probe, table
-from bench.versions.environment import FailedError
-from bench.versions.table import Entry, Finding
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "versions.md"
 
@@ -28,7 +29,7 @@ def test_table_puts_the_versions_of_a_finding_together() -> None:
         entry("lightning", "2.2.1", Finding("a", "right", True), departures=("fsspec<2025 (2026 here)",)),
         entry("deepspeed", "0.18.2", error="not installed: no"),
     ]
-    assert table.rows(entries) == [
+    assert versions_page.rows(entries) == [
         ("lightning", "runs here", "2.2.0", "yes", "yes"),
         ("lightning", "runs here", "2.2.1", "yes; its metadata asks for fsspec<2025 (2026 here)", "yes"),
         ("lightning", "a", "2.2.0", "raised: x|y", "**no**"),
@@ -36,14 +37,16 @@ def test_table_puts_the_versions_of_a_finding_together() -> None:
         ("lightning", "b", "2.2.0", "1", "yes"),
         ("deepspeed", "runs here", "0.18.2", "not installed: no", "**no**"),
     ]
-    page = table.markdown(entries)
+    page = versions_page.markdown(entries)
     assert r"| lightning | a | 2.2.0 | raised: x\|y | **no** |" in page
     assert "- Measured on 2026-01-02 with torch 2.13.0 and Python 3.11.7: lightning 2.2.0, lightning 2.2.1," in page
 
 
 def test_page_joins_neighbours_that_came_out_alike() -> None:
     results = [("0.9", "x"), ("0.10", "x"), ("0.11", "y"), ("0.12", "x")]
-    page = table.markdown([entry("deepspeed", version, Finding("a", result, True)) for version, result in results])
+    page = versions_page.markdown(
+        [entry("deepspeed", version, Finding("a", result, True)) for version, result in results]
+    )
     assert [line.split(" | ")[2:4] for line in page.splitlines() if line.startswith("| deepspeed | a")] == [
         ["0.9, 0.10", "x"],
         ["0.11", "y"],
@@ -53,22 +56,22 @@ def test_page_joins_neighbours_that_came_out_alike() -> None:
 
 def test_table_survives_a_round_trip(tmp_path: Path) -> None:
     entries = [entry("lightning", "2.2.0", Finding("a", "x", False), departures=("b",)), entry("deepspeed", "0.18.2")]
-    table.write(entries, tmp_path / "docs")
-    assert table.read(tmp_path / "docs" / "versions.json") == entries
-    assert table.read(tmp_path / "none.json") == []
+    versions_page.write(entries, tmp_path / "docs")
+    assert versions_page.read(tmp_path / "docs" / "versions.json") == entries
+    assert versions_page.read(tmp_path / "none.json") == []
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"schema": 0}', '{"schema": 1, "versions": [{"package": "x"}]}'])
 def test_a_file_that_is_no_table_is_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "versions.json").write_text(content)
     with pytest.raises(InputError, match=r"versions\.json: .*; delete it"):
-        table.read(tmp_path / "versions.json")
+        versions_page.read(tmp_path / "versions.json")
 
 
 def test_newer_entries_replace_older_and_versions_are_in_order() -> None:
     before = [entry("deepspeed", "0.9.0"), entry("lightning", "2.10.0"), entry("lightning", "2.9.0", error="no")]
     now = [entry("lightning", "2.9.0", Finding("a", "x", True)), entry("deepspeed", "0.10.0")]
-    found = table.merged(before, now)
+    found = versions_page.merged(before, now)
     assert [(e.package, e.version) for e in found] == [
         ("lightning", "2.9.0"),
         ("lightning", "2.10.0"),
@@ -88,7 +91,7 @@ def test_newer_entries_replace_older_and_versions_are_in_order() -> None:
     ],
 )
 def test_what_went_wrong_is_one_line_without_paths(output: str, line: str) -> None:
-    assert table.last_line(output) == line
+    assert versions_page.last_line(output) == line
 
 
 def test_version_that_cannot_be_installed_is_an_entry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -179,31 +182,33 @@ def test_lightning_findings_are_worded_from_measurements() -> None:
         rates = tuple(Rate(1, ratio, 1.0) for ratio in ratios)
         return Measurement(Point(4, every, 5), error, 3, 1.0, (every,), rates)
 
-    found = lightning.accepted(4, [at(1, 1.0), at(3, error="ValueError: no"), at(5, error="ValueError: no")])
+    found = lightning_findings.accepted(4, [at(1, 1.0), at(3, error="ValueError: no"), at(5, error="ValueError: no")])
     assert found.measured == "right at 1; raised at 3, 5: ValueError: no" and not found.good
-    assert lightning.rates("x", at(1, 1.0, 0.7)) == Finding("x", "unsteady: ratio 0.700 to 1.000", False)
-    assert lightning.rates("x", at(1, 1.0)) == Finding("x", "right: ratio 1.000", True)
-    assert lightning.rates("x", at(1)) == Finding("x", "unrated", False)
-    assert lightning.rates("x", at(1, error="E: y")) == Finding("x", "raised: E: y", False)
+    assert lightning_findings.rates("x", at(1, 1.0, 0.7)) == Finding("x", "unsteady: ratio 0.700 to 1.000", False)
+    assert lightning_findings.rates("x", at(1, 1.0)) == Finding("x", "right: ratio 1.000", True)
+    assert lightning_findings.rates("x", at(1)) == Finding("x", "unrated", False)
+    assert lightning_findings.rates("x", at(1, error="E: y")) == Finding("x", "raised: E: y", False)
 
 
 def test_decoded_updates_are_spelled() -> None:
-    assert deepspeed.spelled({1: 0.25, 2: 0.25, 3: 0.25, 4: 0.25}) == "1-4 by 1/4"
-    assert deepspeed.spelled({1: 0.25, 3: 0.25, 4: 0.0625}) == "1 by 1/4, 3 by 1/4, 4 by 1/16"
-    assert deepspeed.spelled({8: 0.2999}) == "8 by 0.2999"
-    assert deepspeed.spelled({}) == "nothing"
+    assert deepspeed_findings.spelled({1: 0.25, 2: 0.25, 3: 0.25, 4: 0.25}) == "1-4 by 1/4"
+    assert deepspeed_findings.spelled({1: 0.25, 3: 0.25, 4: 0.0625}) == "1 by 1/4, 3 by 1/4, 4 by 1/16"
+    assert deepspeed_findings.spelled({8: 0.2999}) == "8 by 0.2999"
+    assert deepspeed_findings.spelled({}) == "nothing"
 
 
 def test_deepspeed_probe_that_fails_is_a_finding() -> None:
     def ask(stage: int) -> tuple[str, bool]:
         raise AssertionError(f"stage {stage}\nno")
 
-    assert deepspeed.asked("q", ask, 2) == Finding("ZeRO-2: q", "probe failed: AssertionError: stage 2 no", False)
+    assert deepspeed_findings.asked("q", ask, 2) == Finding(
+        "ZeRO-2: q", "probe failed: AssertionError: stage 2 no", False
+    )
 
 
 @pytest.mark.skipif(not PAGE.exists(), reason="the source distribution has no docs")
 def test_committed_page_is_what_its_data_says() -> None:
-    entries = table.read(PAGE.with_suffix(".json"))
-    assert PAGE.read_text() == table.markdown(entries)
+    entries = versions_page.read(PAGE.with_suffix(".json"))
+    assert PAGE.read_text() == versions_page.markdown(entries)
     assert {f"{e.package}=={e.version}" for e in entries} >= set(command.VERSIONS)
-    assert table.without_paths(PAGE.read_text()) == PAGE.read_text()
+    assert versions_page.without_paths(PAGE.read_text()) == PAGE.read_text()

@@ -15,17 +15,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from bench.analysis.formulas import expect, layout_of
 from bench.backends.base import registry
-from bench.cell import Cell, Device, Precision, Status
-from bench.fakes import FakeTensors
+from bench.judge.formulas import expect, layout_of
 from bench.launch.launcher import Launcher
-from bench.probes.ledger import TensorLedger
-from bench.spec import Spec
-from bench.taps import SETTLED_WINDOWS
-from bench.virtual import passes, refusal, tensors
+from bench.measure.ledger import TensorLedger
+from bench.measure.tensors import FakeTensors, tensors
+from bench.plan.cell import Cell, Device, Precision, Status
+from bench.plan.models import SIZES
+from bench.plan.task import SETTLED_WINDOWS, Spec
+from bench.plan.world import passes, refusal
 from bench.workload import load
-from bench.workload.sizes import SIZES
 from tests.conftest import asked, first
 from tests.factories import ALL_PASSES, make_cell
 from tests.virtual_worlds import measure, world_cell
@@ -124,7 +123,7 @@ def test_fake_tensors_count_as_real_ones(world: World, backend: str) -> None:
 def test_views_that_deepspeed_makes_for_every_rank_are_missed_by_none(
     world: World, world_size: int, backend: str
 ) -> None:
-    """Of fake tensors they are made on demand (``bench.ondemand``), of real ones by DeepSpeed."""
+    """Of fake tensors they are made on demand (``bench.measure.views``), of real ones by DeepSpeed."""
     fake, real = world(world_size, "fake zero")[backend], world(world_size, "virtual")[backend]
     assert fake["collectives"] == real["collectives"]
     assert fake["memory"] == pytest.approx(real["memory"], abs=64 if "lightning" in backend else 0)

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.cell import Status
-from bench.launch import dumps, heartbeat, stragglers, watchdog
-from bench.launch.watchdog import Verdict, Watch
+from bench.launch import dumps, stragglers, watchdog
+from bench.launch.watchdog import EndReason, Watch
+from bench.measure import heartbeat
+from bench.plan.cell import Status
 
 ROOT = Path(__file__).resolve().parent.parent
 RANK = """
@@ -76,7 +77,7 @@ def ranks(tmp_path: Path) -> Iterator[Ranks]:
         process.wait()
 
 
-def until_verdict(watch: Watch, seconds: float = 60.0) -> Verdict | None:
+def until_verdict(watch: Watch, seconds: float = 60.0) -> EndReason | None:
     """What the watch says, looking as its owner does; None after some seconds."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

@@ -10,9 +10,10 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from bench.analysis.semantics import Reading
-from bench.report import grids, style, weights
-from bench.scenario import Scenario
+from bench.audit import grids, weights
+from bench.audit.reading import Reading
+from bench.audit.scenario import Scenario
+from bench.report import style
 from tests.factories import make_observation
 from tests.legible import assert_legible, words
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.errors import InputError
-from bench.workload import sources
-from bench.workload.corpus import describe_file
+from bench.plan.models import describe_file, sources
 from tests.conftest import ROOT, run_matrix
 
 BACKENDS = '["ddp-deferred", "fsdp2-deferred", "deepspeed-zero3-eager", "lightning-ddp"]'

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from bench.backends.base import registry
-from bench.cell import Cell, Status
 from bench.launch import rank
 from bench.launch.launcher import Launcher
-from bench.spec import Spec
-from bench.trial import Trial
+from bench.measure.trial import RankTrial
+from bench.plan.cell import Cell, Status
+from bench.plan.task import Spec
 from tests.factories import make_cell
 
 
@@ -51,7 +51,7 @@ def run_rank(task_json: str) -> None:
         for cell in cells:
             spec = Spec(cell=cell, passes=tuple(task.passes), folder=task.folder, reference="")
             started = time.process_time()
-            trial = Trial(spec, number, device, registry()[cell.backend]).run()
+            trial = RankTrial(spec, number, device, registry()[cell.backend]).run()
             trials[cell.backend] = {**trial, "cpu_s": time.process_time() - started, "peak_rss": peak_rss()}
         return {"status": Status.OK, "trials": trials}
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from bench.analysis.formulas import layout_of
-from bench.cell import Cell, Device
 from bench.errors import UnsupportedError
+from bench.judge.formulas import layout_of
 from bench.launch import rank
 from bench.launch.launcher import Launcher
+from bench.plan.cell import Cell, Device
 from bench.workload import load
-from bench.workload.shapes import Layout
+from bench.workload.layout import Layout
 from tests.factories import make_cell
 
 UNEVEN = "tests.own_workload:Uneven"
@@ -51,9 +51,9 @@ def run_rank(text: str) -> None:
 
     def work(number: int) -> dict[str, Any]:
         from bench.backends.base import registry
-        from bench.probes.collectives import CollectiveCounter
-        from bench.spec import Spec
-        from bench.trial import Trial
+        from bench.measure.collectives import CollectiveCounter
+        from bench.measure.trial import RankTrial
+        from bench.plan.task import Spec
 
         device = rank.join(Device.CPU, threads=1, seed=0)
         CollectiveCounter().self_test(device)
@@ -62,7 +62,7 @@ def run_rank(text: str) -> None:
             gc.collect()
             spec = Spec(cell=cell, passes=("collectives",), folder=values["folder"], reference="")
             try:
-                counted.append(Trial(spec, number, device, registry()[cell.backend]).run()["collectives"])
+                counted.append(RankTrial(spec, number, device, registry()[cell.backend]).run()["collectives"])
             except UnsupportedError:
                 counted.append(None)
         return {"status": "ok", "counted": counted}

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from bench.cell import Cell
-from bench.journal import Journal
-from bench.spec import Spec
+from bench.plan.cell import Cell
+from bench.plan.task import Spec
+from bench.run.journal import Journal
 from tests.conftest import ROOT
 from tests.cuda_stub import build
 from tests.cuda_stub.build import environment

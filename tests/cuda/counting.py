@@ -12,13 +12,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench import trial
 from bench.backends.base import Backend
-from bench.cell import Device, Status
 from bench.launch.launcher import Launcher
-from bench.spec import Spec
-from bench.taps import Kind as Event
-from bench.taps import Taps
+from bench.measure import trial
+from bench.measure.taps import EventKind as Event
+from bench.measure.taps import Taps
+from bench.plan.cell import Device, Status
+from bench.plan.task import Spec
 from tests.cuda_stub.counters import WAITING, Counters, Wait, demangled
 
 TIMEOUT_S = 600.0
@@ -32,11 +32,11 @@ class Counted(Spec):
 
 def count(spec_json: str) -> None:
     """Entry point of a rank."""
-    trial.Trial = CountedTrial  # type: ignore[misc]
+    trial.RankTrial = CountedTrial  # type: ignore[misc]
     trial.run_rank(spec_json)
 
 
-class CountedTrial(trial.Trial):
+class CountedTrial(trial.RankTrial):
     """The time pass as it is, between two readings of the stub's counters."""
 
     def run(self) -> dict[str, Any]:

@@ -13,12 +13,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from bench import trial
 from bench.backends.base import Backend
-from bench.cell import Device, Status
 from bench.launch.launcher import Launcher
-from bench.taps import Kind as Event
-from bench.taps import Taps
+from bench.measure import trial
+from bench.measure.taps import EventKind as Event
+from bench.measure.taps import Taps
+from bench.plan.cell import Device, Status
 from tests.cuda.cells import counted_cell
 from tests.cuda.counting import TIMEOUT_S, Counted
 from tests.cuda_stub.counters import stack
@@ -34,11 +34,11 @@ class Warned(Counted):
 
 def watch(spec_json: str) -> None:
     """Entry point of a rank."""
-    trial.Trial = WatchedTrial  # type: ignore[misc]
+    trial.RankTrial = WatchedTrial  # type: ignore[misc]
     trial.run_rank(spec_json)
 
 
-class WatchedTrial(trial.Trial):
+class WatchedTrial(trial.RankTrial):
     """The time pass, whose timed windows run in torch's mode that warns of synchronizations."""
 
     def run(self) -> dict[str, Any]:

@@ -1,0 +1,141 @@
+"""The rate of matrix products on the devices of a run, measured once before its first trial; stored in run.json.
+
+On as many ranks at once as the cells have, each with a cell's threads, in a process group of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from bench.launch.outcome import Outcome
+from bench.plan.cell import REFERENCE, Cell, Device, Precision, Status
+from bench.run import machine
+
+if TYPE_CHECKING:
+    from bench.plan.task import Task
+
+TIMEOUT_S = 120.0
+"""For one process group, its start and its warm-up included."""
+
+
+@dataclass(kw_only=True)
+class MatmulTask:
+    """What one process group is asked to time; travels as JSON."""
+
+    entry: ClassVar[str] = "bench.run.matmul:run_rank"
+
+    world_size: int
+    threads: int
+    """Of each rank, for operators on the CPU."""
+    device: Device
+    precisions: tuple[Precision, ...]
+    folder: str
+    """Where each rank writes ``rank<r>.json``."""
+    backend: str = REFERENCE
+    """Whose packages the fork server imports: none but torch's."""
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> MatmulTask:
+        """The inverse of ``to_json``."""
+        values = json.loads(text)
+        precisions = tuple(map(Precision, values["precisions"]))
+        return cls(**{**values, "device": Device(values["device"]), "precisions": precisions})
+
+
+def run_rank(task_json: str) -> None:
+    """Entry point of a rank: times products in each precision while all other ranks do."""
+    from bench.launch import rank
+
+    task = MatmulTask.from_json(task_json)
+
+    def work(_: int) -> dict[str, Any]:
+        import torch
+        import torch.distributed as dist
+
+        from bench.measure.products import matmul_rate
+
+        dtypes = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16}
+        device = rank.join(task.device, threads=task.threads, seed=0)
+        rates = {}
+        for precision in task.precisions:
+            dist.barrier()
+            rates[str(precision)] = matmul_rate(device, dtypes[precision])
+        return {"status": Status.OK, "flops_per_s": rates}
+
+    rank.live(Path(task.folder), work)
+
+
+class _Launcher(Protocol):
+    def run(self, task: Task, timeout_s: float) -> Outcome: ...
+
+
+def tasks(cells: Iterable[Cell], threads: int, folder: Path) -> list[MatmulTask]:
+    """One for each number of ranks that cells are timed on, with the precisions of those cells.
+
+    The reference, virtual worlds and ranks that share a GPU are no part of it: nothing is said of their speed.
+    ``threads`` as ``machine.threads_per_rank`` takes them.
+    """
+    wanted: dict[tuple[Device, int], dict[Precision, None]] = {}
+    for cell in cells:
+        if not cell.is_reference and not cell.virtual and not cell.shared_gpu:
+            wanted.setdefault((cell.device, cell.world_size), {})[cell.precision] = None
+    return [
+        MatmulTask(
+            world_size=world_size,
+            threads=machine.threads_per_rank(world_size, threads),
+            device=device,
+            precisions=tuple(precisions),
+            folder=str((folder / f"matmul-{world_size}").resolve()),
+        )
+        for (device, world_size), precisions in wanted.items()
+    ]
+
+
+def measure(cells: Iterable[Cell], threads: int, folder: Path, launcher: _Launcher) -> list[dict[str, Any]]:
+    """For run.json, one entry per task, with its scratch files under ``folder``.
+
+    ``world_size``, ``threads``; ``flops_per_s``, by precision the rates of the ranks, rank 0 first; ``reason``, why
+    there are none, in which case MFU against them stays empty.
+    """
+    found = []
+    for task in tasks(cells, threads, folder):
+        outcome = launcher.run(task, TIMEOUT_S)
+        rates = _rates(outcome, task)
+        reason = outcome.reason or ("" if rates else "a rank handed back no rates")
+        found.append({"world_size": task.world_size, "threads": task.threads, "flops_per_s": rates, "reason": reason})
+    return found
+
+
+def _rates(outcome: Outcome, task: MatmulTask) -> dict[str, list[float]]:
+    """By precision; none if a rank failed, or handed back what is no rate."""
+    ranks: list[Any] = [rank.get("flops_per_s") for rank in outcome.ranks]
+    names = [str(precision) for precision in task.precisions]
+    if outcome.status is not Status.OK or not all(
+        isinstance(rank, dict) and all(_is_rate(rank.get(name)) for name in names) for rank in ranks
+    ):
+        return {}
+    return {name: [float(rank[name]) for rank in ranks] for name in names}
+
+
+def _is_rate(value: Any) -> bool:
+    return isinstance(value, float) and math.isfinite(value) and value > 0
+
+
+def said(entries: Iterable[Mapping[str, Any]]) -> list[str]:
+    """A line for each number of ranks."""
+    lines = []
+    for entry in entries:
+        ranks = f"{entry['world_size']} rank" + "s" * (entry["world_size"] > 1)
+        rates = [f"{sum(each) / 1e12:.3g} TFLOP/s in {name}" for name, each in entry["flops_per_s"].items()]
+        what = " and ".join(rates) if rates else f"not known, so neither is MFU against it: {entry['reason']}"
+        lines.append(f"matrix products on {ranks}: {what}")
+    return lines
