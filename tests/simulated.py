@@ -36,6 +36,8 @@ class Silent:
 
     def looked(self, look: Look) -> None: ...
 
+    def say(self, message: str) -> None: ...
+
 
 def simulate(
     folder: Path,

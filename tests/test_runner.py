@@ -44,6 +44,8 @@ class Recorder:
         self.expected = ([trial.key for trial in trials], more)
         self.budgets.append(budget_left_s)
 
+    def say(self, message: str) -> None: ...
+
     def looked(self, look: Look) -> None:
         self.looks.append(look)
 

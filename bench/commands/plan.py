@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     gpus = arguments.on or visible_gpus(chosen)
     chosen = on_gpus(chosen, arguments, len(gpus))
-    cells = expand(chosen, backends, len(gpus))
+    cells = expand(chosen, backends, len(gpus), offered())
     if arguments.on:
         refused = {cell.cell_id: blocks.refusal(cell, backends[cell.backend]) for cell in cells}
         skipped = {cell_id: reason for cell_id, reason in refused.items() if reason}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import files
-from bench.backends.base import Backend, registry
+from bench.backends.base import Backend, offered, registry
 from bench.commands.matrix_options import (
     OPTIONS,
     add_matrix_options,
@@ -29,7 +29,6 @@ from bench.plan.expand import expand, once
 from bench.report.finish import finish
 from bench.run import start
 from bench.run.journal import read_manifest
-from bench.run.runner import _time_products, _work
 from bench.words import plural
 
 DESCRIPTION = (
@@ -78,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     backends = backends_of(chosen)
     gpus = visible_gpus(chosen)
     chosen = on_gpus(chosen, arguments, len(gpus))
-    cells = expand(chosen, backends, len(gpus))
+    cells = expand(chosen, backends, len(gpus), offered())
     skipped = too_large(cells, gpus, try_all=arguments.try_all)
     cells = without_reference(cells, skipped)
     folder = arguments.out or new_folder(chosen.name)
@@ -121,7 +120,7 @@ def _train(
     from bench.judge.standing import look
     from bench.launch.launcher import Launcher, LauncherError
     from bench.report.progress import Display
-    from bench.run import runner
+    from bench.run import matmul, runner
 
     cells = [Cell.from_dict(cell) for cell in manifest["cells"]]
     gpus = launch_gpus.gpus() if any(cell.device is Device.CUDA for cell in cells) else []
@@ -132,8 +131,8 @@ def _train(
     try:
         with display, launcher:
             display.say(f"run {manifest['run_id']}: {plural(len(cells), 'cell')}; writing to {folder}")
-            _time_products(folder, manifest, cells, launcher, display)
-            _work(work, folder, display)
+            matmul.time_products(folder, manifest, cells, launcher, display.say)
+            work.run()
     except KeyboardInterrupt:
         display.say(f"interrupted: the finished trials are kept; go on with: {go_on}")
         return INTERRUPTED

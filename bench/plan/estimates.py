@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from bench.backends.base import Backend
 from bench.plan.cell import REFERENCE, SGD, Cell, Device, Precision, Sharding, Sync
 from bench.plan.models import SIZES, LlamaSize
 from bench.plan.task import CPU_WINDOWS, SETTLED_WINDOWS
+from bench.plan.world import Candidate
 
 CPU_FLOPS_PER_CORE = 2e10
 """FLOP/s that one core is assumed to reach in fp32 training; for the estimate of time only."""
@@ -62,7 +62,7 @@ class Cost:
 
 def estimate(
     cell: Cell,
-    backend: type[Backend],
+    backend: Candidate,
     walls: Mapping[str, float],
     *,
     cores: int,
@@ -102,7 +102,7 @@ def estimate(
 
 def _on_gpu(
     cell: Cell,
-    backend: type[Backend],
+    backend: Candidate,
     size: LlamaSize,
     flops: float,
     memory: int,
@@ -130,7 +130,7 @@ def _on_gpu(
     return Cost(seconds, "rough", memory, once)
 
 
-def _sent(cell: Cell, backend: type[Backend], parameters: int) -> float:
+def _sent(cell: Cell, backend: Candidate, parameters: int) -> float:
     """Bytes that a rank on a GPU gathers and reduces in a window: 2 of a parameter in bf16, 4 of a gradient."""
     if cell.virtual or cell.world_size == 1:
         return 0.0

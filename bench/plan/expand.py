@@ -4,32 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from bench.backends.base import Backend, offered
 from bench.errors import InputError
 from bench.plan.cell import REFERENCE, REFERENCES, SHARDED_REFERENCE, Cell, Device, Precision
 from bench.plan.matrix import METHODS, Matrix, suggest
 from bench.plan.models import SIZES, describe_file, find_factory
-from bench.plan.world import refusal
+from bench.plan.world import Candidate, refusal
 
 TWIN = "again"
 """Label of the second half of the A/A pair."""
 
 
-def expand(matrix: Matrix, backends: Mapping[str, type[Backend]], num_gpus: int) -> list[Cell]:
+def expand(
+    matrix: Matrix, backends: Mapping[str, Candidate], num_gpus: int, offered: Iterable[str] = ()
+) -> list[Cell]:
     """The cells of a matrix and of its groups, each once; the reference of each comes along, before all others.
 
     Then come those in virtual worlds, which have no reference, with the micro-batch that ``virtual.micro_batch_size``
     says; alone if ``virtual.alone``. Last comes the A/A twin: the baseline's cell with the most ranks and the largest N
     once more, under another label; of the groups only if what is before them has none.
 
+    ``offered`` are names of further backends, to be told of where one is misspelt.
+
     Raises InputError for an unknown backend, model or workload, an optimizer without a learning rate, a batch that does
     not divide by N x W, a corpus that cannot be used, more ranks than GPUs unless they share them, no GPU to share, or
     a backend that cannot be virtual.
     """
-    parts = [_part(part, backends, num_gpus) for part in matrix.parts]
+    parts = [_part(part, backends, num_gpus, offered) for part in matrix.parts]
     cells = dict.fromkeys(cell.reference() for real, _ in parts for cell in real)
     cells |= dict.fromkeys(cell for real, _ in parts for cell in real if cell.backend != REFERENCE)
     cells |= dict.fromkeys(cell for _, virtual in parts for cell in virtual)
@@ -46,7 +49,7 @@ def expand(matrix: Matrix, backends: Mapping[str, type[Backend]], num_gpus: int)
     return list(cells)
 
 
-def once(matrix: Matrix, backends: Mapping[str, type[Backend]], num_gpus: int) -> list[str]:
+def once(matrix: Matrix, backends: Mapping[str, Candidate], num_gpus: int) -> list[str]:
     """Ids of the cells that are to have one trial: those of groups that say so alone, and references on CUDA.
 
     A reference is there to be compared with, and does the same in every trial; on a GPU it may take longer than all
@@ -62,12 +65,14 @@ def once(matrix: Matrix, backends: Mapping[str, type[Backend]], num_gpus: int) -
     return [cell.cell_id for cell, alone in found.items() if alone]
 
 
-def _part(matrix: Matrix, backends: Mapping[str, type[Backend]], num_gpus: int) -> tuple[list[Cell], list[Cell]]:
+def _part(
+    matrix: Matrix, backends: Mapping[str, Candidate], num_gpus: int, offered: Iterable[str] = ()
+) -> tuple[list[Cell], list[Cell]]:
     """The cells of a matrix without its groups: on real ranks, and in virtual worlds. Raises as ``expand``."""
     chosen = _chosen(matrix, backends)
     for name in chosen:
         if name not in backends:
-            known = list(dict.fromkeys([*backends, *offered()]))
+            known = list(dict.fromkeys([*backends, *offered]))
             raise InputError(f"{matrix.place('axes.backend')}: '{name}' is unknown; {suggest(name, known)}")
     _check_workload(matrix)
     alone = matrix["virtual.alone"] and matrix["virtual.world_size"]
@@ -85,7 +90,7 @@ def _part(matrix: Matrix, backends: Mapping[str, type[Backend]], num_gpus: int) 
     return real, virtual
 
 
-def _chosen(matrix: Matrix, backends: Mapping[str, type[Backend]]) -> list[str]:
+def _chosen(matrix: Matrix, backends: Mapping[str, Candidate]) -> list[str]:
     """The names of backends, each once; a sharded reference is run where a cell needs it, or where it is named."""
     named = matrix["axes.backend"]
     return [name for name in backends if name != SHARDED_REFERENCE] if named == "all" else list(dict.fromkeys(named))
@@ -141,7 +146,7 @@ def _cells(
     return list(cells)
 
 
-def baseline(matrix: Matrix, backends: Mapping[str, type[Backend]]) -> str:
+def baseline(matrix: Matrix, backends: Mapping[str, Candidate]) -> str:
     """The backend that the others are compared with: the one that is named, else the first of the matrix that can run.
 
     One with a known defect is taken only where there is no other. Raises InputError if the one named is not among

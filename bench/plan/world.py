@@ -1,23 +1,34 @@
-"""A virtual world: one process is rank 0 of W ranks, over torch's process group that only pretends to communicate.
+"""Worlds that are not real: which cells can be in one, and which passes mean something there.
 
-Shards, buckets and calls are those of rank 0 of a real world, and so are their bytes; no other rank exists. What would
-come from the others is made of what this rank has (``FakeProcessGroup`` of torch >= 2.13: a gather repeats the own
-shard, a reduction keeps the own values), so all numbers are finite and none means anything. A step takes what it would
-if communication took no time.
-
+In a virtual world one process is rank 0 of W ranks; no other exists. Shards, buckets and calls are those of rank 0 of a
+real world, and so are their bytes; values mean nothing, and a step takes what it would if communication took no time.
 With fake tensors nothing is allocated either: tensors have shapes, dtypes and storages of a size, and no memory.
 """
 
 from __future__ import annotations
 
-from bench.backends.base import Backend
-from bench.plan.cell import Cell
+from typing import ClassVar, Protocol
+
+from bench.plan.cell import Cell, Device, Sharding, Sync
 
 PASSES = {False: ("time", "collectives", "memory"), True: ("collectives", "memory")}
 """The passes that mean something in a virtual world, by whether tensors are fake. None compares values."""
 
 
-def refusal(cell: Cell, backend: type[Backend]) -> str:
+class Candidate(Protocol):
+    """What a plan asks of a backend, a class of ``bench.backends.base.Backend``."""
+
+    name: ClassVar[str]
+    sync: ClassVar[Sync]
+    sharding: ClassVar[Sharding]
+    defect: ClassVar[str]
+    not_virtual: ClassVar[str]
+    not_fake: ClassVar[str]
+
+    def missing(self, device: Device) -> str: ...
+
+
+def refusal(cell: Cell, backend: Candidate) -> str:
     """Why there cannot be such a virtual world, in one line; empty if there can, and for a cell that is none."""
     if cell.fake_tensors and not cell.virtual:
         return "fake tensors have no values to send to another rank: they need a virtual world"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from bench.launch.outcome import Outcome
 from bench.plan.cell import REFERENCE, Cell, Device, Precision, Status
 from bench.run import machine
+from bench.run.journal import write_manifest
 
 if TYPE_CHECKING:
     from bench.plan.task import Task
@@ -128,6 +129,19 @@ def _rates(outcome: Outcome, task: MatmulTask) -> dict[str, list[float]]:
 
 def _is_rate(value: Any) -> bool:
     return isinstance(value, float) and math.isfinite(value) and value > 0
+
+
+def time_products(
+    folder: Path, manifest: dict[str, Any], cells: Sequence[Cell], launcher: _Launcher, say: Callable[[str], None]
+) -> None:
+    """Measure the rate of matrix products for a run's folder and store it in its run.json, unless it is there."""
+    if "matmul" in manifest:
+        return
+    threads = int(manifest["matrix"]["values"].get("threads", 0))
+    manifest["matmul"] = measure(cells, threads, folder / "scratch", launcher)
+    write_manifest(folder, manifest)
+    for line in said(manifest["matmul"]):
+        say(line)
 
 
 def said(entries: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from bench.backends import blocks
 from bench.backends.base import Backend
@@ -27,9 +27,6 @@ from bench.run.journal import Journal, write_manifest
 from bench.run.record import check, merge_ranks, wrong
 from bench.run.telemetry import Telemetry, summarize
 
-if TYPE_CHECKING:
-    from bench.report.progress import Display
-
 LOG_BYTES = 20_000
 """How much of the end of each rank's log is kept for a failed trial."""
 
@@ -39,6 +36,8 @@ RENEWED_FOR_S = 30.0
 
 class Observer(Protocol):
     """Told what happens, for a display."""
+
+    def say(self, message: str) -> None: ...
 
     def expect(self, trials: Sequence[Trial], *, more: bool, budget_left_s: float) -> None:
         """These are left for now; ``more`` may follow.
@@ -120,7 +119,10 @@ class Runner:
 
     def _take_stock(self) -> None:
         """Note what the journal has. Of several records of one trial the last counts."""
-        self._journal.mend()
+        if moved := self._journal.mend():
+            self._observer.say(
+                f"the last line of the journal was cut short, and never counted; the rest of it is in {moved}"
+            )
         records = self._journal.read()
         check(records, self._journal.path)
         for record in records:
@@ -332,25 +334,3 @@ def _end_of(log: Path) -> str:
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - LOG_BYTES))
         return file.read().decode(errors="replace")
-
-
-def _work(work: Runner, folder: Path, display: Display) -> None:
-    """Run the trials, after what a crash left of a line was moved aside."""
-    if moved := Journal(folder).mend():
-        display.say(f"the last line of the journal was cut short, and never counted; the rest of it is in {moved}")
-    work.run()
-
-
-def _time_products(
-    folder: Path, manifest: dict[str, Any], cells: Sequence[Cell], launcher: Launcher, display: Display
-) -> None:
-    """Measure the rate of matrix products and store it in run.json, unless it is there."""
-    from bench.run import matmul
-
-    if "matmul" in manifest:
-        return
-    threads = int(manifest["matrix"]["values"].get("threads", 0))
-    manifest["matmul"] = matmul.measure(cells, threads, folder / "scratch", launcher)
-    write_manifest(folder, manifest)
-    for line in matmul.said(manifest["matmul"]):
-        display.say(line)
