@@ -26,7 +26,7 @@ from bench.report.style import SMALL
 from bench.words import plural
 
 
-def _about(arguments: argparse.Namespace) -> dict[str, Any]:
+def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """What the numbers depend on."""
     import platform
 
@@ -44,7 +44,7 @@ def _about(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _show(rows: pd.DataFrame, about: dict[str, Any]) -> None:
+def show_table(rows: pd.DataFrame, about: dict[str, Any]) -> None:
     from rich.console import Console
 
     console = Console(width=max(120, Console().width))  # better wrapped by the terminal than cut off
@@ -54,7 +54,7 @@ def _show(rows: pd.DataFrame, about: dict[str, Any]) -> None:
         console.print(finding, highlight=False, markup=False, soft_wrap=True)
 
 
-def _write(folder: Path, rows: pd.DataFrame, about: dict[str, Any]) -> list[Path]:
+def write_files(folder: Path, rows: pd.DataFrame, about: dict[str, Any]) -> list[Path]:
     """Table, page and plot."""
     import matplotlib.style
 

@@ -20,7 +20,7 @@ UPDATES_SHOWN = 12
 """Updates that are listed for each backend on the terminal; --json has all."""
 
 
-def _show(found: Sequence[dict[str, Any]]) -> None:
+def show_conformance(found: Sequence[dict[str, Any]]) -> None:
     """One block per observation if there are few scenarios, the table of verdicts if there are many."""
     for one in found:
         updates, ratio = one["updates"], one["weight_ratio"]
@@ -51,7 +51,7 @@ def _samples(coefficients: dict[str, float]) -> str:
     return "samples " + ", ".join(shown)
 
 
-def _write(arguments: argparse.Namespace, found: list[dict[str, Any]], folder: Path, plots: Path) -> None:
+def write_files(arguments: argparse.Namespace, found: list[dict[str, Any]], folder: Path, plots: Path) -> None:
     """What --out, --suite and --docs ask for; says on stderr what was written."""
     from bench.files import RESULTS
     from bench.run import machine

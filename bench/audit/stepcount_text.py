@@ -16,9 +16,9 @@ SHOWN = 6
 """Epochs whose steps are listed in the table; ``--json`` has all."""
 
 
-def _sentences(training: TrainingPlan, wrong: str, rows: list[dict[str, Any]]) -> list[str]:
+def differences_in_words(training: TrainingPlan, wrong: str, rows: list[dict[str, Any]]) -> list[str]:
     """One line for each thing that is said, and of whom it is said; none if nothing differs."""
-    lines = [f"all: {note}" for note in _notes(training)] + [f"naive: {wrong}"] * bool(wrong)
+    lines = [f"all: {note}" for note in notes_on(training)] + [f"naive: {wrong}"] * bool(wrong)
     said: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         for sentence in row["differences"]:
@@ -30,7 +30,7 @@ def _sentences(training: TrainingPlan, wrong: str, rows: list[dict[str, Any]]) -
     return ["", *lines] if lines else []
 
 
-def _title(rule: StepRule) -> str:
+def title_of(rule: StepRule) -> str:
     from bench.plan.cell import Stepping
 
     if rule.stepping is not Stepping.SPLIT:
@@ -39,7 +39,7 @@ def _title(rule: StepRule) -> str:
     return f"split ({', '.join(words)})" if words else "split"
 
 
-_HEADER = (
+HEADER = (
     "rule",
     "updates",
     "per epoch",
@@ -55,13 +55,13 @@ _HEADER = (
 )
 
 
-def _row(rule: StepRule, steps: Steps | None) -> tuple[str, ...]:
+def row_of(rule: StepRule, steps: Steps | None) -> tuple[str, ...]:
     if steps is None:
-        return (_title(rule), *["unknown"], *["-"] * (len(_HEADER) - 2))
+        return (title_of(rule), *["unknown"], *["-"] * (len(HEADER) - 2))
     shown = steps.steps_per_epoch[:SHOWN]
     scales = [f"{scale:.4g}" for scale in steps.update_scales]
     return (
-        _title(rule),
+        title_of(rule),
         str(steps.optimizer_steps) + ("+" if steps.stops == "never" else ""),
         ",".join(map(str, shown)) + ("..." if len(shown) < len(steps.steps_per_epoch) else ""),
         str(steps.micro_batches_consumed),
@@ -76,7 +76,7 @@ def _row(rule: StepRule, steps: Steps | None) -> tuple[str, ...]:
     )
 
 
-def _notes(training: TrainingPlan) -> list[str]:
+def notes_on(training: TrainingPlan) -> list[str]:
     """What holds for every backend."""
     notes = []
     if padding := training.padding_per_epoch:

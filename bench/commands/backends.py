@@ -10,7 +10,6 @@ from typing import Any
 
 from bench.backends.base import offered, registry
 from bench.errors import GOOD, InputError
-from bench.launch import gpus
 from bench.plan.cell import Device
 
 
@@ -28,6 +27,8 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Show the list."""
+    from bench.launch import gpus
+
     rows: list[tuple[str, ...]] = [("backend", "framework", "sharding", "sync", "cpu", "cuda", "known defect")]
     has_gpu = bool(gpus.gpus())
     known, others = registry(arguments.names), offered()

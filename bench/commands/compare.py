@@ -27,9 +27,6 @@ from typing import TYPE_CHECKING, Any
 
 from bench.commands.options import share
 from bench.errors import BAD, GOOD, InputError
-from bench.judge.pairs import _partnerless
-from bench.judge.standing import _floor
-from bench.report.comparison import _notes
 
 if TYPE_CHECKING:
     from bench.judge.loading import Run
@@ -93,9 +90,12 @@ def _thresholds(text: str) -> dict[str, float]:
 def run(arguments: argparse.Namespace) -> int:
     """Compare and show; 1 if something has certainly regressed."""
     from bench.judge import pairs as judge_pairs
+    from bench.judge.pairs import partnerless
     from bench.judge.remarks import remarks
+    from bench.judge.standing import floor_of_runs
     from bench.judge.statistics import MARGIN
     from bench.report import comparison
+    from bench.report.comparison import notes_on
     from bench.run import machine
 
     a, b, pairs, titles = _chosen(arguments)
@@ -106,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError(f"{arguments.a}: every common cell is unsupported on both sides, so nothing was measured")
     if arguments.out:
         _make(arguments.out)
-    floor, unsure = _floor(a, b)
+    floor, unsure = floor_of_runs(a, b)
     rows = judge_pairs.judge_pairs(
         a, b, pairs, thresholds=arguments.fail_on, margin=margin, force=arguments.force, floor=floor
     )
@@ -118,9 +118,9 @@ def run(arguments: argparse.Namespace) -> int:
         "floor": None if floor is None else dataclasses.asdict(floor),
     }
     unlike = [] if a is b else machine.differences(a.manifest, b.manifest)
-    alone = _partnerless(a, b, pairs, never, arguments)
+    alone = partnerless(a, b, pairs, never, arguments)
     remarked = remarks(side for row in rows for side in ((a.manifest, row.pair.a), (b.manifest, row.pair.b)))
-    said = [*unsure, *_notes(a, b, rows, never, arguments.fail_on, margin)]
+    said = [*unsure, *notes_on(a, b, rows, never, arguments.fail_on, margin)]
     lonely = [f"only in {key[-1].upper()}: {', '.join(labels)}" for key, labels in alone.items() if labels]
     report = comparison.Report(
         a=titles[0],

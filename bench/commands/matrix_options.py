@@ -11,13 +11,11 @@ from bench.backends.base import Backend, registry
 from bench.commands.options import duration, share, split_names
 from bench.errors import InputError
 from bench.files import RESULTS
-from bench.launch import gpus as launch_gpus
 from bench.plan import estimates as plan_estimates
 from bench.plan import matrix as matrix_file
 from bench.plan import task
 from bench.plan.cell import Cell, Device, Precision
 from bench.plan.matrix import Matrix
-from bench.run import journal, machine
 
 OPTIONS = {
     "backend": "axes.backend",
@@ -172,6 +170,8 @@ def _integers_or_all(text: str) -> list[Any]:
 
 def chosen_matrix(arguments: argparse.Namespace) -> Matrix:
     """The matrix that the options name, with the keys that they override."""
+    from bench.launch import gpus as launch_gpus
+
     name = arguments.matrix
     if name == "auto":
         name = "gpu" if getattr(arguments, "on", None) or launch_gpus.gpus() else "cpu"  # plan has --on
@@ -242,6 +242,8 @@ def backends_of(chosen: Matrix) -> dict[str, type[Backend]]:
 
 def visible_gpus(chosen: Matrix) -> list[dict[str, Any]]:
     """The GPUs that a matrix runs on, as ``machine.gpus`` has them; none if it runs on the CPU."""
+    from bench.launch import gpus as launch_gpus
+
     return launch_gpus.gpus() if chosen["device"] == Device.CUDA else []
 
 
@@ -270,6 +272,7 @@ def costs(
     Memory is that of ``bench.forecast.fit`` on GPUs, where it is predicted, and otherwise a rough guess.
     """
     from bench.forecast import fit
+    from bench.run import journal, machine
 
     walls = journal.earlier_walls(RESULTS)
     passes = task.passes([cell for cell in cells if cell.cell_id not in skipped])

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from bench.backends import blocks
+from bench.backends.base import offered
 from bench.commands.matrix_options import (
     add_matrix_options,
     backends_of,

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 
 from bench.commands.options import share, split_names
 from bench.errors import GOOD, InputError
-from bench.forecast.prediction_map import _write
 
 if TYPE_CHECKING:
     from bench.plan.cell import Cell
@@ -133,6 +132,7 @@ def run(arguments: argparse.Namespace) -> int:
     from bench.forecast import prediction_text
     from bench.forecast.best import MARGIN, Answer, Question, where_best
     from bench.forecast.prediction import Link, predict, record
+    from bench.forecast.prediction_map import write_files
 
     cell = _cell(arguments)
     if arguments.latency is not None and arguments.link is None:
@@ -185,7 +185,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print("\n".join(prediction_text.lines(about, rows)))
     if arguments.out:
-        _write(arguments.out, about, rows, timed)
+        write_files(arguments.out, about, rows, timed)
     return GOOD
 
 

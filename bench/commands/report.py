@@ -10,8 +10,6 @@ from typing import Any
 from bench import files
 from bench.errors import InputError
 from bench.files import plots_folder
-from bench.report.finish import finish, rebuild
-from bench.run.journal import read_manifest
 
 
 def add(commands: Any) -> None:
@@ -30,6 +28,9 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write and show."""
+    from bench.report.finish import finish, rebuild
+    from bench.run.journal import read_manifest
+
     folder = arguments.run
     read_manifest(folder)
     if arguments.rebuild:

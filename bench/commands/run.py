@@ -23,12 +23,8 @@ from bench.commands.matrix_options import (
 )
 from bench.errors import BAD, EXIT_STATUS, INTERRUPTED, InputError
 from bench.files import new_folder, plots_folder
-from bench.launch import gpus as launch_gpus
 from bench.plan.cell import Cell, Device
 from bench.plan.expand import expand, once
-from bench.report.finish import finish
-from bench.run import start
-from bench.run.journal import read_manifest
 from bench.words import plural
 
 DESCRIPTION = (
@@ -63,6 +59,8 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run it; the exit status that its trials deserve."""
     from bench.forecast import fit
+    from bench.run import start
+    from bench.run.journal import read_manifest
 
     if arguments.resume:
         folder = arguments.resume
@@ -102,6 +100,7 @@ def _require_usable(gpus: Sequence[Mapping[str, Any]], folder: Path) -> None:
     """Raise InputError if another bench has the GPUs, or torch cannot use them, in the words of ``doctor``."""
     from bench.judge.cards import USABLE
     from bench.judge.integrity import Level
+    from bench.launch import gpus as launch_gpus
     from bench.run import surroundings
 
     with launch_gpus.hold_gpus([gpu["uuid"] for gpu in gpus]):
@@ -118,9 +117,11 @@ def _train(
     from rich.console import Console
 
     from bench.judge.standing import look
+    from bench.launch import gpus as launch_gpus
     from bench.launch.launcher import Launcher, LauncherError
+    from bench.report.finish import finish
     from bench.report.progress import Display
-    from bench.run import matmul, runner
+    from bench.run import matmul, runner, start
 
     cells = [Cell.from_dict(cell) for cell in manifest["cells"]]
     gpus = launch_gpus.gpus() if any(cell.device is Device.CUDA for cell in cells) else []

@@ -8,14 +8,14 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from bench.audit import scenario
-from bench.audit.scenario import Fault, Reduction, Scenario, Split
-from bench.audit.semantics_files import _show, _write
 from bench.commands.options import split_names
 from bench.errors import BAD, GOOD, INTERRUPTED, InputError
 from bench.plan.cell import REFERENCES, Device
+
+if TYPE_CHECKING:
+    from bench.audit.scenario import Scenario
 
 TIMEOUT_S = 30.0
 """Per scenario; the shipped ones take well under a second."""
@@ -28,6 +28,9 @@ status 1 if an update, a count or an end of training is not what it should be.""
 
 def add(commands: Any) -> None:
     """Add the command's parser."""
+    from bench.audit import scenario
+    from bench.audit.scenario import Fault, Reduction, Split
+
     parser = commands.add_parser(
         "semantics", help="measure what a backend computes: which samples reach which update", epilog=EPILOG
     )
@@ -108,6 +111,7 @@ def _semantics(arguments: argparse.Namespace) -> int:
     from bench.audit import suite as audit_suite
     from bench.audit.diagnosis import observation
     from bench.audit.reading import Reading
+    from bench.audit.semantics_files import show_conformance, write_files
     from bench.launch.launcher import Launcher, LauncherError
 
     scenarios = _scenarios(arguments)
@@ -141,9 +145,9 @@ def _semantics(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(found[0] if total == 1 and found else found))
     else:
-        _show(found)
+        show_conformance(found)
     if folders and found:
-        _write(arguments, found, *folders)
+        write_files(arguments, found, *folders)
     if interrupted:
         return INTERRUPTED
     return BAD if any(one["level"] == "wrong" for one in found) else GOOD
@@ -151,6 +155,8 @@ def _semantics(arguments: argparse.Namespace) -> int:
 
 def _scenarios(arguments: argparse.Namespace) -> list[Scenario]:
     """The scenarios that the options name. Raises InputError that names the option."""
+    from bench.audit.scenario import Scenario
+
     given = [name for name in SCENARIO_OPTIONS if getattr(arguments, name) is not None]
     given += ["drop_last"] if arguments.drop_last else []
     if arguments.suite or arguments.scenario:
@@ -185,6 +191,8 @@ def _scenarios(arguments: argparse.Namespace) -> list[Scenario]:
 
 
 def _of_suite(arguments: argparse.Namespace) -> list[Scenario]:
+    from bench.audit import scenario
+
     path = arguments.suite or scenario.SUITE
     suite = scenario.load(path)
     wanted = _names(arguments.scenario)

@@ -19,7 +19,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bench.audit.stepcount_text import _HEADER, _notes, _row, _sentences, _title
 from bench.commands.options import split_names
 from bench.errors import GOOD, InputError
 from bench.words import plural
@@ -65,6 +64,7 @@ def _integer(text: str) -> int:
 
 def _steps(arguments: argparse.Namespace) -> int:
     from bench.audit.stepcount import calculate
+    from bench.audit.stepcount_text import HEADER, differences_in_words, notes_on, row_of, title_of
     from bench.audit.training import TrainingPlan
     from bench.backends.base import registry
 
@@ -84,7 +84,7 @@ def _steps(arguments: argparse.Namespace) -> int:
     wrong = _wrong(training, {rule: steps for rule, (_, steps) in groups.items()})
     rows = [
         {
-            "name": _title(rule),
+            "name": title_of(rule),
             **dataclasses.asdict(rule),
             "backends": backends,
             "steps": steps and steps.to_dict(),
@@ -94,14 +94,14 @@ def _steps(arguments: argparse.Namespace) -> int:
     ]
     if arguments.json:
         naive = {"optimizer_steps": training.naive_steps, "wrong": wrong}
-        print(json.dumps({"training": training.to_dict(), "notes": _notes(training), "naive": naive, "rules": rows}))
+        print(json.dumps({"training": training.to_dict(), "notes": notes_on(training), "naive": naive, "rules": rows}))
         return GOOD
     print(_headline(training) + "\n")
-    _print_table([_HEADER, _naive_row(training), *(_row(rule, steps) for rule, (_, steps) in groups.items())])
+    _print_table([HEADER, _naive_row(training), *(row_of(rule, steps) for rule, (_, steps) in groups.items())])
     print()
     for row in rows:
         print(f"{row['name']}: {', '.join(row['backends'])}")
-    for line in _sentences(training, wrong, rows):
+    for line in differences_in_words(training, wrong, rows):
         print(line)
     return GOOD
 
@@ -134,11 +134,15 @@ def _by_rule(backends: Mapping[str, type[Backend]]) -> dict[StepRule, list[str]]
 
 
 def _naive_row(training: TrainingPlan) -> tuple[str, ...]:
-    return ("naive formula", str(training.naive_steps), *["-"] * (len(_HEADER) - 2))
+    from bench.audit.stepcount_text import HEADER
+
+    return ("naive formula", str(training.naive_steps), *["-"] * (len(HEADER) - 2))
 
 
 def _print_table(rows: list[tuple[str, ...]]) -> None:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
+    from bench.audit.stepcount_text import HEADER
+
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
     for row in rows:
         first, *others = (text.rjust(width) for text, width in zip(row, widths, strict=True))
         print("  ".join([first.strip().ljust(widths[0]), *others]).rstrip())
@@ -162,9 +166,11 @@ def _micro_batches(number: int) -> str:
 
 def _wrong(training: TrainingPlan, groups: Mapping[StepRule, Steps | None]) -> str:
     """What is wrong with the naive formula, if any rule differs from it."""
+    from bench.audit.stepcount_text import title_of
+
     naive = training.naive_steps
     others = [
-        f"{_title(rule)} {'never ends' if steps.stops == 'never' else f'takes {steps.optimizer_steps}'}"
+        f"{title_of(rule)} {'never ends' if steps.stops == 'never' else f'takes {steps.optimizer_steps}'}"
         for rule, steps in groups.items()
         if steps is not None and (steps.optimizer_steps != naive or steps.stops == "never")
     ]

@@ -6,12 +6,12 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from bench.audit import monitor, monitor_grid
-from bench.audit.monitor_grid import Epoch, RateVerdict
-from bench.audit.monitor_table import _about, _show, _write
 from bench.errors import BAD, GOOD, InputError
+
+if TYPE_CHECKING:
+    from bench.audit.monitor_grid import Epoch
 
 ACCUMULATE = [1, 2, 4, 8]
 LOG_EVERY = [1, 2, 3, 5, 8, 50]
@@ -28,6 +28,8 @@ DESCRIPTION = (
 
 def add(commands: Any) -> None:
     """Add the command's parser."""
+    from bench.audit import monitor, monitor_grid
+
     parser = commands.add_parser(
         "throughput", help="audit Lightning's ThroughputMonitor under accumulation", description=DESCRIPTION
     )
@@ -116,6 +118,8 @@ def _positive(text: str) -> float:
 
 
 def _epochs(text: str) -> list[Epoch]:
+    from bench.audit.monitor_grid import Epoch
+
     wanted = {part.strip() for part in text.split(",")}
     if not wanted <= set(Epoch):
         raise argparse.ArgumentTypeError(f"'{text}' is not of {', '.join(Epoch)}, such as whole,partial")
@@ -124,6 +128,10 @@ def _epochs(text: str) -> list[Epoch]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure the grid and show it; 1 if a point is not right."""
+    from bench.audit import monitor
+    from bench.audit.monitor_grid import Epoch, RateVerdict
+    from bench.audit.monitor_table import settings_of, show_table, write_files
+
     given = arguments.micro_batches is not None
     _check(arguments, given=given)
     points = monitor.grid(
@@ -157,18 +165,18 @@ def run(arguments: argparse.Namespace) -> int:
         monitor.measure(point, real_time=arguments.real_time).row(arguments.tolerance)
         for point in track(points, "measuring", console=notes, transient=True, disable=not notes.is_terminal)
     ]
-    about = _about(arguments)
+    about = settings_of(arguments)
     # Where a number is missing from all of them, the column would have no type.
     rows = pd.DataFrame(measured).astype(dict.fromkeys(MAY_BE_MISSING, float))
     if arguments.json:
         print(json.dumps({**about, "points": measured}, indent=1))
     else:
-        _show(rows, about)
+        show_table(rows, about)
         if given:
             print("\n".join(map(_run, measured)))
     if arguments.out:
         try:
-            written = _write(arguments.out, rows, about)
+            written = write_files(arguments.out, rows, about)
         except OSError as error:
             raise _unwritable(arguments.out, error) from error
         notes.print(

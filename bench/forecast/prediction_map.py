@@ -22,7 +22,7 @@ from bench.report.sheet import FigureWords
 from bench.report.style import SMALL, Key, safe
 
 
-def _write(folder: Path, about: Any, rows: list[dict[str, Any]], question: Question | None) -> None:
+def write_files(folder: Path, about: Any, rows: list[dict[str, Any]], question: Question | None) -> None:
     """The page and, where there are bounds, the map."""
     from bench.forecast import prediction_text
 

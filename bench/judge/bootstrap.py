@@ -95,7 +95,7 @@ def bootstrap(a: Array, b: Array | None = None, *, resamples: int = RESAMPLES, s
     small = max(1, BATCH // (a.shape[0] * sum(s.shape[1] for s in samples)))
     result: Any = stats.bootstrap(
         samples,
-        _centre if b is None else _difference,
+        _centre if b is None else difference_of_centres,
         n_resamples=resamples,
         batch=small,
         vectorized=True,
@@ -115,7 +115,7 @@ def bootstrap(a: Array, b: Array | None = None, *, resamples: int = RESAMPLES, s
     both = sum(parts)
     with np.errstate(invalid="ignore", divide="ignore"):
         freedom = np.where(welch > 0, np.square(both) / welch, min(sizes) - 1)
-    return Bootstrap(_difference(a, b), draws, np.sqrt(both / biased), freedom)
+    return Bootstrap(difference_of_centres(a, b), draws, np.sqrt(both / biased), freedom)
 
 
 def bootstrap_many(a: Array, *, resamples: int = RESAMPLES, seed: int = SEED) -> Bootstrap:
@@ -147,5 +147,5 @@ def _centre(values: Array, axis: int = -1) -> Array:
     return trimmed_mean(values, axis)
 
 
-def _difference(a: Array, b: Array, axis: int = -1) -> Array:
+def difference_of_centres(a: Array, b: Array, axis: int = -1) -> Array:
     return np.asarray(trimmed_mean(a, axis) - trimmed_mean(b, axis))

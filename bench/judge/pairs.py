@@ -310,7 +310,7 @@ def notes(a: Run, b: Run, rows: Sequence[ComparedPair], margin: float) -> list[s
     return found
 
 
-def _partnerless(
+def partnerless(
     a: Run, b: Run, pairs: list[Pair], never: list[Pair], arguments: argparse.Namespace
 ) -> dict[str, list[str]]:
     """The labels of the cells that have no partner."""

@@ -189,7 +189,7 @@ def _wanted(judgements: Sequence[Judgement], target: float) -> int:
     return max((time.num_trials + required_trials(time, target) for time in times), default=0)
 
 
-def _floor(a: Run, b: Run) -> tuple[Interval | None, list[str]]:
+def floor_of_runs(a: Run, b: Run) -> tuple[Interval | None, list[str]]:
     """The noise floor of the runs, of two the higher one, and notes on it; None if one of them has none."""
     from bench.judge.verdicts import band
 

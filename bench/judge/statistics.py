@@ -27,9 +27,9 @@ from bench.judge.bootstrap import (
     RESAMPLES,
     SEED,
     Bootstrap,
-    _difference,
     bootstrap,
     bootstrap_many,
+    difference_of_centres,
     trimmed_mean,
 )
 from bench.run.warmup import Array, warmup
@@ -201,7 +201,7 @@ def too_few(n: int, what: str, which: str = "") -> str:
 def _interval(a: Array, b: Array | None, margin: float, resamples: int, seed: int) -> Interval:
     paired = b is None
     n = len(a) if b is None else min(len(a), len(b))
-    centre = float(trimmed_mean(a) if b is None else _difference(a, b))
+    centre = float(trimmed_mean(a) if b is None else difference_of_centres(a, b))
     found = Interval(ratio=math.exp(centre), num_trials=n, paired=paired, margin=margin)
     if n < MIN_TRIALS:
         what, which = ("block", " with both cells") if paired else ("trial", "")

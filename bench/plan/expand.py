@@ -17,9 +17,7 @@ TWIN = "again"
 """Label of the second half of the A/A pair."""
 
 
-def expand(
-    matrix: Matrix, backends: Mapping[str, Candidate], num_gpus: int, offered: Iterable[str] = ()
-) -> list[Cell]:
+def expand(matrix: Matrix, backends: Mapping[str, Candidate], num_gpus: int, offered: Iterable[str] = ()) -> list[Cell]:
     """The cells of a matrix and of its groups, each once; the reference of each comes along, before all others.
 
     Then come those in virtual worlds, which have no reference, with the micro-batch that ``virtual.micro_batch_size``

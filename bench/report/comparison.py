@@ -198,7 +198,7 @@ LISTED = 4
 """Cells that are named where they have the same to be said of them; of more, the first ones."""
 
 
-def _notes(
+def notes_on(
     a: Run, b: Run, rows: list[ComparedPair], never: list[Pair], thresholds: dict[str, float], margin: float
 ) -> list[str]:
     """What a reader should know, as sentences."""

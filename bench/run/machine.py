@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.launch.gpus import gpus
+from bench.launch import gpus
 
 PACKAGES = (
     "torch",
@@ -79,7 +79,7 @@ def gpu_settings() -> list[dict[str, Any]]:
     topology level of the path to each other visible GPU (NVML's ``nvmlGpuTopologyLevel_t``; smaller is nearer). What a
     card cannot tell is None.
     """
-    visible = gpus()
+    visible = gpus.gpus()
     try:
         import pynvml
 
@@ -126,7 +126,7 @@ def machine() -> dict[str, Any]:
         "cores": num_cores(),
         "governor": governor(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "gpus": gpus(),
+        "gpus": gpus.gpus(),
         "gpu_settings": gpu_settings(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
