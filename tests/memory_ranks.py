@@ -15,6 +15,9 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+import deepspeed  # noqa: F401  # imported before the ranks are forked
+import torch
+import torch.distributed.fsdp
 import torch.distributed.tensor
 from torch import Tensor, nn
 

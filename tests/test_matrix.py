@@ -568,8 +568,8 @@ def test_groups_are_cells_of_their_own_after_those_of_the_matrix() -> None:
 
 
 def test_cells_of_several_groups_are_there_once_and_have_one_trial_if_all_say_so() -> None:
-    once, often = {"once": True, "axes": {"accumulate": [1, 2, 4]}}, {"axes": {"accumulate": [2]}}
-    made = grouped(once, often, backend=["ddp-eager"], accumulate=[1])
+    lone, often = {"once": True, "axes": {"accumulate": [1, 2, 4]}}, {"axes": {"accumulate": [2]}}
+    made = grouped(lone, often, backend=["ddp-eager"], accumulate=[1])
     cells = [cell for cell in expand(made, BACKENDS, 0) if cell.backend != REFERENCE and not cell.twin]
     assert [cell.accumulate for cell in cells] == [1, 2, 4]
     assert once(made, BACKENDS, 0) == [cells[2].cell_id]
@@ -684,8 +684,8 @@ def test_the_gpu_matrix_asks_what_the_bench_is_for(num_gpus: int) -> None:
     assert {cell.world_size for cell in timed} == {num_gpus}
     assert len({(cell.model, cell.global_batch_size, cell.sequence_length) for cell in timed}) == 1, "one work"
     (twin,) = (cell for cell in cells if cell.twin)
-    assert dataclasses.replace(twin, twin="") in timed and twin.cell_id not in once
-    assert {cell.cell_id for cell in cells if cell.is_reference or cell.virtual} <= set(once)
+    assert dataclasses.replace(twin, twin="") in timed and twin.cell_id not in trained_once
+    assert {cell.cell_id for cell in cells if cell.is_reference or cell.virtual} <= set(trained_once)
     assert {cell.world_size for cell in cells if cell.virtual} == {8, 64}
     others = [cell for cell in cells if not cell.is_reference]
     assert {str(cell.precision) for cell in others} == {"bf16"}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
-import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,10 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench.backends.base import Backend, registry
 from bench.errors import UnsupportedError
-from bench.launch import rank
 from bench.launch.launcher import Launcher
 from bench.measure.summing import accumulator, error
 from bench.plan.cell import Cell, Device, Precision, Status
+from bench.plan.task import Task
 
 if TYPE_CHECKING:
     import torch
@@ -26,38 +24,20 @@ WINDOWS = tuple(2**k for k in range(9))
 
 
 @dataclass(kw_only=True)
-class AccumulationTask:
-    """What one process group is asked to probe; travels as JSON."""
+class AccumulationTask(Task):
+    """Both probes of one backend, in each precision."""
 
-    entry: ClassVar[str] = "bench.audit.dtypes:run_rank"
+    work: ClassVar[str] = "bench.audit.dtypes:work"
 
-    backend: str
-    world_size: int
     precisions: tuple[Precision, ...]
     windows: tuple[int, ...]
     """Values of N for ``error``."""
-    folder: str
-    """Where each rank writes ``rank<r>.json``."""
-    device: Device = Device.CPU
-
-    def to_json(self) -> str:
-        """One line."""
-        return json.dumps(dataclasses.asdict(self))
 
 
-def run_rank(task_json: str) -> None:
-    """Entry point of a rank, called by torch elastic with its environment set; see ``bench.launch.rank.live``."""
-    task = AccumulationTask(**json.loads(task_json))
-
-    def work(number: int) -> dict[str, Any]:
-        device = rank.join(Device(task.device), threads=1, seed=0)
-        backend = registry([task.backend])[task.backend]
-        return {
-            "status": Status.OK,
-            "rows": [_row(task, Precision(p), backend, number, device) for p in task.precisions],
-        }
-
-    rank.live(Path(task.folder), work)
+def work(task: AccumulationTask, rank: int, device: torch.device) -> dict[str, Any]:
+    """One rank's part; see ``bench.plan.task.Task``."""
+    backend = registry([task.backend])[task.backend]
+    return {"status": Status.OK, "rows": [_row(task, p, backend, rank, device) for p in task.precisions]}
 
 
 def _row(
@@ -71,7 +51,7 @@ def _row(
         global_batch_size=4 * task.world_size,
         sequence_length=1,
         precision=precision,
-        device=Device(task.device),
+        device=task.device,
     )
     gc.collect()  # frees the row before, whose frameworks leave cycles
     row: dict[str, Any] = {"backend": task.backend, "precision": precision, "world_size": task.world_size}

@@ -45,6 +45,7 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def show_table(rows: pd.DataFrame, about: dict[str, Any]) -> None:
+    """Print the table, its settings and what was found."""
     from rich.console import Console
 
     console = Console(width=max(120, Console().width))  # better wrapped by the terminal than cut off

@@ -6,10 +6,8 @@ next, and a test compares them with scenarios in process groups of their own.
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import hashlib
-import json
 import math
 import time
 from collections.abc import Iterable
@@ -20,9 +18,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench.audit.scenario import Fault, Reduction, Scenario, Split
 from bench.backends.base import Backend, Job, registry
-from bench.launch import rank
+from bench.launch.rank import failure as failure_of
 from bench.measure.taps import EventKind, Taps
 from bench.plan.cell import Cell, Device, Status
+from bench.plan.task import Task
 
 if TYPE_CHECKING:
     import torch
@@ -36,29 +35,12 @@ LETTERS = {EventKind.FETCH: "F", EventKind.LOSS: "L", EventKind.STEP: "S"}
 
 
 @dataclass(kw_only=True)
-class AuditTask:
-    """What one process group is asked to find out; travels as JSON."""
+class AuditTask(Task):
+    """Scenarios for one backend, all with one world size."""
 
-    entry: ClassVar[str] = "bench.audit.observe:run_rank"
+    work: ClassVar[str] = "bench.audit.observe:work"
 
-    backend: str
-    world_size: int
     scenarios: tuple[Scenario, ...]
-    """All with this world size."""
-    folder: str
-    """Where each rank writes ``rank<r>.json``."""
-    device: Device = Device.CPU
-
-    def to_json(self) -> str:
-        """One line."""
-        return json.dumps({**dataclasses.asdict(self), "scenarios": [s.to_dict() for s in self.scenarios]})
-
-    @classmethod
-    def from_json(cls, text: str) -> AuditTask:
-        """The inverse of ``to_json``."""
-        values = json.loads(text)
-        scenarios = tuple(Scenario.from_dict(scenario) for scenario in values["scenarios"])
-        return cls(**{**values, "scenarios": scenarios, "device": Device(values["device"])})
 
 
 PEERS_S = 3.0
@@ -77,17 +59,10 @@ class _Saved(Exception):  # noqa: N818 - not an error: it ends the first half of
     """The checkpoint is written."""
 
 
-def run_rank(task_json: str) -> None:
-    """Entry point of a rank, called by torch elastic with its environment set; see ``bench.launch.rank.live``."""
-    task = AuditTask.from_json(task_json)
-
-    def work(number: int) -> dict[str, Any]:
-        device = rank.join(task.device, threads=1, seed=0)
-        backend = registry([task.backend])[task.backend]
-        audits = [_audit(task, index, backend, number, device) for index in range(len(task.scenarios))]
-        return {"status": Status.OK, "audits": audits}
-
-    rank.live(Path(task.folder), work)
+def work(task: AuditTask, rank: int, device: torch.device) -> dict[str, Any]:
+    """One rank's part; see ``bench.plan.task.Task``."""
+    backend = registry([task.backend])[task.backend]
+    return {"status": Status.OK, "audits": [_audit(task, i, backend, rank, device) for i in range(len(task.scenarios))]}
 
 
 def _audit(task: AuditTask, index: int, backend: type[Backend], number: int, device: torch.device) -> dict[str, Any]:
@@ -168,7 +143,7 @@ class Audit:
             stopped = "bound"
         except Exception as error:
             self.error = error
-            stopped, failure = "failed", rank.failure(error)
+            stopped, failure = "failed", failure_of(error)
         reported: dict[str, int] = {}
         with suppress(Exception):  # a framework that failed early may have no counters
             reported = self.backend.reported()

@@ -31,6 +31,7 @@ def differences_in_words(training: TrainingPlan, wrong: str, rows: list[dict[str
 
 
 def title_of(rule: StepRule) -> str:
+    """A rule in a few words."""
     from bench.plan.cell import Stepping
 
     if rule.stepping is not Stepping.SPLIT:
@@ -56,6 +57,7 @@ HEADER = (
 
 
 def row_of(rule: StepRule, steps: Steps | None) -> tuple[str, ...]:
+    """A row of the table, by HEADER."""
     if steps is None:
         return (title_of(rule), *["unknown"], *["-"] * (len(HEADER) - 2))
     shown = steps.steps_per_epoch[:SHOWN]

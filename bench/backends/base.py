@@ -6,6 +6,7 @@ Nothing here imports torch or a framework: the plan lists backends on machines t
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import itertools
 import os

@@ -148,4 +148,5 @@ def _centre(values: Array, axis: int = -1) -> Array:
 
 
 def difference_of_centres(a: Array, b: Array, axis: int = -1) -> Array:
+    """Trimmed mean of a less that of b, along the last axis."""
     return np.asarray(trimmed_mean(a, axis) - trimmed_mean(b, axis))

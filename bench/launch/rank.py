@@ -16,6 +16,7 @@ nobody has to read logs. The worlds:
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import resource
@@ -32,6 +33,7 @@ from bench.errors import UnsupportedError
 from bench.launch import dumps, gpus, stragglers
 from bench.measure import heartbeat
 from bench.plan.cell import Device, Status
+from bench.plan.task import Task
 
 if TYPE_CHECKING:
     import torch
@@ -96,6 +98,26 @@ LAST_WORDS_S = 0.5
 """How long a failed rank stays after it wrote what went wrong: longer than the watchdog sleeps between two looks."""
 WAIT_S = 0.005
 """How long a rank that is done sleeps between two looks whether the others are."""
+
+
+def main(task_json: str) -> None:
+    """Join the task's world and do its work: the entry point of a rank, called by torch elastic."""
+    task = Task.from_json(task_json)
+    module, _, name = task.work.partition(":")
+    work = getattr(importlib.import_module(module), name)
+
+    def joined(rank: int) -> dict[str, Any]:
+        device = join(
+            task.device,
+            threads=task.threads,
+            seed=task.seed,
+            pretended=task.pretended,
+            shared_gpu=task.shared_gpu,
+        )
+        found: dict[str, Any] = work(task, rank, device)
+        return found
+
+    live(Path(task.folder), joined)
 
 
 def live(folder: Path, work: Callable[[int], dict[str, Any]]) -> None:

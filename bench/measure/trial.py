@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, Any
 from bench.backends import blocks
 from bench.backends.base import Backend, Job, registry
 from bench.errors import UnsupportedError
-from bench.launch import rank
 from bench.measure import heartbeat
 from bench.measure.taps import EventKind, SettledWindow, Taps, updates
 from bench.measure.tensors import tensors
@@ -47,23 +46,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-def run_rank(spec_json: str) -> None:
-    """Entry point of a rank, called by torch elastic with its environment set; see ``bench.launch.rank.live``."""
-    spec = Spec.from_json(spec_json)
-
-    def work(number: int) -> dict[str, Any]:
-        pretended = spec.cell.world_size if spec.cell.virtual else None
-        device = rank.join(
-            spec.cell.device,
-            threads=spec.threads,
-            seed=spec.cell.seed,
-            pretended=pretended,
-            shared_gpu=spec.cell.shared_gpu,
-        )
-        name = spec.cell.backend
-        return RankTrial(spec, number, device, registry([name])[name]).run()
-
-    rank.live(Path(spec.folder), work)
+def work(spec: Spec, rank: int, device: torch.device) -> dict[str, Any]:
+    """One rank's part in a trial, inside an initialized process group; see ``bench.plan.task.Task``."""
+    return RankTrial(spec, rank, device, registry([spec.backend])[spec.backend]).run()
 
 
 class RankTrial:

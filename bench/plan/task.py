@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 from bench.plan import world
 from bench.plan.cell import Cell, Device
@@ -55,45 +56,6 @@ def passes(cells: Sequence[Cell]) -> dict[str, tuple[str, ...]]:
     return {cell.cell_id: world.passes(cell, asked) for cell, asked in found.items()}
 
 
-@dataclass(kw_only=True)
-class Spec:
-    """What one trial is asked to do; travels as JSON."""
-
-    entry: ClassVar[str] = "bench.measure.trial:run_rank"
-
-    cell: Cell
-    passes: tuple[str, ...]
-    """``time`` and any of ``extra_passes``, in order."""
-    folder: str
-    """Where each rank writes ``rank<r>.json``."""
-    reference: str
-    """The safetensors file of the reference's update: written by the reference's update pass, read by all others."""
-    corpus: str | None = None
-    """Path of the corpus file, if the cell names one."""
-    threads: int = 1
-    """Threads of each rank for operators on the CPU."""
-
-    @property
-    def backend(self) -> str:
-        """Name of the backend."""
-        return self.cell.backend
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes: the ranks that exist, which is one in a virtual world."""
-        return 1 if self.cell.virtual else self.cell.world_size
-
-    def to_json(self) -> str:
-        """One line."""
-        return json.dumps({**dataclasses.asdict(self), "cell": self.cell.to_dict()})
-
-    @classmethod
-    def from_json(cls, text: str) -> Spec:
-        """The inverse of ``to_json``."""
-        values = json.loads(text)
-        return cls(**{**values, "cell": Cell.from_dict(values["cell"]), "passes": tuple(values["passes"])})
-
-
 SETTLED_WINDOWS = 2
 """Windows before the counted one in the collectives and memory passes.
 
@@ -104,21 +66,68 @@ CPU_WINDOWS = 2
 """Windows whose CPU time is taken; the smaller counts, since whatever disturbs a process only adds to it."""
 
 
-class Task(Protocol):
-    """What a process group is started for."""
+@dataclass(kw_only=True)
+class Task:
+    """What a process group is asked to do. It travels to the ranks as JSON."""
 
-    entry: ClassVar[str]
-    """``module:function``, called on every rank with the task's JSON; see ``bench.launch.rank.live``."""
+    entry: ClassVar[str] = "bench.launch.rank:main"
+    """``module:function``, called on every rank with the task's JSON."""
+    work: ClassVar[str]
+    """``module:function``, called by ``entry`` as ``work(task, rank, device)``; what it returns is plain JSON."""
+
+    backend: str
+    """Name of the backend, whose packages the fork server imports."""
+    world_size: int
+    """Number of processes."""
     folder: str
     """Where each rank writes ``rank<r>.json``, and torch elastic its logs."""
-
-    @property
-    def backend(self) -> str:
-        """Name of the backend, whose packages the fork server imports."""
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
+    device: Device = Device.CPU
+    threads: int = 1
+    """Threads of each rank for operators on the CPU."""
+    seed: int = 0
+    pretended: int | None = None
+    """W of a virtual world, of which the only process is rank 0."""
+    shared_gpu: bool = False
+    """Whether ranks may have a GPU together."""
 
     def to_json(self) -> str:
         """One line."""
+        kind = type(self)
+        return json.dumps({**dataclasses.asdict(self), "kind": f"{kind.__module__}:{kind.__qualname__}"})
+
+    @staticmethod
+    def from_json(text: str) -> Task:
+        """The inverse of ``to_json``."""
+        from pydantic import TypeAdapter
+
+        values = json.loads(text)
+        module, _, name = values.pop("kind").partition(":")
+        task: Task = TypeAdapter(getattr(importlib.import_module(module), name)).validate_python(values)
+        return task
+
+
+@dataclass(kw_only=True)
+class Spec(Task):
+    """One trial: the passes of a cell. Who takes part follows from the cell."""
+
+    work: ClassVar[str] = "bench.measure.trial:work"
+
+    cell: Cell
+    passes: tuple[str, ...]
+    """``time`` and any of ``extra_passes``, in order."""
+    reference: str
+    """The safetensors file of the reference's update: written by the reference's update pass, read by all others."""
+    corpus: str | None = None
+    """Path of the corpus file, if the cell names one."""
+    backend: str = field(init=False)
+    world_size: int = field(init=False)
+    device: Device = field(init=False)
+    seed: int = field(init=False)
+    pretended: int | None = field(init=False)
+    shared_gpu: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        """In a virtual world one process exists."""
+        cell = self.cell
+        self.backend, self.device, self.seed, self.shared_gpu = cell.backend, cell.device, cell.seed, cell.shared_gpu
+        self.world_size, self.pretended = (1, cell.world_size) if cell.virtual else (cell.world_size, None)

@@ -6,6 +6,7 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import importlib.util
 import os
 import platform

@@ -5,74 +5,49 @@ On as many ranks at once as the cells have, each with a cell's threads, in a pro
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from bench.launch.outcome import Outcome
 from bench.plan.cell import REFERENCE, Cell, Device, Precision, Status
+from bench.plan.task import Task
 from bench.run import machine
 from bench.run.journal import write_manifest
 
 if TYPE_CHECKING:
-    from bench.plan.task import Task
+    import torch
 
 TIMEOUT_S = 120.0
 """For one process group, its start and its warm-up included."""
 
 
 @dataclass(kw_only=True)
-class MatmulTask:
-    """What one process group is asked to time; travels as JSON."""
+class MatmulTask(Task):
+    """Products in each precision, timed on all ranks at once."""
 
-    entry: ClassVar[str] = "bench.run.matmul:run_rank"
+    work: ClassVar[str] = "bench.run.matmul:work"
 
-    world_size: int
-    threads: int
-    """Of each rank, for operators on the CPU."""
-    device: Device
     precisions: tuple[Precision, ...]
-    folder: str
-    """Where each rank writes ``rank<r>.json``."""
     backend: str = REFERENCE
     """Whose packages the fork server imports: none but torch's."""
 
-    def to_json(self) -> str:
-        """One line."""
-        return json.dumps(asdict(self))
 
-    @classmethod
-    def from_json(cls, text: str) -> MatmulTask:
-        """The inverse of ``to_json``."""
-        values = json.loads(text)
-        precisions = tuple(map(Precision, values["precisions"]))
-        return cls(**{**values, "device": Device(values["device"]), "precisions": precisions})
+def work(task: MatmulTask, rank: int, device: torch.device) -> dict[str, Any]:
+    """One rank's part, while all others do the same; see ``bench.plan.task.Task``."""
+    import torch
+    import torch.distributed as dist
 
+    from bench.measure.products import matmul_rate
 
-def run_rank(task_json: str) -> None:
-    """Entry point of a rank: times products in each precision while all other ranks do."""
-    from bench.launch import rank
-
-    task = MatmulTask.from_json(task_json)
-
-    def work(_: int) -> dict[str, Any]:
-        import torch
-        import torch.distributed as dist
-
-        from bench.measure.products import matmul_rate
-
-        dtypes = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16}
-        device = rank.join(task.device, threads=task.threads, seed=0)
-        rates = {}
-        for precision in task.precisions:
-            dist.barrier()
-            rates[str(precision)] = matmul_rate(device, dtypes[precision])
-        return {"status": Status.OK, "flops_per_s": rates}
-
-    rank.live(Path(task.folder), work)
+    dtypes = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16}
+    rates = {}
+    for precision in task.precisions:
+        dist.barrier()
+        rates[str(precision)] = matmul_rate(device, dtypes[precision])
+    return {"status": Status.OK, "flops_per_s": rates}
 
 
 class _Launcher(Protocol):

@@ -6,6 +6,8 @@ defines it was imported. A name that is gone is an error, so this list cannot si
 
 from __future__ import annotations
 
+import importlib.abc
+import importlib.machinery
 import importlib.util
 import os
 import sys
