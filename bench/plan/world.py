@@ -7,7 +7,7 @@ With fake tensors nothing is allocated either: tensors have shapes, dtypes and s
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from bench.plan.cell import Cell, Device, Sharding, Sync
 
@@ -18,12 +18,12 @@ PASSES = {False: ("time", "collectives", "memory"), True: ("collectives", "memor
 class Candidate(Protocol):
     """What a plan asks of a backend, a class of ``bench.backends.base.Backend``."""
 
-    name: ClassVar[str]
-    sync: ClassVar[Sync]
-    sharding: ClassVar[Sharding]
-    defect: ClassVar[str]
-    not_virtual: ClassVar[str]
-    not_fake: ClassVar[str]
+    name: str
+    sync: Sync
+    sharding: Sharding
+    defect: str
+    not_virtual: str
+    not_fake: str
 
     def missing(self, device: Device) -> str: ...
 
