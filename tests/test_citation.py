@@ -32,7 +32,8 @@ from bench.judge.samples import estimate
 from bench.judge.standing import standing
 from bench.plan.cell import Cell
 from bench.report import citation
-from bench.report.citation import Citation, cite, cite_plot, differences, number, verify
+from bench.report.citation import Citation, cite, cite_plot, number
+from bench.report.cited import differences, verify
 from bench.run.journal import JOURNAL, Journal, encode, read_manifest, write_manifest
 from tests.conftest import ROOT
 from tests.factories import make_cell, make_failure, make_manifest, make_record

@@ -13,7 +13,8 @@ from bench.judge.frames import read as read_frames
 from bench.judge.integrity import Level
 from bench.judge.loading import hashed, load
 from bench.judge.quoting import find_cell
-from bench.report.citation import cite, verify
+from bench.report.citation import cite
+from bench.report.cited import verify
 from bench.run.journal import read_manifest, write_manifest
 from tests.pages import copied_ratio, data_of, kind, read, report, write_run
 

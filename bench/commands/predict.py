@@ -132,7 +132,6 @@ def run(arguments: argparse.Namespace) -> int:
     from bench.forecast import prediction_text
     from bench.forecast.best import MARGIN, Answer, Question, where_best
     from bench.forecast.prediction import Link, predict, record
-    from bench.forecast.prediction_map import write_files
 
     cell = _cell(arguments)
     if arguments.latency is not None and arguments.link is None:
@@ -185,6 +184,8 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print("\n".join(prediction_text.lines(about, rows)))
     if arguments.out:
+        from bench.forecast.prediction_map import write_files
+
         write_files(arguments.out, about, rows, timed)
     return GOOD
 
