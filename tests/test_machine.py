@@ -159,7 +159,7 @@ def test_settings_of_gpus_and_what_a_card_cannot_tell(monkeypatch: pytest.Monkey
 
 
 def test_the_build_of_torch_is_known_without_importing_it() -> None:
-    code = "import sys; from bench import machine as m; print(m.torch_build()['git_version'], 'torch' in sys.modules)"
+    code = "import sys; from bench.run import machine as m; print(m.torch_build()['git_version'], 'torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     import torch
 
@@ -283,7 +283,7 @@ def test_no_git_is_no_error(monkeypatch: pytest.MonkeyPatch, error: Exception) -
 
 def test_peak_memory_is_of_this_process_alone() -> None:
     """Started from a process that holds much more, a small one says what it had itself."""
-    code = "from bench import machine; print(machine.peak_memory_bytes())"
+    code = "from bench.run import machine; print(machine.peak_memory_bytes())"
     held = bytearray(400 * 2**20)
     held[::4096] = b"x" * len(held[::4096])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
