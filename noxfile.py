@@ -109,10 +109,11 @@ def faults(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["install"])
 def lint(session: nox.Session) -> None:
-    """Check style, format and types."""
+    """Check style, format, types, and what may import what."""
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
     session.run("mypy", "--strict", "bench")
+    session.run("lint-imports", "--no-cache")
 
 
 @nox.session(venv_backend="none", requires=["install"])

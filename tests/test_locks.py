@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 HOLDER = """
 import sys, time
 from pathlib import Path
-from bench import locks
-with locks.run_folder(Path(sys.argv[1]), "here"):
+from bench import files
+with files.run_folder(Path(sys.argv[1]), "here"):
     print("held", flush=True)
     time.sleep(60)
 """

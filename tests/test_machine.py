@@ -234,8 +234,8 @@ def test_not_even_where_it_has_a_harmless_name(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_the_code_is_told_by_its_content(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    package = tmp_path / "bench"
-    package.mkdir()
+    package = tmp_path / "bench" / "run"
+    package.mkdir(parents=True)
     (package / "machine.py").write_text("one")
     monkeypatch.setattr(machine, "__file__", str(package / "machine.py"))
     before = machine.code({}, {})
@@ -243,6 +243,9 @@ def test_the_code_is_told_by_its_content(monkeypatch: pytest.MonkeyPatch, tmp_pa
     (package / "more.py").write_text("")
     assert machine.code({}, {}) != before
     (package / "more.py").unlink()
+    (tmp_path / "bench" / "report").mkdir()
+    (tmp_path / "bench" / "report" / "page.py").write_text("a typo less")
+    assert machine.code({}, {}) == before, "no measurement depends on it"
     (package / "machine.py").write_text("two")
     assert machine.code({}, {}) != before
     assert (

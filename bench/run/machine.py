@@ -192,15 +192,19 @@ def environment() -> dict[str, str]:
     }
 
 
+MEASURING = ("plan", "workload", "backends", "measure", "launch", "run")
+"""Stages that a measurement depends on: with other code in them no run is resumed."""
+
+
 def code(backends: Mapping[str, type[Any]], workloads: Mapping[str, Sequence[Path]]) -> dict[str, str]:
-    """SHA-256 of what is run, by name: of all modules of the bench, and of what is from elsewhere.
+    """SHA-256 of what is run, by name: of the bench's modules in MEASURING, and of what is from elsewhere.
 
     That is the file of a backend, and the files of a workload: its whole package, or its one module. What those import
     from other places is not among it.
     """
-    root = Path(__file__).resolve().parent
+    root = Path(__file__).resolve().parents[1]
     every = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
+    for path in sorted(path for stage in MEASURING for path in (root / stage).rglob("*.py")):
         every.update(f"{path.relative_to(root)}\n".encode() + hashlib.sha256(path.read_bytes()).digest())
     found = {"bench": every.hexdigest()}
     for name, backend in sorted(backends.items()):

@@ -81,7 +81,7 @@ def page(runs: Sequence[Run], accumulation: Sequence[Mapping[str, Any]]) -> str:
         "Written by `nox -s bytes`. Nothing here is edited by hand.",
         "",
         "Collectives are counted where they are handed to the process group, between two updates; memory is a ledger "
-        "of the live tensors. Each count and each held byte is calculated too (`bench/analysis/formulas`, with the "
+        "of the live tensors. Each count and each held byte is calculated too (`bench/judge/formulas.py`, with the "
         "source of each formula), and a difference makes a cell `invalid`. Real worlds are process groups over gloo. "
         "In a virtual one a single process is rank 0 of W, over a process group that only pretends to communicate; "
         "with fake tensors nothing is allocated either, and of the views that a framework cuts for every rank only "

@@ -90,7 +90,7 @@ def probe(package: str, python: Path, folder: Path) -> dict[str, Any]:
     answer = folder / "answer.json"
     command = [str(python), "-m", "bench.audit.versions.probe", package, str(answer)]
     variables = {
-        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+        "PYTHONPATH": str(Path(__file__).resolve().parents[3]),
         "PYTHONWARNINGS": "ignore",
         "CUDA_VISIBLE_DEVICES": "",
         "DS_ACCELERATOR": "cpu",
