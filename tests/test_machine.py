@@ -159,7 +159,8 @@ def test_settings_of_gpus_and_what_a_card_cannot_tell(monkeypatch: pytest.Monkey
 
 
 def test_the_build_of_torch_is_known_without_importing_it() -> None:
-    code = "import sys; from bench.run import machine as m; print(m.torch_build()['git_version'], 'torch' in sys.modules)"
+    code = "import sys; from bench.run.machine import torch_build; "
+    code += "print(torch_build()['git_version'], 'torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     import torch
 

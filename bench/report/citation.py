@@ -1,8 +1,8 @@
 """One number of a run as it is cited: value, interval, trials, machine, versions, commit and hash, in three formats.
 
 A citation has a permanent id, ``accumulation-bench:RUN/CELL``, ``RUN/CELL/BASELINE`` for a ratio or ``RUN/plots/NAME``
-for a figure, and beside it the SHA-256 of the journal that it follows from. ``bench.report.cited`` reads it again and says
-whether every number still follows from that journal.
+for a figure, and beside it the SHA-256 of the journal that it follows from. ``bench.report.cited`` reads it again and
+says whether every number still follows from that journal.
 """
 
 from __future__ import annotations
