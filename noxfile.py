@@ -80,7 +80,7 @@ def cuda(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", "tests/cuda", "--cuda-stub", folder, *session.posargs)
 
 
-BROWSER_TESTS = ("tests/test_browser.py", "tests/test_page.py")
+BROWSER_TESTS = ("tests/report/test_browser.py", "tests/report/test_page.py")
 """The second has a run of 500 cells, which takes too long for the other sessions."""
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 

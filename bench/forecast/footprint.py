@@ -37,7 +37,7 @@ from bench.workload.layout import Layout
 __all__ = ["ACCURACY", "Footprint", "declined", "footprint"]
 
 ACCURACY = "within 0.6 % of the measured one in every cell, tiny in fp32 and 8b in bf16 on fake tensors, on the CPU"
-"""Of the peaks, as docs/memory-and-bytes.md has them; tests/test_bytes_page.py holds it."""
+"""Of the peaks, as docs/memory-and-bytes.md has them; tests/studies/test_bytes_page.py holds it."""
 REPLAYED = 3
 """Micro-batches of a window that are replayed: its first, one between, and its last; the others are as the second."""
 SEEN_RANKS = 2

@@ -127,7 +127,7 @@ class Whole(Framework):
 
 
 class DDP(Whole):
-    """The same, and the reducer's buckets (formulas/ddp.py:held)."""
+    """The same, and the reducer's buckets (bench/judge/formulas.py:ddp_held)."""
 
     def __init__(self, live: Live, cell: Cell, layout: Layout, backend: type[Backend], state: int) -> None:
         super().__init__(live, cell, layout, backend, state)

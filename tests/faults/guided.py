@@ -14,7 +14,7 @@ from pathlib import Path
 import atheris
 
 import tests.faults.test_fuzz as made
-from tests.test_lint import never_fails
+from tests.audit.test_lint import never_fails
 
 with atheris.instrument_imports(include=["bench"]):
     from bench.audit.lint.known import Options

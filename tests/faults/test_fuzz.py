@@ -29,10 +29,10 @@ from bench.plan.matrix import KEYS
 from bench.report import figures, sheet
 from bench.run import start
 from bench.run.journal import JOURNAL, MANIFEST, Journal, encode, write_manifest
+from tests.audit.test_lint import engine, lightning, never_fails
 from tests.factories import FakeLauncher, make_cell, make_document, make_manifest, make_record
 from tests.faults.form import FORM
 from tests.faults.sandbox import Call, ReachedError, call
-from tests.test_lint import engine, lightning, never_fails
 
 pytestmark = pytest.mark.timeout(3600)
 LONGEST_S = 30

@@ -81,7 +81,7 @@ class FakeNvml(types.ModuleType):
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     module = FakeNvml()
     monkeypatch.setitem(sys.modules, "pynvml", module)
-    monkeypatch.setattr(telemetry.machine, "gpus", lambda: [{"uuid": uuid} for uuid in UUIDS])
+    monkeypatch.setattr(telemetry.gpus, "gpus", lambda: [{"uuid": uuid} for uuid in UUIDS])
     return module
 
 

@@ -27,7 +27,7 @@ from tests.factories import PEAK_BYTES, make_cell, make_failure, make_manifest, 
 from tests.legible import assert_legible, words
 
 EAGER, DEFERRED = make_cell(backend="ddp-eager", timed_windows=8), make_cell(timed_windows=8)
-REFERENCE_RUN = Path(__file__).parents[1] / "results" / "cpu-reference"
+REFERENCE_RUN = Path(__file__).parents[2] / "results" / "cpu-reference"
 Speeds = Mapping[Cell, float]
 
 

@@ -18,11 +18,12 @@ from bench.launch.watchdog import EndReason, Watch
 from bench.measure import heartbeat
 from bench.plan.cell import Status
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RANK = """
 import ctypes, sys, time
 from pathlib import Path
-from bench.launch import dumps, heartbeat, stragglers
+from bench.launch import dumps, stragglers
+from bench.measure import heartbeat
 import os
 folder, rank = Path(sys.argv[1]), int(sys.argv[2])
 heartbeat.begin(folder, rank, stragglers.find(os.getpid()).started)

@@ -146,7 +146,7 @@ def test_a_child_gets_a_signal_at_its_parents_end(tmp_path: Path, number: signal
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
     """
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, env=environment, timeout=60)
     pid = int((tmp_path / "pid").read_text())
     wait_for(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie")
@@ -166,7 +166,7 @@ def test_a_subreaper_gets_orphans(tmp_path: Path) -> None:
     time.sleep(2)
     print(os.getpid(), open("parent").read())
     """
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, env=environment, capture_output=True, text=True
     )

@@ -28,7 +28,7 @@ from bench.run.journal import (
     write_manifest,
 )
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 """A run as each schema version wrote it: run.json and trials.jsonl. Never changed, only added to."""
 VERSIONS = sorted(int(path.name) for path in GOLDEN.iterdir())
 RECORDS = st.lists(

@@ -19,7 +19,7 @@ from bench import files
 from bench.errors import InputError
 from bench.launch import gpus
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 HOLDER = """
 import sys, time
 from pathlib import Path

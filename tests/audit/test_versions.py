@@ -15,7 +15,7 @@ from bench.audit.versions.environment import FailedError
 from bench.audit.versions.versions_page import Entry, Finding
 from bench.errors import InputError
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "versions.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "versions.md"
 
 
 def entry(package: str = "lightning", version: str = "2.2.0", *findings: Finding, **more: Any) -> Entry:

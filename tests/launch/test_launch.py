@@ -28,7 +28,7 @@ from bench.launch.launcher import Launcher
 from bench.launch.outcome import Outcome
 from bench.plan.cell import Device, Status
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "BENCH_TEST_TOKEN"
 FAMILY_S = 100_000 + os.getpid()
 """By this number in their command, the processes that ``family`` leaves are told from those of other tests."""
@@ -45,7 +45,7 @@ import sys
 import time
 from pathlib import Path
 
-from bench.launch import heartbeat
+from bench.measure import heartbeat
 from bench.plan.cell import Device
 from bench.launch.rank import join, live
 
@@ -436,7 +436,7 @@ PARENT = """
 import sys
 from bench.plan.cell import Device
 from bench.launch.launcher import Launcher
-from tests.test_launch import Act
+from tests.launch.test_launch import Act
 
 with Launcher(Device.CPU) as launcher:
     print("ready", flush=True)

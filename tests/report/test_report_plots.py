@@ -135,7 +135,7 @@ def test_figures_of_an_earlier_report_are_removed(folder: Path, tmp_path: Path) 
 
 def test_no_leader_of_the_reference_run_strikes_a_label_through() -> None:
     """Where many lines end close to each other."""
-    run = load(Path(__file__).parent.parent / "results/cpu-new")
+    run = load(Path(__file__).parents[2] / "results/cpu-new")
     with matplotlib.style.context(list(style.BASE)):
         found = {drawing.stem: drawing for drawing in figures.figures(run.tables, run.manifest)}
         for stem in ("peak_memory", "held_gradients", "step_time"):

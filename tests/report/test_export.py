@@ -26,8 +26,8 @@ from bench.plan.cell import REFERENCE
 from bench.plan.columns import COLUMNS, FRAMES
 from bench.report.formats import COLUMNS_FILE, FORMULA, harmless, stats
 from tests.conftest import ROOT, alone
+from tests.report.test_citation import wrong_update
 from tests.simulated import simulate
-from tests.test_citation import wrong_update
 
 FORMULAS = ("=cmd|' /C calc'!A0", "+1+1", "-2+3", "@SUM(1)", "\t=1", "\uff1d1", " =1")
 

@@ -22,7 +22,7 @@ from bench.cli import main
 from bench.errors import GOOD, WRONG, InputError
 from bench.plan.cell import Sharding, Stepping
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 WINDOW = StepRule(stepping=Stepping.WINDOW)
 FLUSH = StepRule(stepping=Stepping.FLUSH)
 CARRY = StepRule(stepping=Stepping.CARRY)

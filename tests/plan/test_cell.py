@@ -72,7 +72,7 @@ OTHERS = {
     "activation_checkpointing": True,
     "compiled": True,
 }
-COMMITTED = Path(__file__).parent.parent / "results" / "cpu-reference" / "trials.jsonl"
+COMMITTED = Path(__file__).parents[2] / "results" / "cpu-reference" / "trials.jsonl"
 
 
 def test_golden_id() -> None:
