@@ -97,6 +97,7 @@ def lock_the_interpreter(folder):
 
 def stop(folder):
     os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(60)  # it is woken up to tell where it is
 
 
 def leave(folder):
