@@ -80,7 +80,7 @@ def cuda(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", "tests/cuda", "--cuda-stub", folder, *session.posargs)
 
 
-BROWSER_TESTS = ("tests/test_browser.py", "tests/test_page.py")
+BROWSER_TESTS = ("tests/report/test_browser.py", "tests/report/test_page.py")
 """The second has a run of 500 cells, which takes too long for the other sessions."""
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
@@ -109,10 +109,11 @@ def faults(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["install"])
 def lint(session: nox.Session) -> None:
-    """Check style, format and types."""
+    """Check style, format, types, and what may import what."""
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
     session.run("mypy", "--strict", "bench")
+    session.run("lint-imports", "--no-cache")
 
 
 @nox.session(venv_backend="none", requires=["install"])
@@ -152,7 +153,7 @@ def versions(session: nox.Session) -> None:
     """Measure versions of Lightning and DeepSpeed, or those given as PACKAGE==VERSION; writes docs/versions.md."""
     # Each gets a small environment of its own, made on top of the one of `install` and thrown away.
     try:
-        session.run("python", "-m", "bench.versions", *session.posargs)
+        session.run("python", "-m", "bench.audit.versions", *session.posargs)
     except CommandFailed as failure:
         raise SystemExit(failure.return_code or 1) from None
 

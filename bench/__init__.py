@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bench.analysis.frames import Frames
+    from bench.judge.frames import Frames
 
 __all__ = ["__version__", "load"]
 __version__ = "0.1.0"
@@ -19,6 +19,6 @@ def load(run: str | Path) -> Frames:
     ``python -m bench export RUN`` shows their columns with dtypes and units. Raises bench.errors.InputError for what is
     no run.
     """
-    from bench.analysis.frames import read
+    from bench.judge.frames import read
 
     return read(run)

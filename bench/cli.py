@@ -12,7 +12,7 @@ from typing import NoReturn
 from bench import __version__
 from bench.commands import COMMANDS
 from bench.errors import GOOD, INTERRUPTED, WRONG, InputError
-from bench.interrupt import terminate_as_interrupt
+from bench.launch.interrupt import terminate_as_interrupt
 
 
 class Parser(argparse.ArgumentParser):

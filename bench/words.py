@@ -1,7 +1,8 @@
-"""Numbers with their nouns, and lists of names."""
+"""Words for people: numbers with their nouns, lists of names, and text from outside made harmless."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 MOST_NAMES = 4
@@ -17,3 +18,37 @@ def some(names: Sequence[str]) -> str:
     """The first MOST_NAMES names, and how many more there are."""
     left = len(names) - MOST_NAMES
     return ", ".join(names[:MOST_NAMES]) + (f" and {left} more" if left > 0 else "")
+
+
+TERMINAL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
+"""ECMA-48 control sequences."""
+MARKDOWN = re.compile(r"([\\`*_{}\[\]<>#|~!$&])")
+"""What may be markup in a paragraph or a table of CommonMark, or of GitHub's dialect; each may be escaped."""
+BIBTEX = {
+    "\\": r"{\textbackslash}",
+    "{": r"{\textbraceleft}",
+    "}": r"{\textbraceright}",
+    "~": r"{\textasciitilde}",
+    "^": r"{\textasciicircum}",
+    "<": r"{\textless}",
+    ">": r"{\textgreater}",
+    "|": r"{\textbar}",
+    **{sign: f"\\{sign}" for sign in "&%$#_"},
+}
+"""What LaTeX reads as a command. Braces are commands too, since BibTeX counts them even behind a backslash."""
+
+
+def plain(text: object) -> str:
+    """One line of printable characters: no control sequences, no invisible or turning characters."""
+    shown = "".join(c for c in TERMINAL.sub("", str(text)) if c.isprintable() or c.isspace())
+    return " ".join(shown.split())
+
+
+def markdown(text: object) -> str:
+    """One line that is no markup."""
+    return MARKDOWN.sub(r"\\\1", plain(text))
+
+
+def bibtex(text: object) -> str:
+    """One line that is a value between braces and holds no command."""
+    return "".join(BIBTEX.get(c, c) for c in plain(text))

@@ -15,11 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
-from bench import tables
-from bench.analysis import gates
 from bench.backends.base import registry
-from bench.cell import SHARDED_REFERENCE
-from bench.journal import Journal, read_manifest
+from bench.judge import gates, tables
+from bench.plan.cell import SHARDED_REFERENCE
+from bench.run.journal import Journal, read_manifest
 from tests import plugin
 
 ROOT = Path(__file__).resolve().parent.parent

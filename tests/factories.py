@@ -7,16 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from bench.analysis.formulas import expect, layout_of
+from bench.audit.scenario import Scenario
 from bench.backends.base import Backend, Job, registry
-from bench.cell import REFERENCE, Cell, Device, Sharding, Status, Sync
 from bench.errors import InputError
-from bench.journal import SCHEMA_VERSION
+from bench.judge.formulas import expect, layout_of
 from bench.launch.outcome import Outcome
-from bench.matmul import MatmulTask
-from bench.matrix import Matrix, parse
-from bench.scenario import Scenario
-from bench.spec import EXTRA_PASSES, Spec
+from bench.plan.cell import REFERENCE, Cell, Device, Sharding, Status, Sync
+from bench.plan.matrix import Matrix, parse
+from bench.plan.task import EXTRA_PASSES, Spec
+from bench.run.journal import SCHEMA_VERSION
+from bench.run.matmul import MatmulTask
 
 ALL_PASSES = ("time", *EXTRA_PASSES)
 PEAK_BYTES = 40 * 2**20
@@ -244,7 +244,7 @@ def make_observation(
     scenario: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
-    """What a backend did, as ``bench.analysis.diagnosis.observation`` tells it: coefficients by epoch and sample.
+    """What a backend did, as ``bench.audit.diagnosis.observation`` tells it: coefficients by epoch and sample.
 
     All samples have the same number of tokens, and each is used once in an update. Findings are words and levels, the
     gravest first.

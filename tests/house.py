@@ -13,11 +13,12 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from bench import matrix
-from bench.analysis.check import check
 from bench.backends.base import registry
-from bench.cell import Device
-from bench.journal import JOURNAL
+from bench.judge.integrity import check
+from bench.plan import matrix as matrix_file
+from bench.plan.cell import Device
+from bench.plan.expand import expand
+from bench.run.journal import JOURNAL
 from tests.conftest import ROOT
 
 FOLDER = Path(__file__).parent / "house"
@@ -32,10 +33,10 @@ def cells() -> dict[str, list[str]]:
         lines = (ROOT / run / JOURNAL).read_text(encoding="utf-8").splitlines()
         found[run] = sorted({json.loads(line)["cell_id"] for line in lines})
     backends = registry()
-    for name in matrix.names():
-        chosen = matrix.load(name)
+    for name in matrix_file.names():
+        chosen = matrix_file.load(name)
         if chosen["device"] == Device.CPU:
-            found[name] = sorted(cell.cell_id for cell in matrix.expand(chosen, backends, 0))
+            found[name] = sorted(cell.cell_id for cell in expand(chosen, backends, 0))
     return found
 
 

@@ -22,9 +22,9 @@ import torch.distributed.tensor
 from torch import Tensor, nn
 
 from bench.backends.base import registry
-from bench.cell import Cell
-from bench.spec import Spec
-from bench.trial import Trial
+from bench.measure.trial import RankTrial
+from bench.plan.cell import Cell
+from bench.plan.task import Spec
 from bench.workload import WorkloadSpec
 
 WIDTH, HIDDEN, OUT = 65, 131, 7
@@ -84,7 +84,7 @@ def measure(folder: Path, world_size: int, rank: int, cells: list[dict[str, obje
     for values in cells:
         cell = Cell.from_dict(values)
         spec = Spec(cell=cell, passes=("memory",), folder=str(folder), reference="")
-        results.append(Trial(spec, rank, torch.device("cpu"), registry()[cell.backend]).memory())
+        results.append(RankTrial(spec, rank, torch.device("cpu"), registry()[cell.backend]).memory())
         gc.collect()
     (folder / f"rank{rank}.json").write_text(json.dumps(results))
     torch.distributed.barrier()

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from bench.cell import REFERENCE, Cell
-from bench.commands.report import finish
-from bench.journal import JOURNAL, encode, write_manifest
-from bench.probes.categories import HELD, PEAK, Category
-from bench.report import plots
+from bench.plan.categories import HELD, PEAK, Category
+from bench.plan.cell import REFERENCE, Cell
+from bench.report import figures
+from bench.report.finish import finish
+from bench.run.journal import JOURNAL, encode, write_manifest
 from tests.factories import make_cell, make_failure, make_manifest, make_record
 
 STEP_S = 0.1
@@ -138,7 +138,7 @@ def report(folder: Path, *, drawn: bool = True) -> tuple[int, str]:
     text = io.StringIO()
     with contextlib.redirect_stdout(text), pytest.MonkeyPatch.context() as patch:
         if not drawn:
-            patch.setattr(plots, "draw", lambda *_: [])
+            patch.setattr(figures, "draw", lambda *_: [])
         status = finish(folder, folder / "plots")
     return status, text.getvalue()
 

@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from bench.backends.base import registry
 from bench.launch import rank
-from bench.probes.clock import Clock, clock_for
-from bench.spec import Spec
-from bench.taps import Kind, Taps, updates
-from bench.trial import Trial
+from bench.measure.clock import Clock, clock_for
+from bench.measure.taps import EventKind, Taps, updates
+from bench.measure.trial import RankTrial
+from bench.plan.task import Spec
 from tests.bare import BareLoop
 
 
@@ -57,14 +57,14 @@ def main() -> None:
     number, cell = int(os.environ["RANK"]), spec.cell
     device = rank.join(cell.device, threads=spec.threads, seed=cell.seed)
     clock = clock_for(device)
-    trial = Trial(spec, number, device, registry([cell.backend])[cell.backend])
+    trial = RankTrial(spec, number, device, registry([cell.backend])[cell.backend])
     taps = InTurn(BareLoop(kind, device), cell.accumulate, clock)
     trial.train(taps, cell.windows)
     bare = [clock.intervals(pair)[0] for pair in taps.around]
     steps = clock.intervals([update.mark for update in updates(taps.events)])
     # From one step to the next there is one bare window, whose time is taken off.
     ours = [step - pause for step, pause in zip(steps, bare[1:], strict=True)]
-    assert taps.count(Kind.STEP) == cell.windows == len(ours) + 1
+    assert taps.count(EventKind.STEP) == cell.windows == len(ours) + 1
     result = {"bench": ours[cell.warmup_windows - 1 :], "bare": bare[cell.warmup_windows :]}
     Path(spec.folder, f"{number}.json").write_text(json.dumps(result))
     dist.barrier()

@@ -6,9 +6,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench.analysis.baseline import standings
-from bench.analysis.loading import load
-from bench.report import plots
+from bench.judge.loading import load
+from bench.judge.standing import standings
+from bench.report import figures
 from tests.pages import write_run
 
 FOLDER = Path(__file__).parent / "pictures"
@@ -24,7 +24,7 @@ def draw(folder: Path) -> list[Path]:
     with tempfile.TemporaryDirectory() as place:
         run = load(write_run(Path(place) / "pictures", FACTORS, accumulate=(1, 2, 8), fate=_fate))
         standing = next(iter(standings(run).values()))
-        drawn = plots.draw(run.tables, dict(run.manifest), folder, standing)
+        drawn = figures.draw(run.tables, dict(run.manifest), folder, standing)
     for path in drawn:
         if path.suffix != ".png":
             path.unlink()

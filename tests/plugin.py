@@ -21,7 +21,7 @@ import time
 
 from bench.backends.base import Backend
 from bench.backends.plain import DDPEager
-from bench.cell import Sharding, Sync
+from bench.plan.cell import Sharding, Sync
 from bench.errors import UnsupportedError
 
 

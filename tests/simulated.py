@@ -8,17 +8,16 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from bench import opening
-from bench.analysis.baseline import look
-from bench.analysis.compare import Run
-from bench.analysis.loading import load
-from bench.cell import REFERENCE, Cell, Status
-from bench.commands.report import finish
+from bench.judge.loading import Run, load
+from bench.judge.standing import look
 from bench.launch.outcome import Outcome
-from bench.matrix import expand
-from bench.runner import Runner
-from bench.schedule import Look, Trial
-from bench.spec import Spec
+from bench.plan.cell import REFERENCE, Cell, Status
+from bench.plan.expand import expand
+from bench.plan.schedule import Look, Trial
+from bench.plan.task import Spec
+from bench.report.finish import finish
+from bench.run import start
+from bench.run.runner import Runner
 from tests.factories import FakeLauncher, make_backend, make_matrix, make_rank, make_time
 
 Change = Callable[[Cell, int, list[float]], list[float]]
@@ -36,6 +35,8 @@ class Silent:
     def finished(self, trial: Trial, record: Mapping[str, Any]) -> None: ...
 
     def looked(self, look: Look) -> None: ...
+
+    def say(self, message: str) -> None: ...
 
 
 def simulate(
@@ -64,7 +65,7 @@ def simulate(
     )
     cells = expand(matrix, backends, 0)
     alone = [cell.cell_id for cell in cells if cell.backend in once]
-    manifest = opening.create(folder, matrix, cells, backends, cold=False, once=alone)
+    manifest = start.create(folder, matrix, cells, backends, cold=False, once=alone)
     generator = random.Random(seed)
 
     def script(spec: Spec, number: int) -> Outcome | None:

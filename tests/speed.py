@@ -30,10 +30,10 @@ from pathlib import Path
 import numpy as np
 from scipy.stats import bootstrap
 
-from bench import machine
-from bench.cell import Cell, Device
+from bench.launch import gpus as launch_gpus
 from bench.launch.launcher import Launcher
-from bench.spec import Spec
+from bench.plan.cell import Cell, Device
+from bench.plan.task import Spec
 
 ROOT = Path(__file__).resolve().parent.parent
 ACCUMULATE, MICRO_BATCH, LENGTH = 4, 2, 64
@@ -142,7 +142,7 @@ def main() -> int:
     parser.add_argument("--device", choices=list(Device), help="default: cuda if there is a GPU, else cpu")
     options = parser.parse_args()
     os.environ.update(FREE)
-    gpus = len(machine.gpus())
+    gpus = len(launch_gpus.gpus())
     device = Device(options.device or (Device.CUDA if gpus else Device.CPU))
     place = Place(device, gpus if device is Device.CUDA else CPU_RANKS)
     if not place.ranks:

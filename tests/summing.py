@@ -17,9 +17,9 @@ import torch.distributed as dist
 from bench.backends import deepspeed as ds
 from bench.backends.base import Backend, Job, registry
 from bench.backends.fsdp2 import Gathered
-from bench.cell import Precision, Sharding, Sync
 from bench.errors import UnsupportedError
-from bench.probes.accumulation import accumulator, error
+from bench.measure.summing import accumulator, error
+from bench.plan.cell import Precision, Sharding, Sync
 from tests.factories import make_cell
 
 BF16, FP32 = torch.bfloat16, torch.float32

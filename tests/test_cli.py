@@ -20,18 +20,21 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from bench import __version__, cli, disk, locks, machine
-from bench.analysis.remarks import EXPECTED
+from bench import __version__, cli
+from bench import files as bench_files
 from bench.backends.plain import DDPDeferred
-from bench.cell import Status
 from bench.cli import main
 from bench.errors import BAD, GOOD, INTERRUPTED, WRONG
-from bench.journal import Journal, read_manifest, write_manifest
-from bench.launch import launcher as launching
+from bench.judge.remarks import EXPECTED
+from bench.launch import gpus as launch_gpus
+from bench.launch import launcher as launch_launcher
 from bench.launch.launcher import LauncherError
 from bench.launch.outcome import Outcome
-from bench.report import plots
-from bench.spec import Spec
+from bench.plan.cell import Status
+from bench.plan.task import Spec
+from bench.report import figures
+from bench.run import start
+from bench.run.journal import Journal, read_manifest, write_manifest
 from tests.factories import FakeLauncher, Script, failed, make_rank
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -98,7 +101,7 @@ class Place:
 
     def gpus(self, count: int) -> None:
         found = [{"index": i, "name": "NVIDIA H200", "uuid": f"GPU-{i}", "memory_bytes": 2**37} for i in range(count)]
-        self.patch.setattr(machine, "gpus", lambda: found)
+        self.patch.setattr(launch_gpus, "gpus", lambda: found)
 
     def call(self, *arguments: str) -> tuple[int, str, str]:
         """Exit status, standard output and standard error."""
@@ -128,7 +131,7 @@ def place(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     def forbidden(*arguments: Any, **options: Any) -> Any:
         raise AssertionError("bad input starts no launcher")
 
-    monkeypatch.setattr(launching, "Launcher", forbidden)
+    monkeypatch.setattr(launch_launcher, "Launcher", forbidden)
     return here
 
 
@@ -457,8 +460,8 @@ def with_launcher(place: Place, script: Script | None = None) -> list[FakeLaunch
         made.append(FakeLauncher(script))
         return made[-1]
 
-    place.patch.setattr(launching, "Launcher", launcher)
-    place.patch.setattr(plots, "draw", lambda judged, manifest, folder, found: [folder / "a.png"])
+    place.patch.setattr(launch_launcher, "Launcher", launcher)
+    place.patch.setattr(figures, "draw", lambda judged, manifest, folder, found: [folder / "a.png"])
     return made
 
 
@@ -631,11 +634,11 @@ def test_a_second_run_into_the_same_folder(place: Place) -> None:
 def test_a_run_whose_folder_is_in_use(place: Place) -> None:
     finished_run(place)
     busy = f"in use by process {os.getpid()} on {socket.gethostname()} since "
-    with locks.run_folder(place.folder / "out", "here"):
+    with bench_files.run_folder(place.folder / "out", "here"):
         for arguments in (("--resume", "out"), ("--matrix", "mine.toml", "--out", "out")):
             assert busy in place.refused("run", *arguments)
         assert place.call("report", "out")[0] == GOOD, "what there is can be shown"
-    assert not (place.folder / "out" / locks.FILE).exists()
+    assert not (place.folder / "out" / bench_files.FILE).exists()
 
 
 def test_failed_trials_are_run_again_when_asked(place: Place) -> None:
@@ -687,7 +690,7 @@ def test_a_full_disk_ends_the_run_with_all_finished_trials(place: Place) -> None
 
 
 def test_a_run_that_will_not_fit_is_not_begun(place: Place) -> None:
-    place.patch.setattr(disk, "free", lambda folder: 2**24)
+    place.patch.setattr(start, "free", lambda folder: 2**24)
     words = r"--out out: the run needs about \d+ MiB, and 16 MiB are free; free some, or name another folder"
     assert re.search(words, place.refused("run", "--matrix", place.matrix(), "--out", "out"))
 
@@ -697,7 +700,7 @@ def test_tables_are_rebuilt_from_the_journal_alone(place: Place) -> None:
     before = {path.name: pd.read_parquet(path) for path in Path("out").glob("*.parquet")}
     for path in Path("out").glob("*.parquet"):
         path.write_bytes(b"no parquet")
-    place.patch.setattr(plots, "draw", no_space)
+    place.patch.setattr(figures, "draw", no_space)
     status, out, _ = place.call("report", "out", "--rebuild")
     assert status == GOOD
     assert sorted(out.split()) == sorted(f"out/{name}" for name in before)

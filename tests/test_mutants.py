@@ -4,71 +4,71 @@ The list is that of research/benchmark-suites.md, section 1c. Tests without a fi
 
  1  Volume of all steps over the time of one
     test_tokens_per_second_and_mfu_are_of_one_step
-    test_tables.py::test_a_sound_trial_by_hand
-    test_tables.py::test_step_time_is_the_median
+    judge/test_tables.py::test_a_sound_trial_by_hand
+    judge/test_tables.py::test_step_time_is_the_median
  2  The timer stops before the device is synchronized
     test_steps_on_a_device_take_its_own_time_however_far_the_host_runs_ahead
  3  A micro-step is called a step
     test_broken_loops_are_invalid
-    test_taps.py::test_updates
-    test_taps.py::test_inner_steps_with_no_micro_batch_between_are_one_update
-    test_verdicts.py::TestSides::test_micro_batches_are_no_steps
+    measure/test_taps.py::test_updates
+    measure/test_taps.py::test_inner_steps_with_no_micro_batch_between_are_one_update
+    judge/test_verdicts.py::TestSides::test_micro_batches_are_no_steps
  4  The flag that defers does nothing under this wrapper
     test_a_deferral_that_does_nothing_is_seen_in_the_collectives
-    test_backends.py::test_deferred_fsdp2_reduce_scatters_once
-    test_backends.py::test_ddp_all_reduces_the_gradient_once_or_n_times
-    test_backends.py::test_deepspeed_reduces_once_or_n_times
+    backends/test_backends.py::test_deferred_fsdp2_reduce_scatters_once
+    backends/test_backends.py::test_ddp_all_reduces_the_gradient_once_or_n_times
+    backends/test_backends.py::test_deepspeed_reduces_once_or_n_times
  5  The last micro-batch is not synchronized, or off by one
     test_a_window_tells_which_micro_batch_is_its_last
     test_broken_loops_are_invalid
-    test_backends.py::test_fp32_update_and_losses_equal_the_reference
+    backends/test_backends.py::test_fp32_update_and_losses_equal_the_reference
  6  Only the last micro-batch counts
     test_broken_loops_are_invalid
     test_a_sound_loop_is_valid
     test_failures.py::test_each_failure_is_a_row_with_its_status_and_reason
-    test_backends.py::test_fp32_update_and_losses_equal_the_reference
+    backends/test_backends.py::test_fp32_update_and_losses_equal_the_reference
  7  The peak of memory is that of the initialization
     test_peak_memory_is_of_a_settled_window_only
     test_peak_memory_of_a_device_is_of_the_timed_steps_only
  8  The peak of memory is polled
     test_peak_memory_is_of_a_settled_window_only
     test_peak_memory_of_a_device_is_of_the_timed_steps_only
-    test_probes.py::test_ledger_counts_births_and_deaths
+    measure/test_probes.py::test_ledger_counts_births_and_deaths
  9  Rank 0 instead of the maximum over ranks
-    test_record.py::test_slowest_rank_and_largest_memory_count
-    test_record.py::test_cuda_memory_is_the_maximum_of_each_kind
+    run/test_record.py::test_slowest_rank_and_largest_memory_count
+    run/test_record.py::test_cuda_memory_is_the_maximum_of_each_kind
 10  An unknown GPU has the peak of another
-    test_flops.py::test_no_peak_is_guessed
-    test_flops.py::test_known_gpus
+    judge/test_flops.py::test_no_peak_is_guessed
+    judge/test_flops.py::test_known_gpus
 11  NVML counts all GPUs, CUDA_VISIBLE_DEVICES renumbers them or names UUIDs
-    test_machine.py::test_visible_gpus
-    test_machine.py::test_settings_of_gpus_and_what_a_card_cannot_tell
+    run/test_machine.py::test_visible_gpus
+    run/test_machine.py::test_settings_of_gpus_and_what_a_card_cannot_tell
 12  A rank without memory leaves the others waiting
     test_failures.py::test_peers_of_a_failed_rank_end_at_once
 13  Failed runs are not in the table
-    test_tables.py::test_failed_trials_stay
-    test_verdicts.py::TestCompare::test_failed_trials_are_not_dropped_in_silence
-    test_verdicts.py::TestSides::test_failed_trials_are_counted
+    judge/test_tables.py::test_failed_trials_stay
+    judge/test_verdicts.py::TestCompare::test_failed_trials_are_not_dropped_in_silence
+    judge/test_verdicts.py::TestSides::test_failed_trials_are_counted
 14  A standard deviation with the runs that the mean leaves out
-    test_statistics.py::TestBootstrap::test_what_the_mean_leaves_out_does_not_widen_the_interval
+    judge/test_statistics.py::TestBootstrap::test_what_the_mean_leaves_out_does_not_widen_the_interval
 15  The incomplete last window is a step under one strategy and not under another
     test_an_incomplete_window_is_a_window
     test_broken_loops_are_invalid
 16  Two cells of one name
     test_cells_whose_names_run_together_are_two
-    test_cell.py::test_id_depends_on_every_field
+    plan/test_cell.py::test_id_depends_on_every_field
 17  "OOM" is found in some text
     test_out_of_memory_is_a_type_and_no_word
     test_failures.py::test_each_failure_is_a_row_with_its_status_and_reason
 18  A resumed run keeps rows of another driver or GPU
     test_no_run_goes_on_with_another_gpu_driver_or_build
-    test_runner.py::test_reopen_refuses_another_machine
-    test_runner.py::test_reopen_refuses_other_packages
-    test_machine.py::test_visible_gpus
+    run/test_runner.py::test_reopen_refuses_another_machine
+    run/test_runner.py::test_reopen_refuses_other_packages
+    run/test_machine.py::test_visible_gpus
 19  Cells of different precision are compared
     test_bf16_is_no_speed_up_over_an_fp32_reference
     test_cells_that_compute_otherwise_are_not_comparable
-    test_verdicts.py::TestCompare::test_not_comparable
+    judge/test_verdicts.py::TestCompare::test_not_comparable
 20  The parent waits busily on a core of the run
     test_who_waits_for_a_trial_uses_no_core
 """
@@ -93,23 +93,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench import machine, opening, tables
-from bench.analysis import gates
-from bench.analysis.sides import side
-from bench.analysis.verdicts import Reason, Verdict, compare, judge_all
 from bench.backends.base import Backend, Job, Window, registry
 from bench.backends.plain import DDPDeferred, DDPEager
-from bench.cell import REFERENCE, Cell, Device, Sharding, Status, Sync
 from bench.errors import InputError
+from bench.judge import gates, tables
+from bench.judge.sides import side
+from bench.judge.verdicts import Reason, Verdict, compare, judge_all
 from bench.launch import rank
 from bench.launch.launcher import Launcher
-from bench.matrix import expand
-from bench.probes.flops import peak_flops
-from bench.record import merge_ranks
-from bench.report import plots
-from bench.spec import Spec
-from bench.taps import SETTLED_WINDOWS
-from bench.trial import Trial
+from bench.measure.trial import RankTrial
+from bench.plan.cell import REFERENCE, Cell, Device, Sharding, Status, Sync
+from bench.plan.estimates import peak_flops
+from bench.plan.expand import expand
+from bench.plan.task import SETTLED_WINDOWS, Spec
+from bench.report import figures
+from bench.run import machine, start
+from bench.run.record import merge_ranks
 from tests.factories import make_backend, make_cell, make_manifest, make_matrix, make_record
 
 LARGE = 2**26
@@ -201,10 +200,10 @@ def small_cell(backend: str, **changes: Any) -> Cell:
     return make_cell(**({"backend": backend, "sequence_length": 8, **values} | changes))
 
 
-def trial_of(folder: Path, cell: Cell, backend: type[Backend], *passes: str) -> Trial:
+def trial_of(folder: Path, cell: Cell, backend: type[Backend], *passes: str) -> RankTrial:
     """One trial in this process, whose only rank is 0."""
     spec = Spec(cell=cell, passes=passes, folder=str(folder), reference=str(folder / "reference.safetensors"))
-    return Trial(spec, 0, torch.device("cpu"), backend)
+    return RankTrial(spec, 0, torch.device("cpu"), backend)
 
 
 def record_of(folder: Path, cell: Cell, backend: type[Backend], *passes: str) -> dict[str, Any]:
@@ -242,7 +241,7 @@ def judged(truth: tuple[Path, dict[str, Any]], backend: type[Backend]) -> Any:
 def killers() -> dict[int, list[str]]:
     """The names of tests in this file's docstring, by the mutant's number."""
     found: dict[int, list[str]] = {}
-    for number, name in re.findall(r"^([ \d]\d)  |^    ((?:\w+\.py::)?[\w:]+)$", str(__doc__), re.MULTILINE):
+    for number, name in re.findall(r"^([ \d]\d)  |^    ((?:[\w/]+\.py::)?[\w:]+)$", str(__doc__), re.MULTILINE):
         if number:
             found[int(number)] = []
         else:
@@ -258,7 +257,7 @@ def test_every_mutant_has_a_test() -> None:
 @pytest.mark.parametrize("name", sorted({name for names in killers().values() for name in names}))
 def test_every_named_test_exists(name: str) -> None:
     file, _, inside = name.rpartition(".py::")
-    found: Any = importlib.import_module(f"tests.{file or 'test_mutants'}")
+    found: Any = importlib.import_module("tests." + (file or "test_mutants").replace("/", "."))
     for part in inside.split("::"):
         found = getattr(found, part)
     assert callable(found) and found.__name__.startswith("test_")
@@ -340,7 +339,7 @@ class Queued(Sound):
 
 
 @pytest.fixture
-def on_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trial:
+def on_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RankTrial:
     """A trial on the fake device, ready for its time pass."""
     monkeypatch.setattr(Queued, "cuda", FakeCuda(), raising=False)
     trial = trial_of(tmp_path, small_cell("sound", device=Device.CUDA), Queued, "time")
@@ -349,20 +348,20 @@ def on_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trial:
     return trial
 
 
-def test_steps_on_a_device_take_its_own_time_however_far_the_host_runs_ahead(on_device: Trial) -> None:  # mutant 2
+def test_steps_on_a_device_take_its_own_time_however_far_the_host_runs_ahead(on_device: RankTrial) -> None:  # mutant 2
     assert on_device.time()["step_seconds"] == pytest.approx([1.0, 1.0, 1.0])
     assert Queued.cuda.synchronized_at[0] == 5 * 4 * 0.25, "nothing waits for the device before the end"
     assert on_device.training_s > 0.2, "training ends when the device is done"
 
 
-def test_the_timed_stretch_is_when_the_device_took_the_timed_steps(on_device: Trial) -> None:
+def test_the_timed_stretch_is_when_the_device_took_the_timed_steps(on_device: RankTrial) -> None:
     before = time.monotonic()
     found = on_device.time()
     assert found["ended"] - found["began"] == pytest.approx(sum(found["step_seconds"]))
     assert before < found["ended"] <= time.monotonic()
 
 
-def test_peak_memory_of_a_device_is_of_the_timed_steps_only(on_device: Trial) -> None:  # mutants 7 and 8
+def test_peak_memory_of_a_device_is_of_the_timed_steps_only(on_device: RankTrial) -> None:  # mutants 7 and 8
     memory = on_device.time()["cuda_memory"]
     assert {memory[name] for name in ("allocated", "active", "reserved")} == {10}
 
@@ -505,11 +504,11 @@ def test_no_run_goes_on_with_another_gpu_driver_or_build(
         monkeypatch.setattr(machine, name, lambda value=value: value)
     backends = {name: make_backend(name) for name in (REFERENCE, "b0")}
     made = make_matrix(backend=["b0"], accumulate=[2])
-    opening.create(tmp_path / "run", made, expand(made, backends, 0), backends, cold=False)
-    assert opening.reopen(tmp_path / "run", backends), "nothing has changed yet"
+    start.create(tmp_path / "run", made, expand(made, backends, 0), backends, cold=False)
+    assert start.reopen(tmp_path / "run", backends), "nothing has changed yet"
     monkeypatch.setattr(machine, function, lambda: then[function] | {key: now})
     with pytest.raises(InputError, match=f"{function} '{key}' was .* start a new one"):
-        opening.reopen(tmp_path / "run", backends)
+        start.reopen(tmp_path / "run", backends)
 
 
 @pytest.mark.parametrize(
@@ -531,7 +530,7 @@ def test_bf16_is_no_speed_up_over_an_fp32_reference() -> None:  # mutant 19
     records = [make_record(cell) for cell in (cells["fp32"].reference(), *cells.values())]
     made = gates.judge(tables.build(records, make_manifest([*cells.values()])))
     assert (made.trials["status"] == "ok").all()
-    (drawn,) = (one for one in plots.figures(made, make_manifest([*cells.values()])) if one.stem == "speed_up")
+    (drawn,) = (one for one in figures.figures(made, make_manifest([*cells.values()])) if one.stem == "speed_up")
     speed_up = drawn.data.reset_index().set_index("cell_id")["speed_up"]
     assert speed_up[cells["fp32"].cell_id] == pytest.approx(1.0)
     assert pd.isna(speed_up[cells["bf16"].cell_id])

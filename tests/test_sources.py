@@ -10,8 +10,8 @@ import pytest
 
 from tests.conftest import ROOT
 
-ANALYSIS = ROOT / "bench" / "analysis"
-CITING = [*(ANALYSIS / "formulas").glob("*.py"), *(ANALYSIS / "replay").glob("*.py"), ANALYSIS / "footprint.py"]
+FORMULAS = ("formulas", "zero", "gathers", "tally")
+CITING = [*(ROOT / f"bench/judge/{name}.py" for name in FORMULAS), *(ROOT / "bench" / "forecast").glob("*.py")]
 CITED = re.compile(r"((?:\w+/)*\w+\.(?:py|hpp|cpp)): ?(\w+)")
 """A file and a name in it, as docstrings have them: ``stage3.py:get_grad_norm_direct``."""
 HOMES = (
@@ -29,8 +29,6 @@ HOMES = (
 """Folders from which files are named, within the installed packages."""
 NOT_INSTALLED = {"reducer.cpp", "engine.cpp"}
 """C++ of torch, of which only headers are installed."""
-OWN = {"formulas/ddp.py"}
-"""Files of the bench itself."""
 
 
 def citations() -> set[tuple[str, str]]:
@@ -55,10 +53,8 @@ def test_there_are_sources_to_look_for() -> None:
     ("file", "name"), sorted(found for found in citations() if Path(found[0]).name not in NOT_INSTALLED)
 )
 def test_a_cited_source_is_where_it_is_said_to_be(file: str, name: str) -> None:
-    if file in OWN:
-        places = [ANALYSIS / file]
-    elif file.startswith("bench/"):
-        places = [ANALYSIS.parent.parent / file]
+    if file.startswith("bench/"):
+        places = [ROOT / file]
     else:
         places = [path for home in HOMES if (path := site_packages() / home / file).is_file()]
     assert places, f"no installed package has {file}"

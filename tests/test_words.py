@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.analysis.loading import load
 from bench.cli import main
+from bench.judge.loading import load
 from bench.words import plural
 from tests.pages import report, write_run
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import re
 import time
 from collections.abc import Sequence
@@ -12,50 +10,34 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from bench.backends.base import registry
-from bench.cell import Cell, Status
-from bench.launch import rank
 from bench.launch.launcher import Launcher
-from bench.spec import Spec
-from bench.trial import Trial
+from bench.measure.trial import RankTrial
+from bench.plan.cell import Cell, Status
+from bench.plan.task import Spec, Task
 from tests.factories import make_cell
 
 
 @dataclass(kw_only=True)
-class Cells:
+class Cells(Task):
     """Cells of one world, all virtual or none."""
 
-    entry: ClassVar[str] = "tests.virtual_worlds:run_rank"
-
-    cells: list[dict[str, Any]]
-    world_size: int
-    """Number of processes."""
-    folder: str
-    passes: tuple[str, ...]
+    work: ClassVar[str] = "tests.virtual_worlds:work"
     backend: str = "lightning-deepspeed-zero2"
     """Whose packages are imported before: all there are."""
 
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
+    cells: tuple[Cell, ...]
+    passes: tuple[str, ...]
 
 
-def run_rank(task_json: str) -> None:
-    """Entry point of a rank."""
-    task = Cells(**json.loads(task_json))
-    cells = [Cell.from_dict(values) for values in task.cells]
-
-    def work(number: int) -> dict[str, Any]:
-        first = cells[0]
-        pretended = first.world_size if first.virtual else None
-        device = rank.join(first.device, threads=1, seed=0, pretended=pretended)
-        trials = {}
-        for cell in cells:
-            spec = Spec(cell=cell, passes=tuple(task.passes), folder=task.folder, reference="")
-            started = time.process_time()
-            trial = Trial(spec, number, device, registry()[cell.backend]).run()
-            trials[cell.backend] = {**trial, "cpu_s": time.process_time() - started, "peak_rss": peak_rss()}
-        return {"status": Status.OK, "trials": trials}
-
-    rank.live(Path(task.folder), work)
+def work(task: Cells, rank: int, device: Any) -> dict[str, Any]:
+    """One rank's part."""
+    trials = {}
+    for cell in task.cells:
+        spec = Spec(cell=cell, passes=task.passes, folder=task.folder, reference="")
+        started = time.process_time()
+        trial = RankTrial(spec, rank, device, registry()[cell.backend]).run()
+        trials[cell.backend] = {**trial, "cpu_s": time.process_time() - started, "peak_rss": peak_rss()}
+    return {"status": Status.OK, "trials": trials}
 
 
 def peak_rss() -> int:
@@ -77,8 +59,15 @@ def measure(
     launcher: Launcher, folder: Path, cells: Sequence[Cell], passes: tuple[str, ...] = ("collectives", "memory")
 ) -> dict[str, Any]:
     """What rank 0 of the cells' common world found out, by backend."""
-    processes = 1 if cells[0].virtual else cells[0].world_size
-    task = Cells(cells=[cell.to_dict() for cell in cells], world_size=processes, folder=str(folder), passes=passes)
+    first = cells[0]
+    task = Cells(
+        cells=tuple(cells),
+        world_size=1 if first.virtual else first.world_size,
+        pretended=first.world_size if first.virtual else None,
+        device=first.device,
+        folder=str(folder),
+        passes=passes,
+    )
     outcome = launcher.run(task, 300)
     assert outcome.status is Status.OK, f"{outcome.reason}\n{outcome.traceback}"
     trials: dict[str, Any] = outcome.ranks[0]["trials"]

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from bench.analysis.formulas import layout_of
-from bench.cell import Cell, Device
 from bench.errors import UnsupportedError
-from bench.launch import rank
+from bench.judge.formulas import layout_of
 from bench.launch.launcher import Launcher
+from bench.plan.cell import Cell, Device
+from bench.plan.task import Spec, Task
 from bench.workload import load
-from bench.workload.shapes import Layout
+from bench.workload.layout import Layout
 from tests.factories import make_cell
 
 UNEVEN = "tests.own_workload:Uneven"
@@ -27,53 +26,39 @@ Amounts = dict[tuple[str, str], tuple[int, int]]
 
 
 @dataclass(kw_only=True)
-class Windows:
-    """A task for the launcher: the collectives pass of each cell, all of one world size."""
+class Windows(Task):
+    """The collectives pass of each cell, all of one world size."""
 
-    entry: ClassVar[str] = "tests.windows:run_rank"
-    backend: ClassVar[str] = PACKAGES_OF
+    work: ClassVar[str] = "tests.windows:work"
+    backend: str = PACKAGES_OF
 
-    cells: Sequence[Cell]
-    folder: str
-
-    @property
-    def world_size(self) -> int:
-        return self.cells[0].world_size
-
-    def to_json(self) -> str:
-        return json.dumps({"cells": [cell.to_dict() for cell in self.cells], "folder": self.folder})
+    cells: tuple[Cell, ...]
 
 
-def run_rank(text: str) -> None:
-    """Entry point of a rank."""
-    values = json.loads(text)
-    cells = [Cell.from_dict(cell) for cell in values["cells"]]
+def work(task: Windows, rank: int, device: Any) -> dict[str, Any]:
+    """One rank's part."""
+    from bench.backends.base import registry
+    from bench.measure.collectives import CollectiveCounter
+    from bench.measure.trial import RankTrial
 
-    def work(number: int) -> dict[str, Any]:
-        from bench.backends.base import registry
-        from bench.probes.collectives import CollectiveCounter
-        from bench.spec import Spec
-        from bench.trial import Trial
-
-        device = rank.join(Device.CPU, threads=1, seed=0)
-        CollectiveCounter().self_test(device)
-        counted: list[Any] = []
-        for cell in cells:
-            gc.collect()
-            spec = Spec(cell=cell, passes=("collectives",), folder=values["folder"], reference="")
-            try:
-                counted.append(Trial(spec, number, device, registry()[cell.backend]).run()["collectives"])
-            except UnsupportedError:
-                counted.append(None)
-        return {"status": "ok", "counted": counted}
-
-    rank.live(Path(values["folder"]), work)
+    CollectiveCounter().self_test(device)
+    counted: list[Any] = []
+    for cell in task.cells:
+        gc.collect()
+        spec = Spec(cell=cell, passes=("collectives",), folder=task.folder, reference="")
+        try:
+            counted.append(RankTrial(spec, rank, device, registry()[cell.backend]).run()["collectives"])
+        except UnsupportedError:
+            counted.append(None)
+    return {"status": "ok", "counted": counted}
 
 
 def counted(cells: Sequence[Cell], folder: Path) -> list[list[Amounts | None]]:
     """For each cell what each of its ranks counted; None where a backend refused. All cells have one world size."""
     with Launcher(Device.CPU) as launcher:
-        outcome = launcher.run(Windows(cells=cells, folder=str(folder)), TIMEOUT_S)
+        outcome = launcher.run(
+            Windows(cells=tuple(cells), world_size=cells[0].world_size, folder=str(folder)), TIMEOUT_S
+        )
     assert outcome.ranks, f"{outcome.reason}\n{outcome.traceback}"
     return [[_amounts(of_rank["counted"][i]) for of_rank in outcome.ranks] for i in range(len(cells))]
 

@@ -6,7 +6,6 @@ Nothing here imports torch or a framework: the plan lists backends on machines t
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import importlib.util
 import itertools
@@ -19,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench.cell import Cell, Device, Sharding, Stepping, Sync
 from bench.errors import InputError, UnsupportedError
-from bench.probes.categories import Category
+from bench.plan.categories import Category
+from bench.plan.cell import Cell, Device, Sharding, Stepping, Sync
 
 if TYPE_CHECKING:
     import torch
@@ -58,8 +57,8 @@ class Window:
 class Job:
     """What one pass of one trial asks of a backend on this rank. The process group is already up.
 
-    A timed trial is one epoch of whole windows. The semantic scenarios (``bench.audit``) ask for more: epochs that end
-    within a window, a limit of steps, an N that changes, going on after a failure.
+    A timed trial is one epoch of whole windows. The semantic scenarios ask for more: epochs that end within a window, a
+    limit of steps, an N that changes, going on after a failure.
     """
 
     cell: Cell
@@ -77,7 +76,7 @@ class Job:
     build: Callable[[], nn.Module]
     """A new model on ``device`` in fp32, with the same initial weights on every rank.
 
-    Its blocks are checkpointed and compiled already, if the cell asks for that (``bench.blocks``).
+    Its blocks are checkpointed and compiled already, if the cell asks for that (``bench.backends.blocks``).
     """
     blocks: Callable[[nn.Module], Sequence[nn.Module]]
     """The submodules of a built model that are sharded as units of their own."""
@@ -188,11 +187,11 @@ class Backend(ABC):
     """A known defect of the framework that the gates are expected to catch when N > 1, in words; empty if none."""
 
     not_virtual: ClassVar[str] = ""
-    """Why the backend cannot be rank 0 of a virtual world (``bench.virtual``), in words; empty if it can."""
+    """Why the backend cannot be rank 0 of a virtual world (``bench.launch.rank``), in words; empty if it can."""
     not_fake: ClassVar[str] = ""
-    """Why it cannot be that on fake tensors (``bench.fakes``), in words; empty if it can."""
+    """Why it cannot be that on fake tensors (``bench.measure.tensors``), in words; empty if it can."""
     not_checkpointed: ClassVar[str] = ""
-    """Why its blocks cannot be checkpointed (``bench.blocks``), in words; empty if they can."""
+    """Why its blocks cannot be checkpointed (``bench.backends.blocks``), in words; empty if they can."""
     not_compiled: ClassVar[str] = ""
     """Why they cannot be compiled, in words; empty if they can."""
 

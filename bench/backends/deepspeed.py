@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench.backends.base import BF16_PARAMETERS, Backend, Job
-from bench.cell import Cell, Device, Sharding, Stepping, Sync
 from bench.errors import UnsupportedError
-from bench.probes.categories import Category
+from bench.plan.categories import Category
+from bench.plan.cell import Cell, Device, Sharding, Stepping, Sync
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

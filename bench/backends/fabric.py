@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from bench.backends import fsdp2
 from bench.backends.base import BF16_PARAMETERS, Backend, Job
 from bench.backends.lightning import communicator, places, quieten
-from bench.cell import Sharding, Stepping, Sync
-from bench.probes.categories import Category
+from bench.plan.categories import Category
+from bench.plan.cell import Sharding, Stepping, Sync
 
 if TYPE_CHECKING:
     from torch import Tensor

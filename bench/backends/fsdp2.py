@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from bench.backends.base import BF16_PARAMETERS, Backend, Job
-from bench.cell import SHARDED_REFERENCE, Sharding, Stepping, Sync
-from bench.probes.categories import Category
+from bench.plan.categories import Category
+from bench.plan.cell import SHARDED_REFERENCE, Sharding, Stepping, Sync
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 from bench.backends import deepspeed as ds
 from bench.backends import fsdp2, plain
 from bench.backends.base import BF16_PARAMETERS, Backend, Job
-from bench.cell import Cell, Sharding, Stepping, Sync
-from bench.probes.categories import Category
-
-CHECKPOINT = "checkpoint.ckpt"
+from bench.plan.categories import Category
+from bench.plan.cell import Cell, Sharding, Stepping, Sync
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.strategies import Strategy
     from torch import Tensor, nn
     from torch.nn.parallel import DistributedDataParallel
+
+CHECKPOINT = "checkpoint.ckpt"
 
 
 def places(job: Job) -> tuple[int, int]:

@@ -7,12 +7,11 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from bench.backends.base import Backend, Job
-from bench.cell import REFERENCE, Sharding, Stepping, Sync
+from bench.plan.cell import REFERENCE, Sharding, Stepping, Sync
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn.parallel import DistributedDataParallel
-
 
 NO_FAKE_DDP = "DDP's reducer, in C++, reads the memory of its tensors"
 SAMPLED_ITERATIONS = 10

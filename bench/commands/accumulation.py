@@ -12,9 +12,9 @@ import json
 from typing import Any
 
 from bench.backends.base import offered, registry
-from bench.cell import REFERENCES, Device, Precision, Status
 from bench.commands.options import split_names
 from bench.errors import BAD, GOOD, InputError
+from bench.plan.cell import REFERENCES, Device, Precision, Status
 
 DESCRIPTION = (
     "Gradients whose sum is exact in fp32 and is lost in bf16 go through every backend, one row per backend and "
@@ -38,7 +38,7 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Probe and show; 1 if one is not as it should be."""
-    from bench.accumulation import WINDOWS, spelled, table
+    from bench.audit.dtypes import WINDOWS, spelled, table
 
     named = [name for part in arguments.backend or [] for name in part]
     known = [name for name in registry(named) if name not in REFERENCES]

@@ -8,10 +8,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from bench import machine
 from bench.backends.base import offered, registry
-from bench.cell import Device
 from bench.errors import GOOD, InputError
+from bench.plan.cell import Device
 
 
 def add(commands: Any) -> None:
@@ -28,8 +27,10 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Show the list."""
+    from bench.launch import gpus
+
     rows: list[tuple[str, ...]] = [("backend", "framework", "sharding", "sync", "cpu", "cuda", "known defect")]
-    has_gpu = bool(machine.gpus())
+    has_gpu = bool(gpus.gpus())
     known, others = registry(arguments.names), offered()
     for name in arguments.names:
         if name not in known:

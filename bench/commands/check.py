@@ -13,12 +13,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench import reading
+from bench import files
 from bench.errors import BAD, GOOD, InputError
 from bench.words import plural
 
 if TYPE_CHECKING:
-    from bench.analysis.check import Finding
+    from bench.judge.integrity import Finding
 
 DESCRIPTION = (
     "Reads a run's journal again, recomputes what follows from it, and says what a reader should know before citing "
@@ -39,8 +39,8 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check and show; 1 if there is an error."""
-    from bench.analysis.check import Level, check
-    from bench.report.findings import show
+    from bench.judge.integrity import Level, check
+    from bench.report.terminal import show_findings
 
     found = check(arguments.run) if arguments.citation is None else _of_citation(arguments.run, arguments.citation)
     errors, warnings = (sum(one.level is level for one in found) for level in (Level.ERROR, Level.WARNING))
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     verdict = "do not cite it" if errors else "say these things when you cite it" if warnings else "clean"
     if arguments.citation is not None:
         verdict = "it does not match the data" if errors else "it matches the data"
-    show(found, f"{plural(errors, 'error')}, {plural(warnings, 'warning')}: {verdict}")
+    show_findings(found, f"{plural(errors, 'error')}, {plural(warnings, 'warning')}: {verdict}")
     return BAD if errors else GOOD
 
 
@@ -60,7 +60,7 @@ def _of_citation(folder: Path, name: str) -> list[Finding]:
 
     place, advice = f"--citation {name}", "name a file with what cite printed"
     try:
-        text = sys.stdin.read() if name == "-" else reading.read(Path(name), place, advice).decode()
+        text = sys.stdin.read() if name == "-" else files.read(Path(name), place, advice).decode()
     except (OSError, UnicodeDecodeError) as error:
         why = (error.strerror or error) if isinstance(error, OSError) else "it is not UTF-8"
         raise InputError(f"{place}: cannot be read ({why}); {advice}") from error

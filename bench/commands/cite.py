@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.errors import BAD, GOOD, InputError
-from bench.folders import plots_folder
+from bench.files import plots_folder
 
 if TYPE_CHECKING:
-    from bench.analysis.compare import Run
+    from bench.judge.loading import Run
     from bench.report.citation import Citation
 
 FORMATS = ("markdown", "bibtex", "text")
@@ -41,8 +41,8 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the citation; 1 if the data is not what it was when the run ended."""
-    from bench.analysis.check import Level, journal_findings
-    from bench.analysis.loading import hashed, load
+    from bench.judge.integrity import Level, journal_findings
+    from bench.judge.loading import hashed, load
 
     found = hashed(load(arguments.run), arguments.run)
     citation = _cited(arguments, found)
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _cited(arguments: argparse.Namespace, found: Run) -> Citation:
-    from bench.analysis.quoting import find_cell
+    from bench.judge.quoting import find_cell
     from bench.report.citation import cite, cite_plot
 
     if arguments.plot is not None:

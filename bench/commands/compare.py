@@ -6,7 +6,7 @@ With ``--json`` one object:
 - ``margin``, ``thresholds``: as given, 0.05 for 5 %; ``floor``: the ratio of the A/A pair with its interval, of two
   runs the one that is farther from 1; null if a run has none;
 - ``fingerprint``: the keys that differ between the runs, each with ``key``, ``a`` and ``b``;
-- ``cells``: one per pair (bench.analysis.compare.record): ``cell``, its ``group``, ``cell_id_a`` and ``_b``,
+- ``cells``: one per pair (bench.judge.pairs.record): ``cell``, its ``group``, ``cell_id_a`` and ``_b``,
   ``backend_a`` and ``_b``; ``verdict`` on B, ``reason``, ``detail``, ``next``: what to do; ``forced``: whether numbers
   are given although the two are not comparable; ``ratio``: step time of B over that of A, with the 95 % interval
   ``low`` to ``high`` (null without one, and ``no_interval`` says why), ``num_trials``, ``paired``, ``p_different`` and
@@ -27,11 +27,10 @@ from typing import TYPE_CHECKING, Any
 
 from bench.commands.options import share
 from bench.errors import BAD, GOOD, InputError
-from bench.words import plural
 
 if TYPE_CHECKING:
-    from bench.analysis.compare import Pair, Row, Run
-    from bench.analysis.statistics import Interval
+    from bench.judge.loading import Run
+    from bench.judge.pairs import Pair
     from bench.report.comparison import Report
 
 METRICS = ("slower", "memory")
@@ -41,8 +40,6 @@ DESCRIPTION = (
     "by more than it allows."
 )
 WIDTH = 150
-NAMED = 4
-"""Cells that are named where they have the same to be said of them; of more, the first ones."""
 
 
 def add(commands: Any) -> None:
@@ -92,21 +89,25 @@ def _thresholds(text: str) -> dict[str, float]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare and show; 1 if something has certainly regressed."""
-    from bench.analysis import compare
-    from bench.analysis.remarks import remarks
-    from bench.analysis.statistics import MARGIN
+    from bench.judge import pairs as judge_pairs
+    from bench.judge.pairs import partnerless
+    from bench.judge.remarks import remarks
+    from bench.judge.standing import floor_of_runs
+    from bench.judge.statistics import MARGIN
     from bench.report import comparison
+    from bench.report.comparison import notes_on
+    from bench.run import machine
 
     a, b, pairs, titles = _chosen(arguments)
     margin = MARGIN if arguments.margin is None else arguments.margin
-    never = [pair for pair in pairs if not (compare.measured(a, pair.a) or compare.measured(b, pair.b))]
+    never = [pair for pair in pairs if not (judge_pairs.measured(a, pair.a) or judge_pairs.measured(b, pair.b))]
     pairs = [pair for pair in pairs if pair not in never]
     if not pairs:
         raise InputError(f"{arguments.a}: every common cell is unsupported on both sides, so nothing was measured")
     if arguments.out:
         _make(arguments.out)
-    floor, unsure = _floor(a, b)
-    rows = compare.judge_pairs(
+    floor, unsure = floor_of_runs(a, b)
+    rows = judge_pairs.judge_pairs(
         a, b, pairs, thresholds=arguments.fail_on, margin=margin, force=arguments.force, floor=floor
     )
     about: dict[str, Any] = {
@@ -116,10 +117,10 @@ def run(arguments: argparse.Namespace) -> int:
         "thresholds": arguments.fail_on,
         "floor": None if floor is None else dataclasses.asdict(floor),
     }
-    unlike = [] if a is b else compare.differences(a.manifest, b.manifest)
-    alone = _partnerless(a, b, pairs, never, arguments)
+    unlike = [] if a is b else machine.differences(a.manifest, b.manifest)
+    alone = partnerless(a, b, pairs, never, arguments)
     remarked = remarks(side for row in rows for side in ((a.manifest, row.pair.a), (b.manifest, row.pair.b)))
-    said = [*unsure, *_notes(a, b, rows, never, arguments.fail_on, margin)]
+    said = [*unsure, *notes_on(a, b, rows, never, arguments.fail_on, margin)]
     lonely = [f"only in {key[-1].upper()}: {', '.join(labels)}" for key, labels in alone.items() if labels]
     report = comparison.Report(
         a=titles[0],
@@ -135,7 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
         facts = {
             **about,
             "fingerprint": [{"key": one.key, "a": one.a, "b": one.b} for one in unlike],
-            "cells": [compare.record(row) for row in rows],
+            "cells": [judge_pairs.record(row) for row in rows],
             **alone,
             "notes": [*remarked, *said],
             "regressed": any(row.regressions for row in rows),
@@ -148,32 +149,10 @@ def run(arguments: argparse.Namespace) -> int:
     return BAD if any(row.regressions for row in rows) else GOOD
 
 
-def _floor(a: Run, b: Run) -> tuple[Interval | None, list[str]]:
-    """The noise floor of the runs, of two the higher one, and notes on it; None if one of them has none."""
-    from bench.analysis.baseline import noise_floor
-    from bench.analysis.verdicts import band
-
-    found, unsure = [], []
-    for letter, one in (("A: ", a), ("B: ", b)) if a is not b else (("", a),):
-        floor = noise_floor(one)
-        if floor is None or floor.interval is None or floor.interval.low is None:
-            why = "it has no A/A pair" if floor is None else f"A/A pair: {floor.reason}"
-            unsure.append(f"{letter}the noise floor of {one.name} is unknown: {why}")
-        else:
-            found.append(floor.interval)
-            unsure.append(
-                f"{letter}noise floor {100 * (band(floor.interval) - 1):.2g}%: {floor.cell.label} against itself is "
-                f"{floor.interval.ratio:.4f} [{floor.interval.low:.4f}, {floor.interval.high:.4f}], "
-                f"n = {floor.interval.num_trials}"
-            )
-    known = len(found) == len(unsure)
-    return (max(found, key=band) if known else None), unsure
-
-
 def _chosen(arguments: argparse.Namespace) -> tuple[Run, Run, list[Pair], tuple[str, str]]:
     """Both sides, their pairs, and what to call them."""
-    from bench.analysis import compare
-    from bench.analysis.loading import load
+    from bench.judge import pairs as judge_pairs
+    from bench.judge.loading import load
 
     backends = (arguments.backend, arguments.against)
     if arguments.b is None:
@@ -186,7 +165,7 @@ def _chosen(arguments: argparse.Namespace) -> tuple[Run, Run, list[Pair], tuple[
             _check_backend(one, option, name)
         if arguments.backend == arguments.against:
             raise InputError(f"--against: '{arguments.against}' is --backend too; name another one")
-        pairs = compare.pairs_of_backends(one, arguments.against, arguments.backend)
+        pairs = judge_pairs.pairs_of_backends(one, arguments.against, arguments.backend)
         if not pairs:
             raise InputError(
                 f"{arguments.a}: {arguments.backend} and {arguments.against} have no cell that differs in the backend "
@@ -197,7 +176,7 @@ def _chosen(arguments: argparse.Namespace) -> tuple[Run, Run, list[Pair], tuple[
         if name is not None:
             raise InputError(f"{option}: is for one run, and two are named; leave out {option} or {arguments.b}")
     a, b = load(arguments.a), load(arguments.b)
-    pairs, apart = compare.pairs_of_runs(a, b), compare.pairs_apart(a, b)
+    pairs, apart = judge_pairs.pairs_of_runs(a, b), judge_pairs.pairs_apart(a, b)
     if not pairs and not (apart and arguments.force):
         near = (
             f"; {apart[0].name} is on both sides in another precision or accumulation dtype: --force shows "
@@ -215,55 +194,6 @@ def _check_backend(one: Run, option: str, name: str) -> None:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
         raise InputError(f"{option}: '{name}' is not in the run {one.name}; {hint}")
-
-
-def _notes(
-    a: Run, b: Run, rows: list[Row], never: list[Pair], thresholds: dict[str, float], margin: float
-) -> list[str]:
-    """What a reader should know, as sentences."""
-    from bench.analysis import compare
-
-    found = compare.notes(a, b, rows, margin)
-    for letter, one in (("A", a), ("B", b)) if a is not b else (("", a),):
-        if missing := compare.missing_trials(one):
-            found.append(f"{letter or 'the run'} lacks {missing} of its trials: it is not finished, or was truncated")
-    if never:
-        found.append(f"left out, as unsupported on both sides: {', '.join(pair.name for pair in never)}")
-    if "slower" in thresholds:
-        found.append(
-            f"slower={_percent(thresholds['slower'])}: certain if the whole interval is beyond "
-            f"{1 + thresholds['slower']:.4g}, after Holm's correction; with no noise floor, the threshold must be "
-            "above what the machine does by itself"
-        )
-    for metric, limit in thresholds.items():
-        bad = [row for row in rows if metric in row.regressions]
-        unknown = [row for row in rows if metric in row.unchecked]
-        words = f"{metric}={_percent(limit)}: {len(bad)} of {plural(len(rows), 'cell')} regressed"
-        words += f": {_listed(bad)}" if bad else ""
-        found.append(words + (f"; {len(unknown)} NOT CHECKED: {_listed(unknown)}" if unknown else ""))
-    return found
-
-
-def _listed(rows: list[Row]) -> str:
-    names = [row.pair.name for row in rows]
-    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
-
-
-def _partnerless(
-    a: Run, b: Run, pairs: list[Pair], never: list[Pair], arguments: argparse.Namespace
-) -> dict[str, list[str]]:
-    """The labels of the cells that have no partner."""
-    found = {}
-    paired = {cell.cell_id for pair in [*pairs, *never] for cell in (pair.a, pair.b)}
-    for key, one, backend in (("only_a", a, arguments.against), ("only_b", b, arguments.backend)):
-        cells = [cell for cell_id, cell in one.cells.items() if cell_id not in paired]
-        wanted = [c for c in cells if (c.backend == backend if backend else not c.is_reference)]
-        found[key] = [cell.label for cell in wanted]
-    return found
-
-
-def _percent(value: float) -> str:
-    return f"{100 * value:.4g}%"
 
 
 def _show(report: Report) -> None:
@@ -299,7 +229,7 @@ def _write(folder: Path, report: Report) -> None:
     import matplotlib.style
     from rich.console import Console
 
-    from bench.report import comparison, forest, style
+    from bench.report import comparison, forest, sheet, style
 
     table, page = folder / "compare.parquet", folder / "compare.md"
     written = [table, page]
@@ -308,7 +238,7 @@ def _write(folder: Path, report: Report) -> None:
         drawings = forest.draw(report)
         with matplotlib.style.context(list(style.BASE)):
             for drawing in drawings:
-                written += style.save(drawing.figure, folder / drawing.stem, drawing.words)
+                written += sheet.save(drawing.figure, folder / drawing.stem, drawing.words)
         page.write_text(comparison.markdown(report, [f"{one.stem}.png" for one in drawings]), encoding="utf-8")
     except OSError as error:
         raise _unwritable(folder, error) from error

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.errors import BAD, GOOD
-from bench.folders import RESULTS
+from bench.files import RESULTS
 from bench.words import plural
 
 DESCRIPTION = (
@@ -36,11 +36,11 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Look and tell; 1 if there is an error."""
-    from bench.analysis.check import Level
-    from bench.analysis.doctor import examine
     from bench.backends.base import registry
-    from bench.cell import REFERENCES, Device
-    from bench.probes.surroundings import gather
+    from bench.judge.health import examine
+    from bench.judge.integrity import Level
+    from bench.plan.cell import REFERENCES, Device
+    from bench.run.surroundings import gather
 
     backends = {name: backend for name, backend in registry().items() if name not in REFERENCES}
     missing = {str(device): {name: one.missing(device) for name, one in backends.items()} for device in Device}
@@ -50,10 +50,10 @@ def run(arguments: argparse.Namespace) -> int:
         findings = [dataclasses.asdict(one) for one in found]
         print(json.dumps({"findings": findings, "errors": errors, "warnings": warnings}))
         return BAD if errors else GOOD
-    from bench.report.findings import show
+    from bench.report.terminal import show_findings
 
     verdict = (
         "fix the errors first" if errors else "runs are possible; mind the warnings" if warnings else "all is well"
     )
-    show(found, f"{plural(errors, 'error')}, {plural(warnings, 'warning')}: {verdict}")
+    show_findings(found, f"{plural(errors, 'error')}, {plural(warnings, 'warning')}: {verdict}")
     return BAD if errors else GOOD

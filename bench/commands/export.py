@@ -14,7 +14,7 @@ from bench.words import plural
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from bench.analysis.frames import Frames
+    from bench.judge.frames import Frames
 
 FORMATS = ("pytest-benchmark", "csv", "parquet")
 DESCRIPTION = (
@@ -42,7 +42,7 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Describe; or write, and say what."""
     import bench
-    from bench.analysis.columns import FRAMES
+    from bench.plan.columns import FRAMES
 
     if (arguments.format is None) != (arguments.out is None):
         raise InputError("--format and --out: belong together; give both to write the frames, or neither")
@@ -67,8 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _describe(frames: Frames, arguments: argparse.Namespace) -> None:
-    from bench.analysis.columns import FRAMES
-    from bench.report.export import harmless
+    from bench.plan.columns import FRAMES
+    from bench.report.formats import harmless
 
     for name in FRAMES if arguments.table is None else [arguments.table]:
         print("\n".join(_described(name, frames[name])))
@@ -80,7 +80,7 @@ def _describe(frames: Frames, arguments: argparse.Namespace) -> None:
 
 
 def _described(name: str, frame: Any) -> Iterator[str]:
-    from bench.analysis.columns import COLUMNS, FRAMES
+    from bench.plan.columns import COLUMNS, FRAMES
 
     yield f"{name}: {plural(len(frame), 'row')} x {plural(len(frame.columns), 'column')}: {FRAMES[name]}"
     rows = [(key, about.dtype, about.unit, about.meaning) for key, about in COLUMNS[name].items()]
@@ -92,12 +92,12 @@ def _described(name: str, frame: Any) -> Iterator[str]:
 
 def _write(frames: Frames, form: str, out: Path) -> list[Path]:
     if form != "pytest-benchmark":
-        from bench.report import export
+        from bench.report import formats
 
         if out.resolve() == frames.folder.resolve():
             raise InputError(f"--out {out}: is the run's own folder; name another one")
-        return export.write_csv(frames, out) if form == "csv" else export.write_parquet(frames, out, frames.run_id)
-    from bench.report.pytest_benchmark import document
+        return formats.write_csv(frames, out) if form == "csv" else formats.write_parquet(frames, out, frames.run_id)
+    from bench.report.formats import document
 
     if out.suffix != ".json":
         raise InputError(f"--out {out}: pytest-benchmark reads files that end in .json; name one")

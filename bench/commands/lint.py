@@ -47,7 +47,7 @@ def _positive(text: str) -> int:
 
 
 def _version(text: str) -> tuple[int, ...]:
-    from bench.lint.options import version
+    from bench.audit.lint.known import version
 
     try:
         return version(text)
@@ -57,9 +57,10 @@ def _version(text: str) -> tuple[int, ...]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Lint the configs; the exit status that the findings deserve."""
+    from bench.audit.lint import lint
+    from bench.audit.lint.known import Options, installed
+    from bench.audit.lint.remarks import RULES, Severity
     from bench.errors import InputError
-    from bench.lint import RULES, Options, Severity, lint
-    from bench.lint.options import installed
 
     if arguments.rules:
         print("\n".join(f"{code:7} {rule.title} ({rule.source})" for code, rule in RULES.items()))

@@ -7,13 +7,15 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from bench import machine, matrix, plan, spec
 from bench.backends.base import Backend, registry
-from bench.cell import Cell, Device, Precision
 from bench.commands.options import duration, share, split_names
 from bench.errors import InputError
-from bench.folders import RESULTS
-from bench.matrix import Matrix
+from bench.files import RESULTS
+from bench.plan import estimates as plan_estimates
+from bench.plan import matrix as matrix_file
+from bench.plan import task
+from bench.plan.cell import Cell, Device, Precision
+from bench.plan.matrix import Matrix
 
 OPTIONS = {
     "backend": "axes.backend",
@@ -49,7 +51,7 @@ OPTIONS = {
 
 def add_matrix_options(parser: argparse.ArgumentParser) -> None:
     """What to run; the lists may be given with commas or by repeating the option."""
-    names = ", ".join(matrix.names())
+    names = ", ".join(matrix_file.names())
     add = parser.add_argument
     add(
         "--matrix",
@@ -101,7 +103,7 @@ def add_matrix_options(parser: argparse.ArgumentParser) -> None:
         metavar="P[,P]",
         help=f"dtypes: {', '.join(Precision)}; or a width of intervals at which repeats end, such as 2%%",
     )
-    add("--optimizer", action="append", type=split_names, metavar="O[,O]", help=", ".join(matrix.OPTIMIZERS))
+    add("--optimizer", action="append", type=split_names, metavar="O[,O]", help=", ".join(matrix_file.OPTIMIZERS))
     add(
         "--clip-norm",
         action="append",
@@ -168,10 +170,12 @@ def _integers_or_all(text: str) -> list[Any]:
 
 def chosen_matrix(arguments: argparse.Namespace) -> Matrix:
     """The matrix that the options name, with the keys that they override."""
+    from bench.launch import gpus as launch_gpus
+
     name = arguments.matrix
     if name == "auto":
-        name = "gpu" if getattr(arguments, "on", None) or machine.gpus() else "cpu"  # plan has --on
-    chosen = matrix.load(name)
+        name = "gpu" if getattr(arguments, "on", None) or launch_gpus.gpus() else "cpu"  # plan has --on
+    chosen = matrix_file.load(name)
     given = vars(arguments) | _precisions(arguments.precision)
     given["alone"] = True if arguments.virtual_world and not arguments.world_size else None
     for option in ("micro_batch", "fake_tensors"):
@@ -238,7 +242,9 @@ def backends_of(chosen: Matrix) -> dict[str, type[Backend]]:
 
 def visible_gpus(chosen: Matrix) -> list[dict[str, Any]]:
     """The GPUs that a matrix runs on, as ``machine.gpus`` has them; none if it runs on the CPU."""
-    return machine.gpus() if chosen["device"] == Device.CUDA else []
+    from bench.launch import gpus as launch_gpus
+
+    return launch_gpus.gpus() if chosen["device"] == Device.CUDA else []
 
 
 def without_reference(cells: Sequence[Cell], skipped: Mapping[str, str]) -> list[Cell]:
@@ -247,32 +253,33 @@ def without_reference(cells: Sequence[Cell], skipped: Mapping[str, str]) -> list
 
 
 def too_large(cells: Sequence[Cell], gpus: Sequence[Mapping[str, Any]], *, try_all: bool) -> dict[str, str]:
-    """Why cells do not fit into the smallest of these GPUs, by id (``bench.analysis.fit``); none if all are tried."""
-    from bench.analysis import fit
+    """Why cells do not fit into the smallest of these GPUs, by id (``bench.forecast.fit``); none if all are tried."""
+    from bench.forecast import fit
 
     if try_all or not gpus:
         return {}
     return fit.too_large(cells, min(int(gpu["memory_bytes"]) for gpu in gpus), len(gpus))
 
 
-def estimates(
+def costs(
     cells: Sequence[Cell],
     backends: Mapping[str, type[Backend]],
     gpus: Sequence[Mapping[str, Any]],
     skipped: Collection[str],
-) -> dict[str, plan.Estimate]:
+) -> dict[str, plan_estimates.Cost]:
     """What each cell will need, by id, if those skipped are not tried: time as measured here earlier, or a rough guess.
 
-    Memory is that of ``bench.analysis.fit`` on GPUs, where it is predicted, and otherwise a rough guess.
+    Memory is that of ``bench.forecast.fit`` on GPUs, where it is predicted, and otherwise a rough guess.
     """
-    from bench.analysis import fit
+    from bench.forecast import fit
+    from bench.run import journal, machine
 
-    walls = plan.earlier_walls(RESULTS)
-    passes = spec.passes([cell for cell in cells if cell.cell_id not in skipped])
+    walls = journal.earlier_walls(RESULTS)
+    passes = task.passes([cell for cell in cells if cell.cell_id not in skipped])
     name, cores = (str(gpus[0]["name"]) if gpus else "cpu"), machine.num_cores()
     found = {}
     for cell in cells:
-        guess = plan.estimate(
+        guess = plan_estimates.estimate(
             cell,
             backends[cell.backend],
             walls,

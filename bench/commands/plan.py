@@ -7,20 +7,23 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from bench import blocks, matrix, plan
-from bench.cell import Cell, Device
+from bench.backends import blocks
+from bench.backends.base import offered
 from bench.commands.matrix_options import (
     add_matrix_options,
     backends_of,
     chosen_matrix,
-    estimates,
+    costs,
     on_gpus,
     too_large,
     visible_gpus,
     without_reference,
 )
 from bench.errors import GOOD, InputError
-from bench.matrix import Matrix
+from bench.plan import estimates
+from bench.plan.cell import Cell, Device
+from bench.plan.expand import expand, once
+from bench.plan.matrix import Matrix
 from bench.words import plural
 
 GPUS = re.compile(
@@ -69,17 +72,17 @@ def run(arguments: argparse.Namespace) -> int:
         )
     gpus = arguments.on or visible_gpus(chosen)
     chosen = on_gpus(chosen, arguments, len(gpus))
-    cells = matrix.expand(chosen, backends, len(gpus))
+    cells = expand(chosen, backends, len(gpus), offered())
     if arguments.on:
         refused = {cell.cell_id: blocks.refusal(cell, backends[cell.backend]) for cell in cells}
         skipped = {cell_id: reason for cell_id, reason in refused.items() if reason}
     else:
-        skipped = plan.skipped(cells, backends)
+        skipped = blocks.skipped(cells, backends)
     large = too_large(cells, gpus, try_all=arguments.try_all)
     cells = without_reference(cells, large)
     skipped |= large
-    once = matrix.once(chosen, backends, len(gpus))
-    print("\n".join(lines(chosen, cells, skipped, once, estimates(cells, backends, gpus, skipped))))
+    trained_once = once(chosen, backends, len(gpus))
+    print("\n".join(lines(chosen, cells, skipped, trained_once, costs(cells, backends, gpus, skipped))))
     return GOOD
 
 
@@ -88,7 +91,7 @@ def lines(
     cells: Sequence[Cell],
     skipped: Mapping[str, str],
     once: Collection[str],
-    guesses: Mapping[str, plan.Estimate],
+    guesses: Mapping[str, estimates.Cost],
 ) -> list[str]:
     """The plan: a line per cell, then how many trials and how long. Mappings are by cell id; ``once`` has ids."""
     width = max(len(cell.backend) for cell in cells)

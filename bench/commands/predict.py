@@ -4,7 +4,7 @@ With ``--json`` a list, one object per backend:
 
 - ``backend``, ``framework``, ``sharding``, ``sync``; ``refusal``: why it does not run this (all numbers are then null
   or empty), ``defect``: what is known to be wrong with its updates (such a backend never wins); empty if nothing is;
-- ``memory``: bytes of a rank at its peak by category (bench.analysis.footprint), which add up to
+- ``memory``: bytes of a rank at its peak by category (bench.forecast.footprint), which add up to
   ``peak_memory_bytes``; ``peak_at``: the moment; ``held``: bytes between micro-batches by category, exact;
 - ``collectives``: per operation and dtype of one optimizer step ``op``, ``dtype``, ``calls``, ``payload_bytes`` and
   ``wire_bytes`` (derived: what a rank sends in ring algorithms); ``num_calls`` and ``wire_bytes``: their sums;
@@ -28,8 +28,7 @@ from bench.commands.options import share, split_names
 from bench.errors import GOOD, InputError
 
 if TYPE_CHECKING:
-    from bench.analysis.best import Question
-    from bench.cell import Cell
+    from bench.plan.cell import Cell
 
 SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 BYTES = {"B": 1.0, **{f"{p}B": 1e3 ** (i + 1) for i, p in enumerate("kMGT")}}
@@ -49,8 +48,8 @@ DESCRIPTION = (
 
 def add(commands: Any) -> None:
     """Add the command's parser."""
-    from bench.cell import Device, Precision
-    from bench.matrix import OPTIMIZERS
+    from bench.plan.cell import Device, Precision
+    from bench.plan.matrix import OPTIMIZERS
 
     parser = commands.add_parser(
         "predict", help="predict memory, collectives and step times without running", description=DESCRIPTION
@@ -130,9 +129,9 @@ def _mfu(text: str) -> float:
 
 def run(arguments: argparse.Namespace) -> int:
     """Predict and show."""
-    from bench.analysis.best import MARGIN, Answer, Question, where_best
-    from bench.analysis.prediction import Link, predict, record
-    from bench.report import predicted
+    from bench.forecast import prediction_text
+    from bench.forecast.best import MARGIN, Answer, Question, where_best
+    from bench.forecast.prediction import Link, predict, record
 
     cell = _cell(arguments)
     if arguments.latency is not None and arguments.link is None:
@@ -169,7 +168,7 @@ def run(arguments: argparse.Namespace) -> int:
                 "accumulate": where_best(row["backend"], answer.along_n),
                 "link": where_best(row["backend"], answer.along_link),
             }
-    about = predicted.About(
+    about = prediction_text.About(
         cell=cell,
         link=link,
         latency_given=arguments.latency is not None,
@@ -183,16 +182,18 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(rows, allow_nan=False))
     else:
-        print("\n".join(predicted.lines(about, rows)))
+        print("\n".join(prediction_text.lines(about, rows)))
     if arguments.out:
-        _write(arguments.out, about, rows, timed)
+        from bench.forecast.prediction_map import write_files
+
+        write_files(arguments.out, about, rows, timed)
     return GOOD
 
 
 def _cell(arguments: argparse.Namespace) -> Cell:
     """What is asked, as a cell; its backend is filled in later."""
-    from bench.cell import Cell, Device, Precision
-    from bench.workload.sizes import SIZES
+    from bench.plan.cell import Cell, Device, Precision
+    from bench.plan.models import SIZES
 
     if arguments.model not in SIZES:
         raise InputError(f"--model: '{arguments.model}' is unknown; use one of {', '.join(SIZES)}")
@@ -214,8 +215,8 @@ def _backends(names: list[list[str]] | None) -> list[str]:
     """The names that ``--backend`` gives, in the registry's order; of all, those with formulas."""
     import difflib
 
-    from bench.analysis.formulas import BUILT_IN
-    from bench.cell import REFERENCES
+    from bench.judge.formulas import BUILT_IN
+    from bench.plan.cell import REFERENCES
 
     known = [name for name in BUILT_IN if name not in REFERENCES]
     asked = [name for part in names or [["all"]] for name in part]
@@ -235,9 +236,8 @@ def _backends(names: list[list[str]] | None) -> list[str]:
 
 def _compute(arguments: argparse.Namespace, cell: Cell) -> tuple[float | None, str]:
     """Seconds of compute per optimizer step on a rank, and where they are from; None if nothing says so."""
-    from bench.plan import GPU_EFFICIENCY
-    from bench.probes.flops import PEAK_FLOPS, peak_flops
-    from bench.workload.sizes import SIZES
+    from bench.plan.estimates import GPU_EFFICIENCY, PEAK_FLOPS, peak_flops
+    from bench.plan.models import SIZES
 
     if arguments.peak is None:
         if arguments.mfu is not None:
@@ -266,24 +266,3 @@ def _compute(arguments: argparse.Namespace, cell: Cell) -> tuple[float | None, s
     flops = SIZES[cell.model].flops_per_token(cell.sequence_length) * tokens
     seconds: float = flops / (peak * mfu)
     return seconds, f"{flops:.3g} FLOP at {100 * mfu:g} % of {peak / 1e12:g} TFLOP/s"
-
-
-def _write(folder: Path, about: Any, rows: list[dict[str, Any]], question: Question | None) -> None:
-    """The page and, where there are bounds, the map."""
-    from bench.report import predicted
-
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "predict.md").write_text(predicted.markdown(about, rows), encoding="utf-8")
-        if question is not None and about.link is not None:
-            import matplotlib.style
-
-            from bench.report import prediction, style
-            from bench.report.spreadsheet import write_csv
-
-            drawing = prediction.draw(about, question)
-            with matplotlib.style.context(list(style.BASE)):
-                style.save(drawing.figure, folder / drawing.stem, drawing.words)
-            write_csv(drawing.data, folder / f"{drawing.stem}.csv")
-    except OSError as error:
-        raise InputError(f"--out {folder}: cannot be written ({error.strerror}); name a folder that can") from error

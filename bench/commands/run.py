@@ -6,32 +6,26 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from bench import disk, locks, machine, matrix
-from bench.backends.base import Backend, registry
-from bench.cell import Cell, Device
+from bench import files
+from bench.backends.base import Backend, offered, registry
 from bench.commands.matrix_options import (
     OPTIONS,
     add_matrix_options,
     backends_of,
     chosen_matrix,
-    estimates,
+    costs,
     on_gpus,
     too_large,
     visible_gpus,
     without_reference,
 )
-from bench.commands.report import finish
 from bench.errors import BAD, EXIT_STATUS, INTERRUPTED, InputError
-from bench.folders import new_folder, plots_folder
-from bench.journal import Journal, read_manifest, write_manifest
+from bench.files import new_folder, plots_folder
+from bench.plan.cell import Cell, Device
+from bench.plan.expand import expand, once
 from bench.words import plural
-
-if TYPE_CHECKING:
-    from bench.launch.launcher import Launcher
-    from bench.report.display import Display
-    from bench.runner import Runner
 
 DESCRIPTION = (
     "Every cell of the matrix is trained in trials of its own, block by block, in seeded random order. After --repeats "
@@ -64,37 +58,38 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run it; the exit status that its trials deserve."""
-    from bench import opening
-    from bench.analysis import fit
+    from bench.forecast import fit
+    from bench.run import start
+    from bench.run.journal import read_manifest
 
     if arguments.resume:
         folder = arguments.resume
         _refuse_beside_resume(arguments)
         # Read before the lock is taken: nothing is made in a folder that holds no run.
-        backends = registry(cell.backend for cell in opening.cells_of(folder, read_manifest(folder)))
-        with locks.run_folder(folder, f"--resume {folder}"):
-            return _train(folder, opening.reopen(folder, backends), backends, retry_failed=arguments.retry_failed)
+        backends = registry(cell.backend for cell in start.cells_of(folder, read_manifest(folder)))
+        with files.run_folder(folder, f"--resume {folder}"):
+            return _train(folder, start.reopen(folder, backends), backends, retry_failed=arguments.retry_failed)
     if arguments.retry_failed:
         raise InputError("--retry-failed: works only with --resume RUN; add it")
     chosen = chosen_matrix(arguments)
     backends = backends_of(chosen)
     gpus = visible_gpus(chosen)
     chosen = on_gpus(chosen, arguments, len(gpus))
-    cells = matrix.expand(chosen, backends, len(gpus))
+    cells = expand(chosen, backends, len(gpus), offered())
     skipped = too_large(cells, gpus, try_all=arguments.try_all)
     cells = without_reference(cells, skipped)
     folder = arguments.out or new_folder(chosen.name)
-    disk.require(folder, cells, chosen["repeats"], f"--out {folder}")
+    start.require(folder, cells, chosen["repeats"], f"--out {folder}")
     if gpus:
         _require_usable(gpus, folder)
-    with locks.run_folder(folder, f"--out {folder}"):
-        manifest = opening.create(
+    with files.run_folder(folder, f"--out {folder}"):
+        manifest = start.create(
             folder,
             chosen,
             cells,
             backends,
             cold=arguments.cold,
-            once=matrix.once(chosen, backends, len(gpus)),
+            once=once(chosen, backends, len(gpus)),
             skipped=skipped,
             peaks=fit.peaks(cells),
         )
@@ -103,11 +98,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _require_usable(gpus: Sequence[Mapping[str, Any]], folder: Path) -> None:
     """Raise InputError if another bench has the GPUs, or torch cannot use them, in the words of ``doctor``."""
-    from bench.analysis.check import Level
-    from bench.analysis.gpus import USABLE
-    from bench.probes import surroundings
+    from bench.judge.cards import USABLE
+    from bench.judge.integrity import Level
+    from bench.launch import gpus as launch_gpus
+    from bench.run import surroundings
 
-    with locks.gpus([gpu["uuid"] for gpu in gpus]):
+    with launch_gpus.hold_gpus([gpu["uuid"] for gpu in gpus]):
         facts = surroundings.gather(folder, {})
     for finding in (finding for check in USABLE for finding in check(facts)):
         if finding.level is Level.ERROR:
@@ -120,22 +116,24 @@ def _train(
     """Run the trials that the journal lacks, and report."""
     from rich.console import Console
 
-    from bench import opening, runner
-    from bench.analysis.baseline import look
+    from bench.judge.standing import look
+    from bench.launch import gpus as launch_gpus
     from bench.launch.launcher import Launcher, LauncherError
-    from bench.report.display import Display
+    from bench.report.finish import finish
+    from bench.report.progress import Display
+    from bench.run import matmul, runner, start
 
     cells = [Cell.from_dict(cell) for cell in manifest["cells"]]
-    gpus = machine.gpus() if any(cell.device is Device.CUDA for cell in cells) else []
-    display = Display(Console(), estimates(cells, backends, gpus, opening.skipped_of(manifest)), manifest)
+    gpus = launch_gpus.gpus() if any(cell.device is Device.CUDA for cell in cells) else []
+    display = Display(Console(), costs(cells, backends, gpus, start.skipped_of(manifest)), manifest)
     launcher = Launcher(cells[0].device, cold=manifest["cold"])
     work = runner.Runner(folder, manifest, backends, launcher, display, look, retry_failed=retry_failed)
     go_on = f"python -m bench run --resume {folder}"
     try:
         with display, launcher:
             display.say(f"run {manifest['run_id']}: {plural(len(cells), 'cell')}; writing to {folder}")
-            _time_products(folder, manifest, cells, launcher, display)
-            _work(work, folder, display)
+            matmul.time_products(folder, manifest, cells, launcher, display.say)
+            work.run()
     except KeyboardInterrupt:
         display.say(f"interrupted: the finished trials are kept; go on with: {go_on}")
         return INTERRUPTED
@@ -145,34 +143,12 @@ def _train(
     except BrokenPipeError:
         raise
     except OSError as error:
-        if disk.is_full(error):
+        if start.is_full(error):
             raise InputError(
                 f"{folder}: the disk is full; the finished trials are kept: free some space, and go on with: {go_on}"
             ) from error
         raise InputError(f"{folder}: {error}; the finished trials are kept; go on with: {go_on}") from error
     return finish(folder, plots_folder(folder))
-
-
-def _work(work: Runner, folder: Path, display: Display) -> None:
-    """Run the trials, after what a crash left of a line was moved aside."""
-    if moved := Journal(folder).mend():
-        display.say(f"the last line of the journal was cut short, and never counted; the rest of it is in {moved}")
-    work.run()
-
-
-def _time_products(
-    folder: Path, manifest: dict[str, Any], cells: Sequence[Cell], launcher: Launcher, display: Display
-) -> None:
-    """Measure the rate of matrix products and store it in run.json, unless it is there."""
-    from bench import matmul
-
-    if "matmul" in manifest:
-        return
-    threads = int(manifest["matrix"]["values"].get("threads", 0))
-    manifest["matmul"] = matmul.measure(cells, threads, folder / "scratch", launcher)
-    write_manifest(folder, manifest)
-    for line in matmul.said(manifest["matmul"]):
-        display.say(line)
 
 
 def _refuse_beside_resume(arguments: argparse.Namespace) -> None:

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from bench import scenario
-from bench.cell import REFERENCES, Device
 from bench.commands.options import split_names
 from bench.errors import BAD, GOOD, INTERRUPTED, InputError
-from bench.scenario import Fault, Reduction, Scenario, Split
-from bench.words import plural
+from bench.plan.cell import REFERENCES, Device
+
+if TYPE_CHECKING:
+    from bench.audit.scenario import Scenario
 
 TIMEOUT_S = 30.0
 """Per scenario; the shipped ones take well under a second."""
 LONGEST_TIMEOUT_S = 86400.0
-UPDATES_SHOWN = 12
-"""Updates that are listed for each backend on the terminal; --json has all."""
 
 EPILOG = """Every sample's coefficient in every optimizer update is read off a model with one weight per use of a
 sample, trained by the backend with SGD and learning rate 1: what an update takes off a weight is the coefficient. Exit
@@ -31,6 +28,9 @@ status 1 if an update, a count or an end of training is not what it should be.""
 
 def add(commands: Any) -> None:
     """Add the command's parser."""
+    from bench.audit import scenario
+    from bench.audit.scenario import Fault, Reduction, Split
+
     parser = commands.add_parser(
         "semantics", help="measure what a backend computes: which samples reach which update", epilog=EPILOG
     )
@@ -108,9 +108,10 @@ SCENARIO_OPTIONS = {
 
 
 def _semantics(arguments: argparse.Namespace) -> int:
-    from bench import conformance
-    from bench.analysis.diagnosis import observation
-    from bench.analysis.semantics import Reading
+    from bench.audit import suite as audit_suite
+    from bench.audit.diagnosis import observation
+    from bench.audit.reading import Reading
+    from bench.audit.semantics_files import show_conformance, write_files
     from bench.launch.launcher import Launcher, LauncherError
 
     scenarios = _scenarios(arguments)
@@ -124,7 +125,7 @@ def _semantics(arguments: argparse.Namespace) -> int:
     interrupted = False
     try:
         with Launcher(device) as launcher:
-            for backend, of, ranks in conformance.run(
+            for backend, of, ranks in audit_suite.run(
                 launcher,
                 backends,
                 scenarios,
@@ -144,9 +145,9 @@ def _semantics(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(found[0] if total == 1 and found else found))
     else:
-        _show(found)
+        show_conformance(found)
     if folders and found:
-        _write(arguments, found, *folders)
+        write_files(arguments, found, *folders)
     if interrupted:
         return INTERRUPTED
     return BAD if any(one["level"] == "wrong" for one in found) else GOOD
@@ -154,6 +155,8 @@ def _semantics(arguments: argparse.Namespace) -> int:
 
 def _scenarios(arguments: argparse.Namespace) -> list[Scenario]:
     """The scenarios that the options name. Raises InputError that names the option."""
+    from bench.audit.scenario import Scenario
+
     given = [name for name in SCENARIO_OPTIONS if getattr(arguments, name) is not None]
     given += ["drop_last"] if arguments.drop_last else []
     if arguments.suite or arguments.scenario:
@@ -188,6 +191,8 @@ def _scenarios(arguments: argparse.Namespace) -> list[Scenario]:
 
 
 def _of_suite(arguments: argparse.Namespace) -> list[Scenario]:
+    from bench.audit import scenario
+
     path = arguments.suite or scenario.SUITE
     suite = scenario.load(path)
     wanted = _names(arguments.scenario)
@@ -199,13 +204,13 @@ def _of_suite(arguments: argparse.Namespace) -> list[Scenario]:
 
 
 def _device(arguments: argparse.Namespace, scenarios: Sequence[Scenario]) -> Device:
-    from bench import machine
+    from bench.launch import gpus
 
     if arguments.device not in list(Device):
         raise InputError(f"--device {arguments.device}: use {' or '.join(Device)}")
     device = Device(arguments.device)
     needed = max(one.world_size for one in scenarios)
-    if device is Device.CUDA and needed > (there := len(machine.gpus())):
+    if device is Device.CUDA and needed > (there := len(gpus.gpus())):
         raise InputError(f"--device cuda: {needed} ranks need as many GPUs, there are {there}; use --device cpu")
     return device
 
@@ -245,42 +250,11 @@ def _integers(option: str, text: str) -> list[int]:
         raise InputError(f"{option} {text}: must be integers with commas between, such as 1,4,2") from None
 
 
-def _show(found: Sequence[dict[str, Any]]) -> None:
-    """One block per observation if there are few scenarios, the table of verdicts if there are many."""
-    for one in found:
-        updates, ratio = one["updates"], one["weight_ratio"]
-        weight = "" if ratio is None else f", {ratio:.4g} of the right weight"
-        counted = plural(len(updates), "update")
-        print(f"{one['backend']} [{one['scenario']['name']}]: {one['verdict']} ({counted}{weight})")
-        print(f"  {one['diagnosis']}")
-        if len({json.dumps(other["scenario"]) for other in found}) > 1:
-            continue
-        for number, update in enumerate(updates[:UPDATES_SHOWN], start=1):
-            print(f"  update {number}: {_samples(update['samples'])}; sum {update['sum']:.4g}")
-        if len(updates) > UPDATES_SHOWN:
-            print(f"  ... and {len(updates) - UPDATES_SHOWN} more; --json has all")
-        if one["steps_reported"]:
-            print("  reported: " + ", ".join(f"{name} = {value}" for name, value in one["steps_reported"].items()))
-
-
-def _samples(coefficients: dict[str, float]) -> str:
-    """Samples with their coefficients, runs of equal ones taken together: ``0-7 x 0.125``."""
-    runs: list[list[Any]] = []
-    for text, coefficient in coefficients.items():
-        sample = int(text)
-        if runs and runs[-1][1] == sample - 1 and abs(runs[-1][2] - coefficient) <= 1e-6 * abs(coefficient):
-            runs[-1][1] = sample
-        else:
-            runs.append([sample, sample, coefficient])
-    shown = [f"{first}-{last} x {c:.4g}" if last > first else f"{first} x {c:.4g}" for first, last, c in runs]
-    return "samples " + ", ".join(shown)
-
-
 def _folders(arguments: argparse.Namespace) -> tuple[Path, Path] | None:
     """Where --out, --suite and --docs write, made and tried before anything is measured; None if nothing is asked."""
     if not (arguments.out or arguments.suite or arguments.scenario):
         return None
-    from bench.folders import new_folder, plots_folder
+    from bench.files import new_folder, plots_folder
 
     folder = arguments.out or new_folder("semantics")
     plots = plots_folder(folder)
@@ -296,26 +270,3 @@ def _folders(arguments: argparse.Namespace) -> tuple[Path, Path] | None:
                 f"{option} {place}: cannot be written ({error.strerror}); name a folder that can"
             ) from error
     return folder, plots
-
-
-def _write(arguments: argparse.Namespace, found: list[dict[str, Any]], folder: Path, plots: Path) -> None:
-    """What --out, --suite and --docs ask for; says on stderr what was written."""
-    from bench import machine
-    from bench.folders import RESULTS
-    from bench.report import semantics_files
-
-    about = {
-        "command": ["python", "-m", "bench", *sys.argv[1:]],
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "device": arguments.device,
-        "git": machine.git_state(),
-        "machine": machine.machine(),
-        "packages": machine.packages(),
-    }
-    pictures = semantics_files.write(found, about, folder, plots)
-    print(f"tables: {folder}\nplots:  {plots} ({len(pictures)} pictures)", file=sys.stderr)
-    if arguments.docs:
-        shipped = arguments.suite == scenario.SUITE and not arguments.scenario
-        throughput = RESULTS / "throughput" / "throughput.md" if shipped else None
-        semantics_files.write_page(found, about, pictures, arguments.docs, throughput)
-        print(f"page:   {arguments.docs}", file=sys.stderr)

@@ -2,12 +2,12 @@
 
 With ``--json`` one object:
 
-- ``training``: the inputs, and what follows from them whatever the backend (bench.training.Training);
+- ``training``: the inputs, and what follows from them whatever the backend (bench.audit.training.TrainingPlan);
 - ``notes``: sentences that hold for all backends;
 - ``naive``: ``optimizer_steps`` by the naive formula, and ``wrong``: a sentence, empty if no rule differs from it;
 - ``rules``: one per rule that a chosen backend follows: its ``name``, ``stepping``, ``clears``, ``twice``
-  (bench.analysis.steps.Rule), the ``backends`` that follow it, ``steps`` (bench.analysis.steps.Steps; null where the
-  rule is unknown) and ``differences``: sentences.
+  (bench.audit.stepcount.StepRule), the ``backends`` that follow it, ``steps`` (bench.audit.stepcount.Steps; null where
+  the rule is unknown) and ``differences``: sentences.
 """
 
 from __future__ import annotations
@@ -24,14 +24,9 @@ from bench.errors import GOOD, InputError
 from bench.words import plural
 
 if TYPE_CHECKING:
-    from bench.analysis.steps import Rule, Steps
+    from bench.audit.stepcount import StepRule, Steps
+    from bench.audit.training import TrainingPlan
     from bench.backends.base import Backend
-    from bench.training import Training
-
-FEW = 4
-"""Backends that are named where they differ; of more, only their rules are."""
-SHOWN = 6
-"""Epochs whose steps are listed in the table; ``--json`` has all."""
 
 
 def add(commands: Any) -> None:
@@ -68,12 +63,13 @@ def _integer(text: str) -> int:
 
 
 def _steps(arguments: argparse.Namespace) -> int:
-    from bench.analysis.steps import calculate
+    from bench.audit.stepcount import calculate
+    from bench.audit.stepcount_text import HEADER, differences_in_words, notes_on, row_of, title_of
+    from bench.audit.training import TrainingPlan
     from bench.backends.base import registry
-    from bench.training import Training
 
     max_steps = None if arguments.max_steps == -1 else arguments.max_steps
-    training = Training(
+    training = TrainingPlan(
         samples=arguments.samples,
         batch_size=arguments.batch_size,
         accumulate=arguments.accumulate,
@@ -88,7 +84,7 @@ def _steps(arguments: argparse.Namespace) -> int:
     wrong = _wrong(training, {rule: steps for rule, (_, steps) in groups.items()})
     rows = [
         {
-            "name": _title(rule),
+            "name": title_of(rule),
             **dataclasses.asdict(rule),
             "backends": backends,
             "steps": steps and steps.to_dict(),
@@ -98,30 +94,16 @@ def _steps(arguments: argparse.Namespace) -> int:
     ]
     if arguments.json:
         naive = {"optimizer_steps": training.naive_steps, "wrong": wrong}
-        print(json.dumps({"training": training.to_dict(), "notes": _notes(training), "naive": naive, "rules": rows}))
+        print(json.dumps({"training": training.to_dict(), "notes": notes_on(training), "naive": naive, "rules": rows}))
         return GOOD
     print(_headline(training) + "\n")
-    _print_table([_HEADER, _naive_row(training), *(_row(rule, steps) for rule, (_, steps) in groups.items())])
+    _print_table([HEADER, _naive_row(training), *(row_of(rule, steps) for rule, (_, steps) in groups.items())])
     print()
     for row in rows:
         print(f"{row['name']}: {', '.join(row['backends'])}")
-    for line in _sentences(training, wrong, rows):
+    for line in differences_in_words(training, wrong, rows):
         print(line)
     return GOOD
-
-
-def _sentences(training: Training, wrong: str, rows: list[dict[str, Any]]) -> list[str]:
-    """One line for each thing that is said, and of whom it is said; none if nothing differs."""
-    lines = [f"all: {note}" for note in _notes(training)] + [f"naive: {wrong}"] * bool(wrong)
-    said: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        for sentence in row["differences"]:
-            said.setdefault(sentence, []).append(row)
-    for sentence, those in said.items():
-        names = [name for row in those for name in row["backends"]]
-        # Of many backends, only the rules are named.
-        lines.append(f"{', '.join(names if len(names) <= FEW else [row['name'] for row in those])}: {sentence}")
-    return ["", *lines] if lines else []
 
 
 def _chosen(asked: Sequence[str], known: Mapping[str, type[Backend]]) -> dict[str, type[Backend]]:
@@ -138,77 +120,35 @@ def _chosen(asked: Sequence[str], known: Mapping[str, type[Backend]]) -> dict[st
     return {name: backend for name, backend in known.items() if name in asked}
 
 
-def _by_rule(backends: Mapping[str, type[Backend]]) -> dict[Rule, list[str]]:
+def _by_rule(backends: Mapping[str, type[Backend]]) -> dict[StepRule, list[str]]:
     """The names of the backends that follow each rule."""
-    from bench.analysis.steps import Rule
+    from bench.audit.stepcount import StepRule
 
-    groups: dict[Rule, list[str]] = {}
+    groups: dict[StepRule, list[str]] = {}
     for name, backend in backends.items():
         # Lightning's backends may multiply the loss by N, which undoes one of two divisions.
         divides_once = getattr(backend, "loss_factor", "") == "N"
-        rule = Rule.of(backend.stepping, backend.sharding, divides_once=divides_once)
+        rule = StepRule.of(backend.stepping, backend.sharding, divides_once=divides_once)
         groups.setdefault(rule, []).append(name)
     return groups
 
 
-def _title(rule: Rule) -> str:
-    from bench.cell import Stepping
+def _naive_row(training: TrainingPlan) -> tuple[str, ...]:
+    from bench.audit.stepcount_text import HEADER
 
-    if rule.stepping is not Stepping.SPLIT:
-        return str(rule.stepping)
-    words = ["clearing"] * rule.clears + ["divided once"] * (not rule.twice)
-    return f"split ({', '.join(words)})" if words else "split"
-
-
-_HEADER = (
-    "rule",
-    "updates",
-    "per epoch",
-    "micro-batches",
-    "epochs",
-    "ends by",
-    "= max_steps",
-    "scale",
-    "used",
-    "cleared",
-    "left open",
-    "dropped",
-)
-
-
-def _row(rule: Rule, steps: Steps | None) -> tuple[str, ...]:
-    if steps is None:
-        return (_title(rule), *["unknown"], *["-"] * (len(_HEADER) - 2))
-    shown = steps.steps_per_epoch[:SHOWN]
-    scales = [f"{scale:.4g}" for scale in steps.update_scales]
-    return (
-        _title(rule),
-        str(steps.optimizer_steps) + ("+" if steps.stops == "never" else ""),
-        ",".join(map(str, shown)) + ("..." if len(shown) < len(steps.steps_per_epoch) else ""),
-        str(steps.micro_batches_consumed),
-        f"{steps.epochs_consumed:.4g}",
-        str(steps.stops),
-        "-" if steps.equal_max_steps is None else str(steps.equal_max_steps),
-        "-" if not scales else scales[0] if len(scales) == 1 else f"{scales[-1]}-{scales[0]}",
-        str(steps.samples_used),
-        str(steps.samples_lost_in_mid_run),
-        str(steps.samples_left_open),
-        str(steps.samples_dropped),
-    )
-
-
-def _naive_row(training: Training) -> tuple[str, ...]:
-    return ("naive formula", str(training.naive_steps), *["-"] * (len(_HEADER) - 2))
+    return ("naive formula", str(training.naive_steps), *["-"] * (len(HEADER) - 2))
 
 
 def _print_table(rows: list[tuple[str, ...]]) -> None:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
+    from bench.audit.stepcount_text import HEADER
+
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
     for row in rows:
         first, *others = (text.rjust(width) for text, width in zip(row, widths, strict=True))
         print("  ".join([first.strip().ljust(widths[0]), *others]).rstrip())
 
 
-def _headline(training: Training) -> str:
+def _headline(training: TrainingPlan) -> str:
     until = [] if training.epochs is None else [plural(training.epochs, "epoch")]
     until += [] if training.max_steps is None else [f"max_steps {training.max_steps}"]
     return (
@@ -224,33 +164,13 @@ def _micro_batches(number: int) -> str:
     return plural(number, "micro-batch", "es")
 
 
-def _notes(training: Training) -> list[str]:
-    """What holds for every backend."""
-    notes = []
-    if padding := training.padding_per_epoch:
-        fate = "" if training.dropped_per_epoch == 0 else ", all of them among those that drop_last leaves out"
-        notes.append(
-            f"DistributedSampler repeats {plural(padding, 'sample')} per epoch, so that all ranks have as many{fate}"
-        )
-    if dropped := training.dropped_per_epoch:
-        notes.append(
-            f"drop_last leaves out {plural(dropped, 'sample')} in every epoch, the incomplete micro-batch of "
-            f"{training.samples_per_rank % training.batch_size} on each rank; it never leaves out an incomplete window"
-        )
-    if training.last_micro_batch < training.batch_size:
-        notes.append(
-            f"the last micro-batch of an epoch has {training.last_micro_batch} of {training.batch_size} samples and "
-            "weighs like a full one where losses are means over the micro-batch: each of its samples counts "
-            f"{training.batch_size / training.last_micro_batch:.4g} times as much"
-        )
-    return notes
-
-
-def _wrong(training: Training, groups: Mapping[Rule, Steps | None]) -> str:
+def _wrong(training: TrainingPlan, groups: Mapping[StepRule, Steps | None]) -> str:
     """What is wrong with the naive formula, if any rule differs from it."""
+    from bench.audit.stepcount_text import title_of
+
     naive = training.naive_steps
     others = [
-        f"{_title(rule)} {'never ends' if steps.stops == 'never' else f'takes {steps.optimizer_steps}'}"
+        f"{title_of(rule)} {'never ends' if steps.stops == 'never' else f'takes {steps.optimizer_steps}'}"
         for rule, steps in groups.items()
         if steps is not None and (steps.optimizer_steps != naive or steps.stops == "never")
     ]
@@ -269,9 +189,9 @@ def _wrong(training: Training, groups: Mapping[Rule, Steps | None]) -> str:
     return f"{expected}, but {'; '.join(others)}: {', and '.join(reasons)}"
 
 
-def _differences(training: Training, rule: Rule, steps: Steps | None) -> list[str]:
+def _differences(training: TrainingPlan, rule: StepRule, steps: Steps | None) -> list[str]:
     """One sentence for each thing that a backend of this rule does and a plan would not expect."""
-    from bench.cell import Stepping
+    from bench.plan.cell import Stepping
 
     if steps is None:
         return ["its rule is not declared, so nothing is calculated; measure it with: python -m bench semantics"]
@@ -307,9 +227,9 @@ def _differences(training: Training, rule: Rule, steps: Steps | None) -> list[st
     return say + _about_max_steps(training, rule, steps)
 
 
-def _about_max_steps(training: Training, rule: Rule, steps: Steps) -> list[str]:
+def _about_max_steps(training: TrainingPlan, rule: StepRule, steps: Steps) -> list[str]:
     """Whether ``max_steps`` ends the training early, late or never."""
-    from bench.analysis.steps import reaches
+    from bench.audit.stepcount import reaches
 
     wanted = training.max_steps
     if wanted is None:

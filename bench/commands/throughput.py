@@ -8,12 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench import throughput
 from bench.errors import BAD, GOOD, InputError
-from bench.throughput import Epoch, Verdict
 
 if TYPE_CHECKING:
-    import pandas as pd
+    from bench.audit.monitor_grid import Epoch
 
 ACCUMULATE = [1, 2, 4, 8]
 LOG_EVERY = [1, 2, 3, 5, 8, 50]
@@ -30,6 +28,8 @@ DESCRIPTION = (
 
 def add(commands: Any) -> None:
     """Add the command's parser."""
+    from bench.audit import monitor, monitor_grid
+
     parser = commands.add_parser(
         "throughput", help="audit Lightning's ThroughputMonitor under accumulation", description=DESCRIPTION
     )
@@ -60,21 +60,21 @@ def add(commands: Any) -> None:
     option(
         "--micro-batch-time",
         type=_positive,
-        default=throughput.MICRO_BATCH_S,
+        default=monitor_grid.MICRO_BATCH_S,
         metavar="SECONDS",
         help="that a micro-batch takes (default: %(default)s)",
     )
     option(
         "--optimizer-time",
         type=_positive,
-        default=throughput.OPTIMIZER_S,
+        default=monitor_grid.OPTIMIZER_S,
         metavar="SECONDS",
         help="that an optimizer step takes (default: %(default)s)",
     )
     option(
         "--tolerance",
         type=_positive,
-        default=throughput.TOLERANCE,
+        default=monitor.TOLERANCE,
         metavar="R",
         help="how far a ratio to the truth may be from 1 (default: %(default)s)",
     )
@@ -118,6 +118,8 @@ def _positive(text: str) -> float:
 
 
 def _epochs(text: str) -> list[Epoch]:
+    from bench.audit.monitor_grid import Epoch
+
     wanted = {part.strip() for part in text.split(",")}
     if not wanted <= set(Epoch):
         raise argparse.ArgumentTypeError(f"'{text}' is not of {', '.join(Epoch)}, such as whole,partial")
@@ -126,9 +128,13 @@ def _epochs(text: str) -> list[Epoch]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure the grid and show it; 1 if a point is not right."""
+    from bench.audit import monitor
+    from bench.audit.monitor_grid import Epoch, RateVerdict
+    from bench.audit.monitor_table import settings_of, show_table, write_files
+
     given = arguments.micro_batches is not None
     _check(arguments, given=given)
-    points = throughput.grid(
+    points = monitor.grid(
         arguments.accumulate,
         arguments.log_every,
         arguments.window_size,
@@ -156,27 +162,27 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.real_time:
         notes.print(f"the workload sleeps {seconds:.0f} s in all", highlight=False)
     measured = [
-        throughput.measure(point, real_time=arguments.real_time).row(arguments.tolerance)
+        monitor.measure(point, real_time=arguments.real_time).row(arguments.tolerance)
         for point in track(points, "measuring", console=notes, transient=True, disable=not notes.is_terminal)
     ]
-    about = _about(arguments)
+    about = settings_of(arguments)
     # Where a number is missing from all of them, the column would have no type.
     rows = pd.DataFrame(measured).astype(dict.fromkeys(MAY_BE_MISSING, float))
     if arguments.json:
         print(json.dumps({**about, "points": measured}, indent=1))
     else:
-        _show(rows, about)
+        show_table(rows, about)
         if given:
             print("\n".join(map(_run, measured)))
     if arguments.out:
         try:
-            written = _write(arguments.out, rows, about)
+            written = write_files(arguments.out, rows, about)
         except OSError as error:
             raise _unwritable(arguments.out, error) from error
         notes.print(
             f"written: {', '.join(path.name for path in written)} to {arguments.out}", highlight=False, soft_wrap=True
         )
-    return GOOD if (rows["verdict"] == Verdict.RIGHT).all() else BAD
+    return GOOD if (rows["verdict"] == RateVerdict.RIGHT).all() else BAD
 
 
 def _check(arguments: argparse.Namespace, *, given: bool) -> None:
@@ -200,48 +206,3 @@ def _run(row: dict[str, Any]) -> str:
 
 def _unwritable(folder: Path, error: OSError) -> InputError:
     return InputError(f"--out {folder}: cannot be written ({error.strerror}); name a folder that can")
-
-
-def _about(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the numbers depend on."""
-    import platform
-
-    import lightning
-    import torch
-
-    return {
-        "lightning": lightning.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "clock": "real" if arguments.real_time else "virtual",
-        "micro_batch_s": arguments.micro_batch_time,
-        "optimizer_s": arguments.optimizer_time,
-        "tolerance": arguments.tolerance,
-    }
-
-
-def _show(rows: pd.DataFrame, about: dict[str, Any]) -> None:
-    from rich.console import Console
-
-    from bench.report import throughput as report
-
-    console = Console(width=max(120, Console().width))  # better wrapped by the terminal than cut off
-    console.print(report.table(rows))
-    console.print(report.settings(about), highlight=False, soft_wrap=True)
-    for finding in report.findings(rows):
-        console.print(finding, highlight=False, markup=False, soft_wrap=True)
-
-
-def _write(folder: Path, rows: pd.DataFrame, about: dict[str, Any]) -> list[Path]:
-    """Table, page and plot."""
-    import matplotlib.style
-
-    from bench.report import style
-    from bench.report import throughput as report
-
-    parquet, page = folder / "throughput.parquet", folder / "throughput.md"
-    rows.assign(**{name: about[name] for name in ("lightning", "torch", "python", "clock")}).to_parquet(parquet)
-    page.write_text(report.markdown(rows, about), encoding="utf-8")
-    drawing = report.draw(rows, about)
-    with matplotlib.style.context(list(style.BASE)):
-        return [parquet, page, *style.save(drawing.figure, folder / drawing.stem, drawing.words)]

@@ -1,22 +1,26 @@
-"""Torch elastic's agent of one trial: starts the ranks, and hears of each that returns or ends as soon as it does.
+"""Torch elastic's agent and rendezvous of one trial, on one machine.
 
-The agent that torch ships looks every ``monitor_interval`` seconds instead: many looks in a long trial, each of which
-takes a core that may be measured on, and half an interval lost at the end of a short one.
+Torch's own agent looks every ``monitor_interval`` seconds whether ranks have ended: many looks in a long trial, each of
+which takes a core that may be measured on, and half an interval lost at the end of a short one. This one hears of each
+rank that ends as soon as it does. Torch's own rendezvous handlers make stores that listen on all interfaces, and anyone
+who reaches such a port can write into it. This one's store listens on the loopback interface alone.
 """
 
 from __future__ import annotations
 
+import socket
 import uuid
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any
 
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from bench.launch import segments, stragglers
-from bench.launch.rendezvous import HOST, LoopbackRendezvous
+from bench.launch import stragglers
 
 LOOK_S, LOOK_BLIND_S = 2.0, 0.25
 """How long the agent sleeps at most while nothing happens; the second, where torch hides what it could wait for."""
@@ -29,9 +33,9 @@ class Agent(LocalElasticAgent):
         signs = self._signs()
         ready = wait(signs, LOOK_S if signs else LOOK_BLIND_S)
         # If a rank has ended, torch's own look ends the others.
-        held = segments.mapped(self.pids) if any(isinstance(sign, int) for sign in ready) else set()
+        held = stragglers.mapped(self.pids) if any(isinstance(sign, int) for sign in ready) else set()
         result: RunResult = super()._monitor_workers(worker_group)
-        segments.remove(held)
+        stragglers.remove(held)
         return result
 
     @property
@@ -78,3 +82,47 @@ def run(
         name = stragglers.name(-first.exitcode)
         return {"failure": f"rank {rank} was ended by {name}", "rank": rank, "signal": -first.exitcode}
     return {"failure": f"rank {rank} ended with exit code {first.exitcode}", "rank": rank}
+
+
+BACKEND = "bench-loopback"
+HOST = "127.0.0.1"
+
+
+class LoopbackRendezvous(RendezvousHandler):
+    """One node, which has always met itself."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        listener = socket.socket()
+        listener.bind((HOST, 0))
+        listener.listen(socket.SOMAXCONN)
+        self._port = int(listener.getsockname()[1])
+        self._store = TCPStore(
+            HOST, self._port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        """The ranks use the same store, so that none of them opens another."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        return RendezvousInfo(PrefixStore(self._run_id, self._store), 0, 1, RendezvousStoreInfo(HOST, self._port))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """Nobody else could join."""
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True

@@ -21,14 +21,14 @@ import time
 import uuid
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, ClassVar, Protocol, Self
+from typing import IO, Any, Self
 
-from bench import interrupt, locks, machine
 from bench.backends.base import registry
-from bench.cell import Device
-from bench.launch import memorykills, segments, stragglers
+from bench.launch import gpus, interrupt, outcome, stragglers
 from bench.launch.outcome import Ending, Outcome, judge, written
-from bench.launch.watchdog import Verdict, Watch, said_of
+from bench.launch.watchdog import EndReason, Watch, said_of
+from bench.plan.cell import Device
+from bench.plan.task import Task
 
 GRACE_S = 5.0
 """How long a process group may take to end after SIGTERM, before SIGKILL."""
@@ -36,26 +36,6 @@ LONGEST_TEMPORARY = 60
 """Characters of a folder for temporary files that leave room for the fork server's socket: Linux allows it 107."""
 START_TIMEOUT_S = 180.0
 """How long the launcher may take to import everything, on a slow disk."""
-
-
-class Task(Protocol):
-    """What a process group is started for."""
-
-    entry: ClassVar[str]
-    """``module:function``, called on every rank with the task's JSON; see ``bench.launch.rank.live``."""
-    folder: str
-    """Where each rank writes ``rank<r>.json``, and torch elastic its logs."""
-
-    @property
-    def backend(self) -> str:
-        """Name of the backend, whose packages the fork server imports."""
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-
-    def to_json(self) -> str:
-        """One line."""
 
 
 class LauncherError(RuntimeError):
@@ -78,10 +58,10 @@ class Launcher:
         self._held = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        visible = machine.gpus() if self._device is Device.CUDA else []
+        visible = gpus.gpus() if self._device is Device.CUDA else []
         # Of MIG instances torch does not ask NVML, but CUDA itself, how many there are: after that no fork can use it.
         self._cold = self._cold or any("mig" in gpu for gpu in visible)
-        self._held.enter_context(locks.gpus([gpu["uuid"] for gpu in visible]))
+        self._held.enter_context(gpus.hold_gpus([gpu["uuid"] for gpu in visible]))
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -195,10 +175,10 @@ class _Server:
         folder.mkdir(parents=True, exist_ok=True)
         for stale in folder.glob("rank*"):  # of another trial, which must not be taken for this one's
             stale.unlink()
-        kills = memorykills.counters()
+        kills = outcome.counters()
         started = time.perf_counter()
         watch = Watch(folder, task.world_size, timeout_s, inactivity_s)
-        found: dict[str, Any] | Verdict = {"died": True}
+        found: dict[str, Any] | EndReason = {"died": True}
         with contextlib.suppress(BrokenPipeError):
             request = json.dumps([task.entry, task.world_size, task.folder, task.to_json()]) + "\n"
             with os.fdopen(os.dup(self._requests), "wb") as pipe:
@@ -206,7 +186,7 @@ class _Server:
             found = self._watch(watch)
         wall_s = time.perf_counter() - started
         heard = None
-        if isinstance(found, Verdict):
+        if isinstance(found, EndReason):
             heard = written(folder, task.world_size)
             if found.dump:
                 watch.dump()
@@ -217,7 +197,7 @@ class _Server:
             if again and not any(folder.glob("rank*.beat")):
                 return self.run(task, timeout_s, inactivity_s, again=False)
         else:
-            ending = _ending(found, watch, memorykills.moved(kills, memorykills.counters()))
+            ending = _ending(found, watch, outcome.moved(kills, outcome.counters()))
             if found.get("spent"):
                 self.close()
         if said := watch.talkative():
@@ -236,9 +216,9 @@ class _Server:
         def others() -> set[int]:
             return stragglers.without_trackers(every()) - {process.pid}
 
-        held: set[segments.Segment] = set()
+        held: set[stragglers.Segment] = set()
         try:
-            held = segments.mapped(every())
+            held = stragglers.mapped(every())
             stragglers.terminate(others())
             stragglers.wait(others, GRACE_S)
             stragglers.kill(others)  # while the launcher's process lives and adopts those that lose their parent
@@ -257,7 +237,7 @@ class _Server:
                 os.close(self._replies)
                 self._stderr.close()
                 shutil.rmtree(self._temporary, ignore_errors=True)
-                segments.remove(held)
+                stragglers.remove(held)
 
     def _wait(self, timeout_s: float) -> dict[str, Any] | None:
         """The launcher's next reply; None after ``timeout_s``; ``{"died": True}`` if it is gone."""
@@ -274,7 +254,7 @@ class _Server:
         reply: dict[str, Any] = json.loads(received)
         return reply
 
-    def _watch(self, watch: Watch) -> dict[str, Any] | Verdict:
+    def _watch(self, watch: Watch) -> dict[str, Any] | EndReason:
         """The launcher's reply, or why the trial has to be ended before it."""
         while True:
             reply = self._wait(watch.interval_s)
@@ -295,7 +275,7 @@ class _Server:
         return Ending(
             failure=f"the launcher's process {how}",
             signal=number,
-            killed_for_memory=memorykills.moved(kills, memorykills.counters()),
+            killed_for_memory=outcome.moved(kills, outcome.counters()),
         )
 
     def _last_words(self) -> str:

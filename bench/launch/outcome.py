@@ -1,4 +1,7 @@
-"""How a trial ended: told by what its ranks wrote, by exit codes and signals, and by the kernel; never by a log."""
+"""How a trial ended: told by what its ranks wrote, by exit codes and signals, and by the kernel; never by a log.
+
+Evidence that a SIGKILL was the kernel's doing is how often it has ended a process for want of memory.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.cell import Status
+from bench.plan.cell import Status
 
 RESULT_BYTES = 256 * 2**20
 """The largest result of a rank that is read."""
@@ -146,3 +149,47 @@ def _last_lines(folder: Path, rank: int) -> list[str]:
         except OSError:
             continue
     return []
+
+
+CGROUPS = Path("/sys/fs/cgroup")
+PROC = Path("/proc")
+MACHINE = "the machine"
+
+
+def counters() -> dict[str, int]:
+    """The counters of this process's control groups (version 2 and 1), or of the machine if those cannot be read."""
+    try:
+        lines = (PROC / "self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    found = {}
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            file = CGROUPS / path.lstrip("/") / "memory.events"
+        elif "memory" in controllers.split(","):
+            file = CGROUPS / "memory" / path.lstrip("/") / "memory.oom_control"
+        else:
+            continue
+        count = _count(file)
+        if count is not None:
+            found[f"control group {path}"] = count
+    count = None if found else _count(PROC / "vmstat")
+    return found if count is None else {MACHINE: count}
+
+
+def moved(before: Mapping[str, int], after: Mapping[str, int]) -> str:
+    """Where the kernel killed in between, in words; empty if nowhere."""
+    for name, count in after.items():
+        if count > before.get(name, count):
+            return f"oom_kill of {name} went from {before[name]} to {count}"
+    return ""
+
+
+def _count(file: Path) -> int | None:
+    """The value of ``oom_kill`` in a file of names and values."""
+    try:
+        lines = [line.split() for line in file.read_text().splitlines()]
+    except OSError:
+        return None
+    return next((int(line[1]) for line in lines if len(line) == 2 and line[0] == "oom_kill"), None)

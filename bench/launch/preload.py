@@ -1,14 +1,31 @@
 """Imported once by a fork server, so that no trial waits for imports. Should never initialize CUDA.
 
-Beside what every trial needs, the packages named in BENCH_PRELOAD are imported, and no others.
+Beside what every trial needs, the packages named in BENCH_PRELOAD are imported, and no others. ``initialized`` tells
+whether this process has initialized CUDA: no child that is forked from it can use it then.
 """
 
+from __future__ import annotations
+
+import ctypes
 import gc
 import os
 import signal
 from contextlib import suppress
 
-from bench.launch import driver, stragglers
+from bench.launch import stragglers
+
+SUCCESS = 0
+"""What CUDA's driver says once ``cuInit`` was called, and not before (3, CUDA_ERROR_NOT_INITIALIZED)."""
+
+
+def initialized() -> bool:
+    """Whether ``cuInit`` was called here, by torch, the CUDA runtime or any other library. Initializes nothing."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+    except OSError:
+        return False  # it was never loaded
+    return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == SUCCESS)
+
 
 # Its children end with it, and would otherwise keep it alive when the launcher's process is gone.
 stragglers.signal_at_parents_end(signal.SIGKILL)
@@ -31,15 +48,15 @@ for _module in (
     *(part for name in _packages for part in _PARTS.get(name, (name,))),
     "safetensors.torch",
     "bench.workload.llama",
-    "bench.probes.clock",
-    "bench.probes.collectives",
-    "bench.probes.memory",
-    "bench.probes.update",
-    "bench.trial",
+    "bench.measure.clock",
+    "bench.measure.collectives",
+    "bench.measure.memory",
+    "bench.measure.update",
+    "bench.measure.trial",
 ):
     with suppress(ImportError):
         __import__(_module)
-    if not initialized_by and driver.initialized():
+    if not initialized_by and initialized():
         initialized_by = _module
 
 # A collection would walk a million objects that never die, in every trial and perhaps in a timed window.

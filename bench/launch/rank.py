@@ -1,11 +1,22 @@
-"""One rank's frame around its work: the process group, the result or the failure as a file, the end.
+"""One rank's frame around its work: the world that it joins, the result or the failure as a file, the end.
 
 Torch elastic starts a rank; what the rank found out, or what went wrong, it writes to ``rank<r>.json`` itself, so that
-nobody has to read logs.
+nobody has to read logs. The worlds:
+
+- real: a process group over NCCL or gloo;
+- virtual: one process is rank 0 of W ranks, over torch's process group that only pretends to communicate
+  (``FakeProcessGroup`` of torch >= 2.13: a gather repeats the own shard, a reduction keeps the own values). Shards,
+  buckets, calls and bytes are those of rank 0 of a real world; all values are finite and none means anything;
+- shared GPU: each rank is told of one GPU, which others may have too, and the group is gloo's, since NCCL refuses two
+  ranks on one device. Gloo takes tensors of a GPU through the host's memory: ``all_reduce``, ``broadcast``, ``reduce``,
+  ``all_gather``, ``all_gather_into_tensor``, ``reduce_scatter_tensor``, ``gather`` and ``scatter``, which is what the
+  built-in backends issue; not the coalesced ones (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp). Times are then
+  those of copies, and of ranks in each other's way: they are not stored.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import resource
@@ -14,17 +25,70 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench import machine, sharing, virtual
-from bench.cell import Device, Status
 from bench.errors import UnsupportedError
-from bench.launch import dumps, heartbeat, stragglers
+from bench.launch import dumps, gpus, stragglers
+from bench.measure import heartbeat
+from bench.plan.cell import Device, Status
+from bench.plan.task import Task
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
+
+
+def pretend(world_size: int) -> None:
+    """Make this process rank 0 of ``world_size`` ranks, of which no other exists.
+
+    The pretended ranks are on nodes of their own, one each: no framework then looks for their devices on this one.
+    """
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    # Lightning and DeepSpeed ask the environment too, which says what torch elastic started: one process.
+    alone = {"RANK": 0, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": 0}
+    pretended = {"WORLD_SIZE": world_size, "GROUP_WORLD_SIZE": world_size, "ROLE_WORLD_SIZE": world_size}
+    os.environ.update({name: str(value) for name, value in (alone | pretended).items()})
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    _teach_ddp()
+
+
+def _teach_ddp() -> None:
+    """Let every DistributedDataParallel of this process get its reduced buckets.
+
+    Its C++ reducer wants them as the result of the collective's future, and the pretended one's has none: it ends in an
+    internal assertion. A communication hook may bring a future of its own.
+    """
+    from torch.nn.parallel import DistributedDataParallel
+
+    if getattr(DistributedDataParallel, "_knows_virtual_worlds", False):
+        return
+    initialize = DistributedDataParallel.__init__
+
+    def __init__(ddp: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - it takes that name's place
+        initialize(ddp, *args, **kwargs)
+        ddp.register_comm_hook(ddp.process_group, _all_reduce)
+
+    DistributedDataParallel.__init__ = __init__  # type: ignore[method-assign, assignment]
+    DistributedDataParallel._knows_virtual_worlds = True  # type: ignore[attr-defined]
+
+
+def _all_reduce(group: Any, bucket: Any) -> Any:
+    """What DDP does without a hook, a division and an all-reduce in place; and the bucket as the result."""
+    import torch
+    import torch.distributed as dist
+
+    buffer = bucket.buffer().div_(group.size())
+    dist.all_reduce(buffer, group=group)
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(buffer)
+    return future
+
+
+_all_reduce.__annotations__.clear()  # torch wants its own types there or none, and ours are strings
 
 AT_LIMIT_BYTES = 256 * 2**20
 """Address space that is left to a process that has used up its own."""
@@ -34,6 +98,26 @@ LAST_WORDS_S = 0.5
 """How long a failed rank stays after it wrote what went wrong: longer than the watchdog sleeps between two looks."""
 WAIT_S = 0.005
 """How long a rank that is done sleeps between two looks whether the others are."""
+
+
+def main(task_json: str) -> None:
+    """Join the task's world and do its work: the entry point of a rank, called by torch elastic."""
+    task = Task.from_json(task_json)
+    module, _, name = task.work.partition(":")
+    work = getattr(importlib.import_module(module), name)
+
+    def joined(rank: int) -> dict[str, Any]:
+        device = join(
+            task.device,
+            threads=task.threads,
+            seed=task.seed,
+            pretended=task.pretended,
+            shared_gpu=task.shared_gpu,
+        )
+        found: dict[str, Any] = work(task, rank, device)
+        return found
+
+    live(Path(task.folder), joined)
 
 
 def live(folder: Path, work: Callable[[int], dict[str, Any]]) -> None:
@@ -81,11 +165,11 @@ def join(
     """Set up torch and the process group of this rank; its device.
 
     With ``pretended`` the rank is the only process of a virtual world of so many ranks. With ``shared_gpu`` it may have
-    its GPU together with others; see ``bench.sharing``.
+    its GPU together with others; see ``bench.launch.rank``.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if shared_gpu:
-        os.environ.update(sharing.environment(rank, world_size, machine.gpus()))
+        os.environ.update(environment(rank, world_size, gpus.gpus()))
     import torch
     import torch.distributed as dist
 
@@ -103,12 +187,12 @@ def join(
         torch.cuda.set_device(own)
         _number_gpus()
     if pretended is not None:
-        virtual.join(pretended)
+        pretend(pretended)
     elif device is Device.CUDA and not shared_gpu:
         # DeepSpeed makes more groups: of a bound one rank NCCL would split them off, which can fail (its issue 8248).
         dist.init_process_group("nccl", device_id=own if world_size > 1 else None)
     else:
-        dist.init_process_group(sharing.BACKEND if shared_gpu else "gloo")
+        dist.init_process_group(BACKEND if shared_gpu else "gloo")
         dist.barrier()  # a rank that ended at once would fail those that are still connecting to it
     heartbeat.beat()
     return own
@@ -120,7 +204,7 @@ def _number_gpus() -> None:
     DeepSpeed reads it again, to ask NVML for the free memory of its GPU, and takes indices only.
     """
     has_uuids = "-" in os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    if has_uuids and (numbers := [str(gpu["index"]) for gpu in machine.gpus()]):
+    if has_uuids and (numbers := [str(gpu["index"]) for gpu in gpus.gpus()]):
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(numbers)
 
 
@@ -169,4 +253,23 @@ def failure(error: BaseException) -> dict[str, Any]:
         "status": status,
         "reason": f"{type(error).__name__}: {first_line}{where}",
         "traceback": "".join(traceback.format_exception(error)[-20:]),
+    }
+
+
+BACKEND = "cpu:gloo,cuda:gloo"
+"""Of the process group. Not plain ``gloo``: beside that, ``DeviceMesh`` of some versions makes a group of NCCL's."""
+
+
+def environment(rank: int, world_size: int, gpus: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Environment variables of a rank, to be set before CUDA is used; ``gpus`` as ``machine.gpus`` tells of them.
+
+    Ranks are dealt out to the GPUs in turn. Each sees its own GPU alone, and is told that it is alone on its node: so
+    no framework counts the devices of the machine and finds too few. Raises RuntimeError if there is no GPU.
+    """
+    if not gpus:
+        raise RuntimeError("no GPU is visible that ranks could share")
+    gpu = gpus[rank % len(gpus)]
+    alone = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": rank, "GROUP_WORLD_SIZE": world_size}
+    return {name: str(value) for name, value in alone.items()} | {
+        "CUDA_VISIBLE_DEVICES": str(gpu.get("mig") or gpu["uuid"])
     }

@@ -1,9 +1,15 @@
-"""Processes of a launcher: found wherever they went, and ended.
+"""What a launcher's processes leave behind: processes, found wherever they went, and shared memory of NCCL.
 
-A launcher's process and all that come from it are told by a mark in their environment, which children inherit, by
-their process group, and by whose children they are. So those are found that called setsid, or whose parents are gone.
-Not found are processes that took all three off: with an environment of their own, in a session of their own, and
-adopted by a process outside, because the launcher's process, which adopts orphans, was gone by then.
+A launcher's process and all that come from it are told by a mark in their environment, which children inherit, by their
+process group, and by whose children they are. So those are found that called setsid, or whose parents are gone. Not
+found are processes that took all three off: with an environment of their own, in a session of their own, and adopted by
+a process outside, because the launcher's process, which adopts orphans, was gone by then.
+
+NCCL's shared memory are files of random names in /dev/shm. NCCL unlinks one when its last peer has attached, so one is
+left where ranks are killed before. Whose it is can only be told while a process has it mapped; so what ranks have
+mapped is noted before they are ended. A segment belongs to one communicator, and all communicators of a trial's ranks
+lie within the trial, so nobody else waits for it. Those that only a rank had which ended by itself are not known, and
+stay.
 """
 
 from __future__ import annotations
@@ -12,8 +18,9 @@ import contextlib
 import ctypes
 import os
 import signal
+import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -166,3 +173,46 @@ def adopt_orphans() -> None:
 
 def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+BEGINNING = "/dev/shm/nccl-"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A file that was mapped; a name may be another file's by now."""
+
+    path: str
+    inode: int
+
+
+def mapped(pids: Iterable[int]) -> set[Segment]:
+    """The segments that these processes have mapped."""
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
+                fields = line.split(maxsplit=5)
+                if len(fields) == 6 and fields[5].startswith(BEGINNING) and not fields[5].endswith(" (deleted)"):
+                    found.add(Segment(fields[5], int(fields[4])))
+    return found
+
+
+def remove(segments: Iterable[Segment]) -> None:
+    """Remove those of the segments that are still there, are this user's, and are mapped by no process any more."""
+    left = [one for one in segments if _is_there(one)]
+    if not left:
+        return
+    used = mapped(int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal())
+    for one in left:
+        if one not in used:
+            with contextlib.suppress(OSError):
+                Path(one.path).unlink()
+
+
+def _is_there(segment: Segment) -> bool:
+    try:
+        found = os.lstat(segment.path)
+    except OSError:
+        return False
+    return stat.S_ISREG(found.st_mode) and found.st_ino == segment.inode and found.st_uid == os.getuid()

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.cell import Status
-from bench.launch import dumps, heartbeat
+from bench.launch import dumps
 from bench.launch.outcome import read, written
 from bench.launch.stragglers import alive, send
+from bench.measure import heartbeat
+from bench.plan.cell import Status
 
 POLL_S = 0.4
 """A rank that failed with a word stays a bit longer (``rank.LAST_WORDS_S``), so one that left none is seen."""
@@ -28,7 +29,7 @@ LEAVING_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class EndReason:
     """Why a trial is to be ended now."""
 
     status: Status
@@ -68,7 +69,7 @@ class Watch:
         some = 0 < len(self.first) < len(self._beats)
         return tuple(rank for rank in self.first if some and rank not in written(self._folder, len(self._ranks)))
 
-    def look(self) -> Verdict | None:
+    def look(self) -> EndReason | None:
         """Why the trial is to be ended; None if it may go on."""
         now = time.monotonic()
         self._read_beats(now)
@@ -80,19 +81,19 @@ class Watch:
             if beat is not None and self._counts.get(rank) != beat.count:
                 self._counts[rank], self._beats[rank], self._moved = beat.count, beat, now
 
-    def _overdue(self, now: float) -> Verdict | None:
+    def _overdue(self, now: float) -> EndReason | None:
         if now - self._started < self._timeout_s:
             return None
         reason = f"not finished after {self._timeout_s:g} s{self._whereabouts()}; raise --timeout"
-        return Verdict(status=Status.TIMEOUT, reason=reason, dump=True)
+        return EndReason(status=Status.TIMEOUT, reason=reason, dump=True)
 
-    def _idle(self, now: float) -> Verdict | None:
+    def _idle(self, now: float) -> EndReason | None:
         if not self._inactivity_s or now - self._moved < self._inactivity_s:
             return None
         reason = (
             f"no rank got on for {self._inactivity_s:g} s{self._whereabouts()}; raise --inactivity if it takes longer"
         )
-        return Verdict(status=Status.HANG, reason=reason, dump=True)
+        return EndReason(status=Status.HANG, reason=reason, dump=True)
 
     def _whereabouts(self) -> str:
         """What is known of the ranks, in brackets."""
@@ -109,7 +110,7 @@ class Watch:
             words.append(f"rank {rank} after {beat.count} events{state}")
         return f" ({'; '.join(words)})"
 
-    def talkative(self) -> Verdict | None:
+    def talkative(self) -> EndReason | None:
         """Whether the ranks wrote too much: logs fill the disk before they tell anything more.
 
         To be asked once more when the trial has ended: what it is called must not depend on when somebody looked.
@@ -125,9 +126,9 @@ class Watch:
         if total <= LOG_BYTES:
             return None
         reason = f"its ranks wrote more than {LOG_BYTES // 2**20} MiB to their standard output and error"
-        return Verdict(status=Status.CRASHED, reason=reason)
+        return EndReason(status=Status.CRASHED, reason=reason)
 
-    def _leaving(self, now: float) -> Verdict | None:
+    def _leaving(self, now: float) -> EndReason | None:
         """Whoever handed over its result has only to end."""
         if self._handed_over is None:
             if len(written(self._folder, len(self._ranks))) == len(self._ranks):
@@ -136,9 +137,9 @@ class Watch:
         if now - self._handed_over < LEAVING_S:
             return None
         reason = f"its ranks did not end within {LEAVING_S:g} s of their results{self._whereabouts()}"
-        return Verdict(status=Status.HANG, reason=reason, dump=True)
+        return EndReason(status=Status.HANG, reason=reason, dump=True)
 
-    def _left(self, now: float) -> Verdict | None:
+    def _left(self, now: float) -> EndReason | None:
         """A rank that has ended ends the others: if not by torch elastic's SIGTERM, then so."""
         running = {rank: one for rank, one in self.ranks.items() if alive(*one)}
         ended = tuple(rank for rank in self._beats if rank not in running and not self._is_done(rank))
@@ -152,7 +153,7 @@ class Watch:
             for pid, _ in running.values():
                 send(pid, signal.SIGKILL)
             return None
-        return Verdict(status=Status.CRASHED, reason=said_of(self.first))
+        return EndReason(status=Status.CRASHED, reason=said_of(self.first))
 
     def _is_done(self, rank: int) -> bool:
         """Whether a rank that has ended was to end: its part is done, whatever the others still do."""

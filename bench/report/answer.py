@@ -8,12 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import pandas as pd
 
-from bench.analysis.baseline import Floor, Standing
-from bench.analysis.compare import Row, Run
-from bench.analysis.remarks import EXPECTED, documented
-from bench.analysis.statistics import MARGIN, Interval
-from bench.analysis.verdicts import NEXT, Exact, Verdict, band
-from bench.cell import Cell, Device, Status
+from bench.judge.loading import Run
+from bench.judge.pairs import ComparedPair
+from bench.judge.remarks import EXPECTED, documented
+from bench.judge.standing import Floor, Standing
+from bench.judge.statistics import MARGIN, Interval
+from bench.judge.verdicts import NEXT, Exact, Verdict, band
+from bench.plan.cell import Cell, Device, Status
 from bench.report.panels import GIB_ABOVE
 from bench.words import plural, some
 
@@ -40,9 +41,9 @@ def answer(run: Run, standings: Mapping[str, Standing], cells: pd.DataFrame) -> 
     return [*_general(own), *(sentence(run, row) for row in twins), *_against(run, own, left), *last]
 
 
-def headline(standing: Standing) -> list[Row]:
+def headline(standing: Standing) -> list[ComparedPair]:
     """The verdicts at the largest N, and the most ranks there: every backend against one cell of the baseline."""
-    groups: dict[Cell, list[Row]] = {}
+    groups: dict[Cell, list[ComparedPair]] = {}
     for row in standing.rows:
         if not row.pair.b.twin:
             groups.setdefault(row.pair.a, []).append(row)
@@ -97,7 +98,7 @@ def _general(standing: Standing) -> Iterator[str]:
         yield f"{what}: {reason}{some}. To do: {NEXT[reason]}."
 
 
-def _twins(run: Run, standings: Mapping[str, Standing]) -> Iterator[Row]:
+def _twins(run: Run, standings: Mapping[str, Standing]) -> Iterator[ComparedPair]:
     """Deferred against eager sync of one framework and sharding, at the largest N and the most ranks."""
     about = run.manifest["backends"]
     found = []
@@ -117,11 +118,11 @@ def _twins(run: Run, standings: Mapping[str, Standing]) -> Iterator[Row]:
     yield from decided[:MOST_TWINS]
 
 
-def _has_interval(row: Row) -> bool:
+def _has_interval(row: ComparedPair) -> bool:
     return row.time is not None and row.time.low is not None
 
 
-def sentence(run: Run, row: Row) -> str:
+def sentence(run: Run, row: ComparedPair) -> str:
     """One verdict, with memory beside it."""
     a, b, place = row.pair.a.backend, row.pair.b.backend, where(row.pair.b, run)
     verdict, time = row.judgement.verdict, row.time
@@ -140,7 +141,7 @@ def sentence(run: Run, row: Row) -> str:
     return f"Whether {b} is faster than {a} at {place} is open{seen}: {_why(row)}{known}."
 
 
-def memory_words(row: Row) -> str:
+def memory_words(row: ComparedPair) -> str:
     """How much more peak memory than the baseline a cell takes; empty if that is not known."""
     number = row.memory
     if number.verdict.verdict is Exact.UNKNOWN or number.a is None or number.b is None:
@@ -158,12 +159,12 @@ def size(number: float, beside: float | None = None) -> str:
     return f"{number / 2**20:,.1f} MiB" if number >= 0.05 * 2**20 else f"{number:,.0f} bytes"
 
 
-def _against(run: Run, standing: Standing, rows: Sequence[Row]) -> Iterator[str]:
+def _against(run: Run, standing: Standing, rows: Sequence[ComparedPair]) -> Iterator[str]:
     """Each verdict with its backends, against one cell of the baseline."""
     if not rows:
         return
     place = f"{standing.baseline} at {where(rows[0].pair.a, run)}"
-    by: dict[Verdict, list[Row]] = {verdict: [] for verdict in Verdict}
+    by: dict[Verdict, list[ComparedPair]] = {verdict: [] for verdict in Verdict}
     for row in rows:
         by[row.judgement.verdict].append(row)
     fastest = sorted(by[Verdict.FASTER], key=lambda row: row.time.ratio if row.time else 1.0)
@@ -190,7 +191,7 @@ def _against(run: Run, standing: Standing, rows: Sequence[Row]) -> Iterator[str]
             yield f"Not comparable with {place}: {some(list(said))}: {first}{' (numbers of the first)' * bool(others)}."
 
 
-def _why(row: Row, without: str = "") -> str:
+def _why(row: ComparedPair, without: str = "") -> str:
     """The reason of a verdict, without the numbers of the repeats; a backend that the sentence names is not named."""
     judgement = row.judgement
     detail = REPEATS.sub("", judgement.detail)

@@ -1,8 +1,8 @@
 """One number of a run as it is cited: value, interval, trials, machine, versions, commit and hash, in three formats.
 
-A citation has a permanent id, ``accumulation-bench:RUN/CELL``, ``RUN/CELL/BASELINE`` for a ratio or
-``RUN/plots/NAME`` for a figure, and beside it the SHA-256 of the journal that it follows from.
-``bench.report.cited`` reads it again.
+A citation has a permanent id, ``accumulation-bench:RUN/CELL``, ``RUN/CELL/BASELINE`` for a ratio or ``RUN/plots/NAME``
+for a figure, and beside it the SHA-256 of the journal that it follows from. ``bench.report.cited`` reads it again and
+says whether every number still follows from that journal.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from typing import Any
 
 import pandas as pd
 
-from bench.analysis.compare import Run
-from bench.analysis.quoting import SCHEME, CellQuote, Quotes, RatioQuote, place_of, quoted
-from bench.analysis.verdicts import NEXT, Verdict, band
-from bench.report.escape import bibtex, markdown, plain
-from bench.words import plural
+from bench.judge.loading import Run
+from bench.judge.quoting import SCHEME, CellQuote, Quotes, RatioQuote, place_of, quoted
+from bench.judge.verdicts import NEXT, Verdict, band
+from bench.words import bibtex, markdown, plain, plural
 
 DIGITS = 4
 """Significant ones of a number."""
@@ -47,12 +46,12 @@ class Citation:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Words:
+class CitedWords:
     """A citation before it is a format: parts of plain text."""
 
     subject: str
     statement: str
-    """The numbers, in the form that ``bench.report.cited`` reads."""
+    """The numbers, in the form that ``bench.report.citation`` reads."""
     place: str
     """The id."""
     digest: str
@@ -96,35 +95,35 @@ def _quotes(same: _Same) -> Quotes:
     return Quotes(same.run)
 
 
-def words_of_cell(quotes: Quotes, cell_id: str) -> Words:
+def words_of_cell(quotes: Quotes, cell_id: str) -> CitedWords:
     """What is said of one cell."""
     quote = quotes.cell(cell_id)
     return _words(quotes.run, cell_id, quote.cell.label, _time(quote), quote.caveats, quote.trial)
 
 
-def words_of_ratio(quotes: Quotes, cell_id: str, other_id: str) -> Words:
+def words_of_ratio(quotes: Quotes, cell_id: str, other_id: str) -> CitedWords:
     """What is said of one cell against another."""
     return words_of_quote(quotes.run, quotes.ratio(cell_id, other_id), cell_id, other_id)
 
 
-def words_of_quote(run: Run, quote: RatioQuote, cell_id: str, other_id: str) -> Words:
+def words_of_quote(run: Run, quote: RatioQuote, cell_id: str, other_id: str) -> CitedWords:
     """What is said of one cell against another, from what may be said."""
     subject = AGAINST.join(map(harmless, (quote.cell.label, quote.other.label)))
     return _words(run, f"{cell_id}/{other_id}", subject, statement_of(quote), quote.caveats, quote.trial)
 
 
-def words_of_plot(run: Run, name: str) -> Words:
+def words_of_plot(run: Run, name: str) -> CitedWords:
     """What is said of a figure."""
     return _words(run, f"plots/{quoted(name)}", f"Figure {name}", "a figure of this run", (), None)
 
 
 def _words(
     run: Run, place: str, subject: str, statement: str, caveats: tuple[str, ...], trial: pd.Series | None
-) -> Words:
+) -> CitedWords:
     manifest = run.manifest
     details = [] if trial is None else [METHOD, _work(trial)]
     digest = str(manifest.get("journal_sha256"))
-    return Words(
+    return CitedWords(
         subject=harmless(subject),
         statement=statement,
         place=place_of(run.name, place),
@@ -157,7 +156,7 @@ def _time(quote: CellQuote) -> str:
 
 
 def statement_of(quote: RatioQuote) -> str:
-    """The numbers of a ratio, in the form that ``bench.report.cited`` reads; or that there are none."""
+    """The numbers of a ratio, in the form that ``bench.report.citation`` reads; or that there are none."""
     judgement, time = quote.row.judgement, quote.row.time
     if judgement.verdict is Verdict.NOT_COMPARABLE or time is None:
         return f"NOT COMPARABLE ({judgement.reason}), no ratio of step times is given"
@@ -228,7 +227,7 @@ def commit(manifest: Mapping[str, Any]) -> str:
     return f"Commit: {git['commit']}" + ("" if git.get("clean") else " with uncommitted changes")
 
 
-def formats(words: Words) -> Citation:
+def formats(words: CitedWords) -> Citation:
     """The words in all formats."""
     return Citation(**{form: render(form, parts(words, form)) for form in ESCAPES})
 
@@ -248,7 +247,7 @@ class Parts:
     """Year, and the month as BibTeX names it."""
 
 
-def parts(words: Words, form: str) -> Parts:
+def parts(words: CitedWords, form: str) -> Parts:
     """The words, ready for ``render``."""
     escape = ESCAPES[form]
     place = bibtex(words.place) if form == "bibtex" else words.place

@@ -8,15 +8,21 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from bench.analysis.check import Finding, Level, journal_findings
-from bench.analysis.compare import Run
-from bench.analysis.loading import load
-from bench.analysis.quoting import SCHEME, Quotes
-from bench.analysis.remarks import WAYS
 from bench.errors import InputError
-from bench.journal import Journal
-from bench.report.citation import NOT_STORED, Words, formats, words_of_cell, words_of_plot, words_of_ratio
-from bench.report.escape import bibtex
+from bench.judge.integrity import Finding, Level, journal_findings
+from bench.judge.loading import Run, load
+from bench.judge.quoting import SCHEME, Quotes
+from bench.judge.remarks import WAYS
+from bench.report.citation import (
+    NOT_STORED,
+    CitedWords,
+    formats,
+    words_of_cell,
+    words_of_plot,
+    words_of_ratio,
+)
+from bench.run.journal import Journal
+from bench.words import bibtex
 
 TOPIC = "citation"
 KEPT = re.compile(r"[^\w.,:;()/%=+\- ]")
@@ -93,7 +99,7 @@ def differences(run: Run, text: str) -> Iterator[Finding]:
 def _differences(quotes: Quotes, match: re.Match[str], before: str, after: str) -> tuple[list[str], list[str]]:
     """What is wrong with one citation, and what it left out that does not make it wrong."""
     try:
-        words = _words(quotes, match[1], match[2])
+        words = _words_of(quotes, match[1], match[2])
     except InputError as error:
         return [str(error)], []
     wrong = []
@@ -126,7 +132,7 @@ def _differences(quotes: Quotes, match: re.Match[str], before: str, after: str) 
     return wrong, [text.partition(":")[0].lower() for text in words.details if not _holds(after, text)]
 
 
-def _words(quotes: Quotes, name: str, rest: str) -> Words:
+def _words_of(quotes: Quotes, name: str, rest: str) -> CitedWords:
     run = quotes.run
     if urllib.parse.unquote(name) != run.name:
         raise InputError(f"is of the run '{urllib.parse.unquote(name)}', and this is '{run.name}'")

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from bench.analysis.baseline import Standing
-from bench.analysis.quoting import Quotes, RatioQuote, place_of
+from bench.judge.quoting import Quotes, RatioQuote, place_of
+from bench.judge.standing import Standing
 from bench.report.citation import (
     AGAINST,
     ESCAPES,

@@ -7,15 +7,21 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import pandas as pd
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from bench.analysis.compare import Difference, Number, Row, record
-from bench.analysis.verdicts import Exact, Reason, Verdict
+from bench.judge.pairs import ComparedPair, Number, record
+from bench.judge.verdicts import Exact, Reason, Verdict
+from bench.run.machine import Changed
 from bench.words import plural
+
+if TYPE_CHECKING:
+    from bench.judge.loading import Run
+    from bench.judge.pairs import Pair
 
 HEADER = ("cell", "verdict", "time B/A", "95 % interval", "n", "peak memory B/A", "steps", "reason")
 STYLES = {Verdict.FASTER: "bold blue", Verdict.SLOWER: "bold red", Verdict.SAME: "green", Verdict.AMBIGUOUS: ""}
@@ -45,18 +51,18 @@ class Report:
     a: str
     b: str
     """What A, the baseline, and B are called."""
-    rows: Sequence[Row]
-    differences: Sequence[Difference]
+    rows: Sequence[ComparedPair]
+    differences: Sequence[Changed]
     """Of the fingerprints."""
     remarks: Sequence[str]
-    """On the cells (``bench.analysis.remarks``), also below the plots."""
+    """On the cells (``bench.judge.remarks``), also below the plots."""
     notes: Sequence[str]
     margin: float
     threshold: float | None = None
     """Of ``--fail-on slower``."""
 
 
-def frame(rows: Sequence[Row]) -> pd.DataFrame:
+def frame(rows: Sequence[ComparedPair]) -> pd.DataFrame:
     """The rows, at least one, as a table: compare.parquet of a comparison, ratios.parquet of a run."""
     return pd.DataFrame([record(row) for row in rows]).astype(DTYPES)
 
@@ -69,7 +75,7 @@ def headline(report: Report) -> str:
     )
 
 
-def alarm(differences: Sequence[Difference]) -> list[str]:
+def alarm(differences: Sequence[Changed]) -> list[str]:
     """Says loudly that the fingerprints differ, and where; nothing if they do not."""
     if not differences:
         return []
@@ -84,12 +90,12 @@ def _value(value: object) -> str:
     return value if isinstance(value, str) and value.startswith("(") else json.dumps(value)
 
 
-def groups(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
+def groups(rows: Sequence[ComparedPair]) -> list[tuple[str, list[ComparedPair]]]:
     """The rows by group, in order."""
     return [(title, list(those)) for title, those in itertools.groupby(rows, key=lambda row: row.pair.group)]
 
 
-def cells(row: Row) -> tuple[str, ...]:
+def cells(row: ComparedPair) -> tuple[str, ...]:
     """What the table says of a pair."""
     time, judgement = row.time, row.judgement
     barred = judgement.verdict is Verdict.NOT_COMPARABLE
@@ -108,7 +114,7 @@ def cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def _regressed(row: Row, metric: str) -> str:
+def _regressed(row: ComparedPair, metric: str) -> str:
     return "; REGRESSED" if metric in row.regressions else ""
 
 
@@ -125,7 +131,7 @@ def _steps(number: Number) -> str:
     return f"{number.verdict.verdict}, {number.b}" + ("" if number.a == number.b else f" of {number.a}")
 
 
-def table(title: str, rows: Sequence[Row]) -> Table:
+def table(title: str, rows: Sequence[ComparedPair]) -> Table:
     """One group of rows in the terminal. What was forced is struck through, and the verdict says so."""
     found = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in HEADER:
@@ -143,7 +149,7 @@ def table(title: str, rows: Sequence[Row]) -> Table:
     return found
 
 
-def reasons(rows: Sequence[Row]) -> list[str]:
+def reasons(rows: Sequence[ComparedPair]) -> list[str]:
     """Each reason with what to do next, and the details that the table has no room for."""
     found = []
     for reason in Reason:
@@ -186,3 +192,44 @@ def _safe(text: str) -> str:
     """One line in which nothing is read as markup."""
     plain = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
     return re.sub(r"([\\`*\[\]|])", r"\\\1", plain)
+
+
+LISTED = 4
+"""Cells that are named where they have the same to be said of them; of more, the first ones."""
+
+
+def notes_on(
+    a: Run, b: Run, rows: list[ComparedPair], never: list[Pair], thresholds: dict[str, float], margin: float
+) -> list[str]:
+    """What a reader should know, as sentences."""
+    from bench.judge import loading
+    from bench.judge import pairs as judge_pairs
+
+    found = judge_pairs.notes(a, b, rows, margin)
+    for letter, one in (("A", a), ("B", b)) if a is not b else (("", a),):
+        if missing := loading.missing_trials(one):
+            found.append(f"{letter or 'the run'} lacks {missing} of its trials: it is not finished, or was truncated")
+    if never:
+        found.append(f"left out, as unsupported on both sides: {', '.join(pair.name for pair in never)}")
+    if "slower" in thresholds:
+        found.append(
+            f"slower={_percent(thresholds['slower'])}: certain if the whole interval is beyond "
+            f"{1 + thresholds['slower']:.4g}, after Holm's correction; with no noise floor, the threshold must be "
+            "above what the machine does by itself"
+        )
+    for metric, limit in thresholds.items():
+        bad = [row for row in rows if metric in row.regressions]
+        unknown = [row for row in rows if metric in row.unchecked]
+        words = f"{metric}={_percent(limit)}: {len(bad)} of {plural(len(rows), 'cell')} regressed"
+        words += f": {_listed(bad)}" if bad else ""
+        found.append(words + (f"; {len(unknown)} NOT CHECKED: {_listed(unknown)}" if unknown else ""))
+    return found
+
+
+def _listed(rows: list[ComparedPair]) -> str:
+    names = [row.pair.name for row in rows]
+    return ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.4g}%"

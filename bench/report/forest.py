@@ -14,12 +14,13 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
-from bench.analysis.compare import SLOWER, Row, record
-from bench.analysis.verdicts import Verdict, band
-from bench.report import style
+from bench.judge.pairs import SLOWER, ComparedPair, record
+from bench.judge.verdicts import Verdict, band
+from bench.report import sheet, style
 from bench.report.comparison import Report
 from bench.report.panels import Drawing, largest, left_out_words
-from bench.report.style import GREY, REFERENCE_COLOUR, TINY, Key, Words, safe
+from bench.report.sheet import FigureWords
+from bench.report.style import GREY, REFERENCE_COLOUR, TINY, Key, safe
 
 COLOURS = {
     Verdict.FASTER: "#0072B2",
@@ -73,7 +74,7 @@ def draw(report: Report, stem: str = "compare", most_pages: int | None = None) -
     return found if data is None else [replace(drawing, data=data) for drawing in found]
 
 
-def _draw(report: Report, rows: Sequence[Row], stem: str, which: str, notes: Sequence[str]) -> Drawing:
+def _draw(report: Report, rows: Sequence[ComparedPair], stem: str, which: str, notes: Sequence[str]) -> Drawing:
     subtitle = f"B: {report.b}; A: {report.a}; an optimizer step's time, 95 % intervals over trials"
     if report.differences:
         keys = ", ".join(one.key for one in report.differences[:4])
@@ -84,10 +85,10 @@ def _draw(report: Report, rows: Sequence[Row], stem: str, which: str, notes: Seq
     if floor is None:
         footer += " The noise floor is unknown, so no row is called faster, slower or the same."
     said = [*(f"{text}." for text in report.remarks), *notes]
-    words = Words(f"Time of B over time of A{which}", subtitle, footer, said)
+    words = FigureWords(f"Time of B over time of A{which}", subtitle, footer, said)
     noise = None if floor is None else band(floor)
     inches = ROW * (len(rows) + GROUP_GAP * _num_groups(rows)) + HEADING
-    figure = style.sheet(words, [_keys(report, rows, noise)], inches, inches)
+    figure = sheet.sheet(words, [_keys(report, rows, noise)], inches, inches)
     axes = figure.subplots()
     _rows(axes, rows)
     limits = _limits(report)
@@ -106,7 +107,7 @@ def _draw(report: Report, rows: Sequence[Row], stem: str, which: str, notes: Seq
     return Drawing(stem, figure, pd.DataFrame([record(row) for row in rows]), words)
 
 
-def _marks(rows: Sequence[Row]) -> Iterator[str]:
+def _marks(rows: Sequence[ComparedPair]) -> Iterator[str]:
     """How to read what is drawn; of marks that are not there nothing is said."""
     yield "Below 1, B is faster"
     if any(row.time is not None and row.time.low is None for row in rows):
@@ -115,11 +116,11 @@ def _marks(rows: Sequence[Row]) -> Iterator[str]:
         yield "on grey: not comparable"
 
 
-def _num_groups(rows: Sequence[Row]) -> int:
+def _num_groups(rows: Sequence[ComparedPair]) -> int:
     return len({row.pair.group for row in rows})
 
 
-def _rows(axes: Axes, rows: Sequence[Row]) -> None:
+def _rows(axes: Axes, rows: Sequence[ComparedPair]) -> None:
     """Names at the left, intervals in the middle, numbers and verdicts at the right; a gap between groups."""
     places: list[float] = []
     for i, row in enumerate(rows):
@@ -133,7 +134,7 @@ def _rows(axes: Axes, rows: Sequence[Row]) -> None:
     axes.spines["left"].set_visible(False)
 
 
-def _row(axes: Axes, y: float, row: Row) -> None:
+def _row(axes: Axes, y: float, row: ComparedPair) -> None:
     verdict, time = row.judgement.verdict, row.time
     barred = verdict is Verdict.NOT_COMPARABLE
     colour = COLOURS[verdict]
@@ -162,7 +163,7 @@ def _mark(verdict: Verdict, *, hollow: bool) -> dict[str, Any]:
     }
 
 
-def said(row: Row) -> str:
+def said(row: ComparedPair) -> str:
     """The words at the right of a row."""
     time, judgement = row.time, row.judgement
     ends = "REGRESSED" if SLOWER in row.regressions else str(judgement.verdict)
@@ -196,7 +197,7 @@ def ticks(low: float, high: float) -> list[float]:
     return inside if 1.0 in inside else sorted([*inside, 1.0])
 
 
-def _keys(report: Report, rows: Sequence[Row], noise: float | None) -> list[Key]:
+def _keys(report: Report, rows: Sequence[ComparedPair], noise: float | None) -> list[Key]:
     verdicts = {row.judgement.verdict for row in rows if row.time is not None}
     keys: list[Key] = [
         (Line2D([], [], **_mark(verdict, hollow=False)), str(verdict)) for verdict in Verdict if verdict in verdicts

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from bench.report import style
 from bench.report.style import TINY, safe
-from bench.warmup import Array
+from bench.run.warmup import Array
 
 HEIGHT = 9.0
 """Of a line of words, in points."""

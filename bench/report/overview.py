@@ -1,20 +1,113 @@
-"""The table of all cells on a report's first screen, and the ratios to every baseline that a reader may pick."""
+"""The table of all cells on a report's first screen, the ratios to every baseline, and how numbers become words."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import pandas as pd
 
-from bench.analysis.baseline import Standing
-from bench.analysis.compare import Row, Run
-from bench.analysis.verdicts import Reason, Verdict
-from bench.cell import Cell, Status
+from bench.judge.loading import Run
+from bench.judge.pairs import ComparedPair
+from bench.judge.standing import Standing
+from bench.judge.verdicts import Reason, Verdict
+from bench.plan.cell import REFERENCES, Cell, Status
 from bench.report.answer import size
 from bench.report.comparison import DECIDED
-from bench.report.material import DASH, number
+
+DASH = "-"
+"""What is not known, or does not apply."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """Rows of plain words under a header."""
+
+    caption: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    words: int = 1
+    """How many first columns hold words; the others hold numbers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PageSection:
+    """One question."""
+
+    key: str
+    title: str
+    sentences: tuple[str, ...]
+    plots: tuple[str, ...]
+    """Names of figures, without the number of a page: the first that was drawn is shown, the others can be unfolded."""
+    table: Table
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Material:
+    """What sections are made of."""
+
+    run: Run
+    standing: Standing
+    """Against the run's own baseline."""
+    cells: pd.DataFrame
+    """A row per cell: ``summary.by_cell``."""
+
+    def label(self, cell_id: str) -> str:
+        """The name of a cell."""
+        return self.run.cells[cell_id].label
+
+    @property
+    def others(self) -> pd.DataFrame:
+        """The cells but for the reference; all if there is nothing else."""
+        found = self.cells[~self.cells["backend"].isin(REFERENCES)]
+        return self.cells if found.empty else found
+
+
+def table_of(
+    caption: str,
+    header: Sequence[str],
+    cells: pd.DataFrame,
+    line: Callable[[Mapping[str, Any]], tuple[str, ...]],
+    words: int = 1,
+) -> Table:
+    """A table with a row per cell."""
+    rows: Iterable[Any] = cells.to_dict("records")
+    return Table(caption=caption, header=tuple(header), rows=tuple(line(row) for row in rows), words=words)
+
+
+def status_words(cell: Mapping[str, Any]) -> str:
+    """The status, and in how many trials, if it is not good."""
+    status = str(cell["status"])
+    return status if status == Status.OK else f"{status}, {cell['num_bad']} of {cell['num_trials']}"
+
+
+def number(value: Any, form: str) -> str:
+    """A number, or a dash if there is none."""
+    if value is None or pd.isna(value):
+        return DASH
+    return format(int(value) if form == "d" else float(value), form)
+
+
+def interval(low: Any, high: Any) -> str:
+    """The ends of an interval, or a dash if there is none."""
+    return DASH if pd.isna(low) or pd.isna(high) else f"{number(low, '.4g')} - {number(high, '.4g')}"
+
+
+def scaled(value: Any, unit: float) -> str:
+    """A number of units, or a dash."""
+    return DASH if value is None or pd.isna(value) else f"{float(value) / unit:,.2f}"
+
+
+def word(value: Any) -> str:
+    """A word, or a dash if there is none."""
+    return DASH if pd.isna(value) or value == "" else str(value)
+
+
+def count(amount: int, noun: str) -> str:
+    """A number of things."""
+    return f"{amount} {noun}" + ("" if amount == 1 else "s")
+
 
 SHOWN = ("backend", "accumulate", "world_size")
 TITLES = {
@@ -33,7 +126,7 @@ RATIO_DIGITS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Column:
+class CellColumn:
     """One column of the table."""
 
     key: str
@@ -70,7 +163,7 @@ class Line:
 class Overview:
     """The table, as it is without a script: against the run's own baseline."""
 
-    columns: tuple[Column, ...]
+    columns: tuple[CellColumn, ...]
     """Of facts; the verdict's and the status's follow them."""
     lines: tuple[Line, ...]
     baseline: str
@@ -92,10 +185,10 @@ def overview(run: Run, standings: Mapping[str, Standing], cells: pd.DataFrame) -
                 ratios.setdefault(ids[row.pair.b], []).append([place, *_ratio(row)])
     own = {} if not baselines else standings[baselines[0]].by_cell
     names = varying(run)
-    columns = [Column(key=name, title=TITLES.get(name, name), is_number=_is_number(name)) for name in names]
+    columns = [CellColumn(key=name, title=TITLES.get(name, name), is_number=_is_number(name)) for name in names]
     columns += [
-        Column(key="seconds", title="s/step", is_number=True),
-        Column(key="memory", title="peak memory", is_number=True),
+        CellColumn(key="seconds", title="s/step", is_number=True),
+        CellColumn(key="memory", title="peak memory", is_number=True),
     ]
     lines = []
     for cell in cells.to_dict("records"):
@@ -157,7 +250,7 @@ def _value(value: Any) -> float | None:
     return None if pd.isna(value) else float(value)
 
 
-def _ratio(row: Row) -> list[float | int | None]:
+def _ratio(row: ComparedPair) -> list[float | int | None]:
     time, judgement = row.time, row.judgement
     numbers = [None, None, None] if time is None else [time.ratio, time.low, time.high]
     return [
@@ -167,7 +260,7 @@ def _ratio(row: Row) -> list[float | int | None]:
     ]
 
 
-def verdict_fields(row: Row | None, *, is_baseline: bool) -> dict[str, Field]:
+def verdict_fields(row: ComparedPair | None, *, is_baseline: bool) -> dict[str, Field]:
     """Ratio, interval and verdict in words; the script says the same of the baseline that a reader picks."""
     empty = Field(text=DASH, value=None)
     if is_baseline:

@@ -19,22 +19,21 @@ import jinja2
 import pandas as pd
 from markupsafe import Markup
 
-from bench.analysis.baseline import Standing
-from bench.analysis.compare import Run
-from bench.analysis.estimate import NAME
-from bench.analysis.quoting import Quotes
-from bench.analysis.statistics import LEVEL, MARGIN, MIN_TRIALS, RESAMPLES
-from bench.analysis.verdicts import NEXT
-from bench.report import clipboard, panels
+from bench.judge.bootstrap import LEVEL, RESAMPLES
+from bench.judge.loading import Run
+from bench.judge.quoting import Quotes
+from bench.judge.samples import NAME
+from bench.judge.standing import Standing
+from bench.judge.statistics import MARGIN, MIN_TRIALS
+from bench.judge.verdicts import NEXT
+from bench.report import clipboard, figure_data
 from bench.report.answer import answer
 from bench.report.citation import cite_plot, formats, words_of_cell
-from bench.report.escape import plain
+from bench.report.figures import kind_of
 from bench.report.inline import DARK_PAPER, INK, PAPER, Picture, in_the_dark, picture, variable
-from bench.report.leftovers import kind_of
-from bench.report.material import Material
-from bench.report.overview import REASONS, VERDICTS, Overview, choices, overview
+from bench.report.overview import REASONS, VERDICTS, Material, Overview, choices, overview
 from bench.report.sections import failures, sections
-from bench.words import plural
+from bench.words import plain, plural
 
 PAGE = "report.html"
 FIRST_PLOT = "memory_vs_time"
@@ -88,7 +87,7 @@ def render(
     table = overview(run, standings, cells)
     asked = sections(material)
     shown, colours = _shown(folder, [[FIRST_PLOT], *(section.plots for section in asked)], plots)
-    words = panels.Run(run.tables, dict(run.manifest)).words("")
+    words = figure_data.FigureData(run.tables, dict(run.manifest)).words("")
     return _template().render(
         run=run,
         title=plain(run.name),

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
 
-from bench.analysis.baseline import Standing
-from bench.analysis.compare import Run
-from bench.analysis.estimate import NAME
-from bench.analysis.remarks import note
-from bench.cell import Status
-from bench.report import panels
+from bench.judge.loading import Run
+from bench.judge.remarks import note
+from bench.judge.samples import NAME
+from bench.judge.standing import Standing
+from bench.plan.cell import Status
+from bench.report import figure_data
 from bench.report.answer import answer, cut
-from bench.report.escape import markdown
-from bench.report.markup import table
 from bench.report.overview import Overview, overview
+from bench.words import markdown
 
 REPORT = "report.md"
 MOST_ROWS, MOST_FAILURES = 60, 12
@@ -35,7 +34,7 @@ def write(folder: Path, run: Run, standings: Mapping[str, Standing], cells: pd.D
 
 def render(run: Run, standings: Mapping[str, Standing], cells: pd.DataFrame) -> str:
     """The text."""
-    words = panels.Run(run.tables, dict(run.manifest)).words("")
+    words = figure_data.FigureData(run.tables, dict(run.manifest)).words("")
     lines = [f"## {markdown(run.name)}", "", f"{markdown(words.subtitle)}.", ""]
     lines += [f"- {markdown(sentence)}" for sentence in answer(run, standings, cells)]
     lines += ["", f"s/step: {NAME} over a cell's good trials, as it is cited.", ""]
@@ -101,3 +100,13 @@ def _again(run: Run) -> list[str]:
     said = f"Made by accumulation-bench at {markdown(commit)}"
     said += f"; SHA-256 of the journal: `{digest}`" if digest else ""
     return [f"**To reproduce.** {said}.", "", f"{fence}sh", " ".join(command.split()), fence, ""]
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of a table, and an empty one after it."""
+    return [
+        f"| {' | '.join(header)} |",
+        "|" + " --- |" * len(header),
+        *(f"| {' | '.join(row)} |" for row in rows),
+        "",
+    ]

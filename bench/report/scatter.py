@@ -11,17 +11,16 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from bench.cell import Status
-from bench.report import labels, style
-from bench.report.against_n import memory_label, with_memory
-from bench.report.numbers import LARGEST, SAID_OF_CELLS, cells_with, interval_line
+from bench.plan.cell import Status
+from bench.report import labels, sheet, style
+from bench.report.figure_data import LARGEST, SAID_OF_CELLS, FigureData, cells_with, interval_line
+from bench.report.lines import memory_label, with_memory
 from bench.report.panels import (
     CONTEXT,
     CSV_COLUMNS,
     Drawing,
     Page,
     Panel,
-    Run,
     grid_shape,
     paged,
     panel_grid,
@@ -43,7 +42,7 @@ RAW = 2.2
 class _Axis:
     """What all panels share."""
 
-    run: Run
+    run: FigureData
     trials: pd.DataFrame
     unit: float
     label: str
@@ -51,7 +50,7 @@ class _Axis:
     """Backends, in the order of their numbers."""
 
 
-def draw_memory_vs_time(run: Run) -> list[Drawing]:
+def draw_memory_vs_time(run: FigureData) -> list[Drawing]:
     """Memory against step time, with an arrow from each eager backend to its deferred twin."""
     trials, unit, name = with_memory(run, TIME)
     by = [*CONTEXT, "peak_memory_source", "accumulate"]
@@ -68,13 +67,13 @@ def draw_memory_vs_time(run: Run) -> list[Drawing]:
     return drawings
 
 
-def _named(shared: _Axis, page: Page, words: style.Words) -> Figure | None:
+def _named(shared: _Axis, page: Page, words: sheet.FigureWords) -> Figure | None:
     """Panels above each other, with a name at each point; None if one of the names does not fit."""
     count = len(page.panels)
     if count > MOST_NAMED:
         return None
     height = 3.6 if count == 1 else 2.0 * count + 0.4
-    figure = style.sheet(words, [shared.run.signs(shared.trials)], height, 1.5 * count + 0.4)
+    figure = sheet.sheet(words, [shared.run.signs(shared.trials)], height, 1.5 * count + 0.4)
     for axes, points, obstacles in _panels(figure, shared, page.panels, 1):
         names = [labels.Label(x, y, name, shared.run.looks[name].colour) for x, y, name in points]
         placed = labels.place(axes, names, obstacles)
@@ -84,7 +83,7 @@ def _named(shared: _Axis, page: Page, words: style.Words) -> Figure | None:
     return figure
 
 
-def _numbered(shared: _Axis, page: Page, words: style.Words) -> Figure:
+def _numbered(shared: _Axis, page: Page, words: sheet.FigureWords) -> Figure:
     """Panels in a grid, with a number at each point and the names in a legend."""
     columns, lines = grid_shape(page.panels)
     looks = shared.run.looks
@@ -93,7 +92,7 @@ def _numbered(shared: _Axis, page: Page, words: style.Words) -> Figure:
         for number, backend in enumerate(shared.shown, start=1)
     ]
     height = 3.6 if lines == 1 else 2.1 * lines + 0.5
-    figure = style.sheet(words, [keys, shared.run.signs(shared.trials)], height, 1.5 * lines + 0.4)
+    figure = sheet.sheet(words, [keys, shared.run.signs(shared.trials)], height, 1.5 * lines + 0.4)
     for axes, points, obstacles in _panels(figure, shared, page.panels, columns):
         numbers = [labels.Label(x, y, str(shared.shown.index(name) + 1)) for x, y, name in points]
         labels.write(axes, labels.place(axes, numbers, obstacles, NUMBER_REACH))

@@ -8,21 +8,23 @@ from typing import Any
 
 import pandas as pd
 
-from bench.analysis.baseline import Standing
-from bench.analysis.compare import Row
-from bench.analysis.estimate import NAME
-from bench.analysis.expected import cells_watched
-from bench.analysis.gates import tolerance
-from bench.analysis.losses import extent
-from bench.analysis.remarks import note
-from bench.analysis.verdicts import NEXT, Exact, Verdict
-from bench.cell import Device, Status
-from bench.probes.categories import PEAK, Category
+from bench.judge.expected import cells_watched
+from bench.judge.gates import tolerance
+from bench.judge.losses import extent
+from bench.judge.pairs import ComparedPair
+from bench.judge.remarks import note
+from bench.judge.samples import NAME
+from bench.judge.standing import Standing
+from bench.judge.verdicts import NEXT, Exact, Verdict
+from bench.plan.categories import PEAK, Category
+from bench.plan.cell import Device, Status
 from bench.report.answer import noise, sentence, size
-from bench.report.material import (
+from bench.report.bars import MIB, TOTAL, by_operation
+from bench.report.bars import by_cell as memory_by_cell
+from bench.report.overview import (
     DASH,
     Material,
-    Section,
+    PageSection,
     Table,
     interval,
     number,
@@ -31,10 +33,8 @@ from bench.report.material import (
     table_of,
     word,
 )
-from bench.report.memory import by_cell as memory_by_cell
-from bench.report.noise import DEVIATION, deviations
 from bench.report.panels import GIB_ABOVE
-from bench.report.traffic import MIB, TOTAL, by_operation
+from bench.report.rows import DEVIATION, deviations
 from bench.words import plural, some
 
 BESIDE = {
@@ -49,12 +49,12 @@ BESIDE = {
 """Columns of trials that stand beside step times where any trial has them: how they are called, and their form."""
 
 
-def sections(material: Material) -> list[Section]:
+def sections(material: Material) -> list[PageSection]:
     """All questions, in order."""
     return [ask(material) for ask in (speed, memory, correctness, communication, semantics, noise_section)]
 
 
-def speed(of: Material) -> Section:
+def speed(of: Material) -> PageSection:
     """How long an optimizer step takes."""
     rows = of.standing.rows
     counts = Counter(row.judgement.verdict for row in rows)
@@ -79,7 +79,7 @@ def speed(of: Material) -> Section:
 
     caption = f"Step times: {NAME} over the good trials of a cell, as they are cited; the fastest and the slowest trial"
     header = ("cell", "good trials", "s/step", "95 % interval", "fastest", "slowest", "tokens/s")
-    return Section(
+    return PageSection(
         key="speed",
         title="Speed: how long does an optimizer step take?",
         sentences=(first, _largest(of, rows)),
@@ -88,7 +88,7 @@ def speed(of: Material) -> Section:
     )
 
 
-def _largest(of: Material, rows: Sequence[Row]) -> str:
+def _largest(of: Material, rows: Sequence[ComparedPair]) -> str:
     """The verdict whose difference is largest; else why there is none."""
     decided = [row for row in rows if row.judgement.verdict in {Verdict.FASTER, Verdict.SLOWER} and row.time]
     if decided:
@@ -101,12 +101,12 @@ def _largest(of: Material, rows: Sequence[Row]) -> str:
     return f"No difference is certain; the most frequent reason ({times}) is: {reason} ({NEXT[reason]})."
 
 
-def _factor(row: Row) -> float:
+def _factor(row: ComparedPair) -> float:
     ratio = row.time.ratio if row.time else 1.0
     return ratio if ratio >= 1 else 1 / ratio
 
 
-def memory(of: Material) -> Section:
+def memory(of: Material) -> PageSection:
     """How much memory a rank needs."""
     known = of.others[of.others["peak_memory_bytes"].notna()]
     if known.empty:
@@ -142,7 +142,7 @@ def memory(of: Material) -> Section:
 
     header = ("cell", "measured by", f"peak ({name})", "peak / baseline's", *(p.replace("_", " ") for p in used))
     caption = f"Peak memory of a rank, and what it is made of, in {name}"
-    return Section(
+    return PageSection(
         key="memory",
         title="Memory: how much does a rank need?",
         sentences=sentences,
@@ -162,7 +162,7 @@ def _peaks_against(standing: Standing) -> Iterator[str]:
         yield f"Not compared with {standing.baseline}'s: {plural(unknown.total(), 'peak')}: {reasons}."
 
 
-def _why_no_memory(row: Row) -> str:
+def _why_no_memory(row: ComparedPair) -> str:
     """Why the peaks of two cells are not compared."""
     if row.judgement.verdict is Verdict.NOT_COMPARABLE:
         return str(row.judgement.reason)
@@ -170,7 +170,7 @@ def _why_no_memory(row: Row) -> str:
     return "measured differently" if number.a is not None and number.b is not None else "not measured"
 
 
-def correctness(of: Material) -> Section:
+def correctness(of: Material) -> PageSection:
     """Whether the updates are those of the big batch."""
     cells = of.others
     fine, invalid = cells[cells["status"] == Status.OK], cells[cells["status"] == Status.INVALID]
@@ -213,7 +213,7 @@ def correctness(of: Material) -> Section:
         "loss off by (nats)",
         "final loss",
     )
-    return Section(
+    return PageSection(
         key="correctness",
         title="Correctness: does every update equal that of the big batch?",
         sentences=tuple(filter(None, (first, second, extent(of.run.tables)))),
@@ -222,7 +222,7 @@ def correctness(of: Material) -> Section:
     )
 
 
-def communication(of: Material) -> Section:
+def communication(of: Material) -> PageSection:
     """What ranks hand to collectives."""
     table = of.run.tables.collectives
     sent = by_operation(table)
@@ -276,7 +276,7 @@ def communication(of: Material) -> Section:
 
     more = ("s in collectives", "s exposed") if times else ()
     header = ("cell", "operations of one optimizer step", "as the formula", "MiB in all", *more)
-    return Section(
+    return PageSection(
         key="communication",
         title="Communication: what do ranks send?",
         sentences=sentences,
@@ -290,7 +290,7 @@ def _first_repeat(table: pd.DataFrame) -> pd.DataFrame:
     return table[table["repeat"] == table.groupby("cell_id")["repeat"].transform("min")]
 
 
-def semantics(of: Material) -> Section:
+def semantics(of: Material) -> PageSection:
     """Which steps were taken."""
     cells = of.others
     seen = cells[cells["steps_observed"].notna() & cells["steps_expected"].notna()]
@@ -318,7 +318,7 @@ def semantics(of: Material) -> Section:
         )
 
     header = ("cell", "reported by", "ranks agree", "due", "taken", "reported", "micro-batches per update")
-    return Section(
+    return PageSection(
         key="semantics",
         title="Semantics: which optimizer steps were taken?",
         sentences=(first if len(seen) else "No optimizer step of any cell was observed.", second),
@@ -327,7 +327,7 @@ def semantics(of: Material) -> Section:
     )
 
 
-def noise_section(of: Material) -> Section:
+def noise_section(of: Material) -> PageSection:
     """How sure the numbers are."""
     found = deviations(of.run.tables.trials)
     spread = found.groupby("cell_id")[DEVIATION].agg(lambda values: values.max() - values.min())
@@ -360,7 +360,7 @@ def noise_section(of: Material) -> Section:
         "warm-up steps left out, at most",
         "CPUs used by others (%)",
     )
-    return Section(
+    return PageSection(
         key="noise",
         title="Noise: how certain are these numbers?",
         sentences=(noise(of.standing.floor), second),

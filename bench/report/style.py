@@ -1,14 +1,13 @@
-"""How the plots look: one colour per framework, one marker per sync, and sheets on which no words collide."""
+"""How the plots look: one colour per framework, one marker per sync, and text measured before it is drawn."""
 
 from __future__ import annotations
 
 import colorsys
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache, lru_cache
-from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
@@ -17,10 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
-from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.legend_handler import HandlerTuple
 from matplotlib.lines import Line2D
-from matplotlib.text import Text
 from matplotlib.typing import LineStyleType
 
 Fill = Literal["full", "left", "bottom", "right", "top"]
@@ -91,27 +87,13 @@ BASE: tuple[str, dict[str, Any]] = ("default", RC)
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class Appearance:
     """How one backend is drawn, in every figure."""
 
     colour: str
     marker: str
     line: LineStyleType
     fill: Fill
-
-
-@dataclass
-class Words:
-    """All words around the panels of one figure."""
-
-    title: str
-    subtitle: str
-    footer: str
-    notes: list[str] = field(default_factory=list)
-
-    def plain(self) -> str:
-        """All but the title in one text, for readers who cannot see the picture."""
-        return "\n".join([self.subtitle, *self.notes, self.footer])
 
 
 Key = tuple[Artist | tuple[Artist, ...], str]
@@ -145,7 +127,7 @@ def colours(frameworks: Iterable[str]) -> dict[str, str]:
     return FRAMEWORK_COLOURS | dict(zip(unknown, further, strict=False))
 
 
-def looks(trials: pd.DataFrame) -> dict[str, Look]:
+def looks(trials: pd.DataFrame) -> dict[str, Appearance]:
     """The look of each backend, ordered by framework, sharding, sync and name.
 
     Backends of equal framework, sync and sharding differ by dots in the line and by the side of the marker filled.
@@ -159,7 +141,7 @@ def looks(trials: pd.DataFrame) -> dict[str, Look]:
     colour = colours(key[0] for key in keys)
     used_lines: dict[tuple[str, str], int] = {}
     used_fills: dict[tuple[str, str], list[Fill]] = {}
-    found: dict[str, Look] = {}
+    found: dict[str, Appearance] = {}
     for framework, sharding, sync, backend in keys:
         alike = used_lines.setdefault((framework, f"{sharding} {sync}"), 0)
         used_lines[framework, f"{sharding} {sync}"] += 1
@@ -168,7 +150,7 @@ def looks(trials: pd.DataFrame) -> dict[str, Look]:
         free = [fill for fill in FILLS if fill not in fills]
         fills.append(wanted if wanted in free or not free else free[-1])
         marker = SYNC_MARKERS.get(sync, OTHER_MARKER)
-        found[backend] = Look(colour[framework], marker, _line(sharding, alike), fills[-1])
+        found[backend] = Appearance(colour[framework], marker, _line(sharding, alike), fills[-1])
     return found
 
 
@@ -179,7 +161,7 @@ def _line(sharding: str, alike: int) -> LineStyleType:
     return (0, (dashes or (SOLID_LENGTH, DOT_GAP)) + (DOT, DOT_GAP) * alike)
 
 
-def marks(look: Look, valid: bool, size: float = 5.5) -> list[dict[str, Any]]:
+def marks(look: Appearance, valid: bool, size: float = 5.5) -> list[dict[str, Any]]:
     """Keyword arguments of ``plot`` for a marker: one layer, or hollow and a cross if its trial was not valid."""
     base: dict[str, Any] = {"color": look.colour, "linestyle": "none", "markersize": size, "markeredgewidth": 0.8}
     if valid:
@@ -188,13 +170,15 @@ def marks(look: Look, valid: bool, size: float = 5.5) -> list[dict[str, Any]]:
     return [hollow, base | {"marker": "x", "markersize": size * 1.35, "markeredgewidth": 0.9}]
 
 
-def mark(axes: Axes, x: object, y: object, look: Look, *, valid: bool = True, size: float = 5.5, **more: Any) -> None:
+def mark(
+    axes: Axes, x: object, y: object, look: Appearance, *, valid: bool = True, size: float = 5.5, **more: Any
+) -> None:
     """Draw markers at points."""
     for layer in marks(look, valid, size):
         axes.plot(x, y, **layer, **more)  # type: ignore[arg-type]  # the stubs know no arrays of pandas
 
 
-def backend_key(backend: str, look: Look, *, line: bool, label: str = "") -> Key:
+def backend_key(backend: str, look: Appearance, *, line: bool, label: str = "") -> Key:
     """The legend's entry of a backend."""
     style = marks(look, valid=True)[0] | {"linestyle": look.line if line else "none"}
     return Line2D([], [], **style), label or backend
@@ -207,7 +191,7 @@ def sync_keys(trials: pd.DataFrame, *, invalid: bool) -> list[Key]:
         if (trials["sync"] == sync).any():
             keys.append((Line2D([], [], color=GREY, linestyle="none", marker=marker, markersize=5), f"sync: {sync}"))
     if invalid:
-        look = Look(GREY, "s", "-", "full")
+        look = Appearance(GREY, "s", "-", "full")
         keys.append((tuple(Line2D([], [], **layer) for layer in marks(look, valid=False)), "invalid: see the notes"))
     return keys
 
@@ -278,103 +262,3 @@ def fit(text: str, width: float, size: float = SMALL) -> str:
         half = left // 2
         shown = f"{whole[: left - half]}…{whole[-half:]}"
     return shown
-
-
-def sheet(words: Words, legends: Sequence[Sequence[Key]], panels: float, least: float) -> Figure:
-    """A figure with its words and legends in place and a free middle for the panels, of the height given in inches.
-
-    Where the notes need the room the panels shrink to ``least``; then notes are cut, and the last line says how many.
-    """
-    figure = Figure(figsize=(WIDTH, MAX_HEIGHT))
-    canvas = FigureCanvasAgg(figure)
-    ruler = Ruler(canvas)
-    full = WIDTH - 2 * MARGIN
-    title = _text(figure, ruler.wrap(words.title, full, TITLE, "bold"), TITLE, weight="bold")
-    subtitle = _text(figure, ruler.wrap(words.subtitle, full, SUBTITLE), SUBTITLE, color=GREY)
-    footer = _text(figure, ruler.wrap(words.footer, full, TINY), TINY, color=GREY)
-    drawn = [_legend(figure, ruler, keys) for keys in legends if keys]
-    heights = [_height(item) for item in (title, subtitle, footer, *drawn)]
-    taken = sum(heights) + 2 * MARGIN + GAP * (len(heights) + 2)
-    lines = [ruler.wrap(note, full, TINY, indent="   ") for note in words.notes]
-    notes = _text(figure, _cut(lines, MAX_HEIGHT - taken - least), TINY)
-    taken += _height(notes)
-    height = taken + max(least, min(panels, MAX_HEIGHT - taken))
-    figure.set_size_inches(WIDTH, height)
-
-    top = height - MARGIN
-    for item in (title, subtitle):
-        item.set_position((MARGIN / WIDTH, top / height))
-        top -= _height(item) + GAP
-    bottom = MARGIN
-    for below in (footer, notes, *reversed(drawn)):
-        bottom += _height(below)
-        anchor = (MARGIN / WIDTH, bottom / height)
-        if isinstance(below, Text):
-            below.set_position(anchor)
-        else:
-            below.set_bbox_to_anchor(anchor, transform=figure.transFigure)
-        bottom += GAP
-    rect = (MARGIN / WIDTH, bottom / height, full / WIDTH, (top - bottom) / height)
-    figure.set_layout_engine(ConstrainedLayoutEngine(rect=rect, w_pad=0.03, h_pad=0.03, wspace=0.02, hspace=0.02))
-    return figure
-
-
-def _text(figure: Figure, lines: Sequence[str], size: float, **more: Any) -> Text:
-    text = "\n".join(line.replace("$", r"\$") for line in lines)
-    return figure.text(0, 0, text, size=size, va="top", ha="left", linespacing=1.15, **more)
-
-
-def _height(item: Any) -> float:
-    """In inches; nothing for an empty text."""
-    if isinstance(item, Text) and not item.get_text():
-        return 0.0
-    return float(item.get_window_extent().height / item.get_figure().dpi)
-
-
-def _cut(notes: list[list[str]], height: float) -> list[str]:
-    """The lines of as many notes as fit into the height."""
-    room = max(2, int(height / (TINY * 1.36 / 72)))
-    if sum(map(len, notes)) <= room:
-        return [line for note in notes for line in note]
-    kept: list[str] = []
-    for i, note in enumerate(notes):
-        if len(kept) + len(note) > room - 1:
-            return [*kept, f"... and {len(notes) - i} more notes: see the CSV beside this figure"]
-        kept += note
-    return kept
-
-
-def _legend(figure: Figure, ruler: Ruler, keys: Sequence[Key]) -> Any:
-    labels = [fit(label, WIDTH - 2 * MARGIN - KEY_WIDTH) for _, label in keys]
-    handles: list[Any] = [handle for handle, _ in keys]
-    column = max(ruler.width(label, SMALL) for label in labels) + KEY_WIDTH
-    return figure.legend(
-        handles,
-        # A leading underscore would hide the entry.
-        [(" " if label.startswith("_") else "") + label.replace("$", r"\$") for label in labels],
-        loc="upper left",
-        ncols=max(1, min(len(keys), int((WIDTH - 2 * MARGIN) / column))),
-        frameon=False,
-        borderpad=0,
-        borderaxespad=0,
-        handlelength=3.6,
-        columnspacing=1.4,
-        labelspacing=0.35,
-        handler_map={tuple: HandlerTuple(ndivide=1)},
-    )
-
-
-def save(figure: Figure, stem: Path, words: Words) -> list[Path]:
-    """Write PNG and SVG, the same bytes every time; returns the paths.
-
-    The figure is laid out once, at the resolution of the PNG: each file by itself would lay it out twice.
-    """
-    png, svg = stem.with_suffix(".png"), stem.with_suffix(".svg")
-    figure.set_dpi(DPI)
-    if (layout := figure.get_layout_engine()) is not None:
-        layout.execute(figure)
-        figure.set_layout_engine(None)
-    figure.savefig(png, dpi=DPI, metadata={"Software": None})
-    about = {"Date": None, "Title": clean(words.title), "Description": clean(words.plain())}
-    figure.savefig(svg, metadata=about)
-    return [png, svg]

@@ -6,16 +6,12 @@ however many samples are asked for.
 
 from __future__ import annotations
 
-import hashlib
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-
-from bench import reading
-from bench.errors import InputError
 
 MARKOV_TOKENS = 32
 """Number of tokens that the Markov source uses: few, so that a run of some steps already learns."""
@@ -89,16 +85,3 @@ class FileCorpus:
         starts = (uniform * (len(self._bytes) - length + 1)).astype(np.int64)
         tokens: NDArray[np.int64] = self._bytes[starts[:, None] + np.arange(length)].astype(np.int64)
         return tokens
-
-
-def describe_file(path: Path, length: int, place: str = "--corpus") -> str:
-    """The name of a corpus file in a cell: ``name@sha256:...``.
-
-    Raises InputError if the file is missing, not readable, no file that ends, empty, or shorter than one sample of
-    ``length`` bytes; ``place`` is where it was named.
-    """
-    data = reading.read(path, f"{place} {path}", "name a text file")
-    if len(data) < length:
-        what = "is empty" if not data else f"has {len(data)} bytes"
-        raise InputError(f"{place} {path}: {what}; one sample needs sequence_length + 1 = {length} bytes")
-    return f"{path.name}@sha256:{hashlib.sha256(data).hexdigest()[:16]}"

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
+from bench.plan.models import SIZES
 from bench.workload import WorkloadSpec
 from bench.workload.corpus import Corpus, FileCorpus, MarkovCorpus
-from bench.workload.sizes import SIZES
 
 ATTENTION = "bench"
 """Name under which transformers finds ``attend``.

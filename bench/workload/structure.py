@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bench.workload.shapes import ROOT, Layout, Parameter
+from bench.workload.layout import ROOT, Layout, Parameter
 
 
 def record(

@@ -22,6 +22,15 @@ ZERO3_ALONE = {
     "stream: deepspeed/runtime/utils.py:233 is_invalid_grad_norm": 1,
 }
 """Where there is nobody to gather from, every parameter that is "gathered" synchronizes the stream."""
+ZERO2_BESIDE = ZERO2 | {"device: deepspeed/accelerator/cuda_accelerator.py:89 synchronize": 4}
+"""Where gradients go to other ranks, each micro-batch ends in a synchronization of the device."""
+ZERO3_BESIDE = {where: times for where, times in ZERO3_ALONE.items() if "partition_parameters" not in where}
+TRAINER = {
+    "copy: lightning/pytorch/loops/training_epoch_loop.py:261 _broadcast_sigterm_tensor": 4,
+    "stream: lightning/pytorch/loops/training_epoch_loop.py:261 _broadcast_sigterm_tensor": 4,
+    "stream: lightning/pytorch/loops/training_epoch_loop.py:269 _broadcast_sigterm_tensor": 4,
+}
+"""Lightning's Trainer tells all ranks in every micro-batch whether one of them got SIGTERM."""
 
 WAITS: dict[int, dict[str, dict[str, int]]] = {
     1: {
@@ -31,7 +40,15 @@ WAITS: dict[int, dict[str, dict[str, int]]] = {
         "lightning-deepspeed-zero2-corrected": ZERO2,
         "lightning-deepspeed-zero3": ZERO3_ALONE,
     },
-    2: {},
+    2: {
+        "deepspeed-zero2-eager": ZERO2_BESIDE,
+        "deepspeed-zero3-eager": ZERO3_BESIDE,
+        "lightning-ddp": TRAINER,
+        "lightning-fsdp2": TRAINER,
+        "lightning-deepspeed-zero2": ZERO2_BESIDE | TRAINER,
+        "lightning-deepspeed-zero2-corrected": ZERO2_BESIDE | TRAINER,
+        "lightning-deepspeed-zero3": ZERO3_BESIDE | TRAINER,
+    },
 }
 """By world size and backend: for what the host waits, ``file:line function`` or C++, and how often per window of 4
 micro-batches. Backends that are not here never make it wait."""

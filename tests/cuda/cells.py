@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bench import matrix
-from bench.cell import Cell, Device, Precision
+from bench.plan import matrix as matrix_file
+from bench.plan.cell import Cell, Device, Precision
 
 N = 4
 NEVER = ("deepspeed-zero2-deferred", "deepspeed-zero3-deferred")
@@ -22,6 +22,6 @@ def counted_cell(backend: str, world_size: int) -> Cell:
         precision=Precision.BF16,
         optimizer="adamw-fused",
         device=Device.CUDA,
-        warmup_windows=matrix.load("gpu")["training.warmup_windows"],
+        warmup_windows=matrix_file.load("gpu")["training.warmup_windows"],
         timed_windows=2,
     )

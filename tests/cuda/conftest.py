@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from bench.cell import Cell
-from bench.journal import Journal
-from bench.spec import Spec
+from bench.plan.cell import Cell
+from bench.run.journal import Journal
 from tests.conftest import ROOT
 from tests.cuda_stub import build
 from tests.cuda_stub.build import environment
@@ -77,10 +76,7 @@ class Machine:
         self, cells: Sequence[Cell], passes: tuple[str, ...], *, gpus: int, counted: bool = False, **settings: str
     ) -> list[dict[str, Any]]:
         """One trial of each cell, without a run around it: how it ended, and what rank 0 found."""
-        specs = [
-            {**json.loads(Spec(cell=cell, passes=passes, folder="", reference="").to_json()), "counted": counted}
-            for cell in cells
-        ]
+        specs = [{"cell": cell.to_dict(), "passes": passes, "counted": counted} for cell in cells]
         process = subprocess.run(
             [sys.executable, "-m", "tests.cuda.counting", str(self.folder / "trials")],
             cwd=ROOT,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bench.backends.base import registry
-from bench.cell import REFERENCES, Cell
+from bench.plan.cell import REFERENCES, Cell
 from tests.cuda import page
 from tests.cuda.allowed import FRAMEWORKS, NATIVE_FRAMEWORKS, WAITS
 from tests.cuda.cells import NEVER, counted_cell

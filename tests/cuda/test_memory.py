@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from bench import matrix
-from bench.analysis import fit
 from bench.backends.base import registry
-from bench.cell import REFERENCES, Cell
+from bench.forecast import fit
+from bench.plan import matrix as matrix_file
+from bench.plan.cell import REFERENCES, Cell
+from bench.plan.expand import expand
 from tests.cuda.conftest import Machine
 
 TOLERANCE = 0.03
@@ -17,7 +18,7 @@ MIB = 2**20
 def cells() -> dict[str, Cell]:
     """The first cell of each model in the matrix for GPUs, on one of them."""
     found: dict[str, Cell] = {}
-    for cell in matrix.expand(matrix.load("gpu"), registry(), 1):
+    for cell in expand(matrix_file.load("gpu"), registry(), 1):
         if cell.backend not in REFERENCES and not cell.virtual:
             found.setdefault(cell.model, cell)
     return found

@@ -13,12 +13,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from bench import trial
 from bench.backends.base import Backend
-from bench.cell import Device, Status
 from bench.launch.launcher import Launcher
-from bench.taps import Kind as Event
-from bench.taps import Taps
+from bench.measure import trial
+from bench.measure.taps import EventKind as Event
+from bench.measure.taps import Taps
+from bench.plan.cell import Device, Status
 from tests.cuda.cells import counted_cell
 from tests.cuda.counting import TIMEOUT_S, Counted
 from tests.cuda_stub.counters import stack
@@ -29,16 +29,16 @@ DEPTH = 12
 class Warned(Counted):
     """A trial whose time pass is watched; it has no other."""
 
-    entry = "tests.cuda.waiting:watch"
+    work = "tests.cuda.waiting:watch"
 
 
-def watch(spec_json: str) -> None:
-    """Entry point of a rank."""
-    trial.Trial = WatchedTrial  # type: ignore[misc]
-    trial.run_rank(spec_json)
+def watch(task: Warned, rank: int, device: Any) -> dict[str, Any]:
+    """One rank's part."""
+    trial.RankTrial = WatchedTrial  # type: ignore[misc]
+    return trial.work(task, rank, device)
 
 
-class WatchedTrial(trial.Trial):
+class WatchedTrial(trial.RankTrial):
     """The time pass, whose timed windows run in torch's mode that warns of synchronizations."""
 
     def run(self) -> dict[str, Any]:
@@ -82,4 +82,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    from tests.cuda.waiting import main as run  # its classes are found by the name of their module
+
+    run()

@@ -13,22 +13,23 @@ from pathlib import Path
 
 import atheris
 
+import tests.faults.test_fuzz as made
+from tests.audit.test_lint import never_fails
+
 with atheris.instrument_imports(include=["bench"]):
-    from bench import matrix
+    from bench.audit.lint.known import Options
     from bench.backends.base import registry
     from bench.errors import InputError
-    from bench.journal import JOURNAL, Journal
-    from bench.lint import Options
-
-from tests.faults import test_fuzz as made
-from tests.test_lint import never_fails
+    from bench.plan import matrix as matrix_file
+    from bench.plan.expand import expand
+    from bench.run.journal import JOURNAL, Journal
 
 
 def read_matrix(folder: Path, content: bytes) -> None:
     path = folder / "guided.toml"
     path.write_bytes(content)
     with contextlib.suppress(InputError):
-        matrix.expand(matrix.load(str(path)), registry(), 0)
+        expand(matrix_file.load(str(path)), registry(), 0)
 
 
 def read_journal(folder: Path, content: bytes) -> None:

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.cell import REFERENCE
-from bench.journal import JOURNAL, Journal
-from bench.schedule import block
+from bench.plan.cell import REFERENCE
+from bench.plan.schedule import block
+from bench.run.journal import JOURNAL, Journal
 from tests.conftest import Run
 from tests.factories import make_cell
 from tests.faults import backends

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from bench import machine
+from bench.run import machine
 
 SCHEMA = 1
 Facts = dict[str, dict[str, dict[str, Any]]]

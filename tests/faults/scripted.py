@@ -14,8 +14,8 @@ from bench import cli
 from bench.commands import run
 from bench.errors import GOOD, INTERRUPTED
 from bench.launch import launcher
-from bench.launch.launcher import Outcome
-from bench.trial import Spec
+from bench.launch.outcome import Outcome
+from bench.plan.task import Spec
 from tests.factories import FakeLauncher
 
 TRIAL_S = 0.002

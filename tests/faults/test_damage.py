@@ -10,7 +10,7 @@ import pytest
 
 from bench.cli import main
 from bench.errors import WRONG, InputError
-from bench.journal import JOURNAL, MANIFEST, Journal, read_manifest, write_manifest
+from bench.run.journal import JOURNAL, MANIFEST, Journal, read_manifest, write_manifest
 from tests.factories import make_cell, make_failure, make_manifest, make_record
 from tests.faults.form import FORM, rng
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench.cell import Status
+from bench.plan.cell import Status
 from tests.conftest import Run
 from tests.faults import backends
 from tests.faults.backends import LATE_S

@@ -15,20 +15,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench import accumulation, cli, matrix, opening, throughput
-from bench.analysis.loading import load
+from bench import cli
+from bench.audit import dtypes, monitor
+from bench.audit.lint.known import Options
 from bench.backends.base import registry
 from bench.commands import COMMANDS
 from bench.errors import BAD, GOOD, WRONG, InputError
-from bench.journal import JOURNAL, MANIFEST, Journal, encode, write_manifest
+from bench.judge.loading import load
 from bench.launch import launcher
-from bench.lint import Options
-from bench.matrix import KEYS
-from bench.report import plots, style
+from bench.plan import matrix as matrix_file
+from bench.plan.expand import expand
+from bench.plan.matrix import KEYS
+from bench.report import figures, sheet
+from bench.run import start
+from bench.run.journal import JOURNAL, MANIFEST, Journal, encode, write_manifest
+from tests.audit.test_lint import engine, lightning, never_fails
 from tests.factories import FakeLauncher, make_cell, make_document, make_manifest, make_record
 from tests.faults.form import FORM
 from tests.faults.sandbox import Call, ReachedError, call
-from tests.test_lint import engine, lightning, never_fails
 
 pytestmark = pytest.mark.timeout(3600)
 LONGEST_S = 30
@@ -123,7 +127,7 @@ def edits(good: Mapping[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
     return st.lists(edit, min_size=1, max_size=3).map(apply)
 
 
-MATRIX = (Path(matrix.FOLDER) / "smoke.toml").read_bytes()
+MATRIX = (Path(matrix_file.FOLDER) / "smoke.toml").read_bytes()
 DOCUMENT = make_document() | {"training": {"seed": 1}, "virtual": {"world_size": [8]}, "description": "d"}
 
 
@@ -134,7 +138,7 @@ def test_no_matrix_file_fails(tmp_path_factory: pytest.TempPathFactory, content:
     path.write_bytes(content)
     count("the matrix parser: files")
     with contextlib.suppress(InputError):
-        matrix.expand(matrix.load(str(path)), registry(), 0)
+        expand(matrix_file.load(str(path)), registry(), 0)
 
 
 @FORM.examples(100, 5000)
@@ -147,7 +151,7 @@ def test_no_matrix_file_fails(tmp_path_factory: pytest.TempPathFactory, content:
 def test_no_matrix_document_fails(document: dict[str, Any]) -> None:
     count("the matrix parser: documents")
     with contextlib.suppress(InputError):
-        matrix.expand(matrix.parse(document, name="fuzzed", source="fuzzed.toml"), registry(), 0)
+        expand(matrix_file.parse(document, name="fuzzed", source="fuzzed.toml"), registry(), 0)
 
 
 CELLS = [make_cell(backend=name) for name in ("reference", "ddp-eager")]
@@ -327,10 +331,10 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     source = template(folder / "template")
     with pytest.MonkeyPatch.context() as patch, limited():
         patch.setattr(launcher, "Launcher", Idle)
-        patch.setattr(accumulation, "table", works)
-        patch.setattr(throughput, "measure", works)
-        patch.setattr(plots, "draw", lambda *_: [])
-        patch.setattr(style, "save", lambda *_: [])
+        patch.setattr(dtypes, "table", works)
+        patch.setattr(monitor, "measure", works)
+        patch.setattr(figures, "draw", lambda *_: [])
+        patch.setattr(sheet, "save", lambda *_: [])
         patch.setattr("sys.dont_write_bytecode", True)
 
         def check(arguments: list[str], files: Mapping[str, bytes] = MappingProxyType({})) -> Call:
@@ -364,7 +368,7 @@ READERS = [
 """Commands that read a run."""
 RESUMED = {
     **{key: value for key, value in RUN.items() if key not in {"machine", "packages"}},
-    "code": opening.code(CELLS, registry()),
+    "code": start.code(CELLS, registry()),
 }
 """A run that was begun by this very code, on any machine."""
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from bench.errors import BAD, GOOD, INTERRUPTED
-from bench.journal import MANIFEST, read_manifest
+from bench.run.journal import MANIFEST, read_manifest
 from tests.faults.form import FORM, rng
 from tests.faults.harness import Place, end, facts, place
 

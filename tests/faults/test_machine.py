@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.cell import Status
+from bench.plan.cell import Status
 from tests.conftest import Run
 from tests.faults import backends
 from tests.faults.form import FORM, ROOT

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from bench.errors import BAD, GOOD
-from bench.journal import MANIFEST, read_manifest
+from bench.run.journal import MANIFEST, read_manifest
 from tests.faults import scripted
 from tests.faults.form import FORM
 from tests.faults.harness import Place, place

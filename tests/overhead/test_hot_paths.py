@@ -10,19 +10,18 @@ from typing import Any
 import matplotlib.style
 import pytest
 
-from bench import tables
-from bench.analysis import gates
-from bench.analysis.baseline import Standing, run_of, standing, standings
-from bench.analysis.compare import Run
-from bench.analysis.quoting import Quotes
-from bench.journal import Journal
-from bench.report import clipboard, page, panels, plots, pull_request, style
-from bench.report.against_n import draw_step_time
+from bench.judge import gates, tables
+from bench.judge.loading import Run, run_of
+from bench.judge.quoting import Quotes
+from bench.judge.standing import Standing, standing, standings
+from bench.measure.taps import EventKind, TappedLoader, Taps, updates
+from bench.report import clipboard, figure_data, figures, page, pull_request, sheet, style
 from bench.report.citation import formats, words_of_cell
 from bench.report.inline import picture
-from bench.report.summary import by_cell
-from bench.taps import Kind, TappedLoader, Taps, updates
-from bench.warmup import warmup
+from bench.report.lines import draw_step_time
+from bench.report.terminal import by_cell
+from bench.run.journal import Journal
+from bench.run.warmup import warmup
 from tests.factories import make_cell as cell_of
 from tests.factories import make_manifest, make_record
 
@@ -53,27 +52,27 @@ def every(run: Run) -> dict[str, Standing]:
 def drawn(run: Run, every: dict[str, Standing], tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """All plots of the run."""
     folder = tmp_path_factory.mktemp("run") / "plots"
-    return plots.draw(run.tables, dict(run.manifest), folder, next(iter(every.values())))
+    return figures.draw(run.tables, dict(run.manifest), folder, next(iter(every.values())))
 
 
 def test_thousand_tapped_losses(benchmark: Timed) -> None:
     def record() -> Taps:
         taps = Taps(mark=time.perf_counter)
         for _ in range(EVENTS):
-            taps.record(Kind.LOSS)
+            taps.record(EventKind.LOSS)
         return taps
 
-    assert benchmark(record).count(Kind.LOSS) == EVENTS
+    assert benchmark(record).count(EventKind.LOSS) == EVENTS
 
 
 def test_thousand_tapped_steps(benchmark: Timed) -> None:
     def record() -> Taps:
         taps = Taps(mark=time.perf_counter)
         for _ in range(EVENTS):
-            taps.record(Kind.STEP, taps.mark())
+            taps.record(EventKind.STEP, taps.mark())
         return taps
 
-    assert benchmark(record).count(Kind.STEP) == EVENTS
+    assert benchmark(record).count(EventKind.STEP) == EVENTS
 
 
 def test_thousand_tapped_micro_batches(benchmark: Timed) -> None:
@@ -88,7 +87,7 @@ def test_thousand_tapped_micro_batches(benchmark: Timed) -> None:
 def test_updates_of_thousand_events(benchmark: Timed) -> None:
     taps = Taps(mark=time.perf_counter)
     for number in range(EVENTS):
-        taps.record((Kind.FETCH, Kind.LOSS, Kind.FETCH, Kind.LOSS, Kind.STEP)[number % 5])
+        taps.record((EventKind.FETCH, EventKind.LOSS, EventKind.FETCH, EventKind.LOSS, EventKind.STEP)[number % 5])
     assert len(benchmark(updates, taps.events)) == EVENTS // 5
 
 
@@ -139,8 +138,8 @@ def test_citing_every_cell(benchmark: Timed, run: Run) -> None:
 def test_drawing_one_plot(benchmark: Timed, run: Run, tmp_path: Path) -> None:
     def draw() -> list[Path]:
         with matplotlib.style.context(list(style.BASE)):
-            (drawing,) = draw_step_time(panels.Run(run.tables, dict(run.manifest)))
-            return style.save(drawing.figure, tmp_path / drawing.stem, drawing.words)
+            (drawing,) = draw_step_time(figure_data.FigureData(run.tables, dict(run.manifest)))
+            return sheet.save(drawing.figure, tmp_path / drawing.stem, drawing.words)
 
     assert all(path.stat().st_size for path in benchmark(draw))
 

@@ -17,9 +17,9 @@ import matplotlib.style
 from rich.console import Console
 
 from bench.errors import BAD, GOOD
-from bench.report import style
-from bench.report.display import Display
-from bench.report.spreadsheet import write_csv
+from bench.report import sheet, style
+from bench.report.formats import write_frame
+from bench.report.progress import Display
 from tests.conftest import ROOT
 from tests.studies import choices, page, realtrials, study
 from tests.studies.known import read
@@ -85,7 +85,7 @@ def write(results: Results, docs: Path, out: Path | None) -> list[Path]:
     drawing = page.draw(results, FITTED.name)
     docs.parent.mkdir(parents=True, exist_ok=True)
     with matplotlib.style.context(list(style.BASE)):
-        pictures = style.save(drawing.figure, docs.with_suffix(""), drawing.words)
+        pictures = sheet.save(drawing.figure, docs.with_suffix(""), drawing.words)
     command = f"nox -s study{' --' if chosen else ''}{chosen}"
     docs.write_text(page.page(results, command, pictures[0].name, list(read(REAL))), encoding="utf-8")
     written = [docs, *pictures]
@@ -102,7 +102,7 @@ def write(results: Results, docs: Path, out: Path | None) -> list[Path]:
         }
         for name, frame in frames.items():
             written.append(out / f"{name}.csv")
-            write_csv(frame, written[-1])
+            write_frame(frame, written[-1])
     return written
 
 

@@ -12,13 +12,12 @@ from typing import Any
 
 import pandas as pd
 
-from bench.analysis.compare import Run
-from bench.analysis.expected import cell_of
-from bench.analysis.formulas import layout_of
-from bench.analysis.loading import load
-from bench.cell import Cell, Status
-from bench.probes.categories import HELD, PEAK
-from bench.report.markup import table
+from bench.judge.expected import cell_of
+from bench.judge.formulas import layout_of
+from bench.judge.loading import Run, load
+from bench.plan.categories import HELD, PEAK
+from bench.plan.cell import Cell, Status
+from bench.report.pull_request import table
 from tests.conftest import ROOT
 
 RUNS = ("results/bytes", "results/bytes-8b")
@@ -82,11 +81,11 @@ def page(runs: Sequence[Run], accumulation: Sequence[Mapping[str, Any]]) -> str:
         "Written by `nox -s bytes`. Nothing here is edited by hand.",
         "",
         "Collectives are counted where they are handed to the process group, between two updates; memory is a ledger "
-        "of the live tensors. Each count and each held byte is calculated too (`bench/analysis/formulas`, with the "
+        "of the live tensors. Each count and each held byte is calculated too (`bench/judge/formulas.py`, with the "
         "source of each formula), and a difference makes a cell `invalid`. Real worlds are process groups over gloo. "
         "In a virtual one a single process is rank 0 of W, over a process group that only pretends to communicate; "
         "with fake tensors nothing is allocated either, and of the views that a framework cuts for every rank only "
-        "those are made that rank 0 uses as tensors (`bench/ondemand.py`): a view has no memory of its own.",
+        "those are made that rank 0 uses as tensors (`bench/measure/views.py`): a view has no memory of its own.",
         "",
         "## Measured against formula",
         "",
@@ -126,7 +125,7 @@ def _agreement(measured: Measured) -> list[str]:
         "Held: parameters, gradients, optimizer state and communication buffers between two micro-batches, each to the "
         "byte, padding of uneven shards included; with N = 1 there is no such moment. Peak: of all that lives but for "
         "what the bench itself holds (the tokens of all windows) and the model's buffers, against a replay of the "
-        "window, tensor by tensor (`bench/analysis/footprint.py`), in which nothing is fitted. The reference, one "
+        "window, tensor by tensor (`bench/forecast/footprint.py`), in which nothing is fitted. The reference, one "
         "process that accumulates nothing, is among the cells and has no formulas.",
         "",
         *_far(measured),

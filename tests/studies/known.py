@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.analysis.baseline import Floor, noise_floor, standing
-from bench.analysis.compare import Row, Run
-from bench.analysis.loading import load
 from bench.errors import InputError
+from bench.judge.loading import Run, load
+from bench.judge.pairs import ComparedPair
+from bench.judge.standing import Floor, noise_floor, standing
 from tests.delayed import Delayed
 
 THIRD = "third"
@@ -22,9 +22,9 @@ class Known:
 
     run: Run
     floor: Floor
-    same: Row
+    same: ComparedPair
     """The cell against itself, which must not be called faster or slower."""
-    slower: Row
+    slower: ComparedPair
     """Against itself with the sleep, which must be called slower."""
 
 

@@ -13,11 +13,11 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from bench.analysis.statistics import MARGIN, MAX_REPEATS, MIN_REPEATS, MIN_TRIALS, PRECISION, SAME_WIDTH, Interval
-from bench.analysis.verdicts import Verdict
-from bench.report import markup, style
+from bench.judge.statistics import MARGIN, MAX_REPEATS, MIN_REPEATS, MIN_TRIALS, PRECISION, SAME_WIDTH, Interval
+from bench.judge.verdicts import Verdict
+from bench.report import pull_request, sheet, style
 from bench.report.panels import Drawing
-from bench.report.style import Words
+from bench.report.sheet import FigureWords
 from tests.delayed import DELAY
 from tests.studies import choices, rivals, simulation, study
 from tests.studies.known import Known
@@ -125,7 +125,7 @@ def page(results: Results, command: str, picture: str, known: Sequence[Known]) -
         "",
     ]
     ours = results.outcome.rates[results.outcome.rates["rule"] == BENCH].to_dict("records")
-    head += markup.table(
+    head += pull_request.table(
         ("", "target", *(row["noise"] for row in ours)),
         [
             (
@@ -170,7 +170,7 @@ def _real(known: Sequence[Known]) -> list[str]:
         f"Of {len(known)} comparisons of a cell with itself {wrong} were called different; the sleep was called slower "
         f"{seen} times. Other programs took {min(taken):.2f} to {max(taken):.2f} cores meanwhile.",
         "",
-        *markup.table(
+        *pull_request.table(
             ("run", "repeats", "ended by", "noise floor", "itself", "verdict", "with the sleep", "verdict"), rows
         ),
     ]
@@ -189,7 +189,7 @@ def _rules(results: Results, picture: str) -> list[str]:
         "",
         f"![How often each verdict comes up]({picture})",
         "",
-        *markup.table(HEADER, lines(results.outcome)),
+        *pull_request.table(HEADER, lines(results.outcome)),
         "Trials per cell: the median number of blocks under A/A, with a true difference of 1 %, and of 5 %. What the "
         "other rules do not call different counts as the same, a word that they do not have. 2 % called same: a "
         'difference as large as the margin, where a wrong "same" is likeliest; up to 5 % would be right for a test at '
@@ -213,7 +213,7 @@ def _costs(results: Results) -> list[str]:
         "runner looks after 10, 12, 16, 20, 24 ... blocks, and so runs up to a fifth more than it must. The trials are "
         f"those of the table above: {100 * PRECISION:g} % is the row {PLAIN} of it.",
         "",
-        *markup.table(
+        *pull_request.table(
             ("precision", *rates, "trials per cell"),
             [(percent(row["precision"]), *_line(row)) for row in results.precisions.to_dict("records")],
         ),
@@ -224,14 +224,14 @@ def _costs(results: Results) -> list[str]:
         "",
         "With a limit on the repeats, still in the fitted noise: verdicts become ambiguous, not wrong.",
         "",
-        *markup.table(
+        *pull_request.table(
             ("at most", *rates, "trials per cell"),
             [(f"{row['limit']} repeats", *_line(row)) for row in results.limits.to_dict("records")],
         ),
         "Reports of fewer and of more comparisons: Holm's correction and the widest interval, for which all others "
         "wait, pull in opposite directions.",
         "",
-        *markup.table(
+        *pull_request.table(
             ("comparisons per report", *rates, "trials per cell"),
             [(str(row["comparisons"]), *_line(row)) for row in results.sizes.to_dict("records")],
         ),
@@ -262,7 +262,7 @@ def _methods(results: Results) -> list[str]:
         "the steps within trials too makes plain percentiles wide enough in this noise by accident: a trial's median "
         "holds its steps' noise already, which is then counted twice, so the width hangs on the number of steps.",
         "",
-        *markup.table(header, rows),
+        *pull_request.table(header, rows),
         *_warmup(results.warmup),
     ]
 
@@ -284,7 +284,7 @@ def _warmup(frame: pd.DataFrame) -> list[str]:
         "of their own before the first recorded step, and this rule only catches what those leave. The bias that is "
         "left cancels in a ratio of cells that warm up alike.",
         "",
-        *markup.table(("steps", "transient", *choices.WARMUP_RULES), rows),
+        *pull_request.table(("steps", "transient", *choices.WARMUP_RULES), rows),
     ]
 
 
@@ -309,7 +309,7 @@ def _noises() -> list[str]:
         "",
         "Standard deviations of logarithms: the fields of `tests.studies.simulation.Noise`, whose `fit` fits them.",
         "",
-        *markup.table(
+        *pull_request.table(
             ("noise", *names),
             [(n.name, *(shown(getattr(n, name)) for name in names)) for n in simulation.FAMILIES],
         ),
@@ -325,7 +325,7 @@ def draw(results: Results, noise: str) -> Drawing:
     effects = {"A/A": "no difference (A/A)", "1 %": "1 % slower", "5 %": "5 % slower"}
     rules = list(dict.fromkeys(counts["rule"]))
     with matplotlib.style.context(list(style.BASE)):
-        words = Words(
+        words = FigureWords(
             "How often each verdict comes up on the same simulated trials",
             f"{results.reports * COMPARISONS} comparisons per bar; noise fitted to the run {noise}, see the page",
             "Right: same without a difference; same, or slower, for 1 % (the margin is 2 %); slower for 5 %. What "
@@ -333,7 +333,7 @@ def draw(results: Results, noise: str) -> Drawing:
         )
         keys: list[style.Key] = [(Patch(color=colour), str(verdict)) for verdict, colour in COLOURS.items()]
         inches = 0.26 * len(rules) + 0.6
-        figure = style.sheet(words, [keys], inches, inches)
+        figure = sheet.sheet(words, [keys], inches, inches)
         panels = figure.subplots(1, len(effects), sharey=True)
         for axes, (effect, title) in zip(panels, effects.items(), strict=True):
             shares = counts[counts["effect"] == effect].pivot_table(index="rule", columns="verdict", values="share")

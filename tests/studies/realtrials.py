@@ -7,13 +7,16 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import locks, matrix, opening
-from bench.analysis.baseline import look
+from bench import files
 from bench.backends.base import MORE, registry
-from bench.cell import Cell, Device
-from bench.journal import MANIFEST, read_manifest
+from bench.judge.standing import look
 from bench.launch.launcher import Launcher
-from bench.runner import Observer, Runner
+from bench.plan import matrix as matrix_file
+from bench.plan.cell import Cell, Device
+from bench.plan.expand import expand
+from bench.run import start
+from bench.run.journal import MANIFEST, read_manifest
+from bench.run.runner import Observer, Runner
 from tests.conftest import ROOT
 from tests.delayed import Delayed
 from tests.studies.known import THIRD
@@ -46,17 +49,17 @@ def measure(folder: Path, number: int, observer: Observer) -> None:
     os.environ[MORE] = f"{Delayed.__module__}:{Delayed.__name__}"
     backends = registry()
     if not (path / MANIFEST).exists():
-        chosen = matrix.parse(DOCUMENT, name="real", source="tests/studies/realtrials.py").override(
+        chosen = matrix_file.parse(DOCUMENT, name="real", source="tests/studies/realtrials.py").override(
             "training.seed", number, "seed"
         )
-        opening.create(path, chosen, cells(chosen), backends, cold=False)
-    with locks.run_folder(path, str(path)), Launcher(Device.CPU) as launcher:
-        manifest = opening.reopen(path, backends)
+        start.create(path, chosen, cells(chosen), backends, cold=False)
+    with files.run_folder(path, str(path)), Launcher(Device.CPU) as launcher:
+        manifest = start.reopen(path, backends)
         Runner(path, manifest, backends, launcher, observer, look).run()
 
 
-def cells(chosen: matrix.Matrix) -> Sequence[Cell]:
+def cells(chosen: matrix_file.Matrix) -> Sequence[Cell]:
     """Those of the matrix, and the third."""
-    found = matrix.expand(chosen, registry(), 0)
+    found = expand(chosen, registry(), 0)
     (twin,) = [cell for cell in found if cell.twin]
     return [*found, dataclasses.replace(twin, twin=THIRD)]

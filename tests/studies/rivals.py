@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from bench.warmup import Array
+from bench.run.warmup import Array
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,18 +16,11 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from bench.analysis.statistics import (
-    MARGIN,
-    MAX_REPEATS,
-    MIN_REPEATS,
-    PRECISION,
-    SAME_WIDTH,
-    Interval,
-    bootstrap_many,
-)
-from bench.analysis.verdicts import Comparison, Verdict, judge_all
-from bench.schedule import next_look
-from bench.warmup import Array, warmups
+from bench.judge.bootstrap import bootstrap_many
+from bench.judge.statistics import MARGIN, MAX_REPEATS, MIN_REPEATS, PRECISION, SAME_WIDTH, Interval
+from bench.judge.verdicts import Comparison, Verdict, judge_all
+from bench.plan.schedule import next_look
+from bench.run.warmup import Array, warmups
 from tests.studies.rivals import RULES
 from tests.studies.simulation import FAMILIES, FITTED, Noise, simulate
 
@@ -44,7 +37,6 @@ CHUNK = 100_000
 
 EFFECTS: dict[str, float] = {"A/A": 0.0, "1 %": math.log(1.01), "2 %": math.log(1.02), "5 %": math.log(1.05)}
 """By which the first cell of a comparison is slower, as logarithms."""
-
 
 Row = dict[str, Any]
 

@@ -6,14 +6,14 @@ import math
 
 import pytest
 
-from bench.analysis import fit, gates
-from bench.analysis.compare import Run
-from bench.analysis.footprint import ACCURACY, footprint
-from bench.analysis.formulas import BUILT_IN, expect, layout_of
-from bench.analysis.loading import load
-from bench.cell import REFERENCE, REFERENCES, Cell
-from bench.probes.categories import HELD, PEAK, Category
-from bench.tables import build
+from bench.forecast import fit
+from bench.forecast.footprint import ACCURACY, footprint
+from bench.judge import gates
+from bench.judge.formulas import BUILT_IN, expect, layout_of
+from bench.judge.loading import Run, load
+from bench.judge.tables import build
+from bench.plan.categories import HELD, PEAK, Category
+from bench.plan.cell import REFERENCE, REFERENCES, Cell
 from tests.conftest import ROOT
 from tests.factories import make_cell, make_manifest, make_record
 from tests.studies import bytes_page

@@ -9,14 +9,14 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from bench.analysis.statistics import MIN_REPEATS, PRECISION, trial_median
-from bench.analysis.verdicts import Verdict
+import tests.studies.__main__ as command
+import tests.studies.page as report
+from bench.judge.statistics import MIN_REPEATS, PRECISION, trial_median
+from bench.judge.tables import load
+from bench.judge.verdicts import Verdict
 from bench.report import style
-from bench.tables import load
 from tests.legible import assert_legible
-from tests.studies import __main__ as command
 from tests.studies import choices, rivals, study
-from tests.studies import page as report
 from tests.studies.simulation import FAMILIES, FITTED, Noise, fit, simulate
 from tests.studies.study import BENCH, PLAIN, TARGETS, study_noise
 

@@ -90,14 +90,14 @@ def initial_weights(_: ModuleType) -> None:
 
 
 REPLACEMENTS: dict[str, Sequence[Callable[[ModuleType], None]]] = {
-    "bench.probes.update": [update],
-    "bench.probes.collectives": [collectives],
-    "bench.probes.accumulation": [accumulation],
+    "bench.measure.update": [update],
+    "bench.measure.collectives": [collectives],
+    "bench.measure.summing": [accumulation],
     "deepspeed.runtime.zero.stage_1_and_2": [overflow],
     "deepspeed.runtime.zero.stage3": [overflow],
-    "bench.trial": [torch_values, *([initial_weights] if os.environ.get("FAKE_WEIGHTS") else [])],
+    "bench.measure.trial": [torch_values, *([initial_weights] if os.environ.get("FAKE_WEIGHTS") else [])],
 }
-"""What is replaced once a module was imported. Who imports ``bench.trial`` is a rank, or what one is forked from."""
+"""What is replaced once a module was imported: a rank imports the last one, or what it is forked from does."""
 
 
 class Finder(importlib.abc.MetaPathFinder):

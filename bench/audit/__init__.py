@@ -1,0 +1,1 @@
+"""The wing that audits: who steps the optimizer and when, in loops, plans and configurations."""

@@ -1,0 +1,69 @@
+"""The decoder workload: a model from whose change one reads which samples reached an update, and how strongly.
+
+It has one weight per *use* of a sample (a slot): whenever a rank fetches a sample it gets the next slot. The loss of a
+micro-batch is the mean of its slots' weights, and the optimizer SGD with learning rate 1, so what an update takes off
+a weight is exactly the coefficient that this use of the sample has in it. A sample that is used twice, as padding or
+in another epoch, has two slots, so that no coefficient can be taken for another one's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from bench.audit.scenario import Reduction
+
+
+class _Weights(nn.Module):
+    """A vector of weights; a unit of sharding."""
+
+    def __init__(self, num_slots: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(num_slots))
+
+    def forward(self, slots: Tensor) -> Tensor:
+        return self.weight[slots]
+
+
+class _Decoder(nn.Module):
+    """The root around the weights, as a transformer is around its blocks."""
+
+    def __init__(self, num_slots: int) -> None:
+        super().__init__()
+        self.weights = _Weights(num_slots)
+
+    def forward(self, slots: Tensor) -> Tensor:
+        """Weights of the given slots, same shape."""
+        return self.weights(slots)  # type: ignore[no-any-return]
+
+
+PARAMETER = "weights.weight"
+"""Name of the decoder's one parameter, of shape [num_slots]."""
+
+
+class DecoderWorkload:
+    """A model and its loss. A micro-batch is int64 of shape [batch_size, 3]: slot, tokens, tokens of its window."""
+
+    def __init__(self, num_slots: int, reduction: Reduction, num_shares: int) -> None:
+        """``num_shares`` is N x W: how many micro-batches share a window, which every framework divides by."""
+        self._num_slots = num_slots
+        self._reduction = reduction
+        self._num_shares = num_shares
+
+    def model(self) -> nn.Module:
+        """A new model on the CPU in fp32; all weights are 0."""
+        return _Decoder(self._num_slots)
+
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        """The one submodule that is sharded as a unit of its own."""
+        return [model.weights]  # type: ignore[list-item]
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+        """A scalar whose derivative by a slot's weight is that slot's coefficient in the micro-batch's loss."""
+        slots, tokens, window_tokens = batch.unbind(dim=1)
+        summed: Tensor = (model(slots) * tokens).sum()
+        if self._reduction is Reduction.WINDOW:
+            return self._num_shares * summed / window_tokens[0]
+        return summed / tokens.sum()

@@ -1,0 +1,100 @@
+"""In which dtype every backend sums gradients, and with what error, in a process group per backend."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from bench.backends.base import Backend, registry
+from bench.errors import UnsupportedError
+from bench.launch.launcher import Launcher
+from bench.measure.summing import accumulator, error
+from bench.plan.cell import Cell, Device, Precision, Status
+from bench.plan.task import Task
+
+if TYPE_CHECKING:
+    import torch
+
+WINDOWS = tuple(2**k for k in range(9))
+"""Values of N for ``error``: 1 to 256."""
+
+
+@dataclass(kw_only=True)
+class AccumulationTask(Task):
+    """Both probes of one backend, in each precision."""
+
+    work: ClassVar[str] = "bench.audit.dtypes:work"
+
+    precisions: tuple[Precision, ...]
+    windows: tuple[int, ...]
+    """Values of N for ``error``."""
+
+
+def work(task: AccumulationTask, rank: int, device: torch.device) -> dict[str, Any]:
+    """One rank's part; see ``bench.plan.task.Task``."""
+    backend = registry([task.backend])[task.backend]
+    return {"status": Status.OK, "rows": [_row(task, p, backend, rank, device) for p in task.precisions]}
+
+
+def _row(
+    task: AccumulationTask, precision: Precision, backend: type[Backend], number: int, device: torch.device
+) -> dict[str, Any]:
+    """Both probes in one precision; ``errors`` has one of ``error`` for each N."""
+    cell = Cell(
+        backend=task.backend,
+        accumulate=4,
+        world_size=task.world_size,
+        global_batch_size=4 * task.world_size,
+        sequence_length=1,
+        precision=precision,
+        device=task.device,
+    )
+    gc.collect()  # frees the row before, whose frameworks leave cycles
+    row: dict[str, Any] = {"backend": task.backend, "precision": precision, "world_size": task.world_size}
+    try:
+        row |= accumulator(backend, cell, number, device)
+        row["errors"] = [error(backend, cell, number, device, n) for n in task.windows]
+    except UnsupportedError as refusal:  # on all ranks alike
+        row |= {"dtype": Status.UNSUPPORTED, "reason": str(refusal)}
+    return row
+
+
+def table(
+    backends: Sequence[str],
+    precisions: Sequence[Precision],
+    windows: Sequence[int],
+    *,
+    world_size: int = 2,
+    device: Device = Device.CPU,
+    timeout_s: float = 300.0,
+) -> Iterator[dict[str, Any]]:
+    """A row per backend and precision, as rank 0 found it; ``dtype`` is the status of one that failed."""
+    with Launcher(device) as launcher, tempfile.TemporaryDirectory(prefix="accumulation-bench-") as folder:
+        for name in backends:
+            task = AccumulationTask(
+                backend=name,
+                world_size=world_size,
+                precisions=tuple(precisions),
+                windows=tuple(windows),
+                folder=str(Path(folder) / name.replace("/", "_")),
+                device=device,
+            )
+            outcome = launcher.run(task, timeout_s)
+            if outcome.ranks:
+                yield from outcome.ranks[0]["rows"]
+                continue
+            for precision in precisions:
+                yield {"backend": name, "precision": precision, "dtype": outcome.status, "reason": outcome.reason}
+
+
+def spelled(row: dict[str, Any]) -> str:
+    """One line of the table for people."""
+    found = f"{row['backend']:36} {row['precision']:5} {row['dtype']:12}"
+    if "significand_bits" not in row:
+        return f"{found} {row.get('reason', '')}".rstrip()
+    found += f"{row['significand_bits']:3} bits  sum {row['sum']:g}  scale {row['scale']:g}"
+    return found + "".join(f"  N={one['accumulate']}: {one['error']:.2g}" for one in row.get("errors", ()) if one)

@@ -1,0 +1,185 @@
+"""A config file becomes values with lines. Nothing is executed, and what is wrong is named with its place.
+
+YAML is read as PyYAML's node graph, so no tag can make an object; see ``bench.audit.lint.nodes``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path as FilePath
+from typing import Any
+
+from bench.audit.lint import nodes
+from bench.audit.lint.nodes import Path, check_depth, too_deep
+from bench.errors import InputError
+
+MAX_BYTES = 1 << 18
+"""Of a config file. A longer one is not a config."""
+GIVE = "a .yaml of LightningCLI or a .json of DeepSpeed"
+
+
+class ConfigKind(StrEnum):
+    """Whose config it is."""
+
+    LIGHTNING = "lightning"
+    """YAML (or JSON) of LightningCLI."""
+    DEEPSPEED = "deepspeed"
+    """JSON of DeepSpeed."""
+
+
+DEEPSPEED_KEYS = {
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_clipping",
+    "zero_optimization",
+    "data_types",
+}
+"""One of them is in every DeepSpeed config; other JSON has gradient_accumulation_steps too."""
+DEEPSPEED_TABLES = {"bf16", "fp16"}
+
+
+@dataclass(frozen=True)
+class Document:
+    """A config file that has been read."""
+
+    file: str
+    """As given, to be named in findings and errors."""
+    kind: ConfigKind
+    values: Mapping[str, Any]
+    """Plain values; all keys of mappings are strings."""
+    lines: Mapping[Path, int]
+    """Of keys and items, counted from 1."""
+    root: Path = field(default=())
+    """Where the config begins: LightningCLI may nest it under the name of its subcommand."""
+
+
+def load(file: FilePath) -> Document:
+    """Read a config file; its kind is told by suffix and content.
+
+    Raises InputError naming the file, and the key and line where there is one, if it cannot be read, is too large or
+    too deeply nested, has a key twice or a tag, or is no config of a known kind.
+    """
+    suffix = file.suffix.lower()
+    if suffix == ".toml":
+        raise InputError(f"{file}: TOML is not read: torchtitan v0.2.2 was the last to use it; give {GIVE}")
+    text = _read(file)
+    if suffix in {".yaml", ".yml"}:
+        values, lines = nodes.parse(text, str(file))
+    elif suffix == ".json":
+        values, lines = _json(text, str(file))
+    else:
+        raise InputError(f"{file}: is of no known kind; give {GIVE}")
+    _check_mapping(values, file)
+    kind, root = _recognise(values, suffix)
+    if kind is None:
+        raise InputError(
+            f"{file}: is of no known kind; a LightningCLI config has 'trainer', a DeepSpeed one "
+            "'train_micro_batch_size_per_gpu' or 'zero_optimization'"
+        )
+    return Document(str(file), kind, values, lines, root)
+
+
+def load_deepspeed(file: FilePath) -> Document:
+    """Read a file that another config names as DeepSpeed's. Raises InputError as ``load`` does."""
+    values, lines = _json(_read(file), str(file))
+    _check_mapping(values, file)
+    return Document(str(file), ConfigKind.DEEPSPEED, values, lines)
+
+
+def _check_mapping(values: Any, file: FilePath) -> None:
+    if not isinstance(values, dict):
+        found = "is empty" if values is None else "has no keys at its top"
+        raise InputError(f"{file}: {found}; it must be a mapping with the keys of a training config")
+
+
+def _recognise(values: Mapping[str, Any], suffix: str) -> tuple[ConfigKind | None, Path]:
+    """The kind of a config and where it begins."""
+    if "trainer" in values:
+        return ConfigKind.LIGHTNING, ()
+    nested = values.get("fit")
+    if isinstance(nested, dict) and "trainer" in nested:
+        return ConfigKind.LIGHTNING, ("fit",)
+    is_deepspeed = values.keys() & DEEPSPEED_KEYS or any(
+        isinstance(values.get(name), dict) for name in DEEPSPEED_TABLES
+    )
+    return (ConfigKind.DEEPSPEED if suffix == ".json" and is_deepspeed else None), ()
+
+
+def _read(file: FilePath) -> str:
+    content = b""
+    try:
+        special = "folder" if file.is_dir() else "device or pipe" if file.exists() and not file.is_file() else ""
+        if not special:
+            with file.open("rb") as stream:
+                content = stream.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"{file}: cannot be read ({reason}); name a config file") from error
+    if special:
+        raise InputError(f"{file}: is a {special}; name a config file")
+    if len(content) > MAX_BYTES:
+        raise InputError(f"{file}: is larger than {MAX_BYTES >> 10} KiB; a config must be smaller")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file}: is not text in UTF-8 (byte {error.start}); name a config file") from error
+
+
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]:,]|\n|[^\s{}\[\]:,"]+')
+
+
+def _json(text: str, file: str) -> tuple[Any, dict[Path, int]]:
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{file}:{error.lineno}: is not JSON ({error.msg}); comments are not allowed") from error
+    except RecursionError:
+        raise too_deep(file) from None
+    except ValueError as error:  # an integer of more than 4300 digits
+        raise InputError(f"{file}: is not JSON ({error})") from error
+    check_depth(values, file)
+    return values, _json_lines(text, file)
+
+
+def _json_lines(text: str, file: str) -> dict[Path, int]:
+    """Lines of keys and items of a text that is JSON. Raises InputError for a key that is there twice."""
+    lines: dict[Path, int] = {}
+    line = 1
+    places: list[Path] = []  # of the mappings and lists that are open
+    counts: list[int | None] = []  # items of an open list; None in a mapping
+    here: Path = ()
+    key_follows = False
+    for token in _TOKEN.findall(text):
+        if token == "\n":
+            line += 1
+            continue
+        in_list = bool(counts) and counts[-1] is not None
+        if token == ":":
+            continue
+        if token in {"}", "]"}:
+            here = places.pop()
+            counts.pop()
+            key_follows = False
+        elif token == ",":
+            key_follows = not in_list
+        elif key_follows:
+            here = (*places[-1], json.loads(token))
+            if here in lines:
+                raise InputError(f"{file}:{line}: {'.'.join(here)} is there twice (first in line {lines[here]})")
+            lines[here] = line
+            key_follows = False
+        else:
+            if in_list:
+                index = counts[-1] or 0
+                here = (*places[-1], str(index))
+                lines[here] = line
+                counts[-1] = index + 1
+            if token in {"{", "["}:
+                places.append(here)
+                counts.append(None if token == "{" else 0)
+                key_follows = token == "{"
+    return lines

@@ -1,0 +1,216 @@
+"""Rules for a LightningCLI config: what is set twice, refused, scaled twice or clipped otherwise than it says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from bench.audit.lint import deepspeed_rules, endings, logging_rules, proof
+from bench.audit.lint.known import Options
+from bench.audit.lint.proof import Small
+from bench.audit.lint.remarks import Remark, Severity
+from bench.audit.lint.section import AUTO, ConfigPart
+from bench.audit.lint.trainer import Family, TrainerConfig
+
+STRATEGY = "lightning/pytorch/strategies/deepspeed.py"
+LARGEST_CLIP = 1e6
+"""A clipping threshold above this one is for reading the norm, not for clipping."""
+SCHEDULER = "lightning/pytorch/callbacks/gradient_accumulation_scheduler.py on_train_start"
+
+
+def check(training: TrainerConfig, options: Options) -> Iterator[Remark]:
+    """Findings in what ``bench.audit.lint.trainer.read`` has read."""
+    yield from _schedule(training)
+    if training.family is Family.FSDP:
+        yield from _fsdp_clip(training)
+    if training.engine is not None:
+        yield from _engine(training, training.engine, options)
+    yield from endings.check(training)
+    yield from logging_rules.check(training, options)
+
+
+def _schedule(training: TrainerConfig) -> Iterator[Remark]:
+    place = training.schedule
+    if place is None:
+        return
+    scheduling = place.at("init_args.scheduling").mapping()
+    factors = {}
+    for epoch in scheduling.value or {}:
+        if not epoch.isdecimal():
+            scheduling.refuse("a mapping of epochs, counted from 0, to accumulation factors")
+        factors[int(epoch[:15])] = scheduling.at(epoch).integer() or 1
+    plan = ", ".join(f"N = {factor} from epoch {epoch}" for epoch, factor in sorted(factors.items())) or "its schedule"
+    if training.engine is not None:
+        yield place.finding(
+            "SCH01",
+            Severity.ERROR,
+            f"Lightning raises RuntimeError: DeepSpeed's N cannot change between epochs ({plan})",
+            "take the callback out and set trainer.accumulate_grad_batches, or use DDP or FSDP2",
+            proof.stops(SCHEDULER),
+        )
+    elif training.accumulate != 1:
+        yield place.finding(
+            "SCH02",
+            Severity.ERROR,
+            f"Lightning raises ValueError: trainer.accumulate_grad_batches is {training.accumulate}, and the callback "
+            f"has {plan}",
+            "keep one of the two",
+            proof.stops(SCHEDULER),
+        )
+    elif max(factors.values(), default=1) > 1:
+        first = factors.get(0, 1)
+        yield place.finding(
+            "SCH03",
+            Severity.INFO,
+            f"trainer.estimated_stepping_batches is calculated with the N of the moment, {first} before the training "
+            f"starts, though {plan}: a learning-rate schedule built on it has the wrong length",
+            "give the schedule its number of steps yourself",
+            "call trainer.estimated_stepping_batches in configure_optimizers, and count the steps",
+        )
+
+
+def _fsdp_clip(training: TrainerConfig) -> Iterator[Remark]:
+    if training.clip and not training.clip_by_value:
+        yield training.trainer.at("gradient_clip_val").finding(
+            "CLP04",
+            Severity.ERROR,
+            f"Lightning raises MisconfigurationException at the first step: FSDPStrategy cannot clip to norm "
+            f"{training.clip:g}",
+            "use ModelParallelStrategy (FSDP2), or clip by value",
+            proof.stops("lightning/pytorch/plugins/precision/fsdp.py clip_grad_by_norm"),
+        )
+
+
+def _engine(training: TrainerConfig, engine: deepspeed_rules.Config, options: Options) -> Iterator[Remark]:
+    """Rules for DeepSpeed under Lightning."""
+    own = training.engine_config
+    strategy = training.trainer.at("strategy")
+    if training.clip_by_value:
+        yield training.trainer.at("gradient_clip_algorithm").finding(
+            "CLP02",
+            Severity.ERROR,
+            "Lightning raises MisconfigurationException: DeepSpeed does not clip by value",
+            "write gradient_clip_algorithm: norm",
+            proof.stops(f"{STRATEGY} init_deepspeed"),
+        )
+    if own is not None:
+        yield from _set_beside(training, own)
+        yield from _autos(engine, own)
+        yield from _batches(training, engine, own)
+        yield from _two_clips(training, engine, own)
+    if training.schedule is None:
+        yield from _twice(training, engine, strategy)
+        is_bf16 = engine.bf16 if own and own.at("bf16").given else training.precision.startswith("bf16")
+        switch = own.at("bf16.enabled") if own and own.at("bf16").given else training.trainer.at("precision")
+        yield from deepspeed_rules.bf16(engine, training.accumulate, switch, options, is_bf16=is_bf16)
+        stage = own.at("zero_optimization.stage") if own else strategy
+        yield from deepspeed_rules.versions(
+            engine, training.accumulate, stage, options, world_size=training.world_size, is_bf16=is_bf16
+        )
+
+
+def _set_beside(training: TrainerConfig, own: ConfigPart) -> Iterator[Remark]:
+    place = own.at("gradient_accumulation_steps")
+    if place.given:
+        yield place.finding(
+            "GAS01",
+            Severity.ERROR,
+            f"Lightning raises MisconfigurationException, whatever the value: the strategy writes the Trainer's "
+            f"accumulate_grad_batches, {training.accumulate}, there itself",
+            "take gradient_accumulation_steps out and set trainer.accumulate_grad_batches",
+            proof.stops(f"{STRATEGY} _format_batch_size_and_grad_accum_config"),
+        )
+
+
+def _autos(engine: deepspeed_rules.Config, own: ConfigPart) -> Iterator[Remark]:
+    for key in engine.autos:
+        place = own.at(key)
+        if key == "gradient_accumulation_steps":
+            continue  # GAS01
+        if key.endswith(".enabled"):
+            dtype = key.partition(".")[0]
+            what = (
+                f"only Hugging Face's Trainer fills in 'auto'; DeepSpeed drops it, so {dtype} stays off, and Lightning "
+                f"does not switch it on because the config has '{dtype}': the training is in fp32"
+            )
+            where = "deepspeed/runtime/config_utils.py DeepSpeedConfigModel drops 'auto'"
+        else:
+            what = (
+                "only Hugging Face's Trainer fills in 'auto'; Lightning does not, and DeepSpeed compares the word with "
+                "a number: TypeError"
+            )
+            where = proof.stops("deepspeed/runtime/config.py, or engine.py where it clips")
+        yield place.finding("AUT01", Severity.ERROR, what, f"take {key} out; Lightning sets it", where)
+
+
+def _batches(training: TrainerConfig, engine: deepspeed_rules.Config, own: ConfigPart) -> Iterator[Remark]:
+    micro = engine.micro or training.batch_size
+    world_size, accumulate = training.world_size, training.accumulate
+    if engine.train is not None and micro and world_size and training.schedule is None:
+        product = micro * accumulate * world_size
+        if engine.train != product:
+            yield own.at("train_batch_size").finding(
+                "BAT01",
+                Severity.ERROR,
+                f"train_batch_size is {engine.train}, and the strategy adds micro-batch {micro} x "
+                f"accumulate_grad_batches {accumulate} x ranks {world_size} = {product}; DeepSpeed refuses it",
+                "take train_batch_size out of the config: it is inferred",
+                proof.stops("deepspeed/runtime/config.py _batch_assertion"),
+            )
+    if engine.micro and training.batch_size and engine.micro != training.batch_size:
+        yield own.at("train_micro_batch_size_per_gpu").finding(
+            "BAT03",
+            Severity.INFO,
+            f"the loader has micro-batches of {training.batch_size} samples, the DeepSpeed config says {engine.micro}: "
+            "training follows the loader, DeepSpeed's samples/s and its count of samples follow the config and are "
+            f"{engine.micro / training.batch_size:.3g} times the truth",
+            "take train_micro_batch_size_per_gpu out; the strategy takes it from the loader",
+            "compare engine.global_samples with the samples that the loader has handed out",
+        )
+
+
+def _two_clips(training: TrainerConfig, engine: deepspeed_rules.Config, own: ConfigPart) -> Iterator[Remark]:
+    place = own.at("gradient_clipping")
+    if training.clip is None or not place.given or place.value == AUTO or engine.clip == training.clip:
+        return
+    yield place.finding(
+        "CLP03",
+        Severity.WARNING,
+        f"DeepSpeed clips to {engine.clip or 0.0:g}, as its config says; trainer.gradient_clip_val {training.clip:g} "
+        "is ignored",
+        "keep one of the two",
+        f"{STRATEGY} _format_batch_size_and_grad_accum_config sets gradient_clipping only where it is missing",
+    )
+
+
+def _twice(training: TrainerConfig, engine: deepspeed_rules.Config, strategy: ConfigPart) -> Iterator[Remark]:
+    """The loss is divided by N in Lightning's closure and again in the engine's backward."""
+    accumulate = training.accumulate
+    if accumulate <= 1:
+        return
+    backend = training.backend
+    corrected = ["lightning-deepspeed-zero2-corrected"] if backend == "lightning-deepspeed-zero2" else []
+    small = Small.of(accumulate)
+    yield strategy.finding(
+        "DBL01",
+        Severity.ERROR,
+        f"Lightning divides the loss by N = {accumulate}, and DeepSpeed again: each micro-batch weighs "
+        f"1/{accumulate**2} instead of 1/{accumulate}, so the gradient is {accumulate} times too small. SGD takes "
+        f"steps {accumulate} times too short; Adam hides it, but for eps, logged gradient norms and clipping",
+        f"return loss * {accumulate} (self.trainer.accumulate_grad_batches) from training_step, log the plain loss, "
+        "and say so",
+        small.command("lightning-ddp", backend, *corrected),
+    )
+    own = training.engine_config
+    place = own.at("gradient_clipping") if own else None
+    clip = engine.clip if place is not None and place.given else training.clip
+    # A threshold that no gradient reaches is no looser than it was.
+    if clip and clip <= LARGEST_CLIP:
+        where = place if place is not None and place.given else training.trainer.at("gradient_clip_val")
+        yield where.finding(
+            "DBL02",
+            Severity.WARNING,
+            f"the norm that is compared with {clip:g} is {accumulate} times too small (DBL01): only a gradient of norm "
+            f"above {accumulate} x {clip:g} = {accumulate * clip:g} is clipped",
+            f"correct the loss (DBL01), or clip at {clip:g} / {accumulate} = {clip / accumulate:g}",
+            small.command("lightning-ddp", backend, clip=small.clip),
+        )

@@ -1,0 +1,285 @@
+"""LightningCLI's config: what it says of the Trainer, its strategy, its callbacks and its data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from bench.audit.lint import deepspeed_rules
+from bench.audit.lint.arithmetic import Epochs, batches_per_epoch
+from bench.audit.lint.config_file import Document, load_deepspeed
+from bench.audit.lint.known import Options
+from bench.audit.lint.section import ConfigPart
+from bench.audit.training import LARGEST_ACCUMULATE
+
+DEFAULT_EPOCHS = 1000
+"""lightning/pytorch/loops/utilities.py _parse_loop_limits: with neither max_epochs nor max_steps."""
+DEFAULT_LOG_EVERY = 50
+DEFAULT_WINDOW = 100
+"""Micro-batches: lightning/fabric/utilities/throughput.py Throughput."""
+DEFAULT_STAGE = 2
+"""Of DeepSpeedStrategy."""
+BATCH_SIZES = ("batch_size", "train_batch_size", "micro_batch_size", "per_device_train_batch_size")
+SAMPLES = ("num_samples", "num_train_samples", "train_samples")
+NOT_TRAINED = ("val", "test", "predict", "eval")
+"""Parts of the data's config whose names begin so are not about training."""
+
+
+class Family(StrEnum):
+    """Who steps the optimizer."""
+
+    NATIVE = "native"
+    """Lightning itself: one device, DDP, FSDP2."""
+    FSDP = "fsdp"
+    """FSDPStrategy: steps as native, clips otherwise."""
+    DEEPSPEED = "deepspeed"
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """What matters of a LightningCLI config."""
+
+    trainer: ConfigPart
+    family: Family
+    backend: str
+    """Of this project, for the scenarios."""
+    accumulate: int
+    world_size: int | None
+    batch_size: int | None
+    num_batches: int | None
+    """NB."""
+    drop_last: bool
+    max_epochs: float
+    """Infinite if nothing but max_steps, or nothing at all, ends the training."""
+    max_steps: int | None
+    log_every: int
+    clip: float | None
+    clip_by_value: bool
+    precision: str
+    schedule: ConfigPart | None
+    """The GradientAccumulationScheduler."""
+    monitor: ConfigPart | None
+    """The ThroughputMonitor."""
+    window: int
+    """Of the ThroughputMonitor, in micro-batches."""
+    engine: deepspeed_rules.Config | None
+    """What DeepSpeed is told; None if the strategy is another."""
+    engine_config: ConfigPart | None
+    """The user's DeepSpeed config; None if the strategy's defaults are used."""
+
+    @property
+    def epochs(self) -> Epochs | None:
+        """The arithmetic of its epochs; None if NB is not known, or N changes."""
+        if self.num_batches is None or self.schedule is not None:
+            return None
+        return Epochs(self.num_batches, self.accumulate)
+
+
+def read(document: Document, options: Options) -> TrainerConfig:
+    """What a LightningCLI config says. Raises InputError naming the key of a wrong value."""
+    root = ConfigPart(document, document.root)
+    trainer = root.at("trainer").mapping()
+    family, engine, own = _strategy(trainer.at("strategy"), document)
+    world_size = options.world_size or _world_size(trainer)
+    data = [part for part in (root.at("data"), root.at("model")) if isinstance(part.value, Mapping)]
+    batch_size = options.batch_size or _first_integer(data, BATCH_SIZES)
+    samples = options.samples or _first_integer([part for part in data if part.path[-1] == "data"], SAMPLES)
+    drop_last = any(value is True for _, value in _named(data, ("drop_last",)))
+    max_steps = trainer.at("max_steps").integer(least=-1)
+    schedule, monitor = _callbacks(trainer.at("callbacks"))
+    algorithm = trainer.at("gradient_clip_algorithm")
+    if algorithm.word() not in {None, "norm", "value"}:
+        algorithm.refuse("norm or value")
+    log_every = trainer.at("log_every_n_steps").integer(least=0)
+    precision = trainer.at("precision").value
+    if isinstance(precision, bool) or not isinstance(precision, str | int | None):
+        trainer.at("precision").refuse("a precision such as bf16-mixed")
+    training = TrainerConfig(
+        trainer=trainer,
+        family=family,
+        backend=_backend(family, engine),
+        accumulate=trainer.at("accumulate_grad_batches").integer(most=LARGEST_ACCUMULATE) or 1,
+        world_size=world_size,
+        batch_size=batch_size,
+        num_batches=_num_batches(trainer, samples, batch_size, world_size, drop_last=drop_last),
+        drop_last=drop_last,
+        max_epochs=_max_epochs(trainer, max_steps),
+        max_steps=None if max_steps == -1 else max_steps,
+        log_every=DEFAULT_LOG_EVERY if log_every is None else log_every,
+        clip=trainer.at("gradient_clip_val").number(),
+        clip_by_value=algorithm.value == "value",
+        precision=str(precision or ""),
+        schedule=schedule,
+        monitor=monitor,
+        window=(monitor and window_place(monitor).integer()) or DEFAULT_WINDOW,
+        engine=engine,
+        engine_config=own,
+    )
+    if training.num_batches is None and (training.accumulate > 1 or training.max_steps or monitor):
+        known = {"--samples": samples, "--batch-size": batch_size, "--world-size": world_size}
+        options.wanted.update(name for name, number in known.items() if number is None)
+    return training
+
+
+def _strategy(place: ConfigPart, document: Document) -> tuple[Family, deepspeed_rules.Config | None, ConfigPart | None]:
+    """Who steps; what DeepSpeed is told; the user's own DeepSpeed config."""
+    value = place.value
+    if value is None:
+        return Family.NATIVE, None, None
+    if isinstance(value, str):
+        name, arguments = value, place.at("init_args")
+    elif isinstance(value, Mapping):
+        if not place.at("class_path").word():
+            place.refuse("a name such as deepspeed_stage_2, or class_path and init_args")
+        name, arguments = value["class_path"].rpartition(".")[2], place.at("init_args").mapping()
+    else:
+        place.refuse("a name such as deepspeed_stage_2, or class_path and init_args")
+    lower = name.lower()
+    if not lower.startswith("deepspeed"):
+        return (Family.FSDP if lower.startswith("fsdp") else Family.NATIVE), None, None
+    own = _engine_config(arguments.at("config"), document)
+    if own is not None:
+        return Family.DEEPSPEED, deepspeed_rules.read(own), own
+    stage = arguments.at("stage").integer(least=0)
+    if lower.startswith("deepspeed_stage_"):
+        stage = int(lower[16:17]) if lower[16:17] in {"1", "2", "3"} else None
+    if not arguments.at("zero_optimization").flag(default=True):
+        stage = 0
+    if stage is not None and stage > 3:
+        arguments.at("stage").refuse("0, 1, 2 or 3")
+    config = deepspeed_rules.Config(
+        section=place,
+        train=None,
+        micro=None,
+        accumulate=None,
+        clip=None,
+        stage=DEFAULT_STAGE if stage is None else stage,
+        offload="offload" in lower or arguments.at("offload_optimizer").flag(default=False),
+        bf16=False,
+        accumulation_dtype=None,
+        drop_last=False,
+        managed=True,
+    )
+    return Family.DEEPSPEED, config, None
+
+
+def _engine_config(place: ConfigPart, document: Document) -> ConfigPart | None:
+    """The DeepSpeed config that the strategy names by path or has in place."""
+    if isinstance(place.value, Mapping):
+        return place
+    name = place.word()
+    if name is None:
+        return None
+    path = Path(name)
+    beside = Path(document.file).parent / name
+    if "\0" in name:
+        place.refuse("the path of a DeepSpeed JSON")
+    try:
+        found = next((file for file in (path, beside) if file.is_file()), None)
+    except OSError:  # too long a name
+        found = None
+    if found is None:
+        place.refuse("the path of a DeepSpeed JSON, from here or from beside the config")
+    return ConfigPart(load_deepspeed(found))
+
+
+def _backend(family: Family, engine: deepspeed_rules.Config | None) -> str:
+    if engine is not None:
+        # ZeRO-1 and no ZeRO keep and lose the same micro-batches as ZeRO-3.
+        return "lightning-deepspeed-zero2" if engine.stage == 2 else "lightning-deepspeed-zero3"
+    return "lightning-fsdp2" if family is Family.FSDP else "lightning-ddp"
+
+
+def _world_size(trainer: ConfigPart) -> int | None:
+    """Ranks, if the config says how many."""
+    place = trainer.at("devices")
+    value = place.value
+    devices: int | None
+    if value is None or (isinstance(value, str) and value.strip() in {"auto", "-1"}) or value == -1:
+        return None
+    if isinstance(value, list) and value:
+        devices = len(value)
+    elif isinstance(value, str):
+        parts = [part for part in value.split(",") if part.strip()]
+        if not parts or not all(part.strip().isdecimal() for part in parts):
+            place.refuse("a number of devices, a list of them, or auto")
+        devices = len(parts) if "," in value else int(parts[0][:9])
+    else:
+        devices = place.integer(also="auto")
+    nodes = trainer.at("num_nodes").integer() or 1
+    return devices * nodes if devices else None
+
+
+def _named(parts: list[ConfigPart], names: tuple[str, ...], depth: int = 4) -> Iterator[tuple[ConfigPart, Any]]:
+    """The values with these names under the parts, the shallowest first, without what is not about training."""
+    for name in names:
+        for part in parts:
+            value = part.value.get(name)
+            if value is not None:
+                yield part.at(name), value
+    below = [
+        part.at(key)
+        for part in parts
+        for key, value in part.value.items()
+        if isinstance(value, Mapping) and "." not in key and not key.startswith(NOT_TRAINED)
+    ]
+    if below and depth:
+        yield from _named(below, names, depth - 1)
+
+
+def _first_integer(parts: list[ConfigPart], names: tuple[str, ...]) -> int | None:
+    """The first of the named values. A word or a mapping is the user's own matter and says nothing."""
+    for place, value in _named(parts, names):
+        if not isinstance(value, str | Mapping | list):
+            return place.integer()
+    return None
+
+
+def _num_batches(
+    trainer: ConfigPart, samples: int | None, batch_size: int | None, world_size: int | None, *, drop_last: bool
+) -> int | None:
+    """NB: what the loader has, and what limit_train_batches leaves of it."""
+    num_batches = None
+    if samples and batch_size and world_size:
+        num_batches = batches_per_epoch(samples, batch_size, world_size, drop_last=drop_last)
+    place = trainer.at("limit_train_batches")
+    limit = place.value
+    if isinstance(limit, float):
+        if not 0 <= limit <= 1:
+            place.refuse("an integer of at least 0, or a share from 0.0 to 1.0")
+        num_batches = None if num_batches is None else int(num_batches * limit)
+    elif (number := place.integer(least=0)) is not None:
+        num_batches = number if num_batches is None else min(number, num_batches)
+    return num_batches or None
+
+
+def _max_epochs(trainer: ConfigPart, max_steps: int | None) -> float:
+    epochs = trainer.at("max_epochs").integer(least=-1)
+    if epochs is None:
+        return DEFAULT_EPOCHS if max_steps in {None, -1} else math.inf
+    return math.inf if epochs == -1 else epochs
+
+
+def _callbacks(place: ConfigPart) -> tuple[ConfigPart | None, ConfigPart | None]:
+    """The GradientAccumulationScheduler and the ThroughputMonitor, if they are there."""
+    found: dict[str, ConfigPart] = {}
+    for callback in place.items():
+        name = callback.value
+        if isinstance(name, Mapping):
+            name = callback.at("class_path").word()
+            callback.at("init_args").mapping()
+            callback.at("dict_kwargs").mapping()
+        if name is not None and not isinstance(name, str):
+            callback.refuse("a class_path, with init_args")
+        found.setdefault((name or "").rpartition(".")[2], callback)
+    return found.get("GradientAccumulationScheduler"), found.get("ThroughputMonitor")
+
+
+def window_place(monitor: ConfigPart) -> ConfigPart:
+    """Where the window of a ThroughputMonitor stands, or would stand."""
+    other = monitor.at("dict_kwargs.window_size")
+    return other if other.given else monitor.at("init_args.window_size")

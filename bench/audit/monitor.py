@@ -1,0 +1,305 @@
+"""Which settings Lightning's ThroughputMonitor gets right under accumulation: a Trainer is run, a tap has the truth.
+
+The workload takes known times: so many seconds per micro-batch, so many more per optimizer step. The monitor and the
+tap read the same clock. By default it is a virtual one, which the workload alone moves on: what is judged is what the
+monitor makes of the times that it reads, and with a virtual clock that is exact and does not wait. With the real clock
+the workload sleeps, and Lightning's own overhead is in both numbers.
+
+Nothing here needs more than torch and Lightning, whose version may be any from 2.2.0 on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import statistics
+import time
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench.audit.monitor_grid import Epoch, Point, RateVerdict
+from bench.measure.taps import EventKind, Taps, updates
+
+TOLERANCE = 0.01
+"""How far from 1 a ratio may be and still be called right, unless told."""
+
+MONITOR_MODULES = ("lightning.pytorch.callbacks.throughput_monitor", "lightning.fabric.utilities.throughput")
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """One ``device/samples_per_sec`` that the monitor logged, and the tap's for the same time."""
+
+    update: int
+    """Optimizer steps that had been made, counted by the tap."""
+    reported: float
+    """Samples per second, by the monitor."""
+    true: float
+    """Samples per second by the tap, over the fewest whole windows that cover what the monitor's window covers."""
+
+    @property
+    def ratio(self) -> float:
+        return self.reported / self.true
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What was seen at one point."""
+
+    point: Point
+    error: str
+    """Type and message of what the monitor raised; empty if nothing."""
+    num_updates: int
+    true_samples_per_s: float | None
+    """Over all whole windows after the first: from the first update to the last."""
+    log_updates: tuple[int, ...]
+    """Optimizer steps that had been made whenever the monitor logged something."""
+    rates: tuple[Rate, ...]
+    """Those that can be judged: the monitor's window begins after the first update."""
+    num_rates_logged: int = 0
+    """Those that cannot be judged are counted too."""
+
+    def verdict(self, tolerance: float = TOLERANCE) -> RateVerdict:
+        """One word for the point."""
+        if self.error:
+            return RateVerdict.RAISED
+        if not self.log_updates:
+            return RateVerdict.SILENT
+        return judge([rate.ratio for rate in self.rates], tolerance)
+
+    def row(self, tolerance: float = TOLERANCE) -> dict[str, Any]:
+        """One flat row: SI units, counts start with ``num_``."""
+        per_epoch, epochs = self.point.lengths
+        ratios = [rate.ratio for rate in self.rates]
+        reported = [rate.reported for rate in self.rates]
+        row = dataclasses.asdict(self.point)
+        given = row.pop("micro_batches")
+        del row["num_epochs"], row["max_steps"]
+        row |= {
+            "epoch": f"NB = {given}" if given else str(self.point.epoch),
+            "samples": ",".join(map(str, self.point.samples)),
+            "num_micro_batches_per_epoch": per_epoch,
+            "num_epochs": epochs,
+            "num_updates": self.num_updates,
+            "num_logs": len(self.log_updates),
+            "log_updates": ",".join(map(str, self.log_updates)),
+            "num_rates_logged": self.num_rates_logged,
+            "num_rates": len(ratios),
+            "true_samples_per_s": self.true_samples_per_s,
+            "reported_samples_per_s": statistics.median(reported) if reported else None,
+        }
+        for name, of in (("min", min), ("median", statistics.median), ("max", max)):
+            row[f"ratio_{name}"] = of(ratios) if ratios else None
+        return row | {"verdict": str(self.verdict(tolerance)), "tolerance": tolerance, "error": self.error}
+
+
+def judge(ratios: Sequence[float], tolerance: float) -> RateVerdict:
+    """The verdict on rates that were logged, from their ratios to the truth."""
+    if not ratios:
+        return RateVerdict.UNRATED
+    if max(abs(ratio - 1) for ratio in ratios) <= tolerance:
+        return RateVerdict.RIGHT
+    return RateVerdict.BIASED if max(ratios) - min(ratios) <= tolerance else RateVerdict.UNSTEADY
+
+
+def grid(
+    accumulate: Sequence[int],
+    log_every: Sequence[int],
+    window_sizes: Sequence[int],
+    epochs: Sequence[Epoch],
+    **workload: Any,
+) -> list[Point]:
+    """All combinations; N = 1 has no partial window, so it has only whole ones."""
+    return [
+        Point(n, every, size, epoch, **workload)
+        for epoch in epochs
+        for n in accumulate
+        for size in window_sizes
+        for every in log_every
+        if n > 1 or epoch is Epoch.WHOLE
+    ]
+
+
+class VirtualClock:
+    """A clock that stands still until the workload moves it on."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self.num_reads = 0
+        """By the monitor."""
+
+    def now(self) -> float:
+        return self._now
+
+    def spend(self, seconds: float) -> None:
+        self._now += seconds
+
+    def perf_counter(self) -> float:
+        """What the monitor calls."""
+        self.num_reads += 1
+        return self._now
+
+    @contextlib.contextmanager
+    def shown_to(self, module: Any) -> Iterator[None]:
+        """Within it, ``time`` is this clock in one module; everyone else keeps the real one."""
+        before = module.time
+        module.time = self
+        try:
+            yield
+        finally:
+            module.time = before
+
+
+class RealClock:
+    """The host's clock; the workload sleeps."""
+
+    now = staticmethod(time.perf_counter)
+    spend = staticmethod(time.sleep)
+
+    def shown_to(self, module: Any) -> contextlib.AbstractContextManager[None]:
+        """Nothing to do: the monitor reads this clock by itself."""
+        return contextlib.nullcontext()
+
+
+def measure(point: Point, *, real_time: bool = False) -> Measurement:
+    """Train at one point of the grid with the installed Lightning, on the CPU, in this process.
+
+    An error that comes out of the monitor is a result; any other is raised.
+    """
+    clock = RealClock() if real_time else VirtualClock()
+    taps = Taps(mark=clock.now)
+    logged: list[tuple[int, float | None]] = []
+    error = ""
+    try:
+        _train(point, clock, taps, logged)
+    except Exception as exception:
+        if not any(frame.f_globals.get("__name__") in MONITOR_MODULES for frame, _ in _frames(exception)):
+            raise
+        error = " ".join(f"{type(exception).__name__}: {exception}".split())
+    if isinstance(clock, VirtualClock) and not clock.num_reads and not error:
+        raise RuntimeError("this ThroughputMonitor did not read the virtual clock; measure with the real one")
+    return _measurement(point, taps, logged, error)
+
+
+def _frames(exception: BaseException) -> Iterator[tuple[Any, int]]:
+    return traceback.walk_tb(exception.__traceback__)
+
+
+def _train(point: Point, clock: VirtualClock | RealClock, taps: Taps, logged: list[tuple[int, float | None]]) -> None:
+    """Fit; ``logged`` gets, for each time the monitor logs, the micro-batches so far and the rate if there is one."""
+    import torch
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import throughput_monitor
+    from lightning.pytorch.loggers.logger import Logger
+
+    class SlowSGD(torch.optim.Optimizer):
+        """SGD with a step that takes the workload's time."""
+
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {"lr": 1e-3})
+
+        def step(self, closure: Any = None) -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.data.sub_(group["lr"] * parameter.grad)
+            clock.spend(point.optimizer_s)
+            return loss
+
+    def slow_loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        clock.spend(point.micro_batch_s)
+        return batch.mean() * model.weight  # type: ignore[no-any-return]
+
+    loss = taps.loss(slow_loss)
+
+    class Model(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(()))
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            return loss(self, batch)
+
+        def configure_optimizers(self) -> Any:
+            return taps.optimizer(SlowSGD(self.parameters()))
+
+    class Log(Logger):
+        name = version = "audit"
+
+        def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+            if "train/batches" in metrics:
+                logged.append((taps.count(EventKind.LOSS), metrics.get("train/device/samples_per_sec")))
+
+        def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+            pass
+
+    per_epoch, epochs = point.lengths
+    sizes = [point.samples[i % len(point.samples)] for i in range(per_epoch)]
+    with _quiet(), clock.shown_to(throughput_monitor):
+        monitor = throughput_monitor.ThroughputMonitor(batch_size_fn=len, window_size=point.window_size)
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_epochs=epochs,
+            max_steps=point.max_steps or -1,
+            accumulate_grad_batches=point.accumulate,
+            log_every_n_steps=point.log_every_n_steps,
+            logger=Log(),
+            callbacks=[monitor],
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(Model(), taps.loader([torch.ones(size) for size in sizes]))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Lightning's hints (no GPU used, few workers, no FLOPs given) are not for who audits it."""
+    logger = logging.getLogger("lightning.pytorch")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(before)
+
+
+def _measurement(point: Point, taps: Taps, logged: Sequence[tuple[int, float | None]], error: str) -> Measurement:
+    """Compare what was logged with the tap's updates."""
+    made = updates(taps.events)
+    per_epoch, _ = point.lengths
+    batches = [0]  # micro-batches at the end of each update, after a 0 for the start
+    for update in made:
+        batches.append(batches[-1] + update.num_micro_batches)
+    samples = [0]
+    for i in range(batches[-1]):
+        samples.append(samples[-1] + point.samples[i % per_epoch % len(point.samples)])
+
+    def true(first: int, last: int) -> float:
+        count = samples[batches[last]] - samples[batches[first]]
+        return float(count / (made[last - 1].mark - made[first - 1].mark))
+
+    rates = []
+    for num_batches, reported in logged:
+        last = max(k for k, count in enumerate(batches) if count <= num_batches)
+        begin = num_batches - (point.window_size - 1)
+        first = max((k for k, count in enumerate(batches) if 0 < count <= begin), default=0)
+        if reported is not None and 0 < first < last:
+            rates.append(Rate(last, reported, true(first, last)))
+    return Measurement(
+        point=point,
+        error=error,
+        num_updates=len(made),
+        true_samples_per_s=true(1, len(made)) if len(made) > 1 else None,
+        log_updates=tuple(max(k for k, n in enumerate(batches) if n <= count) for count, _ in logged),
+        rates=tuple(rates),
+        num_rates_logged=sum(reported is not None for _, reported in logged),
+    )

@@ -1,0 +1,321 @@
+"""One rank's part in finding out what a backend computes: scenarios on the decoder, through the three taps.
+
+Scenarios of one backend follow each other in one process group, each on a fresh build; nothing of one reaches the
+next, and a test compares them with scenarios in process groups of their own.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import math
+import time
+from collections.abc import Iterable
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from bench.audit.scenario import Fault, Reduction, Scenario, Split
+from bench.backends.base import Backend, Job, registry
+from bench.launch.rank import failure as failure_of
+from bench.measure.taps import EventKind, Taps
+from bench.plan.cell import Cell, Device, Status
+from bench.plan.task import Task
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from torch.nn.parameter import Parameter
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+LETTERS = {EventKind.FETCH: "F", EventKind.LOSS: "L", EventKind.STEP: "S"}
+"""How events are written: a fetch, a loss, an inner optimizer step."""
+
+
+@dataclass(kw_only=True)
+class AuditTask(Task):
+    """Scenarios for one backend, all with one world size."""
+
+    work: ClassVar[str] = "bench.audit.observe:work"
+
+    scenarios: tuple[Scenario, ...]
+
+
+PEERS_S = 3.0
+"""How long a rank on which a scenario failed waits for the others to fail too, or to end it."""
+
+
+class MicroBatchError(RuntimeError):
+    """Raised in the loss of the micro-batch at which a scenario wants an exception."""
+
+
+class _BoundReached(Exception):  # noqa: N818 - not an error: it ends a training that would not end
+    """More micro-batches were asked for than the scenario can need."""
+
+
+class _Saved(Exception):  # noqa: N818 - not an error: it ends the first half of a training
+    """The checkpoint is written."""
+
+
+def work(task: AuditTask, rank: int, device: torch.device) -> dict[str, Any]:
+    """One rank's part; see ``bench.plan.task.Task``."""
+    backend = registry([task.backend])[task.backend]
+    return {"status": Status.OK, "audits": [_audit(task, i, backend, rank, device) for i in range(len(task.scenarios))]}
+
+
+def _audit(task: AuditTask, index: int, backend: type[Backend], number: int, device: torch.device) -> dict[str, Any]:
+    """One scenario on this rank; see ``Audit.run``. All ranks share a folder for checkpoints.
+
+    Raises what went wrong if it did on this rank alone: its peers wait for it inside a collective, and never return.
+    """
+    import torch.distributed as dist
+
+    gc.collect()  # frees the scenario before, whose frameworks leave cycles
+    checkpoints = Path(task.folder) / f"checkpoints-{index}"
+    if number == 0:
+        checkpoints.mkdir()
+    dist.barrier()
+    audit = Audit(task.scenarios[index], backend, number, device, checkpoints)
+    found = audit.run()
+    (Path(task.folder) / f"done-{index}-{number}").touch()
+    if audit.error is not None and not _all_done(task, index):
+        raise audit.error
+    dist.barrier()
+    return found
+
+
+def _all_done(task: AuditTask, index: int) -> bool:
+    """Whether all ranks have come to the end of a scenario, well or not, within ``PEERS_S``."""
+    deadline = time.monotonic() + PEERS_S
+    while time.monotonic() < deadline:
+        if all((Path(task.folder) / f"done-{index}-{rank}").exists() for rank in range(task.world_size)):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+class Audit:
+    """One scenario under one backend on one rank."""
+
+    def __init__(
+        self, scenario: Scenario, backend: type[Backend], number: int, device: torch.device, folder: Path
+    ) -> None:
+        from bench.audit.decoder import DecoderWorkload
+
+        self.scenario, self.backend_class, self.rank, self.device = scenario, backend, number, device
+        self.folder = folder
+        self.num_slots = scenario.world_size * self.scenario.slots_per_rank
+        self.workload = DecoderWorkload(
+            self.num_slots, scenario.reduction, scenario.accumulate[0] * scenario.world_size
+        )
+        self.backend: Backend
+        self.taps = Taps(time.perf_counter)
+        self.weights = self.workload.model().state_dict()
+        self.fetches: list[dict[str, Any]] = []
+        self.losses: list[int] = []
+        self.faults: list[int] = []
+        self.changes: list[dict[int, float]] = []
+        self.digests: list[str] = []
+        self.schedulers: list[LRScheduler] = []
+        self.skip = 0
+        """Micro-batches of the epoch that a resumed training is not given again."""
+        self.error: Exception | None = None
+        self._first_sample: int | None = None
+        self._epoch = -1
+        self._read_upto = 0
+
+    def run(self) -> dict[str, Any]:
+        """What happened, as plain JSON.
+
+        ``fetches``: epoch and samples of each micro-batch; ``losses``: which fetch each loss was of; ``faults``: how
+        many losses came before each fault; ``events``: the taps' events in order, a letter each;
+        ``changes``: for each update, the coefficient of each slot that has one; ``digests``: of all weights after each
+        update, equal on all ranks if their replicas are; ``reported``: the framework's own counters; ``stopped``:
+        ``ended``, ``failed``, or ``bound`` if it would not have ended; ``failure``: as ``rank.failure`` has it.
+        """
+        stopped, failure = "ended", None
+        try:
+            self._train()
+            self._read()
+        except _BoundReached:
+            stopped = "bound"
+        except Exception as error:
+            self.error = error
+            stopped, failure = "failed", failure_of(error)
+        reported: dict[str, int] = {}
+        with suppress(Exception):  # a framework that failed early may have no counters
+            reported = self.backend.reported()
+        if self.schedulers:
+            reported["lr_scheduler.last_epoch"] = self.schedulers[-1].last_epoch
+        return {
+            "scenario": self.scenario.name,
+            "stopped": stopped,
+            "failure": failure,
+            "own_slots": self.scenario.slots_per_rank,
+            "fetches": self.fetches,
+            "losses": self.losses,
+            "faults": self.faults,
+            "events": "".join(LETTERS[event.kind] for event in self.taps.events),
+            "changes": [sorted(change.items()) for change in self.changes],
+            "digests": self.digests,
+            "reported": reported,
+        }
+
+    def _train(self) -> None:
+        """Train, and once more after the scenario's fault."""
+        self.backend = self.backend_class()
+        try:
+            self.backend.train(self._job())
+        except MicroBatchError:
+            self.backend.again(self._job())
+        except _Saved:
+            self.backend = self.backend_class()
+            self.backend.train(self._job(resume=self.folder))
+
+    def _job(self, resume: Path | None = None) -> Job:
+        import torch
+
+        scenario = self.scenario
+        cell = Cell(
+            backend=self.backend_class.name,
+            accumulate=scenario.accumulate[0],
+            world_size=scenario.world_size,
+            global_batch_size=scenario.batch_size * scenario.accumulate[0] * scenario.world_size,
+            sequence_length=1,
+            workload="decoder",
+            model=str(self.num_slots),
+            device=Device(self.device.type),
+        )
+
+        def optimizer(parameters: Iterable[Parameter]) -> Optimizer:
+            return self.taps.optimizer(torch.optim.SGD(parameters, lr=1.0))
+
+        def scheduler(optimizer: Optimizer) -> LRScheduler:
+            self.schedulers.append(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0))
+            return self.schedulers[-1]
+
+        return Job(
+            cell=cell,
+            rank=self.rank,
+            world_size=scenario.world_size,
+            device=self.device,
+            windows=math.ceil(scenario.bound / scenario.accumulate[0]),
+            accumulate=scenario.accumulate[0],
+            num_parameters=self.num_slots,
+            block_parameters=self.num_slots,
+            build=self._build,
+            blocks=self.workload.blocks,
+            loader=self._loader(sharded=True),
+            audited=True,
+            engine_accumulate=scenario.engine_accumulate,
+            unsharded=self._loader(sharded=False) if scenario.split is Split.FRAMEWORK else None,
+            loss=self._loss,
+            optimizer=optimizer,
+            autocast=nullcontext,
+            keep_parameters=True,
+            clip_norm=scenario.clip_norm,
+            epochs=scenario.epochs,
+            max_steps=scenario.max_steps,
+            accumulate_by_epoch=scenario.accumulate if len(scenario.accumulate) > 1 else (),
+            scheduler=scheduler,
+            resume=resume,
+        )
+
+    def _build(self) -> nn.Module:
+        """A new model with the weights that training has reached."""
+        model = self.workload.model()
+        model.load_state_dict(self.weights)
+        return model.to(self.device)
+
+    def _loader(self, *, sharded: bool) -> Any:
+        """A torch DataLoader over the sample numbers, tapped where it collates: of this rank's samples, or of all."""
+        from torch.utils.data import DataLoader, DistributedSampler
+
+        scenario = self.scenario
+        data: Any = range(scenario.samples)
+        sampler: Any = None
+        if sharded:
+            sampler = DistributedSampler(data, scenario.world_size, self.rank, shuffle=False)
+            if self.skip:
+                sampler, self.skip = list(sampler)[self.skip * scenario.batch_size :], 0
+        return DataLoader(
+            data,
+            batch_size=scenario.batch_size,
+            drop_last=scenario.drop_last,
+            sampler=sampler,
+            collate_fn=self._collate,
+        )
+
+    def _collate(self, samples: list[int]) -> Tensor:
+        """A micro-batch, as the decoder wants it. Every fetch passes here, whoever asks for it."""
+        import torch
+
+        self._read()
+        if len(self.fetches) == self.scenario.bound:
+            raise _BoundReached
+        if len(self.fetches) == self.scenario.at and not self.faults:
+            self._fault()
+        self._count_epochs(samples[0])
+        slot = self.rank * self.scenario.slots_per_rank + len(self.fetches) * self.scenario.largest_batch
+        self.fetches.append({"epoch": self._epoch, "samples": samples})
+        self.taps.record(EventKind.FETCH)
+        tokens = [self.scenario.tokens(sample) for sample in samples]
+        of_window = self._tokens_of_window() if self.scenario.reduction is Reduction.WINDOW else 0
+        rows = [(slot + index, count, of_window) for index, count in enumerate(tokens)]
+        return torch.tensor(rows, device=self.device)
+
+    def _count_epochs(self, sample: int) -> None:
+        """Take note of a micro-batch's first sample: an epoch begins with the one with which the first epoch did.
+
+        A framework that splits the samples may shuffle them, so there micro-batches are counted. A resumed training is
+        of the same one epoch, even if its loader begins anew.
+        """
+        if self.scenario.split is Split.FRAMEWORK:
+            self._epoch = len(self.fetches) // self.scenario.micro_batches
+        elif self.scenario.fault is Fault.CHECKPOINT:
+            self._epoch = 0
+        elif self._first_sample in {None, sample}:
+            self._first_sample = sample
+            self._epoch += 1
+
+    def _tokens_of_window(self) -> int:
+        """Tokens, over all ranks, of the whole window in which the newest micro-batch lies."""
+        scenario = self.scenario
+        size = scenario.accumulate_in(self._epoch) * scenario.batch_size * scenario.world_size
+        of_epoch = sum(fetch["epoch"] == self._epoch for fetch in self.fetches)
+        start = (of_epoch - 1) // scenario.accumulate_in(self._epoch) * size
+        return sum(scenario.tokens(sample) for sample in range(start, start + size))
+
+    def _loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+        if self.scenario.fault is Fault.EXCEPTION and len(self.fetches) == self.scenario.at and not self.faults:
+            self.workload.loss(model, batch)
+            self.faults.append(len(self.losses))
+            raise MicroBatchError(f"micro-batch {self.scenario.at} of the scenario raises")
+        self.losses.append((int(batch[0, 0]) - self.rank * self.scenario.slots_per_rank) // self.scenario.largest_batch)
+        return self.taps.loss(self.workload.loss)(model, batch)
+
+    def _fault(self) -> None:
+        """What the scenario wants to happen between two micro-batches, if anything."""
+        if self.scenario.fault is Fault.ZERO_GRAD:
+            self.faults.append(len(self.losses))
+            self.backend.zero_grad()
+        elif self.scenario.fault is Fault.CHECKPOINT:
+            self.faults.append(len(self.losses))
+            self.skip = self.backend.save(self.folder, self.scenario.at, self.scenario.accumulate[0])
+            raise _Saved
+
+    def _read(self) -> None:
+        """If there was an update since the last call, note what it changed. Collective."""
+        from bench.audit.decoder import PARAMETER
+
+        new = self.taps.events[self._read_upto :]
+        self._read_upto += len(new)
+        if not any(event.kind is EventKind.STEP for event in new):
+            return
+        after = self.backend.full_parameters()[PARAMETER].detach().float().cpu().clone()
+        change = (self.weights[PARAMETER] - after).double()
+        self.weights = {PARAMETER: after}
+        self.digests.append(hashlib.sha256(after.numpy().tobytes()).hexdigest()[:12])
+        self.changes.append({int(slot): change[slot].item() for slot in change.nonzero().flatten()})

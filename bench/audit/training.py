@@ -1,0 +1,124 @@
+"""A training as it is planned, in numbers: what follows from them whatever the backend."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from bench.errors import InputError
+
+LARGEST_ACCUMULATE = 1_000_000
+"""Of N; the pattern of steps by epoch repeats only after up to N epochs, and is listed whole."""
+LARGEST = 2**63 - 1
+"""Of every other number: as much as a counter in a framework can hold."""
+
+
+def ceil(dividend: int, divisor: int) -> int:
+    """The quotient, rounded up; exact for integers of any size."""
+    return -(-dividend // divisor)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingPlan:
+    """A training as it is planned. Raises InputError for numbers that mean nothing."""
+
+    samples: int
+    """In the data set."""
+    batch_size: int
+    """Samples of a micro-batch on one rank."""
+    accumulate: int = 1
+    """N: micro-batches per window."""
+    world_size: int = 1
+    """W: ranks."""
+    epochs: int | None = 1
+    """Epochs after which training ends; None for no such end, which needs ``max_steps``."""
+    max_steps: int | None = None
+    """Steps after which training ends, as Lightning's ``max_steps``; None for no such end."""
+    drop_last: bool = False
+    """Whether the loader leaves out an incomplete last micro-batch. It never leaves out an incomplete window."""
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "batch_size", "accumulate", "world_size", "epochs"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"--{name.replace('_', '-')} is {value}; it must be an integer of at least 1")
+        for name in ("samples", "batch_size", "world_size", "epochs", "max_steps"):
+            if (getattr(self, name) or 0) > LARGEST:
+                raise InputError(f"--{name.replace('_', '-')} is too large; it must be at most {LARGEST}")
+        if self.accumulate > LARGEST_ACCUMULATE:
+            raise InputError(f"--accumulate is {self.accumulate}; it must be at most {LARGEST_ACCUMULATE}")
+        if self.max_steps is not None and self.max_steps < 0:
+            raise InputError(
+                f"--max-steps is {self.max_steps}; it must be an integer of at least 0, or -1 for no limit"
+            )
+        if self.epochs is None and self.max_steps is None:
+            raise InputError("--epochs: missing, and so is --max-steps; give one of them, or training has no end")
+        if self.micro_batches_per_epoch == 0:
+            raise InputError(
+                f"--batch-size is {self.batch_size}, but a rank has only {self.samples_per_rank} samples "
+                f"(--samples {self.samples}, --world-size {self.world_size}), so with --drop-last there is no "
+                f"micro-batch; it must be at most {self.samples_per_rank}, or leave out --drop-last"
+            )
+
+    @property
+    def effective_batch(self) -> int:
+        """Samples of a full window over all ranks."""
+        return self.batch_size * self.accumulate * self.world_size
+
+    @property
+    def samples_per_rank(self) -> int:
+        """Samples a rank is handed per epoch; ``DistributedSampler`` repeats some to make all ranks equal."""
+        return ceil(self.samples, self.world_size)
+
+    @property
+    def padding_per_epoch(self) -> int:
+        """Samples that ``DistributedSampler`` repeats (torch/utils/data/distributed.py, ``__iter__``)."""
+        return self.samples_per_rank * self.world_size - self.samples
+
+    @property
+    def dropped_per_epoch(self) -> int:
+        """Samples that ``drop_last`` leaves out on all ranks, repeated ones among them."""
+        return self.samples_per_rank % self.batch_size * self.world_size if self.drop_last else 0
+
+    @property
+    def micro_batches_per_epoch(self) -> int:
+        """Micro-batches of one rank: NB."""
+        whole = self.samples_per_rank // self.batch_size
+        return whole if self.drop_last else ceil(self.samples_per_rank, self.batch_size)
+
+    @property
+    def last_micro_batch(self) -> int:
+        """Samples of the last micro-batch of an epoch on one rank."""
+        return self.batch_size if self.drop_last else (self.samples_per_rank - 1) % self.batch_size + 1
+
+    @property
+    def full_windows(self) -> int:
+        """Windows of N micro-batches in an epoch: floor(NB / N)."""
+        return self.micro_batches_per_epoch // self.accumulate
+
+    @property
+    def partial_window(self) -> int:
+        """Micro-batches that an epoch leaves over after its full windows; 0 if none."""
+        return self.micro_batches_per_epoch % self.accumulate
+
+    @property
+    def windows(self) -> int:
+        """Full and partial windows of an epoch: ceil(NB / N)."""
+        return ceil(self.micro_batches_per_epoch, self.accumulate)
+
+    @property
+    def naive_steps(self) -> int:
+        """ceil(samples / effective batch) x epochs, no more than ``max_steps``: what one would guess."""
+        limits = [] if self.max_steps is None else [self.max_steps]
+        if self.epochs is not None:
+            limits.append(ceil(self.samples, self.effective_batch) * self.epochs)
+        return min(limits)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The inputs, then what follows from them whatever the backend."""
+        derived = (
+            "effective_batch samples_per_rank padding_per_epoch dropped_per_epoch micro_batches_per_epoch "
+            "last_micro_batch full_windows partial_window naive_steps"
+        )
+        return dataclasses.asdict(self) | {name: getattr(self, name) for name in derived.split()}

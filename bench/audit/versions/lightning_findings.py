@@ -1,0 +1,49 @@
+"""What one version of Lightning's ThroughputMonitor does under accumulation; runs from 2.2.0 on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from bench.audit.monitor import Measurement, measure
+from bench.audit.monitor_grid import Epoch, Point, RateVerdict
+from bench.audit.versions.versions_page import Finding
+
+LOG_EVERY = (1, 2, 3, 4, 5, 8, 50)
+"""Of ``log_every_n_steps``: divisors and multiples of N = 4, others, and Lightning's default."""
+
+
+def findings() -> Iterator[Finding]:
+    """One finding per question; the reduced grid of ``bench.audit.monitor``."""
+    yield accepted(4, [measure(Point(4, every, 5)) for every in LOG_EVERY])
+    yield rates("rates, N = 8, window_size 9 = N + 1", measure(Point(8, 1, 9)))
+    yield rates("rates, N = 8, window_size 10 = N + 2", measure(Point(8, 1, 10)))
+    yield rates("rates, N = 8, window_size 100, the default", measure(Point(8, 1, 100)))
+    yield rates("rates, N = 4, NB = 10 (a partial last window), window_size 5", measure(Point(4, 1, 5, Epoch.PARTIAL)))
+    yield rates("rates, N = 4, NB = 2 (NB < N), window_size 5", measure(Point(4, 1, 5, Epoch.SHORT)))
+    yield rates(
+        "rates, N = 4, window_size 5, batches of 1, 3 and 5 samples", measure(Point(4, 1, 5, samples=(1, 3, 5)))
+    )
+
+
+def accepted(accumulate: int, measurements: list[Measurement]) -> Finding:
+    """Which values of ``log_every_n_steps`` the monitor runs with."""
+    parts, errors = [], []
+    for verdict in RateVerdict:
+        points = [m for m in measurements if m.verdict() is verdict]
+        if points:
+            parts.append(f"{verdict} at {', '.join(str(m.point.log_every_n_steps) for m in points)}")
+            errors += [m.error for m in points if m.error][:1]
+    name = f"log_every_n_steps at N = {accumulate}, window_size {measurements[0].point.window_size}"
+    good = all(m.verdict() is RateVerdict.RIGHT for m in measurements)
+    return Finding(name, "; ".join(parts) + "".join(f": {error}" for error in errors), good)
+
+
+def rates(name: str, measurement: Measurement) -> Finding:
+    """How the rates that were logged compare with the tap's."""
+    verdict = measurement.verdict()
+    if measurement.error:
+        return Finding(name, f"{verdict}: {measurement.error}", False)
+    ratios = sorted(rate.ratio for rate in measurement.rates)
+    low, high = (f"{ratio:.3f}" for ratio in (ratios[0], ratios[-1])) if ratios else ("", "")
+    words = "" if not ratios else f": ratio {low}" if low == high else f": ratio {low} to {high}"
+    return Finding(name, f"{verdict}{words}", verdict is RateVerdict.RIGHT)

@@ -1,0 +1,170 @@
+"""Which of the predicted backends is best, and at which N and speed of the link that changes.
+
+The best backend is, among those that fit, can run the cell and are not known to be wrong, the one with the smallest
+upper bound of a step's time. Upper bounds within the margin of the smallest are a tie, which the lower bound breaks,
+again within the margin, and then the least peak memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from bench.forecast.prediction import Bounds, Link, Prediction
+
+MARGIN = 0.02
+"""Upper bounds this near to the smallest are a tie: what ``compare`` calls the same."""
+LARGEST_N = 256
+"""The sweep over N ends here, or at the asked N if that is larger."""
+LINKS = (1e8, 1e12)
+"""Bytes/s between which the speed of the link is swept, further if the asked one is outside."""
+PER_DECADE = 25
+"""Speeds tried per decade; a winner of a shorter stretch of speeds may be missed."""
+EXACT = 1e-3
+"""Relative: how exactly a speed of the link is found at which the winner changes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The best backend at one point, or none."""
+
+    best: str
+    """Name, or empty if no backend may win."""
+    equal: tuple[str, ...] = ()
+    """Further backends with the same bounds and the same memory."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A range of link speeds, or of N, with one answer."""
+
+    low: float
+    high: float
+    choice: Choice
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked of the predictions: which backend is best under these limits."""
+
+    predictions: Sequence[Prediction]
+    compute_s: float
+    """Of one optimizer step at ``accumulate``, on a rank."""
+    accumulate: int
+    """N of ``compute_s``."""
+    memory_bytes: int | None = None
+    """Of a device; None for no limit."""
+    margin: float = MARGIN
+
+    def compute(self, accumulate: int) -> float:
+        """Seconds of compute at another N: the micro-batch is fixed, so it grows with N."""
+        return self.compute_s * accumulate / self.accumulate
+
+    def bounds(self, one: Prediction, accumulate: int, link: Link) -> Bounds:
+        """Of a step's time."""
+        compute, communication = self.compute(accumulate), one.traffic(accumulate).seconds(link)
+        return Bounds(max(compute, communication), compute + communication)
+
+    def fits(self, one: Prediction, accumulate: int) -> bool:
+        """Whether a rank's peak is within the limit."""
+        return self.memory_bytes is None or one.memory(accumulate).peak <= self.memory_bytes
+
+    def may_win(self, one: Prediction, accumulate: int) -> bool:
+        """Whether it fits, runs the cell, and is not known to be wrong."""
+        return not one.refusal and not one.defect(accumulate) and self.fits(one, accumulate)
+
+    def choose(self, accumulate: int, link: Link) -> Choice:
+        """The best backend; see the docstring of the module."""
+        found = {one.name: self.bounds(one, accumulate, link) for one in self.predictions
+                 if self.may_win(one, accumulate)}  # fmt: skip
+        if not found:
+            return Choice("")
+        peaks = {one.name: one.memory(accumulate).peak for one in self.predictions if one.name in found}
+        for bound in (lambda b: b.upper, lambda b: b.lower):
+            limit = min(map(bound, found.values())) * (1 + self.margin)
+            found = {name: bounds for name, bounds in found.items() if bound(bounds) <= limit}
+        ranks = {name: (peaks[name], bounds.upper, bounds.lower) for name, bounds in found.items()}
+        best = min(ranks, key=lambda name: ranks[name])
+        return Choice(best, tuple(name for name in ranks if name != best and ranks[name] == ranks[best]))
+
+    def along_link(self, accumulate: int, latency_s: float, asked: float | None = None) -> list[Stretch]:
+        """The answers over the speed of the link, from slow to fast; edges are exact to EXACT."""
+        low, high = (min(LINKS[0], asked), max(LINKS[1], asked)) if asked else LINKS
+        steps = max(1, math.ceil(PER_DECADE * math.log10(high / low)))
+        speeds = [low * (high / low) ** (i / steps) for i in range(steps + 1)]
+
+        def answer(speed: float) -> Choice:
+            return self.choose(accumulate, Link(bytes_per_s=speed, latency_s=latency_s))
+
+        return list(_stretches(speeds, answer))
+
+    @property
+    def powers(self) -> list[int]:
+        """N of the sweep: powers of two."""
+        return [2**i for i in range(math.ceil(math.log2(max(LARGEST_N, self.accumulate))) + 1)]
+
+    def along_n(self, link: Link) -> list[Stretch]:
+        """The answers over N in powers of two, and the exact N at which they change between two of them."""
+        powers = self.powers
+        found: list[Stretch] = []
+        answers = [self.choose(n, link) for n in powers]
+        first = powers[0]
+        for (n, now), (further, then) in pairwise(zip(powers, answers, strict=True)):
+            if now != then:
+                low, high = n, further
+                while high - low > 1:
+                    middle = (low + high) // 2
+                    low, high = (middle, high) if self.choose(middle, link) == now else (low, middle)
+                found.append(Stretch(first, low, now))
+                first = high
+        return [*found, Stretch(first, powers[-1], answers[-1])]
+
+    def rows_of_map(self, link: Link) -> dict[int, list[Stretch]]:
+        """``along_link`` for every N of the sweep."""
+        return {n: self.along_link(n, link.latency_s, link.bytes_per_s) for n in self.powers}
+
+    def hidden_from(self, one: Prediction, accumulate: int, latency_s: float) -> float:
+        """Bytes/s of the link from which all communication could be hidden; infinite if latency alone is too long."""
+        traffic = one.traffic(accumulate)
+        room = self.compute(accumulate) - traffic.calls * latency_s
+        return traffic.wire_bytes / room if room > 0 else math.inf
+
+
+def _stretches(speeds: Sequence[float], answer: Callable[[float], Choice]) -> Iterator[Stretch]:
+    """Stretches of one answer; the speed at which it changes is found by bisection on a logarithmic scale."""
+    start, now = speeds[0], answer(speeds[0])
+    for slow, fast in pairwise(speeds):
+        low = slow
+        while now != answer(fast):
+            high = fast
+            while high / low > 1 + EXACT:
+                middle = math.sqrt(low * high)
+                low, high = (middle, high) if answer(middle) == now else (low, middle)
+            yield Stretch(start, high, now)
+            start, now = high, answer(high)
+            low = high
+    yield Stretch(start, speeds[-1], now)
+
+
+def where_best(name: str, stretches: Sequence[Stretch]) -> list[tuple[float, float]]:
+    """The stretches in which a backend is the best, or as good as the one that is named."""
+    return [(one.low, one.high) for one in stretches if name == one.choice.best or name in one.choice.equal]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Which backend is best where it was asked, and where that changes."""
+
+    here: Choice
+    along_n: list[Stretch]
+    """At the asked link."""
+    along_link: list[Stretch]
+    """At the asked N, in bytes/s."""
+
+    @classmethod
+    def of(cls, question: Question, link: Link) -> Answer:
+        """The answer at the question's N and this link."""
+        along_link = question.along_link(question.accumulate, link.latency_s, link.bytes_per_s)
+        return cls(question.choose(question.accumulate, link), question.along_n(link), along_link)

@@ -1,0 +1,81 @@
+"""Which cells fit into a GPU's memory, by prediction: those that do not are skipped, and the number is said."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from bench.backends.deepspeed import DeepSpeedZero2Deferred
+from bench.forecast.footprint import declined, footprint
+from bench.forecast.prediction import at
+from bench.judge.formulas import BUILT_IN, expect, layout_of
+from bench.plan.cell import REFERENCE, Cell, Device, Precision
+from bench.workload.batches import slice_size
+
+USABLE = 0.95
+"""Share of a GPU's memory that a prediction may fill. The rest is for what is not predicted: the CUDA context, work
+spaces of libraries, the allocator's rounding and fragmentation, and the tokens."""
+CONTEXT_BYTES = 2**29
+"""Assumed for the CUDA context of each rank but the first that shares a GPU."""
+
+
+def predicted_bytes(cell: Cell) -> int | None:
+    """The peak of a rank's memory in bytes, by ``bench.forecast.footprint``; None for what is not predicted.
+
+    That of a reference is of its largest slice (``bench.workload.batches``).
+    """
+    layout, backend = layout_of(cell), BUILT_IN.get(cell.backend)
+    if layout is None or backend is None or declined(cell, backend):
+        return None
+    if issubclass(backend, DeepSpeedZero2Deferred) and cell.precision is Precision.BF16:
+        return None  # it refuses that
+    if backend.name == REFERENCE:
+        size = slice_size(cell.global_batch_size, cell.sequence_length)
+        cell = dataclasses.replace(cell, accumulate=2, global_batch_size=2 * size)
+    else:
+        cell = at(cell, min(cell.accumulate, 2))  # from N = 2 on it does not depend on N
+    found = expect(cell, layout)
+    return None if found is None else footprint(cell, layout, backend, found.held).peak
+
+
+def peaks(cells: Sequence[Cell]) -> dict[str, int]:
+    """The predicted peak of each cell's fullest rank in bytes, by id; what is not predicted is left out.
+
+    Each cell is taken as it is, and references are left out: nothing is measured of their memory.
+    """
+    found = {}
+    for cell in cells:
+        layout, backend = layout_of(cell), BUILT_IN.get(cell.backend)
+        if layout is None or backend is None or cell.is_reference or declined(cell, backend):
+            continue
+        if (due := expect(cell, layout)) is not None:
+            found[cell.cell_id] = footprint(cell, layout, backend, due.held).peak
+    return found
+
+
+def too_large(cells: Sequence[Cell], memory_bytes: int, num_gpus: int) -> dict[str, str]:
+    """Why cells on CUDA do not fit into so many GPUs with so much memory each, by id; those that may are not listed.
+
+    A cell whose reference does not fit could not be checked, and so counts as one that does not. Ranks that share a
+    GPU (``bench.launch.rank``) are counted as if all were at their peaks at once, as in equal steps they may be.
+    """
+    known: dict[Cell, int | None] = {}
+    found = {}
+    for cell in cells:
+        if cell.device is not Device.CUDA or cell.fake_tensors:
+            continue
+        for one in (cell,) if cell.virtual else dict.fromkeys((cell, cell.reference())):
+            if one not in known:
+                known[one] = predicted_bytes(one)
+            need, ranks = known[one], -(-one.world_size // num_gpus) if one.shared_gpu else 1
+            if need is not None and (need := ranks * need + (ranks - 1) * CONTEXT_BYTES) > USABLE * memory_bytes:
+                who = f"{one.model} needs" if one is cell else f"the fp32 reference of {one.model} needs"
+                who = f"{one.model} on {ranks} ranks of one GPU needs" if ranks > 1 else who
+                kept = "" if need > memory_bytes else f", and {100 * (1 - USABLE):.0f} % of it are kept free"
+                found[cell.cell_id] = f"{who} {_gib(need)} by prediction, the GPU has {_gib(memory_bytes)}{kept}"
+                break
+    return found
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.0f} GiB"

@@ -1,0 +1,202 @@
+"""The map of ``predict``: which backend is best at each N and speed of the link, one strip per N, one colour each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib.style
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
+
+from bench.errors import InputError
+from bench.forecast.best import Question, Stretch
+from bench.forecast.prediction_text import About, named, rate
+from bench.report import sheet, style
+from bench.report.panels import Drawing
+from bench.report.sheet import FigureWords
+from bench.report.style import SMALL, Key, safe
+
+
+def write_files(folder: Path, about: Any, rows: list[dict[str, Any]], question: Question | None) -> None:
+    """The page and, where there are bounds, the map."""
+    from bench.forecast import prediction_text
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "predict.md").write_text(prediction_text.markdown(about, rows), encoding="utf-8")
+        if question is not None and about.link is not None:
+            import matplotlib.style
+
+            from bench.report import sheet, style
+            from bench.report.formats import write_frame
+
+            drawing = draw(about, question)
+            with matplotlib.style.context(list(style.BASE)):
+                sheet.save(drawing.figure, folder / drawing.stem, drawing.words)
+            write_frame(drawing.data, folder / f"{drawing.stem}.csv")
+    except OSError as error:
+        raise InputError(f"--out {folder}: cannot be written ({error.strerror}); name a folder that can") from error
+
+
+COLOURS = (
+    "#56B4E9",
+    "#E69F00",
+    "#009E73",
+    "#F0E442",
+    "#CC79A7",
+    "#0072B2",
+    "#D55E00",
+    "#882255",
+    "#999933",
+    "#44AA99",
+)
+"""Okabe and Ito's palette, the pale ones first, and three of Paul Tol's muted one; neighbours also differ in hatch."""
+HATCHES = ("", "//", "..", "\\\\", "xx")
+NOTHING, NOTHING_HATCH = "#eeeeee", "xxx"
+NOTHING_NAME = "nothing fits"
+STRIP, FRAME = 0.36, 0.75
+"""Inches of one N, and of the axis beneath."""
+AXIS = 6.3
+"""Inches that the speeds take, at least."""
+STEM = "predict"
+
+
+def draw(about: About, question: Question) -> Drawing:
+    """The map, with the asked point marked."""
+    assert about.link is not None
+    strips = question.rows_of_map(about.link)
+    data = table(about, question, strips)
+    names = list(dict.fromkeys(stretch.choice.best for row in strips.values() for stretch in row))
+    words = FigureWords(
+        "Predicted best backend by N and speed of the link",
+        f"{_without_n(about)}; {about.limits}, at N = {about.cell.accumulate}",
+        "Best: the smallest upper bound (compute + communication) among those that fit and are not refused or known to "
+        f"be wrong; within {100 * about.margin:g} % the lower bound decides, then the memory. Activations are "
+        "estimated, wire bytes derived for ring algorithms. The micro-batch is fixed, and compute in proportion to N.",
+    )
+    with matplotlib.style.context(list(style.BASE)):
+        inches = STRIP * len(strips) + FRAME
+        figure = sheet.sheet(words, [_keys(names, strips)], inches, inches)
+        axes = figure.subplots()
+        _strips(axes, strips, names, data)
+        _point(axes, about, list(strips))
+    return Drawing(STEM, figure, data, words)
+
+
+def _without_n(about: About) -> str:
+    cell = about.cell
+    return (
+        f"model {cell.model}, {cell.precision}, {cell.optimizer}, {cell.device}; W = {cell.world_size}, micro-batches "
+        f"of {cell.micro_batch_size} x {cell.sequence_length} tokens"
+    )
+
+
+def table(about: About, question: Question, strips: Mapping[int, Sequence[Stretch]]) -> pd.DataFrame:
+    """One row per N and stretch of speeds, with the speed from which all communication of its best could be hidden."""
+    assert about.link is not None
+    known = {one.name: one for one in question.predictions}
+    rows = []
+    for n, stretches in strips.items():
+        for one in stretches:
+            best = known.get(one.choice.best)
+            hidden = math.nan if best is None else question.hidden_from(best, n, about.link.latency_s)
+            rows.append(
+                {
+                    "accumulate": n,
+                    "link_low_bytes_per_s": one.low,
+                    "link_high_bytes_per_s": one.high,
+                    "best": one.choice.best,
+                    "equal": " ".join(one.choice.equal),
+                    "peak_memory_bytes": None if best is None else best.memory(n).peak,
+                    "compute_s": question.compute(n),
+                    "hidden_from_bytes_per_s": hidden,
+                }
+            )
+    return pd.DataFrame(rows).astype({"peak_memory_bytes": "Int64"})
+
+
+def _look(name: str, names: Sequence[str]) -> dict[str, Any]:
+    """How the area of a backend is filled."""
+    if not name:
+        return {"facecolor": NOTHING, "hatch": NOTHING_HATCH, "edgecolor": "white", "linewidth": 0}
+    place = [other for other in names if other].index(name)
+    hatch = HATCHES[place % len(HATCHES)]
+    return {"facecolor": COLOURS[place % len(COLOURS)], "hatch": hatch, "edgecolor": "#ffffff", "linewidth": 0}
+
+
+def _keys(names: Sequence[str], strips: Mapping[int, Sequence[Stretch]]) -> list[Key]:
+    equal: dict[str, set[str]] = {}
+    for row in strips.values():
+        for one in row:
+            equal.setdefault(one.choice.best, set()).add(named(one.choice))
+    keys: list[Key] = [
+        # What is as good at some N only is told by the table.
+        (Patch(**_look(name, names)), NOTHING_NAME if not name else min(equal[name], key=len))
+        for name in names
+    ]
+    bar = Line2D([], [], color="black", linewidth=1.6, marker="|", linestyle="none", markersize=9, markeredgewidth=1.6)
+    return [*keys, (bar, "right of it all communication could be hidden"), (_star(), "as asked")]
+
+
+def _star() -> Line2D:
+    return Line2D([], [], color="black", marker="*", markersize=9, linestyle="none", markeredgecolor="white")
+
+
+def _strips(axes: Axes, strips: Mapping[int, Sequence[Stretch]], names: Sequence[str], data: pd.DataFrame) -> None:
+    """One strip per N, the smallest at the bottom."""
+    for y, stretches in enumerate(strips.values()):
+        for one in stretches:
+            corner = (one.low, y - 0.5)
+            axes.add_patch(Rectangle(corner, one.high - one.low, 1, **_look(one.choice.best, names)))
+    low = min(stretches[0].low for stretches in strips.values())
+    high = max(stretches[-1].high for stretches in strips.values())
+    order = {n: y for y, n in enumerate(strips)}
+    for row in data.to_dict("records"):
+        speed = row["hidden_from_bytes_per_s"]
+        if row["link_low_bytes_per_s"] <= speed <= row["link_high_bytes_per_s"]:
+            y = order[row["accumulate"]]
+            axes.plot([speed, speed], [y - 0.5, y + 0.5], color="black", linewidth=1.6, solid_capstyle="butt")
+    axes.set_xscale("log")
+    axes.set_xlim(low, high)
+    axes.set_ylim(-0.5, len(strips) - 0.5)
+    ticks = [10.0**e for e in range(math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9) + 1)]
+    axes.set_xticks(ticks, [rate(tick) for tick in ticks])
+    axes.minorticks_off()
+    axes.set_yticks(range(len(strips)), [str(n) for n in strips])
+    axes.set_xlabel("speed of the link per rank")
+    axes.set_ylabel("N, micro-batches per optimizer step")
+    axes.grid(visible=False)
+    for name in names:
+        _label(axes, name, strips, math.log10(high / low))
+
+
+def _label(axes: Axes, name: str, strips: Mapping[int, Sequence[Stretch]], decades: float) -> None:
+    """The backend's name in the middle of its area, if a strip of it is wide enough; the legend has it in any case."""
+    said = name or NOTHING_NAME
+    need = (style.text_width(said, SMALL) + 0.15) * decades / AXIS
+    wide = [
+        (y, one)
+        for y, stretches in enumerate(strips.values())
+        for one in stretches
+        if one.choice.best == name and math.log10(one.high / one.low) >= need
+    ]
+    if not wide:
+        return
+    y, one = wide[len(wide) // 2]
+    box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.2}
+    axes.text(math.sqrt(one.low * one.high), y, safe(said), ha="center", va="center", size=SMALL, bbox=box, zorder=3)
+
+
+def _point(axes: Axes, about: About, powers: Sequence[int]) -> None:
+    """Where N and the link are as asked."""
+    assert about.link is not None
+    y = math.log2(about.cell.accumulate)
+    axes.add_line(_star())
+    star = axes.lines[-1]
+    star.set_data([about.link.bytes_per_s], [min(y, len(powers) - 0.5)])
+    star.set_zorder(4)

@@ -1,0 +1,243 @@
+"""Closed formulas: from a cell and the layout of its model to collectives and held bytes, for every built-in backend.
+
+Plain arithmetic, no torch: ``expect(cell, layout)`` for a cell, ``layout_of(cell)`` for the shipped models' layouts.
+Each docstring says what the formula was read from. Valid for the versions in constraints.txt. DistributedDataParallel
+has buckets of gradients and broadcasts of buffers; FSDP2 gathers and reduces every unit as one tensor, each parameter
+padded in its first dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, cast
+
+from bench.backends.base import Backend, Job
+from bench.backends.deepspeed import BACKENDS as DEEPSPEED
+from bench.backends.deepspeed import DeepSpeedZero2Eager, zero_config
+from bench.backends.fabric import BACKENDS as FABRIC
+from bench.backends.fsdp2 import BACKENDS as FSDP2
+from bench.backends.lightning import BACKENDS as LIGHTNING
+from bench.backends.lightning import LightningBackend, LightningDDP, LightningDeepSpeedZero2
+from bench.backends.plain import BACKENDS as PLAIN
+from bench.backends.plain import DDPEager, Reference
+from bench.judge import zero
+from bench.judge.tally import BYTES, Expectation, Tally, ceil_to
+from bench.judge.zero import ZeroSettings
+from bench.plan.cell import SGD, Cell, Device, Precision, Sharding, Sync
+from bench.plan.models import SIZES
+from bench.workload.layout import ROOT, Layout, Parameter, llama_layout
+
+__all__ = ["Expectation", "expect", "layout_of", "zero_settings"]
+
+BUILT_IN: dict[str, type[Backend]] = {b.name: b for b in (*PLAIN, *FSDP2, *DEEPSPEED, *LIGHTNING, *FABRIC)}
+
+
+def layout_of(cell: Cell) -> Layout | None:
+    """The layout of a cell's model if it is a shipped one; None for other workloads, whose ranks hand theirs back."""
+    if cell.workload != "llama" or cell.model not in SIZES:
+        return None
+    return _shipped(cell.model)
+
+
+@cache
+def _shipped(model: str) -> Layout:
+    """Asked for once per trial of a run."""
+    return llama_layout(SIZES[model])
+
+
+def expect(cell: Cell, layout: Layout, *, rank: int = 0) -> Expectation | None:
+    """What the cell's backend does in a settled window and holds between micro-batches on a rank.
+
+    None for a backend that is not built in, and for ZeRO-3 with activation checkpointing, which gathers for what is
+    computed once more in an order that is not replayed. A world of any size; nothing of it needs to exist.
+    """
+    backend = BUILT_IN.get(cell.backend)
+    if backend is None or (cell.activation_checkpointing and getattr(backend, "stage", 2) == 3):
+        return None
+    tally, held = _of_backend(backend, cell, layout, rank)
+    if issubclass(backend, LightningBackend) and cell.world_size > 1:
+        # The Trainer's flag of SIGTERM, once per micro-batch, whichever strategy
+        # (lightning/pytorch/loops/training_epoch_loop.py:_broadcast_sigterm_tensor).
+        tally.add("broadcast", "int64", [1], cell.accumulate)
+    return Expectation(collectives=tally.rows(), held=held)
+
+
+def _of_backend(backend: type[Backend], cell: Cell, layout: Layout, rank: int) -> tuple[Tally, dict[str, int]]:
+    """The framework's part: collectives, and held bytes by category."""
+    n, w = cell.accumulate, cell.world_size
+    bf16, clip = cell.precision is Precision.BF16, bool(cell.clip_norm)
+    if issubclass(backend, Reference):
+        whole = 4 * layout.num_parameters
+        held = {"parameters": whole, "gradients": whole, "communication": 0}
+        return Tally(), {**held, "optimizer_state": _moments(cell, layout.num_parameters, len(layout.parameters))}
+    if issubclass(backend, DDPEager | LightningDDP):
+        state = _moments(cell, layout.num_parameters, len(layout.parameters))
+        return ddp_collectives(layout, n, backend.sync), {**ddp_held(layout), "optimizer_state": state}
+    if issubclass(backend, DeepSpeedZero2Eager | LightningDeepSpeedZero2):
+        settings = zero_settings(cell, layout, backend.stage)
+        held = zero.held(layout, w, rank, sync=backend.sync, bf16=bf16, zero=settings)
+        stage = zero.stage2 if backend.stage == 2 else zero.stage3
+        masters, tensors = zero.masters(layout, w, settings)
+        tally = stage(layout, n, w, sync=backend.sync, bf16=bf16, zero=settings)
+        return tally, {**held, "optimizer_state": _moments(cell, masters, tensors)}
+    tally = fsdp2_collectives(layout, n, w, sync=backend.sync, sharding=backend.sharding, bf16=bf16, clip=clip)
+    held = fsdp2_held(layout, w, sync=backend.sync, sharding=backend.sharding, bf16=bf16)
+    state = _moments(cell, local(layout.parameters, w, rank), len(layout.parameters))
+    return tally, {**held, "optimizer_state": state}
+
+
+def _moments(cell: Cell, numel: int, num_tensors: int) -> int:
+    """Bytes of the optimizer's state for a rank's fp32 parameters: two moments and one step counter per tensor.
+
+    torch/optim/adam.py:_init_group: the counter is an fp32 scalar, on the host unless the optimizer is fused; on CUDA
+    it then is not counted. SGD without momentum keeps nothing.
+    """
+    if cell.optimizer == SGD:
+        return 0
+    counters = cell.device is Device.CPU or cell.optimizer == "adamw-fused"
+    return 8 * numel + (4 * num_tensors if counters else 0)
+
+
+def zero_settings(cell: Cell, layout: Layout, stage: int) -> ZeroSettings:
+    """The settings that the backends really give to DeepSpeed for this cell."""
+    job = SimpleNamespace(
+        cell=cell,
+        block_parameters=layout.block_parameters,
+        bf16=cell.precision is Precision.BF16,
+        clip_norm=cell.clip_norm,
+        device=SimpleNamespace(type=str(cell.device)),
+    )
+    values: dict[str, Any] = zero_config(stage, cast("Job", job))["zero_optimization"]
+    return ZeroSettings(
+        stage=stage,
+        reduce_bucket=values["reduce_bucket_size"],
+        prefetch=values["stage3_prefetch_bucket_size"],
+        max_live=values["stage3_max_live_parameters"],
+        overlap=values["overlap_comm"],
+    )
+
+
+FIRST_BUCKET_BYTES = 2**20
+"""torch/csrc/distributed/c10d/reducer.hpp: kDefaultFirstBucketBytes."""
+BUCKET_BYTES = 25 * 2**20
+"""torch/nn/parallel/distributed.py: bucket_cap_mb's default."""
+BROADCAST_BYTES = 250 * 2**20
+"""torch/nn/parallel/distributed.py: DistributedDataParallel.broadcast_bucket_size."""
+
+
+def buckets(sizes: Sequence[int], limits: Sequence[int]) -> list[int]:
+    """Sizes in bytes of the buckets that tensors of one dtype and these sizes fall into, in order.
+
+    A bucket is closed by the tensor that fills it to its limit, so it may be larger; the last limit serves all further
+    buckets (torch/csrc/distributed/c10d/reducer.cpp:compute_bucket_assignment_by_size).
+    """
+    found: list[int] = []
+    filled = 0
+    for size in sizes:
+        filled += size
+        if filled >= limits[min(len(found), len(limits) - 1)]:
+            found.append(filled)
+            filled = 0
+    return [*found, filled] if filled else found
+
+
+def ddp_collectives(layout: Layout, accumulate: int, sync: Sync) -> Tally:
+    """All-reduces of the gradient's buckets and broadcasts of the buffers; at W = 1 too, where DDP does the same.
+
+    Buckets are in the order in which the first backward finished the gradients (reducer.cpp:rebuild_buckets), fp32
+    also under autocast. Buffers are broadcast before a forward, unless the forward before it was under ``no_sync``
+    (distributed.py:_check_sync_bufs_pre_fwd and _post_forward): so the deferred window broadcasts them once. Research
+    sheet of FSDP2, 1.4, has the all-reduces and leaves out the broadcasts.
+    """
+    tally = Tally()
+    times = accumulate if sync is Sync.EAGER else 1
+    sizes = [4 * layout.parameters[i].numel for i in layout.gradients]
+    found = buckets(sizes, (FIRST_BUCKET_BYTES, BUCKET_BYTES))
+    tally.add("all_reduce", "float32", [size // 4 for size in found], times)
+    for dtype in {dtype for dtype, _ in layout.buffers}:
+        of_dtype = [size for other, size in layout.buffers if other == dtype]
+        tally.add("broadcast", dtype, [size // BYTES[dtype] for size in buckets(of_dtype, [BROADCAST_BYTES])], times)
+    return tally
+
+
+def ddp_held(layout: Layout) -> dict[str, int]:
+    """fp32 parameters and gradients, whole; and the reducer's buckets, a second copy of all gradients.
+
+    ``gradient_as_bucket_view`` is off by default, so gradients are copied into buckets
+    (reducer.cpp:initialize_buckets). The model's buffers are not counted: a broadcast copies them, unless a dtype has
+    only one, which then is sent as it is.
+    """
+    whole = 4 * layout.num_parameters
+    return {"parameters": whole, "gradients": whole, "communication": whole}
+
+
+def padded(parameters: Sequence[Parameter], world_size: int) -> int:
+    """Elements of the parameters when each one's first dimension is padded to a multiple of W.
+
+    torch/distributed/fsdp/_fully_shard/_fsdp_common.py:_get_dim0_padded_size.
+    """
+    return sum(ceil_to(p.shape[0], world_size) * math.prod(p.shape[1:]) for p in parameters)
+
+
+def local(parameters: Sequence[Parameter], world_size: int, rank: int) -> int:
+    """Elements of a rank's shards without padding: ``torch.chunk`` along the first dimension.
+
+    torch/distributed/fsdp/_fully_shard/_fsdp_param.py:_init_sharded_param.
+    """
+    found = 0
+    for p in parameters:
+        rows = -(-p.shape[0] // world_size)
+        found += max(0, min(rows, p.shape[0] - rank * rows)) * math.prod(p.shape[1:])
+    return found
+
+
+def fsdp2_collectives(
+    layout: Layout,
+    accumulate: int,
+    world_size: int,
+    *,
+    sync: Sync,
+    sharding: Sharding,
+    bf16: bool,
+    clip: bool,
+) -> Tally:
+    """Gathers in the dtype of computation, reduce-scatters in fp32, and the norm's all-reduce if clipped.
+
+    With G units, one of them the root: all-gathers N(2G-1) if blocks are resharded after forward (the root never is),
+    NG if they stay gathered until backward, G if they stay for the window; reduce-scatters NG eager, G deferred.
+    Research sheet of FSDP2, 1.4 and C1-C6; _fsdp_param_group.py:unshard and post_backward,
+    _fsdp_collectives.py:foreach_reduce. Clipping sums one norm per parameter over the ranks, in one call
+    (torch/nn/utils/clip_grad.py:_get_total_norm stacks the norms, and their ``vector_norm`` makes the partial DTensor
+    whole). At W = 1 nothing is sent: gathers and scatters are copies (_fsdp_param_group.py:unshard; C4).
+    """
+    tally = Tally()
+    if world_size > 1:
+        for unit, parameters in layout.units.items():
+            gathers = accumulate
+            if sharding is Sharding.PARAMS and unit != ROOT:
+                gathers = 2 * accumulate
+            elif sharding is Sharding.OPTIMIZER:
+                gathers = 1
+            numel = padded(parameters, world_size)
+            tally.add("all_gather", "bfloat16" if bf16 else "float32", [numel], gathers)
+            tally.add("reduce_scatter", "float32", [numel], accumulate if sync is Sync.EAGER else 1)
+        if clip:
+            tally.add("all_reduce", "float32", [len(layout.parameters)])
+    return tally
+
+
+def fsdp2_held(layout: Layout, world_size: int, *, sync: Sync, sharding: Sharding, bf16: bool) -> dict[str, int]:
+    """Shards with their padding, in fp32; gradients of eager sync as shards, of deferred sync whole and not padded.
+
+    Eager: ``sharded_param.grad`` is a view of the reduce-scatter's padded output (_fsdp_collectives.py:foreach_reduce).
+    Deferred: whole ``unsharded_param.grad`` in fp32; in bf16 ``unsharded_accumulated_grad``, in the dtype of reduction,
+    fp32 (_fsdp_param.py:to_accumulated_grad_if_needed; sheet 1.3 and C7-C10). What stays gathered for the window adds
+    the whole parameters, padded as gathered, in the dtype of computation.
+    """
+    shards = padded(layout.parameters, world_size) // world_size
+    resident = shards * world_size if sharding is Sharding.OPTIMIZER else 0
+    gradients = shards if sync is Sync.EAGER else layout.num_parameters
+    return {"parameters": 4 * shards + (2 if bf16 else 4) * resident, "gradients": 4 * gradients, "communication": 0}

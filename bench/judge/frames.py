@@ -1,0 +1,132 @@
+"""A run as pandas frames, for notebooks: what ``bench.load`` gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from bench.judge.loading import Run, hashed, load
+from bench.judge.pairs import record
+from bench.judge.quoting import Quotes, place_of
+from bench.judge.samples import tokens_per_step
+from bench.judge.standing import Standing, standing
+from bench.plan.cell import Status
+from bench.plan.columns import COLUMNS, FRAMES, Column
+
+
+class Frames(Mapping[str, pd.DataFrame]):
+    """The frames of one run, as attributes and by name; columns, dtypes and units: ``bench.plan.columns.COLUMNS``.
+
+    ``manifest`` is run.json. Frames follow from the journal, not from the parquet files beside it, and were judged by
+    the gates.
+    """
+
+    def __init__(self, run: Run, folder: Path) -> None:
+        self.run, self.folder = run, folder
+        self.run_id = run.name
+        self.manifest: Mapping[str, Any] = run.manifest
+
+    def __getitem__(self, name: str) -> pd.DataFrame:
+        if name not in FRAMES:
+            raise KeyError(f"{name!r} is no frame; they are {', '.join(FRAMES)}")
+        frame: pd.DataFrame = getattr(self, name)
+        return frame
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(FRAMES)
+
+    def __len__(self) -> int:
+        return len(FRAMES)
+
+    def __repr__(self) -> str:
+        return f"<Frames of the run {self.run_id}: {', '.join(FRAMES)}>"
+
+    @property
+    def trials(self) -> pd.DataFrame:
+        """One row per trial."""
+        return self.run.tables.trials
+
+    @property
+    def steps(self) -> pd.DataFrame:
+        """One row per trial and timed optimizer step."""
+        return self.run.tables.steps
+
+    @property
+    def losses(self) -> pd.DataFrame:
+        """One row per trial and optimizer step."""
+        return self.run.tables.losses
+
+    @property
+    def collectives(self) -> pd.DataFrame:
+        """One row per trial, operation and dtype."""
+        return self.run.tables.collectives
+
+    @property
+    def memory(self) -> pd.DataFrame:
+        """One row per trial and category."""
+        return self.run.tables.memory
+
+    @cached_property
+    def ratios(self) -> pd.DataFrame:
+        """One row per cell and baseline."""
+        return _frame([record(row) for row in self._standing.rows], COLUMNS["ratios"])
+
+    @cached_property
+    def cells(self) -> pd.DataFrame:
+        """One row per cell."""
+        quotes, rows = Quotes(self.run), self._standing.by_cell
+        return _frame([_cell_row(quotes, cell_id, rows.get(cell_id)) for cell_id in self.run.cells], COLUMNS["cells"])
+
+    @cached_property
+    def _standing(self) -> Standing:
+        return standing(self.run)
+
+
+def read(folder: str | Path) -> Frames:
+    """The frames of a run's folder. Raises InputError for what is no run, or a journal that was truncated or edited."""
+    path = Path(folder)
+    return Frames(hashed(load(path), path), path)
+
+
+def _frame(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, Column]) -> pd.DataFrame:
+    dtypes = {name: column.dtype for name, column in columns.items()}
+    return pd.DataFrame(rows, columns=list(columns)).astype(dtypes)
+
+
+def _cell_row(quotes: Quotes, cell_id: str, row: Any) -> dict[str, Any]:
+    quote, trials = quotes.cell(cell_id), quotes.trials(cell_id)
+    bad = trials[trials["status"] != Status.OK]
+    first = (trials if bad.empty else bad).iloc[0]
+    time, ratio = quote.time, None if row is None else row.time
+    tokens = tokens_per_step(trials).iloc[0]
+    values = {name: trials.iloc[0][name] for name in COLUMNS["cells"] if name in trials.columns}
+    values |= {
+        "label": quote.cell.label,
+        "status": first["status"],
+        "reason": first["reason"],
+        "comparable": not quote.barred and quote.num_ok > 0,
+        "num_ok": quote.num_ok,
+        "num_trials": quote.num_trials,
+        "step_time_s": None if time is None else time.seconds,
+        "step_time_low_s": None if time is None else time.low,
+        "step_time_high_s": None if time is None else time.high,
+        "tokens_per_s": None if time is None else tokens / time.seconds,
+        "peak_memory_bytes": quote.peak_memory_bytes,
+        "peak_memory_source": quote.peak_memory_source or None,
+        "caveats": "; ".join(quote.caveats),
+        "citation": place_of(quotes.run.name, cell_id),
+    }
+    if row is not None:
+        values |= {
+            "baseline": row.pair.a.backend,
+            "ratio": None if ratio is None else ratio.ratio,
+            "ratio_low": None if ratio is None else ratio.low,
+            "ratio_high": None if ratio is None else ratio.high,
+            "verdict": str(row.judgement.verdict),
+            "verdict_reason": str(row.judgement.reason),
+        }
+    return values

@@ -1,0 +1,209 @@
+"""Gates: what makes a trial ``invalid``. Facts come from the tables, limits from one table with its reasons."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pandas as pd
+
+from bench.judge import expected
+from bench.judge.causes import SAME_FACTOR, Clip, explain_clipping, explain_update
+from bench.judge.losses import Deviation, Losses
+from bench.judge.tables import Tables
+from bench.plan.cell import SGD, Precision, Status
+from bench.plan.models import SIZES
+from bench.words import plural
+from bench.workload.layout import Layout
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tolerance:
+    """What may differ from the fp32 reference without being a finding."""
+
+    update_error: float
+    """Relative L2 error of the update of one SGD window."""
+    first_loss: float
+    """|loss - reference's loss| of the first step, before any update, in nats per token."""
+    loss_deviation: float
+    """Largest |loss - reference's loss| of any step that the reference has, of a long run's first ones; as above."""
+    reason: str
+
+
+TOLERANCES: dict[str, Tolerance] = {
+    Precision.FP32: Tolerance(
+        update_error=1e-5,
+        first_loss=1e-5,
+        loss_deviation=1e-3,
+        reason="only the order of fp32 sums differs: 4e-7 was seen for the update (the rounding of w - g) and 1e-5 for "
+        "the loss after 15 steps of AdamW, which amplifies it; one sample lost in a thousand would be 1e-3",
+    ),
+    Precision.BF16: Tolerance(
+        update_error=3e-2,
+        first_loss=1e-2,
+        loss_deviation=3e-2,
+        reason="bf16 has 8 bits of mantissa, and forward and backward round at every operator. Seen on the CPU for the "
+        "update: 8e-3 (tiny), 9e-3 to 1.4e-2 (135m, every sound backend alike), whatever N is, less with more tokens. "
+        "For the loss: 4e-3 (tiny), 2e-3 (135m), 8e-3 of 64 tokens in 10 layers of 1b's width, and less of more. A "
+        "loss divided by 2 too often would be 0.5, one of 32 samples lost 0.18 if they agree in nothing",
+    ),
+}
+"""By precision of the cell. The reference is fp32 for all."""
+BF16_ROUNDING = 2e-4
+"""Error of a bf16 update over the root of layers x width, at most.
+
+Seen on the CPU, of the gradient alone: 8.9e-3, 1.25e-2 and 1.65e-2 in 2 layers of width 1024, 2048 and 4096; 1.8e-2 and
+2.8e-2 in 4 and 10 layers of width 2048: 1.8e-4 to 2e-4 of the root. In the 30 layers of 135m it is half of that. By it
+1b would have 3.6e-2 and 8b 7.2e-2. The limit is twice that, as a GPU rounds elsewhere, and no less than that of small
+models.
+"""
+BF16_UNKNOWN = 0.15
+"""The limit for a bf16 update of a model that is not shipped: its layers and width are not known, 8b has no more."""
+
+
+def tolerance(precision: str, workload: str, model: str) -> Tolerance:
+    """What may differ in a cell of that precision, workload and model: bf16 rounds more in wide and in deep models."""
+    found = TOLERANCES[precision]
+    if precision != Precision.BF16:
+        return found
+    size = SIZES.get(model) if workload == "llama" else None
+    limit = 2 * BF16_ROUNDING * math.sqrt(size.num_layers * size.hidden_size) if size else BF16_UNKNOWN
+    return replace(found, update_error=max(found.update_error, round(limit, 3)))
+
+
+LONG_STEPS = 200
+"""Optimizer steps from which a run is long: rounding alone takes its losses apart in the end."""
+COMPARED_STEPS = 50
+"""How many of a long run's first losses are compared: sound backends came 2e-4 nats apart in 60 steps."""
+
+
+def judge(
+    tables: Tables, layouts: Mapping[str, Layout] | None = None, peaks: Mapping[str, int] | None = None
+) -> Tables:
+    """The same tables with what was expected filled in, and ``status`` and ``reason`` of what failed a gate.
+
+    By cell id, ``layouts`` are those of models that are not shipped (``expected.layouts_of``), and ``peaks`` the
+    predicted peaks of memory in bytes.
+
+    Trials that did not end ``ok`` are left as they are. A trial that cannot be checked, because its reference is
+    missing or failed, is invalid too: a number that nobody checked is not printed as good. In a virtual world there
+    are no values, so only its steps are counted.
+    """
+    trials = tables.trials.copy()
+    losses = Losses(tables)
+    deviations: dict[Any, Deviation | None] = {}
+    for index, row in trials.iterrows():
+        if row["status"] != Status.OK:
+            continue
+        if pd.notna(row["virtual_world_size"]):
+            if reasons := [] if row["fake_tensors"] else _step_findings(row):
+                trials.loc[index, ["status", "reason"]] = [str(Status.INVALID), "; ".join(reasons)]
+            continue
+        deviations[index] = losses.deviation(row)
+        reasons = findings(row, deviations[index])
+        if reasons:
+            trials.loc[index, ["status", "reason"]] = [str(Status.INVALID), "; ".join(reasons)]
+    checked = trials.index.isin(list(deviations))
+    largest = [None if one is None else one.largest for one in deviations.values()]
+    trials.loc[checked, "max_loss_deviation"] = pd.array(largest, dtype="Float64")
+    filled = expected.fill(replace(tables, trials=trials), layouts, peaks)
+    for cell_id, words in filled.findings.items():
+        for index, row in trials[trials["cell_id"] == cell_id].iterrows():
+            if row["status"] in {Status.OK, Status.INVALID}:
+                before = [row["reason"]] if row["status"] == Status.INVALID else []
+                trials.loc[index, ["status", "reason"]] = [str(Status.INVALID), "; ".join([*before, *words])]
+    return replace(filled.tables, trials=trials)
+
+
+def findings(row: Any, deviation: Deviation | None) -> list[str]:
+    """Everything that is wrong with one finished trial, in words; empty if all gates hold.
+
+    ``row`` is a row of the trials table; ``deviation`` that of its losses, None if there is nothing to compare.
+    """
+    limits = tolerance(row["precision"], row["workload"], row["model"])
+    found = _step_findings(row)
+    if pd.notna(row["other_work"]) and row["other_work"]:
+        found.append(f"forward and backward are not those of the plain model: {row['other_work']}")
+    update = _update_finding(row, limits)
+    if deviation is None:
+        found.append("losses could not be checked: the reference failed or is missing, or not every step has a loss")
+    elif math.isfinite(deviation.largest) and deviation.first > limits.first_loss:
+        found.append(
+            f"the first loss, before any update, is off by {deviation.first:.2g} nats (limit {limits.first_loss:g} in "
+            f"{row['precision']}): other weights, other samples, or another mean of them"
+        )
+    elif not deviation.largest <= limits.loss_deviation:
+        finite = math.isfinite(deviation.largest)
+        what = f"losses leave the reference's by {deviation.largest:.2g}" if finite else "a loss is not finite"
+        what += f" (limit {limits.loss_deviation:g} nats in {row['precision']})"
+        if deviation.num_steps < row["optimizer_steps_expected"]:
+            what += f" in the first {plural(deviation.num_steps, 'step')}"
+        if update and finite and _moves_losses(row):
+            update += f"; so {what}"
+        else:
+            found.append(what)
+    return [*found, update] if update else found
+
+
+def _update_finding(row: Any, limits: Tolerance) -> str:
+    """What is wrong with the update of one SGD window, clipped as the cell clips; empty if it is right."""
+    if pd.isna(row["update_error"]):
+        return "no update to check: the update pass did not run, or the reference has none"
+    scale, residual, clip = row["update_scale"], row["update_residual"], _clip(row)
+    limit, rounding = f"(limit {limits.update_error:g} in {row['precision']})", max(SAME_FACTOR, limits.update_error)
+    right_before = clip is not None and not row["unclipped_error"] > limits.update_error
+    if row["update_error"] > limits.update_error:
+        if clip and right_before:
+            cause = explain_clipping(scale, residual, clip)
+        else:
+            cause = explain_update(scale, residual, row["accumulate"], row["world_size"], clip, rounding)
+        return f"the update is off by {row['update_error']:.2g} {limit}: {cause}"
+    if clip and not right_before:
+        cause = explain_update(clip.unclipped_scale, residual, row["accumulate"], row["world_size"], None, rounding)
+        return (
+            f"the update is off by {row['unclipped_error']:.2g} {limit} before clipping, and right only as both were "
+            f"clipped to norm {clip.norm:g}: {cause}"
+        )
+    return ""
+
+
+def _moves_losses(row: Any) -> bool:
+    """Whether a wrong scale is all that is wrong with the update, and is one that the losses must show.
+
+    AdamW divides any scale out again, but not what clipping made of it: the weights of clipped and of shorter
+    gradients in its moments are then not the right ones.
+    """
+    scales = [scale for scale in (row["update_scale"], row["unclipped_scale"]) if pd.notna(scale)]
+    multiple = any(_is_multiple(scale, row["update_residual"]) for scale in scales)
+    return bool(multiple and (row["optimizer"] == SGD or row["clip_norm"] > 0))
+
+
+def _is_multiple(scale: float, residual: float) -> bool:
+    """Whether an update is the right one times another factor than 1, and little else."""
+    return bool(scale > 0 and residual <= SAME_FACTOR and residual <= abs(scale - 1))
+
+
+def _step_findings(row: Any) -> list[str]:
+    found = []
+    expected, observed = row["optimizer_steps_expected"], row["optimizer_steps_observed"]
+    if observed != expected:
+        found.append(f"{observed} optimizer steps were taken, {expected} were due")
+    if row["num_micro_batches"] != expected * row["accumulate"]:
+        found.append(f"{row['num_micro_batches']} micro-batches were used, {expected * row['accumulate']} were due")
+    elif row["micro_batches_per_update"] != str(row["accumulate"]):
+        found.append(f"updates used {row['micro_batches_per_update']} micro-batches each, {row['accumulate']} were due")
+    summed = row["accumulated_in"]
+    if pd.notna(summed) and summed not in {"not measured", row["accumulation_dtype"]}:
+        found.append(f"gradients are summed in {summed}, {row['accumulation_dtype']} was due")
+    if not row["ranks_agree"]:
+        found.append("the ranks took different numbers of steps")
+    return found
+
+
+def _clip(row: Any) -> Clip | None:
+    """What is known of the clipping in a row of the trials table, if it is enough to calculate with."""
+    facts = [row["clip_norm"], row["gradient_norm"], row["unclipped_scale"]]
+    known = all(pd.notna(fact) and math.isfinite(fact) and fact > 0 for fact in facts)
+    return Clip(*facts) if known else None

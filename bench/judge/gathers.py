@@ -1,0 +1,203 @@
+"""ZeRO-3's gathers of parameters, module by module, replayed as DeepSpeed's coordinator does them.
+
+There is no closed form: how parameters fall into all-gathers depends on how far prefetching has come. The replay
+follows deepspeed/runtime/zero/partitioned_param_coordinator.py (0.19.8) without its tensors.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from dataclasses import dataclass
+from enum import Enum
+from itertools import chain
+
+from bench.workload.layout import Layout
+
+
+class GatherState(Enum):
+    """Of a parameter's whole value on this rank (ZeroParamStatus)."""
+
+    ABSENT = 0
+    INFLIGHT = 1
+    PRESENT = 2
+
+
+@dataclass(slots=True, eq=False)
+class Handle:
+    """An all-gather that was issued (AllGatherCoalescedHandle)."""
+
+    parameters: tuple[int, ...]
+    complete: bool = False
+
+
+class Coordinator:
+    """Replays micro-batches after the first, whose modules were recorded in the first (a complete trace)."""
+
+    def __init__(self, layout: Layout, *, prefetch: int, max_live: int) -> None:
+        """``prefetch`` and ``max_live`` are elements: stage3_prefetch_bucket_size and stage3_max_live_parameters.
+
+        stage3_max_reuse_distance and the persistence threshold are 0, as ``zero_config`` sets them.
+        """
+        self._layout = layout
+        self._numel = [p.numel for p in layout.parameters]
+        self._prefetch, self._max_live = prefetch, max_live
+        order = [m for m in chain(layout.forward, layout.backward) if m >= 0]
+        self._trace = [(p, step) for step, m in enumerate(order) for p in layout.modules[m]]
+        self._status = [GatherState.ABSENT] * len(self._numel)
+        self._users: list[set[int]] = [set() for _ in self._numel]
+        self._released: dict[tuple[int, int], frozenset[int]] = {}
+        self._registry: dict[int, Handle] = {}
+        self.gathers: list[tuple[int, ...]] = []
+        """Of the micro-batch that was replayed last: the parameters of each all-gather."""
+
+    def micro_batch(self) -> None:
+        """Forward and backward (DeepSpeedZeRoOffload's hooks on modules)."""
+        self.begin()
+        for m in self._layout.forward:
+            self.forward(m)
+        for m in self._layout.backward:
+            self.backward(m)
+        self.end()
+
+    def forward(self, event: int) -> None:
+        """The forward enters a module (m) or leaves it (~m)."""
+        self._fetch(event) if event >= 0 else self._leave(~event)
+
+    def backward(self, event: int) -> None:
+        """The backward reaches a module's output (m) or finishes its inputs (~m)."""
+        if event >= 0:
+            self._backward[event] = None
+            self._fetch(event)
+        else:
+            self._backward.pop(~event, None)
+            self._leave(~event)
+
+    def end(self) -> None:
+        """The backward is over; release_backward_leftovers: modules whose inputs need no gradient."""
+        while self._backward:
+            module, _ = self._backward.popitem()
+            for p in self._layout.modules[module]:
+                self._users[p].discard(module)
+                self._release(p)
+
+    def gathered(self, parameters: tuple[int, ...]) -> None:
+        """For subclasses: an all-gather of these was issued."""
+
+    def arrived(self, parameters: tuple[int, ...]) -> None:
+        """For subclasses: it was waited for, and these are whole."""
+
+    def forgotten(self, parameters: tuple[int, ...]) -> None:
+        """For subclasses: each of these was asked for, so that nothing refers to their all-gather any more."""
+
+    def released(self, parameter: int) -> None:
+        """For subclasses: this one is no longer whole."""
+
+    def state(self) -> tuple[GatherState, ...]:
+        """What one micro-batch leaves to the next."""
+        return tuple(GatherState.PRESENT if self._in_flight(p) else status for p, status in enumerate(self._status))
+
+    def _in_flight(self, p: int) -> bool:
+        return self._status[p] is GatherState.INFLIGHT
+
+    def begin(self) -> None:
+        """A forward begins; reset_step: the queue of prefetching starts anew, and what is in flight is given back."""
+        for p in list(self._registry):
+            self._wait(p)
+            self._release(p)
+        self._queue = deque(self._trace)
+        self._fetched_for: dict[int, int] = defaultdict(lambda: -(10**10))
+        self._step = 0
+        self._live = 0
+        self._backward: dict[int, None] = {}
+        self.gathers = []
+
+    def _gather(self, parameters: list[int]) -> None:
+        """__all_gather_params_: one collective for all that are absent."""
+        absent = tuple(p for p in parameters if self._status[p] is GatherState.ABSENT)
+        if not absent:
+            return
+        self.gathers.append(absent)
+        handle = Handle(absent)
+        for p in absent:
+            self._live += self._numel[p]
+            self._status[p] = GatherState.INFLIGHT
+            self._registry[p] = handle
+        self.gathered(absent)
+
+    def _wait(self, p: int) -> None:
+        """Waiting for one in flight waits for all of its collective, once."""
+        handle = self._registry.pop(p, None)
+        if handle is None:
+            return
+        if not handle.complete:
+            handle.complete = True
+            for other in handle.parameters:
+                self._status[other] = GatherState.PRESENT
+            self.arrived(handle.parameters)
+        if not any(self._registry.get(other) is handle for other in handle.parameters):
+            self.forgotten(handle.parameters)
+
+    def _fetch(self, module: int) -> None:
+        """_fetch_sub_module_impl: what the module needs now, then what comes next in the trace."""
+        needed = self._layout.modules[module]
+        self._gather(list(needed))
+        for p in needed:
+            self._users[p].add(module)
+            self._wait(p)
+        not_yet = {p for p in needed if self._fetched_for[p] < self._step}
+        discarded: set[int] = set()
+        while self._queue and len(discarded) < len(not_yet):
+            p, step = self._queue.popleft()
+            self._fetched_for[p] = step
+            discarded.add(p)
+        room = min(self._max_live - self._live, self._prefetch)
+        ahead: list[int] = []
+        numel = 0
+        while self._queue and numel < room:
+            p, step = self._queue.popleft()
+            self._fetched_for[p] = max(self._fetched_for[p], step)
+            if self._status[p] is GatherState.ABSENT and p not in ahead:
+                ahead.append(p)
+                numel += self._numel[p]
+        self._gather(ahead)
+        self._step += 1
+
+    def _leave(self, module: int) -> None:
+        """release_sub_module: keep what prefetching has passed by because it was still there."""
+        key = (module, self._step)
+        if key not in self._released:  # __params_to_release remembers its answers
+            own = self._layout.modules[module]
+            self._released[key] = frozenset(p for p in own if not self._fetched_for[p] > self._step)
+        for p in self._layout.modules[module]:
+            self._users[p].discard(module)
+            if p in self._released[key]:
+                self._release(p)
+
+    def _release(self, p: int) -> None:
+        if self._status[p] is GatherState.PRESENT and not self._users[p]:
+            self._status[p] = GatherState.ABSENT
+            self._live -= self._numel[p]
+            self.released(p)
+
+    def release_all(self) -> None:
+        """Before the update (stage3.py:_partition_all_parameters)."""
+        for p, users in enumerate(self._users):
+            self._wait(p)
+            users.clear()
+            self._release(p)
+
+
+def of_window(layout: Layout, accumulate: int, *, prefetch: int, max_live: int) -> list[tuple[int, ...]]:
+    """The parameters of each all-gather of one window of N micro-batches; the update before it released all."""
+    coordinator = Coordinator(layout, prefetch=prefetch, max_live=max_live)
+    found: list[tuple[int, ...]] = []
+    seen: dict[tuple[GatherState, ...], list[tuple[int, ...]]] = {}
+    for _ in range(accumulate):
+        before = coordinator.state()
+        if before in seen:  # N may be large: from here on all are alike
+            found += seen[before] * (accumulate - len(seen))
+            break
+        coordinator.micro_batch()
+        seen[before] = coordinator.gathers
+        found += coordinator.gathers
+    return found

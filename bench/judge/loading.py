@@ -1,0 +1,104 @@
+"""A run's folder as what the analyses need, with every way in which it can be broken said in one line."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bench.errors import InputError
+from bench.judge import gates, tables
+from bench.judge.expected import layouts_of
+from bench.judge.sides import Sides
+from bench.judge.tables import Tables
+from bench.plan.cell import Cell
+from bench.plan.matrix import check_stored
+from bench.plan.schedule import Schedule
+from bench.run.journal import MANIFEST, Journal, read_manifest
+from bench.run.record import check
+
+
+def load(folder: Path) -> Run:
+    """A run's judged tables. Raises InputError for what is no run, or a journal that was truncated or edited."""
+    return read(folder)[0]
+
+
+def read(folder: Path) -> tuple[Run, list[dict[str, Any]]]:
+    """As ``load``, with the journal's records that the tables are made of."""
+    manifest = read_manifest(folder)
+    if lacking := [name for name in ("run_id", "matrix", "cells", "backends") if name not in manifest]:
+        raise InputError(f"{folder / MANIFEST}: has no key '{lacking[0]}'; restore it")
+    journal = Journal(folder)
+    records = journal.read()
+    if not records:
+        raise InputError(f"{journal.path}: holds no trial; go on with: python -m bench run --resume {folder}")
+    if "finished" in manifest and journal.is_torn():
+        raise InputError(f"{journal.path}: is truncated: the run is finished and the last line is not; restore it")
+    check(records, journal.path)
+    check_stored(manifest, str(folder / MANIFEST))
+    for number, record in enumerate(records, start=1):
+        try:
+            right = Cell.from_dict(record["cell"]).cell_id == record["cell_id"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(f"{journal.path}: trial {number} is no record of a trial ({_said(error)})") from error
+        if not right:
+            raise InputError(f"{journal.path}: trial {number} was edited: its cell is not what its cell_id is made of")
+    try:
+        found = run_of(records, manifest)
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{journal.path}: was edited: its trials make no table ({_said(error)})") from error
+    try:
+        missing_trials(found)
+    except (KeyError, TypeError, ValueError) as error:
+        place = folder / MANIFEST
+        raise InputError(
+            f"{place}: was edited: its matrix and cells are not those of a run ({_said(error)})"
+        ) from error
+    return found, records
+
+
+def hashed(run: Run, folder: Path) -> Run:
+    """The run with its journal's SHA-256 in the manifest, where it ended before that was stored."""
+    if run.manifest.get("journal_sha256"):
+        return run
+    return replace(run, manifest={**run.manifest, "journal_sha256": Journal(folder).digest()})
+
+
+def _said(error: Exception) -> str:
+    return f"no key {error}" if isinstance(error, KeyError) else str(error)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run as far as a comparison needs it."""
+
+    name: str
+    tables: Tables
+    """Judged by the gates."""
+    cells: Mapping[str, Cell]
+    """By id: those that have a trial."""
+    manifest: Mapping[str, Any]
+
+    @functools.cached_property
+    def sides(self) -> Sides:
+        """Of comparisons within the run: verdicts, noise floor and citations have the same."""
+        return Sides(self.tables)
+
+
+def missing_trials(run: Run) -> int:
+    """How many of the trials that the run's matrix asks for have no row; interrupted ones have one."""
+    trials = run.tables.trials
+    have = set(zip(trials["cell_id"], trials["repeat"].astype(int), strict=True))
+    return len({trial.key for trial in Schedule(run.manifest).trials()} - have)
+
+
+def run_of(records: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any]) -> Run:
+    """A run as its journal is so far, judged by the gates. Edited records raise KeyError, TypeError or ValueError."""
+    rows = [dict(record) for record in records]
+    predicted = dict(manifest.get("predicted") or {})
+    judged = gates.judge(tables.build(rows, dict(manifest)), layouts_of(rows), dict(predicted.get("peak_bytes") or {}))
+    contents = {record["cell_id"]: record["cell"] for record in records}
+    cells = {cell_id: Cell.from_dict(content) for cell_id, content in contents.items()}
+    return Run(name=str(manifest["run_id"]), tables=judged, cells=cells, manifest=manifest)

@@ -1,0 +1,323 @@
+"""Two runs, or two backends of one run, cell by cell: pairs, evidence, verdicts, regressions.
+
+B is compared with A, the baseline: a ratio above 1 says that B takes longer. Reference cells of two runs are left out:
+they are the truth for the gates, and no contestant. The noise floor is that of one run; between two runs nothing is
+known of it, nor of how the machine changed from one to the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from bench.judge import verdicts
+from bench.judge.bootstrap import RESAMPLES
+from bench.judge.loading import Run
+from bench.judge.sides import Sides
+from bench.judge.statistics import MARGIN, MIN_TRIALS, Interval, Sample, holm, ratio
+from bench.judge.verdicts import ALPHA, BLOCKS, ExactVerdict, Judgement, Side, exact, judge_all
+from bench.plan.cell import Cell, Status
+from bench.words import plural
+
+SLOWER, MEMORY = "slower", "memory"
+METRICS = (SLOWER, MEMORY)
+"""What can regress."""
+
+NUMERIC = ("precision", "accumulation_dtype")
+"""Fields of a cell in which two cells may differ and still be shown side by side, as not comparable."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pair:
+    """Two cells to be compared."""
+
+    a: Cell
+    b: Cell
+    name: str = ""
+    """What tells the pair from the others of its report."""
+    group: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Number:
+    """Bytes or steps on both sides, with the verdict on B."""
+
+    a: int | None
+    b: int | None
+    verdict: ExactVerdict
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComparedPair:
+    """What is said of one pair."""
+
+    pair: Pair
+    judgement: Judgement
+    memory: Number
+    steps: Number
+    forced: bool
+    """A ratio is given although the two are not comparable."""
+    regressions: tuple[str, ...] = ()
+    """Of METRICS: those that are certainly worse than the threshold allows."""
+    unchecked: tuple[str, ...] = ()
+    """Those with a threshold and nothing to hold against it."""
+
+    @property
+    def time(self) -> Interval | None:
+        """The step time of B over that of A."""
+        return self.judgement.comparison.time
+
+
+def pairs_of_backends(run: Run, baseline: str, backend: str) -> list[Pair]:
+    """The cells of two backends of one run, matched by everything but the backend."""
+    ours, theirs = (
+        {_key(cell, "backend"): cell for cell in run.cells.values() if cell.backend == name}
+        for name in (backend, baseline)
+    )
+    found = [Pair(a=theirs[key], b=ours[key]) for key in ours if key in theirs]
+    return _named(found, ("world_size", "precision"), "W={world_size} {precision}")
+
+
+def pairs_of_runs(a: Run, b: Run) -> list[Pair]:
+    """The cells that both runs have, but for the references."""
+    found = [
+        Pair(a=cell, b=b.cells[cell_id])
+        for cell_id, cell in a.cells.items()
+        if cell_id in b.cells and not cell.is_reference and not cell.twin
+    ]
+    return _named(found, ("backend",), "{backend}")
+
+
+def pairs_apart(a: Run, b: Run) -> list[Pair]:
+    """Of the cells that one run lacks, those that differ from one of the other's only in NUMERIC fields."""
+    ours, theirs = (
+        {_key(cell, *NUMERIC): cell for cell_id, cell in one.cells.items() if cell_id not in other.cells}
+        for one, other in ((b, a), (a, b))
+    )
+    found = [Pair(a=theirs[key], b=ours[key]) for key in ours if key in theirs and not ours[key].is_reference]
+    return _named(found, ("backend",), "{backend}")
+
+
+def _key(cell: Cell, *without: str) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, value) for name, value in cell.to_dict().items() if name not in without)
+
+
+def _named(pairs: list[Pair], by: Sequence[str], title: str) -> list[Pair]:
+    """The pairs in order, each with a name that no other has: N, W, precision, and what else is not equal in all."""
+    rows = [pair.a.to_dict() | {n: _either(pair, n) for n in NUMERIC} for pair in pairs]
+    shown = ["accumulate", "world_size", "precision"]
+    varying = [f.name for f in fields(Cell) if len({repr(row[f.name]) for row in rows}) > 1]
+    shown += [name for name in varying if name not in {*shown, "backend"}]
+    short = {"accumulate": "N={}", "world_size": "W={}", "precision": "{}"}
+    found = []
+    for pair, row in zip(pairs, rows, strict=True):
+        words = " ".join(short.get(name, f"{name}={{}}").format(row[name]) for name in shown)
+        group = title.format(**row)
+        found.append(replace(pair, name=f"{row['backend']} {words}" if "backend" in by else words, group=group))
+    return sorted(found, key=lambda p: (*(getattr(p.a, n) for n in by), p.a.accumulate, p.a.world_size, p.name))
+
+
+def _either(pair: Pair, name: str) -> str:
+    ours, theirs = str(getattr(pair.b, name)), str(getattr(pair.a, name))
+    return ours if ours == theirs else f"{theirs}/{ours}"
+
+
+def measured(run: Run, cell: Cell) -> bool:
+    """Whether any trial of a cell was more than found to be unsupported here."""
+    trials = run.tables.trials
+    return bool(((trials["cell_id"] == cell.cell_id) & (trials["status"] != Status.UNSUPPORTED)).any())
+
+
+def judge_pairs(
+    a: Run,
+    b: Run,
+    pairs: Sequence[Pair],
+    *,
+    thresholds: Mapping[str, float] | None = None,
+    margin: float = MARGIN,
+    force: bool = False,
+    floor: Interval | None = None,
+    resamples: int = RESAMPLES,
+) -> list[ComparedPair]:
+    """The verdicts of one report, corrected by Holm for the number of pairs.
+
+    ``thresholds`` says by how much each of METRICS may be worse: 0.05 for 5 %. A step time is certainly worse if the
+    whole interval is, and Holm's adjusted p-value of the hypothesis that it is not, tested like a difference, is
+    below 5 %; peak memory is if it is in bytes. What is not comparable, or has failed trials, has no certain time.
+    """
+    more: dict[str, Any] = {"margin": margin, "force": force, "floor": floor, "resamples": resamples}
+    return judge_reports(a, b, [pairs], thresholds=thresholds, **more)[0]
+
+
+def judge_reports(
+    a: Run,
+    b: Run,
+    reports: Sequence[Sequence[Pair]],
+    *,
+    thresholds: Mapping[str, float] | None = None,
+    margin: float = MARGIN,
+    force: bool = False,
+    floor: Interval | None = None,
+    resamples: int = RESAMPLES,
+) -> list[list[ComparedPair]]:
+    """``judge_pairs`` of several reports on the same runs: each is corrected for its own number of pairs."""
+    apart = a is not b
+    ours = Sides(a.tables, apart, "A ", force) if apart or force else a.sides
+    theirs = Sides(b.tables, apart, "B ", force) if apart else ours
+    sides = [(ours.side(pair.a), theirs.side(pair.b)) for pairs in reports for pair in pairs]
+    evidence = verdicts.compare_all(
+        [(one, base) for base, one in sides], floor, margin, force=force, resamples=resamples
+    )
+    found, start = [], 0
+    for pairs in reports:
+        part = slice(start, start + len(pairs))
+        judged = judge_all(evidence[part])
+        found.append(_rows(ours, theirs, pairs, sides[part], judged, thresholds or {}, resamples))
+        start += len(pairs)
+    return found
+
+
+_STEPS = "optimizer_steps_observed"
+
+
+def _rows(
+    ours: Sides,
+    theirs: Sides,
+    pairs: Sequence[Pair],
+    sides: Sequence[tuple[Side, Side]],
+    judged: Sequence[Judgement],
+    thresholds: Mapping[str, float],
+    resamples: int,
+) -> list[ComparedPair]:
+    """What is said of the pairs of one report."""
+    slower = [False] * len(pairs)
+    if SLOWER in thresholds:
+        slower = _certainly_slower(sides, judged, thresholds[SLOWER], resamples)
+    rows = []
+    for pair, judgement, is_slower in zip(pairs, judged, slower, strict=True):
+        blocked = judgement.comparison.blocked
+        barred = blocked is not None and blocked[0] in BLOCKS
+        memory, steps = (_numbers(ours, theirs, pair, name, barred) for name in ("peak_memory_bytes", _STEPS))
+        share = memory.verdict.ratio
+        found, unchecked = [SLOWER] * is_slower, []
+        time = judgement.comparison.time
+        if SLOWER in thresholds and (blocked is not None or time is None or time.low is None):
+            unchecked.append(SLOWER)
+        if MEMORY in thresholds and (barred or share is None):
+            unchecked.append(MEMORY)
+        elif MEMORY in thresholds and share is not None and share > 1 + thresholds[MEMORY]:
+            found.append(MEMORY)
+        forced = barred and judgement.comparison.time is not None
+        rows.append(
+            ComparedPair(
+                pair=pair,
+                judgement=judgement,
+                memory=memory,
+                steps=steps,
+                forced=forced,
+                regressions=tuple(found),
+                unchecked=tuple(unchecked),
+            )
+        )
+    return rows
+
+
+def _certainly_slower(
+    sides: Sequence[tuple[Side, Side]], judged: Sequence[Judgement], threshold: float, resamples: int
+) -> list[bool]:
+    """Whether B takes longer than 1 + threshold times as long as A, of each pair."""
+    values, beyond = [], []
+    for (base, theirs), judgement in zip(sides, judged, strict=True):
+        time = judgement.comparison.time
+        if judgement.comparison.blocked or time is None or time.low is None:
+            values.append(1.0)
+            beyond.append(False)
+            continue
+        allowed = [[s * (1 + threshold) for s in trial] for trial in base.sample.trials]
+        shifted = ratio(theirs.sample, Sample(allowed, base.sample.blocks), resamples=resamples)
+        values.append(1.0 if shifted.p_different is None else shifted.p_different)
+        beyond.append(time.low > 1 + threshold)
+    return [there and p < ALPHA for there, p in zip(beyond, holm(values), strict=True)]
+
+
+def _numbers(ours: Sides, theirs: Sides, pair: Pair, column: str, barred: bool) -> Number:
+    """The largest value of both sides; none if not comparable."""
+    if barred and not ours.force:
+        return Number(a=None, b=None, verdict=exact(None, None))
+    a, b = ours.largest(pair.a, column), theirs.largest(pair.b, column)
+    if column == "peak_memory_bytes" and len(ours.sources(pair.a) | theirs.sources(pair.b)) > 1:
+        return Number(a=a, b=b, verdict=exact(None, None))  # tracked tensors are not what an allocator has
+    return Number(a=a, b=b, verdict=exact(b, a))
+
+
+def record(row: ComparedPair) -> dict[str, Any]:
+    """One row as plain values: the columns of compare.parquet, and the ``cells`` of ``--json``."""
+    time, judgement = row.time, row.judgement
+    return {
+        "cell": row.pair.name,
+        "group": row.pair.group,
+        "cell_id_a": row.pair.a.cell_id,
+        "cell_id_b": row.pair.b.cell_id,
+        "backend_a": row.pair.a.backend,
+        "backend_b": row.pair.b.backend,
+        "verdict": str(judgement.verdict),
+        "reason": str(judgement.reason),
+        "detail": judgement.detail,
+        "next": judgement.next,
+        "forced": row.forced,
+        "ratio": None if time is None else time.ratio,
+        "low": None if time is None else time.low,
+        "high": None if time is None else time.high,
+        "num_trials": None if time is None else time.num_trials,
+        "paired": None if time is None else time.paired,
+        "p_different": judgement.p_different,
+        "p_same": judgement.p_same,
+        "no_interval": "" if time is None else time.reason,
+        "peak_memory_a_bytes": row.memory.a,
+        "peak_memory_b_bytes": row.memory.b,
+        "peak_memory_verdict": str(row.memory.verdict.verdict),
+        "peak_memory_ratio": row.memory.verdict.ratio,
+        "optimizer_steps_a": row.steps.a,
+        "optimizer_steps_b": row.steps.b,
+        "optimizer_steps_verdict": str(row.steps.verdict.verdict),
+        "regressions": list(row.regressions),
+        "unchecked": list(row.unchecked),
+    }
+
+
+def notes(a: Run, b: Run, rows: Sequence[ComparedPair], margin: float) -> list[str]:
+    """What a reader should know before citing the rows, beside the remarks on their cells."""
+    found = []
+    if not any(row.judgement.comparison.floor for row in rows):
+        found.append("noise floor unknown, so no row is called faster, slower or the same")
+    if a is not b:
+        found.append(
+            "the runs were made at different times: changes of the machine between them are in the ratios but not in "
+            "their intervals; for a citation, run both sides interleaved, in one run"
+        )
+        if a.name == b.name:
+            found.append("A and B have one run_id: if it is the same run, nothing is compared")
+    few = sum(row.time is not None and row.time.low is None for row in rows)
+    if few:
+        found.append(f"no interval for {few} of {plural(len(rows), 'cell')}: fewer than {MIN_TRIALS} trials")
+    if rows:
+        found.append(
+            f"same: a ratio within {1 / (1 + margin):.4g} and {1 + margin:.4g}; Holm's correction over {len(rows)} "
+            f"{'comparison' if len(rows) == 1 else 'comparisons'}"
+        )
+    return found
+
+
+def partnerless(
+    a: Run, b: Run, pairs: list[Pair], never: list[Pair], arguments: argparse.Namespace
+) -> dict[str, list[str]]:
+    """The labels of the cells that have no partner."""
+    found = {}
+    paired = {cell.cell_id for pair in [*pairs, *never] for cell in (pair.a, pair.b)}
+    for key, one, backend in (("only_a", a, arguments.against), ("only_b", b, arguments.backend)):
+        cells = [cell for cell_id, cell in one.cells.items() if cell_id not in paired]
+        wanted = [c for c in cells if (c.backend == backend if backend else not c.is_reference)]
+        found[key] = [cell.label for cell in wanted]
+    return found

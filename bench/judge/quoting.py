@@ -1,0 +1,237 @@
+"""What may be said of one cell of a run, or of one against another: numbers, or why there are none."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import urllib.parse
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import pandas as pd
+
+from bench.errors import InputError
+from bench.judge.loading import Run
+from bench.judge.pairs import ComparedPair, Pair, judge_pairs
+from bench.judge.remarks import remarks
+from bench.judge.samples import Estimate, estimate
+from bench.judge.standing import Floor, Standing, baseline_of, noise_floor, pairs_with_baseline, standing
+from bench.plan.cell import Cell, Status
+
+SCHEME = "accumulation-bench"
+"""Of the ids that numbers are cited by."""
+CHOICES = 6
+"""Cells that are named where one has to be chosen."""
+
+
+def place_of(run_id: str, name: str) -> str:
+    """The id that something of a run is cited by: ``accumulation-bench:RUN/NAME``."""
+    return f"{SCHEME}:{quoted(run_id)}/{name}"
+
+
+def quoted(name: str) -> str:
+    """A name as part of an id: letters, digits, ``-``, ``.``, ``_``, and the rest as ``%`` and two digits."""
+    return urllib.parse.quote(name, safe="").replace("~", "%7E")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CellQuote:
+    """What may be said of one cell."""
+
+    cell: Cell
+    time: Estimate | None
+    """Of its good trials; None if no time may be cited."""
+    barred: str
+    """Why the cell is not comparable; empty if it is."""
+    num_ok: int
+    num_trials: int
+    peak_memory_bytes: int | None
+    """The largest of its good trials."""
+    peak_memory_source: str
+    caveats: tuple[str, ...]
+    """What must be said with the numbers, or instead of them."""
+    trial: pd.Series
+    """A row of the trials table, for what is the same in all of them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RatioQuote:
+    """What may be said of one cell against another."""
+
+    cell: Cell
+    other: Cell
+    """The baseline: above 1, the cell takes longer than this one."""
+    row: ComparedPair
+    caveats: tuple[str, ...]
+    trial: pd.Series
+
+
+class Quotes:
+    """The quotes of one run. What several of them need is calculated once, or taken from ``standings`` if given."""
+
+    def __init__(self, run: Run, standings: Mapping[str, Standing] | None = None) -> None:
+        self.run = run
+        tables = run.tables
+        self._trials = {str(key): rows for key, rows in tables.trials.groupby("cell_id", sort=False)}
+        self._sides = run.sides
+        known = standings or {}
+        self._standings = {name: _by_pair(one) for name, one in known.items()}
+        self._floor: list[Floor | None] = [one.floor for one in known.values()][:1]
+        self._told: dict[str, tuple[pd.Series, list[str]]] = {}
+
+    def cell(self, cell_id: str) -> CellQuote:
+        """What may be said of a cell. Raises InputError if the run has none of that id."""
+        cell, trials = self._known(cell_id), self._trials[cell_id]
+        sound = trials.loc[trials["status"] == Status.OK, ["peak_memory_bytes", "peak_memory_source"]]
+        found = self._sides.side(cell)
+        first, failed = self._once(cell_id)
+        caveats = [*failed, *_virtual(cell), *remarks([(self.run.manifest, cell)]), *self._of_run()]
+        # What has shapes alone, or shared a GPU, was not timed; any other cell without a time has failed a gate.
+        barred = "" if cell.fake_tensors or cell.shared_gpu else "; ".join(_short(text) for text in found.obstacles)
+        good = not barred and not sound.empty
+        medians = found.sample.medians.tolist() if good else []
+        peaks = sound["peak_memory_bytes"].dropna() if good else sound["peak_memory_bytes"].iloc[:0]
+        return CellQuote(
+            cell=cell,
+            time=estimate(medians) if medians else None,
+            barred=barred,
+            num_ok=len(medians) if medians else len(sound),
+            num_trials=len(trials),
+            peak_memory_bytes=None if peaks.empty else int(peaks.max()),
+            peak_memory_source="" if peaks.empty else str(sound["peak_memory_source"].dropna().iloc[0]),
+            caveats=(*([f"not comparable: {barred}"] if barred else []), *caveats),
+            trial=first,
+        )
+
+    def ratio(self, cell_id: str, other_id: str) -> RatioQuote:
+        """What may be said of a cell against another. Raises InputError if the run lacks one of the two.
+
+        The verdict is that of the run's report with the other's backend as the baseline. Cells that no such report
+        holds together (of unequal N, say) were chosen by hand: Holm's correction is then over the run's own
+        comparisons and this one.
+        """
+        cell, other = self._known(cell_id), self._known(other_id)
+        if cell_id == other_id:
+            raise InputError(f"{cell.label}: is named twice; name another cell, or one alone")
+        row = self._row(cell, other)
+        said = remarks((self.run.manifest, one) for one in (other, cell))
+        caveats = [*_virtual(cell, other), *said, *self._of_run()]
+        for one, one_id in ((cell, cell_id), (other, other_id)):
+            caveats += [f"{one.label}: {text}" for text in self._once(one_id)[1]]
+        detail = row.judgement.detail
+        if row.judgement.comparison.blocked is not None:
+            caveats.insert(0, f"{row.judgement.reason}: {_short(detail)}")
+        if (noise := row.judgement.comparison.floor) is None or noise.low is None:
+            floor = self.floor
+            caveats.append(f"noise floor: {'the run has no A/A pair' if floor is None else _short(floor.reason)}")
+        return RatioQuote(
+            cell=cell,
+            other=other,
+            row=row,
+            caveats=tuple(dict.fromkeys(caveats)),
+            trial=self._once(cell_id)[0],
+        )
+
+    def trials(self, cell_id: str) -> pd.DataFrame:
+        """The rows of a cell in the trials table."""
+        return self._trials[cell_id]
+
+    @property
+    def floor(self) -> Floor | None:
+        """The run's A/A pair."""
+        if not self._floor:
+            self._floor.append(noise_floor(self.run))
+        return self._floor[0]
+
+    def _known(self, cell_id: str) -> Cell:
+        if cell_id not in self.run.cells:
+            raise InputError(f"{cell_id}: is no cell of the run {self.run.name}")
+        return self.run.cells[cell_id]
+
+    def _once(self, cell_id: str) -> tuple[pd.Series, list[str]]:
+        """The first trial of a cell, and what is to be said of those that failed: asked for once per comparison."""
+        if cell_id not in self._told:
+            trials = self._trials[cell_id]
+            self._told[cell_id] = trials.iloc[0], _failed(trials)
+        return self._told[cell_id]
+
+    def _row(self, cell: Cell, other: Cell) -> ComparedPair:
+        rows = self._standing(other.backend)
+        if (other, cell) in rows:
+            return rows[other, cell]
+        pairs = [*pairs_with_baseline(self.run), Pair(a=other, b=cell, name=f"{cell.label} against {other.label}")]
+        floor = self.floor
+        return judge_pairs(self.run, self.run, pairs, floor=None if floor is None else floor.interval)[-1]
+
+    def _standing(self, baseline: str) -> dict[tuple[Cell, Cell], ComparedPair]:
+        """The verdicts with this backend as the baseline, by its cell and the other."""
+        if baseline not in self._standings:
+            own = baseline == baseline_of(self.run.manifest)
+            seen = self.run if own else replace(self.run, manifest={**self.run.manifest, "baseline": baseline})
+            self._standings[baseline] = _by_pair(standing(seen))
+        return self._standings[baseline]
+
+    def _of_run(self) -> list[str]:
+        return [] if "finished" in self.run.manifest else ["the run has not ended, and the hash will change"]
+
+
+def _by_pair(one: Standing) -> dict[tuple[Cell, Cell], ComparedPair]:
+    return {(row.pair.a, row.pair.b): row for row in one.rows}
+
+
+def _failed(trials: pd.DataFrame) -> list[str]:
+    """What to say of trials that ended neither well nor invalid, by status and reason."""
+    bad = trials.loc[~trials["status"].isin([Status.OK, Status.INVALID]), ["status", "reason"]]
+    if bad.empty:
+        return []
+    return [
+        f"{len(rows)} of {len(trials)} trials ended {status}: {str(reason) or 'no reason was recorded'}"
+        for (status, reason), rows in bad.fillna({"reason": ""}).groupby(["status", "reason"], sort=False)
+    ]
+
+
+def _virtual(*cells: Cell) -> list[str]:
+    for cell in cells:
+        if cell.fake_tensors:
+            return ["a virtual world of tensors without values: nothing was timed"]
+        if cell.shared_gpu:
+            return ["its ranks shared a GPU, over gloo: nothing was timed"]
+        if cell.virtual:
+            return ["a virtual world: one process computes, nothing is sent, and the time is that of computing alone"]
+    return []
+
+
+def _short(text: str) -> str:
+    """What a gate found, without the numbers of all the repeats in which it did."""
+    return re.sub(r"repeat \d+(?:, \d+)*: ", "", text)
+
+
+def find_cell(run: Run, text: str) -> Cell:
+    """The cell that a whole id, a label or the beginning of an id names. Raises InputError if none or several do."""
+    if text in run.cells:
+        return run.cells[text]
+    labels = _labels(run.cells)
+    named = labels.get(text) or [cell for cell_id, cell in run.cells.items() if text and cell_id.startswith(text)]
+    if len(named) == 1:
+        return named[0]
+    if named:
+        some = ", ".join(f"{cell.cell_id} ({cell.label}, {_apart(cell)})" for cell in named[:CHOICES])
+        more = f" and {len(named) - CHOICES} more" if len(named) > CHOICES else ""
+        raise InputError(f"CELL '{text}': {len(named)} cells are called so; use the id: {some}{more}")
+    near = difflib.get_close_matches(text, [*labels, *run.cells], n=1)
+    words = [f"{cell.cell_id} ({cell.label})" for cell in run.cells.values()]
+    some = ", ".join(words[:CHOICES]) + (f" and {len(words) - CHOICES} more" if len(words) > CHOICES else "")
+    hint = f"did you mean '{near[0]}'?" if near else f"use one of {some}"
+    raise InputError(f"CELL '{text}': is not in the run {run.name}; {hint}")
+
+
+def _labels(cells: Mapping[str, Cell]) -> dict[str, list[Cell]]:
+    found: dict[str, list[Cell]] = {}
+    for cell in cells.values():
+        found.setdefault(cell.label, []).append(cell)
+    return found
+
+
+def _apart(cell: Cell) -> str:
+    """In what cells of one label differ most often."""
+    return f"{cell.model}, {cell.optimizer}, clip {cell.clip_norm:g}, seed {cell.seed}"

@@ -1,0 +1,213 @@
+"""The step time of one cell with its interval, and what a reader should know of the sample before citing it.
+
+It is the step time of a cell wherever the bench gives one: in summary, report, plots, frames and citations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from bench.judge.bootstrap import RESAMPLES, SEED, TRIM, bootstrap_many, trimmed_mean
+from bench.judge.statistics import MIN_TRIALS, too_few
+from bench.plan.cell import Status
+from bench.run.warmup import Array
+
+NAME = f"{100 * TRIM:g} % trimmed mean"
+"""Of the estimate, for headers and captions; the mean is that of logarithms, so a geometric one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """Seconds of an optimizer step: the trimmed mean of the logarithms of trials' medians, as in ``ratio``."""
+
+    seconds: float
+    low: float | None = None
+    high: float | None = None
+    """Ends of the 95 % interval over the trials of the run; None with fewer than MIN_TRIALS of them."""
+    num_trials: int
+    reason: str = ""
+    """Why there is no interval."""
+
+
+def estimate(medians: Sequence[float], *, resamples: int = RESAMPLES, seed: int = SEED) -> Estimate:
+    """From the seconds per step of each trial, at least one.
+
+    The interval is about this run: what the machine does from day to day is not in it. Ratios are paired where they can
+    be, and so are narrower than two such intervals would let one think.
+    """
+    return estimates([medians], resamples=resamples, seed=seed)[0]
+
+
+def estimates(samples: Sequence[Sequence[float]], *, resamples: int = RESAMPLES, seed: int = SEED) -> list[Estimate]:
+    """``estimate`` of many cells, in their order; those of equally many trials are resampled together."""
+    found: list[Estimate | None] = [None] * len(samples)
+    alike: dict[int, list[int]] = {}
+    for place, medians in enumerate(samples):
+        if not len(medians):
+            raise ValueError("an estimate needs a trial")
+        alike.setdefault(len(medians), []).append(place)
+    for n, places in alike.items():
+        logs = np.log(np.array([samples[place] for place in places], dtype=float))
+        for place, one in zip(places, _estimates(logs, n, resamples, seed), strict=True):
+            found[place] = one
+    return [one for one in found if one is not None]
+
+
+def _estimates(logs: Array, n: int, resamples: int, seed: int) -> list[Estimate]:
+    """From logarithms: a row per cell, a column per trial."""
+    seconds = [math.exp(float(centre)) for centre in trimmed_mean(logs)]
+    if n < MIN_TRIALS:
+        return [Estimate(seconds=one, num_trials=n, reason=too_few(n, "trial")) for one in seconds]
+    low, high = bootstrap_many(logs, resamples=resamples, seed=seed).interval()
+    return [
+        Estimate(seconds=one, low=math.exp(float(least)), high=math.exp(float(most)), num_trials=n)
+        for one, least, most in zip(seconds, low, high, strict=True)
+    ]
+
+
+def step_times(trials: pd.DataFrame) -> dict[str, Estimate]:
+    """The estimate of each cell, by its id, from rows of the trials table: over its ok trials.
+
+    Over all that have a step time if none is ok: such a cell is shown with its status. Without one it is left out.
+    """
+    seconds = trials["step_time_s"].to_numpy(dtype=float, na_value=np.nan)
+    known = trials[np.isfinite(seconds) & (seconds > 0)]
+    fine = known["status"] == Status.OK
+    used = known[fine | ~fine.groupby(known["cell_id"]).transform("any")]
+    samples: Mapping[str, Sequence[float]] = {
+        str(cell_id): values.astype(float).tolist()
+        for cell_id, values in used.groupby("cell_id", sort=False)["step_time_s"]
+    }
+    return dict(zip(samples, estimates(list(samples.values())), strict=True))
+
+
+def tokens_per_step(trials: pd.DataFrame) -> pd.Series:
+    """Tokens of an optimizer step, by cell_id, from rows of the trials table; NA in a virtual world: it has no rate."""
+    products = (trials["tokens_per_s"] * trials["step_time_s"]).groupby(trials["cell_id"])
+    return products.first().astype("Float64").round()
+
+
+OUTLIER = 14.826
+"""In median absolute deviations: ten standard deviations if the values were normal. hyperfine, outlier_detection.rs."""
+ALPHA = 0.01
+"""Level of the tests for drift and for two modes: they are run for every cell of a report."""
+MIN_BIMODAL = 8
+"""Trials below which two modes cannot be told from chance."""
+NULLS = 4000
+"""Simulated samples per kind of noise with one mode."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """How step times change with time."""
+
+    change: float
+    """From the first to the last slot, relative: 0.05 is 5 % slower at the end."""
+    p_value: float
+    """Of the hypothesis that there is none."""
+
+    @property
+    def found(self) -> bool:
+        return self.p_value < ALPHA
+
+
+@dataclass(frozen=True, slots=True)
+class Modes:
+    """The best split of values into two clusters."""
+
+    ratio: float
+    """Centre of the upper over that of the lower."""
+    share: float
+    """Of the values that are in the upper."""
+    p_value: float
+    """Of the hypothesis that there is one mode."""
+
+    @property
+    def found(self) -> bool:
+        return self.p_value < ALPHA
+
+
+def outliers(values: Sequence[float]) -> list[int]:
+    """Indices of the values that are more than OUTLIER median absolute deviations from the median.
+
+    They are reported and never dropped. None where more than half of the values are equal.
+    """
+    if not len(values):
+        return []
+    distances = np.abs(np.asarray(values, dtype=float) - np.median(values))
+    scale = np.median(distances)
+    return [] if scale == 0 else [int(i) for i in np.flatnonzero(distances > OUTLIER * scale)]
+
+
+def drift(slots: Sequence[float], medians: Sequence[float]) -> Drift:
+    """Change of a cell's trial medians over the order slots in which they ran.
+
+    Theil and Sen's slope of the logarithms (Sen 1968) over the whole range of slots, with the p-value of Spearman's
+    rank correlation (Student's t with n - 2 degrees of freedom). Without at least 5 trials: no change, p = 1.
+    """
+    x, y = np.asarray(slots, dtype=float), np.log(np.asarray(medians, dtype=float))
+    if len(x) < 5 or np.ptp(x) == 0 or np.ptp(y) == 0:
+        return Drift(0.0, 1.0)
+    slope = float(stats.theilslopes(y, x)[0])
+    return Drift(math.expm1(slope * float(np.ptp(x))), float(stats.spearmanr(x, y)[1]))
+
+
+def bimodal(values: Sequence[float]) -> Modes | None:
+    """Whether trial medians come from two modes, such as fast and slow placements; None with fewer than MIN_BIMODAL.
+
+    The logarithms are split where the sum of squares within the two clusters is least, each with at least two values
+    and a tenth of all. The statistic is Ashman's D, sqrt(2) |m1 - m2| / sqrt(s1^2 + s2^2) (Ashman, Bird and Zepf,
+    Astronomical Journal 108, 1994); its p-value is the largest of those under simulated normal noise, uniform noise,
+    and Student's t with 4 degrees of freedom, so that neither flat nor heavy tails pass for a second mode.
+    """
+    n = len(values)
+    if n < MIN_BIMODAL:
+        return None
+    logs = np.sort(np.log(np.asarray(values, dtype=float)))
+    found, at = _separation(logs[None])
+    cut = int(at[0])
+    p_value = max((1 + int((null >= found[0]).sum())) / (1 + NULLS) for null in _nulls(n))
+    return Modes(math.exp(logs[cut:].mean() - logs[:cut].mean()), 1 - cut / n, p_value)
+
+
+def _separation(ordered: Array) -> tuple[Array, Array]:
+    """Ashman's D at the best split of each sorted row, and where that split is."""
+    n = ordered.shape[1]
+    least = max(2, math.ceil(n / 10))
+    cuts = np.arange(least, n - least + 1)
+    x = ordered - ordered.mean(axis=1, keepdims=True)
+    sums, squares = x.cumsum(axis=1)[:, cuts - 1], (x**2).cumsum(axis=1)[:, cuts - 1]
+    total = (x**2).sum(axis=1, keepdims=True)
+    means = sums / cuts, -sums / (n - cuts)
+    spreads = squares / cuts - means[0] ** 2, (total - squares) / (n - cuts) - means[1] ** 2
+    within = cuts * spreads[0] + (n - cuts) * spreads[1]
+    best = within.argmin(axis=1)[:, None]
+    apart, scatter = (np.take_along_axis(v, best, 1)[:, 0] for v in (means[1] - means[0], spreads[0] + spreads[1]))
+    smallest = np.finfo(float).eps * np.maximum(total[:, 0], np.finfo(float).tiny)
+    return math.sqrt(2) * apart / np.sqrt(np.maximum(scatter, smallest)), cuts[best[:, 0]]
+
+
+@cache
+def _nulls(n: int) -> tuple[Array, ...]:
+    """Ashman's D of samples with one mode, for each kind of noise."""
+    rng = np.random.default_rng(SEED)
+    kinds = rng.normal(size=(NULLS, n)), rng.uniform(size=(NULLS, n)), rng.standard_t(4, size=(NULLS, n))
+    return tuple(_separation(np.sort(kind, axis=1))[0] for kind in kinds)
+
+
+def imbalance(steps_of_ranks: Sequence[Sequence[float]]) -> float:
+    """How much the slowest rank holds up the others: median over steps of the maximum over the median of the ranks.
+
+    Takes a list of step seconds per rank, all of equal length.
+    """
+    ranks = np.asarray(steps_of_ranks, dtype=float)
+    if ranks.ndim != 2 or not ranks.size:
+        raise ValueError("every rank has the same number of steps, at least one")
+    return float(np.median(ranks.max(axis=0) / np.median(ranks, axis=0)))

@@ -1,0 +1,210 @@
+"""One run against itself: the A/A pair, every cell against the baseline's, and whether more repeats are needed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bench.judge.loading import Run, run_of
+from bench.judge.pairs import ComparedPair, Pair, judge_pairs, judge_reports, pairs_of_backends
+from bench.judge.remarks import remarks
+from bench.judge.statistics import MARGIN, Interval, ratio, required_trials
+from bench.judge.verdicts import Judgement, next_precision
+from bench.plan.cell import REFERENCE, REFERENCES, Cell
+from bench.plan.schedule import Look
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Floor:
+    """What the machine makes of no difference at all: the A/A pair of a run."""
+
+    cell: Cell
+    twin: Cell
+    interval: Interval | None
+    """Ratio of the twin's step time to the cell's; None if one of the two has no good trial."""
+    reason: str = ""
+    """Why there is no interval."""
+
+
+def baseline_of(manifest: Mapping[str, Any]) -> str:
+    """The backend that the others of a run are compared with."""
+    if "baseline" in manifest:
+        return str(manifest["baseline"])
+    others = {name: about for name, about in manifest["backends"].items() if name not in REFERENCES}
+    return min(others, key=lambda name: bool(others[name].get("defect")), default=REFERENCE)
+
+
+def noise_floor(run: Run, *, resamples: int | None = None) -> Floor | None:
+    """The A/A pair of a run: the first twin in the order of labels; None if the run has none."""
+    for cell, twin in _twins(run)[:1]:
+        sides = [run.sides.side(one) for one in (twin, cell)]
+        bad = [f"{one.label}: {text}" for one in sides for text in one.obstacles]
+        bad += [f"{one.label}: {one.num_failed} of its trials are not ok" for one in sides if one.num_failed]
+        if bad or not all(len(one.sample.trials) for one in sides):
+            return Floor(cell=cell, twin=twin, interval=None, reason="; ".join(bad) or "no trial")
+        more = {} if resamples is None else {"resamples": resamples}
+        found = ratio(sides[0].sample, sides[1].sample, **more)
+        return Floor(cell=cell, twin=twin, interval=found, reason=found.reason)
+    return None
+
+
+def _twins(run: Run) -> list[tuple[Cell, Cell]]:
+    """Cells that are there twice, each with its twin, by the twins' labels."""
+    twins = sorted((cell for cell in run.cells.values() if cell.twin), key=lambda cell: cell.twin)
+    both = [(replace(twin, twin=""), twin) for twin in twins]
+    return [(cell, twin) for cell, twin in both if cell.cell_id in run.cells]
+
+
+def pairs_with_baseline(run: Run, baseline: str = "") -> list[Pair]:
+    """Every cell with the one of the baseline, the run's own if none is named, that is equal but for the backend.
+
+    Twins beyond the one of the noise floor are compared too: a run may hold more of them.
+    """
+    baseline = baseline or baseline_of(run.manifest)
+    backends = dict.fromkeys(cell.backend for cell in run.cells.values())
+    others = [
+        replace(pair, name=f"{backend} {pair.name}")
+        for backend in backends
+        if backend not in {baseline, *REFERENCES}
+        for pair in pairs_of_backends(run, baseline, backend)
+    ]
+    return others + [Pair(a=cell, b=twin, name=twin.label, group="A/A") for cell, twin in _twins(run)[1:]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Standing:
+    """What a run says of its backends."""
+
+    baseline: str
+    """The backend that all others are compared with."""
+    floor: Floor | None
+    """The A/A pair; None if the run has none."""
+    rows: list[ComparedPair]
+    """A verdict on each cell."""
+    remarks: Sequence[str] = ()
+    """What has to be said beside the numbers of the run's cells (``bench.judge.remarks``)."""
+
+    @property
+    def by_cell(self) -> dict[str, ComparedPair]:
+        """The rows by the id of the cell that is compared."""
+        return {row.pair.b.cell_id: row for row in self.rows}
+
+
+def standing(run: Run, *, margin: float = MARGIN) -> Standing:
+    """The verdicts of a run's own report: on every cell, against the baseline's."""
+    floor = noise_floor(run)
+    rows = judge_pairs(
+        run, run, pairs_with_baseline(run), margin=margin, floor=None if floor is None else floor.interval
+    )
+    return Standing(baseline=baseline_of(run.manifest), floor=floor, rows=rows, remarks=_remarks(run))
+
+
+def standings(run: Run, *, margin: float = MARGIN) -> dict[str, Standing]:
+    """The verdicts with each backend of a run as the baseline, the run's own first.
+
+    Those with one baseline are corrected for how many they are; not for the baselines that could have been chosen.
+    """
+    floor, own = noise_floor(run), baseline_of(run.manifest)
+    others = dict.fromkeys(cell.backend for cell in run.cells.values() if cell.backend not in {own, *REFERENCES})
+    names = [own, *others]
+    reports = judge_reports(
+        run,
+        run,
+        [pairs_with_baseline(run, name) for name in names],
+        margin=margin,
+        floor=None if floor is None else floor.interval,
+    )
+    said = _remarks(run)
+    return {
+        name: Standing(baseline=name, floor=floor, rows=rows, remarks=said)
+        for name, rows in zip(names, reports, strict=True)
+    }
+
+
+def _remarks(run: Run) -> list[str]:
+    return remarks((run.manifest, cell) for cell in run.cells.values() if not cell.twin)
+
+
+def look(records: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any], repeats: int) -> Look:
+    """Which cells need more repeats.
+
+    Cells that are equal but for the backend are one group, which stays open as a whole until the intervals of all its
+    ratios to the baseline are narrow enough (``verdicts.next_precision``); the A/A pair's counts in its own group.
+    What cannot be compared, or has failed trials, is not waited for and gets no more trials; nor does a cell that is to
+    have one (``once`` of the manifest).
+    """
+    run = run_of(records, manifest)
+    precision = float(manifest["matrix"]["values"]["precision"])
+    floor = noise_floor(run)
+    noise = None if floor is None else floor.interval
+    pairs = pairs_with_baseline(run)
+    if floor is not None and noise is not None:
+        pairs.append(Pair(a=floor.cell, b=floor.twin, name="A/A"))
+    done = set(manifest.get("once") or ())
+    groups: dict[str, list[ComparedPair]] = {}
+    for row in judge_pairs(run, run, pairs, floor=noise):
+        groups.setdefault(row.pair.a.cell_id, []).append(row)
+    last = manifest.get("looks") or []
+    was_open = set(last[-1]["open"]) if last else set(run.cells)
+    still: set[str] = set()
+    widest, wanted = 0.0, 0
+    for base, rows in groups.items():
+        own = floor is not None and floor.cell.cell_id == base
+        alive = [row for row in rows if row.judgement.comparison.blocked is None]
+        alive = [row for row in alive if row.pair.b.cell_id not in done]
+        if not alive or base not in was_open - done:
+            continue
+        widest = max(widest, *(row.time.width for row in alive if row.time is not None))
+        asked = [
+            row.judgement if own else replace(row.judgement, comparison=replace(row.judgement.comparison, floor=None))
+            for row in alive
+        ]
+        target = next_precision(asked, precision)
+        if target is not None:
+            wanted = max(wanted, _wanted(asked, target))
+            still |= {base, *(row.pair.b.cell_id for row in alive)}
+    chosen = tuple(cell_id for cell_id in run.cells if cell_id in still & was_open)
+    return Look(
+        repeats=repeats,
+        open=chosen,
+        widest=widest if 0 < widest < math.inf else None,
+        wanted=wanted,
+        refused=_refusal(list(groups.values())),
+    )
+
+
+def _refusal(groups: Sequence[Sequence[ComparedPair]]) -> str:
+    """Why no comparison can be made; empty if one can."""
+    rows = [row for rows in groups for row in rows]
+    if any(row.judgement.comparison.blocked is None for row in rows):
+        return ""
+    return rows[0].judgement.detail if rows else "no two cells differ in the backend alone"
+
+
+def _wanted(judgements: Sequence[Judgement], target: float) -> int:
+    """Blocks at which all these intervals may be narrower than the target."""
+    times = [one.comparison.time for one in judgements if one.comparison.time is not None]
+    return max((time.num_trials + required_trials(time, target) for time in times), default=0)
+
+
+def floor_of_runs(a: Run, b: Run) -> tuple[Interval | None, list[str]]:
+    """The noise floor of the runs, of two the higher one, and notes on it; None if one of them has none."""
+    from bench.judge.verdicts import band
+
+    found, unsure = [], []
+    for letter, one in (("A: ", a), ("B: ", b)) if a is not b else (("", a),):
+        floor = noise_floor(one)
+        if floor is None or floor.interval is None or floor.interval.low is None:
+            why = "it has no A/A pair" if floor is None else f"A/A pair: {floor.reason}"
+            unsure.append(f"{letter}the noise floor of {one.name} is unknown: {why}")
+        else:
+            found.append(floor.interval)
+            unsure.append(
+                f"{letter}noise floor {100 * (band(floor.interval) - 1):.2g}%: {floor.cell.label} against itself is "
+                f"{floor.interval.ratio:.4f} [{floor.interval.low:.4f}, {floor.interval.high:.4f}], "
+                f"n = {floor.interval.num_trials}"
+            )
+    known = len(found) == len(unsure)
+    return (max(found, key=band) if known else None), unsure

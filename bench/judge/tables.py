@@ -1,0 +1,247 @@
+"""From the journal to tidy pandas tables: SI units, counts start with ``num_``, failed trials stay in."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from bench.measure.dispatch import NUMBERS, OTHER_WORK
+from bench.plan.cell import Cell, Precision, Status
+from bench.plan.columns import COLUMNS, dtypes
+from bench.plan.estimates import peak_flops
+from bench.run.journal import Journal, read_manifest
+from bench.run.warmup import warmup
+
+
+def products_rate(entries: Iterable[Mapping[str, Any]], world_size: int, precision: str) -> float | None:
+    """FLOP/s that so many ranks reached together in matrix products; None if that was not measured.
+
+    ``entries`` as run.json has them under ``matmul``; see ``bench.run.matmul.measure``.
+    """
+    for entry in entries:
+        rates = entry["flops_per_s"]
+        if entry["world_size"] == world_size and precision in rates:
+            return math.fsum(rates[precision])
+    return None
+
+
+NAMES = ("trials", "steps", "losses", "collectives", "memory")
+"""Names of the tables that come from the journal."""
+
+
+@dataclass
+class Tables:
+    """The tables of one run, by name; each is also a parquet file in the run's folder."""
+
+    trials: pd.DataFrame
+    steps: pd.DataFrame
+    losses: pd.DataFrame
+    collectives: pd.DataFrame
+    memory: pd.DataFrame
+
+    def write(self, folder: Path) -> list[Path]:
+        """Write each table as parquet; returns the paths."""
+        paths = []
+        for field in fields(self):
+            path = folder / f"{field.name}.parquet"
+            draft = path.with_suffix(".tmp")
+            getattr(self, field.name).to_parquet(draft, index=False)
+            draft.replace(path)
+            paths.append(path)
+        return paths
+
+
+def load(folder: Path) -> Tables:
+    """The tables of a run's folder, built from its journal; the gates have not judged them yet.
+
+    Raises InputError if the folder holds no run.
+    """
+    manifest = read_manifest(folder)
+    return build(Journal(folder).read(), manifest)
+
+
+def build(records: list[dict[str, Any]], manifest: dict[str, Any]) -> Tables:
+    """The tables of the journal's records. Of several records of one cell and repeat, the last counts."""
+    latest = {(record["cell_id"], record["repeat"]): record for record in records}
+    once: dict[tuple[str, str], Any] = {}
+    for record in latest.values():
+        for name in ("update", "memory", "accumulation", "dispatch", "exposure"):
+            if record.get(name):
+                once.setdefault((record["cell_id"], name), record[name])
+    trials = [_trial_row(record, manifest, once) for record in latest.values()]
+    children: dict[str, list[dict[str, Any]]] = {name: [] for name in NAMES[1:]}
+    for record in latest.values():
+        key = {"cell_id": record["cell_id"], "repeat": record["repeat"]}
+        for name, rows in _child_rows(record).items():
+            children[name].extend({**key, **row} for row in rows)
+    return Tables(trials=frame_of("trials", trials), **{name: frame_of(name, rows) for name, rows in children.items()})
+
+
+def frame_of(name: str, rows: Sequence[Mapping[Any, Any]]) -> pd.DataFrame:
+    """A frame with exactly the columns and dtypes of its name, empty values as NA."""
+    columns = dtypes(name)
+    return pd.DataFrame(rows, columns=list(columns)).astype(columns)
+
+
+def _trial_row(record: dict[str, Any], manifest: dict[str, Any], once: dict[tuple[str, str], Any]) -> dict[str, Any]:
+    cell = Cell.from_dict(record["cell"])
+    row: dict[str, Any] = {name: record["cell"].get(name) for name in COLUMNS["trials"] if name in record["cell"]}
+    described = manifest["backends"].get(cell.backend, {})
+    row |= {name: described.get(name) for name in ("framework", "sharding", "sync")}
+    row |= {
+        name: record.get(name)
+        for name in (
+            "cell_id",
+            "repeat",
+            "slot",
+            "status",
+            "reason",
+            "num_parameters",
+            "entropy_floor",
+            "device_name",
+            "wall_s",
+            "training_s",
+        )
+    }
+    row["run_id"] = manifest["run_id"]
+    # Older records have none of these.
+    row |= {name: getattr(cell, name) for name in ("clip_norm", "twin", "activation_checkpointing", "compiled")}
+    row["virtual_world_size"] = cell.world_size if cell.virtual else None
+    row["micro_batch_size"] = cell.micro_batch_size
+    row |= {"fake_tensors": cell.fake_tensors, "shared_gpu": cell.shared_gpu}
+    row["optimizer_steps_expected"] = None if cell.fake_tensors else cell.windows
+    row["num_passes"] = len(record.get("passes", ()))
+    if record.get("training_s") is not None:
+        row["overhead_s"] = record["wall_s"] - record["training_s"]
+    if cell.precision is Precision.BF16:
+        row["bf16_as"] = described.get("bf16_as")
+    good = record["status"] == Status.OK
+    update = once.get((record["cell_id"], "update"))
+    if update and good:
+        row |= {f"update_{name}": update[name] for name in ("error", "scale", "residual")}
+        row |= {name: update.get(name) for name in ("gradient_norm", "unclipped_error", "unclipped_scale")}
+    accumulation = once.get((record["cell_id"], "accumulation"))
+    if accumulation and good:
+        row["accumulated_in"] = accumulation["dtype"]
+    dispatch = once.get((record["cell_id"], "dispatch"))
+    if dispatch and good:
+        row |= {f"{name}_per_micro_batch": _share(dispatch[name], cell.accumulate) for name in NUMBERS}
+        row[OTHER_WORK] = dispatch.get(OTHER_WORK)
+        if cell.shared_gpu:
+            row["cpu_s_per_micro_batch"] = None
+    exposure = once.get((record["cell_id"], "exposure"))
+    if exposure and good:
+        row |= {name: exposure[name] for name in ("collective_s", "exposed_s")}
+    memory = once.get((record["cell_id"], "memory"))
+    if memory and "peak" in memory and good:
+        row |= {"peak_memory_bytes": memory["peak"], "peak_memory_source": "tracked tensors"}
+    timed = record.get("time")
+    if timed:
+        row |= _timed_columns(record, cell, timed, manifest)
+    return row
+
+
+def step_time(cell: Cell, timed: Mapping[str, Any] | None) -> float | None:
+    """A trial's step time: the median of its settled steps in seconds, from its record of the time pass, if any."""
+    if not timed or not timed["step_seconds"] or cell.shared_gpu:
+        return None
+    return float(statistics.median(timed["step_seconds"][_unsettled(timed) :]))
+
+
+def _share(value: float | None, parts: int) -> float | None:
+    """One of so many equal parts of a number, if there is one."""
+    return None if value is None else value / parts
+
+
+def _timed_columns(
+    record: dict[str, Any], cell: Cell, timed: dict[str, Any], manifest: dict[str, Any]
+) -> dict[str, Any]:
+    """The columns that come from the time pass."""
+    row: dict[str, Any] = {
+        "num_micro_batches": timed["num_micro_batches"],
+        "optimizer_steps_observed": timed["num_updates"],
+        "ranks_agree": timed["ranks_agree"],
+        "micro_batches_per_update": ",".join(map(str, timed["micro_batches_per_update"])),
+        "final_loss": timed["losses"][-1] if timed["losses"] else None,
+    }
+    if timed["reported"]:
+        row["optimizer_steps_reported_by"], row["optimizer_steps_reported"] = next(iter(timed["reported"].items()))
+    row |= {name: (timed.get("host") or {}).get(name) for name in ("num_cpus", "foreign_cores", "stolen_cores")}
+    if record.get("gpus") and not cell.shared_gpu:
+        row |= _gpu_columns(record["gpus"]["gpus"], len(timed["step_seconds"]), record["tokens_per_step"])
+    if (seconds := step_time(cell, timed)) is not None:
+        row["num_warmup_steps"] = cell.warmup_windows + _unsettled(timed)
+        row["step_time_s"] = seconds
+    if "step_time_s" in row and not cell.virtual:  # a virtual world's step time is that of computing alone
+        row["tokens_per_s"] = record["tokens_per_step"] / row["step_time_s"]
+        if record["flops_per_step"]:
+            rate = record["flops_per_step"] / row["step_time_s"]
+            peak = peak_flops(record["device_name"], cell.precision)
+            products = products_rate(manifest.get("matmul") or (), cell.world_size, cell.precision)
+            row["mfu"] = rate / (peak * cell.world_size) if peak else None
+            row["mfu_of_matmul"] = rate / products if products else None
+    if timed.get("cuda_memory"):
+        row |= {
+            "peak_memory_bytes": timed["cuda_memory"]["allocated"],
+            "peak_memory_source": "CUDA allocator, allocated",
+        }
+    return row
+
+
+def _gpu_columns(gpus: list[dict[str, Any]], num_steps: int, tokens_per_step: float) -> dict[str, Any]:
+    """Of what NVML saw: the slowest clock, the hottest GPU, the power and energy of all; None if one does not tell."""
+
+    def over(name: str, join: Callable[[list[Any]], Any]) -> Any:
+        values = [gpu[name] for gpu in gpus]
+        return None if not values or None in values else join(values)
+
+    shares: dict[str, float] = {}
+    for gpu in gpus:
+        for name in gpu["slowdowns"] or ():
+            shares[name] = max(shares.get(name, 0.0), gpu["throttle"][name])
+    energy = over("energy_j", sum)
+    per_step = energy / num_steps if energy is not None and num_steps else None
+    return {
+        "sm_clock_mhz": over("sm_clock_mhz", min),
+        "power_w": over("power_w", sum),
+        "temperature_c": over("temperature_c", max),
+        "energy_j_per_step": per_step,
+        "energy_j_per_token": per_step / tokens_per_step if per_step is not None and tokens_per_step else None,
+        "clock_slowdowns": over(
+            "slowdowns", lambda _: ",".join(name for name in sorted(shares) if shares[name] >= 0.1)
+        ),
+        "foreign_gpu_processes": over("other_processes", sum),
+    }
+
+
+def _unsettled(timed: Mapping[str, Any]) -> int:
+    """How many of the timed steps are warm-up still. Older records do not say; it follows from the steps."""
+    if "num_warmup" in timed:
+        return int(timed["num_warmup"]) - len(timed["warmup_seconds"]) - 1
+    return warmup(timed["step_seconds"])
+
+
+def _child_rows(record: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """The rows of the other tables."""
+    timed = record.get("time") or {}
+    first = record["cell"]["warmup_windows"]
+    settled = first + (_unsettled(timed) if timed else 0)
+    memory = {f"tracked_{name}": size for name, size in (record.get("memory") or {}).items() if "retries" not in name}
+    cuda = timed.get("cuda_memory") or {}
+    all_seconds = [] if record["cell"].get("shared_gpu") else timed.get("step_seconds", ())
+    memory |= {f"cuda_{name}": cuda[name] for name in ("allocated", "active", "reserved") if name in cuda}
+    return {
+        "steps": [
+            {"step": step, "seconds": seconds, "kept": step >= settled}
+            for step, seconds in enumerate(all_seconds, start=first)
+        ],
+        "losses": [{"step": i, "loss": loss} for i, loss in enumerate(timed.get("losses", ()))],
+        "collectives": record.get("collectives") or [],
+        "memory": [{"category": name, "bytes": size} for name, size in memory.items()],
+    }

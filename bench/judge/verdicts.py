@@ -1,0 +1,353 @@
+"""Verdicts on two cells: faster, slower, same, ambiguous, not comparable; each with a reason and what to do next.
+
+A verdict starts as ambiguous, and evidence upgrades it:
+
+- same: the whole 95 % interval is inside the margin, the margin is no smaller than the noise floor, and Holm's
+  adjusted p-value of the equivalence is below 5 %. It comes first: a difference smaller than the margin is one that the
+  reader said does not matter.
+- faster, slower: the interval has nothing in common with the band of the A/A noise floor, and Holm's adjusted p-value
+  of the difference is below 5 %.
+
+The band reaches as far from 1, on either side, as the farther end of the interval of the run's A/A pair.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from bench.judge.bootstrap import RESAMPLES, SEED
+from bench.judge.statistics import MARGIN, MIN_TRIALS, SAME_WIDTH, Interval, Sample, equivalent, holm, ratios
+from bench.words import plural
+
+ALPHA = 0.05
+
+
+class Verdict(StrEnum):
+    """Of the first cell, against the second."""
+
+    FASTER = "faster"
+    SLOWER = "slower"
+    SAME = "same"
+    AMBIGUOUS = "ambiguous"
+    NOT_COMPARABLE = "not comparable"
+
+
+class Reason(StrEnum):
+    """Why a verdict is what it is."""
+
+    OUTSIDE_FLOOR = "outside floor"
+    """The interval is outside the band of the noise floor."""
+    INSIDE_MARGIN = "inside margin"
+    """The interval is inside the margin."""
+    INSIDE_FLOOR = "inside floor"
+    """The interval and the band overlap, and the interval excludes 1: as large as what the machine does by itself."""
+    WIDE = "wide interval"
+    """The interval holds 1 and does not fit into the margin."""
+    MANY = "many verdicts"
+    """The evidence would do for one comparison, not for as many as the report has."""
+    FLOOR_ABOVE_MARGIN = "floor above margin"
+    """Equal as far as can be seen, but a difference as large as the margin could not have been seen."""
+    NO_FLOOR = "no floor"
+    """The run has no A/A pair, or too few trials of it."""
+    CLOCKS = "clocks"
+    """In clock cycles the verdict is another one than in seconds."""
+    FEW_TRIALS = "few trials"
+    """Too few trials for an interval."""
+    FAILED_TRIALS = "failed trials"
+    """Some trials did not end well; those that did may be the lucky ones."""
+    NO_TRIALS = "no trials"
+    """No trial of one side ended well."""
+    PRECISION = "precision"
+    """The two sides compute in different dtypes."""
+    ACCUMULATION = "accumulation dtype"
+    """The two sides sum gradients in different dtypes."""
+    WORK = "work"
+    """The two sides do not train the same."""
+    GATE = "gate"
+    """A gate failed."""
+    DISTURBED = "machine disturbed"
+    """Other programs took part of the machine, or it did not keep its clocks."""
+
+
+NEXT: dict[Reason, str] = {
+    Reason.OUTSIDE_FLOOR: "cite the ratio with its interval and the noise floor",
+    Reason.INSIDE_MARGIN: "cite the margin with it",
+    Reason.INSIDE_FLOOR: "quieten the machine (idle, fixed clocks), or add repeats: both shrink the floor",
+    Reason.WIDE: "add repeats: --max-repeats, --budget, or a smaller --precision",
+    Reason.MANY: "add repeats, or compare fewer cells",
+    Reason.FLOOR_ABOVE_MARGIN: "quieten the machine, add repeats, or ask for a wider --margin",
+    Reason.NO_FLOOR: f"run again with the A/A pair and at least {MIN_TRIALS} repeats",
+    Reason.CLOCKS: "lock the clocks, or let the machine cool down, and run again",
+    Reason.FEW_TRIALS: f"run at least {MIN_TRIALS} repeats",
+    Reason.FAILED_TRIALS: "see the reasons of the failed trials; fix them and resume the run",
+    Reason.NO_TRIALS: "see the reasons of the failed trials; fix them and resume the run",
+    Reason.PRECISION: "run both sides with the same precision",
+    Reason.ACCUMULATION: "run both sides with the same accumulation dtype",
+    Reason.WORK: "give both sides the same workload, batch, sequence length and optimizer",
+    Reason.GATE: "see which gate failed; there is no point in timing a wrong result",
+    Reason.DISTURBED: "run again on an idle machine; doctor says what else runs there",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Side:
+    """One side of a comparison: what was measured, and what must be equal on both sides."""
+
+    label: str
+    sample: Sample
+    cycles: Sample | None = None
+    """The same trials in clock cycles: seconds times SM clock. None where no clock is known."""
+    num_failed: int = 0
+    """Trials that were run, or due, and did not end ``ok``."""
+    precision: str = ""
+    accumulation_dtype: str = ""
+    work: str = ""
+    """What is trained, in any form that is equal for equal work."""
+    failed_gates: Sequence[str] = ()
+    """What a gate found, in words."""
+    disturbed: Sequence[str] = ()
+    """In what the machine was disturbed, in words."""
+
+    @property
+    def obstacles(self) -> tuple[str, ...]:
+        """Why there is no number of this side, in words."""
+        return (*self.failed_gates, *self.disturbed)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """Two cells and the evidence about them."""
+
+    a: str
+    b: str
+    time: Interval | None
+    """None if nothing can be said."""
+    floor: Interval | None
+    """Ratio of the run's A/A pair."""
+    margin: float = MARGIN
+    cycles: Interval | None = None
+    blocked: tuple[Reason, str] | None = None
+    """What forbids a verdict, with its words."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judgement:
+    """A verdict with its reason."""
+
+    comparison: Comparison
+    verdict: Verdict
+    reason: Reason
+    detail: str
+    p_different: float | None = None
+    p_same: float | None = None
+    """After Holm's correction over all comparisons of the report."""
+
+    @property
+    def next(self) -> str:
+        """What to do next."""
+        return NEXT[self.reason]
+
+
+BLOCKS = frozenset(
+    {Reason.NO_TRIALS, Reason.PRECISION, Reason.ACCUMULATION, Reason.WORK, Reason.GATE, Reason.DISTURBED}
+)
+"""Reasons that make a comparison ``not comparable``; the others leave it ambiguous."""
+
+MORE_HELPS = frozenset(
+    {Reason.INSIDE_FLOOR, Reason.WIDE, Reason.MANY, Reason.FLOOR_ABOVE_MARGIN, Reason.NO_FLOOR, Reason.FEW_TRIALS}
+)
+"""Reasons for which repeats can be added."""
+
+
+def compare(
+    a: Side,
+    b: Side,
+    floor: Interval | None,
+    margin: float = MARGIN,
+    *,
+    force: bool = False,
+    resamples: int = RESAMPLES,
+    seed: int = SEED,
+) -> Comparison:
+    """The evidence on two cells, for ``judge_all``. The ratio is the step time of ``a`` over that of ``b``.
+
+    With ``force`` the ratio of what is not comparable is calculated too, where it can be; it stays not comparable.
+    """
+    return compare_all([(a, b)], floor, margin, force=force, resamples=resamples, seed=seed)[0]
+
+
+def compare_all(
+    pairs: Sequence[tuple[Side, Side]],
+    floor: Interval | None,
+    margin: float = MARGIN,
+    *,
+    force: bool = False,
+    resamples: int = RESAMPLES,
+    seed: int = SEED,
+) -> list[Comparison]:
+    """``compare`` of many pairs, whose ratios are calculated together."""
+    blocked = [_blocked(a, b) for a, b in pairs]
+    asked: list[tuple[Sample, Sample]] = []
+    places: list[tuple[int, str]] = []
+    for number, ((a, b), why) in enumerate(zip(pairs, blocked, strict=True)):
+        runs = bool(len(a.sample.trials) and len(b.sample.trials))
+        if not runs or (why is not None and why[0] in BLOCKS and not force):
+            continue
+        asked.append((a.sample, b.sample))
+        places.append((number, "time"))
+        if a.cycles is not None and b.cycles is not None:
+            asked.append((a.cycles, b.cycles))
+            places.append((number, "cycles"))
+    found = dict(zip(places, ratios(asked, margin=margin, resamples=resamples, seed=seed), strict=True))
+    return [
+        Comparison(
+            a=a.label,
+            b=b.label,
+            time=found.get((number, "time")),
+            floor=floor,
+            margin=margin,
+            cycles=found.get((number, "cycles")),
+            blocked=why,
+        )
+        for number, ((a, b), why) in enumerate(zip(pairs, blocked, strict=True))
+    ]
+
+
+def _blocked(a: Side, b: Side) -> tuple[Reason, str] | None:
+    """The gravest thing that forbids a verdict."""
+    for reason, ours, theirs in (
+        (Reason.WORK, a.work, b.work),
+        (Reason.PRECISION, a.precision, b.precision),
+        (Reason.ACCUMULATION, a.accumulation_dtype, b.accumulation_dtype),
+    ):
+        if ours != theirs:
+            return reason, f"{a.label} has {ours or 'none'}, {b.label} has {theirs or 'none'}"
+    found = [f"{side.label}: {text}" for side in (a, b) for text in side.obstacles]
+    if found:
+        wrong = a.failed_gates or b.failed_gates
+        return Reason.GATE if wrong else Reason.DISTURBED, "; ".join(found)
+    for side in (a, b):
+        if not len(side.sample.trials):
+            return Reason.NO_TRIALS, f"{side.label}: {plural(side.num_failed, 'trial')}, none of them ok"
+    failed = [
+        f"{side.label}: {side.num_failed} of {plural(side.num_failed + len(side.sample.trials), 'trial')} are not ok"
+        for side in (a, b)
+        if side.num_failed
+    ]
+    return (Reason.FAILED_TRIALS, "; ".join(failed)) if failed else None
+
+
+def judge_all(comparisons: Iterable[Comparison]) -> list[Judgement]:
+    """Verdicts on all comparisons of one report, corrected by Holm for how many there are.
+
+    All that were meant to be judged count: those that cannot be have a p-value of 1.
+    """
+    every = list(comparisons)
+    different, same = (
+        holm([1.0 if c.time is None else _or_one(getattr(c.time, name)) for c in every])
+        for name in ("p_different", "p_same")
+    )
+    return [_judge(c, p, q) for c, p, q in zip(every, different, same, strict=True)]
+
+
+def _or_one(p_value: float | None) -> float:
+    return 1.0 if p_value is None else p_value
+
+
+def _judge(comparison: Comparison, p_different: float, p_same: float) -> Judgement:
+    verdict, reason, detail = _verdict(comparison, p_different, p_same)
+    return Judgement(
+        comparison=comparison, verdict=verdict, reason=reason, detail=detail, p_different=p_different, p_same=p_same
+    )
+
+
+def _verdict(comparison: Comparison, p_different: float, p_same: float) -> tuple[Verdict, Reason, str]:
+    if comparison.blocked:
+        reason, words = comparison.blocked
+        return (Verdict.NOT_COMPARABLE if reason in BLOCKS else Verdict.AMBIGUOUS), reason, words
+    time, floor = comparison.time, comparison.floor
+    if time is None or time.low is None or time.high is None:
+        return Verdict.AMBIGUOUS, Reason.FEW_TRIALS, time.reason if time else "no ratio"
+    if floor is None or floor.low is None or floor.high is None:
+        why = "there is no A/A pair" if floor is None else f"A/A pair: {floor.reason}"
+        return Verdict.AMBIGUOUS, Reason.NO_FLOOR, why
+    found, reason = _of_interval(time, band(floor), comparison.margin, p_different, p_same)
+    words = f"{time.ratio:.4f} [{time.low:.4f}, {time.high:.4f}], A/A floor {100 * (band(floor) - 1):.2g}%"
+    if comparison.cycles is not None and found is not Verdict.AMBIGUOUS:
+        cycles = comparison.cycles
+        # Whatever Holm said of the seconds goes for the cycles: what must agree is where the interval is.
+        other = Verdict.AMBIGUOUS
+        if cycles.low is not None:
+            other = _of_interval(cycles, band(floor), comparison.margin, p_different, p_same)[0]
+        if other is not found:
+            return Verdict.AMBIGUOUS, Reason.CLOCKS, f"{words}; in cycles {cycles.ratio:.4f}, which is {other}"
+    return found, reason, words
+
+
+def band(floor: Interval) -> float:
+    """How far from 1 the noise floor reaches: its band is from 1 / band to band."""
+    assert floor.low is not None and floor.high is not None, "callers look first"
+    return math.exp(max(abs(math.log(floor.low)), abs(math.log(floor.high))))
+
+
+def _of_interval(
+    time: Interval, noise: float, margin: float, p_different: float, p_same: float
+) -> tuple[Verdict, Reason]:
+    assert time.low is not None and time.high is not None, "callers look first"
+    fits = equivalent(time, margin)
+    if fits and noise <= 1 + margin and p_same < ALPHA:
+        return Verdict.SAME, Reason.INSIDE_MARGIN
+    apart = time.high < 1 / noise or time.low > noise
+    if apart and p_different < ALPHA:
+        return (Verdict.FASTER if time.high < 1 else Verdict.SLOWER), Reason.OUTSIDE_FLOOR
+    if fits:
+        return Verdict.AMBIGUOUS, (Reason.FLOOR_ABOVE_MARGIN if noise > 1 + margin else Reason.MANY)
+    if apart:
+        return Verdict.AMBIGUOUS, Reason.MANY
+    inside = time.low > 1 or time.high < 1
+    return Verdict.AMBIGUOUS, (Reason.INSIDE_FLOOR if inside else Reason.WIDE)
+
+
+def next_precision(judgements: Sequence[Judgement], precision: float, margin: float = MARGIN) -> float | None:
+    """Width of the intervals to go on to; None if the repeats are enough.
+
+    First all intervals, the noise floor's among them, must be narrower than the precision. Comparisons that are then
+    still ambiguous for want of evidence are extended, once, until SAME_WIDTH of the margin. Neither depends on where
+    the intervals are, and so repeats are not added until a wanted verdict comes up.
+    """
+    intervals = [i for one in judgements for i in (one.comparison.time, one.comparison.floor) if i is not None]
+    widest = max((interval.width for interval in intervals), default=math.inf)
+    if widest >= precision:
+        return precision
+    extended = min(precision, SAME_WIDTH * margin)
+    open_still = any(one.verdict is Verdict.AMBIGUOUS and one.reason in MORE_HELPS for one in judgements)
+    return extended if open_still and widest >= extended else None
+
+
+class Exact(StrEnum):
+    """A verdict on counts and bytes, which have no noise."""
+
+    EQUAL = "equal"
+    MORE = "more"
+    FEWER = "fewer"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class ExactVerdict:
+    """Of the first number, against the second."""
+
+    verdict: Exact
+    ratio: float | None
+    """None where one is not known or the second is 0."""
+
+
+def exact(a: int | None, b: int | None) -> ExactVerdict:
+    """Compares peak memory in bytes, steps or calls: no statistics, one byte more is more."""
+    if a is None or b is None:
+        return ExactVerdict(Exact.UNKNOWN, None)
+    verdict = Exact.EQUAL if a == b else Exact.MORE if a > b else Exact.FEWER
+    return ExactVerdict(verdict, a / b if b else None)

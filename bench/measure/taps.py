@@ -1,0 +1,172 @@
+"""The three taps: loader, loss and optimizer, turned into a stream of plain events.
+
+Every framework, whoever owns the training loop, must fetch micro-batches, compute a loss and apply updates. All that
+is measured is measured at these three places, never by asking the framework. The optimizer is tapped on the innermost
+torch optimizer, where an update cannot be claimed without being made.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from bench.measure import heartbeat
+from bench.plan.task import SETTLED_WINDOWS
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+
+class EventKind(StrEnum):
+    """What was tapped."""
+
+    FETCH = "fetch"
+    """A micro-batch left the loader."""
+    LOSS = "loss"
+    """The loss of a micro-batch was computed."""
+    STEP = "step"
+    """The inner optimizer's ``step`` returned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing that happened on this rank, in program order."""
+
+    kind: EventKind
+    mark: Any = None
+    """For a step, what the clock gave: seconds on the host, or a CUDA event."""
+
+
+@dataclass(slots=True)
+class Update:
+    """One parameter update: one or more inner steps with no micro-batch in between.
+
+    ZeRO steps its inner optimizer once per group or sub-group, so inner steps are not updates.
+    """
+
+    num_micro_batches: int
+    """Micro-batches whose loss was computed since the update before."""
+    mark: Any
+    """The clock at the last inner step."""
+    num_inner_steps: int = 1
+
+
+def updates(events: Iterable[Event]) -> list[Update]:
+    """The updates in a stream of events. An inner step right after another one belongs to the same update."""
+    found: list[Update] = []
+    losses = 0
+    since_step = True
+    for event in events:
+        if event.kind is not EventKind.STEP:
+            losses += event.kind is EventKind.LOSS
+            since_step = True
+        elif since_step:
+            found.append(Update(num_micro_batches=losses, mark=event.mark))
+            losses, since_step = 0, False
+        else:
+            found[-1].mark = event.mark
+            found[-1].num_inner_steps += 1
+    return found
+
+
+@dataclass
+class Taps:
+    """Records events of one rank during one pass."""
+
+    mark: Callable[[], Any]
+    """The clock that is read at every inner step; must not synchronize a device."""
+    events: list[Event] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+    """The loss of every micro-batch, detached, still on its device."""
+    on_event: Callable[[EventKind], None] | None = None
+    """Called after each event, by passes that are not timed."""
+    in_loss: bool = False
+    """Whether a loss is being computed: the forward."""
+
+    _first_fetch: float | None = None
+    _last_step: float | None = None
+
+    @property
+    def training_seconds(self) -> float:
+        """Host seconds from the first fetch to the last inner step; 0 if there was none."""
+        if self._first_fetch is None or self._last_step is None:
+            return 0.0
+        return self._last_step - self._first_fetch
+
+    def finish(self) -> None:
+        """Training ends now: for devices that work on after the host's last call, once they are synchronized."""
+        self._last_step = time.perf_counter()
+
+    def loader(self, loader: Any) -> TappedLoader:
+        """The same sized iterable, tapped."""
+        return TappedLoader(loader, self)
+
+    def loss(self, function: Callable[[nn.Module, Tensor], Tensor]) -> Callable[[nn.Module, Tensor], Tensor]:
+        """The same loss function, tapped."""
+
+        def tapped(model: nn.Module, batch: Tensor) -> Tensor:
+            self.in_loss = True
+            loss = function(model, batch)
+            self.in_loss = False
+            self.losses.append(loss.detach())
+            self.record(EventKind.LOSS)
+            return loss
+
+        return tapped
+
+    def optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """The same optimizer, with a hook after each of its steps."""
+        optimizer.register_step_post_hook(lambda *_: self.record(EventKind.STEP, self.mark()))
+        return optimizer
+
+    def record(self, kind: EventKind, mark: Any = None) -> None:
+        """Append one event."""
+        if kind is EventKind.STEP:
+            self._last_step = time.perf_counter()
+        elif self._first_fetch is None:
+            self._first_fetch = time.perf_counter()
+        self.events.append(Event(kind, mark))
+        heartbeat.beat()
+        if self.on_event is not None:
+            self.on_event(kind)
+
+    def count(self, kind: EventKind) -> int:
+        """Number of events of one kind."""
+        return sum(event.kind is kind for event in self.events)
+
+
+class TappedLoader:
+    """A sized iterable that records a fetch for each micro-batch it hands out."""
+
+    def __init__(self, loader: Any, taps: Taps) -> None:
+        self._loader = loader
+        self._taps = taps
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for batch in self._loader:
+            self._taps.record(EventKind.FETCH)
+            yield batch
+
+
+class SettledWindow:
+    """Tells whether the window after SETTLED_WINDOWS updates is open: from one update to the next."""
+
+    def __init__(self, accumulate: int) -> None:
+        self._accumulate = accumulate
+        self._num_losses = 0
+        self.open = False
+        self.num_fetched = 0
+
+    def see(self, kind: EventKind) -> None:
+        """Take note of one event, before asking ``open``."""
+        self._num_losses += kind is EventKind.LOSS
+        self.num_fetched += self.open and kind is EventKind.FETCH
+        if kind is EventKind.STEP:
+            self.open = self._num_losses == SETTLED_WINDOWS * self._accumulate

@@ -1,0 +1,408 @@
+"""One rank's life: the passes of one trial, in order, and what is handed back.
+
+Instruments change what they measure, so each has a pass of its own, on a fresh build of the same cell:
+
+1. ``time``: nothing attached but the taps. Warm-up windows, then the timed ones.
+2. ``update``: one window of SGD with learning rate 1 from the initial weights, clipped as the cell clips; what it
+   changed is compared with the change of the reference, which clips likewise. A cell that clips has two such windows:
+   one without clipping comes first, since clipping makes a gradient of a wrong scale right where both are too long.
+3. ``collectives``: c10d operators between the second and the third update.
+4. ``memory``: by category, between the second and the third update: at the peak, and held between micro-batches.
+5. ``accumulation``: gradients whose sum tells in which dtype they were summed.
+6. ``dispatch``: what a window costs the host, from the second update on: CPU time, then operators dispatched, then on
+   CUDA kernels launched; each in windows of its own. The operators of forward and backward are compared with those of
+   the plain model, which runs on fake tensors before all passes.
+7. ``exposure``, on CUDA: the kernels between the second and the third update, as torch's profiler saw them: seconds in
+   collectives, and how many of them were not hidden behind computation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.backends import blocks
+from bench.backends.base import Backend, Job, registry
+from bench.errors import UnsupportedError
+from bench.measure import heartbeat
+from bench.measure.taps import EventKind, SettledWindow, Taps, updates
+from bench.measure.tensors import tensors
+from bench.plan.cell import REFERENCE, SGD, Cell, Status
+from bench.plan.task import SETTLED_WINDOWS, Spec
+from bench.workload import load
+from bench.workload.batches import Loader, sliced
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from torch.nn.parameter import Parameter
+    from torch.optim import Optimizer
+
+
+def work(spec: Spec, rank: int, device: torch.device) -> dict[str, Any]:
+    """One rank's part in a trial, inside an initialized process group; see ``bench.plan.task.Task``."""
+    return RankTrial(spec, rank, device, registry([spec.backend])[spec.backend]).run()
+
+
+class RankTrial:
+    """The passes of one trial on one rank, inside an initialized process group."""
+
+    def __init__(self, spec: Spec, rank: int, device: torch.device, backend: type[Backend]) -> None:
+        self.spec, self.cell, self.rank, self.device = spec, spec.cell, rank, device
+        self.backend = backend
+        if reason := blocks.refusal(spec.cell, backend):
+            raise UnsupportedError(reason)
+        self.workload = load(spec.cell, Path(spec.corpus) if spec.corpus else None)
+        self._tensors = tensors(spec.cell, device, backend.requires)
+        model = self._tensors.model(self.workload.model)
+        self._unused_model: nn.Module | None = model
+        self.num_parameters = sum(p.numel() for p in model.parameters())
+        sizes = [sum(p.numel() for p in block.parameters()) for block in self.workload.blocks(model)]
+        self.block_parameters = max(sizes, default=0)
+        self._loss: Callable[[nn.Module, Tensor], Tensor] = self.workload.loss
+        if self.cell.backend == REFERENCE:
+            self._loss = sliced(self._loss, self.cell.global_batch_size, self.workload.tokens_per_sample)
+        # Samples per update of the ranks that exist: all, or the one of a virtual world.
+        self._batch_size = self.cell.accumulate * self.cell.micro_batch_size * spec.world_size
+        # The tokens of all windows lie ready on the device, so that no pass times their making or copying.
+        windows = max(self.cell.windows, SETTLED_WINDOWS + 1)
+        self.data = self._tensors.data(self.workload.data, windows * self._batch_size)
+        self.training_s = 0.0
+        self._plain: tuple[Counter[str], Counter[str]] | None = None
+
+    def run(self) -> dict[str, Any]:
+        """All passes; the result is plain JSON."""
+        cell = self.cell
+        result: dict[str, Any] = {
+            "status": Status.OK,
+            "num_parameters": self.num_parameters,
+            "entropy_floor": self.workload.entropy_floor,
+            "tokens_per_step": self.workload.tokens_per_sample * cell.global_batch_size,
+            "flops_per_step": self.workload.flops_per_sample
+            and self.workload.flops_per_sample * cell.global_batch_size,
+            "device_name": _device_name(self.device),
+            "device_uuid": _device_uuid(self.device),
+        }
+        passes: dict[str, Callable[[], Any]] = {
+            "time": self.time,
+            "update": self.update,
+            "collectives": self.collectives,
+            "memory": self.memory,
+            "accumulation": self.accumulation,
+            "dispatch": self.dispatch,
+            "exposure": self.exposure,
+        }
+        if "dispatch" in self.spec.passes:
+            from bench.measure.operators import plain_work
+
+            self._plain = plain_work(cell, self.workload, self._loss, self.data)
+        for name in self.spec.passes:
+            gc.collect()  # frees the pass before, whose frameworks leave cycles
+            heartbeat.beat()
+            try:
+                with self._tensors:
+                    result[name] = passes[name]()
+            except Exception as error:
+                error.add_note(f"in the {name} pass")
+                raise
+        result["training_s"] = self.training_s
+        if "collectives" in result and self.cell.workload != "llama":
+            result["layout"] = self._layout()
+        return result
+
+    def _layout(self) -> dict[str, Any] | None:
+        """What the formulas need to know of a model that is not shipped; None where it has to be built first."""
+        from bench.workload.structure import record
+
+        if self.cell.fake_tensors or self.rank != 0:
+            return None
+        model = self.workload.model().to(self.device)
+        return record(model, self.workload.blocks(model), self.workload.loss, self.data[:1]).to_json()
+
+    def train(
+        self,
+        taps: Taps,
+        windows: int,
+        *,
+        optimizer: Callable[[Iterable[Parameter]], Optimizer] | None = None,
+        clip_norm: float | None = None,
+        instrument: AbstractContextManager[Any] | None = None,
+        keep_parameters: bool = False,
+        watch: Callable[[Backend], None] | None = None,
+    ) -> Backend:
+        """One fresh build of the backend, trained for some windows under the given taps.
+
+        Optimizer and clipping are the cell's unless given. ``watch`` is called with the backend before it builds.
+        """
+        import torch
+
+        cell, data = self.cell, self._samples(windows)
+        loader = Loader(
+            lambda samples: data[samples.start : samples.stop],
+            windows=windows,
+            accumulate=cell.accumulate,
+            world_size=self.spec.world_size,
+            rank=self.rank,
+            global_batch_size=self._batch_size,
+        )
+        make_optimizer = optimizer or self._optimizer
+        # Dynamo passes over what runs in a dispatch mode; what is sent does not depend on it.
+        compiled = cell.compiled and instrument is None
+        backend = self.backend()
+        if watch:
+            watch(backend)
+        job = Job(
+            cell=cell,
+            rank=self.rank,
+            world_size=cell.world_size,
+            device=self.device,
+            windows=windows,
+            accumulate=cell.accumulate,
+            num_parameters=self.num_parameters,
+            block_parameters=self.block_parameters,
+            build=lambda: self._build(dataclasses.replace(cell, compiled=compiled)),
+            blocks=self.workload.blocks,
+            loader=taps.loader(loader),
+            loss=taps.loss(self._loss),
+            optimizer=lambda parameters: taps.optimizer(make_optimizer(parameters)),
+            autocast=lambda: (
+                torch.autocast(self.device.type, torch.bfloat16) if str(cell.precision) == "bf16" else nullcontext()
+            ),
+            keep_parameters=keep_parameters,
+            clip_norm=cell.clip_norm if clip_norm is None else clip_norm,
+        )
+        with instrument or nullcontext():
+            backend.train(job)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            taps.finish()
+        heartbeat.beat()
+        self.training_s += taps.training_seconds
+        return backend
+
+    def _samples(self, windows: int) -> Tensor:
+        """The tokens of so many windows: the same ones again where there are fewer."""
+        times = -(-windows * self._batch_size // len(self.data))
+        return self.data if times == 1 else self.data.repeat(times, *[1] * (self.data.dim() - 1))
+
+    def _build(self, cell: Cell) -> nn.Module:
+        """A new model, its blocks as the cell asks; the one that was made to count its parameters serves once."""
+        model, self._unused_model = self._unused_model or self._tensors.model(self.workload.model), None
+        model = self._tensors.place(model)
+        blocks.prepare(self.workload.blocks(model), cell)
+        return model
+
+    def _optimizer(self, parameters: Iterable[Parameter]) -> Optimizer:
+        import torch
+
+        if self.cell.optimizer == SGD:
+            return torch.optim.SGD(parameters, lr=self.cell.learning_rate, foreach=True)
+        kind = {self.cell.optimizer.removeprefix("adamw-"): True}
+        return torch.optim.AdamW(parameters, lr=self.cell.learning_rate, **kind)  # type: ignore[arg-type]
+
+    def time(self) -> dict[str, Any]:
+        """The time pass: seconds of each step, the loss of every step, and who stepped how often.
+
+        ``began`` and ``ended`` are the monotonic clock at the first and the last timed update, when the device reached
+        them; ``host`` is what else the machine did.
+        """
+        import torch
+
+        from bench.measure.clock import clock_for
+        from bench.measure.host import HostLoad
+        from bench.measure.memory import cuda_peaks
+
+        clock = clock_for(self.device)
+        cuda = self.device.type == "cuda"
+        taps = Taps(clock.mark)
+        load = HostLoad()
+        warmup = self.cell.warmup_windows
+        seen = 0
+
+        def after_warmup(kind: EventKind) -> None:
+            nonlocal seen
+            seen += kind is EventKind.LOSS
+            if kind is EventKind.STEP and seen == warmup * self.cell.accumulate:
+                compiled_all()
+                if cuda:
+                    torch.cuda.reset_peak_memory_stats()
+
+        taps.on_event = after_warmup if cuda or self.cell.compiled else None
+        with load, blocks.compiled_once(self.cell) as compiled_all:
+            backend = self.train(taps, self.cell.windows)
+        found = updates(taps.events)
+        reached = clock.moments([update.mark for update in found])
+        counted = [] if self.cell.virtual else taps.losses  # those of a virtual world mean nothing
+        losses = torch.stack(counted).double().cpu() if counted else torch.empty(0, dtype=torch.double)
+        accumulate = self.cell.accumulate
+        windows = len(losses) // accumulate
+        seconds = clock.intervals([update.mark for update in found])
+        return {
+            "warmup_seconds": seconds[: warmup - 1],
+            "step_seconds": seconds[warmup - 1 :],
+            "began": reached[warmup - 1] if len(reached) >= warmup else None,
+            "ended": reached[-1] if reached else time.monotonic(),
+            "host": load.result,
+            "losses": losses[: windows * accumulate].view(windows, accumulate).mean(dim=1).tolist(),
+            "num_micro_batches": len(taps.losses),
+            "num_fetched": taps.count(EventKind.FETCH),
+            "num_updates": len(found),
+            "num_inner_steps": sum(update.num_inner_steps for update in found),
+            "micro_batches_per_update": sorted({update.num_micro_batches for update in found}),
+            "reported": backend.reported(),
+            "settings": backend.settings(),
+            "cuda_memory": cuda_peaks() if cuda else None,
+        }
+
+    def update(self) -> dict[str, float] | None:
+        """The update pass; rank 0 compares, the other ranks only take part in gathering.
+
+        Beside what ``compare`` finds: the norm of the gradient before it is clipped and, if the cell clips, the error
+        and the scale of the update without clipping, as ``unclipped_*``.
+        """
+        reference = Path(self.spec.reference)
+        if not self.cell.clip_norm:
+            return self._sgd_window(0.0, reference)
+        unclipped = self._sgd_window(0.0, reference.with_suffix(".unclipped"))
+        gc.collect()
+        clipped = self._sgd_window(self.cell.clip_norm, reference)
+        if unclipped is None or clipped is None:
+            return None
+        more = {f"unclipped_{name}": unclipped[name] for name in ("error", "scale")}
+        return {**clipped, "gradient_norm": unclipped["gradient_norm"], **more}
+
+    def _sgd_window(self, clip_norm: float, reference: Path) -> dict[str, float] | None:
+        """One window of SGD with learning rate 1 against the reference's in that file, which the reference writes."""
+        import torch
+
+        from bench.measure.update import compare, save
+
+        taps = Taps(time.perf_counter)
+        sgd = lambda parameters: torch.optim.SGD(parameters, lr=1.0, foreach=True)  # noqa: E731
+        backend = self.train(taps, 1, optimizer=sgd, clip_norm=clip_norm, keep_parameters=True)
+        after = backend.full_parameters()
+        if self.rank != 0:
+            for name in after:
+                after[name]  # may be gathered now, which takes every rank
+            return None
+        model = self._tensors.model(self.workload.model)  # on a GPU it stays there: the host holds the change alone
+        before = {name: p.detach() for name, p in model.named_parameters()}
+        change = {name: after[name].detach().float().cpu() - before[name].cpu() for name in after if name in before}
+        if missing := before.keys() ^ after.keys():
+            raise RuntimeError(
+                f"full_parameters() of {self.cell.backend} and the model differ in {sorted(missing)[:3]}"
+            )
+        if self.cell == self.cell.reference():
+            save(change, reference)
+        squares = sum(float(value.double().pow(2).sum()) for value in change.values())
+        return {**compare(change, reference), "gradient_norm": math.sqrt(squares)}
+
+    def collectives(self) -> list[dict[str, Any]]:
+        """The collectives pass: rows of op, dtype, calls and payload bytes of one settled window."""
+        from bench.measure.collectives import CollectiveCounter
+
+        counter = CollectiveCounter()
+        counter.self_test(self.device)
+        taps = Taps(time.perf_counter)
+        window = SettledWindow(self.cell.accumulate)
+
+        def on_event(kind: EventKind) -> None:
+            window.see(kind)
+            counter.counting = window.open
+
+        taps.on_event = on_event
+        self.train(taps, SETTLED_WINDOWS + 1, instrument=counter)
+        return counter.rows()
+
+    def memory(self) -> dict[str, int]:
+        """The memory pass: bytes by category of one settled window, by the keys of ``bench.plan.categories.named``.
+
+        ``peak`` and its parts are of the moment when most was live; ``held`` and its parts of the second fetch, and
+        missing when N = 1, where nothing is held from one micro-batch to the next.
+        """
+        from bench.measure.memory import MemoryProbe
+
+        probe = MemoryProbe(self.device.type, fake=self.cell.fake_tensors)
+        taps = Taps(time.perf_counter)
+        window = SettledWindow(self.cell.accumulate)
+
+        def on_event(kind: EventKind) -> None:
+            taps.losses.clear()  # they would be held, and counted
+            was_open = window.open
+            window.see(kind)
+            probe.event(kind)
+            if window.open and not was_open:
+                probe.open()
+            elif was_open and not window.open:
+                probe.close()
+            elif window.open and kind is EventKind.FETCH and window.num_fetched == 2:
+                probe.hold()
+
+        def watch(backend: Backend) -> None:
+            probe.holdings = backend.holdings
+
+        taps.on_event = on_event
+        self.train(
+            taps,
+            SETTLED_WINDOWS + 1,
+            optimizer=lambda parameters: probe.optimizer(self._optimizer(parameters)),
+            instrument=probe.ledger,
+            watch=watch,
+        )
+        return probe.result
+
+    def accumulation(self) -> dict[str, Any]:
+        """The accumulation pass: in which dtype the backend sums gradients."""
+        from bench.measure.summing import accumulator
+
+        return accumulator(self.backend, self.cell, self.rank, self.device)
+
+    def dispatch(self) -> dict[str, Any]:
+        """The dispatch pass: what a window costs this rank's process; see ``bench.measure.dispatch``."""
+        from bench.measure.dispatch import HostCost
+
+        taps = Taps(time.perf_counter)
+        cost = HostCost(self.cell.accumulate, cuda=self.device.type == "cuda", taps=taps, plain=self._plain)
+        taps.on_event = cost.see
+        self.train(taps, cost.windows, instrument=cost)
+        return cost.result
+
+    def exposure(self) -> dict[str, Any] | None:
+        """The exposure pass: seconds in collectives in one settled window, and how many of them alone; one rank's.
+
+        None if torch's profiler saw nothing on the device.
+        """
+        from bench.measure.exposure import WindowProfiler
+
+        profiler = WindowProfiler()
+        taps = Taps(time.perf_counter)
+        window = SettledWindow(self.cell.accumulate)
+
+        def on_event(kind: EventKind) -> None:
+            window.see(kind)
+            profiler.see(window.open)
+
+        taps.on_event = on_event
+        self.train(taps, SETTLED_WINDOWS + 1)
+        found = profiler.result()
+        return None if found is None else dataclasses.asdict(found)
+
+
+def _device_name(device: torch.device) -> str:
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _device_uuid(device: torch.device) -> str | None:
+    """As NVML writes it; None on the CPU."""
+    import torch
+
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else None

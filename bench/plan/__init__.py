@@ -1,0 +1,1 @@
+"""What is run: a matrix file becomes cells, and cells become tasks."""

@@ -1,0 +1,186 @@
+"""What a run will take, before it does it: rough time and memory of each cell; the datasheets' peaks that MFU is of.
+
+A device that is not listed has no peak, and its rows have no MFU against one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from bench.plan.cell import REFERENCE, SGD, Cell, Device, Precision, Sharding, Sync
+from bench.plan.models import SIZES, LlamaSize
+from bench.plan.task import CPU_WINDOWS, SETTLED_WINDOWS
+from bench.plan.world import Candidate
+
+CPU_FLOPS_PER_CORE = 2e10
+"""FLOP/s that one core is assumed to reach in fp32 training; for the estimate of time only."""
+GPU_EFFICIENCY = 0.35
+"""Part of the datasheet peak that a GPU is assumed to reach; for the estimate of time only."""
+GPU_FP32_FLOPS = 3e13
+"""FLOP/s that a GPU is assumed to reach in fp32, without TF32: half of what an H100 has."""
+GPU_LINK_BYTES_PER_S = 3.6e11
+"""Rate at which NCCL is assumed to gather or reduce, over (W - 1) / W of the bytes: 80 % of what the NVLinks of an H100
+have in each direction, 450 GB/s."""
+GPU_LAYER_S = 1e-3
+"""Least time of a layer's forward and backward in one micro-batch, which is that of launching some 150 kernels."""
+WATCHED_LAYER_S = {"collectives": 3e-3, "memory": 10e-3, "dispatch": 3e-3, "exposure": 3e-3}
+"""The same where each operator passes a dispatch mode, or the profiler, in Python."""
+PLAIN_LAYER_S = 0.1
+"""Time of a layer's forward and backward on fake tensors, with which the dispatch pass compares: some 670 operators."""
+GPU_TRIAL_S = 8.0
+"""Assumed fixed cost of a trial on a GPU: a second to fork and to import the framework, three for the CUDA context and
+to load libraries' kernels, two for NCCL's communicators, two to end."""
+COPIED_BYTES_PER_S = 4e9
+"""Bytes that one core copies or compares per second, between host and device too."""
+LOOPBACK_BYTES_PER_S = 4e8
+"""Rate at which gloo is assumed to reduce over loopback; for the estimate of time only."""
+FIXED_S = 1.5
+"""Assumed fixed cost of a trial."""
+ACTIVATION_BYTES_PER_ELEMENT = 40
+"""Bytes of activations per token, layer and unit of hidden size, without recomputation: 34 in 16-bit after Korthikanti
+et al. (arXiv:2205.05198, equation 1) without dropout, and more in fp32; for the estimate of memory only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a cell will need, roughly."""
+
+    seconds: float | None
+    """Of one trial; None if unknown."""
+    source: str
+    """``measured`` in an earlier run of the same cell, or ``rough`` from the model's size."""
+    memory_bytes: int | None
+    """Of one rank at the peak; None if unknown."""
+    once_s: float = 0.0
+    """Seconds that the extra passes add to one trial of the cell, where they are known to cost much."""
+
+    def total(self, repeats: int) -> float:
+        """Seconds of so many trials, one of them with the extra passes; 0 if unknown."""
+        return 0.0 if self.seconds is None else self.seconds * repeats + self.once_s
+
+
+def estimate(
+    cell: Cell,
+    backend: Candidate,
+    walls: Mapping[str, float],
+    *,
+    cores: int,
+    device_name: str,
+    passes: Sequence[str] = (),
+) -> Cost:
+    """Time and memory of one cell. Only the shipped models' sizes are known without building them.
+
+    ``passes`` are those that the cell has on a GPU (``bench.plan.task.passes``).
+    """
+    if cell.workload != "llama":
+        return Cost(walls.get(cell.cell_id), "measured" if cell.cell_id in walls else "unknown", None)
+    size = SIZES[cell.model]
+    parameters = size.num_parameters
+    moments = 0 if cell.optimizer == SGD else 2
+    memory = state_bytes(parameters, backend.sharding, backend.sync, cell.world_size, cell.accumulate, moments)
+    tokens = cell.micro_batch_size * cell.sequence_length
+    memory += tokens * (size.num_layers * size.hidden_size * ACTIVATION_BYTES_PER_ELEMENT + 12 * size.vocab_size)
+    if cell.cell_id in walls:
+        return Cost(walls[cell.cell_id], "measured", memory)
+    flops = size.flops_per_token(cell.sequence_length) * cell.sequence_length * cell.global_batch_size
+    if cell.fake_tensors:
+        return Cost(None, "unknown", memory)  # nothing is computed; what it takes is Python's time
+    if cell.virtual:
+        flops //= cell.world_size  # of one rank, and nothing is sent
+    if cell.device is Device.CUDA:
+        return _on_gpu(cell, backend, size, flops, memory, device_name, passes)
+    reductions = cell.accumulate if backend.sync is Sync.EAGER else 1
+    wire = 4 * parameters * (reductions + 2 * cell.accumulate * (backend.sharding is Sharding.PARAMS))
+    sent = 0 if cell.virtual or cell.world_size == 1 else wire
+    step = flops / (CPU_FLOPS_PER_CORE * cores) + sent / LOOPBACK_BYTES_PER_S
+    extra = 1 + 2 * (SETTLED_WINDOWS + 1)  # update; collectives and memory; the accumulation pass has a tiny model
+    extra += SETTLED_WINDOWS + CPU_WINDOWS + 1  # dispatch
+    windows = cell.windows + extra / 3
+    return Cost(FIXED_S + windows * step, "rough", memory)
+
+
+def _on_gpu(
+    cell: Cell,
+    backend: Candidate,
+    size: LlamaSize,
+    flops: float,
+    memory: int,
+    device_name: str,
+    passes: Sequence[str],
+) -> Cost:
+    """A trial on a GPU: processes, initial weights, and steps as long as computing, launching or sending takes."""
+    known = peak_flops(device_name, Precision.BF16)
+    peak = GPU_FP32_FLOPS if cell.precision is Precision.FP32 else known and known * GPU_EFFICIENCY
+    if known is None or peak is None:
+        return Cost(None, "unknown", memory)
+    again = 4 / 3 if cell.activation_checkpointing or cell.backend == REFERENCE else 1  # the forward once more
+    step = again * flops / (peak * (1 if cell.virtual or cell.shared_gpu else cell.world_size))
+    layers = cell.accumulate * size.num_layers
+    step = max(step, layers * GPU_LAYER_S, _sent(cell, backend, size.num_parameters) / GPU_LINK_BYTES_PER_S)
+    copy = 4 * size.num_parameters / COPIED_BYTES_PER_S
+    seconds = GPU_TRIAL_S + cell.windows * step
+    once = 0.0
+    for name in passes:
+        if name == "update":
+            once += step + 8 * copy  # weights before and after, their change, the reference's, both compared in fp64
+        elif name in WATCHED_LAYER_S:
+            once += (SETTLED_WINDOWS + 1) * max(step, layers * WATCHED_LAYER_S[name])
+            once += size.num_layers * PLAIN_LAYER_S if name == "dispatch" else 0
+    return Cost(seconds, "rough", memory, once)
+
+
+def _sent(cell: Cell, backend: Candidate, parameters: int) -> float:
+    """Bytes that a rank on a GPU gathers and reduces in a window: 2 of a parameter in bf16, 4 of a gradient."""
+    if cell.virtual or cell.world_size == 1:
+        return 0.0
+    reductions = cell.accumulate if backend.sync is Sync.EAGER else 1
+    gathers = 2 * cell.accumulate if backend.sharding is Sharding.PARAMS else 1  # forward and backward, or the update
+    gathers *= 2 if cell.precision is Precision.BF16 else 4
+    each = 4 * reductions * (2 if backend.sharding is Sharding.NONE else 1) + gathers
+    return each * parameters * (cell.world_size - 1) / cell.world_size
+
+
+def state_bytes(
+    parameters: int, sharding: Sharding, sync: Sync, world_size: int, accumulate: int, moments: int = 2
+) -> int:
+    """Bytes per rank of fp32 parameters, fp32 gradients and the optimizer's moments (AdamW's two), by what is sharded.
+
+    With deferred sync a sharded backend holds whole gradients as soon as there is a window to defer over.
+    """
+    whole_gradients = sharding in (Sharding.NONE, Sharding.OPTIMIZER) or (sync is Sync.DEFERRED and accumulate > 1)
+    shards = {
+        "parameters": world_size if sharding is Sharding.PARAMS else 1,
+        "gradients": 1 if whole_gradients else world_size,
+        "moments": 1 if sharding is Sharding.NONE else world_size,
+    }
+    return (
+        4 * parameters // shards["parameters"]
+        + 4 * parameters // shards["gradients"]
+        + 4 * moments * parameters // shards["moments"]
+    )
+
+
+PEAK_FLOPS: dict[str, dict[str, float]] = {
+    "H100 NVL": {"bf16": 835e12},
+    "H100 PCIe": {"bf16": 756e12},
+    "H100": {"bf16": 989e12},
+    "H200 NVL": {"bf16": 835e12},
+    "H200": {"bf16": 989e12},
+    "A100": {"bf16": 312e12},
+}
+"""Dense tensor-core FLOP/s by a part of the device's name and by precision, from NVIDIA's datasheets.
+
+The first name that matches counts, so longer ones stand first. No fp32 peak is listed: what PyTorch does with fp32
+matrix products depends on a switch (TF32), and a peak that may not be the one in use would be a guess.
+"""
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """Peak FLOP/s of one device, or None if it is not known."""
+    if "MIG" in device_name:
+        return None  # a slice has a part of the peak
+    for part, peaks in PEAK_FLOPS.items():
+        if part in device_name:
+            return peaks.get(precision)
+    return None

@@ -1,0 +1,177 @@
+"""What a matrix may name, found without torch: shapes of the Llama decoders, workload factories, corpus files."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench import files
+from bench.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LlamaSize:
+    """The shape of a Llama decoder, in the terms of its Hugging Face config."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    intermediate_size: int
+    vocab_size: int
+    tied: bool
+    """Whether the output head shares the embedding's weight."""
+    rope_theta: float = 10_000.0
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def num_block_parameters(self) -> int:
+        """Parameters of one decoder block: attention, gated MLP and two norms; no biases."""
+        attention = self.hidden_size * self.head_size * (2 * self.num_heads + 2 * self.num_kv_heads)
+        return attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+
+    @property
+    def num_parameters(self) -> int:
+        """P: all parameters, a tied weight counted once."""
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
+        return embeddings + self.num_layers * self.num_block_parameters + self.hidden_size
+
+    def flops_per_token(self, sequence_length: int) -> float:
+        """Model FLOPs per token of forward and backward.
+
+        6 per weight of every matrix product (the head counted even if tied, the embedding's look-up not) and
+        12 x layers x heads x head size x sequence length for attention, causality not deducted: PaLM
+        (arXiv:2204.02311), appendix B. Recomputation is not counted, so this is for MFU, not for HFU.
+        """
+        matrices = self.num_layers * (self.num_block_parameters - 2 * self.hidden_size)
+        matrices += self.vocab_size * self.hidden_size
+        attention = 12 * self.num_layers * self.num_heads * self.head_size * sequence_length
+        return 6.0 * matrices + attention
+
+
+SIZES = {
+    "micro": LlamaSize(
+        hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=176, vocab_size=256, tied=False
+    ),
+    "tiny": LlamaSize(
+        hidden_size=256, num_layers=4, num_heads=4, num_kv_heads=2, intermediate_size=704, vocab_size=256, tied=False
+    ),
+    "135m": LlamaSize(
+        hidden_size=576,
+        num_layers=30,
+        num_heads=9,
+        num_kv_heads=3,
+        intermediate_size=1536,
+        vocab_size=49_152,
+        tied=True,
+        rope_theta=100_000.0,
+    ),
+    "1b": LlamaSize(
+        hidden_size=2048,
+        num_layers=16,
+        num_heads=32,
+        num_kv_heads=8,
+        intermediate_size=8192,
+        vocab_size=128_256,
+        tied=True,
+        rope_theta=500_000.0,
+    ),
+    "3b": LlamaSize(
+        hidden_size=3072,
+        num_layers=28,
+        num_heads=24,
+        num_kv_heads=8,
+        intermediate_size=8192,
+        vocab_size=128_256,
+        tied=True,
+        rope_theta=500_000.0,
+    ),
+    "8b": LlamaSize(
+        hidden_size=4096,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        intermediate_size=14_336,
+        vocab_size=128_256,
+        tied=False,
+        rope_theta=500_000.0,
+    ),
+}
+"""``micro`` and ``tiny`` are ours.
+
+``135m`` has SmolLM2-135M's shape, ``1b`` and ``3b`` Llama-3.2's, ``8b`` Llama-3.1's."""
+
+LLAMA = "llama"
+"""The workload that is shipped."""
+ENTRY_POINTS = "bench.workloads"
+"""Entry-point group in which other packages offer workload factories."""
+
+
+def _place(name: str) -> str:
+    """Where the factory called ``name`` is, as module:function. Raises InputError if there is no such name."""
+    if name == LLAMA:
+        return "bench.workload.llama:LlamaWorkload"
+    if ":" in name:
+        return name
+    installed = {entry.name: entry.value for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)}
+    if name not in installed:
+        known = ", ".join([*installed, LLAMA])
+        raise InputError(f"workload '{name}': unknown; use {known} or 'package.module:factory'")
+    return installed[name]
+
+
+def sources(name: str) -> list[Path]:
+    """The files that the workload called ``name`` is made of: all Python files of its package, or its one module.
+
+    None for what the bench ships. Raises InputError if it cannot be found.
+    """
+    module = _place(name).partition(":")[0]
+    if module.startswith(f"{__name__.partition('.')[0]}."):
+        return []
+    try:
+        found = importlib.util.find_spec(module)
+        package = importlib.util.find_spec(found.parent) if found is not None and found.parent else None
+    except Exception as error:  # looking for a module runs the code of the packages that it is in
+        raise InputError(f"workload '{name}': {error}; use 'llama' or 'package.module:factory'") from error
+    if found is None:
+        raise InputError(f"workload '{name}': there is no module {module}; use 'llama' or 'package.module:factory'")
+    folders = (package and package.submodule_search_locations) or ()
+    files = [Path(found.origin)] if found.origin and not folders else []
+    files += [path for folder in folders for path in Path(folder).rglob("*.py")]
+    return sorted(path for path in files if path.is_file())
+
+
+def find_factory(name: str) -> Callable[..., Any]:
+    """The factory called ``name``: ``llama``, an installed entry point of ``bench.workloads``, or module:function.
+
+    Raises InputError if there is no such thing, with the reason.
+    """
+    module, _, attribute = _place(name).partition(":")
+    try:
+        factory = getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # importing runs the user's code, which may raise anything
+        raise InputError(f"workload '{name}': {error}; use 'llama' or 'package.module:factory'") from error
+    if not callable(factory):
+        raise InputError(f"workload '{name}': {attribute} is not callable; name a factory that takes a WorkloadSpec")
+    return factory  # type: ignore[no-any-return]
+
+
+def describe_file(path: Path, length: int, place: str = "--corpus") -> str:
+    """The name of a corpus file in a cell: ``name@sha256:...``.
+
+    Raises InputError if the file is missing, not readable, no file that ends, empty, or shorter than one sample of
+    ``length`` bytes; ``place`` is where it was named.
+    """
+    data = files.read(path, f"{place} {path}", "name a text file")
+    if len(data) < length:
+        what = "is empty" if not data else f"has {len(data)} bytes"
+        raise InputError(f"{place} {path}: {what}; one sample needs sequence_length + 1 = {length} bytes")
+    return f"{path.name}@sha256:{hashlib.sha256(data).hexdigest()[:16]}"

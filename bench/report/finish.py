@@ -1,0 +1,131 @@
+"""All that is written after a run: tables, plots, summary and page, from its journal."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.errors import BAD, GOOD, InputError
+from bench.plan.cell import Status
+from bench.run.journal import UPGRADED, Journal, read_manifest, write_manifest
+
+if TYPE_CHECKING:
+    from bench.judge.loading import Run
+    from bench.judge.standing import Standing
+    from bench.judge.tables import Tables
+
+SUMMARY_WIDTH = 160
+
+
+def rebuild(folder: Path) -> int:
+    """The tables of a run, made anew from its journal alone; the exit status that its trials deserve."""
+    from bench.judge.standing import standing
+
+    manifest, run = _load(folder)
+    try:
+        paths = _write_tables(folder, run.tables, standing(run))
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be written ({error.strerror}); make room, or make it writable") from error
+    print(*paths, sep="\n")
+    return _status(run.tables, manifest)
+
+
+def finish(folder: Path, plots: Path, *, note_floor: bool = True) -> int:
+    """Tables, plots, the summary and the page of a run; the exit status that its trials deserve.
+
+    With ``note_floor`` the A/A pair's ratio is noted in the manifest too.
+    """
+    from rich.console import Console
+
+    from bench.judge.loading import hashed
+    from bench.judge.standing import standings
+    from bench.report import page, pull_request
+    from bench.report.figures import draw
+    from bench.report.terminal import by_cell, show
+
+    manifest, run = _load(folder)
+    run = hashed(run, folder)
+    judged, every = run.tables, standings(run)
+    found = next(iter(every.values()))
+    cells = by_cell(judged)
+    try:
+        plots.mkdir(parents=True, exist_ok=True)
+        _write_tables(folder, judged, found)
+        if note_floor and UPGRADED not in manifest:
+            _store_floor(folder, manifest, found)
+        with _without_collector():
+            drawn = draw(judged, manifest, plots, found)
+        short = pull_request.write(folder, run, every, cells)
+        whole = page.write(folder, run, every, cells, drawn)
+    except OSError as error:
+        place = f"--plots {plots}" if str(error.filename).startswith(str(plots)) else str(folder)
+        raise InputError(f"{place}: cannot be written ({error.strerror}); name a folder that can") from error
+    console = Console(width=max(SUMMARY_WIDTH, Console().width))  # better wrapped by the terminal than cut off
+    show(console, judged, found, manifest)
+    console.print(
+        f"tables: {folder}/*.parquet\nplots:  {plots} ({len(drawn)} files)\nreport: {whole} (in short: {short})",
+        highlight=False,
+        soft_wrap=True,
+        markup=False,
+    )
+    status = _status(judged, manifest)
+    if status == GOOD and judged.trials["status"].isin([Status.INVALID]).any():
+        console.print("exit status 0: all invalid trials are due to documented defects of frameworks, as expected")
+    return status
+
+
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """Figures are hundreds of thousands of objects that refer to each other: looking for garbage takes a sixth."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def _load(folder: Path) -> tuple[dict[str, Any], Run]:
+    """The manifest and the judged run. Raises InputError if nothing has been run, or what there is was edited."""
+    from bench.judge.loading import load
+
+    manifest = read_manifest(folder)
+    journal = Journal(folder).path
+    if not journal.exists() or not journal.stat().st_size:  # one that holds no whole line is told by ``load``
+        raise InputError(f"{folder}: no trial has finished yet; go on with: python -m bench run --resume {folder}")
+    return manifest, load(folder)
+
+
+def _write_tables(folder: Path, judged: Tables, found: Standing) -> list[Path]:
+    """Write every table; returns the paths."""
+    from bench.report.comparison import frame
+
+    paths = judged.write(folder)
+    if found.rows:
+        paths.append(folder / "ratios.parquet")
+        frame(found.rows).to_parquet(paths[-1], index=False)
+    return paths
+
+
+def _store_floor(folder: Path, manifest: dict[str, Any], found: Standing) -> None:
+    """Note the A/A pair's ratio in the manifest, if it is not there already."""
+    floor = found.floor
+    if floor is None:
+        return
+    ids = {"cell_id": floor.cell.cell_id, "twin_id": floor.twin.cell_id, "reason": floor.reason}
+    noted = ids | ({} if floor.interval is None else dataclasses.asdict(floor.interval))
+    if manifest.get("noise_floor") != noted:
+        write_manifest(folder, manifest | {"noise_floor": noted})
+
+
+def _status(judged: Tables, manifest: dict[str, Any]) -> int:
+    """0 if every trial that could run is good, or invalid by a defect that its backend is known for; 1 otherwise."""
+    from bench.judge.remarks import documented
+
+    bad = judged.trials[~judged.trials["status"].isin([Status.OK, Status.UNSUPPORTED])]
+    return GOOD if all(documented(manifest, trial) for trial in bad.to_dict("records")) else BAD

@@ -1,0 +1,158 @@
+"""What is seen while a run goes on: a live line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from bench.judge.remarks import in_record
+from bench.judge.tables import step_time
+from bench.plan.estimates import Cost
+from bench.plan.schedule import Look, Trial
+from bench.words import plural
+
+REFRESH_PER_S = 1.0
+"""Slow on purpose: the display shares the machine with what is measured."""
+
+
+class Display:
+    """Shows done, running and left trials and the time to go. Use as a context manager."""
+
+    def __init__(
+        self, console: Console, estimates: Mapping[str, Cost], manifest: Mapping[str, Any] | None = None
+    ) -> None:
+        """``estimates`` are by cell_id; by the ``manifest`` it is told which wrong updates were expected."""
+        self._console = console
+        self._estimates = estimates
+        self._manifest = manifest or {}
+        self._left: dict[tuple[str, int], float] = {}
+        self._measured: list[tuple[float, float]] = []
+        self._started = time.monotonic()
+        self._total = 0
+        self._progress = Progress(
+            TextColumn("{task.fields[counts]}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[to_go]}"),
+            TextColumn("{task.description}", markup=False),
+            console=console,
+            refresh_per_second=REFRESH_PER_S,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._progress.add_task("starting", total=None, counts="", to_go="")
+        self._failed = 0
+        self._done = 0
+        self._more = False
+        self._repeat = 0
+        self._always: set[int] = set()
+        self._budget_ends = math.inf
+        self._num_optimizers = self._num_clips = self._num_models = 0
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def say(self, message: str) -> None:
+        """One plain line."""
+        self._console.print(Text(message), highlight=False, soft_wrap=True)
+
+    def expect(self, trials: Sequence[Trial], *, more: bool, budget_left_s: float = math.inf) -> None:
+        """Which trials are left, for now; ``more`` may follow.
+
+        The block that is under way when the budget ends is finished, and one with extra passes is run all the same.
+        """
+        self._more = more
+        self._budget_ends = time.monotonic() + budget_left_s
+        self._left = {trial.key: self._estimate(trial) for trial in trials}
+        self._always = {trial.repeat for trial in trials if trial.extra}
+        self._num_optimizers = len({trial.cell.optimizer for trial in trials})
+        self._num_clips = len({trial.cell.clip_norm for trial in trials})
+        self._num_models = len({trial.cell.model for trial in trials})
+
+    def _estimate(self, trial: Trial) -> float:
+        """Seconds that a trial may take; 0 if unknown."""
+        guess = self._estimates.get(trial.cell.cell_id)
+        return 0.0 if guess is None else guess.total(1) if trial.extra else guess.seconds or 0.0
+
+    def looked(self, look: Look) -> None:
+        """The run looked at its intervals."""
+        width = "" if look.widest is None else f": the widest interval is {100 * look.widest:.2g} %"
+        then = f"going on with {plural(len(look.open), 'cell')}" if look.open else "that is all"
+        why = f" (nothing can be compared: {look.refused})" if look.refused else ""
+        self.say(f"after {plural(look.repeats, 'repeat')}{width}; {then}{why}")
+
+    def started(self, trial: Trial, done: int, total: int) -> None:
+        """A trial starts."""
+        self._total = total
+        self._done = done
+        self._repeat = trial.repeat
+        self._progress.update(
+            self._task,
+            description=self._name(trial),
+            completed=done,
+            total=total,
+            counts=f"{self._failed} failed" if self._failed else "",
+            to_go=self._time_left(),
+        )
+
+    def finished(self, trial: Trial, record: Mapping[str, Any]) -> None:
+        """A trial ended."""
+        self._measured.append((self._left.pop(trial.key, 0.0), record["wall_s"]))
+        self._done += 1
+        self._failed += record["status"] != "ok"
+        seconds = step_time(trial.cell, record.get("time"))
+        what = record["status"] if seconds is None else f"{seconds:.4f} s/step"
+        if expected := in_record(self._manifest, record):
+            what += f"; {expected}"
+        if record["reason"]:
+            what = f"{record['status']}: {record['reason']}"
+        if trial.cell.is_reference and record["status"] != "ok":
+            self.say("the reference failed: nothing can be checked against it, so all its cells will be invalid")
+        self.say(
+            f"[{self._done}/{self._total}] {self._name(trial)}: {what} ({record['wall_s']:.1f} s, {self._time_left()})"
+        )
+
+    def _name(self, trial: Trial) -> str:
+        """The trial for people, with model, optimizer and clipping if the run has several."""
+        parts = [trial.cell.model] * (self._num_models > 1) + [trial.cell.label]
+        parts += [trial.cell.optimizer] * (self._num_optimizers > 1)
+        parts += [f"clip={trial.cell.clip_norm:g}"] * (self._num_clips > 1)
+        return " ".join([*parts, f"repeat {trial.repeat}"])
+
+    def _time_left(self) -> str:
+        every = self._seconds(list(self._left.values()))
+        rest, last = (
+            self._seconds([seconds for (_, repeat), seconds in self._left.items() if repeat in some])
+            for some in ({self._repeat}, self._always - {self._repeat})
+        )
+        within = max(self._budget_ends - time.monotonic(), rest) + last
+        if within < every:
+            return f"at most about {_clock(within)} to go, by the budget"
+        return f"{'at least' if self._more else 'about'} {_clock(every)} to go"
+
+    def _seconds(self, left: Sequence[float]) -> float:
+        """How long trials of these estimates take: their sum, corrected by how wrong estimates were so far."""
+        guessed = sum(expected for expected, _ in self._measured)
+        taken = sum(seconds for _, seconds in self._measured)
+        if guessed > 0 and sum(left) > 0:
+            return sum(left) * taken / guessed
+        return len(left) * taken / len(self._measured) if self._measured else sum(left)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

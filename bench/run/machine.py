@@ -1,0 +1,277 @@
+"""What machine this is, what is installed on it, and how two machines differ: stored with every run.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.launch import gpus
+
+PACKAGES = (
+    "torch",
+    "lightning",
+    "deepspeed",
+    "transformers",
+    "numpy",
+    "pandas",
+    "scipy",
+    "matplotlib",
+    "pyarrow",
+    "safetensors",
+)
+"""Packages whose versions are stored: all that can change a number."""
+ENVIRONMENT_PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_", "MKL_", "CUDA_VISIBLE_DEVICES", "DS_")
+"""Environment variables that are stored; no others, so that no secret gets in."""
+SECRET_NAMES = re.compile(r"TOKEN|SECRET|PASS|CREDENTIAL|PRIVATE|COOKIE|AUTH|SIGNATURE|(^|_)KEY(_|$)", re.IGNORECASE)
+"""Names of variables that are not stored even so."""
+SECRET_VALUES = re.compile(
+    r"://[^/\s@]*@"  # a user, and perhaps a password, in an address
+    r"|\b(gh[opsur]_|github_pat_|glpat-|hf_|sk-|xox[abps]-|AKIA|eyJ)[\w-]{12}"  # how well-known tokens begin
+    r"|-----BEGIN |\b(bearer|basic) \S{8}",
+    re.IGNORECASE,
+)
+"""Values that are not stored, whatever the variable is called."""
+
+
+def num_cores() -> int:
+    """Cores that this process may use: by its affinity, and by the quota of its control group (version 2)."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return max(1, min(cores, int(quota) // int(period)))
+    except (OSError, ValueError):  # no such file, or no quota ("max")
+        return cores
+
+
+def threads_per_rank(num_ranks: int, asked: int = 0) -> int:
+    """Threads of each of so many ranks: those asked for, or if that is 0 its share of the cores."""
+    return asked or max(1, num_cores() // num_ranks)
+
+
+def peak_memory_bytes() -> int | None:
+    """The most memory that this process has had resident; None where the system does not tell.
+
+    Not getrusage: its maximum includes what the process that started this one had resident before the exec.
+    """
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
+
+
+def gpu_settings() -> list[dict[str, Any]]:
+    """Of each visible GPU, by its UUID: what moves its speed and does not change by itself.
+
+    Power limit in watts, highest SM clock in MHz, ECC, MIG, PCIe generation and lanes, NVLinks that are up, and the
+    topology level of the path to each other visible GPU (NVML's ``nvmlGpuTopologyLevel_t``; smaller is nearer). What a
+    card cannot tell is None.
+    """
+    visible = gpus.gpus()
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # as in gpus()
+        return []
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(gpu["index"]) for gpu in visible]
+        return [
+            _settings(pynvml, handle, handles) | {"uuid": gpu["uuid"]}
+            for gpu, handle in zip(visible, handles, strict=True)
+        ]
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _settings(nvml: Any, handle: Any, handles: list[Any]) -> dict[str, Any]:
+    """One GPU's row of ``gpu_settings``."""
+
+    def ask(question: str, *arguments: Any) -> Any:
+        try:
+            return getattr(nvml, f"nvmlDeviceGet{question}")(handle, *arguments)
+        except Exception:  # this card, driver or version of the library has no answer
+            return None
+
+    power, ecc, mig = ask("EnforcedPowerLimit"), ask("EccMode"), ask("MigMode")
+    links = range(getattr(nvml, "NVML_NVLINK_MAX_LINKS", 18))
+    return {
+        "power_limit_w": None if power is None else power / 1000,
+        "sm_clock_max_mhz": ask("MaxClockInfo", getattr(nvml, "NVML_CLOCK_SM", 1)),
+        "ecc": None if ecc is None else bool(ecc[0]),
+        "mig": None if mig is None else bool(mig[0]),
+        "pcie_generation": ask("MaxPcieLinkGeneration"),
+        "pcie_lanes": ask("MaxPcieLinkWidth"),
+        "nvlinks_up": sum(bool(ask("NvLinkState", link)) for link in links),
+        "topology": [None if other is handle else ask("TopologyCommonAncestor", other) for other in handles],
+    }
+
+
+def machine() -> dict[str, Any]:
+    """The hardware and the system, as far as it does not change by itself; no host name and no path."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": num_cores(),
+        "governor": governor(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "gpus": gpus.gpus(),
+        "gpu_settings": gpu_settings(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or "unknown"
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def governor() -> str | None:
+    """How the kernel chooses the first core's clock; None where the machine does not say (most virtual ones)."""
+    try:
+        return Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor").read_text().strip()
+    except OSError:
+        return None
+
+
+def torch_build() -> dict[str, str | None]:
+    """What torch was built with: ``cuda``, ``hip`` and ``git_version``, read from its version file, not by import."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return {}
+    text = (Path(spec.origin).parent / "version.py").read_text()
+    found = {}
+    for name in ("cuda", "hip", "git_version"):
+        match = re.search(rf"^{name}\b[^=\n]*= ['\"](.+?)['\"]$", text, re.MULTILINE)
+        found[name] = match.group(1) if match else None
+    return found
+
+
+def distributions() -> dict[str, str]:
+    """Version of every installed package, NCCL's among them, by name."""
+    found: dict[str, str] = {}
+    for one in importlib.metadata.distributions():
+        # The first is imported: an environment on top of another hides what that has of the same name.
+        found.setdefault(str(one.metadata["Name"]).lower(), one.version)
+    return dict(sorted(found.items()))
+
+
+def packages() -> dict[str, str]:
+    """Version of each package in PACKAGES that is installed."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def environment() -> dict[str, str]:
+    """The environment variables that can change a number, without any that may hold a secret."""
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(ENVIRONMENT_PREFIXES) and not (SECRET_NAMES.search(name) or SECRET_VALUES.search(value))
+    }
+
+
+MEASURING = ("plan", "workload", "backends", "measure", "launch", "run")
+"""Stages that a measurement depends on: with other code in them no run is resumed."""
+
+
+def code(backends: Mapping[str, type[Any]], workloads: Mapping[str, Sequence[Path]]) -> dict[str, str]:
+    """SHA-256 of what is run, by name: of the bench's modules in MEASURING, and of what is from elsewhere.
+
+    That is the file of a backend, and the files of a workload: its whole package, or its one module. What those import
+    from other places is not among it.
+    """
+    root = Path(__file__).resolve().parents[1]
+    every = hashlib.sha256()
+    for path in sorted(path for stage in MEASURING for path in (root / stage).rglob("*.py")):
+        every.update(f"{path.relative_to(root)}\n".encode() + hashlib.sha256(path.read_bytes()).digest())
+    found = {"bench": every.hexdigest()}
+    for name, backend in sorted(backends.items()):
+        file = getattr(sys.modules.get(backend.__module__), "__file__", None)
+        if file is not None and not Path(file).resolve().is_relative_to(root):
+            found[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    for name, files in workloads.items():
+        if files:
+            content = b"".join(hashlib.sha256(path.read_bytes()).digest() for path in files)
+            found[f"workload {name}"] = hashlib.sha256(content).hexdigest()
+    return found
+
+
+def git_state() -> dict[str, Any]:
+    """Commit of the bench's own checkout and whether its tree was clean; both None if it is not a checkout."""
+    folder = Path(__file__).resolve().parent
+
+    def git(*arguments: str) -> str | None:
+        command = ["git", "-C", str(folder), *arguments]
+        try:
+            return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+        except (OSError, subprocess.SubprocessError):
+            return None
+
+    status = git("status", "--porcelain", "--", str(folder))
+    return {"commit": git("rev-parse", "HEAD"), "clean": None if status is None else not status}
+
+
+FINGERPRINT = ("machine", "packages", "torch_build", "environment")
+"""Parts of a run's manifest that must be equal for its times to belong beside another's."""
+
+NOT_STORED = "(not stored)"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Changed:
+    """A key of the fingerprint that is not equal in both runs."""
+
+    key: str
+    a: Any
+    b: Any
+
+
+def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Changed]:
+    """The keys of FINGERPRINT that are not equal in two manifests. What one of them lacks altogether is one key."""
+    found = []
+    for part in FINGERPRINT:
+        ours, theirs = (_flat(manifest.get(part, NOT_STORED), part) for manifest in (a, b))
+        if any(list(flat.values()) == [NOT_STORED] for flat in (ours, theirs)):
+            if ours != theirs:
+                stored = [NOT_STORED if flat == {part: NOT_STORED} else "(stored)" for flat in (ours, theirs)]
+                found.append(Changed(key=part, a=stored[0], b=stored[1]))
+            continue
+        for key in sorted(ours.keys() | theirs.keys()):
+            one, other = ours.get(key, NOT_STORED), theirs.get(key, NOT_STORED)
+            if one != other:
+                found.append(Changed(key=key, a=one, b=other))
+    return found
+
+
+def _flat(value: Any, key: str) -> dict[str, Any]:
+    """Nested objects and lists as one level, with dots between the keys; an empty one counts as stored."""
+    items: Iterable[tuple[Any, Any]]
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list):
+        items = enumerate(value)
+    else:
+        return {key: value}
+    return {name: v for inner, one in items for name, v in _flat(one, f"{key}.{inner}").items()}

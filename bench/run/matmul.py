@@ -1,0 +1,130 @@
+"""The rate of matrix products on the devices of a run, measured once before its first trial; stored in run.json.
+
+On as many ranks at once as the cells have, each with a cell's threads, in a process group of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from bench.launch.outcome import Outcome
+from bench.plan.cell import REFERENCE, Cell, Device, Precision, Status
+from bench.plan.task import Task
+from bench.run import machine
+from bench.run.journal import write_manifest
+
+if TYPE_CHECKING:
+    import torch
+
+TIMEOUT_S = 120.0
+"""For one process group, its start and its warm-up included."""
+
+
+@dataclass(kw_only=True)
+class MatmulTask(Task):
+    """Products in each precision, timed on all ranks at once."""
+
+    work: ClassVar[str] = "bench.run.matmul:work"
+
+    precisions: tuple[Precision, ...]
+    backend: str = REFERENCE
+    """Whose packages the fork server imports: none but torch's."""
+
+
+def work(task: MatmulTask, rank: int, device: torch.device) -> dict[str, Any]:
+    """One rank's part, while all others do the same; see ``bench.plan.task.Task``."""
+    import torch
+    import torch.distributed as dist
+
+    from bench.measure.products import matmul_rate
+
+    dtypes = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16}
+    rates = {}
+    for precision in task.precisions:
+        dist.barrier()
+        rates[str(precision)] = matmul_rate(device, dtypes[precision])
+    return {"status": Status.OK, "flops_per_s": rates}
+
+
+class _Launcher(Protocol):
+    def run(self, task: Task, timeout_s: float) -> Outcome: ...
+
+
+def tasks(cells: Iterable[Cell], threads: int, folder: Path) -> list[MatmulTask]:
+    """One for each number of ranks that cells are timed on, with the precisions of those cells.
+
+    The reference, virtual worlds and ranks that share a GPU are no part of it: nothing is said of their speed.
+    ``threads`` as ``machine.threads_per_rank`` takes them.
+    """
+    wanted: dict[tuple[Device, int], dict[Precision, None]] = {}
+    for cell in cells:
+        if not cell.is_reference and not cell.virtual and not cell.shared_gpu:
+            wanted.setdefault((cell.device, cell.world_size), {})[cell.precision] = None
+    return [
+        MatmulTask(
+            world_size=world_size,
+            threads=machine.threads_per_rank(world_size, threads),
+            device=device,
+            precisions=tuple(precisions),
+            folder=str((folder / f"matmul-{world_size}").resolve()),
+        )
+        for (device, world_size), precisions in wanted.items()
+    ]
+
+
+def measure(cells: Iterable[Cell], threads: int, folder: Path, launcher: _Launcher) -> list[dict[str, Any]]:
+    """For run.json, one entry per task, with its scratch files under ``folder``.
+
+    ``world_size``, ``threads``; ``flops_per_s``, by precision the rates of the ranks, rank 0 first; ``reason``, why
+    there are none, in which case MFU against them stays empty.
+    """
+    found = []
+    for task in tasks(cells, threads, folder):
+        outcome = launcher.run(task, TIMEOUT_S)
+        rates = _rates(outcome, task)
+        reason = outcome.reason or ("" if rates else "a rank handed back no rates")
+        found.append({"world_size": task.world_size, "threads": task.threads, "flops_per_s": rates, "reason": reason})
+    return found
+
+
+def _rates(outcome: Outcome, task: MatmulTask) -> dict[str, list[float]]:
+    """By precision; none if a rank failed, or handed back what is no rate."""
+    ranks: list[Any] = [rank.get("flops_per_s") for rank in outcome.ranks]
+    names = [str(precision) for precision in task.precisions]
+    if outcome.status is not Status.OK or not all(
+        isinstance(rank, dict) and all(_is_rate(rank.get(name)) for name in names) for rank in ranks
+    ):
+        return {}
+    return {name: [float(rank[name]) for rank in ranks] for name in names}
+
+
+def _is_rate(value: Any) -> bool:
+    return isinstance(value, float) and math.isfinite(value) and value > 0
+
+
+def time_products(
+    folder: Path, manifest: dict[str, Any], cells: Sequence[Cell], launcher: _Launcher, say: Callable[[str], None]
+) -> None:
+    """Measure the rate of matrix products for a run's folder and store it in its run.json, unless it is there."""
+    if "matmul" in manifest:
+        return
+    threads = int(manifest["matrix"]["values"].get("threads", 0))
+    manifest["matmul"] = measure(cells, threads, folder / "scratch", launcher)
+    write_manifest(folder, manifest)
+    for line in said(manifest["matmul"]):
+        say(line)
+
+
+def said(entries: Iterable[Mapping[str, Any]]) -> list[str]:
+    """A line for each number of ranks."""
+    lines = []
+    for entry in entries:
+        ranks = f"{entry['world_size']} rank" + "s" * (entry["world_size"] > 1)
+        rates = [f"{sum(each) / 1e12:.3g} TFLOP/s in {name}" for name, each in entry["flops_per_s"].items()]
+        what = " and ".join(rates) if rates else f"not known, so neither is MFU against it: {entry['reason']}"
+        lines.append(f"matrix products on {ranks}: {what}")
+    return lines

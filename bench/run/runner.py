@@ -1,0 +1,336 @@
+"""Cells times repeats -> journal: the order of trials, what each is asked to do, and going on where a run stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from bench.backends import blocks
+from bench.backends.base import Backend
+from bench.launch import dumps
+from bench.launch.interrupt import held
+from bench.launch.launcher import Launcher
+from bench.launch.outcome import Outcome
+from bench.plan import task
+from bench.plan.cell import Cell, Device, Status
+from bench.plan.schedule import Ended, Look, Schedule, Trial
+from bench.plan.task import CUDA_PASSES, EXTRA_PASSES, Spec
+from bench.run import machine, start
+from bench.run.journal import Journal, write_manifest
+from bench.run.record import check, merge_ranks, wrong
+from bench.run.telemetry import Telemetry, summarize
+
+LOG_BYTES = 20_000
+"""How much of the end of each rank's log is kept for a failed trial."""
+
+RENEWED_FOR_S = 30.0
+"""Least time between two renewals of the fork servers, which cost some seconds: they come between pairs of blocks."""
+
+
+class Observer(Protocol):
+    """Told what happens, for a display."""
+
+    def say(self, message: str) -> None: ...
+
+    def expect(self, trials: Sequence[Trial], *, more: bool, budget_left_s: float) -> None:
+        """These are left for now; ``more`` may follow.
+
+        Once the budget is used up, one more block begins if the last initial one is still to come, and no other.
+        """
+
+    def started(self, trial: Trial, done: int, total: int) -> None: ...
+
+    def finished(self, trial: Trial, record: Mapping[str, Any]) -> None: ...
+
+    def looked(self, look: Look) -> None: ...
+
+
+Judge = Callable[[list[dict[str, Any]], Mapping[str, Any], int], Look]
+"""Decides with which cells to go on, from the journal's records, the manifest and the number of blocks done."""
+
+
+class Runner:
+    """Runs the trials of one run that its journal does not have yet."""
+
+    def __init__(
+        self,
+        folder: Path,
+        manifest: dict[str, Any],
+        backends: Mapping[str, type[Backend]],
+        launcher: Launcher,
+        observer: Observer,
+        judge: Judge,
+        *,
+        retry_failed: bool = False,
+    ) -> None:
+        self._folder = folder
+        self._manifest = manifest
+        self._backends = backends
+        self._launcher = launcher
+        self._observer = observer
+        self._judge = judge
+        self._retry_failed = retry_failed
+        self._journal = Journal(folder)
+        self._telemetry = Telemetry()
+        self._scratch = folder / "scratch"
+        self._life = uuid.uuid4().hex[:8]
+        """Part of the names of trials' folders: a rank that outlives a killed bench writes into nobody else's."""
+        values = manifest["matrix"]["values"]
+        self._timeout_s = float(values["timeout_s"])
+        self._inactivity_s = float(values["inactivity_s"])
+        self._corpus = None if values["workload.corpus"] == "markov" else values["workload.corpus"]
+        self._threads = int(values.get("threads", 0))
+        self._budget_s = float(values.get("budget_s", 0.0)) or math.inf
+        self._skipped = start.skipped_of(manifest)
+        self.schedule = Schedule(manifest)
+        self._asked = task.passes([cell for cell in self.schedule.cells if cell.cell_id not in self._skipped])
+        self._done: set[tuple[str, int]] = set()
+        self._num_run = self._total = 0
+        self._spent_s = self._since = 0.0
+        self._renew_at = time.monotonic() + RENEWED_FOR_S  # the processes of a new launcher are new
+        self._have: set[tuple[str, str]] = set()
+        """Cells and the extra passes that a good trial of theirs has run."""
+
+    def run(self) -> None:
+        """Run what is left, until the run has ended.
+
+        KeyboardInterrupt passes through, with all finished trials in the journal; so does OSError of a full disk.
+        """
+        self._take_stock()
+        self._clear()
+        self._since = time.monotonic()
+        self._expect()
+        repeat = 0
+        while repeat < self.schedule.known or not self._end():
+            if repeat < self.schedule.known:
+                repeat += self._run_block(repeat)
+        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._manifest["parent_peak_bytes"] = machine.peak_memory_bytes()
+        self._manifest["journal_sha256"] = self._journal.digest()
+        self._manifest["finished"] = start.now()
+        write_manifest(self._folder, self._manifest)
+
+    def _take_stock(self) -> None:
+        """Note what the journal has. Of several records of one trial the last counts."""
+        if moved := self._journal.mend():
+            self._observer.say(
+                f"the last line of the journal was cut short, and never counted; the rest of it is in {moved}"
+            )
+        records = self._journal.read()
+        check(records, self._journal.path)
+        for record in records:
+            self._note_extras(record)
+        latest = {(record["cell_id"], record["repeat"]): record["status"] for record in records}
+        again = set(Status) - {Status.OK} if self._retry_failed else {Status.INTERRUPTED}
+        self._done = {key for key, status in latest.items() if status not in again}
+        if self._retry_failed:
+            # A reference that failed left the updates of others unmeasured.
+            self._done -= {trial.key for trial in self.schedule.trials() if trial.extra and self._lacks_update(trial)}
+        self._num_run = len(records)
+        self._spent_s = sum(record["wall_s"] for record in records if record["status"] != Status.INTERRUPTED)
+
+    def _clear(self) -> None:
+        """Remove what a killed bench left of its trials; the references' updates, whole or not there, are kept."""
+        for path in self._scratch.glob("*"):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _expect(self) -> None:
+        left = [trial for trial in self.schedule.trials() if trial.key not in self._done]
+        self._total = len(self._done) + len(left)
+        self._observer.expect(
+            left,
+            more=not self.schedule.ended and self.schedule.known < self.schedule.max_repeats,
+            budget_left_s=math.inf if self.schedule.ended else self._budget_s - self._spent(),
+        )
+
+    def _spent(self) -> float:
+        """Seconds of the budget that are used up, before a resume too."""
+        return self._spent_s + time.monotonic() - self._since
+
+    def _run_block(self, repeat: int) -> bool:
+        """Run what is left of a block, unless the budget is used up before it begins: False then.
+
+        The first block is always run, and so is one with what every cell needs once to be judged: the last initial one.
+        """
+        block = self.schedule.block(repeat)
+        left = [trial for trial in block if trial.key not in self._done]
+        if repeat and left == block and not self.schedule.ended and self._spent() > self._budget_s:
+            last = repeat < self.schedule.initial
+            self._decide(Look(repeats=repeat + last, open=()), Ended.BUDGET)
+            if not last:
+                return False
+            left = self.schedule.block(repeat)
+        if left and repeat % 2 == 0 and time.monotonic() >= self._renew_at:
+            self._launcher.renew()
+            self._renew_at = time.monotonic() + RENEWED_FOR_S
+        for trial in left:
+            if start.is_short(self._folder):
+                raise start.full(self._folder)
+            self._observer.started(trial, len(self._done), self._total)
+            record = self._run_one(trial)
+            self._done.add(trial.key)
+            self._observer.finished(trial, record)
+        return True
+
+    def _end(self) -> bool:
+        """Whether the run ends here, after all known blocks; decides if that is not decided yet."""
+        if self.schedule.ended:
+            return True
+        repeats = self.schedule.known
+        if repeats == self.schedule.repeats == self.schedule.max_repeats:
+            self._decide(Look(repeats=repeats, open=()), Ended.MAX_REPEATS)
+            return True
+        look = self._judge(self._journal.read(), self._manifest, repeats)
+        if not look.open:
+            self._decide(look, Ended.NOTHING_TO_COMPARE if look.refused else Ended.PRECISION)
+        elif repeats >= self.schedule.max_repeats:
+            self._decide(dataclasses.replace(look, open=()), Ended.MAX_REPEATS)
+        else:
+            self._decide(look, None)
+        return self.schedule.ended
+
+    def _decide(self, look: Look, ended: Ended | None) -> None:
+        """Store a look, and what ended the run if it did."""
+        self.schedule.add(look)
+        self._manifest["looks"] = self.schedule.stored()
+        self._manifest["ended_by"] = ended
+        write_manifest(self._folder, self._manifest)
+        self._observer.looked(look)
+        self._expect()
+
+    def _run_one(self, trial: Trial) -> dict[str, Any]:
+        """One trial's record, in the journal; when interrupted, one that says so, before the interrupt goes on.
+
+        Raises OSError, without a record, for a trial that failed while the disk was full: it would not have otherwise.
+        """
+        cell = trial.cell
+        backend = self._backends[cell.backend]
+        missing = self._skipped.get(cell.cell_id) or blocks.skip(cell, backend)
+        if missing:
+            outcome = Outcome(status=Status.UNSUPPORTED, reason=missing, ranks=[], wall_s=0.0)
+            return self._keep(self._record(trial, (), outcome))
+        passes = self._passes(trial)
+        folder = self._folder_of(trial)
+        try:
+            outcome = self._launch(trial.cell, passes, folder)
+        except KeyboardInterrupt:
+            outcome = Outcome(status=Status.INTERRUPTED, reason="stopped by the user", ranks=[], wall_s=0.0)
+            with held():
+                self._keep(self._record(trial, passes, outcome))
+            raise
+        with held():  # what has ended is kept, whatever comes
+            if outcome.status is not Status.OK and start.is_short(self._folder):
+                shutil.rmtree(folder, ignore_errors=True)
+                raise start.full(self._folder)
+            record = self._record(trial, passes, outcome)
+            self._note_extras(record)
+            if outcome.status is not Status.OK:
+                record |= {"last_lines": outcome.last_lines, **self._keep_logs(trial, outcome)}
+            self._keep(record)
+        shutil.rmtree(folder, ignore_errors=True)
+        return record
+
+    def _keep(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Add a record to the journal."""
+        self._journal.append(record)
+        self._num_run += 1
+        return record
+
+    def _folder_of(self, trial: Trial) -> Path:
+        return self._scratch / f"{trial.cell.cell_id}-{trial.repeat}-{self._life}"
+
+    def _launch(self, cell: Cell, passes: tuple[str, ...], folder: Path) -> Outcome:
+        shutil.rmtree(folder, ignore_errors=True)
+        asked = Spec(
+            cell=cell,
+            passes=passes,
+            folder=str(folder.resolve()),
+            reference=str(self._reference_file(cell).resolve()),
+            corpus=self._corpus and str(Path(self._corpus).resolve()),
+            threads=machine.threads_per_rank(1 if cell.virtual else cell.world_size, self._threads),
+        )
+        with self._telemetry if cell.device is Device.CUDA else contextlib.nullcontext():
+            return self._launcher.run(asked, self._timeout_s, self._inactivity_s)
+
+    def _reference_file(self, cell: Cell) -> Path:
+        return self._scratch / f"reference-{cell.reference().cell_id}.safetensors"
+
+    def _ensure_reference(self, cell: Cell) -> None:
+        """After a resume the reference's trial is done but its update may be gone: make it again, unrecorded."""
+        reference = cell.reference()
+        if (reference.cell_id, "update") in self._have and not self._reference_file(cell).exists():
+            self._launch(reference, ("update",), self._scratch / f"reference-again-{self._life}")
+
+    def _passes(self, trial: Trial) -> tuple[str, ...]:
+        """The time pass always; the others in one trial of the cell, and never again because they crashed."""
+        cell, asked = trial.cell, self._asked[trial.cell.cell_id]
+        wanted = [name for name in asked if trial.extra and name != "time" and (cell.cell_id, name) not in self._have]
+        if "update" in wanted and cell != cell.reference():
+            self._ensure_reference(cell)
+            if not self._reference_file(cell).exists():
+                wanted.remove("update")
+        return (*(name for name in asked if name == "time"), *wanted)
+
+    def _lacks_update(self, trial: Trial) -> bool:
+        """Whether the trial's cell should have an update to be checked, and has none."""
+        cell_id = trial.cell.cell_id
+        return "update" in self._asked.get(cell_id, ()) and (cell_id, "update") not in self._have
+
+    def _note_extras(self, record: Mapping[str, Any]) -> None:
+        if record["status"] == Status.OK:
+            extra = (*EXTRA_PASSES, *CUDA_PASSES)
+            self._have |= {(record["cell_id"], name) for name in extra if record.get(name) is not None}
+
+    def _record(self, trial: Trial, passes: tuple[str, ...], outcome: Outcome) -> dict[str, Any]:
+        if damage := wrong(outcome.ranks, passes):
+            outcome.status, outcome.reason, outcome.ranks = Status.CRASHED, damage, []
+        facts = merge_ranks(outcome.ranks) if outcome.ranks else {}
+        timed = facts.get("time")
+        if timed and trial.cell.device is Device.CUDA:
+            facts["gpus"] = summarize(
+                self._telemetry.recording, timed["began"], timed["ended"], facts.get("device_uuids", ())
+            )
+        return {
+            **facts,
+            "cell_id": trial.cell.cell_id,
+            "repeat": trial.repeat,
+            "slot": self._num_run,
+            "cell": trial.cell.to_dict(),
+            "status": outcome.status,
+            "reason": outcome.reason,
+            "passes": passes,
+            "ended": start.now(),
+            "wall_s": outcome.wall_s,
+        } | ({} if outcome.cold is None else {"cold": outcome.cold})
+
+    def _keep_logs(self, trial: Trial, outcome: Outcome) -> dict[str, Any]:
+        """Save what a failed trial left: by kind, the paths within the run's folder.
+
+        ``log``: the traceback and the end of each rank's log. ``dumps``: where its ranks were, if they were asked.
+        """
+        cell = trial.cell
+        name = f"logs/{cell.backend}-{cell.cell_id}-{trial.repeat}"
+        parts = [f"{cell.label}: {outcome.status}: {outcome.reason}\n", outcome.traceback]
+        folder = self._folder_of(trial)
+        logs = sorted(folder.rglob("*.log"))
+        parts += [f"--- {'/'.join(log.parts[-2:])}\n{_end_of(log)}\n" for log in logs]
+        path = self._folder / f"{name}.log"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("\n".join(parts))
+        found = [f"{name}.{dump.name}" for dump in dumps.collect(folder, path.with_suffix(""))]
+        return {"log": f"{name}.log"} | ({"dumps": found} if found else {})
+
+
+def _end_of(log: Path) -> str:
+    """The last LOG_BYTES of a file as text; it may be much larger than what fits into memory."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - LOG_BYTES))
+        return file.read().decode(errors="replace")

@@ -1,0 +1,219 @@
+"""A run begins, or goes on where it stopped: its folder, its manifest, and space on the disk."""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.backends.base import Backend
+from bench.errors import InputError
+from bench.files import existing
+from bench.plan.cell import Cell
+from bench.plan.expand import baseline
+from bench.plan.matrix import Matrix, check_stored
+from bench.plan.models import SIZES, describe_file, sources
+from bench.plan.schedule import Schedule
+from bench.run import machine
+from bench.run.journal import JOURNAL, MANIFEST, SCHEMA_VERSION, UPGRADED, read_manifest, write_manifest
+
+
+def describe(backends: Mapping[str, type[Backend]]) -> dict[str, dict[str, str]]:
+    """What run.json says of the backends."""
+    return {
+        name: {
+            "framework": backend.framework,
+            "sync": str(backend.sync),
+            "sharding": str(backend.sharding),
+            "bf16_as": backend.bf16_as,
+            "defect": backend.defect,
+        }
+        for name, backend in backends.items()
+    }
+
+
+def create(
+    folder: Path,
+    matrix: Matrix,
+    cells: Sequence[Cell],
+    backends: Mapping[str, type[Backend]],
+    *,
+    cold: bool,
+    once: Sequence[str] = (),
+    skipped: Mapping[str, str] | None = None,
+    peaks: Mapping[str, int] | None = None,
+) -> dict[str, Any]:
+    """Begin a run: make its folder and write its manifest. Raises InputError if the folder cannot hold it.
+
+    By id of cells: those of ``once`` have one trial, ``skipped`` says why one is not tried here, and
+    ``peaks`` are the predicted peaks of memory in bytes. They are stored with the time, which shows that they were
+    written down before anything was measured.
+    """
+    if (folder / MANIFEST).exists() or (folder / JOURNAL).exists():
+        raise InputError(f"--out {folder}: holds a run already; name another folder, or go on with --resume {folder}")
+    used = {cell.backend for cell in cells}
+    manifest = {
+        "schema_version": SCHEMA_VERSION,
+        "run_id": folder.resolve().name,
+        "started": now(),
+        "command": ["python", "-m", "bench", *sys.argv[1:]],
+        "matrix": matrix.to_dict(),
+        "cells": [cell.to_dict() for cell in cells],
+        "once": list(once),
+        "skipped": dict(skipped or {}),
+        "remarks": {cell.cell_id: text for cell in cells if (text := backends[cell.backend].remark(cell))},
+        "predicted": {"made": now(), "peak_bytes": dict(peaks or {})},
+        "backends": {name: about for name, about in describe(backends).items() if name in used},
+        "baseline": baseline(matrix, backends),
+        "cold": cold,
+        "code": code(cells, backends),
+        "git": machine.git_state(),
+        "machine": machine.machine(),
+        "packages": machine.packages(),
+        "distributions": machine.distributions(),
+        "torch_build": machine.torch_build(),
+        "environment": machine.environment(),
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_manifest(folder, manifest)
+    except OSError as error:
+        raise InputError(f"--out {folder}: cannot be written ({error.strerror}); name a folder that can") from error
+    return manifest
+
+
+def code(cells: Sequence[Cell], backends: Mapping[str, type[Backend]]) -> dict[str, str]:
+    """The code that these cells run, as ``bench.run.machine.code`` tells it."""
+    workloads = {cell.workload: sources(cell.workload) for cell in cells}
+    return machine.code({cell.backend: backends[cell.backend] for cell in cells}, workloads)
+
+
+def cells_of(folder: Path, manifest: Mapping[str, Any]) -> list[Cell]:
+    """The cells of a run. Raises InputError if its manifest does not have them as they were written."""
+    try:
+        cells = [Cell.from_dict(cell) for cell in manifest["cells"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{folder / MANIFEST}: cells: are not those of a run ({error}); restore the file") from error
+    if not cells:
+        raise InputError(f"{folder / MANIFEST}: cells: there are none; restore the file")
+    if unknown := {cell.model for cell in cells if cell.workload == "llama"} - SIZES.keys():
+        raise InputError(f"{folder / MANIFEST}: cells: there is no model '{unknown.pop()}'; restore the file")
+    return cells
+
+
+def skipped_of(manifest: Mapping[str, Any]) -> dict[str, str]:
+    """Why cells of a run are not tried, by id."""
+    return {str(cell_id): str(reason) for cell_id, reason in dict(manifest.get("skipped") or {}).items()}
+
+
+def reopen(folder: Path, backends: Mapping[str, type[Backend]]) -> dict[str, Any]:
+    """The manifest of a run to go on with. Raises InputError if this is not the machine and software it began on.
+
+    The code is told by its content, not by a commit: an installed package has none, and uncommitted changes are seen.
+    """
+    manifest = read_manifest(folder)
+    cells = cells_of(folder, manifest)
+    check_stored(manifest, str(folder / MANIFEST))
+    if lacking := [key for key in ("run_id", "cold", "backends") if key not in manifest]:
+        raise InputError(f"{folder / MANIFEST}: has no key '{lacking[0]}'; restore it")
+    try:
+        Schedule(manifest)
+        skipped_of(manifest)
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(
+            f"{folder / MANIFEST}: its looks and repeats are not those of a run ({error}); restore the file"
+        ) from error
+    if UPGRADED in manifest:
+        raise InputError(
+            f"--resume {folder}: was begun by an older bench (schema version {manifest[UPGRADED]}); trials of both do "
+            "not belong in one run, so start a new one"
+        )
+    if unknown := {cell.backend for cell in cells} - backends.keys():
+        raise InputError(f"--resume {folder}: backend '{unknown.pop()}' is not installed here any more")
+    then, now = manifest.get("code"), code(cells, backends)
+    if then != now:
+        commit = (manifest.get("git") or {}).get("commit")
+        back = f"go back to commit {commit[:12]}" if commit else "install that version again"
+        raise InputError(
+            f"--resume {folder}: the code of the bench, of a backend or of the workload is not what it was when the "
+            f"run began; trials of both do not belong in one run, so {back}, or start a new one"
+        )
+    fingerprint = {
+        "machine": machine.machine(),
+        "packages": machine.packages(),
+        "torch_build": machine.torch_build(),
+        "environment": machine.environment(),
+    }
+    for name, now in fingerprint.items():
+        then = manifest.get(name, now)
+        differing = sorted(key for key in now.keys() | then.keys() if now.get(key) != then.get(key))
+        if differing:
+            key = differing[0]
+            raise InputError(
+                f"--resume {folder}: {name} '{key}' was {then.get(key)!r} and is {now.get(key)!r}; timings of both do "
+                "not belong in one run, so start a new one"
+            )
+    values, cell = manifest["matrix"]["values"], cells[0]
+    if cell.corpus != "markov":
+        found = describe_file(Path(values["workload.corpus"]), cell.sequence_length + 1, f"--resume {folder}: corpus")
+        if found != cell.corpus:
+            raise InputError(
+                f"--resume {folder}: the corpus was {cell.corpus} and is {found}; restore it, or start a new run"
+            )
+    return manifest
+
+
+def now() -> str:
+    """The time of day as a manifest and a record have it."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+RESERVE_BYTES = 16 * 2**20
+"""What has to be free before a trial starts: logs, its record, and the tables and plots at the end."""
+RECORD_BYTES, STEP_BYTES, RANK_STEP_BYTES = 6_000, 60, 14
+"""Of a trial's record: what it has beside its steps, per step, and per step and rank. Rounded up."""
+
+
+def needed(cells: Sequence[Cell], repeats: int) -> int:
+    """Bytes that a run will write, roughly. References of models that are not shipped are not known, and left out."""
+    total = RESERVE_BYTES
+    for cell in cells:
+        total += repeats * (RECORD_BYTES + cell.windows * (STEP_BYTES + RANK_STEP_BYTES * cell.world_size))
+        if cell.is_reference and cell.workload == "llama":
+            total += SIZES[cell.model].num_parameters * 4 * (2 if cell.clip_norm else 1)
+    return total
+
+
+def free(folder: Path) -> int:
+    """Bytes that may be written into a folder, which need not exist yet."""
+    return shutil.disk_usage(existing(folder)).free
+
+
+def require(folder: Path, cells: Sequence[Cell], repeats: int, place: str) -> None:
+    """Raise InputError that names ``place`` if the folder has no room for such a run."""
+    need, have = needed(cells, repeats), free(folder)
+    if have < need:
+        raise InputError(
+            f"{place}: the run needs about {need / 2**20:,.0f} MiB, and {have / 2**20:,.0f} MiB are free; "
+            "free some, or name another folder"
+        )
+
+
+def is_short(folder: Path) -> bool:
+    """Whether too little is left for another trial."""
+    return free(folder) < RESERVE_BYTES
+
+
+def full(folder: Path) -> OSError:
+    """The error that a write there would end with."""
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+
+
+def is_full(error: OSError) -> bool:
+    """Whether an error means that the disk, or this user's share of it, is full."""
+    return error.errno in {errno.ENOSPC, errno.EDQUOT}

@@ -1,0 +1,221 @@
+"""What ``doctor`` looks at, gathered: plain facts of this machine, each None or empty where it cannot be told."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.files import existing
+from bench.launch import gpus
+from bench.measure import host
+from bench.measure.host import HostLoad
+from bench.run import machine
+from bench.run.telemetry import Gpu
+
+PROBE_TIMEOUT_S = 180.0
+"""Of the process that asks torch, on a slow disk."""
+LOOK_S = 1.0
+"""For which the machine is watched."""
+COMPILERS = ("cc", "gcc", "clang")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Card:
+    """One NVIDIA GPU, as NVML tells of it."""
+
+    name: str
+    uuid: str
+    visible: bool
+    """Whether CUDA_VISIBLE_DEVICES leaves it to the bench."""
+    num_processes: int | None
+    """That compute on it."""
+    mig: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Torch:
+    """What torch says, asked in a process of its own: ``bench.run.torchprobe``."""
+
+    version: str
+    built_for: str | None
+    """Version of CUDA; None for a CPU build."""
+    gloo_error: str
+    cuda_error: str
+    num_devices: int
+    """GPUs that it can use."""
+    capabilities: Sequence[Sequence[int]]
+    """Major and minor of each of them."""
+    architectures: Sequence[str]
+    """Of its kernels: sm_90, compute_90."""
+    no_peers: Sequence[Sequence[int]]
+    """Pairs of GPUs that cannot read each other's memory."""
+    nccl: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """All that is looked at."""
+
+    python: tuple[int, int, int]
+    packages: Mapping[str, str]
+    """Installed versions by name in small letters."""
+    torch: Torch | None
+    torch_error: str
+    """Why torch did not answer."""
+    device_nodes: int
+    """GPUs of which the kernel's driver has made a device."""
+    nvml_error: str
+    driver: str
+    driver_cuda: tuple[int, int] | None
+    """The newest CUDA that the driver can run."""
+    cards: Sequence[Card]
+    environment: Mapping[str, str]
+    num_cores: int
+    governor: str | None
+    memory_bytes: int | None
+    """That is available."""
+    shm_bytes: int | None
+    """Size of /dev/shm."""
+    disk_bytes: int
+    """Free where runs go."""
+    compiler: str
+    loopback_error: str
+    foreign_cores: float | None
+    stolen_cores: float | None
+    missing: Mapping[str, Mapping[str, str]]
+    """Of each device, why each backend cannot run on it; empty if it can."""
+
+
+def gather(folder: Path, missing: Mapping[str, Mapping[str, str]]) -> Facts:
+    """The facts of this machine, with runs under the folder; takes some seconds, most of them to import torch."""
+    torch, torch_error = ask_torch()
+    load = _watch()
+    driver = ask_nvml()
+    return Facts(
+        python=sys.version_info[:3],
+        packages=machine.distributions(),
+        torch=torch,
+        torch_error=torch_error,
+        device_nodes=len(list(Path("/dev").glob("nvidia[0-9]*"))),
+        **driver,
+        environment=machine.environment(),
+        num_cores=machine.num_cores(),
+        governor=machine.governor(),
+        memory_bytes=_available(),
+        shm_bytes=_size(Path("/dev/shm")),
+        disk_bytes=shutil.disk_usage(existing(folder)).free,
+        compiler=next((path for name in COMPILERS if (path := shutil.which(name))), ""),
+        loopback_error=loopback(),
+        foreign_cores=None if load is None else load["foreign_cores"],
+        stolen_cores=None if load is None else load["stolen_cores"],
+        missing=missing,
+    )
+
+
+def ask_torch(command: Sequence[str] = (), timeout_s: float = PROBE_TIMEOUT_S) -> tuple[Torch | None, str]:
+    """What torch says, or why it says nothing."""
+    asked = list(command) or [sys.executable, "-m", "bench.run.torchprobe"]
+    root = str(Path(__file__).resolve().parent.parent.parent)
+    paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
+    try:
+        done = subprocess.run(
+            asked,
+            env=os.environ | {"PYTHONPATH": paths},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=timeout_s,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return None, f"no answer within {timeout_s:g} s" if isinstance(error, subprocess.TimeoutExpired) else str(error)
+    lines = done.stdout.strip().splitlines()
+    try:
+        return Torch(**json.loads(lines[-1])), ""
+    except (IndexError, ValueError, TypeError):
+        said = done.stderr.strip().splitlines()
+        return None, said[-1] if said else f"exit status {done.returncode}"
+
+
+def ask_nvml() -> dict[str, Any]:
+    """The fields of Facts that NVML tells."""
+    found: dict[str, Any] = {"nvml_error": "", "driver": "", "driver_cuda": None, "cards": ()}
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception as error:  # no nvidia-ml-py, no driver, no permission
+        return found | {"nvml_error": f"{type(error).__name__}: {error}"}
+    try:
+        visible = {gpu["uuid"] for gpu in gpus.gpus()}
+        version = int(pynvml.nvmlSystemGetCudaDriverVersion())
+        every = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        return found | {
+            "driver": _text(pynvml.nvmlSystemGetDriverVersion()),
+            "driver_cuda": (version // 1000, version % 1000 // 10),
+            "cards": tuple(_card(pynvml, handle, visible) for handle in every),
+        }
+    except Exception as error:  # a driver that answers some questions and not others
+        return found | {"nvml_error": f"{type(error).__name__}: {error}"}
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _card(nvml: Any, handle: Any, visible: set[str]) -> Card:
+    uuid = _text(nvml.nvmlDeviceGetUUID(handle))
+    gpu = Gpu(nvml, uuid, [])
+    pids = gpu.sample(processes=True)["pids"]
+    return Card(
+        name=_text(nvml.nvmlDeviceGetName(handle)),
+        uuid=uuid,
+        visible=uuid in visible,
+        num_processes=None if pids is None else len(pids),
+        mig=gpu.mig(),
+    )
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def loopback() -> str:
+    """Why a process cannot talk to itself over 127.0.0.1; empty if it can."""
+    try:
+        with (
+            socket.create_server(("127.0.0.1", 0)) as server,
+            socket.create_connection(server.getsockname(), timeout=5),
+        ):
+            server.accept()[0].close()
+    except OSError as error:
+        return str(error.strerror or error)
+    return ""
+
+
+def _watch() -> dict[str, Any] | None:
+    """What others do on this machine while this process sleeps."""
+    with HostLoad() as load:
+        time.sleep(LOOK_S)
+    return host.merge([load.result])
+
+
+def _available() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return shutil.disk_usage(path).total
+    except OSError:
+        return None

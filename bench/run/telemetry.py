@@ -1,0 +1,338 @@
+"""GPU telemetry by NVML, read by the bench's own process while the ranks train: clocks, power, throttling, energy.
+
+The ranks are not disturbed: one thread of the parent asks the driver ten times a second, GPU by GPU, by UUID. On a
+machine without a GPU nothing happens. Whatever NVML cannot tell is None with a note, and no error of it ends a run.
+
+Times are ``time.monotonic()``, which on Linux is one clock for all processes, so that ranks can say which part of a
+recording is their timed window (``summarize``). NVML's own limits: power is an average over one second on Ampere (other
+than GA100) and later (nvmlDeviceGetPowerUsage), so short windows are better described by the energy counter, which
+counts since the driver was loaded (nvmlDeviceGetTotalEnergyConsumption, Volta and later). With MIG on, power, energy,
+clocks and processes are those of the whole GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any, Self
+
+from bench.launch import gpus
+
+INTERVAL_S = 0.1
+"""Between two samples of a GPU."""
+PROCESSES_EVERY = 5
+"""How many samples there are to one listing of processes, the costliest question."""
+STOP_S = 5.0
+"""How long a sample under way may take before it is given up, as when a driver hangs."""
+
+
+class Telemetry:
+    """Records all visible GPUs from ``start`` to ``stop``, or as a context manager; can be used again.
+
+    Start it before the ranks: processes that are on a GPU at the start and are not ours are foreign for certain.
+    ``recording`` is plain JSON for ``summarize``, None without a GPU: ``interval_s``; ``samples``, one per GPU and
+    moment, as ``bench.run.telemetry.Gpu.sample`` makes them; ``own_pids``, the processes seen that descend from this
+    one; ``notes``.
+    """
+
+    def __init__(self, interval_s: float = INTERVAL_S) -> None:
+        self.recording: dict[str, Any] | None = None
+        self._interval_s = interval_s
+        self._notes: list[str] = []
+        self._samples: list[dict[str, Any]] = []
+        self._own: dict[int, bool] = {}
+        self._gpus: list[Gpu] = []
+        self._nvml: Any = None
+        self._thread: threading.Thread | None = None
+        self._ended = threading.Event()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Take the first sample and go on in a thread. Does nothing without a GPU."""
+        self.recording, self._notes, self._samples = None, [], []
+        self._own, self._gpus, self._ended = {}, [], threading.Event()
+        try:
+            self._open([gpu["uuid"] for gpu in gpus.gpus()])
+        except Exception as error:
+            note(self._notes, f"no telemetry: {type(error).__name__}: {error}")
+
+    def _open(self, uuids: Sequence[str]) -> None:
+        if not uuids:
+            return
+        import pynvml
+
+        pynvml.nvmlInit()
+        self._nvml = pynvml
+        for uuid in uuids:
+            try:
+                self._gpus.append(Gpu(pynvml, uuid, self._notes))
+            except Exception as error:
+                note(self._notes, f"{uuid}: no telemetry: {error}")
+        for gpu in self._gpus:
+            if gpu.mig():
+                note(self._notes, f"{gpu.uuid}: MIG is on: all is of the whole GPU, not of an instance")
+        self._sample(processes=True)
+        self._thread = threading.Thread(target=self._watch, args=[self._ended], name="telemetry", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> dict[str, Any] | None:
+        """Take the last sample and return ``recording``."""
+        self._ended.set()
+        thread, self._thread = self._thread, None
+        nvml, self._nvml = self._nvml, None
+        if thread is not None:
+            thread.join(STOP_S)
+            if thread.is_alive():
+                note(self._notes, f"NVML did not answer within {STOP_S:g} s")
+                nvml = None  # the thread is inside it
+            else:
+                self._sample(processes=True)
+        if nvml is not None:
+            with contextlib.suppress(Exception):
+                nvml.nvmlShutdown()
+        if self._samples or self._notes:
+            self.recording = {
+                "interval_s": self._interval_s,
+                "samples": list(self._samples),
+                "own_pids": sorted(pid for pid, own in self._own.copy().items() if own),
+                "notes": list(self._notes),
+            }
+        return self.recording
+
+    def _watch(self, ended: threading.Event) -> None:
+        number = 0
+        while not ended.wait(self._interval_s):
+            number += 1
+            self._sample(processes=number % PROCESSES_EVERY == 0)
+
+    def _sample(self, *, processes: bool) -> None:
+        for gpu in self._gpus:
+            try:
+                sample = gpu.sample(processes=processes)
+                for pid in sample.get("pids") or ():
+                    if pid not in self._own:
+                        self._own[pid] = descends(pid, os.getpid())
+                self._samples.append(sample)
+            except Exception as error:
+                note(self._notes, f"{gpu.uuid}: {type(error).__name__}: {error}")
+
+
+def descends(pid: int, ancestor: int, proc: Path = Path("/proc")) -> bool:
+    """Whether a process is, or was started by, the ancestor or one of its descendants; False if that cannot be told."""
+    while pid not in {ancestor, 0}:
+        try:
+            # The parent is the second field after the name, which may hold anything: proc_pid_stat(5).
+            pid = int((proc / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError, IndexError):
+            return False
+    return pid == ancestor
+
+
+def summarize(
+    recording: dict[str, Any] | None, begin: float | None, end: float | None, uuids: Sequence[str] = ()
+) -> dict[str, Any] | None:
+    """What the GPUs did between two moments of ``time.monotonic()``; None without a recording or such moments.
+
+    Only those with the ``uuids``, as the others idled; all if none of them was recorded, as where the ranks had MIG
+    instances, whose UUIDs are their own.
+
+    ``notes``, and ``gpus``, one each: ``uuid``; ``num_samples`` inside; the median ``sm_clock_mhz`` with
+    ``sm_clock_min_mhz`` and ``sm_clock_max_mhz``; the median ``memory_clock_mhz`` and ``power_w``; the highest
+    ``temperature_c``; ``throttle``, the share of samples with each reason; ``slowdowns``, those that are not in
+    NO_SLOWDOWN; ``energy_j``, of the whole GPU, from the counter, interpolated; ``other_processes``, how many compute
+    processes were not ours. What is not known is None. A window too short for a sample is given its neighbours.
+    """
+    if recording is None or begin is None or end is None:
+        return None
+    by_gpu: dict[str, list[dict[str, Any]]] = {}
+    for sample in sorted(recording["samples"], key=lambda sample: sample["time"]):
+        by_gpu.setdefault(sample["uuid"], []).append(sample)
+    own = set(recording["own_pids"])
+    used = [uuid for uuid in by_gpu if uuid in uuids] or list(by_gpu)
+    return {
+        "gpus": [_summary(uuid, by_gpu[uuid], begin, end, own) for uuid in used],
+        "notes": list(recording["notes"]),
+    }
+
+
+def _summary(uuid: str, samples: list[dict[str, Any]], begin: float, end: float, own: set[int]) -> dict[str, Any]:
+    def values(name: str) -> list[Any]:
+        return [sample[name] for sample in _within(samples, name, begin, end)]
+
+    clocks, reasons = values("sm_clock_mhz"), values("throttle")
+    seen = Counter(name for names in reasons for name in names)
+    return {
+        "uuid": uuid,
+        "num_samples": sum(begin <= sample["time"] <= end for sample in samples),
+        "sm_clock_mhz": median(clocks) if clocks else None,
+        "sm_clock_min_mhz": min(clocks, default=None),
+        "sm_clock_max_mhz": max(clocks, default=None),
+        "memory_clock_mhz": median(found) if (found := values("memory_clock_mhz")) else None,
+        "power_w": median(found) if (found := values("power_w")) else None,
+        "temperature_c": max(values("temperature_c"), default=None),
+        "throttle": {name: count / len(reasons) for name, count in sorted(seen.items())} if reasons else None,
+        "slowdowns": sorted(seen.keys() - NO_SLOWDOWN) if reasons else None,
+        "energy_j": _energy([(s["time"], s["energy_j"]) for s in samples if s["energy_j"] is not None], begin, end),
+        "other_processes": _num_foreign(samples, begin, end, own),
+    }
+
+
+def _within(samples: list[dict[str, Any]], name: str, begin: float, end: float) -> list[dict[str, Any]]:
+    """The samples of a window that have an answer to a question; if none has, the nearest before and after it."""
+    known = [sample for sample in samples if sample.get(name) is not None]
+    inside = [sample for sample in known if begin <= sample["time"] <= end]
+    before = [sample for sample in known if sample["time"] < begin]
+    after = [sample for sample in known if sample["time"] > end]
+    return inside or [*before[-1:], *after[:1]]
+
+
+def _energy(counter: list[tuple[float, float]], begin: float, end: float) -> float | None:
+    """Joules between two moments; None if the counter was not read around both, or began anew."""
+    first, last = _at(counter, begin), _at(counter, end)
+    if first is None or last is None or any(after < before for (_, before), (_, after) in pairwise(counter)):
+        return None
+    return last - first
+
+
+def _at(counter: list[tuple[float, float]], moment: float) -> float | None:
+    """The counter at a moment, on a line from the reading before to the reading after."""
+    for (left, low), (right, high) in pairwise(counter):
+        if left <= moment <= right:
+            return low + (high - low) * ((moment - left) / (right - left) if right > left else 0.0)
+    return None
+
+
+def _num_foreign(samples: list[dict[str, Any]], begin: float, end: float, own: set[int]) -> int | None:
+    """How many processes of a window are not ours; None if processes cannot be listed.
+
+    Where none of ours was ever recognised, NVML numbers processes as another namespace does (a container). Then ours
+    cannot be told from those that came later, and only those that were there at the start are foreign.
+    """
+    listed = [sample for sample in samples if sample.get("pids") is not None]
+    if not listed:
+        return None
+    seen = {pid for sample in _within(listed, "pids", begin, end) for pid in sample["pids"]} - own
+    return len(seen if own else seen & set(listed[0]["pids"]))
+
+
+REASONS = {
+    0x1: "GpuIdle",
+    0x2: "ApplicationsClocksSetting",
+    0x4: "SwPowerCap",
+    0x8: "HwSlowdown",
+    0x10: "SyncBoost",
+    0x20: "SwThermalSlowdown",
+    0x40: "HwThermalSlowdown",
+    0x80: "HwPowerBrakeSlowdown",
+    0x100: "DisplayClockSetting",
+    0x200: "BoardLimit",
+    0x400: "Reliability",
+    0x8000000000000000: "Unknown",
+}
+"""Names of NVML's bits, less the prefix ``nvmlClocksEventReason`` (in older versions ``nvmlClocksThrottleReason``)."""
+NO_SLOWDOWN = frozenset({"GpuIdle", "ApplicationsClocksSetting", "DisplayClockSetting"})
+"""Reasons that are no slowdown: there is no work, or somebody has set the clocks and they are as they were set.
+
+All others, by NVML's documentation, hold clocks below what was asked for: SwPowerCap (the power limit), HwSlowdown
+(temperature, an external power brake, or a fast trigger: clocks at most half; also seen for a moment when the P-state
+changes), SwThermalSlowdown and HwThermalSlowdown (GPU or memory too hot), HwPowerBrakeSlowdown (the power supply),
+SyncBoost (another GPU of the group is slow), BoardLimit, Reliability, Unknown, and bits that are newer than this list.
+SwPowerCap is common on a GPU that is well used; how much it matters is told by its share and the clocks.
+"""
+
+# Numbers of NVML's enumerations, which never change.
+_CLOCK_SM, _CLOCK_MEMORY, _SENSOR_GPU = 1, 2, 0
+_LASTING = frozenset({3, 4, 13})
+"""Errors after which a question is not asked again: not supported, no permission, function not found."""
+
+
+def _reasons(bits: int) -> list[str]:
+    """Names of the bits that are set, in their order; one without a name as its number."""
+    return [REASONS.get(1 << i, hex(1 << i)) for i in range(bits.bit_length()) if bits >> i & 1]
+
+
+def _pids(processes: Iterable[Any]) -> list[int]:
+    return sorted({int(process.pid) for process in processes})
+
+
+QUESTIONS: dict[str, tuple[Callable[[Any], Any], tuple[tuple[Any, ...], ...]]] = {
+    "energy_j": (lambda mj: mj / 1e3, (("TotalEnergyConsumption",),)),
+    "power_w": (lambda mw: mw / 1e3, (("PowerUsage",),)),
+    "sm_clock_mhz": (int, (("ClockInfo", _CLOCK_SM),)),
+    "memory_clock_mhz": (int, (("ClockInfo", _CLOCK_MEMORY),)),
+    "temperature_c": (int, (("Temperature", _SENSOR_GPU), ("TemperatureV", _SENSOR_GPU))),
+    "throttle": (_reasons, (("CurrentClocksEventReasons",), ("CurrentClocksThrottleReasons",))),
+    "pids": (_pids, (("ComputeRunningProcesses",), ("ComputeRunningProcesses_v2",))),
+    "mps_pids": (_pids, (("MPSComputeRunningProcesses",), ("MPSComputeRunningProcesses_v2",))),
+}
+"""Fields of a sample: what makes SI units of the answer, and the ways to ask: ``nvmlDeviceGet...``, arguments.
+
+The ways after the first are for other versions of the library or the driver. Only compute processes are listed, so one
+that also draws is counted once; clients of an MPS server have a list of their own.
+"""
+PROCESS_FIELDS = ("pids", "mps_pids")
+
+
+def note(notes: list[str], text: str) -> None:
+    """Add a note unless it is there."""
+    if text not in notes:
+        notes.append(text)
+
+
+class Gpu:
+    """One GPU and what is known of what it cannot tell."""
+
+    def __init__(self, nvml: Any, uuid: str, notes: list[str]) -> None:
+        self.uuid = uuid
+        self._nvml, self._notes = nvml, notes
+        self._handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        self._ways = {name: list(ways) for name, (_, ways) in QUESTIONS.items()}
+
+    def sample(self, *, processes: bool) -> dict[str, Any]:
+        """Everything now. ``pids`` is missing where processes are not asked for, and None if they cannot be told."""
+        found: dict[str, Any] = {"uuid": self.uuid, "time": time.monotonic()}
+        for name in QUESTIONS:
+            if name not in PROCESS_FIELDS:
+                found[name] = self._ask(name)
+        if processes:
+            pids, clients = map(self._ask, PROCESS_FIELDS)
+            found["pids"] = None if pids is None else sorted({*pids, *(clients or [])})
+        return found
+
+    def mig(self) -> bool:
+        """Whether the GPU is cut into MIG instances."""
+        try:
+            return bool(self._nvml.nvmlDeviceGetMigMode(self._handle)[0])
+        except Exception:  # most GPUs have no such mode
+            return False
+
+    def _ask(self, name: str) -> Any:
+        """The answer to a question; None if there is none, with a note that says why."""
+        ways = self._ways[name]
+        error: Exception | None = None
+        while ways:
+            function, *arguments = ways[0]
+            try:
+                answer = getattr(self._nvml, f"nvmlDeviceGet{function}")(self._handle, *arguments)
+                return QUESTIONS[name][0](answer)
+            except Exception as problem:
+                error = problem
+                if not isinstance(error, AttributeError) and getattr(error, "value", None) not in _LASTING:
+                    break  # a passing error: the next sample asks again
+                ways.pop(0)
+        if error is not None and name != "mps_pids":  # drivers need not know of MPS
+            note(self._notes, f"{self.uuid}: no {name}: {error}")
+        return None

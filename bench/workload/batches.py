@@ -1,0 +1,77 @@
+"""Which samples each rank sees and when, and the loss of a batch that is too large to be seen at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+class Loader:
+    """Micro-batches of one rank, in order; sized, and iterable again from the start.
+
+    The samples of update t are t*B ... (t+1)*B - 1, whatever N and W. Micro-batch j of rank r in that window is the
+    contiguous piece number j*W + r of them, each B / (N*W) samples long.
+    """
+
+    def __init__(
+        self,
+        fetch: Callable[[range], Tensor],
+        *,
+        windows: int,
+        accumulate: int,
+        world_size: int,
+        rank: int,
+        global_batch_size: int,
+    ) -> None:
+        micro_batch_size, rest = divmod(global_batch_size, accumulate * world_size)
+        assert rest == 0 and micro_batch_size > 0, "the matrix refuses a batch that does not divide"
+        self._fetch = fetch
+        self._ranges = [
+            range(start, start + micro_batch_size)
+            for window in range(windows)
+            for piece in range(accumulate)
+            for start in [window * global_batch_size + (piece * world_size + rank) * micro_batch_size]
+        ]
+
+    def __len__(self) -> int:
+        return len(self._ranges)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return map(self._fetch, self._ranges)
+
+
+SLICE_TOKENS = 2048
+"""Tokens of a slice; a single sample may have more."""
+
+
+def slice_size(num_samples: int, tokens_per_sample: int) -> int:
+    """Samples of a slice: all of them, if they have no more than SLICE_TOKENS."""
+    return min(num_samples, max(1, SLICE_TOKENS // tokens_per_sample))
+
+
+def sliced(
+    loss: Callable[[nn.Module, Tensor], Tensor], num_samples: int, tokens_per_sample: int
+) -> Callable[[nn.Module, Tensor], Tensor]:
+    """The same mean loss of ``num_samples`` samples; itself, if a slice holds them all.
+
+    Else it is the mean over slices, weighted by their samples, and what a slice needs for the backward is computed once
+    more there, slice by slice. It stays one loss with one backward: nothing is accumulated by hand.
+    """
+    size = slice_size(num_samples, tokens_per_sample)
+    if size == num_samples:
+        return loss
+
+    def of_slices(model: nn.Module, batch: Tensor) -> Tensor:
+        import torch
+        from torch.utils.checkpoint import checkpoint
+
+        means = [
+            checkpoint(loss, model, part, use_reentrant=False, preserve_rng_state=False) * (len(part) / len(batch))
+            for part in batch.split(size)
+        ]
+        return torch.stack(means).sum()
+
+    return of_slices

@@ -1,0 +1,218 @@
+"""What formulas must know of a model: its parameters by unit of sharding, and in which order it uses them. No torch.
+
+A ``Layout`` is plain data. For the shipped decoders it follows from their size, so that a model of any size is
+predicted without being built; for other workloads ``bench.workload.structure.record`` reads it off a built model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench.plan.models import LlamaSize
+
+ROOT = 0
+"""The unit of everything that is in no block; block i is unit i, counted from 1."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parameter:
+    """One parameter, a tied one counted once."""
+
+    name: str
+    """Its first name in ``model.named_parameters()``."""
+    shape: tuple[int, ...]
+    unit: int
+    """ROOT, or the number of the block."""
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """A model as sharding and bucketing see it."""
+
+    parameters: tuple[Parameter, ...]
+    """In the order of ``model.named_parameters()``."""
+    buffers: tuple[tuple[str, int], ...] = ()
+    """dtype and bytes of each buffer, in the order of ``model.named_buffers()``."""
+    gradients: tuple[int, ...]
+    """Indices of parameters in the order in which a backward finishes their gradients."""
+    modules: tuple[tuple[int, ...], ...] = ()
+    """For each module that is called: indices of the parameters that are its own, in ascending order."""
+    forward: tuple[int, ...] = ()
+    """The modules as one forward enters them (m) and leaves them (~m)."""
+    backward: tuple[int, ...] = ()
+    """The modules as one backward reaches their outputs (m) and finishes their inputs (~m)."""
+
+    @property
+    def num_parameters(self) -> int:
+        """P: elements of all parameters."""
+        return sum(parameter.numel for parameter in self.parameters)
+
+    @property
+    def units(self) -> dict[int, list[Parameter]]:
+        """The parameters of each unit, blocks first in their order, then the root."""
+        found: dict[int, list[Parameter]] = {}
+        for parameter in sorted(self.parameters, key=lambda p: math.inf if p.unit == ROOT else p.unit):
+            found.setdefault(parameter.unit, []).append(parameter)
+        return found
+
+    @property
+    def block_parameters(self) -> int:
+        """Elements of the largest block's parameters; 0 without blocks."""
+        sizes = {unit: sum(p.numel for p in parameters) for unit, parameters in self.units.items() if unit != ROOT}
+        return max(sizes.values(), default=0)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; ``from_json`` is the inverse."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Layout:
+        """The layout of ``to_json``'s values, also after they went through JSON."""
+        parameters = tuple(Parameter(**{**p, "shape": tuple(p["shape"])}) for p in values["parameters"])
+        return cls(
+            parameters=parameters,
+            buffers=tuple((dtype, size) for dtype, size in values["buffers"]),
+            gradients=tuple(values["gradients"]),
+            modules=tuple(tuple(own) for own in values["modules"]),
+            forward=tuple(values["forward"]),
+            backward=tuple(values["backward"]),
+        )
+
+
+def llama_parameters(size: LlamaSize) -> tuple[Parameter, ...]:
+    """Names, shapes and units of a ``LlamaForCausalLM``'s parameters, in their order."""
+    hidden, inner, heads = size.hidden_size, size.intermediate_size, size.num_heads * size.head_size
+    kv = size.num_kv_heads * size.head_size
+    block: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj": (heads, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, heads),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+    }
+    found = [Parameter(name="model.embed_tokens.weight", shape=(size.vocab_size, hidden), unit=ROOT)]
+    for layer in range(size.num_layers):
+        prefix = f"model.layers.{layer}"
+        found += [Parameter(name=f"{prefix}.{n}.weight", shape=shape, unit=layer + 1) for n, shape in block.items()]
+    found.append(Parameter(name="model.norm.weight", shape=(hidden,), unit=ROOT))
+    if not size.tied:
+        found.append(Parameter(name="lm_head.weight", shape=(size.vocab_size, hidden), unit=ROOT))
+    return tuple(found)
+
+
+class _Calls:
+    """Modules by name, and in which order they are entered and left."""
+
+    def __init__(self, parameters: Sequence[Parameter], tied: dict[str, str]) -> None:
+        self._index = {p.name: i for i, p in enumerate(parameters)}
+        self._tied = tied
+        self._number: dict[str, int] = {}
+        self.modules: list[tuple[int, ...]] = []
+        self.forward: list[int] = []
+        self.backward: list[int] = []
+
+    def number(self, module: str) -> int:
+        """The module's number; a new one gets the next."""
+        if module not in self._number:
+            own = self._index.get(self._tied.get(module, f"{module}.weight"))
+            self._number[module] = len(self.modules)
+            self.modules.append(() if own is None else (own,))
+        return self._number[module]
+
+    def call(self, module: str, *inside: str) -> None:
+        """A forward through a module and, in it, through modules that call no others."""
+        self.enter(module)
+        for name in inside:
+            self.call(name)
+        self.leave(module)
+
+    def enter(self, module: str) -> None:
+        self.forward.append(self.number(module))
+
+    def leave(self, module: str) -> None:
+        self.forward.append(~self.number(module))
+
+    def reach(self, *modules: str) -> None:
+        """The backward reaches the outputs of modules, one after the other."""
+        self.backward += [self.number(module) for module in modules]
+
+    def finish(self, *modules: str) -> None:
+        """The backward finishes the inputs of modules."""
+        self.backward += [~self.number(module) for module in modules]
+
+    def through(self, *modules: str) -> None:
+        """The backward passes modules from output to input, one after the other."""
+        for module in modules:
+            self.reach(module)
+            self.finish(module)
+
+
+def llama_layout(size: LlamaSize) -> Layout:
+    """The layout of the shipped decoder in transformers' implementation."""
+    parameters = llama_parameters(size)
+    calls = _Calls(parameters, {"lm_head": "model.embed_tokens.weight"} if size.tied else {})
+    calls.enter("root")
+    calls.enter("model")
+    calls.call("model.embed_tokens")
+    calls.call("model.rotary_emb")
+    for layer in range(size.num_layers):
+        block = f"model.layers.{layer}"
+        attention, mlp = f"{block}.self_attn", f"{block}.mlp"
+        calls.enter(block)
+        calls.call(f"{block}.input_layernorm")
+        calls.call(attention, *(f"{attention}.{name}_proj" for name in "qkvo"))
+        calls.call(f"{block}.post_attention_layernorm")
+        calls.call(mlp, *(f"{mlp}.{name}" for name in ("gate_proj", "act_fn", "up_proj", "down_proj")))
+        calls.leave(block)
+    calls.call("model.norm")
+    calls.leave("model")
+    calls.call("lm_head")
+    calls.leave("root")
+
+    gradients: list[str] = [] if size.tied else ["lm_head"]
+    gradients.append("model.norm")
+    calls.reach("root")
+    calls.through("lm_head")
+    calls.reach("model")
+    calls.through("model.norm")
+    for layer in reversed(range(size.num_layers)):
+        block = f"model.layers.{layer}"
+        attention, mlp = f"{block}.self_attn", f"{block}.mlp"
+        calls.reach(block, mlp)
+        calls.through(f"{mlp}.down_proj", f"{mlp}.up_proj", f"{mlp}.act_fn", f"{mlp}.gate_proj")
+        calls.finish(mlp)
+        calls.through(f"{block}.post_attention_layernorm")
+        calls.reach(attention)
+        calls.through(*(f"{attention}.{name}_proj" for name in "ovkq"))
+        calls.through(f"{block}.input_layernorm")
+        calls.finish(block)
+        gradients += [f"{mlp}.{name}_proj" for name in ("down", "up", "gate")]
+        gradients.append(f"{block}.post_attention_layernorm")
+        gradients += [f"{attention}.{name}_proj" for name in "ovkq"]
+        gradients.append(f"{block}.input_layernorm")
+    calls.reach("model.embed_tokens")
+    gradients.append("model.embed_tokens")
+
+    index = {p.name: i for i, p in enumerate(parameters)}
+    rotary = 4 * (size.head_size // 2)
+    return Layout(
+        parameters=parameters,
+        buffers=(("float32", rotary), ("float32", rotary)),  # inv_freq and original_inv_freq
+        gradients=tuple(index[f"{name}.weight"] for name in gradients),
+        modules=tuple(calls.modules),
+        forward=tuple(calls.forward),
+        backward=tuple(calls.backward),
+    )

@@ -1,0 +1,214 @@
+"""In which dtype gradients are summed: every backend, FSDP2's policies, loops with known faults, and the table."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any, Self
+
+import pytest
+
+from bench import cli
+from bench.audit import dtypes
+from bench.audit.dtypes import AccumulationTask, spelled, table
+from bench.backends.base import registry
+from bench.errors import UnsupportedError
+from bench.launch.outcome import Outcome
+from bench.measure import summing
+from bench.plan.cell import REFERENCE, REFERENCES, Precision, Status
+from tests.conftest import ROOT
+from tests.summing import FSDP2_POLICIES, LOOPS, NS
+
+BACKENDS = [name for name in registry() if name not in REFERENCES]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What two ranks found out; both say the same."""
+    folder = tmp_path_factory.mktemp("summing")
+    environment = os.environ | {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",
+        "MASTER_ADDR": "127.0.0.1",
+        "WORLD_SIZE": "2",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.summing", str(rank), str(folder)],
+            cwd=ROOT,
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        logs = [rank.communicate(timeout=300)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(log[-3000:] for log in logs)
+    first, second = (json.loads((folder / f"{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    return first
+
+
+@pytest.mark.parametrize("precision", list(Precision))
+@pytest.mark.parametrize("name", BACKENDS)
+def test_every_backend_sums_in_fp32(found: dict[str, Any], name: str, precision: Precision) -> None:
+    if precision is Precision.BF16 and name in {"deepspeed-zero2-deferred", "deepspeed-zero3-deferred"}:
+        assert "unsupported" in found[f"{name} {precision}"]
+        return
+    divided_twice = registry()[name].defect != ""
+    assert found[f"{name} {precision}"] == {
+        "dtype": "fp32",
+        "significand_bits": 24,
+        "sum": 1.0,
+        "scale": 0.25 if divided_twice else 1.0,
+        "num_updates": 1,
+    }
+
+
+@pytest.mark.parametrize("policy", FSDP2_POLICIES, ids=str)
+def test_what_fsdp2_sums_in_follows_from_its_policy(found: dict[str, Any], policy: Any) -> None:
+    both = [found[f"{policy} {sync}"] for sync in ("eager", "deferred")]
+    assert tuple(one["dtype"] for one in both) == FSDP2_POLICIES[policy]
+    assert tuple(one["sum"] for one in both) == tuple(float(dtype == "fp32") for dtype in FSDP2_POLICIES[policy])
+    assert all(one["scale"] == 1.0 for one in both)
+
+
+@pytest.mark.parametrize("name", ["silent", "coalescing"])
+def test_deepspeed_sums_in_bf16_unless_told_and_where_it_is_refused(found: dict[str, Any], name: str) -> None:
+    assert (found[name]["dtype"], found[name]["sum"]) == ("bf16", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("loop", "dtype", "bits", "scale"),
+    [
+        ("Loop", "fp32", 24, 1.0),
+        ("BF16Loop", "bf16", 8, 1.0),
+        ("FP16Loop", "fp16", 11, 1.0),
+        ("FP64Loop", "fp64", 32, 1.0),
+        ("SumLoop", "fp32", 24, 4.0),
+        ("TwiceDividedLoop", "fp32", 24, 0.25),
+        ("LastOnlyLoop", "other: 1 bits", 1, -0.5),
+        ("EveryMicroBatchLoop", "other: 4 updates", 24, 1.0),
+        ("NoStepLoop", "other: no update", None, 0.0),
+    ],
+)
+def test_loops_whose_sum_is_known(found: dict[str, Any], loop: str, dtype: str, bits: int | None, scale: float) -> None:
+    assert loop in LOOPS
+    assert (found[loop]["dtype"], found[loop].get("significand_bits"), found[loop]["scale"]) == (dtype, bits, scale)
+
+
+def test_where_nothing_is_accumulated_nothing_is_claimed(found: dict[str, Any]) -> None:
+    for name in (f"{REFERENCE} fp32", f"{REFERENCE} bf16", "virtual"):
+        assert found[name] == {"dtype": summing.NOT_MEASURED}
+    assert found["errors reference"] == [None] * len(NS)
+
+
+def test_a_cell_that_clips_is_probed_without(found: dict[str, Any]) -> None:
+    assert found["clipped"]["dtype"] == "fp32" and found["clipped"]["scale"] == 1.0
+
+
+@pytest.mark.parametrize("name", ["ddp-eager", "fsdp2-eager", "fsdp2-deferred", "deepspeed-zero2-eager", "twice"])
+def test_the_error_of_a_sum_in_fp32_stays_small(found: dict[str, Any], name: str) -> None:
+    curve = found[f"errors {name}"]
+    assert [one["accumulate"] for one in curve] == list(NS)
+    assert all(one["error"] < 1e-7 and one["num_updates"] == 1 for one in curve)
+    assert [one["factor"] for one in curve] == [1 / n if name == "twice" else 1.0 for n in NS]
+    assert [one["scale"] for one in curve] == pytest.approx([one["factor"] for one in curve], rel=1e-6)
+
+
+def test_the_error_of_a_sum_in_bf16_grows_with_n(found: dict[str, Any]) -> None:
+    errors = [one["error"] for one in found["errors bf16"]]
+    assert errors[0] < 1e-2 < errors[-1]
+    assert errors == sorted(errors)
+    assert all(one["factor"] == 1.0 for one in found["errors bf16"])
+
+
+@pytest.mark.parametrize(
+    ("kept", "dtype"), [(8, "bf16"), (12, "fp16"), (23, "fp32"), (32, "fp64"), (16, "other: 16 bits")]
+)
+def test_names_of_dtypes(kept: int, dtype: str) -> None:
+    assert summing._dtype(kept) == dtype
+
+
+def test_the_table_is_made_by_real_process_groups() -> None:
+    rows = list(table(["ddp-deferred"], [Precision.FP32, Precision.BF16], [2]))
+    assert [(row["backend"], row["precision"], row["dtype"]) for row in rows] == [
+        ("ddp-deferred", "fp32", "fp32"),
+        ("ddp-deferred", "bf16", "fp32"),
+    ]
+    assert all(row["errors"][0]["error"] < 1e-7 and row["world_size"] == 2 for row in rows)
+
+
+class FakeLauncher:
+    """Ends every task as ``outcome`` says."""
+
+    outcome: Outcome
+    tasks: list[AccumulationTask]
+
+    def __init__(self, device: Any) -> None:
+        FakeLauncher.tasks = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    def run(self, task: AccumulationTask, timeout_s: float) -> Outcome:
+        self.tasks.append(task)
+        return self.outcome
+
+
+def _outcome(*rows: dict[str, Any]) -> Outcome:
+    return Outcome(status=Status.OK, reason="", ranks=[{"rows": list(rows)}, {"rows": []}], wall_s=1.0)
+
+
+def test_a_group_that_failed_has_rows_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(dtypes, "Launcher", FakeLauncher)
+    FakeLauncher.outcome = Outcome(status=Status.CRASHED, reason="rank 1: no", ranks=[], wall_s=1.0)
+    assert cli.main(["accumulation", "--backend", "ddp-eager", "--errors", "--world-size", "4"]) == 1
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["ddp-eager", precision, "crashed", "rank", "1:", "no"] for precision in ("fp32", "bf16")
+    ]
+    assert FakeLauncher.tasks[0].windows == dtypes.WINDOWS and FakeLauncher.tasks[0].world_size == 4
+
+
+@pytest.mark.parametrize(("dtype", "status"), [("fp32", 0), ("unsupported", 0), ("bf16", 1), ("other: 3 bits", 1)])
+def test_the_exit_status_says_whether_all_sum_in_fp32(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], dtype: str, status: int
+) -> None:
+    monkeypatch.setattr(dtypes, "Launcher", FakeLauncher)
+    FakeLauncher.outcome = _outcome({"backend": "x", "precision": "fp32", "dtype": dtype})
+    assert cli.main(["accumulation", "--backend", "ddp-eager", "--json"]) == status
+    assert json.loads(capsys.readouterr().out)["dtype"] == dtype
+    assert cli.main(["accumulation"]) == status and [task.backend for task in FakeLauncher.tasks] == BACKENDS
+
+
+def test_an_unknown_backend_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["accumulation", "--backend", "no-such"]) == 2
+    assert "'no-such' is unknown; use ddp-eager, " in capsys.readouterr().err
+
+
+def test_a_row_in_words() -> None:
+    row = {"backend": "b", "precision": "bf16", "dtype": "bf16", "significand_bits": 8, "sum": 0.0, "scale": 1.0}
+    row["errors"] = [{"accumulate": 4, "error": 0.0123}, None]
+    assert spelled(row).split() == ["b", "bf16", "bf16", "8", "bits", "sum", "0", "scale", "1", "N=4:", "0.012"]
+
+
+def test_a_refusal_is_a_row_and_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise UnsupportedError("not in bf16")
+
+    monkeypatch.setattr(dtypes, "accumulator", refuse)
+    task = AccumulationTask(backend="ddp-eager", world_size=2, precisions=(Precision.BF16,), windows=(), folder="")
+    row = dtypes._row(task, Precision.BF16, registry()["ddp-eager"], 0, None)  # type: ignore[arg-type]
+    assert (row["dtype"], row["reason"]) == ("unsupported", "not in bf16")

@@ -1,0 +1,767 @@
+"""What backends compute: rules on synthetic records, then real backends and broken loops, measured and calculated."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from bench.audit.diagnosis import observation
+from bench.audit.reading import Reading
+from bench.audit.scenario import SUITE, Fault, Reduction, Scenario, load
+from bench.audit.stepcount import StepRule, Steps, calculate
+from bench.backends.base import registry
+from bench.errors import InputError
+from bench.plan.cell import REFERENCES, Stepping
+from tests.conftest import ROOT, asked, bench, processes_with
+from tests.plugin import LOOPS
+
+LOOP_BACKENDS = [
+    name for name, backend in registry().items() if backend.stepping is Stepping.WINDOW and name not in REFERENCES
+]
+
+
+class Pretend:
+    """Ranks that accumulate and step in plain Python: what the instrument would record of a loop."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.own = scenario.bound * scenario.largest_batch
+        self.grads: dict[int, float] = {}
+        self.events, self.number = "", 0
+        self.fetches: list[list[dict[str, Any]]] = [[] for _ in range(scenario.world_size)]
+        self.losses: list[int] = []
+        self.changes: list[list[tuple[int, float]]] = []
+        self.digests: list[list[str]] = [[] for _ in range(scenario.world_size)]
+
+    def epochs(self) -> Iterator[list[list[list[int]]]]:
+        """Each epoch's micro-batches, as lists of samples by rank."""
+        s = self.scenario
+        for _ in range(3 if s.epochs is None else s.epochs):
+            padded = [i % s.samples for i in range(s.training.samples_per_rank * s.world_size)]
+            by_rank = [padded[rank :: s.world_size] for rank in range(s.world_size)]
+            starts = range(0, s.micro_batches * s.batch_size, s.batch_size)
+            yield [[own[start : start + s.batch_size] for own in by_rank] for start in starts]
+
+    def micro_batch(self, epoch: int, samples: list[list[int]], factor: float) -> None:
+        """Fetch, forward and backward: ``factor`` times the mean loss, averaged over ranks."""
+        for rank, of_rank in enumerate(samples):
+            tokens = [self.scenario.tokens(sample) for sample in of_rank]
+            for index, count in enumerate(tokens):
+                slot = rank * self.own + self.number * self.scenario.largest_batch + index
+                share = count / sum(tokens) / len(samples)
+                self.grads[slot] = self.grads.get(slot, 0.0) + factor * share
+            self.fetches[rank].append({"epoch": epoch, "samples": of_rank})
+        self.losses.append(self.number)
+        self.number += 1
+        self.events += "FL"
+
+    def step(self, *, clear: bool = True, digests: tuple[str, ...] = ("same",)) -> None:
+        self.changes.append(sorted((slot, value) for slot, value in self.grads.items() if value))
+        for rank, own in enumerate(self.digests):
+            own.append(digests[rank % len(digests)])
+        self.events += "S"
+        if clear:
+            self.grads = {}
+
+    def records(self, **changed: Any) -> list[dict[str, Any]]:
+        return [
+            {
+                "scenario": self.scenario.name,
+                "stopped": "ended",
+                "failure": None,
+                "own_slots": self.own,
+                "fetches": self.fetches[rank],
+                "losses": self.losses,
+                "faults": [],
+                "events": self.events,
+                "changes": self.changes,
+                "digests": self.digests[rank],
+                "reported": {},
+                **changed,
+            }
+            for rank in range(self.scenario.world_size)
+        ]
+
+    def observe(self, **changed: Any) -> dict[str, Any]:
+        return observation(Reading("pretended", self.scenario, self.records(**changed)))
+
+
+Loop = Callable[[Pretend, int], None]
+
+
+def right(pretend: Pretend, n: int) -> None:
+    for epoch, batches in enumerate(pretend.epochs()):
+        for start in range(0, len(batches), n):
+            window = batches[start : start + n]
+            for samples in window:
+                pretend.micro_batch(epoch, samples, 1 / len(window))
+            pretend.step()
+
+
+def flush(pretend: Pretend, n: int) -> None:
+    for epoch, batches in enumerate(pretend.epochs()):
+        for index, samples in enumerate(batches, start=1):
+            pretend.micro_batch(epoch, samples, 1 / n)
+            if index % n == 0 or index == len(batches):
+                pretend.step()
+
+
+def carry(pretend: Pretend, n: int) -> None:
+    total = 0
+    for epoch, batches in enumerate(pretend.epochs()):
+        for samples in batches:
+            pretend.micro_batch(epoch, samples, 1 / n)
+            total += 1
+            if total % n == 0:
+                pretend.step()
+
+
+def divides_twice(pretend: Pretend, n: int) -> None:
+    for epoch, batches in enumerate(pretend.epochs()):
+        for index, samples in enumerate(batches, start=1):
+            pretend.micro_batch(epoch, samples, 1 / n**2)
+            if index % n == 0:
+                pretend.step()
+
+
+def last_only(pretend: Pretend, n: int) -> None:
+    for epoch, batches in enumerate(pretend.epochs()):
+        for index, samples in enumerate(batches, start=1):
+            pretend.grads = {}
+            pretend.micro_batch(epoch, samples, 1 / n)
+            if index % n == 0:
+                pretend.step()
+
+
+def off_by_one(pretend: Pretend, n: int) -> None:
+    for epoch, batches in enumerate(pretend.epochs()):
+        for index, samples in enumerate(batches):
+            pretend.micro_batch(epoch, samples, 1 / n)
+            if index % n == 0:
+                pretend.step()
+
+
+def summed(pretend: Pretend, n: int) -> None:
+    for epoch, batches in enumerate(pretend.epochs()):
+        for index, samples in enumerate(batches, start=1):
+            pretend.micro_batch(epoch, samples, 1.0)
+            if index % n == 0:
+                pretend.step()
+
+
+def never_clears(pretend: Pretend, n: int) -> None:
+    for epoch, batches in enumerate(pretend.epochs()):
+        for index, samples in enumerate(batches, start=1):
+            pretend.micro_batch(epoch, samples, 1 / n)
+            if index % n == 0:
+                pretend.step(clear=False)
+
+
+def replicas_differ(pretend: Pretend, n: int) -> None:
+    for epoch, batches in enumerate(pretend.epochs()):
+        for index, samples in enumerate(batches, start=1):
+            pretend.micro_batch(epoch, samples, 1 / n)
+            if index % n == 0:
+                pretend.step(digests=("one", "other"))
+
+
+def scenario(**given_: Any) -> Scenario:
+    return Scenario(**{"samples": 32, "batch_size": 2, "accumulate": (4,), "epochs": 2, **given_})
+
+
+@pytest.mark.parametrize(
+    ("loop", "samples", "word"),
+    [
+        (right, 32, "right"),
+        (right, 40, "right"),
+        (flush, 32, "right"),
+        (flush, 40, "under-weighted"),
+        (flush, 4, "under-weighted"),  # one micro-batch per epoch: divided by N once, not twice
+        (carry, 40, "carried over"),
+        (divides_twice, 32, "divided twice"),
+        (last_only, 32, "last only"),
+        (off_by_one, 32, "steps too early"),
+        (summed, 32, "over-weighted"),
+        (never_clears, 32, "not cleared"),
+        (replicas_differ, 32, "replicas differ"),
+    ],
+)
+def test_each_loop_is_told_from_the_others(loop: Loop, samples: int, word: str) -> None:
+    pretend = Pretend(scenario(samples=samples))
+    loop(pretend, 4)
+    seen = pretend.observe()
+    assert seen["verdict"] == word, seen["diagnosis"]
+    assert (seen["level"] == "detail") == (word == "right")
+
+
+def test_the_map_of_a_right_loop_by_hand() -> None:
+    """10 samples, batches of 1 on two ranks, N = 2: windows of 4, 4 and 2 samples."""
+    pretend = Pretend(scenario(samples=10, batch_size=1, accumulate=(2,), epochs=1))
+    right(pretend, 2)
+    seen = pretend.observe()
+    assert [update["samples"] for update in seen["updates"]] == [
+        {"0": 0.25, "1": 0.25, "2": 0.25, "3": 0.25},
+        {"4": 0.25, "5": 0.25, "6": 0.25, "7": 0.25},
+        {"8": 0.5, "9": 0.5},
+    ]
+    assert [update["sum"] for update in seen["updates"]] == [1, 1, 1]
+    assert (seen["optimizer_steps_observed"], seen["micro_batches"], seen["weight_ratio"]) == (3, 5, 1)
+    assert seen["samples_lost"] == seen["samples_left_open"] == seen["samples_duplicated"] == 0
+
+
+def test_padding_is_counted_and_is_no_fault() -> None:
+    pretend = Pretend(scenario(samples=31, epochs=1))
+    right(pretend, 4)
+    seen = pretend.observe()
+    assert seen["verdict"] == "right" and seen["samples_duplicated"] == 1
+    assert seen["updates"][1]["samples"]["0"] == pytest.approx(1 / 16)
+
+
+def test_what_drop_last_leaves_out_is_counted() -> None:
+    pretend = Pretend(scenario(samples=33, epochs=2, drop_last=True))
+    right(pretend, 4)
+    assert pretend.observe()["samples_never_fetched"] == 2
+
+
+def test_where_only_max_steps_ends_the_training_no_sample_is_missed() -> None:
+    pretend = Pretend(scenario(samples=33, epochs=None, max_steps=12, drop_last=True))
+    right(pretend, 4)
+    seen = pretend.observe()
+    assert seen["samples_never_fetched"] == 0
+    assert not {"dropped", "skipped"} & {finding["word"] for finding in seen["findings"]}
+
+
+def test_lost_and_left_open_are_different_things() -> None:
+    pretend = Pretend(scenario(samples=40, epochs=2))
+    for epoch, batches in enumerate(pretend.epochs()):
+        pretend.grads = {}
+        for index, samples in enumerate(batches, start=1):
+            pretend.micro_batch(epoch, samples, 1 / 4)
+            if index % 4 == 0:
+                pretend.step()
+    seen = pretend.observe()
+    assert (seen["samples_lost"], seen["samples_left_open"], seen["verdict"]) == (8, 8, "lost")
+
+
+def test_means_of_unequal_micro_batches_are_no_mean() -> None:
+    pretend = Pretend(scenario(token_weights=(7, 512, 64, 3), epochs=1))
+    right(pretend, 4)
+    seen = pretend.observe()
+    assert seen["verdict"] == "mean of means"
+    # Rank 0 has samples 0 and 2 in its first micro-batch: 7 of 71 tokens, of an eighth of the update.
+    assert seen["updates"][0]["samples"]["0"] == pytest.approx(7 / 71 / 8)
+    assert all(update["sum"] == pytest.approx(1) for update in seen["updates"])
+
+
+def test_a_training_that_hits_the_bound_never_stops() -> None:
+    pretend = Pretend(scenario(epochs=2))
+    right(pretend, 4)
+    pretend.scenario = scenario(epochs=None, max_steps=2)
+    seen = pretend.observe(stopped="bound", own_slots=pretend.own, reported={"trainer.global_step": 0})
+    assert seen["verdict"] == "never stops" and "trainer.global_step = 0" in seen["diagnosis"]
+
+
+def test_counters_that_disagree_are_named() -> None:
+    pretend = Pretend(scenario())
+    right(pretend, 4)
+    seen = pretend.observe(reported={"trainer.global_step": 3, "engine.global_steps": 4})
+    assert seen["verdict"] == "miscounted"
+    assert "trainer.global_step = 3, but there were 4 updates" in seen["diagnosis"]
+
+
+@pytest.mark.parametrize(
+    ("loop", "n", "samples", "said"),
+    [
+        (flush, 4, 20, "1 of 2 updates is too small: 1 micro-batch divided by N = 4 makes 0.25 of the right update"),
+        (flush, 4, 8, "the only update is too small: 2 micro-batches divided by N = 4 make 0.5 of the right update"),
+        (carry, 8, 32, "the only update comes after 8 instead of N = 4 micro-batches"),
+        (carry, 4, 40, "1 of 5 updates mixes the end of one epoch with the beginning of the next"),
+        (flush, 4, 20, "trainer.global_step = 1, but there were 2 updates"),
+        (carry, 8, 32, "trainer.global_step = 2, but there was 1 update"),
+    ],
+)
+def test_verbs_agree_with_their_numbers(loop: Loop, n: int, samples: int, said: str) -> None:
+    pretend = Pretend(scenario(samples=samples, epochs=2 if samples == 40 else 1))
+    loop(pretend, n)
+    seen = pretend.observe(reported={"trainer.global_step": 3 - len(pretend.changes)})
+    assert said in seen["diagnosis"]
+
+
+def test_a_failure_before_the_first_micro_batch_is_a_refusal() -> None:
+    failure = {"status": "crashed", "reason": "ValueError:  no\n such thing", "traceback": ""}
+    seen = Pretend(scenario()).observe(failure=failure, stopped="failed")
+    assert (seen["verdict"], seen["level"], seen["weight_ratio"]) == ("refused", "note", None)
+    assert "ValueError: no such thing" in seen["diagnosis"]
+
+
+@given(
+    samples=st.integers(1, 60),
+    batch_size=st.integers(1, 4),
+    n=st.integers(1, 6),
+    epochs=st.integers(1, 3),
+    world_size=st.integers(1, 4),
+)
+@settings(max_examples=150, deadline=None)
+def test_a_right_loop_conserves_weight(samples: int, batch_size: int, n: int, epochs: int, world_size: int) -> None:
+    """Every update sums to 1, and every sample is in exactly one update of each epoch, but for padding."""
+    pretend = Pretend(
+        scenario(samples=samples, batch_size=batch_size, accumulate=(n,), epochs=epochs, world_size=world_size)
+    )
+    right(pretend, n)
+    reading = Reading("pretended", pretend.scenario, pretend.records())
+    assert all(update.sum == pytest.approx(1) for update in reading.updates)
+    assert not reading.unapplied
+    padding = pretend.scenario.training.padding_per_epoch * epochs
+    assert len(reading.repeated) == padding
+    assert len(reading.applied) == samples * epochs + padding
+
+
+# The scenarios themselves.
+
+
+def test_the_suite_covers_what_it_should() -> None:
+    suite = {one.name: one for one in load()}
+    assert set(Fault) == {one.fault for one in suite.values()}
+    assert set(Reduction) == {one.reduction for one in suite.values()}
+    assert {True, False} == {one.drop_last for one in suite.values()}
+    assert any(one.micro_batches % one.accumulate[0] == 0 for one in suite.values())
+    assert any(one.micro_batches < one.accumulate[0] for one in suite.values())
+    assert any(one.epochs is None for one in suite.values()) and any(len(one.accumulate) > 1 for one in suite.values())
+    assert any(one.engine_accumulate for one in suite.values())
+    assert all(one.title for one in suite.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no scenario"),
+        ("[a", "it must be TOML"),
+        ("a = 3", "a = 3: must be a table"),
+        ("[a]\nsamples = 4", "[a] batch_size: is missing"),
+        ("[a]\nsamples = 4\nbatch_size = 1\naccumulate = 1\nshards = 2", "[a] shards: unknown; use name, title"),
+        ("[a]\nsamples = '4'\nbatch_size = 1\naccumulate = 1", "[a] samples = '4': must be int"),
+        ("[a]\nsamples = true\nbatch_size = 1\naccumulate = 1", "[a] samples = True: must be int"),
+        ("[a]\nsamples = 4\nbatch_size = 1\naccumulate = [1, 0]", "must be positive integers"),
+        ("[a]\nsamples = 4\nbatch_size = 1\naccumulate = []", "must be positive integers"),
+        ("[a]\nsamples = 4\nbatch_size = 1\naccumulate = 1\nfault = 'fire'", "fault = 'fire': use none, exception"),
+        ("[a]\nsamples = 4\nbatch_size = 1\naccumulate = 1\nfault = 'exception'", "at: goes with a fault"),
+        ("[a]\nsamples = 4\nbatch_size = 1\naccumulate = 1\nat = 1", "at: goes with a fault"),
+        (
+            "[a]\nsamples = 4\nbatch_size = 1\naccumulate = 1\nfault = 'exception'\nat = 2",
+            "an epoch has 2 micro-batches",
+        ),
+        ("[a]\nsamples = 4\nbatch_size = 1\naccumulate = 1\nclip_norm = nan", "clip_norm = nan"),
+        ("[a]\nsamples = 4\nbatch_size = 1\naccumulate = 1\nepochs = 0", "epochs = 0: has no end without"),
+        ("[a]\nsamples = 9000000\nbatch_size = 1\naccumulate = 1", "at most 100000"),
+    ],
+)
+def test_a_wrong_scenario_is_refused_in_one_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    with pytest.raises(InputError) as error:
+        load(path)
+    assert message in str(error.value) and str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_scenario_travels_as_json() -> None:
+    for one in load():
+        assert Scenario.from_dict(json.loads(json.dumps(one.to_dict()))) == one
+
+
+# The command, on real backends.
+
+
+BACKENDS = [name for name in registry() if name not in REFERENCES]
+CHOSEN = (
+    "ddp-deferred",
+    "fsdp2-eager",
+    "fsdp2-deferred",
+    "deepspeed-zero2-eager",
+    "deepspeed-zero3-eager",
+    "lightning-ddp",
+    "lightning-fsdp2",
+    "lightning-deepspeed-zero2",
+    "lightning-deepspeed-zero3",
+    "lightning-deepspeed-zero2-corrected",
+    "fabric-fsdp2-deferred",
+)
+SHOWN = (
+    "divisible",
+    "partial-window",
+    "fewer-than-n",
+    "max-steps",
+    "max-steps-short",
+    "resume",
+    "n-by-epoch",
+    "clip",
+    "engine-n",
+    "exception",
+    "tokens-mean",
+    "tokens-window",
+    "framework-split",
+)
+"""Scenarios that a test is about by name; with --all every one is run, under every backend."""
+
+
+@pytest.fixture(scope="session")
+def suite(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, str], dict[str, Any]]:
+    """The shipped suite, by scenario and backend."""
+    chosen = {
+        "--scenario": asked(request, SHOWN, [one.name for one in load()]),
+        "--backend": asked(request, CHOSEN, BACKENDS),
+    }
+    options = [word for name, values in chosen.items() for word in (name, ",".join(values))]
+    folder = tmp_path_factory.mktemp("semantics")
+    process = bench("semantics", "--suite", *options, "--json", "--out", "suite", cwd=folder)
+    assert process.returncode == 1, process.stderr  # known defects are among what it finds
+    return {(one["scenario"]["name"], one["backend"]): one for one in json.loads(process.stdout)}
+
+
+def verdicts(suite: dict[tuple[str, str], dict[str, Any]], name: str) -> dict[str, str]:
+    return {backend: one["verdict"] for (of, backend), one in suite.items() if of == name}
+
+
+def test_every_scenario_ran_under_every_backend(suite: dict[tuple[str, str], dict[str, Any]]) -> None:
+    names, backends = ({key[place] for key in suite} for place in (0, 1))
+    assert names >= set(SHOWN) and backends >= set(CHOSEN) and len(suite) == len(names) * len(backends)
+    failed = {key: one["failure"] for key, one in suite.items() if one["failure"] and one["verdict"] == "crashed"}
+    assert not failed
+    assert not [key for key, one in suite.items() if one["verdict"] == "replicas differ"]
+
+
+@pytest.mark.parametrize("name", ["divisible", "partial-window", "fewer-than-n", "max-steps", "resume", "n-by-epoch"])
+def test_the_hand_written_loops_are_right(suite: dict[tuple[str, str], dict[str, Any]], name: str) -> None:
+    seen = {backend: word for backend, word in verdicts(suite, name).items() if backend in LOOP_BACKENDS}
+    assert seen == dict.fromkeys(seen, "right") != {}
+
+
+def test_sound_backends_conserve_weight(suite: dict[tuple[str, str], dict[str, Any]]) -> None:
+    """Over an epoch of whole windows, each sample has the coefficient of the big batch, once."""
+    for backend in verdicts(suite, "divisible"):
+        if registry()[backend].defect:
+            continue
+        updates = suite["divisible", backend]["updates"]
+        for epoch in (updates[:2], updates[2:]):
+            together: dict[str, float] = {}
+            for update in epoch:
+                assert not together.keys() & update["samples"].keys()
+                together |= update["samples"]
+            assert together == pytest.approx({str(sample): 1 / 16 for sample in range(32)}, rel=1e-6), backend
+
+
+def test_lightning_with_deepspeed_divides_twice_and_the_corrected_one_does_not(
+    suite: dict[tuple[str, str], dict[str, Any]],
+) -> None:
+    for backend in ("lightning-deepspeed-zero2", "lightning-deepspeed-zero3"):
+        one = suite["divisible", backend]
+        assert one["verdict"] == "divided twice" and one["weight_ratio"] == pytest.approx(0.25)
+        assert one["steps_reported"]["on_before_optimizer_step"] == 16 and one["optimizer_steps_observed"] == 4
+        assert suite["clip", backend]["weight_ratio"] == pytest.approx(0.25 / 0.4, rel=1e-4)
+    assert suite["divisible", "lightning-deepspeed-zero2-corrected"]["weight_ratio"] == pytest.approx(1)
+    assert suite["clip", "lightning-deepspeed-zero2-corrected"]["weight_ratio"] == pytest.approx(1, rel=1e-4)
+
+
+def test_lightning_divides_an_incomplete_window_by_n(suite: dict[tuple[str, str], dict[str, Any]]) -> None:
+    for backend in ("lightning-ddp", "lightning-fsdp2"):
+        one = suite["partial-window", backend]
+        assert [update["sum"] for update in one["updates"]] == pytest.approx([1, 1, 0.5, 1, 1, 0.5])
+        assert one["verdict"] == "under-weighted"
+
+
+def test_deepspeed_carries_over_and_zero3_under_lightning_loses(suite: dict[tuple[str, str], dict[str, Any]]) -> None:
+    assert verdicts(suite, "partial-window")["deepspeed-zero2-eager"] == "carried over"
+    assert suite["partial-window", "deepspeed-zero3-eager"]["samples_lost"] == 0
+    assert suite["partial-window", "lightning-deepspeed-zero2"]["samples_lost"] == 0
+    assert suite["partial-window", "lightning-deepspeed-zero3"]["samples_lost"] == 24
+
+
+def test_max_steps(suite: dict[tuple[str, str], dict[str, Any]]) -> None:
+    short = verdicts(suite, "max-steps-short")
+    assert {backend for backend, word in short.items() if word == "never stops"} == {
+        "lightning-deepspeed-zero2",
+        "lightning-deepspeed-zero3",
+        "lightning-deepspeed-zero2-corrected",
+    }
+    late = suite["max-steps", "lightning-deepspeed-zero2-corrected"]
+    assert (late["verdict"], late["optimizer_steps_observed"], late["micro_batches"]) == ("stops late", 6, 24)
+    native = suite["max-steps", "lightning-ddp"]
+    assert (native["optimizer_steps_observed"], native["micro_batches"]) == (5, 18)
+
+
+def test_an_engine_with_another_n(suite: dict[tuple[str, str], dict[str, Any]]) -> None:
+    """A mismatch is refused by Lightning, and obeyed in silence by DeepSpeed under a loop of one's own."""
+    words = verdicts(suite, "engine-n")
+    assert words["lightning-deepspeed-zero2"] == words["lightning-deepspeed-zero3"] == "refused"
+    assert words["deepspeed-zero2-eager"] == words["deepspeed-zero3-eager"] == "steps too early"
+    assert suite["engine-n", "deepspeed-zero2-eager"]["optimizer_steps_observed"] == 4
+    assert words["ddp-deferred"] == words["lightning-ddp"] == "right"
+
+
+def test_what_an_exception_leaves_behind(suite: dict[tuple[str, str], dict[str, Any]]) -> None:
+    words = verdicts(suite, "exception")
+    assert words["ddp-deferred"] == words["fsdp2-eager"] == words["lightning-ddp"] == "right"
+    assert words["fsdp2-deferred"] == words["fabric-fsdp2-deferred"] == "leaks"
+    assert suite["exception", "fsdp2-deferred"]["updates"][1]["sum"] == pytest.approx(1.25)
+
+
+def test_mean_losses_are_wrong_under_all_and_window_shares_right_under_all_sound_ones(
+    suite: dict[tuple[str, str], dict[str, Any]],
+) -> None:
+    for backend in (name for name in verdicts(suite, "tokens-mean") if not registry()[name].defect):
+        assert suite["tokens-mean", backend]["verdict"] == "mean of means"
+        tokens = [7, 512, 64, 3] * 4
+        wanted = {str(sample): count / sum(tokens) for sample, count in enumerate(tokens)}
+        assert suite["tokens-window", backend]["updates"][0]["samples"] == pytest.approx(wanted, rel=1e-5), backend
+
+
+def test_lightning_shuffles_what_it_splits(suite: dict[tuple[str, str], dict[str, Any]]) -> None:
+    shuffled = {backend for backend, one in verdicts(suite, "framework-split").items() if one == "shuffled"}
+    assert {"lightning-ddp", "lightning-fsdp2"} <= shuffled
+    assert not shuffled & set(LOOP_BACKENDS)
+
+
+@pytest.mark.slow
+def test_sharing_a_process_group_changes_nothing(tmp_path: Path, suite: dict[tuple[str, str], dict[str, Any]]) -> None:
+    """The scenarios that come right after one that failed or was cut off, each in a process group of its own."""
+    names = ["max-steps-short", "resume", "exception", "zero-grad", "clip"]
+    backends = ["fsdp2-deferred", "lightning-deepspeed-zero3"]
+    command = ["semantics", "--suite", "--scenario", ",".join(names), "--backend", ",".join(backends)]
+    process = bench(*command, "--separate", "--json", "--out", "out", cwd=tmp_path)
+    alone = json.loads(process.stdout)
+    assert len(alone) == len(names) * len(backends)
+    for one in alone:
+        assert one == suite[one["scenario"]["name"], one["backend"]]
+
+
+def test_broken_loops_are_told_apart(tmp_path: Path, extra_site: Path) -> None:
+    names = {
+        "x-divides-twice": "divided twice",
+        "x-last-only": "last only",
+        "x-syncs-too-early": "replicas differ",
+        "x-steps-one-late": "steps too early",
+        "x-steps-too-often": "steps too early",
+        "x-modulo": "over-weighted",
+        "x-clears-first": "lost",
+        "x-never-clears": "not cleared",
+        "x-summed": "over-weighted",
+        "x-sound": "right",
+    }
+    assert set(LOOPS) <= set(names) | {"x-one-n", "x-skips-fourth", "x-counts-micro-batches"}
+    command = ["semantics", "--backend", ",".join(names), "--samples", "40", "--batch-size", "2", "--accumulate", "4"]
+    process = bench(*command, "--epochs", "2", "--json", cwd=tmp_path, pythonpath=extra_site)
+    assert process.returncode == 1, process.stderr
+    seen = {one["backend"]: one for one in json.loads(process.stdout)}
+    assert {backend: one["verdict"] for backend, one in seen.items()} == names
+    assert seen["x-modulo"]["updates"][2]["sum"] == pytest.approx(1.5)
+
+
+def test_loops_that_ignore_what_they_are_told(tmp_path: Path, extra_site: Path) -> None:
+    numbers = "samples = 32\nbatch_size = 2\n"
+    (tmp_path / "more.toml").write_text(
+        f"[n-changes]\n{numbers}accumulate = [4, 2]\nepochs = 2\n"
+        f"[limit]\n{numbers}accumulate = 4\nepochs = 3\nmax_steps = 5\n"
+    )
+    names = "x-one-n,x-skips-fourth,x-counts-micro-batches"
+    process = bench(
+        "semantics",
+        "--suite",
+        "more.toml",
+        "--backend",
+        names,
+        "--json",
+        "--out",
+        "out",
+        cwd=tmp_path,
+        pythonpath=extra_site,
+    )
+    seen = {(one["backend"], one["scenario"]["name"]): one for one in json.loads(process.stdout)}
+    assert seen["x-one-n", "n-changes"]["verdict"] == "steps too late"
+    assert (
+        seen["x-skips-fourth", "limit"]["samples_lost"] + seen["x-skips-fourth", "limit"]["samples_left_open"]
+        == 3 * 8 + 8
+    )
+    assert seen["x-counts-micro-batches", "limit"]["verdict"] == "stops early"
+
+
+ODD_SCENARIOS = {
+    # name: (the rest of the table, backend, verdict)
+    "clipped": ("clip_norm = 0.0625", "ddp-eager", "right"),
+    "clear-later": ('fault = "zero_grad"\nat = 6', "ddp-eager", "cleared"),
+    "clear-nothing": ('fault = "zero_grad"\nat = 4', "ddp-eager", "right"),
+    "no-update": ("samples = 4\nepochs = 3\nmax_steps = 2", "deepspeed-zero2-eager", "no update"),
+    "no-update-either": ("samples = 4\nepochs = 3", "deepspeed-zero3-eager", "no update"),
+    "exception-drop-last": ('samples = 37\ndrop_last = true\nfault = "exception"\nat = 6', "ddp-eager", "right"),
+    "resume-padded": ('samples = 31\nfault = "checkpoint"\nat = 6', "ddp-eager", "right"),
+    "split-padded": ('samples = 31\nsplit = "framework"', "ddp-eager", "right"),
+    "limit-never-met": (
+        "samples = 38\nbatch_size = 4\ndrop_last = true\nmax_steps = 100\nepochs = 2",
+        "ddp-eager",
+        "right",
+    ),
+    "clear-and-tail": ('samples = 40\nfault = "zero_grad"\nat = 2', "lightning-ddp", "cleared"),
+}
+
+
+@pytest.mark.slow
+def test_odd_scenarios_are_judged_right(tmp_path: Path) -> None:
+    """Each was once judged wrong."""
+    tables = []
+    for name, (rest, _, _) in ODD_SCENARIOS.items():
+        own = {line.partition(" =")[0] for line in rest.splitlines()}
+        usual = {"samples": 32, "batch_size": 2, "accumulate": 4}
+        tables += [f"[{name}]", *(f"{key} = {value}" for key, value in usual.items() if key not in own), rest]
+    (tmp_path / "odd.toml").write_text("\n".join(tables))
+    backends = ",".join({backend for _, backend, _ in ODD_SCENARIOS.values()})
+    process = bench("semantics", "--suite", "odd.toml", "--backend", backends, "--json", "--out", "out", cwd=tmp_path)
+    seen = {(one["scenario"]["name"], one["backend"]): one for one in json.loads(process.stdout)}
+    found = {name: seen[name, backend]["verdict"] for name, (_, backend, _) in ODD_SCENARIOS.items()}
+    assert found == {name: verdict for name, (_, _, verdict) in ODD_SCENARIOS.items()}
+    assert seen["limit-never-met", "ddp-eager"]["samples_never_fetched"] == 12
+    assert "under-weighted" in [f["word"] for f in seen["clear-and-tail", "lightning-ddp"]["findings"]]
+
+
+def test_an_interrupted_suite_keeps_what_it_has_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    command = [
+        sys.executable,
+        "-m",
+        "bench",
+        "semantics",
+        "--suite",
+        "--backend",
+        "ddp-eager,lightning-ddp",
+        "--out",
+        "out",
+    ]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(temporary), "BENCH_TEST_TOKEN": "semantics"}
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    while f"ddp-eager {load()[-1].name}" not in (line := process.stderr.readline()):
+        assert line, "the suite ended early"
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    assert "are kept" in process.stderr.read()
+    kept = json.loads((tmp_path / "out/observations.json").read_text())["observations"]
+    assert len(kept) == len(load())
+    assert list(temporary.glob("accumulation-bench-*")) == []
+    assert processes_with("semantics") == []
+
+
+def test_a_backend_that_fails_spoils_no_other(tmp_path: Path, extra_site: Path) -> None:
+    """One rank dies, hangs or raises: scenarios are tried alone, the failures are named, and the next backend runs."""
+    command = ["semantics", "--backend", "x-killed,x-raises,x-hangs,x-unsupported,x-sound", "--timeout", "12"]
+    numbers = ["--samples", "8", "--batch-size", "1", "--accumulate", "2"]
+    process = bench(*command, *numbers, "--json", cwd=tmp_path, pythonpath=extra_site)
+    assert process.returncode == 1, process.stderr
+    seen = {one["backend"]: one for one in json.loads(process.stdout)}
+    assert seen["x-killed"]["failure"]["reason"] == "rank 1 was ended by SIGKILL"
+    assert seen["x-hangs"]["verdict"] == seen["x-hangs"]["failure"]["status"] == "timeout"
+    assert seen["x-killed"]["verdict"] == seen["x-raises"]["verdict"] == "crashed"
+    assert seen["x-unsupported"]["verdict"] == "unsupported"
+    assert seen["x-sound"]["verdict"] == "right"
+
+
+def as_calculated(one: dict[str, Any]) -> Steps | None:
+    backend = registry()[one["backend"]]
+    rule = StepRule.of(backend.stepping, backend.sharding, divides_once=getattr(backend, "loss_factor", "") == "N")
+    return calculate(Scenario.from_dict(one["scenario"]).training, rule)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> str:
+    """A scenario as a TOML table without its name: any numbers that one can ask the calculator about."""
+    n, per_epoch, batch_size = draw(st.integers(1, 6)), draw(st.integers(1, 13)), draw(st.integers(1, 3))
+    world_size = draw(st.integers(1, 3))
+    samples = max(1, world_size * per_epoch * batch_size - draw(st.integers(0, 2 * batch_size - 1)))
+    drop_last = draw(st.booleans()) and -(-samples // world_size) >= batch_size
+    limit = draw(st.none() | st.integers(1, 6))
+    epochs = draw(st.integers(0 if limit else 1, 4))
+    return (
+        f"samples = {samples}\nbatch_size = {batch_size}\naccumulate = {n}\nepochs = {epochs}\n"
+        f"world_size = {world_size}\ndrop_last = {str(drop_last).lower()}\n"
+        + (f"max_steps = {limit}\n" if limit else "")
+    )
+
+
+@pytest.mark.slow
+@given(tables=st.lists(plans(), min_size=18, max_size=18, unique=True))
+@settings(
+    max_examples=1, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+)
+def test_the_calculator_says_what_the_backends_do(tables: list[str]) -> None:
+    """Random scenarios under every backend of which the calculator speaks."""
+    backends = [
+        name for name, backend in registry().items() if name not in REFERENCES and backend.stepping != Stepping.UNKNOWN
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        text = "\n".join(f"[s{number}]\n{table}" for number, table in enumerate(tables))
+        (Path(folder) / "random.toml").write_text(text)
+        command = ["semantics", "--suite", "random.toml", "--backend", ",".join(backends), "--json", "--out", "out"]
+        process = bench(*command, cwd=Path(folder))
+    seen = json.loads(process.stdout)
+    assert len(seen) == len(backends) * len(tables)
+    for one in seen:
+        told = as_calculated(one)
+        assert told is not None
+        where = (one["backend"], one["scenario"], one["diagnosis"])
+        assert (told.stops == "never") == (one["stopped"] == "bound"), where
+        if told.stops == "never":
+            continue
+        assert told.micro_batches_consumed == one["micro_batches"], where
+        assert told.optimizer_steps == one["optimizer_steps_observed"], where
+        for name, value in told.steps_reported.items():
+            if name in one["steps_reported"]:  # a loop of its own under DeepSpeed reports the engine's counter only
+                assert one["steps_reported"][name] == value, (name, where)
+        missing = told.samples_lost_in_mid_run + told.samples_left_open
+        # A padded sample counts as used if one of its two uses is.
+        assert missing - told.samples_padded <= one["samples_lost"] + one["samples_left_open"] <= missing, where
+        scales = sorted(scale for scale, count in told.update_scales.items() for _ in range(count))
+        assert sorted(update["sum"] for update in one["updates"]) == pytest.approx(scales, rel=1e-5), where
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--samples", "0", "--batch-size", "1", "--accumulate", "2"], "--samples = 0: must be a positive integer"),
+        (["--samples", "4", "--batch-size", "1"], "--accumulate: is missing"),
+        (["--samples", "4", "--batch-size", "1", "--accumulate", "x"], "--accumulate x: must be integers"),
+        (["--suite", "--samples", "4"], "--samples: describes one scenario"),
+        (["--suite", "--scenario", "nope"], "--scenario nope: scenarios.toml has no such scenario; use divisible"),
+        (["--suite", "/nowhere.toml"], "/nowhere.toml: cannot be read"),
+        (["--samples", "4", "--batch-size", "1", "--accumulate", "2", "--backend", "nope"], "--backend nope: unknown"),
+        (["--samples", "4", "--batch-size", "1", "--accumulate", "2", "--backend", "reference"], "--backend reference"),
+        (["--samples", "4", "--batch-size", "1", "--accumulate", "2", "--device", "tpu"], "--device tpu: use cpu or"),
+        (["--samples", "4", "--batch-size", "1", "--accumulate", "2", "--timeout", "0"], "--timeout 0.0: must be"),
+        (["--samples", "4", "--batch-size", "1", "--accumulate", "2", "--clip", "-1"], "--clip = -1.0: must be"),
+        (["--samples", "4", "--batch-size", "1", "--accumulate", "2", "--at", "1"], "--at: goes with a fault"),
+        (["--docs", "x.md", "--samples", "4"], "--docs x.md: is written from a suite; add --suite"),
+    ],
+)
+def test_wrong_input_is_refused_in_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from bench.cli import main
+
+    assert main(["semantics", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_shipped_scenarios_are_inside_the_package() -> None:
+    assert SUITE.parent.name == "audit" and SUITE.exists()

@@ -1,0 +1,266 @@
+"""Weight maps of handmade observations: one panel per distinct map, true to the coefficients, and legible."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+from bench.audit import grids, weights
+from bench.audit.reading import Reading
+from bench.audit.scenario import Scenario
+from bench.report import style
+from tests.factories import make_observation
+from tests.legible import assert_legible, words
+
+Updates = list[dict[int, dict[int, float]]]
+TWO_EPOCHS = {"samples": 12, "epochs": 2}
+LONG = "a-backend-with-a-name-that-is-far-too-long-for-half-of-a-page-in-any-font-that-can-be-read"
+
+
+def window(epoch: int, start: int, stop: int, coefficient: float) -> dict[int, dict[int, float]]:
+    return {epoch: dict.fromkeys(range(start, stop), coefficient)}
+
+
+FLUSHED: Updates = [window(e, a, b, c) for e in (0, 1) for a, b, c in ((0, 8, 1 / 8), (8, 12, 1 / 4))]
+UNDER: Updates = [window(e, a, b, 1 / 8) for e in (0, 1) for a, b in ((0, 8), (8, 12))]
+CARRIED: Updates = [window(0, 0, 8, 1 / 8), window(0, 8, 12, 1 / 8) | window(1, 0, 4, 1 / 8), window(1, 4, 12, 1 / 8)]
+TWICE: Updates = [{e: {s: c / 4 for s, c in of.items()} for e, of in update.items()} for update in CARRIED]
+LOSING: Updates = [window(0, 0, 8, 1 / 32), window(1, 0, 4, 1 / 32)]
+ENDLESS: Updates = [window(epoch, 0, 12, 1 / 12) for epoch in range(40)]
+
+SCENES: dict[str, list[dict[str, Any]]] = {
+    "partial": [
+        make_observation("ddp-eager", FLUSHED, scenario=TWO_EPOCHS),
+        make_observation("ddp-deferred", FLUSHED, scenario=TWO_EPOCHS),
+        make_observation("carrying", CARRIED, [("carried over", "note")], scenario=TWO_EPOCHS),
+        make_observation("miscounting", CARRIED, [("miscounted", "wrong")], scenario=TWO_EPOCHS),
+        make_observation("under", UNDER, [("under-weighted", "wrong")], scenario=TWO_EPOCHS),
+        make_observation("twice", TWICE, [("divided twice", "wrong")], scenario=TWO_EPOCHS),
+        make_observation(
+            "losing",
+            LOSING,
+            [("lost", "wrong")],
+            scenario=TWO_EPOCHS,
+            lost={"0": [8, 9, 10, 11]},
+            left_open={"1": [4, 5, 6, 7, 8, 9, 10, 11]},
+        ),
+        make_observation("refusing", [], [("refused", "note")], scenario=TWO_EPOCHS),
+    ],
+    "one": [make_observation()],
+    "endless": [
+        make_observation("ddp-eager", ENDLESS[:2], scenario={"samples": 12, "epochs": None, "max_steps": 2}),
+        make_observation("endless", ENDLESS, [("never stops", "wrong")], scenario={"samples": 12}, stopped="bound"),
+    ],
+    "many": [
+        make_observation(f"backend-{i}", [window(0, 0, 8, (i + 1) / 64)] * (1 + i % 7), [("odd", "wrong")])
+        for i in range(15)
+    ],
+    "names": [
+        make_observation(f"{i}-{LONG}-$x^2$ \u4f60", scenario={"title": "costs $1 & <$2>"}) for i in range(3)
+    ],
+    "large": [
+        make_observation("large", [window(0, 0, 700, 1 / 700), window(1, 0, 700, 1 / 700)], scenario={"samples": 700})
+    ],
+}  # fmt: skip
+
+
+def drawing(name: str) -> weights.Drawing:
+    found = weights.weight_map(SCENES[name], footer="made by a test")
+    assert found is not None
+    return found
+
+
+def panels(name: str) -> list[Any]:
+    return drawing(name).figure.axes[:-1]
+
+
+def titles(name: str) -> list[str]:
+    return [axes.get_title(loc="left") for axes in panels(name)]
+
+
+def picture(axes: Any) -> np.ndarray[Any, Any]:
+    return np.ma.filled(axes.images[0].get_array(), np.nan)
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_nothing_overlaps_or_leaves_the_figure(name: str) -> None:
+    assert_legible(drawing(name).figure, style.MAX_HEIGHT)
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_no_panel_is_empty_or_squeezed(name: str) -> None:
+    figure = drawing(name).figure
+    figure.draw_without_rendering()
+    for axes in figure.axes[:-1]:
+        assert np.isfinite(picture(axes)).any()
+        box = axes.get_window_extent()
+        assert box.height / figure.dpi > 0.25 and box.width / figure.dpi > 1.2
+        (top, bottom), drawn = sorted(axes.get_ylim()), len(picture(axes))
+        assert drawn * box.height / figure.dpi / (bottom - top) / drawn > style.TINY / 72
+
+
+def test_one_panel_per_distinct_map() -> None:
+    assert [title.split("\n")[0] for title in titles("partial")] == [
+        "ddp-eager, ddp-deferred",
+        "carrying, miscounting",
+        "under",
+        "twice",
+        "losing",
+    ]
+    assert len(titles("one")) == 1 and len(titles("many")) == weights.MAX_MAPS
+
+
+def test_titles_have_verdict_and_mean_weight() -> None:
+    assert [title.split("\n")[1] for title in titles("partial")] == [
+        "right; mean weight 1.00",
+        "carried over / miscounted; mean weight 1.00",
+        "under-weighted; mean weight 0.75",
+        "divided twice; mean weight 0.25",
+        "lost; mean weight 0.188",
+    ]
+
+
+def test_maps_that_differ_by_rounding_are_one() -> None:
+    almost = [window(0, 0, 8, 0.125 * (1 + 1e-6))]
+    assert len(grids.group([make_observation("a"), make_observation("b", almost)])) == 1
+    assert len(grids.group([make_observation("a"), make_observation("b", [window(0, 0, 8, 0.126)])])) == 2
+    assert len(grids.group([make_observation("a"), make_observation("b", [window(1, 0, 8, 0.125)])])) == 2
+    assert len(grids.group([make_observation("a"), make_observation("b", left_open={"1": [0]})])) == 2
+
+
+def test_the_picture_is_the_coefficients() -> None:
+    _, carried, _, twice, _ = panels("partial")
+    expected = np.full((3, 24), np.nan)
+    expected[0, :8] = expected[1, 8:16] = expected[2, 16:] = 1.0
+    np.testing.assert_allclose(picture(carried), expected)
+    np.testing.assert_allclose(picture(twice), expected / 4)
+
+
+def test_right_wrong_and_no_weight_have_colours_of_their_own() -> None:
+    axes = panels("partial")[2]
+    image = axes.images[0]
+    colours = {
+        value: matplotlib.colors.to_hex(image.cmap(image.norm(value))) for value in (0.25, 0.5, 0.98, 1.0, 1.02, 2)
+    }
+    assert len(set(colours.values())) == 6 and colours[1.0] == weights.RIGHT_COLOUR
+    assert matplotlib.colors.to_hex(image.cmap(np.ma.masked)) == "#ffffff"
+
+
+def test_a_rule_stands_between_epochs_and_sums_at_the_rows() -> None:
+    carried = panels("partial")[1]
+    upright = [
+        line.get_xdata()[0] for line in carried.lines if len(set(line.get_xdata())) == 1 and len(line.get_xdata()) == 2
+    ]
+    assert upright == [-0.5, 11.5, 23.5]
+    shown = [text.get_text().strip() for text in panels("partial")[2].texts]
+    assert shown == ["1.00", "0.50", "1.00", "0.50", "sum", "epoch 1", "epoch 2"]
+
+
+def test_a_clipped_sum_is_held_against_its_own() -> None:
+    clipped = make_observation(updates=[window(0, 0, 8, 0.05)])
+    clipped["updates"][0]["right_sum"] = 0.4
+    found = weights.weight_map([clipped])
+    assert found is not None and " 0.40 of 0.40" in words(found.figure)
+
+
+def test_samples_in_no_update_are_marked() -> None:
+    extent = grids.Extent(12, 2, 8)
+    losing = grids.group(SCENES["partial"])[-1]
+    assert grids.in_no_update(losing, extent) == {
+        grids.LOST: [8, 9, 10, 11],
+        grids.LEFT_OPEN: list(range(16, 24)),
+        grids.NOT_COMPUTED: [],
+    }
+    marked = {
+        line.get_marker(): list(line.get_xdata()) for line in panels("partial")[-1].lines if len(line.get_xdata())
+    }
+    assert marked["x"] == [8, 9, 10, 11] and marked["o"] == list(range(16, 24))
+    shown = words(drawing("partial").figure)
+    assert shown.count("in none") == 1 and weights.SIGN_LABELS[grids.LOST] in shown
+    assert weights.SIGN_LABELS[grids.NOT_COMPUTED] not in shown
+
+
+def test_dropped_samples_are_marked_as_not_computed() -> None:
+    cut = grids.group([make_observation(updates=[window(0, 0, 6, 1 / 6)])])[0]
+    assert grids.in_no_update(cut, grids.Extent(8, 1, 1))[grids.NOT_COMPUTED] == [6, 7]
+
+
+def test_many_updates_are_capped_and_that_is_said() -> None:
+    right, endless = titles("endless")
+    shown = len(picture(panels("endless")[1]))
+    assert shown == 10 and f"first {shown} of 40 updates" in endless and "first" not in right
+    assert "training had ended" in words(drawing("endless").figure)
+
+
+def test_backends_without_a_panel_are_in_the_notes() -> None:
+    notes = drawing("partial").words.notes
+    assert "no update: refusing (refused)" in notes
+    assert "same map: carrying (carried over); miscounting (miscounted)" in notes
+    assert not any("ddp-eager" in note for note in notes)
+    assert [note for note in drawing("many").words.notes if "not drawn" in note] == [
+        f"not drawn: backend-{i} (odd)" for i in (12, 13, 14)
+    ]
+
+
+def test_data_has_every_coefficient() -> None:
+    data = drawing("partial").data
+    assert set(data.columns) == {"backend", "update", "epoch", "sample", "coefficient", "relative"}
+    carried = data[(data["backend"] == "twice") & (data["update"] == 2)]
+    assert carried["coefficient"].sum() == pytest.approx(0.25) and set(carried["epoch"]) == {0, 1}
+
+
+def test_files_are_written_and_the_same_every_time(tmp_path: Path) -> None:
+    first, second = (weights.draw_weight_map(SCENES["partial"], tmp_path / name / "new") for name in "ab")
+    assert first == tmp_path / "a/new/weights-made.png" and second is not None
+    assert sorted(path.name for path in first.parent.iterdir()) == ["weights-made.png", "weights-made.svg"]
+    for path in first.parent.iterdir():
+        assert path.read_bytes() == (second.parent / path.name).read_bytes()
+    assert matplotlib.image.imread(first).shape[1] == round(style.WIDTH * style.DPI)
+    ElementTree.parse(first.with_suffix(".svg"))
+
+
+def test_nothing_is_drawn_without_an_update(tmp_path: Path) -> None:
+    assert weights.draw_weight_map([make_observation(updates=[])], tmp_path) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def record(
+    own_slots: int, fetches: list[list[int]], changes: list[list[tuple[int, float]]], events: str
+) -> dict[str, Any]:
+    """What one rank of a training of one epoch saw."""
+    return {
+        "scenario": "made",
+        "stopped": "ended",
+        "failure": None,
+        "own_slots": own_slots,
+        "fetches": [{"epoch": 0, "samples": samples} for samples in fetches],
+        "losses": list(range(len(fetches))),
+        "faults": [],
+        "events": events,
+        "changes": changes,
+        "digests": ["same"] * len(changes),
+        "reported": {},
+    }
+
+
+def test_an_observation_tells_a_sample_that_is_in_an_update_twice() -> None:
+    scenario = Scenario(samples=3, batch_size=1, accumulate=(2,))
+    changes = [[(slot, 0.25) for slot in range(4)]]  # sample 0 pads the epoch of rank 1
+    ranks = [record(2, samples, changes, "FLFLS") for samples in ([[0], [2]], [[1], [0]])]
+    (update,) = Reading("made", scenario, ranks).to_dict()["updates"]
+    assert update["by_epoch"] == {"0": {"0": 0.5, "1": 0.25, "2": 0.25}}
+    assert update["relative"] == {"0": {"0": 2.0, "1": 1.0, "2": 1.0}}
+    assert update["distortion"] == 1.0
+
+
+def test_an_observation_tells_which_samples_are_lost_and_left_open() -> None:
+    scenario = Scenario(samples=6, batch_size=1, accumulate=(2,))
+    ranks = [record(3, samples, [[(1, 0.5), (4, 0.5)]], "FLFLSFL") for samples in ([[0], [2], [4]], [[1], [3], [5]])]
+    found = Reading("made", scenario, ranks).to_dict()
+    assert found["lost"] == {"0": [0, 1]} and found["left_open"] == {"0": [4, 5]}
+    assert found["samples_lost"] == found["samples_left_open"] == 2

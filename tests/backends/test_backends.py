@@ -1,0 +1,367 @@
+"""Every backend, trained for real on two gloo ranks, against the single-process full-batch reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from bench.backends import fsdp2
+from bench.backends.base import MORE, registry
+from bench.judge.tables import NAMES
+from bench.launch.launcher import Launcher
+from bench.measure.trial import RankTrial
+from bench.plan.cell import REFERENCES, SHARDED_REFERENCE, Cell, Device, Status
+from bench.plan.columns import dtypes
+from bench.plan.models import SIZES
+from bench.plan.task import Spec
+from bench.run.journal import SCHEMA_VERSION
+from tests.conftest import IN_BF16, Run, asked, first, run_matrix
+from tests.factories import make_cell
+
+BACKENDS = sorted(registry())
+DEFECTIVE = [name for name, backend in registry().items() if backend.defect]
+DDP = ["ddp-eager", "ddp-deferred", "lightning-ddp"]
+NOT_IN_BF16 = ("deepspeed-zero2-deferred", "deepspeed-zero3-deferred")
+SOUND = [name for name in BACKENDS if name not in DEFECTIVE]
+P = SIZES["micro"].num_parameters
+N, W, WINDOWS = 4, 2, 5
+GROUPS = SIZES["micro"].num_layers + 1
+"""FSDP2's units: the blocks and the root."""
+
+
+def test_the_run_succeeds_and_has_every_backend_once(fp32_run: Run) -> None:
+    assert fp32_run.process.returncode == 0, fp32_run.process.stdout + fp32_run.process.stderr
+    assert sorted(record["cell"]["backend"] for record in fp32_run.records) == BACKENDS
+    assert {record["status"] for record in fp32_run.records} == {"ok"}
+
+
+@pytest.mark.parametrize("backend", SOUND)
+def test_fp32_update_and_losses_equal_the_reference(fp32_run: Run, backend: str) -> None:
+    trial = fp32_run.trial(backend)
+    assert trial["status"] == "ok", trial["reason"]
+    assert trial["update_error"] < 2e-6
+    assert trial["update_scale"] == pytest.approx(1, abs=1e-6)
+    assert trial["max_loss_deviation"] < 1e-4
+    assert trial["final_loss"] > 1
+
+
+@pytest.mark.parametrize("backend", first(IN_BF16, [name for name in SOUND if name not in NOT_IN_BF16]))
+def test_bf16_update_and_losses_are_within_tolerance(bf16_run: Run, backend: str) -> None:
+    trial = bf16_run.trial(backend)
+    assert trial["status"] == "ok", trial["reason"]
+    if backend not in REFERENCES:
+        assert 1e-4 < trial["update_error"] < 1.5e-2, "bf16 must be in use, and sound; larger models may have more"
+        assert trial["update_scale"] == pytest.approx(1, abs=1e-2)
+
+
+@pytest.mark.parametrize("backend", first(IN_BF16, NOT_IN_BF16))
+def test_what_would_accumulate_in_bf16_is_refused(bf16_run: Run, backend: str) -> None:
+    trial = bf16_run.trial(backend)
+    assert trial["status"] == "unsupported"
+    assert "sums in the model's dtype" in trial["reason"]
+    assert bf16_run.process.returncode == 0, "what cannot run is no failure"
+
+
+@pytest.mark.slow
+def test_bf16_copies_give_one_update_whoever_makes_them(bf16_run: Run) -> None:
+    """FSDP2 and DeepSpeed both start from the same fp32 masters, compute in bf16 and reduce in fp32."""
+    names = ("fsdp2-eager", "fsdp2-deferred", "lightning-fsdp2", "deepspeed-zero2-eager", "deepspeed-zero3-eager")
+    errors = [bf16_run.trial(name)["update_error"] for name in names]
+    assert max(errors) < 1.01 * min(errors)
+    assert {bf16_run.trial(name)["bf16_as"] for name in names} == {"bf16 copies of fp32 parameters"}
+
+
+@pytest.mark.parametrize("backend", DEFECTIVE)
+def test_the_loss_divided_twice_is_caught(fp32_run: Run, backend: str) -> None:
+    check_divided_twice(fp32_run.trial(backend))
+
+
+@pytest.mark.parametrize("backend", first(IN_BF16, DEFECTIVE))
+def test_the_loss_divided_twice_is_caught_in_bf16(bf16_run: Run, backend: str) -> None:
+    check_divided_twice(bf16_run.trial(backend))
+
+
+def check_divided_twice(trial: Any) -> None:
+    assert trial["status"] == "invalid"
+    assert trial["update_scale"] == pytest.approx(1 / N, rel=1e-2)
+    assert "the loss is divided by N = 4 twice" in trial["reason"]
+    assert trial["max_loss_deviation"] < 5e-2, "AdamW hides the wrong scale from the loss curve"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_step_is_taken_and_seen_at_the_inner_optimizer(fp32_run: Run, backend: str) -> None:
+    timed = fp32_run.record(backend)["time"]
+    accumulate = 1 if backend in REFERENCES else N
+    assert timed["num_updates"] == WINDOWS
+    assert timed["num_micro_batches"] == timed["num_fetched"] == WINDOWS * accumulate
+    assert timed["micro_batches_per_update"] == [accumulate]
+    assert timed["ranks_agree"]
+    assert all(steps == WINDOWS for steps in timed["reported"].values())
+    framework_counts = "deepspeed" in backend or backend.startswith("lightning")
+    assert bool(timed["reported"]) == framework_counts
+    assert len(timed["step_seconds"]) == 3
+    assert len(timed["losses"]) == WINDOWS
+
+
+def calls(run: Run, backend: str, op: str, dtype: str = "float32") -> tuple[int, int]:
+    """Calls and payload bytes of one operation on one dtype in one settled window."""
+    rows = [row for row in run.record(backend)["collectives"] if (row["op"], row["dtype"]) == (op, dtype)]
+    return sum(row["calls"] for row in rows), sum(row["payload_bytes"] for row in rows)
+
+
+@pytest.mark.parametrize("backend", ["fsdp2-eager", "fsdp2-zero2-eager", "lightning-fsdp2"])
+def test_eager_fsdp2_reduce_scatters_every_micro_batch(fp32_run: Run, backend: str) -> None:
+    assert calls(fp32_run, backend, "reduce_scatter") == (N * GROUPS, N * 4 * P)
+
+
+@pytest.mark.parametrize(
+    "backend", ["fsdp2-deferred", "fsdp2-zero2-deferred", "fsdp2-deferred-resident", "fabric-fsdp2-deferred"]
+)
+def test_deferred_fsdp2_reduce_scatters_once(fp32_run: Run, backend: str) -> None:
+    assert calls(fp32_run, backend, "reduce_scatter") == (GROUPS, 4 * P)
+
+
+@pytest.mark.parametrize(
+    ("backend", "expected"),
+    [
+        # The root is not resharded after forward, so only the blocks are gathered again for the backward.
+        ("fsdp2-eager", N * (2 * GROUPS - 1)),
+        ("fsdp2-deferred", N * (2 * GROUPS - 1)),
+        ("lightning-fsdp2", N * (2 * GROUPS - 1)),
+        ("fabric-fsdp2-deferred", N * (2 * GROUPS - 1)),
+        ("fsdp2-zero2-eager", N * GROUPS),
+        ("fsdp2-zero2-deferred", N * GROUPS),
+        ("fsdp2-deferred-resident", GROUPS),
+    ],
+)
+def test_fsdp2_all_gathers(fp32_run: Run, backend: str, expected: int) -> None:
+    assert calls(fp32_run, backend, "all_gather")[0] == expected
+
+
+def test_ddp_all_reduces_the_gradient_once_or_n_times(fp32_run: Run) -> None:
+    assert calls(fp32_run, "ddp-eager", "all_reduce")[1] == N * 4 * P
+    assert calls(fp32_run, "ddp-deferred", "all_reduce")[1] == 4 * P
+    assert calls(fp32_run, "lightning-ddp", "all_reduce")[1] == 4 * P
+
+
+def test_deepspeed_reduces_once_or_n_times(fp32_run: Run) -> None:
+    # Stage 2 all-reduces whole buckets; 4 bytes more are the overflow check.
+    assert calls(fp32_run, "deepspeed-zero2-eager", "all_reduce")[1] == N * 4 * P + 4
+    assert calls(fp32_run, "deepspeed-zero2-deferred", "all_reduce")[1] == 4 * P + 4
+    assert calls(fp32_run, "deepspeed-zero3-eager", "reduce_scatter")[1] == N * 4 * P
+    assert calls(fp32_run, "deepspeed-zero3-deferred", "reduce_scatter")[1] == 4 * P
+
+
+def test_the_reference_talks_to_nobody(fp32_run: Run) -> None:
+    assert fp32_run.record("reference")["collectives"] == []
+
+
+def test_a_sharded_reference_gathers_and_reduces_each_parameter_once(fp32_run: Run, bf16_run: Run) -> None:
+    for run in (fp32_run, bf16_run):
+        cell = run.record(SHARDED_REFERENCE)["cell"]
+        assert (cell["accumulate"], cell["world_size"], cell["precision"]) == (1, W, "fp32"), "whatever is asked for"
+        assert cell["activation_checkpointing"]
+        assert calls(run, SHARDED_REFERENCE, "reduce_scatter") == (GROUPS, 4 * P)
+        assert calls(run, SHARDED_REFERENCE, "all_gather")[0] == 2 * GROUPS - 1
+
+
+def test_bf16_fsdp2_gathers_in_bf16_and_reduces_in_fp32(bf16_run: Run) -> None:
+    assert calls(bf16_run, "fsdp2-eager", "reduce_scatter") == (N * GROUPS, N * 4 * P)
+    assert calls(bf16_run, "fsdp2-eager", "all_gather", "bfloat16")[0] == N * (2 * GROUPS - 1)
+
+
+def held(run: Run, backend: str) -> float:
+    """Bytes held between micro-batches, in units of the fp32 parameters' bytes."""
+    return float(run.record(backend)["memory"]["held"] / (4 * P))
+
+
+@pytest.mark.parametrize(
+    ("backend", "expected"),
+    [
+        ("ddp-eager", 5),  # parameters, gradients, two moments, and DDP's buckets
+        ("ddp-deferred", 5),
+        ("fsdp2-eager", 4 / W),  # parameters, gradients and two moments, all sharded
+        ("fsdp2-deferred", 3 / W + 1),  # gradients whole
+        ("fsdp2-deferred-resident", 3 / W + 2),  # the sharded parameters, and the gathered ones beside them
+    ],
+)
+def test_held_memory_is_the_sum_of_its_parts(fp32_run: Run, backend: str, expected: float) -> None:
+    assert held(fp32_run, backend) == pytest.approx(expected, rel=0.03)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_peak_memory_is_measured_and_its_source_named(fp32_run: Run, backend: str) -> None:
+    trial = fp32_run.trial(backend)
+    memory = fp32_run.record(backend)["memory"]
+    assert trial["peak_memory_bytes"] == memory["peak"] >= memory.get("held", 0) > -1
+    assert trial["peak_memory_source"] == "tracked tensors"
+    assert trial["num_parameters"] == P
+
+
+def test_deferring_costs_memory_and_saves_bytes(fp32_run: Run) -> None:
+    more_held = held(fp32_run, "fsdp2-deferred") - held(fp32_run, "fsdp2-eager")
+    assert more_held == pytest.approx(1 - 1 / W, rel=0.01), "whole gradients instead of shards"
+    eager, deferred = fp32_run.trial("fsdp2-eager"), fp32_run.trial("fsdp2-deferred")
+    assert deferred["peak_memory_bytes"] > eager["peak_memory_bytes"]
+    bytes_eager, bytes_deferred = (
+        sum(row["payload_bytes"] for row in fp32_run.record(name)["collectives"])
+        for name in ("fsdp2-eager", "fsdp2-deferred")
+    )
+    assert bytes_eager - bytes_deferred == (N - 1) * 4 * P
+
+
+def test_all_tables_are_written_with_their_schema(fp32_run: Run) -> None:
+    expected = {name: dtypes(name) for name in NAMES}
+    for name, columns in expected.items():
+        frame = pd.read_parquet(fp32_run.folder / f"{name}.parquet")
+        assert list(frame.columns) == list(columns)
+        assert len(frame) > 0
+    assert len(fp32_run.tables.steps) == 3 * len(BACKENDS)
+    assert len(fp32_run.tables.losses) == WINDOWS * len(BACKENDS)
+
+
+def test_six_plots_are_drawn_in_three_formats(fp32_run: Run) -> None:
+    drawn = {path.stem for path in (fp32_run.folder / "plots").glob("*.png")}
+    assert drawn >= {"step_time", "peak_memory", "memory_vs_time", "loss_curves", "optimizer_steps", "speed_up"}
+    for stem in drawn:
+        for suffix in (".png", ".svg", ".csv"):
+            assert (fp32_run.folder / "plots" / f"{stem}{suffix}").stat().st_size > 100
+
+
+def test_the_bench_process_stays_small(fp32_run: Run) -> None:
+    assert fp32_run.manifest["parent_peak_bytes"] < 300 * 2**20
+
+
+def test_the_manifest_names_machine_and_versions(fp32_run: Run) -> None:
+    manifest = fp32_run.manifest
+    assert manifest["schema_version"] == SCHEMA_VERSION
+    assert {"torch", "lightning", "deepspeed"} <= manifest["packages"].keys()
+    assert manifest["machine"]["cpu"]
+    assert manifest["backends"]["fsdp2-eager"] == {
+        "framework": "FSDP2",
+        "sync": "eager",
+        "sharding": "params",
+        "bf16_as": "bf16 copies of fp32 parameters",
+        "defect": "",
+    }
+
+
+def test_what_frameworks_set_silently_is_stored(fp32_run: Run) -> None:
+    settings = fp32_run.record("deepspeed-zero2-eager")["time"]["settings"]
+    assert settings["gradient_clipping"] == 0.0
+    assert settings["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert settings["communication_data_type"] == "fp32"
+    assert settings["timers"]["throughput"]["enabled"] is False
+    assert fp32_run.record("lightning-deepspeed-zero2-corrected")["time"]["settings"]["loss_factor"] == "N"
+    for backend in DDP:
+        assert fp32_run.record(backend)["time"]["settings"]["runtime_statistics"] is False
+
+
+def cell_here(backend: str, windows: int) -> Cell:
+    """A small cell on one rank."""
+    shape = {"model": "micro", "sequence_length": 8, "global_batch_size": 16, "accumulate": 16}
+    return make_cell(backend=backend, world_size=1, warmup_windows=1, timed_windows=windows - 1, **shape)
+
+
+@pytest.mark.parametrize("backend", DDP)
+def test_ddp_takes_no_statistics(group: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, backend: str) -> None:
+    """It would of the first ten and the hundredth iteration, and have the host wait for the device for that."""
+    made: list[DistributedDataParallel] = []
+    initialize = DistributedDataParallel.__init__
+
+    def noted(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        initialize(ddp, *args, **kwargs)
+        made.append(ddp)
+
+    monkeypatch.setattr(DistributedDataParallel, "__init__", noted)
+    spec = Spec(cell=cell_here(backend, 7), passes=("time",), folder=str(tmp_path), reference="")
+    assert RankTrial(spec, 0, torch.device("cpu"), registry()[backend]).time()["num_updates"] == 7
+    (ddp,) = made
+    assert ddp._get_ddp_logging_data()["iteration"] == 0, "the last that statistics were taken of"
+
+
+def test_deepspeed_starts_no_compiler_and_writes_out_no_parameter(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(MORE, "tests.watched:WatchedZero3,tests.watched:WatchedLightning")
+    with Launcher(Device.CPU) as launcher:
+        for backend in ("x-zero3", "x-lightning"):
+            spec = Spec(cell=cell_here(backend, 2), passes=("time",), folder=str(tmp_path / backend), reference="")
+            outcome = launcher.run(spec, 120)
+            assert outcome.status is Status.OK, outcome.reason
+            assert outcome.ranks[0]["time"]["reported"] == {"processes": 0, "tensors": 0}
+
+
+CLIP = 0.75
+CLIPPED = ("ddp-deferred", "fsdp2-deferred", "deepspeed-zero2-eager")
+CLIPPING = ("ddp-deferred", "fsdp2-deferred", "deepspeed-zero2-eager", "lightning-ddp", "fabric-fsdp2-deferred")
+
+
+@pytest.fixture(scope="module")
+def clipped_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """SGD and clipping, with a limit that the whole gradient is above and that one rank's shard may be below."""
+    names = ", ".join(f'"{name}"' for name in (*asked(request, CLIPPED, CLIPPING), "lightning-deepspeed-zero2"))
+    folder = tmp_path_factory.mktemp("clipped")
+    options = ("--optimizer", "sgd", "--clip-norm", str(CLIP))
+    return run_matrix(folder, *options, backend=f"[{names}]")
+
+
+@pytest.mark.parametrize("backend", first(CLIPPED, CLIPPING))
+def test_a_clipped_update_equals_the_clipped_reference(clipped_run: Run, backend: str) -> None:
+    """Clipping one rank's shard by its own norm, not by that of the whole gradient, would give another length."""
+    trial, truth = clipped_run.trial(backend), clipped_run.trial("reference")
+    assert trial["status"] == "ok", trial["reason"]
+    assert trial["update_error"] < 2e-6 and trial["unclipped_error"] < 2e-6
+    assert trial["gradient_norm"] == pytest.approx(truth["gradient_norm"], rel=1e-5)
+    assert truth["gradient_norm"] > 2 * CLIP, "clipping must be active"
+    assert trial["max_loss_deviation"] < 1e-4
+    assert (trial["optimizer"], trial["clip_norm"]) == ("sgd", CLIP)
+
+
+def test_the_defect_is_explained_through_clipping_and_still_a_known_one(clipped_run: Run) -> None:
+    trial, truth = clipped_run.trial("lightning-deepspeed-zero2"), clipped_run.trial("reference")
+    assert trial["status"] == "invalid"
+    assert trial["unclipped_scale"] == pytest.approx(1 / N, rel=1e-4)
+    assert trial["update_scale"] == pytest.approx(min(truth["gradient_norm"] / N, CLIP) / CLIP, rel=1e-4)
+    assert "1/4 of the right one: the loss is divided by N = 4 twice" in trial["reason"]
+    assert "so losses leave the reference's by" in trial["reason"]
+    assert clipped_run.process.returncode == 0, clipped_run.process.stdout + clipped_run.process.stderr
+
+
+def test_sgd_holds_no_moments(clipped_run: Run) -> None:
+    assert held(clipped_run, "ddp-deferred") == pytest.approx(3, rel=0.01)
+
+
+def test_fsdp2_gathers_a_parameter_when_it_is_looked_at(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight ranks that each kept 8 G parameters would take 256 GB of the host."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    right = {name: value.detach().clone() for name, value in model.named_parameters()}
+    mesh = init_device_mesh("cpu", (1,))
+    fsdp2.shard(model, list(model), mesh, bf16=False, reshard_after_forward=True)
+    gathered: list[DTensor] = []
+    full_tensor = DTensor.full_tensor
+    monkeypatch.setattr(DTensor, "full_tensor", lambda self: (gathered.append(self), full_tensor(self))[1])
+    found = fsdp2.Gathered(model)
+    assert found.keys() == right.keys() and len(found) == 4 and not gathered
+    assert torch.equal(found["1.bias"], right["1.bias"]) and len(gathered) == 1
+
+
+@pytest.mark.parametrize("name", ["deepspeed-zero2-eager", "deepspeed-zero3-deferred", "lightning-deepspeed-zero3"])
+def test_an_engine_goes_with_its_backend(name: str) -> None:
+    """On CUDA its hooks keep it, and the whole model's memory, from being freed: 31 MB a pass of the smallest model."""
+    released: list[str] = []
+    engine = SimpleNamespace(destroy=lambda: released.append(name))
+    backend: Any = registry()[name]()
+    backend.engine, backend.trainer = engine, SimpleNamespace(strategy=SimpleNamespace(model=engine))
+    del backend
+    assert released == [name]
+    registry()[name]()  # one that failed before it had an engine has none to release
+    assert released == [name]

@@ -1,0 +1,391 @@
+"""Blocks that are checkpointed and compiled: the same losses, updates and collectives, less memory; and refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bench.backends import blocks
+from bench.backends.base import registry
+from bench.forecast.footprint import declined, footprint
+from bench.judge.formulas import BUILT_IN, expect, layout_of
+from bench.launch.launcher import Launcher
+from bench.plan.cell import REFERENCE, Cell, Device, Precision
+from bench.plan.task import EXTRA_PASSES, extra_passes
+from bench.plan.world import passes
+from bench.workload import load
+from tests.conftest import Run, asked, first, run_matrix
+from tests.factories import make_backend, make_cell
+from tests.virtual_worlds import measure, world_cell
+
+BACKENDS = [
+    "ddp-deferred",
+    "fsdp2-eager",
+    "fsdp2-deferred",
+    "fsdp2-deferred-resident",
+    "deepspeed-zero2-eager",
+    "deepspeed-zero2-deferred",
+    "deepspeed-zero3-eager",
+    "lightning-ddp",
+    "lightning-fsdp2",
+    "lightning-deepspeed-zero3",
+    "fabric-fsdp2-deferred",
+]
+"""Of every framework, and of every way to reduce and to shard."""
+CHOSEN = ("ddp-deferred", "fsdp2-eager", "deepspeed-zero2-eager", "deepspeed-zero3-eager")
+STAGE3 = [name for name in BACKENDS if getattr(registry()[name], "stage", 2) == 3]
+COMPILABLE = ["ddp-deferred", "fsdp2-deferred"]
+ALL_COMPILABLE = [*COMPILABLE, "fsdp2-eager", "deepspeed-zero2-eager", "lightning-ddp", "lightning-fsdp2"]
+"""One of every way to wrap a model that can."""
+HAS_COMPILER = not blocks.missing(make_cell(compiled=True))
+LLAMA = {"workload": "llama", "model": "micro", "sequence_length": 256}
+"""Activations are most of its memory."""
+NEAR = 5e-3
+"""Relative difference of a replayed and a measured peak."""
+Trials = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[Launcher]:
+    with Launcher(Device.CPU) as launcher:
+        yield launcher
+
+
+def of_world(launcher: Launcher, folder: Path, names: list[str], asked: tuple[str, ...], **changes: Any) -> Trials:
+    """Those backends on two gloo ranks, each with two micro-batches per window."""
+    return measure(launcher, folder, [world_cell(name, 2, **(LLAMA | changes)) for name in names], asked)
+
+
+PASSES = ("time", "collectives", "memory")
+
+
+@pytest.fixture(scope="module")
+def kept(request: pytest.FixtureRequest, launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Trials:
+    return of_world(launcher, tmp_path_factory.mktemp("kept"), asked(request, CHOSEN, BACKENDS), PASSES)
+
+
+@pytest.fixture(scope="module")
+def checkpointed(
+    request: pytest.FixtureRequest, launcher: Launcher, tmp_path_factory: pytest.TempPathFactory
+) -> Trials:
+    folder, names = tmp_path_factory.mktemp("checkpointed"), asked(request, CHOSEN, BACKENDS)
+    return of_world(launcher, folder, names, PASSES, activation_checkpointing=True)
+
+
+@pytest.mark.parametrize("backend", first(CHOSEN, BACKENDS))
+def test_checkpointing_changes_no_loss(kept: Trials, checkpointed: Trials, backend: str) -> None:
+    losses = kept[backend]["time"]["losses"]
+    assert len(losses) == 3 and losses[0] != losses[-1], "weights must have moved"
+    assert checkpointed[backend]["time"]["losses"] == pytest.approx(losses, rel=1e-7)
+
+
+@pytest.mark.parametrize("backend", first(CHOSEN, [name for name in BACKENDS if name not in STAGE3]))
+def test_checkpointing_sends_nothing_more(kept: Trials, checkpointed: Trials, backend: str) -> None:
+    """FSDP2's hooks are outside of what is computed once more, so that nothing is gathered a third time."""
+    assert checkpointed[backend]["collectives"] == kept[backend]["collectives"]
+
+
+@pytest.mark.parametrize("backend", first(CHOSEN, BACKENDS))
+def test_checkpointing_holds_the_same_and_saves_activations(kept: Trials, checkpointed: Trials, backend: str) -> None:
+    before, after = kept[backend]["memory"], checkpointed[backend]["memory"]
+    assert after["held"] == before["held"]
+    assert after["peak"] < before["peak"]
+    assert after["peak_activations"] < before["peak_activations"]
+
+
+@pytest.mark.parametrize("backend", first(CHOSEN, [name for name in BACKENDS if name not in STAGE3]))
+def test_the_peak_with_checkpointing_is_predicted(checkpointed: Trials, backend: str) -> None:
+    cell = world_cell(backend, 2, **LLAMA, activation_checkpointing=True, virtual=True)  # of rank 0, as measured
+    layout = layout_of(cell)
+    assert layout is not None
+    expectation = expect(cell, layout)
+    assert expectation is not None
+    memory = checkpointed[backend]["memory"]
+    found = memory["peak"] - memory["peak_other"]
+    assert footprint(cell, layout, BUILT_IN[backend], expectation.held).peak == pytest.approx(found, rel=NEAR)
+
+
+@pytest.mark.parametrize("backend", STAGE3)
+def test_zero_3_with_checkpointing_is_not_predicted(backend: str) -> None:
+    cell = make_cell(backend=backend, activation_checkpointing=True)
+    layout = layout_of(cell)
+    assert layout is not None
+    assert expect(cell, layout) is None
+    assert "not replayed" in declined(cell, BUILT_IN[backend])
+    assert expect(dataclasses.replace(cell, activation_checkpointing=False), layout) is not None
+
+
+@pytest.fixture(scope="module")
+def both_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """With and without checkpointing in one run, in bf16, against one reference."""
+    options = ("--activation-checkpointing", "on,off")
+    names = '["ddp-deferred", "fsdp2-deferred", "deepspeed-zero2-eager", "deepspeed-zero3-eager", "lightning-fsdp2"]'
+    return run_matrix(tmp_path_factory.mktemp("both"), *options, backend=names, precision="bf16")
+
+
+@pytest.mark.slow
+def test_one_reference_judges_both(both_run: Run) -> None:
+    assert both_run.process.returncode == 0, both_run.process.stdout + both_run.process.stderr
+    trials = both_run.tables.trials
+    assert (trials["backend"] == REFERENCE).sum() == 1
+    others = trials[trials["backend"] != REFERENCE]
+    assert set(others["status"]) == {"ok"}, list(others["reason"])
+    assert list(others.groupby("backend")["activation_checkpointing"].nunique().unique()) == [2]
+    assert others.groupby("backend")["update_error"].nunique().eq(1).all(), "to the last bit the same update"
+    found = both_run.tables.collectives.merge(others[["cell_id", "backend", "activation_checkpointing"]], on="cell_id")
+    without = found[found["activation_checkpointing"] & (found["backend"] == "deepspeed-zero3-eager")]
+    assert without["expected_calls"].isna().all(), "there is no formula, and none is made up"
+
+
+class Block(nn.Module):
+    """Two products and what is between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, rows: Tensor, *, scale: float = 1.0) -> Tensor:
+        return rows + scale * self.down(torch.nn.functional.gelu(self.up(rows)))
+
+
+class Stack(nn.Module):
+    """Blocks one after the other."""
+
+    def __init__(self, num_blocks: int = 6) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(num_blocks)])
+
+    def forward(self, rows: Tensor) -> Tensor:
+        for block in self.blocks:
+            rows = block(rows, scale=0.5)
+        return rows
+
+
+def stack(cell: Cell | None = None, compiler: str = "aot_eager") -> Stack:
+    """The same weights each time, prepared as the cell asks."""
+    torch.manual_seed(0)
+    made = Stack()
+    if cell is not None:
+        blocks.prepare(list(made.blocks), cell, compiler)
+    return made
+
+
+def gradients(model: nn.Module) -> tuple[float, dict[str, Tensor]]:
+    """The loss of one batch, and the gradients by the parameters' names."""
+    rows = torch.randn(4, 8, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    loss = model(rows).square().mean()
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def saved_bytes(model: nn.Module) -> int:
+    """What autograd keeps from forward to backward, parameters aside."""
+    own = {p.data_ptr() for p in model.parameters()}
+    sizes: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in own:
+            sizes[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(torch.randn(4, 8)).sum()
+    return sum(sizes.values())
+
+
+@pytest.mark.parametrize(("checkpointing", "compiled"), [(True, False), (False, True), (True, True)])
+def test_gradients_and_names_stay(checkpointing: bool, compiled: bool) -> None:
+    torch._dynamo.reset()
+    cell = make_cell(activation_checkpointing=checkpointing, compiled=compiled)
+    loss, found = gradients(stack(cell))
+    expected_loss, expected = gradients(stack())
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    assert found.keys() == expected.keys() == dict(Stack().named_parameters()).keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_all_blocks_share_one_graph(checkpointing: bool) -> None:
+    """Six blocks that each had a graph of their own would soon be more than torch compiles of one function."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    gradients(stack(make_cell(compiled=True, activation_checkpointing=checkpointing)))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_graph_that_breaks_is_an_error() -> None:
+    class Breaking(Block):
+        def forward(self, rows: Tensor, *, scale: float = 1.0) -> Tensor:
+            torch._dynamo.graph_break()
+            return super().forward(rows, scale=scale)
+
+    torch._dynamo.reset()
+    made = Breaking()
+    blocks.prepare([made], make_cell(compiled=True), "aot_eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        made(torch.randn(4, 8))
+
+
+def test_a_checkpointed_block_keeps_its_input_alone() -> None:
+    rows = 4 * 8 * 4
+    assert saved_bytes(stack(make_cell(activation_checkpointing=True))) <= 7 * rows
+    assert saved_bytes(stack()) > 30 * rows
+
+
+def test_without_an_axis_a_block_is_left_as_it_is() -> None:
+    made = stack(make_cell())
+    assert all("forward" not in vars(block) for block in made.blocks)
+
+
+def test_the_shipped_model_is_compiled_whole() -> None:
+    """No graph breaks in a transformers block, with and without checkpointing, and one graph for all of them."""
+    for checkpointing in (False, True):
+        cell = make_cell(model="micro", sequence_length=8, compiled=True, activation_checkpointing=checkpointing)
+        workload = load(cell, None)
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model, plain = workload.model(), workload.model()
+        blocks.prepare(workload.blocks(model), cell, "aot_eager")
+        batch = workload.data(2)
+        loss, expected = workload.loss(model, batch), workload.loss(plain, batch)
+        loss.backward()
+        expected.backward()
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def compiled_run(folder: Path, names: list[str], checkpointing: str, precision: str) -> Run:
+    """Backends with compiled blocks of the smallest model; ZeRO-3, which cannot, among them."""
+    options = ("--compiled", "on", "--activation-checkpointing", checkpointing, "--model", "micro")
+    listed = "[" + ", ".join(f'"{name}"' for name in (*names, "deepspeed-zero3-eager")) + "]"
+    return run_matrix(folder, *options, backend=listed, precision=precision)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_COMPILER, reason="torch.compile needs a C++ compiler, and there is none")
+@pytest.mark.parametrize(
+    ("names", "checkpointing", "precision"),
+    [(COMPILABLE, "on", "fp32"), (ALL_COMPILABLE, "off", "fp32"), (ALL_COMPILABLE, "on", "bf16")],
+)
+def test_compiled_backends_equal_the_reference(
+    tmp_path: Path, names: list[str], checkpointing: str, precision: str
+) -> None:
+    run = compiled_run(tmp_path, names, checkpointing, precision)
+    assert run.process.returncode == 0, run.process.stdout + run.process.stderr
+    for name in names:
+        trial = run.trial(name)
+        assert trial["status"] == "ok", trial["reason"]
+        assert trial["compiled"] and trial["update_error"] < (2e-6 if precision == "fp32" else 1.5e-2)
+        assert trial["activation_checkpointing"] == (checkpointing == "on")
+        assert pd_isna(trial["peak_memory_bytes"]), "what is compiled allocates out of sight"
+        assert run.record(name)["collectives"], "they are counted of blocks that are not compiled"
+    refused = run.trial("deepspeed-zero3-eager")
+    assert refused["status"] == "unsupported"
+    assert "cannot run with compiled blocks: stage 3 gathers parameters in hooks" in refused["reason"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_COMPILER, reason="torch.compile needs a C++ compiler, and there is none")
+def test_what_is_compiled_again_in_a_timed_step_is_an_error(tmp_path: Path) -> None:
+    options = ("--compiled", "on", "--workload", "tests.own_workload:Shifting", "--model", "1")
+    trial = run_matrix(tmp_path, *options, backend='["ddp-deferred"]').trial("ddp-deferred")
+    assert trial["status"] == "crashed"
+    assert "Detected recompile" in trial["reason"] and trial["reason"].endswith("(in the time pass)")
+
+
+def test_nothing_is_compiled_again_between_the_end_of_warm_up_and_that_of_the_pass() -> None:
+    torch._dynamo.reset()
+    made = Block()
+    blocks.prepare([made], make_cell(compiled=True), "aot_eager")
+    rows = torch.randn(4, 8)
+    with blocks.compiled_once(make_cell(compiled=True)) as warm:
+        made(rows)
+        made(rows, scale=2.0)
+        warm()
+        made(rows)
+        with pytest.raises(RuntimeError, match="Detected recompile"):
+            made(rows.double(), scale=3.0)
+    with pytest.raises(RuntimeError, match="dtype"):  # compiled, and then wrong by itself
+        made(rows.double(), scale=3.0)
+    with blocks.compiled_once(make_cell()) as warm:
+        warm()
+        made(rows, scale=4.0)
+
+
+def pd_isna(value: Any) -> bool:
+    import pandas as pd
+
+    return bool(pd.isna(value))
+
+
+def test_what_refuses_says_why() -> None:
+    made = make_backend("made")
+    assert blocks.refusal(make_cell(activation_checkpointing=True, compiled=True), made) == ""
+    made.not_compiled, made.not_checkpointed = "it is compiled already", "it has no blocks"
+    assert blocks.refusal(make_cell(), made) == ""
+    assert blocks.refusal(make_cell(compiled=True), made) == (
+        "made cannot run with compiled blocks: it is compiled already"
+    )
+    assert blocks.refusal(make_cell(activation_checkpointing=True), made) == (
+        "made cannot run with activation checkpointing: it has no blocks"
+    )
+    fake = make_cell(virtual=True, fake_tensors=True, compiled=True)
+    assert "fake tensors are not compiled" in blocks.refusal(fake, make_backend("fine"))
+    assert "need a virtual world" in blocks.refusal(make_cell(fake_tensors=True), made)
+    refusing = {name for name, backend in registry().items() if backend.not_compiled}
+    assert refusing == {name for name, backend in registry().items() if getattr(backend, "stage", 2) == 3}
+
+
+def test_what_is_missing_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert blocks.missing(make_cell()) == ""
+    assert blocks.missing(make_cell(compiled=True)) == "torch.compile needs a compiler: install g++"
+    on_gpu = make_cell(compiled=True, device=Device.CUDA)
+    assert blocks.missing(on_gpu) == "torch.compile needs a compiler: install gcc"
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert blocks.missing(make_cell(compiled=True)) == ""
+    monkeypatch.setattr(blocks.importlib.util, "find_spec", lambda name: None)
+    assert blocks.missing(on_gpu) == "torch.compile needs Triton: pip install triton"
+
+
+def test_what_is_compiled_has_no_pass_that_would_not_see_it() -> None:
+    unseen = ("memory", "dispatch")
+    assert extra_passes(make_cell(compiled=True)) == tuple(name for name in EXTRA_PASSES if name not in unseen)
+    pretended = make_cell(compiled=True, virtual=True)
+    assert passes(pretended, ("time", *extra_passes(pretended))) == ("time", "collectives")
+
+
+def test_what_is_compiled_is_not_predicted() -> None:
+    cell = make_cell(compiled=True, precision=Precision.BF16)
+    assert "the compiler's choice" in declined(cell, BUILT_IN[cell.backend])
+
+
+@pytest.mark.parametrize("spoil", ["open to all", "a link", "a file", ""])
+def test_compiled_code_is_kept_where_nobody_else_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: str
+) -> None:
+    place = tmp_path / "cache"
+    monkeypatch.setenv(blocks.CACHE, str(place))
+    if spoil == "open to all":
+        place.mkdir()
+        place.chmod(0o777)
+    elif spoil == "a link":
+        place.symlink_to(tmp_path)
+    elif spoil:
+        place.touch()
+    blocks.own_cache()
+    assert os.environ.get(blocks.CACHE) == (None if spoil else str(place))
+    assert place.is_dir() or spoil == "a file"

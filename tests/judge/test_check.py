@@ -1,0 +1,237 @@
+"""``check`` and the baseline's verdicts, on whole runs whose step times are simulated."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from bench import cli
+from bench.judge.integrity import Finding, Level, check
+from bench.judge.standing import noise_floor, standing
+from bench.judge.verdicts import Verdict
+from bench.plan.cell import Cell
+from bench.run.journal import JOURNAL, MANIFEST, Journal, encode, read_manifest, write_manifest
+from tests.simulated import report, simulate
+
+FACTORS = {"base": 1.0, "equal": 1.0, "slow": 1.05, "fast": 0.9}
+ADAPTIVE: dict[str, Any] = {"repeats": 10, "max_repeats": 200, "precision": 0.02}
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that ended by its precision, with its tables."""
+    folder = tmp_path_factory.mktemp("check") / "sound"
+    simulate(folder, FACTORS, **ADAPTIVE)
+    manifest = read_manifest(folder)
+    write_manifest(folder, manifest | {"git": {"commit": "0123456789abcdef", "clean": True}})
+    report(folder)
+    return folder
+
+
+@pytest.fixture
+def copy(sound: Path, tmp_path: Path) -> Path:
+    """The same run, to be spoilt."""
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    for path in sound.glob("*.*"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
+def found(folder: Path, level: Level) -> dict[str, str]:
+    return {one.topic: one.text for one in check(folder) if one.level is level}
+
+
+def test_verdicts_of_a_run_against_its_baseline(sound: Path) -> None:
+    from bench.judge.loading import load
+
+    run = load(sound)
+    result = standing(run)
+    assert result.baseline == "base"
+    verdicts = {row.pair.b.backend: row.judgement.verdict for row in result.rows}
+    assert verdicts == {"equal": Verdict.SAME, "slow": Verdict.SLOWER, "fast": Verdict.FASTER}
+    assert run.manifest["ended_by"] == "precision"
+    assert all(row.time is not None and row.time.width < 0.02 for row in result.rows)
+    floor = noise_floor(run)
+    assert floor is not None and floor.interval is not None
+    assert floor.twin.backend == "base" and floor.interval.low is not None
+    noted = run.manifest["noise_floor"]
+    assert (noted["cell_id"], noted["twin_id"]) == (floor.cell.cell_id, floor.twin.cell_id)
+    assert noted["ratio"] == pytest.approx(floor.interval.ratio)
+    stored = pd.read_parquet(sound / "ratios.parquet").set_index("backend_b")
+    assert stored["verdict"].to_dict() == {"equal": "same", "slow": "slower", "fast": "faster"}
+
+
+def test_a_wide_floor_lets_no_difference_be_one(tmp_path: Path) -> None:
+    def restless(cell: Cell, number: int, steps: list[float]) -> list[float]:
+        return [step * (1.3 if cell.twin else 1.0) for step in steps]
+
+    run = simulate(tmp_path / "run", {"base": 1.0, "slow": 1.2}, change=restless, repeats=10)
+    (row,) = standing(run).rows
+    assert row.judgement.verdict is Verdict.AMBIGUOUS
+    assert str(row.judgement.reason) == "inside floor"
+
+
+def test_groups_stay_open_only_as_long_as_they_are_wide(tmp_path: Path) -> None:
+    def one_noisy(cell: Cell, number: int, steps: list[float]) -> list[float]:
+        wild = cell.accumulate == 1 and cell.backend == "other"
+        return [step * (1 + 0.06 * (number % 5) * wild) for step in steps]
+
+    run = simulate(
+        tmp_path / "run", {"base": 1.0, "other": 1.3}, change=one_noisy, accumulate=(1, 2), repeats=6, max_repeats=20
+    )
+    repeats = run.tables.trials.groupby(["backend", "accumulate"])["repeat"].nunique()
+    assert repeats["other", 1] == repeats["base", 1] == 20
+    assert repeats["other", 2] == repeats["base", 2] < 20
+    assert run.manifest["ended_by"] == "max-repeats"
+    assert found(tmp_path / "run", Level.WARNING)["verdicts"].startswith(("ended by max-repeats", "against"))
+
+
+def test_a_sound_run_is_clean_but_for_what_was_not_measured(sound: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert found(sound, Level.ERROR) == {}
+    assert set(found(sound, Level.WARNING)) == {"machine"}, "the made-up ranks do not say how idle the machine was"
+    assert cli.main(["check", str(sound)]) == 0
+    assert "0 errors" in capsys.readouterr().out
+    assert cli.main(["check", str(sound), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["errors"] == 0 and {"level", "topic", "text"} == facts["findings"][0].keys()
+
+
+def edit(folder: Path, number: int, change: Any) -> None:
+    """Change one record of the journal, counted from 0, as one does who knows how its checksum is made."""
+    path = folder / JOURNAL
+    records = Journal(folder).read()
+    change(records[number])
+    path.write_bytes(b"".join(map(encode, records)))
+
+
+def test_an_edited_step_time_is_found_thrice(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit(copy, 3, lambda record: record["time"].update(step_seconds=[0.01] * 8))
+    errors = found(copy, Level.ERROR)
+    assert "was changed after the run" in errors["journal"]
+    assert "do not follow from those of their ranks" in errors["trials"]
+    assert "follows from the journal" in errors["tables"]
+    assert cli.main(["check", str(copy)]) == 1
+    assert "do not cite it" in capsys.readouterr().out
+
+
+def test_an_edited_warmup_is_found(copy: Path) -> None:
+    edit(copy, 3, lambda record: record["time"].update(num_warmup=5))
+    assert "trials" in found(copy, Level.ERROR)
+
+
+def test_an_edited_table_is_found(copy: Path) -> None:
+    path = copy / "trials.parquet"
+    table = pd.read_parquet(path)
+    table.loc[4, "step_time_s"] *= 0.9
+    table.to_parquet(path)
+    assert "step_time_s of row 4" in found(copy, Level.ERROR)["tables"]
+    table.drop(columns=["mfu", "wall_s"]).to_parquet(path)
+    assert "step_time_s of row 4" in found(copy, Level.ERROR)["tables"], "what is there is compared"
+    assert "has no column wall_s, as those of an earlier version" in found(copy, Level.WARNING)["tables"]
+    path.unlink()
+    assert "is missing" in found(copy, Level.WARNING)["tables"]
+
+
+def test_missing_trials_are_found(copy: Path) -> None:
+    path = copy / JOURNAL
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-2]))
+    errors = found(copy, Level.ERROR)
+    assert errors["trials"] == "2 that were due are not in the journal"
+    assert "journal" in errors
+
+
+def test_an_unfinished_run_is_told(copy: Path) -> None:
+    manifest = {key: value for key, value in read_manifest(copy).items() if key not in ("finished", "journal_sha256")}
+    write_manifest(copy, manifest)
+    warnings = found(copy, Level.WARNING)
+    assert "not ended" in warnings["trials"] and "was not stored" in warnings["journal"]
+
+
+def test_uncommitted_changes_are_told(copy: Path) -> None:
+    write_manifest(copy, read_manifest(copy) | {"git": {"commit": "0123456789abcdef", "clean": False}})
+    assert "uncommitted" in found(copy, Level.WARNING)["code"]
+
+
+@pytest.mark.parametrize(
+    ("colds", "asked", "level", "text"),
+    [
+        ((False, False, False), False, Level.GOOD, "3 trials started from the fork server, as asked"),
+        ((True, True, True), True, Level.GOOD, "3 trials started from new interpreters, as asked"),
+        ((True, True, True), False, Level.WARNING, "3 trials started from new interpreters, unasked"),
+        ((False, True, True), False, Level.WARNING, "2 of 3 trials started from new interpreters, the others"),
+    ],
+)
+def test_how_trials_started_is_told(copy: Path, colds: tuple[bool, ...], asked: bool, level: Level, text: str) -> None:
+    assert not any(one.topic == "starts" for one in check(copy)), "an older journal does not tell"
+    write_manifest(copy, read_manifest(copy) | {"cold": asked})
+    for number, cold in enumerate(colds):
+        edit(copy, number, lambda record, cold=cold: record.update(cold=cold))
+    (told,) = (one for one in check(copy) if one.topic == "starts")
+    assert (told.level, told.text[: len(text)]) == (level, text)
+
+
+def warnings_of(tmp_path: Path, change: Any, **more: Any) -> dict[str, str]:
+    simulate(tmp_path / "run", {"base": 1.0, "other": 1.3}, change=change, repeats=20, **more)
+    return found(tmp_path / "run", Level.WARNING)
+
+
+def test_drift_is_told(tmp_path: Path) -> None:
+    warned = warnings_of(tmp_path, lambda cell, number, steps: [step * (1 + 0.002 * number) for step in steps])
+    assert "from first to last" in warned["drift"]
+
+
+def test_outliers_are_told(tmp_path: Path) -> None:
+    def once(cell: Cell, number: int, steps: list[float]) -> list[float]:
+        return [step * (3 if cell.backend == "other" and 40 <= number < 44 else 1) for step in steps]
+
+    warned = warnings_of(tmp_path, once)
+    assert "1 of 20 trials" in warned["outliers"]
+
+
+def test_two_modes_are_told(tmp_path: Path) -> None:
+    def placed(cell: Cell, number: int, steps: list[float]) -> list[float]:
+        return [step * (1.25 if number % 7 < 3 else 1) for step in steps]
+
+    assert "x slower" in warnings_of(tmp_path, placed)["two modes"]
+
+
+def test_an_unbalanced_rank_is_told(tmp_path: Path) -> None:
+    def lame(cell: Cell, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        results[0]["time"]["step_seconds"] = [1.4 * step for step in results[0]["time"]["step_seconds"]]
+        return results
+
+    assert "the slowest rank" in warnings_of(tmp_path, None, ranks=lame)["ranks"]
+
+
+def test_a_run_without_interleaving_is_told(copy: Path) -> None:
+    path = copy / JOURNAL
+    lines = sorted(path.read_text().splitlines(), key=lambda line: json.loads(line)["cell_id"])
+    path.write_text("\n".join(lines) + "\n")
+    assert "followed one of the same cell" in found(copy, Level.WARNING)["order"]
+
+
+def test_failed_gates_are_told(tmp_path: Path) -> None:
+    def wrong(cell: Cell, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        if cell.backend == "other" and "update" in results[0]:
+            results[0]["update"] = {"error": 0.5, "scale": 0.5, "residual": 1e-7}
+        return results
+
+    warned = warnings_of(tmp_path, None, ranks=wrong)
+    assert "divided by N = 2 twice" in warned["gates"]
+
+
+@pytest.mark.parametrize("name", [JOURNAL, MANIFEST])
+def test_what_is_no_run_is_one_line(copy: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (copy / name).write_text("{")
+    assert cli.main(["check", str(copy)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_findings_are_of_the_three_levels(sound: Path) -> None:
+    assert {type(one) for one in check(sound)} == {Finding}
+    assert {one.level for one in check(sound)} <= set(Level)

@@ -1,0 +1,472 @@
+"""Gates: each fires alone and says why, none fires for a sound trial, and tolerances are what they say."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from pandas.testing import assert_frame_equal
+
+from bench.judge import tables
+from bench.judge.causes import explain_update
+from bench.judge.gates import TOLERANCES, judge, tolerance
+from bench.judge.losses import COMPARED_STEPS, LONG_STEPS, extent
+from bench.judge.tables import Tables
+from bench.measure import update
+from bench.plan.cell import Cell, Device, Precision
+from bench.plan.models import SIZES
+from tests.factories import make_cell, make_collectives, make_failure, make_manifest, make_record
+
+CELL = make_cell(accumulate=8)
+TRUTH = CELL.reference()
+LOSSES = [5.0, 4.5, 4.0, 3.5, 3.0]
+MISSING = "losses could not be checked: the reference failed or is missing, or not every step has a loss"
+
+
+def record(cell: Cell = CELL, repeat: int = 0, update: dict[str, float] | None = None, **time: Any) -> dict[str, Any]:
+    sound = {"error": 1e-7, "scale": 1.0, "residual": 1e-7}
+    return make_record(cell, repeat, time={"losses": LOSSES} | time, update=sound | (update or {}))
+
+
+def judged(*records: dict[str, Any], truth: bool = True) -> Tables:
+    return judge(tables.build([*([record(TRUTH)] if truth else []), *records], make_manifest()))
+
+
+def verdict(*records: dict[str, Any], truth: bool = True) -> tuple[str, str]:
+    """Status and reason of the last trial; all others must be good."""
+    trials = judged(*records, truth=truth).trials
+    assert (trials["status"].iloc[:-1] == "ok").all()
+    return trials["status"].iloc[-1], trials["reason"].iloc[-1]
+
+
+def test_a_sound_trial_passes_and_its_deviation_is_filled_in() -> None:
+    assert verdict(record()) == ("ok", "")
+    losses = [*LOSSES[:3], 3.5 - 5e-4, 3.0 + 2e-4]
+    trials = judged(record(losses=losses)).trials
+    assert trials["status"].tolist() == ["ok", "ok"]
+    assert trials["max_loss_deviation"].tolist() == pytest.approx([0.0, 5e-4])
+
+
+@pytest.mark.parametrize(
+    ("steps", "off_at", "status"),
+    [
+        (LONG_STEPS, COMPARED_STEPS - 1, "invalid"),
+        (LONG_STEPS, COMPARED_STEPS, "ok"),
+        (LONG_STEPS - 1, COMPARED_STEPS, "invalid"),
+    ],
+)
+def test_of_a_long_run_only_the_first_losses_are_compared(steps: int, off_at: int, status: str) -> None:
+    cell = make_cell(timed_windows=steps - 2)
+    right = [5.0] * steps
+    records = [record(cell.reference(), losses=right), record(cell, losses=right)]
+    records[1]["time"]["losses"] = [loss + (0.004 if step >= off_at else 0.0) for step, loss in enumerate(right)]
+    trials = judge(tables.build(records, make_manifest())).trials
+    assert trials["status"].tolist() == ["ok", status]
+
+
+def test_judging_leaves_its_input_and_everything_else_alone() -> None:
+    made = tables.build([record(TRUTH), record(num_updates=4)], make_manifest())
+    before = made.trials.copy()
+    after = judge(made)
+    assert_frame_equal(made.trials, before)
+    changed = ["status", "reason", "max_loss_deviation"]
+    assert_frame_equal(after.trials.drop(columns=changed), before.drop(columns=changed))
+    assert after.losses is made.losses
+    assert_frame_equal(judge(after).trials, after.trials)
+
+
+@pytest.mark.parametrize(
+    ("time", "reason"),
+    [
+        ({"num_updates": 4}, "4 optimizer steps were taken, 5 were due"),
+        ({"num_updates": 40}, "40 optimizer steps were taken, 5 were due"),
+        ({"num_micro_batches": 39}, "39 micro-batches were used, 40 were due"),
+        ({"ranks_agree": False}, "the ranks took different numbers of steps"),
+        ({"losses": [*LOSSES[:4], 3.25]}, "losses leave the reference's by 0.25 (limit 0.001 nats in fp32)"),
+        (
+            {"losses": [4.75, *LOSSES[1:]]},
+            "the first loss, before any update, is off by 0.25 nats (limit 1e-05 in fp32): other weights, other "
+            "samples, or another mean of them",
+        ),
+        ({"losses": [*LOSSES[:4], math.nan]}, "a loss is not finite (limit 0.001 nats in fp32)"),
+        ({"losses": [math.inf, *LOSSES[1:]]}, "a loss is not finite (limit 0.001 nats in fp32)"),
+        ({"losses": [-math.inf, *LOSSES[1:]]}, "a loss is not finite (limit 0.001 nats in fp32)"),
+        (
+            {"losses": LOSSES[:4]},
+            MISSING,
+        ),
+        ({"losses": []}, MISSING),
+    ],
+)
+def test_each_gate_of_the_time_pass_fires_alone(time: dict[str, Any], reason: str) -> None:
+    assert verdict(record(**time)) == ("invalid", reason)
+
+
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [
+        ({}, ""),
+        ({"other_work": ""}, ""),
+        (
+            {"other_work": "aten.mm.default of [2, 3] [3, 4] ran 9 times in 8 micro-batches, 8 were due"},
+            "forward and backward are not those of the plain model: aten.mm.default of [2, 3] [3, 4] ran 9 times in 8 "
+            "micro-batches, 8 were due",
+        ),
+    ],
+)
+def test_other_work_than_the_plain_models(told: dict[str, str], reason: str) -> None:
+    """Records of older versions do not tell; the pass ran once, and all trials of the cell are judged by it."""
+    first, second = record(), record(repeat=1)
+    first["dispatch"] |= told
+    del second["dispatch"]
+    trials = judged(first, second).trials.iloc[1:]
+    assert set(trials["status"]) == {"invalid" if reason else "ok"}
+    assert set(trials["reason"]) == {reason}
+
+
+def test_a_missing_reference() -> None:
+    assert verdict(record(), truth=False) == ("invalid", MISSING)
+    made = judged(make_failure(TRUTH), record(), truth=False)
+    assert made.trials["status"].tolist() == ["oom", "invalid"]
+    assert made.trials["max_loss_deviation"].isna().all()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"seed": 1},
+        {"global_batch_size": 32},
+        {"sequence_length": 64},
+        {"model": "135m"},
+        {"learning_rate": 1.0},
+        {"corpus": "other"},
+        {"workload": "a:b"},
+        {"optimizer": "adamw-fused"},
+        {"optimizer": "sgd"},
+        {"clip_norm": 0.5},
+        {"device": "cuda"},
+    ],
+)
+def test_a_reference_that_trained_something_else_is_none(changes: dict[str, Any]) -> None:
+    other = make_cell(accumulate=8, **changes)
+    assert MISSING in verdict(record(other, num_updates=other.windows, num_micro_batches=8 * other.windows))[1]
+
+
+def test_losses_are_compared_as_far_as_the_reference_was_trained() -> None:
+    short = record(dataclasses.replace(TRUTH, warmup_windows=1, timed_windows=1), losses=LOSSES[:2])
+    late = record(losses=[*LOSSES[:4], 9.0])
+    assert verdict(short, late, truth=False) == ("ok", "")
+    assert "over the first 2 steps" in extent(judged(short, late, truth=False))
+    assert extent(judged(record())) == ""
+    early = verdict(short, record(losses=[LOSSES[0], 9.0, *LOSSES[2:]]), truth=False)
+    assert early[1].endswith("(limit 0.001 nats in fp32) in the first 2 steps")
+    assert verdict(short, record(losses=[*LOSSES[:4], math.nan]), truth=False)[0] == "invalid", "finite they must be"
+    longer = judged(record(TRUTH), short, late, truth=False).trials["status"].tolist()
+    assert longer == ["ok", "ok", "invalid"], "the reference that was trained most decides"
+
+
+def test_a_sharded_reference_is_the_truth_only_where_no_single_process_can_be() -> None:
+    values = {"device": Device.CUDA, "sequence_length": 8, "global_batch_size": 16, "accumulate": 8}
+    large, small = make_cell(model="8b", **values), make_cell(model="tiny", **values)
+    off = [*LOSSES[:4], 9.0]
+    assert verdict(record(large.reference()), record(large)) == ("ok", "")
+    assert verdict(record(large.reference()), record(large, losses=off))[0] == "invalid"
+    checked = record(small.reference(sharded=True), losses=off)
+    made = judged(record(small.reference()), checked, record(small), truth=False).trials
+    assert made["status"].tolist() == ["ok", "invalid", "ok"], "it is held against the single process, and is no truth"
+
+
+def test_one_reference_serves_other_n_w_and_precision() -> None:
+    for changes in ({"accumulate": 2}, {"world_size": 1}, {"precision": Precision.BF16}, {"backend": "fsdp2-eager"}):
+        assert verdict(record(make_cell(**{"accumulate": 8} | changes))) == ("ok", "")
+
+
+def test_the_first_good_reference_trial_is_the_truth() -> None:
+    off = [loss + 0.5 for loss in LOSSES]
+    made = judged(make_failure(TRUTH, 0), record(TRUTH, 2, losses=off), record(TRUTH, 1), record(), truth=False)
+    assert made.trials["status"].tolist() == ["oom", "invalid", "ok", "ok"]
+
+
+def test_a_missing_update() -> None:
+    trial = record()
+    trial["update"] = None
+    assert verdict(trial) == ("invalid", "no update to check: the update pass did not run, or the reference has none")
+
+
+@pytest.mark.parametrize(
+    ("scale", "cause"),
+    [
+        (1 / 8, "1/8 of the right one: the loss is divided by N = 8 twice"),
+        (8.0, "8 times the right one: the loss is not divided by N = 8"),
+        (1 / 2, "1/2 of the right one: averaged over the 2 ranks twice"),
+        (2.0, "2 times the right one: summed over the 2 ranks, not averaged"),
+        (0.7, "0.7 times the right one, in the same direction"),
+        (1 / 8 * 1.049, "1/8 of the right one: the loss is divided by N = 8 twice"),
+        (1 / 8 * 1.051, "0.131 times the right one, in the same direction"),
+    ],
+)
+def test_a_wrong_update_is_explained_by_its_scale(scale: float, cause: str) -> None:
+    update = {"error": abs(scale - 1), "scale": scale, "residual": 1e-7}
+    reason = f"the update is off by {abs(scale - 1):.2g} (limit 1e-05 in fp32): {cause}"
+    assert verdict(record(update=update)) == ("invalid", reason)
+
+
+NORM = 4.0
+"""Of the right gradient in the tests of clipping."""
+
+
+def clipped(factor: float, clip_norm: float, optimizer: str = "sgd", **changes: Any) -> tuple[str, str]:
+    """The verdict on a backend whose gradient is ``factor`` times the right one and clipped as it should be."""
+    cell = make_cell(accumulate=8, clip_norm=clip_norm, optimizer=optimizer)
+    scale = min(factor * NORM, clip_norm) / min(NORM, clip_norm)
+    update = {"error": abs(scale - 1) + 1e-7, "scale": scale, "gradient_norm": factor * NORM}
+    update |= {"unclipped_error": abs(factor - 1) + 1e-7, "unclipped_scale": factor}
+    update |= {name: changes.pop(name) for name in ("error", "scale", "residual") if name in changes}
+    trials = judged(record(cell.reference()), record(cell, update=update, **changes), truth=False).trials
+    assert trials["status"].iloc[0] == "ok"
+    return trials["status"].iloc[1], trials["reason"].iloc[1]
+
+
+def test_a_clipped_update_that_is_right() -> None:
+    assert clipped(1.0, 0.5) == clipped(1.0, 5.0) == ("ok", "")
+
+
+@pytest.mark.parametrize(
+    ("factor", "clip_norm", "words"),
+    [
+        (
+            1 / 8,
+            1.0,
+            "the update is off by 0.5 (limit 1e-05 in fp32): before clipping 1/8 of the right one: the loss is divided "
+            "by N = 8 twice; after, 0.5 times (too short to be clipped to 1)",
+        ),
+        (
+            1 / 8,
+            0.25,
+            "the update is off by 0.88 (limit 1e-05 in fp32) before clipping, and right only as both were clipped to "
+            "norm 0.25: 1/8 of the right one: the loss is divided by N = 8 twice",
+        ),
+        (
+            8.0,
+            6.0,
+            "the update is off by 0.5 (limit 1e-05 in fp32): before clipping 8 times the right one: the loss is not "
+            "divided by N = 8; after, 1.5 times (clipped to 6)",
+        ),
+        (
+            1 / 8,
+            5.0,
+            "the update is off by 0.88 (limit 1e-05 in fp32): before clipping 1/8 of the right one: the loss is "
+            "divided by N = 8 twice; after, 0.125 times (too short to be clipped to 5)",
+        ),
+    ],
+)
+def test_a_wrong_gradient_is_told_from_what_clipping_made_of_it(factor: float, clip_norm: float, words: str) -> None:
+    assert clipped(factor, clip_norm) == ("invalid", words)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"error": 7.0, "scale": 8.0}, "right but for its length: it is not clipped to norm 0.5"),
+        ({"error": 1.0, "scale": 2.0}, "right but for its length: it is clipped to norm 1, not to 0.5"),
+        (
+            {"error": 0.4, "scale": 1.2, "residual": 0.3},
+            "right before it is clipped: its parts are clipped one by one, not the whole to norm 0.5",
+        ),
+    ],
+)
+def test_wrong_clipping_of_a_right_gradient(changes: dict[str, float], words: str) -> None:
+    assert clipped(1.0, 0.5, **changes)[1].partition("in fp32): ")[2] == words
+
+
+def test_a_wrong_gradient_that_is_also_clipped_wrongly() -> None:
+    reason = clipped(1 / 8, 0.25, error=0.5, scale=0.5)[1]
+    assert reason.endswith("the loss is divided by N = 8 twice; after, 0.5 times and not 1 (clipped to 0.25)")
+
+
+OFF = [*LOSSES[:4], 3.25]
+SO = "; so losses leave the reference's by 0.25 (limit 0.001 nats in fp32)"
+
+
+def test_losses_that_must_follow_from_a_wrong_scale_are_no_finding_of_their_own() -> None:
+    update = {"error": 0.875, "scale": 0.125}
+    sgd = make_cell(accumulate=8, optimizer="sgd")
+    trials = judged(record(sgd.reference()), record(sgd, update=update, losses=OFF), truth=False).trials
+    explained = (
+        "the update is off by 0.88 (limit 1e-05 in fp32): 1/8 of the right one: the loss is divided by N = 8 twice"
+    )
+    assert trials["reason"].iloc[1] == explained + SO
+    adamw = verdict(record(update=update, losses=OFF))[1]
+    assert adamw.startswith("losses leave") and adamw.endswith(explained), "AdamW would hide the scale from the losses"
+    for optimizer in ("sgd", "adamw-foreach"):
+        for clip_norm in (0.25, 1.0):
+            reason = clipped(1 / 8, clip_norm, optimizer, losses=OFF)[1]
+            assert reason.startswith("the update is off") and reason.endswith(SO), "clipping is no factor"
+
+
+def test_losses_that_need_not_follow_stay_a_finding_of_their_own() -> None:
+    assert clipped(1.0, 0.5, losses=OFF)[1].startswith("losses leave")
+    assert clipped(1 / 8, 1.0, losses=[*LOSSES[:4], math.nan])[1].startswith("a loss is not finite")
+    lost = clipped(1.0, 5.0, error=0.3, scale=0.9, residual=0.3, losses=OFF)[1]
+    assert lost.startswith("losses leave")
+    assert clipped(1 / 8, 1.0, losses=OFF, num_updates=4)[1].startswith("4 optimizer steps were taken")
+
+
+def test_causes_that_cannot_be_told_apart_are_both_named() -> None:
+    assert explain_update(0.5, 0.0, 2, 2) == (
+        "1/2 of the right one: the loss is divided by N = 2 twice, "
+        "or 1/2 of the right one: averaged over the 2 ranks twice"
+    )
+
+
+def test_n_and_w_of_one_explain_nothing() -> None:
+    assert explain_update(1.01, 0.0, 1, 1) == "1.01 times the right one, in the same direction"
+
+
+def test_a_residual_means_lost_or_repeated_samples() -> None:
+    _, reason = verdict(record(update={"error": 0.4, "scale": 0.5, "residual": 0.25}))
+    assert reason.endswith(
+        "0.5 times the right one and 25% of it pointing elsewhere: samples were lost, repeated or weighted unequally"
+    )
+
+
+def test_an_update_that_vanished() -> None:
+    assert verdict(record(update={"error": 1.0, "scale": 0.0, "residual": 1.0}))[1].endswith(
+        "the parameters did not change in the right direction at all"
+    )
+
+
+@pytest.mark.parametrize(
+    ("scale", "residual", "words"),
+    [
+        pytest.param(1.0, 1e-3, "elsewhere", id="one sample of a thousand lost"),
+        pytest.param(-1.0, 0.0, "opposite", id="uphill"),
+    ],
+)
+def test_a_wrong_direction_is_not_called_the_same(scale: float, residual: float, words: str) -> None:
+    text = explain_update(scale, residual, 8, 2)
+    assert words in text
+    assert "same direction" not in text
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_an_update_that_is_not_finite_is_called_that(tmp_path: Path, value: float) -> None:
+    path = tmp_path / "reference.safetensors"
+    update.save({"weight": torch.tensor([1.0, 2.0])}, path)
+    found = update.compare({"weight": torch.tensor([1.0, value])}, path)
+    status, reason = verdict(record(update=found))
+    assert status == "invalid"
+    assert "not finite" in reason
+    assert "did not run" not in reason
+
+
+def test_all_findings_are_named_together() -> None:
+    trial = record(num_updates=4, ranks_agree=False, losses=[9.0, *LOSSES[1:]], update={"error": 0.5, "scale": 0.5})
+    status, reason = verdict(trial)
+    assert status == "invalid"
+    assert [part.split(" (")[0].split(":")[0] for part in reason.split("; ")] == [
+        "4 optimizer steps were taken, 5 were due",
+        "the ranks took different numbers of steps",
+        "the first loss, before any update, is off by 4 nats",
+        "the update is off by 0.5",
+    ]
+
+
+@pytest.mark.parametrize("precision", Precision)
+def test_tolerances_hold_up_to_their_edge(precision: Precision) -> None:
+    tolerance = TOLERANCES[precision]
+    cell = make_cell(accumulate=8, precision=precision)
+
+    def status(deviation: float, error: float) -> str:
+        losses = [*LOSSES[:4], LOSSES[4] + deviation]
+        return verdict(record(cell, losses=losses, update={"error": error}))[0]
+
+    inside, outside = 1 - 1e-9, 1 + 1e-9
+    assert status(tolerance.loss_deviation * inside, tolerance.update_error) == "ok"
+    assert status(tolerance.loss_deviation * outside, 0.0) == "invalid"
+    assert status(0.0, tolerance.update_error * outside) == "invalid"
+
+
+def test_bf16_may_differ_more_than_fp32_but_not_by_a_factor_of_two() -> None:
+    fp32, bf16 = TOLERANCES[Precision.FP32], TOLERANCES[Precision.BF16]
+    assert TOLERANCES.keys() == set(Precision)
+    assert fp32.update_error < 1e-3, "one sample of a thousand must be seen"
+    assert fp32.update_error < bf16.update_error < 0.5
+    assert fp32.loss_deviation < bf16.loss_deviation
+    trial = record(make_cell(accumulate=8, precision=Precision.BF16), update={"error": 0.02, "residual": 0.02})
+    assert verdict(trial) == ("ok", "")
+    assert verdict(record(update={"error": 0.02, "residual": 0.02}))[0] == "invalid"
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "wrong"),
+    [
+        ("tiny", 0.008, False),
+        ("tiny", 1 / 32, True),
+        ("135m", 0.014, False),
+        ("135m", 0.07, True),
+        ("1b", 0.036, False),
+        ("1b", 0.1, True),
+        ("8b", 0.072, False),
+        ("8b", 32**-0.5, True),
+    ],
+)
+def test_bf16_rounds_more_in_wide_and_deep_models(model: str, error: float, wrong: bool) -> None:
+    """What was measured, or follows from it, is right; one sample of 32 lost is wrong, if they agree in nothing."""
+    cell = make_cell(accumulate=8, precision=Precision.BF16, model=model)
+    reason = verdict(record(cell, update={"error": error, "residual": error}))[1]
+    assert ("the update is off" in reason) == wrong
+
+
+def test_the_limit_of_a_model_that_is_not_shipped_is_that_of_the_largest() -> None:
+    largest = max(tolerance("bf16", "llama", model).update_error for model in SIZES)
+    assert largest == pytest.approx(tolerance("bf16", "own.module:factory", "8b").update_error, rel=0.05)
+    assert tolerance("fp32", "llama", "8b") == TOLERANCES["fp32"]
+
+
+def test_rounding_of_large_models_hides_no_cause() -> None:
+    cell = make_cell(accumulate=8, precision=Precision.BF16, model="8b")
+    status, reason = verdict(record(cell, update={"error": 0.88, "scale": 0.125, "residual": 0.07}))
+    assert status == "invalid" and "the loss is divided by N = 8 twice" in reason
+    status, reason = verdict(record(CELL, update={"error": 0.88, "scale": 0.125, "residual": 0.07}))
+    assert "samples were lost" in reason
+
+
+@pytest.mark.parametrize("status", ["oom", "timeout", "hang", "crashed", "unsupported", "interrupted"])
+def test_trials_that_did_not_end_well_are_left_as_they_are(status: str) -> None:
+    trial = judged(make_failure(CELL, 0, status, "why")).trials.iloc[-1]
+    assert (trial["status"], trial["reason"]) == (status, "why")
+    assert pd.isna(trial["max_loss_deviation"])
+
+
+def test_no_trials() -> None:
+    assert judge(tables.build([], make_manifest())).trials.empty
+
+
+def test_collectives_that_are_not_the_expected_ones_are_a_finding() -> None:
+    eager = make_collectives(make_cell(backend="ddp-eager", accumulate=8))
+    status, reason = verdict(record() | {"collectives": eager})
+    counts = [
+        next(row["calls"] for row in rows if row["op"] == "all_reduce") for rows in (eager, make_collectives(CELL))
+    ]
+    assert status == "invalid" and counts[0] == 8 * counts[1]
+    assert reason.startswith(f"all_reduce of float32: {counts[0]} calls and ") and f"not {counts[1]} and" in reason
+
+
+def test_gradients_summed_in_another_dtype_are_a_finding() -> None:
+    status, reason = verdict(record() | {"accumulation": {"dtype": "bf16"}})
+    assert (status, reason) == ("invalid", "gradients are summed in bf16, fp32 was due")
+    assert verdict(record() | {"accumulation": {"dtype": "not measured"}})[0] == "ok"
+
+
+def test_a_virtual_world_has_no_values_to_check() -> None:
+    cell = make_cell(virtual=True, world_size=64, global_batch_size=256)
+    trial = record(cell, losses=[]) | {"update": None}
+    assert verdict(trial, truth=False) == ("ok", "")
+    few = record(cell, losses=[], num_micro_batches=19) | {"update": None}
+    assert "19 micro-batches were used, 20 were due" in verdict(few, truth=False)[1]

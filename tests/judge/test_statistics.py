@@ -1,0 +1,347 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import special, stats
+
+from bench.judge import samples
+from bench.judge.bootstrap import bootstrap, bootstrap_many, trimmed_mean
+from bench.judge.statistics import (
+    MIN_REPEATS,
+    MIN_TRIALS,
+    Interval,
+    Sample,
+    enough,
+    equivalent,
+    holm,
+    ratio,
+    ratios,
+    required_trials,
+    trial_median,
+)
+from bench.run.warmup import warmup, warmups
+
+SECONDS = st.floats(min_value=1e-3, max_value=1e3)
+TRIALS = st.lists(st.lists(SECONDS, min_size=1, max_size=15), min_size=5, max_size=9)
+RESAMPLES = 499
+
+
+def sample(center: float = 1.0, trials: int = 12, seed: int = 0, *, blocks: bool = True, noise: float = 0.03) -> Sample:
+    rng = np.random.default_rng(seed)
+    logs = math.log(center) + noise * rng.normal(size=(trials, 1)) + noise * rng.normal(size=(trials, 12))
+    return Sample(np.exp(logs).tolist(), list(range(trials)) if blocks else [])
+
+
+class TestWarmup:
+    def test_drops_what_is_slow_at_first(self) -> None:
+        steady = [1.0, 1.01, 0.99, 1.0, 1.02, 0.98, 1.0, 1.01, 0.99, 1.0]
+        assert warmup([3.0, 2.0, *steady]) == 2
+        assert warmup([1.6, 1.5, 1.55, *steady]) == 3
+
+    def test_leaves_steady_trials_alone(self) -> None:
+        assert warmup([1.0] * 12) == 0
+        assert warmup([1.0, 1.01, 0.99, 1.0, 1.02, 0.98, 1.0, 1.01, 0.99, 1.0, 1.01, 0.99]) == 0
+
+    def test_one_slow_step_in_the_middle_is_no_warmup(self) -> None:
+        assert warmup([1.0, 1.01, 0.99, 4.0, 1.02, 0.98, 1.0, 1.01, 0.99, 1.0, 1.01, 1.0]) == 0
+
+    def test_fast_first_steps_are_no_warmup(self) -> None:
+        assert warmup([0.5, 0.5, 0.5, 1.0, 1.01, 0.99, 1.0, 1.02, 0.98, 1.0, 1.01, 0.99]) == 0
+
+    @pytest.mark.parametrize("seconds", [[], [1.0], [5.0, 1.0], [5.0, 1.0, 1.0]])
+    def test_too_few_steps(self, seconds: list[float]) -> None:
+        assert warmup(seconds) == 0
+
+    @given(st.lists(SECONDS, max_size=60))
+    def test_never_drops_more_than_half(self, seconds: list[float]) -> None:
+        assert 0 <= warmup(seconds) <= len(seconds) // 2
+
+    @given(st.lists(SECONDS, min_size=4, max_size=30))
+    def test_does_not_depend_on_the_unit(self, seconds: list[float]) -> None:
+        # A power of two, so that rounding cannot decide between two equally good numbers; of logarithms it still can.
+        a, b = warmup(seconds), warmup([1024 * value for value in seconds])
+        assert a == b or len(set(seconds)) < len(seconds) or max(seconds) / min(seconds) < 1.001
+
+    def test_many_rows_are_as_one(self) -> None:
+        rows = np.exp(np.random.default_rng(0).normal(size=(50, 14)) * 0.1 + 0.5 * (np.arange(14) < 3))
+        assert warmups(rows).tolist() == [warmup(row) for row in rows.tolist()]
+
+    def test_a_long_warmup_leaves_little_bias(self) -> None:
+        rng = np.random.default_rng(0)
+        steps = np.exp(0.03 * rng.normal(size=(400, 30)) + 0.3 * np.exp(-np.arange(30) / 2))
+        found = np.mean([math.log(trial_median(row)) for row in steps.tolist()])
+        assert abs(found) < 0.3 * np.log(np.median(steps, axis=1)).mean()
+
+
+class TestTrialMedian:
+    def test_is_the_median_of_steps_and_not_their_sum_or_mean(self) -> None:
+        assert trial_median([1.0, 1.0, 1.0, 1.0, 9.0]) == 1.0
+        # Mutant 1: a volume of all steps over one step's mean would grow with the number of steps.
+        assert trial_median([0.5] * 12) == trial_median([0.5] * 24) == 0.5
+
+    @pytest.mark.parametrize("bad", [[], [0.0, 1.0], [1.0, math.nan], [-1.0], [math.inf]])
+    def test_refuses_what_is_no_time(self, bad: list[float]) -> None:
+        with pytest.raises(ValueError, match="all above 0 s"):
+            trial_median(bad)
+
+
+class TestRatio:
+    def test_known_ratio(self) -> None:
+        found = ratio(sample(2.0, seed=1), sample(1.0, seed=2))
+        assert found.low is not None and found.high is not None
+        assert found.low < 2.0 < found.high and found.paired and found.num_trials == 12
+        assert found.ratio == pytest.approx(2.0, rel=0.05)
+
+    def test_more_steps_per_trial_are_no_more_time(self) -> None:
+        a = Sample([[0.5] * 24] * 6)
+        assert ratio(a, Sample([[0.5] * 12] * 6)).ratio == 1.0
+
+    def test_pairing_removes_what_blocks_share(self) -> None:
+        drift = np.exp(0.2 * np.random.default_rng(3).normal(size=12))
+        a, b = (
+            Sample([[s * d for s in trial] for trial, d in zip(one.trials, drift, strict=True)], one.blocks)
+            for one in (sample(1.1, seed=1), sample(1.0, seed=2))
+        )
+        paired, loose = ratio(a, b), ratio(Sample(a.trials), Sample(b.trials))
+        assert paired.paired and not loose.paired
+        assert paired.width < loose.width / 2
+
+    def test_the_pairs_are_those_of_equal_blocks(self) -> None:
+        a, b = sample(1.1, seed=1), sample(1.0, seed=2)
+        turned = Sample(list(reversed(b.trials)), list(reversed(b.blocks)))
+        assert ratio(a, b) == ratio(a, turned)
+
+    def test_blocks_of_one_side_alone_are_left_out(self) -> None:
+        a, b = sample(seed=1), sample(seed=2, trials=8)
+        assert ratio(a, b).num_trials == 8
+        apart = Sample(b.trials, [100 + block for block in b.blocks])
+        assert not ratio(a, apart).paired
+
+    def test_two_trials_of_a_block_count_once(self) -> None:
+        a = sample(seed=1, trials=6)
+        twice = Sample([*a.trials, *a.trials], [*a.blocks, *a.blocks])
+        assert ratio(twice, sample(seed=2, trials=6)) == ratio(a, sample(seed=2, trials=6))
+
+    @pytest.mark.parametrize("blocks", [True, False])
+    @pytest.mark.parametrize("trials", range(1, MIN_TRIALS))
+    def test_few_trials_have_no_interval(self, trials: int, blocks: bool) -> None:
+        found = ratio(sample(trials=trials, seed=1, blocks=blocks), sample(trials=trials, seed=2, blocks=blocks))
+        assert found.low is found.high is found.p_different is found.p_same is None
+        assert str(MIN_TRIALS) in found.reason and str(trials) in found.reason
+        assert found.width == math.inf and not equivalent(found)
+
+    def test_no_trials_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="either side"):
+            ratio(Sample([]), sample())
+
+    def test_blocks_of_another_number_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="2 trials have 1 blocks"):
+            Sample([[1.0], [1.0]], [0])
+
+    @given(TRIALS, TRIALS, st.booleans(), st.sampled_from([1e-6, 1e-3, 0.5, 1000.0]))
+    @settings(deadline=None, max_examples=40)
+    def test_unit_and_sides(self, a: list[list[float]], b: list[list[float]], paired: bool, unit: float) -> None:
+        ours, theirs = (Sample(x, list(range(len(x))) if paired else []) for x in (a, b))
+        found = ratio(ours, theirs, resamples=RESAMPLES)
+        assert found.low is not None and found.high is not None
+        assert found.low <= found.ratio * (1 + 1e-9) and found.ratio <= found.high * (1 + 1e-9)
+        back = ratio(theirs, ours, resamples=RESAMPLES).inverse()
+        assert (back.ratio, back.low, back.high) == pytest.approx((found.ratio, found.low, found.high))
+        assert back.p_different == pytest.approx(found.p_different, abs=2e-2)
+        medians = [Sample([[m * unit] for m in one.medians], one.blocks) for one in (ours, theirs)]
+        scaled = ratio(medians[0], medians[1], resamples=RESAMPLES)
+        assert (scaled.ratio, scaled.low, scaled.high) == pytest.approx((found.ratio, found.low, found.high))
+
+    def test_more_trials_narrow_the_interval_on_average(self) -> None:
+        widths = [
+            np.mean([ratio(sample(trials=n, seed=s), sample(trials=n, seed=1000 + s)).width for s in range(25)])
+            for n in (5, 10, 20, 40, 80)
+        ]
+        assert widths == sorted(widths, reverse=True)
+
+    def test_p_value_and_interval_agree(self) -> None:
+        for seed in range(60):
+            found = ratio(sample(1.02, seed=seed), sample(seed=100 + seed))
+            assert found.low is not None and found.high is not None and found.p_different is not None
+            if abs(found.p_different - 0.05) > 0.002:
+                assert (found.p_different < 0.05) == (found.low > 1 or found.high < 1), seed
+
+    def test_unequal_numbers_and_no_noise(self) -> None:
+        found = ratio(Sample([[2.0]] * 7), Sample([[1.0]] * 5))
+        assert (found.ratio, found.low, found.high) == pytest.approx((2, 2, 2))
+        assert found.p_different == pytest.approx(0, abs=1e-6)
+        same = ratio(Sample([[1.0]] * 7, range(7)), Sample([[1.0]] * 7, range(7)))
+        assert same.p_different == 1 and same.p_same == pytest.approx(0, abs=1e-6) and equivalent(same)
+
+
+class TestBootstrap:
+    def test_is_draw_for_draw_what_scipy_draws(self) -> None:
+        rows = np.random.default_rng(0).normal(size=(5, 13))
+        one, many = bootstrap(rows, resamples=700), bootstrap_many(rows, resamples=700)
+        assert one.draws == pytest.approx(many.draws, abs=1e-12)
+        assert [e.tolist() for e in one.interval()] == [pytest.approx(e.tolist()) for e in many.interval()]
+
+    def test_what_the_mean_leaves_out_does_not_widen_the_interval(self) -> None:  # mutant 14
+        values = np.random.default_rng(0).normal(size=(1, 20))
+        values.sort()
+        far = values.copy()
+        far[0, -1] += 1000
+        (low, high), (far_low, far_high) = (bootstrap_many(one, resamples=1999).interval() for one in (values, far))
+        assert far_high - far_low < 1.5 * (high - low)
+
+    @pytest.mark.parametrize("n", [5, 10, 30])
+    def test_hesterbergs_expansion(self, n: int) -> None:
+        drawn = bootstrap_many(np.random.default_rng(n).normal(size=(1, n)), resamples=20_000)
+        tail = special.ndtr(-math.sqrt(n / (n - 1)) * stats.t.ppf(0.975, n - 1))
+        assert drawn.interval()[0][0] == np.quantile(drawn.draws[0], tail)
+        known = {5: 0.00096, 10: 0.0086, 30: 0.0188}  # nominal 0.025; n = 10: Hesterberg's is 0.0086
+        assert tail == pytest.approx(known[n], rel=0.02)
+
+    @pytest.mark.parametrize("n", [5, 7, 10, 20])
+    @pytest.mark.parametrize("paired", [True, False])
+    def test_intervals_cover_the_truth(self, n: int, paired: bool) -> None:
+        rng = np.random.default_rng([n, paired])
+        rows, other = rng.normal(size=(1500, n)), rng.normal(size=(1500, n))
+        drawn = bootstrap_many(rows, resamples=999) if paired else bootstrap(rows, other, resamples=999)
+        low, high = drawn.interval()
+        share = ((low <= 0) & (high >= 0)).mean()
+        assert 0.93 - 3 * 0.0066 < share < 0.97 + 3 * 0.0066
+
+    def test_p_values_of_no_difference_are_uniform(self) -> None:
+        drawn = bootstrap_many(np.random.default_rng(1).normal(size=(3000, 20)), resamples=1999)
+        p_values = drawn.p_different()
+        for level in (0.01, 0.05, 0.2):
+            assert (p_values < level).mean() < level + 3 * math.sqrt(level * (1 - level) / 3000)
+        assert (p_values < 0.2).mean() > 0.15
+
+    def test_trimmed_mean(self) -> None:
+        assert trimmed_mean(np.array([0.0, 1, 2, 3, 100])) == 2
+        assert trimmed_mean(np.array([[1.0, 2, 3, 4]])).tolist() == [2.5]
+        values = np.random.default_rng(0).normal(size=17)
+        assert trimmed_mean(values) == pytest.approx(stats.trim_mean(values, 0.2))
+
+
+class TestHolm:
+    def test_known_example(self) -> None:
+        assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+
+    @pytest.mark.parametrize(("p_values", "adjusted"), [([], []), ([0.04], [0.04]), ([0.9, 0.8], [1.0, 1.0])])
+    def test_edges(self, p_values: list[float], adjusted: list[float]) -> None:
+        assert holm(p_values) == adjusted
+
+    @given(st.lists(st.floats(0, 1), max_size=12))
+    def test_order_and_bounds(self, p_values: list[float]) -> None:
+        found = holm(p_values)
+        assert all(p <= q <= min(1, len(found) * p) + 1e-12 for p, q in zip(p_values, found, strict=True))
+        ordered = [q for _, q in sorted(zip(p_values, found, strict=True))]
+        assert ordered == sorted(ordered)
+
+
+class TestPrecision:
+    def interval(self, low: float, high: float, n: int = 20) -> Interval:
+        return Interval(ratio=1.0, low=low, high=high, num_trials=n, paired=True)
+
+    def test_the_whole_width_counts(self) -> None:
+        assert enough(self.interval(0.995, 1.005), 0.02)
+        assert not enough(self.interval(0.985, 1.015), 0.02)  # 1.5 % to either side
+
+    def test_required_trials(self) -> None:
+        assert required_trials(self.interval(0.995, 1.005), 0.02) == 0
+        assert required_trials(self.interval(1.0, 1.024), 0.02) == math.ceil(20 * 1.2**2) - 20
+        assert required_trials(self.interval(0.8, 1.2), 0.02) == 20  # no more than there are
+        nothing = Interval(ratio=1.0, num_trials=3, paired=True)
+        assert required_trials(nothing) == MIN_REPEATS - 3 and required_trials(replace(nothing, num_trials=40)) == 1
+
+    def test_the_margin_is_the_same_from_both_sides(self) -> None:
+        for low, high, fits in ((0.985, 1.015, True), (0.979, 1.0, False), (1.0, 1.021, False), (0.9805, 1.0, True)):
+            one = self.interval(low, high)
+            assert equivalent(one, 0.02) == equivalent(one.inverse(), 0.02) == fits
+
+
+class TestQuality:
+    def test_outliers(self) -> None:
+        values = [1.0, 1.01, 0.99, 1.02, 0.98, 1.0, 3.0]
+        assert samples.outliers(values) == [6]
+        assert samples.outliers([1.0, 1.1, 0.9, 1.2, 0.8]) == []
+        assert samples.outliers([1.0] * 5 + [2.0]) == samples.outliers([]) == []
+
+    def test_the_limit_is_hyperfines(self) -> None:
+        values = [-1.0, -1.0, 0.0, 1.0, 1.0]  # both deviations are 1
+        assert samples.outliers([*values, 0.0, 14.82]) == [] and samples.outliers([*values, 0.0, 14.83]) == [6]
+
+    def test_drift(self) -> None:
+        slots = list(range(20))
+        noise = np.exp(0.01 * np.random.default_rng(0).normal(size=20))
+        found = samples.drift(slots, noise * np.exp(0.1 * np.arange(20) / 19))
+        assert found.found and found.change == pytest.approx(math.expm1(0.1), abs=0.02)
+        assert not samples.drift(slots, noise).found
+        assert samples.drift([1, 2], [1.0, 2.0]).p_value == samples.drift(slots, [1.0] * 20).p_value == 1
+
+    @pytest.mark.parametrize("kind", ["normal", "heavy"])
+    @pytest.mark.parametrize("n", [8, 12, 30])
+    def test_one_mode_is_seldom_called_two(self, kind: str, n: int) -> None:
+        rng = np.random.default_rng([n, len(kind)])
+        noise = rng.normal(size=(400, n)) if kind == "normal" else rng.standard_t(4, size=(400, n))
+        found = [samples.bimodal(np.exp(0.03 * row).tolist()) for row in noise]
+        assert sum(one is not None and one.found for one in found) <= stats.binom.ppf(0.999, 400, samples.ALPHA)
+
+    def test_two_modes(self) -> None:
+        rng = np.random.default_rng(0)
+        values = np.exp(0.01 * rng.normal(size=20) + 0.15 * (np.arange(20) % 3 == 0))
+        found = samples.bimodal(values.tolist())
+        assert found is not None and found.found
+        assert found.ratio == pytest.approx(math.exp(0.15), rel=0.02) and found.share == pytest.approx(0.35)
+        assert samples.bimodal(values[:7].tolist()) is None
+
+    def test_equal_values_have_one_mode(self) -> None:
+        found = samples.bimodal([1.0] * 10)
+        assert found is not None and not found.found
+
+    def test_imbalance(self) -> None:
+        assert samples.imbalance([[1.0, 1.0], [1.0, 1.0], [1.5, 1.5]]) == 1.5
+        assert samples.imbalance([[1.0, 2.0]]) == 1.0
+        with pytest.raises(ValueError, match="same number"):
+            samples.imbalance([])
+
+
+class TestManyRatios:
+    MANY = (
+        sample(),
+        sample(1.2, seed=1),
+        sample(1.001, seed=2),
+        sample(0.7, 20, seed=3),
+        sample(1.0, 4, seed=4),
+        sample(1.1, 9, seed=5, blocks=False),
+        Sample([[1.0] * 4] * 8, list(range(8))),
+        Sample(sample(seed=6).trials, [i // 2 for i in range(12)]),
+    )
+
+    def test_each_is_as_by_itself(self) -> None:
+        pairs = [(a, b) for a in self.MANY for b in self.MANY]
+        for (a, b), found in zip(pairs, ratios(pairs, resamples=RESAMPLES), strict=True):
+            alone = ratio(a, b, resamples=RESAMPLES)
+            assert (found.num_trials, found.paired, found.reason) == (alone.num_trials, alone.paired, alone.reason)
+            for name in ("ratio", "low", "high", "p_different", "p_same"):
+                values = getattr(found, name), getattr(alone, name)
+                assert values == (None, None) or values[0] == pytest.approx(values[1], rel=1e-9, abs=1e-12), name
+
+    def test_the_inverse_is_exact(self) -> None:
+        one, other = ratios([(self.MANY[0], self.MANY[1]), (self.MANY[1], self.MANY[0])], resamples=RESAMPLES)
+        assert one.inverse() == other or other.inverse() == one
+
+    def test_more_pairs_than_are_resampled_at_a_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pairs = [(self.MANY[0], sample(1.1, seed=seed)) for seed in range(20, 27)]
+        whole = ratios(pairs, resamples=RESAMPLES)
+        monkeypatch.setattr("bench.judge.bootstrap.BATCH", 2 * RESAMPLES)
+        for found, expected in zip(ratios(pairs, resamples=RESAMPLES), whole, strict=True):
+            assert [found.ratio, found.low, found.high] == pytest.approx([expected.ratio, expected.low, expected.high])
+
+    def test_none(self) -> None:
+        assert ratios([]) == []
+        with pytest.raises(ValueError, match="either side"):
+            ratios([(self.MANY[0], Sample([]))])

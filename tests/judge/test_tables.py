@@ -1,0 +1,308 @@
+"""Tables: exact columns and dtypes, numbers by hand, failed trials kept, the way to parquet and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from pandas.testing import assert_frame_equal
+
+from bench.judge import tables
+from bench.judge.tables import NAMES, Tables
+from bench.plan import columns
+from bench.plan.cell import Cell, Device
+from bench.plan.columns import COLUMNS
+from bench.run.journal import Journal, write_manifest
+from tests.factories import PEAK_BYTES, make_cell, make_failure, make_manifest, make_record, make_time
+
+CELL = make_cell()
+DESIGN = (
+    "run_id cell_id repeat backend framework sharding sync accumulate world_size virtual_world_size micro_batch_size "
+    "global_batch_size sequence_length model num_parameters precision accumulation_dtype device status reason "
+    "step_time_s tokens_per_s mfu energy_j_per_step collective_s exposed_s peak_memory_bytes peak_memory_source "
+    "num_micro_batches optimizer_steps_expected optimizer_steps_observed optimizer_steps_reported final_loss "
+    "max_loss_deviation update_error wall_s overhead_s"
+)
+"""Columns that readers of trials.parquet were promised."""
+
+
+def build(*records: dict[str, Any]) -> Tables:
+    return tables.build(list(records), make_manifest())
+
+
+def dtypes(frame: pd.DataFrame) -> dict[str, str]:
+    return {str(name): str(dtype) for name, dtype in frame.dtypes.items()}
+
+
+EMPTY = build()
+SOUND = build(make_record(CELL), make_failure(CELL, 1), make_record(make_cell(backend="reference").reference()))
+FAILED = build(make_failure(CELL))
+
+
+def test_promised_columns() -> None:
+    assert set(DESIGN.split()) <= COLUMNS["trials"].keys()
+    assert [field.name for field in dataclasses.fields(Tables)] == list(NAMES)
+
+
+@pytest.mark.parametrize("made", [EMPTY, SOUND, FAILED], ids=["empty", "sound", "failed"])
+def test_exact_columns_and_dtypes(made: Tables) -> None:
+    for name in NAMES:
+        assert list(dtypes(getattr(made, name)).items()) == list(columns.dtypes(name).items())
+
+
+@pytest.mark.parametrize("made", [EMPTY, SOUND, FAILED], ids=["empty", "sound", "failed"])
+def test_parquet_and_back(made: Tables, tmp_path: Path) -> None:
+    paths = made.write(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted(paths)
+    assert [path.name for path in paths] == [f"{name}.parquet" for name in NAMES]
+    for name, path in zip(NAMES, paths, strict=True):
+        assert_frame_equal(pd.read_parquet(path), getattr(made, name))
+
+
+def test_a_sound_trial_by_hand() -> None:
+    row = build(make_record(CELL, 2)).trials.iloc[0]
+    expected: dict[str, Any] = {
+        "run_id": "made-run",
+        "cell_id": CELL.cell_id,
+        "repeat": 2,
+        "backend": "ddp-deferred",
+        "framework": "torch DDP",
+        "sharding": "none",
+        "sync": "deferred",
+        "accumulate": 4,
+        "world_size": 2,
+        "micro_batch_size": 2,
+        "global_batch_size": 16,
+        "sequence_length": 32,
+        "workload": "llama",
+        "model": "tiny",
+        "num_parameters": 3_411_200,
+        "precision": "fp32",
+        "accumulation_dtype": "fp32",
+        "corpus": "markov",
+        "optimizer": "adamw-foreach",
+        "learning_rate": 1e-3,
+        "clip_norm": 0.0,
+        "activation_checkpointing": False,
+        "compiled": False,
+        "seed": 0,
+        "device": "cpu",
+        "device_name": "cpu",
+        "status": "ok",
+        "reason": "",
+        "step_time_s": 0.51,
+        "tokens_per_s": 16 * 32 / 0.51,
+        "peak_memory_bytes": PEAK_BYTES,
+        "peak_memory_source": "tracked tensors",
+        "num_micro_batches": 20,
+        "optimizer_steps_expected": 5,
+        "optimizer_steps_observed": 5,
+        "ranks_agree": True,
+        "micro_batches_per_update": "4",
+        "final_loss": 4.6,
+        "update_error": 1e-7,
+        "update_scale": 1.0,
+        "update_residual": 1e-7,
+        "entropy_floor": 1.25,
+        "wall_s": 4.25,
+        "training_s": 3.0,
+        "overhead_s": 1.25,
+        "num_passes": 6,
+        "cpu_s_per_micro_batch": 0.125,
+        "num_operators_per_micro_batch": 500,
+        "twin": "",
+        "num_warmup_steps": 2,
+        "accumulated_in": "fp32",
+        "fake_tensors": False,
+        "shared_gpu": False,
+    }
+    empty = {"slot", "num_cpus", "foreign_cores", "stolen_cores", "sm_clock_mhz", "power_w", "temperature_c"}
+    empty |= {"clock_slowdowns", "foreign_gpu_processes"}
+    empty |= {"virtual_world_size", "bf16_as", "mfu", "mfu_of_matmul", "max_loss_deviation"}
+    empty |= {"energy_j_per_step", "energy_j_per_token"}
+    empty |= {"collective_s", "exposed_s", "num_launches_per_micro_batch", "other_work"}
+    empty |= {"optimizer_steps_reported", "optimizer_steps_reported_by"}
+    empty |= {"gradient_norm", "unclipped_error", "unclipped_scale"}
+    assert expected.keys() | empty == COLUMNS["trials"].keys()
+    assert {name: row[name] for name in expected} == pytest.approx(expected)
+    assert row[list(empty)].isna().all()
+
+
+def test_clipping_and_what_was_there_before_it() -> None:
+    cell = make_cell(clip_norm=1.5)
+    update = {"error": 0.25, "scale": 0.75, "residual": 0.0, "gradient_norm": 4.0}
+    before = {"unclipped_error": 0.5, "unclipped_scale": 0.5}
+    row = build(make_record(cell, update=update | before)).trials.iloc[0]
+    expected = {"clip_norm": 1.5, "update_scale": 0.75, "gradient_norm": 4.0} | before
+    assert {name: row[name] for name in expected} == expected
+    failed = build(make_failure(cell)).trials.iloc[0]
+    assert failed["clip_norm"] == 1.5 and pd.isna(failed["gradient_norm"])
+
+
+def test_records_from_before_there_was_clipping_are_not_clipped() -> None:
+    record = make_record(CELL)
+    del record["cell"]["clip_norm"]
+    assert build(record).trials.iloc[0]["clip_norm"] == 0.0
+
+
+def test_step_time_is_the_median() -> None:
+    for seconds, median in [([9.0, 1.0, 2.0], 2.0), ([4.0, 1.0, 2.0, 9.0], 3.0)]:
+        row = build(make_record(CELL, time={"step_seconds": seconds})).trials.iloc[0]
+        assert row["step_time_s"] == median
+        assert row["tokens_per_s"] == 512 / median
+
+
+def test_children_by_hand() -> None:
+    counted = {"op": "all_reduce", "dtype": "float32", "calls": 1, "payload_bytes": 13_644_800}
+    made = build(make_record(CELL, 1, time={"losses": [3.0, 2.0], "step_seconds": [0.5, 0.25]}, collectives=[counted]))
+    key = {"cell_id": CELL.cell_id, "repeat": 1}
+    # Two windows of warm-up come before the first timed one, and steps count from 0 at the first update.
+    assert made.steps.to_dict("records") == [
+        key | {"step": 2, "seconds": 0.5, "kept": True},
+        key | {"step": 3, "seconds": 0.25, "kept": True},
+    ]
+    assert made.losses.to_dict("records") == [key | {"step": 0, "loss": 3.0}, key | {"step": 1, "loss": 2.0}]
+    assert made.collectives.drop(columns=["expected_calls", "expected_payload_bytes"]).to_dict("records") == [
+        key | counted
+    ]
+    assert dict(zip(made.memory["category"], made.memory["bytes"], strict=True)) == {
+        "tracked_peak": PEAK_BYTES,
+        "tracked_held": 2**20,
+    }
+    assert (made.memory["repeat"] == 1).all()
+
+
+@pytest.mark.parametrize("status", ["oom", "timeout", "hang", "crashed", "unsupported", "interrupted"])
+def test_failed_trials_stay(status: str) -> None:
+    made = build(make_failure(CELL, 0, status, "rank 1: why"))
+    row = made.trials.iloc[0]
+    assert (row["status"], row["reason"], row["backend"], row["accumulate"]) == (
+        status,
+        "rank 1: why",
+        "ddp-deferred",
+        4,
+    )
+    assert (row["micro_batch_size"], row["optimizer_steps_expected"], row["wall_s"]) == (2, 5, 2.5)
+    assert row[["step_time_s", "update_error", "final_loss", "peak_memory_bytes", "ranks_agree"]].isna().all()
+    assert row[["overhead_s", "optimizer_steps_observed", "num_parameters"]].isna().all()
+    assert all(getattr(made, name).empty for name in NAMES[1:])
+
+
+def test_the_last_record_of_a_trial_counts() -> None:
+    made = build(
+        make_failure(CELL, 0, "interrupted"),
+        make_record(CELL, 1, time={"losses": [1.0]}),
+        make_record(CELL, 0, wall_s=7.0),
+    )
+    assert list(zip(made.trials["repeat"], made.trials["status"], made.trials["wall_s"], strict=True)) == [
+        (0, "ok", 7.0),
+        (1, "ok", 4.25),
+    ]
+    assert made.losses.groupby("repeat").size().to_dict() == {0: 5, 1: 1}
+    made = build(make_record(CELL, 0), make_failure(CELL, 0))
+    assert made.trials["status"].tolist() == ["oom"]
+    assert made.steps.empty
+
+
+def test_what_is_measured_once_stands_on_every_trial_of_its_cell_only() -> None:
+    later = make_record(CELL, 1)
+    del later["update"], later["memory"], later["collectives"]
+    other = make_cell(accumulate=2)
+    alone = make_record(other)
+    del alone["update"], alone["memory"]
+    trials = build(later, make_record(CELL, 0), make_failure(CELL, 2), alone).trials
+    mine = trials[trials["cell_id"] == CELL.cell_id]
+    good = mine[mine["status"] == "ok"]
+    assert good["update_error"].tolist() == [1e-7] * 2
+    assert good["peak_memory_bytes"].tolist() == [PEAK_BYTES] * 2
+    failed = mine[mine["status"] != "ok"]
+    assert failed[["update_error", "peak_memory_bytes"]].isna().all(axis=None), "a failed trial has no numbers"
+    assert trials[trials["cell_id"] == other.cell_id][["update_error", "peak_memory_bytes"]].isna().all(axis=None)
+    assert build(later, make_record(CELL, 0)).memory["repeat"].unique().tolist() == [0]
+
+
+def on_gpu(name: str, **changes: Any) -> Any:
+    cell = make_cell(device=Device.CUDA, precision="bf16")
+    time = {"cuda_memory": {"allocated": 5, "active": 6, "reserved": 7, "num_ooms": 0}, "step_seconds": [0.5]}
+    values = {"device_name": name, "time": time, "flops_per_step": 989e12, "memory": None, **changes}
+    return build(make_record(cell, **values))
+
+
+def test_mfu_only_where_the_peak_is_known() -> None:
+    # Two devices could do 2 x 989e12 x 0.5 s; they did 989e12.
+    assert on_gpu("NVIDIA H200").trials.iloc[0]["mfu"] == pytest.approx(1.0)
+    assert pd.isna(on_gpu("NVIDIA GeForce RTX 4090").trials.iloc[0]["mfu"])
+    assert pd.isna(on_gpu("NVIDIA H200", flops_per_step=None).trials.iloc[0]["mfu"])
+    assert pd.isna(build(make_record(CELL)).trials.iloc[0]["mfu"])
+
+
+def test_mfu_against_the_matmul_rate_of_the_run() -> None:
+    entries = [
+        {"world_size": 1, "threads": 2, "flops_per_s": {"fp32": [3e11]}, "reason": ""},
+        {"world_size": 2, "threads": 1, "flops_per_s": {"fp32": [1.5e12, 2.5e12], "bf16": [1e13, 1e13]}, "reason": ""},
+    ]
+    # 1e12 FLOP in 0.51 s, by two ranks that can do 4e12 a second in that precision.
+    found = tables.build([make_record(CELL)], make_manifest(matmul=entries)).trials.iloc[0]
+    assert found["mfu_of_matmul"] == pytest.approx(1e12 / 0.51 / 4e12)
+    assert pd.isna(found["mfu"]), "a CPU has no datasheet here"
+    virtual = make_record(make_cell(virtual=True))
+    unknown = make_record(CELL, flops_per_step=None)
+    for record, manifest in (
+        (virtual, make_manifest(matmul=entries)),
+        (unknown, make_manifest(matmul=entries)),
+        (make_record(CELL), make_manifest(matmul=entries[:1])),
+        (make_record(CELL), make_manifest(matmul=[{**entries[1], "flops_per_s": {}, "reason": "oom"}])),
+        (make_record(CELL), make_manifest()),
+    ):
+        assert pd.isna(tables.build([record], manifest).trials.iloc[0]["mfu_of_matmul"])
+
+
+def test_memory_of_the_allocator_comes_before_tracked_tensors() -> None:
+    made = on_gpu("NVIDIA H200", memory={"peak": 99})
+    row = made.trials.iloc[0]
+    assert (row["peak_memory_bytes"], row["peak_memory_source"]) == (5, "CUDA allocator, allocated")
+    assert dict(zip(made.memory["category"], made.memory["bytes"], strict=True)) == {
+        "tracked_peak": 99,
+        "cuda_allocated": 5,
+        "cuda_active": 6,
+        "cuda_reserved": 7,
+    }
+
+
+def test_nan_and_infinite_losses() -> None:
+    losses = [3.0, math.inf, 2.0, 2.0, math.nan]
+    made = build(make_record(CELL, time={"losses": losses}))
+    assert made.losses["loss"].isna().tolist() == [False] * 4 + [True]
+    assert made.losses["loss"].iloc[1] == math.inf
+    assert pd.isna(made.trials.iloc[0]["final_loss"])
+
+
+def test_steps_that_the_framework_reports() -> None:
+    reported = {"trainer.global_step": 40, "engine.global_steps": 5}
+    row = build(make_record(CELL, time={"reported": reported})).trials.iloc[0]
+    assert (row["optimizer_steps_reported_by"], row["optimizer_steps_reported"]) == ("trainer.global_step", 40)
+
+
+def test_a_trial_that_took_no_step_has_no_step_time() -> None:
+    row = build(make_record(CELL, time={"step_seconds": [], "losses": [], "num_updates": 0})).trials.iloc[0]
+    assert row[["step_time_s", "tokens_per_s", "final_loss"]].isna().all()
+    assert row["optimizer_steps_observed"] == 0
+
+
+def test_load_reads_what_the_journal_holds(tmp_path: Path) -> None:
+    write_manifest(tmp_path, make_manifest([CELL]))
+    assert tables.load(tmp_path).trials.empty
+    for record in (make_record(CELL), make_failure(CELL, 1)):
+        Journal(tmp_path).append(record)
+    assert_frame_equal(tables.load(tmp_path).trials, build(make_record(CELL), make_failure(CELL, 1)).trials)
+
+
+def test_a_backend_that_the_manifest_does_not_know() -> None:
+    cell: Cell = dataclasses.replace(CELL, backend="gone")
+    row = build(make_record(cell, time=make_time(cell))).trials.iloc[0]
+    assert row["backend"] == "gone"
+    assert row[["framework", "sharding", "sync"]].isna().all()

@@ -1,0 +1,300 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.judge import gates
+from bench.judge.sides import side
+from bench.judge.statistics import MARGIN, PRECISION, SAME_WIDTH, Interval, Sample, ratio
+from bench.judge.tables import Tables, load
+from bench.judge.verdicts import (
+    BLOCKS,
+    MORE_HELPS,
+    NEXT,
+    Comparison,
+    Exact,
+    Judgement,
+    Reason,
+    Side,
+    Verdict,
+    band,
+    compare,
+    exact,
+    judge_all,
+    next_precision,
+)
+from bench.plan.cell import Status
+
+OPPOSITE = {Verdict.FASTER: Verdict.SLOWER, Verdict.SLOWER: Verdict.FASTER}
+REFERENCE_RUN = Path(__file__).parents[2] / "results" / "cpu-reference"
+
+
+def interval(low: float, high: float, p_different: float = 1e-6, p_same: float = 1e-6) -> Interval:
+    center = math.sqrt(low * high)
+    return Interval(
+        ratio=center, low=low, high=high, p_different=p_different, p_same=p_same, num_trials=20, paired=True
+    )
+
+
+FLOOR = interval(0.995, 1.004, 0.6)
+
+
+def evidence(low: float, high: float, floor: Interval | None = FLOOR, **changes: Any) -> Comparison:
+    return Comparison(**({"a": "a", "b": "b", "time": interval(low, high), "floor": floor} | changes))
+
+
+def judged(comparison: Comparison) -> tuple[Verdict, Reason]:
+    judgement = judge_all([comparison])[0]
+    return judgement.verdict, judgement.reason
+
+
+def cell(center: float, trials: int = 12, seed: int = 0, noise: float = 0.004) -> Sample:
+    logs = math.log(center) + noise * np.random.default_rng(seed).normal(size=(trials, 12))
+    return Sample(np.exp(logs).tolist(), list(range(trials)))
+
+
+def quiet_floor() -> Interval:
+    return ratio(cell(1.0, seed=90), cell(1.0, seed=91))
+
+
+@pytest.fixture(scope="module")
+def tables() -> Tables:
+    return gates.judge(load(REFERENCE_RUN))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0.93, 0.96, (Verdict.FASTER, Reason.OUTSIDE_FLOOR)),
+        (1.04, 1.07, (Verdict.SLOWER, Reason.OUTSIDE_FLOOR)),
+        (0.99, 1.01, (Verdict.SAME, Reason.INSIDE_MARGIN)),
+        (1.006, 1.015, (Verdict.SAME, Reason.INSIDE_MARGIN)),  # a difference, smaller than the margin
+        (0.96, 1.01, (Verdict.AMBIGUOUS, Reason.WIDE)),
+        (1.001, 1.03, (Verdict.AMBIGUOUS, Reason.INSIDE_FLOOR)),  # excludes 1, not the floor
+        (0.96, 0.997, (Verdict.AMBIGUOUS, Reason.INSIDE_FLOOR)),
+    ],
+)
+def test_verdicts(low: float, high: float, expected: tuple[Verdict, Reason]) -> None:
+    assert judged(evidence(low, high)) == expected
+
+
+def test_no_difference_inside_the_floor_is_called_one() -> None:
+    for low, high in ((0.95, 0.97), (1.05, 1.07)):
+        assert judged(evidence(low, high))[0] in OPPOSITE
+        assert judged(evidence(low, high, floor=interval(0.94, 1.02)))[0] is Verdict.AMBIGUOUS
+        assert judged(evidence(low, high, floor=interval(0.99, 1.08)))[0] is Verdict.AMBIGUOUS
+
+
+def test_the_band_reaches_as_far_to_either_side() -> None:
+    assert band(interval(0.9, 1.02)) == pytest.approx(1 / 0.9)
+    assert band(interval(0.99, 1.2)) == pytest.approx(1.2)
+    assert band(interval(0.9, 1.02).inverse()) == pytest.approx(band(interval(0.9, 1.02)))
+
+
+def test_same_needs_a_floor_inside_the_margin() -> None:
+    loud = interval(0.97, 1.01)
+    assert judged(evidence(0.995, 1.005, floor=loud)) == (Verdict.AMBIGUOUS, Reason.FLOOR_ABOVE_MARGIN)
+    assert judged(evidence(0.995, 1.005, floor=loud, margin=0.04))[0] is Verdict.SAME
+
+
+@pytest.mark.parametrize(
+    ("comparison", "reason"),
+    [
+        (evidence(0.9, 0.95, floor=None), Reason.NO_FLOOR),
+        (evidence(0.9, 0.95, floor=Interval(ratio=1.0, num_trials=3, paired=True, reason="3")), Reason.NO_FLOOR),
+        (evidence(0.9, 0.95, time=None), Reason.FEW_TRIALS),
+        (evidence(0.9, 0.95, time=Interval(ratio=0.9, num_trials=4, paired=True, reason="4")), Reason.FEW_TRIALS),
+    ],
+)
+def test_no_evidence_is_ambiguous(comparison: Comparison, reason: Reason) -> None:
+    assert judged(comparison) == (Verdict.AMBIGUOUS, reason)
+
+
+class TestHolm:
+    def test_counts_all_verdicts_of_the_report(self) -> None:
+        one = evidence(0.93, 0.96, time=interval(0.93, 0.96, p_different=0.02))
+        assert judge_all([one])[0].verdict is Verdict.FASTER
+        among = judge_all([one, *[evidence(0.9, 1.1, time=interval(0.9, 1.1, 0.9, 0.9))] * 2])
+        assert (among[0].verdict, among[0].reason) == (Verdict.AMBIGUOUS, Reason.MANY)
+        assert among[0].p_different == pytest.approx(0.06)
+
+    def test_same_is_corrected_too(self) -> None:
+        one = evidence(0.99, 1.01, time=interval(0.99, 1.01, 0.5, p_same=0.02))
+        assert judge_all([one])[0].verdict is Verdict.SAME
+        among = judge_all([one, one, one])
+        assert {judgement.reason for judgement in among} == {Reason.MANY}
+
+    def test_what_cannot_be_judged_counts_as_well(self) -> None:
+        one = evidence(0.93, 0.96, time=interval(0.93, 0.96, p_different=0.03))
+        assert judge_all([one, evidence(1, 1, time=None)])[0].reason is Reason.MANY
+
+    def test_an_empty_report(self) -> None:
+        assert judge_all([]) == []
+
+
+class TestClocks:
+    def test_cycles_must_agree(self) -> None:
+        assert judged(evidence(0.93, 0.96, cycles=interval(0.94, 0.97)))[0] is Verdict.FASTER
+        for other in (interval(0.99, 1.01), interval(1.05, 1.08), Interval(ratio=0.9, num_trials=2, paired=True)):
+            assert judged(evidence(0.93, 0.96, cycles=other)) == (Verdict.AMBIGUOUS, Reason.CLOCKS)
+
+    def test_the_same_in_seconds_alone_is_not_the_same(self) -> None:
+        assert judged(evidence(0.99, 1.01, cycles=interval(0.9, 0.92))) == (Verdict.AMBIGUOUS, Reason.CLOCKS)
+
+    def test_from_samples(self) -> None:
+        a, b = cell(0.9, seed=1), cell(1.0, seed=2)
+        slow_clock = Sample([[s / 0.9 for s in trial] for trial in a.trials], a.blocks)
+        sides = Side(label="a", sample=a, cycles=slow_clock), Side(label="b", sample=b, cycles=b)
+        assert judged(compare(*sides, quiet_floor())) == (Verdict.AMBIGUOUS, Reason.CLOCKS)
+        assert judged(compare(replace(sides[0], cycles=a), sides[1], quiet_floor()))[0] is Verdict.FASTER
+
+
+class TestCompare:
+    def sides(self, **changes: Any) -> tuple[Side, Side]:
+        common: dict[str, Any] = {"precision": "fp32", "accumulation_dtype": "fp32", "work": "llama tiny"}
+        a = Side(**({"label": "a", "sample": cell(0.9, seed=1), **common} | changes))
+        return a, Side(label="b", sample=cell(1.0, seed=2), **common)
+
+    def test_sound_sides(self) -> None:
+        assert judged(compare(*self.sides(), quiet_floor()))[0] is Verdict.FASTER
+
+    @pytest.mark.parametrize(
+        ("changes", "reason"),
+        [
+            ({"precision": "bf16"}, Reason.PRECISION),  # mutant 19
+            ({"accumulation_dtype": "bf16"}, Reason.ACCUMULATION),
+            ({"work": "llama small"}, Reason.WORK),
+            ({"failed_gates": ("the update is off",)}, Reason.GATE),
+            ({"sample": Sample([]), "num_failed": 12}, Reason.NO_TRIALS),
+        ],
+    )
+    def test_not_comparable(self, changes: dict[str, Any], reason: Reason) -> None:
+        a, b = self.sides(**changes)
+        for pair in ((a, b), (b, a)):
+            found = judge_all([compare(*pair, quiet_floor())])[0]
+            assert (found.verdict, found.reason) == (Verdict.NOT_COMPARABLE, reason)
+            assert found.comparison.time is None and found.detail and found.next == NEXT[reason]
+
+    def test_force_calculates_and_still_does_not_compare(self) -> None:
+        found = judge_all([compare(*self.sides(precision="bf16"), quiet_floor(), force=True)])[0]
+        assert found.verdict is Verdict.NOT_COMPARABLE and found.comparison.time is not None
+        empty = self.sides(sample=Sample([]), num_failed=1)
+        assert judge_all([compare(*empty, quiet_floor(), force=True)])[0].verdict is Verdict.NOT_COMPARABLE
+
+    def test_failed_trials_are_not_dropped_in_silence(self) -> None:  # mutant 13
+        a, b = self.sides(num_failed=2)
+        for pair in ((a, b), (b, a)):
+            found = judge_all([compare(*pair, quiet_floor())])[0]
+            assert (found.verdict, found.reason) == (Verdict.AMBIGUOUS, Reason.FAILED_TRIALS)
+            assert "2 of 14 trials are not ok" in found.detail
+
+    @given(st.floats(0.85, 1.15), st.integers(0, 50), st.floats(0.001, 0.08), st.sampled_from([1e-3, 1.0, 60.0]))
+    @settings(deadline=None, max_examples=40)
+    def test_from_the_other_side_and_in_another_unit(self, by: float, seed: int, noise: float, unit: float) -> None:
+        a, b = (
+            Side(label=name, sample=cell(c, 8, seed + i, noise)) for i, (name, c) in enumerate((("a", by), ("b", 1)))
+        )
+        floor = ratio(cell(1, 8, seed + 2, noise), cell(1, 8, seed + 3, noise))
+        here = judge_all([compare(a, b, floor, resamples=499)])[0]
+        there = judge_all([compare(b, a, floor.inverse(), resamples=499)])[0]
+        assert there.verdict is OPPOSITE.get(here.verdict, here.verdict) and there.reason is here.reason
+        scaled = [
+            replace(one, sample=Sample([[s * unit for s in t] for t in one.sample.trials], one.sample.blocks))
+            for one in (a, b)
+        ]
+        assert judge_all([compare(*scaled, floor, resamples=499)])[0].verdict is here.verdict
+
+
+def test_every_reason_says_what_to_do_next() -> None:
+    assert set(NEXT) == set(Reason) and all(NEXT.values())
+    assert not BLOCKS & MORE_HELPS
+
+
+class TestNextPrecision:
+    def judge(self, *comparisons: Comparison) -> Sequence[Judgement]:
+        return judge_all(comparisons)
+
+    def test_first_the_precision(self) -> None:
+        assert next_precision(self.judge(evidence(0.9, 0.93)), PRECISION) == PRECISION
+        wide_floor = evidence(0.9, 0.91, floor=interval(0.97, 1.01))
+        assert next_precision(self.judge(wide_floor), PRECISION) == PRECISION
+
+    def test_then_no_more_if_all_is_decided(self) -> None:
+        assert next_precision(self.judge(evidence(0.9, 0.91), evidence(0.995, 1.005)), PRECISION) is None
+
+    def test_then_once_more_if_it_is_not(self) -> None:
+        unsure = evidence(1.006, 1.0245, floor=interval(0.991, 1.009))
+        assert next_precision(self.judge(unsure), PRECISION) == SAME_WIDTH * MARGIN
+        narrow = evidence(1.0125, 1.0245, floor=interval(0.9945, 1.0055), margin=0.02)
+        edge = replace(narrow, floor=interval(0.987, 0.9995))
+        assert judged(edge)[0] is Verdict.AMBIGUOUS and next_precision(self.judge(edge), PRECISION) is None
+
+    def test_not_for_what_repeats_do_not_help(self) -> None:
+        gate = evidence(0.9, 0.91, blocked=(Reason.GATE, "wrong"))
+        assert next_precision(self.judge(gate), PRECISION) is None
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "verdict", "share"),
+    [
+        (10, 10, Exact.EQUAL, 1.0),
+        (11, 10, Exact.MORE, 1.1),
+        (5, 10, Exact.FEWER, 0.5),
+        (2**62 + 1, 2**62, Exact.MORE, 1.0),
+        (0, 0, Exact.EQUAL, None),
+        (None, 10, Exact.UNKNOWN, None),
+        (10, None, Exact.UNKNOWN, None),
+    ],
+)
+def test_exact(a: int | None, b: int | None, verdict: Exact, share: float | None) -> None:
+    found = exact(a, b)
+    assert found.verdict is verdict and found.ratio == (None if share is None else pytest.approx(share))
+
+
+class TestSides:
+    FSDP2 = "289e893654dc"
+    DDP = "921d5240cf88"
+
+    def test_a_cell_of_a_real_run(self, tables: Tables) -> None:
+        found = side(tables, self.FSDP2)
+        assert found.label == "fsdp2-deferred N=8 W=2 fp32" and found.num_failed == 0
+        assert list(found.sample.blocks) == [0, 1, 2] and {len(trial) for trial in found.sample.trials} == {12}
+        assert compare(found, side(tables, self.DDP), None).blocked is None
+
+    def test_three_repeats_have_no_interval(self, tables: Tables) -> None:
+        judgement = judge_all([compare(side(tables, self.FSDP2), side(tables, self.DDP), None)])[0]
+        assert judgement.reason is Reason.FEW_TRIALS and "3 blocks" in judgement.detail
+
+    def test_failed_trials_are_counted(self, tables: Tables) -> None:
+        trials = tables.trials.copy()
+        at = (trials["cell_id"] == self.DDP) & (trials["repeat"] == 1)
+        trials.loc[at, "status"] = str(Status.OOM)
+        found = side(replace(tables, trials=trials), self.DDP)
+        assert found.num_failed == 1 and list(found.sample.blocks) == [0, 2]
+
+    def test_invalid_trials_are_a_failed_gate(self, tables: Tables) -> None:
+        found = side(tables, "d0d4fa8d4c55")
+        assert found.num_failed == 0 and not found.sample.trials
+        assert len(found.failed_gates) == 1 and found.failed_gates[0].startswith("repeat 0, 1, 2: the update is off")
+
+    def test_micro_batches_are_no_steps(self, tables: Tables) -> None:  # mutant 3
+        steps = tables.steps
+        mine = steps[steps["cell_id"] == self.DDP]
+        micro = mine.loc[mine.index.repeat(8)].reset_index(drop=True)
+        micro["step"] = 3 + micro.groupby("repeat").cumcount()
+        micro["seconds"] = micro["seconds"] / 8
+        found = side(replace(tables, steps=micro), self.DDP)
+        assert "96 steps were timed, 12 were due" in found.failed_gates[0]
+        assert judged(compare(found, found, FLOOR)) == (Verdict.NOT_COMPARABLE, Reason.GATE)
+
+    def test_an_unknown_cell(self, tables: Tables) -> None:
+        with pytest.raises(ValueError, match="no cell abc"):
+            side(tables, "abc")

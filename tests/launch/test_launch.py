@@ -1,0 +1,565 @@
+"""Real process groups that misbehave: how they are told apart, how soon they end, and that nothing is left of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import psutil
+import pytest
+
+from bench.errors import InputError
+from bench.launch import launcher as launching
+from bench.launch import rank, stragglers, watchdog
+from bench.launch.interrupt import terminate_as_interrupt
+from bench.launch.launcher import Launcher
+from bench.launch.outcome import Outcome
+from bench.plan.cell import Device, Status
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKEN = "BENCH_TEST_TOKEN"
+FAMILY_S = 100_000 + os.getpid()
+"""By this number in their command, the processes that ``family`` leaves are told from those of other tests."""
+ACTS = '''
+"""What ranks do for the tests beside this file: each function is one act, of the rank that is told to."""
+
+import ctypes
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from bench.measure import heartbeat
+from bench.plan.cell import Device
+from bench.launch.rank import join, live
+
+
+def run(payload):
+    task = json.loads(payload)
+    folder = Path(task["folder"])
+
+    def work(rank):
+        if task["act"] == "end" and rank == task["rank"]:
+            connect_late(folder)
+        join(Device.CPU, threads=1, seed=0)
+        (folder / f"joined{rank}").write_text(str(time.monotonic()))
+        if rank == task["rank"]:
+            globals()[task["act"]](folder)
+        elif task["group"]:
+            import torch
+            import torch.distributed as dist
+
+            dist.all_reduce(torch.ones(1))
+        return {"status": "ok", "rank": rank}
+
+    live(folder, work)
+
+
+def connect_late(folder):
+    import torch.distributed as dist
+
+    connect = dist.init_process_group
+
+    def slowly(*args, **kwargs):
+        connect(*args, **kwargs)
+        time.sleep(0.5)
+        (folder / "connected").write_text(str(time.monotonic()))
+
+    dist.init_process_group = slowly
+
+
+def end(folder): ...
+
+
+def sleep(folder):
+    time.sleep(3600)
+
+
+def lock_the_interpreter(folder):
+    re.match("(a+)+b", "a" * 64)  # in C for years
+
+
+def stop(folder):
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(60)  # it is woken up to tell where it is
+
+
+def leave(folder):
+    os._exit(0)
+
+
+def segfault(folder):
+    ctypes.string_at(0)
+
+
+def damage(folder):
+    (folder / "rank1.json").write_text("{")
+    os._exit(0)
+
+
+def deaf(folder):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    time.sleep(3600)
+
+
+def family(folder):
+    code = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (1, 2, 15)]; time.sleep(FAMILY_S)"
+    subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    subprocess.Popen([sys.executable, "-c", code], env={}, start_new_session=True)
+    time.sleep(0.5)
+
+
+def family_and_sleep(folder):
+    family(folder)
+    time.sleep(3600)
+
+
+def print_much(folder):
+    for _ in range(1000):
+        os.write(1, bytes(2**20))
+        heartbeat.beat()
+    time.sleep(3600)
+
+
+def print_and_end(folder):
+    for _ in range(65):
+        os.write(1, bytes(2**20))
+
+
+def print_and_fail(folder):
+    print_and_end(folder)
+    raise MemoryError
+
+
+def hold_segment(folder):
+    import mmap
+
+    path = (folder / "segment").read_text()
+    with open(path, "r+b") as file:
+        globals()["kept"] = mmap.mmap(file.fileno(), 0)
+
+
+def hold_segment_and_sleep(folder):
+    hold_segment(folder)
+    time.sleep(3600)
+
+
+class Trap:
+    def __reduce__(self):
+        return (os.mkdir, ("ran",))
+
+
+def read_pickle(folder):
+    import torch
+
+    os.chdir(folder)
+    torch.save(Trap(), "trap.pt")
+    torch.load("trap.pt", weights_only=False)
+
+
+def compile(folder):
+    import torch
+
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "cache")
+    torch.compile(lambda x: x.sin() + 1)(torch.ones(64))
+
+
+def listeners(folder):
+    import psutil
+
+    launcher = os.environ["BENCH_LAUNCHER"]
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("BENCH_LAUNCHER") == launcher:
+                found += [c.laddr.ip for c in process.net_connections() if c.status == psutil.CONN_LISTEN]
+        except psutil.Error:
+            continue
+    (folder / "listeners").write_text(json.dumps(found))
+'''
+
+
+@dataclasses.dataclass
+class Act:
+    """A task in which one rank of two does something."""
+
+    folder: str
+    act: str = "end"
+    rank: int = 1
+    group: bool = False
+    entry: ClassVar[str] = "acts:run"
+    backend: str = "ddp-eager"
+    world_size: int = 2
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+
+def left(token: str) -> list[psutil.Process]:
+    """Processes that have the token in their environment, or in that of whoever started them, by name."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(TOKEN) == token and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return [process for process in found if process.pid != os.getpid()]
+
+
+def sleepers() -> list[int]:
+    """What ``family`` left."""
+    mark = f"time.sleep({FAMILY_S})"
+    return [p.pid for p in psutil.process_iter(["cmdline"]) if any(mark in word for word in p.info["cmdline"] or ())]
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return condition()
+
+
+@pytest.fixture(scope="module")
+def acts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with the module of acts, which ranks can import."""
+    folder = tmp_path_factory.mktemp("acts")
+    (folder / "acts.py").write_text(ACTS.replace("FAMILY_S", str(FAMILY_S)))
+    patch = pytest.MonkeyPatch()
+    patch.setenv("PYTHONPATH", str(folder))
+    patch.setenv(TOKEN, f"launch-{os.getpid()}")
+    yield folder
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def launcher(acts: Path) -> Iterator[Launcher]:
+    with Launcher(Device.CPU) as made:
+        yield made
+    assert wait_until(lambda: not left(os.environ[TOKEN]), 10), left(os.environ[TOKEN])
+
+
+def play(launcher: Launcher, folder: Path, act: str, **options: Any) -> Outcome:
+    limits = {"timeout_s": options.pop("timeout_s", 60.0), "inactivity_s": options.pop("inactivity_s", 0.0)}
+    return launcher.run(Act(str(folder / "trial"), act, **options), **limits)
+
+
+@pytest.mark.parametrize("group", [False, True])
+def test_a_sound_trial(launcher: Launcher, tmp_path: Path, group: bool) -> None:
+    found = play(launcher, tmp_path, "end", group=group, rank=-1 if group else 1)
+    assert (found.status, found.reason) == (Status.OK, "")
+    assert [one["rank"] for one in found.ranks] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("act", "function"), [("sleep", "sleep"), ("lock_the_interpreter", "lock_the_interpreter"), ("stop", "stop")]
+)
+def test_a_hang_is_told_with_the_stacks_of_all_ranks(
+    launcher: Launcher, tmp_path: Path, act: str, function: str
+) -> None:
+    found = play(launcher, tmp_path, act, group=True, inactivity_s=5.0)
+    assert found.status is Status.HANG, found.reason
+    assert found.reason.startswith("no rank got on for 5 s (rank 0 after ")
+    assert ("is stopped by a signal" in found.reason) == (act == "stop")
+    stacks = [(tmp_path / "trial" / f"rank{rank}.stacks").read_text() for rank in range(2)]
+    assert "in all_reduce" in stacks[0] and f"in {function}" in stacks[1]
+
+
+def test_the_wall_clock_is_another_limit(launcher: Launcher, tmp_path: Path) -> None:
+    found = play(launcher, tmp_path, "sleep", timeout_s=3.0, inactivity_s=60.0)
+    assert found.status is Status.TIMEOUT
+    assert found.reason.startswith("not finished after 3 s (rank 0 ")
+    assert "in sleep" in (tmp_path / "trial" / "rank1.stacks").read_text()
+
+
+def test_what_ignores_signals_or_left_the_session_is_ended_too(launcher: Launcher, tmp_path: Path) -> None:
+    before = set(sleepers())
+    found = play(launcher, tmp_path, "family")
+    assert found.status is Status.OK, "what it left behind is nobody's result"
+    assert set(sleepers()) == before
+    found = play(launcher, tmp_path, "family_and_sleep", inactivity_s=2.0)
+    assert found.status is Status.HANG
+    assert set(sleepers()) == before
+    found = play(launcher, tmp_path, "deaf", inactivity_s=2.0)
+    assert found.status is Status.HANG
+
+
+def test_a_rank_that_leaves_in_silence_ends_the_others(launcher: Launcher, tmp_path: Path) -> None:
+    found = play(launcher, tmp_path, "leave", group=True)
+    assert (found.status, found.reason) == (Status.CRASHED, "rank 1 ended without a result")
+
+
+def test_a_segfault_has_its_signal_and_its_last_lines(launcher: Launcher, tmp_path: Path) -> None:
+    found = play(launcher, tmp_path, "segfault", group=True)
+    assert (found.status, found.reason) == (Status.CRASHED, "rank 1 was ended by SIGSEGV")
+    assert any("in segfault" in line or "Segmentation" in line or "in live" in line for line in found.last_lines)
+
+
+def test_a_damaged_result(launcher: Launcher, tmp_path: Path) -> None:
+    found = play(launcher, tmp_path, "damage")
+    assert found.status is Status.CRASHED
+    assert found.reason.startswith("rank 1: its result is damaged: ")
+
+
+def test_logs_without_end_end_the_trial(launcher: Launcher, tmp_path: Path) -> None:
+    found = play(launcher, tmp_path, "print_much")
+    assert found.status is Status.CRASHED
+    assert found.reason == "its ranks wrote more than 64 MiB to their standard output and error"
+
+
+@pytest.mark.parametrize("act", ["print_and_end", "print_and_fail"])
+def test_logs_count_whenever_somebody_looks(
+    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: str
+) -> None:
+    monkeypatch.setattr(watchdog, "POLL_S", 60.0)  # all is over long before the first look
+    monkeypatch.setattr(watchdog.Watch, "look", lambda _: pytest.fail("nobody was to look"))
+    found = play(launcher, tmp_path, act, timeout_s=300.0)
+    assert found.status is Status.CRASHED
+    assert found.reason == "its ranks wrote more than 64 MiB to their standard output and error"
+
+
+def test_nobody_leaves_while_another_still_connects(launcher: Launcher, tmp_path: Path) -> None:
+    found = play(launcher, tmp_path, "end")
+    assert found.status is Status.OK, found.reason
+    connected = float((tmp_path / "trial" / "connected").read_text())
+    assert float((tmp_path / "trial" / "joined0").read_text()) >= connected
+
+
+def test_no_rank_reads_a_pickle_that_runs_code(launcher: Launcher, tmp_path: Path) -> None:
+    found = play(launcher, tmp_path, "read_pickle")
+    assert (found.status, (tmp_path / "trial" / "ran").exists()) == (Status.CRASHED, False)
+    assert found.reason.startswith("rank 1: UnpicklingError: Weights only load failed"), found.reason
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler")
+def test_no_compiled_graph_is_kept_as_a_pickle(launcher: Launcher, tmp_path: Path) -> None:
+    found = play(launcher, tmp_path, "compile", timeout_s=300.0)  # compilers are slow on a busy machine
+    assert found.status is Status.OK, found.reason
+    kept = {path.name for path in (tmp_path / "trial" / "cache").iterdir()}
+    assert kept and not kept & {"fxgraph", "aotautograd", "dynamo"}, kept
+
+
+def test_all_sockets_are_on_loopback(launcher: Launcher, tmp_path: Path) -> None:
+    found = play(launcher, tmp_path, "listeners")
+    assert found.status is Status.OK, found.reason
+    addresses = json.loads((tmp_path / "trial" / "listeners").read_text())
+    assert addresses and set(addresses) <= {"127.0.0.1", "::1"}
+
+
+def test_segments_of_a_rank_that_is_ended_are_removed(launcher: Launcher, tmp_path: Path) -> None:
+    segment = Path(f"{stragglers.BEGINNING}test-{os.getpid()}")
+    segment.write_bytes(bytes(4096))
+    (tmp_path / "trial").mkdir()
+    (tmp_path / "trial" / "segment").write_text(str(segment))
+    try:
+        found = play(launcher, tmp_path, "hold_segment_and_sleep", inactivity_s=2.0)
+        assert found.status is Status.HANG
+        assert not segment.exists()
+    finally:
+        segment.unlink(missing_ok=True)
+
+
+def launcher_process() -> psutil.Process:
+    (found,) = [p for p in psutil.Process().children() if "bench.launch.server" in " ".join(p.cmdline())]
+    return found
+
+
+def test_a_launcher_that_is_killed_is_told_and_replaced(launcher: Launcher, tmp_path: Path) -> None:
+    assert play(launcher, tmp_path, "end").status is Status.OK
+    launcher_process().kill()  # between two trials
+    assert play(launcher, tmp_path, "end").status is Status.OK
+    for server in launcher._servers.values():
+        shutil.rmtree(server._temporary)
+    assert play(launcher, tmp_path, "end").status is Status.OK
+    victim = launcher_process()
+    killer = subprocess.Popen([sys.executable, "-c", f"import os, time; time.sleep(2); os.kill({victim.pid}, 9)"])
+    found = play(launcher, tmp_path / "again", "sleep")
+    killer.wait()
+    assert (found.status, found.reason) == (Status.CRASHED, "the launcher's process was ended by SIGKILL")
+    assert play(launcher, tmp_path / "last", "end").status is Status.OK
+
+
+def test_a_fork_server_that_is_killed_is_replaced(launcher: Launcher, tmp_path: Path) -> None:
+    assert play(launcher, tmp_path, "end").status is Status.OK
+    (server,) = [p for p in launcher_process().children() if "forkserver" in " ".join(p.cmdline())]
+    server.kill()
+    outcomes = [play(launcher, tmp_path / str(number), "end") for number in range(2)]
+    assert outcomes[-1].status is Status.OK, [one.reason for one in outcomes]
+
+
+@pytest.mark.parametrize("during", ["its start", "its end"])
+def test_an_interrupt_leaves_no_launcher(
+    acts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, during: str
+) -> None:
+    """Ctrl-C while the launcher's process is being made, or while it is being ended: nothing is left at that moment."""
+    token = f"interrupted-{os.getpid()}"
+    monkeypatch.setenv(TOKEN, token)
+    if during == "its start":
+
+        class Interrupting(subprocess.Popen[bytes]):
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                super().__init__(*args, **kwargs)
+                os.kill(os.getpid(), signal.SIGINT)
+
+        monkeypatch.setattr(subprocess, "Popen", Interrupting)
+    else:
+
+        def interrupting(pids: set[int]) -> set[stragglers.Segment]:
+            os.kill(os.getpid(), signal.SIGINT)
+            return set()
+
+        monkeypatch.setattr(stragglers, "mapped", interrupting)
+    with pytest.raises(KeyboardInterrupt), terminate_as_interrupt(), Launcher(Device.CPU) as made:
+        play(made, tmp_path, "end")
+    assert left(token) == []
+
+
+PARENT = """
+import sys
+from bench.plan.cell import Device
+from bench.launch.launcher import Launcher
+from tests.launch.test_launch import Act
+
+with Launcher(Device.CPU) as launcher:
+    print("ready", flush=True)
+    print(launcher.run(Act(sys.argv[1], sys.argv[2], group=True), 300.0).reason)
+"""
+
+
+@pytest.mark.parametrize("act", ["sleep", "lock_the_interpreter", "stop", "family_and_sleep"])
+@pytest.mark.parametrize("stopped", [False, True], ids=["", "its launcher stopped"])
+def test_nothing_is_left_of_a_bench_that_is_killed(acts: Path, tmp_path: Path, act: str, stopped: bool) -> None:
+    token = f"killed-{act}-{stopped}-{os.getpid()}"
+    before = set(sleepers())
+    environment = os.environ | {TOKEN: token, "PYTHONPATH": f"{ROOT}{os.pathsep}{acts}"}
+    temporary = Path(tempfile.mkdtemp(prefix="killed-", dir="/tmp"))  # short: a socket's path lies in it
+    environment |= {"TMPDIR": str(temporary)}
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(PARENT), str(tmp_path / "trial"), act],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == "ready\n"
+    assert wait_until((tmp_path / "trial" / "rank1.beat").exists, 60)
+    time.sleep(2)
+    (server,) = [p for p in psutil.Process(parent.pid).children() if "bench.launch.server" in " ".join(p.cmdline())]
+    if stopped:
+        server.send_signal(signal.SIGSTOP)
+    parent.kill()
+    parent.wait()
+    assert wait_until(lambda: not left(token), 10), [process.cmdline() for process in left(token)]
+    assert set(sleepers()) == before
+    assert wait_until(lambda: not list(temporary.glob("bench-*")), 10)
+    shutil.rmtree(temporary)
+
+
+def test_a_gpu_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr("bench.launch.gpus.gpus", lambda: [{"uuid": "GPU-7"}])
+    with Launcher(Device.CUDA):
+        with pytest.raises(InputError, match=f"GPU GPU-7: is in use by process {os.getpid()} "), Launcher(Device.CUDA):
+            pytest.fail("two hold it")
+        with Launcher(Device.CPU):
+            pass
+    with Launcher(Device.CUDA):
+        pass
+
+
+@pytest.mark.parametrize(("gpu", "cold"), [({"uuid": "GPU-7"}, False), ({"uuid": "GPU-7", "mig": "MIG-7"}, True)])
+def test_a_fork_cannot_use_a_mig_instance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: dict[str, str], cold: bool
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr("bench.launch.gpus.gpus", lambda: [gpu])
+    with Launcher(Device.CUDA) as launcher:
+        assert launcher._cold is cold
+
+
+DRIVER = """
+static int ready;
+int cuInit(unsigned flags) { ready = 1; return 0; }
+int cuDeviceGetCount(int *count) { *count = 1; return ready ? 0 : 3; }
+"""
+"""What a GPU's machine has as libcuda.so.1, as far as it is asked here."""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="a stand-in for CUDA's driver is compiled")
+@pytest.mark.parametrize("initializes", [False, True])
+def test_a_package_that_initializes_cuda_is_not_forked_from(
+    acts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], initializes: bool
+) -> None:
+    """CPU ranks, but the launcher of GPUs. What goes well alone is not forked either from then on."""
+    (tmp_path / "driver.c").write_text(DRIVER)
+    library = tmp_path / "libcuda.so.1"
+    make = ["cc", "-shared", "-fPIC", f"-Wl,-soname,{library.name}", "-o", library, tmp_path / "driver.c"]
+    subprocess.run(make, check=True)
+    call = "driver.cuInit(0)" if initializes else ""
+    (tmp_path / "initializer.py").write_text(f"import ctypes\ndriver = ctypes.CDLL('{library.name}')\n{call}\n")
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", f"{acts}{os.pathsep}{tmp_path}")
+    monkeypatch.setattr("bench.launch.gpus.gpus", list)
+    needs = {"plain": (), "initializing": ("initializer",)}
+    stand_ins = {name: SimpleNamespace(requires=packages) for name, packages in needs.items()}
+    monkeypatch.setattr(launching, "registry", lambda names: stand_ins)
+    cold = []
+    with Launcher(Device.CUDA) as launcher:
+        for backend in ("plain", "initializing", "plain"):
+            found = play(launcher, tmp_path, "end", backend=backend)
+            assert (found.status, found.reason) == (Status.OK, "")
+            cold.append(found.cold)
+        assert {server._cold for server in launcher._servers.values()} == {initializes}
+    assert cold == [False, initializes, initializes]
+    assert capfd.readouterr().err.count("importing initializer initializes CUDA") == int(initializes)
+
+
+def test_gpus_are_numbered_as_nvml_numbers_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    assert launching._environment(Device.CUDA, ())["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert "CUDA_DEVICE_ORDER" not in launching._environment(Device.CPU, ())
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    assert launching._environment(Device.CUDA, ())["CUDA_DEVICE_ORDER"] == "FASTEST_FIRST"
+
+
+def test_deepspeed_is_told_what_it_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "xpu")
+    assert launching._environment(Device.CUDA, ())["DS_ACCELERATOR"] == "cuda"
+    assert launching._environment(Device.CPU, ())["DS_ACCELERATOR"] == "cpu"
+
+
+def test_cuda_without_memory_is_out_of_memory_by_its_number() -> None:
+    """Such as a context's, on a GPU that others have filled; torch's allocator has an error of its own."""
+    import torch
+
+    error = torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be reported later")
+    found = {}
+    for number in (2, 700):
+        error.error_code = number  # type: ignore[attr-defined]
+        found[number] = rank.failure(error)
+    assert (found[2]["status"], found[2]["reason"]) == (Status.OOM, "AcceleratorError: CUDA error: out of memory")
+    assert found[700]["status"] == Status.CRASHED
+
+
+def test_the_mark_is_another_for_every_launcher() -> None:
+    assert stragglers.MARK not in os.environ

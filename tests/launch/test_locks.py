@@ -1,0 +1,165 @@
+"""Locks: the second bench is refused with the name of the first, and what a dead one left is taken over."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import files
+from bench.errors import InputError
+from bench.launch import gpus
+
+ROOT = Path(__file__).resolve().parents[2]
+HOLDER = """
+import sys, time
+from pathlib import Path
+from bench import files
+with files.run_folder(Path(sys.argv[1]), "here"):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def holder(folder: Path) -> subprocess.Popen[str]:
+    """A process that holds the lock of a folder."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(folder)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_the_second_is_told_of_the_first_and_takes_over_when_it_is_dead(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    first = holder(folder)
+    words = rf"^--out x: is in use by process {first.pid} on {re.escape(socket.gethostname())} since \d{{4}}-.*; wait"
+    with pytest.raises(files.BusyError, match=words), files.run_folder(folder, "--out x"):
+        pytest.fail("two hold it")
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    assert (folder / files.FILE).exists(), "it could not tidy up"
+    with files.run_folder(folder, "--out x"):
+        assert json.loads((folder / files.FILE).read_text())["pid"] == os.getpid()
+    assert list(folder.iterdir()) == []
+
+
+def test_one_process_does_not_hold_it_twice(tmp_path: Path) -> None:
+    with files.run_folder(tmp_path, "here"):
+        with pytest.raises(files.BusyError), files.run_folder(tmp_path, "there"):
+            pytest.fail("two hold it")
+        assert (tmp_path / files.FILE).exists(), "the refused one has taken nothing away"
+    with files.run_folder(tmp_path, "here"):
+        pass
+
+
+def test_another_host_is_said_to_be_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with files.run_folder(tmp_path, "here"):
+        (tmp_path / files.FILE).write_text(json.dumps({"pid": 7, "host": "far", "started": "then"}))
+        monkeypatch.setattr(socket, "gethostname", lambda: "near")
+        words = r"in use by process 7 on far \(another host: this one is near\) since then"
+        with pytest.raises(files.BusyError, match=words), files.run_folder(tmp_path, "there"):
+            pytest.fail("two hold it")
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff"])
+def test_a_holder_that_did_not_say_who_it_is(tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "READING_S", 0.05)
+    with files.run_folder(tmp_path, "here"):
+        (tmp_path / files.FILE).write_bytes(content)
+        with pytest.raises(files.BusyError, match="in use by another process"), files.run_folder(tmp_path, "there"):
+            pytest.fail("two hold it")
+
+
+def test_what_a_dead_one_left_is_taken_over_whatever_it_says(tmp_path: Path) -> None:
+    (tmp_path / files.FILE).write_text(json.dumps({"pid": 1, "host": "far", "started": "then"}))
+    with files.run_folder(tmp_path, "here"):
+        assert json.loads((tmp_path / files.FILE).read_text())["pid"] == os.getpid()
+
+
+def test_a_lock_that_was_removed_while_it_was_waited_for_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock, calls = files.fcntl.flock, []
+
+    def late(number: int, operation: int) -> None:
+        if not calls:
+            (tmp_path / files.FILE).unlink()  # its holder has ended between open and flock
+        calls.append(number)
+        flock(number, operation)
+
+    monkeypatch.setattr(files.fcntl, "flock", late)
+    with files.run_folder(tmp_path, "here"):
+        assert len(calls) == 2
+        with pytest.raises(files.BusyError), files.run_folder(tmp_path, "there"):
+            pytest.fail("two hold it")
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(number: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(files.fcntl, "flock", flock)
+    with pytest.raises(InputError, match="cannot be locked"), files.run_folder(tmp_path, "here"):
+        pytest.fail("it is not held")
+
+
+def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="--out x: cannot be written"), files.run_folder(tmp_path / "file", "--out x"):
+        pytest.fail("it is not held")
+
+
+def test_gpus_are_held_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with gpus.hold_gpus(["GPU-1", "GPU-2"]):
+        words = f"GPU GPU-2: is in use by process {os.getpid()} .*CUDA_VISIBLE_DEVICES"
+        with pytest.raises(files.BusyError, match=words), gpus.hold_gpus(["GPU-0", "GPU-2"]):
+            pytest.fail("two hold it")
+        with gpus.hold_gpus(["GPU-0", "../../GPU-3"]):
+            names = {path.name for path in (tmp_path / "accumulation-bench").iterdir()}
+    assert names == {"gpu-GPU-0.lock", "gpu-GPU-1.lock", "gpu-GPU-2.lock", "gpu-______GPU-3.lock"}
+    assert list((tmp_path / "accumulation-bench").iterdir()) == []
+
+
+def test_a_cpu_needs_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "runtime_folder", lambda: pytest.fail("not asked for"))
+    with gpus.hold_gpus([]):
+        pass
+
+
+@pytest.mark.parametrize("spoil", ["link", "open", "file"])
+def test_a_runtime_folder_of_others_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: str) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    folder = tmp_path / "accumulation-bench"
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    make: dict[str, Any] = {
+        "link": lambda: folder.symlink_to(elsewhere),
+        "open": lambda: (folder.mkdir(), folder.chmod(0o777)),
+        "file": lambda: folder.write_text(""),
+    }
+    make[spoil]()
+    with pytest.raises(InputError, match="XDG_RUNTIME_DIR"):
+        gpus.runtime_folder()
+
+
+def test_a_runtime_folder_without_a_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr(gpus.tempfile, "gettempdir", lambda: str(tmp_path))
+    folder = gpus.runtime_folder()
+    assert folder == tmp_path / f"accumulation-bench-{os.getuid()}"
+    assert folder.stat().st_mode & 0o777 == 0o700

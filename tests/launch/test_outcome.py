@@ -1,0 +1,174 @@
+"""How a trial ended, from what its ranks wrote and what was seen from outside: damaged words included."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.launch import outcome
+from bench.launch.outcome import Ending, judge
+from bench.plan.cell import Status
+
+OK = {"status": "ok"}
+
+
+def failure(status: str = "crashed", reason: str = "ValueError: no", time: float = 1.0) -> dict[str, Any]:
+    return {"status": status, "reason": reason, "traceback": "a\nb\nc\nd\ne\nf\n", "time": time}
+
+
+def write(folder: Path, *results: Any) -> None:
+    for rank, result in enumerate(results):
+        if result is not None:
+            text = result if isinstance(result, bytes) else json.dumps(result).encode()
+            (folder / f"rank{rank}.json").write_bytes(text)
+
+
+def test_all_well(tmp_path: Path) -> None:
+    write(tmp_path, OK, OK | {"more": 1})
+    found = judge(tmp_path, 2, Ending(failure="rank 1 was ended by SIGABRT", rank=1, signal=6), 1.5)
+    assert (found.status, found.reason, found.ranks, found.wall_s) == (Status.OK, "", [OK, OK | {"more": 1}], 1.5)
+
+
+@pytest.mark.parametrize(
+    ("results", "status", "reason"),
+    [
+        ((OK, failure()), Status.CRASHED, "rank 1: ValueError: no"),
+        ((failure(time=2.0), failure(reason="first")), Status.CRASHED, "rank 1: first"),
+        ((failure(), failure("oom", "big", 9.0)), Status.OOM, "rank 1: big"),
+        ((failure("unsupported", "cannot"), failure(time=0.5)), Status.UNSUPPORTED, "rank 0: cannot"),
+        ((failure(), None), Status.CRASHED, "rank 0: ValueError: no"),
+    ],
+)
+def test_the_gravest_and_then_the_first_word_counts(
+    tmp_path: Path, results: tuple[Any, ...], status: Status, reason: str
+) -> None:
+    write(tmp_path, *results)
+    found = judge(tmp_path, 2, Ending(failure="rank 0 ended with exit code 1", rank=0), 1.0)
+    assert (found.status, found.reason, found.ranks) == (status, reason, [])
+    assert found.last_lines == ["a", "b", "c", "d", "e", "f"]
+
+
+def test_a_rank_that_died_first_and_in_silence_is_the_cause(tmp_path: Path) -> None:
+    write(tmp_path, failure(reason="connection closed by peer"), None)
+    log = tmp_path / "run_x" / "attempt_0" / "1" / "stderr.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("\n".join(f"line {n}" for n in range(100)))
+    found = judge(tmp_path, 2, Ending(failure="rank 1 was ended by SIGSEGV", rank=1, signal=11), 1.0)
+    assert (found.status, found.reason) == (Status.CRASHED, "rank 1 was ended by SIGSEGV")
+    assert found.last_lines == [f"line {n}" for n in range(80, 100)]
+
+
+def test_what_ended_it_from_outside_has_its_name(tmp_path: Path) -> None:
+    write(tmp_path, OK, None)
+    for status in (Status.HANG, Status.TIMEOUT):
+        found = judge(tmp_path, 2, Ending(failure="why", status=status), 1.0)
+        assert (found.status, found.reason) == (status, "why")
+
+
+def test_what_is_said_after_a_trial_was_ended_does_not_count(tmp_path: Path) -> None:
+    write(tmp_path, OK)
+    heard = outcome.written(tmp_path, 2)
+    write(tmp_path, None, failure(reason="connection closed by peer"))
+    found = judge(tmp_path, 2, Ending(failure="why", status=Status.HANG), 1.0, heard)
+    assert (found.status, found.reason) == (Status.HANG, "why")
+
+
+@pytest.mark.parametrize("results", [(OK, OK), (OK, failure()), (failure("oom"), None), (None, None)])
+def test_an_end_that_voids_what_was_handed_over(tmp_path: Path, results: tuple[Any, ...]) -> None:
+    write(tmp_path, *results)
+    ended = {"failure": "its ranks wrote too much", "status": Status.CRASHED}
+    found = judge(tmp_path, 2, Ending(**ended, void=True), 1.0, heard={0, 1})
+    assert (found.status, found.reason, found.ranks) == (Status.CRASHED, "its ranks wrote too much", [])
+    sound = judge(tmp_path, 2, Ending(**ended), 1.0)
+    assert (sound.status is Status.OK) == (results == (OK, OK)), "of others, what all handed over counts"
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe\x00",
+        b"[]",
+        b"3",
+        b"{}",
+        b"[" * 99_999,
+        b'{"status":7}',
+        b'{"status":["ok"]}',
+        b'{"status":"good"}',
+        b'{"status":"timeout","reason":"","traceback":"","time":1}',
+        b'{"status":"crashed"}',
+        b'{"status":"crashed","reason":1,"traceback":"","time":1}',
+        b'{"status":"crashed","reason":"","traceback":"","time":NaN}',
+        b'{"status":"crashed","reason":"","traceback":null,"time":1}',
+    ],
+    ids=lambda text: repr(text[:30]),
+)
+def test_a_damaged_result_is_a_crash_and_no_traceback(tmp_path: Path, damaged: bytes) -> None:
+    write(tmp_path, OK, damaged)
+    found = judge(tmp_path, 2, Ending(), 1.0)
+    assert found.status is Status.CRASHED
+    assert found.reason.startswith("rank 1: its result is damaged: ") and "\n" not in found.reason
+
+
+def test_a_result_without_end_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outcome, "RESULT_BYTES", 100)
+    write(tmp_path, OK | {"more": "x" * 100})
+    assert "its result is damaged: it has more than" in judge(tmp_path, 1, Ending(), 1.0).reason
+
+
+@pytest.mark.parametrize("evidence", ["", "oom_kill of control group /a went from 0 to 1"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_sigkill_is_out_of_memory_only_if_the_kernel_counted_it(
+    tmp_path: Path, evidence: str, number: signal.Signals
+) -> None:
+    ending = Ending(failure=f"rank 0 was ended by {number.name}", rank=0, signal=number, killed_for_memory=evidence)
+    found = judge(tmp_path, 1, ending, 1.0)
+    if evidence and number == signal.SIGKILL:
+        assert found.status is Status.OOM
+        assert found.reason == f"rank 0 was ended by SIGKILL, by the kernel for want of memory ({evidence})"
+    else:
+        assert (found.status, found.reason) == (Status.CRASHED, f"rank 0 was ended by {number.name}")
+
+
+def control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: str, **files: str) -> None:
+    monkeypatch.setattr(outcome, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(outcome, "PROC", tmp_path / "proc")
+    (tmp_path / "proc" / "self").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "proc" / "self" / "cgroup").write_text(lines)
+    for name, text in files.items():
+        path = tmp_path / name.replace("__", "/").replace("_DOT_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def test_counters_of_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    control_groups(
+        tmp_path,
+        monkeypatch,
+        "4:cpu,memory:/old\n3:cpuset:/x\n0::/new\n",
+        cgroup__new__memory_DOT_events="low 0\noom 3\noom_kill 2\noom_group_kill 0\n",
+        cgroup__memory__old__memory_DOT_oom_control="oom_kill_disable 0\nunder_oom 0\noom_kill 5\n",
+        proc__vmstat="oom_kill 9\n",
+    )
+    before = outcome.counters()
+    assert before == {"control group /new": 2, "control group /old": 5}, "the machine's is for want of these"
+    assert outcome.moved(before, before) == ""
+    after = before | {"control group /old": 6}
+    assert outcome.moved(before, after) == "oom_kill of control group /old went from 5 to 6"
+    assert outcome.moved({}, after) == "", "nothing is known of before"
+
+
+def test_the_machines_counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    control_groups(tmp_path, monkeypatch, "0::/\n", proc__vmstat="nr_free 3\noom_kill 9\n")
+    assert outcome.counters() == {outcome.MACHINE: 9}
+    (tmp_path / "proc" / "vmstat").unlink()
+    assert outcome.counters() == {}
+
+
+def test_counters_of_this_machine_can_be_read() -> None:
+    assert all(count >= 0 for count in outcome.counters().values())

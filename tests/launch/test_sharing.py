@@ -1,0 +1,254 @@
+"""Ranks that share GPUs: what is run, what each rank is told, and that no time of theirs is kept or judged."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+import torch.distributed as dist
+
+from bench.backends.base import registry
+from bench.backends.lightning import communicator, places
+from bench.errors import InputError
+from bench.judge import tables
+from bench.judge.gates import judge
+from bench.judge.loading import Run
+from bench.judge.quoting import Quotes
+from bench.judge.standing import look, standing
+from bench.judge.verdicts import Reason, Verdict
+from bench.launch import gpus, rank
+from bench.plan.cell import REFERENCE, Device
+from bench.plan.expand import expand
+from bench.plan.task import extra_passes
+from bench.report import figure_data, panels, terminal
+from tests.factories import make_cell, make_manifest, make_matrix, make_record
+
+BACKENDS = registry()
+GPUS: list[dict[str, Any]] = [
+    {"index": i, "name": "NVIDIA H100", "uuid": f"GPU-{i}", "instances": [{"mig": f"MIG-{i}"}]} for i in range(2)
+]
+SHARED = make_cell(device=Device.CUDA, shared_gpu=True)
+CUDA_MEMORY = {"allocated": 5, "active": 6, "reserved": 7, "num_alloc_retries": 0, "num_ooms": 0}
+
+
+# What is run.
+
+
+def shared(num_gpus: int, **axes: Any) -> list[Any]:
+    made = make_matrix({"device": "cuda", "share_gpu": True}, **axes)
+    return expand(made, BACKENDS, num_gpus)
+
+
+def test_more_ranks_than_gpus_are_cells_of_their_own() -> None:
+    cells = shared(1, world_size=[2, 4])
+    alone = expand(make_matrix({"device": "cuda"}, world_size=[2, 4]), BACKENDS, 4)
+    (reference,) = [cell for cell in cells if cell.backend == REFERENCE]
+    others = [cell for cell in cells if cell.backend != REFERENCE]
+    assert others and all(cell.shared_gpu for cell in others)
+    assert {cell.world_size for cell in others} == {2, 4}
+    assert not any(cell.twin for cell in cells), "there is no noise to be measured"
+    assert not reference.shared_gpu and reference in alone, "the reference has the GPU for itself"
+    assert not {cell.cell_id for cell in others} & {cell.cell_id for cell in alone}
+    assert all(cell.label.endswith(" shared GPU") for cell in others)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "device", "world_size", "words"),
+    [
+        (0, "cuda", [2], r"share_gpu: needs a GPU, and none is visible here; leave it out"),
+        (0, "cpu", [2], r"share_gpu: needs a GPU, and device is 'cpu'"),
+        (1, "cpu", [2], r"share_gpu: needs a GPU, and device is 'cpu'"),
+        (1, "cuda", "all", r"world_size is 'all', one rank per GPU; beside share_gpu it must be a list"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(num_gpus: int, device: str, world_size: Any, words: str) -> None:
+    made = make_matrix({"device": device, "share_gpu": True}, world_size=world_size)
+    with pytest.raises(InputError, match=words):
+        expand(made, BACKENDS, num_gpus)
+
+
+def test_no_pass_waits_for_nccl() -> None:
+    assert "exposure" not in extra_passes(SHARED)
+    assert "exposure" in extra_passes(make_cell(device=Device.CUDA))
+
+
+# What a rank is told.
+
+
+def test_ranks_are_dealt_out_to_the_gpus() -> None:
+    told = [rank.environment(number, 5, GPUS) for number in range(5)]
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in told] == ["GPU-0", "GPU-1", "GPU-0", "GPU-1", "GPU-0"]
+    assert [one["GROUP_RANK"] for one in told] == list("01234")
+    assert {one["LOCAL_RANK"] for one in told} == {"0"}
+    assert {(one["LOCAL_WORLD_SIZE"], one["GROUP_WORLD_SIZE"]) for one in told} == {("1", "5")}
+    instance = {**GPUS[1], "mig": "MIG-7"}
+    assert rank.environment(3, 4, [instance])["CUDA_VISIBLE_DEVICES"] == "MIG-7"
+    with pytest.raises(RuntimeError, match="no GPU is visible"):
+        rank.environment(0, 2, [])
+
+
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is called on the way into a process group on pretended GPUs, of rank 3 of 4."""
+    calls: list[Any] = []
+    visible = lambda: os.environ.get("CUDA_VISIBLE_DEVICES")  # noqa: E731
+    monkeypatch.setattr(os, "environ", {**os.environ, "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3"})
+    monkeypatch.setattr(gpus, "gpus", lambda: gpus._visible(GPUS, visible()))
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(f"{device} of {visible()}"))
+    monkeypatch.setattr(dist, "init_process_group", lambda *given, **named: calls.append((given, named)))
+    monkeypatch.setattr(dist, "barrier", lambda: calls.append("barrier"))
+    return calls
+
+
+def test_a_rank_that_shares_joins_over_gloo_on_its_only_device(joined: list[Any]) -> None:
+    own = rank.join(Device.CUDA, threads=1, seed=0, shared_gpu=True)
+    assert own == torch.device("cuda", 0)
+    assert joined == ["cuda:0 of GPU-1", ((rank.BACKEND,), {}), "barrier"]
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1", "CUDA has read the UUID; DeepSpeed reads indices only"
+    assert os.environ["GROUP_RANK"] == "3"
+
+
+def test_a_rank_with_a_gpu_of_its_own_joins_over_nccl(joined: list[Any]) -> None:
+    own = rank.join(Device.CUDA, threads=1, seed=0)
+    assert own == torch.device("cuda", 3)
+    assert joined == ["cuda:3 of None", (("nccl",), {"device_id": own})]
+    assert os.environ["LOCAL_RANK"] == "3"
+
+
+def test_a_rank_alone_is_not_bound_to_its_gpu(joined: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL would split every further group off the one rank's, which can fail: DeepSpeed's issue 8248."""
+    monkeypatch.setattr(os, "environ", {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"})
+    rank.join(Device.CUDA, threads=1, seed=0)
+    assert joined == ["cuda:0 of None", (("nccl",), {"device_id": None})]
+
+
+@pytest.mark.parametrize(
+    ("given", "becomes"),
+    [
+        ("GPU-1,GPU-0", "1,0"),
+        ("MIG-1", "1"),
+        ("1,0", "1,0"),
+        ("GPU-unknown", "GPU-unknown"),  # also where there is no nvidia-ml-py, without which DeepSpeed reads nothing
+    ],
+)
+def test_frameworks_read_indices_where_the_user_gave_uuids(joined: list[Any], given: str, becomes: str) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = given
+    rank.join(Device.CUDA, threads=1, seed=0)
+    assert joined[0] == f"cuda:3 of {given}", "CUDA is told what the user said"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == becomes
+
+
+def test_fp32_is_not_tf32_whatever_a_container_asks_for(joined: list[Any]) -> None:
+    torch.set_float32_matmul_precision("high")  # as TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 does
+    torch.backends.cudnn.allow_tf32 = True
+    rank.join(Device.CUDA, threads=1, seed=0)
+    assert joined
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert not torch.backends.cuda.matmul.allow_tf32 and not torch.backends.cudnn.allow_tf32
+
+
+def test_the_group_is_not_one_that_a_mesh_replaces_by_nccl(tmp_path: Path) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group(rank.BACKEND, store=store, rank=0, world_size=1)
+    try:
+        assert dist.get_backend() != "gloo"  # DeviceMesh asks for that name
+        values = torch.ones(2)
+        dist.all_reduce(values, op=dist.ReduceOp.AVG)
+        assert values.tolist() == [1.0, 1.0]
+        assert dist.get_backend_config() == rank.BACKEND
+    finally:
+        dist.destroy_process_group()
+
+
+def test_lightning_is_told_of_one_rank_per_node_and_of_gloo() -> None:
+    cuda = torch.device("cuda")
+    job: Any = SimpleNamespace(cell=SHARED, world_size=2, device=cuda)
+    assert (places(job), communicator(job)) == ((1, 2), "gloo")
+    job = SimpleNamespace(cell=make_cell(device=Device.CUDA), world_size=2, device=cuda)
+    assert (places(job), communicator(job)) == ((2, 1), "nccl")
+    job = SimpleNamespace(cell=make_cell(), world_size=2, device=torch.device("cpu"))
+    assert (places(job), communicator(job)) == ((2, 1), "gloo")
+
+
+# What is kept.
+
+
+def records() -> list[dict[str, Any]]:
+    cells = [SHARED.reference(), SHARED, make_cell(backend="fsdp2-eager", device=Device.CUDA, shared_gpu=True)]
+    gpu = {
+        "uuid": "GPU-0",
+        "sm_clock_mhz": 1980,
+        "power_w": 400.0,
+        "temperature_c": 60,
+        "throttle": {},
+        "slowdowns": [],
+        "energy_j": 90.0,
+        "other_processes": 0,
+    }
+    told = {"time": {"cuda_memory": CUDA_MEMORY}, "gpus": {"gpus": [gpu], "notes": []}}
+    return [
+        make_record(cell, repeat, **{name: dict(value) for name, value in told.items()})
+        for cell in cells
+        for repeat in range(6)
+    ]
+
+
+def manifest() -> dict[str, Any]:
+    return make_manifest([SHARED], baseline="ddp-deferred")
+
+
+def judged() -> tables.Tables:
+    return judge(tables.build(records(), manifest()))
+
+
+def test_no_time_is_kept_and_everything_else_is() -> None:
+    made = judged()
+    alone, shares = made.trials.iloc[0], made.trials.iloc[6]
+    assert (alone["shared_gpu"], shares["shared_gpu"]) == (False, True)
+    times = ["step_time_s", "num_warmup_steps", "tokens_per_s", "mfu", "mfu_of_matmul", "cpu_s_per_micro_batch"]
+    times += ["energy_j_per_step", "energy_j_per_token", "power_w", "sm_clock_mhz", "collective_s", "exposed_s"]
+    assert shares[times].isna().all()
+    assert alone[["step_time_s", "tokens_per_s", "power_w", "cpu_s_per_micro_batch"]].notna().all()
+    assert (shares["optimizer_steps_observed"], shares["peak_memory_bytes"]) == (5, 5)
+    assert shares["update_error"] == 1e-7 and shares["num_operators_per_micro_batch"] == 500
+    assert set(made.steps["cell_id"]) == {SHARED.reference().cell_id}
+    assert SHARED.cell_id in set(made.losses["cell_id"])
+
+
+def test_no_verdict_is_on_time() -> None:
+    found = Run(
+        name="made-run",
+        tables=judged(),
+        cells={cell.cell_id: cell for cell in (SHARED,)}
+        | {
+            (other := make_cell(backend="fsdp2-eager", device=Device.CUDA, shared_gpu=True)).cell_id: other,
+            SHARED.reference().cell_id: SHARED.reference(),
+        },
+        manifest=manifest(),
+    )
+    (row,) = standing(found).rows
+    assert (row.judgement.verdict, row.judgement.reason) == (Verdict.NOT_COMPARABLE, Reason.GATE)
+    assert "shared a GPU, so nothing was timed" in row.judgement.detail
+    quote = Quotes(found).cell(SHARED.cell_id)
+    assert quote.time is None and quote.peak_memory_bytes == 5 and quote.barred == ""
+    assert any("nothing was timed" in caveat for caveat in quote.caveats)
+    assert look(records(), manifest() | {"looks": []}, 6).open == (), "no repeat would make it comparable"
+
+
+def test_summary_and_plots_say_so() -> None:
+    made = judged()
+    assert terminal.untimed(made) == ["not timed: 2 cells whose ranks shared GPUs, over gloo"]
+    assert terminal.untimed(tables.build([make_record(make_cell())], make_manifest())) == []
+    run = figure_data.FigureData(made, manifest())
+    assert panels.SHARED in run.words("Peak memory").notes
+    assert run.panels(run.trials, panels.CONTEXT, ["step_time_s"]) == []
+    assert run.panels(run.trials, panels.CONTEXT, ["peak_memory_bytes"]) != []
+    assert set(run.trials["world"]) == {panels.SHARED, panels.REAL}
+    assert not pd.isna(run.trials["world"]).any()

@@ -1,0 +1,174 @@
+"""Processes are found wherever they went, and ended whatever they do against it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bench.launch import stragglers
+
+MARK = "a-mark-for-the-tests"
+FAMILY = """
+import os, signal, subprocess, sys, time
+
+def child(name, work):
+    if os.fork() == 0:
+        work()
+        open(name, "w").write(str(os.getpid()))
+        while True:
+            time.sleep(60)
+
+def ignore():
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+def orphan():
+    if os.fork() != 0:
+        os._exit(0)
+    os.setsid()
+
+child("plain", lambda: None)
+child("ignores", ignore)
+child("session", os.setsid)
+child("orphan", orphan)
+subprocess.Popen([sys.executable, "-c", "import os, time; open('bare', 'w').write(str(os.getpid())); time.sleep(600)"],
+                 env={}, start_new_session=True)
+time.sleep(600)
+"""
+NAMES = ("plain", "ignores", "session", "orphan", "bare")
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it does not come"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process with children of every kind, whose pids are in files of their names."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(FAMILY)],
+        cwd=tmp_path,
+        env=os.environ | {stragglers.MARK: MARK},
+        start_new_session=True,
+    )
+    wait_for(lambda: all((tmp_path / name).exists() and (tmp_path / name).read_text() for name in NAMES))
+    yield process
+    for pid in [process.pid, *(int((tmp_path / name).read_text()) for name in NAMES)]:
+        stragglers.send(pid, signal.SIGKILL)
+    process.wait()
+
+
+def pids(folder: Path) -> dict[str, int]:
+    return {name: int((folder / name).read_text()) for name in NAMES}
+
+
+def family(launcher: subprocess.Popen[bytes]) -> set[int]:
+    found = stragglers.find(launcher.pid)
+    return stragglers.family(launcher.pid, MARK, found.started if found else 0)
+
+
+def test_all_that_came_from_a_process_are_found(launcher: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    assert family(launcher) == {launcher.pid, *pids(tmp_path).values()}
+
+
+def test_those_whose_parent_was_killed_are_found_by_their_mark(
+    launcher: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    since = stragglers.find(launcher.pid)
+    assert since is not None
+    launcher.kill()
+    launcher.wait()
+    left = {name: pid for name, pid in pids(tmp_path).items() if name != "bare"}
+    assert stragglers.family(launcher.pid, MARK, since.started) == set(left.values())
+    os.kill(left["plain"], signal.SIGSTOP)
+    assert stragglers.kill(lambda: stragglers.family(launcher.pid, MARK, since.started)) == set()
+    assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in left.values())
+
+
+def test_none_of_them_survives(launcher: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    everyone = pids(tmp_path)
+    assert stragglers.kill(lambda: family(launcher)) == set()
+    assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in everyone.values())
+
+
+def test_older_processes_are_not_of_the_family() -> None:
+    own = stragglers.find(os.getpid())
+    assert own is not None and own.parent == os.getppid() and not own.ended and not own.stopped
+    assert stragglers.family(own.pid, "no such mark", own.started + 10**9) == set()
+
+
+def test_a_number_that_is_another_process_now_is_not_that_process() -> None:
+    own = stragglers.find(os.getpid())
+    assert own is not None
+    assert stragglers.alive(own.pid, own.started) == own
+    assert stragglers.alive(own.pid, own.started - 1) is None
+    assert stragglers.find(2**22 + 1) is None
+
+
+def test_a_zombie_has_ended_and_a_stopped_one_has_not() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    found = stragglers.find(process.pid)
+    assert found is not None
+    process.send_signal(signal.SIGSTOP)
+    wait_for(lambda: (one := stragglers.alive(process.pid, found.started)) and one.stopped)
+    process.kill()
+    wait_for(lambda: stragglers.alive(process.pid, found.started) is None)
+    again = stragglers.find(process.pid)
+    assert again is not None and again.state == "Z"
+    stragglers.reap({process.pid, 1})
+    assert stragglers.find(process.pid) is None
+    process.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_child_gets_a_signal_at_its_parents_end(tmp_path: Path, number: signal.Signals) -> None:
+    code = f"""
+    import os, signal, time
+    from bench.launch import stragglers
+    child = os.fork()
+    if child == 0:
+        stragglers.signal_at_parents_end(signal.{number.name})
+        open("pid", "w").write(str(os.getpid()))
+        time.sleep(60)
+    while not (os.path.exists("pid") and open("pid").read()):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+    """
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, env=environment, timeout=60)
+    pid = int((tmp_path / "pid").read_text())
+    wait_for(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie")
+
+
+def test_a_subreaper_gets_orphans(tmp_path: Path) -> None:
+    code = """
+    import os, time
+    from bench.launch import stragglers
+    stragglers.adopt_orphans()
+    if os.fork() == 0:
+        if os.fork() == 0:
+            time.sleep(1)
+            open("parent", "w").write(str(os.getppid()))
+            os._exit(0)
+        os._exit(0)
+    time.sleep(2)
+    print(os.getpid(), open("parent").read())
+    """
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    own, adopted = done.stdout.split()
+    assert own == adopted

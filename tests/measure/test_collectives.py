@@ -1,0 +1,251 @@
+"""Collectives as counted on real process groups: equal to the formulas, on every rank, for every built-in backend."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bench.backends.base import registry
+from bench.judge import expected
+from bench.judge.formulas import expect
+from bench.judge.tables import build
+from bench.measure.collectives import CollectiveCounter
+from bench.plan.cell import REFERENCE, REFERENCES, Cell, Device, Precision
+from bench.workload.layout import Layout, Parameter
+from tests import windows
+from tests.factories import make_cell, make_manifest, make_record
+from tests.windows import UNEVEN, Amounts
+
+BACKENDS = [name for name in registry() if name not in REFERENCES]
+REFUSED_IN_BF16 = {"deepspeed-zero2-deferred", "deepspeed-zero3-deferred"}
+
+
+def formula(cell: Cell, layout: Layout | None = None) -> Amounts:
+    """The expected calls and bytes of a built-in backend's cell."""
+    expectation = expect(cell, layout or windows.layout(cell))
+    assert expectation is not None
+    return {(row.op, row.dtype): (row.calls, row.payload_bytes) for row in expectation.collectives}
+
+
+def check(cells: list[Cell], folder: Path) -> None:
+    """Counted equals calculated for each of the cells, all of one world size, on each rank."""
+    wrong = []
+    for cell, ranks in zip(cells, windows.counted(cells, folder), strict=True):
+        if ranks[0] is None:
+            assert cell.backend in REFUSED_IN_BF16 and cell.precision is Precision.BF16
+        elif any(counted != formula(cell) for counted in ranks):
+            wrong.append((cell.label, ranks, formula(cell)))
+    assert not wrong
+
+
+@pytest.mark.slow
+def test_counted_equals_formula_for_every_backend(tmp_path: Path) -> None:
+    """Two ranks, one and four micro-batches; with bf16, clipping, and a table that is the head too; a shipped model."""
+    shared: dict[str, Any] = {"workload": UNEVEN, "model": "2tied"}
+    cells = windows.cells(BACKENDS, [(4, 2), (1, 2)], **shared)
+    sound = [name for name in BACKENDS if "zero3" not in name]
+    cells += windows.cells(sound, [(2, 2)], precision=Precision.BF16, clip_norm=0.5, **shared)
+    cells += windows.cells(("fsdp2-eager", "deepspeed-zero3-eager"), [(2, 2)], precision=Precision.BF16)
+    cells += windows.cells(("ddp-deferred", "deepspeed-zero3-deferred", "lightning-deepspeed-zero3"), [(2, 2)])
+    check(cells, tmp_path)
+
+
+@pytest.mark.slow
+def test_counted_equals_formula_at_one_rank(tmp_path: Path) -> None:
+    alone = [name for name in BACKENDS if "lightning-deepspeed" not in name]
+    cells = windows.cells(alone, [(2, 1)], workload=UNEVEN, model="1", clip_norm=0.5)
+    check([*cells, make_cell(backend=REFERENCE, accumulate=1, world_size=1, sequence_length=4)], tmp_path)
+
+
+def test_counted_equals_formula_where_nothing_divides(tmp_path: Path) -> None:
+    """Three ranks, odd sizes, a table larger than any bucket: every kind of padding and of cutting."""
+    check(windows.cells(BACKENDS, [(2, 3)], workload=UNEVEN, model="2"), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("precision", list(Precision))
+def test_counted_equals_formula_on_the_whole_grid(tmp_path: Path, world_size: int, precision: Precision) -> None:
+    points = [(n, world_size) for n in (1, 2, 4, 8)]
+    check(windows.cells(BACKENDS, points, precision=precision), tmp_path)
+
+
+@pytest.mark.usefixtures("lonely_group")
+def test_the_self_test_passes_and_is_not_counted() -> None:
+    counter = CollectiveCounter()
+    with counter:
+        counter.self_test(torch.device("cpu"))
+    assert counter.rows() == []
+
+
+@pytest.mark.usefixtures("lonely_group")
+def test_the_self_test_finds_a_group_that_is_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
+    with pytest.raises(RuntimeError, match=r"^collectives cannot be counted: .* is seen as \[\]$"):
+        CollectiveCounter().self_test(torch.device("cpu"))
+
+
+@pytest.mark.usefixtures("lonely_group")
+def test_the_self_test_finds_an_average_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+    with pytest.raises(RuntimeError, match=r"^gloo does not average: AVG over the ranks' numbers is 0, not 1$"):
+        CollectiveCounter().self_test(torch.device("cpu"))
+
+
+@pytest.mark.usefixtures("lonely_group")
+@pytest.mark.parametrize("world_size", [5, 6, 7, 64])
+def test_the_self_test_allows_for_how_nccl_averages(monkeypatch: pytest.MonkeyPatch, world_size: int) -> None:
+    """NCCL multiplies by the fp32 that is nearest to 1/W, then sums, beginning with any rank of the ring."""
+    issue = dist.all_reduce
+    parts = [torch.tensor(float(number)) * torch.tensor(1 / world_size) for number in range(world_size)]
+    averages = {float(sum(parts[first:] + parts[:first])) for first in range(world_size)}
+    assert (world_size == 64) == (averages == {(world_size - 1) / 2})
+    for average in averages:
+        monkeypatch.setattr(dist, "all_reduce", lambda v, op, average=average: (issue(v, op=op), v.fill_(average)))
+        monkeypatch.setattr(dist, "get_world_size", lambda: world_size)
+        CollectiveCounter().self_test(torch.device("cpu"))
+
+
+@pytest.mark.usefixtures("lonely_group")
+def test_what_sends_nothing_is_not_counted() -> None:
+    from torch.distributed._functional_collectives import all_reduce, wait_tensor
+
+    counter = CollectiveCounter()
+    with counter:
+        counter.counting = True
+        wait_tensor(all_reduce(torch.ones(4), "sum", dist.group.WORLD))  # type: ignore[arg-type]
+    assert counter.rows() == [{"op": "all_reduce", "dtype": "float32", "calls": 1, "payload_bytes": 16}]
+
+
+@pytest.mark.usefixtures("lonely_group")
+def test_counter_counts_only_while_counting_and_by_dtype() -> None:
+    counter = CollectiveCounter()
+    with counter:
+        dist.all_reduce(torch.zeros(10))
+        counter.counting = True
+        dist.all_reduce(torch.zeros(10))
+        dist.all_reduce(torch.zeros(10, dtype=torch.bfloat16))
+        dist.all_reduce(torch.zeros(6))
+        dist.broadcast(torch.zeros(3), src=0)
+        torch.zeros(5) + 1
+    assert counter.rows() == [
+        {"op": "all_reduce", "dtype": "bfloat16", "calls": 1, "payload_bytes": 20},
+        {"op": "all_reduce", "dtype": "float32", "calls": 2, "payload_bytes": 64},
+        {"op": "broadcast", "dtype": "float32", "calls": 1, "payload_bytes": 12},
+    ]
+
+
+def test_counter_takes_the_whole_of_gathers_and_scatters() -> None:
+    """On a fake group of four ranks, where shapes are true and values are not."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        counter = CollectiveCounter()
+        counter.counting = True
+        with counter:
+            dist.all_gather_into_tensor(torch.zeros(40), torch.zeros(10))
+            dist.reduce_scatter_tensor(torch.zeros(10), torch.zeros(40))
+            dist.all_gather([torch.zeros(5) for _ in range(4)], torch.zeros(5))
+    finally:
+        dist.destroy_process_group()
+    assert counter.rows() == [
+        {"op": "all_gather", "dtype": "float32", "calls": 2, "payload_bytes": 160 + 80},
+        {"op": "reduce_scatter", "dtype": "float32", "calls": 1, "payload_bytes": 160},
+    ]
+
+
+def tables_of(*cells: Cell, changes: dict[str, Any] | None = None) -> Any:
+    """Tables of sound trials whose ranks counted what the formulas say, but for ``changes`` of rows by backend."""
+    records = []
+    for cell in cells:
+        rows = [{"op": o, "dtype": d, "calls": c, "payload_bytes": b} for (o, d), (c, b) in formula(cell).items()]
+        records.append(make_record(cell, collectives=(changes or {}).get(cell.backend, rows)))
+    return build(records, make_manifest(cells))
+
+
+def test_expected_columns_are_filled_and_equal() -> None:
+    cells = [make_cell(backend=name) for name in BACKENDS]
+    filled = expected.fill(tables_of(*cells))
+    frame = filled.tables.collectives
+    assert not filled.findings and not filled.explained
+    assert len(frame) > len(cells)
+    assert (frame["calls"] == frame["expected_calls"]).all()
+    assert (frame["payload_bytes"] == frame["expected_payload_bytes"]).all()
+
+
+def test_a_call_too_few_is_a_finding() -> None:
+    cell = make_cell(backend="fsdp2-eager")
+    filled = expected.fill(
+        tables_of(
+            cell,
+            changes={"fsdp2-eager": [{"op": "all_gather", "dtype": "float32", "calls": 1, "payload_bytes": 8}]},
+        )
+    )
+    gathers, scatters = filled.findings[cell.cell_id]
+    assert gathers == "all_gather of float32: 1 calls and 8 bytes per window, not 36 and 96538624"
+    assert scatters == "reduce_scatter of float32: 0 calls and 0 bytes per window, not 20 and 49319936"
+    row = filled.tables.collectives.set_index("op").loc["reduce_scatter"]
+    assert (row["calls"], row["expected_calls"]) == (0, 20), "what is absent has a row"
+
+
+def test_what_nobody_expects_is_a_finding() -> None:
+    cell = make_cell(backend=REFERENCE, accumulate=1, world_size=1)
+    row = {"op": "barrier", "dtype": "none", "calls": 1, "payload_bytes": 0}
+    filled = expected.fill(tables_of(cell, changes={REFERENCE: [row]}))
+    assert filled.findings == {cell.cell_id: ["barrier of none: 1 calls and 0 bytes per window, not 0 and 0"]}
+
+
+def test_a_known_difference_is_explained_and_no_finding() -> None:
+    cell = make_cell(backend=REFERENCE, accumulate=1, world_size=1)
+    row = {"op": "barrier", "dtype": "none", "calls": 1, "payload_bytes": 0}
+    known = expected.KnownDifference(backends=(REFERENCE,), op="barrier", reason="made for the test")
+    tables = tables_of(cell, changes={REFERENCE: [row]})
+    filled = expected.fill(tables, differences=(known,))
+    assert not filled.findings
+    assert filled.explained[cell.cell_id][0].endswith("not 0 and 0: made for the test")
+    elsewhere = replace(known, device="cuda")
+    assert expected.fill(tables, differences=(elsewhere,)).findings
+
+
+def test_other_models_and_backends_are_left_empty_unless_a_rank_tells() -> None:
+    own = make_cell(backend="fsdp2-eager", workload="mine:Own")
+    plugin = make_cell(backend="somebodys")
+    rows = [{"op": "all_gather", "dtype": "float32", "calls": 14, "payload_bytes": 7 * 8 * 8}]
+    records = [make_record(cell, collectives=rows) for cell in (own, plugin)]
+    layout = Layout(
+        parameters=(Parameter(name="a", shape=(7,), unit=0), Parameter(name="b", shape=(2, 3), unit=1)),
+        gradients=(1, 0),
+    )
+    records[0]["layout"] = json.loads(json.dumps(layout.to_json()))
+    tables = build(records, make_manifest([own, plugin]))
+    assert expected.fill(tables).tables.collectives["expected_calls"].isna().all()
+    filled = expected.fill(tables, expected.layouts_of(records))
+    frame = filled.tables.collectives
+    assert frame[frame["cell_id"] == plugin.cell_id]["expected_calls"].isna().all()
+    row = frame[(frame["cell_id"] == own.cell_id) & (frame["op"] == "all_gather")].iloc[0]
+    assert (row["expected_calls"], row["expected_payload_bytes"]) == (4 * 3, 4 * 4 * (8 + 2 * 6))
+    assert "all_gather" in filled.findings[own.cell_id][0]
+
+
+def test_trials_that_counted_nothing_are_left_alone() -> None:
+    cell = make_cell(backend="fsdp2-eager")
+    record = make_record(cell, passes=["time"])
+    del record["collectives"]
+    filled = expected.fill(build([record], make_manifest([cell])))
+    assert filled.tables.collectives.empty and not filled.findings
+
+
+def test_on_cuda_what_was_not_counted_at_this_n_is_no_finding_and_what_sends_nothing_is() -> None:
+    cell = make_cell(backend="fsdp2-eager", device=Device.CUDA)
+    record = make_record(cell, passes=["time", "update", "exposure"])
+    del record["collectives"], record["memory"]
+    assert not expected.fill(build([record], make_manifest([cell]))).findings
+    silent = expected.fill(build([make_record(cell, collectives=[])], make_manifest([cell])))
+    assert "all_gather of float32: 0 calls" in silent.findings[cell.cell_id][0]

@@ -1,0 +1,344 @@
+"""Time in collectives and how much of it is exposed: exact traces, a recorded one, and the pass around a training."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bench.backends.base import registry
+from bench.judge.loading import load
+from bench.judge.standing import standings
+from bench.measure import exposure as probe
+from bench.measure.exposure import Activity, Exposure, WindowProfiler, exposure, from_chrome, from_kineto
+from bench.measure.trial import RankTrial
+from bench.plan import world
+from bench.plan.cell import Device
+from bench.plan.task import EXTRA_PASSES, SETTLED_WINDOWS, Spec, extra_passes, passes
+from bench.report.overview import Material, PageSection
+from bench.report.sections import communication
+from bench.report.terminal import by_cell
+from bench.run.record import merge_ranks, wrong
+from tests.factories import make_cell, make_manifest, make_rank, make_record
+from tests.pages import write_run
+
+NCCL = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+
+
+def nccl(start: float, duration: float) -> Activity:
+    """A collective's kernel."""
+    return Activity(NCCL, start, duration)
+
+
+@pytest.mark.parametrize(
+    ("activities", "found"),
+    [
+        ([], (0, 0, 0, 0)),
+        ([Activity("gemm", 0, 5)], (0, 0, 5, 0)),
+        ([nccl(1, 2)], (2, 2, 0, 1)),
+        ([Activity("gemm", 0, 10), nccl(1, 2)], (2, 0, 10, 1)),
+        ([nccl(0, 4), Activity("gemm", 3, 4)], (4, 3, 4, 1)),
+        ([nccl(0, 4), nccl(2, 4)], (6, 6, 0, 2)),
+        ([nccl(0, 10), Activity("a", 1, 1), Activity("b", 1.5, 1.5), Activity("c", 8, 9)], (10, 6, 11, 1)),
+        ([nccl(0, 4), Activity("Memcpy DtoD", 1, 1, "gpu_memcpy")], (4, 3, 1, 1)),
+        ([nccl(0, 4), Activity("aten::mm", 0, 4, "cpu_op")], (4, 4, 0, 1)),
+        ([nccl(5, 1), nccl(0, 1), Activity("gemm", 0.5, 5)], (2, 1, 5, 2)),
+    ],
+)
+def test_exposed_is_what_runs_alone(activities: list[Activity], found: tuple[float, float, float, int]) -> None:
+    expected = dict(zip(("collective_s", "exposed_s", "compute_s", "num_collectives"), found, strict=True))
+    assert exposure(activities) == Exposure(**expected)  # type: ignore[arg-type]
+
+
+def test_the_share_that_is_exposed() -> None:
+    assert exposure([nccl(0, 4), Activity("gemm", 3, 4)]).exposed_share == 0.75
+    assert exposure([]).exposed_share == 0
+
+
+def test_a_trace_in_a_file_is_read_from_its_first_kernel() -> None:
+    events = [
+        {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 4409282933228.0, "dur": 500.0},
+        {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 4409282933000.0, "dur": 9.0},
+        {"ph": "X", "cat": "kernel", "name": "ncclKernel_AllReduce", "ts": 4409282933628.0, "dur": 200.0},
+        {"ph": "M", "name": "process_name"},
+    ]
+    found = exposure(from_chrome({"traceEvents": events}))
+    assert found.collective_s == pytest.approx(200e-6)
+    assert found.exposed_s == pytest.approx(100e-6)
+
+
+# The profiler around a window, with a trace as it is recorded: events as Kineto gives them, in nanoseconds.
+
+
+class Event:
+    """One of Kineto's, as torch hands it on since it tells categories."""
+
+    def __init__(self, name: str, start: int, duration: int, category: str = "kernel") -> None:
+        self._name, self._start, self._duration, self.category = name, start, duration, category
+
+    def name(self) -> str:
+        return self._name
+
+    def start_ns(self) -> int:
+        return self._start
+
+    def duration_ns(self) -> int:
+        return self._duration
+
+    def activity_type(self) -> str:
+        return self.category
+
+    def device_type(self) -> Any:
+        on_host = self.category in ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver", "overhead")
+        return SimpleNamespace(name="CPU" if on_host else "CUDA")
+
+    def is_user_annotation(self) -> bool:
+        return "annotation" in self.category
+
+    def older(self) -> Any:
+        """As torch 2.11 hands it on."""
+        names = ("name", "start_ns", "duration_ns", "device_type", "is_user_annotation")
+        return SimpleNamespace(**{name: getattr(self, name) for name in names})
+
+    def chrome(self) -> dict[str, Any]:
+        """As ``export_chrome_trace`` writes it: in microseconds."""
+        return {
+            "ph": "X",
+            "cat": self.category,
+            "name": self._name,
+            "pid": 0,
+            "tid": 7,
+            "ts": self._start / 1000,
+            "dur": self._duration / 1000,
+            "args": {"device": 0, "correlation": 1},
+        }
+
+
+TRACE = [
+    Event("cudaLaunchKernel", 1_000_000_000, 5_000, "cuda_runtime"),
+    Event("nccl:_all_gather_base", 1_000_100_000, 400_000, "gpu_user_annotation"),
+    Event("ampere_sgemm_128x64_tn", 1_000_100_000, 300_000),
+    Event(NCCL, 1_000_200_000, 300_000),
+    Event("Memcpy HtoD (Pageable -> Device)", 1_000_600_000, 50_000, "gpu_memcpy"),
+]
+"""A product of 0.3 ms, a gather from 0.1 to 0.4 ms beside it, a copy; and what ran on the host, or is a range."""
+FOUND = {"collective_s": 300e-6, "exposed_s": 100e-6, "compute_s": 350e-6, "num_collectives": 1}
+REDUCE = "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+COPY_IN = "void at::native::(anonymous namespace)::chunk_cat_cuda_kernel<float, c10::BFloat16>(c10::BFloat16**, float*)"
+GEMM = "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_off_kernel"
+TRACES = {
+    # FSDP2 on two streams of collectives: the gather of the next block and the reduction of the last one overlap for
+    # 40 us, and a product runs beside them from 20 to 100 us. Waiting streams, as sync events show them, are no work.
+    "two streams": (
+        [
+            Event("FSDP::all_gather", 0, 120_000, "user_annotation"),
+            Event("nccl:_all_gather_base", 0, 120_000, "gpu_user_annotation"),
+            Event(NCCL, 0, 60_000),
+            Event(REDUCE, 20_000, 100_000),
+            Event(GEMM, 20_000, 80_000),
+            Event("Stream Wait Event", 0, 120_000, "cuda_sync"),
+            Event("Stream Sync", 0, 130_000, "cuda_sync"),
+            Event(COPY_IN, 130_000, 10_000),
+            Event("Memset (Device)", 140_000, 1_000, "gpu_memset"),
+            Event("cudaStreamSynchronize", 0, 200_000, "cuda_runtime"),
+        ],
+        (120e-6, 40e-6, 91e-6, 2),
+    ),
+    # One rank: NCCL copies, so that there is no communication; what it hides behind is not asked.
+    "one rank": (
+        [
+            Event("nccl:all_reduce", 0, 9_000, "gpu_user_annotation"),
+            Event("Memcpy DtoD (Device -> Device)", 0, 8_000, "gpu_memcpy"),
+            Event(GEMM, 20_000, 80_000),
+        ],
+        (0, 0, 88e-6, 0),
+    ),
+    # DDP: buckets are reduced one after the other while the backward runs; the last one waits alone.
+    "buckets": (
+        [
+            Event("ncclDevKernel_AllReduce_Sum_f32_TREE_LL(ncclDevKernelArgsStorage<4096ul>)", 10_000, 30_000),
+            Event("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 40_000, 30_000),
+            Event(GEMM, 0, 25_000),
+            Event(GEMM, 25_000, 25_000),
+            Event("ncclSymkDevKernel_AllReduce_AGxLL_R_sum_f32(ncclSymkDevWorkArgs4K)", 90_000, 10_000),
+            Event("ncclKernel_Broadcast_RING_LL_Sum_int8_t(ncclDevComm*, unsigned long, ncclWork*)", 200_000, 5_000),
+        ],
+        (75e-6, 35e-6, 50e-6, 4),
+    ),
+}
+"""Realistic traces, and of each: collective_s, exposed_s, compute_s and num_collectives, by hand."""
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_a_trace_says_the_same_in_every_form(name: str) -> None:
+    events, by_hand = TRACES[name]
+    collective_s, exposed_s, compute_s, num_collectives = by_hand
+    right = Exposure(
+        collective_s=pytest.approx(collective_s),  # type: ignore[arg-type]
+        exposed_s=pytest.approx(exposed_s),  # type: ignore[arg-type]
+        compute_s=pytest.approx(compute_s),  # type: ignore[arg-type]
+        num_collectives=num_collectives,
+    )
+    forms = {
+        "events": from_kineto(events),
+        "events of older torch": from_kineto([event.older() for event in events]),
+        "file": from_chrome({"schemaVersion": 1, "traceEvents": [event.chrome() for event in events]}),
+    }
+    for form, activities in forms.items():
+        assert exposure(activities) == right, form
+
+
+def test_torch_tells_categories_by_kinetos_names() -> None:
+    """Those of the device cannot be seen here; host and device have one table of names."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        torch.zeros(4).exp()
+    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    assert {e.activity_type() for e in events if e.name() == "aten::exp"} == {"cpu_op"}
+    assert from_kineto(events) == []
+
+
+class Profile:
+    """As ``torch.profiler.profile``; notes when it was started and stopped."""
+
+    calls: list[str]
+    trace = TRACE
+
+    def __init__(self, activities: list[Any]) -> None:
+        assert [activity.name for activity in activities] == ["CUDA"]
+        self.profiler = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: self.trace))
+
+    def start(self) -> None:
+        self.calls.append("start")
+
+    def stop(self) -> None:
+        self.calls.append("stop")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was done with the profiler and the device, which are pretended."""
+    found: list[str] = []
+    monkeypatch.setattr(Profile, "calls", found, raising=False)
+    monkeypatch.setattr(torch.profiler, "profile", Profile)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: found.append("synchronize"))
+    return found
+
+
+def test_a_recorded_trace_is_read_on_the_device_and_without_ranges() -> None:
+    assert exposure(from_kineto(TRACE)) == Exposure(
+        **{name: pytest.approx(value) for name, value in FOUND.items()}  # type: ignore[arg-type]
+    )
+
+
+def test_the_profiler_runs_while_the_window_is_open_and_the_device_has_nothing_else_to_do(calls: list[str]) -> None:
+    profiler = WindowProfiler()
+    for is_open in (False, False, True, True, True, False, False):
+        profiler.see(is_open)
+    assert calls == ["synchronize", "start", "synchronize", "stop"]
+    found = profiler.result()
+    assert found is not None
+    assert found.collective_s == pytest.approx(FOUND["collective_s"])
+
+
+def test_a_profiler_that_sees_nothing_of_the_device_says_so(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where CUPTI may not be used: no error, and no event but the host's."""
+    monkeypatch.setattr(Profile, "trace", TRACE[:1])
+    profiler = WindowProfiler()
+    for is_open in (True, False):
+        profiler.see(is_open)
+    assert calls and profiler.result() is None
+    assert probe.merge([None, FOUND]) is None
+    assert wrong([make_rank(make_cell(), exposure=None)], ("exposure",)) == ""
+
+
+@pytest.mark.usefixtures("lonely_group")
+def test_the_pass_profiles_one_settled_window(
+    calls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell = make_cell(model="micro", world_size=1, accumulate=2, global_batch_size=2, sequence_length=4)
+    spec = Spec(cell=cell, passes=("exposure",), folder=str(tmp_path), reference="")
+    see, seen = WindowProfiler.see, []
+    monkeypatch.setattr(WindowProfiler, "see", lambda self, is_open: (seen.append(is_open), see(self, is_open)))
+    result = RankTrial(spec, 0, torch.device("cpu"), registry()["ddp-eager"]).run()
+    assert result["exposure"] == pytest.approx(FOUND)
+    assert calls == ["synchronize", "start", "synchronize", "stop"]
+    per_window = 2 * 2 + 1  # fetches and losses, and the step
+    assert seen == [n in range(SETTLED_WINDOWS * per_window - 1, 3 * per_window - 1) for n in range(3 * per_window)]
+
+
+def test_only_cells_on_cuda_with_real_ranks_have_the_pass() -> None:
+    cuda = make_cell(device=Device.CUDA)
+    assert extra_passes(make_cell()) == EXTRA_PASSES
+    assert extra_passes(cuda) == (*EXTRA_PASSES, "exposure")
+    assert extra_passes(cuda.reference()) == ("update",), "the reference is there to be compared with"
+    pretended = make_cell(device=Device.CUDA, virtual=True)
+    assert "exposure" not in world.passes(pretended, extra_passes(pretended))
+
+
+def test_on_cuda_what_watches_every_operator_runs_at_one_n() -> None:
+    """The smallest that accumulates, or the one that other backends have too; on the CPU at every N."""
+    every = ("time", *EXTRA_PASSES)
+    cells = [make_cell(accumulate=n) for n in (1, 2, 4)]
+    assert set(passes(cells).values()) == {every}
+    cuda = [replace(cell, device=Device.CUDA) for cell in cells]
+    twin, other = replace(cuda[2], twin="again"), replace(cuda[2], backend="ddp-eager")
+    few, all_of_them = ("time", "update", "exposure"), (*every, "exposure")
+    found = passes([*reversed(cuda), twin, cuda[0].reference()])
+    assert [found[cell.cell_id] for cell in cuda] == [few, all_of_them, few]
+    assert found[twin.cell_id] == few
+    found = passes([*cuda, twin, other])
+    assert [found[cell.cell_id] for cell in (*cuda, other)] == [few, few, all_of_them, all_of_them], "side by side"
+    assert found[twin.cell_id] == few
+    assert passes([cuda[0].reference()])[cuda[0].reference().cell_id] == ("time", "update")
+    assert passes(cuda[:1]) == {cuda[0].cell_id: all_of_them}
+    shared = [replace(cell, shared_gpu=True) for cell in cuda]
+    assert set(passes(shared).values()) == {every}, "nothing is timed there"
+
+
+def test_the_record_has_the_rank_that_waited_longest_and_the_table_its_times() -> None:
+    from bench.judge.tables import build
+
+    cell = make_cell(device=Device.CUDA)
+    ranks = [
+        make_rank(cell, rank=r, exposure={**FOUND, "exposed_s": seconds}) for r, seconds in enumerate((1e-4, 2e-4))
+    ]
+    assert wrong(ranks, ("exposure",)) == ""
+    assert "exposure is none" in wrong([make_rank(cell, exposure={"collective_s": 1.0})], ("exposure",))
+    merged = merge_ranks(ranks)["exposure"]
+    assert merged == {**FOUND, "exposed_s": 2e-4} == probe.merge([{**FOUND, "exposed_s": 2e-4}, FOUND])
+    records = [make_record(cell, exposure=merged), make_record(cell, repeat=1)]
+    trials = build(records, make_manifest([cell])).trials
+    assert trials["collective_s"].tolist() == [300e-6, 300e-6]
+    assert trials["exposed_s"].tolist() == [2e-4, 2e-4]
+    for unseen in (make_record(make_cell()), make_record(cell, exposure=None)):
+        assert build([unseen], make_manifest()).trials["exposed_s"].isna().all()
+
+
+def test_the_report_shows_the_times_of_cells_that_have_them(tmp_path: Path) -> None:
+    run = load(write_run(tmp_path / "run", {"alpha": 1.0, "beta": 1.0}, repeats=2))
+    trials = run.tables.trials
+
+    def section() -> PageSection:
+        return communication(Material(run=run, standing=next(iter(standings(run).values())), cells=by_cell(run.tables)))
+
+    assert "s exposed" not in section().table.header
+    trials.loc[trials["backend"] == "beta", ["collective_s", "exposed_s"]] = (0.5, 0.125)
+    table = section().table
+    assert table.header[-2:] == ("s in collectives", "s exposed")
+    shown = {row[0].split()[0]: row[-2:] for row in table.rows}
+    assert shown["beta"] == ("0.5", "0.125")
+    assert shown["alpha"] == ("-", "-")
+    alpha = next(cell for cell in run.cells.values() if cell.backend == "alpha" and cell.accumulate == 1)
+    tables = run.tables
+    tables.collectives, tables.memory = (
+        table[table["cell_id"] != alpha.cell_id] for table in (tables.collectives, tables.memory)
+    )
+    for device, words in ((Device.CPU, "none"), (Device.CUDA, "not counted at this N")):
+        run.cells[alpha.cell_id] = replace(alpha, device=device)
+        assert words in {row[1] for row in section().table.rows}

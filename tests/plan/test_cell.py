@@ -1,0 +1,231 @@
+"""Cells: ids that are stable, unique and made of the whole content; the reference of a cell; plain values."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.plan.cell import LATER, REFERENCE, SHARDED_REFERENCE, Cell, Device, Precision
+from tests.factories import make_cell
+
+CANONICAL = (
+    '{"accumulate":4,"accumulation_dtype":"fp32","backend":"ddp-deferred","corpus":"markov","device":"cpu",'
+    '"global_batch_size":16,"learning_rate":0.001,"model":"tiny","optimizer":"adamw-foreach","precision":"fp32",'
+    '"seed":0,"sequence_length":32,"timed_windows":3,"warmup_windows":2,"workload":"llama","world_size":2}'
+)
+"""What the golden cell's id is a hash of; if it changes, old runs cannot be compared with new ones."""
+
+CELLS = st.builds(
+    Cell,
+    backend=st.text(min_size=1),
+    accumulate=st.integers(1, 64),
+    world_size=st.integers(1, 64),
+    global_batch_size=st.integers(1, 10**6),
+    sequence_length=st.integers(1, 10**5),
+    workload=st.text(min_size=1),
+    model=st.text(min_size=1),
+    corpus=st.text(min_size=1),
+    precision=st.sampled_from(Precision),
+    optimizer=st.sampled_from(["adamw-foreach", "adamw-fused", "sgd"]),
+    learning_rate=st.floats(1e-9, 1.0),
+    warmup_windows=st.integers(1, 100),
+    timed_windows=st.integers(1, 100),
+    seed=st.integers(0, 2**63 - 1),
+    device=st.sampled_from(Device),
+    clip_norm=st.just(0.0) | st.floats(1e-9, 1e9),
+    twin=st.just("") | st.text(),
+    virtual=st.booleans(),
+    fake_tensors=st.booleans(),
+    shared_gpu=st.booleans(),
+    activation_checkpointing=st.booleans(),
+    compiled=st.booleans(),
+)
+OTHERS = {
+    "backend": "fsdp2-eager",
+    "accumulate": 2,
+    "world_size": 4,
+    "global_batch_size": 32,
+    "sequence_length": 33,
+    "workload": "package.module:factory",
+    "model": "135m",
+    "corpus": "text@sha256:0123",
+    "precision": Precision.BF16,
+    "accumulation_dtype": "bf16",
+    "optimizer": "adamw-fused",
+    "learning_rate": 1e-4,
+    "warmup_windows": 3,
+    "timed_windows": 4,
+    "seed": 1,
+    "device": Device.CUDA,
+    "clip_norm": 1.0,
+    "twin": "again",
+    "virtual": True,
+    "fake_tensors": True,
+    "shared_gpu": True,
+    "activation_checkpointing": True,
+    "compiled": True,
+}
+COMMITTED = Path(__file__).parents[2] / "results" / "cpu-reference" / "trials.jsonl"
+
+
+def test_golden_id() -> None:
+    assert make_cell().cell_id == "e1abc0ac9cce"
+    assert hashlib.sha256(CANONICAL.encode()).hexdigest()[:12] == "e1abc0ac9cce"
+
+
+def test_ids_of_a_committed_run_are_for_ever() -> None:
+    """Fields that came later must not change the id of a cell that has their defaults."""
+    records = [json.loads(line) for line in COMMITTED.read_text().splitlines()]
+    first = next(record for record in records if record["cell"]["backend"] == "reference")
+    assert first["cell_id"] == "caf94305f5bd"
+    for record in records:
+        assert Cell.from_dict(record["cell"]).cell_id == record["cell_id"]
+        assert Cell.from_dict(Cell.from_dict(record["cell"]).to_dict()).cell_id == record["cell_id"]
+
+
+def test_every_field_is_of_the_first_release_or_has_its_default_named() -> None:
+    defaults = {field.name: field.default for field in dataclasses.fields(Cell)}
+    assert {name: defaults[name] for name in LATER} == LATER
+    assert json.loads(CANONICAL).keys() | LATER.keys() == defaults.keys()
+
+
+def test_others_changes_every_field() -> None:
+    assert OTHERS.keys() == {field.name for field in dataclasses.fields(Cell)}
+    assert all(getattr(make_cell(), name) != value for name, value in OTHERS.items())
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_id_depends_on_every_field(name: str) -> None:
+    assert make_cell(**{name: OTHERS[name]}).cell_id != make_cell().cell_id
+
+
+@given(CELLS, CELLS)
+def test_equal_ids_mean_equal_cells(one: Cell, other: Cell) -> None:
+    assert (one.cell_id == other.cell_id) == (one == other)
+    assert len(one.cell_id) == 12
+
+
+@given(CELLS)
+def test_json_and_back(cell: Cell) -> None:
+    again = Cell.from_dict(json.loads(json.dumps(cell.to_dict())))
+    assert again == cell
+    assert again.cell_id == cell.cell_id
+    assert type(again.precision) is Precision
+    assert type(again.device) is Device
+
+
+def test_from_dict_refuses_what_it_does_not_know() -> None:
+    values = make_cell().to_dict()
+    with pytest.raises(TypeError, match="colour"):
+        Cell.from_dict({**values, "colour": "red"})
+    with pytest.raises(ValueError, match="fp8"):
+        Cell.from_dict({**values, "precision": "fp8"})
+    with pytest.raises(ValueError, match="tpu"):
+        Cell.from_dict({**values, "device": "tpu"})
+    del values["backend"]
+    with pytest.raises(TypeError, match="backend"):
+        Cell.from_dict(values)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("backend", 7),
+        ("world_size", 0),
+        ("accumulate", -1),
+        ("accumulate", True),
+        ("sequence_length", 2**63),
+        ("learning_rate", float("nan")),
+        ("learning_rate", "1"),
+        ("virtual", 1),
+    ],
+)
+def test_from_dict_refuses_values_that_cannot_be(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=field):
+        Cell.from_dict({**make_cell().to_dict(), field: value})
+    with pytest.raises(TypeError):
+        Cell.from_dict([value])  # type: ignore[arg-type]
+
+
+def test_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        make_cell().backend = "other"  # type: ignore[misc]
+
+
+def test_reference_is_one_process_with_the_whole_batch_in_fp32() -> None:
+    cell = make_cell(precision=Precision.BF16)
+    truth = cell.reference()
+    assert (truth.backend, truth.accumulate, truth.world_size, truth.precision) == (REFERENCE, 1, 1, "fp32")
+    assert truth.micro_batch_size == cell.global_batch_size
+    assert truth.reference() == truth
+
+
+def gpu_cell(model: str, world_size: int = 8, samples: int = 2, **changes: Any) -> Cell:
+    """Some samples of 2048 tokens for each of the GPUs."""
+    values = {"model": model, "device": Device.CUDA, "world_size": world_size, "accumulate": samples}
+    values |= {"sequence_length": 2048, "global_batch_size": samples * world_size, "precision": Precision.BF16}
+    return make_cell(**(values | changes))
+
+
+def test_where_one_gpu_cannot_hold_the_model_its_reference_is_sharded_over_as_many() -> None:
+    truth = gpu_cell("8b").reference()
+    assert (truth.backend, truth.accumulate, truth.world_size, truth.precision) == (SHARDED_REFERENCE, 1, 8, "fp32")
+    assert truth.activation_checkpointing and truth.is_reference and truth.reference() == truth
+    for other in (
+        gpu_cell("3b"),
+        gpu_cell("8b", world_size=1),
+        gpu_cell("8b", shared_gpu=True),
+        gpu_cell("8b", device=Device.CPU),
+        gpu_cell("8b", workload="mine:Own"),
+    ):
+        assert (other.reference().backend, other.reference().world_size) == (REFERENCE, 1)
+    checked = gpu_cell("135m").reference(sharded=True)
+    assert checked.is_reference and checked.backend == SHARDED_REFERENCE
+    assert checked.reference() == gpu_cell("135m").reference(), "what is held against the single process"
+    assert gpu_cell("135m", world_size=1).reference(sharded=True).backend == REFERENCE, "there is nothing to shard"
+
+
+def test_a_reference_on_cuda_trains_as_many_windows_as_it_can_afford() -> None:
+    long = {"warmup_windows": 2, "timed_windows": 98, "samples": 32}
+    windows = {w: gpu_cell("135m", w, **long).reference().windows for w in (1, 2, 4, 8)}
+    assert windows == {1: 12, 2: 6, 4: 3, 8: 2}, "81 TFLOP for each GPU and window, of 1000; at least two"
+    assert gpu_cell("135m", 8, samples=32).reference() == gpu_cell("135m", 8, **long).reference(), "one serves both"
+    short = long | {"sequence_length": 512}
+    assert gpu_cell("tiny", 8, **short).reference().windows == 100, "all losses of a small model are compared"
+    assert gpu_cell("135m", 8, **long, device=Device.CPU).reference().windows == 100
+    assert gpu_cell("135m", 8, **long, workload="mine:Own").reference().windows == 100, "who knows what it costs"
+    for cell in (gpu_cell("135m", 8, **long), gpu_cell("8b", 8, **long)):
+        assert cell.reference().reference() == cell.reference()
+        assert cell.reference().warmup_windows == 1, "the second window is timed"
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_cells_share_a_reference_only_if_they_train_the_same(name: str) -> None:
+    shares = make_cell(**{name: OTHERS[name]}).reference() == make_cell().reference()
+    alike = (
+        "backend",
+        "accumulate",
+        "world_size",
+        "precision",
+        "twin",
+        "shared_gpu",
+        "activation_checkpointing",
+        "compiled",
+    )
+    assert shares == (name in alike)
+
+
+def test_what_follows_from_the_fields() -> None:
+    cell = make_cell(global_batch_size=48, accumulate=3, world_size=4, precision=Precision.BF16)
+    assert cell.micro_batch_size == 4
+    assert cell.windows == 5
+    assert cell.label == "ddp-deferred N=3 W=4 bf16"
+    both = make_cell(activation_checkpointing=True, compiled=True, twin="again")
+    assert both.label == "ddp-deferred N=4 W=2 fp32 checkpointed compiled (A/A again)"

@@ -1,0 +1,202 @@
+"""The plan: bytes of the model's state by hand, estimates, earlier measurements, and what is skipped."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.backends import blocks
+from bench.backends.base import registry
+from bench.backends.plain import DDPEager
+from bench.plan import estimates
+from bench.plan.cell import Cell, Device, Precision, Sharding, Sync
+from bench.plan.models import SIZES
+from bench.plan.task import passes
+from bench.run import journal
+from tests.factories import make_backend, make_cell, make_failure, make_record
+
+BACKENDS = registry()
+P = 1000
+
+
+def estimate(cell: Cell, walls: dict[str, float] | None = None, device_name: str = "cpu") -> estimates.Cost:
+    return estimates.estimate(cell, BACKENDS[cell.backend], walls or {}, cores=2, device_name=device_name)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "sync", "accumulate", "expected"),
+    [
+        (Sharding.NONE, Sync.EAGER, 8, 16 * P),
+        (Sharding.NONE, Sync.DEFERRED, 8, 16 * P),
+        (Sharding.OPTIMIZER, Sync.EAGER, 8, 4 * P + 4 * P + 8 * P // 4),
+        (Sharding.GRADS, Sync.EAGER, 8, 4 * P + (4 + 8) * P // 4),
+        (Sharding.GRADS, Sync.DEFERRED, 8, 4 * P + 4 * P + 8 * P // 4),
+        (Sharding.GRADS, Sync.DEFERRED, 1, 4 * P + (4 + 8) * P // 4),
+        (Sharding.PARAMS, Sync.EAGER, 8, 16 * P // 4),
+        (Sharding.PARAMS, Sync.DEFERRED, 8, 4 * P + (4 + 8) * P // 4),
+    ],
+)
+def test_state_bytes_by_hand(sharding: Sharding, sync: Sync, accumulate: int, expected: int) -> None:
+    assert estimates.state_bytes(P, sharding, sync, 4, accumulate) == expected
+
+
+def test_sgd_has_no_moments() -> None:
+    assert estimates.state_bytes(P, Sharding.NONE, Sync.EAGER, 4, 8, 0) == 8 * P
+    adamw, sgd = estimate(make_cell()).memory_bytes, estimate(make_cell(optimizer="sgd")).memory_bytes
+    assert adamw is not None and sgd is not None
+    assert adamw - sgd == 8 * SIZES["tiny"].num_parameters
+
+
+def test_one_rank_shards_nothing() -> None:
+    assert {estimates.state_bytes(P, sharding, Sync.EAGER, 1, 4) for sharding in Sharding} == {16 * P}
+
+
+def test_measured_before_counts_more_than_a_guess() -> None:
+    cell = make_cell()
+    assert estimate(cell, {cell.cell_id: 42.0}).seconds == 42.0
+    assert estimate(cell, {cell.cell_id: 42.0}).source == "measured"
+    assert estimate(cell).source == "rough"
+    assert estimate(cell).memory_bytes == estimate(cell, {cell.cell_id: 42.0}).memory_bytes
+
+
+def test_rough_estimates_move_as_they_should() -> None:
+    def seconds(**changes: Any) -> float:
+        found = estimate(make_cell(**changes)).seconds
+        assert found is not None
+        return found
+
+    assert seconds(timed_windows=6) > seconds()
+    assert seconds(sequence_length=64) > seconds()
+    assert seconds(backend="ddp-eager") > seconds(backend="ddp-deferred")
+    assert seconds(backend="ddp-eager", accumulate=8) > seconds(backend="ddp-eager")
+    assert seconds(backend="ddp-deferred", accumulate=8) == seconds(backend="ddp-deferred")
+    assert seconds(backend="fsdp2-eager") > seconds(backend="ddp-eager")
+    assert seconds(backend="fsdp2-eager", world_size=1) == seconds(backend="ddp-deferred", world_size=1)
+    large = estimate(make_cell(accumulate=1)).memory_bytes
+    small = estimate(make_cell(accumulate=8)).memory_bytes
+    assert large is not None and small is not None and large > small
+
+
+def test_nothing_is_made_up() -> None:
+    own = make_cell(workload="package.module:factory", model="anything")
+    assert estimate(own) == estimates.Cost(None, "unknown", None)
+    assert estimate(own, {own.cell_id: 3.0}) == estimates.Cost(3.0, "measured", None)
+    cuda = make_cell(device=Device.CUDA, precision="bf16")
+    assert estimate(cuda, device_name="NVIDIA GeForce RTX 4090").seconds is None
+    assert estimate(cuda, device_name="NVIDIA GeForce RTX 4090").source == "unknown"
+    assert estimate(cuda, device_name="NVIDIA H200").seconds is not None
+
+
+def test_earlier_walls_are_medians_of_good_trials(tmp_path: Path) -> None:
+    cell, other = make_cell(), make_cell(accumulate=2)
+    records = [make_record(cell, repeat, wall_s=wall) for repeat, wall in enumerate([1.0, 9.0, 2.0])]
+    records.append(make_failure(cell, 3))
+    for name, lines in {"a": records[:2], "b": records[2:], "c": [make_failure(other)]}.items():
+        (tmp_path / name).mkdir()
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (tmp_path / name / "trials.jsonl").write_text(text + '{"torn": ')
+    assert journal.earlier_walls(tmp_path) == {cell.cell_id: 2.0}
+    assert journal.earlier_walls(tmp_path / "nothing here") == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"[1]\n", b"3\n", b"\xff\xfe\n", b'{"status": "ok", "cell_id": "a", "wall_s": null}\n'],
+    ids=["a list", "a number", "not UTF-8", "no wall time"],
+)
+def test_earlier_walls_lose_no_more_than_a_guess_to_a_damaged_journal(tmp_path: Path, line: bytes) -> None:
+    (tmp_path / "run").mkdir()
+    good = json.dumps(make_record(make_cell(), wall_s=2.0)).encode() + b"\n"
+    (tmp_path / "run" / "trials.jsonl").write_bytes(line + good)
+    assert journal.earlier_walls(tmp_path) == {make_cell().cell_id: 2.0}
+
+
+def test_skipped_names_the_reason_by_cell() -> None:
+    cells = [make_cell(backend=name, accumulate=n) for name in ("fine", "lacks") for n in (1, 2)]
+    backends = {"fine": make_backend("fine"), "lacks": make_backend("lacks", "needs x: pip install x")}
+    assert blocks.skipped(cells, backends) == {cell.cell_id: "needs x: pip install x" for cell in cells[2:]}
+    backends["fine"].not_checkpointed = "it has no blocks"
+    checkpointed = make_cell(backend="fine", activation_checkpointing=True)
+    assert blocks.skipped([cells[0], checkpointed], backends) == {
+        checkpointed.cell_id: "fine cannot run with activation checkpointing: it has no blocks"
+    }
+
+
+def on_gpu(**changes: Any) -> estimates.Cost:
+    """Of a cell of the 135m model on one H100, with all passes that it has beside others of other N."""
+    values: dict[str, Any] = {"model": "135m", "device": Device.CUDA, "precision": Precision.BF16, "world_size": 1}
+    values |= {"sequence_length": 2048, "global_batch_size": 32} | changes
+    cell = make_cell(**values)
+    cells = {dataclasses.replace(cell, accumulate=n) for n in (1, 2, 32)} | {cell}
+    return estimates.estimate(
+        cell,
+        BACKENDS[cell.backend],
+        {},
+        cores=2,
+        device_name="NVIDIA H100 80GB HBM3",
+        passes=passes([*cells])[cell.cell_id],
+    )
+
+
+def test_the_estimate_on_a_gpu_by_hand() -> None:
+    """Few launches: 32 x 2048 tokens at 35 % of 989 TFLOP/s. Many: a millisecond per layer and micro-batch."""
+    windows, compared = make_cell().windows, 8 * 4 * SIZES["135m"].num_parameters / 4e9
+    computing = 32 * 2048 * SIZES["135m"].flops_per_token(2048) / (0.35 * 989e12)
+    assert on_gpu(accumulate=1).seconds == pytest.approx(8.0 + windows * computing)
+    assert on_gpu(accumulate=32).seconds == pytest.approx(8.0 + windows * 32 * 30e-3)
+    many, few = on_gpu(accumulate=32), on_gpu(accumulate=2)
+    exposure = 3 * 32 * 30 * 3e-3
+    assert many.once_s == pytest.approx(32 * 30e-3 + compared + exposure), "and the update; the others are of N = 2"
+    assert few.once_s > 3 * 2 * 30 * 10e-3, "where the memory pass watches every operator"
+    assert few.seconds is not None and few.total(3) == pytest.approx(few.once_s + 3 * few.seconds)
+
+
+def test_what_is_sent_is_in_the_estimate_of_several_gpus() -> None:
+    """1b with 512 tokens a micro-batch on 8 GPUs: by hand, over links of 360 GB/s."""
+    sent = 7 / 8 * SIZES["1b"].num_parameters / 3.6e11
+    values: dict[str, Any] = {"model": "1b", "world_size": 8, "global_batch_size": 256, "sequence_length": 512}
+    values |= {"warmup_windows": 1, "timed_windows": 1, "accumulate": 32}
+
+    def step(backend: str) -> float:
+        one, two = (on_gpu(**values | {"backend": backend, "timed_windows": n}).seconds for n in (1, 2))
+        assert one is not None and two is not None
+        return two - one
+
+    assert step("fsdp2-eager") == pytest.approx(32 * (4 + 4) * sent), "gathered twice in bf16, reduced in fp32"
+    launching = 32 * 16 * 1e-3
+    assert step("fsdp2-deferred") == pytest.approx(max((32 * 4 + 4) * sent, launching))
+    assert step("ddp-deferred") == pytest.approx(launching)
+    assert step("ddp-eager") > step("fsdp2-eager")
+
+
+def test_estimates_on_a_gpu_move_as_they_should() -> None:
+    def seconds(**changes: Any) -> float:
+        found = on_gpu(**changes).seconds
+        assert found is not None
+        return found
+
+    assert seconds(activation_checkpointing=True, accumulate=1) > seconds(accumulate=1)
+    assert seconds(precision=Precision.FP32, accumulate=1) > 3 * (seconds(accumulate=1) - 9)
+    assert seconds(virtual=True, world_size=8, global_batch_size=256) == pytest.approx(seconds())
+    assert on_gpu(backend="reference", accumulate=1, precision=Precision.FP32).once_s > 0
+
+
+def test_missing_packages_are_named_with_the_remedy() -> None:
+    class Needs(DDPEager):
+        requires = ("json", "no_such_package_1", "no_such_package_2")
+
+    expected = "needs no_such_package_1, no_such_package_2: pip install no_such_package_1 no_such_package_2"
+    assert Needs.missing(Device.CPU) == expected
+    assert BACKENDS["ddp-eager"].missing(Device.CPU) == ""
+
+
+def test_estimates_exist_for_every_backend() -> None:
+    for name in BACKENDS:
+        cell = dataclasses.replace(make_cell(), backend=name)
+        found = estimate(cell)
+        assert found.seconds is not None and found.seconds > estimates.FIXED_S
+        assert found.memory_bytes is not None and found.memory_bytes > 0

@@ -1,0 +1,94 @@
+"""Shapes of the models: published parameter counts, the FLOPs that torch counts, the same weights for everyone."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.plan.models import SIZES
+from bench.workload import WorkloadSpec
+
+PUBLISHED = {
+    "135m": 134_515_008,
+    "1b": 1_235_814_400,
+    "3b": 3_212_749_824,
+    "8b": 8_030_261_248,
+}
+"""Parameters as the models' authors count them, a tied weight once."""
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    """The tiny model's workload; its imports take seconds, so it is made once."""
+    from bench.workload.llama import LlamaWorkload
+
+    return LlamaWorkload(WorkloadSpec(model="tiny", sequence_length=8, seed=3, corpus=None))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_parameter_counts(name: str) -> None:
+    assert SIZES[name].num_parameters == PUBLISHED[name]
+
+
+def test_sizes_are_in_order_and_divide() -> None:
+    assert list(SIZES) == ["micro", "tiny", "135m", "1b", "3b", "8b"]
+    assert all(small.num_parameters < large.num_parameters for small, large in pairwise(SIZES.values()))
+    for size in SIZES.values():
+        assert size.hidden_size == size.num_heads * size.head_size
+        assert size.num_heads % size.num_kv_heads == 0
+        assert size.vocab_size >= 256, "the corpora's tokens must fit"
+
+
+def test_tiny_model_has_the_counted_parameters(llama: Any) -> None:
+    model = llama.model()
+    size = SIZES["tiny"]
+    assert sum(p.numel() for p in model.parameters()) == size.num_parameters
+    blocks = llama.blocks(model)
+    assert len(blocks) == size.num_layers
+    assert {sum(p.numel() for p in block.parameters()) for block in blocks} == {size.num_block_parameters}
+
+
+def test_flops_are_those_that_torch_counts(llama: Any) -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model, batch = llama.model(), llama.data(3)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        llama.loss(model, batch).backward()
+    assert counter.get_total_flops() == 3 * llama.flops_per_sample
+
+
+def test_the_same_weights_for_everyone(llama: Any) -> None:
+    import torch
+
+    torch.manual_seed(11)
+    expected_next = torch.rand(1)
+    torch.manual_seed(11)
+    first = llama.model().state_dict()
+    assert torch.equal(torch.rand(1), expected_next), "building a model must not move the global random state"
+    second = llama.model().state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert {value.dtype for value in first.values()} == {torch.float32}
+    other = type(llama)(WorkloadSpec(model="tiny", sequence_length=8, seed=4, corpus=None)).model().state_dict()
+    assert any(not torch.equal(first[name], other[name]) for name in first)
+
+
+def test_mean_of_micro_batches_is_the_loss_of_the_whole(llama: Any) -> None:
+    model, batch = llama.model(), llama.data(4)
+    assert tuple(batch.shape) == (4, 9)
+    whole = llama.loss(model, batch).item()
+    pieces = [llama.loss(model, piece).item() for piece in batch.split(1)]
+    assert sum(pieces) / 4 == pytest.approx(whole, abs=1e-5)
+    assert whole == pytest.approx(5.55, abs=0.5), "an untrained model knows nothing of 256 tokens: ln 256 = 5.55"
+
+
+def test_corpus_file_reaches_the_data(llama: Any, tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"abcdefghi")
+    workload = type(llama)(WorkloadSpec(model="tiny", sequence_length=8, seed=3, corpus=path))
+    assert workload.data(2).tolist() == [list(b"abcdefghi")] * 2
+    assert workload.entropy_floor is None
+    assert llama.entropy_floor is not None

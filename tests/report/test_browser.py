@@ -1,0 +1,294 @@
+"""The page in a real browser: opened from disk, used, printed, and read by those who cannot see it.
+
+Run by ``nox -s browser``, which installs what it needs; skipped without ``--browser``.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.judge.loading import hashed, load
+from bench.report.citation import cite, cite_plot
+from tests.pages import HOSTILE, data_of, read, report, write_large_run, write_run
+
+pytestmark = pytest.mark.browser
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+FACTORS = {"alpha-eager": 1.0, "alpha-deferred": 0.75, "beta": 1.2, "gamma": 1.001}
+A4_POINTS = (595, 842)
+PRINTABLE = 703
+"""Pixels of A4's width between the margins, 186 mm."""
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: nox -s browser installs it")
+    program = next((found for name in NAMES if (found := shutil.which(name))), None)
+    if program is None:
+        pytest.skip(
+            f"no browser is installed: none of {', '.join(NAMES)} is on the path (Debian: apt install chromium)"
+        )
+    with api.sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    def fate(cell: Any, repeat: int) -> tuple[str, str] | None:
+        return ("oom", "rank 0: out of memory") if cell.backend == "beta" and cell.accumulate == 8 else None
+
+    made = write_run(
+        tmp_path_factory.mktemp("browser") / "run", FACTORS, accumulate=(1, 2, 8), world_size=(1, 2), fate=fate
+    )
+    report(made)
+    return made
+
+
+@pytest.fixture(scope="session")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = write_run(
+        tmp_path_factory.mktemp("hostile") / "<i>run",
+        {name: 1 + i / 10 for i, name in enumerate(HOSTILE)},
+        accumulate=(2,),
+    )
+    report(made)
+    return made
+
+
+class Visit:
+    """A page that is open, and what happened on it."""
+
+    def __init__(self, browser: Any, folder: Path, **options: Any) -> None:
+        self.context = browser.new_context(offline=True, **options)
+        self.page = self.context.new_page()
+        self.requests: list[str] = []
+        self.errors: list[str] = []
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("dialog", lambda dialog: self.errors.append(f"dialog: {dialog.message}"))
+        self.url = (folder / "report.html").resolve().as_uri()
+        self.page.goto(self.url)
+
+    def column(self, key: str) -> list[str]:
+        """The texts of a column, of the rows that are shown, in order."""
+        script = f"""[...document.querySelectorAll('#overview tbody tr')].filter(r => !r.hidden)
+                     .map(r => r.querySelector('[data-key="{key}"]').textContent.trim())"""
+        return list(self.page.evaluate(script))
+
+
+@pytest.fixture
+def visit(browser: Any, folder: Path) -> Iterator[Visit]:
+    opened = Visit(browser, folder)
+    yield opened
+    assert opened.errors == []
+    opened.context.close()
+
+
+def test_it_asks_for_nothing(visit: Visit) -> None:
+    assert visit.requests == [visit.url]
+    assert visit.page.title() == "run: gradient accumulation, measured"
+    assert visit.page.locator("#controls").is_visible()
+
+
+@pytest.mark.parametrize("width", [320, 390, 1280])
+def test_the_page_is_no_wider_than_the_screen(browser: Any, folder: Path, width: int) -> None:
+    opened = Visit(browser, folder)
+    opened.page.set_viewport_size({"width": width, "height": 800})
+    assert opened.page.evaluate("document.documentElement.scrollWidth") == width
+    opened.context.close()
+
+
+def test_hostile_names_do_nothing(browser: Any, hostile: Path) -> None:
+    opened = Visit(browser, hostile)
+    opened.page.wait_for_timeout(200)
+    assert opened.requests == [opened.url] and opened.errors == []
+    assert set(HOSTILE) <= {name.removeprefix(" ") for name in opened.column("backend")}
+    for place in range(len(HOSTILE)):
+        opened.page.select_option("#baseline", str(place))
+        assert opened.column("verdict").count("baseline") == 1
+    assert opened.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    opened.context.close()
+
+
+def test_sorting(visit: Visit) -> None:
+    head = visit.page.locator('#overview th[data-key="seconds"]')
+    head.get_by_role("button").click()
+    known = [float(text) for text in visit.column("seconds") if text != "-"]
+    assert head.get_attribute("aria-sort") == "ascending" and known == sorted(known)
+    assert visit.column("seconds")[-2:] == ["-", "-"]
+    head.get_by_role("button").click()
+    known = [float(text) for text in visit.column("seconds") if text != "-"]
+    assert head.get_attribute("aria-sort") == "descending" and known == sorted(known, reverse=True)
+    assert visit.column("seconds")[-2:] == ["-", "-"]
+    visit.page.locator('#overview th[data-key="backend"] button').press("Enter")
+    assert visit.column("backend") == sorted(visit.column("backend"))
+    assert head.get_attribute("aria-sort") is None
+
+
+def test_filters(visit: Visit) -> None:
+    every = len(visit.column("backend"))
+    visit.page.select_option("#by-backend", label="gamma")
+    assert set(visit.column("backend")) == {"gamma"} and len(visit.column("backend")) == 6
+    visit.page.select_option("#by-n", label="8")
+    visit.page.select_option("#by-w", label="2")
+    assert (visit.column("accumulate"), visit.column("world_size")) == (["8"], ["2"])
+    assert visit.page.locator("#count").inner_text() == f"1 of {every} cells shown"
+    for name in ("#by-backend", "#by-n", "#by-w"):
+        visit.page.select_option(name, "")
+    visit.page.select_option("#by-status", label="oom")
+    assert set(visit.column("status")) == {"oom 10/10"} and len(visit.column("status")) == 2
+
+
+def test_another_baseline(visit: Visit, folder: Path) -> None:
+    data = data_of(read(folder / "report.html"))
+    own = [visit.column(key) for key in ("ratio", "interval", "verdict")]
+    place = data["baselines"].index("alpha-deferred")
+    visit.page.select_option("#baseline", label="alpha-deferred")
+    ids = visit.page.evaluate("[...document.querySelectorAll('#overview tbody tr')].map(r => r.dataset.id)")
+    shown = zip(ids, *(visit.column(key) for key in ("backend", "ratio", "interval", "verdict")), strict=True)
+    compared = 0
+    for cell_id, backend, ratio, interval, verdict in shown:
+        found = [one for one in data["ratios"].get(cell_id, []) if one[0] == place]
+        if backend == "alpha-deferred":
+            assert (ratio, interval, verdict) == ("1", "-", "baseline")
+        elif not found or found[0][1] is None:
+            assert (ratio, interval) == ("-", "-")
+        else:
+            compared += 1
+            _, middle, low, high, word, _ = found[0]
+            assert (ratio, interval) == (f"{middle:.3f}", f"{low:.3f} - {high:.3f}")
+            assert verdict.split(":")[0] == data["verdicts"][word]
+    assert compared == 16
+    assert visit.page.locator("#against").inner_text() == "alpha-deferred"
+    visit.page.select_option("#baseline", label="alpha-eager")
+    assert [visit.column(key) for key in ("ratio", "interval", "verdict")] == own
+
+
+def test_a_citation_is_copied(browser: Any, folder: Path) -> None:
+    run = hashed(load(folder), folder)
+    opened = Visit(browser, folder, permissions=["clipboard-read", "clipboard-write"])
+    page = opened.page
+    (cell,) = [c for c in run.cells.values() if (c.backend, c.accumulate, c.world_size) == ("gamma", 8, 2)]
+    (reference,) = [c for c in run.cells.values() if c.backend == "reference"]
+    for baseline in data_of(read(folder / "report.html"))["baselines"]:
+        page.select_option("#baseline", label=baseline)
+        for form in ("text", "markdown", "bibtex"):
+            page.select_option("#format", form)
+            page.locator(f'button[data-cell="{cell.cell_id}"]').click()
+            wanted = getattr(cite(run, cell.cell_id), form)
+            if baseline == "gamma":
+                page.get_by_text("Copied the citation of the cell.", exact=True).wait_for()
+            else:
+                page.get_by_text(f"Copied the citation of the cell and of its ratio to {baseline}.").wait_for()
+                (base,) = [
+                    one.cell_id
+                    for one in run.cells.values()
+                    if (one.backend, one.accumulate, one.world_size, one.twin) == (baseline, 8, 2, "")
+                ]
+                wanted += f"\n\n{getattr(cite(run, cell.cell_id, base), form)}"
+            assert page.evaluate("navigator.clipboard.readText()") == wanted
+            page.locator(f'button[data-cell="{reference.cell_id}"]').click()
+            page.get_by_text("Copied the citation of the cell.", exact=True).wait_for()
+    page.locator('button[data-plot="memory_vs_time"]').click()
+    page.get_by_text("Copied the citation of the plot.").wait_for()
+    assert page.evaluate("navigator.clipboard.readText()") == cite_plot(run, "memory_vs_time").bibtex
+    assert opened.errors == []
+    opened.context.close()
+
+
+def test_a_citation_is_shown_where_copying_is_forbidden(visit: Visit) -> None:
+    visit.page.evaluate(
+        """() => { navigator.clipboard.writeText = () => Promise.reject(new Error("no"));
+                   document.execCommand = () => false; }"""
+    )
+    visit.page.locator("button[data-cell]").first.click()
+    visit.page.wait_for_selector("#manual[open]")
+    assert "accumulation-bench:run/" in visit.page.input_value("#manual-text")
+    visit.page.keyboard.press("Escape")
+    assert not visit.page.locator("#manual").is_visible()
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("which", ["folder", "hostile"])
+def test_accessibility(browser: Any, which: str, dark: bool, request: pytest.FixtureRequest) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="nox -s browser installs axe-core")
+    opened = Visit(browser, request.getfixturevalue(which), color_scheme="dark" if dark else "light")
+    opened.page.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true })")
+    found = axe.Axe().run(opened.page)
+    assert found.violations_count == 0, found.generate_report()
+    background = opened.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert background == ("rgb(21, 23, 28)" if dark else "rgb(255, 255, 255)")
+    ink = opened.page.evaluate("getComputedStyle(document.querySelector('svg.plot')).fill")
+    assert ink == ("rgb(230, 230, 230)" if dark else "rgb(0, 0, 0)")
+    opened.context.close()
+
+
+@pytest.mark.parametrize("which", ["folder", "hostile"])
+def test_no_table_is_cut_on_a4(browser: Any, which: str, request: pytest.FixtureRequest) -> None:
+    folder: Path = request.getfixturevalue(which)
+    opened = Visit(browser, folder, color_scheme="dark", viewport={"width": PRINTABLE, "height": 1000})
+    opened.page.emulate_media(media="print", color_scheme="dark")
+    opened.page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    wide = opened.page.evaluate(
+        """[...document.querySelectorAll('table, svg, dl, td, th')].filter(one => {
+             const box = one.getBoundingClientRect();
+             const spills = one.tagName !== 'svg' && one.scrollWidth > one.clientWidth + 1;
+             return box.width && (box.right > innerWidth + 1 || spills);
+           }).map(one => one.outerHTML.slice(0, 200))"""
+    )
+    assert wide == []
+    assert opened.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert opened.page.evaluate("document.querySelectorAll('details:not([open])').length") == 0
+    opened.context.close()
+
+
+def test_the_pdf(browser: Any, folder: Path, tmp_path: Path) -> None:
+    pypdf = pytest.importorskip("pypdf", reason="nox -s browser installs pypdf")
+    opened = Visit(browser, folder)
+    opened.page.pdf(path=tmp_path / "report.pdf", prefer_css_page_size=True, print_background=True)
+    opened.context.close()
+    pdf = pypdf.PdfReader(tmp_path / "report.pdf")
+    for sheet in pdf.pages:
+        assert (round(float(sheet.mediabox.width)), round(float(sheet.mediabox.height))) == A4_POINTS
+    texts = ["".join(sheet.extract_text().split()) for sheet in pdf.pages]
+    whole = "".join(texts)
+    page = read(folder / "report.html")
+    for table in page.find("table"):
+        for row in table.find("tr"):
+            assert "".join((row.find("th", "td")[0].text).split()) in whole
+    ids = [str(row.attributes["data-id"]) for row in page.find("tr") if row.attributes.get("data-id")]
+    assert all(cell_id in whole for cell_id in ids)
+    (folded,) = [one for one in page.find("table") if one.find("caption", id="speed-caption")]
+    assert len(folded.find("tr")) > 20 and "fastest" in whole  # its details are closed on the screen
+    on = [number for number, text in enumerate(texts) if any(cell_id in text for cell_id in ids)]
+    assert all("time/baseline" in texts[number] for number in on), "the header is repeated"
+
+
+@pytest.mark.slow
+def test_500_cells_answer_at_once(browser: Any, tmp_path: Path) -> None:
+    many = write_large_run(tmp_path / "many")
+    report(many)
+    began = time.monotonic()
+    opened = Visit(browser, many)
+    ready = time.monotonic() - began
+    took = opened.page.evaluate("performance.getEntriesByType('navigation')[0].domContentLoadedEventEnd")
+    assert took < 1000, (took, ready)
+    for action in (
+        lambda: opened.page.select_option("#baseline", "3"),
+        lambda: opened.page.select_option("#by-n", "2"),
+        lambda: opened.page.locator('#overview th[data-key="seconds"] button').click(),
+    ):
+        began = time.monotonic()
+        action()
+        opened.page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        assert time.monotonic() - began < 1
+    assert opened.errors == []
+    opened.context.close()

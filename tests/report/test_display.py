@@ -1,0 +1,104 @@
+"""The display: plain lines where there is no terminal, counts, failures in words, and the time to go."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+from typing import Any
+
+from rich.console import Console
+
+from bench.judge.tables import build
+from bench.plan.estimates import Cost
+from bench.plan.schedule import Trial
+from bench.report.progress import Display
+from tests.factories import make_cell, make_failure, make_manifest, make_record
+
+CELL = make_cell()
+
+
+def run(
+    trials: list[Trial],
+    records: list[dict[str, Any]],
+    estimate: float | None,
+    *,
+    terminal: bool = False,
+    budget_s: float = math.inf,
+) -> str:
+    """What is written while these trials end with these records."""
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=terminal, width=200)
+    guess = Cost(estimate, "rough", None, once_s=30.0)
+    with Display(console, {trial.cell.cell_id: guess for trial in trials}) as display:
+        display.expect(trials, more=budget_s < math.inf, budget_left_s=budget_s)
+        for number, (trial, record) in enumerate(zip(trials, records, strict=False)):
+            display.started(trial, number, len(trials))
+            display.finished(trial, record)
+    return text.getvalue()
+
+
+TRIALS = [Trial(CELL, repeat) for repeat in range(4)]
+
+
+def test_plain_lines() -> None:
+    lines = run(TRIALS, [make_record(CELL, wall_s=4.0), make_failure(CELL, 1, "oom", "rank 0: [red]full[/red]")], 2.0)
+    assert lines.splitlines() == [
+        "[1/4] ddp-deferred N=4 W=2 fp32 repeat 0: 0.5100 s/step (4.0 s, about 12 s to go)",
+        # Twice 2 s were expected and 6.5 s taken, so twice 2 s more will take 6.5 s.
+        "[2/4] ddp-deferred N=4 W=2 fp32 repeat 1: oom: rank 0: [red]full[/red] (2.5 s, about 6 s to go)",
+    ]
+
+
+def test_time_to_go_without_estimates_is_the_mean_of_what_was_seen() -> None:
+    lines = run(TRIALS, [make_record(CELL, wall_s=40.0), make_record(CELL, wall_s=60.0)], None).splitlines()
+    assert lines[0].endswith("(40.0 s, about 2 min 00 s to go)")
+    assert lines[1].endswith("(60.0 s, about 1 min 40 s to go)")
+
+
+def test_nothing_is_left_at_the_end() -> None:
+    lines = run(TRIALS[:1], [make_record(CELL)], 2.0).splitlines()
+    assert lines[-1].startswith("[1/1]") and lines[-1].endswith("about 0 s to go)")
+
+
+def test_a_terminal_gets_the_lines_too() -> None:
+    text = run(TRIALS, [make_record(CELL)], 2.0, terminal=True)
+    assert "[1/4] ddp-deferred N=4 W=2 fp32 repeat 0: 0.5100 s/step" in text
+    assert "\x1b[" in text
+
+
+def test_messages_are_not_markup_and_not_wrapped() -> None:
+    text = io.StringIO()
+    with Display(Console(file=text, width=20), {}) as display:
+        display.say("[bold]a path[/bold] " + "x" * 60)
+    assert text.getvalue() == "[bold]a path[/bold] " + "x" * 60 + "\n"
+
+
+def test_no_more_time_is_left_than_the_budget_and_the_block_under_way() -> None:
+    other = make_cell(backend="ddp-eager")
+    blocks = [Trial(cell, repeat) for repeat in range(100) for cell in (CELL, other)]
+    records = [make_record(trial.cell, trial.repeat, wall_s=60.0) for trial in blocks[:2]]
+    lines = run(blocks, records, 60.0, budget_s=180.5).splitlines()
+    assert lines[0].endswith("(60.0 s, at most about 3 min 00 s to go, by the budget)")
+    lines = run(blocks, records, 60.0, budget_s=1e-3).splitlines()
+    # The other half of the first block is run whatever the budget, and nothing after it.
+    assert lines[0].endswith("(60.0 s, at most about 1 min 00 s to go, by the budget)")
+    assert lines[1].endswith("(60.0 s, at most about 0 s to go, by the budget)")
+    assert run(blocks, records, 60.0, budget_s=1e6).splitlines()[0].endswith("at least 199 min 00 s to go)")
+
+
+def test_the_last_initial_block_is_run_whatever_the_budget() -> None:
+    blocks = [Trial(CELL, repeat, extra=repeat == 5) for repeat in range(6)]
+    records = [make_record(CELL, wall_s=60.0)]
+    (line,) = run(blocks, records, 60.0, budget_s=120.5).splitlines()
+    assert line.endswith("(60.0 s, at most about 3 min 30 s to go, by the budget)"), "60 s, and 30 s of extra passes"
+
+
+def test_the_step_time_is_that_of_the_tables() -> None:
+    unsettled = make_record(CELL, time={"num_warmup": 4, "step_seconds": [9.0, 8.0, 1.0, 1.25]})
+    (line,) = run(TRIALS[:1], [unsettled], 2.0).splitlines()
+    trials = build([unsettled], make_manifest([CELL])).trials
+    assert trials["step_time_s"].tolist() == [1.125] and ": 1.1250 s/step (" in line
+    shared = dataclasses.replace(CELL, shared_gpu=True)
+    (line,) = run([Trial(shared, 0)], [make_record(shared)], 2.0).splitlines()
+    assert ": ok (" in line, "nothing is timed where ranks share a GPU"

@@ -1,0 +1,274 @@
+"""A run for other programs: documented frames, CSV, parquet, and JSON that pytest-benchmark itself reads."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import parquet
+from pytest_benchmark.stats import Stats
+
+import bench
+from bench import cli
+from bench.errors import InputError
+from bench.judge.frames import Frames
+from bench.judge.standing import standing
+from bench.plan.cell import REFERENCE
+from bench.plan.columns import COLUMNS, FRAMES
+from bench.report.formats import COLUMNS_FILE, FORMULA, harmless, stats
+from tests.conftest import ROOT, alone
+from tests.report.test_citation import wrong_update
+from tests.simulated import simulate
+
+FORMULAS = ("=cmd|' /C calc'!A0", "+1+1", "-2+3", "@SUM(1)", "\t=1", "\uff1d1", " =1")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("export") / "exported"
+    simulate(path, {"base": 1.0, "slow": 1.1, "wrong": 1.0}, ranks=wrong_update, accumulate=(2, 4), repeats=6)
+    return path
+
+
+@pytest.fixture(scope="module")
+def frames(folder: Path) -> Frames:
+    return bench.load(str(folder))
+
+
+def test_every_column_of_every_frame_is_documented(frames: Frames) -> None:
+    assert list(frames) == list(FRAMES) == list(COLUMNS) and len(frames) == len(FRAMES)
+    for name, frame in frames.items():
+        assert frame is getattr(frames, name)
+        assert {key: str(dtype) for key, dtype in frame.dtypes.items()} == {
+            key: about.dtype for key, about in COLUMNS[name].items()
+        }, name
+        assert list(frame.columns) == list(COLUMNS[name])
+        assert all(about.meaning for about in COLUMNS[name].values())
+    with pytest.raises(KeyError, match="they are cells, trials"):
+        frames["trial"]
+
+
+def test_a_unit_is_in_the_name_where_the_name_has_one() -> None:
+    endings = {"_s": "s", "_bytes": "B", "_mhz": "MHz", "_w": "W", "_c": "degC", "tokens_per_s": "tokens/s"}
+    for columns in COLUMNS.values():
+        for key, about in columns.items():
+            unit = next((unit for end, unit in reversed(endings.items()) if key.endswith(end)), None)
+            assert unit is None or about.unit == unit, key
+
+
+def test_cells_have_an_interval_a_verdict_and_an_id_or_the_reason_why_not(frames: Frames) -> None:
+    cells = frames.cells.set_index("cell_id")
+    assert len(cells) == len(frames.run.cells) == cells["citation"].nunique()
+    for row in standing(frames.run).rows:
+        cell = cells.loc[row.pair.b.cell_id]
+        assert cell["verdict"] == row.judgement.verdict and cell["baseline"] == "base"
+        if row.time is not None:
+            assert (cell["ratio"], cell["ratio_low"]) == (row.time.ratio, row.time.low)
+    good = cells[cells["comparable"] & (cells["backend"] != REFERENCE)]  # the reference's made-up steps are all alike
+    assert (good["step_time_low_s"] < good["step_time_s"]).all() and (
+        good["step_time_s"] < good["step_time_high_s"]
+    ).all()
+    assert (good["num_ok"] == 6).all() and (good["tokens_per_s"] * good["step_time_s"]).round(6).nunique() == 1
+    wrong = cells[cells["backend"] == "wrong"]
+    assert len(wrong) == 2 and not wrong["comparable"].any() and wrong["step_time_s"].isna().all()
+    assert wrong["caveats"].str.contains("the update is off by").all() and (wrong["status"] == "invalid").all()
+
+
+def test_a_run_of_one_backend_has_frames_too(tmp_path: Path) -> None:
+    frames = Frames(simulate(tmp_path / "run", {"base": 1.0}, repeats=2), tmp_path / "run")
+    assert len(frames.ratios) == 0 and list(frames.ratios.columns) == list(COLUMNS["ratios"])
+    assert frames.cells["verdict"].isna().all() and frames.cells["step_time_low_s"].isna().all()
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    code = "import bench, sys; bench.load; print([m for m in ('pandas', 'numpy', 'torch') if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="holds no run"):
+        bench.load(tmp_path)
+
+
+def test_without_a_format_all_frames_are_described(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["export", str(folder)]) == 0
+    out = capsys.readouterr().out
+    for name, columns in COLUMNS.items():
+        assert re.search(rf"^{name}: \d+ rows x {len(columns)} columns: ", out, re.MULTILINE)
+        assert all(re.search(rf"^  {key} +{about.dtype} ", out, re.MULTILINE) for key, about in columns.items())
+    assert cli.main(["export", str(folder), "--table", "steps", "--head", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "trials:" not in out and len(out.split("\n\n")[1].strip().splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--table", "nothing"],
+        ["--head", "3"],
+        ["--table", "steps", "--head", "0"],
+        ["--out", "x"],
+        ["--table", "steps", "--format", "csv", "--out", "x"],
+    ],
+)
+def test_a_wrong_description_is_one_line(
+    folder: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["export", str(folder), *arguments]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_csv_says_the_same_as_the_frames(folder: Path, frames: Frames, tmp_path: Path) -> None:
+    assert cli.main(["export", str(folder), "--format", "csv", "--out", str(tmp_path / "csv")]) == 0
+    documented = pd.read_csv(tmp_path / "csv" / COLUMNS_FILE, keep_default_na=False)
+    for name, frame in frames.items():
+        about = documented[documented["frame"] == name].set_index("column")
+        assert list(about.index) == list(frame.columns)
+        read = pd.read_csv(
+            tmp_path / "csv" / f"{name}.csv", dtype=about["dtype"].to_dict(), keep_default_na=False, na_values=[""]
+        )
+        for key in frame.columns:
+            if about.loc[key, "dtype"] == "string":
+                assert (read[key].fillna("") == frame[key].fillna("").str.strip()).all(), key
+            else:
+                pd.testing.assert_series_equal(read[key], frame[key], rtol=1e-12)
+    units = {tuple(row) for row in documented[["column", "unit"]].to_numpy()}
+    assert {("step_time_s", "s"), ("peak_memory_bytes", "B"), ("power_w", "W")} <= units
+
+
+def test_no_text_in_csv_is_a_formula(tmp_path: Path) -> None:
+    simulate(tmp_path / "run", dict.fromkeys(FORMULAS, 1.0), repeats=2)
+    assert cli.main(["export", str(tmp_path / "run"), "--format", "csv", "--out", str(tmp_path / "csv")]) == 0
+    seen = 0
+    for path in (tmp_path / "csv").glob("*.csv"):
+        with path.open(encoding="utf-8", newline="") as file:
+            for row in csv.reader(file):
+                for value in row:
+                    seen += value.startswith("'")
+                    assert not value.startswith((*FORMULA, "\t", "\r")) or float(value) < 0
+    assert seen > len(FORMULAS)
+
+
+@given(st.lists(st.text(), min_size=1))
+def test_any_text_is_harmless(texts: list[str]) -> None:
+    frame = pd.DataFrame({"a": pd.array([*texts, pd.NA], dtype="string"), "n": -1.5})
+    found = harmless(frame)
+    assert found["a"].isna().sum() == 1 and (found["n"] == -1.5).all()
+    for line in found["a"].dropna():
+        assert not line.startswith(FORMULA) and not line[:1].isspace() and len(line.splitlines()) <= 1
+
+
+def test_parquet_keeps_dtypes_and_says_units(folder: Path, frames: Frames, tmp_path: Path) -> None:
+    assert cli.main(["export", str(folder), "--format", "parquet", "--out", str(tmp_path / "tables")]) == 0
+    for name, frame in frames.items():
+        path = tmp_path / "tables" / f"{name}.parquet"
+        pd.testing.assert_frame_equal(pd.read_parquet(path), frame)
+        schema = parquet.read_schema(path)
+        assert schema.metadata[b"run_id"] == b"exported"
+        for key, about in COLUMNS[name].items():
+            assert schema.field(key).metadata[b"unit"].decode() == about.unit
+            assert schema.field(key).metadata[b"meaning"].decode() == about.meaning
+
+
+@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=40))
+def test_statistics_are_those_of_pytest_benchmark(values: list[float]) -> None:
+    theirs = Stats()
+    for value in values:
+        theirs.update(value)
+    ours = stats(values)
+    assert ours.pop("data") == values and ours.pop("iterations") == 1
+    assert ours.pop("outliers") == theirs.outliers
+    assert ours == pytest.approx({name: getattr(theirs, name) for name in Stats.fields if name != "outliers"})
+
+
+@pytest.fixture(scope="module")
+def document(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("json") / "run.json"
+    assert cli.main(["export", str(folder), "--format", "pytest-benchmark", "--out", str(path)]) == 0
+    return path
+
+
+def test_the_document_has_the_fields_of_a_real_one(document: Path, tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text("def test_it(benchmark):\n    benchmark(sum, [1])\n")
+    command = [sys.executable, "-m", "pytest", "-q", "--rootdir", str(tmp_path), "--benchmark-json", "real.json"]
+    more = ["--benchmark-max-time", "0.01", "--benchmark-min-rounds", "2", "-p", "no:cacheprovider"]
+    done = subprocess.run([*command, *more], cwd=tmp_path, env=alone(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    real, ours = json.loads((tmp_path / "real.json").read_text()), json.loads(document.read_text())
+    assert real.keys() <= ours.keys()
+    for part in ("machine_info", "commit_info"):
+        assert real[part].keys() <= ours[part].keys(), part
+    for one in ours["benchmarks"]:
+        assert one.keys() == real["benchmarks"][0].keys()
+        assert one["stats"].keys() == real["benchmarks"][0]["stats"].keys()
+        assert {type(value) for value in one["stats"]["data"]} == {float}
+        assert one["options"].keys() <= real["benchmarks"][0]["options"].keys()
+
+
+def test_a_round_is_a_trial_and_what_is_wrong_is_left_out(document: Path, frames: Frames) -> None:
+    found = json.loads(document.read_text())
+    assert len(found["benchmarks"]) == len(frames.run.cells) - 2
+    assert {one["status"] for one in found["left_out"]} == {"invalid"} and len(found["left_out"]) == 2
+    cells = frames.cells.set_index("cell_id")
+    for one in found["benchmarks"]:
+        cell_id = one["fullname"].partition("::")[0].removeprefix("accumulation-bench/")
+        trials = frames.trials[frames.trials["cell_id"] == cell_id]
+        assert one["stats"]["data"] == trials["step_time_s"].tolist() and one["stats"]["rounds"] == 6
+        told, cell = one["extra_info"], cells.loc[cell_id]
+        assert told["step_time_low_s"] == cell["step_time_low_s"] and told["status"] == "ok"
+        assert told["citation"] == cell["citation"]
+        assert one["params"]["backend"] == cell["backend"]
+        assert told["gates"]["seen"]["optimizer_steps_observed"] == trials["optimizer_steps_observed"].unique().tolist()
+        assert max(told["gates"]["seen"]["update_error"]) < told["gates"]["limits"]["update_error"]
+    assert len({one["fullname"] for one in found["benchmarks"]}) == len(found["benchmarks"])
+
+
+def compare(folder: Path, *arguments: str) -> str:
+    command = [sys.executable, "-m", "pytest_benchmark", "compare", *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0 and "Failed to load" not in done.stderr, done.stderr
+    return done.stdout
+
+
+def test_pytest_benchmark_compares_it(document: Path, tmp_path: Path) -> None:
+    for name in ("run.json", "b.json"):
+        (tmp_path / name).write_bytes(document.read_bytes())
+    out = compare(tmp_path, "run.json", "b.json", "--columns", "median,iqr,ops,rounds,outliers", "--csv", "out.csv")
+    count = sum(one["group"] == "N=2 W=2 fp32" for one in json.loads(document.read_text())["benchmarks"])
+    assert f"'N=2 W=2 fp32': {2 * count} tests" in out and "slow N=4 W=2 fp32 (" in out and "wrong" not in out
+    rows = pd.read_csv(tmp_path / "out.csv")
+    assert len(rows) == 2 * len(json.loads(document.read_text())["benchmarks"])
+    assert "base N=2 W=2 fp32" in compare(
+        tmp_path, "run.json", "b.json", "--between", "median", "--group-by", "fullname"
+    )
+    assert "backend=slow" in compare(tmp_path, "run.json", "--group-by", "param:backend")
+
+
+def test_dashboards_find_what_they_read(document: Path) -> None:
+    """github-action-benchmark takes name, operations per second, deviation, mean and rounds of each benchmark."""
+    for one in json.loads(document.read_text())["benchmarks"]:
+        values: dict[str, Any] = one["stats"]
+        assert isinstance(one["fullname"], str) and one["fullname"].isprintable()
+        assert values["ops"] == pytest.approx(1 / values["mean"]) and values["stddev"] >= 0 and values["rounds"] == 6
+
+
+@pytest.mark.parametrize(
+    ("form", "out"),
+    [("pytest-benchmark", "x.txt"), ("csv", "{run}"), ("parquet", "{run}/run.json/x"), ("xlsx", "x"), ("csv", None)],
+)
+def test_a_wrong_export_is_one_line(
+    folder: Path, form: str, out: str | None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    place = [] if out is None else ["--out", out.format(run=folder) if "{" in out else str(tmp_path / out)]
+    assert cli.main(["export", str(folder), "--format", form, *place]) == 2
+    assert capsys.readouterr().err.count("\n") == 1

@@ -1,0 +1,135 @@
+"""The figures of memory by category, of made and of odd runs."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import matplotlib.style
+import pandas as pd
+import pytest
+
+from bench.judge import tables
+from bench.plan.categories import HELD, PEAK, Category
+from bench.report import bars, style
+from bench.report.figure_data import FigureData
+from bench.report.panels import Drawing
+from tests import legible
+from tests.factories import make_cell, make_failure, make_manifest, make_record
+
+BACKENDS = (
+    "ddp-eager", "ddp-deferred", "fsdp2-eager", "fsdp2-deferred", "fsdp2-zero2-eager", "fsdp2-deferred-resident",
+    "deepspeed-zero2-eager", "deepspeed-zero3-deferred", "lightning-fsdp2", "lightning-deepspeed-zero2-corrected",
+)  # fmt: skip
+MIB = 2**20
+
+
+def made(total: str, scale: int) -> dict[str, int]:
+    """A total with parts of 1, 2, 3 ... MiB, times a factor."""
+    parts = {f"{total}_{category}": (i + 1) * scale * MIB for i, category in enumerate(Category)}
+    return {total: sum(parts.values()), **parts}
+
+
+def tables_of(names: tuple[str, ...], ns: tuple[int, ...], worlds: tuple[int, ...]) -> tuple[tables.Tables, Any]:
+    cells = [
+        make_cell(backend=name, accumulate=n, world_size=world, global_batch_size=64)
+        for world in worlds
+        for n in ns
+        for name in names
+    ]
+    records = []
+    for i, cell in enumerate(cells):
+        if cell.backend == "fsdp2-zero2-eager" and cell.accumulate == 4:
+            records.append(make_failure(cell))
+            continue
+        held = made(HELD, 1 + i % len(names)) if cell.accumulate > 1 else {}
+        records.append(make_record(cell, memory={**made(PEAK, 2 + i % len(names)), **held}))
+        records.append(make_record(cell, repeat=1, memory=None))
+    manifest = make_manifest(cells)
+    return tables.build(records, manifest), manifest
+
+
+def draw(names: tuple[str, ...], ns: tuple[int, ...], worlds: tuple[int, ...]) -> dict[str, list[Drawing]]:
+    found, manifest = tables_of(names, ns, worlds)
+    with matplotlib.style.context(list(style.BASE)):
+        run = FigureData(found, manifest)
+        return {
+            "categories": bars.draw_memory_categories(run, found.memory),
+            "held": bars.draw_held_gradients(run, found.memory),
+        }
+
+
+@pytest.mark.parametrize(
+    ("names", "ns", "worlds"),
+    [
+        (BACKENDS[:2], (2,), (2,)),
+        (BACKENDS, (1, 2, 4), (2, 4)),
+        (BACKENDS, (2, 4, 8, 16), (1, 2, 4)),
+        (BACKENDS[2:4], (1, 2, 4, 8), (2,)),
+    ],
+    ids=["two", "six panels", "twelve panels", "pair"],
+)
+def test_nothing_overlaps_and_no_panel_is_empty(
+    names: tuple[str, ...], ns: tuple[int, ...], worlds: tuple[int, ...]
+) -> None:
+    for drawings in draw(names, ns, worlds).values():
+        assert drawings
+        for drawing in drawings:
+            with matplotlib.style.context(list(style.BASE)):
+                legible.assert_legible(drawing.figure, style.MAX_HEIGHT)
+            assert all(axes.patches or axes.lines for axes in drawing.figure.axes)
+
+
+def test_a_bar_is_as_long_as_the_peak_and_has_every_category() -> None:
+    (drawing,) = draw(("fsdp2-eager",), (2,), (2,))["categories"]
+    (axes,) = drawing.figure.axes
+    ends = [bar.get_x() + bar.get_width() for bar in axes.patches]  # type: ignore[attr-defined]
+    assert len(ends) == len(Category)
+    assert max(ends) == pytest.approx(2 * sum(range(1, 10)))
+    assert drawing.data["peak_bytes"].tolist() == [90 * MIB]
+
+
+def test_a_failed_cell_keeps_its_row_and_says_why() -> None:
+    (drawing,) = draw(("fsdp2-eager", "fsdp2-zero2-eager"), (4,), (2,))["categories"]
+    assert "oom" in legible.words(drawing.figure)
+
+
+def test_held_gradients_are_both_kinds_and_begin_with_two_micro_batches() -> None:
+    (drawing,) = draw(("fsdp2-eager",), (1, 2, 4), (2,))["held"]
+    held = drawing.data[bars.HELD_GRADIENTS]
+    assert drawing.data["accumulate"].tolist() == [2, 4]
+    assert held.tolist() == [(3 + 4) * MIB] * 2
+
+
+def test_without_categories_nothing_is_drawn() -> None:
+    """Runs of older versions have totals alone."""
+    cell = make_cell()
+    found = tables.build([make_record(cell)], make_manifest([cell]))
+    run = FigureData(found, make_manifest([cell]))
+    assert bars.draw_memory_categories(run, found.memory) == []
+    assert bars.draw_held_gradients(run, found.memory) == []
+
+
+def test_colours_are_distinct_also_in_grey() -> None:
+    """For those who see no hues: neighbours in a bar differ in luminance, or one of them is hatched."""
+    from matplotlib.colors import to_rgb
+
+    def luminance(category: Category) -> float:
+        red, green, blue = to_rgb(bars.CATEGORY_COLOURS[category])
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    order = list(Category)
+    for one, other in itertools.pairwise(order):
+        hatched = (one in bars.HATCHED) != (other in bars.HATCHED)
+        assert hatched or abs(luminance(one) - luminance(other)) > 0.08, (one, other)
+    assert len(set(bars.CATEGORY_COLOURS.values())) == len(Category)
+
+
+def test_the_largest_repeat_counts_and_the_prefix_does_not_matter() -> None:
+    rows = [
+        {"cell_id": "a", "repeat": repeat, "category": f"{prefix}peak_{category}", "bytes": repeat + 1}
+        for repeat, prefix in enumerate(("tracked_", ""))
+        for category in Category
+    ]
+    frame = pd.DataFrame(rows).astype({"category": "string", "bytes": "Int64"})
+    assert bars.by_cell(frame, PEAK).loc["a"].tolist() == [2] * len(Category)

@@ -1,0 +1,116 @@
+"""What has to be said beside numbers is said wherever they are shown, once, and nowhere else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import cli
+from bench.backends.base import BF16_AUTOCAST, BF16_PARAMETERS
+from bench.judge.frames import read as read_frames
+from bench.judge.integrity import Level
+from bench.judge.loading import hashed, load
+from bench.judge.quoting import find_cell
+from bench.report.citation import cite
+from bench.report.cited import verify
+from bench.run.journal import read_manifest, write_manifest
+from tests.pages import copied_ratio, data_of, kind, read, report, write_run
+
+DDP, FSDP2 = "like-ddp", "like-fsdp2"
+"""Made up, so that no formula of a real backend says that the made-up numbers are wrong."""
+BEGINNING = "bf16 is computed in different ways"
+BF16 = (
+    f"{BEGINNING}, which by itself changes time and memory: autocast over fp32 parameters, which keeps the residual "
+    f"stream and norms in fp32 ({DDP}); bf16 copies of fp32 parameters ({FSDP2})"
+)
+ALONE = "on one rank this backend waits, which it does not on several"
+
+
+def write(folder: Path, precision: str = "bf16", way: str = BF16_PARAMETERS, *, remarks: bool = True) -> Path:
+    """A run of two backends, the second of which computes bf16 in this way, and has a remark on it if asked."""
+    path = write_run(folder, {DDP: 1.0, FSDP2: 0.8}, repeats=6, accumulate=(2,), precision=(precision,))
+    about = read_manifest(path)
+    about["backends"] |= {DDP: kind(DDP) | {"bf16_as": BF16_AUTOCAST}, FSDP2: kind(FSDP2) | {"bf16_as": way}}
+    if remarks:
+        about["remarks"] = {find_cell(load(path), f"{FSDP2} N=2 W=2 {precision}").cell_id: ALONE}
+    write_manifest(path, about)
+    return path
+
+
+def places(folder: Path) -> dict[str, str]:
+    """What a report says in each place that shows numbers, each in one line."""
+    _, printed = report(folder)
+    page = read(folder / "report.html")
+    (answer,), (cells,) = page.find("ul", class_="answer"), page.find("section", aria_labelledby="cells")
+    found = {"terminal": printed, "answer": answer.text, "table": cells.text}
+    found |= {"pull request": (folder / "report.md").read_text()}
+    found |= {path.stem: described(path) for path in (folder / "plots").glob("*.svg") if path.stem != "noise"}
+    return {name: " ".join(text.split()) for name, text in found.items()}
+
+
+def described(picture: Path) -> str:
+    """The words below a picture, which it also has as plain text."""
+    return picture.read_text().partition("<dc:description>")[2].partition("</dc:description>")[0]
+
+
+def compared(folder: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    assert cli.main(["compare", str(folder), "--backend", FSDP2, "--against", DDP, "--out", str(out)]) == 0
+    found = {path.name: path.read_text() for path in out.glob("*.md")} | {"compare": capsys.readouterr().out}
+    found |= {path.name: described(path) for path in out.glob("*.svg")}
+    return {name: " ".join(text.split()) for name, text in found.items()}
+
+
+def citations(folder: Path) -> tuple[str, str, str]:
+    """Of the second backend alone, of the first, and of the second against the first."""
+    run = hashed(load(folder), folder)
+    ids = [next(id_ for id_, cell in run.cells.items() if cell.backend == name) for name in (FSDP2, DDP)]
+    return cite(run, ids[0]).text, cite(run, ids[1]).text, cite(run, *ids).text
+
+
+def levels(folder: Path, text: str) -> list[Any]:
+    return [one.level for one in verify(folder, text) if one.topic == "citation"]
+
+
+def copied(folder: Path) -> str:
+    """What the page's script copies as the citation of a ratio, in plain text."""
+    data = data_of(read(folder / "report.html"))
+    cell_id = next(id_ for id_, cell in load(folder).cells.items() if cell.backend == FSDP2)
+    return str(copied_ratio(data, "text", cell_id, data["baselines"].index(DDP)))
+
+
+def test_two_ways_of_bf16_and_a_backends_own_remark_are_said_once_in_each_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write(tmp_path / "run")
+    own = f"{FSDP2} N=2 W=2 bf16: {ALONE}"
+    for name, text in (places(folder) | compared(folder, tmp_path / "out", capsys)).items():
+        assert [text.count(sentence) for sentence in (BF16, own)] == [1, 1], name
+    of_fsdp2, of_ddp, of_both = citations(folder)
+    assert [text.count(BEGINNING) for text in (of_fsdp2, of_ddp, of_both)] == [0, 0, 1]
+    assert [text.count(ALONE) for text in (of_fsdp2, of_ddp, of_both)] == [1, 0, 1]
+    assert BF16 in of_both and own in of_both and BF16 in copied(folder)
+    caveats = read_frames(folder).cells.set_index("backend")["caveats"]
+    assert ALONE in caveats[FSDP2] and ALONE not in caveats[DDP]
+
+
+@pytest.mark.parametrize(("precision", "way"), [("bf16", BF16_AUTOCAST), ("fp32", BF16_PARAMETERS)])
+def test_nothing_is_said_where_the_ways_are_alike_or_in_fp32(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], precision: str, way: str
+) -> None:
+    folder = write(tmp_path / "run", precision, way, remarks=False)
+    every = [*places(folder).values(), *compared(folder, tmp_path / "out", capsys).values(), *citations(folder)]
+    assert len(every) > 10 and not any(BEGINNING in text for text in every)
+
+
+def test_a_citation_that_leaves_a_remark_out_is_wrong_unless_it_is_older_than_remarks(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run")
+    *_, both = citations(folder)
+    assert levels(folder, both) == [Level.GOOD]
+    for sentence in (f"; {BF16}", f" {FSDP2} N=2 W=2 bf16: {ALONE};"):
+        assert sentence in both
+        assert levels(folder, both.replace(sentence, "")) == [Level.ERROR]
+    old = write(tmp_path / "old", remarks=False)
+    *_, both = citations(old)
+    assert levels(old, both) == levels(old, both.replace(f" Note: {BF16}.", "")) == [Level.GOOD]

@@ -1,0 +1,72 @@
+"""Space on the disk, and what is not for a spreadsheet to run."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from bench.backends import base
+from bench.errors import InputError
+from bench.plan.cell import REFERENCE
+from bench.plan.models import SIZES
+from bench.report.formats import write_frame
+from bench.run import start
+from bench.run.journal import encode
+from tests.factories import make_backend, make_cell, make_record
+
+
+def test_what_a_run_needs_grows_with_its_trials_and_references() -> None:
+    cell = make_cell(timed_windows=1000)
+    one, many = start.needed([cell], 1), start.needed([cell], 11)
+    assert one > start.RESERVE_BYTES
+    record = make_record(cell)
+    record["time"]["rank_step_seconds"] = [record["time"]["step_seconds"]] * cell.world_size
+    assert (many - one) / 10 > len(encode(record))
+    reference = start.needed([cell.reference()], 1) - start.RESERVE_BYTES
+    assert reference > 4 * SIZES["tiny"].num_parameters
+    assert cell.reference().backend == REFERENCE
+
+
+def test_a_folder_that_does_not_exist_yet_has_the_space_of_the_one_above(tmp_path: Path) -> None:
+    assert abs(start.free(tmp_path / "a" / "b") - start.free(tmp_path)) < 2**30
+
+
+def test_too_little_space_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start.require(tmp_path, [make_cell()], 1, "--out x")
+    monkeypatch.setattr(start, "free", lambda folder: 2**20)
+    assert start.is_short(tmp_path)
+    with pytest.raises(InputError, match=r"^--out x: the run needs about 16 MiB, and 1 MiB are free; "):
+        start.require(tmp_path, [make_cell()], 1, "--out x")
+
+
+def test_full_disks_are_told_from_other_errors() -> None:
+    assert start.is_full(start.full(Path("x"))) and start.is_full(OSError(errno.EDQUOT, "quota"))
+    assert not start.is_full(OSError(errno.EIO, "broken"))
+
+
+def test_no_cell_of_a_csv_is_a_formula(tmp_path: Path) -> None:
+    frame = pd.DataFrame({"=name": ["=cmd|' /C calc'!A0", "-2+3", "@x", "\t=1", "fine", None], "number": range(-3, 3)})
+    write_frame(frame, tmp_path / "a.csv")
+    text = (tmp_path / "a.csv").read_text()
+    assert text.splitlines()[0] == "'=name,number"
+    back = pd.read_csv(tmp_path / "a.csv")
+    assert back["'=name"].tolist()[:5] == ["'=cmd|' /C calc'!A0", "'-2+3", "'@x", "'\t=1", "fine"]
+    assert back["number"].tolist() == list(range(-3, 3)), "a negative number is none"
+
+
+@pytest.mark.parametrize("name", ["", "../x", "a/b", "=1+1", "a|b", "<b>", "a\nb", "a b", ".x", "x" * 81, "-x", None])
+def test_a_backend_that_cannot_be_a_file_name_or_a_cell_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make_backend(name)
+
+    class Entry:
+        name, value = "entry", "module:Class"
+
+        def load(self) -> object:
+            return made
+
+    monkeypatch.setattr(base, "_entry_points", lambda: [Entry()])
+    with pytest.raises(InputError, match="must be of letters, digits"):
+        base.registry(["entry"])

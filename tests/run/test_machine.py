@@ -1,0 +1,294 @@
+"""What is stored of the machine: GPUs as CUDA sees them, nothing secret, and nothing that stops a run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+from bench.launch import gpus
+from bench.run import machine
+from tests import factories
+from tests.factories import make_backend
+
+
+class FakeNvml(types.ModuleType):
+    """Three GPUs, as nvidia-ml-py tells of them; older versions tell in bytes."""
+
+    def __init__(self, as_bytes: bool) -> None:
+        super().__init__("pynvml")
+        self.open = 0
+        self.text = str.encode if as_bytes else str
+
+    def nvmlInit(self) -> None:
+        self.open += 1
+
+    def nvmlShutdown(self) -> None:
+        self.open -= 1
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 3
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetName(self, handle: int) -> Any:
+        return self.text("NVIDIA H200")
+
+    def nvmlDeviceGetUUID(self, handle: int) -> Any:
+        return self.text(f"GPU-{handle}{handle}")
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
+        return types.SimpleNamespace(total=1000 + handle)
+
+    def nvmlSystemGetDriverVersion(self) -> Any:
+        return self.text("570.1")
+
+
+@pytest.mark.parametrize("as_bytes", [True, False])
+@pytest.mark.parametrize(
+    ("setting", "visible"),
+    [
+        (None, [0, 1, 2]),
+        ("", []),
+        ("-1", []),
+        ("2,0", [2, 0]),
+        (" 1 ", [1]),
+        ("0,7,1", [0]),
+        ("GPU-22,GPU-0", [2, 0]),
+        ("GPU-9", []),
+    ],
+)
+def test_visible_gpus(monkeypatch: pytest.MonkeyPatch, setting: str | None, visible: list[int], as_bytes: bool) -> None:
+    nvml = FakeNvml(as_bytes)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
+    assert gpus.gpus() == [
+        {"index": i, "name": "NVIDIA H200", "uuid": f"GPU-{i}{i}", "memory_bytes": 1000 + i, "driver": "570.1"}
+        for i in visible
+    ]
+    assert nvml.open == 0, "the library is left as it was found"
+
+
+class MigNvml(FakeNvml):
+    """The second GPU is cut into two instances, in places 0 and 2 of four."""
+
+    def nvmlDeviceGetMigMode(self, handle: Any) -> tuple[int, int]:
+        if handle == 2:
+            raise RuntimeError("Not Supported")
+        return (int(handle == 1), int(handle == 1))
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: Any) -> int:
+        return 4
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, place: int) -> str:
+        if place not in {0, 2}:
+            raise RuntimeError("Not Found")
+        return f"{handle}/{place}"
+
+    def nvmlDeviceGetName(self, handle: Any) -> Any:
+        return self.text("NVIDIA H100 80GB HBM3" + " MIG 1g.10gb" * (handle == "1/2"))
+
+    def nvmlDeviceGetUUID(self, handle: Any) -> Any:
+        return self.text(f"MIG-{handle[-1]}f" if isinstance(handle, str) else f"GPU-{handle}")
+
+    def nvmlDeviceGetMemoryInfo(self, handle: Any) -> Any:
+        return types.SimpleNamespace(total=10 if isinstance(handle, str) else 80)
+
+
+@pytest.mark.parametrize("as_bytes", [True, False])
+@pytest.mark.parametrize(
+    ("setting", "mig", "name"),
+    [
+        ("MIG-2f", "MIG-2f", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"),
+        ("MIG-0", "MIG-0f", "NVIDIA H100 80GB HBM3 MIG"),
+        ("MIG-2f,MIG-0f", "MIG-2f", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"),
+        ("0,MIG-2f", "MIG-2f", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"),
+    ],
+)
+def test_a_mig_instance_is_the_only_one_seen(
+    monkeypatch: pytest.MonkeyPatch, setting: str, mig: str, name: str, as_bytes: bool
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", MigNvml(as_bytes))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
+    found = {"index": 1, "name": name, "uuid": "GPU-1", "memory_bytes": 10, "mig": mig, "driver": "570.1"}
+    assert gpus.gpus() == [found]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-7")
+    assert gpus.gpus() == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert [gpu["uuid"] for gpu in gpus.gpus()] == ["GPU-1"]
+
+
+def test_settings_of_gpus_and_what_a_card_cannot_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml: Any = FakeNvml(as_bytes=False)
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("Not Supported")
+
+    nvml.nvmlDeviceGetEnforcedPowerLimit = lambda handle: 700_000
+    nvml.nvmlDeviceGetMaxClockInfo = lambda handle, kind: 1980
+    nvml.nvmlDeviceGetEccMode = lambda handle: (1, 1)
+    nvml.nvmlDeviceGetMigMode = refuse
+    nvml.nvmlDeviceGetNvLinkState = lambda handle, link: 1 if link < 4 else refuse()
+    nvml.nvmlDeviceGetTopologyCommonAncestor = lambda handle, other: 10 * abs(handle - other)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
+    first, second = machine.gpu_settings()
+    assert first == {
+        "uuid": "GPU-00",
+        "power_limit_w": 700.0,
+        "sm_clock_max_mhz": 1980,
+        "ecc": True,
+        "mig": None,
+        "pcie_generation": None,
+        "pcie_lanes": None,
+        "nvlinks_up": 4,
+        "topology": [None, 20],
+    }
+    assert second["uuid"] == "GPU-22" and second["topology"] == [20, None]
+    assert nvml.open == 0, "the library is left as it was found"
+
+
+def test_the_build_of_torch_is_known_without_importing_it() -> None:
+    code = "import sys; from bench.run.machine import torch_build; "
+    code += "print(torch_build()['git_version'], 'torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    import torch
+
+    assert found == f"{torch.version.git_version} False"
+    assert machine.torch_build()["cuda"] == torch.version.cuda
+    assert torch.__version__.partition("+")[0] == machine.distributions()["torch"].partition("+")[0]
+
+
+def test_of_two_versions_the_one_that_is_imported_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an environment that lies on top of another."""
+    (tmp_path / "numpy-0.1.dist-info").mkdir()
+    (tmp_path / "numpy-0.1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: numpy\nVersion: 0.1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert machine.packages()["numpy"] == machine.distributions()["numpy"] == "0.1"
+
+
+@pytest.mark.parametrize("problem", ["not installed", "no driver"])
+def test_no_gpu_is_no_error(monkeypatch: pytest.MonkeyPatch, problem: str) -> None:
+    nvml = FakeNvml(as_bytes=False)
+
+    def fail() -> None:
+        raise RuntimeError("Driver Not Loaded")
+
+    monkeypatch.setattr(nvml, "nvmlInit", fail)
+    monkeypatch.setitem(sys.modules, "pynvml", None if problem == "not installed" else nvml)
+    assert gpus.gpus() == []
+
+
+def test_machine_is_plain_and_names_no_host() -> None:
+    found = machine.machine()
+    assert json.loads(json.dumps(found)) == found
+    assert found["cores"] >= 1
+    assert found["memory_bytes"] > 2**28
+    assert found["cpu"] and found["system"] and found["python"]
+    assert "/" not in found["python"]
+
+
+def test_packages_are_those_installed() -> None:
+    found = machine.packages()
+    assert found.keys() <= set(machine.PACKAGES)
+    assert found["numpy"] == numpy.__version__
+    assert "torch" in found
+
+
+def test_no_secret_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "HOME", "PATH", "USER", "GITHUB_TOKEN"):
+        monkeypatch.setenv(name, "secret")
+    found = machine.environment()
+    assert (found["NCCL_DEBUG"], found["OMP_NUM_THREADS"]) == ("INFO", "3")
+    assert "secret" not in found.values()
+    assert list(found) == sorted(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("TORCH_HUB_TOKEN", "abc"),
+        ("DS_SECRET", "abc"),
+        ("PYTORCH_API_KEY", "abc"),
+        ("NCCL_NET_PASSWORD", "abc"),
+        ("TORCH_HUB", "https://me:pass@example.org/"),
+        ("TORCH_HUB", "https://token@example.org/"),
+        ("NCCL_CONF_FILE", "hf_abcdefghijklmnop"),
+        ("DS_ANY", "Bearer abcdefghijkl"),
+    ],
+)
+def test_not_even_where_it_has_a_harmless_name(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(name, value)
+    assert name not in machine.environment()
+
+
+def test_the_code_is_told_by_its_content(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    package = tmp_path / "bench" / "run"
+    package.mkdir(parents=True)
+    (package / "machine.py").write_text("one")
+    monkeypatch.setattr(machine, "__file__", str(package / "machine.py"))
+    before = machine.code({}, {})
+    assert machine.code({}, {}) == before == {"bench": before["bench"]}
+    (package / "more.py").write_text("")
+    assert machine.code({}, {}) != before
+    (package / "more.py").unlink()
+    (tmp_path / "bench" / "report").mkdir()
+    (tmp_path / "bench" / "report" / "page.py").write_text("a typo less")
+    assert machine.code({}, {}) == before, "no measurement depends on it"
+    (package / "machine.py").write_text("two")
+    assert machine.code({}, {}) != before
+    assert (
+        machine.code({"b0": make_backend("b0")}, {})["b0"]
+        == hashlib.sha256(Path(factories.__file__).read_bytes()).hexdigest()
+    )
+
+
+def test_the_code_of_a_workload_counts(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text("one")
+    before = machine.code({}, {"llama": [], "own:Factory": [file]})
+    assert set(before) == {"bench", "workload own:Factory"}
+    file.write_text("two")
+    assert machine.code({}, {"llama": [], "own:Factory": [file]}) != before
+
+
+def test_git_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {"status": "", "rev-parse": "0123abcd\n"}
+
+    def git(command: list[str], **options: Any) -> Any:
+        return types.SimpleNamespace(stdout=next(text for verb, text in answers.items() if verb in command))
+
+    monkeypatch.setattr(subprocess, "run", git)
+    assert machine.git_state() == {"commit": "0123abcd", "clean": True}
+    answers["status"] = " M bench/plan/cell.py\n"
+    assert machine.git_state() == {"commit": "0123abcd", "clean": False}
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError("git"), subprocess.CalledProcessError(128, "git")])
+def test_no_git_is_no_error(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def git(command: list[str], **options: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(subprocess, "run", git)
+    assert machine.git_state() == {"commit": None, "clean": None}
+
+
+def test_peak_memory_is_of_this_process_alone() -> None:
+    """Started from a process that holds much more, a small one says what it had itself."""
+    code = "from bench.run import machine; print(machine.peak_memory_bytes())"
+    held = bytearray(400 * 2**20)
+    held[::4096] = b"x" * len(held[::4096])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 2**20 < int(done.stdout) < 200 * 2**20

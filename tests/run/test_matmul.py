@@ -1,0 +1,125 @@
+"""The rate of matrix products: which are measured, what is made of bad answers, and a real process group."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.launch.launcher import Launcher
+from bench.launch.outcome import Outcome
+from bench.measure import products
+from bench.measure.products import matmul_rate
+from bench.plan.cell import Device, Precision, Status
+from bench.run import machine, matmul
+from bench.run.matmul import MatmulTask, measure, said, tasks
+from tests.factories import make_cell
+
+CPU = torch.device("cpu")
+
+
+def test_a_rate_is_flop_over_the_median_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Clock:
+        marks = 0
+
+        def mark(self) -> float:
+            Clock.marks += 1
+            return 0.0
+
+        def intervals(self, marks: list[float]) -> list[float]:
+            assert len(marks) == products.PRODUCTS["cpu"] + 1
+            return [9.0, 0.5, 0.25, 0.5, 0.5]
+
+    monkeypatch.setitem(products.SIZE, "cpu", 10)
+    monkeypatch.setattr(products, "clock_for", lambda device: Clock())
+    assert matmul_rate(CPU, torch.float32) == 2 * 10**3 / 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_real_rate_is_warm_and_plausible(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    calls: list[tuple[torch.dtype, torch.Size]] = []
+    product = torch.mm
+
+    def mm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        calls.append((a.dtype, a.shape))
+        return product(a, b, out=out)
+
+    monkeypatch.setitem(products.SIZE, "cpu", 128)
+    monkeypatch.setitem(products.WARM_S, "cpu", 0.05)
+    monkeypatch.setattr(torch, "mm", mm)
+    began = time.perf_counter()
+    rate = matmul_rate(CPU, dtype)
+    seconds = time.perf_counter() - began
+    assert set(calls) == {(dtype, torch.Size([128, 128]))}
+    assert seconds > 0.05 and len(calls) > products.PRODUCTS["cpu"]
+    assert 0 < rate < math.inf
+
+
+def test_there_is_a_task_for_each_number_of_ranks(tmp_path: Path) -> None:
+    cells = [
+        make_cell(),
+        make_cell(backend="fsdp2-eager", precision=Precision.BF16),
+        make_cell(accumulate=2),
+        make_cell(world_size=4),
+        make_cell().reference(),
+        make_cell(world_size=64, virtual=True),
+        make_cell(world_size=8, device=Device.CUDA, shared_gpu=True),
+    ]
+    two, four = tasks(cells, 0, tmp_path)
+    assert (two.world_size, two.precisions, two.device) == (2, (Precision.FP32, Precision.BF16), Device.CPU)
+    assert (four.world_size, four.precisions) == (4, (Precision.FP32,))
+    assert (two.threads, four.threads) == (machine.threads_per_rank(2), machine.threads_per_rank(4))
+    assert tasks([make_cell()], 3, tmp_path)[0].threads == 3
+    assert two.folder != four.folder
+    assert MatmulTask.from_json(two.to_json()) == two
+    assert tasks([make_cell().reference()], 0, tmp_path) == []
+
+
+class Answers:
+    """Takes a launcher's place."""
+
+    def __init__(self, *outcomes: Outcome) -> None:
+        self._outcomes = list(outcomes)
+
+    def run(self, task: Any, timeout_s: float) -> Outcome:
+        assert timeout_s == matmul.TIMEOUT_S
+        return self._outcomes.pop(0)
+
+
+def sound(*rates: Any) -> Outcome:
+    ranks = [{"status": "ok", "flops_per_s": rate} for rate in rates]
+    return Outcome(status=Status.OK, reason="", ranks=ranks, wall_s=1.0)
+
+
+def test_what_run_json_has(tmp_path: Path) -> None:
+    (entry,) = measure([make_cell()], 1, tmp_path, Answers(sound({"fp32": 1e12}, {"fp32": 2e12})))
+    assert entry == {"world_size": 2, "threads": 1, "flops_per_s": {"fp32": [1e12, 2e12]}, "reason": ""}
+    assert said([entry]) == ["matrix products on 2 ranks: 3 TFLOP/s in fp32"]
+
+
+@pytest.mark.parametrize("bad", [{}, None, {"fp32": "fast"}, {"fp32": 0.0}, {"fp32": float("nan")}, {"fp32": True}])
+def test_a_bad_answer_is_no_rate(tmp_path: Path, bad: Any) -> None:
+    (entry,) = measure([make_cell()], 1, tmp_path, Answers(sound({"fp32": 1e12}, bad)))
+    assert entry["flops_per_s"] == {} and entry["reason"] == "a rank handed back no rates"
+
+
+def test_a_failure_leaves_its_reason(tmp_path: Path) -> None:
+    outcome = Outcome(status=Status.OOM, reason="rank 0: out of memory", ranks=[], wall_s=1.0)
+    (entry,) = measure([make_cell(world_size=1)], 1, tmp_path, Answers(outcome))
+    assert entry["flops_per_s"] == {}
+    assert said([entry]) == [
+        "matrix products on 1 rank: not known, so neither is MFU against it: rank 0: out of memory"
+    ]
+
+
+def test_ranks_of_a_real_process_group_are_timed(tmp_path: Path) -> None:
+    cells = [make_cell(), make_cell(precision=Precision.BF16)]
+    with Launcher(Device.CPU) as launcher:
+        (entry,) = measure(cells, 1, tmp_path, launcher)
+    assert entry["reason"] == ""
+    assert entry["flops_per_s"].keys() == {"fp32", "bf16"}
+    assert all(len(rates) == 2 and min(rates) > 1e8 for rates in entry["flops_per_s"].values())

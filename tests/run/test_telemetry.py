@@ -1,0 +1,369 @@
+"""GPU telemetry: with a pretended NVML in all its moods, and the reduction of recordings on numbers made by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.run import telemetry
+from bench.run.telemetry import NO_SLOWDOWN, QUESTIONS, REASONS, Telemetry, descends, summarize
+
+UUIDS = ["GPU-aa", "GPU-bb"]
+NOT_SUPPORTED, FUNCTION_NOT_FOUND, TIMEOUT = 3, 13, 10
+
+
+class NVMLError(Exception):
+    def __init__(self, value: int) -> None:
+        super().__init__({3: "Not Supported", 13: "Function Not Found", 10: "Timeout"}[value])
+        self.value = value
+
+
+def failing(value: int) -> Callable[..., Any]:
+    def fail(*_: Any) -> Any:
+        raise NVMLError(value)
+
+    return fail
+
+
+class FakeNvml(types.ModuleType):
+    """Two GPUs at work; every function can be replaced or removed."""
+
+    def __init__(self) -> None:
+        super().__init__("pynvml")
+        self.open = 0
+        self.pids = [os.getpid()]
+        self.asked: list[str] = []
+        self.started = time.monotonic()
+        answers: dict[str, Callable[..., Any]] = {
+            "TotalEnergyConsumption": lambda handle: int(1000 * 700 * (time.monotonic() - self.started)),
+            "PowerUsage": lambda handle: 650_000,
+            "ClockInfo": lambda handle, kind: {1: 1980, 2: 3201}[kind],
+            "Temperature": lambda handle, sensor: 61 + handle,
+            "CurrentClocksEventReasons": lambda handle: 0x4,
+            "ComputeRunningProcesses": lambda handle: [types.SimpleNamespace(pid=pid) for pid in self.pids],
+            "MPSComputeRunningProcesses": lambda handle: [],
+            "MigMode": failing(NOT_SUPPORTED),
+        }
+        for name, answer in answers.items():
+            self.set(name, answer)
+
+    def set(self, name: str, answer: Callable[..., Any]) -> None:
+        def ask(*arguments: Any) -> Any:
+            self.asked.append(name)
+            return answer(*arguments)
+
+        setattr(self, f"nvmlDeviceGet{name}", ask)
+
+    def remove(self, name: str) -> None:
+        delattr(self, f"nvmlDeviceGet{name}")
+
+    def nvmlInit(self) -> None:
+        self.open += 1
+
+    def nvmlShutdown(self) -> None:
+        self.open -= 1
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
+        return UUIDS.index(uuid)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
+    module = FakeNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    monkeypatch.setattr(telemetry.gpus, "gpus", lambda: [{"uuid": uuid} for uuid in UUIDS])
+    return module
+
+
+def record(seconds: float = 0.0) -> dict[str, Any]:
+    with Telemetry(interval_s=0.005) as running:
+        time.sleep(seconds)
+    assert running.recording is not None
+    assert json.loads(json.dumps(running.recording)) == running.recording
+    return running.recording
+
+
+def test_without_a_gpu_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    threads = threading.active_count()
+    with Telemetry() as running:
+        assert threading.active_count() == threads
+    assert running.recording is None and running.stop() is None
+    assert summarize(None, 0.0, 1.0) is None
+
+
+def test_all_gpus_are_sampled_until_the_end(fake: FakeNvml) -> None:
+    begin = time.monotonic()
+    recording = record(0.1)
+    end = time.monotonic()
+    samples = recording["samples"]
+    assert {sample["uuid"] for sample in samples} == set(UUIDS)
+    assert len(samples) >= 6 and all(begin <= sample["time"] <= end for sample in samples)
+    first, last = samples[1], samples[-1]
+    assert first["pids"] == last["pids"] == [os.getpid()] and recording["own_pids"] == [os.getpid()]
+    assert sum("pids" in sample for sample in samples) < len(samples), "processes are listed more rarely"
+    assert {k: v for k, v in first.items() if k not in {"time", "energy_j", "pids"}} == {
+        "uuid": "GPU-bb",
+        "power_w": 650.0,
+        "sm_clock_mhz": 1980,
+        "memory_clock_mhz": 3201,
+        "temperature_c": 62,
+        "throttle": ["SwPowerCap"],
+    }
+    assert recording["notes"] == []
+    assert fake.open == 0, "the library is left as it was found"
+    number = len(fake.asked)
+    time.sleep(0.03)
+    assert len(fake.asked) == number, "nothing is asked after the end"
+
+    summary = summarize(recording, samples[0]["time"], samples[-2]["time"])
+    assert summary is not None
+    assert [gpu["uuid"] for gpu in summary["gpus"]] == UUIDS
+    duration = samples[-2]["time"] - samples[0]["time"]
+    assert summary["gpus"][0]["energy_j"] == pytest.approx(700 * duration, rel=0.2)
+    assert summary["gpus"][0]["other_processes"] == 0
+
+
+def test_it_can_be_used_again(fake: FakeNvml) -> None:
+    running = Telemetry(interval_s=0.005)
+    for _ in range(2):
+        with running:
+            fake.pids = [1]
+        assert running.recording is not None
+        assert len(running.recording["samples"]) < 20 and fake.open == 0
+
+
+def test_older_names_are_tried(fake: FakeNvml) -> None:
+    fake.remove("CurrentClocksEventReasons")
+    fake.set("CurrentClocksThrottleReasons", lambda handle: 0x48)
+    fake.set("ComputeRunningProcesses", failing(FUNCTION_NOT_FOUND))
+    fake.set("ComputeRunningProcesses_v2", lambda handle: [types.SimpleNamespace(pid=5)])
+    recording = record()
+    assert recording["samples"][0]["throttle"] == ["HwSlowdown", "HwThermalSlowdown"]
+    assert recording["samples"][0]["pids"] == [5]
+    assert recording["notes"] == []
+
+
+def test_what_is_not_supported_is_asked_once_and_noted(fake: FakeNvml) -> None:
+    fake.set("TotalEnergyConsumption", failing(NOT_SUPPORTED))
+    fake.remove("PowerUsage")
+    fake.remove("MPSComputeRunningProcesses")  # known to few drivers: nothing to note
+    recording = record(0.05)
+    assert fake.asked.count("TotalEnergyConsumption") == len(UUIDS)
+    assert all(sample["energy_j"] is None and sample["power_w"] is None for sample in recording["samples"])
+    assert recording["notes"][0] == "GPU-aa: no energy_j: Not Supported"
+    assert "GPU-aa: no power_w: " in recording["notes"][1] and len(recording["notes"]) == 4
+    summary = summarize(recording, recording["samples"][0]["time"], recording["samples"][-1]["time"])
+    assert summary is not None
+    assert summary["gpus"][0]["energy_j"] is None and summary["gpus"][0]["power_w"] is None
+    assert summary["gpus"][0]["sm_clock_mhz"] == 1980 and summary["notes"] == recording["notes"]
+
+
+def test_after_a_passing_error_the_question_is_asked_again(fake: FakeNvml) -> None:
+    fake.set("ClockInfo", failing(TIMEOUT))
+    running = Telemetry(interval_s=0.005)
+    with running:
+        fake.set("ClockInfo", lambda handle, kind: 1755)
+        time.sleep(0.05)
+    assert running.recording is not None
+    clocks = [sample["sm_clock_mhz"] for sample in running.recording["samples"]]
+    assert clocks[0] is None and clocks[-1] == 1755
+    assert "GPU-aa: no sm_clock_mhz: Timeout" in running.recording["notes"]
+
+
+def test_nonsense_from_the_driver_ends_nothing(fake: FakeNvml) -> None:
+    fake.set("ComputeRunningProcesses", lambda handle: [object()])
+    fake.set("Temperature", lambda handle, sensor: "hot")
+    fake.set("MigMode", lambda handle: (1, 1))
+    recording = record(0.02)
+    assert "GPU-bb: MIG is on: all is of the whole GPU, not of an instance" in recording["notes"]
+    assert recording["samples"][-1]["temperature_c"] is None and recording["samples"][-1]["pids"] is None
+    summary = summarize(recording, 0.0, time.monotonic())
+    assert summary is not None and summary["gpus"][0]["other_processes"] is None
+
+
+@pytest.mark.parametrize("broken", ["nvmlInit", "nvmlDeviceGetHandleByUUID"])
+def test_a_driver_that_fails_is_noted(fake: FakeNvml, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    monkeypatch.setattr(fake, broken, failing(TIMEOUT))
+    recording = record()
+    assert recording["samples"] == [] and "Timeout" in recording["notes"][0]
+    assert summarize(recording, 0.0, 1.0) == {"gpus": [], "notes": recording["notes"]}
+
+
+def test_a_driver_that_hangs_holds_nobody_up(fake: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(telemetry, "STOP_S", 0.05)
+    hang, inside = threading.Event(), threading.Event()
+    running = Telemetry(interval_s=0.005)
+    running.start()
+
+    def wait(*_: Any) -> int:
+        inside.set()
+        hang.wait(30)
+        return 0
+
+    fake.set("PowerUsage", wait)
+    assert inside.wait(30)
+    recording = running.stop()
+    hang.set()
+    assert recording is not None and recording["samples"]
+    assert recording["notes"] == ["NVML did not answer within 0.05 s"]
+
+
+def test_own_processes_are_those_that_descend_from_this_one(tmp_path: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        assert descends(child.pid, os.getpid()) and descends(os.getpid(), os.getpid())
+        assert not descends(os.getpid(), child.pid) and not descends(os.getppid(), os.getpid())
+    finally:
+        child.communicate()
+    for pid, line in {7: "7 (a) b) (c) S 6 1 1", 6: "6 (x) S 5 1 1", 5: "5 (init) S 0 1 1", 8: "8 (?"}.items():
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "stat").write_text(line)
+    assert descends(7, 5, tmp_path) and not descends(7, 9, tmp_path)
+    assert not descends(8, 5, tmp_path) and not descends(99, 5, tmp_path)
+
+
+def sample(at: float, uuid: str = "GPU-aa", **changes: Any) -> dict[str, Any]:
+    return {
+        "uuid": uuid,
+        "time": at,
+        "energy_j": 500.0 * at,
+        "power_w": 500.0,
+        "sm_clock_mhz": 1980,
+        "memory_clock_mhz": 3201,
+        "temperature_c": 60,
+        "throttle": [],
+    } | changes
+
+
+def recorded(*samples: dict[str, Any], own: tuple[int, ...] = ()) -> dict[str, Any]:
+    return {"interval_s": 1.0, "samples": list(samples), "own_pids": list(own), "notes": []}
+
+
+def only(recording: dict[str, Any], begin: float, end: float) -> dict[str, Any]:
+    summary = summarize(recording, begin, end)
+    assert summary is not None and len(summary["gpus"]) == 1
+    gpu: dict[str, Any] = summary["gpus"][0]
+    return gpu
+
+
+def test_a_summary_is_of_the_window_alone() -> None:
+    recording = recorded(
+        sample(0.0, sm_clock_mhz=300, power_w=90.0, temperature_c=99, throttle=["GpuIdle"]),
+        sample(1.0, sm_clock_mhz=1980, power_w=400.0, temperature_c=50, throttle=["SwPowerCap"]),
+        sample(2.0, sm_clock_mhz=1700, power_w=600.0, temperature_c=70, throttle=["SwPowerCap", "0x800"]),
+        sample(3.0, sm_clock_mhz=1900, power_w=500.0, temperature_c=60, throttle=["ApplicationsClocksSetting"]),
+        sample(3.5, sm_clock_mhz=None, memory_clock_mhz=None),
+        sample(4.0, sm_clock_mhz=300, power_w=90.0, throttle=["HwSlowdown"]),
+    )
+    assert only(recording, 0.5, 3.75) == {
+        "uuid": "GPU-aa",
+        "num_samples": 4,
+        "sm_clock_mhz": 1900,
+        "sm_clock_min_mhz": 1700,
+        "sm_clock_max_mhz": 1980,
+        "memory_clock_mhz": 3201,
+        "power_w": 500.0,
+        "temperature_c": 70,
+        "throttle": {"0x800": 0.25, "ApplicationsClocksSetting": 0.25, "SwPowerCap": 0.5},
+        "slowdowns": ["0x800", "SwPowerCap"],
+        "energy_j": pytest.approx(500.0 * 3.25),
+        "other_processes": None,
+    }
+
+
+def test_gpus_are_told_apart_whatever_the_order_of_samples() -> None:
+    recording = recorded(sample(2.0, "GPU-bb"), sample(1.0, "GPU-aa", power_w=1.0), sample(0.0, "GPU-bb", power_w=3.0))
+    summary = summarize(recording, 0.0, 2.0)
+    assert summary is not None
+    assert {gpu["uuid"]: gpu["power_w"] for gpu in summary["gpus"]} == {"GPU-aa": 1.0, "GPU-bb": 251.5}
+
+
+def test_gpus_that_the_ranks_did_not_have_are_left_out() -> None:
+    recording = recorded(sample(0.0, "GPU-aa"), sample(1.0, "GPU-bb", sm_clock_mhz=345), sample(2.0, "GPU-aa"))
+    for used, told in (
+        (["GPU-aa"], ["GPU-aa"]),
+        (["GPU-bb", "GPU-aa"], ["GPU-aa", "GPU-bb"]),
+        (["GPU-of-a-MIG-instance"], ["GPU-aa", "GPU-bb"]),
+        ([], ["GPU-aa", "GPU-bb"]),
+    ):
+        summary = summarize(recording, 0.0, 2.0, used)
+        assert summary is not None and [gpu["uuid"] for gpu in summary["gpus"]] == told
+
+
+def test_a_window_between_two_samples_has_its_neighbours() -> None:
+    gpu = only(recorded(*(sample(float(at), sm_clock_mhz=1000 + at) for at in range(5))), 1.25, 1.5)
+    assert gpu["num_samples"] == 0
+    assert (gpu["sm_clock_min_mhz"], gpu["sm_clock_max_mhz"]) == (1001, 1002)
+    assert gpu["energy_j"] == pytest.approx(125.0)
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "counter"),
+    [
+        (-1.0, 1.0, [0.0, 500.0, 1000.0]),
+        (1.0, 2.5, [0.0, 500.0, 1000.0]),
+        (0.5, 1.5, [800.0, 900.0, 100.0]),
+        (0.5, 1.5, [None, 900.0, None]),
+    ],
+)
+def test_energy_that_is_not_known(begin: float, end: float, counter: list[float | None]) -> None:
+    samples = [sample(float(at), energy_j=value) for at, value in enumerate(counter)]
+    assert only(recorded(*samples), begin, end)["energy_j"] is None
+
+
+def test_no_samples_and_no_window() -> None:
+    assert summarize(recorded(), 0.0, 1.0) == {"gpus": [], "notes": []}
+    assert summarize(recorded(sample(0.0)), None, 1.0) is None
+    assert summarize(recorded(sample(0.0)), 0.0, None) is None
+    empty = only(recorded(sample(0.0, sm_clock_mhz=None, throttle=None, power_w=None, temperature_c=None)), 0.0, 1.0)
+    for name in ("sm_clock_mhz", "sm_clock_min_mhz", "power_w", "temperature_c", "throttle", "slowdowns", "energy_j"):
+        assert empty[name] is None, name
+
+
+@pytest.mark.parametrize(
+    ("own", "others"),
+    [
+        ((10, 11), 2),  # 30 was there at the start, 40 came later
+        ((), 1),  # another namespace of pids: 10, 11 and 40 may all be ours
+    ],
+)
+def test_foreign_processes(own: tuple[int, ...], others: int) -> None:
+    recording = recorded(
+        sample(0.0, pids=[20, 30]),
+        sample(1.0, pids=[10, 30]),
+        sample(2.0),
+        sample(3.0, pids=[10, 11, 30, 40]),
+        sample(9.0, pids=[50]),
+        own=own,
+    )
+    assert only(recording, 0.5, 5.0)["other_processes"] == others
+
+
+def test_names_are_those_of_the_library() -> None:
+    library = pytest.importorskip("pynvml")
+    for bit, name in REASONS.items():
+        known = getattr(
+            library, f"nvmlClocksEventReason{name}", getattr(library, f"nvmlClocksThrottleReason{name}", bit)
+        )
+        assert known == bit, name
+    assert set(REASONS.values()) > NO_SLOWDOWN
+    missing = [
+        name
+        for name, (_, ways) in QUESTIONS.items()
+        if not any(hasattr(library, f"nvmlDeviceGet{function}") for function, *_ in ways)
+    ]
+    assert not missing
+    assert (library.NVML_CLOCK_SM, library.NVML_CLOCK_MEM, library.NVML_TEMPERATURE_GPU) == (1, 2, 0)
+    errors = {library.NVML_ERROR_NOT_SUPPORTED, library.NVML_ERROR_NO_PERMISSION, library.NVML_ERROR_FUNCTION_NOT_FOUND}
+    assert errors == telemetry._LASTING

@@ -1,0 +1,187 @@
+"""Corpora: the Markov source against theory and brute force, the file source against its bytes, errors in words."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.errors import InputError
+from bench.plan.models import describe_file
+from bench.workload.corpus import MARKOV_TOKENS, FileCorpus, MarkovCorpus
+
+MARKOV = MarkovCorpus(seed=5)
+
+
+@pytest.mark.parametrize("seed", [0, 5, 2**40])
+def test_transitions_are_distributions(seed: int) -> None:
+    rows = MarkovCorpus(seed).transitions
+    assert rows.shape == (MARKOV_TOKENS, MARKOV_TOKENS)
+    assert (rows > 0).all()
+    np.testing.assert_allclose(rows.sum(axis=1), 1, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("seed", [0, 5, 2**40])
+def test_stationary_is_a_fixed_point_and_the_only_one(seed: int) -> None:
+    corpus = MarkovCorpus(seed)
+    assert (corpus.stationary > 0).all()
+    assert corpus.stationary.sum() == pytest.approx(1, abs=1e-12)
+    np.testing.assert_allclose(corpus.stationary @ corpus.transitions, corpus.stationary, atol=1e-12)
+    # From anywhere, many steps lead there.
+    settled = np.linalg.matrix_power(corpus.transitions, 4096)
+    np.testing.assert_allclose(settled[[0, 1, -1]], np.tile(corpus.stationary, (3, 1)), atol=1e-9)
+
+
+def test_entropy_rate_is_what_a_block_adds() -> None:
+    """H(X1, X2) - H(X1), summed one pair at a time."""
+    pairs = singles = 0.0
+    for i in range(MARKOV_TOKENS):
+        p = float(MARKOV.stationary[i])
+        singles -= p * math.log(p)
+        for j in range(MARKOV_TOKENS):
+            q = p * float(MARKOV.transitions[i, j])
+            pairs -= q * math.log(q)
+    assert MARKOV.entropy_floor == pytest.approx(pairs - singles, abs=1e-9)
+    assert 0 < MARKOV.entropy_floor < 0.6 * math.log(MARKOV_TOKENS), "there must be something to learn"
+
+
+def test_entropy_rate_of_a_chain_worked_out_by_hand() -> None:
+    """Two halves of the alphabet: within a half all tokens are alike, and the halves follow a chain of two states."""
+    a, b = 0.1, 0.3
+    half = MARKOV_TOKENS // 2
+    corpus = MarkovCorpus(seed=0)
+    corpus.transitions = np.kron(np.array([[1 - a, a], [b, 1 - b]]), np.full((half, half), 1 / half))
+
+    def entropy(p: float) -> float:
+        return -p * math.log(p) - (1 - p) * math.log(1 - p)
+
+    by_hand = (b * entropy(a) + a * entropy(b)) / (a + b) + math.log(half)
+    assert corpus.entropy_floor == pytest.approx(by_hand, abs=1e-9)
+    assert corpus.stationary[:half].sum() == pytest.approx(b / (a + b), abs=1e-9)
+
+
+def test_samples_follow_the_chain() -> None:
+    """Empirical cross-entropy under the true transitions is near the floor, and so is that of a model that counts."""
+    tokens = MARKOV.samples(400, 513)
+    before, after = tokens[:, :-1].ravel(), tokens[:, 1:].ravel()
+    nats = -np.log(MARKOV.transitions[before, after])
+    standard_error = nats.std() / math.sqrt(nats.size)
+    assert abs(nats.mean() - MARKOV.entropy_floor) < 6 * standard_error
+    assert standard_error < 0.01
+    counts = np.zeros((MARKOV_TOKENS, MARKOV_TOKENS))
+    np.add.at(counts, (before, after), 1)
+    often = counts.sum(axis=1) > 500
+    assert often.sum() > MARKOV_TOKENS / 2
+    observed = counts[often] / counts[often].sum(axis=1, keepdims=True)
+    # Total variation between what was seen and what should be; peaked rows need few counts.
+    assert (0.5 * np.abs(observed - MARKOV.transitions[often]).sum(axis=1)).mean() < 0.1
+
+
+def test_samples_start_from_the_stationary_distribution() -> None:
+    first = np.bincount(MARKOV.samples(50_000, 1)[:, 0], minlength=MARKOV_TOKENS)
+    expected = 50_000 * MARKOV.stationary
+    large = expected > 20
+    chi_squared = ((first - expected)[large] ** 2 / expected[large]).sum()
+    assert chi_squared < large.sum() + 6 * math.sqrt(2 * large.sum())
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "text.bin"
+    path.write_bytes(np.random.default_rng(0).integers(0, 256, 997, dtype=np.uint8).tobytes())
+    return path
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    few=st.integers(1, 40),
+    more=st.integers(0, 40),
+    length=st.integers(1, 60),
+    seed=st.integers(0, 2**32),
+    file=st.booleans(),
+)
+def test_sample_i_does_not_depend_on_how_many_are_asked_for(
+    text: Path, few: int, more: int, length: int, seed: int, file: bool
+) -> None:
+    corpus = FileCorpus(text, seed) if file else MarkovCorpus(seed)
+    samples = corpus.samples(few + more, length)
+    assert samples.shape == (few + more, length)
+    assert samples.dtype == np.int64
+    assert samples.min() >= 0 and samples.max() < (256 if file else MARKOV_TOKENS)
+    np.testing.assert_array_equal(samples[:few], corpus.samples(few, length))
+
+
+def test_seed_decides(text: Path) -> None:
+    assert (MarkovCorpus(1).samples(8, 33) == MarkovCorpus(1).samples(8, 33)).all()
+    assert (MarkovCorpus(1).samples(8, 33) != MarkovCorpus(2).samples(8, 33)).any()
+    assert (FileCorpus(text, 1).samples(8, 33) == FileCorpus(text, 1).samples(8, 33)).all()
+    assert (FileCorpus(text, 1).samples(8, 33) != FileCorpus(text, 2).samples(8, 33)).any()
+
+
+def test_file_samples_are_its_bytes_from_all_over_it(text: Path) -> None:
+    data = text.read_bytes()
+    samples = FileCorpus(text, 0).samples(5000, 20)
+    starts = {data.find(bytes(sample.tolist())) for sample in samples}
+    assert -1 not in starts
+    # 5000 draws leave each of the 978 places out with a chance of 0.6 %.
+    assert len(starts) > 900
+    assert min(starts) < 20 and max(starts) > len(data) - 40
+
+
+def test_file_of_exactly_one_sample(tmp_path: Path) -> None:
+    path = tmp_path / "one.txt"
+    path.write_bytes(bytes([0, 127, 128, 255]))
+    assert FileCorpus(path, 0).samples(3, 4).tolist() == [[0, 127, 128, 255]] * 3
+
+
+def test_the_last_place_of_a_file_is_used_too(tmp_path: Path) -> None:
+    path = tmp_path / "two.txt"
+    path.write_bytes(b"abcde")
+    assert {bytes(sample) for sample in FileCorpus(path, 0).samples(64, 4).astype(np.uint8)} == {b"abcd", b"bcde"}
+
+
+def test_describe_file_names_the_bytes_not_the_place(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "text.txt").write_bytes(b"some text")
+    expected = "text.txt@sha256:" + hashlib.sha256(b"some text").hexdigest()[:16]
+    assert describe_file(tmp_path / "a" / "text.txt", 9) == describe_file(tmp_path / "b" / "text.txt", 1) == expected
+    (tmp_path / "b" / "text.txt").write_bytes(b"some test")
+    assert describe_file(tmp_path / "b" / "text.txt", 9) != expected
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "cannot be read (No such file or directory)"),
+        (b"", "is empty; one sample needs sequence_length + 1 = 10 bytes"),
+        (b"123456789", "has 9 bytes; one sample needs sequence_length + 1 = 10 bytes"),
+    ],
+    ids=["missing", "empty", "too short"],
+)
+def test_describe_file_refuses(tmp_path: Path, content: bytes | None, words: str) -> None:
+    path = tmp_path / "text.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(InputError) as caught:
+        describe_file(path, 10)
+    assert str(path) in str(caught.value)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "pipe", "with a NUL \0"])
+def test_describe_file_refuses_what_has_no_end(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match=r"is a device or pipe; name a text file|cannot be read \(.*null byte"):
+        describe_file(tmp_path / name, 10)
+
+
+def test_describe_file_refuses_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot be read"):
+        describe_file(tmp_path, 10)
