@@ -15,8 +15,8 @@ AT_MOST = {
     "modules": 194,
     "lines": 32750,
     "longest module": 408,
-    "names of several modules": 21,
-    "names of several classes": 17,
+    "names of several modules": 0,
+    "names of several classes": 0,
 }
 """What the package has today. Lower them when they fall; docs and tests are not counted."""
 BY_DEFAULT = ("results/cpu-new", "results/cpu-reference", "results/curves", "results/bytes-8b", "results/noise/run-4")

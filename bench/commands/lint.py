@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Lint the configs; the exit status that the findings deserve."""
     from bench.audit.lint import lint
     from bench.audit.lint.known import Options, installed
-    from bench.audit.lint.remarks import RULES, Severity
+    from bench.audit.lint.rules import RULES, Severity
     from bench.errors import InputError
 
     if arguments.rules:

@@ -241,7 +241,7 @@ def backends_of(chosen: Matrix) -> dict[str, type[Backend]]:
 
 
 def visible_gpus(chosen: Matrix) -> list[dict[str, Any]]:
-    """The GPUs that a matrix runs on, as ``machine.gpus`` has them; none if it runs on the CPU."""
+    """The GPUs that a matrix runs on, as ``bench.launch.gpus`` has them; none if it runs on the CPU."""
     from bench.launch import gpus as launch_gpus
 
     return launch_gpus.gpus() if chosen["device"] == Device.CUDA else []

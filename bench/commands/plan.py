@@ -53,7 +53,7 @@ def add(commands: Any) -> None:
 
 
 def _gpus(text: str) -> list[dict[str, Any]]:
-    """``8 x H200 141GB`` as ``machine.gpus`` would have them."""
+    """``8 x H200 141GB`` as ``bench.launch.gpus`` would have them."""
     match = GPUS.fullmatch(text.strip())
     count = int(match["count"] or 1) if match else 0
     memory = int(float(match["size"]) * UNITS[match["unit"]]) if match else 0

@@ -34,8 +34,6 @@ from bench.plan.cell import REFERENCE, Cell, Device, Precision, Sharding
 from bench.plan.models import SIZES
 from bench.workload.layout import Layout
 
-__all__ = ["ACCURACY", "Footprint", "declined", "footprint"]
-
 ACCURACY = "within 0.6 % of the measured one in every cell, tiny in fp32 and 8b in bf16 on fake tensors, on the CPU"
 """Of the peaks, as docs/memory-and-bytes.md has them; tests/studies/test_bytes_page.py holds it."""
 REPLAYED = 3

@@ -30,8 +30,6 @@ from bench.plan.cell import SGD, Cell, Device, Precision, Sharding, Sync
 from bench.plan.models import SIZES
 from bench.workload.layout import ROOT, Layout, Parameter, llama_layout
 
-__all__ = ["Expectation", "expect", "layout_of", "zero_settings"]
-
 BUILT_IN: dict[str, type[Backend]] = {b.name: b for b in (*PLAIN, *FSDP2, *DEEPSPEED, *LIGHTNING, *FABRIC)}
 
 

@@ -46,6 +46,7 @@ for _module in (
     "torch.distributed.tensor",
     "transformers.models.llama.modeling_llama",
     *(part for name in _packages for part in _PARTS.get(name, (name,))),
+    "pydantic",
     "safetensors.torch",
     "bench.workload.llama",
     "bench.measure.clock",

@@ -169,7 +169,7 @@ def join(
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if shared_gpu:
-        os.environ.update(environment(rank, world_size, gpus.gpus()))
+        os.environ.update(shared_gpu_environment(rank, world_size, gpus.gpus()))
     import torch
     import torch.distributed as dist
 
@@ -192,7 +192,7 @@ def join(
         # DeepSpeed makes more groups: of a bound one rank NCCL would split them off, which can fail (its issue 8248).
         dist.init_process_group("nccl", device_id=own if world_size > 1 else None)
     else:
-        dist.init_process_group(BACKEND if shared_gpu else "gloo")
+        dist.init_process_group(SHARED_GPU_GROUP if shared_gpu else "gloo")
         dist.barrier()  # a rank that ended at once would fail those that are still connecting to it
     heartbeat.beat()
     return own
@@ -256,12 +256,12 @@ def failure(error: BaseException) -> dict[str, Any]:
     }
 
 
-BACKEND = "cpu:gloo,cuda:gloo"
+SHARED_GPU_GROUP = "cpu:gloo,cuda:gloo"
 """Of the process group. Not plain ``gloo``: beside that, ``DeviceMesh`` of some versions makes a group of NCCL's."""
 
 
-def environment(rank: int, world_size: int, gpus: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Environment variables of a rank, to be set before CUDA is used; ``gpus`` as ``machine.gpus`` tells of them.
+def shared_gpu_environment(rank: int, world_size: int, gpus: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Environment variables of a rank, to be set before CUDA is used; ``gpus`` as ``bench.launch.gpus`` tells of them.
 
     Ranks are dealt out to the GPUs in turn. Each sees its own GPU alone, and is told that it is alone on its node: so
     no framework counts the devices of the machine and finds too few. Raises RuntimeError if there is no GPU.

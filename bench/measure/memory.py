@@ -20,8 +20,6 @@ from bench.measure.ledger import Block, Evidence, TensorLedger
 from bench.measure.taps import EventKind
 from bench.plan.categories import HELD, PEAK, Category, named
 
-__all__ = ["MemoryProbe", "TensorLedger", "cuda_peaks", "reconcile"]
-
 PHASES = {
     EventKind.FETCH: Category.ACTIVATIONS,
     EventKind.LOSS: Category.TEMPORARIES,

@@ -55,7 +55,7 @@ def once(matrix: Matrix, backends: Mapping[str, Candidate], num_gpus: int) -> li
     """
     found: dict[Cell, bool] = {}
     for part in matrix.parts:
-        for cell in itertools.chain(*_part(part, backends, num_gpus)):
+        for cell in itertools.chain(*_part(part, backends, num_gpus, ())):
             found[cell] = found.get(cell, True) and part["once"]
     for cell in list(found):
         if cell.device is Device.CUDA and not cell.virtual:
@@ -64,7 +64,7 @@ def once(matrix: Matrix, backends: Mapping[str, Candidate], num_gpus: int) -> li
 
 
 def _part(
-    matrix: Matrix, backends: Mapping[str, Candidate], num_gpus: int, offered: Iterable[str] = ()
+    matrix: Matrix, backends: Mapping[str, Candidate], num_gpus: int, offered: Iterable[str]
 ) -> tuple[list[Cell], list[Cell]]:
     """The cells of a matrix without its groups: on real ranks, and in virtual worlds. Raises as ``expand``."""
     chosen = _chosen(matrix, backends)

@@ -29,7 +29,7 @@ TRIED = "Nothing was compared: no two cells of the run differ in the backend alo
 
 
 def answer(run: Run, standings: Mapping[str, Standing], cells: pd.DataFrame) -> list[str]:
-    """The sentences of the first screen. ``cells`` has a row per cell: ``summary.by_cell``."""
+    """The sentences of the first screen. ``cells`` has a row per cell: ``terminal.by_cell``."""
     own = next(iter(standings.values()))
     last = [*(f"{text}." for text in own.remarks), *_of_one_process(run), *_trouble(run, cells), noise(own.floor)]
     if own.rows and all(row.judgement.verdict is Verdict.NOT_COMPARABLE for row in own.rows):

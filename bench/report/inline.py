@@ -43,7 +43,7 @@ def variable(colour: str) -> str:
 
 
 def picture(svg: str, stem: str) -> Picture:
-    """The plot in an SVG file of ``style.save``; ids begin with its stem, so that no two of a page are equal."""
+    """The plot in an SVG file of ``sheet.save``; ids begin with its stem, so that no two of a page are equal."""
     ElementTree.register_namespace("", SVG)
     root = ElementTree.fromstring(svg)  # comments, which hold the words of the plot, and the DOCTYPE go
     title, about = (_text(root, name) for name in ("title", "description"))

@@ -51,7 +51,7 @@ class Material:
     standing: Standing
     """Against the run's own baseline."""
     cells: pd.DataFrame
-    """A row per cell: ``summary.by_cell``."""
+    """A row per cell: ``terminal.by_cell``."""
 
     def label(self, cell_id: str) -> str:
         """The name of a cell."""
@@ -175,7 +175,7 @@ class Overview:
 
 
 def overview(run: Run, standings: Mapping[str, Standing], cells: pd.DataFrame) -> Overview:
-    """``cells`` has a row per cell: ``summary.by_cell``."""
+    """``cells`` has a row per cell: ``terminal.by_cell``."""
     baselines = tuple(standings)
     ratios: dict[str, list[list[float | int | None]]] = {}
     ids = {cell: cell_id for cell_id, cell in run.cells.items()}

@@ -69,7 +69,7 @@ def write(
 ) -> Path:
     """Write the page of a run into its folder; returns the path.
 
-    ``cells`` has a row per cell (``summary.by_cell``), and ``plots`` are the files that were drawn.
+    ``cells`` has a row per cell (``terminal.by_cell``), and ``plots`` are the files that were drawn.
     """
     path = folder / PAGE
     draft = path.with_suffix(".tmp")

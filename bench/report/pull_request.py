@@ -24,7 +24,7 @@ MOST_ROWS, MOST_FAILURES = 60, 12
 
 
 def write(folder: Path, run: Run, standings: Mapping[str, Standing], cells: pd.DataFrame) -> Path:
-    """Write it into the run's folder; returns the path. ``cells`` has a row per cell: ``summary.by_cell``."""
+    """Write it into the run's folder; returns the path. ``cells`` has a row per cell: ``terminal.by_cell``."""
     path = folder / REPORT
     draft = path.with_suffix(".tmp")
     draft.write_text(render(run, standings, cells), encoding="utf-8")

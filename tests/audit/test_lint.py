@@ -20,7 +20,7 @@ from bench.audit.lint.arithmetic import Epochs, batches_per_epoch
 from bench.audit.lint.known import Options, version
 from bench.audit.lint.logging_rules import LONGEST
 from bench.audit.lint.rates import Rates
-from bench.audit.lint.remarks import RULES, Remark, Severity
+from bench.audit.lint.rules import RULES, LintFinding, Severity
 from bench.audit.monitor import TOLERANCE, judge, measure
 from bench.audit.monitor_grid import Point, RateVerdict
 from bench.audit.versions.__main__ import parsed
@@ -77,12 +77,12 @@ def write(folder: Path, config: Any, name: str = "") -> Path:
     return path
 
 
-def found(folder: Path, config: Any, **options: Any) -> list[Remark]:
+def found(folder: Path, config: Any, **options: Any) -> list[LintFinding]:
     options = {"deepspeed": NEW, "lightning": (2, 6, 6)} | options
     return lint([write(folder, config)], Options(**options))
 
 
-def codes(findings: list[Remark]) -> list[str]:
+def codes(findings: list[LintFinding]) -> list[str]:
     return [finding.code for finding in findings]
 
 
@@ -477,7 +477,7 @@ def test_rule(tmp_path: Path, code: str, bad: Any, bad_options: Any, good: Any, 
     assert code not in codes(found(tmp_path, good, **good_options))
 
 
-def everything(tmp_path: Path) -> list[Remark]:
+def everything(tmp_path: Path) -> list[LintFinding]:
     return [
         finding for cases in CASES.values() for bad, options, *_ in cases for finding in found(tmp_path, bad, **options)
     ]

@@ -12,21 +12,21 @@ from bench.audit.monitor_grid import Point
 from bench.audit.versions import __main__ as command
 from bench.audit.versions import deepspeed_findings, environment, lightning_findings, probe, versions_page
 from bench.audit.versions.environment import FailedError
-from bench.audit.versions.versions_page import Entry, Finding
+from bench.audit.versions.versions_page import Entry, VersionFact
 from bench.errors import InputError
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "versions.md"
 
 
-def entry(package: str = "lightning", version: str = "2.2.0", *findings: Finding, **more: Any) -> Entry:
+def entry(package: str = "lightning", version: str = "2.2.0", *findings: VersionFact, **more: Any) -> Entry:
     about = {"torch": "2.13.0", "python": "3.11.7", "date": "2026-01-02"}
     return Entry(**{"package": package, "version": version, "findings": findings, **about, **more})
 
 
 def test_table_puts_the_versions_of_a_finding_together() -> None:
     entries = [
-        entry("lightning", "2.2.0", Finding("a", "raised: x|y", False), Finding("b", "1", True)),
-        entry("lightning", "2.2.1", Finding("a", "right", True), departures=("fsspec<2025 (2026 here)",)),
+        entry("lightning", "2.2.0", VersionFact("a", "raised: x|y", False), VersionFact("b", "1", True)),
+        entry("lightning", "2.2.1", VersionFact("a", "right", True), departures=("fsspec<2025 (2026 here)",)),
         entry("deepspeed", "0.18.2", error="not installed: no"),
     ]
     assert versions_page.rows(entries) == [
@@ -45,7 +45,7 @@ def test_table_puts_the_versions_of_a_finding_together() -> None:
 def test_page_joins_neighbours_that_came_out_alike() -> None:
     results = [("0.9", "x"), ("0.10", "x"), ("0.11", "y"), ("0.12", "x")]
     page = versions_page.markdown(
-        [entry("deepspeed", version, Finding("a", result, True)) for version, result in results]
+        [entry("deepspeed", version, VersionFact("a", result, True)) for version, result in results]
     )
     assert [line.split(" | ")[2:4] for line in page.splitlines() if line.startswith("| deepspeed | a")] == [
         ["0.9, 0.10", "x"],
@@ -55,7 +55,10 @@ def test_page_joins_neighbours_that_came_out_alike() -> None:
 
 
 def test_table_survives_a_round_trip(tmp_path: Path) -> None:
-    entries = [entry("lightning", "2.2.0", Finding("a", "x", False), departures=("b",)), entry("deepspeed", "0.18.2")]
+    entries = [
+        entry("lightning", "2.2.0", VersionFact("a", "x", False), departures=("b",)),
+        entry("deepspeed", "0.18.2"),
+    ]
     versions_page.write(entries, tmp_path / "docs")
     assert versions_page.read(tmp_path / "docs" / "versions.json") == entries
     assert versions_page.read(tmp_path / "none.json") == []
@@ -70,7 +73,7 @@ def test_a_file_that_is_no_table_is_refused(content: str, tmp_path: Path) -> Non
 
 def test_newer_entries_replace_older_and_versions_are_in_order() -> None:
     before = [entry("deepspeed", "0.9.0"), entry("lightning", "2.10.0"), entry("lightning", "2.9.0", error="no")]
-    now = [entry("lightning", "2.9.0", Finding("a", "x", True)), entry("deepspeed", "0.10.0")]
+    now = [entry("lightning", "2.9.0", VersionFact("a", "x", True)), entry("deepspeed", "0.10.0")]
     found = versions_page.merged(before, now)
     assert [(e.package, e.version) for e in found] == [
         ("lightning", "2.9.0"),
@@ -184,10 +187,10 @@ def test_lightning_findings_are_worded_from_measurements() -> None:
 
     found = lightning_findings.accepted(4, [at(1, 1.0), at(3, error="ValueError: no"), at(5, error="ValueError: no")])
     assert found.measured == "right at 1; raised at 3, 5: ValueError: no" and not found.good
-    assert lightning_findings.rates("x", at(1, 1.0, 0.7)) == Finding("x", "unsteady: ratio 0.700 to 1.000", False)
-    assert lightning_findings.rates("x", at(1, 1.0)) == Finding("x", "right: ratio 1.000", True)
-    assert lightning_findings.rates("x", at(1)) == Finding("x", "unrated", False)
-    assert lightning_findings.rates("x", at(1, error="E: y")) == Finding("x", "raised: E: y", False)
+    assert lightning_findings.rates("x", at(1, 1.0, 0.7)) == VersionFact("x", "unsteady: ratio 0.700 to 1.000", False)
+    assert lightning_findings.rates("x", at(1, 1.0)) == VersionFact("x", "right: ratio 1.000", True)
+    assert lightning_findings.rates("x", at(1)) == VersionFact("x", "unrated", False)
+    assert lightning_findings.rates("x", at(1, error="E: y")) == VersionFact("x", "raised: E: y", False)
 
 
 def test_decoded_updates_are_spelled() -> None:
@@ -201,7 +204,7 @@ def test_deepspeed_probe_that_fails_is_a_finding() -> None:
     def ask(stage: int) -> tuple[str, bool]:
         raise AssertionError(f"stage {stage}\nno")
 
-    assert deepspeed_findings.asked("q", ask, 2) == Finding(
+    assert deepspeed_findings.asked("q", ask, 2) == VersionFact(
         "ZeRO-2: q", "probe failed: AssertionError: stage 2 no", False
     )
 

@@ -81,15 +81,15 @@ def test_no_pass_waits_for_nccl() -> None:
 
 
 def test_ranks_are_dealt_out_to_the_gpus() -> None:
-    told = [rank.environment(number, 5, GPUS) for number in range(5)]
+    told = [rank.shared_gpu_environment(number, 5, GPUS) for number in range(5)]
     assert [one["CUDA_VISIBLE_DEVICES"] for one in told] == ["GPU-0", "GPU-1", "GPU-0", "GPU-1", "GPU-0"]
     assert [one["GROUP_RANK"] for one in told] == list("01234")
     assert {one["LOCAL_RANK"] for one in told} == {"0"}
     assert {(one["LOCAL_WORLD_SIZE"], one["GROUP_WORLD_SIZE"]) for one in told} == {("1", "5")}
     instance = {**GPUS[1], "mig": "MIG-7"}
-    assert rank.environment(3, 4, [instance])["CUDA_VISIBLE_DEVICES"] == "MIG-7"
+    assert rank.shared_gpu_environment(3, 4, [instance])["CUDA_VISIBLE_DEVICES"] == "MIG-7"
     with pytest.raises(RuntimeError, match="no GPU is visible"):
-        rank.environment(0, 2, [])
+        rank.shared_gpu_environment(0, 2, [])
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_a_rank_that_shares_joins_over_gloo_on_its_only_device(joined: list[Any]) -> None:
     own = rank.join(Device.CUDA, threads=1, seed=0, shared_gpu=True)
     assert own == torch.device("cuda", 0)
-    assert joined == ["cuda:0 of GPU-1", ((rank.BACKEND,), {}), "barrier"]
+    assert joined == ["cuda:0 of GPU-1", ((rank.SHARED_GPU_GROUP,), {}), "barrier"]
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "1", "CUDA has read the UUID; DeepSpeed reads indices only"
     assert os.environ["GROUP_RANK"] == "3"
 
@@ -156,13 +156,13 @@ def test_fp32_is_not_tf32_whatever_a_container_asks_for(joined: list[Any]) -> No
 def test_the_group_is_not_one_that_a_mesh_replaces_by_nccl(tmp_path: Path) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group(rank.BACKEND, store=store, rank=0, world_size=1)
+    dist.init_process_group(rank.SHARED_GPU_GROUP, store=store, rank=0, world_size=1)
     try:
         assert dist.get_backend() != "gloo"  # DeviceMesh asks for that name
         values = torch.ones(2)
         dist.all_reduce(values, op=dist.ReduceOp.AVG)
         assert values.tolist() == [1.0, 1.0]
-        assert dist.get_backend_config() == rank.BACKEND
+        assert dist.get_backend_config() == rank.SHARED_GPU_GROUP
     finally:
         dist.destroy_process_group()
 

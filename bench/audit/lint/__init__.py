@@ -12,20 +12,18 @@ from pathlib import Path
 from bench.audit.lint import deepspeed_rules, lightning_rules, trainer
 from bench.audit.lint.config_file import ConfigKind, load
 from bench.audit.lint.known import Options
-from bench.audit.lint.remarks import Remark
+from bench.audit.lint.rules import LintFinding
 from bench.audit.lint.section import ConfigPart
 
-__all__ = ["RULES", "Finding", "Options", "Rule", "Severity", "lint"]
 
-
-def lint(files: Sequence[Path], options: Options) -> list[Remark]:
+def lint(files: Sequence[Path], options: Options) -> list[LintFinding]:
     """The findings in config files, by file and line.
 
     A DeepSpeed config that a LightningCLI config among the files names is read as part of it, and not as one for
     DeepSpeed alone. Raises InputError naming the place of what cannot be read or is wrong.
     """
     documents = [load(file) for file in files]
-    findings: list[Remark] = []
+    findings: list[LintFinding] = []
     read: set[Path] = set()
     for document in documents:
         if document.kind is ConfigKind.LIGHTNING:

@@ -16,8 +16,6 @@ from bench.audit.training import TrainingPlan
 from bench.errors import InputError
 from bench.plan.cell import Stepping
 
-__all__ = ["MAX_EPOCHS", "Epochs", "batches_per_epoch"]
-
 MAX_EPOCHS = 1000
 """Epochs that are looked at: as many as Lightning trains if it is told nothing."""
 FLUSH, CARRY = StepRule(stepping=Stepping.FLUSH), StepRule(stepping=Stepping.CARRY)

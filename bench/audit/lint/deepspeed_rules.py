@@ -9,7 +9,7 @@ from bench.audit.lint import arithmetic, proof
 from bench.audit.lint.arithmetic import Epochs, batches_per_epoch
 from bench.audit.lint.known import Options, written
 from bench.audit.lint.proof import Small
-from bench.audit.lint.remarks import Remark, Severity
+from bench.audit.lint.rules import LintFinding, Severity
 from bench.audit.lint.section import AUTO, ConfigPart
 from bench.audit.training import LARGEST_ACCUMULATE
 
@@ -83,7 +83,7 @@ def read(section: ConfigPart) -> Config:
     )
 
 
-def check(section: ConfigPart, options: Options) -> Iterator[Remark]:
+def check(section: ConfigPart, options: Options) -> Iterator[LintFinding]:
     """Findings in a config that ``deepspeed.initialize`` reads. Raises InputError for a wrong value."""
     config = read(section)
     yield from _batches(config, options.world_size)
@@ -110,7 +110,7 @@ def _accumulate(config: Config, world_size: int | None) -> int | None:
     return 1
 
 
-def _batches(config: Config, world_size: int | None) -> Iterator[Remark]:
+def _batches(config: Config, world_size: int | None) -> Iterator[LintFinding]:
     train, micro, accumulate = config.train, config.micro, config.accumulate
     section = config.section
     if train is None:
@@ -155,7 +155,7 @@ def _either(numbers: list[int]) -> str:
     return " or ".join(map(str, numbers))
 
 
-def _silent_clip(config: Config, options: Options) -> Iterator[Remark]:
+def _silent_clip(config: Config, options: Options) -> Iterator[LintFinding]:
     place = config.section.at("gradient_clipping")
     if place.given or (options.deepspeed is not None and options.deepspeed < SILENT_CLIP):
         return
@@ -170,7 +170,7 @@ def _silent_clip(config: Config, options: Options) -> Iterator[Remark]:
     )
 
 
-def _carried(config: Config, accumulate: int, options: Options, backend: str) -> Iterator[Remark]:
+def _carried(config: Config, accumulate: int, options: Options, backend: str) -> Iterator[LintFinding]:
     world_size = options.world_size
     micro = options.batch_size or config.micro
     if micro is None and config.train is not None and world_size:
@@ -205,7 +205,9 @@ def _carried(config: Config, accumulate: int, options: Options, backend: str) ->
 NEEDS_FP32_SUM = "DeepSpeed 0.19.8 or newer, or ZeRO-3"
 
 
-def bf16(config: Config, accumulate: int, place: ConfigPart, options: Options, *, is_bf16: bool) -> Iterator[Remark]:
+def bf16(
+    config: Config, accumulate: int, place: ConfigPart, options: Options, *, is_bf16: bool
+) -> Iterator[LintFinding]:
     """Accumulation in bf16; ``place`` is the key that switches bf16 on."""
     if not is_bf16:
         return
@@ -243,7 +245,7 @@ def bf16(config: Config, accumulate: int, place: ConfigPart, options: Options, *
 
 def versions(
     config: Config, accumulate: int, place: ConfigPart, options: Options, *, world_size: int | None, is_bf16: bool
-) -> Iterator[Remark]:
+) -> Iterator[LintFinding]:
     """Defects of the DeepSpeed version that is installed, or named by the command; ``place`` sets the stage."""
     number = options.deepspeed
     if number is None or accumulate <= 1:

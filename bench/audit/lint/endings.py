@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 from bench.audit.lint.arithmetic import MAX_EPOCHS, Epochs
 from bench.audit.lint.proof import Small
-from bench.audit.lint.remarks import Remark, Severity
+from bench.audit.lint.rules import LintFinding, Severity
 from bench.audit.lint.trainer import TrainerConfig
 
 KEEPS = 2
 """The ZeRO stage whose zero_grad leaves the gradients of an open window alone."""
 
 
-def check(training: TrainerConfig) -> Iterator[Remark]:
+def check(training: TrainerConfig) -> Iterator[LintFinding]:
     """Findings about partial windows and max_steps; none if NB is not known."""
     run = training.epochs
     if run is None or not training.max_epochs:
@@ -48,7 +48,7 @@ def _left(run: Epochs) -> str:
     )
 
 
-def _flushed(training: TrainerConfig, run: Epochs) -> Iterator[Remark]:
+def _flushed(training: TrainerConfig, run: Epochs) -> Iterator[LintFinding]:
     yield training.trainer.at("accumulate_grad_batches").finding(
         "TAIL01" if run.whole else "WIN01",
         Severity.WARNING,
@@ -70,7 +70,7 @@ def _consumed(training: TrainerConfig, run: Epochs) -> int | None:
     return min(ends, default=None)
 
 
-def _split(training: TrainerConfig, run: Epochs) -> Iterator[Remark]:
+def _split(training: TrainerConfig, run: Epochs) -> Iterator[LintFinding]:
     """The trainer counts micro-batches anew in every epoch, the engine counts on."""
     assert training.engine is not None
     small = _small(run)
@@ -124,7 +124,7 @@ def _split(training: TrainerConfig, run: Epochs) -> Iterator[Remark]:
         )
 
 
-def _steps(training: TrainerConfig, run: Epochs) -> Iterator[Remark]:
+def _steps(training: TrainerConfig, run: Epochs) -> Iterator[LintFinding]:
     """max_steps where Lightning itself steps, at the end of every epoch too."""
     wanted = training.max_steps or 0
     place = training.trainer.at("max_steps")
@@ -156,7 +156,7 @@ def _steps(training: TrainerConfig, run: Epochs) -> Iterator[Remark]:
         )
 
 
-def _steps_above_engine(training: TrainerConfig, run: Epochs) -> Iterator[Remark]:
+def _steps_above_engine(training: TrainerConfig, run: Epochs) -> Iterator[LintFinding]:
     """max_steps counts trainer.global_step, not the engine's steps."""
     wanted = training.max_steps or 0
     place = training.trainer.at("max_steps")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from bench.audit.lint import deepspeed_rules, endings, logging_rules, proof
 from bench.audit.lint.known import Options
 from bench.audit.lint.proof import Small
-from bench.audit.lint.remarks import Remark, Severity
+from bench.audit.lint.rules import LintFinding, Severity
 from bench.audit.lint.section import AUTO, ConfigPart
 from bench.audit.lint.trainer import Family, TrainerConfig
 
@@ -17,7 +17,7 @@ LARGEST_CLIP = 1e6
 SCHEDULER = "lightning/pytorch/callbacks/gradient_accumulation_scheduler.py on_train_start"
 
 
-def check(training: TrainerConfig, options: Options) -> Iterator[Remark]:
+def check(training: TrainerConfig, options: Options) -> Iterator[LintFinding]:
     """Findings in what ``bench.audit.lint.trainer.read`` has read."""
     yield from _schedule(training)
     if training.family is Family.FSDP:
@@ -28,7 +28,7 @@ def check(training: TrainerConfig, options: Options) -> Iterator[Remark]:
     yield from logging_rules.check(training, options)
 
 
-def _schedule(training: TrainerConfig) -> Iterator[Remark]:
+def _schedule(training: TrainerConfig) -> Iterator[LintFinding]:
     place = training.schedule
     if place is None:
         return
@@ -68,7 +68,7 @@ def _schedule(training: TrainerConfig) -> Iterator[Remark]:
         )
 
 
-def _fsdp_clip(training: TrainerConfig) -> Iterator[Remark]:
+def _fsdp_clip(training: TrainerConfig) -> Iterator[LintFinding]:
     if training.clip and not training.clip_by_value:
         yield training.trainer.at("gradient_clip_val").finding(
             "CLP04",
@@ -80,7 +80,7 @@ def _fsdp_clip(training: TrainerConfig) -> Iterator[Remark]:
         )
 
 
-def _engine(training: TrainerConfig, engine: deepspeed_rules.Config, options: Options) -> Iterator[Remark]:
+def _engine(training: TrainerConfig, engine: deepspeed_rules.Config, options: Options) -> Iterator[LintFinding]:
     """Rules for DeepSpeed under Lightning."""
     own = training.engine_config
     strategy = training.trainer.at("strategy")
@@ -108,7 +108,7 @@ def _engine(training: TrainerConfig, engine: deepspeed_rules.Config, options: Op
         )
 
 
-def _set_beside(training: TrainerConfig, own: ConfigPart) -> Iterator[Remark]:
+def _set_beside(training: TrainerConfig, own: ConfigPart) -> Iterator[LintFinding]:
     place = own.at("gradient_accumulation_steps")
     if place.given:
         yield place.finding(
@@ -121,7 +121,7 @@ def _set_beside(training: TrainerConfig, own: ConfigPart) -> Iterator[Remark]:
         )
 
 
-def _autos(engine: deepspeed_rules.Config, own: ConfigPart) -> Iterator[Remark]:
+def _autos(engine: deepspeed_rules.Config, own: ConfigPart) -> Iterator[LintFinding]:
     for key in engine.autos:
         place = own.at(key)
         if key == "gradient_accumulation_steps":
@@ -142,7 +142,7 @@ def _autos(engine: deepspeed_rules.Config, own: ConfigPart) -> Iterator[Remark]:
         yield place.finding("AUT01", Severity.ERROR, what, f"take {key} out; Lightning sets it", where)
 
 
-def _batches(training: TrainerConfig, engine: deepspeed_rules.Config, own: ConfigPart) -> Iterator[Remark]:
+def _batches(training: TrainerConfig, engine: deepspeed_rules.Config, own: ConfigPart) -> Iterator[LintFinding]:
     micro = engine.micro or training.batch_size
     world_size, accumulate = training.world_size, training.accumulate
     if engine.train is not None and micro and world_size and training.schedule is None:
@@ -168,7 +168,7 @@ def _batches(training: TrainerConfig, engine: deepspeed_rules.Config, own: Confi
         )
 
 
-def _two_clips(training: TrainerConfig, engine: deepspeed_rules.Config, own: ConfigPart) -> Iterator[Remark]:
+def _two_clips(training: TrainerConfig, engine: deepspeed_rules.Config, own: ConfigPart) -> Iterator[LintFinding]:
     place = own.at("gradient_clipping")
     if training.clip is None or not place.given or place.value == AUTO or engine.clip == training.clip:
         return
@@ -182,7 +182,7 @@ def _two_clips(training: TrainerConfig, engine: deepspeed_rules.Config, own: Con
     )
 
 
-def _twice(training: TrainerConfig, engine: deepspeed_rules.Config, strategy: ConfigPart) -> Iterator[Remark]:
+def _twice(training: TrainerConfig, engine: deepspeed_rules.Config, strategy: ConfigPart) -> Iterator[LintFinding]:
     """The loss is divided by N in Lightning's closure and again in the engine's backward."""
     accumulate = training.accumulate
     if accumulate <= 1:

@@ -10,7 +10,7 @@ from bench.audit.lint.arithmetic import Epochs
 from bench.audit.lint.known import Options
 from bench.audit.lint.proof import Small
 from bench.audit.lint.rates import STEP, Rates
-from bench.audit.lint.remarks import Remark, Severity
+from bench.audit.lint.rules import LintFinding, Severity
 from bench.audit.lint.section import ConfigPart
 from bench.audit.lint.trainer import TrainerConfig, window_place
 from bench.audit.monitor import TOLERANCE
@@ -21,7 +21,7 @@ LONGEST = 4000
 """Micro-batches of a training that its proof repeats as it is: some seconds. A longer one becomes a small one."""
 
 
-def check(training: TrainerConfig, options: Options) -> Iterator[Remark]:
+def check(training: TrainerConfig, options: Options) -> Iterator[LintFinding]:
     """Findings about logging under accumulation."""
     yield from _log_every(training)
     if training.monitor is not None:
@@ -41,7 +41,7 @@ def _trains(training: TrainerConfig) -> bool:
     return bool(training.max_epochs) and training.max_steps != 0
 
 
-def _log_every(training: TrainerConfig) -> Iterator[Remark]:
+def _log_every(training: TrainerConfig) -> Iterator[LintFinding]:
     place = training.trainer.at("log_every_n_steps")
     every, accumulate, run = training.log_every, training.accumulate, training.epochs
     if not every or not _trains(training):
@@ -73,7 +73,7 @@ def _more_often(last: int) -> str:
     return f"set log_every_n_steps to at most {last}" if last else "see WIN01"
 
 
-def _monitor(training: TrainerConfig, monitor: ConfigPart, options: Options) -> Iterator[Remark]:
+def _monitor(training: TrainerConfig, monitor: ConfigPart, options: Options) -> Iterator[LintFinding]:
     place = window_place(monitor)
     window, accumulate, every = training.window, training.accumulate, training.log_every
     rates = _rates(training)
@@ -130,7 +130,7 @@ def _given(place: ConfigPart) -> str:
     return "" if place.given else " (the default)"
 
 
-def _off(training: TrainerConfig, place: ConfigPart, rates: Rates, most: float) -> Iterator[Remark]:
+def _off(training: TrainerConfig, place: ConfigPart, rates: Rates, most: float) -> Iterator[LintFinding]:
     """Rates with more, or now more and now fewer, optimizer steps in their time than their micro-batches deserve."""
     window, spans = training.window, training.window - 1
     found = rates.ratios(window)
@@ -172,7 +172,9 @@ def _off(training: TrainerConfig, place: ConfigPart, rates: Rates, most: float) 
     yield place.finding("THR01", Severity.WARNING, what, "; or ".join(fixes), shown)
 
 
-def _never(training: TrainerConfig, run: Epochs, place: ConfigPart, rates: Rates, logged: int, most: int) -> Remark:
+def _never(
+    training: TrainerConfig, run: Epochs, place: ConfigPart, rates: Rates, logged: int, most: int
+) -> LintFinding:
     """No rate is ever logged: the window is not full at the last log, which comes after ``most`` micro-batches."""
     last = int(_last_step(training, run))
     fixes = []

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from bench.audit.lint.config_file import Document
 from bench.audit.lint.nodes import Path
-from bench.audit.lint.remarks import Remark, Severity
+from bench.audit.lint.rules import LintFinding, Severity
 from bench.errors import InputError, shown
 
 AUTO = "auto"
@@ -118,9 +118,9 @@ class ConfigPart:
             self.refuse("a string")
         return value
 
-    def finding(self, code: str, severity: Severity, what: str, fix: str, proof: str) -> Remark:
+    def finding(self, code: str, severity: Severity, what: str, fix: str, proof: str) -> LintFinding:
         """A finding at this place."""
-        return Remark(
+        return LintFinding(
             code=code,
             severity=severity,
             file=self.document.file,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from bench.audit.versions.versions_page import Finding
+from bench.audit.versions.versions_page import VersionFact
 from bench.backends.deepspeed import prepare
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ MANY = 1024
 """Micro-batches whose gradients of 1/MANY sum to 1, or to 1/4 if the sum is kept in bf16: 8 bits are then too few."""
 
 
-def findings() -> Iterator[Finding]:
+def findings() -> Iterator[VersionFact]:
     """One finding per question and stage; a probe that fails is a finding too."""
     import torch.distributed
 
@@ -39,13 +39,13 @@ def findings() -> Iterator[Finding]:
     torch.distributed.destroy_process_group()
 
 
-def asked(question: str, ask: Callable[[int], tuple[str, bool]], stage: int) -> Finding:
+def asked(question: str, ask: Callable[[int], tuple[str, bool]], stage: int) -> VersionFact:
     """The answer of one probe at one stage, or why there is none."""
     name = f"ZeRO-{stage}: {question}"
     try:
-        return Finding(name, *ask(stage))
+        return VersionFact(name, *ask(stage))
     except Exception as error:
-        return Finding(name, " ".join(f"probe failed: {type(error).__name__}: {error}".split())[:300], False)
+        return VersionFact(name, " ".join(f"probe failed: {type(error).__name__}: {error}".split())[:300], False)
 
 
 def decoded(stage: int) -> tuple[str, bool]:

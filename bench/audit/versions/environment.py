@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from bench.audit.versions.versions_page import Entry, Finding, last_line, without_paths
+from bench.audit.versions.versions_page import Entry, VersionFact, last_line, without_paths
 
 EXTRAS = {"lightning": ("setuptools<81",), "deepspeed": ()}
 """Installed too: pkg_resources, which old Lightning imports without asking for it and setuptools 81 dropped."""
@@ -46,7 +46,7 @@ def measure(package: str, number: str, folder: Path) -> Entry:
         **{**about, "torch": found["torch"], "python": found["python"]},
         departures=tuple(found["departures"]),
         findings=tuple(
-            Finding(each["finding"], without_paths(each["measured"]), each["good"]) for each in found["findings"]
+            VersionFact(each["finding"], without_paths(each["measured"]), each["good"]) for each in found["findings"]
         ),
     )
 

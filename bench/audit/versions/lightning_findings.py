@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 from bench.audit.monitor import Measurement, measure
 from bench.audit.monitor_grid import Epoch, Point, RateVerdict
-from bench.audit.versions.versions_page import Finding
+from bench.audit.versions.versions_page import VersionFact
 
 LOG_EVERY = (1, 2, 3, 4, 5, 8, 50)
 """Of ``log_every_n_steps``: divisors and multiples of N = 4, others, and Lightning's default."""
 
 
-def findings() -> Iterator[Finding]:
+def findings() -> Iterator[VersionFact]:
     """One finding per question; the reduced grid of ``bench.audit.monitor``."""
     yield accepted(4, [measure(Point(4, every, 5)) for every in LOG_EVERY])
     yield rates("rates, N = 8, window_size 9 = N + 1", measure(Point(8, 1, 9)))
@@ -25,7 +25,7 @@ def findings() -> Iterator[Finding]:
     )
 
 
-def accepted(accumulate: int, measurements: list[Measurement]) -> Finding:
+def accepted(accumulate: int, measurements: list[Measurement]) -> VersionFact:
     """Which values of ``log_every_n_steps`` the monitor runs with."""
     parts, errors = [], []
     for verdict in RateVerdict:
@@ -35,15 +35,15 @@ def accepted(accumulate: int, measurements: list[Measurement]) -> Finding:
             errors += [m.error for m in points if m.error][:1]
     name = f"log_every_n_steps at N = {accumulate}, window_size {measurements[0].point.window_size}"
     good = all(m.verdict() is RateVerdict.RIGHT for m in measurements)
-    return Finding(name, "; ".join(parts) + "".join(f": {error}" for error in errors), good)
+    return VersionFact(name, "; ".join(parts) + "".join(f": {error}" for error in errors), good)
 
 
-def rates(name: str, measurement: Measurement) -> Finding:
+def rates(name: str, measurement: Measurement) -> VersionFact:
     """How the rates that were logged compare with the tap's."""
     verdict = measurement.verdict()
     if measurement.error:
-        return Finding(name, f"{verdict}: {measurement.error}", False)
+        return VersionFact(name, f"{verdict}: {measurement.error}", False)
     ratios = sorted(rate.ratio for rate in measurement.rates)
     low, high = (f"{ratio:.3f}" for ratio in (ratios[0], ratios[-1])) if ratios else ("", "")
     words = "" if not ratios else f": ratio {low}" if low == high else f": ratio {low} to {high}"
-    return Finding(name, f"{verdict}{words}", verdict is RateVerdict.RIGHT)
+    return VersionFact(name, f"{verdict}{words}", verdict is RateVerdict.RIGHT)

@@ -19,7 +19,7 @@ PATHS = re.compile(r"(?<![\w.:/])(?:file://)?(?:/[\w.+~@-]+)+/(?=[\w.+~@-])")
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class VersionFact:
     """One thing that was measured of one version."""
 
     finding: str
@@ -44,7 +44,7 @@ class Entry:
     """Why there are no findings: the last line of what pip, the import or the probe said; empty if all went well."""
     departures: tuple[str, ...] = ()
     """What the version's metadata asks for and did not get."""
-    findings: tuple[Finding, ...] = field(default=())
+    findings: tuple[VersionFact, ...] = field(default=())
 
     @property
     def key(self) -> tuple[str, Version]:
@@ -81,7 +81,7 @@ def read(path: Path) -> list[Entry]:
 
 
 def _entry(stored: dict[str, Any]) -> Entry:
-    findings = tuple(Finding(**finding) for finding in stored["findings"])
+    findings = tuple(VersionFact(**finding) for finding in stored["findings"])
     return Entry(**{**stored, "departures": tuple(stored["departures"]), "findings": findings})
 
 

@@ -85,7 +85,7 @@ RULES: dict[str, Rule] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Remark:
+class LintFinding:
     """One finding at one place of one file."""
 
     code: str
