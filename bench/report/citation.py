@@ -20,9 +20,10 @@ from typing import Any
 import pandas as pd
 
 from bench.judge.loading import Run
-from bench.judge.pairs import Number
 from bench.judge.quoting import SCHEME, CellQuote, Quotes, RatioQuote, place_of, quoted
+from bench.judge.statistics import Interval
 from bench.judge.verdicts import NEXT, Verdict, band
+from bench.plan.columns import AXES, WAYS, says
 from bench.words import bibtex, markdown, plain, plural
 
 DIGITS = 4
@@ -197,7 +198,7 @@ def _estimated(value: float, low: float | None, high: float | None) -> dict[str,
     return {"value": number(value), **ends}
 
 
-def _time_of(quote: RatioQuote) -> Number | None:
+def _time_of(quote: RatioQuote) -> Interval | None:
     """The ratio of step times; None if no such number may be cited."""
     return None if quote.row.judgement.verdict is Verdict.NOT_COMPARABLE else quote.row.time
 
@@ -234,9 +235,8 @@ def number(value: float) -> str:
 def _work(trial: pd.Series) -> str:
     size = trial["num_parameters"]
     parameters = "" if pd.isna(size) else f" ({number(size / 1e6)} M parameters)"
-    how = f", clipped to {trial['clip_norm']:g}" if pd.notna(trial["clip_norm"]) and trial["clip_norm"] else ""
-    for name, words in (("activation_checkpointing", "activation checkpointing"), ("compiled", "compiled blocks")):
-        how += f", {words}" if pd.notna(trial[name]) and trial[name] else ""
+    asked = [name for name in WAYS if len(AXES[name].named) > 1 and pd.notna(trial[name]) and trial[name]]
+    how = "".join(f", {words}" for words in says(trial, asked))
     return (
         f"Work: {trial['workload']} {trial['model']}{parameters}, {trial['global_batch_size']} samples of "
         f"{trial['sequence_length']} tokens per optimizer step, {trial['optimizer']}{how}, "

@@ -57,7 +57,7 @@ def differences(run: Run, text: str) -> Iterator[Finding]:
     for begin, match in zip(ends, ids, strict=False):
         said = _fields(text, match.end()) or _old_fields(text[begin : match.start()], text[match.end() :])
         try:
-            due = _words_of(quotes, match[1], match[2]).fields
+            due = dict(_words_of(quotes, match[1], match[2]).fields)
         except InputError as error:
             yield Finding(Level.ERROR, TOPIC, f"{match[0]}: {error}")
             continue

@@ -130,4 +130,5 @@ class _Shared:
 
 def _template(form: str, of: Parts) -> list[str]:
     """A citation of a format as literal text and names of SLOTS, in turn. Escaped parts hold no NUL."""
-    return SLOT.split(render(form, replace(of, **{name: f"\0{name}\0" for name in SLOTS})))
+    slots: dict[str, Any] = {name: f"\0{name}\0" for name in SLOTS}
+    return SLOT.split(render(form, replace(of, **slots)))
