@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import re
@@ -93,7 +94,7 @@ def test_what_a_dead_one_left_is_taken_over_whatever_it_says(tmp_path: Path) -> 
 def test_a_lock_that_was_removed_while_it_was_waited_for_is_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flock, calls = files.fcntl.flock, []
+    flock, calls = fcntl.flock, []
 
     def late(number: int, operation: int) -> None:
         if not calls:
@@ -101,7 +102,7 @@ def test_a_lock_that_was_removed_while_it_was_waited_for_is_not_taken(
         calls.append(number)
         flock(number, operation)
 
-    monkeypatch.setattr(files.fcntl, "flock", late)
+    monkeypatch.setattr(fcntl, "flock", late)
     with files.run_folder(tmp_path, "here"):
         assert len(calls) == 2
         with pytest.raises(files.BusyError), files.run_folder(tmp_path, "there"):
@@ -112,7 +113,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def flock(number: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(files.fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", flock)
     with pytest.raises(InputError, match="cannot be locked"), files.run_folder(tmp_path, "here"):
         pytest.fail("it is not held")
 

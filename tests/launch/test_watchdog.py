@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.launch import dumps, stragglers, watchdog
+from bench.launch import dumps, watchdog
 from bench.launch.watchdog import EndReason, Watch
 from bench.measure import heartbeat
 from bench.plan.cell import Status
@@ -26,7 +26,7 @@ from bench.launch import dumps, stragglers
 from bench.measure import heartbeat
 import os
 folder, rank = Path(sys.argv[1]), int(sys.argv[2])
-heartbeat.begin(folder, rank, stragglers.find(os.getpid()).started)
+heartbeat.begin(folder, rank)
 dumps.arm(folder, rank)
 heartbeat.beat()
 
@@ -239,12 +239,10 @@ def test_beats_are_read_by_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(heartbeat, "_slots", heartbeat._slots)
     assert heartbeat.read(tmp_path, 3) is None
     heartbeat.beat()  # before there is a file
-    own = stragglers.find(os.getpid())
-    assert own is not None
-    heartbeat.begin(tmp_path, 3, own.started)
-    assert heartbeat.read(tmp_path, 3) == heartbeat.Beat(os.getpid(), own.started, 0)
+    heartbeat.begin(tmp_path, 3)
+    assert heartbeat.read(tmp_path, 3) == heartbeat.Beat(os.getpid(), 0)
     for count in range(1, 5):
         heartbeat.beat()
-        assert heartbeat.read(tmp_path, 3) == heartbeat.Beat(os.getpid(), own.started, count)
+        assert heartbeat.read(tmp_path, 3) == heartbeat.Beat(os.getpid(), count)
     heartbeat.path_of(tmp_path, 3).write_bytes(b"short")
     assert heartbeat.read(tmp_path, 3) is None

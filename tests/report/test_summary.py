@@ -112,7 +112,9 @@ def test_optimizers_and_clips_are_told_apart_where_there_are_several() -> None:
     references = [make_record(cell.reference()) for cell in cells]
     made = judged(*references, *(make_failure(cell) for cell in cells))
     assert len(by_cell(made)) == 8
-    where = [f"{name} clip={clip} N=4 W=2" for name in ("adamw-foreach", "sgd") for clip in ("0", "0.5")]
+    where = [
+        f"{name} {clip} N=4 W=2" for name in ("adamw-foreach", "sgd") for clip in ("not clipped", "clipped to 0.5")
+    ]
     assert findings(by_cell(made), {}) == [f"oom: ddp-deferred {each}: rank 0: too big" for each in where]
     lines = shown(made).splitlines()
     assert any(re.match(r" backend +N +W +dtype +optimizer +clip ", line) for line in lines)
