@@ -6,12 +6,14 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from bench.errors import shown
+from bench.plan.world_kind import World
+from bench.words import plural
 
 REFERENCE, SHARDED_REFERENCE = REFERENCES = ("reference", "reference-sharded")
 """Names of the backends that are the truth: the full batch at once in fp32, by one process in plain PyTorch; or by all
@@ -165,6 +167,11 @@ class Cell:
     """Whether each block is compiled by ``torch.compile``."""
 
     @property
+    def world(self) -> World:
+        """What its ranks are."""
+        return World.of(virtual=self.virtual, fake_tensors=self.fake_tensors, shared_gpu=self.shared_gpu)
+
+    @property
     def micro_batch_size(self) -> int:
         """Samples that one forward sees on one rank: B / (N x W)."""
         return self.global_batch_size // (self.accumulate * self.world_size)
@@ -257,3 +264,17 @@ class Cell:
         if min(cell.accumulate, cell.world_size) < 1:
             raise ValueError(f"accumulate is {cell.accumulate} and world_size {cell.world_size}; both are at least 1")
         return cell
+
+
+def counted(cells: Iterable[Cell], baseline: str) -> str:
+    """How many cells a run has, and what they are there for: ``19 cells: 17 compared, 1 reference, 1 A/A twin``."""
+    every = list(cells)
+    own = [cell for cell in every if not cell.is_reference and not cell.twin]
+    kinds = {
+        f"compared with {baseline}": sum(cell.backend != baseline for cell in own),
+        f"of {baseline}": sum(cell.backend == baseline for cell in own),
+        "reference": sum(cell.is_reference for cell in every),
+        "A/A twin": sum(bool(cell.twin) for cell in every),
+    }
+    said = ", ".join(f"{count} {kind}" for kind, count in kinds.items() if count)
+    return f"{plural(len(every), 'cell')}: {said}"
