@@ -249,6 +249,16 @@ def test_a_training_that_hits_the_bound_never_stops() -> None:
     assert seen["verdict"] == "never stops" and "trainer.global_step = 0" in seen["diagnosis"]
 
 
+def test_loops_that_ignore_what_they_are_told() -> None:
+    pretend = Pretend(scenario(accumulate=(4, 2)))
+    flush(pretend, 4)
+    assert pretend.observe()["verdict"] == "steps too late"
+    pretend = Pretend(scenario(epochs=1))
+    right(pretend, 4)
+    pretend.scenario = scenario(epochs=3, max_steps=5)
+    assert pretend.observe(own_slots=pretend.own)["verdict"] == "stops early"
+
+
 def test_counters_that_disagree_are_named() -> None:
     pretend = Pretend(scenario())
     right(pretend, 4)
