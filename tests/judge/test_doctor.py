@@ -121,7 +121,6 @@ CASES: dict[str, tuple[Facts, Level, str, str]] = {
     "full disk": (on(LAPTOP, disk_bytes=2**20), Level.ERROR, "disk", "--out"),
     "small disk": (on(LAPTOP, disk_bytes=GIB), Level.WARNING, "disk", "4 B a parameter"),
     "small memory": (on(LAPTOP, memory_bytes=GIB), Level.WARNING, "memory", "--world-size 1"),
-    "unknown memory": (on(LAPTOP, memory_bytes=None), Level.WARNING, "memory", "unknown"),
     "one core": (on(LAPTOP, num_cores=1), Level.WARNING, "cores", "--world-size 1"),
     "slow clocks": (on(LAPTOP, governor="powersave"), Level.WARNING, "cores", "cpupower frequency-set -g performance"),
     "busy": (on(LAPTOP, foreign_cores=4.0), Level.WARNING, "idle", "50 % of the CPUs"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import re
@@ -69,7 +70,7 @@ def test_one_process_does_not_hold_it_twice(tmp_path: Path) -> None:
 def test_a_lock_that_was_removed_while_it_was_waited_for_is_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flock, calls = files.fcntl.flock, []
+    flock, calls = fcntl.flock, []
 
     def late(number: int, operation: int) -> None:
         if not calls:
@@ -77,7 +78,7 @@ def test_a_lock_that_was_removed_while_it_was_waited_for_is_not_taken(
         calls.append(number)
         flock(number, operation)
 
-    monkeypatch.setattr(files.fcntl, "flock", late)
+    monkeypatch.setattr(fcntl, "flock", late)
     with files.run_folder(tmp_path, "here"):
         assert len(calls) == 2
         with pytest.raises(files.BusyError), files.run_folder(tmp_path, "there"):
@@ -88,7 +89,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def flock(number: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(files.fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", flock)
     with pytest.raises(InputError, match="cannot be locked"), files.run_folder(tmp_path, "here"):
         pytest.fail("it is not held")
 

@@ -26,7 +26,7 @@ from bench.launch import dumps, stragglers
 from bench.measure import heartbeat
 import os
 folder, rank = Path(sys.argv[1]), int(sys.argv[2])
-heartbeat.begin(folder, rank, stragglers.find(os.getpid()).started)
+heartbeat.begin(folder, rank)
 dumps.arm(folder, rank)
 heartbeat.beat()
 

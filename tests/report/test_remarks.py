@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from bench import cli
 from bench.backends.base import BF16_AUTOCAST, BF16_PARAMETERS
 from bench.judge.frames import read as read_frames
-from bench.judge.integrity import Level
 from bench.judge.loading import hashed, load
 from bench.judge.quoting import find_cell
 from bench.report.citation import cite
-from bench.report.cited import verify
 from bench.run.journal import read_manifest, write_manifest
 from tests.pages import copied_ratio, data_of, kind, read, report, write_run
 
@@ -69,10 +66,6 @@ def citations(folder: Path) -> tuple[str, str, str]:
     return cite(run, ids[0]).text, cite(run, ids[1]).text, cite(run, *ids).text
 
 
-def levels(folder: Path, text: str) -> list[Any]:
-    return [one.level for one in verify(folder, text) if one.topic == "citation"]
-
-
 def copied(folder: Path) -> str:
     """What the page's script copies as the citation of a ratio, in plain text."""
     data = data_of(read(folder / "report.html"))
@@ -102,15 +95,3 @@ def test_nothing_is_said_where_the_ways_are_alike_or_in_fp32(
     folder = write(tmp_path / "run", precision, way, remarks=False)
     every = [*places(folder).values(), *compared(folder, tmp_path / "out", capsys).values(), *citations(folder)]
     assert len(every) > 5 and not any(BEGINNING in text for text in every)
-
-
-def test_a_citation_that_leaves_a_remark_out_is_wrong_unless_it_is_older_than_remarks(tmp_path: Path) -> None:
-    folder = write(tmp_path / "run")
-    *_, both = citations(folder)
-    assert levels(folder, both) == [Level.GOOD]
-    for sentence in (f"; {BF16}", f" {FSDP2} N=2 W=2 bf16: {ALONE};"):
-        assert sentence in both
-        assert levels(folder, both.replace(sentence, "")) == [Level.ERROR]
-    old = write(tmp_path / "old", remarks=False)
-    *_, both = citations(old)
-    assert levels(old, both) == levels(old, both.replace(f" Note: {BF16}.", "")) == [Level.GOOD]

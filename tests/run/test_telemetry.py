@@ -10,7 +10,6 @@ import threading
 import time
 import types
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,18 +158,14 @@ def test_a_driver_that_hangs_holds_nobody_up(fake: FakeNvml, monkeypatch: pytest
     assert recording["notes"] == ["NVML did not answer within 0.05 s"]
 
 
-def test_own_processes_are_those_that_descend_from_this_one(tmp_path: Path) -> None:
+def test_own_processes_are_those_that_descend_from_this_one() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         assert descends(child.pid, os.getpid()) and descends(os.getpid(), os.getpid())
         assert not descends(os.getpid(), child.pid) and not descends(os.getppid(), os.getpid())
     finally:
         child.communicate()
-    for pid, line in {7: "7 (a) b) (c) S 6 1 1", 6: "6 (x) S 5 1 1", 5: "5 (init) S 0 1 1", 8: "8 (?"}.items():
-        (tmp_path / str(pid)).mkdir()
-        (tmp_path / str(pid) / "stat").write_text(line)
-    assert descends(7, 5, tmp_path) and not descends(7, 9, tmp_path)
-    assert not descends(8, 5, tmp_path) and not descends(99, 5, tmp_path)
+    assert not descends(child.pid, os.getpid()), "it has ended"
 
 
 def sample(at: float, uuid: str = "GPU-aa", **changes: Any) -> dict[str, Any]:
