@@ -24,7 +24,7 @@ from bench import __version__, cli
 from bench import files as bench_files
 from bench.backends.plain import DDPDeferred
 from bench.cli import main
-from bench.errors import BAD, GOOD, INTERRUPTED, WRONG
+from bench.errors import BAD, DEFECT, GOOD, INTERRUPTED, WRONG
 from bench.judge.remarks import EXPECTED
 from bench.launch import gpus as launch_gpus
 from bench.launch import launcher as launch_launcher
@@ -229,6 +229,19 @@ def test_bad_matrix_files(place: Place, command: str, content: str | bytes, word
 def test_bad_commands_and_folders(place: Place, arguments: list[str], words: str) -> None:
     place.write("file", "")
     assert re.search(words, place.refused(*arguments))
+
+
+def test_a_defect_of_the_bench_is_one_line_that_says_where_to_report_it(place: Place) -> None:
+    def broken() -> Any:
+        raise ZeroDivisionError("first line\nsecond line")
+
+    place.patch.setattr(launch_gpus, "gpus", broken)
+    status, out, err = place.call("plan")
+    assert (status, out, err.count("\n")) == (DEFECT, "", 1) and DEFECT not in (GOOD, BAD, WRONG, INTERRUPTED)
+    assert err.startswith("bench: ZeroDivisionError: first line second line (test_cli.py:")
+    assert "report it in the issue tracker" in err and "--debug" in err
+    status, _, err = place.call("plan", "--debug")
+    assert status == DEFECT and err.startswith("Traceback (most recent call last):") and "report it" in err
 
 
 @pytest.mark.parametrize("command", ["run", "plan"])

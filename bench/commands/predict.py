@@ -155,8 +155,10 @@ def run(arguments: argparse.Namespace) -> int:
     timed = question if compute_s is not None else None
     rows = []
     for one in predictions:
-        bounds = None if timed is None or link is None else timed.bounds(one, cell.accumulate, link)
-        row = record(one, link, compute_s, None if one.refusal else bounds)
+        bounds = None
+        if timed is not None and link is not None and not one.refusal:
+            bounds = timed.bounds(one, cell.accumulate, link)
+        row = record(one, link, compute_s, bounds)
         rows.append(row)
         row["fits"] = None if limit is None or one.refusal else question.fits(one, cell.accumulate)
     answer = None

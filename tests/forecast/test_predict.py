@@ -388,7 +388,7 @@ def test_the_activations_of_checkpointed_blocks_by_hand() -> None:
 
 def test_zero_3_with_activation_checkpointing_is_not_predicted(capsys: pytest.CaptureFixture[str]) -> None:
     assert one("deepspeed-zero3-eager", activation_checkpointing=True).refusal.startswith("not predicted: ")
-    assert main(["predict", "--model", "8b", *ASKED, "--activation-checkpointing"]) == GOOD
+    assert main(["predict", "--model", "8b", *ASKED, *TIMED, "--memory", "80GiB", "--activation-checkpointing"]) == GOOD
     out, _ = capsys.readouterr()
     (line,) = (line for line in out.splitlines() if line.startswith("deepspeed-zero3-eager"))
     assert "refused" not in line and "not predicted: in which order ZeRO-3 gathers" in line
