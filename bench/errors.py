@@ -10,8 +10,8 @@ bench itself has failed (EX_SOFTWARE of sysexits.h); interrupted."""
 MAX_SHOWN = 60
 """Characters of a value that errors repeat."""
 EXIT_STATUS = (
-    "Exit status: 0 all good; 1 something measured is bad; 2 the command or its input is wrong, said in one line; 70 a "
-    "defect of the bench, said in one line (--debug: with its traceback); 130 interrupted, with all finished trials kept."
+    "Exit status: 0 all good; 1 something measured is bad; 2 the command or its input is wrong, said in one line; 70 "
+    "the bench itself has failed (--debug prints the traceback); 130 interrupted, with all finished trials kept."
 )
 
 
