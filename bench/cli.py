@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from bench import __version__
 from bench.commands import COMMANDS
@@ -22,8 +23,8 @@ DEBUG = "--debug"
 class Parser(argparse.ArgumentParser):
     """Errors are one line and name what would be right; every command has ``--debug``."""
 
-    def __init__(self, *arguments: object, **options: object) -> None:
-        super().__init__(*arguments, **options)  # type: ignore[arg-type]
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         # Looked for in the arguments themselves: parsing may be what fails.
         self.add_argument(DEBUG, action="store_true", help="if the bench itself fails: print the traceback")
 
@@ -31,12 +32,39 @@ class Parser(argparse.ArgumentParser):
         raise InputError(f"{message}; see {self.prog} --help")
 
 
+class Commands:
+    """Adds the commands' parsers, and remembers the help of each for a list of our own."""
+
+    def __init__(self, parsers: Any) -> None:
+        self._parsers = parsers
+        self._help: dict[str, str] = {}
+
+    def add_parser(self, name: str, *, help: str, **options: Any) -> Parser:  # noqa: A002 - as argparse has it
+        self._help[name] = help
+        parser: Parser = self._parsers.add_parser(name, **options)
+        return parser
+
+    def listed(self) -> str:
+        """The commands by group, one line each."""
+        width = max(map(len, self._help))
+        groups = (
+            "\n".join([f"{group}:", *(f"  {name:{width}}  {self._help[name]}" for name in names)])
+            for group, names in COMMANDS.items()
+        )
+        return "\n\n".join(groups)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status. What it writes is not writable by everybody, whatever the umask says."""
     os.umask(os.umask(0o077) | 0o002)
+    given = sys.argv[1:] if argv is None else argv
     try:
         with terminate_as_interrupt():
-            arguments = _parser().parse_args(argv)
+            parser = _parser()
+            if not given:
+                parser.print_help()
+                return GOOD
+            arguments = parser.parse_args(given)
             command: Callable[[argparse.Namespace], int] = arguments.command
             return command(arguments)
     except InputError as error:
@@ -49,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return GOOD
     except Exception as error:
-        if DEBUG in (sys.argv[1:] if argv is None else argv):
+        if DEBUG in given:
             traceback.print_exc()
         print(_defect(error), file=sys.stderr)
         return DEFECT
@@ -67,9 +95,14 @@ def _defect(error: Exception) -> str:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="python -m bench", description="Compare gradient-accumulation backends, by measurement.")
+    parser = Parser(
+        prog="python -m bench",
+        description="Compare gradient-accumulation backends, by measurement.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"accumulation-bench {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=Parser)
-    for name in COMMANDS:
+    commands = Commands(parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser, help="see below"))
+    for name in itertools.chain(*COMMANDS.values()):
         importlib.import_module(f"bench.commands.{name}").add(commands)
+    parser.epilog = f"{commands.listed()}\n\nA command's own options: python -m bench COMMAND --help"
     return parser

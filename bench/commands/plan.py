@@ -30,13 +30,15 @@ GPUS = re.compile(
     r"(?:(?P<count>[0-9]{1,4})\s*x\s*)?(?P<name>\S.*?)\s+(?P<size>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>GiB|GB)"
 )
 UNITS = {"GiB": 2**30, "GB": 10**9}
-DIFFERING = ("model", "optimizer", "clip_norm", "activation_checkpointing", "compiled")
+DIFFERING = ("global_batch_size", "model", "optimizer", "clip_norm", "activation_checkpointing", "compiled")
 """Fields of cells that are shown where they differ."""
 SWITCHES = {
     "activation_checkpointing": ("activations kept", "checkpointed"),
     "compiled": ("not compiled", "compiled"),
 }
 """Those that are off or on, in words."""
+WORDS = {"clip_norm": "clip", "global_batch_size": "B ="}
+"""What stands before those that are numbers."""
 
 
 def add(commands: Any) -> None:
@@ -117,6 +119,13 @@ def lines(
         trials += repeats
         if cell.cell_id not in skipped:
             total, last = total + guess.total(repeats), last + guess.total(1)
+    if chosen["axes.micro_batch_size"]:
+        held = chosen["axes.accumulate"] == "auto"
+        found.append(
+            "the global batch B is held: N = B / (micro-batch x W)"
+            if held
+            else "the global batch follows: B = micro-batch x N x W"
+        )
     repeats, longest = chosen["repeats"], max(chosen["repeats"], chosen["max_repeats"])
     number = f"{plural(len(cells), 'cell')} x {plural(repeats, 'repeat')} = {plural(trials, 'trial')}"
     if trials < repeats * len(cells):
@@ -153,4 +162,4 @@ def _cut(chosen: Matrix, total_s: float) -> str:
 def _named(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return SWITCHES[name][value]
-    return f"clip {value:g}" if name == "clip_norm" else str(value)
+    return f"{WORDS[name]} {value:g}" if name in WORDS else str(value)

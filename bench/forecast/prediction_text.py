@@ -269,7 +269,7 @@ def recommendation(about: About, rows: Sequence[Mapping[str, Any]]) -> list[str]
         *found,
         f"Undecided between {', '.join([here.best, *about.answer.rivals])}: their bounds overlap, and how much of its "
         "communication each hides is not predicted.",
-        f"To decide, on {about.cell.world_size} GPUs: {_measure(about)}",
+        f"How much each hides on the GPUs of one machine is measured by: {_measure(about)}",
         f"Recommendation until then: {takes}; the fastest if nothing is hidden, and at most "
         f"{100 * (best['upper_s'] / fastest - 1):.2g} % slower than the best case of any other.",
     ]
@@ -292,21 +292,14 @@ def _by_memory(about: About, fitting: Sequence[Mapping[str, Any]], able: Sequenc
 
 
 def _measure(about: About) -> str:
-    """The command that measures the backends between which it is undecided."""
+    """The command that measures the backends between which it is undecided; the model is that of the matrix."""
     assert about.answer is not None
-    cell = about.cell
-    options = {
-        "backend": ",".join([about.answer.here.best, *about.answer.rivals]),
-        "model": cell.model,
-        "world-size": cell.world_size,
-        "accumulate": cell.accumulate,
-        "micro-batch": cell.micro_batch_size,
-        "sequence": cell.sequence_length,
-        "precision": cell.precision,
-        "optimizer": cell.optimizer,
-    }
+    cell, names = about.cell, ",".join([about.answer.here.best, *about.answer.rivals])
     checkpointed = " --activation-checkpointing on" * cell.activation_checkpointing
-    return f"python -m bench run --matrix gpu {' '.join(f'--{k} {v}' for k, v in options.items())}{checkpointed}"
+    return (
+        f"python -m bench run --matrix gpu --backend {names} --accumulate {cell.accumulate} --micro-batch "
+        f"{cell.micro_batch_size} --precision {cell.precision}{checkpointed}"
+    )
 
 
 def markdown(about: About, rows: Sequence[Mapping[str, Any]]) -> str:

@@ -387,7 +387,7 @@ def call(capsys: pytest.CaptureFixture[str]) -> Any:
     return run
 
 
-CASE = "--samples 40 --batch-size 4 --accumulate 4 --epochs 2"
+CASE = "--samples 40 --micro-batch 4 --accumulate 4 --epochs 2"
 
 
 def test_all_backends_are_in_one_rule_each(call: Any) -> None:
@@ -439,25 +439,25 @@ def test_table_and_sentences(call: Any) -> None:
 
 def test_nothing_is_said_where_nothing_differs(call: Any) -> None:
     _, out, _ = call(
-        "--samples 32 --batch-size 4 --accumulate 4 --backend ddp-deferred,lightning-ddp,deepspeed-zero3-eager"
+        "--samples 32 --micro-batch 4 --accumulate 4 --backend ddp-deferred,lightning-ddp,deepspeed-zero3-eager"
     )
     assert out.splitlines()[-1] == "flush: lightning-ddp"
 
 
 def test_padding_dropping_and_a_short_micro_batch_are_told(call: Any) -> None:
-    _, out, _ = call("--samples 39 --batch-size 8 --world-size 2 --backend ddp-eager")
+    _, out, _ = call("--samples 39 --micro-batch 8 --world-size 2 --backend ddp-eager")
     assert "all: DistributedSampler repeats 1 sample per epoch" in out
     assert "the last micro-batch of an epoch has 4 of 8 samples" in out and "counts 2 times as much" in out
-    _, out, _ = call("--samples 39 --batch-size 8 --world-size 2 --backend ddp-eager --drop-last")
+    _, out, _ = call("--samples 39 --micro-batch 8 --world-size 2 --backend ddp-eager --drop-last")
     assert "all of them among those that drop_last leaves out" in out
     assert "drop_last leaves out 8 samples in every epoch" in out
     assert "it counts samples that drop_last leaves out" in out
 
 
 def test_max_steps_late_never_and_too_many(call: Any) -> None:
-    _, out, _ = call("--samples 10 --batch-size 1 --accumulate 4 --max-steps 5 --backend lightning-deepspeed-zero2")
+    _, out, _ = call("--samples 10 --micro-batch 1 --accumulate 4 --max-steps 5 --backend lightning-deepspeed-zero2")
     assert "max_steps 5 stops it late, 1 update beyond: 6 are taken" in out
-    short = "--samples 3 --batch-size 1 --accumulate 4 --max-steps 2 --backend lightning-deepspeed-zero2"
+    short = "--samples 3 --micro-batch 1 --accumulate 4 --max-steps 2 --backend lightning-deepspeed-zero2"
     _, out, _ = call(short)
     assert "trainer.global_step stays 0 and max_steps 2 is never reached: training never ends" in out
     assert "it should after 8 micro-batches, when 2 updates are taken" in out
@@ -468,7 +468,7 @@ def test_max_steps_late_never_and_too_many(call: Any) -> None:
 
 
 def test_max_steps_of_minus_one_is_no_limit(call: Any) -> None:
-    assert call("--samples 10 --batch-size 1 --max-steps -1") == call("--samples 10 --batch-size 1")
+    assert call("--samples 10 --micro-batch 1 --max-steps -1") == call("--samples 10 --micro-batch 1")
 
 
 def test_a_backend_that_declares_no_rule_is_not_calculated(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -484,20 +484,20 @@ def test_a_backend_that_declares_no_rule_is_not_calculated(call: Any, monkeypatc
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("--batch-size 4", "the following arguments are required: --samples"),
-        ("--samples 0 --batch-size 4", "--samples is 0; it must be an integer of at least 1"),
-        ("--samples 9 --batch-size -1", "--batch-size is -1; it must be an integer of at least 1"),
-        ("--samples 9 --batch-size 4 --accumulate 0", "--accumulate is 0; it must be an integer of at least 1"),
-        (f"--samples 9 --batch-size 4 --accumulate {LARGEST_ACCUMULATE + 1}", "it must be at most 1000000"),
-        ("--samples 9 --batch-size 4 --world-size 0", "--world-size is 0; it must be an integer of at least 1"),
-        ("--samples 9 --batch-size 4 --epochs 0", "--epochs is 0; it must be an integer of at least 1"),
-        ("--samples 9 --batch-size 4 --max-steps -2", "--max-steps is -2; it must be an integer of at least 0, or -1"),
-        ("--samples 9 --batch-size x", "--batch-size: 'x' is not an integer"),
-        ("--samples 1e3 --batch-size 4", "--samples: '1e3' is not an integer"),
-        ("--samples 9 --batch-size 6 --world-size 2 --drop-last", "--batch-size is 6, but a rank has only 5 samples"),
-        ("--samples 9 --batch-size 4 --backend ddp-eagre", "'ddp-eagre' is unknown; did you mean ddp-eager?"),
-        ("--samples 9 --batch-size 4 --backend ,", "--backend: no name is given; it must be 'all' or a list"),
-        ("--samples 9 --batch-size 4 --backend xyzzy", "'xyzzy' is unknown; use one of reference, "),
+        ("--micro-batch 4", "the following arguments are required: --samples"),
+        ("--samples 0 --micro-batch 4", "--samples is 0; it must be an integer of at least 1"),
+        ("--samples 9 --micro-batch -1", "--micro-batch is -1; it must be an integer of at least 1"),
+        ("--samples 9 --micro-batch 4 --accumulate 0", "--accumulate is 0; it must be an integer of at least 1"),
+        (f"--samples 9 --micro-batch 4 --accumulate {LARGEST_ACCUMULATE + 1}", "it must be at most 1000000"),
+        ("--samples 9 --micro-batch 4 --world-size 0", "--world-size is 0; it must be an integer of at least 1"),
+        ("--samples 9 --micro-batch 4 --epochs 0", "--epochs is 0; it must be an integer of at least 1"),
+        ("--samples 9 --micro-batch 4 --max-steps -2", "--max-steps is -2; it must be an integer of at least 0, or -1"),
+        ("--samples 9 --micro-batch x", "--micro-batch: 'x' is not an integer"),
+        ("--samples 1e3 --micro-batch 4", "--samples: '1e3' is not an integer"),
+        ("--samples 9 --micro-batch 6 --world-size 2 --drop-last", "--micro-batch is 6, but a rank has only 5 samples"),
+        ("--samples 9 --micro-batch 4 --backend ddp-eagre", "'ddp-eagre' is unknown; did you mean ddp-eager?"),
+        ("--samples 9 --micro-batch 4 --backend ,", "--backend: no name is given; it must be 'all' or a list"),
+        ("--samples 9 --micro-batch 4 --backend xyzzy", "'xyzzy' is unknown; use one of reference, "),
     ],
 )
 def test_bad_input_is_one_line(call: Any, line: str, words: str) -> None:

@@ -314,6 +314,17 @@ def test_the_readmes_example_ends_in_a_recommendation(capsys: pytest.CaptureFixt
     assert "at most 3.3 % slower than the best case of any other" in last
 
 
+def test_the_command_that_measures_what_is_hidden_is_one_that_run_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--model", "8b", *ASKED, *TIMED, "--memory", "80GiB", "--activation-checkpointing") == GOOD
+    said = capsys.readouterr().out
+    (command,) = re.findall(r"^How much each hides .*: python -m bench run (.*)$", said, re.MULTILINE)
+    assert main(["plan", "--on", "8 x H100 80GiB", *command.split()]) == GOOD
+    out = capsys.readouterr().out
+    rows = [line.split()[1:6] for line in out.splitlines() if " fsdp2-" in line]
+    assert {tuple(row[1:]) for row in rows} == {("16", "8", "1", "bf16")} and "skipped:" not in out
+    assert {"fsdp2-deferred-resident", "fsdp2-eager"} <= {row[0] for row in rows}
+
+
 def test_what_is_wrong_is_told_below_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--model", "8b", *ASKED, *TIMED, "--memory", "120GiB") == GOOD
     said = capsys.readouterr().out
