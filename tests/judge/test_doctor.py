@@ -15,7 +15,6 @@ from packaging.specifiers import SpecifierSet
 
 from bench import cli
 from bench.judge import health
-from bench.judge.cards import runs
 from bench.judge.health import DEFECTS, examine
 from bench.judge.integrity import Level
 from bench.launch import gpus
@@ -185,27 +184,6 @@ def test_what_needs_no_gpu_is_not_asked_for() -> None:
     assert not [one for one in examine(hidden) if one.topic in {"cuda", "nccl", "p2p"}]
 
 
-@pytest.mark.parametrize(
-    ("capability", "architectures", "right"),
-    [
-        ((9, 0), ("sm_80", "sm_90"), True),
-        ((8, 6), ("sm_80",), True),
-        ((8, 0), ("sm_86",), False),
-        ((12, 0), ("sm_90",), False),
-        ((12, 0), ("sm_90", "compute_90"), True),
-        ((9, 0), ("compute_120",), False),
-        ((9, 0), ("sm_90a",), True),
-        ((10, 0), ("sm_90a",), False),
-        ((10, 3), ("sm_100",), True),
-        ((9, 0), (), False),
-    ],
-)
-def test_kernels_fit_cards_as_cuda_has_it(
-    capability: tuple[int, int], architectures: tuple[str, ...], right: bool
-) -> None:
-    assert runs(capability, architectures) is right
-
-
 MEASURED = {
     "ZeRO-2: micro-batches in each update": "only the last micro-batch",
     "ZeRO-2: bf16, sum of 1024 gradients of 1/1024, grad_accum_dtype fp32": "grad_accum_dtype",
@@ -269,21 +247,6 @@ def test_cards_are_asked_by_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first == Card(name="NVIDIA H100", uuid="GPU-a", visible=True, num_processes=0, mig=False)
     assert second == Card(name="NVIDIA H100", uuid="GPU-b", visible=False, num_processes=1, mig=True)
     assert fake.open == 0
-
-
-def test_an_nvml_that_fails_is_a_fact(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeNvml()
-    monkeypatch.setitem(sys.modules, "pynvml", fake)
-
-    def fail() -> None:
-        raise RuntimeError("Driver/library version mismatch")
-
-    monkeypatch.setattr(fake, "nvmlSystemGetCudaDriverVersion", fail)
-    assert "mismatch" in ask_nvml()["nvml_error"]
-    monkeypatch.setattr(fake, "nvmlInit", fail)
-    assert "mismatch" in ask_nvml()["nvml_error"] and ask_nvml()["cards"] == ()
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert "ImportError" in ask_nvml()["nvml_error"] or "ModuleNotFound" in ask_nvml()["nvml_error"]
 
 
 def test_a_torch_that_does_not_answer_is_a_fact() -> None:

@@ -67,30 +67,6 @@ def test_one_process_does_not_hold_it_twice(tmp_path: Path) -> None:
         pass
 
 
-def test_another_host_is_said_to_be_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with files.run_folder(tmp_path, "here"):
-        (tmp_path / files.FILE).write_text(json.dumps({"pid": 7, "host": "far", "started": "then"}))
-        monkeypatch.setattr(socket, "gethostname", lambda: "near")
-        words = r"in use by process 7 on far \(another host: this one is near\) since then"
-        with pytest.raises(files.BusyError, match=words), files.run_folder(tmp_path, "there"):
-            pytest.fail("two hold it")
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff"])
-def test_a_holder_that_did_not_say_who_it_is(tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "READING_S", 0.05)
-    with files.run_folder(tmp_path, "here"):
-        (tmp_path / files.FILE).write_bytes(content)
-        with pytest.raises(files.BusyError, match="in use by another process"), files.run_folder(tmp_path, "there"):
-            pytest.fail("two hold it")
-
-
-def test_what_a_dead_one_left_is_taken_over_whatever_it_says(tmp_path: Path) -> None:
-    (tmp_path / files.FILE).write_text(json.dumps({"pid": 1, "host": "far", "started": "then"}))
-    with files.run_folder(tmp_path, "here"):
-        assert json.loads((tmp_path / files.FILE).read_text())["pid"] == os.getpid()
-
-
 def test_a_lock_that_was_removed_while_it_was_waited_for_is_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
