@@ -22,11 +22,12 @@ def bundle(about: Mapping[str, Any], observations: Sequence[Mapping[str, Any]]) 
     chosen = [one for one in observations if one["scenario"]["name"] == SCENARIO]
     scenario = chosen[0]["scenario"]
     (n,) = scenario["accumulate"]
-    batches = math.ceil(scenario["samples"] / (scenario["batch_size"] * scenario["world_size"]))
+    ranks, epochs = scenario["world_size"], scenario["epochs"]
+    batches = math.ceil(scenario["samples"] / (scenario["batch_size"] * ranks))
     return {
         "packages": {name: about["packages"][name] for name in PACKAGES},
-        "scenario": f"{scenario['epochs']} epochs of {batches} micro-batches with N = {n}, W = {scenario['world_size']}",
-        "due": scenario["epochs"] * math.ceil(batches / n),
+        "scenario": f"{epochs} epochs of {batches} micro-batches on each of {ranks} ranks, N = {n}",
+        "due": epochs * math.ceil(batches / n),
         "backends": {
             one["backend"]: {
                 "finding": one["diagnosis"],

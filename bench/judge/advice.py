@@ -23,6 +23,8 @@ VIRTUAL = (
 SHARED = "the ranks shared GPUs, over gloo, so no step is timed; memory, calls and updates are those of real ranks"
 PARTNERS = ("ddp-deferred", "fsdp2-deferred")
 """Of these, one is proposed where a run has a single backend."""
+FLAGS = frozenset({"--quiet", "--json", "--retry-failed"})
+"""Options without a value that say nothing of what is run."""
 FAILED = frozenset({Reason.FAILED_TRIALS, Reason.NO_TRIALS})
 
 
@@ -96,8 +98,8 @@ def again(run: Run, **options: str) -> str:
     kept, words = [], iter(given)
     for word in words:
         name, equals, _ = word.partition("=")
-        if name not in gone:
-            kept.append(word)
-        elif not equals:
+        if name in gone and not equals:
             next(words, None)
+        elif name not in gone | FLAGS:
+            kept.append(word)
     return shlex.join([*kept, *(part for option in options.items() for part in option)])

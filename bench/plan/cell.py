@@ -270,11 +270,12 @@ def counted(cells: Iterable[Cell], baseline: str) -> str:
     """How many cells a run has, and what they are there for: ``19 cells: 17 compared, 1 reference, 1 A/A twin``."""
     every = list(cells)
     own = [cell for cell in every if not cell.is_reference and not cell.twin]
+    others, own = ([cell for cell in own if (cell.backend == baseline) is same] for same in (False, True))
     kinds = {
-        f"compared with {baseline}": sum(cell.backend != baseline for cell in own),
-        f"of {baseline}": sum(cell.backend == baseline for cell in own),
-        "reference": sum(cell.is_reference for cell in every),
-        "A/A twin": sum(bool(cell.twin) for cell in every),
+        f"{len(others)} compared with {baseline}": others,
+        f"{len(own)} of {baseline} itself": own,
+        plural(sum(cell.is_reference for cell in every), "reference"): [cell for cell in every if cell.is_reference],
+        plural(sum(bool(cell.twin) for cell in every), "A/A twin"): [cell for cell in every if cell.twin],
     }
-    said = ", ".join(f"{count} {kind}" for kind, count in kinds.items() if count)
+    said = ", ".join(kind for kind, those in kinds.items() if those)
     return f"{plural(len(every), 'cell')}: {said}"

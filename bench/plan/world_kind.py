@@ -1,3 +1,5 @@
+"""Interim."""
+
 from __future__ import annotations
 
 from enum import StrEnum

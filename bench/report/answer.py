@@ -19,7 +19,7 @@ from bench.judge.remarks import documented
 from bench.judge.standing import Floor, widest
 from bench.judge.verdicts import Reason, Verdict, band
 from bench.plan.cell import Device, Status, counted
-from bench.report.material import Material
+from bench.report.material import Material, records
 from bench.report.ranking import Group, Ranked, groups
 from bench.words import digits, plural, size
 
@@ -121,14 +121,14 @@ def _fastest(of: Material, group: Group) -> Iterator[Statement]:
     if not timed:
         return
     best, *others = timed
-    text = f"{digits(best.seconds or 0)} s per step{_ends(best.low, best.high)} at {group.title}"
+    text = f"{digits(best.seconds or 0)} s per step{_ends(best.low, best.high)} at {group.where}"
     against = of.standings.get(best.backend)
     rows = {} if against is None else against.by_cell
     near = [row for row in others if not _is_slower(rows.get(row.cell_id))]
     if near:
         text += f". Not told apart from it: {', '.join(_with_ratio(row, rows) for row in near)}"
     elif others:
-        text += f". Next: {_with_ratio(others[0], rows)} of its time"
+        text += f". Next: {_with_ratio(others[0], rows)} times its time"
     yield Statement(key="fastest", title="Fastest correct backend", lead=best.backend, text=f"{text}.")
 
 
@@ -155,13 +155,13 @@ def _least(of: Material, group: Group) -> Iterator[Statement]:
     least = min(row.memory or 0 for row in known)
     best = [row for row in known if digits((row.memory or 0) / max(least, 1)) == "1.000"]
     names = ", ".join(row.backend for row in best)
-    text = f"{size(least)} per rank at its peak, at {group.title}"
+    text = f"{size(least)} per rank at its peak, at {group.where}"
     fastest = known[0]
     against = of.standings.get(fastest.backend)
     pair = against.by_cell.get(best[0].cell_id) if against and group.is_timed else None
     if fastest not in best and fastest.memory and pair and pair.time:
         share, time = digits(least / fastest.memory), digits(pair.time.ratio)
-        text += f": {share} of {fastest.backend}'s memory, {time} of its time"
+        text += f": {share} times {fastest.backend}'s memory, {time} times its time"
     yield Statement(key="memory", title="Least memory", lead=names, text=f"{text}.")
 
 
@@ -182,7 +182,8 @@ def _twins(of: Material, group: Group) -> Iterator[Statement]:
             time, verdict = found.time, found.judgement.verdict
             parts.append(f"time {digits(time.ratio)}{_ends(time.low, time.high)}, {verdict}")
         if ours.memory and theirs.memory:
-            parts.append(f"memory {digits(ours.memory / theirs.memory)}")
+            sizes = f"{size(ours.memory)} / {size(theirs.memory)}"
+            parts.append(f"memory {digits(ours.memory / theirs.memory)} ({sizes})")
         if parts:
             said.append((f"{deferred} / {eager}", f"{'; '.join(parts)}."))
     for lead, text in sorted(said, key=lambda one: not one[0].startswith("fsdp2-deferred ")):
@@ -217,11 +218,11 @@ def _by_reason(of: Material, rows: pd.DataFrame) -> dict[str, list[dict[str, Any
     """The cells by why they failed; reasons that differ in numbers alone are one, with those of the first."""
     found: dict[str, list[dict[str, Any]]] = {}
     texts: dict[str, str] = {}
-    for cell in rows.to_dict("records"):
+    for cell in records(rows):
         defect = documented(of.run.manifest, cell)
         reason = f"{defect} (a documented defect of the framework)" if defect else cut(cell["reason"] or "no reason")
         key = texts.setdefault(NUMBERS.sub("#", reason), reason)
-        found.setdefault(key, []).append({str(name): value for name, value in cell.items()})
+        found.setdefault(key, []).append(cell)
     return found
 
 

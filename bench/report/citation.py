@@ -102,7 +102,9 @@ def _quotes(same: _Same) -> Quotes:
 def words_of_cell(quotes: Quotes, cell_id: str) -> CitedWords:
     """What is said of one cell."""
     quote = quotes.cell(cell_id)
-    return _words(quotes.run, cell_id, quotes.run.labels[cell_id], _time(quote), _fields(quote), quote.caveats, quote.trial)
+    return _words(
+        quotes.run, cell_id, quotes.run.labels[cell_id], _time(quote), _fields(quote), quote.caveats, quote.trial
+    )
 
 
 def words_of_ratio(quotes: Quotes, cell_id: str, other_id: str) -> CitedWords:

@@ -28,7 +28,8 @@ def bundled() -> Mapping[str, Any]:
 
 def rows_of(backends: list[str]) -> list[tuple[str, ...]]:
     """What was found of these backends, under HEADER; those that were not measured are left out."""
-    found, known = [], bundled()["backends"]
+    found: list[tuple[str, ...]] = []
+    known = bundled()["backends"]
     for name in backends:
         if name in known:
             one = known[name]

@@ -32,10 +32,10 @@ def rebuild(folder: Path) -> int:
     return _status(run.tables, manifest)
 
 
-def finish(folder: Path, plots: Path, *, note_floor: bool = True) -> int:
-    """Tables, plots, the summary and the page of a run; the exit status that its trials deserve.
+def finish(folder: Path, plots: Path, *, note_floor: bool = True, as_json: bool = False) -> int:
+    """Tables, plots, the answer and the page of a run; the exit status that its trials deserve.
 
-    With ``note_floor`` the A/A pair's ratio is noted in the manifest too.
+    With ``note_floor`` the A/A pair's ratio is noted in the manifest too; ``as_json`` prints the answer as one object.
     """
     from rich.console import Console
 
@@ -45,6 +45,7 @@ def finish(folder: Path, plots: Path, *, note_floor: bool = True) -> int:
     from bench.report.answer import answer
     from bench.report.figures import draw
     from bench.report.material import Material
+    from bench.report.progress import emit
     from bench.report.terminal import show
 
     manifest, run = _load(folder)
@@ -64,6 +65,11 @@ def finish(folder: Path, plots: Path, *, note_floor: bool = True) -> int:
     except OSError as error:
         place = f"--plots {plots}" if str(error.filename).startswith(str(plots)) else str(folder)
         raise InputError(f"{place}: cannot be written ({error.strerror}); name a folder that can") from error
+    status = _status(judged, manifest)
+    if as_json:
+        statements = [dataclasses.asdict(one) for one in said.all]
+        emit("report", status=status, folder=str(folder), plots=str(plots), page=str(whole), statements=statements)
+        return status
     console = Console()
     show(console, said)
     console.print(
@@ -72,7 +78,6 @@ def finish(folder: Path, plots: Path, *, note_floor: bool = True) -> int:
         soft_wrap=True,
         markup=False,
     )
-    status = _status(judged, manifest)
     if status == GOOD and judged.trials["status"].isin([Status.INVALID]).any():
         console.print("exit status 0: all invalid trials are due to documented defects of frameworks, as expected")
     return status

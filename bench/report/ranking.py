@@ -14,7 +14,7 @@ from bench.judge.pairs import ComparedPair
 from bench.judge.verdicts import Verdict
 from bench.plan.cell import Cell, Status
 from bench.plan.columns import DASH, WAYS, differing, says
-from bench.report.material import Material
+from bench.report.material import Material, records
 from bench.words import digits, size
 
 DECIDED = frozenset({Verdict.FASTER, Verdict.SLOWER, Verdict.SAME})
@@ -34,13 +34,13 @@ class RankedColumn:
 COLUMNS = (
     RankedColumn("backend", "backend", is_number=False),
     RankedColumn("seconds", "s/step"),
-    RankedColumn("seconds_ends", "95 % interval", drop=3),
+    RankedColumn("seconds_ends", "95 %", drop=3),
     RankedColumn("ratio", "ratio"),
-    RankedColumn("ratio_ends", "95 % interval"),
+    RankedColumn("ratio_ends", "95 %"),
     RankedColumn("verdict", "verdict", is_number=False, drop=4),
-    RankedColumn("memory", "peak memory"),
+    RankedColumn("memory", "memory"),
     RankedColumn("memory_ratio", "ratio", drop=5),
-    RankedColumn("trials", "n", drop=1),
+    RankedColumn("trials", "n"),
     RankedColumn("correct", "correct?", is_number=False),
 )
 """In order; the ratios are to the baseline, below 1 is faster or less."""
@@ -84,7 +84,7 @@ class Ranked:
     def texts(self) -> dict[str, str]:
         """What each of COLUMNS says of it."""
         ratio, ends, verdict = ratio_texts(self.pair, is_baseline=self.is_baseline)
-        counted = str(self.num_ok) if self.num_ok == self.num_trials else f"{self.num_ok} of {self.num_trials}"
+        some = 0 < self.num_ok < self.num_trials
         return {
             "backend": self.backend,
             "seconds": DASH if self.seconds is None else digits(self.seconds),
@@ -94,7 +94,7 @@ class Ranked:
             "verdict": verdict,
             "memory": DASH if self.memory is None else size(self.memory),
             "memory_ratio": DASH if self.memory_ratio is None else digits(self.memory_ratio),
-            "trials": counted,
+            "trials": f"{self.num_ok} of {self.num_trials}" if some else str(self.num_ok),
             "correct": self.correct,
         }
 
@@ -152,7 +152,12 @@ class Group:
     @property
     def title(self) -> str:
         """``N = 8, W = 2, micro-batch 1``."""
-        return f"N = {self.n}, {self.place}"
+        return f"N = {self.n}, {self.place}, micro-batch {self.cell.micro_batch_size}"
+
+    @property
+    def where(self) -> str:
+        """The same within a sentence: ``N=8, W=2``."""
+        return f"N = {self.n}, {self.place}".replace(" = ", "=")
 
     @cached_property
     def columns(self) -> tuple[RankedColumn, ...]:
@@ -195,10 +200,14 @@ def _group(of: Material, cells: list[Cell], ways: list[str]) -> Group:
     own = rows[rows["backend"] == baseline]["peak_memory_bytes"]
     base = None if own.empty or pd.isna(own.iloc[0]) else int(own.iloc[0])
     is_timed = first.world.times_communication and of.obstacle is None
-    ranked = [_ranked(of, row, base, is_timed=is_timed) for row in rows.to_dict("records")]
+    ranked = [_ranked(of, row, base, is_timed=is_timed) for row in records(rows)]
     world = f"W = {first.world_size}" + (f" ({first.world.word})" if first.world.word else "")
-    place = [world, f"micro-batch {first.micro_batch_size}", *says(first, ways)]
-    return Group(cell=first, place=", ".join(place), rows=tuple(sorted(ranked, key=_order)), is_timed=is_timed)
+    return Group(
+        cell=first,
+        place=", ".join([world, *says(first, ways)]),
+        rows=tuple(sorted(ranked, key=_order)),
+        is_timed=is_timed,
+    )
 
 
 def _order(row: Ranked) -> tuple[float, float, str]:

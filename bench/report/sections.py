@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,10 @@ from bench.judge.verdicts import Verdict
 from bench.plan.categories import PEAK, Category
 from bench.plan.cell import Device, Status
 from bench.plan.columns import COLUMNS, DASH, Column
+from bench.report import epoch_end
 from bench.report.bars import MIB, TOTAL, by_operation
 from bench.report.bars import by_cell as memory_by_cell
-from bench.report import epoch_end
-from bench.report.material import Material
+from bench.report.material import Material, records
 from bench.words import plural, size
 
 HERE = {
@@ -91,8 +91,9 @@ def table(caption: str, frame: pd.DataFrame, names: Sequence[str], words: int = 
 
 
 def sections(of: Material) -> list[PageSection]:
-    """All questions, in order."""
-    return [ask(of) for ask in (speed, memory, communication, correctness, semantics)]
+    """All questions, in order; that of time only where times may be compared."""
+    asked = (memory, communication, correctness, semantics)
+    return [ask(of) for ask in (asked if of.obstacle else (speed, *asked))]
 
 
 def speed(of: Material) -> PageSection:
@@ -107,13 +108,13 @@ def speed(of: Material) -> PageSection:
         worst = str(spread.idxmax())
         second = (
             f"From its fastest to its slowest trial the median cell spreads over {spread.median():.2g} %, and "
-            f"{of.cells.loc[worst, 'label']}, the widest, over {spread.max():.2g} %."
+            f"{of.run.labels[worst]}, the widest, over {spread.max():.2g} %."
         )
     return PageSection(
         key="speed",
         title="How long does an optimizer step take?",
         sentences=(first, second),
-        plots=() if of.obstacle else ("step_time_ratio", "step_time", "speed_up", "noise"),
+        plots=("step_time_ratio", "step_time", "speed_up", "noise"),
         table=table(f"Step times: {NAME} over the good trials of a cell, as they are cited", of.cells, TIMES),
     )
 
@@ -123,7 +124,8 @@ def memory(of: Material) -> PageSection:
     known = of.contestants[of.contestants["peak_memory_bytes"].notna()].sort_values("peak_memory_bytes", kind="stable")
     sentence = "No cell has a measured peak memory."
     if not known.empty:
-        least, most = (f"{size(row.peak_memory_bytes)} ({row.label})" for row in known.iloc[[0, -1]].itertuples())
+        ends = records(known.iloc[[0, -1]])
+        least, most = (f"{size(row['peak_memory_bytes'])} ({row['label']})" for row in ends)
         sentence = f"The least peak of a rank is {least}, the most {most}. Bytes have no noise."
     parts = memory_by_cell(of.run.tables.memory, PEAK)
     used = [str(one) for one in Category if str(one) in parts and (parts[str(one)] > 0).any()]
@@ -160,15 +162,13 @@ def communication(of: Material) -> PageSection:
         return said[cell_id][0] if cell_id in said else nothing if cell["status"] == Status.OK else DASH
 
     sent = pd.Series(dtype=float) if totals.empty else totals[TOTAL] / MIB
-    frame = of.cells.assign(
-        operations=_each(of.cells, operations),
-        as_formula=_each(of.cells, lambda cell: said.get(cell["cell_id"], ("", None))[1]),
-        sent=sent.reindex(of.cells.index),
-    )
+    frame = of.cells.assign(sent=sent.reindex(of.cells.index))
+    frame["operations"] = [operations(cell) for cell in records(of.cells)]
+    frame["as_formula"] = [said.get(cell_id, ("", None))[1] for cell_id in of.cells.index]
     good = frame[(frame["status"] == Status.OK) & frame["sent"].notna()].sort_values("sent", kind="stable")
     sentences = ["No valid cell's collectives were counted."]
     if not good.empty:
-        least, most = (f"{row.sent:,.2f} MiB ({row.label})" for row in good.iloc[[0, -1]].itertuples())
+        least, most = (f"{row['sent']:,.2f} MiB ({row['label']})" for row in records(good.iloc[[0, -1]]))
         sentences = [f"In an optimizer step a rank hands collectives {least} at least and {most} at most."]
         due = counted.dropna(subset=["expected_calls"])
         if len(due):
@@ -187,10 +187,6 @@ def communication(of: Material) -> PageSection:
     )
 
 
-def _each(frame: pd.DataFrame, of: Callable[[Mapping[str, Any]], str | None]) -> list[str | None]:
-    return [of({str(name): value for name, value in row.items()}) for row in frame.to_dict("records")]
-
-
 def _right(rows: pd.DataFrame) -> int:
     same = (rows["calls"] == rows["expected_calls"]) & (rows["payload_bytes"] == rows["expected_payload_bytes"])
     return int(same.sum())
@@ -198,7 +194,7 @@ def _right(rows: pd.DataFrame) -> int:
 
 def _operations(rows: pd.DataFrame) -> tuple[str, str | None]:
     """What a cell's ranks hand to collectives, and how many of these counts are as their formula says."""
-    said = [f"{row.op} of {row.dtype}: {row.calls} x, {row.payload_bytes / MIB:,.2f} MiB" for row in rows.itertuples()]
+    said = (f"{r['op']} of {r['dtype']}: {r['calls']} x, {r['payload_bytes'] / MIB:,.2f} MiB" for r in records(rows))
     due = rows.dropna(subset=["expected_calls"])
     return "; ".join(said), f"{_right(due)} of {len(due)}" if len(due) else None
 
@@ -210,7 +206,7 @@ def correctness(of: Material) -> PageSection:
     error = fine["update_error"].dropna()
     second = "No valid cell's update was compared with the reference's."
     if not error.empty:
-        worst = fine.loc[error.astype(float).idxmax()]
+        worst = fine.iloc[int(fine["update_error"].astype(float).argmax())]
         cell = of.run.cells[worst["cell_id"]]
         limit = tolerance(cell.precision, cell.workload, cell.model).update_error
         second = (
@@ -247,8 +243,8 @@ def _steps(of: Material) -> Iterator[str]:
         return
     right = int((seen["optimizer_steps_observed"] == seen["optimizer_steps_expected"]).sum())
     yield (
-        f"A timed trial trains whole windows only: {right} of {plural(len(seen), 'cell')} took exactly as many optimizer "
-        "steps as these ask for."
+        f"A timed trial trains whole windows only: {right} of {plural(len(seen), 'cell')} took exactly as many "
+        "optimizer steps as these ask for."
     )
     told = seen[seen["optimizer_steps_reported"].notna()]
     if len(told):

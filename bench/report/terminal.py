@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from rich import box
 from rich.console import Console
@@ -67,7 +68,7 @@ def _fitted(console: Console, group: Group) -> Table:
 def _table(group: Group, columns: Sequence[RankedColumn]) -> Table:
     table = Table(title=group.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for column in columns:
-        justify = "right" if column.is_number else "left"
+        justify: Literal["right", "left"] = "right" if column.is_number else "left"
         table.add_column(column.title, justify=justify, no_wrap=column.key != "backend", overflow="fold")
     for row in group.rows:
         texts = row.texts
