@@ -388,7 +388,7 @@ def test_ranks_that_share_a_gpu_are_run_once(place: Place) -> None:
     options = ("--share-gpu", "--device", "cuda", "--world-size", "2,4")
     lines = place.call("plan", "--matrix", place.matrix(), *options)[1].splitlines()
     assert "9 cells x 1 repeat = 9 trials" in lines[-1]
-    assert sum("shares GPU" in line for line in lines) == 8
+    assert sum("shared GPU" in line for line in lines) == 8
     lines = place.call("plan", "--matrix", place.matrix(), *options, "--repeats", "3")[1].splitlines()
     # The reference is there for its values, and its device is a GPU: one trial of it, three of each other cell.
     assert "9 cells, up to 3 repeats of each = 25 trials" in lines[-1]

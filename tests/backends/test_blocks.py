@@ -19,8 +19,7 @@ from bench.forecast.footprint import declined, footprint
 from bench.judge.formulas import BUILT_IN, expect, layout_of
 from bench.launch.launcher import Launcher
 from bench.plan.cell import REFERENCE, Cell, Device, Precision
-from bench.plan.task import EXTRA_PASSES, extra_passes
-from bench.plan.world import passes
+from bench.plan.task import EXTRA_PASSES, extra_passes, passes
 from bench.workload import load
 from tests.conftest import Run, asked, first, run_matrix
 from tests.factories import make_backend, make_cell
@@ -342,7 +341,6 @@ def test_what_refuses_says_why() -> None:
     )
     fake = make_cell(virtual=True, fake_tensors=True, compiled=True)
     assert "fake tensors are not compiled" in blocks.refusal(fake, make_backend("fine"))
-    assert "need a virtual world" in blocks.refusal(make_cell(fake_tensors=True), made)
     refusing = {name for name, backend in registry().items() if backend.not_compiled}
     assert refusing == {name for name, backend in registry().items() if getattr(backend, "stage", 2) == 3}
 
@@ -365,7 +363,7 @@ def test_what_is_compiled_has_no_pass_that_would_not_see_it() -> None:
     unseen = ("memory", "dispatch")
     assert extra_passes(make_cell(compiled=True)) == tuple(name for name in EXTRA_PASSES if name not in unseen)
     pretended = make_cell(compiled=True, virtual=True)
-    assert passes(pretended, ("time", *extra_passes(pretended))) == ("time", "collectives")
+    assert passes([pretended])[pretended.cell_id] == ("time", "collectives")
 
 
 def test_what_is_compiled_is_not_predicted() -> None:

@@ -19,7 +19,7 @@ def cells() -> dict[str, Cell]:
     """The first cell of each model in the matrix for GPUs, on one of them."""
     found: dict[str, Cell] = {}
     for cell in expand(matrix_file.load("gpu"), registry(), 1):
-        if cell.backend not in REFERENCES and not cell.virtual:
+        if cell.backend not in REFERENCES and cell.world.has_all_ranks:
             found.setdefault(cell.model, cell)
     return found
 

@@ -143,7 +143,7 @@ def test_8b_runs_where_eight_gpus_share_its_reference() -> None:
 
 def test_the_gpu_matrix_on_16_gb() -> None:
     cells, reasons = in_matrix(T4)
-    assert {cell.model for cell in cells if cell.cell_id not in reasons and not cell.virtual} == {"tiny"}
+    assert {cell.model for cell in cells if cell.cell_id not in reasons and cell.world.has_all_ranks} == {"tiny"}
     smaller = expand(matrix_file.load("gpu").override("workload.model", "135m", "--model"), BACKENDS, 1)
     assert not fit.too_large(smaller, T4, 1)
 

@@ -23,8 +23,7 @@ from bench.measure.taps import EventKind
 from bench.measure.trial import RankTrial
 from bench.plan import task
 from bench.plan.cell import Device, Precision, Sync
-from bench.plan.task import EXTRA_PASSES, SETTLED_WINDOWS, Spec
-from bench.plan.world import passes
+from bench.plan.task import SETTLED_WINDOWS, Spec, extra_passes
 from bench.run.record import merge_ranks, wrong
 from tests.factories import make_cell, make_failure, make_manifest, make_rank, make_record
 from tests.virtual_worlds import measure
@@ -371,8 +370,8 @@ def test_the_work_of_the_first_rank_that_differs_is_told() -> None:
 
 
 def test_every_real_cell_has_the_pass_and_no_virtual_one() -> None:
-    assert "dispatch" in EXTRA_PASSES
-    assert "dispatch" not in passes(make_cell(virtual=True), ("time", *EXTRA_PASSES))
+    assert "dispatch" in extra_passes(make_cell())
+    assert "dispatch" not in extra_passes(make_cell(virtual=True))
 
 
 @pytest.mark.usefixtures("lonely_group")

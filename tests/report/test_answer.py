@@ -177,4 +177,4 @@ def test_a_world_that_is_there_comes_before_one_that_is_pretended(run: Run, stan
         for row in rows
     ]
     found = headline(dataclasses.replace(standing, rows=[*larger, *standing.rows]))
-    assert not any(row.pair.a.virtual for row in found)
+    assert not any(row.pair.a.world.word for row in found)
