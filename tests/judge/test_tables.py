@@ -15,7 +15,8 @@ from bench.judge import tables
 from bench.judge.tables import NAMES, Tables
 from bench.plan import columns
 from bench.plan.cell import Cell, Device
-from bench.plan.columns import COLUMNS
+from bench.plan.columns import AXES, COLUMNS
+from bench.plan.matrix import KEYS
 from bench.run.journal import Journal, write_manifest
 from tests.factories import PEAK_BYTES, make_cell, make_failure, make_manifest, make_record, make_time
 
@@ -45,7 +46,12 @@ FAILED = build(make_failure(CELL))
 
 def test_promised_columns() -> None:
     assert set(DESIGN.split()) <= COLUMNS["trials"].keys()
-    assert [field.name for field in dataclasses.fields(Tables)] == list(NAMES)
+
+
+def test_every_axis_of_the_matrix_is_a_field_of_a_cell_and_a_column() -> None:
+    axes = {key.removeprefix("axes.") for key in KEYS if key.startswith("axes.")}
+    assert axes <= AXES.keys() <= {field.name for field in dataclasses.fields(Cell)}
+    assert AXES.keys() <= COLUMNS["cells"].keys()
 
 
 @pytest.mark.parametrize("made", [EMPTY, SOUND, FAILED], ids=["empty", "sound", "failed"])
