@@ -236,6 +236,69 @@ class TestCommand:
         text = said(capsys)
         assert ("REGRESSED" in text) == bool(status) and ("1 of 2 cells regressed: ddp-eager" in text) == bool(status)
 
+    def test_a_busy_cpu_leaves_times_unchecked_and_no_bytes(
+        self, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("COLUMNS", "150")
+        host = {"host": {"num_cpus": 4, "foreign_cores": 2.0, "stolen_cores": 0.0}}
+
+        def busy(name: str, size: int) -> str:
+            found = records({EAGER: 0.5}, changes=lambda *_: memory(size))
+            return str(write_run(tmp_path / name, [one | {"time": one["time"] | host} for one in found]))
+
+        a, b, c = busy("a", PEAK_BYTES), busy("b", PEAK_BYTES * 11 // 10), busy("c", PEAK_BYTES + 4)
+        assert main(["compare", a, c, "--fail-on", "slower=5%"]) == 3
+        text = said(capsys)
+        assert "slower=5%: 0 of 1 cell regressed; 1 NOT CHECKED: ddp-eager" in text and "(exit status 3)" in text
+        assert main(["compare", a, c, "--fail-on", "slower=5%", "--allow-unchecked"]) == 0
+        assert main(["compare", a, c, "--fail-on", "memory=2%"]) == 0
+        assert main(["compare", a, b, "--fail-on", "memory=2%"]) == 1
+        assert "not comparable; REGRESSED - - - 1.1000" in said(capsys)
+        assert main(["compare", a, b, "--fail-on", "slower=5%,memory=2%"]) == 1, "a certain regression comes first"
+
+    def test_what_is_missing_in_b_does_not_pass(self, tmp_path: Path, capsys: Any) -> None:
+        twin = dataclasses.replace(EAGER, twin="again")
+        a = str(write_run(tmp_path / "a", records({EAGER: 0.5, DEFERRED: 0.5, twin: 0.5})))
+        b = str(write_run(tmp_path / "b", records({EAGER: 0.5, twin: 0.5}, seed=1)))
+        assert main(["compare", a, b, "--fail-on", "memory=2%"]) == 3
+        text = said(capsys)
+        assert "only in A: ddp-deferred N=4 W=2 fp32 gate:" in text and "A/A again" not in text
+        assert main(["compare", a, b, "--fail-on", "memory=2%", "--allow-unchecked"]) == 0
+        assert main(["compare", b, a, "--fail-on", "memory=2%"]) == 0, "more than was asked for is no harm"
+
+    def test_what_newly_fails_in_b_does_not_pass(self, tmp_path: Path, capsys: Any) -> None:
+        good = records({EAGER: 0.5})
+        slow = [one for one in good if one["repeat"] < 11 or one["cell"]["backend"] == "reference"]
+        a = str(write_run(tmp_path / "a", good))
+        b = str(write_run(tmp_path / "b", [*slow, make_failure(EAGER, 11, "timeout", "took too long")]))
+        for more in ([], ["--allow-unchecked"]):
+            assert main(["compare", a, b, "--fail-on", "memory=2%", *more]) == 3
+            assert "failed in B and not in A: ddp-eager N=4 W=2 fp32 (1 timeout)" in said(capsys)
+        assert main(["compare", b, a, "--fail-on", "memory=2%"]) == 0
+        assert main(["compare", a, b]) == 0, "without a gate it is only told"
+        capsys.readouterr()
+        assert main(["compare", a, b, "--json", "--fail-on", "memory=2%"]) == 3
+        facts = json.loads(capsys.readouterr().out)
+        assert facts["gate"] == "unchecked" and len(facts["newly_failed"]) == 1 and not facts["regressed"]
+
+    def test_a_run_against_itself(self, two: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["compare", two[0], two[0]]) == 0
+        assert capsys.readouterr().out == "A and B are the same run, old: there is nothing to compare\n"
+        assert main(["compare", two[0], two[0], "--fail-on", "slower=5%"]) == 3
+
+    def test_one_table_that_fits_the_terminal(self, two: tuple[str, str], capsys: Any, monkeypatch: Any) -> None:
+        for columns, headers in (
+            (60, "time B/A memory B/A"),
+            (150, "time B/A 95 % interval n memory B/A steps reason"),
+        ):
+            monkeypatch.setenv("COLUMNS", str(columns))
+            assert main(["compare", *two]) == 0
+            lines = capsys.readouterr().out.splitlines()
+            (header,) = (number for number, line in enumerate(lines) if " verdict " in line)
+            assert " ".join(lines[header].split()) == f"cell verdict {headers}"
+            assert max(map(len, lines[header : header + 4])) <= columns
+            assert [line.split()[0] for line in lines[header + 2 : header + 4]] == ["ddp-deferred", "ddp-eager"]
+
     def test_the_other_way_round_nothing_regressed(self, two: tuple[str, str]) -> None:
         assert main(["compare", *reversed(two), "--fail-on", "slower=2%,memory=2%"]) == 0
 
@@ -301,13 +364,13 @@ class TestCommand:
         b = write_run(tmp_path / "b", [*found, make_record(alone)])
         assert main(["compare", str(a), str(b)]) == 0
         text = said(capsys)
-        assert "left out, as unsupported on both sides: fsdp2-eager" in text and "Holm's correction over 1 comp" in text
+        assert "left out, unsupported on both sides: fsdp2-eager" in text and "Holm's correction over 1 comp" in text
         assert "only in B: ddp-deferred N=1 W=2 fp32" in text and "only in A" not in text
 
     def test_one_side_unsupported_is_not_comparable(self, tmp_path: Path, capsys: Any) -> None:
         a = write_run(tmp_path / "a", records({EAGER: 0.5}))
         b = write_run(tmp_path / "b", [make_failure(EAGER, r, "unsupported", "no GPU") for r in range(12)])
-        assert main(["compare", str(a), str(b), "--fail-on", "slower=1%,memory=1%"]) == 0
+        assert main(["compare", str(a), str(b), "--fail-on", "slower=1%,memory=1%"]) == 3
         text = said(capsys)
         assert "not comparable" in text and "no trials" in text and text.count("1 NOT CHECKED") == 2
 
@@ -343,6 +406,7 @@ class TestBadInput:
         self.fails(capsys, "holds no run", str(tmp_path), run)
         self.fails(capsys, "holds no run", run, str(tmp_path / "nowhere"))
         self.fails(capsys, "is one run; name a second one", run)
+        self.fails(capsys, "--allow-unchecked: is for a gate", run, run, "--allow-unchecked")
         self.fails(capsys, "--backend: is for one run", run, run, "--backend", "ddp-eager")
         (tmp_path / "file").write_text("")
         self.fails(capsys, "--out", run, run, "--out", str(tmp_path / "file" / "x"))
