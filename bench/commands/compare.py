@@ -43,8 +43,8 @@ DESCRIPTION = (
 )
 GATE = (
     "Exit status with --fail-on: 0 everything was checked and nothing regressed; 1 something is certainly worse by "
-    "more than is allowed; 3 nothing is, but a cell could not be checked, is missing in B, or failed in B and not in A. "
-    "With --allow-unchecked only the last gives 3."
+    "more than is allowed; 3 nothing is, but a cell could not be checked, is missing in B, or failed in B alone. With "
+    "--allow-unchecked only the last gives 3."
 )
 WORDS = {
     "passed": "gate: passed",
