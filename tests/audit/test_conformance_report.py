@@ -12,8 +12,9 @@ from xml.etree import ElementTree
 import matplotlib.image
 import pandas as pd
 import pytest
+from matplotlib.figure import Figure
 
-from bench.audit import conformance, conformance_picture, semantics_page
+from bench.audit import conformance, conformance_picture, semantics_files, semantics_page
 from bench.report import style
 from tests.factories import make_observation
 from tests.legible import assert_legible, words
@@ -104,6 +105,12 @@ def page(observations: list[dict[str, Any]], **changes: Any) -> str:
     return semantics_page.page(observations, values.pop("images"), **values)
 
 
+def picture(observations: list[dict[str, Any]]) -> Figure:
+    drawn = conformance_picture.conformance_figure(observations)
+    assert drawn is not None
+    return drawn[0]
+
+
 def test_the_table_has_a_row_per_scenario_and_backend_and_the_documented_dtypes(tmp_path: Path) -> None:
     table = conformance.table(SOME)
     assert {name: str(kind) for name, kind in table.dtypes.items()} == conformance.COLUMNS
@@ -182,15 +189,15 @@ def test_cells_have_the_word_and_its_number() -> None:
         ("unheard of", {}, ""),
     ],
 )
-def test_the_most_telling_number(word: str, changes: dict[str, Any], expected: str) -> None:
+def test_a_finding_has_its_most_telling_number(word: str, changes: dict[str, Any], expected: str) -> None:
     seen = make_observation(findings=[(word, "wrong")], **changes)
-    assert conformance.number(seen, word) == expected
-    assert conformance.telling(seen) == [f"{word} {expected}".rstrip()]
+    assert conformance.with_number(seen, word) == f"{word} {expected}".rstrip()
+    assert conformance.summary(seen) == [f"{word} {expected}".rstrip()]
 
 
 def test_further_wrong_findings_are_counted_and_notes_are_not() -> None:
     seen = make_observation(findings=[("a", "wrong"), ("b", "wrong"), ("c", "wrong"), ("d", "wrong"), ("e", "note")])
-    assert conformance.telling(seen) == ["a", "b", "+2"] and conformance.telling(seen, 0) == ["a", "+3"]
+    assert conformance.summary(seen) == ["a", "b", "+2"] and conformance.summary(seen, 0) == ["a", "+3"]
 
 
 def test_odd_names_do_not_break_the_markdown() -> None:
@@ -200,24 +207,22 @@ def test_odd_names_do_not_break_the_markdown() -> None:
 
 
 def test_a_level_is_told_without_colour_too() -> None:
-    drawing = conformance_picture.picture(SOME)
-    assert drawing is not None
-    axes = drawing.figure.axes[0]
+    figure = picture(SOME)
+    axes = figure.axes[0]
     weight = {text.get_text().replace("\n", " "): text.get_weight() for text in axes.texts}
     assert weight["divided twice 0.25"] == "bold" and weight["right"] == "normal"
     colours = [matplotlib.colors.to_hex(patch.get_facecolor()) for patch in axes.patches]
     levels = [seen["level"] for seen in SOME if seen["backend"] != "loop-b"]
-    assert sorted(colours) == sorted(conformance.COLOURS[level] for level in levels)
-    assert {"wrong (bold)", "right"} <= set(words(drawing.figure))
+    assert sorted(colours) == sorted(conformance_picture.COLOURS[level] for level in levels)
+    assert {"wrong (bold)", "right"} <= set(words(figure))
 
 
 @pytest.mark.parametrize("name", ["some", "odd", "many", "one"])
 def test_nothing_in_the_picture_overlaps_or_leaves_its_cell(name: str) -> None:
     observations = {"some": SOME, "odd": [ODD, *ENGINE], "many": MANY, "one": [make_observation()]}[name]
-    drawing = conformance_picture.picture(observations)
-    assert drawing is not None
-    assert_legible(drawing.figure, style.MAX_HEIGHT)
-    axes = drawing.figure.axes[0]
+    figure = picture(observations)
+    assert_legible(figure, style.MAX_HEIGHT)
+    axes = figure.axes[0]
     boxes = [patch.get_window_extent() for patch in axes.patches]
     inside = [text for text in axes.texts if text.get_text()]
     for box in boxes:
@@ -227,18 +232,23 @@ def test_nothing_in_the_picture_overlaps_or_leaves_its_cell(name: str) -> None:
 
 
 def test_groups_without_a_column_are_named_below() -> None:
-    drawing = conformance_picture.picture(MANY)
-    assert drawing is not None
-    missing = [note for note in drawing.words.notes if note.startswith("not drawn")]
-    assert len(missing) == 25 - conformance.MAX_GROUPS
+    drawn = conformance_picture.conformance_figure(MANY)
+    assert drawn is not None
+    missing = [note for note in drawn[1].notes if note.startswith("not drawn")]
+    assert len(missing) == 25 - conformance_picture.MAX_GROUPS
 
 
-def test_the_picture_is_written_and_the_same_every_time(tmp_path: Path) -> None:
-    first, second = (conformance_picture.draw(SOME, tmp_path / name) for name in "ab")
-    assert first == tmp_path / "a/conformance.png" and second is not None
-    assert first.read_bytes() == second.read_bytes()
-    ElementTree.parse(first.with_suffix(".svg"))
-    assert conformance_picture.draw([], tmp_path / "c") is None and not (tmp_path / "c").exists()
+def test_pictures_are_written_and_the_same_every_time(tmp_path: Path) -> None:
+    about = {"packages": {"torch": "2.13"}, "machine": {"python": "3.11"}, "device": "cpu", "date": "2026-01-01"}
+    written = [semantics_files.write_pictures(SOME, about, tmp_path / name) for name in "ab"]
+    assert sorted(written[0]) == ["clipped", "conformance", "dropped", "limited", "partial", "whole"]
+    assert written[0]["partial"].name == "weights-partial.png"
+    for name, first in written[0].items():
+        assert first.read_bytes() == written[1][name].read_bytes()
+        assert matplotlib.image.imread(first).shape[1] == round(style.WIDTH * style.DPI)
+        ElementTree.parse(first.with_suffix(".svg"))
+    nothing = semantics_files.write_pictures([make_observation(updates=[])], about, tmp_path / "c")
+    assert list(nothing) == ["conformance"]
 
 
 def test_the_page_says_how_it_was_made_and_shows_what_is_given() -> None:
@@ -247,7 +257,7 @@ def test_the_page_says_how_it_was_made_and_shows_what_is_given() -> None:
         images={"partial": "plots/p.png", "conformance": "plots/c.png", "unknown": "plots/u.png"},
         about={"torch": "2.11.0", "machine": "2 cores"},
         throughput="throughput.md",
-        throughput_findings=["N = 8: window_size right: 9"],
+        throughput_findings=["- N = 8: window_size right: 9"],
     )
     assert text.startswith(
         "# What each backend computes\n\nWritten by `bench semantics` with torch 2.11.0, machine 2 cores."
@@ -258,65 +268,50 @@ def test_the_page_says_how_it_was_made_and_shows_what_is_given() -> None:
     assert conformance.markdown(SOME) in text and "## Weight maps" not in page(SOME)
 
 
-def test_sentences_on_lightning_with_deepspeed_come_from_the_data() -> None:
+def test_lightning_with_deepspeed_is_told_from_the_data() -> None:
     text = page(SOME)
-    assert "is called in every micro-batch: 4 times in `whole`, in which the inner optimizer steps 1 time." in text
+    assert "Backends with the counters of both the Trainer and the engine: `twice`, `once`." in text
     assert (
-        "divided by N twice with `twice`: in `whole`, N = 4, the coefficients of an update sum to 0.25 instead of 1."
-        in text
-    )
-    assert "Not with `once`: there they sum to 1." in text
-    assert "`trainer.global_step` = 1, `engine.global_steps` = 2" in text and "2 samples lost" in text
-    assert "`twice`: the coefficients of an update sum to 0.4 instead of 1.6" in text
+        "- Calls of hooks, in `whole`:\n"
+        "  - `twice`, `once`: `strategy.optimizer_step` 4 times, `on_before_optimizer_step` 4 times, for 1 update"
+    ) in text
+    assert (
+        "  - `twice`: 2 updates, 1 of them with samples of two epochs, 0.25 of the right weight, 2 samples lost, "
+        "`trainer.global_step` = 1, `engine.global_steps` = 2\n"
+    ) in text
+    assert "- Clipped to norm 0.1, in `clipped`:\n  - `twice`: the coefficients of an update sum to 0.4 instead" in text
     assert "`once`: the coefficients of an update sum to 0.4, as they should" in text
-
-
-def test_sentences_change_with_the_data() -> None:
-    good = engine("once", 1.0, words=[])
-    text = page(good)
-    assert "twice with none of `once`" in text and "0.25" not in text
-    for seen in good:
-        seen["steps_reported"]["strategy.optimizer_step"] = len(seen["updates"])
-    assert "is called once per update" in page(good) and "every micro-batch:" not in page(good)
     assert "Lightning with DeepSpeed" not in page(by_hand("loop-a"))
-    assert "Loops written by hand" not in page(good)
+    assert "Loops written by hand" not in page(ENGINE)
 
 
 def test_limits_are_told_with_their_counters() -> None:
     text = page(SOME)
-    assert "never ends the training in `limited` with `twice` and `once`." in text
-    rows = [row for row in cells(text) if row[0] == "limited" and len(row) == 6]
-    assert [row[2:5] for row in rows] == [
-        ["`loop-a` and `loop-b`", "2", rows[0][4]],
-        ["`twice` and `once`", "4, not ended", rows[1][4]],
-    ]
-    assert rows[1][5] == "`trainer.global_step` = 0, `engine.global_steps` = 4" and rows[0][5] == "none"
-    assert "never ends" not in page(by_hand("loop-a"))
+    assert (
+        "- `limited` (two steps):\n"
+        "  - `loop-a`, `loop-b`: 2 updates in 6 micro-batches per rank, the right weight\n"
+        "  - `twice`: 4 updates in 16 micro-batches per rank, training never ended, 2 of them with samples of two "
+        "epochs, 0.25 of the right weight, `trainer.global_step` = 0, `engine.global_steps` = 4\n"
+    ) in text
     assert "1 sample never fetched" in text
 
 
 def test_loops_by_hand_are_told_in_a_line() -> None:
     text = page(SOME)
-    assert "- `loop-a` and `loop-b`: right in 4 of 5 scenarios; under-weighted 0.5 in partial." in text
+    assert "- `loop-a`, `loop-b`: right in 4 of 5 scenarios; under-weighted 0.5 in partial." in text
 
 
 def test_every_diagnosis_is_folded_and_nothing_in_it_is_markup() -> None:
     text = page([*SOME, ODD])
-    assert text.count("<details>") == text.count("</details>") == 5 + 1  # the backends, and the table of limits
+    assert text.count("<details>") == text.count("</details>") == 5
     for seen in SOME:
         assert f"- {seen['scenario']['name']}, {seen['verdict']}: {seen['diagnosis']}" in text
-    assert "breaks \\| the table &lt;script&gt; \\`x\\` \\*y\\* \\$z\\$" in text
+    assert "breaks \\| the table \\<script\\> \\`x\\` \\*y\\* \\$z\\$" in text
     assert "<script>" not in text and "<b>" not in text and "<i>" not in text
 
 
-def test_telling_scenarios_show_new_findings_the_gravest_first() -> None:
-    assert semantics_page.telling(SOME, 1) == ["partial"]
-    assert semantics_page.telling(SOME) == ["partial", "limited"]
-    assert semantics_page.telling([make_observation()]) == [] and semantics_page.telling([]) == []
-
-
 def test_nothing_here_imports_torch() -> None:
-    code = "import sys, bench.audit.semantics_page, bench.audit.weights; sys.exit('torch' in sys.modules)"
+    code = "import sys, bench.audit.semantics_page, bench.audit.weight_figure; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

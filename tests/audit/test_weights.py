@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import matplotlib.image
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
-from bench.audit import grids, weights
+from bench.audit import weight_figure, weight_maps
 from bench.audit.reading import Reading
 from bench.audit.scenario import Scenario
 from bench.report import style
+from bench.report.sheet import FigureWords
 from tests.factories import make_observation
 from tests.legible import assert_legible, words
 
@@ -69,14 +69,14 @@ SCENES: dict[str, list[dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def drawing(name: str) -> weights.Drawing:
-    found = weights.weight_map(SCENES[name], footer="made by a test")
+def drawing(name: str) -> tuple[Figure, FigureWords]:
+    found = weight_figure.weight_figure(SCENES[name], footer="made by a test")
     assert found is not None
     return found
 
 
 def panels(name: str) -> list[Any]:
-    return drawing(name).figure.axes[:-1]
+    return drawing(name)[0].axes[:-1]
 
 
 def titles(name: str) -> list[str]:
@@ -89,12 +89,12 @@ def picture(axes: Any) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize("name", SCENES)
 def test_nothing_overlaps_or_leaves_the_figure(name: str) -> None:
-    assert_legible(drawing(name).figure, style.MAX_HEIGHT)
+    assert_legible(drawing(name)[0], style.MAX_HEIGHT)
 
 
 @pytest.mark.parametrize("name", SCENES)
 def test_no_panel_is_empty_or_squeezed(name: str) -> None:
-    figure = drawing(name).figure
+    figure = drawing(name)[0]
     figure.draw_without_rendering()
     for axes in figure.axes[:-1]:
         assert np.isfinite(picture(axes)).any()
@@ -112,7 +112,7 @@ def test_one_panel_per_distinct_map() -> None:
         "twice",
         "losing",
     ]
-    assert len(titles("one")) == 1 and len(titles("many")) == weights.MAX_MAPS
+    assert len(titles("one")) == 1 and len(titles("many")) == weight_figure.MAX_MAPS
 
 
 def test_titles_have_verdict_and_mean_weight() -> None:
@@ -127,10 +127,10 @@ def test_titles_have_verdict_and_mean_weight() -> None:
 
 def test_maps_that_differ_by_rounding_are_one() -> None:
     almost = [window(0, 0, 8, 0.125 * (1 + 1e-6))]
-    assert len(grids.group([make_observation("a"), make_observation("b", almost)])) == 1
-    assert len(grids.group([make_observation("a"), make_observation("b", [window(0, 0, 8, 0.126)])])) == 2
-    assert len(grids.group([make_observation("a"), make_observation("b", [window(1, 0, 8, 0.125)])])) == 2
-    assert len(grids.group([make_observation("a"), make_observation("b", left_open={"1": [0]})])) == 2
+    assert len(weight_maps.distinct([make_observation("a"), make_observation("b", almost)])) == 1
+    assert len(weight_maps.distinct([make_observation("a"), make_observation("b", [window(0, 0, 8, 0.126)])])) == 2
+    assert len(weight_maps.distinct([make_observation("a"), make_observation("b", [window(1, 0, 8, 0.125)])])) == 2
+    assert len(weight_maps.distinct([make_observation("a"), make_observation("b", left_open={"1": [0]})])) == 2
 
 
 def test_the_picture_is_the_coefficients() -> None:
@@ -147,7 +147,7 @@ def test_right_wrong_and_no_weight_have_colours_of_their_own() -> None:
     colours = {
         value: matplotlib.colors.to_hex(image.cmap(image.norm(value))) for value in (0.25, 0.5, 0.98, 1.0, 1.02, 2)
     }
-    assert len(set(colours.values())) == 6 and colours[1.0] == weights.RIGHT_COLOUR
+    assert len(set(colours.values())) == 6 and colours[1.0] == weight_figure.RIGHT_COLOUR
     assert matplotlib.colors.to_hex(image.cmap(np.ma.masked)) == "#ffffff"
 
 
@@ -164,69 +164,51 @@ def test_a_rule_stands_between_epochs_and_sums_at_the_rows() -> None:
 def test_a_clipped_sum_is_held_against_its_own() -> None:
     clipped = make_observation(updates=[window(0, 0, 8, 0.05)])
     clipped["updates"][0]["right_sum"] = 0.4
-    found = weights.weight_map([clipped])
-    assert found is not None and " 0.40 of 0.40" in words(found.figure)
+    found = weight_figure.weight_figure([clipped])
+    assert found is not None and " 0.40 of 0.40" in words(found[0])
 
 
 def test_samples_in_no_update_are_marked() -> None:
-    extent = grids.Extent(12, 2, 8)
-    losing = grids.group(SCENES["partial"])[-1]
-    assert grids.in_no_update(losing, extent) == {
-        grids.LOST: [8, 9, 10, 11],
-        grids.LEFT_OPEN: list(range(16, 24)),
-        grids.NOT_COMPUTED: [],
+    extent = weight_maps.Extent(12, 2, 8)
+    losing = weight_maps.distinct(SCENES["partial"])[-1]
+    assert losing.in_no_update(extent) == {
+        weight_maps.LOST: [8, 9, 10, 11],
+        weight_maps.LEFT_OPEN: list(range(16, 24)),
+        weight_maps.NOT_COMPUTED: [],
     }
     marked = {
         line.get_marker(): list(line.get_xdata()) for line in panels("partial")[-1].lines if len(line.get_xdata())
     }
     assert marked["x"] == [8, 9, 10, 11] and marked["o"] == list(range(16, 24))
-    shown = words(drawing("partial").figure)
-    assert shown.count("in none") == 1 and weights.SIGN_LABELS[grids.LOST] in shown
-    assert weights.SIGN_LABELS[grids.NOT_COMPUTED] not in shown
+    shown = words(drawing("partial")[0])
+    assert shown.count("in none") == 1 and weight_figure.SIGN_LABELS[weight_maps.LOST] in shown
+    assert weight_figure.SIGN_LABELS[weight_maps.NOT_COMPUTED] not in shown
 
 
 def test_dropped_samples_are_marked_as_not_computed() -> None:
-    cut = grids.group([make_observation(updates=[window(0, 0, 6, 1 / 6)])])[0]
-    assert grids.in_no_update(cut, grids.Extent(8, 1, 1))[grids.NOT_COMPUTED] == [6, 7]
+    cut = weight_maps.distinct([make_observation(updates=[window(0, 0, 6, 1 / 6)])])[0]
+    assert cut.in_no_update(weight_maps.Extent(8, 1, 1))[weight_maps.NOT_COMPUTED] == [6, 7]
 
 
 def test_many_updates_are_capped_and_that_is_said() -> None:
     right, endless = titles("endless")
     shown = len(picture(panels("endless")[1]))
     assert shown == 10 and f"first {shown} of 40 updates" in endless and "first" not in right
-    assert "training had ended" in words(drawing("endless").figure)
+    assert "training had ended" in words(drawing("endless")[0])
 
 
 def test_backends_without_a_panel_are_in_the_notes() -> None:
-    notes = drawing("partial").words.notes
+    notes = drawing("partial")[1].notes
     assert "no update: refusing (refused)" in notes
     assert "same map: carrying (carried over); miscounting (miscounted)" in notes
     assert not any("ddp-eager" in note for note in notes)
-    assert [note for note in drawing("many").words.notes if "not drawn" in note] == [
+    assert [note for note in drawing("many")[1].notes if "not drawn" in note] == [
         f"not drawn: backend-{i} (odd)" for i in (12, 13, 14)
     ]
 
 
-def test_data_has_every_coefficient() -> None:
-    data = drawing("partial").data
-    assert set(data.columns) == {"backend", "update", "epoch", "sample", "coefficient", "relative"}
-    carried = data[(data["backend"] == "twice") & (data["update"] == 2)]
-    assert carried["coefficient"].sum() == pytest.approx(0.25) and set(carried["epoch"]) == {0, 1}
-
-
-def test_files_are_written_and_the_same_every_time(tmp_path: Path) -> None:
-    first, second = (weights.draw_weight_map(SCENES["partial"], tmp_path / name / "new") for name in "ab")
-    assert first == tmp_path / "a/new/weights-made.png" and second is not None
-    assert sorted(path.name for path in first.parent.iterdir()) == ["weights-made.png", "weights-made.svg"]
-    for path in first.parent.iterdir():
-        assert path.read_bytes() == (second.parent / path.name).read_bytes()
-    assert matplotlib.image.imread(first).shape[1] == round(style.WIDTH * style.DPI)
-    ElementTree.parse(first.with_suffix(".svg"))
-
-
-def test_nothing_is_drawn_without_an_update(tmp_path: Path) -> None:
-    assert weights.draw_weight_map([make_observation(updates=[])], tmp_path) is None
-    assert list(tmp_path.iterdir()) == []
+def test_nothing_is_drawn_without_an_update() -> None:
+    assert weight_figure.weight_figure([make_observation(updates=[])]) is None
 
 
 def record(
