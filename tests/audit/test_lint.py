@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from bench import cli
 from bench.audit.lint import config_file, lint
-from bench.audit.lint.arithmetic import Epochs, batches_per_epoch
+from bench.audit.lint.arithmetic import batches_per_epoch, num_lost, windows_of
 from bench.audit.lint.known import Options, version
 from bench.audit.lint.logging_rules import LONGEST
 from bench.audit.lint.rates import Rates
@@ -562,13 +562,13 @@ MONITORED: list[tuple[str, Any, dict[str, Any]]] = [
     ("THR02", lightning(callbacks=[monitor(30)], log_every_n_steps=2, max_steps=8), TEN),
     ("THR02", lightning(callbacks=[monitor(5)], max_steps=1), {"samples": 10**6}),
     ("THR02", lightning(callbacks=[monitor(9)], accumulate_grad_batches=1, max_steps=5), TEN),
-    # Trainings that are too long for a proof become small ones.
+    # Trainings that are too long for a proof become shorter ones.
     ("LOG01", lightning(log_every_n_steps=5001, max_epochs=2), {"samples": 40_000}),
     ("THR02", lightning(callbacks=[monitor(10**6)], max_epochs=2), {"samples": 40_000}),
     ("THR02", lightning(callbacks=[monitor(5)], log_every_n_steps=5001, max_epochs=2), {"samples": 40_000}),
-    ("THR01", lightning(callbacks=[monitor()], accumulate_grad_batches=1000), {}),
+    ("THR01", lightning(callbacks=[monitor()], accumulate_grad_batches=200), {}),
     ("THR01", lightning(callbacks=[monitor()], accumulate_grad_batches=100), {"samples": 4 * 8 * 97}),
-    ("THR01", lightning(callbacks=[monitor()], accumulate_grad_batches=1000), {"samples": 4 * 80}),
+    ("THR01", lightning(callbacks=[monitor()], accumulate_grad_batches=200), {"samples": 4 * 80}),
     ("THR01", lightning(callbacks=[monitor(33)], accumulate_grad_batches=8), {"samples": 4 * 5001}),
     # DeepSpeed carries windows over; what it counts is what is shown.
     ("LOG01", lightning(ZERO.format(2), max_epochs=2, log_every_n_steps=5), TEN),
@@ -649,10 +649,10 @@ def test_what_is_advised_and_shown(accumulate: int, num_batches: int, window: in
     found = rates.ratios(window)
     if found is None or found.is_right:
         return
-    small, size = rates.shown(window)
-    shown = small.ratios(size)
+    small = rates.shortened(window)
+    shown = small.ratios(window)
     assert shown is not None and not shown.is_right
-    point = Point(small.accumulate, small.every, size, micro_batches=small.num_batches)
+    point = Point(small.accumulate, small.every, window, micro_batches=small.num_batches)
     assert math.prod(point.lengths) < 5 * LONGEST
 
 
@@ -661,8 +661,8 @@ def test_old_deepspeed_needs_more_than_a_dtype(tmp_path: Path) -> None:
         config = engine(bf16=ON, zero_optimization={"stage": stage})
         return next(each.fix for each in found(tmp_path, config, deepspeed=number) if each.code == "ACC01")
 
-    assert "DeepSpeed 0.19.3 sums in bf16 all the same (VER03)" in fix(2, (0, 19, 3))
-    assert "DeepSpeed below 0.19.8 sums in bf16" in fix(2, None)
+    assert "DeepSpeed 0.19.3 still sums in bf16 (VER03)" in fix(2, (0, 19, 3))
+    assert "DeepSpeed below 0.19.8 still sums in bf16" in fix(2, None)
     assert "VER03" not in fix(2, NEW) and "VER03" not in fix(3, (0, 19, 3))
     (finding,) = found(tmp_path, engine(bf16=ON, data_types=FP32), deepspeed=(0, 19, 3))
     assert (finding.code, finding.key) == ("VER03", "data_types.grad_accum_dtype")
@@ -808,7 +808,7 @@ def test_lost_micro_batches(num_batches: int, accumulate: int) -> None:
             if (position + 1) % accumulate == 0:
                 used += len(open_batches)
                 open_batches.clear()
-        assert Epochs(num_batches, accumulate).lost(epochs) == epochs * num_batches - used
+        assert num_lost(windows_of(num_batches, accumulate), epochs) == epochs * num_batches - used
 
 
 def test_batches_per_epoch() -> None:
@@ -884,19 +884,31 @@ MERGE_BOMB = "trainer: &a {x: 1}\n" + "".join(
 )
 
 HOSTILE = [
-    ("c.yaml", b"trainer: !!python/object/apply:os.system ['true']\n", r":1: trainer has the tag '!!python/object"),
-    ("c.yaml", b"trainer:\n  devices: !!python/name:os.system ''\n", r":2: trainer\.devices has the tag"),
-    ("c.yaml", b"trainer:\n  devices: !mine 2\n", r":2: trainer\.devices has the tag '!mine'"),
-    ("c.yaml", b"!!set {trainer}\n", r"the document has the tag"),
-    ("c.yaml", b"trainer: {devices: 1}\ntrainer: {devices: 2}\n", r":2: trainer is there twice \(first in line 1\)"),
-    ("c.yaml", b"trainer:\n  devices: 1\n  'devices': 2\n", r":3: trainer\.devices is there twice"),
-    ("c.yaml", b"trainer: {? [a] : 1}\n", "a key is a mapping or a list"),
-    ("c.yaml", b"trainer: {devices: 1\n", "is not YAML"),
-    ("c.yaml", b"trainer: *missing\n", "is not YAML"),
-    ("c.yaml", b"---\ntrainer: 1\n---\ntrainer: 2\n", "is not YAML"),
-    ("c.yaml", b"trainer: {devices: !!int two}\n", "is no YAML value"),
-    ("c.yaml", b"trainer: {devices: !!timestamp two}\n", "is no YAML value"),
-    ("c.yaml", b"trainer: {<<: 3}\n", "'<<' must name a mapping"),
+    (
+        "c.yaml",
+        b"trainer: !!python/object/apply:os.system ['true']\n",
+        r":1: is not plain YAML \(could not determine a constructor for the tag .*os.system",
+    ),
+    (
+        "c.yaml",
+        b"trainer:\n  devices: !!python/name:os.system ''\n",
+        r":2: is not plain YAML \(could not determine a constructor",
+    ),
+    (
+        "c.yaml",
+        b"trainer:\n  devices: !mine 2\n",
+        r":2: is not plain YAML \(could not determine a constructor for the tag '!mine'",
+    ),
+    ("c.yaml", b"!!set {trainer}\n", r"has no keys"),
+    ("c.yaml", b"trainer: {devices: 1}\ntrainer: {devices: 2}\n", r":2: trainer is repeated \(first in line 1\)"),
+    ("c.yaml", b"trainer:\n  devices: 1\n  'devices': 2\n", r":3: trainer\.devices is repeated"),
+    ("c.yaml", b"trainer: {? [a] : 1}\n", ":1: is not plain YAML .found unhashable key"),
+    ("c.yaml", b"trainer: {devices: 1\n", "is not plain YAML"),
+    ("c.yaml", b"trainer: *missing\n", "is not plain YAML"),
+    ("c.yaml", b"---\ntrainer: 1\n---\ntrainer: 2\n", "is not plain YAML"),
+    ("c.yaml", b"trainer: {devices: !!int two}\n", ":1: is not plain YAML"),
+    ("c.yaml", b"trainer: {devices: !!timestamp two}\n", ":1: is not plain YAML"),
+    ("c.yaml", b"trainer: {<<: 3}\n", ":1: is not plain YAML .expected a mapping or list of mappings for merging"),
     ("c.yaml", b"trainer: &a {<<: *a}\n", "nested more than"),
     ("c.yaml", b"trainer: {<<: &a [*a]}\n", "nested more than"),
     ("c.yaml", b"trainer: &a\n  b: *a\n", "nested more than"),
@@ -908,24 +920,28 @@ HOSTILE = [
     ("c.yaml", b"", "is empty"),
     ("c.yaml", b"# nothing\n", "is empty"),
     ("c.yaml", b"- trainer\n", "has no keys"),
-    ("c.yaml", b"model: {}\n", "is of no known kind; a LightningCLI config has 'trainer'"),
+    ("c.yaml", b"model: {}\n", "is not a known kind of config; a LightningCLI config has 'trainer'"),
     ("c.yaml", b"\x00\x01\xff\xfe", "is not text in UTF-8"),
-    ("c.yaml", b"trainer: \x00", "is not YAML"),
-    ("c.yaml", b'trainer: "\\UFFFFFFFF"', "is not YAML"),
+    ("c.yaml", b"trainer: \x00", "is not plain YAML"),
+    ("c.yaml", b'trainer: "\\UFFFFFFFF"', "is not plain YAML"),
     ("c.yaml", b"#" * (config_file.MAX_BYTES + 1), "is larger than 256 KiB"),
     ("c.json", b"", "is not JSON"),
     ("c.json", b"[1]", "has no keys"),
-    ("c.json", b"{}", "is of no known kind"),
-    ("c.json", b'{"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "bf16": true}', "no known kind"),
-    ("c.json", b'{"zero_optimization": {"stage": 2,\n "stage": 3}}', r":2: zero_optimization\.stage is there twice"),
+    ("c.json", b"{}", "is not a known kind of config"),
+    (
+        "c.json",
+        b'{"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "bf16": true}',
+        "not a known kind",
+    ),
+    ("c.json", b'{"zero_optimization": {"stage": 2,\n "stage": 3}}', r":2: zero_optimization\.stage is repeated"),
     ("c.json", b'{// why\n"bf16": {}}', r":1: is not JSON .*comments"),
     ("c.json", b'{"train_batch_size": ' + b"9" * 5000 + b"}", "is not JSON"),
     ("c.json", b'{"train_batch_size": 1e999}', "it must be an integer"),
     ("c.json", b'{"a":' * 50_000, "nested more than"),
     ("c.json", b'{"a":' * 90 + b"1" + b"}" * 90, "nested more than"),
     ("c.toml", b"[training]\nsteps = 1\n", r"TOML is not read: .*; give a .yaml of"),
-    ("c.ini", b"[a]", "is of no known kind; give a .yaml"),
-    ("c", b"trainer: {}", "is of no known kind; give a .yaml"),
+    ("c.ini", b"[a]", "is not a known kind of config; give a .yaml"),
+    ("c", b"trainer: {}", "is not a known kind of config; give a .yaml"),
 ]
 
 
