@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from bench.audit.monitor import Measurement, Rate
 from bench.audit.monitor_grid import Point
 from bench.audit.versions import __main__ as command
-from bench.audit.versions import deepspeed_findings, environment, lightning_findings, probe, versions_page
+from bench.audit.versions import deepspeed_probe, environment, lightning_probe, probe, versions_page
 from bench.audit.versions.environment import FailedError
 from bench.audit.versions.versions_page import Entry, VersionFact
 from bench.errors import InputError
@@ -94,7 +95,7 @@ def test_newer_entries_replace_older_and_versions_are_in_order() -> None:
     ],
 )
 def test_what_went_wrong_is_one_line_without_paths(output: str, line: str) -> None:
-    assert versions_page.last_line(output) == line
+    assert environment.last_line(output) == line
 
 
 def test_version_that_cannot_be_installed_is_an_entry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -176,8 +177,18 @@ def test_command_keeps_other_versions_and_names_wrong_ones(
         assert f"'{wrong}' is no version of lightning or deepspeed" in said and said.count("\n") == 1
 
 
-def test_all_versions_can_be_named() -> None:
-    assert all(command.parsed(name) for name in command.VERSIONS)
+def test_all_versions_can_be_named_and_probed() -> None:
+    for name in command.VERSIONS:
+        package, _ = command.parsed(name)
+        assert importlib.import_module(f"bench.audit.versions.{package}_probe").findings
+
+
+@pytest.mark.slow
+def test_the_installed_lightning_is_probed(tmp_path: Path) -> None:
+    probe.main("lightning", tmp_path / "answer.json")
+    found = json.loads((tmp_path / "answer.json").read_text())
+    assert len(found["findings"]) == 1 + len(lightning_probe.RATES)
+    assert found["findings"][0]["measured"] == "right at 1, 2, 3, 4, 5, 8, 50"
 
 
 def test_lightning_findings_are_worded_from_measurements() -> None:
@@ -185,26 +196,26 @@ def test_lightning_findings_are_worded_from_measurements() -> None:
         rates = tuple(Rate(1, ratio, 1.0) for ratio in ratios)
         return Measurement(Point(4, every, 5), error, 3, 1.0, (every,), rates)
 
-    found = lightning_findings.accepted(4, [at(1, 1.0), at(3, error="ValueError: no"), at(5, error="ValueError: no")])
+    found = lightning_probe.accepted(4, [at(1, 1.0), at(3, error="ValueError: no"), at(5, error="ValueError: no")])
     assert found.measured == "right at 1; raised at 3, 5: ValueError: no" and not found.good
-    assert lightning_findings.rates("x", at(1, 1.0, 0.7)) == VersionFact("x", "unsteady: ratio 0.700 to 1.000", False)
-    assert lightning_findings.rates("x", at(1, 1.0)) == VersionFact("x", "right: ratio 1.000", True)
-    assert lightning_findings.rates("x", at(1)) == VersionFact("x", "unrated", False)
-    assert lightning_findings.rates("x", at(1, error="E: y")) == VersionFact("x", "raised: E: y", False)
+    assert lightning_probe.rates("x", at(1, 1.0, 0.7)) == VersionFact("x", "unsteady: ratio 0.700 to 1.000", False)
+    assert lightning_probe.rates("x", at(1, 1.0)) == VersionFact("x", "right: ratio 1.000", True)
+    assert lightning_probe.rates("x", at(1)) == VersionFact("x", "unrated", False)
+    assert lightning_probe.rates("x", at(1, error="E: y")) == VersionFact("x", "raised: E: y", False)
 
 
 def test_decoded_updates_are_spelled() -> None:
-    assert deepspeed_findings.spelled({1: 0.25, 2: 0.25, 3: 0.25, 4: 0.25}) == "1-4 by 1/4"
-    assert deepspeed_findings.spelled({1: 0.25, 3: 0.25, 4: 0.0625}) == "1 by 1/4, 3 by 1/4, 4 by 1/16"
-    assert deepspeed_findings.spelled({8: 0.2999}) == "8 by 0.2999"
-    assert deepspeed_findings.spelled({}) == "nothing"
+    assert deepspeed_probe.spelled({1: 0.25, 2: 0.25, 3: 0.25, 4: 0.25}) == "1-4 by 1/4"
+    assert deepspeed_probe.spelled({1: 0.25, 3: 0.25, 4: 0.0625}) == "1 by 1/4, 3 by 1/4, 4 by 1/16"
+    assert deepspeed_probe.spelled({8: 0.2999}) == "8 by 0.2999"
+    assert deepspeed_probe.spelled({}) == "nothing"
 
 
 def test_deepspeed_probe_that_fails_is_a_finding() -> None:
     def ask(stage: int) -> tuple[str, bool]:
         raise AssertionError(f"stage {stage}\nno")
 
-    assert deepspeed_findings.asked("q", ask, 2) == VersionFact(
+    assert deepspeed_probe.asked("q", ask, 2) == VersionFact(
         "ZeRO-2: q", "probe failed: AssertionError: stage 2 no", False
     )
 
@@ -214,4 +225,4 @@ def test_committed_page_is_what_its_data_says() -> None:
     entries = versions_page.read(PAGE.with_suffix(".json"))
     assert PAGE.read_text() == versions_page.markdown(entries)
     assert {f"{e.package}=={e.version}" for e in entries} >= set(command.VERSIONS)
-    assert versions_page.without_paths(PAGE.read_text()) == PAGE.read_text()
+    assert environment.without_folders(PAGE.read_text()) == PAGE.read_text()
