@@ -54,9 +54,7 @@ def add(commands: Any) -> None:
     option("--cold", action="store_true", help="start each trial from a new interpreter, not the fork server")
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--quiet", action="store_true", help="print nothing before the answer")
-    shown.add_argument(
-        "--json", action="store_true", help="print JSON lines: each event, then the answer"
-    )
+    shown.add_argument("--json", action="store_true", help="print JSON lines: each event, then the answer")
     parser.set_defaults(command=run)
 
 
