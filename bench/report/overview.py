@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
@@ -12,8 +12,8 @@ from bench.judge.loading import Run
 from bench.judge.pairs import ComparedPair
 from bench.judge.standing import Standing
 from bench.judge.verdicts import Reason, Verdict
-from bench.plan.cell import LATER, REFERENCES, Cell, Status
-from bench.plan.columns import COLUMNS, DASH, Column
+from bench.plan.cell import REFERENCES, Cell, Status
+from bench.plan.columns import AXES, COLUMNS, DASH, WAYS, Column, differing
 from bench.report.answer import size
 from bench.report.comparison import DECIDED
 
@@ -220,16 +220,15 @@ def overview(run: Run, standings: Mapping[str, Standing], cells: pd.DataFrame) -
 
 
 def varying(run: Run) -> list[str]:
-    """The fields of cells that the table shows: SHOWN, and all in which cells of a backend differ, or of any."""
+    """What the table shows of cells: SHOWN, and all else in which they differ, those of references aside."""
     cells = [cell for cell in run.cells.values() if not cell.twin]
     others = [cell for cell in cells if not cell.is_reference] or cells
-    names = [field.name for field in fields(Cell) if field.name not in {*SHOWN, "twin"}]
-    return [*SHOWN, *(name for name in names if len({getattr(cell, name) for cell in others}) > 1)]
+    return [*SHOWN, *differing(others, ("precision", *WAYS, "world"))]
 
 
 def _column(name: str) -> Column:
-    """The column of a field of a cell; some are no column of the trials."""
-    return TRIALS.get(name, Column("boolean" if isinstance(LATER.get(name), bool) else "string", "", ""))
+    """The column of an axis; of the world, which trials have in several."""
+    return AXES.get(name, Column("string", "", "what the ranks are"))
 
 
 def _fact(cell: Cell, name: str) -> Field:
