@@ -117,7 +117,7 @@ def _semantics(arguments: argparse.Namespace) -> int:
     from bench.audit import suite as audit_suite
     from bench.audit.diagnosis import observation
     from bench.audit.reading import Reading
-    from bench.audit.semantics_files import show_conformance, write_files
+    from bench.audit.semantics_files import show, write
     from bench.launch.launcher import Launcher, LauncherError
 
     scenarios = _scenarios(arguments)
@@ -151,9 +151,9 @@ def _semantics(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(found[0] if total == 1 and found else found))
     else:
-        show_conformance(found)
+        show(found)
     if folders and found:
-        write_files(arguments, found, *folders)
+        write(arguments, found, *folders)
     if interrupted:
         return INTERRUPTED
     return BAD if any(one["level"] == "wrong" for one in found) else GOOD

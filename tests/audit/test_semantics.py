@@ -264,7 +264,35 @@ def test_counters_that_disagree_are_named() -> None:
     right(pretend, 4)
     seen = pretend.observe(reported={"trainer.global_step": 3, "engine.global_steps": 4})
     assert seen["verdict"] == "miscounted"
-    assert "trainer.global_step = 3, but there were 4 updates" in seen["diagnosis"]
+    assert "trainer.global_step = 3, but 4 updates were observed" in seen["diagnosis"]
+
+
+@pytest.mark.parametrize(
+    ("loop", "n", "samples", "said"),
+    [
+        (
+            flush,
+            4,
+            20,
+            "1 of 2 updates came out too small: 1 micro-batch divided by N = 4 gave 0.25 of the right",
+        ),
+        (
+            flush,
+            4,
+            8,
+            "the only update came out too small: 2 micro-batches divided by N = 4 gave 0.5 of the right",
+        ),
+        (carry, 8, 32, "the only update came after 8 instead of N = 4 micro-batches"),
+        (carry, 4, 40, "1 of 5 updates mixed the end of one epoch with the start of the next"),
+        (flush, 4, 20, "trainer.global_step = 1, but 2 updates were observed"),
+        (carry, 8, 32, "trainer.global_step = 2, but 1 update was observed"),
+    ],
+)
+def test_sentences_have_the_right_numbers(loop: Loop, n: int, samples: int, said: str) -> None:
+    pretend = Pretend(scenario(samples=samples, epochs=2 if samples == 40 else 1))
+    loop(pretend, n)
+    seen = pretend.observe(reported={"trainer.global_step": 3 - len(pretend.changes)})
+    assert said in seen["diagnosis"]
 
 
 def test_a_failure_before_the_first_micro_batch_is_a_refusal() -> None:
