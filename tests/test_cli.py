@@ -22,7 +22,8 @@ import pytest
 from bench import files as bench_files
 from bench.backends.plain import DDPDeferred
 from bench.cli import main
-from bench.errors import BAD, GOOD, INTERRUPTED, WRONG
+from bench.commands import COMMANDS
+from bench.errors import BAD, DEFECT, GOOD, INTERRUPTED, WRONG
 from bench.judge.remarks import EXPECTED
 from bench.launch import gpus as launch_gpus
 from bench.launch import launcher as launch_launcher
@@ -195,8 +196,7 @@ def test_bad_matrix_files(place: Place, command: str, content: str | bytes, word
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], r"the following arguments are required: COMMAND; see .* --help"),
-        (["walk"], r"invalid choice: 'walk' .*run.*plan.*report.*backends"),
+        (["walk"], r"invalid choice: 'walk' .*run.*plan.*backends.*report"),
         (["report", "nowhere"], r"nowhere: holds no run \(run.json: No such file or directory\); name a folder under"),
         (["run", "--resume", "nowhere"], r"nowhere: holds no run \(run.json: No such file or directory\)"),
         (["run", *CPU, "--out", "file"], r"--out file: cannot be written \(.*\); name a folder that can"),
@@ -206,6 +206,19 @@ def test_bad_matrix_files(place: Place, command: str, content: str | bytes, word
 def test_bad_commands_and_folders(place: Place, arguments: list[str], words: str) -> None:
     place.write("file", "")
     assert re.search(words, place.refused(*arguments))
+
+
+def test_a_defect_of_the_bench_is_one_line_that_says_where_to_report_it(place: Place) -> None:
+    def broken() -> Any:
+        raise ZeroDivisionError("first line\nsecond line")
+
+    place.patch.setattr(launch_gpus, "gpus", broken)
+    status, out, err = place.call("plan")
+    assert (status, out, err.count("\n")) == (DEFECT, "", 1) and DEFECT not in (GOOD, BAD, WRONG, INTERRUPTED)
+    assert err.startswith("bench: ZeroDivisionError: first line second line (test_cli.py:")
+    assert "report it in the issue tracker" in err and "--debug" in err
+    status, _, err = place.call("plan", "--debug")
+    assert status == DEFECT and err.startswith("Traceback (most recent call last):") and "report it" in err
 
 
 def test_a_reason_of_many_lines_becomes_one(place: Place) -> None:
@@ -290,7 +303,8 @@ def test_plan_imports_no_torch_and_starts_no_process(tmp_path: Path) -> None:
 def test_repeats_precision_and_budget(place: Place) -> None:
     name = place.matrix()
     assert "then up to" not in place.call("plan", "--matrix", name)[1], "fixed repeats"
-    out = place.call("plan", "--matrix", name, "--max-repeats", "40", "--precision", "5%,bf16", "--budget", "20m")[1]
+    more = ("--max-repeats", "40", "--interval-width", "5%", "--precision", "bf16", "--budget", "20m")
+    out = place.call("plan", "--matrix", name, *more)[1]
     assert "x 2 repeats" in out and " bf16 " in out
     assert out.splitlines()[-1] == (
         "then up to 40 repeats of the cells whose intervals are wider than 5 %, as far as 20 min reach"
@@ -302,8 +316,11 @@ def test_repeats_precision_and_budget(place: Place) -> None:
     refused = [
         (["--budget", "3 minutes"], "'3 minutes' is not a time above 0 with its unit, such as 90s, 20m or 1h"),
         (["--repeats", "3", "--max-repeats", "2"], "--max-repeats is 2; it must be at least --repeats, 3"),
-        (["--precision", "2%,3%"], "--precision: 2% and 3% are two widths; give one"),
-        (["--precision", "200%"], "--precision is 2.0; it must be the width of an interval above 0 and below 1"),
+        (["--precision", "2%"], "--precision is ['2%']; it must be a list of fp32, bf16"),
+        (
+            ["--interval-width", "200%"],
+            "--interval-width is 2.0; it must be the width of an interval above 0 and below 1",
+        ),
         (["--budget", "20"], "'20' is not a time above 0 with its unit, such as 90s, 20m or 1h"),
         (["--baseline", "ddp-eage"], "--baseline: 'ddp-eage' is not run here; did you mean ddp-eager?"),
         (["--fake-tensors"], "--fake-tensors: is for a virtual world; give --virtual-world too"),
@@ -318,6 +335,77 @@ def test_repeats_precision_and_budget(place: Place) -> None:
     ]
     for options, words in refused:
         assert words in place.refused("plan", "--matrix", name, *options)
+
+
+def test_micro_batches_are_an_axis(place: Place) -> None:
+    """Either the global batch is held, and N follows; or it follows from both."""
+    name = place.matrix()
+
+    def planned(*options: str) -> tuple[list[list[str]], str]:
+        out = place.call("plan", "--matrix", name, "--backend", "ddp-eager", *options)[1].splitlines()
+        return [line.split()[2:5] for line in out[1:-2] if "reference" not in line and "A/A" not in line], out[-2]
+
+    rows, held = planned("--micro-batch", "1,4")
+    assert (
+        rows == [["8", "2", "1"], ["2", "2", "4"]] and held == "the global batch B is held: N = B / (micro-batch x W)"
+    )
+    assert planned("--micro-batch", "4", "--batch", "32")[0] == [["4", "2", "4"]]
+    rows, held = planned("--micro-batch", "1,4", "--accumulate", "2,3")
+    assert rows == [["2", "2", "1"], ["2", "2", "4"], ["3", "2", "1"], ["3", "2", "4"]]
+    assert held == "the global batch follows: B = micro-batch x N x W"
+    assert planned("--micro-batch", "3", "--virtual-world", "8")[0] == [["1", "8", "3"], ["2", "8", "3"]]
+    place.write("held.toml", MATRIX.replace("accumulate = [1, 2]", 'accumulate = "auto"\nmicro_batch_size = [2]'))
+    assert "  4    2           2  fp32" in place.call("plan", "--matrix", "held.toml")[1]
+    refused = [
+        (
+            ["--micro-batch", "3"],
+            "global_batch_size is 16, which does not divide by micro-batch x world size = 3 x 2 = 6",
+        ),
+        (["--micro-batch", "0"], "--micro-batch is [0]; it must be a list of integers of at least 1"),
+        (["--micro-batch", "1", "--accumulate", "2", "--batch", "9"], "--batch: follows from --micro-batch and"),
+    ]
+    for options, words in refused:
+        assert words in place.refused("plan", "--matrix", name, *options)
+    place.write("bad.toml", MATRIX.replace("[1, 2]", '"auto"'))
+    assert "axes.accumulate is 'auto', which needs axes.micro_batch_size" in place.refused(
+        "plan", "--matrix", "bad.toml"
+    )
+
+
+MINE = """
+from bench.backends.plain import DDPEager
+
+class Mine(DDPEager):
+    name = "mine"
+"""
+
+
+def test_a_class_of_ones_own_is_a_backend(place: Place) -> None:
+    """In a run, in its resumption, which finds it in run.json, and in the commands that look at backends."""
+    place.patch.syspath_prepend(str(place.folder))
+    place.patch.setattr(sys, "dont_write_bytecode", True)
+    place.patch.delitem(sys.modules, "my_backends", raising=False)
+    place.patch.setenv("BENCH_BACKENDS", "")
+    place.write("my_backends.py", MINE)
+    assert finished_run(place, None, "--backend", "ddp-eager,my_backends:Mine")[0] == GOOD
+    trials = pd.read_parquet("out/trials.parquet")
+    assert set(trials["backend"]) == {"reference", "ddp-eager", "mine"}
+    place.patch.setenv("BENCH_BACKENDS", "")
+    assert place.call("run", "--resume", "out")[0] == GOOD
+    place.patch.setenv("BENCH_BACKENDS", "")
+    plan = ["--samples", "8", "--micro-batch", "1", "--backend", "my_backends:Mine"]
+    assert "mine" in place.call("steps", *plan)[1]
+    for named, words in (("my_backends:Other", "has no attribute 'Other'"), ("json:loads", "is not a subclass of")):
+        assert words in place.refused("plan", "--matrix", place.matrix(), "--backend", named)
+
+
+def test_the_commands_are_listed_in_groups(place: Place) -> None:
+    status, out, err = place.call()
+    assert (status, err) == (GOOD, "")
+    groups = re.findall(r"^(\w+):\n((?:  \S.*\n)+)", out, re.MULTILINE)
+    listed = {name: [line.split()[0] for line in lines.splitlines()] for name, lines in groups if name != "options"}
+    assert listed == {name: list(names) for name, names in COMMANDS.items()} and len(listed) == 3
+    assert "  predict       predict memory, collectives and step times without running" in out
 
 
 def test_backends_lists_all(place: Place) -> None:

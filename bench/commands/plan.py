@@ -111,6 +111,13 @@ def lines(
         trials += repeats
         if cell.cell_id not in skipped:
             total, last = total + guess.total(repeats), last + guess.total(1)
+    if chosen["axes.micro_batch_size"]:
+        held = chosen["axes.accumulate"] == "auto"
+        found.append(
+            "the global batch B is held: N = B / (micro-batch x W)"
+            if held
+            else "the global batch follows: B = micro-batch x N x W"
+        )
     repeats, longest = chosen["repeats"], max(chosen["repeats"], chosen["max_repeats"])
     number = f"{plural(len(cells), 'cell')} x {plural(repeats, 'repeat')} = {plural(trials, 'trial')}"
     if trials < repeats * len(cells):

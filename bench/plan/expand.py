@@ -20,15 +20,15 @@ TWIN = "again"
 def expand(matrix: Matrix, backends: Mapping[str, Candidate], num_gpus: int, offered: Iterable[str] = ()) -> list[Cell]:
     """The cells of a matrix and of its groups, each once; the reference of each comes along, before all others.
 
-    Then come those in virtual worlds, which have no reference, with the micro-batch that ``virtual.micro_batch_size``
-    says; alone if ``virtual.alone``. Last comes the A/A twin: the baseline's cell with the most ranks and the largest N
-    once more, under another label; of the groups only if what is before them has none.
+    Then come those in virtual worlds, which have no reference; alone if ``virtual.alone``. Last comes the A/A twin: the
+    baseline's cell with the most ranks and the largest N once more, under another label; of the groups only if what is
+    before them has none.
 
     ``offered`` are names of further backends, to be told of where one is misspelt.
 
     Raises InputError for an unknown backend, model or workload, an optimizer without a learning rate, a batch that does
-    not divide by N x W, a corpus that cannot be used, more ranks than GPUs unless they share them, no GPU to share, or
-    a backend that cannot be virtual.
+    not divide by N x W or by micro-batch x W, a corpus that cannot be used, more ranks than GPUs unless they share
+    them, no GPU to share, or a backend that cannot be virtual.
     """
     parts = [_part(part, backends, num_gpus, offered) for part in matrix.parts]
     cells = dict.fromkeys(cell.reference() for real, _ in parts for cell in real)
@@ -75,7 +75,6 @@ def _part(
     _check_workload(matrix)
     alone = matrix["virtual.alone"] and matrix["virtual.world_size"]
     world_sizes = [] if alone else _world_sizes(matrix, num_gpus)
-    _check_batch(matrix, world_sizes)
     corpus = matrix["workload.corpus"]
     if corpus != "markov":
         corpus = describe_file(Path(corpus), matrix["workload.sequence_length"] + 1, matrix.place("workload.corpus"))
@@ -102,19 +101,18 @@ def _cells(
     seeds = matrix["axes.seed"] or [matrix["training.seed"]]
     more = [name for name in LATER if f"axes.{name}" in KEYS]
     ways = itertools.product(*(matrix[f"axes.{name}"] for name in more))
-    sizes = [matrix["axes.precision"], world_sizes, matrix["axes.accumulate"]]
+    sizes = [(size, *window) for size in world_sizes for window in _windows(matrix, size, virtual=virtual)]
     cells: dict[Cell, None] = {}
-    for optimizer, way, seed, precision, world_size, accumulate, name in itertools.product(
-        rates, ways, seeds, *sizes, backends
+    for optimizer, way, seed, precision, (world_size, accumulate, batch), name in itertools.product(
+        rates, ways, seeds, matrix["axes.precision"], sizes, backends
     ):
         if (virtual and name in REFERENCES) or (world_size == 1 and name == SHARDED_REFERENCE):
             continue
-        micro_batch = matrix["virtual.micro_batch_size"]
         cell = Cell(
             backend=name,
             accumulate=accumulate,
             world_size=world_size,
-            global_batch_size=micro_batch * accumulate * world_size if virtual else _batch(matrix, world_size),
+            global_batch_size=batch,
             sequence_length=matrix["workload.sequence_length"],
             workload=matrix["workload.workload"],
             model=matrix["workload.model"],
@@ -195,10 +193,26 @@ def _check_sharing(matrix: Matrix, num_gpus: int) -> None:
         )
 
 
-def _batch(matrix: Matrix, world_size: int) -> int:
-    """Samples per optimizer step over all ranks of a real world."""
-    batch: int = matrix["workload.global_batch_size"]
-    return batch * world_size if matrix["workload.for_each_rank"] else batch
+def _windows(matrix: Matrix, world_size: int, *, virtual: bool) -> list[tuple[int, int]]:
+    """N and the samples per optimizer step over all ranks, for each cell of a world.
+
+    The batch is held, and the micro-batch follows; or N does, if it is 'auto'. With both N and the micro-batch given,
+    as always in a virtual world, the batch follows. Raises InputError for a batch that does not divide.
+    """
+    factors, micro_batches = matrix["axes.accumulate"], matrix["axes.micro_batch_size"]
+    if factors == "auto" and not micro_batches:
+        place = matrix.place("axes.accumulate")
+        raise InputError(f"{place} is 'auto', which needs axes.micro_batch_size; give that, or a list of integers")
+    if virtual and not micro_batches:
+        micro_batches = [matrix["virtual.micro_batch_size"]]
+    if factors != "auto" and micro_batches:
+        return [(n, size * n * world_size) for n in factors for size in micro_batches]
+    batch: int = matrix["workload.global_batch_size"] * (world_size if matrix["workload.for_each_rank"] else 1)
+    if factors == "auto":
+        _check_batch(matrix, world_size, "micro-batch", micro_batches)
+        return [(batch // (size * world_size), batch) for size in micro_batches]
+    _check_batch(matrix, world_size, "N", factors)
+    return [(n, batch) for n in factors]
 
 
 def _learning_rates(matrix: Matrix) -> dict[str, float]:
@@ -219,19 +233,19 @@ def _learning_rates(matrix: Matrix) -> dict[str, float]:
     return {name: float(rates[method]) for name, method in methods.items()}
 
 
-def _check_batch(matrix: Matrix, world_sizes: Sequence[int]) -> None:
-    """Refuse a batch that does not divide by N x W, and name the nearest that do."""
+def _check_batch(matrix: Matrix, world_size: int, what: str, factors: Sequence[int]) -> None:
+    """Refuse a batch that does not divide by each of these times W, and name the nearest that do."""
     batch, of_rank = matrix["workload.global_batch_size"], matrix["workload.for_each_rank"]
-    for accumulate, world_size in itertools.product(matrix["axes.accumulate"], world_sizes):
-        product = accumulate * (1 if of_rank else world_size)
+    place = matrix.place("workload.global_batch_size")
+    for factor in factors:
+        product = factor * (1 if of_rank else world_size)
         if of_rank and batch % product:
             raise InputError(
-                f"{matrix.place('workload.global_batch_size')} is {batch} for each rank, which does not divide by N = "
-                f"{accumulate}; use a multiple of it"
+                f"{place} is {batch} for each rank, which does not divide by {what} = {factor}; use a multiple of it"
             )
         if batch % product:
             near = [product * n for n in (batch // product, batch // product + 1) if n]
             raise InputError(
-                f"{matrix.place('workload.global_batch_size')} is {batch}, which does not divide by N x world size = "
-                f"{accumulate} x {world_size} = {product}; the nearest that do: {' and '.join(map(str, near))}"
+                f"{place} is {batch}, which does not divide by {what} x world size = {factor} x {world_size} = "
+                f"{product}; the nearest that do: {' and '.join(map(str, near))}"
             )

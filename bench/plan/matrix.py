@@ -239,7 +239,11 @@ KEYS: dict[str, Key] = {
     "axes.backend": Key(
         lambda value: value == "all" or _list_of(_string)(value), "'all' or a list of backend names", "all"
     ),
-    "axes.accumulate": Key(_list_of(_integer(1)), "a list of integers of at least 1"),
+    "axes.accumulate": Key(
+        lambda value: value == "auto" or _list_of(_integer(1))(value),
+        "a list of integers of at least 1, or 'auto': what axes.micro_batch_size leaves of the global batch",
+    ),
+    "axes.micro_batch_size": Key(_list_of(_integer(1)), "a list of integers of at least 1", []),
     "axes.world_size": Key(
         lambda value: value == "all" or _list_of(_integer(1))(value),
         "a list of integers of at least 1, or 'all' for one rank per GPU",

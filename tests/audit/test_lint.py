@@ -452,7 +452,7 @@ def test_proofs_keep_the_structure(tmp_path: Path) -> None:
     def proof(code: str, config: Any, **options: Any) -> str:
         return next(each.proof for each in found(tmp_path, config, **options) if each.code == code)
 
-    command = "python -m bench semantics --backend lightning-ddp --samples 20 --batch-size 1 --accumulate 4 --epochs 2"
+    command = "python -m bench semantics --backend lightning-ddp --samples 20 --micro-batch 1 --accumulate 4 --epochs 2"
     assert proof("TAIL01", lightning(max_epochs=2), **TEN) == f"{command} --world-size 2"
     # N = 64 with half a window left becomes N = 4 with half a window left, on two ranks at most.
     large = lightning(accumulate_grad_batches=64, max_epochs=2, devices=8, num_nodes=4)

@@ -482,7 +482,7 @@ def test_broken_loops_are_told_apart(here: Command, monkeypatch: pytest.MonkeyPa
         "x-summed": "over-weighted",
         "x-sound": "right",
     }
-    command = ["semantics", "--backend", ",".join(names), "--samples", "40", "--batch-size", "2", "--accumulate", "4"]
+    command = ["semantics", "--backend", ",".join(names), "--samples", "40", "--micro-batch", "2", "--accumulate", "4"]
     monkeypatch.setenv(MORE, LOOPS)
     process = here(*command, "--epochs", "2", "--json")
     assert process.returncode == 1, process.stderr
@@ -564,7 +564,7 @@ def test_an_interrupted_suite_keeps_what_it_has_and_leaves_nothing_behind(tmp_pa
 def test_a_backend_that_fails_spoils_no_other(tmp_path: Path, extra_site: Path) -> None:
     """One rank dies, hangs or raises: scenarios are tried alone, the failures are named, and the next backend runs."""
     command = ["semantics", "--backend", "x-killed,x-raises,x-hangs,x-unsupported,x-sound", "--timeout", "12"]
-    numbers = ["--samples", "8", "--batch-size", "1", "--accumulate", "2"]
+    numbers = ["--samples", "8", "--micro-batch", "1", "--accumulate", "2"]
     process = bench(*command, *numbers, "--json", cwd=tmp_path, pythonpath=extra_site)
     assert process.returncode == 1, process.stderr
     seen = {one["backend"]: one for one in json.loads(process.stdout)}
@@ -636,14 +636,14 @@ def test_the_calculator_says_what_the_backends_do(tables: list[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--samples", "0", "--batch-size", "1", "--accumulate", "2"], "--samples = 0: must be a positive integer"),
-        (["--samples", "4", "--batch-size", "1"], "--accumulate: is missing"),
-        (["--samples", "4", "--batch-size", "1", "--accumulate", "x"], "--accumulate x: must be integers"),
+        (["--samples", "0", "--micro-batch", "1", "--accumulate", "2"], "--samples = 0: must be a positive integer"),
+        (["--samples", "4", "--micro-batch", "1"], "--accumulate: is missing"),
+        (["--samples", "4", "--micro-batch", "1", "--accumulate", "x"], "--accumulate x: must be integers"),
         (["--suite", "--samples", "4"], "--samples: describes one scenario"),
         (["--suite", "--scenario", "nope"], "--scenario nope: scenarios.toml has no such scenario; use divisible"),
-        (["--samples", "4", "--batch-size", "1", "--accumulate", "2", "--backend", "nope"], "--backend nope: unknown"),
-        (["--samples", "4", "--batch-size", "1", "--accumulate", "2", "--device", "tpu"], "--device tpu: use cpu or"),
-        (["--samples", "4", "--batch-size", "1", "--accumulate", "2", "--clip", "-1"], "--clip = -1.0: must be"),
+        (["--samples", "4", "--micro-batch", "1", "--accumulate", "2", "--backend", "nope"], "--backend nope: unknown"),
+        (["--samples", "4", "--micro-batch", "1", "--accumulate", "2", "--device", "tpu"], "--device tpu: use cpu or"),
+        (["--samples", "4", "--micro-batch", "1", "--accumulate", "2", "--clip", "-1"], "--clip = -1.0: must be"),
         (["--docs", "x.md", "--samples", "4"], "--docs x.md: is written from a suite; add --suite"),
     ],
 )

@@ -229,7 +229,7 @@ def call(capsys: pytest.CaptureFixture[str]) -> Any:
     return run
 
 
-CASE = "--samples 40 --batch-size 4 --accumulate 4 --epochs 2"
+CASE = "--samples 40 --micro-batch 4 --accumulate 4 --epochs 2"
 
 
 def test_all_backends_are_in_one_rule_each(call: Any) -> None:
@@ -282,20 +282,20 @@ def test_a_backend_that_declares_no_rule_is_not_calculated(call: Any, monkeypatc
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("--batch-size 4", "the following arguments are required: --samples"),
-        ("--samples 0 --batch-size 4", "--samples is 0; it must be an integer of at least 1"),
-        ("--samples 9 --batch-size -1", "--batch-size is -1; it must be an integer of at least 1"),
-        ("--samples 9 --batch-size 4 --accumulate 0", "--accumulate is 0; it must be an integer of at least 1"),
-        (f"--samples 9 --batch-size 4 --accumulate {LARGEST_ACCUMULATE + 1}", "it must be at most 1000000"),
-        ("--samples 9 --batch-size 4 --world-size 0", "--world-size is 0; it must be an integer of at least 1"),
-        ("--samples 9 --batch-size 4 --epochs 0", "--epochs is 0; it must be an integer of at least 1"),
-        ("--samples 9 --batch-size 4 --max-steps -2", "--max-steps is -2; it must be an integer of at least 0, or -1"),
-        ("--samples 9 --batch-size x", "--batch-size: 'x' is not an integer"),
-        ("--samples 1e3 --batch-size 4", "--samples: '1e3' is not an integer"),
-        ("--samples 9 --batch-size 6 --world-size 2 --drop-last", "--batch-size is 6, but a rank has only 5 samples"),
-        ("--samples 9 --batch-size 4 --backend ddp-eagre", "'ddp-eagre' is unknown; did you mean ddp-eager?"),
-        ("--samples 9 --batch-size 4 --backend ,", "--backend: no name is given; it must be 'all' or a list"),
-        ("--samples 9 --batch-size 4 --backend xyzzy", "'xyzzy' is unknown; use one of reference, "),
+        ("--micro-batch 4", "the following arguments are required: --samples"),
+        ("--samples 0 --micro-batch 4", "--samples is 0; it must be an integer of at least 1"),
+        ("--samples 9 --micro-batch -1", "--micro-batch is -1; it must be an integer of at least 1"),
+        ("--samples 9 --micro-batch 4 --accumulate 0", "--accumulate is 0; it must be an integer of at least 1"),
+        (f"--samples 9 --micro-batch 4 --accumulate {LARGEST_ACCUMULATE + 1}", "it must be at most 1000000"),
+        ("--samples 9 --micro-batch 4 --world-size 0", "--world-size is 0; it must be an integer of at least 1"),
+        ("--samples 9 --micro-batch 4 --epochs 0", "--epochs is 0; it must be an integer of at least 1"),
+        ("--samples 9 --micro-batch 4 --max-steps -2", "--max-steps is -2; it must be an integer of at least 0, or -1"),
+        ("--samples 9 --micro-batch x", "--micro-batch: 'x' is not an integer"),
+        ("--samples 1e3 --micro-batch 4", "--samples: '1e3' is not an integer"),
+        ("--samples 9 --micro-batch 6 --world-size 2 --drop-last", "--micro-batch is 6, but a rank has only 5 samples"),
+        ("--samples 9 --micro-batch 4 --backend ddp-eagre", "'ddp-eagre' is unknown; did you mean ddp-eager?"),
+        ("--samples 9 --micro-batch 4 --backend ,", "--backend: no name is given; it must be 'all' or a list"),
+        ("--samples 9 --micro-batch 4 --backend xyzzy", "'xyzzy' is unknown; use one of reference, "),
     ],
 )
 def test_bad_input_is_one_line(call: Any, line: str, words: str) -> None:

@@ -57,25 +57,40 @@ def test_a_reference_needs_its_state_and_a_slice() -> None:
     assert predicted(short[0]) < predicted(short[1]), "these fit into a slice"
 
 
-def test_the_limit_is_a_share_of_the_memory() -> None:
+def filled(need: int, *, ranks: int = 1, nccl: bool = False) -> int:
+    """The memory of a GPU that ranks with this need in all just fill, beside what is kept free."""
+    fixed = fit.reserve_bytes(0, nccl=nccl, ranks=ranks)
+    return int((need + fixed) / (1 - fit.FRAGMENTS.share)) + 2
+
+
+def test_what_no_prediction_counts_is_kept_free() -> None:
+    assert fit.reserve_bytes(100 * GIB, nccl=True) == (781 + 688) * 2**20 + 5 * GIB
+    assert all(re.search("github|arXiv", one.source) for one in fit.reserves(nccl=True))
     cell = on_gpu(virtual=True)
     need = predicted(cell)
-    assert fit.too_large([cell], int(need / fit.USABLE) + 1, 1) == {}
-    (reason,) = fit.too_large([cell], int(need / fit.USABLE) - 1, 1).values()
-    assert re.fullmatch(r"135m needs \d+ GiB by prediction, the GPU has \d+ GiB, and 5 % of it are kept free", reason)
+    assert fit.too_large([cell], filled(need), 1) == {}
+    (reason,) = fit.too_large([cell], filled(need) - 4, 1).values()
+    assert re.fullmatch(
+        r"135m needs \d+ GiB by prediction, the GPU has \d+ GiB, of which \d.\d GiB are kept free", reason
+    )
+    several = dataclasses.replace(cell, model="3b", world_size=2, global_batch_size=8)
+    real = dataclasses.replace(several, virtual=False)
+    assert fit.too_large([several], filled(predicted(several)), 2) == {}, "no process group, no NCCL"
+    assert fit.too_large([real], filled(predicted(real)), 2).keys() == {real.cell_id}
 
 
 def test_ranks_on_one_gpu_share_its_memory() -> None:
     """Dealt out in turn: of five ranks on two GPUs one has three."""
     shared = on_gpu("ddp-deferred", world_size=5, accumulate=2, global_batch_size=10, shared_gpu=True)
     assert predicted(shared) > predicted(shared.reference()) / 3, "or the reference alone would decide"
-    need = 3 * predicted(shared) + 2 * fit.CONTEXT_BYTES
-    assert fit.too_large([shared], int(need / fit.USABLE) + 1, 2) == {}
-    (reason,) = fit.too_large([shared], int(need / fit.USABLE) - 1, 2).values()
+    need = 3 * predicted(shared)
+    limit = filled(need, ranks=3)
+    assert fit.too_large([shared], limit, 2) == {}
+    (reason,) = fit.too_large([shared], limit - 4, 2).values()
     assert reason.startswith(f"135m on 3 ranks of one GPU needs {need / 2**30:.0f} GiB by prediction")
-    assert fit.too_large([shared], int(need / fit.USABLE) - 1, 5) == {}, "each has a GPU"
+    assert fit.too_large([shared], limit - 4, 5) == {}, "each has a GPU"
     alone = dataclasses.replace(shared, shared_gpu=False)
-    assert fit.too_large([alone], int(need / fit.USABLE) - 1, 2) == {}, "this one would have five GPUs"
+    assert fit.too_large([alone], limit - 4, 2) == {}, "this one would have five GPUs"
 
 
 def in_matrix(memory: int, num_gpus: int = 1) -> tuple[list[Cell], dict[str, str]]:

@@ -90,6 +90,7 @@ def test_every_key_can_be_given() -> None:
         "groups": [{"once": True}],
         "virtual.world_size": [8, 64],
         "virtual.micro_batch_size": 2,
+        "axes.micro_batch_size": [1, 2],
         "virtual.fake_tensors": True,
         "virtual.alone": True,
     }

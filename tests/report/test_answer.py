@@ -68,7 +68,7 @@ def test_each_verdict_has_a_sentence(run: Run, standing: Standing) -> None:
     unknown = with_memory(row, None, 5)
     assert sentence(run, judged(unknown, Verdict.AMBIGUOUS, Reason.WIDE, ratio=1.0, low=0.9, high=1.1)) == (
         "Whether alpha-deferred is faster than alpha-eager at N=4 W=2 is open (time 1.000x, 95 % 0.900-1.100): wide "
-        "interval (add repeats: --max-repeats, --budget, or a smaller --precision)."
+        "interval (add repeats: --max-repeats, --budget, or a smaller --interval-width)."
     )
     barred = judged(row, Verdict.NOT_COMPARABLE, Reason.GATE, "alpha-deferred N=4: repeat 0, 1: the loss is wrong")
     assert sentence(run, barred) == (

@@ -286,6 +286,7 @@ def test_create_writes_the_manifest(tmp_path: Path) -> None:
         "sharding": "none",
         "bf16_as": "autocast over fp32 parameters",
         "defect": "",
+        "class": "tests.factories:Made",
     }
     assert {"machine", "packages", "environment", "git", "command", "started"} <= manifest.keys()
 
