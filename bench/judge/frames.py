@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,9 @@ from bench.judge.pairs import record
 from bench.judge.quoting import Quotes, place_of
 from bench.judge.samples import tokens_per_step
 from bench.judge.standing import Standing, standing
+from bench.judge.tables import frame_of
 from bench.plan.cell import Status
-from bench.plan.columns import COLUMNS, FRAMES, Column
+from bench.plan.columns import COLUMNS, FRAMES
 
 
 class Frames(Mapping[str, pd.DataFrame]):
@@ -73,13 +74,13 @@ class Frames(Mapping[str, pd.DataFrame]):
     @cached_property
     def ratios(self) -> pd.DataFrame:
         """One row per cell and baseline."""
-        return _frame([record(row) for row in self._standing.rows], COLUMNS["ratios"])
+        return frame_of("ratios", [record(row) for row in self._standing.rows])
 
     @cached_property
     def cells(self) -> pd.DataFrame:
         """One row per cell."""
         quotes, rows = Quotes(self.run), self._standing.by_cell
-        return _frame([_cell_row(quotes, cell_id, rows.get(cell_id)) for cell_id in self.run.cells], COLUMNS["cells"])
+        return frame_of("cells", [_cell_row(quotes, cell_id, rows.get(cell_id)) for cell_id in self.run.cells])
 
     @cached_property
     def _standing(self) -> Standing:
@@ -90,11 +91,6 @@ def read(folder: str | Path) -> Frames:
     """The frames of a run's folder. Raises InputError for what is no run, or a journal that was truncated or edited."""
     path = Path(folder)
     return Frames(hashed(load(path), path), path)
-
-
-def _frame(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, Column]) -> pd.DataFrame:
-    dtypes = {name: column.dtype for name, column in columns.items()}
-    return pd.DataFrame(rows, columns=list(columns)).astype(dtypes)
 
 
 def _cell_row(quotes: Quotes, cell_id: str, row: Any) -> dict[str, Any]:

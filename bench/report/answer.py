@@ -53,7 +53,7 @@ def headline(standing: Standing) -> list[ComparedPair]:
 
 def _extent(cell: Cell) -> tuple[bool, int, int]:
     """By which the largest of cells is found: a world that is there before one that is pretended, then N and W."""
-    return not cell.virtual, cell.accumulate, cell.world_size
+    return cell.world.has_all_ranks, cell.accumulate, cell.world_size
 
 
 def where(cell: Cell, run: Run) -> str:
@@ -61,12 +61,12 @@ def where(cell: Cell, run: Run) -> str:
     words = [f"N={cell.accumulate}", f"W={cell.world_size}"]
     others = [one for one in run.cells.values() if not one.is_reference]
     words += [text.replace(" = ", "=") for text in says(cell, differing(others, ("precision", *WAYS)))]
-    return " ".join([*words, *["virtual"] * cell.virtual])
+    return " ".join(filter(None, [*words, cell.world.word]))
 
 
 def _of_one_process(run: Run) -> Iterator[str]:
     """That times say nothing of communication, where there is one rank."""
-    real = [cell for cell in run.cells.values() if not cell.is_reference and not cell.virtual]
+    real = [cell for cell in run.cells.values() if not cell.is_reference and cell.world.has_all_ranks]
     if real and all(cell.world_size == 1 for cell in real):
         who = "One GPU" if all(cell.device is Device.CUDA for cell in real) else "One process"
         yield f"{who}: no bytes move between ranks, so times show host overhead and memory policy, not communication."

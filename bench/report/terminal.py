@@ -19,11 +19,12 @@ from bench.judge.pairs import ComparedPair
 from bench.judge.remarks import note
 from bench.judge.samples import NAME, step_times, tokens_per_step
 from bench.judge.standing import Standing
-from bench.judge.tables import Tables
+from bench.judge.tables import Tables, worlds
 from bench.judge.verdicts import NEXT, Reason, Verdict
 from bench.plan.cell import REFERENCES, Status
 from bench.plan.columns import WAYS, Axis, axes, differing, says
 from bench.plan.schedule import Ended
+from bench.plan.world import World
 from bench.report.answer import noise
 from bench.report.overview import text, title
 from bench.words import plural
@@ -152,7 +153,7 @@ def certainty(standing: Standing, manifest: Mapping[str, Any]) -> list[str]:
 
 def untimed(tables: Tables) -> list[str]:
     """In one line, how many cells have ranks that share GPUs, and so no time."""
-    cells = tables.trials.loc[tables.trials["shared_gpu"].fillna(False).astype(bool), "cell_id"].nunique()
+    cells = tables.trials.loc[worlds(tables.trials) == World.SHARED_GPU, "cell_id"].nunique()
     return [f"not timed: {plural(cells, 'cell')} whose ranks shared GPUs, over gloo"] if cells else []
 
 

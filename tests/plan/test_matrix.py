@@ -284,18 +284,18 @@ def test_a_baseline_that_is_not_run_is_refused() -> None:
 def test_virtual_cells_have_the_same_micro_batch_in_every_world_and_no_reference() -> None:
     overrides = {"virtual.world_size": [8, 64], "virtual.micro_batch_size": 3}
     cells = expand(make_matrix(overrides, backend=["ddp-eager"], accumulate=[2]), BACKENDS, 0)
-    virtual = [cell for cell in cells if cell.virtual]
+    virtual = [cell for cell in cells if not cell.world.has_all_ranks]
     assert [(cell.world_size, cell.global_batch_size, cell.micro_batch_size) for cell in virtual] == [
         (8, 48, 3),
         (64, 384, 3),
     ]
-    assert [cell.backend for cell in cells if not cell.virtual] == [REFERENCE, "ddp-eager", "ddp-eager"]
-    assert not cells[-1].virtual, "the A/A pair is of real ranks"
+    assert [cell.backend for cell in cells if cell.world.has_all_ranks] == [REFERENCE, "ddp-eager", "ddp-eager"]
+    assert cells[-1].world.has_all_ranks, "the A/A pair is of real ranks"
     alone = expand(make_matrix(overrides | {"virtual.alone": True}, backend=["ddp-eager"]), BACKENDS, 0)
-    assert all(cell.virtual for cell in alone) and alone[-1].twin
+    assert all(not cell.world.has_all_ranks for cell in alone) and alone[-1].twin
     fake = {"virtual.alone": True, "virtual.fake_tensors": True}
     shapes = expand(make_matrix(overrides | fake, backend=["fsdp2-eager"]), BACKENDS, 0)
-    assert all(cell.fake_tensors and not cell.twin for cell in shapes), "shapes have no times to compare"
+    assert all(not cell.world.computes and not cell.twin for cell in shapes), "shapes have no times to compare"
 
 
 def test_a_backend_that_cannot_be_virtual_is_refused() -> None:
@@ -425,8 +425,8 @@ def test_the_gpu_matrix_asks_what_the_bench_is_for(num_gpus: int) -> None:
     assert len({(cell.model, cell.global_batch_size, cell.sequence_length) for cell in timed}) == 1, "one work"
     (twin,) = (cell for cell in cells if cell.twin)
     assert dataclasses.replace(twin, twin="") in timed and twin.cell_id not in trained_once
-    assert {cell.cell_id for cell in cells if cell.is_reference or cell.virtual} <= set(trained_once)
-    assert {cell.world_size for cell in cells if cell.virtual} == {8, 64}
+    assert {cell.cell_id for cell in cells if cell.is_reference or not cell.world.has_all_ranks} <= set(trained_once)
+    assert {cell.world_size for cell in cells if not cell.world.has_all_ranks} == {8, 64}
     others = [cell for cell in cells if not cell.is_reference]
     assert {str(cell.precision) for cell in others} == {"bf16"}
     assert {cell.model for cell in others if cell.activation_checkpointing} == {"8b"}
