@@ -198,4 +198,4 @@ def wheelhouse(session: nox.Session) -> None:
     if "torch" not in excluded:  # with the packages of CUDA, which torch pins itself
         session.run(*pip, "download", "-c", "constraints.txt", *kind, f"torch=={pins['torch']}")
     (arguments.out / "requirements.txt").write_text("\n".join(asked) + "\n", encoding="utf-8")
-    session.log(f"take {arguments.out} and the checkout there; README.md, Without a network, says how to install it")
+    session.log(f"take {arguments.out} and the checkout there; docs/offline.md says how to install it")
