@@ -109,8 +109,8 @@ class Scenario:
         if self.reduction is Reduction.WINDOW and not (whole and len(self.accumulate) == 1):
             raise MisfitError(
                 "reduction",
-                " is window; it needs whole windows and one N for all epochs, so that the share of a micro-batch is known; "
-                "make samples a multiple of accumulate x batch_size x world_size",
+                " is window; it needs whole windows and one N for all epochs, so that the share of a micro-batch is "
+                "known; make samples a multiple of accumulate x batch_size x world_size",
             )
         if self.reduction is Reduction.WINDOW and self.split is Split.FRAMEWORK:
             raise MisfitError("reduction", " is window; it needs windows of known samples; leave out split = framework")
@@ -203,12 +203,12 @@ class Scenario:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any], place: Callable[[str], str] = str) -> Scenario:
+    def from_dict(cls, values: Mapping[str, Any], place: str = "", name: Callable[[str], str] = str) -> Scenario:
         """The scenario of plain values, as JSON or TOML have them.
 
-        Raises InputError for an unknown key or a value that cannot be, with the key's ``place``.
+        Raises InputError for an unknown key or a value that cannot be, as ``fields.read``.
         """
-        return fields.read(cls, values, place)
+        return fields.read(cls, values, place, name)
 
 
 def load(path: Path = SUITE) -> list[Scenario]:
@@ -234,4 +234,4 @@ def _scenario(name: str, table: Any, source: str) -> Scenario:
     if table.get("epochs") == 0 and "max_steps" not in table:
         raise InputError(f"{source}: [{name}] epochs is 0; there is no end without max_steps")
     values = {**table, "name": name, **({"epochs": None} if table.get("epochs") == 0 else {})}
-    return Scenario.from_dict(values, lambda key: f"{source}: [{name}] {key}")
+    return Scenario.from_dict(values, f"{source}: [{name}] ")

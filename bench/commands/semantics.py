@@ -181,7 +181,7 @@ def _scenarios(arguments: argparse.Namespace) -> list[Scenario]:
     if arguments.max_steps is not None and arguments.epochs is None:
         values["epochs"] = None
     options = {field: f"--{name.replace('_', '-')}" for name, field in SCENARIO_OPTIONS.items()}
-    return [Scenario.from_dict({**values, "drop_last": arguments.drop_last}, lambda key: options.get(key, key))]
+    return [Scenario.from_dict({**values, "drop_last": arguments.drop_last}, "", lambda key: options.get(key, key))]
 
 
 def _of_suite(arguments: argparse.Namespace) -> list[Scenario]:

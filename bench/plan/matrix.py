@@ -168,7 +168,7 @@ class Matrix:
 
         Raises InputError naming the option if the value cannot be.
         """
-        values = _checked({**_given(self.values), key: value}, lambda _: option)
+        values = _checked({**_given(self.values), key: value}, option, lambda _: "")
         values["groups"] = [group for group in self.values["groups"] if key not in group]
         return dataclasses.replace(self, values=values, places={**self.places, key: option})
 
@@ -209,7 +209,7 @@ def load(name: str) -> Matrix:
 def parse(document: Mapping[str, Any], *, name: str, source: str) -> Matrix:
     """A matrix from a TOML document. Raises InputError naming the key that is unknown, missing or wrong."""
     given = _flat(document)
-    values = _checked(given, lambda key: f"{source}: {key}")
+    values = _checked(given, f"{source}: ")
     values["groups"] = [_group(group, number, given, source) for number, group in enumerate(values["groups"], start=1)]
     if values["max_repeats"] and values["max_repeats"] < values["repeats"]:
         raise InputError(
@@ -227,7 +227,7 @@ def check_stored(manifest: Mapping[str, Any], place: str) -> None:
     """Raise InputError, which begins with ``place``, if a run's manifest does not hold a matrix' values."""
     values = manifest.get("matrix", {}).get("values", {})
     known = {key: value for key, value in values.items() if key in KEYS}
-    _checked(_given(known), lambda key: f"{place}: matrix: {key}")
+    _checked(_given(known), f"{place}: matrix: ")
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -235,8 +235,8 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in DEFAULTS or value != DEFAULTS[key]}
 
 
-def _checked(values: Mapping[str, Any], place: Callable[[str], str]) -> dict[str, Any]:
-    """Values and defaults by table.key. Raises InputError, which begins with the ``place`` of what is wrong."""
+def _checked(values: Mapping[str, Any], place: str, name: Callable[[str], str] = str) -> dict[str, Any]:
+    """Values and defaults by table.key. Raises InputError as ``fields.read``."""
     document: dict[str, Any] = {table: {} for table in TABLES}
     for key, value in values.items():
         table, _, inner = key.partition(".")
@@ -244,7 +244,7 @@ def _checked(values: Mapping[str, Any], place: Callable[[str], str]) -> dict[str
             document[table][inner] = value
         else:
             document[key] = value
-    return _flat(fields.read(MatrixFile, document, place).model_dump())
+    return _flat(fields.read(MatrixFile, document, place, name).model_dump())
 
 
 def _place(source: str, number: int, key: str) -> str:
@@ -259,5 +259,5 @@ def _group(group: Mapping[str, Any], number: int, given: Mapping[str, Any], sour
         if key not in IN_GROUPS and key not in TABLES:
             hint = "it is one for the whole matrix" if key in KEYS else suggest(key, IN_GROUPS)
             raise InputError(f"{_place(source, number, key)} cannot be set there; {hint}")
-    values = _checked({**given, **own}, lambda key: _place(source, number, key))
+    values = _checked({**given, **own}, "", lambda key: _place(source, number, key))
     return {key: values[key] for key in own}
