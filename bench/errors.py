@@ -6,13 +6,14 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
-GOOD, BAD, WRONG, INTERRUPTED = 0, 1, 2, 130
-"""All good; something measured or found is bad; the command or its input is wrong; interrupted."""
+GOOD, BAD, WRONG, UNCHECKED, DEFECT, INTERRUPTED = 0, 1, 2, 3, 70, 130
+"""All good; something measured or found is bad; the command or its input is wrong; a gate could not be checked; the
+bench itself has failed (EX_SOFTWARE of sysexits.h); interrupted."""
 MAX_SHOWN = 60
 """Characters of a value that errors repeat."""
 EXIT_STATUS = (
-    "Exit status: 0 all good; 1 something measured is bad; 2 the command or its input is wrong, said in one line; 130 "
-    "interrupted, with all finished trials kept."
+    "Exit status: 0 all good; 1 something measured is bad; 2 the command or its input is wrong, said in one line; 70 "
+    "the bench itself has failed (--debug prints the traceback); 130 interrupted, with all finished trials kept."
 )
 
 

@@ -319,6 +319,17 @@ def registry(names: Iterable[str] = ()) -> dict[str, type[Backend]]:
     return found
 
 
+def adopt(named: str) -> str:
+    """Make the class that ``module:Class`` names a known backend, here and in the processes that are started from here.
+
+    Returns its name. Raises InputError if there is no such class, or it is no backend.
+    """
+    backend = _load(importlib.metadata.EntryPoint(named, named, ENTRY_POINTS), f"'{named}'")
+    known = [name for name in os.environ.get(MORE, "").split(",") if name.strip()]
+    os.environ[MORE] = ",".join(dict.fromkeys([*known, named]))
+    return backend.name
+
+
 def _load(entry: importlib.metadata.EntryPoint, place: str) -> type[Backend]:
     """The backend that an entry point names; imports its package. Raises InputError that begins with ``place``."""
     try:

@@ -12,7 +12,7 @@ import json
 from typing import Any
 
 from bench.backends.base import offered, registry
-from bench.commands.options import split_names
+from bench.commands.options import backend_names
 from bench.errors import BAD, GOOD, InputError, suggest
 from bench.plan.cell import REFERENCES, Device, Precision, Status
 
@@ -28,7 +28,13 @@ def add(commands: Any) -> None:
         "accumulation", help="in which dtype does each backend sum gradients?", description=DESCRIPTION
     )
     option = parser.add_argument
-    option("--backend", action="append", type=split_names, metavar="B[,B]", help="only these backends; see 'backends'")
+    option(
+        "--backend",
+        action="append",
+        type=backend_names,
+        metavar="B[,B]",
+        help="only these, or module:Class; see 'backends'",
+    )
     option("--world-size", type=int, default=2, metavar="W", help="number of ranks (default: %(default)s)")
     option("--device", type=Device, default=Device.CPU, metavar="|".join(Device), help="what the ranks run on")
     option("--errors", action="store_true", help="also the error against fp64 for N = 1 to 256")

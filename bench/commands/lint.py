@@ -30,7 +30,9 @@ def add(commands: Any) -> None:
         help="a YAML of LightningCLI or a JSON of DeepSpeed",
     )
     option("--samples", type=_positive, metavar="S", help="of the training set; enables the rules about steps")
-    option("--batch-size", type=_positive, metavar="B", help="of a micro-batch on one rank, if the config is silent")
+    option(
+        "--micro-batch", type=_positive, metavar="B", help="samples per micro-batch on a rank, if the config is silent"
+    )
     option("--world-size", type=_positive, metavar="W", help="ranks, if the config is silent")
     option("--deepspeed-version", type=_version, metavar="V", help="instead of the installed one")
     option("--lightning-version", type=_version, metavar="V", help="instead of the installed one")
@@ -69,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError("lint: name at least one config: a YAML of LightningCLI or a JSON of DeepSpeed")
     options = Options(
         samples=arguments.samples,
-        batch_size=arguments.batch_size,
+        batch_size=arguments.micro_batch,
         world_size=arguments.world_size,
         deepspeed=arguments.deepspeed_version or installed("deepspeed"),
         lightning=arguments.lightning_version or installed("lightning"),
@@ -82,6 +84,6 @@ def run(arguments: argparse.Namespace) -> int:
             # A file's name may have bytes that are no text.
             print(str(finding).encode(errors="backslashreplace").decode())
     if options.wanted:
-        missing = [option for option in ("--samples", "--batch-size", "--world-size") if option in options.wanted]
+        missing = [option for option in ("--samples", "--micro-batch", "--world-size") if option in options.wanted]
         print(f"hint: {' and '.join(missing)} would enable the rules about windows, steps and logs", file=sys.stderr)
     return BAD if any(finding.severity is not Severity.INFO for finding in findings) else GOOD

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from bench.backends.base import Backend, registry
-from bench.commands.options import duration, share, split_names
+from bench.commands.options import backend_names, duration, share, split_names
 from bench.errors import InputError
 from bench.files import RESULTS
 from bench.plan import estimates as plan_estimates
@@ -23,7 +23,7 @@ OPTIONS = {
     "world_size": "axes.world_size",
     "share_gpu": "share_gpu",
     "virtual_world": "virtual.world_size",
-    "micro_batch": "virtual.micro_batch_size",
+    "micro_batch": "axes.micro_batch_size",
     "fake_tensors": "virtual.fake_tensors",
     "alone": "virtual.alone",
     "precision": "axes.precision",
@@ -33,12 +33,13 @@ OPTIONS = {
     "compiled": "axes.compiled",
     "repeats": "repeats",
     "max_repeats": "max_repeats",
-    "width": "precision",
+    "interval_width": "precision",
     "budget": "budget_s",
     "baseline": "baseline",
     "seed": "training.seed",
     "seeds": "axes.seed",
     "batch": "workload.global_batch_size",
+    "sequence": "workload.sequence_length",
     "model": "workload.model",
     "workload": "workload.workload",
     "corpus": "workload.corpus",
@@ -62,11 +63,25 @@ def add_matrix_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--backend",
         action="append",
-        type=split_names,
+        type=backend_names,
         metavar="B[,B]",
-        help="only these backends, or all but those of installed packages; see 'backends'",
+        help="only these backends, or all but those of installed packages (see 'backends'); module:Class for your own",
     )
-    add("--accumulate", action="append", type=_integers, metavar="N[,N]", help="accumulation factors")
+    add(
+        "--accumulate",
+        action="append",
+        type=_integers,
+        metavar="N[,N]",
+        help="micro-batches per optimizer step on a rank",
+    )
+    add(
+        "--micro-batch",
+        action="append",
+        type=_integers,
+        metavar="M[,M]",
+        help="samples per micro-batch on a rank; with --accumulate the global batch follows, else it is held and N "
+        "follows; in a virtual world N is held",
+    )
     add(
         "--world-size",
         action="append",
@@ -89,7 +104,6 @@ def add_matrix_options(parser: argparse.ArgumentParser) -> None:
         help="one process is rank 0 of so many: shapes, memory, counts and bytes, but no values; without --world-size, "
         "nothing else is run",
     )
-    add("--micro-batch", type=int, metavar="M", help="samples per micro-batch and rank in a virtual world")
     add(
         "--fake-tensors",
         action="store_true",
@@ -101,7 +115,7 @@ def add_matrix_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         type=split_names,
         metavar="P[,P]",
-        help=f"dtypes: {', '.join(Precision)}; or a width of intervals at which repeats end, such as 2%%",
+        help=f"dtypes of forward and backward: {', '.join(Precision)}",
     )
     add("--optimizer", action="append", type=split_names, metavar="O[,O]", help=", ".join(matrix_file.OPTIMIZERS))
     add(
@@ -121,8 +135,12 @@ def add_matrix_options(parser: argparse.ArgumentParser) -> None:
     add("--compiled", action="append", type=_switches, metavar="on|off[,..]", help="blocks are compiled: torch.compile")
     add("--repeats", type=int, metavar="R", help="trials per cell; more are run only up to --max-repeats")
     add(
-        "--max-repeats", type=int, metavar="R", help="most trials per cell, while an interval is wider than --precision"
+        "--max-repeats",
+        type=int,
+        metavar="R",
+        help="most trials per cell, while its interval is wider than --interval-width",
     )
+    add("--interval-width", type=share, metavar="P", help="width of the intervals at which repeats end, such as 2%%")
     add("--budget", type=duration, metavar="TIME", help="begin no block of trials after this time: 90s, 20m, 1h")
     add("--baseline", metavar="B", help="the backend that others are compared with, and with itself (A/A)")
     add("--seed", type=int, metavar="S", help="seed of weights, tokens and order")
@@ -133,7 +151,8 @@ def add_matrix_options(parser: argparse.ArgumentParser) -> None:
         metavar="S[,S]",
         help="several seeds of weights and tokens, as an axis",
     )
-    add("--batch", type=int, metavar="B", help="samples per optimizer step over all ranks")
+    add("--batch", type=int, metavar="B", help="global batch: samples per optimizer step over all ranks")
+    add("--sequence", type=int, metavar="S", help="tokens per sample")
     add("--model", metavar="SIZE", help="size of the model")
     add("--workload", metavar="MODULE:FACTORY", help="a model of your own, instead of llama")
     add("--corpus", metavar="FILE", help="a text file whose bytes are the tokens")
@@ -176,23 +195,17 @@ def chosen_matrix(arguments: argparse.Namespace) -> Matrix:
     if name == "auto":
         name = "gpu" if getattr(arguments, "on", None) or launch_gpus.gpus() else "cpu"  # plan has --on
     chosen = matrix_file.load(name)
-    given = vars(arguments) | _precisions(arguments.precision)
-    given["alone"] = True if arguments.virtual_world and not arguments.world_size else None
-    for option in ("micro_batch", "fake_tensors"):
-        if given[option] is not None and not (arguments.virtual_world or chosen["virtual.world_size"]):
-            raise InputError(f"--{option.replace('_', '-')}: is for a virtual world; give --virtual-world too")
-    if arguments.share_gpu and given["alone"]:
+    alone = bool(arguments.virtual_world and not arguments.world_size)
+    given = {**vars(arguments), "alone": alone or None}
+    if arguments.fake_tensors and not (arguments.virtual_world or chosen["virtual.world_size"]):
+        raise InputError("--fake-tensors: is for a virtual world; give --virtual-world too")
+    if arguments.micro_batch and arguments.accumulate and arguments.batch:
+        raise InputError("--batch: follows from --micro-batch and --accumulate; leave out one of the three")
+    if arguments.micro_batch and not arguments.accumulate and not alone:
+        given["accumulate"] = "auto"
+    if arguments.share_gpu and alone:
         raise InputError("--share-gpu: is for ranks that exist; give --world-size too, or leave it out")
-    if arguments.share_gpu and arguments.repeats is None and arguments.max_repeats is None:
-        given["repeats"] = given["max_repeats"] = 1
-    elif arguments.max_repeats is None:
-        given["max_repeats"] = arguments.repeats
-    elif arguments.repeats is None:
-        given["repeats"] = min(chosen["repeats"], arguments.max_repeats)
-    elif arguments.repeats > arguments.max_repeats:
-        raise InputError(
-            f"--max-repeats is {arguments.max_repeats}; it must be at least --repeats, {arguments.repeats}"
-        )
+    given |= _repeats(arguments, chosen)
     if arguments.backend and not arguments.baseline:
         given["baseline"] = "auto"  # the matrix' own may not be among those
     for option, key in OPTIONS.items():
@@ -202,8 +215,20 @@ def chosen_matrix(arguments: argparse.Namespace) -> Matrix:
         if isinstance(value, list):
             value = [item for part in value for item in part]
             value = "all" if value == ["all"] else value
-        chosen = chosen.override(key, value, "--" + {"width": "precision"}.get(option, option).replace("_", "-"))
+        chosen = chosen.override(key, value, f"--{option.replace('_', '-')}")
     return chosen
+
+
+def _repeats(arguments: argparse.Namespace, chosen: Matrix) -> dict[str, Any]:
+    """``repeats`` and ``max_repeats``, of which either option may set both."""
+    repeats, most = arguments.repeats, arguments.max_repeats
+    if repeats is not None and most is not None and repeats > most:
+        raise InputError(f"--max-repeats is {most}; it must be at least --repeats, {repeats}")
+    if arguments.share_gpu and repeats is None and most is None:
+        return {"repeats": 1, "max_repeats": 1}
+    if repeats is None and most is not None:
+        repeats = min(chosen["repeats"], most)
+    return {"repeats": repeats, "max_repeats": repeats if most is None else most}
 
 
 def on_gpus(chosen: Matrix, arguments: argparse.Namespace, num_gpus: int) -> Matrix:
@@ -216,22 +241,6 @@ def on_gpus(chosen: Matrix, arguments: argparse.Namespace, num_gpus: int) -> Mat
         return chosen
     fitting = [size for size in asked if size <= num_gpus]
     return chosen.override("axes.world_size", fitting or "all", "--device")
-
-
-def _precisions(given: list[list[str]] | None) -> dict[str, Any]:
-    """What ``--precision`` means: names of dtypes are an axis, a percentage is the width of intervals."""
-    names = [name for part in given or () for name in part]
-    widths = [name for name in names if name.endswith("%") or name[0] in "0123456789."]
-    if len(widths) > 1:
-        raise InputError(f"--precision: {' and '.join(widths)} are two widths; give one")
-    try:
-        width = share(widths[0]) if widths else None
-    except argparse.ArgumentTypeError as error:
-        raise InputError(f"--precision: {error}") from error
-    return {
-        "precision": [[name for name in names if name not in widths]] if len(names) > len(widths) else None,
-        "width": width,
-    }
 
 
 def backends_of(chosen: Matrix) -> dict[str, type[Backend]]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import math
 
+from bench.backends.base import adopt
+from bench.errors import InputError
+
 SECONDS = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600}
 """In each unit of time."""
 
@@ -12,6 +15,14 @@ SECONDS = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600}
 def split_names(text: str) -> list[str]:
     """The names in a list with commas; empty ones are left out."""
     return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def backend_names(text: str) -> list[str]:
+    """The names in a list with commas; ``module:Class`` is loaded, and known by its own name from then on."""
+    try:
+        return [adopt(name) if ":" in name else name for name in split_names(text)]
+    except InputError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def share(text: str) -> float:

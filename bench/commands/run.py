@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import files
-from bench.backends.base import Backend, offered, registry
+from bench.backends.base import Backend, offered
 from bench.commands.matrix_options import (
     OPTIONS,
     add_matrix_options,
@@ -29,7 +29,7 @@ from bench.words import plural
 
 DESCRIPTION = (
     "Every cell of the matrix is trained in trials of its own, block by block, in seeded random order. After --repeats "
-    "blocks, cells are trained on while their step time's ratio to the baseline's is less certain than --precision, up "
+    "blocks, cells are trained on while their step time's ratio to the baseline's is wider than --interval-width, up "
     "to --max-repeats or as far as --budget reaches."
 )
 SIGNALS = (
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         folder = arguments.resume
         _refuse_beside_resume(arguments)
         # Read before the lock is taken: nothing is made in a folder that holds no run.
-        backends = registry(cell.backend for cell in start.cells_of(folder, read_manifest(folder)))
+        backends = start.backends_of(folder, read_manifest(folder))
         with files.run_folder(folder, f"--resume {folder}"):
             return _train(folder, start.reopen(folder, backends), backends, retry_failed=arguments.retry_failed)
     if arguments.retry_failed:

@@ -1,21 +1,23 @@
 """Which of the predicted backends is best, and at which N and speed of the link that changes.
 
-The best backend is, among those that fit, can run the cell and are not known to be wrong, the one with the smallest
-upper bound of a step's time. Upper bounds within the margin of the smallest are a tie, which the lower bound breaks,
-again within the margin, and then the least peak memory.
+A backend may win if it fits, can run the cell and is not known to be wrong. It is certainly the best if its upper bound
+of a step's time is at most the margin above the lower bounds of all others: whatever they hide, none is faster by more.
+Of several such backends the one with the least peak memory is the best. If there is none, the bounds overlap and the
+answer is undecided; what leads then has the smallest upper bound. Backends with the same bounds send the same, and do
+not make each other uncertain.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from bench.forecast.prediction import Bounds, Link, Prediction
 
 MARGIN = 0.02
-"""Upper bounds this near to the smallest are a tie: what ``compare`` calls the same."""
+"""Times this near to each other are the same, as ``compare`` calls it."""
 LARGEST_N = 256
 """The sweep over N ends here, or at the asked N if that is larger."""
 LINKS = (1e8, 1e12)
@@ -31,9 +33,11 @@ class Choice:
     """The best backend at one point, or none."""
 
     best: str
-    """Name, or empty if no backend may win."""
+    """Name of the best, or of what leads; empty if no backend may win."""
     equal: tuple[str, ...] = ()
     """Further backends with the same bounds and the same memory."""
+    undecided: bool = False
+    """Whether another may be faster, by more than the margin."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class Question:
     accumulate: int
     """N of ``compute_s``."""
     memory_bytes: int | None = None
-    """Of a device; None for no limit."""
+    """What of a device's memory a prediction may fill; None for no limit."""
     margin: float = MARGIN
 
     def compute(self, accumulate: int) -> float:
@@ -77,17 +81,36 @@ class Question:
 
     def choose(self, accumulate: int, link: Link) -> Choice:
         """The best backend; see the docstring of the module."""
-        found = {one.name: self.bounds(one, accumulate, link) for one in self.predictions
-                 if self.may_win(one, accumulate)}  # fmt: skip
+        found = self._candidates(accumulate, link)
         if not found:
             return Choice("")
-        peaks = {one.name: one.memory(accumulate).peak for one in self.predictions if one.name in found}
-        for bound in (lambda b: b.upper, lambda b: b.lower):
-            limit = min(map(bound, found.values())) * (1 + self.margin)
-            found = {name: bounds for name, bounds in found.items() if bound(bounds) <= limit}
-        ranks = {name: (peaks[name], bounds.upper, bounds.lower) for name, bounds in found.items()}
+        certain = [name for name in found if not self._faster(name, found)]
+        least = min(bounds.upper for bounds, _ in found.values())
+        chosen = certain or [name for name, (bounds, _) in found.items() if bounds.upper == least]
+        ranks = {name: (found[name][1], found[name][0].upper, found[name][0].lower) for name in chosen}
         best = min(ranks, key=lambda name: ranks[name])
-        return Choice(best, tuple(name for name in ranks if name != best and ranks[name] == ranks[best]))
+        equal = tuple(name for name in ranks if name != best and ranks[name] == ranks[best])
+        return Choice(best, equal, undecided=not certain)
+
+    def rivals(self, name: str, accumulate: int, link: Link) -> list[str]:
+        """The backends that may be faster than this one by more than the margin."""
+        return self._faster(name, self._candidates(accumulate, link))
+
+    def _candidates(self, accumulate: int, link: Link) -> dict[str, tuple[Bounds, int]]:
+        """Bounds and peak memory in bytes of the backends that may win, by name."""
+        return {
+            one.name: (self.bounds(one, accumulate, link), one.memory(accumulate).peak)
+            for one in self.predictions
+            if self.may_win(one, accumulate)
+        }
+
+    def _faster(self, name: str, candidates: Mapping[str, tuple[Bounds, int]]) -> list[str]:
+        own, _ = candidates[name]
+        return [
+            other
+            for other, (bounds, _) in candidates.items()
+            if bounds != own and bounds.lower * (1 + self.margin) < own.upper
+        ]
 
     def along_link(self, accumulate: int, latency_s: float, asked: float | None = None) -> list[Stretch]:
         """The answers over the speed of the link, from slow to fast; edges are exact to EXACT."""
@@ -149,8 +172,12 @@ def _stretches(speeds: Sequence[float], answer: Callable[[float], Choice]) -> It
 
 
 def where_best(name: str, stretches: Sequence[Stretch]) -> list[tuple[float, float]]:
-    """The stretches in which a backend is the best, or as good as the one that is named."""
-    return [(one.low, one.high) for one in stretches if name == one.choice.best or name in one.choice.equal]
+    """The stretches in which a backend is certainly the best, or as good as the one that is named."""
+    return [
+        (one.low, one.high)
+        for one in stretches
+        if not one.choice.undecided and name in (one.choice.best, *one.choice.equal)
+    ]
 
 
 @dataclass(frozen=True)
@@ -158,6 +185,8 @@ class Answer:
     """Which backend is best where it was asked, and where that changes."""
 
     here: Choice
+    rivals: list[str]
+    """What may be faster than ``here.best``; empty if that is decided."""
     along_n: list[Stretch]
     """At the asked link."""
     along_link: list[Stretch]
@@ -166,5 +195,8 @@ class Answer:
     @classmethod
     def of(cls, question: Question, link: Link) -> Answer:
         """The answer at the question's N and this link."""
-        along_link = question.along_link(question.accumulate, link.latency_s, link.bytes_per_s)
-        return cls(question.choose(question.accumulate, link), question.along_n(link), along_link)
+        n = question.accumulate
+        here = question.choose(n, link)
+        rivals = question.rivals(here.best, n, link) if here.best else []
+        along_link = question.along_link(n, link.latency_s, link.bytes_per_s)
+        return cls(here, rivals, question.along_n(link), along_link)

@@ -174,6 +174,8 @@ def record(one: Prediction, link: Link | None, compute_s: float | None, bounds: 
         "upper_s": None,
         "fits": None,
         "best": None,
+        "recommended": None,
+        "may_be_fastest": None,
         "best_where": None,
     }
     if one.refusal:

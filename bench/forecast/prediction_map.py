@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -55,9 +56,10 @@ COLOURS = (
     "#999933",
     "#44AA99",
 )
-"""Okabe and Ito's palette, the pale ones first, and three of Paul Tol's muted one; neighbours also differ in hatch."""
-HATCHES = ("", "//", "..", "\\\\", "xx")
-NOTHING, NOTHING_HATCH = "#eeeeee", "xxx"
+"""Okabe and Ito's palette, the pale ones first, and three of Paul Tol's muted one."""
+UNDECIDED = "//"
+"""Hatch of where another backend may be faster."""
+NOTHING = "#e4e4e4"
 NOTHING_NAME = "nothing fits"
 STRIP, FRAME = 0.36, 0.75
 """Inches of one N, and of the axis beneath."""
@@ -73,11 +75,13 @@ def draw(about: About, question: Question) -> Drawing:
     data = table(about, question, strips)
     names = list(dict.fromkeys(stretch.choice.best for row in strips.values() for stretch in row))
     words = FigureWords(
-        "Predicted best backend by N and speed of the link",
-        f"{_without_n(about)}; {about.limits}, at N = {about.cell.accumulate}",
-        "Best: the smallest upper bound (compute + communication) among those that fit and are not refused or known to "
-        f"be wrong; within {100 * about.margin:g} % the lower bound decides, then the memory. Activations are "
-        "estimated, wire bytes derived for ring algorithms. The micro-batch is fixed, and compute in proportion to N.",
+        "Predicted best backend by N and speed of the link"
+        + ", with activation checkpointing" * about.cell.activation_checkpointing,
+        f"{about.work}; W = {about.cell.world_size}; {about.limits}, at N = {about.cell.accumulate}",
+        f"Plain: no other backend that fits can be more than {100 * about.margin:g} % faster, whatever communication "
+        "is hidden; of equally fast ones the one with the least memory. Hatched: undecided; the colour is that of the "
+        "smallest upper bound (nothing hidden). Activations are estimated, wire bytes those of ring algorithms. The "
+        "micro-batch is fixed, and compute in proportion to N.",
     )
     with matplotlib.style.context(list(style.BASE)):
         inches = STRIP * len(strips) + FRAME
@@ -86,14 +90,6 @@ def draw(about: About, question: Question) -> Drawing:
         _strips(axes, strips, names, data)
         _point(axes, about, list(strips))
     return Drawing(STEM, figure, data, words)
-
-
-def _without_n(about: About) -> str:
-    cell = about.cell
-    return (
-        f"model {cell.model}, {cell.precision}, {cell.optimizer}, {cell.device}; W = {cell.world_size}, micro-batches "
-        f"of {cell.micro_batch_size} x {cell.sequence_length} tokens"
-    )
 
 
 def table(about: About, question: Question, strips: Mapping[int, Sequence[Stretch]]) -> pd.DataFrame:
@@ -111,6 +107,7 @@ def table(about: About, question: Question, strips: Mapping[int, Sequence[Stretc
                     "link_low_bytes_per_s": one.low,
                     "link_high_bytes_per_s": one.high,
                     "best": one.choice.best,
+                    "undecided": one.choice.undecided,
                     "equal": " ".join(one.choice.equal),
                     "peak_memory_bytes": None if best is None else best.memory(n).peak,
                     "compute_s": question.compute(n),
@@ -120,26 +117,26 @@ def table(about: About, question: Question, strips: Mapping[int, Sequence[Stretc
     return pd.DataFrame(rows).astype({"peak_memory_bytes": "Int64"})
 
 
-def _look(name: str, names: Sequence[str]) -> dict[str, Any]:
+def _look(name: str, names: Sequence[str], *, undecided: bool = False) -> dict[str, Any]:
     """How the area of a backend is filled."""
-    if not name:
-        return {"facecolor": NOTHING, "hatch": NOTHING_HATCH, "edgecolor": "white", "linewidth": 0}
-    place = [other for other in names if other].index(name)
-    hatch = HATCHES[place % len(HATCHES)]
-    return {"facecolor": COLOURS[place % len(COLOURS)], "hatch": hatch, "edgecolor": "#ffffff", "linewidth": 0}
+    colour = COLOURS[[other for other in names if other].index(name) % len(COLOURS)] if name else NOTHING
+    return {"facecolor": colour, "hatch": UNDECIDED * undecided, "edgecolor": "#ffffff", "linewidth": 0}
 
 
 def _keys(names: Sequence[str], strips: Mapping[int, Sequence[Stretch]]) -> list[Key]:
     equal: dict[str, set[str]] = {}
     for row in strips.values():
         for one in row:
-            equal.setdefault(one.choice.best, set()).add(named(one.choice))
+            certain = dataclasses.replace(one.choice, undecided=False)
+            equal.setdefault(one.choice.best, set()).add(named(certain))
     keys: list[Key] = [
         # What is as good at some N only is told by the table.
         (Patch(**_look(name, names)), NOTHING_NAME if not name else min(equal[name], key=len))
         for name in names
     ]
     bar = Line2D([], [], color="black", linewidth=1.6, marker="|", linestyle="none", markersize=9, markeredgewidth=1.6)
+    if any(one.choice.undecided for row in strips.values() for one in row):
+        keys.append((Patch(facecolor="#888888", hatch=UNDECIDED, edgecolor="#ffffff", linewidth=0), "undecided"))
     return [*keys, (bar, "right of it all communication could be hidden"), (_star(), "as asked")]
 
 
@@ -152,7 +149,8 @@ def _strips(axes: Axes, strips: Mapping[int, Sequence[Stretch]], names: Sequence
     for y, stretches in enumerate(strips.values()):
         for one in stretches:
             corner = (one.low, y - 0.5)
-            axes.add_patch(Rectangle(corner, one.high - one.low, 1, **_look(one.choice.best, names)))
+            look = _look(one.choice.best, names, undecided=one.choice.undecided)
+            axes.add_patch(Rectangle(corner, one.high - one.low, 1, **look))
     low = min(stretches[0].low for stretches in strips.values())
     high = max(stretches[-1].high for stretches in strips.values())
     order = {n: y for y, n in enumerate(strips)}

@@ -17,6 +17,7 @@ from bench.judge.remarks import remarks
 from bench.judge.samples import Estimate, estimate
 from bench.judge.standing import Floor, Standing, baseline_of, noise_floor, pairs_with_baseline, standing
 from bench.plan.cell import Cell, Status
+from bench.plan.columns import differing, says
 
 SCHEME = "accumulation-bench"
 """Of the ids that numbers are cited by."""
@@ -85,9 +86,9 @@ class Quotes:
         sound = trials.loc[trials["status"] == Status.OK, ["peak_memory_bytes", "peak_memory_source"]]
         found = self._sides.side(cell)
         first, failed = self._once(cell_id)
-        caveats = [*failed, *_virtual(cell), *remarks([(self.run.manifest, cell)]), *self._of_run()]
-        # What has shapes alone, or shared a GPU, was not timed; any other cell without a time has failed a gate.
-        barred = "" if cell.fake_tensors or cell.shared_gpu else "; ".join(_short(text) for text in found.obstacles)
+        caveats = [*failed, *_caveats(cell), *remarks([(self.run.manifest, cell)]), *self._of_run()]
+        # A cell of a world that is timed has failed a gate if it has no time.
+        barred = "" if not cell.world.is_timed else "; ".join(_short(text) for text in found.obstacles)
         good = not barred and not sound.empty
         medians = found.sample.medians.tolist() if good else []
         peaks = sound["peak_memory_bytes"].dropna() if good else sound["peak_memory_bytes"].iloc[:0]
@@ -115,7 +116,7 @@ class Quotes:
             raise InputError(f"{cell.label}: is named twice; name another cell, or one alone")
         row = self._row(cell, other)
         said = remarks((self.run.manifest, one) for one in (other, cell))
-        caveats = [*_virtual(cell, other), *said, *self._of_run()]
+        caveats = [*_caveats(cell, other), *said, *self._of_run()]
         for one, one_id in ((cell, cell_id), (other, other_id)):
             caveats += [f"{one.label}: {text}" for text in self._once(one_id)[1]]
         detail = row.judgement.detail
@@ -190,15 +191,9 @@ def _failed(trials: pd.DataFrame) -> list[str]:
     ]
 
 
-def _virtual(*cells: Cell) -> list[str]:
-    for cell in cells:
-        if cell.fake_tensors:
-            return ["a virtual world of tensors without values: nothing was timed"]
-        if cell.shared_gpu:
-            return ["its ranks shared a GPU, over gloo: nothing was timed"]
-        if cell.virtual:
-            return ["a virtual world: one process computes, nothing is sent, and the time is that of computing alone"]
-    return []
+def _caveats(*cells: Cell) -> list[str]:
+    """What the first world says that is not the usual one."""
+    return [cell.world.caveat for cell in cells if cell.world.caveat][:1]
 
 
 def _short(text: str) -> str:
@@ -215,7 +210,8 @@ def find_cell(run: Run, text: str) -> Cell:
     if len(named) == 1:
         return named[0]
     if named:
-        some = ", ".join(f"{cell.cell_id} ({cell.label}, {_apart(cell)})" for cell in named[:CHOICES])
+        apart = differing(named)
+        some = ", ".join(f"{cell.cell_id} ({', '.join([cell.label, *says(cell, apart)])})" for cell in named[:CHOICES])
         more = f" and {len(named) - CHOICES} more" if len(named) > CHOICES else ""
         raise InputError(f"CELL '{text}': {len(named)} cells are called so; use the id: {some}{more}")
     near = difflib.get_close_matches(text, [*labels, *run.cells], n=1)
@@ -230,8 +226,3 @@ def _labels(cells: Mapping[str, Cell]) -> dict[str, list[Cell]]:
     for cell in cells.values():
         found.setdefault(cell.label, []).append(cell)
     return found
-
-
-def _apart(cell: Cell) -> str:
-    """In what cells of one label differ most often."""
-    return f"{cell.model}, {cell.optimizer}, clip {cell.clip_norm:g}, seed {cell.seed}"

@@ -68,7 +68,11 @@ class AxesTable(MatrixTable):
     """What varies: cells are the product."""
 
     backend: Annotated[Literal["all"] | Annotated[list[Name], SOME], Must("'all' or a list of backend names")] = "all"
-    accumulate: Positives
+    accumulate: Annotated[
+        Literal["auto"] | Positives,
+        Must("a list of integers of at least 1, or 'auto': what axes.micro_batch_size leaves of the global batch"),
+    ]
+    micro_batch_size: Positives = []
     world_size: Annotated[
         Literal["all"] | Positives, Must("a list of integers of at least 1, or 'all' for one rank per GPU")
     ]

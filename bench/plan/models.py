@@ -56,6 +56,13 @@ class LlamaSize:
         attention = 12 * self.num_layers * self.num_heads * self.head_size * sequence_length
         return 6.0 * matrices + attention
 
+    def recomputed_flops_per_token(self, sequence_length: int) -> float:
+        """FLOPs per token that activation checkpointing adds: the forward of all blocks, a third of their share above.
+
+        Full recomputation of Korthikanti et al. (arXiv:2205.05198), appendix A; the head is not recomputed.
+        """
+        return (self.flops_per_token(sequence_length) - 6.0 * self.vocab_size * self.hidden_size) / 3
+
 
 SIZES = {
     "micro": LlamaSize(

@@ -109,7 +109,7 @@ class Schedule:
         self.repeats = int(values["repeats"])
         self.max_repeats = max(self.repeats, int(values.get("max_repeats", 0)))
         self.seed = int(values["training.seed"])
-        self._once = {*(manifest.get("once") or ()), *(cell.cell_id for cell in self.cells if cell.fake_tensors)}
+        self._once = {*(manifest.get("once") or ()), *(cell.cell_id for cell in self.cells if not cell.world.computes)}
         """Ids of cells of one trial; so are those of fake tensors, which have shapes, the same every time."""
         self.looks = [Look.from_dict(look) for look in manifest.get("looks") or ()]
         if self.known * len(self.cells) > MOST_TRIALS:

@@ -15,6 +15,7 @@ from bench.judge.standing import Floor, Standing
 from bench.judge.statistics import MARGIN, Interval
 from bench.judge.verdicts import NEXT, Exact, Verdict, band
 from bench.plan.cell import Cell, Device, Status
+from bench.plan.columns import WAYS, differing, says
 from bench.report.panels import GIB_ABOVE
 from bench.words import plural, some
 
@@ -52,24 +53,20 @@ def headline(standing: Standing) -> list[ComparedPair]:
 
 def _extent(cell: Cell) -> tuple[bool, int, int]:
     """By which the largest of cells is found: a world that is there before one that is pretended, then N and W."""
-    return not cell.virtual, cell.accumulate, cell.world_size
+    return cell.world.has_all_ranks, cell.accumulate, cell.world_size
 
 
 def where(cell: Cell, run: Run) -> str:
     """N and W, and what else tells the cell from others of its backend in the run."""
     words = [f"N={cell.accumulate}", f"W={cell.world_size}"]
     others = [one for one in run.cells.values() if not one.is_reference]
-    for name, form in (("precision", "{}"), ("optimizer", "{}"), ("clip_norm", "clip={:g}"), ("model", "{}")):
-        if len({getattr(one, name) for one in others}) > 1:
-            words.append(form.format(getattr(cell, name)))
-    for name, word in (("virtual", "virtual"), ("activation_checkpointing", "checkpointed"), ("compiled", "compiled")):
-        words += [word] * getattr(cell, name)
-    return " ".join(words)
+    words += [text.replace(" = ", "=") for text in says(cell, differing(others, ("precision", *WAYS)))]
+    return " ".join(filter(None, [*words, cell.world.word]))
 
 
 def _of_one_process(run: Run) -> Iterator[str]:
     """That times say nothing of communication, where there is one rank."""
-    real = [cell for cell in run.cells.values() if not cell.is_reference and not cell.virtual]
+    real = [cell for cell in run.cells.values() if not cell.is_reference and cell.world.has_all_ranks]
     if real and all(cell.world_size == 1 for cell in real):
         who = "One GPU" if all(cell.device is Device.CUDA for cell in real) else "One process"
         yield f"{who}: no bytes move between ranks, so times show host overhead and memory policy, not communication."

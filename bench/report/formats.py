@@ -136,7 +136,7 @@ def document(frames: Frames) -> dict[str, Any]:
     for row in rows:
         cell = cells[row["cell_id"]]
         name = cell.label if labels.count(cell.label) == 1 else f"{cell.label} {row['cell_id']}"
-        if not row["comparable"] or pd.isna(row["step_time_s"]) or cell.virtual:
+        if not row["comparable"] or pd.isna(row["step_time_s"]) or not cell.world.times_communication:
             said = {"name": name, "fullname": _fullname(cell, name), "status": row["status"], "why": row["caveats"]}
             left_out.append(said | {"citation": row["citation"]})
             continue

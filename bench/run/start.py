@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.backends.base import Backend
+from bench.backends.base import Backend, adopt, registry
 from bench.errors import InputError
 from bench.files import existing
 from bench.plan.cell import Cell
@@ -32,6 +32,9 @@ def describe(backends: Mapping[str, type[Backend]]) -> dict[str, dict[str, str]]
             "sharding": str(backend.sharding),
             "bf16_as": backend.bf16_as,
             "defect": backend.defect,
+            **(
+                {} if backend.__module__.startswith("bench.") else {"class": f"{backend.__module__}:{backend.__name__}"}
+            ),
         }
         for name, backend in backends.items()
     }
@@ -104,6 +107,16 @@ def cells_of(folder: Path, manifest: Mapping[str, Any]) -> list[Cell]:
     if unknown := {cell.model for cell in cells if cell.workload == "llama"} - SIZES.keys():
         raise InputError(f"{folder / MANIFEST}: cells: there is no model '{unknown.pop()}'; restore the file")
     return cells
+
+
+def backends_of(folder: Path, manifest: Mapping[str, Any]) -> dict[str, type[Backend]]:
+    """The backends of a run's cells; a class that was named ``module:Class`` is loaded again. Raises InputError."""
+    names = {cell.backend for cell in cells_of(folder, manifest)}
+    described: Any = manifest.get("backends")
+    for name in names - registry(names).keys() if isinstance(described, dict) else ():
+        if named := described.get(name, {}).get("class"):
+            adopt(named)
+    return registry(names)
 
 
 def skipped_of(manifest: Mapping[str, Any]) -> dict[str, str]:

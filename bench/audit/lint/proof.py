@@ -82,7 +82,7 @@ class Small:
         """The command line."""
         words = [
             f"{MODULE} semantics --backend {','.join(backends)} --samples {self.num_batches * RANKS}",
-            f"--batch-size 1 --accumulate {self.accumulate} --epochs {epochs} --world-size {RANKS}",
+            f"--micro-batch 1 --accumulate {self.accumulate} --epochs {epochs} --world-size {RANKS}",
         ]
         if drop_last:
             words.append("--drop-last")
