@@ -195,10 +195,14 @@ def test_table_joins_points_that_differ_in_log_every_only() -> None:
     same = [measurement(1.0, log_every_n_steps=every, logs=(every,)) for every in (1, 2)]
     other = [measurement(error="ValueError: a|b", log_every_n_steps=3, logs=())]
     rows = pd.DataFrame([m.row() for m in same + other])
-    found = monitor_table.lines(rows)
-    assert [line[3] for line in found] == ["1", "2", "3"]  # the first logs at "1" of its two updates: not its multiples
+    found = monitor_table.summary(rows)
+    assert list(found["log_every_n_steps"]) == [
+        "1",
+        "2",
+        "3",
+    ]  # the first logs at "1" of its two updates: not its multiples
     rows["log_updates"] = ["1,2", "2", ""]
-    assert [line[3] for line in monitor_table.lines(rows)] == ["1, 2", "3"]
+    assert list(monitor_table.summary(rows)["log_every_n_steps"]) == ["1, 2", "3"]
     words = "\n".join(monitor_table.findings(rows))
     assert "2 right, 1 raised" in words
     assert "raised at 1 point: ValueError: a|b" in words
@@ -215,7 +219,7 @@ def test_heat_map_shows_the_worst_ratio_and_frames_what_is_right() -> None:
 
 def test_plot_has_no_overlapping_words() -> None:
     points = [measurement(r, window_size=w, epoch=e) for r, w, e in ((1, 5, Epoch.WHOLE), (0.2, 100, Epoch.SHORT))]
-    figure = monitor_table.draw(pd.DataFrame([m.row() for m in points]), ABOUT).figure
+    figure, _ = monitor_table.draw(pd.DataFrame([m.row() for m in points]), ABOUT)
     figure.draw_without_rendering()
     texts = [text for axes in figure.axes for text in (axes.title, axes.xaxis.label, *axes.texts) if text.get_text()]
     boxes = [text.get_window_extent() for text in texts + figure.texts if text.get_text()]
@@ -235,7 +239,7 @@ def test_command_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureF
     assert list(table["verdict"]) == ["right", "right", "biased", "biased"] and set(table["clock"]) == {"virtual"}
     page = (out / "throughput.md").read_text()
     assert "| whole | 4 | 6 | 1, 5 |" in page and str(tmp_path) not in page
-    assert "epoch: how many micro-batches NB it has, whole (NB is a multiple of N). reported/s:" in page
+    assert "epoch: the number of micro-batches NB in an epoch, whole (NB is a multiple of N). reported/s:" in page
     assert "right: within 1 % of 1." in page
 
 
