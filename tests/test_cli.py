@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import errno
 import os
 import re
@@ -20,7 +19,6 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from bench import __version__, cli
 from bench import files as bench_files
 from bench.backends.plain import DDPDeferred
 from bench.cli import main
@@ -140,44 +138,27 @@ CPU = ["--matrix", "cpu"]
 BAD_OPTIONS: list[tuple[list[str], str]] = [
     ([*CPU, "--backend", "fsdp2-eagre"], r"--backend: 'fsdp2-eagre' is unknown; did you mean fsdp2-eager\?"),
     ([*CPU, "--backend", "ddp-eager,xyzzy"], r"--backend: 'xyzzy' is unknown; use one of reference, ddp-eager, "),
-    ([*CPU, "--backend", ","], r"--backend is \[\]; it must be 'all' or a list of backend names"),
     (
         ["--matrix", "cpuu"],
         r"--matrix cpuu: unknown; use auto, bytes, bytes-8b, cpu, curves, full, gpu, smoke or a .toml file",
     ),
     (["--matrix", "no.toml"], r"--matrix no.toml: cannot be read \(No such file or directory\); name a TOML file"),
     ([*CPU, "--accumulate", "0"], r"--accumulate is \[0\]; it must be a list of integers of at least 1"),
-    ([*CPU, "--accumulate", "1,-2"], r"--accumulate is \[1, -2\]; it must be a list of integers of at least 1"),
     ([*CPU, "--accumulate", "abc"], r"--accumulate: 'abc' is not a list of integers such as 1,4,8; see .* --help"),
-    ([*CPU, "--accumulate", "1.5"], r"--accumulate: '1.5' is not a list of integers"),
     ([*CPU, "--accumulate"], r"--accumulate: expected one argument; see .* --help"),
-    ([*CPU, "--world-size", "0"], r"--world-size is \[0\]; it must be a list of integers of at least 1"),
-    ([*CPU, "--repeats", "-3"], r"--repeats is -3; it must be an integer of at least 1"),
-    ([*CPU, "--repeats", "0"], r"--repeats is 0; it must be an integer of at least 1"),
     ([*CPU, "--repeats", "many"], r"--repeats: invalid int value: 'many'"),
-    ([*CPU, "--seed", "-1"], r"--seed is -1; it must be an integer of at least 0"),
-    ([*CPU, "--batch", "0"], r"--batch is 0; it must be an integer of at least 1"),
     ([*CPU, "--batch", "30"], r"--batch is 30, .* = 2 x 2 = 4; the nearest that do: 28 and 32"),
     ([*CPU, "--accumulate", "3"], r"cpu.toml: workload.global_batch_size is 16, .* = 3 x 2 = 6; .* 12 and 18"),
     ([*CPU, "--model", "tinny"], r"--model: 'tinny' is unknown; did you mean tiny\?"),
     ([*CPU, "--workload", "no_such_module:f"], r"--workload: workload 'no_such_module:f': No module named"),
     ([*CPU, "--workload", "json:no_such"], r"--workload: workload 'json:no_such': .* has no attribute 'no_such'"),
-    ([*CPU, "--workload", "json"], r"--workload: workload 'json': unknown; use llama or 'package.module:factory'"),
     ([*CPU, "--precision", "fp8"], r"--precision is \['fp8'\]; it must be a list of fp32, bf16"),
-    ([*CPU, "--optimizer", "adam"], r"--optimizer is \['adam'\]; it must be a list of adamw-foreach, adamw-fused, sgd"),
-    ([*CPU, "--clip-norm", "-1"], r"--clip-norm is \[-1.0\]; it must be a list of positive numbers, or 0 for no"),
-    ([*CPU, "--clip-norm", "nan"], r"--clip-norm is \[nan\]; it must be a list of positive numbers"),
     ([*CPU, "--clip-norm", "much"], r"--clip-norm: 'much' is not a list of numbers such as 0,1.5; see .* --help"),
-    ([*CPU, "--timeout", "0"], r"--timeout is 0.0; it must be a positive number of seconds"),
-    ([*CPU, "--timeout", "nan"], r"--timeout is nan; it must be a positive number of seconds"),
     ([*CPU, "--inactivity", "-1"], r"--inactivity is -1.0; it must be a positive number of seconds, or 0 for no limit"),
     ([*CPU, "--corpus", "missing.txt"], r"--corpus missing.txt: cannot be read \(No such file or directory\)"),
-    ([*CPU, "--corpus", "empty.txt"], r"--corpus empty.txt: is empty; one sample needs .* = 65 bytes"),
     ([*CPU, "--corpus", "short.txt"], r"--corpus short.txt: has 64 bytes; one sample needs .* = 65 bytes"),
-    ([*CPU, "--corpus", "."], r"--corpus .: cannot be read \(Is a directory\)"),
     ([*CPU, "--device", "tpu"], r"--device is 'tpu'; it must be one of cpu, cuda"),
     ([*CPU, "--device", "cuda"], r"--device is 'cuda', and no GPU is visible here; use --matrix cpu"),
-    (["--matrix", "gpu"], r"gpu.toml: device is 'cuda', and no GPU is visible here; use --matrix cpu"),
     ([*CPU, "--colour", "red"], r"unrecognized arguments: --colour red; see .* --help"),
     ([*CPU, "stray"], r"unrecognized arguments: stray; see .* --help"),
 ]
@@ -244,22 +225,6 @@ def test_a_defect_of_the_bench_is_one_line_that_says_where_to_report_it(place: P
     assert status == DEFECT and err.startswith("Traceback (most recent call last):") and "report it" in err
 
 
-@pytest.mark.parametrize("command", ["run", "plan"])
-def test_more_ranks_than_gpus(place: Place, command: str) -> None:
-    place.gpus(2)
-    words = "--world-size: 4 ranks need as many GPUs; 2 are visible here"
-    assert words in place.refused(command, "--matrix", "gpu", "--world-size", "1,4")
-
-
-def test_plan_of_a_workload_of_ones_own(place: Place) -> None:
-    place.patch.syspath_prepend(str(place.folder))
-    place.patch.delitem(sys.modules, "planned_workload", raising=False)
-    place.write("planned_workload.py", "def factory(spec): ...\n")
-    status, out, _ = place.call("plan", *CPU, "--workload", "planned_workload:factory", "--model", "mine")
-    assert status == GOOD
-    assert "unknown" in out, "nobody knows how long it takes"
-
-
 def test_a_reason_of_many_lines_becomes_one(place: Place) -> None:
     place.patch.syspath_prepend(str(place.folder))
     place.write("talkative_workload.py", "raise ImportError('first line\\n\\n  second line')\n")
@@ -270,14 +235,6 @@ def test_a_reason_of_many_lines_becomes_one(place: Place) -> None:
 def test_resume_takes_no_other_options(place: Place) -> None:
     finished_run(place)
     assert "--repeats" in place.refused("run", "--resume", "out", "--repeats", "9")
-
-
-@pytest.mark.parametrize(
-    "arguments", [["--matrix", "cpu", "--backend", "all"], ["--matrix", "gpu", "--world-size", "all"]]
-)
-def test_all_can_be_asked_for_by_option(place: Place, arguments: list[str]) -> None:
-    place.gpus(2)
-    assert place.call("plan", *arguments)[0] == GOOD
 
 
 def test_plan_shows_cells_skips_and_estimates(place: Place) -> None:
@@ -316,14 +273,6 @@ def test_plan_heeds_every_option(place: Place) -> None:
         ["ddp-eager", "3", "1", "3", "bf16"],
     ]
     assert "4 cells x 4 repeats = 16 trials" in out
-
-
-def test_plan_of_optimizers_and_clips(place: Place) -> None:
-    options = ["--optimizer", "adamw-foreach,sgd", "--clip-norm", "0", "--clip-norm", "1,2.5"]
-    status, out, _ = place.call("plan", "--matrix", "cpu", "--backend", "ddp-eager", "--accumulate", "4", *options)
-    assert status == GOOD
-    ids = [line.split()[0] for line in out.splitlines()[1:-2]]
-    assert len(set(ids)) == len(ids) == 2 * 2 * 3 + 1
 
 
 def test_auto_takes_the_matrix_that_fits_the_machine(place: Place) -> None:
@@ -463,40 +412,6 @@ def test_the_commands_are_listed_in_groups(place: Place) -> None:
     assert "  predict       predict memory, collectives and step times without running" in out
 
 
-def test_virtual_worlds_alone_and_beside_real_ones(place: Place) -> None:
-    name = place.matrix()
-    rows = place.call("plan", "--matrix", name, "--virtual-world", "8,64")[1].splitlines()[1:-1]
-    assert all("virtual" in row for row in rows) and len(rows) == 8 + 1
-    both = place.call("plan", "--matrix", name, "--virtual-world", "8", "--world-size", "2")[1].splitlines()[1:-1]
-    assert sum("virtual" in row for row in both) == 4 and len(both) == 1 + 4 + 4 + 1
-
-
-def test_ranks_that_share_a_gpu_are_run_once(place: Place) -> None:
-    place.gpus(1)
-    options = ("--share-gpu", "--device", "cuda", "--world-size", "2,4")
-    lines = place.call("plan", "--matrix", place.matrix(), *options)[1].splitlines()
-    assert "9 cells x 1 repeat = 9 trials" in lines[-1]
-    assert sum("shares GPU" in line for line in lines) == 8
-    lines = place.call("plan", "--matrix", place.matrix(), *options, "--repeats", "3")[1].splitlines()
-    # The reference is there for its values, and its device is a GPU: one trial of it, three of each other cell.
-    assert "9 cells, up to 3 repeats of each = 25 trials" in lines[-1]
-
-
-def test_plan_of_ten_thousand_cells(place: Place) -> None:
-    divisors = [n for n in range(1, 5041) if 5040 % n == 0][:25]
-    name = place.matrix(
-        ("global_batch_size = 16", f"global_batch_size = {5040 * 5040}"),
-        ('["ddp-eager", "ddp-deferred"]', '"all"'),
-        ("[1, 2]", str(divisors)),
-        ("[2]\n", f"{divisors}\n"),
-    )
-    status, out, _ = place.call("plan", "--matrix", name)
-    assert status == GOOD
-    ids = [line.split()[0] for line in out.splitlines()[1:-1]]
-    assert len(ids) == len(set(ids)) == 1 + 17 * 25 * 25 + 1 >= 10_000
-    assert f"{len(ids)} cells x 2 repeats" in out
-
-
 def test_backends_lists_all(place: Place) -> None:
     status, out, _ = place.call("backends")
     lines = out.splitlines()
@@ -508,36 +423,6 @@ def test_backends_lists_all(place: Place) -> None:
     assert all("no GPU here" in line for line in lines[1:])
     defects = {line.split()[0] for line in lines if "every update is 1/N of the right one" in line}
     assert defects == {"lightning-deepspeed-zero2", "lightning-deepspeed-zero3"}
-
-
-@pytest.mark.parametrize("argument", ["--version", "--help"])
-def test_version_and_help_exit_well(place: Place, argument: str) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main([argument])
-    assert caught.value.code == 0
-    out = place.capture.readouterr().out
-    if argument == "--version":
-        assert out == f"accumulation-bench {__version__}\n"
-    else:
-        assert all(command in out for command in ("run", "plan", "report", "backends"))
-
-
-@pytest.mark.parametrize("command", ["run", "plan", "report", "backends"])
-def test_help_tells_of_every_option(place: Place, command: str) -> None:
-    parser = cli._parser()
-    subparsers = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    with pytest.raises(SystemExit):
-        main([command, "--help"])
-    out = place.capture.readouterr().out
-    for action in subparsers.choices[command]._actions:
-        assert action.help, f"{action.dest} has no help"
-        assert all(option in out for option in action.option_strings)
-        assert " ".join(action.help.split()[:3]) in " ".join(out.split())
-    if command in ("run", "plan"):
-        for option in ("--matrix", "--backend", "--accumulate", "--world-size", "--repeats", "--seed"):
-            assert option in out
-    if command == "run":
-        assert "--out" in out and "--resume" in out and "--cold" in out
 
 
 def with_launcher(place: Place, script: Script | None = None) -> list[FakeLauncher]:
@@ -574,42 +459,11 @@ def test_a_good_run(place: Place) -> None:
     } | {f"{name}.parquet" for name in ("trials", "steps", "losses", "collectives", "memory", "ratios")}
 
 
-def test_a_run_without_out_goes_to_results_and_plots(place: Place) -> None:
-    made = with_launcher(place)
-    assert place.call("run", "--matrix", place.matrix())[0] == GOOD
-    (folder,) = (place.folder / "results").iterdir()
-    assert re.fullmatch(r"\d{8}-\d{6}-mine", folder.name)
-    assert [path.name for path in (place.folder / "plots").iterdir()] == [folder.name]
-    assert made[0].closed == 1
-
-
-def test_matrix_products_are_timed_once_per_run(place: Place) -> None:
-    made = with_launcher(place, at(4, ctrl_c))
-    out = place.call("run", "--matrix", place.matrix(), "--out", "out")[1]
-    assert "matrix products on 2 ranks: 1 TFLOP/s in fp32" in out
-    (task,) = made[0].products
-    assert (task.world_size, [str(precision) for precision in task.precisions]) == (2, ["fp32"])
-    entry = {"world_size": 2, "threads": task.threads, "flops_per_s": {"fp32": [5e11, 5e11]}, "reason": ""}
-    assert read_manifest(Path("out"))["matmul"] == [entry]
-
-    made = with_launcher(place)
-    assert place.call("run", "--resume", "out")[0] == GOOD
-    assert made[0].products == []
-    assert read_manifest(Path("out"))["matmul"] == [entry]
-    trials = pd.read_parquet("out/trials.parquet")
-    known = trials["mfu_of_matmul"].notna()
-    assert (known == (trials["world_size"] == 2)).all()
-
-
 def test_a_failed_trial_makes_the_status_bad(place: Place) -> None:
     status, out, _ = finished_run(place, lambda spec, n: failed(Status.OOM, "rank 0: full") if n == 3 else None)
     assert status == BAD
     assert "rank 0: full" in out
     assert len(Journal(place.folder / "out").read()) == 12
-
-
-def test_an_invalid_trial_makes_the_status_bad(place: Place) -> None:
-    assert finished_run(place, wrong_update("ddp-deferred", scale=0.5, residual=0.0))[0] == BAD
 
 
 def wrong_update(backend: str, scale: float, residual: float, **time: Any) -> Script:
@@ -653,13 +507,6 @@ def test_a_known_defect_excuses_nothing_else(place: Place) -> None:
     assert "exit status 0" not in out and f"This is {EXPECTED}" not in " ".join(out.split())
 
 
-def test_a_known_defect_excuses_no_other_wrong_update(place: Place) -> None:
-    script = wrong_update("lightning-deepspeed-zero2", 0.9, 0.4)
-    status, out, _ = finished_run(place, script, *LIGHTNING)
-    assert status == BAD
-    assert EXPECTED not in " ".join(out.split())
-
-
 def at(stop: int, action: Callable[[], None]) -> Script:
     def script(spec: Spec, number: int) -> Outcome | None:
         if number == stop:
@@ -696,15 +543,6 @@ def test_an_interrupted_run_says_how_to_go_on_and_does(place: Place, action: Cal
     assert pd.read_parquet("out/trials.parquet")["status"].tolist() == ["ok"] * 12
 
 
-def test_a_resumed_run_counts_only_what_is_left(place: Place) -> None:
-    with_launcher(place, at(9, ctrl_c))
-    assert place.call("run", "--matrix", place.matrix(), "--out", "out")[0] == INTERRUPTED
-    with_launcher(place)
-    out = place.call("run", "--resume", "out")[1]
-    (line,) = [line for line in out.splitlines() if line.startswith("[12/12]")]
-    assert line.endswith("about 0 s to go)")
-
-
 def test_a_launcher_that_does_not_start(place: Place) -> None:
     def fail() -> None:
         raise LauncherError("the launcher did not start within 180 s: no message")
@@ -739,10 +577,6 @@ def test_failed_trials_are_run_again_when_asked(place: Place) -> None:
     assert len(made[0].specs) == 1
     assert pd.read_parquet("out/trials.parquet")["status"].tolist() == ["ok"] * 12
     assert len(Journal(place.folder / "out").read()) == 13, "the failure is kept"
-
-
-def test_retrying_needs_a_run(place: Place) -> None:
-    assert "--retry-failed: works only with --resume RUN" in place.refused("run", *CPU, "--retry-failed")
 
 
 def test_a_torn_line_is_moved_aside_and_told(place: Place) -> None:
@@ -795,63 +629,6 @@ def test_tables_are_rebuilt_from_the_journal_alone(place: Place) -> None:
     for name, frame in before.items():
         pd.testing.assert_frame_equal(pd.read_parquet(f"out/{name}"), frame)
     assert "--plots: cannot be combined with --rebuild" in place.refused("report", "out", "--rebuild", "--plots", "x")
-
-
-def test_what_is_written_is_not_for_everybody_to_write(place: Place) -> None:
-    before = os.umask(0)
-    try:
-        finished_run(place)
-    finally:
-        os.umask(before)
-    modes = {path.stat().st_mode for path in [place.folder / "out", *(place.folder / "out").rglob("*")]}
-    assert not any(mode & 0o002 for mode in modes)
-
-
-def test_resume_on_another_machine(place: Place) -> None:
-    finished_run(place)
-    place.gpus(1)
-    words = "--resume out: machine 'gpus' was [] and is "
-    assert words in place.refused("run", "--resume", "out")
-
-
-@pytest.mark.parametrize("out", [".", "sub/.."])
-def test_a_run_has_a_name(place: Place, out: str) -> None:
-    with_launcher(place)
-    place.folder.joinpath("sub").mkdir()
-    place.call("run", "--matrix", place.matrix(), "--out", out)
-    assert read_manifest(place.folder)["run_id"] == place.folder.name
-
-
-def test_report_writes_the_tables_again(place: Place) -> None:
-    finished_run(place)
-    before = pd.read_parquet("out/trials.parquet")
-    Path("out/trials.parquet").unlink()
-    status, out, _ = place.call("report", "out", "--plots", "elsewhere")
-    assert status == GOOD
-    pd.testing.assert_frame_equal(pd.read_parquet("out/trials.parquet"), before)
-    assert "plots:  elsewhere (1 files)" in out
-
-
-def test_report_of_a_run_without_trials(place: Place) -> None:
-    with_launcher(place)
-    place.call("run", "--matrix", place.matrix(), "--out", "out")
-    Path("out/trials.jsonl").unlink()
-    words = "out: no trial has finished yet; go on with: python -m bench run --resume out"
-    assert words in place.refused("report", "out")
-
-
-def test_report_into_a_folder_that_cannot_be(place: Place) -> None:
-    finished_run(place)
-    place.write("file", "")
-    assert "--plots file/below: cannot be written" in place.refused("report", "out", "--plots", "file/below")
-
-
-def test_plots_of_a_run_lie_where_report_puts_them(place: Place) -> None:
-    with_launcher(place)
-    place.call("run", "--matrix", place.matrix(), "--out", str(place.folder / "results" / "mine"))
-    before = place.files().keys()
-    place.call("report", "results/mine")
-    assert place.files().keys() == before
 
 
 def test_as_a_program(tmp_path: Path) -> None:

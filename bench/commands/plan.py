@@ -22,6 +22,7 @@ from bench.commands.matrix_options import (
 from bench.errors import GOOD, InputError
 from bench.plan import estimates
 from bench.plan.cell import Cell, Device
+from bench.plan.columns import differing, says
 from bench.plan.expand import expand, once
 from bench.plan.matrix import Matrix
 from bench.words import plural
@@ -30,15 +31,6 @@ GPUS = re.compile(
     r"(?:(?P<count>[0-9]{1,4})\s*x\s*)?(?P<name>\S.*?)\s+(?P<size>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>GiB|GB)"
 )
 UNITS = {"GiB": 2**30, "GB": 10**9}
-DIFFERING = ("global_batch_size", "model", "optimizer", "clip_norm", "activation_checkpointing", "compiled")
-"""Fields of cells that are shown where they differ."""
-SWITCHES = {
-    "activation_checkpointing": ("activations kept", "checkpointed"),
-    "compiled": ("not compiled", "compiled"),
-}
-"""Those that are off or on, in words."""
-WORDS = {"clip_norm": "clip", "global_batch_size": "B ="}
-"""What stands before those that are numbers."""
 
 
 def add(commands: Any) -> None:
@@ -97,7 +89,7 @@ def lines(
 ) -> list[str]:
     """The plan: a line per cell, then how many trials and how long. Mappings are by cell id; ``once`` has ids."""
     width = max(len(cell.backend) for cell in cells)
-    several = [name for name in DIFFERING if len({getattr(cell, name) for cell in cells}) > 1]
+    several = differing(cells)
     found = [
         f"{'cell':12}  {'backend':{width}}  {'N':>4} {'W':>4} {'micro-batch':>11}  dtype  {'time':>9} {'memory':>12}"
     ]
@@ -109,7 +101,7 @@ def lines(
         found.append(
             f"{cell.cell_id}  {cell.backend:{width}}  {cell.accumulate:4d} {cell.world_size:4d} "
             f"{cell.micro_batch_size:11d}  {cell.precision}   {seconds:>9} {memory:>12}"
-            + (f"  {', '.join(_named(name, getattr(cell, name)) for name in several)}" if several else "")
+            + (f"  {', '.join(says(cell, several))}" if several else "")
             + "  virtual" * cell.virtual
             + "  shares GPU" * cell.shared_gpu
             + "  A/A twin" * bool(cell.twin)
@@ -157,9 +149,3 @@ def _cut(chosen: Matrix, total_s: float) -> str:
     if not chosen["budget_s"] or total_s <= chosen["budget_s"]:
         return ""
     return f"; after {chosen['budget_s'] / 60:g} min no repeat begins but the last"
-
-
-def _named(name: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return SWITCHES[name][value]
-    return f"{WORDS[name]} {value:g}" if name in WORDS else str(value)

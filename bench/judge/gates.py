@@ -73,12 +73,6 @@ def tolerance(precision: str, workload: str, model: str) -> Tolerance:
     return replace(found, update_error=max(found.update_error, round(limit, 3)))
 
 
-LONG_STEPS = 200
-"""Optimizer steps from which a run is long: rounding alone takes its losses apart in the end."""
-COMPARED_STEPS = 50
-"""How many of a long run's first losses are compared: sound backends came 2e-4 nats apart in 60 steps."""
-
-
 def judge(
     tables: Tables, layouts: Mapping[str, Layout] | None = None, peaks: Mapping[str, int] | None = None
 ) -> Tables:

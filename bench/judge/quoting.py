@@ -17,6 +17,7 @@ from bench.judge.remarks import remarks
 from bench.judge.samples import Estimate, estimate
 from bench.judge.standing import Floor, Standing, baseline_of, noise_floor, pairs_with_baseline, standing
 from bench.plan.cell import Cell, Status
+from bench.plan.columns import differing, says
 
 SCHEME = "accumulation-bench"
 """Of the ids that numbers are cited by."""
@@ -215,7 +216,8 @@ def find_cell(run: Run, text: str) -> Cell:
     if len(named) == 1:
         return named[0]
     if named:
-        some = ", ".join(f"{cell.cell_id} ({cell.label}, {_apart(cell)})" for cell in named[:CHOICES])
+        apart = differing(named)
+        some = ", ".join(f"{cell.cell_id} ({', '.join([cell.label, *says(cell, apart)])})" for cell in named[:CHOICES])
         more = f" and {len(named) - CHOICES} more" if len(named) > CHOICES else ""
         raise InputError(f"CELL '{text}': {len(named)} cells are called so; use the id: {some}{more}")
     near = difflib.get_close_matches(text, [*labels, *run.cells], n=1)
@@ -230,8 +232,3 @@ def _labels(cells: Mapping[str, Cell]) -> dict[str, list[Cell]]:
     for cell in cells.values():
         found.setdefault(cell.label, []).append(cell)
     return found
-
-
-def _apart(cell: Cell) -> str:
-    """In what cells of one label differ most often."""
-    return f"{cell.model}, {cell.optimizer}, clip {cell.clip_norm:g}, seed {cell.seed}"

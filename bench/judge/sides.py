@@ -7,11 +7,11 @@ from typing import Any
 
 import pandas as pd
 
-from bench.judge.losses import WORK
 from bench.judge.statistics import Sample
 from bench.judge.tables import Tables
 from bench.judge.verdicts import Side
 from bench.plan.cell import Cell, Status
+from bench.plan.columns import WORK
 from bench.words import plural
 
 COLUMNS = [

@@ -91,7 +91,8 @@ def frame_of(name: str, rows: Sequence[Mapping[Any, Any]]) -> pd.DataFrame:
 
 def _trial_row(record: dict[str, Any], manifest: dict[str, Any], once: dict[tuple[str, str], Any]) -> dict[str, Any]:
     cell = Cell.from_dict(record["cell"])
-    row: dict[str, Any] = {name: record["cell"].get(name) for name in COLUMNS["trials"] if name in record["cell"]}
+    # Of the cell, not of the record: older ones lack fields.
+    row: dict[str, Any] = {name: value for name, value in cell.to_dict().items() if name in COLUMNS["trials"]}
     described = manifest["backends"].get(cell.backend, {})
     row |= {name: described.get(name) for name in ("framework", "sharding", "sync")}
     row |= {
@@ -110,11 +111,8 @@ def _trial_row(record: dict[str, Any], manifest: dict[str, Any], once: dict[tupl
         )
     }
     row["run_id"] = manifest["run_id"]
-    # Older records have none of these.
-    row |= {name: getattr(cell, name) for name in ("clip_norm", "twin", "activation_checkpointing", "compiled")}
     row["virtual_world_size"] = cell.world_size if cell.virtual else None
     row["micro_batch_size"] = cell.micro_batch_size
-    row |= {"fake_tensors": cell.fake_tensors, "shared_gpu": cell.shared_gpu}
     row["optimizer_steps_expected"] = None if cell.fake_tensors else cell.windows
     row["num_passes"] = len(record.get("passes", ()))
     if record.get("training_s") is not None:

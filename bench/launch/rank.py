@@ -29,6 +29,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from bench.errors import UnsupportedError
 from bench.launch import dumps, gpus, stragglers
 from bench.measure import heartbeat
@@ -151,10 +153,8 @@ def live(folder: Path, work: Callable[[int], dict[str, Any]]) -> None:
 def _arm(folder: Path, rank: int) -> None:
     """End with whoever started this process, show signs of life, and tell where it is when asked."""
     stragglers.signal_at_parents_end(signal.SIGKILL)
-    own = stragglers.find(os.getpid())
-    assert own is not None, "it is running"
     dumps.arm(folder, rank)  # first: whoever has the sign of life may ask
-    heartbeat.begin(folder, rank, own.started)
+    heartbeat.begin(folder, rank)
     if os.environ.get("CUDA_VISIBLE_DEVICES") != "":  # as the launcher sets it for trials on the CPU
         dumps.arm_flight_recorder(folder)
 
@@ -232,8 +232,7 @@ def _is_at_limit() -> bool:
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return False
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    return limit - pages * resource.getpagesize() < AT_LIMIT_BYTES
+    return bool(limit - psutil.Process().memory_info().vms < AT_LIMIT_BYTES)
 
 
 def failure(error: BaseException) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from bench.errors import InputError
-from bench.plan.cell import REFERENCE, REFERENCES, SHARDED_REFERENCE, Cell, Device, Precision
-from bench.plan.matrix import METHODS, Matrix, suggest
+from bench.plan.cell import LATER, REFERENCE, REFERENCES, SHARDED_REFERENCE, Cell, Device, Precision
+from bench.plan.matrix import KEYS, METHODS, Matrix, suggest
 from bench.plan.models import SIZES, describe_file, find_factory
 from bench.plan.world import Candidate, refusal
 
@@ -99,19 +99,13 @@ def _cells(
     """The product of the axes over worlds that exist, or that are virtual; each cell once."""
     rates = _learning_rates(matrix)
     seeds = matrix["axes.seed"] or [matrix["training.seed"]]
-    axes = [matrix[f"axes.{name}"] for name in ("clip_norm", "activation_checkpointing", "compiled")]
+    more = [name for name in LATER if f"axes.{name}" in KEYS]
+    ways = itertools.product(*(matrix[f"axes.{name}"] for name in more))
     sizes = [(size, *window) for size in world_sizes for window in _windows(matrix, size, virtual=virtual)]
     cells: dict[Cell, None] = {}
-    for (
-        optimizer,
-        clip_norm,
-        checkpointing,
-        compiled,
-        seed,
-        precision,
-        (world_size, accumulate, batch),
-        name,
-    ) in itertools.product(rates, *axes, seeds, matrix["axes.precision"], sizes, backends):
+    for optimizer, way, seed, precision, (world_size, accumulate, batch), name in itertools.product(
+        rates, ways, seeds, matrix["axes.precision"], sizes, backends
+    ):
         if (virtual and name in REFERENCES) or (world_size == 1 and name == SHARDED_REFERENCE):
             continue
         cell = Cell(
@@ -130,12 +124,10 @@ def _cells(
             timed_windows=matrix["training.timed_windows"],
             seed=seed,
             device=Device(matrix["device"]),
-            clip_norm=float(clip_norm),
             virtual=virtual,
             fake_tensors=virtual and matrix["virtual.fake_tensors"],
             shared_gpu=matrix["share_gpu"] and not virtual,
-            activation_checkpointing=checkpointing,
-            compiled=compiled,
+            **{field: type(LATER[field])(value) for field, value in zip(more, way, strict=True)},
         )
         cells.setdefault(cell.reference(sharded=True) if name == SHARDED_REFERENCE else cell)
     return list(cells)

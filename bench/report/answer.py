@@ -15,6 +15,7 @@ from bench.judge.standing import Floor, Standing
 from bench.judge.statistics import MARGIN, Interval
 from bench.judge.verdicts import NEXT, Exact, Verdict, band
 from bench.plan.cell import Cell, Device, Status
+from bench.plan.columns import WAYS, differing, says
 from bench.report.panels import GIB_ABOVE
 from bench.words import plural, some
 
@@ -59,12 +60,8 @@ def where(cell: Cell, run: Run) -> str:
     """N and W, and what else tells the cell from others of its backend in the run."""
     words = [f"N={cell.accumulate}", f"W={cell.world_size}"]
     others = [one for one in run.cells.values() if not one.is_reference]
-    for name, form in (("precision", "{}"), ("optimizer", "{}"), ("clip_norm", "clip={:g}"), ("model", "{}")):
-        if len({getattr(one, name) for one in others}) > 1:
-            words.append(form.format(getattr(cell, name)))
-    for name, word in (("virtual", "virtual"), ("activation_checkpointing", "checkpointed"), ("compiled", "compiled")):
-        words += [word] * getattr(cell, name)
-    return " ".join(words)
+    words += [text.replace(" = ", "=") for text in says(cell, differing(others, ("precision", *WAYS)))]
+    return " ".join([*words, *["virtual"] * cell.virtual])
 
 
 def _of_one_process(run: Run) -> Iterator[str]:

@@ -13,17 +13,15 @@ import pandas as pd
 from bench.judge.samples import NAME, Estimate, step_times, tokens_per_step
 from bench.judge.tables import Tables
 from bench.plan.cell import REFERENCE, REFERENCES, SGD, SHARDED_REFERENCE, Status
+from bench.plan.columns import AXES, Axis, axes
 from bench.report import style
 from bench.report.panels import (
     CONTEXT,
     CSV_COLUMNS,
-    NAMES,
-    NOT_CLIPPED,
     REAL,
     REASON_LENGTH,
     REFERENCE_KEYS,
     SHARED,
-    SWITCHES,
     VIRTUAL,
     Panel,
     of_one_process,
@@ -93,7 +91,7 @@ class FigureData:
 
     def _blocks(self) -> str:
         """What was done to the model's blocks, if anything was."""
-        asked = [name for name in SWITCHES if self.others[name].any()]
+        asked = [name for name in axes(Axis.WAY) if AXES[name].dtype == "boolean" and self.others[name].any()]
         found = [" and ".join(_name(name, v) for v in sorted(self.others[name].unique())) for name in asked]
         return "".join(f", {words}" for words in found)
 
@@ -176,11 +174,7 @@ def _count(value: Any) -> str:
 
 
 def _name(column: str, value: Any) -> str:
-    if pd.isna(value):
-        return NAMES.get(column, "{}").replace(":g", "").format("unknown")
-    if column in SWITCHES:
-        return SWITCHES[column][bool(value)]
-    return NOT_CLIPPED if column == "clip_norm" and not value else NAMES.get(column, "{}").format(value)
+    return AXES[column].says(None if pd.isna(value) else value) if column in AXES else str(value)
 
 
 def _shorten(reason: str) -> str:

@@ -12,12 +12,10 @@ from bench.judge.loading import Run
 from bench.judge.pairs import ComparedPair
 from bench.judge.standing import Standing
 from bench.judge.verdicts import Reason, Verdict
-from bench.plan.cell import REFERENCES, Cell, Status
+from bench.plan.cell import LATER, REFERENCES, Cell, Status
+from bench.plan.columns import COLUMNS, DASH, Column
 from bench.report.answer import size
 from bench.report.comparison import DECIDED
-
-DASH = "-"
-"""What is not known, or does not apply."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +80,16 @@ def status_words(cell: Mapping[str, Any]) -> str:
     return status if status == Status.OK else f"{status}, {cell['num_bad']} of {cell['num_trials']}"
 
 
+def title(name: str) -> str:
+    """What stands above a column of trials in a table."""
+    return TRIALS[name].title or name
+
+
+def text(name: str, value: Any) -> str:
+    """A value of a column of trials in a table."""
+    return TRIALS[name].shown(None if pd.isna(value) else value)
+
+
 def number(value: Any, form: str) -> str:
     """A number, or a dash if there is none."""
     if value is None or pd.isna(value):
@@ -99,28 +107,13 @@ def scaled(value: Any, unit: float) -> str:
     return DASH if value is None or pd.isna(value) else f"{float(value) / unit:,.2f}"
 
 
-def word(value: Any) -> str:
-    """A word, or a dash if there is none."""
-    return DASH if pd.isna(value) or value == "" else str(value)
-
-
 def count(amount: int, noun: str) -> str:
     """A number of things."""
     return f"{amount} {noun}" + ("" if amount == 1 else "s")
 
 
 SHOWN = ("backend", "accumulate", "world_size")
-TITLES = {
-    "accumulate": "N",
-    "world_size": "W",
-    "accumulation_dtype": "summed in",
-    "clip_norm": "clip",
-    "activation_checkpointing": "checkpointed",
-    "learning_rate": "lr",
-    "global_batch_size": "B",
-    "sequence_length": "tokens",
-}
-"""Of columns that are fields of a cell; others bear the field's name."""
+TRIALS = COLUMNS["trials"]
 VERDICTS, REASONS = tuple(Verdict), tuple(Reason)
 RATIO_DIGITS = 3
 
@@ -185,9 +178,10 @@ def overview(run: Run, standings: Mapping[str, Standing], cells: pd.DataFrame) -
                 ratios.setdefault(ids[row.pair.b], []).append([place, *_ratio(row)])
     own = {} if not baselines else standings[baselines[0]].by_cell
     names = varying(run)
-    columns = [CellColumn(key=name, title=TITLES.get(name, name), is_number=_is_number(name)) for name in names]
+    about = {name: _column(name) for name in names}
+    columns = [CellColumn(key=name, title=one.title or name, is_number=one.is_number) for name, one in about.items()]
     columns += [
-        CellColumn(key="seconds", title="s/step", is_number=True),
+        CellColumn(key="seconds", title=title("step_time_s"), is_number=True),
         CellColumn(key="memory", title="peak memory", is_number=True),
     ]
     lines = []
@@ -196,7 +190,7 @@ def overview(run: Run, standings: Mapping[str, Standing], cells: pd.DataFrame) -
         judged = own.get(cell["cell_id"])
         facts = {name: _fact(one, name) for name in names}
         facts |= {
-            "seconds": Field(text=number(cell["step_time_s"], ".4g"), value=_value(cell["step_time_s"])),
+            "seconds": Field(text=text("step_time_s", cell["step_time_s"]), value=_value(cell["step_time_s"])),
             "memory": Field(
                 text=DASH if pd.isna(cell["peak_memory_bytes"]) else size(float(cell["peak_memory_bytes"])),
                 value=_value(cell["peak_memory_bytes"]),
@@ -233,17 +227,14 @@ def varying(run: Run) -> list[str]:
     return [*SHOWN, *(name for name in names if len({getattr(cell, name) for cell in others}) > 1)]
 
 
-def _is_number(name: str) -> bool:
-    return name in {"accumulate", "world_size", "clip_norm", "learning_rate", "global_batch_size", "sequence_length"}
+def _column(name: str) -> Column:
+    """The column of a field of a cell; some are no column of the trials."""
+    return TRIALS.get(name, Column("boolean" if isinstance(LATER.get(name), bool) else "string", "", ""))
 
 
 def _fact(cell: Cell, name: str) -> Field:
-    value = getattr(cell, name)
-    if isinstance(value, float):
-        return Field(text=f"{value:g}", value=value)
-    if isinstance(value, int) and not isinstance(value, bool):
-        return Field(text=str(value), value=value)
-    return Field(text=str(value), value=str(value))
+    column, value = _column(name), getattr(cell, name)
+    return Field(text=column.shown(value), value=value if column.is_number else str(value))
 
 
 def _value(value: Any) -> float | None:

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from bench.judge.remarks import in_record
 from bench.judge.tables import step_time
+from bench.plan.columns import WORK, differing, says
 from bench.plan.estimates import Cost
 from bench.plan.schedule import Look, Trial
 from bench.words import plural
@@ -55,7 +56,7 @@ class Display:
         self._repeat = 0
         self._always: set[int] = set()
         self._budget_ends = math.inf
-        self._num_optimizers = self._num_clips = self._num_models = 0
+        self._ways: list[str] = []
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -79,9 +80,7 @@ class Display:
         self._budget_ends = time.monotonic() + budget_left_s
         self._left = {trial.key: self._estimate(trial) for trial in trials}
         self._always = {trial.repeat for trial in trials if trial.extra}
-        self._num_optimizers = len({trial.cell.optimizer for trial in trials})
-        self._num_clips = len({trial.cell.clip_norm for trial in trials})
-        self._num_models = len({trial.cell.model for trial in trials})
+        self._ways = differing((trial.cell for trial in trials), WORK)
 
     def _estimate(self, trial: Trial) -> float:
         """Seconds that a trial may take; 0 if unknown."""
@@ -127,11 +126,8 @@ class Display:
         )
 
     def _name(self, trial: Trial) -> str:
-        """The trial for people, with model, optimizer and clipping if the run has several."""
-        parts = [trial.cell.model] * (self._num_models > 1) + [trial.cell.label]
-        parts += [trial.cell.optimizer] * (self._num_optimizers > 1)
-        parts += [f"clip={trial.cell.clip_norm:g}"] * (self._num_clips > 1)
-        return " ".join([*parts, f"repeat {trial.repeat}"])
+        """The trial for people, with the model, the optimizer and so on if the run has several."""
+        return " ".join([trial.cell.label, *says(trial.cell, self._ways), f"repeat {trial.repeat}"])
 
     def _time_left(self) -> str:
         every = self._seconds(list(self._left.values()))

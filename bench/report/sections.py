@@ -18,11 +18,11 @@ from bench.judge.standing import Standing
 from bench.judge.verdicts import NEXT, Exact, Verdict
 from bench.plan.categories import PEAK, Category
 from bench.plan.cell import Device, Status
+from bench.plan.columns import DASH
 from bench.report.answer import noise, sentence, size
 from bench.report.bars import MIB, TOTAL, by_operation
 from bench.report.bars import by_cell as memory_by_cell
 from bench.report.overview import (
-    DASH,
     Material,
     PageSection,
     Table,
@@ -31,22 +31,23 @@ from bench.report.overview import (
     scaled,
     status_words,
     table_of,
-    word,
+    text,
+    title,
 )
 from bench.report.panels import GIB_ABOVE
 from bench.report.rows import DEVIATION, deviations
 from bench.words import plural, some
 
-BESIDE = {
-    "mfu": ("MFU", ".3g"),
-    "mfu_of_matmul": ("MFU of matmul", ".3g"),
-    "energy_j_per_step": ("J/step", ".3g"),
-    "energy_j_per_token": ("J/token", ".3g"),
-    "cpu_s_per_micro_batch": ("CPU s/micro-batch", ".3g"),
-    "num_operators_per_micro_batch": ("operators/micro-batch", ",.0f"),
-    "num_launches_per_micro_batch": ("launches/micro-batch", ",.0f"),
-}
-"""Columns of trials that stand beside step times where any trial has them: how they are called, and their form."""
+BESIDE = (
+    "mfu",
+    "mfu_of_matmul",
+    "energy_j_per_step",
+    "energy_j_per_token",
+    "cpu_s_per_micro_batch",
+    "num_operators_per_micro_batch",
+    "num_launches_per_micro_batch",
+)
+"""Columns of trials that stand beside step times where any trial has them."""
 
 
 def sections(material: Material) -> list[PageSection]:
@@ -65,26 +66,26 @@ def speed(of: Material) -> PageSection:
     good = trials[trials["status"] == Status.OK].groupby("cell_id")[more].median() if more else pd.DataFrame()
 
     def line(cell: Mapping[str, Any]) -> tuple[str, ...]:
-        extra = (number(good[name].get(cell["cell_id"]), BESIDE[name][1]) for name in more)
+        extra = (text(name, good[name].get(cell["cell_id"])) for name in more)
         return (
             of.label(cell["cell_id"]),
             str(cell["num_trials"] - cell["num_bad"]),
-            number(cell["step_time_s"], ".4g"),
+            text("step_time_s", cell["step_time_s"]),
             interval(cell["step_time_low_s"], cell["step_time_high_s"]),
-            number(cell["fastest_s"], ".4g"),
-            number(cell["slowest_s"], ".4g"),
-            number(cell["tokens_per_s"], ",.0f"),
+            *(text("step_time_s", cell[name]) for name in ("fastest_s", "slowest_s")),
+            text("tokens_per_s", cell["tokens_per_s"]),
             *extra,
         )
 
     caption = f"Step times: {NAME} over the good trials of a cell, as they are cited; the fastest and the slowest trial"
-    header = ("cell", "good trials", "s/step", "95 % interval", "fastest", "slowest", "tokens/s")
+    ends = ("95 % interval", "fastest", "slowest")
+    header = ("cell", "good trials", title("step_time_s"), *ends, *map(title, ("tokens_per_s", *more)))
     return PageSection(
         key="speed",
         title="Speed: how long does an optimizer step take?",
         sentences=(first, _largest(of, rows)),
         plots=("step_time_ratio", "step_time", "speed_up"),
-        table=table_of(caption, (*header, *(BESIDE[name][0] for name in more)), of.cells, line),
+        table=table_of(caption, header, of.cells, line),
     )
 
 
@@ -192,27 +193,18 @@ def correctness(of: Material) -> PageSection:
     trials = of.run.tables.trials
     summed = trials.dropna(subset=["accumulated_in"]).groupby("cell_id")["accumulated_in"].first()
     final = trials.groupby("cell_id")["final_loss"].median()
+    checked = ("update_scale", "update_error", "max_loss_deviation")
 
     def line(cell: Mapping[str, Any]) -> tuple[str, ...]:
         return (
             of.label(cell["cell_id"]),
             status_words(cell),
             str(summed.get(cell["cell_id"], DASH)),
-            number(cell["update_scale"], ".4g"),
-            number(cell["update_error"], ".1e"),
-            number(cell["max_loss_deviation"], ".1e"),
-            number(final.get(cell["cell_id"]), ".4f"),
+            *(text(name, cell[name]) for name in checked),
+            text("final_loss", final.get(cell["cell_id"])),
         )
 
-    header = (
-        "cell",
-        "status",
-        "gradients summed in",
-        "update / reference's",
-        "update error",
-        "loss off by (nats)",
-        "final loss",
-    )
+    header = ("cell", "status", *map(title, ("accumulated_in", *checked, "final_loss")))
     return PageSection(
         key="correctness",
         title="Correctness: does every update equal that of the big batch?",
@@ -271,11 +263,10 @@ def communication(of: Material) -> PageSection:
             "; ".join(said) or (nothing if cell["status"] == Status.OK else DASH),
             f"{right} of {len(due)}" if due else DASH,
             scaled(totals.get(cell["cell_id"]), MIB),
-            *(number(seen[name].get(cell["cell_id"]), ".3g") for name in times),
+            *(text(name, seen[name].get(cell["cell_id"])) for name in times),
         )
 
-    more = ("s in collectives", "s exposed") if times else ()
-    header = ("cell", "operations of one optimizer step", "as the formula", "MiB in all", *more)
+    header = ("cell", "operations of one optimizer step", "as the formula", "MiB in all", *map(title, times))
     return PageSection(
         key="communication",
         title="Communication: what do ranks send?",
@@ -305,19 +296,20 @@ def semantics(of: Material) -> PageSection:
         else "No framework in this run reports a number of steps."
     )
     trials = of.run.tables.trials.drop_duplicates("cell_id").set_index("cell_id")
+    steps = ("steps_expected", "steps_observed", "steps_reported")
 
     def line(cell: Mapping[str, Any]) -> tuple[str, ...]:
         trial = trials.loc[cell["cell_id"]]
-        agree = trial["ranks_agree"]
         return (
             of.label(cell["cell_id"]),
-            word(trial["optimizer_steps_reported_by"]),
-            DASH if pd.isna(agree) else "yes" if agree else "no",
-            *(number(cell[f"steps_{name}"], "d") for name in ("expected", "observed", "reported")),
-            word(trial["micro_batches_per_update"]),
+            text("optimizer_steps_reported_by", trial["optimizer_steps_reported_by"]),
+            text("ranks_agree", trial["ranks_agree"]),
+            *(text(f"optimizer_{name}", cell[name]) for name in steps),
+            text("micro_batches_per_update", trial["micro_batches_per_update"]),
         )
 
-    header = ("cell", "reported by", "ranks agree", "due", "taken", "reported", "micro-batches per update")
+    columns = ("optimizer_steps_reported_by", "ranks_agree", *(f"optimizer_{name}" for name in steps))
+    header = ("cell", *map(title, (*columns, "micro_batches_per_update")))
     return PageSection(
         key="semantics",
         title="Semantics: which optimizer steps were taken?",

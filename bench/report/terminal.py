@@ -6,7 +6,6 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from rich import box
 from rich.console import Console
@@ -23,8 +22,10 @@ from bench.judge.standing import Standing
 from bench.judge.tables import Tables
 from bench.judge.verdicts import NEXT, Reason, Verdict
 from bench.plan.cell import REFERENCES, Status
+from bench.plan.columns import WAYS, Axis, axes, differing, says
 from bench.plan.schedule import Ended
 from bench.report.answer import noise
+from bench.report.overview import text, title
 from bench.words import plural
 
 TITLE = f"""s/step: {NAME} over a cell's good trials, as it is cited; the fastest and slowest in brackets.
@@ -33,9 +34,7 @@ update: scale of the backend's update relative to the reference's. loss off by: 
 time / baseline: ratio of the step time to {{}}'s, its 95 % interval over trials, and the verdict."""
 
 MAX_WIDTH = 1000
-WAYS = ("model", "optimizer", "clip_norm", "activation_checkpointing", "compiled")
-"""Columns that are shown only where cells differ in them."""
-WAY_TITLES = {"clip_norm": "clip", "activation_checkpointing": "checkpointed"}
+NAMES = axes(Axis.NAME)
 
 
 def by_cell(tables: Tables) -> pd.DataFrame:
@@ -58,7 +57,7 @@ def by_cell(tables: Tables) -> pd.DataFrame:
     )
     of_good, of_all = good.groupby("cell_id"), own.groupby("cell_id")
     cells = (
-        first[["backend", "framework", "accumulate", "world_size", "precision", *WAYS, "status", "reason"]]
+        first[[*NAMES, "framework", *WAYS, "status", "reason"]]
         .assign(
             num_trials=of_all.size(),
             num_bad=(~fine).groupby(own["cell_id"]).sum().astype(int),
@@ -93,16 +92,16 @@ def show(console: Console, tables: Tables, standing: Standing, manifest: Mapping
         pad_edge=False,
         padding=(0, 1, 0, 0),
     )
-    ways = _ways(cells)
-    for name in ("backend", "N", "W", "dtype", *(WAY_TITLES.get(way, way) for way in ways)):
-        table.add_column(name, no_wrap=True)
+    shown = [*NAMES, *differing(cells.itertuples())]
+    for name in shown:
+        table.add_column(title(name), no_wrap=True)
     for name in ("s/step (min - max)", "tokens/s", "MiB at peak", "steps due/taken/told", "update", "loss off by"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("time / baseline", no_wrap=True)
     table.add_column("status", no_wrap=True)
     for _, cell in cells.iterrows():
         table.add_row(
-            *(Text(value) for value in _row(cell, ways, _ratio(rows.get(cell["cell_id"])))),
+            *(Text(value) for value in _row(cell, shown, _ratio(rows.get(cell["cell_id"])))),
             style=None if cell["status"] == Status.OK else "red",
         )
     # Rather wrapped by the terminal than without some of its columns.
@@ -161,48 +160,25 @@ def findings(cells: pd.DataFrame, manifest: Mapping[str, Any]) -> list[str]:
     """One paragraph for each different thing that went wrong, naming its cells, and whether it was to be expected."""
     bad = cells[cells["status"] != Status.OK]
     lines = []
-    ways = _ways(cells)
-    for (backend, status, reason, *way), group in bad.groupby(["backend", "status", "reason", *ways], sort=False):
+    ways = differing(cells.itertuples())
+    for (backend, status, reason, *_), group in bad.groupby(["backend", "status", "reason", *ways], sort=False):
         factors = ", ".join(f"{n}" for n in sorted(set(group["accumulate"])))
         sizes = ", ".join(f"{w}" for w in sorted(set(group["world_size"])))
-        where = " ".join([str(backend), *map(_way, ways, way), f"N={factors} W={sizes}"])
+        where = " ".join([str(backend), *says(group.iloc[0], ways), f"N={factors} W={sizes}"])
         known = note(manifest, group.iloc[0].to_dict())
         text = f"{status}: {where}: {reason}" + (f". This is {known}" if known else "")
         lines.append(textwrap.fill(text, 118, subsequent_indent="    "))
     return lines
 
 
-def _ways(cells: pd.DataFrame) -> list[str]:
-    """The columns of WAYS in which cells differ."""
-    return [name for name in WAYS if cells[name].nunique() > 1]
-
-
-def _way(name: str, value: Any) -> str:
-    """As part of a cell's name."""
-    if isinstance(value, bool | np.bool_):
-        return ("" if value else "not ") + WAY_TITLES.get(name, name)
-    return f"clip={value:g}" if name == "clip_norm" else str(value)
-
-
-def _plain(value: Any) -> str:
-    """Under its title."""
-    if isinstance(value, bool | np.bool_):
-        return "yes" if value else "no"
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _row(cell: Any, ways: list[str], ratio: str) -> list[str]:
+def _row(cell: Any, shown: Sequence[str], ratio: str) -> list[str]:
     return [
-        cell["backend"],
-        str(cell["accumulate"]),
-        str(cell["world_size"]),
-        cell["precision"],
-        *(_plain(cell[way]) for way in ways),
+        *(text(name, cell[name]) for name in shown),
         _seconds(cell),
-        _number(cell["tokens_per_s"], ",.0f"),
+        text("tokens_per_s", cell["tokens_per_s"]),
         _mebibytes(cell["peak_memory_bytes"]),
         "/".join(_number(cell[f"steps_{name}"], "d") for name in ("expected", "observed", "reported")),
-        f"{cell['update_scale']:.4g}" if pd.notna(cell["update_scale"]) else "-",
+        text("update_scale", cell["update_scale"]),
         _number(cell["max_loss_deviation"], ".1g"),
         ratio,
         cell["status"] if cell["status"] == Status.OK else f"{cell['status']} {cell['num_bad']}/{cell['num_trials']}",

@@ -19,9 +19,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any, Self
+
+import psutil
 
 from bench.launch import gpus
 
@@ -130,15 +131,13 @@ class Telemetry:
                 note(self._notes, f"{gpu.uuid}: {type(error).__name__}: {error}")
 
 
-def descends(pid: int, ancestor: int, proc: Path = Path("/proc")) -> bool:
+def descends(pid: int, ancestor: int) -> bool:
     """Whether a process is, or was started by, the ancestor or one of its descendants; False if that cannot be told."""
-    while pid not in {ancestor, 0}:
-        try:
-            # The parent is the second field after the name, which may hold anything: proc_pid_stat(5).
-            pid = int((proc / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError, IndexError):
-            return False
-    return pid == ancestor
+    try:
+        process = psutil.Process(pid)
+        return ancestor in {one.pid for one in (process, *process.parents())}
+    except psutil.Error:
+        return False
 
 
 def summarize(

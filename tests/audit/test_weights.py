@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
-import matplotlib.image
 import numpy as np
 import pytest
 
@@ -79,10 +76,6 @@ def panels(name: str) -> list[Any]:
     return drawing(name).figure.axes[:-1]
 
 
-def titles(name: str) -> list[str]:
-    return [axes.get_title(loc="left") for axes in panels(name)]
-
-
 def picture(axes: Any) -> np.ndarray[Any, Any]:
     return np.ma.filled(axes.images[0].get_array(), np.nan)
 
@@ -92,80 +85,12 @@ def test_nothing_overlaps_or_leaves_the_figure(name: str) -> None:
     assert_legible(drawing(name).figure, style.MAX_HEIGHT)
 
 
-@pytest.mark.parametrize("name", SCENES)
-def test_no_panel_is_empty_or_squeezed(name: str) -> None:
-    figure = drawing(name).figure
-    figure.draw_without_rendering()
-    for axes in figure.axes[:-1]:
-        assert np.isfinite(picture(axes)).any()
-        box = axes.get_window_extent()
-        assert box.height / figure.dpi > 0.25 and box.width / figure.dpi > 1.2
-        (top, bottom), drawn = sorted(axes.get_ylim()), len(picture(axes))
-        assert drawn * box.height / figure.dpi / (bottom - top) / drawn > style.TINY / 72
-
-
-def test_one_panel_per_distinct_map() -> None:
-    assert [title.split("\n")[0] for title in titles("partial")] == [
-        "ddp-eager, ddp-deferred",
-        "carrying, miscounting",
-        "under",
-        "twice",
-        "losing",
-    ]
-    assert len(titles("one")) == 1 and len(titles("many")) == weights.MAX_MAPS
-
-
-def test_titles_have_verdict_and_mean_weight() -> None:
-    assert [title.split("\n")[1] for title in titles("partial")] == [
-        "right; mean weight 1.00",
-        "carried over / miscounted; mean weight 1.00",
-        "under-weighted; mean weight 0.75",
-        "divided twice; mean weight 0.25",
-        "lost; mean weight 0.188",
-    ]
-
-
-def test_maps_that_differ_by_rounding_are_one() -> None:
-    almost = [window(0, 0, 8, 0.125 * (1 + 1e-6))]
-    assert len(grids.group([make_observation("a"), make_observation("b", almost)])) == 1
-    assert len(grids.group([make_observation("a"), make_observation("b", [window(0, 0, 8, 0.126)])])) == 2
-    assert len(grids.group([make_observation("a"), make_observation("b", [window(1, 0, 8, 0.125)])])) == 2
-    assert len(grids.group([make_observation("a"), make_observation("b", left_open={"1": [0]})])) == 2
-
-
 def test_the_picture_is_the_coefficients() -> None:
     _, carried, _, twice, _ = panels("partial")
     expected = np.full((3, 24), np.nan)
     expected[0, :8] = expected[1, 8:16] = expected[2, 16:] = 1.0
     np.testing.assert_allclose(picture(carried), expected)
     np.testing.assert_allclose(picture(twice), expected / 4)
-
-
-def test_right_wrong_and_no_weight_have_colours_of_their_own() -> None:
-    axes = panels("partial")[2]
-    image = axes.images[0]
-    colours = {
-        value: matplotlib.colors.to_hex(image.cmap(image.norm(value))) for value in (0.25, 0.5, 0.98, 1.0, 1.02, 2)
-    }
-    assert len(set(colours.values())) == 6 and colours[1.0] == weights.RIGHT_COLOUR
-    assert matplotlib.colors.to_hex(image.cmap(np.ma.masked)) == "#ffffff"
-
-
-def test_a_rule_stands_between_epochs_and_sums_at_the_rows() -> None:
-    carried = panels("partial")[1]
-    upright = [
-        line.get_xdata()[0] for line in carried.lines if len(set(line.get_xdata())) == 1 and len(line.get_xdata()) == 2
-    ]
-    assert upright == [-0.5, 11.5, 23.5]
-    shown = [text.get_text().strip() for text in panels("partial")[2].texts]
-    assert shown == ["1.00", "0.50", "1.00", "0.50", "sum", "epoch 1", "epoch 2"]
-
-
-def test_a_clipped_sum_is_held_against_its_own() -> None:
-    clipped = make_observation(updates=[window(0, 0, 8, 0.05)])
-    clipped["updates"][0]["right_sum"] = 0.4
-    found = weights.weight_map([clipped])
-    assert found is not None and " 0.40 of 0.40" in words(found.figure)
 
 
 def test_samples_in_no_update_are_marked() -> None:
@@ -185,48 +110,11 @@ def test_samples_in_no_update_are_marked() -> None:
     assert weights.SIGN_LABELS[grids.NOT_COMPUTED] not in shown
 
 
-def test_dropped_samples_are_marked_as_not_computed() -> None:
-    cut = grids.group([make_observation(updates=[window(0, 0, 6, 1 / 6)])])[0]
-    assert grids.in_no_update(cut, grids.Extent(8, 1, 1))[grids.NOT_COMPUTED] == [6, 7]
-
-
-def test_many_updates_are_capped_and_that_is_said() -> None:
-    right, endless = titles("endless")
-    shown = len(picture(panels("endless")[1]))
-    assert shown == 10 and f"first {shown} of 40 updates" in endless and "first" not in right
-    assert "training had ended" in words(drawing("endless").figure)
-
-
-def test_backends_without_a_panel_are_in_the_notes() -> None:
-    notes = drawing("partial").words.notes
-    assert "no update: refusing (refused)" in notes
-    assert "same map: carrying (carried over); miscounting (miscounted)" in notes
-    assert not any("ddp-eager" in note for note in notes)
-    assert [note for note in drawing("many").words.notes if "not drawn" in note] == [
-        f"not drawn: backend-{i} (odd)" for i in (12, 13, 14)
-    ]
-
-
 def test_data_has_every_coefficient() -> None:
     data = drawing("partial").data
     assert set(data.columns) == {"backend", "update", "epoch", "sample", "coefficient", "relative"}
     carried = data[(data["backend"] == "twice") & (data["update"] == 2)]
     assert carried["coefficient"].sum() == pytest.approx(0.25) and set(carried["epoch"]) == {0, 1}
-
-
-def test_files_are_written_and_the_same_every_time(tmp_path: Path) -> None:
-    first, second = (weights.draw_weight_map(SCENES["partial"], tmp_path / name / "new") for name in "ab")
-    assert first == tmp_path / "a/new/weights-made.png" and second is not None
-    assert sorted(path.name for path in first.parent.iterdir()) == ["weights-made.png", "weights-made.svg"]
-    for path in first.parent.iterdir():
-        assert path.read_bytes() == (second.parent / path.name).read_bytes()
-    assert matplotlib.image.imread(first).shape[1] == round(style.WIDTH * style.DPI)
-    ElementTree.parse(first.with_suffix(".svg"))
-
-
-def test_nothing_is_drawn_without_an_update(tmp_path: Path) -> None:
-    assert weights.draw_weight_map([make_observation(updates=[])], tmp_path) is None
-    assert list(tmp_path.iterdir()) == []
 
 
 def record(

@@ -79,7 +79,7 @@ def markdown(sections: Facts, bad: Mapping[str, str]) -> str:
     parts = [
         "# Reliability",
         "Written by `nox -s faults`, which runs tests/faults in their full form; `nox -s faults -- -k NAME` measures "
-        "some rows again and keeps the others. `nox -s tests` runs a short form of the same.",
+        "some rows again and keeps the others. `python -m pytest tests/faults` runs a short form of the same.",
         "\n".join(_when(sections)),
         *(
             [

@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 
 from bench import cli
 from bench.audit import dtypes, monitor
+from bench.audit.lint import lint
 from bench.audit.lint.known import Options
+from bench.audit.lint.rules import RULES
 from bench.backends.base import registry
 from bench.commands import COMMANDS
 from bench.errors import BAD, GOOD, UNCHECKED, WRONG, InputError
@@ -30,7 +32,7 @@ from bench.plan.matrix import KEYS
 from bench.report import figures, sheet
 from bench.run import start
 from bench.run.journal import JOURNAL, MANIFEST, Journal, encode, write_manifest
-from tests.audit.test_lint import engine, lightning, never_fails
+from tests.audit.test_lint import engine, lightning
 from tests.factories import FakeLauncher, make_cell, make_document, make_manifest, make_record
 from tests.faults.form import FORM
 from tests.faults.sandbox import Call, ReachedError, call
@@ -207,6 +209,19 @@ CONFIGS = {
     "c.yml": YAML,
     "c.json": json.dumps(engine(), indent=1).encode(),
 }
+
+
+def never_fails(folder: Path, name: str, content: bytes, options: Options) -> None:
+    path = folder / name
+    path.write_bytes(content)
+    refusal = ""
+    try:
+        findings = lint([path], options)
+    except InputError as error:
+        findings, refusal = [], str(error)
+    assert not refusal or refusal.startswith(str(path))
+    for finding in findings:
+        assert len(str(finding).splitlines()) == 4 and finding.code in RULES
 
 
 @FORM.examples(80, 5000)

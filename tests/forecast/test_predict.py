@@ -6,9 +6,6 @@ import itertools
 import json
 import math
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +15,8 @@ from bench.cli import main
 from bench.errors import GOOD, WRONG
 from bench.forecast import prediction_map, prediction_text
 from bench.forecast.best import EXACT, Choice, Question, where_best
-from bench.forecast.live import ESTIMATED, HELD
-from bench.forecast.prediction import Link, Prediction, Traffic, at, predict
-from bench.judge.formulas import expect
-from bench.plan.cell import REFERENCES, SGD, Cell, Device, Precision
+from bench.forecast.prediction import Link, Prediction, Traffic, predict
+from bench.plan.cell import REFERENCES, Cell, Device, Precision
 from bench.plan.models import SIZES
 from tests import legible
 from tests.conftest import ROOT
@@ -59,66 +54,7 @@ def test_deferred_holds_4p_less_a_shard_more_than_eager(model: str, world_size: 
     assert difference == pytest.approx(4 * SIZES[model].num_parameters * (1 - 1 / world_size), rel=2e-3)
 
 
-def test_published_differences_at_8b() -> None:
-    for world_size, gib in ((8, 26.17), (64, 29.45)):
-        found = [one(f"fsdp2-{sync}", world_size=world_size).memory(16).peak for sync in ("deferred", "eager")]
-        difference = found[0] - found[1]
-        assert difference / GIB == pytest.approx(gib, abs=0.01)
-
-
-def test_deferred_does_not_shrink_with_the_world_and_memory_not_grow_with_n() -> None:
-    assert (
-        one("fsdp2-deferred").memory(4).parts["gradients"]
-        == one("fsdp2-deferred", world_size=8).memory(99).parts["gradients"]
-    )
-    assert one("fsdp2-deferred").memory(2) == one("fsdp2-deferred").memory(256)
-
-
-def test_a_window_of_one_defers_nothing() -> None:
-    """The first micro-batch is the last: every unit is reduced in its backward."""
-    assert one("fsdp2-deferred").memory(1) == one("fsdp2-eager").memory(1)
-    assert one("fsdp2-deferred").traffic(1) == one("fsdp2-eager").traffic(1)
-
-
-@pytest.mark.parametrize("backend", BUILT_IN)
-def test_categories_are_named_and_not_negative(backend: str) -> None:
-    for n, world_size, precision, device in itertools.product((1, 4), (1, 8), Precision, Device):
-        cell = asked(model="1b", accumulate=n, world_size=world_size, precision=precision, device=device)
-        memory = predict(cell, [backend])[0].memory(n)
-        assert set(memory.parts) == {*HELD, *ESTIMATED}
-        assert min(memory.parts.values()) >= 0
-        assert memory.parts["activations"] > 0 or memory.moment in ("flush", "step", "root")
-
-
-def test_known_activations_replace_the_estimate() -> None:
-    given = predict(asked(), ["fsdp2-eager"], 20 * GIB)[0].memory(16)
-    assert given.parts["activations"] == 20 * GIB
-
-
-def test_the_step_needs_room_of_its_own() -> None:
-    """DDP with tiny activations: 4 + 4 + 4 + 8 bytes, and 4 for the root of the second moment; none with SGD."""
-    parameters = SIZES["tiny"].num_parameters
-    few: dict[str, Any] = {"model": "tiny", "sequence_length": 1, "world_size": 2, "precision": Precision.FP32}
-    adamw = one("ddp-eager", **few).memory(16)
-    assert adamw.moment == "step"
-    assert adamw.peak == pytest.approx(24 * parameters, rel=1e-3)
-    assert one("ddp-eager", optimizer=SGD, **few).memory(16).peak < 13 * parameters
-
-
 # Traffic.
-
-
-@pytest.mark.parametrize("model", ["tiny", "1b"])
-@pytest.mark.parametrize("n", [9, 64, 100])
-def test_traffic_of_a_long_window_is_not_a_guess(model: str, n: int) -> None:
-    """From N = 4 on every further micro-batch adds the same, whatever the backend."""
-    for found in predict(asked(model=model), BUILT_IN):
-        expectation = expect(at(found.cell, n), found.layout)
-        assert expectation is not None
-        assert found.traffic(n).calls == sum(row.calls for row in expectation.collectives), found.name
-        again = Prediction(found.cell, found.backend, found.layout)
-        again._expectations[8] = expectation
-        assert found.traffic(n).wire_bytes == pytest.approx(again.traffic(8).wire_bytes, rel=1e-12), found.name
 
 
 def test_wire_bytes_and_calls_of_fsdp2_by_hand() -> None:
@@ -126,11 +62,6 @@ def test_wire_bytes_and_calls_of_fsdp2_by_hand() -> None:
     parameters = SIZES["8b"].num_parameters
     assert one("fsdp2-deferred-resident").traffic(16) == Traffic(66, 6 * parameters * 63 / 64)
     assert one("fsdp2-zero2-eager").traffic(16) == Traffic(2 * 16 * 33, 16 * 6 * parameters * 63 / 64)
-
-
-def test_one_rank_sends_nothing() -> None:
-    for found in predict(asked(world_size=1), BUILT_IN):
-        assert found.traffic(16) == Traffic(0, 0)
 
 
 # Bounds and choice, on made-up traffic.
@@ -206,15 +137,6 @@ def test_overlapping_bounds_are_undecided() -> None:
     assert where_best("constant", stretches) == [(one.low, one.high) for one in (stretches[0], stretches[2])]
 
 
-def test_ties_are_broken_by_memory_within_the_margin() -> None:
-    lean, fast = made("lean", 0, 1.01e9, 1), made("fast", 0, 1e9, 2)
-    link = Link(bytes_per_s=1e9)
-    assert question(lean, fast, compute_s=0.01).choose(4, link) == Choice("fast")
-    assert question(lean, fast, compute_s=0.01, margin=0.02).choose(4, link) == Choice("lean")
-    twin = made("twin", 0, 1e9, 2)
-    assert question(twin, fast).choose(4, link) == Choice("twin", ("fast",)), "what sends the same is no rival"
-
-
 def test_the_link_at_which_the_answer_flips() -> None:
     """1 call and 3 GB against 101 calls and 1 GB, 1 ms each: even where 2 GB take as long as 100 ms, at 20 GB/s."""
     few, many = made("constant few", 1, 3e9, 1), made("constant many", 101, 1e9, 1)
@@ -224,24 +146,6 @@ def test_the_link_at_which_the_answer_flips() -> None:
     assert (found[0].low, found[-1].high) == (1e8, 1e12)
     assert where_best("constant few", found) == [(found[1].low, 1e12)]
     assert question(few, many, compute_s=0.0).along_link(4, 1e-3, 1e7)[0].low == 1e7, "the asked one is always inside"
-
-
-def test_a_short_stretch_between_two_others_is_found() -> None:
-    a, b, c = made("constant a", 1, 4e9, 1), made("constant b", 48, 3e9, 1), made("constant c", 101, 2e9, 1)
-    found = question(a, b, c, compute_s=0.0).along_link(4, 1e-3)
-    assert [stretch.choice.best[-1] for stretch in found] == ["c", "b", "a"]
-    assert found[0].high == pytest.approx(1e9 / 0.053, rel=2 * EXACT)
-    assert found[1].high == pytest.approx(1e9 / 0.047, rel=2 * EXACT)
-
-
-def test_the_n_at_which_the_answer_flips() -> None:
-    """Once 10 GB or 3 GB per micro-batch: from N = 4 on once is less."""
-    once, each = made("constant", 0, 10e9, 2), made("each", 0, 3e9, 1)
-    found = question(once, each, compute_s=0.0).along_n(Link(bytes_per_s=1e9))
-    assert [(stretch.low, stretch.high, stretch.choice.best) for stretch in found] == [
-        (1, 3, "each"),
-        (4, 256, "constant"),
-    ]
 
 
 # The command.
@@ -273,15 +177,6 @@ def test_json_is_a_list_with_one_object_per_backend(capsys: pytest.CaptureFixtur
     refused = by["deepspeed-zero2-deferred"]
     assert "bf16" in refused["refusal"] and refused["memory"] == {} and refused["upper_s"] is None
     assert by["lightning-deepspeed-zero2"]["defect"] and not by["lightning-deepspeed-zero2"]["best"]
-
-
-def test_without_compute_time_the_bounds_are_missing_and_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--model", "1b", *ASKED, "--link", "50GB/s") == GOOD
-    said = capsys.readouterr().out
-    assert "For one by time, add --peak." in said and "upper/s" not in said
-    assert "activations are estimated" in said
-    assert run("--model", "1b", *ASKED, "--json") == GOOD
-    assert {row["lower_s"] for row in json.loads(capsys.readouterr().out)} == {None}
 
 
 def test_it_ends_in_a_recommendation_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
@@ -379,16 +274,6 @@ def test_recomputation_takes_time(capsys: pytest.CaptureFixture[str]) -> None:
     assert seconds[1] - seconds[0] == pytest.approx((seconds[0] - head) / 3)
 
 
-def test_compute_from_flops(capsys: pytest.CaptureFixture[str]) -> None:
-    """7.59e15 FLOP per step and rank at half of 989 TFLOP/s."""
-    arguments = ["--model", "8b", *ASKED, "--link", "50GB/s", "--backend", "fsdp2-eager", "--json", "--mfu", "50%"]
-    size = SIZES["8b"]
-    seconds = size.flops_per_token(8192) * 8192 * 16 / 494.5e12
-    for peak in ("H100", "989TFLOP/s"):
-        assert run(*arguments, "--peak", peak) == GOOD
-        assert json.loads(capsys.readouterr().out)[0]["compute_s"] == pytest.approx(seconds)
-
-
 @pytest.mark.parametrize(
     ("changes", "place"),
     [
@@ -434,15 +319,6 @@ def test_bad_input_is_one_line(changes: dict[str, str], place: str, capsys: pyte
     assert place in said and said.count("\n") == 1 and said.startswith("bench: ")
 
 
-def test_torch_is_not_imported() -> None:
-    command = ["predict", "--model", "tiny", *ASKED, *TIMED]
-    code = (
-        f"import sys; from bench.cli import main; assert main({command!r}) == 0; "
-        "assert not {'torch', 'pandas', 'matplotlib'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-
-
 # The map.
 
 
@@ -475,16 +351,6 @@ def test_the_map_is_legible_and_names_every_winner(gib: int | None) -> None:
     assert hatched.count("//") == drawing.data["undecided"].sum() and ("undecided" in said.split()) == any(hatched)
 
 
-def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--model", "8b", *ASKED, *TIMED, "--memory", "100GiB", "--out", str(tmp_path / "new")) == GOOD
-    assert {path.name for path in (tmp_path / "new").iterdir()} == {
-        "predict.md", "predict.png", "predict.svg", "predict.csv",
-    }  # fmt: skip
-    page = (tmp_path / "new" / "predict.md").read_text()
-    assert "| fsdp2-deferred |" in page and "Recommendation until then: fsdp2-zero2-eager" in page
-    assert "fsdp2-zero2-eager" in (tmp_path / "new" / "predict.csv").read_text()
-
-
 def test_activation_checkpointing_needs_less_memory_and_sends_the_same() -> None:
     for backend in ("ddp-deferred", "fsdp2-eager", "fsdp2-deferred", "deepspeed-zero2-eager"):
         kept, less = one(backend, micro_batch=4), one(backend, micro_batch=4, activation_checkpointing=True)
@@ -504,24 +370,7 @@ def test_the_activations_of_checkpointed_blocks_by_hand() -> None:
     assert found.parts["activations"] == blocks + last_norm + angles + targets
 
 
-def test_zero_3_with_activation_checkpointing_is_not_predicted(capsys: pytest.CaptureFixture[str]) -> None:
-    assert one("deepspeed-zero3-eager", activation_checkpointing=True).refusal.startswith("not predicted: ")
-    assert main(["predict", "--model", "8b", *ASKED, *TIMED, "--memory", "80GiB", "--activation-checkpointing"]) == GOOD
-    out, _ = capsys.readouterr()
-    assert re.search(r"^deepspeed-zero3-eager .* not predicted$", out, re.MULTILINE)
-    assert "deepspeed-zero3-eager, lightning-deepspeed-zero3: not predicted: in which order ZeRO-3 gathers" in out
-    assert "Not predicted, and so not considered: deepspeed-zero3-eager, lightning-deepspeed-zero3." in out
-    assert ", activation checkpointing, micro-batches" in out and "compute their forward once more" in out
-
-
 def test_the_map_says_that_it_is_of_checkpointed_blocks() -> None:
     for checkpointed in (False, True):
         drawing, *_ = drawn(None, activation_checkpointing=checkpointed)
         assert ("activation checkpointing" in drawing.words.title) == checkpointed
-
-
-def test_given_activations_are_those_without_checkpointing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["predict", "--model", "8b", *ASKED, "--activation-checkpointing", "--activations", "9GiB"]) == WRONG
-    out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1
-    assert "--activations: are those kept without --activation-checkpointing" in err

@@ -11,9 +11,8 @@ import pytest
 from bench.judge.loading import Run, load
 from bench.judge.pairs import ComparedPair
 from bench.judge.standing import Standing, standings
-from bench.judge.statistics import Interval
 from bench.judge.verdicts import NEXT, Reason, Verdict, exact
-from bench.report.answer import answer, cut, headline, memory_words, noise, sentence, size
+from bench.report.answer import answer, headline, sentence
 from bench.report.terminal import by_cell
 from tests.pages import write_run
 
@@ -96,64 +95,6 @@ def test_if_nothing_is_comparable_the_answer_begins_with_that(run: Run, standing
     assert [line for line in others if "comparable" in line or "aster than" in line] == [], "it is said once"
 
 
-def test_reasons_that_differ_in_numbers_alone_are_one_sentence(run: Run, standing: Standing) -> None:
-    (beta,) = [row for row in headline(standing) if row.pair.b.backend == "beta"]
-    busy = [
-        judged(
-            dataclasses.replace(
-                beta, pair=dataclasses.replace(beta.pair, b=dataclasses.replace(beta.pair.b, backend=b))
-            ),
-            Verdict.NOT_COMPARABLE,
-            Reason.DISTURBED,
-            f"{b} N=4: others took {share} %",
-        )
-        for b, share in (("beta", 40), ("delta", 57))
-    ]
-    rows = [row for row in standing.rows if row is not beta] + busy
-    said = answer(run, {"alpha-eager": dataclasses.replace(standing, rows=rows)}, by_cell(run.tables))
-    (sentence_of_all,) = [line for line in said if line.startswith("Not comparable with")]
-    assert sentence_of_all.endswith("beta, delta: others took 40 % (numbers of the first).")
-
-
-def test_if_nothing_is_certain_the_answer_begins_with_that(run: Run, standing: Standing) -> None:
-    rows = [judged(row, Verdict.AMBIGUOUS, Reason.NO_FLOOR, "there is no A/A pair") for row in standing.rows]
-    said = answer(run, {"alpha-eager": dataclasses.replace(standing, rows=rows, floor=None)}, by_cell(run.tables))
-    assert said[0].startswith("No cell is called faster or slower than alpha-eager's, or the same: no floor.")
-    assert said[-1].startswith("Noise floor: unknown.")
-
-
-def test_the_floor_is_named(standing: Standing) -> None:
-    assert standing.floor is not None
-    interval = Interval(ratio=1.001, low=0.99, high=1.005, num_trials=10, paired=True)
-    said = noise(dataclasses.replace(standing.floor, interval=interval))
-    assert said.startswith("Noise floor: 1 %. alpha-eager N=4 W=2 fp32 against itself came out as 1.0010 (95 % 0.9900-")
-    none = dataclasses.replace(standing.floor, interval=None, reason="its trials failed")
-    assert noise(none).endswith("gave no interval: its trials failed.")
-
-
-def test_sizes() -> None:
-    assert size(3 * 2**30, 10 * 2**30) == "3.00 GiB" and size(2**20, 10 * 2**30) == "1.0 MiB"
-    assert size(1234) == "1,234 bytes" and size(5 * 2**30) == "5.00 GiB"
-
-
-def test_memory_of_a_pair(standing: Standing) -> None:
-    row = headline(standing)[0]
-    assert memory_words(with_memory(row, None, 5)) == ""
-    assert memory_words(with_memory(row, 7, 5)) == "takes 2 bytes less memory"
-
-
-def test_long_reasons_are_cut_between_words() -> None:
-    assert cut("short") == "short"
-    long = cut("word " * 100)
-    assert len(long) <= 242 and long.endswith("word [...]")
-
-
-def test_two_contexts_are_told_apart(tmp_path: Path) -> None:
-    run = load(write_run(tmp_path / "two", FACTORS, accumulate=(2,), precision=("fp32", "bf16")))
-    said = answer(run, standings(run), by_cell(run.tables))
-    assert any("at N=2 W=2 fp32" in line or "at N=2 W=2 bf16" in line for line in said)
-
-
 def test_one_process_is_said_beside_the_speed(tmp_path: Path) -> None:
     words = "One process: no bytes move between ranks, so times show host overhead and memory policy"
     for world_size, expected in (((1,), 1), ((1, 2), 0), ((2,), 0)):
@@ -161,20 +102,3 @@ def test_one_process_is_said_beside_the_speed(tmp_path: Path) -> None:
         one = load(folder)
         lines = answer(one, standings(one), by_cell(one.tables))
         assert sum(line.startswith(words) for line in lines) == expected
-
-
-def test_a_world_that_is_there_comes_before_one_that_is_pretended(run: Run, standing: Standing) -> None:
-    rows = headline(standing)
-    larger = [
-        dataclasses.replace(
-            row,
-            pair=dataclasses.replace(
-                row.pair,
-                a=dataclasses.replace(row.pair.a, virtual=True, world_size=64),
-                b=dataclasses.replace(row.pair.b, virtual=True, world_size=64),
-            ),
-        )
-        for row in rows
-    ]
-    found = headline(dataclasses.replace(standing, rows=[*larger, *standing.rows]))
-    assert not any(row.pair.a.virtual for row in found)

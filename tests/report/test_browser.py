@@ -6,7 +6,6 @@ Run by ``nox -s browser``, which installs what it needs; skipped without ``--bro
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 
 from bench.judge.loading import hashed, load
 from bench.report.citation import cite, cite_plot
-from tests.pages import HOSTILE, data_of, read, report, write_large_run, write_run
+from tests.pages import HOSTILE, data_of, read, report, write_run
 
 pytestmark = pytest.mark.browser
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -133,20 +132,6 @@ def test_sorting(visit: Visit) -> None:
     assert head.get_attribute("aria-sort") is None
 
 
-def test_filters(visit: Visit) -> None:
-    every = len(visit.column("backend"))
-    visit.page.select_option("#by-backend", label="gamma")
-    assert set(visit.column("backend")) == {"gamma"} and len(visit.column("backend")) == 6
-    visit.page.select_option("#by-n", label="8")
-    visit.page.select_option("#by-w", label="2")
-    assert (visit.column("accumulate"), visit.column("world_size")) == (["8"], ["2"])
-    assert visit.page.locator("#count").inner_text() == f"1 of {every} cells shown"
-    for name in ("#by-backend", "#by-n", "#by-w"):
-        visit.page.select_option(name, "")
-    visit.page.select_option("#by-status", label="oom")
-    assert set(visit.column("status")) == {"oom 10/10"} and len(visit.column("status")) == 2
-
-
 def test_another_baseline(visit: Visit, folder: Path) -> None:
     data = data_of(read(folder / "report.html"))
     own = [visit.column(key) for key in ("ratio", "interval", "verdict")]
@@ -204,18 +189,6 @@ def test_a_citation_is_copied(browser: Any, folder: Path) -> None:
     opened.context.close()
 
 
-def test_a_citation_is_shown_where_copying_is_forbidden(visit: Visit) -> None:
-    visit.page.evaluate(
-        """() => { navigator.clipboard.writeText = () => Promise.reject(new Error("no"));
-                   document.execCommand = () => false; }"""
-    )
-    visit.page.locator("button[data-cell]").first.click()
-    visit.page.wait_for_selector("#manual[open]")
-    assert "accumulation-bench:run/" in visit.page.input_value("#manual-text")
-    visit.page.keyboard.press("Escape")
-    assert not visit.page.locator("#manual").is_visible()
-
-
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("which", ["folder", "hostile"])
 def test_accessibility(browser: Any, which: str, dark: bool, request: pytest.FixtureRequest) -> None:
@@ -270,25 +243,3 @@ def test_the_pdf(browser: Any, folder: Path, tmp_path: Path) -> None:
     assert len(folded.find("tr")) > 20 and "fastest" in whole  # its details are closed on the screen
     on = [number for number, text in enumerate(texts) if any(cell_id in text for cell_id in ids)]
     assert all("time/baseline" in texts[number] for number in on), "the header is repeated"
-
-
-@pytest.mark.slow
-def test_500_cells_answer_at_once(browser: Any, tmp_path: Path) -> None:
-    many = write_large_run(tmp_path / "many")
-    report(many)
-    began = time.monotonic()
-    opened = Visit(browser, many)
-    ready = time.monotonic() - began
-    took = opened.page.evaluate("performance.getEntriesByType('navigation')[0].domContentLoadedEventEnd")
-    assert took < 1000, (took, ready)
-    for action in (
-        lambda: opened.page.select_option("#baseline", "3"),
-        lambda: opened.page.select_option("#by-n", "2"),
-        lambda: opened.page.locator('#overview th[data-key="seconds"] button').click(),
-    ):
-        began = time.monotonic()
-        action()
-        opened.page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
-        assert time.monotonic() - began < 1
-    assert opened.errors == []
-    opened.context.close()

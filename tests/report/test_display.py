@@ -50,30 +50,6 @@ def test_plain_lines() -> None:
     ]
 
 
-def test_time_to_go_without_estimates_is_the_mean_of_what_was_seen() -> None:
-    lines = run(TRIALS, [make_record(CELL, wall_s=40.0), make_record(CELL, wall_s=60.0)], None).splitlines()
-    assert lines[0].endswith("(40.0 s, about 2 min 00 s to go)")
-    assert lines[1].endswith("(60.0 s, about 1 min 40 s to go)")
-
-
-def test_nothing_is_left_at_the_end() -> None:
-    lines = run(TRIALS[:1], [make_record(CELL)], 2.0).splitlines()
-    assert lines[-1].startswith("[1/1]") and lines[-1].endswith("about 0 s to go)")
-
-
-def test_a_terminal_gets_the_lines_too() -> None:
-    text = run(TRIALS, [make_record(CELL)], 2.0, terminal=True)
-    assert "[1/4] ddp-deferred N=4 W=2 fp32 repeat 0: 0.5100 s/step" in text
-    assert "\x1b[" in text
-
-
-def test_messages_are_not_markup_and_not_wrapped() -> None:
-    text = io.StringIO()
-    with Display(Console(file=text, width=20), {}) as display:
-        display.say("[bold]a path[/bold] " + "x" * 60)
-    assert text.getvalue() == "[bold]a path[/bold] " + "x" * 60 + "\n"
-
-
 def test_no_more_time_is_left_than_the_budget_and_the_block_under_way() -> None:
     other = make_cell(backend="ddp-eager")
     blocks = [Trial(cell, repeat) for repeat in range(100) for cell in (CELL, other)]
@@ -85,13 +61,6 @@ def test_no_more_time_is_left_than_the_budget_and_the_block_under_way() -> None:
     assert lines[0].endswith("(60.0 s, at most about 1 min 00 s to go, by the budget)")
     assert lines[1].endswith("(60.0 s, at most about 0 s to go, by the budget)")
     assert run(blocks, records, 60.0, budget_s=1e6).splitlines()[0].endswith("at least 199 min 00 s to go)")
-
-
-def test_the_last_initial_block_is_run_whatever_the_budget() -> None:
-    blocks = [Trial(CELL, repeat, extra=repeat == 5) for repeat in range(6)]
-    records = [make_record(CELL, wall_s=60.0)]
-    (line,) = run(blocks, records, 60.0, budget_s=120.5).splitlines()
-    assert line.endswith("(60.0 s, at most about 3 min 30 s to go, by the budget)"), "60 s, and 30 s of extra passes"
 
 
 def test_the_step_time_is_that_of_the_tables() -> None:

@@ -105,9 +105,11 @@
     const [, other, words, numbers, tail] = found;
     const form = ratios.forms[at("format").value];
     const values = numbers.split(" ");
+    const joined = (texts) => texts.map((text, i) => (i ? values[i - 1] : "") + text).join("");
     const parts = {
       subject: form.labels[ratios.ids.indexOf(id)] + ratios.against + form.labels[other],
-      statement: form.statements[words].map((text, i) => (i ? values[i - 1] : "") + text).join(""),
+      statement: joined(form.statements[words]),
+      fields: joined(ratios.fields[words]),
       place: `${form.place}${id}/${ratios.ids[other]}`,
       key: `${ratios.key}${id}-${ratios.ids[other]}`,
       tail: form.tails[tail],
