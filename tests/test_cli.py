@@ -490,7 +490,7 @@ def test_a_known_defect_is_no_surprise(place: Place) -> None:
     for report in ("report.html", "report.md"):
         said = " ".join((place.folder / "out" / report).read_text().split())
         assert "Lightning divides the loss by N, and so does the DeepSpeed engine" in said  # among the first statements
-        assert EXPECTED in said  # beside the row
+        assert "a documented defect of the framework" in said
 
 
 def test_a_known_defect_excuses_nothing_else(place: Place) -> None:
