@@ -74,8 +74,8 @@ def by_rank(
     first = cells[0]
     task = Cells(
         cells=tuple(cells),
-        world_size=1 if first.virtual else first.world_size,
-        pretended=first.world_size if first.virtual else None,
+        world_size=first.world_size,
+        world=first.world,
         device=first.device,
         folder=str(folder),
         passes=passes,

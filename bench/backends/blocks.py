@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 from bench.backends.base import Backend
 from bench.files import private
-from bench.plan import world
 from bench.plan.cell import Cell, Device
 
 if TYPE_CHECKING:
@@ -50,11 +49,11 @@ def refusal(cell: Cell, backend: type[Backend]) -> str:
 
     What is missing on this machine is not asked: see ``missing``.
     """
-    if reason := world.refusal(cell, backend):
+    if reason := cell.world.refusal(backend):
         return reason
     if cell.activation_checkpointing and backend.not_checkpointed:
         return f"{backend.name} cannot run with activation checkpointing: {backend.not_checkpointed}"
-    if cell.compiled and cell.fake_tensors:
+    if cell.compiled and not cell.world.computes:
         return "fake tensors are not compiled: what is compiled allocates by itself, and would not be seen"
     if cell.compiled and backend.not_compiled:
         return f"{backend.name} cannot run with compiled blocks: {backend.not_compiled}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -24,11 +25,9 @@ CHECKPOINT = "checkpoint.ckpt"
 
 
 def places(job: Job) -> tuple[int, int]:
-    """Ranks per node and nodes, as Lightning is to see them.
-
-    Those of a virtual world, and those that share a GPU, have a node each.
-    """
-    return (1, job.world_size) if job.cell.virtual or job.cell.shared_gpu else (job.world_size, 1)
+    """Ranks per node and nodes, as the environment of this rank has them (``bench.launch.rank``)."""
+    each = int(os.environ["LOCAL_WORLD_SIZE"])
+    return each, job.world_size // each
 
 
 def quieten() -> None:
@@ -41,7 +40,7 @@ def quieten() -> None:
 
 def communicator(job: Job) -> str:
     """What Lightning is to call the library that ranks talk over; the process group is there already."""
-    return "nccl" if job.device.type == "cuda" and not job.cell.shared_gpu else "gloo"
+    return "nccl" if job.device.type == "cuda" and not job.cell.world.shares_gpus else "gloo"
 
 
 class LightningBackend(Backend):

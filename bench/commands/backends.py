@@ -9,7 +9,7 @@ import argparse
 from typing import Any
 
 from bench.backends.base import offered, registry
-from bench.errors import GOOD, InputError
+from bench.errors import GOOD, InputError, suggest
 from bench.plan.cell import Device
 
 
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     known, others = registry(arguments.names), offered()
     for name in arguments.names:
         if name not in known:
-            raise InputError(f"'{name}' is unknown; use {', '.join(dict.fromkeys([*known, *others]))}")
+            raise InputError(f"'{name}' is unknown; {suggest(name, [*known, *others])}")
     for name, backend in known.items():
         if arguments.names and name not in arguments.names:
             continue

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.errors import GOOD, InputError
+from bench.errors import GOOD, InputError, suggest
 from bench.words import plural
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.format and (arguments.table is not None or arguments.head is not None):
         raise InputError("--table and --head: are for describing frames; leave them out with --format")
     if arguments.table is not None and arguments.table not in FRAMES:
-        raise InputError(f"--table: '{arguments.table}' is not a frame; use one of {', '.join(FRAMES)}")
+        raise InputError(f"--table: '{arguments.table}' is not a frame; {suggest(arguments.table, FRAMES)}")
     if arguments.head is not None and (arguments.table is None or arguments.head < 1):
         raise InputError("--head: takes a number from 1 on, and --table NAME with it")
     frames = bench.load(arguments.run)

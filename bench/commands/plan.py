@@ -104,12 +104,11 @@ def lines(
             f"{cell.cell_id}  {cell.backend:{width}}  {cell.accumulate:4d} {cell.world_size:4d} "
             f"{cell.micro_batch_size:11d}  {cell.precision}   {seconds:>9} {memory:>12}"
             + (f"  {', '.join(says(cell, several))}" if several else "")
-            + "  virtual" * cell.virtual
-            + "  shares GPU" * cell.shared_gpu
+            + f"  {cell.world.word}" * bool(cell.world.word)
             + "  A/A twin" * bool(cell.twin)
             + (f"  skipped: {skipped[cell.cell_id]}" if cell.cell_id in skipped else "")
         )
-        repeats = 1 if cell.cell_id in once or cell.fake_tensors else chosen["repeats"]
+        repeats = 1 if cell.cell_id in once or not cell.world.computes else chosen["repeats"]
         trials += repeats
         if cell.cell_id not in skipped:
             total, last = total + guess.total(repeats), last + guess.total(1)

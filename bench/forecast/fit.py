@@ -86,14 +86,13 @@ def too_large(cells: Sequence[Cell], memory_bytes: int, num_gpus: int) -> dict[s
     known: dict[Cell, int | None] = {}
     found = {}
     for cell in cells:
-        if cell.device is not Device.CUDA or cell.fake_tensors:
+        if cell.device is not Device.CUDA or not cell.world.computes:
             continue
-        for one in (cell,) if cell.virtual else dict.fromkeys((cell, cell.reference())):
+        for one in dict.fromkeys((cell, cell.reference())) if cell.world.has_values else (cell,):
             if one not in known:
                 known[one] = predicted_bytes(one)
-            need, ranks = known[one], -(-one.world_size // num_gpus) if one.shared_gpu else 1
-            nccl = one.world_size > 1 and not (one.virtual or one.shared_gpu)
-            free = reserve_bytes(memory_bytes, nccl=nccl, ranks=ranks)
+            need, ranks = known[one], -(-one.world_size // num_gpus) if one.world.shares_gpus else 1
+            free = reserve_bytes(memory_bytes, nccl=one.num_processes > 1 and not one.world.shares_gpus, ranks=ranks)
             if need is not None and (need := ranks * need) > memory_bytes - free:
                 who = f"{one.model} needs" if one is cell else f"the fp32 reference of {one.model} needs"
                 who = f"{one.model} on {ranks} ranks of one GPU needs" if ranks > 1 else who

@@ -85,10 +85,8 @@ def footprint(
 def _ranks(cell: Cell, backend: type[Backend]) -> list[int]:
     """The ranks to replay: one, but several for ZeRO-2, whose partitions hold different parameters."""
     is_stage2 = issubclass(backend, DeepSpeedZero2Eager | LightningDeepSpeedZero2) and backend.stage == 2
-    if cell.virtual or not is_stage2:
-        return [0]
-    world_size = cell.world_size
-    return sorted({*range(min(world_size, SEEN_RANKS)), *range(max(0, world_size - SEEN_RANKS), world_size)})
+    ranks = range(cell.num_processes if is_stage2 else 1)
+    return sorted({*ranks[:SEEN_RANKS], *ranks[-SEEN_RANKS:]})
 
 
 def _replay(

@@ -177,17 +177,17 @@ class _Server:
             stale.unlink()
         kills = outcome.counters()
         started = time.perf_counter()
-        watch = Watch(folder, task.world_size, timeout_s, inactivity_s)
+        watch = Watch(folder, task.num_processes, timeout_s, inactivity_s)
         found: dict[str, Any] | EndReason = {"died": True}
         with contextlib.suppress(BrokenPipeError):
-            request = json.dumps([task.entry, task.world_size, task.folder, task.to_json()]) + "\n"
+            request = json.dumps([task.entry, task.num_processes, task.folder, task.to_json()]) + "\n"
             with os.fdopen(os.dup(self._requests), "wb") as pipe:
                 pipe.write(request.encode())
             found = self._watch(watch)
         wall_s = time.perf_counter() - started
         heard = None
         if isinstance(found, EndReason):
-            heard = written(folder, task.world_size)
+            heard = written(folder, task.num_processes)
             if found.dump:
                 watch.dump()
             self.close()
@@ -202,7 +202,7 @@ class _Server:
                 self.close()
         if said := watch.talkative():
             ending = Ending(failure=said.reason, status=said.status, void=True)
-        return judge(folder, task.world_size, ending, wall_s, heard)
+        return judge(folder, task.num_processes, ending, wall_s, heard)
 
     def close(self) -> None:
         """End the launcher, the fork server and every rank; SIGTERM first, SIGKILL after a grace period."""

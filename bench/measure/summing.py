@@ -55,7 +55,7 @@ def accumulator(backend: type[Backend], cell: Cell, rank: int, device: torch.dev
     what the mean gradient is multiplied by, 1 if all is well; ``num_updates``: in the window, 1 if all is well. More
     than one is no accumulation of gradients, so the dtype is then ``other``.
     """
-    if backend.sync is Sync.NONE or cell.virtual:
+    if backend.sync is Sync.NONE or not cell.world.has_values:
         return {"dtype": NOT_MEASURED}
     import torch
 
@@ -89,7 +89,7 @@ def error(
     or 1/N if that is the nearer one to the update's least-squares ``scale``; the update is divided by it, the known
     defect, and by nothing else, before its ``error`` is taken. None where ``accumulator`` says NOT_MEASURED.
     """
-    if backend.sync is Sync.NONE or cell.virtual:
+    if backend.sync is Sync.NONE or not cell.world.has_values:
         return None
     import torch
 

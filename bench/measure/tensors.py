@@ -67,10 +67,7 @@ class RealTensors(nullcontext[None]):
 
 def tensors(cell: Cell, device: torch.device, packages: Sequence[str] = ()) -> Tensors:
     """What the cell's tensors are made of; ``packages`` are those that its backend requires."""
-    if not cell.fake_tensors:
-        return RealTensors(device, cell.workload)
-
-    return FakeTensors(device, packages)
+    return RealTensors(device, cell.workload) if cell.world.computes else FakeTensors(device, packages)
 
 
 KEPT_ELEMENTS = 65_536

@@ -70,7 +70,7 @@ class RankTrial:
         if self.cell.backend == REFERENCE:
             self._loss = sliced(self._loss, self.cell.global_batch_size, self.workload.tokens_per_sample)
         # Samples per update of the ranks that exist: all, or the one of a virtual world.
-        self._batch_size = self.cell.accumulate * self.cell.micro_batch_size * spec.world_size
+        self._batch_size = self.cell.accumulate * self.cell.micro_batch_size * self.cell.num_processes
         # The tokens of all windows lie ready on the device, so that no pass times their making or copying.
         windows = max(self.cell.windows, SETTLED_WINDOWS + 1)
         self.data = self._tensors.data(self.workload.data, windows * self._batch_size)
@@ -90,15 +90,6 @@ class RankTrial:
             "device_name": _device_name(self.device),
             "device_uuid": _device_uuid(self.device),
         }
-        passes: dict[str, Callable[[], Any]] = {
-            "time": self.time,
-            "update": self.update,
-            "collectives": self.collectives,
-            "memory": self.memory,
-            "accumulation": self.accumulation,
-            "dispatch": self.dispatch,
-            "exposure": self.exposure,
-        }
         if "dispatch" in self.spec.passes:
             from bench.measure.operators import plain_work
 
@@ -108,7 +99,7 @@ class RankTrial:
             heartbeat.beat()
             try:
                 with self._tensors:
-                    result[name] = passes[name]()
+                    result[name] = getattr(self, name)()
             except Exception as error:
                 error.add_note(f"in the {name} pass")
                 raise
@@ -121,7 +112,7 @@ class RankTrial:
         """What the formulas need to know of a model that is not shipped; None where it has to be built first."""
         from bench.workload.structure import record
 
-        if self.cell.fake_tensors or self.rank != 0:
+        if not self.cell.world.computes or self.rank != 0:
             return None
         model = self.workload.model().to(self.device)
         return record(model, self.workload.blocks(model), self.workload.loss, self.data[:1]).to_json()
@@ -148,7 +139,7 @@ class RankTrial:
             lambda samples: data[samples.start : samples.stop],
             windows=windows,
             accumulate=cell.accumulate,
-            world_size=self.spec.world_size,
+            world_size=cell.num_processes,
             rank=self.rank,
             global_batch_size=self._batch_size,
         )
@@ -239,7 +230,7 @@ class RankTrial:
             backend = self.train(taps, self.cell.windows)
         found = updates(taps.events)
         reached = clock.moments([update.mark for update in found])
-        counted = [] if self.cell.virtual else taps.losses  # those of a virtual world mean nothing
+        counted = taps.losses if self.cell.world.has_values else []
         losses = torch.stack(counted).double().cpu() if counted else torch.empty(0, dtype=torch.double)
         accumulate = self.cell.accumulate
         windows = len(losses) // accumulate
@@ -329,7 +320,7 @@ class RankTrial:
         """
         from bench.measure.memory import MemoryProbe
 
-        probe = MemoryProbe(self.device.type, fake=self.cell.fake_tensors)
+        probe = MemoryProbe(self.device.type, fake=not self.cell.world.computes)
         taps = Taps(time.perf_counter)
         window = SettledWindow(self.cell.accumulate)
 

@@ -6,12 +6,14 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from bench.errors import shown
+from bench.plan.world import World
+from bench.words import plural
 
 REFERENCE, SHARDED_REFERENCE = REFERENCES = ("reference", "reference-sharded")
 """Names of the backends that are the truth: the full batch at once in fp32, by one process in plain PyTorch; or by all
@@ -154,15 +156,23 @@ class Cell:
     twin: str = ""
     """A second label for the same work, so that a cell can be compared with itself; empty for the cell itself."""
     virtual: bool = False
-    """Whether one process is rank 0 of a world whose other ranks are pretended: shapes and counts, but no values."""
     fake_tensors: bool = False
-    """In a virtual world: whether tensors have shapes but no memory."""
     shared_gpu: bool = False
-    """Whether ranks share GPUs, and talk over gloo: values, counts and memory as ever, but nothing is timed."""
+    """Which ``world`` it is, as ids have it; nobody asks these three."""
     activation_checkpointing: bool = False
     """Whether a block keeps only its input for the backward, and computes its forward once more there."""
     compiled: bool = False
     """Whether each block is compiled by ``torch.compile``."""
+
+    @property
+    def world(self) -> World:
+        """What its ranks are."""
+        return World.of(virtual=self.virtual, fake_tensors=self.fake_tensors, shared_gpu=self.shared_gpu)
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks that exist: W, or rank 0 alone."""
+        return self.world_size if self.world.has_all_ranks else 1
 
     @property
     def micro_batch_size(self) -> int:
@@ -187,8 +197,7 @@ class Cell:
     @property
     def label(self) -> str:
         """A short name for people: backend, N, W, precision, and what else is not as usual."""
-        named = f"{self.backend} N={self.accumulate} W={self.world_size} {self.precision}"
-        named += " virtual" * self.virtual + " shared GPU" * self.shared_gpu
+        named = f"{self.backend} N={self.accumulate} W={self.world_size} {self.precision} {self.world.word}".rstrip()
         named += " checkpointed" * self.activation_checkpointing + " compiled" * self.compiled
         return named + (f" (A/A {self.twin})" if self.twin else "")
 
@@ -213,7 +222,7 @@ class Cell:
         size = SIZES.get(self.model) if self.device is Device.CUDA and self.workload == "llama" else None
         if sharded is None:
             too_large = size is not None and 16 * size.num_parameters > SINGLE_STATE_BYTES
-            sharded = too_large and not self.shared_gpu
+            sharded = too_large and not self.world.shares_gpus
         sharded = sharded and self.world_size > 1
         found = dataclasses.replace(
             self,
@@ -257,3 +266,18 @@ class Cell:
         if min(cell.accumulate, cell.world_size) < 1:
             raise ValueError(f"accumulate is {cell.accumulate} and world_size {cell.world_size}; both are at least 1")
         return cell
+
+
+def counted(cells: Iterable[Cell], baseline: str) -> str:
+    """How many cells a run has, and what they are there for: ``19 cells: 17 compared, 1 reference, 1 A/A twin``."""
+    every = list(cells)
+    own = [cell for cell in every if not cell.is_reference and not cell.twin]
+    others, own = ([cell for cell in own if (cell.backend == baseline) is same] for same in (False, True))
+    kinds = {
+        f"{len(others)} compared with {baseline}": others,
+        f"{len(own)} of {baseline} itself": own,
+        plural(sum(cell.is_reference for cell in every), "reference"): [cell for cell in every if cell.is_reference],
+        plural(sum(bool(cell.twin) for cell in every), "A/A twin"): [cell for cell in every if cell.twin],
+    }
+    said = ", ".join(kind for kind, those in kinds.items() if those)
+    return f"{plural(len(every), 'cell')}: {said}"

@@ -7,11 +7,11 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from bench.errors import InputError
+from bench.errors import InputError, suggest
 from bench.plan.cell import LATER, REFERENCE, REFERENCES, SHARDED_REFERENCE, Cell, Device, Precision
-from bench.plan.matrix import KEYS, METHODS, Matrix, suggest
+from bench.plan.matrix import KEYS, METHODS, Matrix
 from bench.plan.models import SIZES, describe_file, find_factory
-from bench.plan.world import Candidate, refusal
+from bench.plan.world import Candidate
 
 TWIN = "again"
 """Label of the second half of the A/A pair."""
@@ -31,18 +31,17 @@ def expand(matrix: Matrix, backends: Mapping[str, Candidate], num_gpus: int, off
     them, no GPU to share, or a backend that cannot be virtual.
     """
     parts = [_part(part, backends, num_gpus, offered) for part in matrix.parts]
-    cells = dict.fromkeys(cell.reference() for real, _ in parts for cell in real)
-    cells |= dict.fromkeys(cell for real, _ in parts for cell in real if cell.backend != REFERENCE)
-    cells |= dict.fromkeys(cell for _, virtual in parts for cell in virtual)
+    found = list(itertools.chain(*parts))
+    checked = [cell for cell in found if cell.world.has_values]
+    cells = dict.fromkeys(cell.reference() for cell in checked)
+    cells |= dict.fromkeys(cell for cell in [*checked, *found] if cell.backend != REFERENCE)
     if not cells:
         raise InputError(f"{matrix.place('axes.backend')}: {SHARDED_REFERENCE} alone needs a world of 2 ranks or more")
     base = baseline(matrix, backends)
-    for real, virtual in parts:
-        timed = [cell for cell in real if not cell.is_reference and not cell.shared_gpu]
-        timed = timed or [cell for cell in virtual if not cell.fake_tensors]
-        own = [cell for cell in timed if cell.backend == base]
+    for part in parts:
+        own = [cell for cell in part if cell.backend == base and cell.world.is_timed and not cell.is_reference]
         if own:
-            largest = max(own, key=lambda cell: (cell.world_size, cell.accumulate))
+            largest = max(own, key=lambda cell: (cell.world.has_all_ranks, cell.world_size, cell.accumulate))
             return [*cells, dataclasses.replace(largest, twin=TWIN)]
     return list(cells)
 
@@ -55,18 +54,16 @@ def once(matrix: Matrix, backends: Mapping[str, Candidate], num_gpus: int) -> li
     """
     found: dict[Cell, bool] = {}
     for part in matrix.parts:
-        for cell in itertools.chain(*_part(part, backends, num_gpus, ())):
+        for cell in _part(part, backends, num_gpus, ()):
             found[cell] = found.get(cell, True) and part["once"]
     for cell in list(found):
-        if cell.device is Device.CUDA and not cell.virtual:
+        if cell.device is Device.CUDA and cell.world.has_values:
             found |= dict.fromkeys([cell.reference(), *[cell] * cell.is_reference], True)
     return [cell.cell_id for cell, alone in found.items() if alone]
 
 
-def _part(
-    matrix: Matrix, backends: Mapping[str, Candidate], num_gpus: int, offered: Iterable[str]
-) -> tuple[list[Cell], list[Cell]]:
-    """The cells of a matrix without its groups: on real ranks, and in virtual worlds. Raises as ``expand``."""
+def _part(matrix: Matrix, backends: Mapping[str, Candidate], num_gpus: int, offered: Iterable[str]) -> list[Cell]:
+    """The cells of a matrix without its groups; those in virtual worlds last. Raises as ``expand``."""
     chosen = _chosen(matrix, backends)
     for name in chosen:
         if name not in backends:
@@ -82,9 +79,9 @@ def _part(
     virtual = _cells(matrix, chosen, corpus, matrix["virtual.world_size"], virtual=True)
     if matrix["axes.backend"] != "all":
         for cell in virtual:
-            if reason := refusal(cell, backends[cell.backend]):
+            if reason := cell.world.refusal(backends[cell.backend]):
                 raise InputError(f"{matrix.place('virtual.world_size')}: {reason}; leave it out")
-    return real, virtual
+    return real + virtual
 
 
 def _chosen(matrix: Matrix, backends: Mapping[str, Candidate]) -> list[str]:

@@ -42,8 +42,6 @@ REFERENCE_LABELS = {
     REFERENCE: "reference: one process, full batch",
     SHARDED_REFERENCE: "reference: all ranks, full batch",
 }
-VIRTUAL, REAL = "virtual world: no values, nothing is sent", "real ranks"
-SHARED = "ranks share GPUs, over gloo: nothing is timed"
 NOT_COMMUNICATION = "no bytes move between ranks: host overhead and memory policy, not communication"
 ONE_GPU, ONE_PROCESS = f"one GPU, {NOT_COMMUNICATION}", f"one process, {NOT_COMMUNICATION}"
 LOSS_FLOOR = 1e-9
@@ -92,11 +90,8 @@ def reference_keys(panels: Sequence[Panel], value: str) -> list[Key]:
 
 
 def of_one_process(trials: pd.DataFrame) -> str:
-    """What has to be said of all figures of a run whose real ranks are one; empty for others.
-
-    Worlds that are pretended beside it change nothing: their ranks are not there either.
-    """
-    real = trials[trials["virtual_world_size"].isna()]
+    """What has to be said of all figures of a run whose ranks are one, but for worlds without all ranks; or nothing."""
+    real = trials[[world.has_all_ranks for world in trials["world"]]]
     if real.empty or not (real["world_size"] == 1).all():
         return ""
     return ONE_GPU if (real["device"] == "cuda").all() else ONE_PROCESS

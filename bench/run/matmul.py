@@ -62,7 +62,7 @@ def tasks(cells: Iterable[Cell], threads: int, folder: Path) -> list[MatmulTask]
     """
     wanted: dict[tuple[Device, int], dict[Precision, None]] = {}
     for cell in cells:
-        if not cell.is_reference and not cell.virtual and not cell.shared_gpu:
+        if not cell.is_reference and cell.world.times_communication:
             wanted.setdefault((cell.device, cell.world_size), {})[cell.precision] = None
     return [
         MatmulTask(

@@ -255,7 +255,7 @@ class Runner:
             folder=str(folder.resolve()),
             reference=str(self._reference_file(cell).resolve()),
             corpus=self._corpus and str(Path(self._corpus).resolve()),
-            threads=machine.threads_per_rank(1 if cell.virtual else cell.world_size, self._threads),
+            threads=machine.threads_per_rank(cell.num_processes, self._threads),
         )
         with self._telemetry if cell.device is Device.CUDA else contextlib.nullcontext():
             return self._launcher.run(asked, self._timeout_s, self._inactivity_s)

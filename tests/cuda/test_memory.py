@@ -30,7 +30,7 @@ def cells() -> dict[str, Cell]:
     """
     found: dict[str, Cell] = {}
     for cell in expand(matrix_file.load("gpu"), registry(), 1):
-        if cell.backend not in REFERENCES and not cell.virtual:
+        if cell.backend not in REFERENCES and cell.world.has_all_ranks:
             found.setdefault(cell.model, dataclasses.replace(cell, timed_windows=2))
     found["135m"] = dataclasses.replace(next(iter(found.values())), model="135m")
     return found

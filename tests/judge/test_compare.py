@@ -17,6 +17,7 @@ from bench.judge.pairs import judge_pairs, pairs_of_backends
 from bench.judge.tables import build
 from bench.judge.verdicts import Reason, Verdict
 from bench.plan.cell import Cell
+from bench.report.comparison import Report
 from bench.run.journal import JOURNAL, MANIFEST, Journal, encode, write_manifest
 from bench.run.machine import differences
 from tests.factories import PEAK_BYTES, make_cell, make_failure, make_manifest, make_matrix, make_record
@@ -317,3 +318,28 @@ class TestBadInput:
         del manifest["backends"]
         write_manifest(Path(run), manifest)
         self.fails(capsys, "has no key 'backends'", run, run)
+
+
+class TestForest:
+    def report(self, run: Run, rows: list[pairs.ComparedPair], **changes: Any) -> Report:
+        values: dict[str, Any] = {
+            "a": "ddp-eager of made",
+            "b": "ddp-deferred of made",
+            "rows": rows,
+            "differences": [],
+            "remarks": ["words that have to stand beside the numbers, and take more than one line of the figure " * 2],
+            "notes": [],
+            "margin": 0.02,
+        }
+        return Report(**(values | changes))
+
+    def rows(self, factors: Sequence[int], **options: Any) -> tuple[Run, list[pairs.ComparedPair]]:
+        speeds: dict[Cell, float] = {}
+        for i, n in enumerate(factors):
+            for seed in (0, 1):
+                speeds[make_cell(backend="ddp-eager", accumulate=n, seed=seed)] = 0.5
+                speeds[make_cell(accumulate=n, seed=seed)] = 0.5 * (0.9 + 0.05 * i)
+        wrong = {"update": {"error": 0.5, "scale": 0.25, "residual": 1e-7}}
+        bad = lambda c, _: wrong if c.backend == "ddp-deferred" and c.accumulate == 8 else {}  # noqa: E731
+        run = make_run(speeds, 6, changes=bad)
+        return run, judged(run, **options)

@@ -45,7 +45,7 @@ import time
 from pathlib import Path
 
 from bench.measure import heartbeat
-from bench.plan.cell import Device
+from bench.plan.task import Task
 from bench.launch.rank import join, live
 
 
@@ -56,7 +56,7 @@ def run(payload):
     def work(rank):
         if task["act"] == "end" and rank == task["rank"]:
             connect_late(folder)
-        join(Device.CPU, threads=1, seed=0)
+        join(Task(backend="", world_size=2, folder=str(folder)))
         (folder / f"joined{rank}").write_text(str(time.monotonic()))
         if rank == task["rank"]:
             globals()[task["act"]](folder)
@@ -183,7 +183,7 @@ class Act:
     group: bool = False
     entry: ClassVar[str] = "acts:run"
     backend: str = "ddp-eager"
-    world_size: int = 2
+    num_processes: int = 2
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))

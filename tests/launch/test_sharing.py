@@ -17,6 +17,8 @@ from bench.judge.gates import judge
 from bench.launch import gpus, rank
 from bench.plan.cell import REFERENCE, Device
 from bench.plan.expand import expand
+from bench.plan.task import Task
+from bench.plan.world import World
 from tests.factories import make_cell, make_manifest, make_matrix, make_record
 
 BACKENDS = registry()
@@ -40,10 +42,10 @@ def test_more_ranks_than_gpus_are_cells_of_their_own() -> None:
     alone = expand(make_matrix({"device": "cuda"}, world_size=[2, 4]), BACKENDS, 4)
     (reference,) = [cell for cell in cells if cell.backend == REFERENCE]
     others = [cell for cell in cells if cell.backend != REFERENCE]
-    assert others and all(cell.shared_gpu for cell in others)
+    assert others and all(cell.world.shares_gpus for cell in others)
     assert {cell.world_size for cell in others} == {2, 4}
     assert not any(cell.twin for cell in cells), "there is no noise to be measured"
-    assert not reference.shared_gpu and reference in alone, "the reference has the GPU for itself"
+    assert not reference.world.shares_gpus and reference in alone, "the reference has the GPU for itself"
     assert not {cell.cell_id for cell in others} & {cell.cell_id for cell in alone}
     assert all(cell.label.endswith(" shared GPU") for cell in others)
 
@@ -78,6 +80,10 @@ def test_ranks_are_dealt_out_to_the_gpus() -> None:
         rank.shared_gpu_environment(0, 2, [])
 
 
+def cuda_task(world_size: int, world: World = World.REAL) -> Task:
+    return Task(backend="", world_size=world_size, folder="", device=Device.CUDA, world=world)
+
+
 @pytest.fixture
 def joined(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What is called on the way into a process group on pretended GPUs, of rank 3 of 4."""
@@ -93,7 +99,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_a_rank_that_shares_joins_over_gloo_on_its_only_device(joined: list[Any]) -> None:
-    own = rank.join(Device.CUDA, threads=1, seed=0, shared_gpu=True)
+    own = rank.join(cuda_task(4, World.SHARED_GPU))
     assert own == torch.device("cuda", 0)
     assert joined == ["cuda:0 of GPU-1", ((rank.SHARED_GPU_GROUP,), {}), "barrier"]
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "1", "CUDA has read the UUID; DeepSpeed reads indices only"
@@ -101,7 +107,7 @@ def test_a_rank_that_shares_joins_over_gloo_on_its_only_device(joined: list[Any]
 
 
 def test_a_rank_with_a_gpu_of_its_own_joins_over_nccl(joined: list[Any]) -> None:
-    own = rank.join(Device.CUDA, threads=1, seed=0)
+    own = rank.join(cuda_task(4))
     assert own == torch.device("cuda", 3)
     assert joined == ["cuda:3 of None", (("nccl",), {"device_id": own})]
     assert os.environ["LOCAL_RANK"] == "3"
@@ -118,7 +124,7 @@ def test_a_rank_with_a_gpu_of_its_own_joins_over_nccl(joined: list[Any]) -> None
 )
 def test_frameworks_read_indices_where_the_user_gave_uuids(joined: list[Any], given: str, becomes: str) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = given
-    rank.join(Device.CUDA, threads=1, seed=0)
+    rank.join(cuda_task(4))
     assert joined[0] == f"cuda:3 of {given}", "CUDA is told what the user said"
     assert os.environ["CUDA_VISIBLE_DEVICES"] == becomes
 
