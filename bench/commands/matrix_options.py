@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from bench.backends.base import Backend, registry
@@ -52,111 +52,46 @@ OPTIONS = {
 
 def add_matrix_options(parser: argparse.ArgumentParser) -> None:
     """Add the options; a list is given with commas or by repeating the option."""
-    names = ", ".join(matrix_file.names())
     add = parser.add_argument
-    add(
-        "--matrix",
-        default="auto",
-        metavar="NAME|FILE",
-        help=f"auto (gpu or cpu, as the machine is), {names}, or a TOML file",
+
+    def several(option: str, read: Callable[[str], list[Any]], metavar: str, words: str) -> None:
+        add(option, action="append", type=read, metavar=f"{metavar}[,{metavar}]", help=words)
+
+    def switch(option: str, words: str) -> None:
+        add(option, action="store_true", default=None, help=words)
+
+    names = ", ".join(matrix_file.names())
+    words = f"auto (gpu or cpu, as the machine is), {names}, or a TOML file"
+    add("--matrix", default="auto", metavar="NAME|FILE", help=words)
+    words = "only these backends, or all but those of installed packages (see 'backends'); module:Class for your own"
+    several("--backend", backend_names, "B", words)
+    several("--accumulate", _integers, "N", "micro-batches per optimizer step on a rank")
+    words = (
+        "samples per micro-batch on a rank; with --accumulate the global batch follows, else it is held and N follows"
     )
-    add(
-        "--backend",
-        action="append",
-        type=backend_names,
-        metavar="B[,B]",
-        help="only these backends, or all but those of installed packages (see 'backends'); module:Class for your own",
-    )
-    add(
-        "--accumulate",
-        action="append",
-        type=_integers,
-        metavar="N[,N]",
-        help="micro-batches per optimizer step on a rank",
-    )
-    add(
-        "--micro-batch",
-        action="append",
-        type=_integers,
-        metavar="M[,M]",
-        help="samples per micro-batch on a rank; with --accumulate the global batch follows, else it is held and N "
-        "follows; in a virtual world N is held",
-    )
-    add(
-        "--world-size",
-        action="append",
-        type=_integers_or_all,
-        metavar="W[,W]",
-        help="numbers of ranks, or 'all' for one per GPU",
-    )
-    add(
-        "--share-gpu",
-        action="store_true",
-        default=None,
-        help="let the ranks of --world-size share the GPUs, over gloo: values, counts and memory, but no times; one "
-        "trial per cell unless --repeats is given",
-    )
-    add(
-        "--virtual-world",
-        action="append",
-        type=_integers,
-        metavar="W[,W]",
-        help="one process acts as rank 0 of W: shapes, memory, counts and bytes, but no values; without --world-size, "
-        "nothing else runs",
-    )
-    add(
-        "--fake-tensors",
-        action="store_true",
-        default=None,
-        help="in a virtual world: compute and allocate nothing, which leaves no time to measure",
-    )
-    add(
-        "--precision",
-        action="append",
-        type=split_names,
-        metavar="P[,P]",
-        help=f"dtypes of forward and backward: {', '.join(Precision)}",
-    )
-    add("--optimizer", action="append", type=split_names, metavar="O[,O]", help=", ".join(matrix_file.OPTIMIZERS))
-    add(
-        "--clip-norm",
-        action="append",
-        type=_numbers,
-        metavar="C[,C]",
-        help="limits of the gradient's norm; 0 for no clipping",
-    )
-    add(
-        "--activation-checkpointing",
-        action="append",
-        type=_switches,
-        metavar="on|off[,..]",
-        help="blocks keep their input alone, and are recomputed in the backward",
-    )
-    add(
-        "--compiled",
-        action="append",
-        type=_switches,
-        metavar="on|off[,..]",
-        help="compile each block with torch.compile",
-    )
+    several("--micro-batch", _integers, "M", f"{words}; in a virtual world N is held")
+    several("--world-size", _integers_or_all, "W", "numbers of ranks, or 'all' for one per GPU")
+    words = "let the ranks of --world-size share the GPUs, over gloo: values, counts and memory, but no times"
+    switch("--share-gpu", f"{words}; one trial per cell unless --repeats is given")
+    words = "one process acts as rank 0 of W: shapes, memory, counts and bytes, but no values"
+    several("--virtual-world", _integers, "W", f"{words}; without --world-size, nothing else runs")
+    words = "in a virtual world: compute and allocate nothing, which leaves no time to measure"
+    switch("--fake-tensors", words)
+    several("--precision", split_names, "P", f"dtypes of forward and backward: {', '.join(Precision)}")
+    several("--optimizer", split_names, "O", ", ".join(matrix_file.OPTIMIZERS))
+    several("--clip-norm", _numbers, "C", "limits of the gradient's norm; 0 for no clipping")
+    words = "blocks keep their input alone, and are recomputed in the backward"
+    several("--activation-checkpointing", _switches, "on|off", words)
+    several("--compiled", _switches, "on|off", "compile each block with torch.compile")
     add("--repeats", type=int, metavar="R", help="trials per cell; more only if --max-repeats allows")
-    add(
-        "--max-repeats",
-        type=int,
-        metavar="R",
-        help="most trials per cell, while its interval is wider than --interval-width",
-    )
+    words = "most trials per cell, while its interval is wider than --interval-width"
+    add("--max-repeats", type=int, metavar="R", help=words)
     add("--interval-width", type=share, metavar="P", help="width of the intervals at which repeats end, such as 2%%")
     add("--budget", type=duration, metavar="TIME", help="start no block of trials after this time: 90s, 20m, 1h")
-    add("--baseline", metavar="B", help="the backend to compare with, which is also compared with itself (A/A)")
+    words = "the backend to compare with, which is also compared with itself (A/A)"
+    add("--baseline", metavar="B", help=words)
     add("--seed", type=int, metavar="S", help="seed of weights, tokens and order")
-    add(
-        "--seeds",
-        action="append",
-        type=_integers,
-        metavar="S[,S]",
-        help="seeds of weights and tokens, as an axis",
-    )
+    several("--seeds", _integers, "S", "seeds of weights and tokens, as an axis")
     add("--batch", type=int, metavar="B", help="global batch: samples per optimizer step over all ranks")
     add("--sequence", type=int, metavar="S", help="tokens per sample")
     add("--model", metavar="SIZE", help="size of the model")
@@ -164,9 +99,8 @@ def add_matrix_options(parser: argparse.ArgumentParser) -> None:
     add("--corpus", metavar="FILE", help="a text file whose bytes are the tokens")
     add("--device", metavar="|".join(Device), help="what the ranks run on")
     add("--timeout", type=float, metavar="SECONDS", help="limit of a whole trial")
-    add(
-        "--inactivity", type=float, metavar="SECONDS", help="limit of the time without progress on any rank; 0 for none"
-    )
+    words = "limit of the time without progress on any rank; 0 for none"
+    add("--inactivity", type=float, metavar="SECONDS", help=words)
     add("--try-all", action="store_true", help="on GPUs: also run cells that are predicted not to fit into memory")
 
 

@@ -162,21 +162,11 @@ def record(one: Prediction, link: Link | None, compute_s: float | None, bounds: 
         "refusal": one.refusal,
         "defect": one.defect(n),
         "memory": {},
-        "peak_memory_bytes": None,
-        "peak_at": None,
         "held": {},
         "collectives": [],
-        "num_calls": None,
-        "wire_bytes": None,
-        "communication_s": None,
         "compute_s": compute_s,
-        "lower_s": None,
-        "upper_s": None,
-        "fits": None,
-        "best": None,
-        "recommended": None,
-        "may_be_fastest": None,
-        "best_where": None,
+        **dict.fromkeys(("peak_memory_bytes", "peak_at", "num_calls", "wire_bytes", "communication_s")),
+        **dict.fromkeys(("lower_s", "upper_s", "fits", "best", "recommended", "may_be_fastest", "best_where")),
     }
     if one.refusal:
         return values
