@@ -45,7 +45,7 @@ def changed(key: str, value: Any) -> dict[str, Any]:
 
 def test_defaults() -> None:
     values = parse(make_document()).values
-    assert values.keys() == matrix_file.KEYS.keys()
+    assert values.keys() == set(matrix_file.KEYS)
     assert (values["repeats"], values["timeout_s"], values["workload.model"]) == (3, 600, "tiny")
     assert (values["training.warmup_windows"], values["training.timed_windows"]) == (3, 12)
     assert values["axes.precision"] == ["fp32"]
@@ -94,7 +94,7 @@ def test_every_key_can_be_given() -> None:
         "virtual.fake_tensors": True,
         "virtual.alone": True,
     }
-    assert given_values.keys() | {"training.optimizer"} == matrix_file.KEYS.keys()
+    assert given_values.keys() | {"training.optimizer"} == set(matrix_file.KEYS)
     document: dict[str, Any] = {}
     for key, value in given_values.items():
         table, _, inner = key.rpartition(".")
@@ -363,14 +363,10 @@ def test_a_matrix_without_groups_has_the_cells_it_had(name: str, first: str | No
     [
         ({"once": 1}, "once of group 2 is 1; it must be true or false: whether each cell has one trial"),
         ({"repeats": 1}, "repeats of group 2 cannot be set there; it is one for the whole matrix"),
-        ({"budget_s": 3}, "budget_s of group 2 cannot be set there; it is one for the whole matrix"),
         ({"workload": {"corpus": "a.txt"}}, "workload.corpus of group 2 cannot be set there; it is one for the whole"),
-        ({"training": {"seed": 1}}, "training.seed of group 2 cannot be set there; it is one for the whole"),
         ({"workload": {"modle": "1b"}}, "workload.modle of group 2 cannot be set there; did you mean workload.model?"),
         ({"axes": {"accumulate": [0]}}, "axes.accumulate of group 2 is [0]; it must be a list of integers"),
-        ({"axes": 3}, "in group 2, axes must be a table, [axes]"),
         ({"groups": [{"once": True}]}, "groups of group 2 cannot be set there; it is one for the whole"),
-        ({"xyzzy": 1}, "xyzzy of group 2 cannot be set there; use one of once, workload.workload"),
     ],
 )
 def test_what_is_wrong_in_a_group_is_named(group: dict[str, Any], words: str) -> None:
