@@ -125,7 +125,7 @@ def _train(
 
     cells = [Cell.from_dict(cell) for cell in manifest["cells"]]
     gpus = launch_gpus.gpus() if any(cell.device is Device.CUDA for cell in cells) else []
-    display = Display(Console(), costs(cells, backends, gpus, start.skipped_of(manifest)), manifest)
+    display = Display(Console(), costs(cells, backends, gpus, manifest.get("skipped") or {}), manifest)
     launcher = Launcher(cells[0].device, cold=manifest["cold"])
     work = runner.Runner(folder, manifest, backends, launcher, display, look, retry_failed=retry_failed)
     go_on = f"python -m bench run --resume {folder}"
