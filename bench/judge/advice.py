@@ -17,10 +17,10 @@ from bench.words import plural
 
 BENCH = ("python", "-m", "bench")
 VIRTUAL = (
-    "virtual world: one process is rank 0 of W and nothing is sent, so no step is timed; memory, calls and bytes are "
+    "Virtual world: one process is rank 0 of W and nothing is sent, so no step is timed; memory, calls and bytes are "
     "those of a real rank"
 )
-SHARED = "the ranks shared GPUs, over gloo, so no step is timed; memory, calls and updates are those of real ranks"
+SHARED = "The ranks shared GPUs, over gloo, so no step is timed; memory, calls and updates are those of real ranks"
 PARTNERS = ("ddp-deferred", "fsdp2-deferred")
 """Of these, one is proposed where a run has a single backend."""
 FLAGS = frozenset({"--quiet", "--json", "--retry-failed"})
@@ -53,14 +53,17 @@ def obstacle(run: Run, found: Standing, folder: Path) -> Obstacle | None:
         named = list(dict.fromkeys(cell.backend for cell in run.cells.values() if not cell.is_reference))
         more = next(name for name in PARTNERS if name not in named)
         return Obstacle(
-            reason="no two cells of the run differ in the backend alone",
+            reason="No two cells of the run differ in the backend alone",
             command=again(run, **{"--backend": ",".join([*named, more])}),
         )
     if any(_is_measured(row) for row in rows):
         return None
     reasons = Counter(row.judgement.reason for row in rows)
-    details = {row.judgement.reason: row.judgement.detail for row in reversed(rows)}
-    said = [f"{reason}: {details[reason]}" for reason, _ in reasons.most_common()]
+    details = {row.judgement.reason: row.judgement.detail.partition("; ")[0] for row in reversed(rows)}
+    said = [
+        details[reason] + (f" ({count} of {plural(len(rows), 'comparison')})" if len(reasons) > 1 else "")
+        for reason, count in reasons.most_common()
+    ]
     if Reason.FEW_TRIALS not in reasons and _repeats(run) < MIN_TRIALS:
         said.append(f"{plural(_repeats(run), 'repeat')}, and an interval needs {MIN_TRIALS}")
     return Obstacle(reason="; ".join(said), command=next_command(run, set(reasons), folder))

@@ -103,16 +103,9 @@ def _alarm(of: Material) -> Statement | None:
     found = of.obstacle
     if found is None:
         return None
-    reason = cut(REPEATS.sub("", found.reason))
-    if not found.command:
-        return Statement(key="alarm", title="No times", text=f"{reason[0].upper()}{reason[1:]}.")
-    return Statement(
-        key="alarm",
-        title="No times can be compared",
-        text=f"{reason[0].upper()}{reason[1:]}.",
-        is_warning=True,
-        command=found.command,
-    )
+    text = _sentence(cut(REPEATS.sub("", found.reason)))
+    title = "No times can be compared" if found.command else "No times"
+    return Statement(key="alarm", title=title, text=text, is_warning=bool(found.command), command=found.command)
 
 
 def _fastest(of: Material, group: Group) -> Iterator[Statement]:
@@ -211,7 +204,7 @@ def _failed(of: Material) -> Iterator[Statement]:
 
 
 def _sentence(text: str) -> str:
-    return text if text.endswith(".") else f"{text}."
+    return text if text.endswith((".", "]")) else f"{text}."
 
 
 def _by_reason(of: Material, rows: pd.DataFrame) -> dict[str, list[dict[str, Any]]]:

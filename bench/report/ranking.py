@@ -36,7 +36,7 @@ COLUMNS = (
     RankedColumn("seconds", "s/step"),
     RankedColumn("seconds_ends", "95 %", drop=3),
     RankedColumn("ratio", "ratio"),
-    RankedColumn("ratio_ends", "95 %"),
+    RankedColumn("ratio_ends", "95 %", drop=1),
     RankedColumn("verdict", "verdict", is_number=False, drop=4),
     RankedColumn("memory", "memory"),
     RankedColumn("memory_ratio", "ratio", drop=5),
