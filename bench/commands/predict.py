@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.commands.options import share, split_names
-from bench.errors import GOOD, InputError
+from bench.errors import GOOD, InputError, suggest
 
 if TYPE_CHECKING:
     from bench.plan.cell import Cell
@@ -225,7 +225,7 @@ def _cell(arguments: argparse.Namespace) -> Cell:
     from bench.plan.models import SIZES
 
     if arguments.model not in SIZES:
-        raise InputError(f"--model: '{arguments.model}' is unknown; use one of {', '.join(SIZES)}")
+        raise InputError(f"--model: '{arguments.model}' is unknown; {suggest(arguments.model, SIZES)}")
     return Cell(
         backend="",
         model=arguments.model,
@@ -242,8 +242,6 @@ def _cell(arguments: argparse.Namespace) -> Cell:
 
 def _backends(names: list[list[str]] | None) -> list[str]:
     """The names that ``--backend`` gives, in the registry's order; of all, those with formulas."""
-    import difflib
-
     from bench.judge.formulas import BUILT_IN
     from bench.plan.cell import REFERENCES
 
@@ -257,9 +255,7 @@ def _backends(names: list[list[str]] | None) -> list[str]:
         if name in REFERENCES:
             raise InputError(f"--backend: {name} accumulates nothing, so nothing is predicted; leave it out")
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
-            raise InputError(f"--backend: '{name}' has no formulas; {hint}")
+            raise InputError(f"--backend: '{name}' has no formulas; {suggest(name, known)}")
     return [name for name in known if name in asked]
 
 
@@ -281,9 +277,8 @@ def _compute(arguments: argparse.Namespace, cell: Cell) -> tuple[float | None, s
             raise InputError(f"--peak: {error}") from error
     else:
         if arguments.peak not in PEAK_FLOPS:
-            raise InputError(
-                f"--peak: '{arguments.peak}' is unknown; use one of {', '.join(PEAK_FLOPS)}, or a rate: 989TFLOP/s"
-            )
+            hint = suggest(arguments.peak, [*PEAK_FLOPS, "a rate: 989TFLOP/s"])
+            raise InputError(f"--peak: '{arguments.peak}' is unknown; {hint}")
         known = peak_flops(arguments.peak, cell.precision)
         if known is None:
             raise InputError(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.commands.options import backend_names, split_names
-from bench.errors import BAD, GOOD, INTERRUPTED, InputError
+from bench.errors import BAD, GOOD, INTERRUPTED, InputError, suggest
 from bench.plan.cell import REFERENCES, Device
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def _semantics(arguments: argparse.Namespace) -> int:
     from bench.audit import suite as audit_suite
     from bench.audit.diagnosis import observation
     from bench.audit.reading import Reading
-    from bench.audit.semantics_files import show_conformance, write_files
+    from bench.audit.semantics_files import show, write
     from bench.launch.launcher import Launcher, LauncherError
 
     scenarios = _scenarios(arguments)
@@ -151,9 +151,9 @@ def _semantics(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(found[0] if total == 1 and found else found))
     else:
-        show_conformance(found)
+        show(found)
     if folders and found:
-        write_files(arguments, found, *folders)
+        write(arguments, found, *folders)
     if interrupted:
         return INTERRUPTED
     return BAD if any(one["level"] == "wrong" for one in found) else GOOD
@@ -186,14 +186,8 @@ def _scenarios(arguments: argparse.Namespace) -> list[Scenario]:
             values[field] = _integers(name, values[field])
     if arguments.max_steps is not None and arguments.epochs is None:
         values["epochs"] = None
-    try:
-        return [Scenario.from_dict({**values, "drop_last": arguments.drop_last})]
-    except InputError as error:
-        if str(error).startswith("--"):
-            raise
-        field = str(error).partition(" ")[0].rstrip(":")
-        option = next((name for name, key in SCENARIO_OPTIONS.items() if key == field), field).replace("_", "-")
-        raise InputError(f"--{option}{str(error).removeprefix(field)}") from error
+    options = {field: f"--{name.replace('_', '-')}" for name, field in SCENARIO_OPTIONS.items()}
+    return [Scenario.from_dict({**values, "drop_last": arguments.drop_last}, "", lambda key: options.get(key, key))]
 
 
 def _of_suite(arguments: argparse.Namespace) -> list[Scenario]:
@@ -205,7 +199,7 @@ def _of_suite(arguments: argparse.Namespace) -> list[Scenario]:
     known = [one.name for one in suite]
     for name in wanted:
         if name not in known:
-            raise InputError(f"--scenario {name}: {path.name} has no such scenario; use {', '.join(known)}")
+            raise InputError(f"--scenario {name}: {path.name} has no such scenario; {suggest(name, known)}")
     return [one for one in suite if not wanted or one.name in wanted]
 
 
@@ -239,7 +233,7 @@ def _backends(wanted: list[list[str]] | None, device: Device) -> list[str]:
         if name in REFERENCES:
             raise InputError(f"--backend {name}: accumulates nothing; it is what the others are held against")
         if name not in known:
-            raise InputError(f"--backend {name}: unknown; use {', '.join(known)}")
+            raise InputError(f"--backend {name}: unknown; {suggest(name, known)}")
         if reason := known[name].missing(device):
             raise InputError(f"--backend {name}: {reason}")
     return list(dict.fromkeys(names))

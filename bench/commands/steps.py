@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bench.commands.options import backend_names
-from bench.errors import GOOD, InputError
+from bench.errors import GOOD, InputError, suggest
 from bench.words import plural
 
 if TYPE_CHECKING:
@@ -114,9 +113,7 @@ def _chosen(asked: Sequence[str], known: Mapping[str, type[Backend]]) -> dict[st
         raise InputError("--backend: no name is given; it must be 'all' or a list of backend names")
     for name in asked:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
-            raise InputError(f"--backend: '{name}' is unknown; {hint}")
+            raise InputError(f"--backend: '{name}' is unknown; {suggest(name, known)}")
     return {name: backend for name, backend in known.items() if name in asked}
 
 

@@ -6,13 +6,14 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from bench.errors import shown
 from bench.plan.world import World
+from bench.words import plural
 
 REFERENCE, SHARDED_REFERENCE = REFERENCES = ("reference", "reference-sharded")
 """Names of the backends that are the truth: the full batch at once in fp32, by one process in plain PyTorch; or by all
@@ -265,3 +266,18 @@ class Cell:
         if min(cell.accumulate, cell.world_size) < 1:
             raise ValueError(f"accumulate is {cell.accumulate} and world_size {cell.world_size}; both are at least 1")
         return cell
+
+
+def counted(cells: Iterable[Cell], baseline: str) -> str:
+    """How many cells a run has, and what they are there for: ``19 cells: 17 compared, 1 reference, 1 A/A twin``."""
+    every = list(cells)
+    own = [cell for cell in every if not cell.is_reference and not cell.twin]
+    others, own = ([cell for cell in own if (cell.backend == baseline) is same] for same in (False, True))
+    kinds = {
+        f"{len(others)} compared with {baseline}": others,
+        f"{len(own)} of {baseline} itself": own,
+        plural(sum(cell.is_reference for cell in every), "reference"): [cell for cell in every if cell.is_reference],
+        plural(sum(bool(cell.twin) for cell in every), "A/A twin"): [cell for cell in every if cell.twin],
+    }
+    said = ", ".join(kind for kind, those in kinds.items() if those)
+    return f"{plural(len(every), 'cell')}: {said}"

@@ -17,9 +17,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from bench import fields
 from bench.errors import InputError
 from bench.run import manifest as run_manifest
-from bench.run.manifest import wrong
+from bench.run.manifest import Manifest
 
 
 def earlier_walls(results: Path) -> dict[str, float]:
@@ -93,8 +94,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         )
     if version != SCHEMA_VERSION:
         manifest = run_manifest.apply(run_manifest.MANIFEST, manifest, version) | {UPGRADED: version}
-    if place := wrong(manifest):
-        raise InputError(f"{path}: {place}; restore the file")
+    fields.read(Manifest, manifest, f"{path}: ")
     return manifest
 
 

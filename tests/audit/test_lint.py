@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from bench import cli
 from bench.audit.lint import config_file, lint
-from bench.audit.lint.arithmetic import Epochs
+from bench.audit.lint.arithmetic import num_lost, windows_of
 from bench.audit.lint.known import Options
 from bench.audit.lint.logging_rules import LONGEST
 from bench.audit.lint.rates import Rates
@@ -362,11 +362,11 @@ MONITORED: list[tuple[str, Any, dict[str, Any]]] = [
     ("THR02", lightning(callbacks=[monitor()], log_every_n_steps=None, max_epochs=2), EIGHT),
     # Trainings that max_steps ends, in mid-epoch.
     ("THR02", lightning(callbacks=[monitor(30)], log_every_n_steps=2, max_steps=8), TEN),
-    # Trainings that are too long for a proof become small ones.
+    # Trainings that are too long for a proof become shorter ones.
     ("LOG01", lightning(log_every_n_steps=5001, max_epochs=2), {"samples": 40_000}),
     ("THR02", lightning(callbacks=[monitor(5)], log_every_n_steps=5001, max_epochs=2), {"samples": 40_000}),
     ("THR01", lightning(callbacks=[monitor()], accumulate_grad_batches=100), {"samples": 4 * 8 * 97}),
-    ("THR01", lightning(callbacks=[monitor()], accumulate_grad_batches=1000), {"samples": 4 * 80}),
+    ("THR01", lightning(callbacks=[monitor()], accumulate_grad_batches=200), {"samples": 4 * 80}),
     # DeepSpeed carries windows over; what it counts is what is shown.
     ("LOG01", lightning(ZERO.format(2), max_epochs=2, log_every_n_steps=5), TEN),
 ]
@@ -441,10 +441,10 @@ def test_what_is_advised_and_shown(accumulate: int, num_batches: int, window: in
     found = rates.ratios(window)
     if found is None or found.is_right:
         return
-    small, size = rates.shown(window)
-    shown = small.ratios(size)
+    small = rates.shortened(window)
+    shown = small.ratios(window)
     assert shown is not None and not shown.is_right
-    point = Point(small.accumulate, small.every, size, micro_batches=small.num_batches)
+    point = Point(small.accumulate, small.every, window, micro_batches=small.num_batches)
     assert math.prod(point.lengths) < 5 * LONGEST
 
 
@@ -532,7 +532,7 @@ def test_lost_micro_batches(accumulate: int) -> None:
             if (position + 1) % accumulate == 0:
                 used += len(open_batches)
                 open_batches.clear()
-        assert Epochs(num_batches, accumulate).lost(epochs) == epochs * num_batches - used
+        assert num_lost(windows_of(num_batches, accumulate), epochs) == epochs * num_batches - used
 
 
 # What is wrong is said in one line that names the place.
@@ -572,22 +572,26 @@ MERGE_BOMB = "trainer: &a {x: 1}\n" + "".join(
 )
 
 HOSTILE = [
-    ("c.yaml", b"trainer: !!python/object/apply:os.system ['true']\n", r":1: trainer has the tag '!!python/object"),
-    ("c.yaml", b"!!set {trainer}\n", r"the document has the tag"),
-    ("c.yaml", b"trainer: {devices: 1}\ntrainer: {devices: 2}\n", r":2: trainer is there twice \(first in line 1\)"),
-    ("c.yaml", b"trainer: {devices: 1\n", "is not YAML"),
-    ("c.yaml", b"trainer: {devices: !!int two}\n", "is no YAML value"),
+    (
+        "c.yaml",
+        b"trainer: !!python/object/apply:os.system ['true']\n",
+        r":1: is not plain YAML \(could not determine a constructor for the tag .*os.system",
+    ),
+    ("c.yaml", b"!!set {trainer}\n", r"has no keys"),
+    ("c.yaml", b"trainer: {devices: 1}\ntrainer: {devices: 2}\n", r":2: trainer is repeated \(first in line 1\)"),
+    ("c.yaml", b"trainer: {devices: 1\n", "is not plain YAML"),
+    ("c.yaml", b"trainer: {devices: !!int two}\n", ":1: is not plain YAML"),
     ("c.yaml", b"trainer: {devices: " + b"9" * 5000 + b"}\n", "."),
     ("c.yaml", b"[" * 30_000, "nested more than"),
     ("c.yaml", (BOMB + "trainer: {}\n").encode(), "with its aliases expanded"),
     ("c.yaml", b"- trainer\n", "has no keys"),
-    ("c.yaml", b"model: {}\n", "is of no known kind; a LightningCLI config has 'trainer'"),
+    ("c.yaml", b"model: {}\n", "is not a known kind of config; a LightningCLI config has 'trainer'"),
     ("c.yaml", b"#" * (config_file.MAX_BYTES + 1), "is larger than 256 KiB"),
-    ("c.json", b"{}", "is of no known kind"),
+    ("c.json", b"{}", "is not a known kind of config"),
     ("c.json", b'{// why\n"bf16": {}}', r":1: is not JSON .*comments"),
     ("c.json", b'{"a":' * 50_000, "nested more than"),
     ("c.toml", b"[training]\nsteps = 1\n", r"TOML is not read: .*; give a .yaml of"),
-    ("c.ini", b"[a]", "is of no known kind; give a .yaml"),
+    ("c.ini", b"[a]", "is not a known kind of config; give a .yaml"),
 ]
 
 
