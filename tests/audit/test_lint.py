@@ -921,7 +921,7 @@ HOSTILE = [
     ("c.yaml", b"# nothing\n", "is empty"),
     ("c.yaml", b"- trainer\n", "has no keys"),
     ("c.yaml", b"model: {}\n", "is not a known kind of config; a LightningCLI config has 'trainer'"),
-    ("c.yaml", b"\x00\x01\xff\xfe", "is not text in UTF-8"),
+    ("c.yaml", b"\x00\x01\xff\xfe", "is not UTF-8 text"),
     ("c.yaml", b"trainer: \x00", "is not plain YAML"),
     ("c.yaml", b'trainer: "\\UFFFFFFFF"', "is not plain YAML"),
     ("c.yaml", b"#" * (config_file.MAX_BYTES + 1), "is larger than 256 KiB"),
@@ -961,7 +961,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture
     (tmp_path / "folder.yaml").mkdir()
     for name, words in [
         ("missing.yaml", "cannot be read (No such file"),
-        ("folder.yaml", "is a folder"),
+        ("folder.yaml", "cannot be read (Is a directory"),
         ("x" * 300 + ".yaml", "cannot be read"),
         ("\0.yaml", "cannot be read"),
     ]:

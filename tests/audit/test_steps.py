@@ -433,7 +433,7 @@ def test_table_and_sentences(call: Any) -> None:
     assert "trainer.global_step says 4, and trainer.estimated_stepping_batches says 6" in out
     assert "lightning-ddp, lightning-fsdp2: the last window of an epoch has 2 of 4 micro-batches" in out
     assert "2 of 6 updates are 0.5 of the right one" in out
-    assert "no max_steps makes the same updates as 2 epochs" in out
+    assert "no max_steps gives the same updates as 2 epochs" in out
     assert "\nnaive: ceil(40 / 16) x 2 = 6, but carry takes 5;" in out
 
 
@@ -456,11 +456,11 @@ def test_padding_dropping_and_a_short_micro_batch_are_told(call: Any) -> None:
 
 def test_max_steps_late_never_and_too_many(call: Any) -> None:
     _, out, _ = call("--samples 10 --batch-size 1 --accumulate 4 --max-steps 5 --backend lightning-deepspeed-zero2")
-    assert "max_steps 5 stops it late, 1 update beyond: 6 are taken" in out
+    assert "max_steps 5 stops training 1 update late, after 6" in out
     short = "--samples 3 --batch-size 1 --accumulate 4 --max-steps 2 --backend lightning-deepspeed-zero2"
     _, out, _ = call(short)
     assert "trainer.global_step stays 0 and max_steps 2 is never reached: training never ends" in out
-    assert "it should after 8 micro-batches, when 2 updates are taken" in out
+    assert "it should end after 8 micro-batches, with 2 updates made" in out
     _, out, _ = call(f"{short} --epochs 9")
     assert "never reached: the epochs end it, with 6 updates taken" in out
     _, out, _ = call(f"{CASE} --max-steps 6 --backend deepspeed-zero2-eager")
@@ -476,7 +476,7 @@ def test_a_backend_that_declares_no_rule_is_not_calculated(call: Any, monkeypatc
 
     monkeypatch.setattr(DDPEager, "stepping", Stepping.UNKNOWN)
     _, out, _ = call(f"{CASE} --backend ddp-eager")
-    assert "ddp-eager: its rule is not declared, so nothing is calculated" in out
+    assert "ddp-eager: declares no rule, so nothing is calculated" in out
     _, out, _ = call(f"{CASE} --backend ddp-eager --json")
     assert json.loads(out)["rules"][0]["steps"] is None
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from pathlib import Path
@@ -151,12 +150,6 @@ def test_trainings_of_a_given_length(
     assert row["epoch"] == f"NB = {lengths[0]}" and (row["num_micro_batches_per_epoch"], row["num_epochs"]) == lengths
 
 
-def test_seconds_of_a_training_that_max_steps_ends() -> None:
-    point = Point(4, 1, 5, micro_batch_s=1, optimizer_s=100, micro_batches=10, max_steps=4)
-    assert point.seconds == 14 + 400
-    assert dataclasses.replace(point, max_steps=None, num_epochs=2).seconds == 20 + 600
-
-
 def test_training_without_an_end_is_long_enough() -> None:
     found = measure(Point(4, 5, 5, micro_batches=10))
     assert len(found.rates) >= monitor_grid.WANTED_RATES and found.verdict() is RateVerdict.UNSTEADY
@@ -264,10 +257,10 @@ def test_command_shows_what_is_never_logged(capsys: pytest.CaptureFixture[str]) 
     ("options", "words"),
     [
         (["--micro-batches", "0"], "--micro-batches: '0' is not an integer from 1"),
-        (["--epochs", "2"], "--epochs: is for a training whose --micro-batches are given"),
-        (["--max-steps", "2"], "--max-steps: is for a training whose --micro-batches are given"),
-        (["--micro-batches", "8", "--epoch", "whole"], "--micro-batches: --epoch is about the epochs that --epoch"),
-        (["--micro-batches", "8", "--out", "out"], "--micro-batches: --out is about the epochs that --epoch names"),
+        (["--epochs", "2"], "--epochs: goes with --micro-batches; add it"),
+        (["--max-steps", "2"], "--max-steps: goes with --micro-batches; add it"),
+        (["--micro-batches", "8", "--epoch", "whole"], "--micro-batches: does not go with --epoch"),
+        (["--micro-batches", "8", "--out", "out"], "--micro-batches: does not go with --out"),
         (["--accumulate", "0"], "--accumulate: '0' is not a list of integers from 1 on"),
         (["--window-size", "1,5"], "--window-size: '1,5' is not a list of integers from 2 on"),
         (["--log-every", "often"], "--log-every: 'often' is not"),
