@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from bench.errors import InputError
 
 
@@ -89,6 +87,8 @@ def run_folder(folder: Path, place: str) -> Iterator[None]:
 @contextlib.contextmanager
 def held(path: Path, place: str, advice: str) -> Iterator[None]:
     """Hold the lock of that file, and remove it afterwards. Programs that this one starts do not get it."""
+    from filelock import FileLock, Timeout
+
     lock = FileLock(path, timeout=READING_S, on_acquired=_sign)
     try:
         lock.acquire()

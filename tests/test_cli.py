@@ -195,14 +195,10 @@ def test_bad_matrix_files(place: Place, command: str, content: str | bytes, word
     ("arguments", "words"),
     [
         (["walk"], r"invalid choice: 'walk' .*run.*plan.*backends.*report"),
-        (["--colour"], r"required: COMMAND|unrecognized arguments: --colour"),
-        (["report"], r"the following arguments are required: RUN; see .* --help"),
         (["report", "nowhere"], r"nowhere: holds no run \(run.json: No such file or directory\); name a folder under"),
         (["run", "--resume", "nowhere"], r"nowhere: holds no run \(run.json: No such file or directory\)"),
-        (["run", "--resume", "."], r"holds no run"),
         (["run", *CPU, "--out", "file"], r"--out file: cannot be written \(.*\); name a folder that can"),
         (["run", *CPU, "--out", "file/below"], r"--out file/below: cannot be written \(.*\); name a folder that can"),
-        (["run", *CPU, "--out", "file/far/below"], r"--out file/far/below: cannot be written"),
     ],
 )
 def test_bad_commands_and_folders(place: Place, arguments: list[str], words: str) -> None:
@@ -448,7 +444,7 @@ def test_a_good_run(place: Place) -> None:
     assert len(Journal(place.folder / "out").read()) == 12
     trials = pd.read_parquet("out/trials.parquet")
     assert trials["status"].tolist() == ["ok"] * 12
-    assert "run out: 6 cells; writing to out" in out
+    assert "run out: 6 cells: 2 compared with " in out and "; writing to out" in out
     assert "[12/12] " in out
     assert "tables: out/*.parquet" in out and "plots:  out/plots (1 files)" in out
     assert out.splitlines()[-1] == "report: out/report.html (in short: out/report.md)"
@@ -486,16 +482,15 @@ def test_a_known_defect_is_no_surprise(place: Place) -> None:
     assert status == GOOD
     words = " ".join(out.split())
     assert "invalid" in words and "the loss is divided by N = 2 twice" in words
-    progress, summary = words.split("steps due/taken/told", 1)
+    progress, summary = words.split("backend memory ratio n correct?", 1)
     assert f"s/step; invalid, {EXPECTED}: Lightning divides the loss by N" in progress
-    assert f"This is {EXPECTED}: Lightning divides the loss by N" in summary
+    assert "lightning-deepspeed-zero2 - - 0 no" in summary
+    assert "Do not use lightning-deepspeed-zero2 (N = 2): Lightning divides the loss by N" in summary
     assert "exit status 0: all invalid trials are due to documented defects" in summary
     for report in ("report.html", "report.md"):
         said = " ".join((place.folder / "out" / report).read_text().split())
-        assert (
-            f"Invalid because of {EXPECTED}: lightning-deepspeed-zero2 N=2" in said
-        )  # among the sentences of the answer
-        assert f"This is {EXPECTED}: Lightning divides the loss by N" in said  # beside the reason
+        assert "Lightning divides the loss by N, and so does the DeepSpeed engine" in said  # among the first statements
+        assert "a documented defect of the framework" in said
 
 
 def test_a_known_defect_excuses_nothing_else(place: Place) -> None:

@@ -1,4 +1,4 @@
-"""What each backend did in each scenario: as a table of data, as a table in Markdown, and as a picture."""
+"""The conformance table: what each backend did in each scenario, in a word with its number, as data and as Markdown."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import pandas as pd
 
+from bench import words
 from bench.words import plural
 
 Observation = Mapping[str, Any]
@@ -39,29 +40,16 @@ COLUMNS = {
     "diagnosis": "string",
 }
 """Columns of the table with their dtypes. ``weight_ratio`` is the mean over all updates of the sum of coefficients over
-the right sum, empty if there was no update; samples are counted over all epochs and ranks, micro-batches per rank;
-``reported_*`` are the framework's own counters, empty where it has none, and ``steps_reported`` has all of them as
-JSON, also those of users' backends."""
+the right sum, empty without an update; samples are counted over all epochs and ranks, micro-batches per rank;
+``reported_*`` are the framework's own counters, empty where it has none; ``steps_reported`` has all of them as JSON."""
 TOLERANCE = 1e-3
-"""Relative: numbers that differ by less are no difference in behaviour."""
+"""Relative: smaller differences are no difference in behaviour."""
 KEY = (
-    "A number without words is the sum of an update's coefficients over the right one, so that 1 is right; after "
-    "mean of means it is how far a weight is from the big batch's; +1 is one more wrong finding."
+    "A number alone is the sum of an update's coefficients divided by the right sum: 1 is right. After 'mean of means' "
+    "it is the factor by which a weight differs from that in the full batch. +1 stands for one more wrong finding."
 )
-MORE = 1
+FURTHER = 1
 """Further wrong findings that a cell of the Markdown table names; it counts the others."""
-COLOURS = {"detail": "#ffffff", "note": "#c6dbef", "wrong": "#f4a582"}
-"""By level; white, pale blue and salmon differ in brightness too, and the text is black on all of them."""
-LEVELS = {
-    "detail": "right",
-    "note": "note: right for some batch, perhaps not the one that was meant",
-    "wrong": "wrong (bold)",
-}
-CELL_SIZES = (6.5, 6.0, 5.5, 5.0, 4.5, 4.0)
-"""Font sizes of the picture's cells in points: the largest at which no word is cut, or the last."""
-TABLE_HEIGHT = 6.9
-MAX_GROUPS = 18
-"""Columns of the picture; further groups are named in its notes."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +62,7 @@ class Group:
 
     @property
     def name(self) -> str:
-        """The first backend and how many there are besides."""
+        """The first backend and the number of the others."""
         rest = len(self.backends) - 1
         return self.backends[0] + (f" +{rest}" if rest else "")
 
@@ -84,16 +72,13 @@ def table(observations: Sequence[Observation]) -> pd.DataFrame:
     rows = []
     for seen in observations:
         counters = {f"reported_{re.sub(r'[^a-z0-9]+', '_', name)}": v for name, v in seen["steps_reported"].items()}
-        rows.append(
-            {name: seen.get(name) for name in COLUMNS}
-            | {name: value for name, value in counters.items() if name in COLUMNS}
-            | {"scenario": seen["scenario"]["name"], "steps_reported": json.dumps(seen["steps_reported"])}
-        )
+        own = {"scenario": seen["scenario"]["name"], "steps_reported": json.dumps(seen["steps_reported"])}
+        rows.append({**seen, **counters, **own})
     return pd.DataFrame(rows, columns=list(COLUMNS)).astype(COLUMNS)
 
 
 def groups(observations: Sequence[Observation]) -> list[Group]:
-    """The backends that behave alike in every scenario, in the order in which they come."""
+    """The backends that behave alike in every scenario, in order of appearance."""
     by_backend: dict[str, dict[str, Observation]] = {}
     for seen in observations:
         by_backend.setdefault(seen["backend"], {})[seen["scenario"]["name"]] = seen
@@ -111,43 +96,48 @@ def groups(observations: Sequence[Observation]) -> list[Group]:
 def alike(one: Observation, other: Observation) -> bool:
     """Whether two backends did the same in one scenario: the same findings, updates, weights and lost samples.
 
-    Findings that are details, their sentences, and what right counters are called do not matter.
+    Details, sentences and the names of right counters do not matter.
     """
 
-    def words(seen: Observation) -> list[str]:
+    def findings(seen: Observation) -> list[str]:
         return [finding["word"] for finding in seen["findings"] if finding["level"] != "detail"]
 
-    counts = ["verdict", "level", "optimizer_steps_observed", "micro_batches", "stopped"]
-    counts += ["samples_lost", "samples_left_open", "samples_duplicated", "samples_never_fetched"]
+    same = ["verdict", "level", "optimizer_steps_observed", "micro_batches", "stopped"]
+    same += ["samples_lost", "samples_left_open", "samples_duplicated", "samples_never_fetched"]
     a, b = one["weight_ratio"], other["weight_ratio"]
-    same = a == b if a is None or b is None else math.isclose(a, b, rel_tol=TOLERANCE)
-    return same and words(one) == words(other) and all(one[key] == other[key] for key in counts)
+    as_heavy = a == b if a is None or b is None else math.isclose(a, b, rel_tol=TOLERANCE)
+    return as_heavy and findings(one) == findings(other) and all(one[key] == other[key] for key in same)
 
 
 def scenarios(observations: Sequence[Observation]) -> dict[str, Mapping[str, Any]]:
-    """The scenarios by name, in the order in which they come."""
+    """The scenarios by name, in order of appearance."""
     return {seen["scenario"]["name"]: seen["scenario"] for seen in observations}
 
 
-def number(seen: Observation, word: str) -> str:
-    """The number that tells most about a finding of an observation; empty if there is none to tell."""
-    return NUMBERS[word](seen) if word in NUMBERS else ""
+def with_number(seen: Observation, word: str) -> str:
+    """The word of a finding with its most telling number, if there is one."""
+    return f"{word} {NUMBERS[word](seen)}".rstrip() if word in NUMBERS else word
 
 
-def telling(seen: Observation, more: int = MORE) -> list[str]:
-    """The verdict with its number, then as many further wrong findings, then how many there are besides."""
+def summary(seen: Observation, further: int = FURTHER) -> list[str]:
+    """The verdict, then at most so many further wrong findings, then the number of the others."""
     others = [f["word"] for f in seen["findings"] if f["level"] == "wrong" and f["word"] != seen["verdict"]]
-    words = [f"{word} {number(seen, word)}".rstrip() for word in (seen["verdict"], *others[:more])]
-    return words + ([f"+{len(others) - more}"] if len(others) > more else [])
+    told = [with_number(seen, word) for word in (seen["verdict"], *others[:further])]
+    return told + ([f"+{len(others) - further}"] if len(others) > further else [])
 
 
-def _ratios(seen: Observation) -> list[float]:
-    """Of every update the sum of its coefficients over the right one."""
+def ratios(seen: Observation) -> list[float]:
+    """The sum of each update's coefficients divided by the right sum."""
     return [update["sum"] / update["right_sum"] for update in seen["updates"]]
 
 
+def mixed(seen: Observation) -> list[Mapping[str, Any]]:
+    """The updates that contain samples of several epochs."""
+    return [update for update in seen["updates"] if len(update["epochs"]) > 1]
+
+
 def _of_samples(key: str) -> Callable[[Observation], str]:
-    """How many of all samples of the epochs that were begun."""
+    """So many of all samples of the epochs that were begun."""
 
     def text(seen: Observation) -> str:
         places = [update["by_epoch"] for update in seen["updates"]] + [seen["lost"], seen["left_open"]]
@@ -157,24 +147,17 @@ def _of_samples(key: str) -> Callable[[Observation], str]:
     return text
 
 
-def _mixed(seen: Observation) -> list[Mapping[str, Any]]:
-    return [update for update in seen["updates"] if len(update["epochs"]) > 1]
-
-
-def _headline(seen: Observation) -> str:
-    """The framework's first counter, without the object that it belongs to."""
-    for name, value in seen["steps_reported"].items():
-        return f"{name.rsplit('.', 1)[-1]} {value}"
-    return ""
-
-
 def _updates(seen: Observation) -> str:
     return plural(len(seen["updates"]), "update")
 
 
 def _never_stops(seen: Observation) -> str:
-    parts = [_updates(seen), _headline(seen)]
-    return f"({', '.join(part for part in parts if part)})"
+    counters = [f"{name.rsplit('.', 1)[-1]} {value}" for name, value in seen["steps_reported"].items()]
+    return f"({', '.join([_updates(seen), *counters[:1]])})"
+
+
+def _limit(seen: Observation) -> str:
+    return f"({_updates(seen)}, not {seen['scenario']['max_steps']})"
 
 
 def _miscounted(seen: Observation) -> str:
@@ -192,16 +175,16 @@ def _distortion(seen: Observation) -> str:
 
 
 NUMBERS: dict[str, Callable[[Observation], str]] = {
-    "divided twice": lambda seen: f"{max(_ratios(seen), default=math.nan):.3g}",
-    "under-weighted": lambda seen: f"{min(_ratios(seen), default=math.nan):.3g}",
-    "over-weighted": lambda seen: f"{max(_ratios(seen), default=math.nan):.3g}",
-    "leaks": lambda seen: f"({max((update['sum'] for update in _mixed(seen)), default=math.nan):.3g} in an update)",
-    "cleared": lambda seen: f"{_ratios(seen)[0]:.3g}" if seen["updates"] else "",
+    "divided twice": lambda seen: f"{max(ratios(seen), default=math.nan):.3g}",
+    "under-weighted": lambda seen: f"{min(ratios(seen), default=math.nan):.3g}",
+    "over-weighted": lambda seen: f"{max(ratios(seen), default=math.nan):.3g}",
+    "leaks": lambda seen: f"({max((update['sum'] for update in mixed(seen)), default=math.nan):.3g} in an update)",
+    "cleared": lambda seen: f"{ratios(seen)[0]:.3g}" if seen["updates"] else "",
     "mean of means": _distortion,
-    "carried over": lambda seen: f"{len(_mixed(seen))} of {len(seen['updates'])}",
+    "carried over": lambda seen: f"{len(mixed(seen))} of {len(seen['updates'])}",
     "never stops": _never_stops,
-    "stops late": lambda seen: f"({_updates(seen)}, not {seen['scenario']['max_steps']})",
-    "stops early": lambda seen: f"({_updates(seen)}, not {seen['scenario']['max_steps']})",
+    "stops late": _limit,
+    "stops early": _limit,
     "miscounted": _miscounted,
     "misestimated": lambda seen: (
         f"({seen['steps_reported'].get('trainer.estimated_stepping_batches', '?')}, not {len(seen['updates'])})"
@@ -215,36 +198,25 @@ NUMBERS: dict[str, Callable[[Observation], str]] = {
     "skipped": _of_samples("samples_never_fetched"),
     "crashed": lambda seen: f"(after {seen['micro_batches']} micro-batches)",
 }
-"""By the word of a finding, its most telling number; a word that is not here speaks for itself. Right is 1 for
-``divided twice`` (of a whole window), ``under-weighted`` (the smallest), ``over-weighted`` (the largest) and
-``cleared``: each is the sum of an update's coefficients over the right one. ``mean of means``: the largest ratio of a
-weight to the one in the big batch, or of that to it."""
-
-
-def escape(text: object) -> str:
-    """Text for a Markdown table or page: on one line, and nothing in it is read as markup."""
-    plain = " ".join(str(text).split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return re.sub(r"([\\`*_\[\]|~$])", r"\\\1", plain)
+"""The most telling number of a finding, by its word; see KEY. Of several updates, ``divided twice`` takes the largest,
+which is that of a complete window."""
 
 
 def markdown(observations: Sequence[Observation]) -> str:
-    """Scenarios by groups of backends that behave alike in every scenario, and who is in which group."""
+    """Scenarios by groups of backends that behave alike in every scenario, and the backends of each group."""
     found = groups(observations)
     lines = [
-        f"| scenario | {' | '.join(escape(group.name) for group in found)} |",
+        f"| scenario | {' | '.join(words.markdown(group.name) for group in found)} |",
         "| --- |" + " --- |" * len(found),
     ]
     for name in scenarios(observations):
         cells = [_cell(group.cells[name]) if name in group.cells else "" for group in found]
-        lines.append(f"| {escape(name)} | {' | '.join(cells)} |")
-    legend = [
-        f"- {escape(group.name)}: {', '.join(map(escape, group.backends))}"
-        for group in found
-        if len(group.backends) > 1
-    ]
-    return "\n".join([*lines, "", KEY, *(["", *legend] if legend else []), ""])
+        lines.append(f"| {words.markdown(name)} | {' | '.join(cells)} |")
+    several = [group for group in found if len(group.backends) > 1]
+    legend = [words.markdown(f"{group.name}: {', '.join(group.backends)}") for group in several]
+    return "\n".join([*lines, "", KEY, *([""] if legend else []), *(f"- {line}" for line in legend), ""])
 
 
 def _cell(seen: Observation) -> str:
-    first, *rest = map(escape, telling(seen))
+    first, *rest = map(words.markdown, summary(seen))
     return "<br>".join([f"**{first}**" if seen["level"] == "wrong" else first, *rest])

@@ -1,23 +1,38 @@
-"""What a reading means, in words: rules over coefficients, each with its numbers. Nothing is looked up by backend."""
+"""What a backend did wrong in a scenario: rules over decoded coefficients and counters, none of which knows a backend.
+
+Each rule yields its findings as a word and a sentence with numbers; RULES has their order.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from bench.audit.findings import RIGHT, Diagnosis, Gravity, agreeing, count_range, micro_batches, of, uses, verdict
-from bench.audit.reading import Reading, ReadUpdate, Use
+from bench.audit.findings import (
+    RIGHT,
+    AuditFinding,
+    FindingLevel,
+    count_range,
+    micro_batches,
+    samples,
+    share,
+    verdict,
+)
+from bench.audit.reading import DecodedUpdate, Reading, Use
 from bench.audit.scenario import Fault, Reduction, Split
 from bench.plan.cell import Status
 from bench.words import plural
 
 TOLERANCE = 1e-4
-"""Relative. The decoder's coefficients are exact to fp32's 6e-8 each; the smallest wrong ones here are off by 1e-2."""
+"""Relative. Coefficients are exact to 6e-8 (fp32); the smallest error that a backend makes here is 1e-2."""
+DETAIL, NOTE, WRONG = FindingLevel
+RESTARTS = {Fault.EXCEPTION, Fault.CHECKPOINT}
+"""Faults after which training is started again: windows end early there, and there are two sets of counters."""
 
 
 def observation(reading: Reading) -> dict[str, Any]:
-    """The reading as plain JSON with its findings, the verdict in a word and the diagnosis in sentences."""
+    """The reading as plain JSON with its findings, the verdict in a word, and the diagnosis in sentences."""
     found = findings(reading)
     chosen = verdict(found)
     return reading.to_dict() | {
@@ -28,343 +43,289 @@ def observation(reading: Reading) -> dict[str, Any]:
     }
 
 
-def findings(reading: Reading) -> list[Diagnosis]:
-    """All that the rules find, the gravest first."""
+def findings(reading: Reading) -> list[AuditFinding]:
+    """Everything that the rules find, the highest level first."""
     found = [finding for rule in RULES for finding in rule(reading)]
     return sorted(found, key=lambda finding: -finding.level)
 
 
-def _failed(reading: Reading) -> Iterator[Diagnosis]:
-    if not reading.failure:
-        return
-    reason = " ".join(reading.failure["reason"].split())
-    if reading.failure["status"] == Status.UNSUPPORTED:
-        yield Diagnosis("unsupported", reason, Gravity.NOTE)
-    elif reading.stopped == "lost":
-        yield Diagnosis(str(reading.failure["status"]), f"no rank came to the end of the scenario: {reason}")
-    elif not reading.num_micro_batches:
-        yield Diagnosis("refused", f"the framework refuses before the first micro-batch: {reason}", Gravity.NOTE)
-    elif reading.first["faults"]:
-        yield Diagnosis("cannot go on", f"training cannot go on after the {reading.scenario.fault}: {reason}")
-    else:
-        yield Diagnosis("crashed", f"training fails after {micro_batches(reading.num_micro_batches)}: {reason}")
-
-
-def _never_stops(reading: Reading) -> Iterator[Diagnosis]:
+def _outcome(reading: Reading) -> Iterator[AuditFinding]:
+    """How the training failed, or why it never ended; then, whether the replicas diverged and whether it updated."""
+    done, reported = micro_batches(reading.num_micro_batches), reading.reported
+    if reading.failure:
+        yield _failure(reading.failure, reading, done)
     if reading.stopped == "bound":
-        counted = ", ".join(f"{name} = {value}" for name, value in reading.reported.items())
-        yield Diagnosis(
-            "never stops",
-            f"max_steps = {reading.scenario.max_steps} has not ended the training after "
-            f"{micro_batches(reading.num_micro_batches)} and {plural(len(reading.updates), 'update')} "
-            f"({counted or 'nothing is counted'})",
-        )
-
-
-def _diverged(reading: Reading) -> Iterator[Diagnosis]:
+        counters = ", ".join(f"{name} = {value}" for name, value in reported.items()) or "no counters"
+        limit, updates = reading.scenario.max_steps, plural(len(reading.updates), "update")
+        text = f"max_steps = {limit} had not stopped training after {done} and {updates} ({counters})"
+        yield AuditFinding("never stops", text)
     if reading.diverged_at is not None:
-        yield Diagnosis("replicas differ", f"the ranks' parameters differ from update {reading.diverged_at} on")
+        yield AuditFinding("replicas differ", f"the ranks' parameters differ from update {reading.diverged_at} on")
+    if not reading.updates and reading.num_micro_batches and not reading.failure:
+        yield AuditFinding("no update", f"{done} led to no update")
 
 
-def _divided_twice(reading: Reading) -> Iterator[Diagnosis]:
+def _failure(failure: Mapping[str, Any], reading: Reading, done: str) -> AuditFinding:
+    reason = " ".join(failure["reason"].split())
+    if failure["status"] == Status.UNSUPPORTED:
+        return AuditFinding("unsupported", reason, NOTE)
+    if reading.stopped == "lost":
+        return AuditFinding(str(failure["status"]), f"no rank finished the scenario: {reason}")
+    if not reading.num_micro_batches:
+        return AuditFinding("refused", f"the framework refused before the first micro-batch: {reason}", NOTE)
+    if reading.first["faults"]:
+        return AuditFinding("cannot continue", f"training failed after the {reading.scenario.fault}: {reason}")
+    return AuditFinding("crashed", f"training failed after {done}: {reason}")
+
+
+def _divided_twice(reading: Reading) -> Iterator[AuditFinding]:
     if not _all_divided_twice(reading):
         return
-    n, world_size = max(reading.scenario.accumulate), reading.scenario.world_size
-    text = f"the loss is divided by N = {n} twice: a micro-batch has a weight of 1/{n * n} in its update, not of 1/{n}"
-    if n == world_size:
-        text += f" (or by the number of ranks, {n} too)"
-    if reading.scenario.clip_norm:
-        text += (
-            f"; a gradient is clipped only if its norm is above {n} x {reading.scenario.clip_norm:g}, not above "
-            f"{reading.scenario.clip_norm:g}: here no update is"
-        )
-    yield Diagnosis("divided twice", text)
+    n, clip = max(reading.scenario.accumulate), reading.scenario.clip_norm
+    text = f"the loss was divided by N = {n} twice: a micro-batch weighs 1/{n * n} in its update instead of 1/{n}"
+    if n == reading.scenario.world_size:
+        text += f" (or it was divided by the number of ranks, also {n})"
+    if clip:
+        text += f"; clipping would start at a norm of {n} x {clip:g} instead of {clip:g}, and no update was clipped"
+    yield AuditFinding("divided twice", text)
 
 
 def _all_divided_twice(reading: Reading) -> bool:
-    """Whether in every update a micro-batch has the factor 1/N^2, or 1/N of the right one if the window is not whole.
+    """Whether each micro-batch of each update has the factor 1/N^2, or 1/N of the right one in an incomplete window.
 
-    Where losses are not means, sums are looked at instead. A gradient at the limit of clipping tells nothing.
+    Where losses are not means, sums are compared instead. An update at the clipping threshold tells nothing.
     """
     pairs = [(update, reading.scenario.accumulate_in(update.epochs[-1])) for update in reading.updates]
     if not pairs or max(n for _, n in pairs) == 1 or any(_is_clipped(update) for update, _ in pairs):
         return False
-    known = any(update.num_losses == n for update, n in pairs)
+    complete = any(update.num_losses == n for update, n in pairs)
     if reading.scenario.reduction is Reduction.WINDOW:
-        return known and all(_near(update.sum, 1 / n) for update, n in pairs)
+        return complete and all(_near(update.sum, 1 / n) for update, n in pairs)
     return all(
-        _near(factor, 1 / n**2) or (known and _near(factor, 1 / (n * update.num_losses)))
+        _near(factor, 1 / n**2) or (complete and _near(factor, 1 / (n * update.num_losses)))
         for update, n in pairs
         for factor in update.factors.values()
     )
 
 
-def _is_clipped(update: ReadUpdate) -> bool:
-    """Whether the update's norm is the limit."""
+def _is_clipped(update: DecodedUpdate) -> bool:
     norm = math.sqrt(math.fsum(coefficient**2 for coefficient in update.coefficients.values()))
     return bool(update.clip_norm) and _near(norm, update.clip_norm)
 
 
-def _no_update(reading: Reading) -> Iterator[Diagnosis]:
-    if not reading.updates and reading.num_micro_batches and not reading.failure:
-        yield Diagnosis("no update", f"{micro_batches(reading.num_micro_batches, 'make')} no update at all")
-
-
-def _no_fault(reading: Reading) -> Iterator[Diagnosis]:
-    if reading.scenario.fault is not Fault.NONE and not reading.first["faults"] and not reading.failure:
-        yield Diagnosis("no fault", f"training ended before the {reading.scenario.fault} could happen", Gravity.NOTE)
-
-
-def _too_early(reading: Reading) -> Iterator[Diagnosis]:
-    """Updates after fewer micro-batches than N, though no epoch ends there."""
-    if reading.scenario.fault in {Fault.EXCEPTION, Fault.CHECKPOINT}:
+def _too_early(reading: Reading) -> Iterator[AuditFinding]:
+    if reading.scenario.fault in RESTARTS:
         return
     epochs = [reading.first["fetches"][fetch]["epoch"] for fetch in reading.computed]
     early = []
     for update in reading.updates:
-        around = epochs[update.behind - 1 : update.behind + 1]  # of its last micro-batch and of the one after it
-        goes_on = len(around) == 2 and around[0] == around[1]
-        if goes_on and 0 < update.num_losses < reading.scenario.accumulate_in(around[0]):
+        around = epochs[update.losses_before - 1 : update.losses_before + 1]  # of its last micro-batch and the next
+        in_mid_epoch = len(around) == 2 and around[0] == around[1]
+        if in_mid_epoch and 0 < update.num_losses < reading.scenario.accumulate_in(around[0]):
             early.append(update)
     if early:
-        after, n = count_range(u.num_losses for u in early), count_range(_n(reading, u) for u in early)
-        yield Diagnosis(
-            "steps too early",
-            f"{of(early, reading.updates, 'come')} after {after} instead of N = {n} micro-batches, in mid-epoch",
-        )
+        yield AuditFinding("steps too early", f"in mid-epoch, {_window_lengths(reading, early)}")
 
 
-def _too_late(reading: Reading) -> Iterator[Diagnosis]:
-    if reading.scenario.fault in {Fault.EXCEPTION, Fault.CHECKPOINT}:
+def _too_late(reading: Reading) -> Iterator[AuditFinding]:
+    if reading.scenario.fault in RESTARTS:
         return
-    late = [update for update in reading.updates if update.num_losses > _n(reading, update)]
-    if late:
-        after, n = count_range(u.num_losses for u in late), count_range(_n(reading, u) for u in late)
-        yield Diagnosis(
-            "steps too late", f"{of(late, reading.updates, 'come')} after {after} instead of N = {n} micro-batches"
-        )
+    if late := [update for update in reading.updates if update.num_losses > _n(reading, update)]:
+        yield AuditFinding("steps too late", _window_lengths(reading, late))
 
 
-def _n(reading: Reading, update: ReadUpdate) -> int:
-    """N of the epoch in which an update's last micro-batch lies."""
+def _window_lengths(reading: Reading, updates: list[DecodedUpdate]) -> str:
+    after, n = count_range(u.num_losses for u in updates), count_range(_n(reading, u) for u in updates)
+    return f"{share(updates, reading.updates)} came after {after} instead of N = {n} micro-batches"
+
+
+def _n(reading: Reading, update: DecodedUpdate) -> int:
+    """N of the epoch in which an update comes."""
     if not update.num_losses:
         return max(reading.scenario.accumulate)
-    return reading.scenario.accumulate_in(reading.first["fetches"][reading.computed[update.behind - 1]]["epoch"])
+    return reading.scenario.accumulate_in(reading.closed_in(update))
 
 
-def _not_cleared(reading: Reading) -> Iterator[Diagnosis]:
+def _not_cleared(reading: Reading) -> Iterator[AuditFinding]:
     seen: set[Use] = set()
     again: set[Use] = set()
     for update in reading.updates:
         again |= seen & update.coefficients.keys()
         seen |= update.coefficients.keys()
     if again:
-        yield Diagnosis("not cleared", f"{uses(list(again), 'are')} in more than one update: gradients are not cleared")
+        yield AuditFinding("not cleared", f"gradients were not cleared: {samples(list(again))} in more than one update")
 
 
-def _last_only(reading: Reading) -> Iterator[Diagnosis]:
+def _last_only(reading: Reading) -> Iterator[AuditFinding]:
     longer = [update for update in reading.updates if update.num_losses > 1]
-    if longer and all(update.fetches == [reading.computed[update.behind - 1]] for update in longer):
-        yield Diagnosis(
-            "last only", f"only the last of {count_range(u.num_losses for u in longer)} micro-batches is in each update"
-        )
+    if longer and all(update.fetches == [reading.computed[update.losses_before - 1]] for update in longer):
+        lengths = count_range(update.num_losses for update in longer)
+        yield AuditFinding("last only", f"each update contains only the last of {lengths} micro-batches")
 
 
-def _lost(reading: Reading) -> Iterator[Diagnosis]:
+def _lost(reading: Reading) -> Iterator[AuditFinding]:
     if not reading.lost or reading.scenario.fault is Fault.ZERO_GRAD:
         return
-    level = Gravity.WRONG
-    where = "though updates followed"
+    level, why = WRONG, "although updates followed"
     if reading.scenario.fault is Fault.EXCEPTION:
-        level, where = Gravity.DETAIL, "which the exception cut off"
+        level, why = DETAIL, "since the exception discarded their window"
     elif reading.scenario.fault is Fault.CHECKPOINT:
-        where = "which the checkpoint does not hold"
-    yield Diagnosis("lost", f"{uses(reading.lost, 'reach')} no update, {where}", level)
+        why = "since the checkpoint does not contain them"
+    yield AuditFinding("lost", f"{samples(reading.lost)} reached no update, {why}", level)
 
 
-def _cleared(reading: Reading) -> Iterator[Diagnosis]:
+def _cleared(reading: Reading) -> Iterator[AuditFinding]:
     if reading.scenario.fault is not Fault.ZERO_GRAD or not reading.first["faults"] or reading.failure:
         return
     at = reading.first["faults"][0]
-    opened = max((update.behind for update in reading.all_updates if update.behind <= at), default=0)
+    opened = max((u.losses_before for u in reading.all_updates if u.losses_before <= at), default=0)
     before = set(reading.computed[opened:at])
     kept = before & {fetch for update in reading.updates for fetch in update.fetches}
     if not before:
-        yield Diagnosis("nothing open", "zero_grad finds nothing to clear: no window is open", Gravity.DETAIL)
+        yield AuditFinding("nothing open", "zero_grad was called between two windows and cleared nothing", DETAIL)
     elif kept:
-        yield Diagnosis("kept", "zero_grad does not clear what was accumulated before it", Gravity.NOTE)
-    elif closing := _closing(reading):
-        yield Diagnosis(
-            "cleared",
-            f"zero_grad drops {micro_batches(len(before))} before it, and their share of the update with "
-            f"them: its sum is {closing.sum:.3g}",
+        yield AuditFinding("kept", "zero_grad did not clear the gradients accumulated before it", NOTE)
+    elif rest := _rest_of_cleared_window(reading):
+        text = (
+            f"zero_grad discarded the {micro_batches(len(before))} before it; the sum of the update is {rest.sum:.3g}"
         )
+        yield AuditFinding("cleared", text)
 
 
-def _closing(reading: Reading) -> ReadUpdate | None:
-    """The update of the window in which the scenario clears gradients."""
+def _rest_of_cleared_window(reading: Reading) -> DecodedUpdate | None:
+    """The update of the window in which the scenario calls zero_grad."""
     if reading.scenario.fault is not Fault.ZERO_GRAD or not reading.first["faults"]:
         return None
-    return next((update for update in reading.updates if update.behind > reading.first["faults"][0]), None)
+    return next((update for update in reading.updates if update.losses_before > reading.first["faults"][0]), None)
 
 
-def _mixed_epochs(reading: Reading) -> Iterator[Diagnosis]:
+def _mixed_epochs(reading: Reading) -> Iterator[AuditFinding]:
     mixed = [update for update in reading.updates if len(update.epochs) > 1]
-    if not mixed:
-        return
-    if reading.scenario.fault is not Fault.EXCEPTION:
-        text = f"{of(mixed, reading.updates, 'mix')} the end of one epoch with the beginning of the next"
-        yield Diagnosis("carried over", text, Gravity.NOTE)
-        return
-    total, wanted = mixed[0].sum, mixed[0].right_sum
-    text = f"the gradient of the window that the exception cut off is in the next update, whose sum is {total:.3g}"
-    if total > wanted * (1 + TOLERANCE):
-        yield Diagnosis("leaks", text)
-    else:
-        yield Diagnosis("carried over", text, Gravity.NOTE)
+    if mixed and reading.scenario.fault is Fault.EXCEPTION:
+        text = f"the next update, whose sum is {mixed[0].sum:.3g}, contains the window that the exception interrupted"
+        leaks = mixed[0].ratio > 1 + TOLERANCE
+        yield AuditFinding("leaks", text) if leaks else AuditFinding("carried over", text, NOTE)
+    elif mixed:
+        text = f"{share(mixed, reading.updates)} mixed the end of one epoch with the start of the next"
+        yield AuditFinding("carried over", text, NOTE)
 
 
-def _too_small(reading: Reading) -> Iterator[Diagnosis]:
-    if _all_divided_twice(reading):
-        return
-    closing = _closing(reading)
-    small = [u for u in reading.updates if u is not closing and u.sum / u.right_sum < 1 - TOLERANCE]
-    if small:
-        yield Diagnosis("under-weighted", f"{of(small, reading.updates, 'are')} too small: {_reasons(reading, small)}")
-
-
-def _reasons(reading: Reading, updates: list[ReadUpdate]) -> str:
-    """Why updates are too small: each kind once."""
-    kinds = []
-    for update in updates:
-        n, ratio = reading.scenario.accumulate_in(update.epochs[-1]), update.sum / update.right_sum
-        count = len(update.fetches)
-        if all(_near(factor, 1 / n) for factor in update.factors.values()):
-            makes = agreeing(count, "make")
-            kind = f"{micro_batches(count)} divided by N = {n} {makes} {ratio:.3g} of the right update"
-        else:
-            kind = f"{ratio:.3g} of the right update"
-        if kind not in kinds:
-            kinds.append(kind)
-    return "; ".join(kinds)
-
-
-def _too_large(reading: Reading) -> Iterator[Diagnosis]:
-    large = [update for update in reading.updates if update.sum / update.right_sum > 1 + TOLERANCE]
-    if large:
-        ratio = max(update.sum / update.right_sum for update in large)
-        yield Diagnosis(
-            "over-weighted", f"{of(large, reading.updates, 'are')} too large, up to {ratio:.3g} times the right one"
+def _wrong_sum(reading: Reading) -> Iterator[AuditFinding]:
+    cleared = _rest_of_cleared_window(reading)
+    small = [update for update in reading.updates if update is not cleared and update.ratio < 1 - TOLERANCE]
+    if small and not _all_divided_twice(reading):
+        reasons = dict.fromkeys(_why_small(reading, update) for update in small)
+        yield AuditFinding(
+            "under-weighted", f"{share(small, reading.updates)} came out too small: {'; '.join(reasons)}"
         )
+    if large := [update for update in reading.updates if update.ratio > 1 + TOLERANCE]:
+        ratio = max(update.ratio for update in large)
+        text = f"{share(large, reading.updates)} came out too large, up to {ratio:.3g} times the right one"
+        yield AuditFinding("over-weighted", text)
 
 
-def _uneven(reading: Reading) -> Iterator[Diagnosis]:
+def _why_small(reading: Reading, update: DecodedUpdate) -> str:
+    n, size = reading.scenario.accumulate_in(update.epochs[-1]), f"{update.ratio:.3g} of the right update"
+    if all(_near(factor, 1 / n) for factor in update.factors.values()):
+        return f"{micro_batches(len(update.fetches))} divided by N = {n} gave {size}"
+    return size
+
+
+def _mean_of_means(reading: Reading) -> Iterator[AuditFinding]:
     uneven = [update for update in reading.updates if update.distortion > 1 + TOLERANCE]
     if not uneven:
         return
     worst = max(update.distortion for update in uneven)
-    why = (
-        "a token's weight depends on how many its micro-batch has"
-        if reading.scenario.token_weights
-        else ("a sample's weight depends on how many its micro-batch has")
+    unit = "token" if reading.scenario.token_weights else "sample"
+    much = "without bound" if math.isinf(worst) else f"by a factor of up to {worst:.3g}"
+    yield AuditFinding(
+        "mean of means",
+        f"in {share(uneven, reading.updates)}, a {unit}'s weight depends on how many {unit}s its micro-batch has, and "
+        f"differs from that in the full batch {much}",
     )
-    much = "without bound" if math.isinf(worst) else f"by up to {worst:.3g} times"
-    yield Diagnosis("mean of means", f"in {of(uneven, reading.updates)} {why}: it differs from the big batch's {much}")
 
 
-def _left_open(reading: Reading) -> Iterator[Diagnosis]:
+def _left_open(reading: Reading) -> Iterator[AuditFinding]:
     if reading.left_open and not reading.failure:
-        limited = reading.scenario.max_steps is not None
-        yield Diagnosis(
-            "left open",
-            f"{uses(reading.left_open, 'reach', 'at the end of training')} no update",
-            Gravity.DETAIL if limited else Gravity.NOTE,
-        )
+        level = NOTE if reading.scenario.max_steps is None else DETAIL
+        yield AuditFinding("left open", f"{samples(reading.left_open)} at the end of training reached no update", level)
 
 
-def _repeated(reading: Reading) -> Iterator[Diagnosis]:
+def _repeated(reading: Reading) -> Iterator[AuditFinding]:
     padding = min(len(reading.repeated), reading.num_padding)
     if again := reading.repeated[padding:]:
-        yield Diagnosis("repeated", f"{uses(again, 'are')} trained on twice: the loader begins anew")
+        yield AuditFinding("repeated", f"{samples(again)} trained on twice: the loader started over")
     if padding:
-        yield Diagnosis(
-            "padded", f"{plural(padding, 'sample')} of padding: another rank has had it too", Gravity.DETAIL
-        )
+        yield AuditFinding("padded", f"{plural(padding, 'sample')} repeated on another rank as padding", DETAIL)
 
 
-def _never_fetched(reading: Reading) -> Iterator[Diagnosis]:
+def _never_fetched(reading: Reading) -> Iterator[AuditFinding]:
     if reading.stopped != "ended":
         return
     dropped = min(reading.num_never_fetched, reading.num_dropped)
     if dropped:
-        yield Diagnosis("dropped", f"{plural(dropped, 'sample')} of all epochs left out by drop_last", Gravity.DETAIL)
+        yield AuditFinding("dropped", f"{plural(dropped, 'sample')} left out by drop_last, over all epochs", DETAIL)
     if missing := reading.num_never_fetched - dropped:
-        level = Gravity.NOTE if reading.scenario.fault is Fault.NONE else Gravity.WRONG
-        yield Diagnosis("skipped", f"{plural(missing, 'sample')} of all epochs never trained on", level)
+        level = NOTE if reading.scenario.fault is Fault.NONE else WRONG
+        yield AuditFinding("skipped", f"{plural(missing, 'sample')} never trained on, over all epochs", level)
 
 
-def _limit(reading: Reading) -> Iterator[Diagnosis]:
-    limit, taken = reading.scenario.max_steps, len(reading.updates)
+def _limit(reading: Reading) -> Iterator[AuditFinding]:
+    limit, taken, epochs = reading.scenario.max_steps, len(reading.updates), reading.scenario.epochs
     if limit is None or reading.stopped != "ended" or taken == limit:
         return
-    word = "stops late" if taken > limit else "stops early"
-    epochs = reading.scenario.epochs
     if taken < limit and epochs and reading.num_micro_batches >= epochs * reading.scenario.micro_batches:
-        text = f"the epochs end after {plural(taken, 'update')}, before max_steps = {limit}"
-        yield Diagnosis("epochs end first", text, Gravity.DETAIL)
+        text = f"the epochs ended after {plural(taken, 'update')}, before max_steps = {limit}"
+        yield AuditFinding("epochs end first", text, DETAIL)
         return
     after = f"{plural(taken, 'update')} and {micro_batches(reading.num_micro_batches)}"
-    text = f"max_steps = {limit} ends the training after {after}"
-    yield Diagnosis(word, text)
+    word = "stops late" if taken > limit else "stops early"
+    yield AuditFinding(word, f"max_steps = {limit} stopped training after {after}")
 
 
-def _counters(reading: Reading) -> Iterator[Diagnosis]:
-    """The framework's own counters against the updates that were seen."""
+def _counters(reading: Reading) -> Iterator[AuditFinding]:
+    """The framework's own counters against the updates observed."""
     if reading.failure:
         return
-    taken = len(reading.updates)
-    there = f"there {agreeing(taken, 'were')} {plural(taken, 'update')}"
-    counters = ["trainer.global_step", "engine.global_steps"]
-    if reading.scenario.fault in {Fault.NONE, Fault.ZERO_GRAD}:  # else there are two trainings, each with its own
-        counters.append("lr_scheduler.last_epoch")
-    wrong = [f"{name} = {reading.reported[name]}" for name in counters if reading.reported.get(name, taken) != taken]
-    if wrong:
-        yield Diagnosis("miscounted", f"{', '.join(wrong)}, but {there}")
-    estimate = reading.reported.get("trainer.estimated_stepping_batches", taken)
-    if estimate != taken and reading.scenario.fault is Fault.NONE and reading.scenario.max_steps is None:
-        text = f"trainer.estimated_stepping_batches = {estimate}, but {there}"
-        yield Diagnosis("misestimated", text, Gravity.NOTE)
-    hooks = reading.reported.get("on_before_optimizer_step", taken)
-    if hooks > taken and reading.scenario.fault in {Fault.NONE, Fault.ZERO_GRAD}:
-        text = f"on_before_optimizer_step was called {hooks} times for {plural(taken, 'update')}"
-        yield Diagnosis("hooks too often", text, Gravity.NOTE)
+    taken, reported, fault = len(reading.updates), reading.reported, reading.scenario.fault
+    observed = f"but {plural(taken, 'update')} {'was' if taken == 1 else 'were'} observed"
+    names = ["trainer.global_step", "engine.global_steps"]
+    names += [] if fault in RESTARTS else ["lr_scheduler.last_epoch"]
+    if wrong := [f"{name} = {reported[name]}" for name in names if reported.get(name, taken) != taken]:
+        yield AuditFinding("miscounted", f"{', '.join(wrong)}, {observed}")
+    estimate = reported.get("trainer.estimated_stepping_batches", taken)
+    if estimate != taken and fault is Fault.NONE and reading.scenario.max_steps is None:
+        yield AuditFinding("misestimated", f"trainer.estimated_stepping_batches = {estimate}, {observed}", NOTE)
+    calls = reported.get("on_before_optimizer_step", taken)
+    if calls > taken and fault not in RESTARTS:
+        text = f"on_before_optimizer_step was called {calls} times for {plural(taken, 'update')}"
+        yield AuditFinding("hooks too often", text, NOTE)
 
 
-def _empty_steps(reading: Reading) -> Iterator[Diagnosis]:
+def _empty_steps(reading: Reading) -> Iterator[AuditFinding]:
     if reading.num_empty_steps:
-        yield Diagnosis(
-            "empty step",
-            f"{plural(reading.num_empty_steps, 'step')} of the inner optimizer changed nothing",
-            Gravity.DETAIL if reading.scenario.fault is Fault.CHECKPOINT else Gravity.WRONG,
-        )
+        text = f"{plural(reading.num_empty_steps, 'step')} of the inner optimizer changed nothing"
+        yield AuditFinding("empty step", text, DETAIL if reading.scenario.fault is Fault.CHECKPOINT else WRONG)
 
 
-def _reordered(reading: Reading) -> Iterator[Diagnosis]:
+def _shuffled(reading: Reading) -> Iterator[AuditFinding]:
     scenario = reading.scenario
     if scenario.split is not Split.FRAMEWORK:
         return
     fetched = [(use.rank, use.fetch % scenario.micro_batches, use.sample) for use in reading.uses.values()]
     offered = [scenario.offered(rank) for rank in range(scenario.world_size)]
     if any(sample not in offered[rank][number] for rank, number, sample in fetched):
-        text = "the framework shuffles the samples when it splits them, though the loader was in order"
-        yield Diagnosis("shuffled", text, Gravity.NOTE)
+        text = "the framework shuffled the samples when it split them, although the loader was in order"
+        yield AuditFinding("shuffled", text, NOTE)
 
 
-RULES: tuple[Callable[[Reading], Iterator[Diagnosis]], ...] = (
-    _failed,
-    _never_stops,
-    _diverged,
-    _no_update,
+def _no_fault(reading: Reading) -> Iterator[AuditFinding]:
+    if reading.scenario.fault is not Fault.NONE and not reading.first["faults"] and not reading.failure:
+        yield AuditFinding("no fault", f"training ended before the {reading.scenario.fault} could happen", NOTE)
+
+
+RULES: tuple[Callable[[Reading], Iterator[AuditFinding]], ...] = (
+    _outcome,
     _divided_twice,
     _last_only,
     _too_early,
@@ -372,20 +333,19 @@ RULES: tuple[Callable[[Reading], Iterator[Diagnosis]], ...] = (
     _mixed_epochs,
     _lost,
     _cleared,
-    _too_small,
-    _too_large,
+    _wrong_sum,
     _too_late,
-    _uneven,
+    _mean_of_means,
     _limit,
     _counters,
     _repeated,
     _left_open,
     _never_fetched,
     _empty_steps,
-    _reordered,
+    _shuffled,
     _no_fault,
 )
-"""In the order in which findings of one level are told."""
+"""In the order in which findings of one level are listed."""
 
 
 def _near(value: float, wanted: float) -> bool:

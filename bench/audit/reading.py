@@ -1,19 +1,21 @@
-"""From what the ranks saw of a scenario to what was computed: coefficients of samples, updates, and plain facts.
+"""From what the ranks recorded of a scenario to what the backend computed: updates, coefficients, and lost samples.
 
-A *use* is one sample in one micro-batch on one rank. The decoder (``bench.audit.decoder``) gives each use a weight
-of its own, so an update is known as a coefficient per use, and every statement here is arithmetic on those.
+A *use* is one sample in one micro-batch on one rank. The decoder (``bench.audit.decoder``) has one weight per use, so
+an update is decoded into one coefficient per use, and everything below is arithmetic on those coefficients.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 from bench.audit.scenario import Fault, Scenario
+
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,21 +24,21 @@ class Use:
 
     rank: int
     fetch: int
-    """The micro-batch's number on its rank, from 0."""
+    """Index of the micro-batch on its rank, from 0."""
     epoch: int
     sample: int
     tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReadUpdate:
+class DecodedUpdate:
     """One update of the parameters."""
 
     coefficients: Mapping[Use, float]
     num_losses: int
-    """Micro-batches on each rank whose loss was computed since the update before."""
-    behind: int
-    """Losses computed on each rank before this update, in all."""
+    """Losses computed on each rank since the previous update."""
+    losses_before: int
+    """Losses computed on each rank before this update, in total."""
     clip_norm: float
 
     @property
@@ -46,7 +48,7 @@ class ReadUpdate:
 
     @cached_property
     def right(self) -> dict[Use, float]:
-        """The coefficients that the big batch of the same uses would have: by tokens, then clipped."""
+        """The coefficients in the update that a full batch of the same uses gives: by tokens, then clipped."""
         tokens = sum(use.tokens for use in self.coefficients)
         shares = {use: use.tokens / tokens for use in self.coefficients}
         norm = math.sqrt(math.fsum(share**2 for share in shares.values()))
@@ -55,43 +57,55 @@ class ReadUpdate:
 
     @property
     def right_sum(self) -> float:
-        """The sum that the big batch of the same uses would have."""
+        """Sum of the right coefficients."""
         return math.fsum(self.right.values())
 
     @property
-    def distortion(self) -> float:
-        """The largest ratio of a use's share of the update to its share of the big batch; 1 if all are right.
+    def ratio(self) -> float:
+        """Sum of the coefficients over the right sum."""
+        return self.sum / self.right_sum
 
-        The shares of one sample may be too large or too small; the ratio is taken so that it is not below 1.
-        """
+    @property
+    def distortion(self) -> float:
+        """By what factor a use's share of the update is off at most, in either direction; 1 if every share is right."""
         ratios = [(c / self.sum) / (self.right[use] / self.right_sum) for use, c in self.coefficients.items()]
         return max((max(ratio, 1 / ratio) if ratio > 0 else math.inf for ratio in ratios), default=1.0)
 
     @cached_property
     def factors(self) -> dict[int, float]:
-        """By fetch: the coefficient that the micro-batch's own loss, its mean over ranks, has in the update.
+        """Coefficient of each micro-batch's loss, averaged over ranks, by fetch; right is 1 over their number.
 
-        Right is 1 over their number. It is the sum over the uses of the micro-batch on all ranks, whatever their
-        tokens, if its loss is a mean.
+        Where a loss is a mean, this is the sum over the uses of the micro-batch on all ranks, whatever their tokens.
         """
-        sums: dict[int, float] = {}
-        for use, coefficient in self.coefficients.items():
-            sums[use.fetch] = sums.get(use.fetch, 0.0) + coefficient
-        return sums
+        return _totals((use.fetch, coefficient) for use, coefficient in self.coefficients.items())
 
     @property
     def fetches(self) -> list[int]:
-        """The micro-batches that are in it, in order."""
+        """Its micro-batches, in order."""
         return sorted({use.fetch for use in self.coefficients})
 
     @property
     def epochs(self) -> list[int]:
-        """The epochs that its uses are from, in order."""
+        """The epochs of its samples, in order."""
         return sorted({use.epoch for use in self.coefficients})
+
+    def to_dict(self) -> dict[str, Any]:
+        """The update as plain JSON; see ``Reading.to_dict``."""
+        samples = _totals((use.sample, coefficient) for use, coefficient in self.coefficients.items())
+        return {
+            "samples": {str(sample): _rounded(samples[sample]) for sample in sorted(samples)},
+            "sum": _rounded(self.sum),
+            "right_sum": _rounded(self.right_sum),
+            "epochs": self.epochs,
+            "micro_batches": self.num_losses,
+            "by_epoch": _by_epoch(self.coefficients),
+            "relative": _by_epoch({use: c / self.right[use] for use, c in self.coefficients.items()}),
+            "distortion": _rounded(self.distortion) if math.isfinite(self.distortion) else None,
+        }
 
 
 class Reading:
-    """What one backend computed in one scenario, from the records of its ranks (``bench.audit.observe.Audit.run``)."""
+    """What one backend computed in one scenario, decoded from the records of its ranks (``observe.Audit.run``)."""
 
     def __init__(self, backend: str, scenario: Scenario, ranks: Sequence[Mapping[str, Any]]) -> None:
         self.backend, self.scenario = backend, scenario
@@ -114,35 +128,34 @@ class Reading:
                     found[slot] = Use(rank, number, fetch["epoch"], sample, scenario.tokens(sample))
         return found
 
-    def _updates(self) -> list[ReadUpdate]:
-        """All updates in order; inner steps without a micro-batch in between are one (``taps.updates``)."""
-        behind, numbers = 0, []
+    def _updates(self) -> list[DecodedUpdate]:
+        """All updates in order; inner steps with no micro-batch in between are one update (``taps.updates``)."""
+        before, numbers = 0, []
         for is_step, group in groupby(self.first["events"], key=lambda letter: letter == "S"):
             if is_step:
-                numbers.append(behind)
+                numbers.append(before)
             else:
-                behind += sum(letter == "L" for letter in group)
-        changes = self.first["changes"]
+                before += sum(letter == "L" for letter in group)
         return [
-            ReadUpdate(
+            DecodedUpdate(
                 coefficients={self.uses[slot]: value for slot, value in change},
-                num_losses=number - before,
-                behind=number,
+                num_losses=number - previous,
+                losses_before=number,
                 clip_norm=self.scenario.clip_norm,
             )
-            for change, number, before in zip(changes, numbers, [0, *numbers], strict=False)
+            for change, number, previous in zip(self.first["changes"], numbers, [0, *numbers], strict=False)
         ]
 
     @staticmethod
     def _diverged_at(ranks: Sequence[Mapping[str, Any]]) -> int | None:
-        """The number, from 1, of the first update after which the ranks' parameters differ; None if there is none."""
+        """The first update, from 1, after which the ranks' parameters differ; None if they never do."""
         for number, digests in enumerate(zip(*(rank["digests"] for rank in ranks), strict=False), start=1):
             if len(set(digests)) > 1:
                 return number
         return None
 
     @cached_property
-    def updates(self) -> list[ReadUpdate]:
+    def updates(self) -> list[DecodedUpdate]:
         """The updates that changed something."""
         return [update for update in self.all_updates if update.coefficients]
 
@@ -156,6 +169,10 @@ class Reading:
         """The fetches whose loss was computed, in order."""
         return list(self.first["losses"])
 
+    def closed_in(self, update: DecodedUpdate) -> int:
+        """The epoch of the last micro-batch before an update."""
+        return int(self.first["fetches"][self.computed[update.losses_before - 1]]["epoch"])
+
     @cached_property
     def applied(self) -> set[Use]:
         """The uses that are in some update."""
@@ -163,9 +180,9 @@ class Reading:
 
     @cached_property
     def unapplied(self) -> list[Use]:
-        """Uses that were fetched and are in no update, nor is their sample by another use of that epoch.
+        """Uses in no update, whose sample is in no update of that epoch by another use either.
 
-        Without those of the micro-batch in which the scenario raises: it has no gradient.
+        Those of the micro-batch that raises are left out: it has no gradient.
         """
         known = {(use.epoch, use.sample) for use in self.applied}
         raised = self.scenario.at - 1 if self.scenario.fault is Fault.EXCEPTION else -1
@@ -173,22 +190,22 @@ class Reading:
 
     @cached_property
     def left_open(self) -> list[Use]:
-        """Unapplied uses that came after the last update: of a window that nothing has closed."""
-        behind = self.all_updates[-1].behind if self.all_updates else 0
-        if self.scenario.fault is Fault.CHECKPOINT:  # what was open then, nothing could close
-            behind = max([behind, *self.first["faults"]])
-        last = self.computed[behind - 1] if behind else -1
+        """Unapplied uses after the last update: those of a window that was never completed."""
+        closed = self.all_updates[-1].losses_before if self.all_updates else 0
+        if self.scenario.fault is Fault.CHECKPOINT:  # what was open at the checkpoint could still have been kept
+            closed = max([closed, *self.first["faults"]])
+        last = self.computed[closed - 1] if closed else -1
         return [use for use in self.unapplied if use.fetch > last]
 
     @cached_property
     def lost(self) -> list[Use]:
-        """Unapplied uses that came before an update, in which they should have been."""
+        """Unapplied uses before an update that should have contained them."""
         late = set(self.left_open)
         return [use for use in self.unapplied if use not in late]
 
     @cached_property
     def repeated(self) -> list[Use]:
-        """Applied uses of a sample that was applied before in the same epoch: padding, or a loader that began again."""
+        """Applied uses of a sample already applied in the same epoch: padding, or a loader that started over."""
         seen: set[tuple[int, int]] = set()
         again = []
         for use in sorted(self.applied, key=lambda use: (use.fetch, use.rank)):
@@ -198,82 +215,58 @@ class Reading:
             seen.add(key)
         return again
 
+    @cached_property
+    def _offered(self) -> list[int]:
+        """The samples of all ranks' loaders in one epoch; padding is in it twice."""
+        ranks = range(self.scenario.world_size)
+        return [sample for rank in ranks for batch in self.scenario.offered(rank) for sample in batch]
+
     @property
     def num_padding(self) -> int:
-        """Samples that the loader offers twice in the epochs that were fetched whole."""
-        offered = [
-            sample
-            for rank in range(self.scenario.world_size)
-            for part in self.scenario.offered(rank)
-            for sample in part
-        ]
-        return (len(offered) - len(set(offered))) * (self.num_micro_batches // self.scenario.micro_batches)
+        """Samples that the loaders offer twice, over the epochs that were fetched completely."""
+        complete = self.num_micro_batches // self.scenario.micro_batches
+        return (len(self._offered) - len(set(self._offered))) * complete
 
     @property
     def num_dropped(self) -> int:
-        """Samples that the loader's ``drop_last`` keeps from the epochs that should have been fetched whole."""
-        offered = {
-            sample
-            for rank in range(self.scenario.world_size)
-            for part in self.scenario.offered(rank)
-            for sample in part
-        }
-        return (self.scenario.samples - len(offered)) * self._whole_epochs
+        """Samples that ``drop_last`` leaves out, over all epochs."""
+        return (self.scenario.samples - len(set(self._offered))) * (self.scenario.epochs or 0)
 
     @property
     def num_never_fetched(self) -> int:
-        """Samples that the epochs should have shown and did not; 0 if ``max_steps`` or a failure cut them short.
-
-        Also 0 if only ``max_steps`` ends the training: then no epoch has to be whole.
-        """
-        cut = self.num_micro_batches < self._whole_epochs * self.scenario.micro_batches
-        if self.failure or not self._whole_epochs or (self.scenario.max_steps is not None and cut):
+        """Samples never fetched, over all epochs; 0 where ``max_steps`` or a failure ended the training early."""
+        epochs = self.scenario.epochs or 0
+        cut = self.num_micro_batches < epochs * self.scenario.micro_batches
+        if self.failure or not epochs or (self.scenario.max_steps is not None and cut):
             return 0
         aborted = 1 if self.scenario.fault is Fault.EXCEPTION else 0
         seen = {(use.epoch, use.sample) for use in self.uses.values() if use.epoch >= aborted}
-        return self.scenario.samples * self._whole_epochs - len(seen)
-
-    @property
-    def _whole_epochs(self) -> int:
-        """Epochs that a training that runs to its end fetches whole; 0 if only ``max_steps`` ends it."""
-        return self.scenario.epochs or 0
+        return self.scenario.samples * epochs - len(seen)
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches that were fetched on each rank."""
+        """Micro-batches fetched on each rank."""
         return len(self.first["fetches"])
 
     @property
     def weight_ratio(self) -> float | None:
-        """The mean over all updates of the sum of coefficients, over the sum that the big batch would have."""
+        """Mean of ``DecodedUpdate.ratio`` over the updates; None without an update."""
         if not self.updates:
             return None
-        return math.fsum(update.sum / update.right_sum for update in self.updates) / len(self.updates)
+        return math.fsum(update.ratio for update in self.updates) / len(self.updates)
 
     def to_dict(self) -> dict[str, Any]:
-        """The observation as plain JSON, without a judgement; coefficients by sample, rounded to 7 digits.
+        """The observation as plain JSON, without findings; coefficients are rounded to 7 digits.
 
-        Of each update ``samples`` has the coefficients summed over epochs, ``by_epoch`` by epoch and sample, and
-        ``relative`` the same over the coefficient that one use of the sample has in the big batch: 1 is right, and 2
-        is a sample that is in the update twice. ``distortion`` is None if it is without bound. ``lost`` and
-        ``left_open`` have the samples of ``samples_lost`` and ``samples_left_open`` by epoch, each once.
+        In each update, ``samples`` has the coefficients by sample, ``by_epoch`` by epoch and sample, and ``relative``
+        the same divided by the coefficient of one use of the sample in a full batch: 1 is right, 2 is a sample that
+        counts twice. ``distortion`` is None where it has no bound. ``lost`` and ``left_open`` list the samples counted
+        in ``samples_lost`` and ``samples_left_open``, by epoch, each once.
         """
         return {
             "backend": self.backend,
             "scenario": self.scenario.to_dict(),
-            "updates": [
-                {
-                    "samples": _by_sample(update),
-                    "sum": _rounded(update.sum),
-                    "right_sum": _rounded(update.right_sum),
-                    "epochs": update.epochs,
-                    "micro_batches": update.num_losses,
-                    "by_epoch": _by_epoch(update.coefficients),
-                    "relative": _by_epoch({use: c / update.right[use] for use, c in update.coefficients.items()}),
-                    "distortion": _rounded(update.distortion) if math.isfinite(update.distortion) else None,
-                }
-                for update in self.updates
-            ],
+            "updates": [update.to_dict() for update in self.updates],
             "optimizer_steps_observed": len(self.updates),
             "optimizer_steps_without_effect": self.num_empty_steps,
             "steps_reported": dict(self.reported),
@@ -290,20 +283,17 @@ class Reading:
         }
 
 
-def _by_sample(update: ReadUpdate) -> dict[str, float]:
-    """Coefficients by sample, all uses of one summed, in the samples' order."""
-    sums: dict[int, float] = {}
-    for use, coefficient in update.coefficients.items():
-        sums[use.sample] = sums.get(use.sample, 0.0) + coefficient
-    return {str(sample): _rounded(sums[sample]) for sample in sorted(sums)}
+def _totals(pairs: Iterable[tuple[Key, float]]) -> dict[Key, float]:
+    """The sum of the values of each key."""
+    sums: dict[Key, float] = {}
+    for key, value in pairs:
+        sums[key] = sums.get(key, 0.0) + value
+    return sums
 
 
 def _by_epoch(values: Mapping[Use, float]) -> dict[str, dict[str, float]]:
-    """Values by epoch and sample, in order, those of several uses of a sample summed."""
-    sums: dict[tuple[int, int], float] = {}
-    for use, value in values.items():
-        key = (use.epoch, use.sample)
-        sums[key] = sums.get(key, 0.0) + value
+    """Values by epoch and sample, in order; several uses of a sample are summed."""
+    sums = _totals(((use.epoch, use.sample), value) for use, value in values.items())
     found: dict[str, dict[str, float]] = {}
     for epoch, sample in sorted(sums):
         found.setdefault(str(epoch), {})[str(sample)] = _rounded(sums[epoch, sample])
@@ -319,5 +309,5 @@ def _samples(uses: Sequence[Use]) -> dict[str, list[int]]:
 
 
 def _rounded(value: float) -> float:
-    """Seven digits: what fp32 has."""
+    """Seven digits, the precision of fp32."""
     return float(f"{value:.7g}")

@@ -1,4 +1,4 @@
-"""The files of ``python -m bench semantics``: what was observed, the conformance table, the maps, the page of docs."""
+"""What ``python -m bench semantics`` prints and writes: observations, conformance table, weight maps, and the page."""
 
 from __future__ import annotations
 
@@ -11,35 +11,47 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.audit import conformance, conformance_picture, scenario, semantics_page
-from bench.audit.weights import draw_weight_map
+import matplotlib.style
+
+from bench.audit import conformance, scenario, semantics_page
+from bench.audit.conformance_picture import conformance_figure
+from bench.audit.weight_figure import weight_figure
 from bench.errors import InputError
+from bench.files import RESULTS
+from bench.report import sheet, style
+from bench.run import machine
 from bench.words import plural
 
 UPDATES_SHOWN = 12
-"""Updates that are listed for each backend on the terminal; --json has all."""
+"""Updates listed for each backend on the terminal; --json has all."""
+OBSERVATIONS, TABLE, MARKDOWN = "observations.json", "conformance.parquet", "conformance.md"
+SCHEMA_VERSION = 1
+"""Of OBSERVATIONS: an object with ``schema_version``, ``about`` (as in run.json) and ``observations``."""
+PICTURED = ("partial-window", "resume", "exception", "zero-grad")
+"""Scenarios whose weight maps are on the page; of a suite without them, the first ones."""
 
 
-def show_conformance(found: Sequence[dict[str, Any]]) -> None:
-    """One block per observation if there are few scenarios, the table of verdicts if there are many."""
+def show(found: Sequence[dict[str, Any]]) -> None:
+    """Print the verdict and diagnosis of each observation, with every update if there is only one scenario."""
+    is_single = len({json.dumps(one["scenario"]) for one in found}) == 1
     for one in found:
         updates, ratio = one["updates"], one["weight_ratio"]
         weight = "" if ratio is None else f", {ratio:.4g} of the right weight"
         counted = plural(len(updates), "update")
         print(f"{one['backend']} [{one['scenario']['name']}]: {one['verdict']} ({counted}{weight})")
         print(f"  {one['diagnosis']}")
-        if len({json.dumps(other["scenario"]) for other in found}) > 1:
+        if not is_single:
             continue
         for number, update in enumerate(updates[:UPDATES_SHOWN], start=1):
-            print(f"  update {number}: {_samples(update['samples'])}; sum {update['sum']:.4g}")
+            print(f"  update {number}: samples {_runs(update['samples'])}; sum {update['sum']:.4g}")
         if len(updates) > UPDATES_SHOWN:
             print(f"  ... and {len(updates) - UPDATES_SHOWN} more; --json has all")
         if one["steps_reported"]:
             print("  reported: " + ", ".join(f"{name} = {value}" for name, value in one["steps_reported"].items()))
 
 
-def _samples(coefficients: dict[str, float]) -> str:
-    """Samples with their coefficients, runs of equal ones taken together: ``0-7 x 0.125``."""
+def _runs(coefficients: dict[str, float]) -> str:
+    """Samples with their coefficients, neighbours with the same coefficient as a range: ``0-7 x 0.125``."""
     runs: list[list[Any]] = []
     for text, coefficient in coefficients.items():
         sample = int(text)
@@ -47,15 +59,11 @@ def _samples(coefficients: dict[str, float]) -> str:
             runs[-1][1] = sample
         else:
             runs.append([sample, sample, coefficient])
-    shown = [f"{first}-{last} x {c:.4g}" if last > first else f"{first} x {c:.4g}" for first, last, c in runs]
-    return "samples " + ", ".join(shown)
+    return ", ".join(f"{first}-{last} x {c:.4g}" if last > first else f"{first} x {c:.4g}" for first, last, c in runs)
 
 
-def write_files(arguments: argparse.Namespace, found: list[dict[str, Any]], folder: Path, plots: Path) -> None:
-    """What --out, --suite and --docs ask for; says on stderr what was written."""
-    from bench.files import RESULTS
-    from bench.run import machine
-
+def write(arguments: argparse.Namespace, found: Sequence[dict[str, Any]], folder: Path, plots: Path) -> None:
+    """Write what --out, --suite and --docs ask for, and say on stderr where. Raises InputError if it cannot."""
     about = {
         "command": ["python", "-m", "bench", *sys.argv[1:]],
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -64,44 +72,45 @@ def write_files(arguments: argparse.Namespace, found: list[dict[str, Any]], fold
         "machine": machine.machine(),
         "packages": machine.packages(),
     }
-    pictures = write(found, about, folder, plots)
+    try:
+        write_tables(found, about, folder)
+        pictures = write_pictures(found, about, plots)
+    except OSError as error:
+        raise InputError(f"--out {folder}: cannot be written ({error.strerror}); name a folder that can") from error
     print(f"tables: {folder}\nplots:  {plots} ({len(pictures)} pictures)", file=sys.stderr)
     if arguments.docs:
-        shipped = arguments.suite == scenario.SUITE and not arguments.scenario
-        throughput = RESULTS / "throughput" / "throughput.md" if shipped else None
-        write_page(found, about, pictures, arguments.docs, throughput)
+        is_shipped = arguments.suite == scenario.SUITE and not arguments.scenario
+        throughput = RESULTS / "throughput" / "throughput.md" if is_shipped else None
+        try:
+            write_page(found, about, pictures, arguments.docs, throughput)
+        except OSError as error:
+            reason = f"cannot be written ({error.strerror}); name a file that can"
+            raise InputError(f"--docs {arguments.docs}: {reason}") from error
         print(f"page:   {arguments.docs}", file=sys.stderr)
 
 
-OBSERVATIONS, TABLE, MARKDOWN = "observations.json", "conformance.parquet", "conformance.md"
-SCHEMA_VERSION = 1
-"""Of OBSERVATIONS: an object with ``schema_version``, ``about`` (as run.json has it) and ``observations``."""
+def write_tables(observations: Sequence[dict[str, Any]], about: Mapping[str, Any], folder: Path) -> None:
+    """Write the observations, one per line so that two suites can be compared by lines, and the conformance table."""
+    folder.mkdir(parents=True, exist_ok=True)
+    head = json.dumps({"schema_version": SCHEMA_VERSION, "about": about, "observations": []}).removesuffix("]}")
+    lines = ",\n".join(json.dumps(one) for one in observations)
+    (folder / OBSERVATIONS).write_text(f"{head}\n{lines}\n]}}\n")
+    conformance.table(observations).to_parquet(folder / TABLE)
+    (folder / MARKDOWN).write_text(conformance.markdown(observations))
 
 
-def write(
-    observations: Sequence[dict[str, Any]], about: Mapping[str, Any], folder: Path, plots: Path
-) -> dict[str, Path]:
-    """Write everything of a suite but the page; the pictures by scenario, and the table's as ``conformance``.
-
-    Raises InputError if a folder cannot be written.
-    """
-    footer = _footer(about)
-    pictures = {}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        plots.mkdir(parents=True, exist_ok=True)
-        (folder / OBSERVATIONS).write_text(_json(observations, about))
-        conformance.table(observations).to_parquet(folder / TABLE)
-        (folder / MARKDOWN).write_text(conformance.markdown(observations))
-        if picture := conformance_picture.draw(observations, plots, footer=footer):
-            pictures["conformance"] = picture
-        for name in conformance.scenarios(observations):
-            of_one = [one for one in observations if one["scenario"]["name"] == name]
-            if picture := draw_weight_map(of_one, plots, footer=footer):
-                pictures[name] = picture
-    except OSError as error:
-        raise InputError(f"--out {folder}: cannot be written ({error.strerror}); name a folder that can") from error
-    return pictures
+def write_pictures(observations: Sequence[dict[str, Any]], about: Mapping[str, Any], plots: Path) -> dict[str, Path]:
+    """Write the weight maps and the table's picture; their paths by scenario, and under ``conformance``."""
+    plots.mkdir(parents=True, exist_ok=True)
+    footer = ", ".join(f"{name} {value}" for name, value in _facts(about).items() if name not in {"device", "date"})
+    figures = {"conformance": ("conformance", conformance_figure(observations, footer=footer))}
+    for name in conformance.scenarios(observations):
+        own = [one for one in observations if one["scenario"]["name"] == name]
+        figures[name] = (f"weights-{name}", weight_figure(own, footer=footer))
+    with matplotlib.style.context(list(style.BASE)):
+        return {
+            name: sheet.save(drawn[0], plots / stem, drawn[1])[0] for name, (stem, drawn) in figures.items() if drawn
+        }
 
 
 def write_page(
@@ -111,47 +120,28 @@ def write_page(
     path: Path,
     throughput: Path | None,
 ) -> None:
-    """Write the page of docs. Its links are relative to it; ``throughput``, a page of its own, is if it exists."""
+    """Write the page of docs, with links relative to it; ``throughput`` is the page on ThroughputMonitor."""
 
     def link(target: Path) -> str:
         return Path(os.path.relpath(target, path.parent)).as_posix()
 
-    known = throughput is not None and throughput.exists()
-    shown = [name for name in ("conformance", *semantics_page.telling(observations)) if name in pictures]
+    known = throughput if throughput and throughput.exists() else None
+    shown = [name for name in PICTURED if name in pictures] or [name for name in pictures if name != "conformance"]
     text = semantics_page.page(
         observations,
-        {name: link(pictures[name]) for name in shown},
+        {name: link(pictures[name]) for name in ["conformance", *shown[: len(PICTURED)]] if name in pictures},
         command=" ".join(about["command"]),
         about=_facts(about),
-        throughput=link(throughput) if throughput and known else "",
-        throughput_findings=_bullets(throughput) if throughput and known else (),
+        throughput=link(known) if known else "",
+        throughput_findings=[line for line in known.read_text().splitlines() if line.startswith("- ")] if known else (),
     )
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    except OSError as error:
-        raise InputError(f"--docs {path}: cannot be written ({error.strerror}); name a file that can") from error
-
-
-def _json(observations: Sequence[dict[str, Any]], about: Mapping[str, Any]) -> str:
-    """One observation per line, so that two suites can be compared by lines."""
-    head = json.dumps({"schema_version": SCHEMA_VERSION, "about": about, "observations": []})
-    lines = ",\n".join(json.dumps(one) for one in observations)
-    return f"{head.removesuffix(']}')}\n{lines}\n]}}\n"
-
-
-def _bullets(page: Path) -> list[str]:
-    """The list items of a Markdown page, without their dashes."""
-    return [line.removeprefix("- ") for line in page.read_text().splitlines() if line.startswith("- ")]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
 
 
 def _facts(about: Mapping[str, Any]) -> dict[str, str]:
-    """What a reader must know of the machine and the software."""
+    """The versions, device and date that a reader must know."""
     versions = {
         name: about["packages"][name] for name in ("torch", "lightning", "deepspeed") if name in about["packages"]
     }
     return {**versions, "python": about["machine"]["python"], "device": about["device"], "date": about["date"]}
-
-
-def _footer(about: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in _facts(about).items() if name not in {"device", "date"})

@@ -1,6 +1,6 @@
-"""``backends``: what there is, and what this machine can run.
+"""``backends``: lists the backends, and whether this machine can run them.
 
-What installed packages offer is listed, and loaded only if it is named: loading runs the package's code.
+Backends of installed packages are listed, but loaded only if they are named, since loading runs the package's code.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from bench.plan.cell import Device
 
 def add(commands: Any) -> None:
     """Add the command's parser."""
-    parser = commands.add_parser("backends", help="list the backends and what this machine can run")
+    parser = commands.add_parser("backends", help="list the backends, and whether this machine can run them")
     parser.add_argument(
         "names",
         nargs="*",
         metavar="B",
-        help="load these backends of installed packages too, and list only what is named",
+        help="list these alone, and load those of installed packages",
     )
     parser.set_defaults(command=run)
 

@@ -57,54 +57,37 @@ def add(commands: Any) -> None:
         "predict", help="predict memory, collectives and step times without running", description=DESCRIPTION
     )
     option = parser.add_argument
+
+    def amount(name: str, units: Mapping[str, float], example: str, metavar: str, words: str, **more: Any) -> None:
+        option(name, type=_quantity(units, example, **more), metavar=metavar, help=words)
+
     option("--model", required=True, metavar="M", help="a shipped model: tiny, 135m, 1b, 3b or 8b")
     option("--world-size", type=_integer, required=True, metavar="W", help="ranks")
-    option("--accumulate", type=_integer, required=True, metavar="N", help="micro-batches per optimizer step")
-    option("--micro-batch", type=_integer, default=1, metavar="B", help="samples of one, on one rank (default: 1)")
+    option("--accumulate", type=_integer, required=True, metavar="N", help="micro-batches per optimizer step on a rank")
+    option(
+        "--micro-batch", type=_integer, default=1, metavar="M", help="samples per micro-batch on a rank (default: 1)"
+    )
     option("--sequence", type=_integer, required=True, metavar="S", help="tokens per sample")
     option("--precision", choices=[str(p) for p in Precision], required=True, help="dtype of forward and backward")
     option("--optimizer", choices=OPTIMIZERS, default="adamw-foreach", help="(default: adamw-foreach)")
     option("--device", choices=[str(d) for d in Device], default="cuda", help="(default: cuda)")
     option("--backend", action="append", type=split_names, metavar="B[,B]", help="only these (default: all built-in)")
-    option("--memory", type=_quantity(BYTES, "80GiB"), metavar="SIZE", help="memory of a device, such as 80GiB")
-    option(
-        "--reserve",
-        type=_quantity(BYTES, "4GiB", zero=True),
-        metavar="SIZE",
-        help="of that, kept free for what is not predicted (default: CUDA context, NCCL, the allocator's fragments)",
-    )
-    option(
-        "--link",
-        type=_quantity(RATES, "50GB/s"),
-        metavar="RATE",
-        help="rate at which a rank can send, such as 50GB/s or 400Gbit/s (400Gbps)",
-    )
-    option(
-        "--latency",
-        type=_quantity(TIMES, "20us"),
-        metavar="TIME",
-        help="latency of a collective call, such as 20us (default: 0)",
-    )
-    option(
-        "--compute-time",
-        type=_quantity(TIMES, "1.9s"),
-        metavar="TIME",
-        help="compute time of one optimizer step, recomputation included, such as 1.9s",
-    )
+    option("--activation-checkpointing", action="store_true", help="blocks keep their input alone, and are recomputed")
+    amount("--memory", BYTES, "80GiB", "SIZE", "memory of a device, such as 80GiB")
+    words = "of that, kept free for what is not predicted (default: CUDA context, NCCL, the allocator's fragments)"
+    amount("--reserve", BYTES, "4GiB", "SIZE", words, zero=True)
+    amount("--activations", BYTES, "20GiB", "SIZE", "activation memory of one micro-batch, if known")
+    words = "rate at which a rank can send, such as 50GB/s or 400Gbit/s (400Gbps)"
+    amount("--link", RATES, "50GB/s", "RATE", words)
+    amount("--latency", TIMES, "20us", "TIME", "latency of a collective call, such as 20us (default: 0)")
+    words = "compute time of one optimizer step, recomputation included, such as 1.9s"
+    amount("--compute-time", TIMES, "1.9s", "TIME", words)
     option("--peak", metavar="GPU|RATE", help="instead of --compute-time: H100, H200, A100, or such as 989TFLOP/s")
     option("--mfu", type=_mfu, metavar="P", help="share of the peak that is reached (default: 35%%)")
-    option("--activation-checkpointing", action="store_true", help="blocks keep only their input")
-    option(
-        "--activations",
-        type=_quantity(BYTES, "20GiB"),
-        metavar="SIZE",
-        help="activation memory of one micro-batch, if known",
-    )
     option("--margin", type=share, metavar="P", help="times this near to each other are the same (default: 2%%)")
     option("--json", action="store_true", help="print a JSON list; its keys: see bench/commands/predict.py")
-    option(
-        "--out", type=Path, metavar="DIR", help="write predict.md and, with bounds, a map of the best backends there"
-    )
+    words = "write predict.md and, with bounds, a map of the best backends there"
+    option("--out", type=Path, metavar="DIR", help=words)
     parser.set_defaults(command=run)
 
 

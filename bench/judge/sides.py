@@ -11,35 +11,26 @@ from bench.judge.statistics import Sample
 from bench.judge.tables import WORLD, Tables, world_of
 from bench.judge.verdicts import Side
 from bench.plan.cell import Cell, Status
-from bench.plan.columns import WORK
+from bench.plan.columns import AXES, WORK
 from bench.words import plural
 
 COLUMNS = [
-    *dict.fromkeys(
-        (
-            "cell_id",
-            "repeat",
-            "backend",
-            "accumulate",
-            "world_size",
-            "precision",
-            "accumulation_dtype",
-            *WORK,
-            "status",
-            "reason",
-            "optimizer_steps_expected",
-            "optimizer_steps_observed",
-            "peak_memory_bytes",
-            "peak_memory_source",
-            *WORLD,
-            "sm_clock_mhz",
-            "num_cpus",
-            "foreign_cores",
-            "stolen_cores",
-            "clock_slowdowns",
-            "foreign_gpu_processes",
-        )
-    )
+    "cell_id",
+    "repeat",
+    *AXES,
+    "status",
+    "reason",
+    "optimizer_steps_expected",
+    "optimizer_steps_observed",
+    "peak_memory_bytes",
+    "peak_memory_source",
+    *WORLD,
+    "sm_clock_mhz",
+    "num_cpus",
+    "foreign_cores",
+    "stolen_cores",
+    "clock_slowdowns",
+    "foreign_gpu_processes",
 ]
 """Of the trials, that a side is made of."""
 NUMBERS = ["optimizer_steps_observed", "peak_memory_bytes", "peak_memory_source"]

@@ -32,8 +32,6 @@ def products_rate(entries: Iterable[Mapping[str, Any]], world_size: int, precisi
     return None
 
 
-NAMES = ("trials", "steps", "losses", "collectives", "memory")
-"""Names of the tables that come from the journal."""
 WORLD = ["virtual_world_size", "fake_tensors", "shared_gpu"]
 """Columns of trials that say which world theirs is."""
 
@@ -51,13 +49,17 @@ class Tables:
     def write(self, folder: Path) -> list[Path]:
         """Write each table as parquet; returns the paths."""
         paths = []
-        for field in fields(self):
-            path = folder / f"{field.name}.parquet"
+        for name in NAMES:
+            path = folder / f"{name}.parquet"
             draft = path.with_suffix(".tmp")
-            getattr(self, field.name).to_parquet(draft, index=False)
+            getattr(self, name).to_parquet(draft, index=False)
             draft.replace(path)
             paths.append(path)
         return paths
+
+
+NAMES = tuple(field.name for field in fields(Tables))
+"""Names of the tables that come from the journal."""
 
 
 def load(folder: Path) -> Tables:

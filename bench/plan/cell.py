@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, ClassVar
@@ -14,6 +15,7 @@ from pydantic import ConfigDict
 from bench import fields
 from bench.fields import Amount, Flag, Natural, Positive
 from bench.plan.world import World
+from bench.words import plural
 
 REFERENCE, SHARDED_REFERENCE = REFERENCES = ("reference", "reference-sharded")
 """Names of the backends that are the truth: the full batch at once in fp32, by one process in plain PyTorch; or by all
@@ -250,3 +252,18 @@ class Cell:
         Raises InputError for a key that is unknown or missing, or for a value that cannot be.
         """
         return fields.read(cls, values)
+
+
+def counted(cells: Iterable[Cell], baseline: str) -> str:
+    """How many cells a run has, and what they are there for: ``19 cells: 17 compared, 1 reference, 1 A/A twin``."""
+    every = list(cells)
+    own = [cell for cell in every if not cell.is_reference and not cell.twin]
+    others, own = ([cell for cell in own if (cell.backend == baseline) is same] for same in (False, True))
+    kinds = {
+        f"{len(others)} compared with {baseline}": others,
+        f"{len(own)} of {baseline} itself": own,
+        plural(sum(cell.is_reference for cell in every), "reference"): [cell for cell in every if cell.is_reference],
+        plural(sum(bool(cell.twin) for cell in every), "A/A twin"): [cell for cell in every if cell.twin],
+    }
+    said = ", ".join(kind for kind, those in kinds.items() if those)
+    return f"{plural(len(every), 'cell')}: {said}"

@@ -9,7 +9,6 @@ ratio of two; ``low`` and ``high`` are the ends of its 95 % interval; ``n`` is t
 
 from __future__ import annotations
 
-import math
 import re
 import urllib.parse
 from collections.abc import Callable, Mapping
@@ -24,10 +23,8 @@ from bench.judge.quoting import SCHEME, CellQuote, Quotes, RatioQuote, place_of,
 from bench.judge.statistics import Interval
 from bench.judge.verdicts import NEXT, Verdict, band
 from bench.plan.columns import AXES, WAYS, says
-from bench.words import bibtex, markdown, plain, plural
+from bench.words import bibtex, digits, markdown, plain, plural
 
-DIGITS = 4
-"""Significant ones of a number."""
 VERSIONS = ("torch", "lightning", "deepspeed", "transformers", "numpy")
 """Packages that are named."""
 NOT_STORED = "not stored"
@@ -105,7 +102,9 @@ def _quotes(same: _Same) -> Quotes:
 def words_of_cell(quotes: Quotes, cell_id: str) -> CitedWords:
     """What is said of one cell."""
     quote = quotes.cell(cell_id)
-    return _words(quotes.run, cell_id, quote.cell.label, _time(quote), _fields(quote), quote.caveats, quote.trial)
+    return _words(
+        quotes.run, cell_id, quotes.run.labels[cell_id], _time(quote), _fields(quote), quote.caveats, quote.trial
+    )
 
 
 def words_of_ratio(quotes: Quotes, cell_id: str, other_id: str) -> CitedWords:
@@ -115,7 +114,7 @@ def words_of_ratio(quotes: Quotes, cell_id: str, other_id: str) -> CitedWords:
 
 def words_of_quote(run: Run, quote: RatioQuote, cell_id: str, other_id: str) -> CitedWords:
     """What is said of one cell against another, from what may be said."""
-    subject = AGAINST.join(map(harmless, (quote.cell.label, quote.other.label)))
+    subject = AGAINST.join(harmless(run.labels[one]) for one in (cell_id, other_id))
     fields = fields_of(quote)
     return _words(run, f"{cell_id}/{other_id}", subject, statement_of(quote), fields, quote.caveats, quote.trial)
 
@@ -161,10 +160,10 @@ def _time(quote: CellQuote) -> str:
         found = f"no step time ({counted})"
     else:
         interval = _interval(time.low, time.high, time.reason)
-        found = f"{number(time.seconds)} s per optimizer step ({interval}, {counted})"
+        found = f"{digits(time.seconds)} s per optimizer step ({interval}, {counted})"
     if quote.peak_memory_bytes is not None:
         peak = quote.peak_memory_bytes
-        found += f"; peak memory {number(peak / 2**20)} MiB ({peak} bytes, {quote.peak_memory_source})"
+        found += f"; peak memory {digits(peak / 2**20)} MiB ({peak} bytes, {quote.peak_memory_source})"
     return found
 
 
@@ -194,8 +193,8 @@ def hash_of(manifest: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _estimated(value: float, low: float | None, high: float | None) -> dict[str, str]:
-    ends = {} if low is None or high is None else {"low": number(low), "high": number(high)}
-    return {"value": number(value), **ends}
+    ends = {} if low is None or high is None else {"low": digits(low), "high": digits(high)}
+    return {"value": digits(value), **ends}
 
 
 def _time_of(quote: RatioQuote) -> Interval | None:
@@ -216,25 +215,17 @@ def statement_of(quote: RatioQuote) -> str:
     elif judgement.verdict is Verdict.AMBIGUOUS:
         verdict += f" ({judgement.reason}: {NEXT[judgement.reason].partition(';')[0]})"
     noise = quote.row.judgement.comparison.floor
-    floor = "unknown" if noise is None or noise.low is None else f"{number(100 * (band(noise) - 1))} %"
-    return f"{number(time.ratio)} times the step time ({interval}, {counted}); verdict: {verdict}; noise floor: {floor}"
+    floor = "unknown" if noise is None or noise.low is None else f"{digits(100 * (band(noise) - 1))} %"
+    return f"{digits(time.ratio)} times the step time ({interval}, {counted}); verdict: {verdict}; noise floor: {floor}"
 
 
 def _interval(low: float | None, high: float | None, reason: str) -> str:
-    return reason.replace(",", "") if low is None or high is None else f"95 % interval {number(low)} - {number(high)}"
-
-
-def number(value: float) -> str:
-    """With DIGITS significant digits and without an exponent."""
-    if not (math.isfinite(value) and value):
-        return f"{value:g}"
-    decimals = DIGITS - 1 - math.floor(math.log10(abs(value)))
-    return f"{round(value, decimals):.{max(0, decimals)}f}"
+    return reason.replace(",", "") if low is None or high is None else f"95 % interval {digits(low)} - {digits(high)}"
 
 
 def _work(trial: pd.Series) -> str:
     size = trial["num_parameters"]
-    parameters = "" if pd.isna(size) else f" ({number(size / 1e6)} M parameters)"
+    parameters = "" if pd.isna(size) else f" ({digits(size / 1e6)} M parameters)"
     asked = [name for name in WAYS if len(AXES[name].named) > 1 and pd.notna(trial[name]) and trial[name]]
     how = "".join(f", {words}" for words in says(trial, asked))
     return (

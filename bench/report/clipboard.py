@@ -79,7 +79,7 @@ def ratios(quotes: Quotes, standings: Mapping[str, Standing], ids: Sequence[str]
                 said = shared.places(quote, cell_id, other_id)
                 of.setdefault(cell_id, []).append([number, places[other_id], *said])
     start = place_of(run.name, "")
-    labels = [harmless(run.cells[cell_id].label) for cell_id in ids]
+    labels = [harmless(run.labels[cell_id]) for cell_id in ids]
     for form, kit in shared.forms.items():
         escape = ESCAPES[form]
         kit["place"] = escape(start) if form == "bibtex" else start

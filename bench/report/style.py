@@ -247,9 +247,14 @@ def _ruler() -> Ruler:
     return Ruler(FigureCanvasAgg(Figure(figsize=(1, 1))))
 
 
-def text_width(text: str, size: float) -> float:
+def text_width(text: str, size: float, weight: str = "normal") -> float:
     """Width of a line of text in inches."""
-    return _ruler().width(clean(text), size)
+    return _ruler().width(clean(text), size, weight)
+
+
+def wrap(text: str, width: float, size: float, weight: str = "normal") -> list[str]:
+    """The lines of the text, none wider than so many inches; a word that is wider is cut."""
+    return _ruler().wrap(text, width, size, weight)
 
 
 def fit(text: str, width: float, size: float = SMALL) -> str:

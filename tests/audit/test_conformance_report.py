@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import matplotlib
 import pandas as pd
 import pytest
+from matplotlib.figure import Figure
 
-from bench.audit import conformance, conformance_picture, semantics_page
+from bench.audit import conformance, conformance_picture, semantics_files, semantics_page
 from bench.report import style
 from tests.factories import make_observation
 from tests.legible import assert_legible
@@ -101,6 +103,12 @@ def page(observations: list[dict[str, Any]], **changes: Any) -> str:
     return semantics_page.page(observations, values.pop("images"), **values)
 
 
+def picture(observations: list[dict[str, Any]]) -> Figure:
+    drawn = conformance_picture.conformance_figure(observations)
+    assert drawn is not None
+    return drawn[0]
+
+
 def test_the_table_has_a_row_per_scenario_and_backend_and_the_documented_dtypes(tmp_path: Path) -> None:
     table = conformance.table(SOME)
     assert {name: str(kind) for name, kind in table.dtypes.items()} == conformance.COLUMNS
@@ -122,13 +130,40 @@ def test_backends_that_behave_alike_everywhere_are_one_column() -> None:
     assert "- loop-a +1: loop-a, loop-b" in conformance.markdown(SOME)
 
 
+@pytest.mark.parametrize(
+    ("word", "changes", "expected"),
+    [
+        ("lost", {"lost": {"0": [1, 2]}}, "2 of 8"),
+        ("left open", {"left_open": {"1": [1, 2]}}, "2 of 16"),
+        ("repeated", {"samples_duplicated": 3}, "3 of 8"),
+        ("skipped", {"samples_never_fetched": 4}, "4 of 8"),
+        ("over-weighted", {"updates": [window(0, 8, 1.5 / 8)]}, "1.5"),
+        ("cleared", {"updates": [window(0, 8, 0.5 / 8), window(0, 8, 1 / 8)]}, "0.5"),
+        ("leaks", {"updates": [window(0, 8, 0.1) | window(0, 2, 0.1, 1)]}, "(1 in an update)"),
+        ("carried over", {"updates": [window(0, 4, 0.25), window(4, 8, 0.125) | window(0, 4, 0.125, 1)]}, "1 of 2"),
+        ("mean of means", {"updates": [{0: {0: 0.25, 1: 0.75}}]}, "x 2"),
+        ("hooks too often", {"steps_reported": {"on_before_optimizer_step": 4}}, "(4 for 1 update)"),
+        ("misestimated", {"steps_reported": {"trainer.estimated_stepping_batches": 3}}, "(3, not 1)"),
+        ("never stops", {}, "(1 update)"),
+        ("stops late", {"scenario": LIMITED, "updates": [window(0, 4, 0.25)] * 3}, "(3 updates, not 2)"),
+        ("crashed", {"micro_batches": 7}, "(after 7 micro-batches)"),
+        ("refused", {"updates": []}, ""),
+        ("cleared", {"updates": []}, ""),
+        ("unheard of", {}, ""),
+    ],
+)
+def test_a_finding_has_its_most_telling_number(word: str, changes: dict[str, Any], expected: str) -> None:
+    seen = make_observation(findings=[(word, "wrong")], **changes)
+    assert conformance.with_number(seen, word) == f"{word} {expected}".rstrip()
+    assert conformance.summary(seen) == [f"{word} {expected}".rstrip()]
+
+
 @pytest.mark.parametrize("name", ["some", "odd", "many", "one"])
 def test_nothing_in_the_picture_overlaps_or_leaves_its_cell(name: str) -> None:
     observations = {"some": SOME, "odd": [ODD, *ENGINE], "many": MANY, "one": [make_observation()]}[name]
-    drawing = conformance_picture.picture(observations)
-    assert drawing is not None
-    assert_legible(drawing.figure, style.MAX_HEIGHT)
-    axes = drawing.figure.axes[0]
+    figure = picture(observations)
+    assert_legible(figure, style.MAX_HEIGHT)
+    axes = figure.axes[0]
     boxes = [patch.get_window_extent() for patch in axes.patches]
     inside = [text for text in axes.texts if text.get_text()]
     for box in boxes:
@@ -137,12 +172,17 @@ def test_nothing_in_the_picture_overlaps_or_leaves_its_cell(name: str) -> None:
         assert extent.x0 > box.x0 - 1 and extent.x1 < box.x1 + 1 and extent.y0 > box.y0 - 1 and extent.y1 < box.y1 + 1
 
 
-def test_the_picture_is_written_and_the_same_every_time(tmp_path: Path) -> None:
-    first, second = (conformance_picture.draw(SOME, tmp_path / name) for name in "ab")
-    assert first == tmp_path / "a/conformance.png" and second is not None
-    assert first.read_bytes() == second.read_bytes()
-    ElementTree.parse(first.with_suffix(".svg"))
-    assert conformance_picture.draw([], tmp_path / "c") is None and not (tmp_path / "c").exists()
+def test_pictures_are_written_and_the_same_every_time(tmp_path: Path) -> None:
+    about = {"packages": {"torch": "2.13"}, "machine": {"python": "3.11"}, "device": "cpu", "date": "2026-01-01"}
+    written = [semantics_files.write_pictures(SOME, about, tmp_path / name) for name in "ab"]
+    assert sorted(written[0]) == ["clipped", "conformance", "dropped", "limited", "partial", "whole"]
+    assert written[0]["partial"].name == "weights-partial.png"
+    for name, first in written[0].items():
+        assert first.read_bytes() == written[1][name].read_bytes()
+        assert matplotlib.image.imread(first).shape[1] == round(style.WIDTH * style.DPI)
+        ElementTree.parse(first.with_suffix(".svg"))
+    nothing = semantics_files.write_pictures([make_observation(updates=[])], about, tmp_path / "c")
+    assert list(nothing) == ["conformance"]
 
 
 def test_the_page_says_how_it_was_made_and_shows_what_is_given() -> None:
@@ -151,7 +191,7 @@ def test_the_page_says_how_it_was_made_and_shows_what_is_given() -> None:
         images={"partial": "plots/p.png", "conformance": "plots/c.png", "unknown": "plots/u.png"},
         about={"torch": "2.11.0", "machine": "2 cores"},
         throughput="throughput.md",
-        throughput_findings=["N = 8: window_size right: 9"],
+        throughput_findings=["- N = 8: window_size right: 9"],
     )
     assert text.startswith(
         "# What each backend computes\n\nWritten by `bench semantics` with torch 2.11.0, machine 2 cores."
@@ -160,3 +200,20 @@ def test_the_page_says_how_it_was_made_and_shows_what_is_given() -> None:
     assert "](throughput.md)" in text and "\n- N = 8: window_size right: 9\n" in text
     assert "ThroughputMonitor" not in page(SOME)
     assert conformance.markdown(SOME) in text and "## Weight maps" not in page(SOME)
+
+
+def test_lightning_with_deepspeed_is_told_from_the_data() -> None:
+    text = page(SOME)
+    assert "Backends with the counters of both the Trainer and the engine: `twice`, `once`." in text
+    assert (
+        "- Calls of hooks, in `whole`:\n"
+        "  - `twice`, `once`: `strategy.optimizer_step` 4 times, `on_before_optimizer_step` 4 times, for 1 update"
+    ) in text
+    assert (
+        "  - `twice`: 2 updates, 1 of them with samples of two epochs, 0.25 of the right weight, 2 samples lost, "
+        "`trainer.global_step` = 1, `engine.global_steps` = 2\n"
+    ) in text
+    assert "- Clipped to norm 0.1, in `clipped`:\n  - `twice`: the coefficients of an update sum to 0.4 instead" in text
+    assert "`once`: the coefficients of an update sum to 0.4, as they should" in text
+    assert "Lightning with DeepSpeed" not in page(by_hand("loop-a"))
+    assert "Loops written by hand" not in page(ENGINE)

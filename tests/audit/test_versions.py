@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 from bench.audit.monitor import Measurement, Rate
 from bench.audit.monitor_grid import Point
 from bench.audit.versions import __main__ as command
-from bench.audit.versions import environment, lightning_findings, versions_page
+from bench.audit.versions import environment, lightning_probe, probe, versions_page
 from bench.audit.versions.environment import FailedError
 from bench.audit.versions.versions_page import Entry, VersionFact
 
@@ -94,17 +95,31 @@ def test_command_keeps_other_versions_and_names_wrong_ones(
         assert f"'{wrong}' is no version of lightning or deepspeed" in said and said.count("\n") == 1
 
 
+def test_all_versions_can_be_named_and_probed() -> None:
+    for name in command.VERSIONS:
+        package, _ = command.parsed(name)
+        assert importlib.import_module(f"bench.audit.versions.{package}_probe").findings
+
+
+@pytest.mark.slow
+def test_the_installed_lightning_is_probed(tmp_path: Path) -> None:
+    probe.main("lightning", tmp_path / "answer.json")
+    found = json.loads((tmp_path / "answer.json").read_text())
+    assert len(found["findings"]) == 1 + len(lightning_probe.RATES)
+    assert found["findings"][0]["measured"] == "right at 1, 2, 3, 4, 5, 8, 50"
+
+
 def test_lightning_findings_are_worded_from_measurements() -> None:
     def at(every: int, *ratios: float, error: str = "") -> Measurement:
         rates = tuple(Rate(1, ratio, 1.0) for ratio in ratios)
         return Measurement(Point(4, every, 5), error, 3, 1.0, (every,), rates)
 
-    found = lightning_findings.accepted(4, [at(1, 1.0), at(3, error="ValueError: no"), at(5, error="ValueError: no")])
+    found = lightning_probe.accepted(4, [at(1, 1.0), at(3, error="ValueError: no"), at(5, error="ValueError: no")])
     assert found.measured == "right at 1; raised at 3, 5: ValueError: no" and not found.good
-    assert lightning_findings.rates("x", at(1, 1.0, 0.7)) == VersionFact("x", "unsteady: ratio 0.700 to 1.000", False)
-    assert lightning_findings.rates("x", at(1, 1.0)) == VersionFact("x", "right: ratio 1.000", True)
-    assert lightning_findings.rates("x", at(1)) == VersionFact("x", "unrated", False)
-    assert lightning_findings.rates("x", at(1, error="E: y")) == VersionFact("x", "raised: E: y", False)
+    assert lightning_probe.rates("x", at(1, 1.0, 0.7)) == VersionFact("x", "unsteady: ratio 0.700 to 1.000", False)
+    assert lightning_probe.rates("x", at(1, 1.0)) == VersionFact("x", "right: ratio 1.000", True)
+    assert lightning_probe.rates("x", at(1)) == VersionFact("x", "unrated", False)
+    assert lightning_probe.rates("x", at(1, error="E: y")) == VersionFact("x", "raised: E: y", False)
 
 
 @pytest.mark.skipif(not PAGE.exists(), reason="the source distribution has no docs")
@@ -112,4 +127,4 @@ def test_committed_page_is_what_its_data_says() -> None:
     entries = versions_page.read(PAGE.with_suffix(".json"))
     assert PAGE.read_text() == versions_page.markdown(entries)
     assert {f"{e.package}=={e.version}" for e in entries} >= set(command.VERSIONS)
-    assert versions_page.without_paths(PAGE.read_text()) == PAGE.read_text()
+    assert environment.without_folders(PAGE.read_text()) == PAGE.read_text()

@@ -6,11 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
-from bench.audit import grids, weights
+from bench.audit import weight_figure, weight_maps
 from bench.audit.reading import Reading
 from bench.audit.scenario import Scenario
 from bench.report import style
+from bench.report.sheet import FigureWords
 from tests.factories import make_observation
 from tests.legible import assert_legible, words
 
@@ -66,14 +68,14 @@ SCENES: dict[str, list[dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def drawing(name: str) -> weights.Drawing:
-    found = weights.weight_map(SCENES[name], footer="made by a test")
+def drawing(name: str) -> tuple[Figure, FigureWords]:
+    found = weight_figure.weight_figure(SCENES[name], footer="made by a test")
     assert found is not None
     return found
 
 
 def panels(name: str) -> list[Any]:
-    return drawing(name).figure.axes[:-1]
+    return drawing(name)[0].axes[:-1]
 
 
 def picture(axes: Any) -> np.ndarray[Any, Any]:
@@ -82,7 +84,7 @@ def picture(axes: Any) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize("name", SCENES)
 def test_nothing_overlaps_or_leaves_the_figure(name: str) -> None:
-    assert_legible(drawing(name).figure, style.MAX_HEIGHT)
+    assert_legible(drawing(name)[0], style.MAX_HEIGHT)
 
 
 def test_the_picture_is_the_coefficients() -> None:
@@ -94,27 +96,20 @@ def test_the_picture_is_the_coefficients() -> None:
 
 
 def test_samples_in_no_update_are_marked() -> None:
-    extent = grids.Extent(12, 2, 8)
-    losing = grids.group(SCENES["partial"])[-1]
-    assert grids.in_no_update(losing, extent) == {
-        grids.LOST: [8, 9, 10, 11],
-        grids.LEFT_OPEN: list(range(16, 24)),
-        grids.NOT_COMPUTED: [],
+    extent = weight_maps.Extent(12, 2, 8)
+    losing = weight_maps.distinct(SCENES["partial"])[-1]
+    assert losing.in_no_update(extent) == {
+        weight_maps.LOST: [8, 9, 10, 11],
+        weight_maps.LEFT_OPEN: list(range(16, 24)),
+        weight_maps.NOT_COMPUTED: [],
     }
     marked = {
         line.get_marker(): list(line.get_xdata()) for line in panels("partial")[-1].lines if len(line.get_xdata())
     }
     assert marked["x"] == [8, 9, 10, 11] and marked["o"] == list(range(16, 24))
-    shown = words(drawing("partial").figure)
-    assert shown.count("in none") == 1 and weights.SIGN_LABELS[grids.LOST] in shown
-    assert weights.SIGN_LABELS[grids.NOT_COMPUTED] not in shown
-
-
-def test_data_has_every_coefficient() -> None:
-    data = drawing("partial").data
-    assert set(data.columns) == {"backend", "update", "epoch", "sample", "coefficient", "relative"}
-    carried = data[(data["backend"] == "twice") & (data["update"] == 2)]
-    assert carried["coefficient"].sum() == pytest.approx(0.25) and set(carried["epoch"]) == {0, 1}
+    shown = words(drawing("partial")[0])
+    assert shown.count("in none") == 1 and weight_figure.SIGN_LABELS[weight_maps.LOST] in shown
+    assert weight_figure.SIGN_LABELS[weight_maps.NOT_COMPUTED] not in shown
 
 
 def record(

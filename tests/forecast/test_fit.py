@@ -116,7 +116,7 @@ def test_the_gpu_matrix_takes_no_longer_than_it_says(
 ) -> None:
     """The initial repeats, and those that the budget lets begin."""
     stated = 40
-    for path in ("bench/matrices/gpu.toml", "README.md"):
+    for path in ("bench/matrices/gpu.toml", "docs/gpu.md"):
         assert f"at most {stated} minutes" in (ROOT / path).read_text()
     assert main(["plan", "--matrix", "gpu", "--on", f"{num_gpus} x {name}"]) == 0
     out = capsys.readouterr().out

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from bench.judge.pairs import judge_pairs, pairs_of_backends
 from bench.judge.tables import build
 from bench.judge.verdicts import Reason, Verdict
 from bench.plan.cell import Cell
+from bench.report.comparison import Report
 from bench.run.journal import JOURNAL, MANIFEST, Journal, encode, write_manifest
 from bench.run.machine import differences
 from tests.factories import PEAK_BYTES, make_cell, make_failure, make_manifest, make_matrix, make_record
@@ -158,6 +160,69 @@ class TestCommand:
         text = said(capsys)
         assert ("REGRESSED" in text) == bool(status) and ("1 of 2 cells regressed: ddp-eager" in text) == bool(status)
 
+    def test_a_busy_cpu_leaves_times_unchecked_and_no_bytes(
+        self, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("COLUMNS", "150")
+        host = {"host": {"num_cpus": 4, "foreign_cores": 2.0, "stolen_cores": 0.0}}
+
+        def busy(name: str, size: int) -> str:
+            found = records({EAGER: 0.5}, changes=lambda *_: memory(size))
+            return str(write_run(tmp_path / name, [one | {"time": one["time"] | host} for one in found]))
+
+        a, b, c = busy("a", PEAK_BYTES), busy("b", PEAK_BYTES * 11 // 10), busy("c", PEAK_BYTES + 4)
+        assert main(["compare", a, c, "--fail-on", "slower=5%"]) == 3
+        text = said(capsys)
+        assert "slower=5%: 0 of 1 cell regressed; 1 NOT CHECKED: ddp-eager" in text and "(exit status 3)" in text
+        assert main(["compare", a, c, "--fail-on", "slower=5%", "--allow-unchecked"]) == 0
+        assert main(["compare", a, c, "--fail-on", "memory=2%"]) == 0
+        assert main(["compare", a, b, "--fail-on", "memory=2%"]) == 1
+        assert "not comparable; REGRESSED - - - 1.1000" in said(capsys)
+        assert main(["compare", a, b, "--fail-on", "slower=5%,memory=2%"]) == 1, "a certain regression comes first"
+
+    def test_what_is_missing_in_b_does_not_pass(self, tmp_path: Path, capsys: Any) -> None:
+        twin = dataclasses.replace(EAGER, twin="again")
+        a = str(write_run(tmp_path / "a", records({EAGER: 0.5, DEFERRED: 0.5, twin: 0.5})))
+        b = str(write_run(tmp_path / "b", records({EAGER: 0.5, twin: 0.5}, seed=1)))
+        assert main(["compare", a, b, "--fail-on", "memory=2%"]) == 3
+        text = said(capsys)
+        assert "only in A: ddp-deferred N=4 W=2 fp32 gate:" in text and "A/A again" not in text
+        assert main(["compare", a, b, "--fail-on", "memory=2%", "--allow-unchecked"]) == 0
+        assert main(["compare", b, a, "--fail-on", "memory=2%"]) == 0, "more than was asked for is no harm"
+
+    def test_what_newly_fails_in_b_does_not_pass(self, tmp_path: Path, capsys: Any) -> None:
+        good = records({EAGER: 0.5})
+        slow = [one for one in good if one["repeat"] < 11 or one["cell"]["backend"] == "reference"]
+        a = str(write_run(tmp_path / "a", good))
+        b = str(write_run(tmp_path / "b", [*slow, make_failure(EAGER, 11, "timeout", "took too long")]))
+        for more in ([], ["--allow-unchecked"]):
+            assert main(["compare", a, b, "--fail-on", "memory=2%", *more]) == 3
+            assert "failed in B and not in A: ddp-eager N=4 W=2 fp32 (1 timeout)" in said(capsys)
+        assert main(["compare", b, a, "--fail-on", "memory=2%"]) == 0
+        assert main(["compare", a, b]) == 0, "without a gate it is only told"
+        capsys.readouterr()
+        assert main(["compare", a, b, "--json", "--fail-on", "memory=2%"]) == 3
+        facts = json.loads(capsys.readouterr().out)
+        assert facts["gate"] == "unchecked" and len(facts["newly_failed"]) == 1 and not facts["regressed"]
+
+    def test_a_run_against_itself(self, two: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["compare", two[0], two[0]]) == 0
+        assert capsys.readouterr().out == "A and B are the same run, old: there is nothing to compare\n"
+        assert main(["compare", two[0], two[0], "--fail-on", "slower=5%"]) == 3
+
+    def test_one_table_that_fits_the_terminal(self, two: tuple[str, str], capsys: Any, monkeypatch: Any) -> None:
+        for columns, headers in (
+            (60, "time B/A memory B/A"),
+            (150, "time B/A 95 % interval n memory B/A steps reason"),
+        ):
+            monkeypatch.setenv("COLUMNS", str(columns))
+            assert main(["compare", *two]) == 0
+            lines = capsys.readouterr().out.splitlines()
+            (header,) = (number for number, line in enumerate(lines) if " verdict " in line)
+            assert " ".join(lines[header].split()) == f"cell verdict {headers}"
+            assert max(map(len, lines[header : header + 4])) <= columns
+            assert [line.split()[0] for line in lines[header + 2 : header + 4]] == ["ddp-deferred", "ddp-eager"]
+
     def test_json(self, two: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["compare", *two, "--json", "--fail-on", "slower=2%", "--margin", "3%"]) == 1
         facts = json.loads(capsys.readouterr().out)
@@ -215,6 +280,7 @@ class TestBadInput:
         self.fails(capsys, "holds no run", str(tmp_path), run)
         self.fails(capsys, "holds no run", run, str(tmp_path / "nowhere"))
         self.fails(capsys, "is one run; name a second one", run)
+        self.fails(capsys, "--allow-unchecked: is for a gate", run, run, "--allow-unchecked")
         self.fails(capsys, "--backend: is for one run", run, run, "--backend", "ddp-eager")
         (tmp_path / "file").write_text("")
         self.fails(capsys, "--out", run, run, "--out", str(tmp_path / "file" / "x"))
@@ -252,3 +318,28 @@ class TestBadInput:
         del manifest["backends"]
         write_manifest(Path(run), manifest)
         self.fails(capsys, "has no key 'backends'", run, run)
+
+
+class TestForest:
+    def report(self, run: Run, rows: list[pairs.ComparedPair], **changes: Any) -> Report:
+        values: dict[str, Any] = {
+            "a": "ddp-eager of made",
+            "b": "ddp-deferred of made",
+            "rows": rows,
+            "differences": [],
+            "remarks": ["words that have to stand beside the numbers, and take more than one line of the figure " * 2],
+            "notes": [],
+            "margin": 0.02,
+        }
+        return Report(**(values | changes))
+
+    def rows(self, factors: Sequence[int], **options: Any) -> tuple[Run, list[pairs.ComparedPair]]:
+        speeds: dict[Cell, float] = {}
+        for i, n in enumerate(factors):
+            for seed in (0, 1):
+                speeds[make_cell(backend="ddp-eager", accumulate=n, seed=seed)] = 0.5
+                speeds[make_cell(accumulate=n, seed=seed)] = 0.5 * (0.9 + 0.05 * i)
+        wrong = {"update": {"error": 0.5, "scale": 0.25, "residual": 1e-7}}
+        bad = lambda c, _: wrong if c.backend == "ddp-deferred" and c.accumulate == 8 else {}  # noqa: E731
+        run = make_run(speeds, 6, changes=bad)
+        return run, judged(run, **options)

@@ -133,11 +133,8 @@ def test_a_missing_reference() -> None:
     [
         {"seed": 1},
         {"global_batch_size": 32},
-        {"sequence_length": 64},
         {"model": "135m"},
         {"learning_rate": 1.0},
-        {"corpus": "other"},
-        {"workload": "a:b"},
         {"optimizer": "adamw-fused"},
         {"optimizer": "sgd"},
         {"clip_norm": 0.5},

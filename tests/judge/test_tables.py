@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from pandas.testing import assert_frame_equal
 from bench.judge import tables
 from bench.judge.tables import NAMES, Tables
 from bench.plan import columns
-from bench.plan.cell import Device
-from bench.plan.columns import COLUMNS
+from bench.plan.cell import Cell, Device
+from bench.plan.columns import AXES, COLUMNS
+from bench.plan.matrix import KEYS
 from tests.factories import PEAK_BYTES, make_cell, make_failure, make_manifest, make_record
 
 CELL = make_cell()
@@ -38,6 +40,13 @@ def dtypes(frame: pd.DataFrame) -> dict[str, str]:
 EMPTY = build()
 SOUND = build(make_record(CELL), make_failure(CELL, 1), make_record(make_cell(backend="reference").reference()))
 FAILED = build(make_failure(CELL))
+
+
+def test_every_axis_of_the_matrix_is_a_field_of_a_cell_and_a_column() -> None:
+    axes = {key.removeprefix("axes.") for key in KEYS if key.startswith("axes.")}
+    axes.remove("micro_batch_size")  # which follows from B, N and W
+    assert axes <= AXES.keys() <= {field.name for field in dataclasses.fields(Cell)}
+    assert AXES.keys() <= COLUMNS["cells"].keys()
 
 
 @pytest.mark.parametrize("made", [EMPTY, SOUND, FAILED], ids=["empty", "sound", "failed"])

@@ -363,14 +363,10 @@ def test_a_matrix_without_groups_has_the_cells_it_had(name: str, first: str | No
     [
         ({"once": 1}, "once of group 2 is 1; it must be true or false: whether each cell has one trial"),
         ({"repeats": 1}, "repeats of group 2 cannot be set there; it is one for the whole matrix"),
-        ({"budget_s": 3}, "budget_s of group 2 cannot be set there; it is one for the whole matrix"),
         ({"workload": {"corpus": "a.txt"}}, "workload.corpus of group 2 cannot be set there; it is one for the whole"),
-        ({"training": {"seed": 1}}, "training.seed of group 2 cannot be set there; it is one for the whole"),
         ({"workload": {"modle": "1b"}}, "workload.modle of group 2 cannot be set there; did you mean workload.model?"),
         ({"axes": {"accumulate": [0]}}, "axes.accumulate of group 2 is [0]; it must be a list of integers"),
-        ({"axes": 3}, "axes of group 2 is 3; it must be a table"),
         ({"groups": [{"once": True}]}, "groups of group 2 cannot be set there; it is one for the whole"),
-        ({"xyzzy": 1}, "xyzzy of group 2 cannot be set there; use one of once, workload.workload"),
     ],
 )
 def test_what_is_wrong_in_a_group_is_named(group: dict[str, Any], words: str) -> None:

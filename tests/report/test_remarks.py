@@ -40,8 +40,8 @@ def places(folder: Path, *, drawn: bool = False) -> dict[str, str]:
     """What a report says in each place that shows numbers, each in one line."""
     _, printed = report(folder, drawn=drawn)
     page = read(folder / "report.html")
-    (answer,), (cells,) = page.find("ul", class_="answer"), page.find("section", aria_labelledby="cells")
-    found = {"terminal": printed, "answer": answer.text, "table": cells.text}
+    (cells,) = page.find("section", aria_labelledby="cells")
+    found = {"terminal": printed, "table": cells.text}
     found |= {"pull request": (folder / "report.md").read_text()}
     found |= {path.stem: described(path) for path in (folder / "plots").glob("*.svg") if path.stem != "noise"}
     return {name: " ".join(text.split()) for name, text in found.items()}

@@ -1,7 +1,4 @@
-"""A config file becomes values with lines. Nothing is executed, and what is wrong is named with its place.
-
-YAML is read as PyYAML's node graph, so no tag can make an object; see ``bench.audit.lint.nodes``.
-"""
+"""A config file as plain values with their lines. Nothing in it is executed."""
 
 from __future__ import annotations
 
@@ -13,17 +10,18 @@ from enum import StrEnum
 from pathlib import Path as FilePath
 from typing import Any
 
-from bench.audit.lint import nodes
-from bench.audit.lint.nodes import Path, check_depth, too_deep
+from bench import files
+from bench.audit.lint import yaml_values
+from bench.audit.lint.yaml_values import MAX_DEPTH, Path, too_deep
 from bench.errors import InputError
 
 MAX_BYTES = 1 << 18
-"""Of a config file. A longer one is not a config."""
-GIVE = "a .yaml of LightningCLI or a .json of DeepSpeed"
+"""Size of a config file; a larger one is no config."""
+EXPECTED = "a .yaml of LightningCLI or a .json of DeepSpeed"
 
 
 class ConfigKind(StrEnum):
-    """Whose config it is."""
+    """The framework that reads the config."""
 
     LIGHTNING = "lightning"
     """YAML (or JSON) of LightningCLI."""
@@ -38,7 +36,7 @@ DEEPSPEED_KEYS = {
     "zero_optimization",
     "data_types",
 }
-"""One of them is in every DeepSpeed config; other JSON has gradient_accumulation_steps too."""
+"""Every DeepSpeed config has one of these; other JSON may have gradient_accumulation_steps too."""
 DEEPSPEED_TABLES = {"bf16", "fp16"}
 
 
@@ -47,44 +45,44 @@ class Document:
     """A config file that has been read."""
 
     file: str
-    """As given, to be named in findings and errors."""
+    """As given, for findings and errors."""
     kind: ConfigKind
     values: Mapping[str, Any]
-    """Plain values; all keys of mappings are strings."""
+    """Plain values; the keys of mappings are strings."""
     lines: Mapping[Path, int]
     """Of keys and items, counted from 1."""
     root: Path = field(default=())
-    """Where the config begins: LightningCLI may nest it under the name of its subcommand."""
+    """Where the config begins: LightningCLI may nest it under the name of a subcommand."""
 
 
 def load(file: FilePath) -> Document:
-    """Read a config file; its kind is told by suffix and content.
+    """Read a config file, whose kind follows from suffix and content.
 
-    Raises InputError naming the file, and the key and line where there is one, if it cannot be read, is too large or
-    too deeply nested, has a key twice or a tag, or is no config of a known kind.
+    Raises InputError with file, line and key if it cannot be read, is too large or nested too deeply, repeats a key,
+    or is not a known kind of config.
     """
     suffix = file.suffix.lower()
     if suffix == ".toml":
-        raise InputError(f"{file}: TOML is not read: torchtitan v0.2.2 was the last to use it; give {GIVE}")
+        raise InputError(f"{file}: TOML is not read: torchtitan v0.2.2 was the last to use it; give {EXPECTED}")
     text = _read(file)
     if suffix in {".yaml", ".yml"}:
-        values, lines = nodes.parse(text, str(file))
+        values, lines = yaml_values.parse(text, str(file))
     elif suffix == ".json":
         values, lines = _json(text, str(file))
     else:
-        raise InputError(f"{file}: is of no known kind; give {GIVE}")
+        raise InputError(f"{file}: is not a known kind of config; give {EXPECTED}")
     _check_mapping(values, file)
     kind, root = _recognise(values, suffix)
     if kind is None:
         raise InputError(
-            f"{file}: is of no known kind; a LightningCLI config has 'trainer', a DeepSpeed one "
+            f"{file}: is not a known kind of config; a LightningCLI config has 'trainer', a DeepSpeed one "
             "'train_micro_batch_size_per_gpu' or 'zero_optimization'"
         )
     return Document(str(file), kind, values, lines, root)
 
 
 def load_deepspeed(file: FilePath) -> Document:
-    """Read a file that another config names as DeepSpeed's. Raises InputError as ``load`` does."""
+    """Read the DeepSpeed config that another config names. Raises InputError as ``load`` does."""
     values, lines = _json(_read(file), str(file))
     _check_mapping(values, file)
     return Document(str(file), ConfigKind.DEEPSPEED, values, lines)
@@ -92,7 +90,7 @@ def load_deepspeed(file: FilePath) -> Document:
 
 def _check_mapping(values: Any, file: FilePath) -> None:
     if not isinstance(values, dict):
-        found = "is empty" if values is None else "has no keys at its top"
+        found = "is empty" if values is None else "has no keys at the top level"
         raise InputError(f"{file}: {found}; it must be a mapping with the keys of a training config")
 
 
@@ -110,23 +108,13 @@ def _recognise(values: Mapping[str, Any], suffix: str) -> tuple[ConfigKind | Non
 
 
 def _read(file: FilePath) -> str:
-    content = b""
-    try:
-        special = "folder" if file.is_dir() else "device or pipe" if file.exists() and not file.is_file() else ""
-        if not special:
-            with file.open("rb") as stream:
-                content = stream.read(MAX_BYTES + 1)
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise InputError(f"{file}: cannot be read ({reason}); name a config file") from error
-    if special:
-        raise InputError(f"{file}: is a {special}; name a config file")
+    content = files.read(file, str(file), "name a config file")
     if len(content) > MAX_BYTES:
         raise InputError(f"{file}: is larger than {MAX_BYTES >> 10} KiB; a config must be smaller")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise InputError(f"{file}: is not text in UTF-8 (byte {error.start}); name a config file") from error
+        raise InputError(f"{file}: is not UTF-8 text (byte {error.start}); name a config file") from error
 
 
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]:,]|\n|[^\s{}\[\]:,"]+')
@@ -141,15 +129,14 @@ def _json(text: str, file: str) -> tuple[Any, dict[Path, int]]:
         raise too_deep(file) from None
     except ValueError as error:  # an integer of more than 4300 digits
         raise InputError(f"{file}: is not JSON ({error})") from error
-    check_depth(values, file)
     return values, _json_lines(text, file)
 
 
 def _json_lines(text: str, file: str) -> dict[Path, int]:
-    """Lines of keys and items of a text that is JSON. Raises InputError for a key that is there twice."""
+    """Lines of the keys and items of valid JSON. Raises InputError for a repeated key, and for too deep a nesting."""
     lines: dict[Path, int] = {}
     line = 1
-    places: list[Path] = []  # of the mappings and lists that are open
+    places: list[Path] = []  # of the open mappings and lists
     counts: list[int | None] = []  # items of an open list; None in a mapping
     here: Path = ()
     key_follows = False
@@ -169,7 +156,7 @@ def _json_lines(text: str, file: str) -> dict[Path, int]:
         elif key_follows:
             here = (*places[-1], json.loads(token))
             if here in lines:
-                raise InputError(f"{file}:{line}: {'.'.join(here)} is there twice (first in line {lines[here]})")
+                raise InputError(f"{file}:{line}: {'.'.join(here)} is repeated (first in line {lines[here]})")
             lines[here] = line
             key_follows = False
         else:
@@ -181,5 +168,7 @@ def _json_lines(text: str, file: str) -> dict[Path, int]:
             if token in {"{", "["}:
                 places.append(here)
                 counts.append(None if token == "{" else 0)
+                if len(places) > MAX_DEPTH:
+                    raise too_deep(file)
                 key_follows = token == "{"
     return lines

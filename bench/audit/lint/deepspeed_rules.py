@@ -1,44 +1,46 @@
-"""DeepSpeed's JSON: what it says, and the rules for one that goes to DeepSpeed without Lightning."""
+"""DeepSpeed's JSON: what it says, and the rules for a config that DeepSpeed reads without Lightning."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from bench.audit.lint import arithmetic, proof
-from bench.audit.lint.arithmetic import Epochs, batches_per_epoch
+from bench.audit.lint.arithmetic import CARRY, batches_per_epoch, windows_of
 from bench.audit.lint.known import Options, written
-from bench.audit.lint.proof import Small
-from bench.audit.lint.rules import LintFinding, Severity
+from bench.audit.lint.proof import SmallRun
+from bench.audit.lint.rules import ENGINE, ENGINE_CONFIG, LintFinding
 from bench.audit.lint.section import AUTO, ConfigPart
+from bench.audit.stepcount import updates
 from bench.audit.training import LARGEST_ACCUMULATE
 
 FP32 = {"fp32", "float32", "torch.float32", "float"}
 LAST_ONLY = (0, 17, 6), (0, 18, 3)
-"""From the first, below the second: ZeRO-2 keeps only the last micro-batch of a window (#7509, cured by #7665)."""
+"""From the first, below the second: ZeRO-2 keeps only the last micro-batch of a window (#7509, fixed by #7665)."""
 MISSED_AVERAGE = (0, 18, 6), (0, 19, 0)
 """From the first, below the second: ZeRO-1 with bf16 and fp32 accumulation misses the last average (#7985)."""
 SILENT_CLIP = (0, 19, 3)
-"""From here on gradients are clipped to norm 1.0 if the config is silent (#8068)."""
+"""From this version on, gradients are clipped to norm 1.0 unless the config says otherwise (#8068)."""
 BF16_SUM = (0, 19, 8)
-"""Below it ZeRO-2 sums gradients of bf16 in bf16, whatever ``grad_accum_dtype`` says (docs/versions.md)."""
+"""Below this version, ZeRO-2 sums bf16 gradients in bf16, whatever ``grad_accum_dtype`` says (docs/versions.md)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Config:
-    """What matters of a DeepSpeed config."""
+    """The parts of a DeepSpeed config that rules need; None where it is silent or 'auto'."""
 
     section: ConfigPart
-    train: int | None
-    micro: int | None
-    accumulate: int | None
-    clip: float | None
-    stage: int
-    offload: bool
-    bf16: bool
-    accumulation_dtype: str | None
-    drop_last: bool
-    managed: bool
+    train: int | None = None
+    micro: int | None = None
+    accumulate: int | None = None
+    clip: float | None = None
+    stage: int = 0
+    offload: bool = False
+    bf16: bool = False
+    accumulation_dtype: str | None = None
+    drop_last: bool = False
+    managed: bool = True
 
     @property
     def autos(self) -> list[str]:
@@ -57,10 +59,7 @@ AUTO_KEYS = (
 
 
 def read(section: ConfigPart) -> Config:
-    """What a DeepSpeed config says; None and the defaults where it is silent or 'auto'.
-
-    Raises InputError naming the key of a wrong value.
-    """
+    """What a DeepSpeed config says, with DeepSpeed's defaults. Raises InputError naming the key of a wrong value."""
     for name in ("zero_optimization", "bf16", "data_types"):
         section.at(name).mapping()
     stage = section.at("zero_optimization.stage").integer(least=0, also=AUTO) or 0
@@ -84,14 +83,14 @@ def read(section: ConfigPart) -> Config:
 
 
 def check(section: ConfigPart, options: Options) -> Iterator[LintFinding]:
-    """Findings in a config that ``deepspeed.initialize`` reads. Raises InputError for a wrong value."""
+    """Findings in a config for ``deepspeed.initialize``. Raises InputError for a wrong value."""
     config = read(section)
     yield from _batches(config, options.world_size)
     accumulate = _accumulate(config, options.world_size)
     yield from _silent_clip(config, options)
     if accumulate is not None and accumulate > 1:
         backend = "deepspeed-zero3-eager" if config.stage == 3 else "deepspeed-zero2-eager"
-        # A config for Hugging Face's Trainer has 'auto', and its engine is told to step at the end of an epoch.
+        # A config with 'auto' is for Hugging Face's Trainer, which makes the engine step at the end of an epoch.
         if config.managed and not config.autos:
             yield from _carried(config, accumulate, options, backend)
         yield from bf16(config, accumulate, section.at("bf16.enabled"), options, is_bf16=config.bf16)
@@ -100,7 +99,7 @@ def check(section: ConfigPart, options: Options) -> Iterator[LintFinding]:
 
 
 def _accumulate(config: Config, world_size: int | None) -> int | None:
-    """N as DeepSpeed infers it; None if it cannot be known."""
+    """N as DeepSpeed infers it; None if it is unknown."""
     if config.accumulate is not None:
         return config.accumulate
     if "gradient_accumulation_steps" in config.autos:
@@ -118,55 +117,43 @@ def _batches(config: Config, world_size: int | None) -> Iterator[LintFinding]:
         if micro is None and not keys & set(config.autos):
             yield section.at("train_micro_batch_size_per_gpu").finding(
                 "BAT02",
-                Severity.INFO,
                 "deepspeed.initialize refuses a config with neither train_batch_size nor "
                 "train_micro_batch_size_per_gpu; Lightning and accelerate fill them in",
-                "write train_micro_batch_size_per_gpu, or lint the Lightning config that names this file",
-                proof.stops("deepspeed/runtime/config.py _set_batch_related_parameters"),
+                "set train_micro_batch_size_per_gpu, or lint the Lightning config that names this file",
+                proof.stops(f"{ENGINE_CONFIG} _set_batch_related_parameters"),
             )
         return
     if "gradient_accumulation_steps" in config.autos or "train_micro_batch_size_per_gpu" in config.autos:
         return
-    place = section.at("train_batch_size")
-    where = proof.stops("deepspeed/runtime/config.py _batch_assertion")
     given = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accumulate, "ranks": world_size}
     factors = {name: number for name, number in given.items() if number is not None}
-    product = 1
-    for number in factors.values():
-        product *= number
-    # What is not given DeepSpeed infers by division without remainder, and then refuses the product.
-    is_whole = train == product if len(factors) == len(given) else train % product == 0
-    if is_whole:
+    product, is_complete = math.prod(factors.values()), len(factors) == len(given)
+    # DeepSpeed infers a missing factor by division without remainder, and then refuses the product.
+    if train == product if is_complete else train % product == 0:
         return
+    near = [str(product * n) for n in (train // product, train // product + 1) if n]
+    fix = f"set it to {product}" if is_complete else f"set it to a multiple, such as {' or '.join(near)}"
     names = " x ".join(f"{name} {number}" for name, number in factors.items())
-    near = [product * n for n in (train // product, train // product + 1) if n]
-    right = f"write {product}" if len(factors) == len(given) else f"the nearest that divide: {_either(near)}"
-    relation = "is not" if len(factors) == len(given) else "does not divide by"
-    yield place.finding(
+    yield section.at("train_batch_size").finding(
         "BAT01",
-        Severity.ERROR,
-        f"train_batch_size {train} {relation} {names} = {product}; DeepSpeed refuses it",
-        f"{right}; or leave train_batch_size out, it is inferred",
-        where,
+        f"train_batch_size {train} is not {'' if is_complete else 'a multiple of '}{names} = {product}; DeepSpeed "
+        "refuses it",
+        f"{fix}, or remove train_batch_size, which DeepSpeed infers",
+        proof.stops(f"{ENGINE_CONFIG} _batch_assertion"),
     )
-
-
-def _either(numbers: list[int]) -> str:
-    return " or ".join(map(str, numbers))
 
 
 def _silent_clip(config: Config, options: Options) -> Iterator[LintFinding]:
     place = config.section.at("gradient_clipping")
     if place.given or (options.deepspeed is not None and options.deepspeed < SILENT_CLIP):
         return
-    small = Small(4, 8)
+    small = SmallRun(4, 8)
     yield place.finding(
         "CLP01",
-        Severity.WARNING,
         f"gradient_clipping is not set, and DeepSpeed {written(options.deepspeed)} (0.19.3 and later) then clips to "
         "norm 1.0: a gradient of norm 5 is scaled by 0.2. Lightning's Trainer sets 0.0, Fabric does not",
-        'write "gradient_clipping": 0.0 to clip nothing, or the threshold that is meant',
-        small.command("deepspeed-zero2-eager", clip=small.clip) + " (what a threshold does; the default is 1.0)",
+        'set "gradient_clipping" to 0.0 to clip nothing, or to the threshold that is meant',
+        small.command("deepspeed-zero2-eager", clip=small.clip) + " (shows what a threshold does; the default is 1.0)",
     )
 
 
@@ -180,25 +167,22 @@ def _carried(config: Config, accumulate: int, options: Options, backend: str) ->
     if not (options.samples and world_size and micro):
         return
     num_batches = batches_per_epoch(options.samples, micro, world_size, drop_last=config.drop_last)
-    run = Epochs(num_batches, accumulate)
-    if not run.tail or not num_batches:
+    if not num_batches % accumulate:
         return
-    small = Small.of(accumulate, num_batches)
-    code, place = "TAIL02", config.section.at("gradient_accumulation_steps")
-    first = f"{num_batches} micro-batches per epoch and rank leave {run.tail} over after {run.whole} windows of "
-    if num_batches < accumulate:
-        code = "WIN01"
-        first = f"{num_batches} micro-batches per epoch and rank are fewer than the window of "
-    yield place.finding(
-        code,
-        Severity.WARNING,
-        f"{first}{accumulate}; DeepSpeed counts on into the next epoch: {run.carried(1)} steps after one epoch and "
-        f"{run.carried(2)} after two, and the {run.tail} micro-batches open after one epoch ({num_batches * 2} - "
-        f"{run.carried(2)} x {accumulate} = {2 * num_batches % accumulate} after two) are dropped if training ends",
+    plan, small = windows_of(num_batches, accumulate), SmallRun.of(accumulate, num_batches)
+    tail, once, twice = plan.partial_window, *(updates(plan, CARRY, num_batches * epochs) for epochs in (1, 2))
+    windows = f"are fewer than a window of {accumulate}"
+    if plan.full_windows:
+        windows = f"are {plan.full_windows} windows of {accumulate}, and {tail} left over"
+    yield config.section.at("gradient_accumulation_steps").finding(
+        "TAIL02" if plan.full_windows else "WIN01",
+        f"{num_batches} micro-batches per epoch and rank {windows}; DeepSpeed continues the window in the next epoch: "
+        f"{once} steps after one epoch and {twice} after two. Training that ends after one epoch drops the last {tail} "
+        f"micro-batches, after two epochs the last {2 * num_batches % accumulate}",
         f"make the samples a multiple of {micro} x {accumulate} x {world_size} = {micro * accumulate * world_size}, or "
-        "call engine.set_gradient_accumulation_boundary(True) before the last micro-batch of an epoch (its divisor "
-        f"stays {accumulate})",
-        small.command(backend, drop_last=config.drop_last, epochs=max(2, small.endless())),
+        "call engine.set_gradient_accumulation_boundary(True) before the last micro-batch of an epoch (the loss is "
+        f"still divided by {accumulate})",
+        small.command(backend, drop_last=config.drop_last, epochs=small.epochs_of_two_steps),
     )
 
 
@@ -208,7 +192,7 @@ NEEDS_FP32_SUM = "DeepSpeed 0.19.8 or newer, or ZeRO-3"
 def bf16(
     config: Config, accumulate: int, place: ConfigPart, options: Options, *, is_bf16: bool
 ) -> Iterator[LintFinding]:
-    """Accumulation in bf16; ``place`` is the key that switches bf16 on."""
+    """Accumulation in bf16; ``place`` is the key that enables bf16."""
     if not is_bf16:
         return
     dtype = config.section.at("data_types.grad_accum_dtype")
@@ -216,10 +200,9 @@ def bf16(
         if config.stage == 0:
             yield dtype.finding(
                 "ACC02",
-                Severity.ERROR,
                 "DeepSpeed raises NotImplementedError: without ZeRO it cannot sum bf16 gradients in fp32",
                 "set zero_optimization.stage to 1, 2 or 3",
-                proof.stops("deepspeed/runtime/engine.py _do_optimizer_sanity_check"),
+                proof.stops(f"{ENGINE} _do_optimizer_sanity_check"),
             )
         return
     if accumulate <= 1 or config.accumulation_dtype not in {None, "bf16", "bfloat16", "torch.bfloat16"}:
@@ -231,13 +214,12 @@ def bf16(
     elif config.stage == 2 and (number is None or number < BF16_SUM):
         fix += (
             f", and use {NEEDS_FP32_SUM}: with ZeRO-2, DeepSpeed "
-            f"{'below 0.19.8' if number is None else written(number)} sums in bf16 all the same (VER03)"
+            f"{'below 0.19.8' if number is None else written(number)} still sums in bf16 (VER03)"
         )
     yield (dtype if dtype.given else place).finding(
         "ACC01",
-        Severity.WARNING,
         f"each of the {accumulate} micro-batches' gradients is added in bf16, which keeps 8 significant bits: "
-        f"{arithmetic.effect(accumulate)}",
+        f"{arithmetic.bf16_error(accumulate)}",
         fix,
         proof.BF16_SUM,
     )
@@ -246,14 +228,13 @@ def bf16(
 def versions(
     config: Config, accumulate: int, place: ConfigPart, options: Options, *, world_size: int | None, is_bf16: bool
 ) -> Iterator[LintFinding]:
-    """Defects of the DeepSpeed version that is installed, or named by the command; ``place`` sets the stage."""
+    """Defects of the DeepSpeed version, installed or given; ``place`` is the key that sets the stage."""
     number = options.deepspeed
     if number is None or accumulate <= 1:
         return
     if config.stage == 2 and not config.offload and LAST_ONLY[0] <= number < LAST_ONLY[1]:
         yield place.finding(
             "VER01",
-            Severity.ERROR,
             f"DeepSpeed {written(number)} with ZeRO-2 and no offload keeps only the last of the {accumulate} "
             f"micro-batches of a window: {accumulate - 1} of {accumulate} are lost",
             "use DeepSpeed 0.17.5 or older, or 0.18.3 or newer",
@@ -263,7 +244,6 @@ def versions(
     if config.stage == 1 and is_fp32_sum and world_size != 1 and MISSED_AVERAGE[0] <= number < MISSED_AVERAGE[1]:
         yield place.finding(
             "VER02",
-            Severity.ERROR,
             f"DeepSpeed {written(number)} with ZeRO-1, bf16 and fp32 accumulation does not average the last of the "
             f"{accumulate} micro-batches over the ranks",
             "use DeepSpeed 0.19.0 or newer, or set bf16.immediate_grad_update",
@@ -272,9 +252,8 @@ def versions(
     if config.stage == 2 and is_fp32_sum and number < BF16_SUM:
         yield config.section.at("data_types.grad_accum_dtype").finding(
             "VER03",
-            Severity.WARNING,
             f"DeepSpeed {written(number)} with ZeRO-2 adds the {accumulate} micro-batches' gradients in bf16, whatever "
-            f"grad_accum_dtype says: {arithmetic.effect(accumulate)}",
+            f"grad_accum_dtype says: {arithmetic.bf16_error(accumulate)}",
             f"use {NEEDS_FP32_SUM}",
             proof.deepspeed(number),
         )

@@ -1,30 +1,28 @@
-"""Rules for a LightningCLI config: what is set twice, refused, scaled twice or clipped otherwise than it says."""
+"""Rules for a LightningCLI config: what is set twice, refused, divided twice, or clipped differently than it says."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from bench.audit.lint import deepspeed_rules, endings, logging_rules, proof
+from bench.audit.lint import deepspeed_rules, logging_rules, proof, window_rules
 from bench.audit.lint.known import Options
-from bench.audit.lint.proof import Small
-from bench.audit.lint.rules import LintFinding, Severity
+from bench.audit.lint.proof import SmallRun
+from bench.audit.lint.rules import ENGINE_CONFIG, FORMATS, SCHEDULER, STRATEGY, LintFinding
 from bench.audit.lint.section import AUTO, ConfigPart
 from bench.audit.lint.trainer import Family, TrainerConfig
 
-STRATEGY = "lightning/pytorch/strategies/deepspeed.py"
 LARGEST_CLIP = 1e6
-"""A clipping threshold above this one is for reading the norm, not for clipping."""
-SCHEDULER = "lightning/pytorch/callbacks/gradient_accumulation_scheduler.py on_train_start"
+"""A higher clipping threshold is meant to log the norm, not to clip."""
 
 
 def check(training: TrainerConfig, options: Options) -> Iterator[LintFinding]:
-    """Findings in what ``bench.audit.lint.trainer.read`` has read."""
+    """Findings in a LightningCLI config."""
     yield from _schedule(training)
     if training.family is Family.FSDP:
         yield from _fsdp_clip(training)
     if training.engine is not None:
         yield from _engine(training, training.engine, options)
-    yield from endings.check(training)
+    yield from window_rules.check(training)
     yield from logging_rules.check(training, options)
 
 
@@ -42,28 +40,25 @@ def _schedule(training: TrainerConfig) -> Iterator[LintFinding]:
     if training.engine is not None:
         yield place.finding(
             "SCH01",
-            Severity.ERROR,
             f"Lightning raises RuntimeError: DeepSpeed's N cannot change between epochs ({plan})",
-            "take the callback out and set trainer.accumulate_grad_batches, or use DDP or FSDP2",
-            proof.stops(SCHEDULER),
+            "remove the callback and set trainer.accumulate_grad_batches, or use DDP or FSDP2",
+            proof.stops(f"{SCHEDULER} on_train_start"),
         )
     elif training.accumulate != 1:
         yield place.finding(
             "SCH02",
-            Severity.ERROR,
             f"Lightning raises ValueError: trainer.accumulate_grad_batches is {training.accumulate}, and the callback "
             f"has {plan}",
             "keep one of the two",
-            proof.stops(SCHEDULER),
+            proof.stops(f"{SCHEDULER} on_train_start"),
         )
     elif max(factors.values(), default=1) > 1:
         first = factors.get(0, 1)
         yield place.finding(
             "SCH03",
-            Severity.INFO,
-            f"trainer.estimated_stepping_batches is calculated with the N of the moment, {first} before the training "
-            f"starts, though {plan}: a learning-rate schedule built on it has the wrong length",
-            "give the schedule its number of steps yourself",
+            f"trainer.estimated_stepping_batches uses the N of the moment, {first} before training starts, although "
+            f"{plan}: a learning-rate schedule built on it has the wrong length",
+            "give the schedule the number of steps yourself",
             "call trainer.estimated_stepping_batches in configure_optimizers, and count the steps",
         )
 
@@ -72,7 +67,6 @@ def _fsdp_clip(training: TrainerConfig) -> Iterator[LintFinding]:
     if training.clip and not training.clip_by_value:
         yield training.trainer.at("gradient_clip_val").finding(
             "CLP04",
-            Severity.ERROR,
             f"Lightning raises MisconfigurationException at the first step: FSDPStrategy cannot clip to norm "
             f"{training.clip:g}",
             "use ModelParallelStrategy (FSDP2), or clip by value",
@@ -87,9 +81,8 @@ def _engine(training: TrainerConfig, engine: deepspeed_rules.Config, options: Op
     if training.clip_by_value:
         yield training.trainer.at("gradient_clip_algorithm").finding(
             "CLP02",
-            Severity.ERROR,
             "Lightning raises MisconfigurationException: DeepSpeed does not clip by value",
-            "write gradient_clip_algorithm: norm",
+            "set gradient_clip_algorithm to norm",
             proof.stops(f"{STRATEGY} init_deepspeed"),
         )
     if own is not None:
@@ -113,11 +106,10 @@ def _set_beside(training: TrainerConfig, own: ConfigPart) -> Iterator[LintFindin
     if place.given:
         yield place.finding(
             "GAS01",
-            Severity.ERROR,
-            f"Lightning raises MisconfigurationException, whatever the value: the strategy writes the Trainer's "
-            f"accumulate_grad_batches, {training.accumulate}, there itself",
-            "take gradient_accumulation_steps out and set trainer.accumulate_grad_batches",
-            proof.stops(f"{STRATEGY} _format_batch_size_and_grad_accum_config"),
+            "Lightning raises MisconfigurationException, whatever the value: the strategy itself sets it to the "
+            f"Trainer's accumulate_grad_batches, {training.accumulate}",
+            "remove gradient_accumulation_steps and set trainer.accumulate_grad_batches",
+            proof.stops(FORMATS),
         )
 
 
@@ -129,8 +121,8 @@ def _autos(engine: deepspeed_rules.Config, own: ConfigPart) -> Iterator[LintFind
         if key.endswith(".enabled"):
             dtype = key.partition(".")[0]
             what = (
-                f"only Hugging Face's Trainer fills in 'auto'; DeepSpeed drops it, so {dtype} stays off, and Lightning "
-                f"does not switch it on because the config has '{dtype}': the training is in fp32"
+                f"only Hugging Face's Trainer fills in 'auto'; DeepSpeed ignores it, so {dtype} stays off, and "
+                f"Lightning does not enable it because the config has '{dtype}': training is in fp32"
             )
             where = "deepspeed/runtime/config_utils.py DeepSpeedConfigModel drops 'auto'"
         else:
@@ -138,8 +130,8 @@ def _autos(engine: deepspeed_rules.Config, own: ConfigPart) -> Iterator[LintFind
                 "only Hugging Face's Trainer fills in 'auto'; Lightning does not, and DeepSpeed compares the word with "
                 "a number: TypeError"
             )
-            where = proof.stops("deepspeed/runtime/config.py, or engine.py where it clips")
-        yield place.finding("AUT01", Severity.ERROR, what, f"take {key} out; Lightning sets it", where)
+            where = proof.stops(f"{ENGINE_CONFIG}, or engine.py where it clips")
+        yield place.finding("AUT01", what, f"remove {key}; Lightning sets it", where)
 
 
 def _batches(training: TrainerConfig, engine: deepspeed_rules.Config, own: ConfigPart) -> Iterator[LintFinding]:
@@ -150,21 +142,19 @@ def _batches(training: TrainerConfig, engine: deepspeed_rules.Config, own: Confi
         if engine.train != product:
             yield own.at("train_batch_size").finding(
                 "BAT01",
-                Severity.ERROR,
                 f"train_batch_size is {engine.train}, and the strategy adds micro-batch {micro} x "
                 f"accumulate_grad_batches {accumulate} x ranks {world_size} = {product}; DeepSpeed refuses it",
-                "take train_batch_size out of the config: it is inferred",
-                proof.stops("deepspeed/runtime/config.py _batch_assertion"),
+                "remove train_batch_size, which DeepSpeed infers",
+                proof.stops(f"{ENGINE_CONFIG} _batch_assertion"),
             )
     if engine.micro and training.batch_size and engine.micro != training.batch_size:
         yield own.at("train_micro_batch_size_per_gpu").finding(
             "BAT03",
-            Severity.INFO,
             f"the loader has micro-batches of {training.batch_size} samples, the DeepSpeed config says {engine.micro}: "
-            "training follows the loader, DeepSpeed's samples/s and its count of samples follow the config and are "
+            "training follows the loader, but DeepSpeed's samples/s and its count of samples follow the config and are "
             f"{engine.micro / training.batch_size:.3g} times the truth",
-            "take train_micro_batch_size_per_gpu out; the strategy takes it from the loader",
-            "compare engine.global_samples with the samples that the loader has handed out",
+            "remove train_micro_batch_size_per_gpu; the strategy takes it from the loader",
+            "compare engine.global_samples with the samples that the loader returned",
         )
 
 
@@ -174,11 +164,10 @@ def _two_clips(training: TrainerConfig, engine: deepspeed_rules.Config, own: Con
         return
     yield place.finding(
         "CLP03",
-        Severity.WARNING,
         f"DeepSpeed clips to {engine.clip or 0.0:g}, as its config says; trainer.gradient_clip_val {training.clip:g} "
         "is ignored",
         "keep one of the two",
-        f"{STRATEGY} _format_batch_size_and_grad_accum_config sets gradient_clipping only where it is missing",
+        f"{FORMATS} sets gradient_clipping only where it is missing",
     )
 
 
@@ -189,26 +178,24 @@ def _twice(training: TrainerConfig, engine: deepspeed_rules.Config, strategy: Co
         return
     backend = training.backend
     corrected = ["lightning-deepspeed-zero2-corrected"] if backend == "lightning-deepspeed-zero2" else []
-    small = Small.of(accumulate)
+    small = SmallRun.of(accumulate)
     yield strategy.finding(
         "DBL01",
-        Severity.ERROR,
-        f"Lightning divides the loss by N = {accumulate}, and DeepSpeed again: each micro-batch weighs "
+        f"Lightning divides the loss by N = {accumulate}, and DeepSpeed divides it again: each micro-batch weighs "
         f"1/{accumulate**2} instead of 1/{accumulate}, so the gradient is {accumulate} times too small. SGD takes "
-        f"steps {accumulate} times too short; Adam hides it, but for eps, logged gradient norms and clipping",
-        f"return loss * {accumulate} (self.trainer.accumulate_grad_batches) from training_step, log the plain loss, "
-        "and say so",
+        f"steps {accumulate} times too short; Adam hides it, except in eps, logged gradient norms and clipping",
+        f"return loss * {accumulate} (self.trainer.accumulate_grad_batches) from training_step, and log the loss "
+        "without that factor",
         small.command("lightning-ddp", backend, *corrected),
     )
     own = training.engine_config
     place = own.at("gradient_clipping") if own else None
     clip = engine.clip if place is not None and place.given else training.clip
-    # A threshold that no gradient reaches is no looser than it was.
+    # A threshold that no gradient reaches clips nothing anyway.
     if clip and clip <= LARGEST_CLIP:
         where = place if place is not None and place.given else training.trainer.at("gradient_clip_val")
         yield where.finding(
             "DBL02",
-            Severity.WARNING,
             f"the norm that is compared with {clip:g} is {accumulate} times too small (DBL01): only a gradient of norm "
             f"above {accumulate} x {clip:g} = {accumulate * clip:g} is clipped",
             f"correct the loss (DBL01), or clip at {clip:g} / {accumulate} = {clip / accumulate:g}",

@@ -6,19 +6,21 @@ import math
 from collections.abc import Iterator
 
 from bench.audit.lint import proof
-from bench.audit.lint.arithmetic import Epochs
 from bench.audit.lint.known import Options
-from bench.audit.lint.proof import Small
-from bench.audit.lint.rates import STEP, Rates
-from bench.audit.lint.rules import LintFinding, Severity
+from bench.audit.lint.proof import SmallRun
+from bench.audit.lint.rates import STEP, Rates, Ratios
+from bench.audit.lint.rules import LintFinding
 from bench.audit.lint.section import ConfigPart
 from bench.audit.lint.trainer import TrainerConfig, window_place
+from bench.audit.lint.window_rules import small_run
 from bench.audit.monitor import TOLERANCE
+from bench.audit.stepcount import reaches
+from bench.audit.training import TrainingPlan
 
 INVERTED = (2, 2, 0)
 """The one version whose monitor refuses unless log_every_n_steps divides N."""
 LONGEST = 4000
-"""Micro-batches of a training that its proof repeats as it is: some seconds. A longer one becomes a small one."""
+"""Micro-batches of the longest training that is its own proof, some seconds. For a longer one a small one stands in."""
 
 
 def check(training: TrainerConfig, options: Options) -> Iterator[LintFinding]:
@@ -28,165 +30,149 @@ def check(training: TrainerConfig, options: Options) -> Iterator[LintFinding]:
         yield from _monitor(training, training.monitor, options)
 
 
-def _last_step(training: TrainerConfig, run: Epochs) -> float:
-    """Steps that Lightning counts over the training; infinite if nothing ends it."""
-    per_epoch = run.whole if training.engine else run.flushed
+def _last_step(training: TrainerConfig, plan: TrainingPlan) -> float:
+    """Steps that the trainer counts over the whole training; infinite if nothing ends it."""
+    per_epoch = training.steps_per_epoch(plan)
     if not per_epoch:
         return 0
     return min(per_epoch * training.max_epochs, math.inf if training.max_steps is None else training.max_steps)
 
 
 def _trains(training: TrainerConfig) -> bool:
-    """Whether there is a step to log."""
     return bool(training.max_epochs) and training.max_steps != 0
 
 
 def _log_every(training: TrainerConfig) -> Iterator[LintFinding]:
     place = training.trainer.at("log_every_n_steps")
-    every, accumulate, run = training.log_every, training.accumulate, training.epochs
+    every, n, plan = training.log_every, training.accumulate, training.windows
     if not every or not _trains(training):
         return
-    if run is not None and accumulate > 1 and (last := _last_step(training, run)) < every:
-        given = "" if place.given else " (the default)"
+    if plan is not None and n > 1 and (last := _last_step(training, plan)) < every:
+        why = f", since an epoch has only {plan.micro_batches_per_epoch} micro-batches"
         yield place.finding(
             "LOG01",
-            Severity.WARNING,
             f"Lightning counts {last:g} optimizer steps in the whole training"
-            + ("" if run.whole or not training.engine else f", since an epoch has {run.num_batches} micro-batches")
-            + f", and logs at every {every}th{given}: what training_step logs per step never arrives",
-            _more_often(int(last)),
-            _to_the_end(training, run, int(last)),
+            f"{why if training.engine and not plan.full_windows else ''}, and logs every {every}{_default(place)}: "
+            "no value that training_step logs per step reaches the logger",
+            _log_more_often(int(last)),
+            _whole_training(training, plan, int(last)),
         )
-    elif place.given and accumulate > 1 and every > 1 and every % accumulate == 0:
-        small = Small.of(accumulate).accumulate
+    elif place.given and n > 1 and every > 1 and every % n == 0:
+        small = SmallRun.of(n).accumulate
         yield place.finding(
             "LOG02",
-            Severity.INFO,
-            f"log_every_n_steps counts optimizer steps: {every} steps are {every * accumulate} micro-batches, and a "
-            "value logged per step is that of the window's last micro-batch alone",
-            f"if {every} micro-batches are meant, set it to {every // accumulate}",
+            f"log_every_n_steps counts optimizer steps: {every} steps are {every * n} micro-batches, and a value "
+            "logged per step is that of the window's last micro-batch alone",
+            f"if {every} micro-batches are meant, set it to {every // n}",
             proof.throughput(small, every if every * small <= LONGEST // 10 else small, small + 1),
         )
 
 
-def _more_often(last: int) -> str:
+def _default(place: ConfigPart) -> str:
+    return "" if place.given else " (the default)"
+
+
+def _log_more_often(last: int) -> str:
     return f"set log_every_n_steps to at most {last}" if last else "see WIN01"
 
 
 def _monitor(training: TrainerConfig, monitor: ConfigPart, options: Options) -> Iterator[LintFinding]:
-    place = window_place(monitor)
-    window, accumulate, every = training.window, training.accumulate, training.log_every
-    rates = _rates(training)
+    place, rates = window_place(monitor), _rates(training)
+    window, n, every = training.window, training.accumulate, training.log_every
     if window < 2:
         yield place.finding(
             "THR04",
-            Severity.ERROR,
             f"window_size {window} raises AssertionError: a rate needs two points",
-            f"set window_size to {rates.period + 1} or another k x {rates.period} + 1",
+            f"set window_size to {rates.period + 1}, or another k x {rates.period} + 1",
             proof.stops("lightning/fabric/utilities/throughput.py Throughput.__init__"),
         )
         return
-    if options.lightning == INVERTED and every and accumulate % every:
+    if options.lightning == INVERTED and every and n % every:
         yield monitor.finding(
             "THR03",
-            Severity.ERROR,
-            f"Lightning 2.2.0 raises ValueError: accumulate_grad_batches {accumulate} % log_every_n_steps {every} = "
-            f"{accumulate % every} is not 0; the check is the wrong way round",
+            f"Lightning 2.2.0 raises ValueError: accumulate_grad_batches {n} % log_every_n_steps {every} = {n % every} "
+            "is not 0; the check is inverted",
             "use Lightning 2.2.1 or newer",
             proof.stops("lightning 2.2.0 pytorch/callbacks/throughput_monitor.py setup"),
         )
     if training.schedule is not None or not _trains(training):
         return
-    run = training.epochs
-    last = math.inf if run is None else _last_step(training, run)
+    plan = training.windows
+    last = math.inf if plan is None else _last_step(training, plan)
     most = math.inf  # micro-batches up to the last log
-    if run is not None and every and math.isfinite(last):
+    if plan is not None and every and math.isfinite(last):
         logged = int(last) // every * every
-        most = 0 if not logged else _batches_at(training, run, logged)
+        most = (reaches(plan, training.rule, logged) or 0) if logged else 0
         if most < window:
-            yield _never(training, run, place, rates, logged, int(most))
+            yield _never_logged(training, plan, place, rates, logged, int(most))
             return
-    if accumulate > 1 and every:
-        yield from _off(training, place, rates, most)
-
-
-def _batches_at(training: TrainerConfig, run: Epochs, step: int) -> int:
-    """Micro-batches when Lightning has counted so many steps."""
-    return (run.batches_at_whole_step(step) or 0) if training.engine else run.batches_at_flushed_step(step)
+    found = rates.ratios(window)
+    if n > 1 and every and found is not None and not found.is_right:
+        small = rates.shortened(window)
+        batches = None if small.num_batches == small.accumulate else small.num_batches
+        shown = proof.throughput(small.accumulate, small.every, window, batches=batches)
+        yield (_unsteady if rates.tail else _biased)(place, window, rates, found, most, shown)
 
 
 def _rates(training: TrainerConfig) -> Rates:
     """What is known of the steps between which the monitor measures.
 
-    DeepSpeed steps after every N micro-batches, over the ends of epochs too: as if epochs were whole windows.
+    DeepSpeed steps after every N micro-batches, across epochs too, as if all windows were complete.
     """
-    accumulate, run = training.accumulate, training.epochs
-    if run is None or training.engine:
-        return Rates(accumulate, accumulate)
-    return Rates(accumulate, run.num_batches, max(training.log_every, 1), _last_step(training, run))
+    n, plan = training.accumulate, training.windows
+    if plan is None or training.engine:
+        return Rates(n, n)
+    return Rates(n, plan.micro_batches_per_epoch, max(training.log_every, 1), _last_step(training, plan))
 
 
-def _given(place: ConfigPart) -> str:
-    return "" if place.given else " (the default)"
+def _biased(place: ConfigPart, window: int, rates: Rates, found: Ratios, most: float, shown: str) -> LintFinding:
+    """More optimizer steps than their micro-batches deserve fall into the time of every rate."""
+    spans, period = window - 1, rates.period
+    what = (
+        f"window_size {window}{_default(place)} spans {spans} intervals between micro-batches with "
+        f"{-(-spans // period)} optimizer steps in them, where {spans}/{period} = {spans / period:.4g} would be "
+        f"right: rates are up to {1 - found.limit:.1%} too low, the more the longer a step takes "
+        f"({1 - found.low:.1%} where it takes as long as {STEP:g} micro-batches)"
+    )
+    sizes = " or ".join(map(str, rates.right(window, most)))
+    fix = f"set window_size to {sizes or period + 1}: k x {period} + 1"
+    return place.finding("THR01", what, fix if sizes else f"train longer, and {fix}", shown)
 
 
-def _off(training: TrainerConfig, place: ConfigPart, rates: Rates, most: float) -> Iterator[LintFinding]:
-    """Rates with more, or now more and now fewer, optimizer steps in their time than their micro-batches deserve."""
-    window, spans = training.window, training.window - 1
-    found = rates.ratios(window)
-    if found is None or found.is_right:
-        return
-    sizes = [str(size) for size in rates.right(window, most)]
-    fixes = [f"set window_size to {' or '.join(sizes)}: k x {rates.period} + 1"] if sizes else []
-    if rates.tail:
-        same = f"{found.low:.3f}" == f"{found.high:.3f}"
-        what = (
-            f"an epoch's {rates.num_batches} micro-batches are {rates.num_batches // rates.accumulate} windows of "
-            f"{rates.accumulate} and a partial one of {rates.tail}, so the {spans} intervals between micro-batches of "
-            f"window_size {window}{_given(place)} hold now more, now fewer optimizer steps: rates that are logged are "
-            + ("" if same else f"{found.low:.3f} to ")
-            + f"{found.high:.3f} of the truth where a step takes as long as {STEP:g} micro-batches, down to "
-            f"{found.limit:.3f} where it takes longer. Of small windows none is right whenever it is logged; the error "
-            "shrinks with window_size"
-        )
-        fixes = [f"{fix}, whole epochs" for fix in fixes]
-        if rates.safe <= most:
-            long = f"set window_size to at least {rates.safe}, from which on the error is {TOLERANCE:.0%} at most"
-            fixes.insert(0 if rates.safe < rates.period else 1, long)
-        fixes.append(
-            f"make the micro-batches per epoch a multiple of {rates.accumulate}, and window_size k x "
-            f"{rates.accumulate} + 1"
-        )
-    else:
-        period = rates.period
-        what = (
-            f"window_size {window}{_given(place)} spans {spans} intervals between micro-batches with "
-            f"{-(-spans // period)} optimizer steps in them, where {spans}/{period} = {spans / period:.4g} would be "
-            f"right: rates are up to {1 - found.limit:.1%} too low, the more the longer a step takes "
-            f"({1 - found.low:.1%} where it takes as long as {STEP:g} micro-batches)"
-        )
-        fixes = fixes or [f"train longer, and set window_size to {period + 1}: k x {period} + 1"]
-    small, size = rates.shown(window)
-    batches = None if small.num_batches == small.accumulate else small.num_batches
-    shown = proof.throughput(small.accumulate, small.every, size, batches=batches)
-    yield place.finding("THR01", Severity.WARNING, what, "; or ".join(fixes), shown)
-
-
-def _never(
-    training: TrainerConfig, run: Epochs, place: ConfigPart, rates: Rates, logged: int, most: int
-) -> LintFinding:
-    """No rate is ever logged: the window is not full at the last log, which comes after ``most`` micro-batches."""
-    last = int(_last_step(training, run))
+def _unsteady(place: ConfigPart, window: int, rates: Rates, found: Ratios, most: float, shown: str) -> LintFinding:
+    """Because of a partial window, sometimes more and sometimes fewer steps fall into that time."""
+    n, batches = rates.accumulate, rates.num_batches
+    low = "" if f"{found.low:.3f}" == f"{found.high:.3f}" else f"{found.low:.3f} to "
+    what = (
+        f"an epoch's {batches} micro-batches are {batches // n} windows of {n} and a partial one of {rates.tail}, so "
+        f"the {window - 1} intervals between micro-batches of window_size {window}{_default(place)} contain sometimes "
+        f"more, sometimes fewer optimizer steps: logged rates are {low}{found.high:.3f} of the truth where a step "
+        f"takes as long as {STEP:g} micro-batches, down to {found.limit:.3f} where it takes longer. No small window is "
+        "always right; the error shrinks with window_size"
+    )
     fixes = []
+    if sizes := rates.right(window, most):
+        fixes.append(f"set window_size to {' or '.join(map(str, sizes))}: k x {rates.period} + 1, whole epochs")
+    if rates.safe <= most:
+        large = f"set window_size to at least {rates.safe}, where the error is at most {TOLERANCE:.0%}"
+        fixes.insert(0 if rates.safe < rates.period else 1, large)
+    fixes.append(f"make the micro-batches per epoch a multiple of {n}, and window_size k x {n} + 1")
+    return place.finding("THR01", what, "; or ".join(fixes), shown)
+
+
+def _never_logged(
+    training: TrainerConfig, plan: TrainingPlan, place: ConfigPart, rates: Rates, logged: int, most: int
+) -> LintFinding:
+    """The window is not full at the last log, which comes after ``most`` micro-batches."""
+    last, fixes = int(_last_step(training, plan)), []
     if logged:
-        when = f"the last step that is logged, {logged}, comes after {most} micro-batches"
+        when = f"the last logged step, {logged}, comes after {most} micro-batches"
     else:
-        when = "no step is logged at all" + (" (LOG01)" if training.accumulate > 1 else "")
-        fixes = [_more_often(last)]
-        most = _batches_at(training, run, last) if last else training.window
+        when = "no step is logged" + (" (LOG01)" if training.accumulate > 1 else "")
+        fixes = [_log_more_often(last)]
+        most = (reaches(plan, training.rule, last) or 0) if last else training.window
     if most < training.window:
-        sizes = rates.right(most, most)
-        if sizes:
+        if sizes := rates.right(most, most):
             fixes.append(f"set window_size to {sizes[0]}, or another k x {rates.period} + 1 up to {most}")
         elif rates.safe <= most:
             fixes.append(f"set window_size to {rates.safe} to {most}")
@@ -194,35 +180,32 @@ def _never(
             fixes.append(f"train longer, and set window_size to {rates.period + 1}: k x {rates.period} + 1")
     return place.finding(
         "THR02",
-        Severity.WARNING,
-        f"{when}, and rates are logged only once {training.window} micro-batches{_given(place)} have been seen: no "
-        "rate is ever logged",
+        f"{when}, but a rate needs {training.window} micro-batches{_default(place)}: no rate is ever logged",
         ", and ".join(fixes),
-        _to_the_end(training, run, last),
+        _whole_training(training, plan, last),
     )
 
 
-def _to_the_end(training: TrainerConfig, run: Epochs, last: int) -> str:
-    """A training of as many steps as Lightning counts, or of fewer, that logs as little."""
-    accumulate, every = training.accumulate, max(training.log_every, 1)
-    per_epoch = run.whole if training.engine else run.flushed
+def _whole_training(training: TrainerConfig, plan: TrainingPlan, last: int) -> str:
+    """A training of as many steps as Lightning counts, or a shorter one that logs as little."""
+    n, every, per_epoch = training.accumulate, max(training.log_every, 1), training.steps_per_epoch(plan)
     if not per_epoch:
-        small = Small.of(accumulate, run.num_batches)
-        return small.command(training.backend, epochs=small.endless())
-    window = max(training.window, 2) if training.monitor else accumulate + 1
-    if last * min(accumulate, run.num_batches) > LONGEST:
-        # Two steps, and the third would be logged; or both are, and the window is not full at the second.
-        small = Small.of(accumulate)
+        small = small_run(plan)
+        return small.command(training.backend, epochs=small.epochs_of_two_steps)
+    window = max(training.window, 2) if training.monitor else n + 1
+    if last * min(n, plan.micro_batches_per_epoch) > LONGEST:
+        # Two steps, of which none is logged, or both are before the window is full.
+        small = SmallRun.of(n)
         batches = small.accumulate * 2
         every, window = (1, batches + 1) if last >= every else (3, small.accumulate + 1)
         return proof.throughput(small.accumulate, every, window, batches=batches, epochs=1)
-    # What Lightning above DeepSpeed does not count is left out.
-    batches = run.whole * accumulate if training.engine else run.num_batches
+    # Above DeepSpeed, Lightning does not count the partial window.
+    batches = plan.full_windows * n if training.engine else plan.micro_batches_per_epoch
     return proof.throughput(
-        accumulate,
+        n,
         every,
         window,
-        batches=min(batches, (last + 1) * accumulate),
+        batches=min(batches, (last + 1) * n),
         epochs=-(-last // per_epoch),
         max_steps=last if last % per_epoch else None,
     )

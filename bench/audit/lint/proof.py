@@ -1,33 +1,32 @@
-"""The scenario of a finding: a command that trains the same arithmetic in small and shows what each sample weighed."""
+"""The proof of a finding: a command that trains the same arithmetic in small, or what stops the training."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-from bench.audit.lint.arithmetic import Epochs
+from bench.audit.lint.arithmetic import windows_of
 from bench.audit.lint.known import Version, written
 
 MODULE = "python -m bench"
-KEPT = 8
-"""An N up to here is kept; a larger one becomes SMALL, with a remainder of the same share of the window."""
-SMALL = 4
+LARGEST_N, SMALL_N = 8, 4
+"""A larger N becomes SMALL_N, with a remainder that is the same share of the window."""
 RANKS = 2
-"""Of every scenario; the weights of the decoder are then even in number, as DeepSpeed's buckets want them."""
+"""Of every scenario; the decoder then has an even number of weights, as DeepSpeed's buckets want it."""
 
 BF16_SUM = (
     'python -c "import torch; s = torch.tensor(256., dtype=torch.bfloat16); print((s + 1 - 256).item())" '
-    "(0.0, where fp32 says 1.0)"
+    "(0.0, where fp32 gives 1.0)"
 )
 
 
 def stops(where: str) -> str:
-    """For what a framework refuses by itself."""
+    """The proof of what a framework itself refuses, with the place in its source."""
     return f"training stops before its first step: {where}"
 
 
 def deepspeed(number: Version) -> str:
-    """The command that trains the scenarios of docs/versions.md on one version of DeepSpeed."""
+    """The command that measures one version of DeepSpeed, as in docs/versions.md."""
     return f"nox -s versions -- deepspeed=={written(number)}"
 
 
@@ -42,34 +41,34 @@ def throughput(
 ) -> str:
     """The command that shows what ThroughputMonitor logs beside what was measured.
 
-    ``batches`` is NB; without it, epochs are whole windows. Without ``epochs`` the training is long enough for rates.
+    ``batches`` is NB; without it, epochs have complete windows. Without ``epochs`` enough rates are logged.
     """
-    words = [f"{MODULE} throughput --accumulate {accumulate} --log-every {log_every} --window-size {window}"]
-    words.append("--epoch whole" if batches is None else f"--micro-batches {batches}")
-    if epochs is not None:
-        words.append(f"--epochs {epochs}")
-    if max_steps is not None:
-        words.append(f"--max-steps {max_steps}")
-    return " ".join(words)
+    length = "--epoch whole" if batches is None else f"--micro-batches {batches}"
+    base = f"{MODULE} throughput --accumulate {accumulate} --log-every {log_every} --window-size {window} {length}"
+    return base + _options({"--epochs": epochs, "--max-steps": max_steps})
+
+
+def _options(values: dict[str, object]) -> str:
+    return "".join(f" {name} {value}" for name, value in values.items() if value is not None)
 
 
 @dataclass(frozen=True)
-class Small:
-    """A small run with the structure of a large one: N, and what NB leaves over."""
+class SmallRun:
+    """A small training with the structure of a large one: N, and what NB leaves over."""
 
     accumulate: int
     num_batches: int
 
     @staticmethod
-    def of(accumulate: int, num_batches: int | None = None) -> Small:
-        """The small run for a config's numbers; whole windows where NB is not known or leaves nothing over."""
-        small = accumulate if accumulate <= KEPT else SMALL
+    def of(accumulate: int, num_batches: int | None = None) -> SmallRun:
+        """The small training for a config's numbers; of complete windows where NB is unknown or a multiple of N."""
+        small = accumulate if accumulate <= LARGEST_N else SMALL_N
         if num_batches is None:
-            return Small(small, 2 * small)
+            return SmallRun(small, 2 * small)
         rest = num_batches % accumulate
         if small != accumulate and rest:
             rest = min(max(round(rest * small / accumulate), 1), small - 1)
-        return Small(small, rest if num_batches < accumulate else 2 * small + rest)
+        return SmallRun(small, rest if num_batches < accumulate else 2 * small + rest)
 
     def command(
         self,
@@ -79,33 +78,28 @@ class Small:
         max_steps: int | None = None,
         clip: float | None = None,
     ) -> str:
-        """The command line."""
-        words = [
-            f"{MODULE} semantics --backend {','.join(backends)} --samples {self.num_batches * RANKS}",
-            f"--micro-batch 1 --accumulate {self.accumulate} --epochs {epochs} --world-size {RANKS}",
-        ]
-        if drop_last:
-            words.append("--drop-last")
-        if max_steps is not None:
-            words.append(f"--max-steps {max_steps}")
-        if clip is not None:
-            words.append(f"--clip {clip:g}")
-        return " ".join(words)
+        """The command that trains it under these backends."""
+        samples, flag = self.num_batches * RANKS, " --drop-last" if drop_last else ""
+        base = f"{MODULE} semantics --backend {','.join(backends)} --samples {samples} --micro-batch 1"
+        base += f" --accumulate {self.accumulate} --epochs {epochs} --world-size {RANKS}{flag}"
+        return base + _options({"--max-steps": max_steps, "--clip": clip})
 
     @property
     def clip(self) -> float:
         """A threshold that the mean gradient of a window exceeds and a gradient N times smaller does not.
 
-        One weight per sample: the mean over B samples has B entries of 1/B, so its norm is 1 / sqrt(B).
+        With one weight per sample, the mean over B samples has B entries of 1/B, and its norm is 1 / sqrt(B).
         """
         return round(0.75 / math.sqrt(self.accumulate * RANKS), 3)
 
-    def late(self) -> tuple[int, int]:
-        """max_steps and epochs at which an engine that carries windows over is ahead of the trainer by a step."""
-        run = Epochs(self.num_batches, self.accumulate)
-        full = -(-self.accumulate // run.tail)
-        return full * run.whole + 1, full + 1
+    @property
+    def first_divergence(self) -> tuple[int, int]:
+        """max_steps and epochs at which an engine that carries windows over is one step ahead of the trainer."""
+        plan = windows_of(self.num_batches, self.accumulate)
+        full = -(-self.accumulate // plan.partial_window)
+        return full * plan.full_windows + 1, full + 1
 
-    def endless(self) -> int:
-        """Epochs after which an engine has made two steps."""
-        return -(-2 * self.accumulate // self.num_batches)
+    @property
+    def epochs_of_two_steps(self) -> int:
+        """Epochs after which an engine that carries windows over has made two steps, at least 2."""
+        return max(2, -(-2 * self.accumulate // self.num_batches))

@@ -1,29 +1,31 @@
-"""The rates that ThroughputMonitor logs, by counting, without training.
+"""The rates that ThroughputMonitor logs, calculated without training.
 
-The monitor divides the samples of ``window_size - 1`` micro-batches by their time, at the end of an optimizer step.
-That is right if the time has as many steps as these micro-batches deserve. The truth is, as in ``bench.audit.monitor``,
-the rate over the fewest whole windows that cover them.
+At the end of an optimizer step the monitor divides the samples of the last ``window_size - 1`` micro-batches by their
+time. That is right if as many optimizer steps fall into that time as these micro-batches deserve. The truth is, as in
+``bench.audit.monitor``, the rate over the fewest whole windows that cover them.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
+from bench.audit.lint.arithmetic import FLUSH, windows_of
 from bench.audit.monitor import TOLERANCE
 from bench.audit.monitor_grid import MICRO_BATCH_S, OPTIMIZER_S, WANTED_RATES
+from bench.audit.stepcount import reaches, updates
+from bench.audit.training import TrainingPlan
 
 STEP = OPTIMIZER_S / MICRO_BATCH_S
-"""Micro-batches that an optimizer step is as long as, where it is measured and nothing else is said."""
-LOOKED_AT = 5000
-"""Logs, at most."""
-KEPT, SMALL = 64, 8
-"""An N up to the first is kept where it is shown in small; a larger one becomes the second."""
+"""Duration of an optimizer step in micro-batches, as the command measures by default."""
+MAX_LOGS = 5000
+"""Logs that are looked at."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ratios:
-    """Rates that are logged, over the truth."""
+    """Logged rates divided by the true ones; none is above 1."""
 
     low: float
     high: float
@@ -32,68 +34,60 @@ class Ratios:
 
     @property
     def is_right(self) -> bool:
-        """Whether ``bench throughput`` calls them right. None of them is above 1."""
+        """Whether ``bench throughput`` calls them right."""
         return 1 - self.low <= TOLERANCE
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rates:
-    """A training whose optimizer steps at the end of every window, and of every epoch, and the logs of its monitor."""
+    """The logs of a training whose optimizer steps at the end of every window and of every epoch."""
 
     accumulate: int
     """N."""
     num_batches: int
-    """NB; N, or a multiple, if it is not known."""
+    """NB; N, or a multiple of it, if it is unknown."""
     every: int = 1
     """``log_every_n_steps``."""
     last: float = math.inf
     """Steps of the whole training."""
 
+    @cached_property
+    def plan(self) -> TrainingPlan:
+        """The windows of an epoch."""
+        return windows_of(self.num_batches, self.accumulate)
+
     @property
     def tail(self) -> int:
-        """Micro-batches of the partial window after whole ones; 0 if there is none, or no whole one."""
-        return self.num_batches % self.accumulate if self.num_batches > self.accumulate else 0
+        """Micro-batches of a partial window after complete ones; 0 if there is none."""
+        return self.plan.partial_window if self.plan.full_windows else 0
 
     @property
     def period(self) -> int:
-        """Micro-batches after which the steps repeat: ``window_size - 1`` must be a multiple of it to be right."""
+        """Micro-batches after which the steps repeat. A ``window_size`` of k x period + 1 is exact."""
         return self.num_batches if self.tail else min(self.accumulate, self.num_batches)
-
-    @property
-    def per_epoch(self) -> int:
-        """Steps of an epoch."""
-        return -(-self.num_batches // self.accumulate)
 
     @property
     def safe(self) -> int:
         """A ``window_size`` from which on every rate is within the tolerance, however long a step takes.
 
-        What a window of s micro-batches lacks to whole ones is at most N - 1, and the ratio at least s / (s + N - 1).
+        A span of s micro-batches lacks at most N - 1 to complete windows, so the ratio is at least s / (s + N - 1).
         """
         return math.ceil((1 - TOLERANCE) / TOLERANCE * (self.accumulate - 1)) + 1
 
-    def _steps(self, micro_batches: int) -> int:
-        epochs, begun = divmod(micro_batches, self.num_batches)
-        return epochs * self.per_epoch + begun // self.accumulate
-
-    def _end(self, step: int) -> int:
-        """Micro-batches up to the end of a step, counted from 1."""
-        epochs, steps = divmod(step - 1, self.per_epoch)
-        return epochs * self.num_batches + min((steps + 1) * self.accumulate, self.num_batches)
-
     def ratios(self, window: int) -> Ratios | None:
-        """The rates that are logged with a ``window_size``; None if none is."""
+        """The rates logged with this ``window_size``; None if there are none."""
         spans = window - 1
         found: set[tuple[int, int]] = set()
-        first = max(spans // self.num_batches * self.per_epoch // self.every, 1)
-        for log in range(first, first + LOOKED_AT):
+        first = max(spans // self.num_batches * self.plan.windows // self.every, 1)
+        for log in range(first, first + MAX_LOGS):
             if log * self.every > self.last:
                 break
-            end = self._end(log * self.every)
+            end = reaches(self.plan, FLUSH, log * self.every) or 0
             if end >= window:
                 begin = end - spans
-                # Whole windows begin at the end of the step before.
-                found.add((spans + begin % self.num_batches % self.accumulate, self._steps(end) - self._steps(begin)))
+                # Complete windows begin at the end of the step before.
+                whole = spans + begin % self.num_batches % self.accumulate
+                found.add((whole, updates(self.plan, FLUSH, end) - updates(self.plan, FLUSH, begin)))
         ratios = [spans * (whole + n * STEP) / (whole * (spans + n * STEP)) for whole, n in found]
         if not ratios:
             return None
@@ -104,29 +98,12 @@ class Rates:
         k = (window - 1) // self.period
         return [size * self.period + 1 for size in (k, k + 1) if size and size * self.period + 1 <= most]
 
-    def shown(self, window: int) -> tuple[Rates, int]:
-        """A training and a ``window_size`` that soon show rates which are off as with this one's."""
-        spans = window - 1
+    def shortened(self, window: int) -> Rates:
+        """A shorter training whose rates are wrong with the same ``window_size``."""
         if not self.tail:
-            if self.period <= KEPT:
-                return Rates(self.accumulate, self.period), window
-            small = Rates(SMALL if self.accumulate == self.period else 2 * SMALL, SMALL)
-            return small, _scaled(spans, self.period) + 1
-        if self.accumulate > KEPT:
-            size = _scaled(spans % self.num_batches, self.accumulate)
-            return Rates(SMALL, (size // SMALL + 2) * SMALL + _share(self.tail, self.accumulate)), size + 1
-        # The epoch's length matters by its remainder alone if it is longer than the window.
+            return Rates(self.accumulate, self.period)
+        # Of an epoch longer than the window, only the remainder matters.
+        spans = window - 1
         batches = min(self.num_batches, spans + self.accumulate + (self.num_batches - spans) % self.accumulate)
-        kept = Rates(self.accumulate, batches)
-        every = math.gcd(self.every, self.per_epoch) if batches == self.num_batches else 1
-        return (Rates(self.accumulate, batches, every) if kept.per_epoch <= WANTED_RATES else kept), window
-
-
-def _share(rest: int, whole: int) -> int:
-    """The same share of SMALL; none and all only if it is none."""
-    return min(max(round(rest * SMALL / whole), 1), SMALL - 1) if rest else 0
-
-
-def _scaled(spans: int, whole: int) -> int:
-    """As many whole windows, but three at most, and the same share of one more."""
-    return min(spans // whole, 3) * SMALL + _share(spans % whole, whole)
+        every = math.gcd(self.every, self.plan.windows) if batches == self.num_batches else 1
+        return Rates(self.accumulate, batches, every if self.plan.windows <= WANTED_RATES else 1)

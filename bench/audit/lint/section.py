@@ -1,4 +1,4 @@
-"""A part of a document: its values by dotted key, checked, each with the place where it stands."""
+"""A part of a config: its values by dotted key, checked, each with its line."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from bench.audit.lint.config_file import Document
-from bench.audit.lint.nodes import Path
-from bench.audit.lint.rules import LintFinding, Severity
+from bench.audit.lint.rules import RULES, LintFinding, Severity
+from bench.audit.lint.yaml_values import Path
 from bench.errors import InputError, shown
 
 AUTO = "auto"
-"""What the Trainer of Hugging Face fills in before DeepSpeed reads its config."""
+"""The value that Hugging Face's Trainer replaces before DeepSpeed reads the config."""
 LARGEST = 2**53
-"""Of the integers of a config: larger ones cannot be meant."""
+"""The largest integer that a config can mean."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class ConfigPart:
 
     @property
     def value(self) -> Any:
-        """What stands here; None if there is nothing."""
+        """The value here; None if there is none."""
         here: Any = self.document.values
         for key in self.path:
             if isinstance(here, list) and key.isdecimal() and int(key) < len(here):
@@ -45,12 +45,12 @@ class ConfigPart:
 
     @property
     def given(self) -> bool:
-        """Whether something other than null stands here."""
+        """Whether there is a value other than null."""
         return self.value is not None
 
     @property
     def line(self) -> int:
-        """The line of the key, or of the nearest one above it that is there."""
+        """The line of the key, or of the nearest key above it."""
         path = self.path
         while path and path not in self.document.lines:
             path = path[:-1]
@@ -62,7 +62,7 @@ class ConfigPart:
         return ".".join(self.path)
 
     def items(self) -> Iterator[ConfigPart]:
-        """The parts of a list, or the one mapping or string that stands for a list of one."""
+        """The items of a list; a single mapping or string counts as a list of one."""
         value = self.value
         if isinstance(value, list):
             yield from (self.at(str(index)) for index in range(len(value)))
@@ -70,17 +70,17 @@ class ConfigPart:
             yield self
 
     def refuse(self, expected: str) -> NoReturn:
-        """Raise InputError naming file, line, key, value and what would be right."""
+        """Raise InputError with file, line, key, value, and what would be right."""
         raise InputError(f"{self.document.file}:{self.line}: {self.key} is {shown(self.value)}; it must be {expected}")
 
     def mapping(self) -> ConfigPart:
-        """This part, of which only a mapping or nothing is right."""
+        """This part, if it is a mapping or missing. Raises InputError."""
         if not isinstance(self.value, dict | None):
             self.refuse("a mapping")
         return self
 
     def integer(self, least: int = 1, most: int = LARGEST, also: str = "") -> int | None:
-        """An integer; None if nothing, or the word ``also``, stands here."""
+        """An integer; None if it is missing or the word ``also``. Raises InputError."""
         value = self.value
         if value is None or (also and value == also):
             return None
@@ -90,7 +90,7 @@ class ConfigPart:
         return value
 
     def number(self, also: str = "") -> float | None:
-        """A finite number of at least 0; None if nothing, or the word ``also``, stands here. 1e-1 is a word in YAML."""
+        """A finite number of at least 0 (1e-1 is a string in YAML); None if missing or ``also``. Raises InputError."""
         value = self.value
         if value is None or (also and value == also):
             return None
@@ -103,7 +103,7 @@ class ConfigPart:
         return number
 
     def flag(self, default: bool, also: str = "") -> bool:
-        """True or false; the default if nothing, or the word ``also``, stands here."""
+        """True or false; the default if it is missing or the word ``also``. Raises InputError."""
         value = self.value
         if value is None or (also and value == also):
             return default
@@ -112,17 +112,17 @@ class ConfigPart:
         return value
 
     def word(self) -> str | None:
-        """A string; None if nothing stands here."""
+        """A string; None if it is missing. Raises InputError."""
         value = self.value
         if not isinstance(value, str | None):
             self.refuse("a string")
         return value
 
-    def finding(self, code: str, severity: Severity, what: str, fix: str, proof: str) -> LintFinding:
-        """A finding at this place."""
+    def finding(self, code: str, what: str, fix: str, proof: str, severity: Severity | None = None) -> LintFinding:
+        """A finding at this place, as severe as its rule unless ``severity`` is given."""
         return LintFinding(
             code=code,
-            severity=severity,
+            severity=severity or RULES[code].severity,
             file=self.document.file,
             line=self.line,
             key=self.key,

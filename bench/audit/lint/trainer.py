@@ -1,4 +1,4 @@
-"""LightningCLI's config: what it says of the Trainer, its strategy, its callbacks and its data."""
+"""LightningCLI's config: what it says about the Trainer, its strategy, its callbacks and its data."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from pathlib import Path
 from typing import Any
 
 from bench.audit.lint import deepspeed_rules
-from bench.audit.lint.arithmetic import Epochs, batches_per_epoch
+from bench.audit.lint.arithmetic import FLUSH, SPLIT, batches_per_epoch, windows_of
 from bench.audit.lint.config_file import Document, load_deepspeed
 from bench.audit.lint.known import Options
 from bench.audit.lint.section import ConfigPart
-from bench.audit.training import LARGEST_ACCUMULATE
+from bench.audit.stepcount import StepRule
+from bench.audit.training import LARGEST_ACCUMULATE, TrainingPlan
 
 DEFAULT_EPOCHS = 1000
-"""lightning/pytorch/loops/utilities.py _parse_loop_limits: with neither max_epochs nor max_steps."""
+"""With neither max_epochs nor max_steps: lightning/pytorch/loops/utilities.py _parse_loop_limits."""
 DEFAULT_LOG_EVERY = 50
 DEFAULT_WINDOW = 100
 """Micro-batches: lightning/fabric/utilities/throughput.py Throughput."""
 DEFAULT_STAGE = 2
-"""Of DeepSpeedStrategy."""
+"""ZeRO stage of DeepSpeedStrategy."""
 BATCH_SIZES = ("batch_size", "train_batch_size", "micro_batch_size", "per_device_train_batch_size")
 SAMPLES = ("num_samples", "num_train_samples", "train_samples")
 NOT_TRAINED = ("val", "test", "predict", "eval")
-"""Parts of the data's config whose names begin so are not about training."""
+"""Prefixes of the parts of the data's config that are not about training."""
 
 
 class Family(StrEnum):
@@ -35,18 +36,18 @@ class Family(StrEnum):
     NATIVE = "native"
     """Lightning itself: one device, DDP, FSDP2."""
     FSDP = "fsdp"
-    """FSDPStrategy: steps as native, clips otherwise."""
+    """FSDPStrategy: steps like NATIVE but clips differently."""
     DEEPSPEED = "deepspeed"
 
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """What matters of a LightningCLI config."""
+    """The parts of a LightningCLI config that rules need."""
 
     trainer: ConfigPart
     family: Family
     backend: str
-    """Of this project, for the scenarios."""
+    """The backend of this project that shows the same."""
     accumulate: int
     world_size: int | None
     batch_size: int | None
@@ -54,7 +55,7 @@ class TrainerConfig:
     """NB."""
     drop_last: bool
     max_epochs: float
-    """Infinite if nothing but max_steps, or nothing at all, ends the training."""
+    """Infinite if only max_steps, or nothing, ends the training."""
     max_steps: int | None
     log_every: int
     clip: float | None
@@ -67,16 +68,25 @@ class TrainerConfig:
     window: int
     """Of the ThroughputMonitor, in micro-batches."""
     engine: deepspeed_rules.Config | None
-    """What DeepSpeed is told; None if the strategy is another."""
+    """What DeepSpeed is told; None with another strategy."""
     engine_config: ConfigPart | None
     """The user's DeepSpeed config; None if the strategy's defaults are used."""
 
     @property
-    def epochs(self) -> Epochs | None:
-        """The arithmetic of its epochs; None if NB is not known, or N changes."""
+    def windows(self) -> TrainingPlan | None:
+        """The windows of an epoch; None if NB is unknown, or N changes."""
         if self.num_batches is None or self.schedule is not None:
             return None
-        return Epochs(self.num_batches, self.accumulate)
+        return windows_of(self.num_batches, self.accumulate)
+
+    @property
+    def rule(self) -> StepRule:
+        """When ``trainer.global_step`` grows."""
+        return SPLIT if self.engine else FLUSH
+
+    def steps_per_epoch(self, plan: TrainingPlan) -> int:
+        """By how much ``trainer.global_step`` grows in an epoch."""
+        return plan.full_windows if self.engine else plan.windows
 
 
 def read(document: Document, options: Options) -> TrainerConfig:
@@ -126,7 +136,7 @@ def read(document: Document, options: Options) -> TrainerConfig:
 
 
 def _strategy(place: ConfigPart, document: Document) -> tuple[Family, deepspeed_rules.Config | None, ConfigPart | None]:
-    """Who steps; what DeepSpeed is told; the user's own DeepSpeed config."""
+    """Family, what DeepSpeed is told, and the user's own DeepSpeed config."""
     value = place.value
     if value is None:
         return Family.NATIVE, None, None
@@ -151,24 +161,13 @@ def _strategy(place: ConfigPart, document: Document) -> tuple[Family, deepspeed_
         stage = 0
     if stage is not None and stage > 3:
         arguments.at("stage").refuse("0, 1, 2 or 3")
-    config = deepspeed_rules.Config(
-        section=place,
-        train=None,
-        micro=None,
-        accumulate=None,
-        clip=None,
-        stage=DEFAULT_STAGE if stage is None else stage,
-        offload="offload" in lower or arguments.at("offload_optimizer").flag(default=False),
-        bf16=False,
-        accumulation_dtype=None,
-        drop_last=False,
-        managed=True,
-    )
-    return Family.DEEPSPEED, config, None
+    offload = "offload" in lower or arguments.at("offload_optimizer").flag(default=False)
+    stage = DEFAULT_STAGE if stage is None else stage
+    return Family.DEEPSPEED, deepspeed_rules.Config(section=place, stage=stage, offload=offload), None
 
 
 def _engine_config(place: ConfigPart, document: Document) -> ConfigPart | None:
-    """The DeepSpeed config that the strategy names by path or has in place."""
+    """The DeepSpeed config that the strategy contains or names by path."""
     if isinstance(place.value, Mapping):
         return place
     name = place.word()
@@ -189,7 +188,7 @@ def _engine_config(place: ConfigPart, document: Document) -> ConfigPart | None:
 
 def _backend(family: Family, engine: deepspeed_rules.Config | None) -> str:
     if engine is not None:
-        # ZeRO-1 and no ZeRO keep and lose the same micro-batches as ZeRO-3.
+        # ZeRO-1 and plain data parallelism lose the same micro-batches as ZeRO-3.
         return "lightning-deepspeed-zero2" if engine.stage == 2 else "lightning-deepspeed-zero3"
     return "lightning-fsdp2" if family is Family.FSDP else "lightning-ddp"
 
@@ -215,7 +214,7 @@ def _world_size(trainer: ConfigPart) -> int | None:
 
 
 def _named(parts: list[ConfigPart], names: tuple[str, ...], depth: int = 4) -> Iterator[tuple[ConfigPart, Any]]:
-    """The values with these names under the parts, the shallowest first, without what is not about training."""
+    """The values with these names under the parts, the shallowest first, except those not about training."""
     for name in names:
         for part in parts:
             value = part.value.get(name)
@@ -232,7 +231,7 @@ def _named(parts: list[ConfigPart], names: tuple[str, ...], depth: int = 4) -> I
 
 
 def _first_integer(parts: list[ConfigPart], names: tuple[str, ...]) -> int | None:
-    """The first of the named values. A word or a mapping is the user's own matter and says nothing."""
+    """The first of the named values; strings, mappings and lists mean something else."""
     for place, value in _named(parts, names):
         if not isinstance(value, str | Mapping | list):
             return place.integer()
@@ -242,7 +241,7 @@ def _first_integer(parts: list[ConfigPart], names: tuple[str, ...]) -> int | Non
 def _num_batches(
     trainer: ConfigPart, samples: int | None, batch_size: int | None, world_size: int | None, *, drop_last: bool
 ) -> int | None:
-    """NB: what the loader has, and what limit_train_batches leaves of it."""
+    """NB, limited by limit_train_batches; None if it is unknown."""
     num_batches = None
     if samples and batch_size and world_size:
         num_batches = batches_per_epoch(samples, batch_size, world_size, drop_last=drop_last)
@@ -265,7 +264,7 @@ def _max_epochs(trainer: ConfigPart, max_steps: int | None) -> float:
 
 
 def _callbacks(place: ConfigPart) -> tuple[ConfigPart | None, ConfigPart | None]:
-    """The GradientAccumulationScheduler and the ThroughputMonitor, if they are there."""
+    """The GradientAccumulationScheduler and the ThroughputMonitor, if present."""
     found: dict[str, ConfigPart] = {}
     for callback in place.items():
         name = callback.value
@@ -280,6 +279,6 @@ def _callbacks(place: ConfigPart) -> tuple[ConfigPart | None, ConfigPart | None]
 
 
 def window_place(monitor: ConfigPart) -> ConfigPart:
-    """Where the window of a ThroughputMonitor stands, or would stand."""
+    """Where a ThroughputMonitor's window_size is set, or could be."""
     other = monitor.at("dict_kwargs.window_size")
     return other if other.given else monitor.at("init_args.window_size")

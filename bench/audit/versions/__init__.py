@@ -1,7 +1,6 @@
-"""What changes from version to version of Lightning and DeepSpeed, measured: ``nox -s versions``.
+"""Measurements of Lightning's and DeepSpeed's versions: ``nox -s versions`` writes docs/versions.md.
 
-Each version is installed alone into an environment of its own, on top of the one that this runs in: torch and all else
-are shared, so a version costs megabytes, and the same torch runs under all. The probes run there in a process of their
-own. What they find goes into one table, in which a version that cannot be installed, imported or probed is a row that
-says so.
+Each version is installed into an environment of its own on top of the current one, so that torch and everything else
+are shared, and probed there in a process of its own. A version that cannot be installed, imported or probed is a row
+that says so.
 """

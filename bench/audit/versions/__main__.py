@@ -1,4 +1,4 @@
-"""``python -m bench.audit.versions [PACKAGE==VERSION ...]`` measures versions: ``versions.json`` and ``.md``."""
+"""``python -m bench.audit.versions [PACKAGE==VERSION ...]``: measure versions; write versions.json and versions.md."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ VERSIONS = (
     "deepspeed==0.19.7",
     "deepspeed==0.19.8",
 )
-"""Before and after each change, and the newest."""
+"""The last version before and the first after each change, and the newest."""
 
 
 def parsed(text: str) -> tuple[str, str]:
-    """Package and version of ``PACKAGE==VERSION``."""
+    """Package and version of ``PACKAGE==VERSION``. Raises InputError for anything else."""
     package, equals, number = text.partition("==")
     try:
         good = bool(equals) and package in EXTRAS and bool(Version(number))
     except InvalidVersion:
         good = False
     if not good:
-        raise InputError(f"'{text}' is no version of {' or '.join(EXTRAS)}; name one like {VERSIONS[0]}")
+        raise InputError(f"'{text}' is no version of {' or '.join(EXTRAS)}; write it like {VERSIONS[0]}")
     return package, number
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure the versions that are named, or all; entries of the others are kept."""
+    """Measure the given versions, or all; the entries of other versions stay."""
     parser = argparse.ArgumentParser(prog="python -m bench.audit.versions", description=__doc__)
     parser.add_argument("versions", nargs="*", metavar="PACKAGE==VERSION", help=f"default: {', '.join(VERSIONS)}")
     parser.add_argument("--out", type=Path, default=Path("docs"), metavar="DIR", help="default: %(default)s")
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for _, finding, _, measured, good in versions_page.rows([entry]):
                 print(f"  {'good' if good == 'yes' else 'BAD '}  {finding}: {measured}", flush=True)
             entries = versions_page.merged(entries, [entry])
-            # After each version, so that an interrupted session keeps what it has.
+            # After each version, so that an interrupted session loses none.
             versions_page.write(entries, arguments.out)
     except InputError as error:
         print(f"bench: {' '.join(str(error).split())}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""An environment for one version, on top of the one that this runs in, and a probe run in it."""
+"""An environment for one version, on top of the current one, and a probe that runs in it."""
 
 from __future__ import annotations
 
@@ -6,82 +6,68 @@ import datetime
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import sysconfig
 import venv
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from bench.audit.versions.versions_page import Entry, VersionFact, last_line, without_paths
+from bench.audit.versions.versions_page import Entry, VersionFact
 
 EXTRAS = {"lightning": ("setuptools<81",), "deepspeed": ()}
-"""Installed too: pkg_resources, which old Lightning imports without asking for it and setuptools 81 dropped."""
-INSTALL_TIMEOUT_S, PROBE_TIMEOUT_S = 600, 600
+"""Installed too: pkg_resources, which old Lightning imports without requiring it, and which setuptools 81 dropped."""
+TIMEOUT_S = 600
+"""Of an installation, and of a probe."""
+FOLDERS = re.compile(r"(?<![\w.:/])(?:file://)?(?:/[\w.+~@-]+)+/(?=[\w.+~@-])")
+"""The folders of absolute paths."""
 
 
 class FailedError(Exception):
-    """A version could not be installed or probed; the message is what its row says."""
+    """A version could not be installed or probed; the message goes into its row."""
 
 
 def measure(package: str, number: str, folder: Path) -> Entry:
-    """Install one version into the empty ``folder`` and run its probes; whatever fails is in the entry."""
+    """Install one version into the empty ``folder`` and run its probes; what fails is in the entry."""
     about: dict[str, Any] = {
         "package": package,
         "version": number,
-        "torch": _version("torch"),
+        "torch": version("torch"),
         "python": platform.python_version(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
     try:
-        python = install(package, number, folder)
-        found = probe(package, python, folder)
+        found = probe(package, install(package, number, folder), folder)
         if found["version"] != number or not found["own"]:
-            where = "" if found["own"] else " of the environment above"
+            where = "" if found["own"] else " of the environment below"
             return Entry(**about, error=f"not probed: {found['version']}{where} was imported instead")
     except FailedError as failure:
         return Entry(**about, error=str(failure))
+    facts = [VersionFact(**fact | {"measured": without_folders(fact["measured"])}) for fact in found["findings"]]
     return Entry(
         **{**about, "torch": found["torch"], "python": found["python"]},
         departures=tuple(found["departures"]),
-        findings=tuple(
-            VersionFact(each["finding"], without_paths(each["measured"]), each["good"]) for each in found["findings"]
-        ),
+        findings=tuple(facts),
     )
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"
-
-
 def install(package: str, number: str, folder: Path) -> Path:
-    """The interpreter of a new environment that has this version, and all else from the environment above it."""
+    """The interpreter of a new environment with this version, and everything else from the current environment."""
     venv.EnvBuilder(symlinks=True).create(folder)
     own = Path(sysconfig.get_path("purelib", "venv", vars={"base": str(folder)}))
-    above = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
-    # Read after the environment's own packages, so those come first.
-    (own / "above.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in above))
+    below = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
+    # Read after the environment's own packages, which therefore come first.
+    (own / "below.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in below))
     python = folder / "bin" / "python"
-    # Without dependencies: torch stays what it is, and today's other packages are used, whatever the metadata asks for.
-    # Ignoring what is installed: the environment above may have this very version.
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        str(python),
-        "install",
-        "--no-deps",
-        "--ignore-installed",
-        "--quiet",
-    ]
+    # --no-deps keeps torch and the other packages as they are, whatever the metadata requires; --ignore-installed,
+    # because the current environment may have this very version.
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
     for requirement in (*EXTRAS[package], f"{package}=={number}"):
-        # DeepSpeed comes as source; with its operators off, nothing is compiled.
-        _run([*pip, requirement], folder, INSTALL_TIMEOUT_S, "not installed", {"DS_BUILD_OPS": "0"})
+        # DeepSpeed is a source package; with its operators off, nothing is compiled.
+        command = [*pip, "--no-deps", "--ignore-installed", requirement]
+        _run(command, folder, TIMEOUT_S, "not installed", {"DS_BUILD_OPS": "0"})
     return python
 
 
@@ -99,7 +85,7 @@ def probe(package: str, python: Path, folder: Path) -> dict[str, Any]:
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "1",
     }
-    _run(command, folder, PROBE_TIMEOUT_S, "not probed", variables)
+    _run(command, folder, TIMEOUT_S, "not probed", variables)
     found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
     return found
 
@@ -114,3 +100,15 @@ def _run(command: list[str], folder: Path, timeout_s: float, failed: str, variab
         raise FailedError(f"{failed}: still running after {timeout_s:g} s") from None
     if done.returncode:
         raise FailedError(f"{failed}: {last_line(done.stderr or done.stdout)}")
+
+
+def last_line(output: str) -> str:
+    """What went wrong, from a program's output: pip's last error or else the last line, without folders."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("ERROR: ")]
+    return without_folders((errors or lines or ["no output"])[-1])
+
+
+def without_folders(text: str) -> str:
+    """The text with only the last part of each absolute path."""
+    return FOLDERS.sub("", text)

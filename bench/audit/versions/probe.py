@@ -1,4 +1,4 @@
-"""Run in a version's environment as ``python -m bench.audit.versions.probe PACKAGE ANSWER``: findings go to a file."""
+"""``python -m bench.audit.versions.probe PACKAGE ANSWER``: measures the version in whose environment it runs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from packaging.requirements import Requirement
 
 
 def main(package: str, answer: Path) -> None:
-    """Import the package, run its probes, write what was found."""
+    """Import the package, run its probes, and write what was measured to the file ``answer``."""
     import torch
 
     module = importlib.import_module(package)
-    probes = importlib.import_module(f"bench.audit.versions.{package}")
+    probes = importlib.import_module(f"bench.audit.versions.{package}_probe")
     found = {
         "version": module.__version__,
-        # Not that of the environment above.
+        # Rather than that of the environment below.
         "own": Path(str(module.__file__)).is_relative_to(sys.prefix),
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -32,7 +32,7 @@ def main(package: str, answer: Path) -> None:
 
 
 def departures(package: str) -> list[str]:
-    """What the package's metadata asks for and does not get here."""
+    """What the package's metadata requires and does not get here."""
     found = []
     for line in requires(package) or []:
         requirement = Requirement(line)

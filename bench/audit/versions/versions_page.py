@@ -1,29 +1,37 @@
-"""The table of versions and findings: kept as JSON, written as a page."""
+"""What was measured of each version: stored as JSON, shown as a page with one table."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from packaging.version import Version
+from pydantic import TypeAdapter
 
+from bench.audit.monitor_grid import MICRO_BATCH_S, OPTIMIZER_S
 from bench.errors import InputError
 
 SCHEMA = 1
-PATHS = re.compile(r"(?<![\w.:/])(?:file://)?(?:/[\w.+~@-]+)+/(?=[\w.+~@-])")
-"""The folders of absolute paths."""
+INTRODUCTION = f"""# Versions and what they do under accumulation
+
+Written by `nox -s versions`; `nox -s versions -- lightning==2.2.0` measures one version again. Each version was \
+installed alone (`pip install --no-deps`) into an environment of its own on top of the project's, so all ran with the \
+same torch; Lightning also gets a setuptools below 81, for the pkg_resources that old versions import. The numbers of \
+ThroughputMonitor are from `bench/audit/monitor.py` (a micro-batch takes {MICRO_BATCH_S:g} s and an optimizer step \
+{OPTIMIZER_S:g} s, on a virtual clock; ratio: the logged samples/s divided by the measured ones). Those of DeepSpeed \
+are from a model with one weight per micro-batch, SGD with learning rate 1, one process, gloo, CPU.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class VersionFact:
-    """One thing that was measured of one version."""
+    """One measurement of one version."""
 
     finding: str
-    """What was looked at; the same words for every version."""
+    """What was measured, in the same words for every version."""
     measured: str
     good: bool
     """Whether that is what a user would want; False too if the probe failed."""
@@ -31,146 +39,78 @@ class VersionFact:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One version: what was run, with what, and what was found."""
+    """One version: the environment in which it was measured, and the measurements."""
 
     package: str
     version: str
-    """As imported; it is checked to be the one that was asked for."""
+    """As imported, which is the version that was asked for."""
     torch: str
     python: str
     date: str
     """Of the measurement, ISO 8601, UTC."""
     error: str = ""
-    """Why there are no findings: the last line of what pip, the import or the probe said; empty if all went well."""
+    """Why there are no measurements: the last line of pip, the import or the probe."""
     departures: tuple[str, ...] = ()
-    """What the version's metadata asks for and did not get."""
-    findings: tuple[VersionFact, ...] = field(default=())
-
-    @property
-    def key(self) -> tuple[str, Version]:
-        return self.package, Version(self.version)
-
-
-def last_line(output: str) -> str:
-    """What went wrong, from a program's output: pip's last error, or else the last line; without absolute paths."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("ERROR: ")]
-    return without_paths((errors or lines or ["no output"])[-1])
-
-
-def without_paths(text: str) -> str:
-    """The text with only the last part of each absolute path."""
-    return PATHS.sub("", text)
+    """What the version's metadata requires and did not get."""
+    findings: tuple[VersionFact, ...] = ()
 
 
 def read(path: Path) -> list[Entry]:
-    """The entries of an earlier run; none if there is no such file."""
+    """The entries of an earlier session; none without a file. Raises InputError for a file of something else."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         if stored["schema"] != SCHEMA:
-            raise InputError(
-                f"{path}: has schema {stored['schema']}, not {SCHEMA}; delete it and run all versions again"
-            )
-        return [_entry(entry) for entry in stored["versions"]]
+            raise ValueError(f"its schema is {stored['schema']}, not {SCHEMA}")
+        return TypeAdapter(list[Entry]).validate_python(stored["versions"])
     except FileNotFoundError:
         return []
     except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{path}: is not a table of versions ({error}); delete it and run all again") from error
-
-
-def _entry(stored: dict[str, Any]) -> Entry:
-    findings = tuple(VersionFact(**finding) for finding in stored["findings"])
-    return Entry(**{**stored, "departures": tuple(stored["departures"]), "findings": findings})
+        reason = " ".join(str(error).split())
+        raise InputError(f"{path}: is no table of versions ({reason}); delete it and measure all again") from error
 
 
 def merged(before: Iterable[Entry], now: Iterable[Entry]) -> list[Entry]:
-    """The newest entry of each version, in order of package and version."""
-    newest = {entry.key: entry for entry in (*before, *now)}
-    return [newest[key] for key in sorted(newest, key=lambda key: (key[0] != "lightning", key))]
+    """The newest entry of each version; Lightning first, older versions before newer ones."""
+    newest = {(entry.package != "lightning", Version(entry.version)): entry for entry in (*before, *now)}
+    return [newest[key] for key in sorted(newest)]
 
 
-def write(entries: Sequence[Entry], folder: Path) -> list[Path]:
-    """Write ``versions.json`` and ``versions.md``; returns their paths."""
+def write(entries: Sequence[Entry], folder: Path) -> None:
+    """Write ``versions.json`` and ``versions.md``."""
     folder.mkdir(parents=True, exist_ok=True)
-    data, page = folder / "versions.json", folder / "versions.md"
     stored = {"schema": SCHEMA, "versions": [asdict(entry) for entry in entries]}
-    data.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
-    page.write_text(markdown(entries), encoding="utf-8")
-    return [data, page]
+    (folder / "versions.json").write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+    (folder / "versions.md").write_text(markdown(entries), encoding="utf-8")
 
 
 def markdown(entries: Sequence[Entry]) -> str:
-    """The page: how it was measured, and one table with the versions of a finding one below the other."""
-    head = [
-        "# Versions and what they do under accumulation",
-        "",
-        "Written by `nox -s versions`; `nox -s versions -- lightning==2.2.0` measures one version again. Each version "
-        "was installed by itself (`pip install --no-deps`) into an environment of its own on top of the project's, so "
-        "all ran with the same torch; beside Lightning lies a setuptools below 81, for the pkg_resources that old "
-        "versions import. The numbers of ThroughputMonitor are from `bench/audit/monitor.py` (a micro-batch "
-        f"takes {_workload()}; ratio: samples/s that it logged, to the tap's), those of "
-        "DeepSpeed from a model with one weight per micro-batch, SGD with lr 1, one process, gloo, CPU.",
-        "",
-        *_when(entries),
-        "",
-        "| package | finding | versions | measured | good |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    return "\n".join([*head, *(f"| {' | '.join(map(_cell, row))} |" for row in joined(rows(entries))), ""])
-
-
-def joined(lines: Iterable[Sequence[str]]) -> list[list[str]]:
-    """The rows, with versions that follow one another and came out alike in one."""
-    found: list[list[str]] = []
-    for package, finding, version, *came_out in lines:
-        if found and [*found[-1][:2], *found[-1][3:]] == [package, finding, *came_out]:
-            found[-1][2] += f", {version}"
-        else:
-            found.append([package, finding, version, *came_out])
-    return found
-
-
-def _workload() -> str:
-    from bench.audit.monitor_grid import MICRO_BATCH_S, OPTIMIZER_S
-
-    return f"{MICRO_BATCH_S:g} s and an optimizer step {OPTIMIZER_S:g} s, on a virtual clock"
-
-
-def _when(entries: Iterable[Entry]) -> list[str]:
-    """One line per date and environment."""
-    groups: dict[str, list[str]] = {}
+    """The page: how it was measured, and one table with a row per measurement."""
+    environments: dict[str, list[str]] = {}
     for entry in entries:
         words = f"Measured on {entry.date} with torch {entry.torch} and Python {entry.python}"
-        groups.setdefault(words, []).append(f"{entry.package} {entry.version}")
-    return [f"- {words}: {', '.join(names)}." for words, names in groups.items()]
+        environments.setdefault(words, []).append(f"{entry.package} {entry.version}")
+    lines = [INTRODUCTION, *(f"- {words}: {', '.join(names)}." for words, names in environments.items()), ""]
+    lines += ["| package | finding | versions | measured | good |", "| --- | --- | --- | --- | --- |"]
+    # Neighbouring versions with the same measurement share a row.
+    for (package, finding, *measured), alike in groupby(rows(entries), lambda row: (*row[:2], *row[3:])):
+        cells = [package, finding, ", ".join(row[2] for row in alike), *measured]
+        lines.append(f"| {' | '.join(' '.join(cell.replace('|', chr(92) + '|').split()) for cell in cells)} |")
+    return "\n".join([*lines, ""])
 
 
 def rows(entries: Sequence[Entry]) -> list[tuple[str, str, str, str, str]]:
-    """Package, finding, version, measured, good: the versions of one finding one after the other."""
+    """Package, finding, version, measured, good; the versions of one finding follow each other."""
     found = []
-    for package in dict.fromkeys(entry.package for entry in entries):
-        of_package = [entry for entry in entries if entry.package == package]
-        found += [(package, "runs here", entry.version, *_installed(entry)) for entry in of_package]
-        for name in dict.fromkeys(finding.finding for entry in of_package for finding in entry.findings):
-            for entry in of_package:
-                for finding in entry.findings:
-                    if finding.finding == name:
-                        found.append((package, name, entry.version, finding.measured, _yes(finding.good)))
-    return found
+    for package, group in groupby(entries, lambda entry: entry.package):
+        versions = list(group)
+        found += [(package, _installed(entry), entry.version) for entry in versions]
+        for name in dict.fromkeys(fact.finding for entry in versions for fact in entry.findings):
+            found += [
+                (package, fact, entry.version) for entry in versions for fact in entry.findings if fact.finding == name
+            ]
+    return [(p, fact.finding, v, fact.measured, "yes" if fact.good else "**no**") for p, fact, v in found]
 
 
-def _installed(entry: Entry) -> tuple[str, str]:
-    if entry.error:
-        return entry.error, _yes(False)
+def _installed(entry: Entry) -> VersionFact:
     asked = f"; its metadata asks for {', '.join(entry.departures)}" if entry.departures else ""
-    return f"yes{asked}", _yes(True)
-
-
-def _yes(good: bool) -> str:
-    return "yes" if good else "**no**"
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.replace("|", r"\|").split())
+    return VersionFact("runs here", entry.error or f"yes{asked}", not entry.error)

@@ -1,14 +1,14 @@
-"""What one version of DeepSpeed does with the micro-batches of a window; runs from 0.17 on, in one process on the CPU.
+"""What one version of DeepSpeed does with the micro-batches of a window; for versions from 0.17 on, in one process.
 
-The model has one weight per micro-batch, and the gradient of a micro-batch's loss is 1 for its own weight and 0 for the
-others. Under SGD with lr 1 the change of the weights in an update is then a list of the micro-batches that reached it,
-each with its coefficient.
+The model has one weight per micro-batch. The gradient of a micro-batch's loss is 1 for its own weight and 0 for the
+others, so that under SGD with learning rate 1 an update changes each weight by the coefficient of its micro-batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from bench.audit.versions.versions_page import VersionFact
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 STAGES = (2, 3)
 GAS, WINDOWS = 4, 2
-"""Micro-batches per window, and windows, of the decoder."""
+"""Micro-batches per window, and windows."""
 LARGE = 5.0
-"""Norm of the gradient that shows clipping."""
+"""Norm of the gradient in the test of clipping."""
 MANY = 1024
-"""Micro-batches whose gradients of 1/MANY sum to 1, or to 1/4 if the sum is kept in bf16: 8 bits are then too few."""
+"""Gradients of 1/MANY sum to 1, but to 1/4 in bf16, which has 8 significant bits."""
 
 
 def findings() -> Iterator[VersionFact]:
-    """One finding per question and stage; a probe that fails is a finding too."""
+    """One measurement per question and stage; that a probe fails is one too."""
     import torch.distributed
 
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # exported, but the stubs do not say so
@@ -40,7 +40,7 @@ def findings() -> Iterator[VersionFact]:
 
 
 def asked(question: str, ask: Callable[[int], tuple[str, bool]], stage: int) -> VersionFact:
-    """The answer of one probe at one stage, or why there is none."""
+    """The answer to one question at one stage, or why there is none."""
     name = f"ZeRO-{stage}: {question}"
     try:
         return VersionFact(name, *ask(stage))
@@ -49,7 +49,7 @@ def asked(question: str, ask: Callable[[int], tuple[str, bool]], stage: int) -> 
 
 
 def decoded(stage: int) -> tuple[str, bool]:
-    """Which micro-batches reached each update, with what coefficient; good: N of them with 1/N, every time."""
+    """Which micro-batches reached each update, with what coefficient; good: each of N with 1/N."""
     changes = train(stage, num_batches=GAS * WINDOWS, config={"gradient_clipping": 0.0})
     wanted = [dict.fromkeys(range(first, first + GAS), 1 / GAS) for first in range(1, GAS * WINDOWS, GAS)]
     found = [{i: c for i, c in enumerate(change.tolist(), start=1) if c} for change in changes]
@@ -57,7 +57,7 @@ def decoded(stage: int) -> tuple[str, bool]:
 
 
 def clipped(stage: int) -> tuple[str, bool]:
-    """What is clipped if the config does not say; good: nothing."""
+    """What is clipped if the config says nothing; good: nothing."""
     clipping: list[float] = []
     changes = train(stage, num_batches=1, gas=1, scale=LARGE, clipping=clipping)
     norm = float(changes[0].norm())
@@ -65,33 +65,25 @@ def clipped(stage: int) -> tuple[str, bool]:
     return words, abs(norm - LARGE) < 1e-3 * LARGE
 
 
-def summed_silent(stage: int) -> tuple[str, bool]:
-    """The sum of many small gradients, in what DeepSpeed chooses to accumulate."""
-    return _summed(stage, {})
-
-
-def summed_fp32(stage: int) -> tuple[str, bool]:
-    """The same sum if fp32 is asked for."""
-    return _summed(stage, {"data_types": {"grad_accum_dtype": "fp32"}})
-
-
-def _summed(stage: int, config: Mapping[str, Any]) -> tuple[str, bool]:
+def summed(stage: int, config: Mapping[str, Any]) -> tuple[str, bool]:
+    """The sum of many small gradients in bf16; good: 1."""
     config = {**config, "bf16": {"enabled": True}, "gradient_clipping": 0.0}
     changes = train(stage, num_batches=MANY, gas=MANY, config=config, one_weight=True)
     total = float(changes[0].sum())
     return f"{total:.4g}", abs(total - 1) < 1e-2
 
 
+MANY_GRADIENTS = f"bf16, sum of {MANY} gradients of 1/{MANY}, grad_accum_dtype"
 QUESTIONS: dict[str, Callable[[int], tuple[str, bool]]] = {
     f"micro-batches in each update, gradient_accumulation_steps {GAS}": decoded,
     "gradient_clipping not set": clipped,
-    f"bf16, sum of {MANY} gradients of 1/{MANY}, grad_accum_dtype not set": summed_silent,
-    f"bf16, sum of {MANY} gradients of 1/{MANY}, grad_accum_dtype fp32": summed_fp32,
+    f"{MANY_GRADIENTS} not set": partial(summed, config={}),
+    f"{MANY_GRADIENTS} fp32": partial(summed, config={"data_types": {"grad_accum_dtype": "fp32"}}),
 }
 
 
 def spelled(coefficients: Mapping[int, float]) -> str:
-    """``1-4 by 1/4``: the micro-batches of one update, those of equal coefficient together."""
+    """The micro-batches of one update, neighbours with the same coefficient as a range: ``1-4 by 1/4``."""
     if not coefficients:
         return "nothing"
     runs: list[tuple[int, int, float]] = []
@@ -118,9 +110,9 @@ def train(
     one_weight: bool = False,
     clipping: list[float] | None = None,
 ) -> list[Tensor]:
-    """How much each update took off the weights; ``clipping`` gets what ``engine.gradient_clipping()`` says.
+    """By how much each update lowered the weights; ``engine.gradient_clipping()`` is appended to ``clipping``.
 
-    With ``one_weight`` all micro-batches move the first weight.
+    With ``one_weight``, every micro-batch has the first weight.
     """
     import deepspeed
     import torch
@@ -147,7 +139,7 @@ def train(
         "zero_optimization": {
             "stage": stage,
             "overlap_comm": False,
-            # The defaults, 5e8 elements, are gigabytes.
+            # The default of 5e8 elements would take gigabytes.
             "reduce_bucket_size": 10_000,
             "allgather_bucket_size": 10_000,
             "stage3_prefetch_bucket_size": 0,
