@@ -22,6 +22,19 @@ from bench.errors import InputError
 from bench.run import manifest as run_manifest
 from bench.run.manifest import Manifest
 
+SCHEMA_VERSION = run_manifest.LATEST
+"""Of run.json and trials.jsonl together. Older ones are read (``bench.run.manifest``), and not written."""
+MANIFEST = "run.json"
+JOURNAL = "trials.jsonl"
+TORN = "trials.torn-"
+"""Beginning of the names of files that keep what crashes in mid-write left of a line."""
+UPGRADED = "upgraded_from"
+"""Key of a manifest in memory that is of an older version on the disk; never written."""
+DIGITS = 16
+"""Hex digits of a line's checksum."""
+_CHECKSUM = re.compile(rb'"sha256":"([0-9a-f]{%d})"}' % DIGITS)
+_CHECKSUM_BYTES = len('"sha256":""}') + DIGITS
+
 
 def earlier_walls(results: Path) -> dict[str, float]:
     """Median wall seconds of good trials by cell id, over all runs under ``results``."""
@@ -35,20 +48,6 @@ def earlier_walls(results: Path) -> dict[str, float]:
             except (ValueError, KeyError, TypeError):
                 continue  # only a better guess is lost
     return {cell_id: statistics.median(seconds) for cell_id, seconds in walls.items() if seconds}
-
-
-SCHEMA_VERSION = run_manifest.LATEST
-"""Of run.json and trials.jsonl together. Older ones are read (``bench.run.manifest``), and not written."""
-MANIFEST = "run.json"
-JOURNAL = "trials.jsonl"
-TORN = "trials.torn-"
-"""Beginning of the names of files that keep what crashes in mid-write left of a line."""
-UPGRADED = "upgraded_from"
-"""Key of a manifest in memory that is of an older version on the disk; never written."""
-DIGITS = 16
-"""Hex digits of a line's checksum."""
-_CHECKSUM = re.compile(rb'"sha256":"([0-9a-f]{%d})"}' % DIGITS)
-_CHECKSUM_BYTES = len('"sha256":""}') + DIGITS
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
