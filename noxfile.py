@@ -125,6 +125,7 @@ def docs(session: nox.Session) -> None:
         ("semantics", "--suite", "--out", "results/semantics", "--docs", "docs/semantics.md"),
     ):
         session.run("python", "-m", "bench", *command, success_codes=[0, 1])
+    session.run("python", "-m", "bench.audit.bundle")
 
 
 @nox.session(venv_backend="none", requires=["install"])
@@ -198,4 +199,4 @@ def wheelhouse(session: nox.Session) -> None:
     if "torch" not in excluded:  # with the packages of CUDA, which torch pins itself
         session.run(*pip, "download", "-c", "constraints.txt", *kind, f"torch=={pins['torch']}")
     (arguments.out / "requirements.txt").write_text("\n".join(asked) + "\n", encoding="utf-8")
-    session.log(f"take {arguments.out} and the checkout there; README.md, Without a network, says how to install it")
+    session.log(f"take {arguments.out} and the checkout there; docs/offline.md says how to install it")

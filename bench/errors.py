@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import Any
 
-GOOD, BAD, WRONG, INTERRUPTED = 0, 1, 2, 130
-"""All good; something measured or found is bad; the command or its input is wrong; interrupted."""
+GOOD, BAD, WRONG, UNCHECKED, DEFECT, INTERRUPTED = 0, 1, 2, 3, 70, 130
+"""All good; something measured or found is bad; the command or its input is wrong; a gate could not be checked; the
+bench itself has failed (EX_SOFTWARE of sysexits.h); interrupted."""
 MAX_SHOWN = 60
 """Characters of a value that errors repeat."""
 EXIT_STATUS = (
-    "Exit status: 0 all good; 1 something measured is bad; 2 the command or its input is wrong, said in one line; 130 "
-    "interrupted, with all finished trials kept."
+    "Exit status: 0 all good; 1 something measured is bad; 2 the command or its input is wrong, said in one line; 70 "
+    "the bench itself has failed (--debug prints the traceback); 130 interrupted, with all finished trials kept."
 )
 
 
@@ -29,3 +32,10 @@ def shown(value: Any) -> str:
     except ValueError:  # an integer of more than 4300 digits
         return "too long a number"
     return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """What a name that is unknown may have been meant to be, or what there is, for an error."""
+    names = list(dict.fromkeys(known))
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {near[0]}?" if near else f"use one of {', '.join(names)}"

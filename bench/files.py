@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import fcntl
 import json
 import os
 import socket
 import stat
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,7 +63,7 @@ def private(folder: Path) -> bool:
 FILE = "run.lock"
 """In a run's folder, while a bench works in it."""
 READING_S = 0.5
-"""How long a holder may take from locking a file to having written who it is."""
+"""How long a lock is waited for: its holder may be about to leave, or not have written yet who it is."""
 
 
 class BusyError(InputError):
@@ -88,46 +86,25 @@ def run_folder(folder: Path, place: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def held(path: Path, place: str, advice: str) -> Iterator[None]:
-    """Hold the lock of that file, and remove it afterwards."""
-    number = _lock(path, place, advice)
+    """Hold the lock of that file, and remove it afterwards. Programs that this one starts do not get it."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(path, timeout=READING_S, on_acquired=_sign)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise BusyError(f"{place}: is in use by {_holder(path)}; {advice}") from error
+    except OSError as error:
+        raise InputError(
+            f"{place}: {path.name} cannot be locked ({error.strerror}); use a folder that can be written, on a file "
+            "system that has locks"
+        ) from error
     try:
         yield
     finally:
         with contextlib.suppress(OSError):
             path.unlink()
-        os.close(number)
-
-
-def _lock(path: Path, place: str, advice: str) -> int:
-    """A descriptor of the file that holds its lock. Programs that this one starts do not get it."""
-    while True:
-        try:
-            number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        except OSError as error:
-            raise InputError(f"{place}: {path.name} cannot be written ({error.strerror})") from error
-        try:
-            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_still(path, number):
-                _sign(number)
-                return number
-        except BlockingIOError as error:
-            told = _holder(path)
-            os.close(number)
-            raise BusyError(f"{place}: is in use by {told}; {advice}") from error
-        except OSError as error:
-            os.close(number)
-            raise InputError(
-                f"{place}: {path.name} cannot be locked ({error.strerror}); use a file system that has locks"
-            ) from error
-        os.close(number)  # its holder removed it after it was opened here
-
-
-def _is_still(path: Path, number: int) -> bool:
-    """Whether the open file is the one of that name."""
-    try:
-        return os.path.samestat(os.fstat(number), path.stat())
-    except FileNotFoundError:
-        return False
+        lock.release()
 
 
 def _sign(number: int) -> None:
@@ -140,9 +117,7 @@ def _sign(number: int) -> None:
 
 def _holder(path: Path) -> str:
     """Who holds a lock, in words."""
-    deadline = time.monotonic() + READING_S
-    while not (found := _read(path)) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    found = _read(path)
     if not found:
         return "another process"
     there = "" if found.get("host") == _host() else f" (another host: this one is {_host()})"

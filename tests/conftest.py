@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 import pytest
 
-from bench.backends.base import registry
+from bench import cli
+from bench.backends.base import MORE, registry
 from bench.judge import gates, tables
-from bench.plan.cell import SHARDED_REFERENCE
+from bench.launch.launcher import Launcher, _Server
+from bench.plan.cell import REFERENCES, SHARDED_REFERENCE, Device
+from bench.report import figures
 from bench.run.journal import Journal, read_manifest
 from tests import plugin
 
@@ -64,6 +69,8 @@ def asked(request: pytest.FixtureRequest, chosen: Iterable[Any], every: Iterable
     return list(every if request.config.getoption("--all") else chosen)
 
 
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
 MATRIX = """
 description = "for the tests"
 device = "cpu"
@@ -73,16 +80,16 @@ timeout_s = {timeout_s}
 
 [workload]
 model = "micro"
-sequence_length = {sequence_length}
-global_batch_size = 16
+sequence_length = 16
+global_batch_size = 12
 
 [training]
 warmup_windows = 2
-timed_windows = 3
+timed_windows = 2
 
 [axes]
 backend = {backend}
-accumulate = [4]
+accumulate = [3]
 world_size = [2]
 precision = ["{precision}"]
 """
@@ -94,6 +101,8 @@ class Run:
 
     folder: Path
     process: subprocess.CompletedProcess[str]
+    only: dict[str, Any] = field(default_factory=dict)
+    """Values of cells that are looked at: all cells if empty."""
 
     @property
     def tables(self) -> tables.Tables:
@@ -102,7 +111,16 @@ class Run:
     @property
     def records(self) -> list[dict[str, Any]]:
         """All but those of the A/A twin, which is its cell once more."""
-        return [record for record in Journal(self.folder).read() if not record["cell"]["twin"]]
+        return [
+            record
+            for record in Journal(self.folder).read()
+            if not record["cell"]["twin"]
+            and all(
+                record["cell"][key] == value
+                for key, value in self.only.items()
+                if key == "clip_norm" or record["cell"]["backend"] not in REFERENCES
+            )
+        ]
 
     @property
     def manifest(self) -> dict[str, Any]:
@@ -127,7 +145,7 @@ def bench(*arguments: str, cwd: Path, pythonpath: Path | None = None, **environm
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | environment,
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=1800,
     )
 
 
@@ -146,47 +164,71 @@ def processes_with(token: str) -> list[int]:
 def run_matrix(
     folder: Path,
     *arguments: str,
-    backend: str = '"all"',
+    backend: Sequence[str] = ("all",),
     precision: str = "fp32",
     repeats: int = 1,
     timeout_s: int = 120,
-    sequence_length: int = 16,
-    pythonpath: Path | None = None,
-    **environment: str,
+    groups: str = "",
+    command: Command | None = None,
+    **environment: Any,
 ) -> Run:
-    """Run a matrix of backends at N = 4 on two ranks into ``folder / "run"``."""
-    matrix = MATRIX.format(
-        backend=backend, precision=precision, repeats=repeats, timeout_s=timeout_s, sequence_length=sequence_length
-    )
-    (folder / "matrix.toml").write_text(matrix)
-    process = bench(
-        "run", "--matrix", "matrix.toml", "--out", "run", *arguments, cwd=folder, pythonpath=pythonpath, **environment
-    )
-    return Run(folder / "run", process)
+    """Run a matrix of backends at N = 3 on two ranks into ``folder / "run"``; in a new process unless told how."""
+    names = json.dumps("all" if backend == ("all",) else backend)
+    matrix = MATRIX.format(backend=names, precision=precision, repeats=repeats, timeout_s=timeout_s)
+    (folder / "matrix.toml").write_text(matrix + groups)
+    options = ("run", "--matrix", "matrix.toml", "--out", "run", *arguments)
+    return Run(folder / "run", command(*options) if command else bench(*options, cwd=folder, **environment))
+
+
+IN_BF16 = (SHARDED_REFERENCE, "ddp-deferred", "fsdp2-eager", "deepspeed-zero2-eager", "deepspeed-zero2-deferred")
+"""One backend for each way to compute in bf16, and one that refuses."""
+CLIP = 0.75
+CLIPPED = ("ddp-deferred", "fsdp2-deferred", "deepspeed-zero2-eager", "lightning-deepspeed-zero2")
+CLIPPING = (*CLIPPED, "lightning-ddp", "fabric-fsdp2-deferred")
+CHECKPOINTED = ("fsdp2-deferred",)
+GROUPS = """
+[[groups]]
+axes.backend = {bf16}
+axes.precision = ["bf16"]
+
+[[groups]]
+training.learning_rate = {{ adamw = 1e-3, sgd = 0.05 }}
+axes.backend = {clipped}
+axes.optimizer = ["sgd"]
+axes.clip_norm = [{clip}]
+
+[[groups]]
+axes.backend = {checkpointed}
+axes.activation_checkpointing = [true]
+"""
 
 
 @pytest.fixture(scope="session")
-def fp32_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Every built-in backend in fp32."""
-    return run_matrix(tmp_path_factory.mktemp("fp32"), backend=json.dumps(list(registry())))
-
-
-IN_BF16 = (
-    SHARDED_REFERENCE,
-    "ddp-deferred",
-    "fsdp2-eager",
-    "deepspeed-zero2-eager",
-    "deepspeed-zero2-deferred",
-    "lightning-deepspeed-zero2",
-)
-"""One backend for each way to compute in bf16, one that refuses, and one with a defect."""
+def real_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Every built-in backend in fp32, and some in bf16, with clipping, and with checkpointing; with --all more."""
+    groups = GROUPS.format(
+        bf16=json.dumps(asked(request, IN_BF16, registry())),
+        clipped=json.dumps(asked(request, CLIPPED, CLIPPING)),
+        checkpointed=json.dumps(CHECKPOINTED),
+        clip=CLIP,
+    )
+    return run_matrix(tmp_path_factory.mktemp("real"), backend=list(registry()), groups=groups)
 
 
 @pytest.fixture(scope="session")
-def bf16_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """IN_BF16, or with --all every built-in backend, in bf16."""
-    names = json.dumps(asked(request, IN_BF16, registry()))
-    return run_matrix(tmp_path_factory.mktemp("bf16"), backend=names, precision="bf16")
+def fp32_run(real_run: Run) -> Run:
+    return replace(real_run, only={"precision": "fp32", "clip_norm": 0.0, "activation_checkpointing": False})
+
+
+@pytest.fixture(scope="session")
+def bf16_run(real_run: Run) -> Run:
+    return replace(real_run, only={"precision": "bf16", "clip_norm": 0.0})
+
+
+@pytest.fixture(scope="session")
+def clipped_run(real_run: Run) -> Run:
+    """SGD and clipping, with a limit that the whole gradient is above and that one rank's shard may be below."""
+    return replace(real_run, only={"clip_norm": CLIP})
 
 
 @pytest.fixture(scope="session")
@@ -195,12 +237,89 @@ def extra_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return plugin.install(tmp_path_factory.mktemp("plugin"))
 
 
+SOUND_AND_NOT = ("Sound", "LastOnly", "StepsTooOften", "NotReduced", *plugin.LOOPS.values())
+LOOPS = ",".join(f"tests.extra_backends:{name}" for name in SOUND_AND_NOT)
+WATCHED = "tests.watched:WatchedZero3,tests.watched:WatchedLightning"
+OWN = f"{LOOPS},{WATCHED}"
+"""Backends of tests, as BENCH_BACKENDS names them."""
+FAULTY = ("x-sound", "x-raises", "x-killed", "x-unsupported", "x-needs-missing", "x-last-only", "x-aborts-afterwards")
+
+
 @pytest.fixture(scope="session")
-def faulty_run(tmp_path_factory: pytest.TempPathFactory, extra_site: Path) -> Run:
+def faulty_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, extra_site: Path) -> Run:
     """The extra package's backends, most of which fail in one way or another."""
-    names = ", ".join(f'"{name}"' for name in plugin.NAMES)
+    names = asked(request, FAULTY, plugin.NAMES)
     folder = tmp_path_factory.mktemp("faulty")
-    return run_matrix(folder, backend=f"[{names}]", timeout_s=40, pythonpath=extra_site, BENCH_TEST_TOKEN="faulty")
+    return run_matrix(folder, backend=names, timeout_s=90, pythonpath=extra_site, BENCH_TEST_TOKEN="faulty")
+
+
+class EveryServer(_Server):
+    """A fork server that has imported all frameworks, and knows the backends of tests."""
+
+    def __init__(self) -> None:
+        super().__init__(Device.CPU, ("deepspeed", "lightning"), cold=False)
+
+    def start(self) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(MORE, OWN)
+            super().start()
+
+
+class OneServer(dict[tuple[str, ...], _Server]):
+    """The launcher's fork servers, of which one does for all backends."""
+
+    def setdefault(self, packages: tuple[str, ...], server: _Server | None = None) -> _Server:  # type: ignore[override]
+        return super().setdefault((), EveryServer())
+
+
+@pytest.fixture(scope="session")
+def launcher() -> Iterator[Launcher]:
+    """For all tests of a worker, since its processes take ten seconds of CPU time to start."""
+    with Launcher(Device.CPU) as made:
+        made._servers = OneServer()
+        yield made
+
+
+class Lent:
+    """The shared launcher in place of one that a command would start and end."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self.launcher = launcher
+
+    def __call__(self, device: Device, *, cold: bool = False) -> Self:
+        return self
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    def run(self, *arguments: Any) -> Any:
+        return self.launcher.run(*arguments)
+
+    def renew(self) -> None:
+        pass
+
+
+@pytest.fixture
+def here(launcher: Launcher, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
+    """``python -m bench`` in this process and folder, its trials forked from the shared launcher."""
+    from bench.audit import dtypes
+    from bench.launch import launcher as module
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(figures, "draw", lambda *_: [])
+    for user in (dtypes, module):
+        monkeypatch.setattr(user, "Launcher", Lent(launcher))
+
+    def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            status = cli.main(list(arguments))
+        return subprocess.CompletedProcess(arguments, status, out.getvalue(), err.getvalue())
+
+    return command
 
 
 @pytest.fixture
@@ -210,16 +329,5 @@ def lonely_group(tmp_path: Path) -> Iterator[None]:
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[None]:
-    """This process is a process group of one rank, over gloo."""
-    import torch.distributed as dist
-
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     dist.destroy_process_group()

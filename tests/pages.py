@@ -220,6 +220,7 @@ def copied_ratio(data: Any, form: str, cell_id: str, place: int) -> str | None:
         parts = {
             "subject": kit["labels"][ratios["ids"].index(cell_id)] + ratios["against"] + kit["labels"][other],
             "statement": "".join(values[i] + text for i, text in enumerate(kit["statements"][words])),
+            "fields": "".join(values[i] + text for i, text in enumerate(ratios["fields"][words])),
             "place": f"{kit['place']}{cell_id}/{other_id}",
             "key": f"{ratios['key']}{cell_id}-{other_id}",
             "tail": kit["tails"][tail],

@@ -55,7 +55,7 @@ def main() -> None:
     """Write the seconds of each window of both, in order, to ``<folder>/<rank>.json``."""
     spec, kind = Spec.from_json(sys.argv[1]), sys.argv[2]
     number, cell = int(os.environ["RANK"]), spec.cell
-    device = rank.join(cell.device, threads=spec.threads, seed=cell.seed)
+    device = rank.join(spec)
     clock = clock_for(device)
     trial = RankTrial(spec, number, device, registry([cell.backend])[cell.backend])
     taps = InTurn(BareLoop(kind, device), cell.accumulate, clock)

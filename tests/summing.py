@@ -1,14 +1,9 @@
-"""Backends that sum gradients in known dtypes, and a rank that probes them and all of the registry's.
-
-``python -m tests.summing RANK FOLDER``: one of two ranks; writes its findings to ``FOLDER/RANK.json``.
-"""
+"""Backends that sum gradients in known dtypes, and a task that probes them and those of the registry."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +14,8 @@ from bench.backends.base import Backend, Job, registry
 from bench.backends.fsdp2 import Gathered
 from bench.errors import UnsupportedError
 from bench.measure.summing import accumulator, error
-from bench.plan.cell import Precision, Sharding, Sync
+from bench.plan.cell import Precision, Sharding, Status, Sync
+from bench.plan.task import Task
 from tests.factories import make_cell
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -33,7 +29,7 @@ FSDP2_POLICIES = {
     (BF16, BF16, BF16): ("bf16", "bf16"),
     (BF16, BF16, FP32): ("bf16", "fp32"),
 }
-NS = (1, 16, 64, 256)
+NS = (1, 32, 256)
 
 
 def fsdp2(policy: tuple[Any, Any, Any], sync_: Sync) -> type[Backend]:
@@ -170,9 +166,21 @@ LOOPS = {
 }
 
 
-def findings(rank: int) -> dict[str, Any]:
-    """Everything the tests look at, by name."""
-    device = torch.device("cpu")
+@dataclass(kw_only=True)
+class Summing(Task):
+    """Everything the tests look at."""
+
+    work: ClassVar[str] = "tests.summing:findings"
+    backend: str = "lightning-deepspeed-zero2"
+    """Whose packages are imported before: all there are."""
+
+    names: tuple[str, ...]
+    """Backends that are probed."""
+
+
+def findings(task: Summing, rank: int, device: torch.device) -> dict[str, Any]:
+    """What one rank found, by name."""
+    ds.prepare()
 
     def probe(backend: type[Backend], precision: Precision = Precision.FP32, **changes: Any) -> Any:
         return accumulator(backend, make_cell(precision=precision, **changes), rank, device)
@@ -188,9 +196,9 @@ def findings(rank: int) -> dict[str, Any]:
         except UnsupportedError as refusal:
             found[name] = {"unsupported": str(refusal)}
 
-    for name, backend in registry().items():
+    for name in task.names:
         for precision in Precision:
-            note(f"{name} {precision}", probe, backend, precision)
+            note(f"{name} {precision}", probe, registry()[name], precision)
     for policy in FSDP2_POLICIES:
         for sync in (Sync.EAGER, Sync.DEFERRED):
             note(f"{policy} {sync}", probe, fsdp2(policy, sync))
@@ -205,17 +213,4 @@ def findings(rank: int) -> dict[str, Any]:
     note("errors bf16", curve, fsdp2((FP32, BF16, None), Sync.DEFERRED))
     note("errors twice", curve, TwiceDividedLoop)
     note("errors reference", curve, registry()["reference"])
-    return found
-
-
-def main(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
-    ds.prepare()
-    (folder / f"{rank}.json").write_text(json.dumps(findings(rank)))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    return {"status": Status.OK, "found": found}

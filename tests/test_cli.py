@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import errno
 import os
 import re
@@ -20,11 +19,11 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from bench import __version__, cli
 from bench import files as bench_files
 from bench.backends.plain import DDPDeferred
 from bench.cli import main
-from bench.errors import BAD, GOOD, INTERRUPTED, WRONG
+from bench.commands import COMMANDS
+from bench.errors import BAD, DEFECT, GOOD, INTERRUPTED, WRONG
 from bench.judge.remarks import EXPECTED
 from bench.launch import gpus as launch_gpus
 from bench.launch import launcher as launch_launcher
@@ -139,44 +138,25 @@ CPU = ["--matrix", "cpu"]
 BAD_OPTIONS: list[tuple[list[str], str]] = [
     ([*CPU, "--backend", "fsdp2-eagre"], r"--backend: 'fsdp2-eagre' is unknown; did you mean fsdp2-eager\?"),
     ([*CPU, "--backend", "ddp-eager,xyzzy"], r"--backend: 'xyzzy' is unknown; use one of reference, ddp-eager, "),
-    ([*CPU, "--backend", ","], r"--backend is \[\]; it must be 'all' or a list of backend names"),
-    (
-        ["--matrix", "cpuu"],
-        r"--matrix cpuu: unknown; use auto, bytes, bytes-8b, cpu, curves, full, gpu, smoke or a .toml file",
-    ),
+    (["--matrix", "cpuu"], r"--matrix cpuu: unknown; did you mean cpu\?"),
+    (["--matrix", "xyzzy"], r"--matrix xyzzy: unknown; use one of auto, bytes, .*, smoke, a .toml file"),
     (["--matrix", "no.toml"], r"--matrix no.toml: cannot be read \(No such file or directory\); name a TOML file"),
     ([*CPU, "--accumulate", "0"], r"--accumulate is \[0\]; it must be a list of integers of at least 1"),
-    ([*CPU, "--accumulate", "1,-2"], r"--accumulate is \[1, -2\]; it must be a list of integers of at least 1"),
     ([*CPU, "--accumulate", "abc"], r"--accumulate: 'abc' is not a list of integers such as 1,4,8; see .* --help"),
-    ([*CPU, "--accumulate", "1.5"], r"--accumulate: '1.5' is not a list of integers"),
     ([*CPU, "--accumulate"], r"--accumulate: expected one argument; see .* --help"),
-    ([*CPU, "--world-size", "0"], r"--world-size is \[0\]; it must be a list of integers of at least 1"),
-    ([*CPU, "--repeats", "-3"], r"--repeats is -3; it must be an integer of at least 1"),
-    ([*CPU, "--repeats", "0"], r"--repeats is 0; it must be an integer of at least 1"),
     ([*CPU, "--repeats", "many"], r"--repeats: invalid int value: 'many'"),
-    ([*CPU, "--seed", "-1"], r"--seed is -1; it must be an integer of at least 0"),
-    ([*CPU, "--batch", "0"], r"--batch is 0; it must be an integer of at least 1"),
     ([*CPU, "--batch", "30"], r"--batch is 30, .* = 2 x 2 = 4; the nearest that do: 28 and 32"),
     ([*CPU, "--accumulate", "3"], r"cpu.toml: workload.global_batch_size is 16, .* = 3 x 2 = 6; .* 12 and 18"),
     ([*CPU, "--model", "tinny"], r"--model: 'tinny' is unknown; did you mean tiny\?"),
     ([*CPU, "--workload", "no_such_module:f"], r"--workload: workload 'no_such_module:f': No module named"),
     ([*CPU, "--workload", "json:no_such"], r"--workload: workload 'json:no_such': .* has no attribute 'no_such'"),
-    ([*CPU, "--workload", "json"], r"--workload: workload 'json': unknown; use llama or 'package.module:factory'"),
     ([*CPU, "--precision", "fp8"], r"--precision is \['fp8'\]; it must be a list of fp32, bf16"),
-    ([*CPU, "--optimizer", "adam"], r"--optimizer is \['adam'\]; it must be a list of adamw-foreach, adamw-fused, sgd"),
-    ([*CPU, "--clip-norm", "-1"], r"--clip-norm is \[-1.0\]; it must be a list of positive numbers, or 0 for no"),
-    ([*CPU, "--clip-norm", "nan"], r"--clip-norm is \[nan\]; it must be a list of positive numbers"),
     ([*CPU, "--clip-norm", "much"], r"--clip-norm: 'much' is not a list of numbers such as 0,1.5; see .* --help"),
-    ([*CPU, "--timeout", "0"], r"--timeout is 0.0; it must be a positive number of seconds"),
-    ([*CPU, "--timeout", "nan"], r"--timeout is nan; it must be a positive number of seconds"),
     ([*CPU, "--inactivity", "-1"], r"--inactivity is -1.0; it must be a positive number of seconds, or 0 for no limit"),
     ([*CPU, "--corpus", "missing.txt"], r"--corpus missing.txt: cannot be read \(No such file or directory\)"),
-    ([*CPU, "--corpus", "empty.txt"], r"--corpus empty.txt: is empty; one sample needs .* = 65 bytes"),
     ([*CPU, "--corpus", "short.txt"], r"--corpus short.txt: has 64 bytes; one sample needs .* = 65 bytes"),
-    ([*CPU, "--corpus", "."], r"--corpus .: cannot be read \(Is a directory\)"),
     ([*CPU, "--device", "tpu"], r"--device is 'tpu'; it must be one of cpu, cuda"),
     ([*CPU, "--device", "cuda"], r"--device is 'cuda', and no GPU is visible here; use --matrix cpu"),
-    (["--matrix", "gpu"], r"gpu.toml: device is 'cuda', and no GPU is visible here; use --matrix cpu"),
     ([*CPU, "--colour", "red"], r"unrecognized arguments: --colour red; see .* --help"),
     ([*CPU, "stray"], r"unrecognized arguments: stray; see .* --help"),
 ]
@@ -214,16 +194,11 @@ def test_bad_matrix_files(place: Place, command: str, content: str | bytes, word
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], r"the following arguments are required: COMMAND; see .* --help"),
-        (["walk"], r"invalid choice: 'walk' .*run.*plan.*report.*backends"),
-        (["--colour"], r"required: COMMAND|unrecognized arguments: --colour"),
-        (["report"], r"the following arguments are required: RUN; see .* --help"),
+        (["walk"], r"invalid choice: 'walk' .*run.*plan.*backends.*report"),
         (["report", "nowhere"], r"nowhere: holds no run \(run.json: No such file or directory\); name a folder under"),
         (["run", "--resume", "nowhere"], r"nowhere: holds no run \(run.json: No such file or directory\)"),
-        (["run", "--resume", "."], r"holds no run"),
         (["run", *CPU, "--out", "file"], r"--out file: cannot be written \(.*\); name a folder that can"),
         (["run", *CPU, "--out", "file/below"], r"--out file/below: cannot be written \(.*\); name a folder that can"),
-        (["run", *CPU, "--out", "file/far/below"], r"--out file/far/below: cannot be written"),
     ],
 )
 def test_bad_commands_and_folders(place: Place, arguments: list[str], words: str) -> None:
@@ -231,20 +206,17 @@ def test_bad_commands_and_folders(place: Place, arguments: list[str], words: str
     assert re.search(words, place.refused(*arguments))
 
 
-@pytest.mark.parametrize("command", ["run", "plan"])
-def test_more_ranks_than_gpus(place: Place, command: str) -> None:
-    place.gpus(2)
-    words = "--world-size: 4 ranks need as many GPUs; 2 are visible here"
-    assert words in place.refused(command, "--matrix", "gpu", "--world-size", "1,4")
+def test_a_defect_of_the_bench_is_one_line_that_says_where_to_report_it(place: Place) -> None:
+    def broken() -> Any:
+        raise ZeroDivisionError("first line\nsecond line")
 
-
-def test_plan_of_a_workload_of_ones_own(place: Place) -> None:
-    place.patch.syspath_prepend(str(place.folder))
-    place.patch.delitem(sys.modules, "planned_workload", raising=False)
-    place.write("planned_workload.py", "def factory(spec): ...\n")
-    status, out, _ = place.call("plan", *CPU, "--workload", "planned_workload:factory", "--model", "mine")
-    assert status == GOOD
-    assert "unknown" in out, "nobody knows how long it takes"
+    place.patch.setattr(launch_gpus, "gpus", broken)
+    status, out, err = place.call("plan")
+    assert (status, out, err.count("\n")) == (DEFECT, "", 1) and DEFECT not in (GOOD, BAD, WRONG, INTERRUPTED)
+    assert err.startswith("bench: ZeroDivisionError: first line second line (test_cli.py:")
+    assert "report it in the issue tracker" in err and "--debug" in err
+    status, _, err = place.call("plan", "--debug")
+    assert status == DEFECT and err.startswith("Traceback (most recent call last):") and "report it" in err
 
 
 def test_a_reason_of_many_lines_becomes_one(place: Place) -> None:
@@ -257,14 +229,6 @@ def test_a_reason_of_many_lines_becomes_one(place: Place) -> None:
 def test_resume_takes_no_other_options(place: Place) -> None:
     finished_run(place)
     assert "--repeats" in place.refused("run", "--resume", "out", "--repeats", "9")
-
-
-@pytest.mark.parametrize(
-    "arguments", [["--matrix", "cpu", "--backend", "all"], ["--matrix", "gpu", "--world-size", "all"]]
-)
-def test_all_can_be_asked_for_by_option(place: Place, arguments: list[str]) -> None:
-    place.gpus(2)
-    assert place.call("plan", *arguments)[0] == GOOD
 
 
 def test_plan_shows_cells_skips_and_estimates(place: Place) -> None:
@@ -305,14 +269,6 @@ def test_plan_heeds_every_option(place: Place) -> None:
     assert "4 cells x 4 repeats = 16 trials" in out
 
 
-def test_plan_of_optimizers_and_clips(place: Place) -> None:
-    options = ["--optimizer", "adamw-foreach,sgd", "--clip-norm", "0", "--clip-norm", "1,2.5"]
-    status, out, _ = place.call("plan", "--matrix", "cpu", "--backend", "ddp-eager", "--accumulate", "4", *options)
-    assert status == GOOD
-    ids = [line.split()[0] for line in out.splitlines()[1:-2]]
-    assert len(set(ids)) == len(ids) == 2 * 2 * 3 + 1
-
-
 def test_auto_takes_the_matrix_that_fits_the_machine(place: Place) -> None:
     assert "matrix cpu: " in place.call("plan")[1]
     place.gpus(2)
@@ -345,7 +301,8 @@ def test_plan_imports_no_torch_and_starts_no_process(tmp_path: Path) -> None:
 def test_repeats_precision_and_budget(place: Place) -> None:
     name = place.matrix()
     assert "then up to" not in place.call("plan", "--matrix", name)[1], "fixed repeats"
-    out = place.call("plan", "--matrix", name, "--max-repeats", "40", "--precision", "5%,bf16", "--budget", "20m")[1]
+    more = ("--max-repeats", "40", "--interval-width", "5%", "--precision", "bf16", "--budget", "20m")
+    out = place.call("plan", "--matrix", name, *more)[1]
     assert "x 2 repeats" in out and " bf16 " in out
     assert out.splitlines()[-1] == (
         "then up to 40 repeats of the cells whose intervals are wider than 5 %, as far as 20 min reach"
@@ -357,8 +314,11 @@ def test_repeats_precision_and_budget(place: Place) -> None:
     refused = [
         (["--budget", "3 minutes"], "'3 minutes' is not a time above 0 with its unit, such as 90s, 20m or 1h"),
         (["--repeats", "3", "--max-repeats", "2"], "--max-repeats is 2; it must be at least --repeats, 3"),
-        (["--precision", "2%,3%"], "--precision: 2% and 3% are two widths; give one"),
-        (["--precision", "200%"], "--precision is 2.0; it must be the width of an interval above 0 and below 1"),
+        (["--precision", "2%"], "--precision is ['2%']; it must be a list of fp32, bf16"),
+        (
+            ["--interval-width", "200%"],
+            "--interval-width is 2.0; it must be the width of an interval above 0 and below 1",
+        ),
         (["--budget", "20"], "'20' is not a time above 0 with its unit, such as 90s, 20m or 1h"),
         (["--baseline", "ddp-eage"], "--baseline: 'ddp-eage' is not run here; did you mean ddp-eager?"),
         (["--fake-tensors"], "--fake-tensors: is for a virtual world; give --virtual-world too"),
@@ -375,38 +335,75 @@ def test_repeats_precision_and_budget(place: Place) -> None:
         assert words in place.refused("plan", "--matrix", name, *options)
 
 
-def test_virtual_worlds_alone_and_beside_real_ones(place: Place) -> None:
+def test_micro_batches_are_an_axis(place: Place) -> None:
+    """Either the global batch is held, and N follows; or it follows from both."""
     name = place.matrix()
-    rows = place.call("plan", "--matrix", name, "--virtual-world", "8,64")[1].splitlines()[1:-1]
-    assert all("virtual" in row for row in rows) and len(rows) == 8 + 1
-    both = place.call("plan", "--matrix", name, "--virtual-world", "8", "--world-size", "2")[1].splitlines()[1:-1]
-    assert sum("virtual" in row for row in both) == 4 and len(both) == 1 + 4 + 4 + 1
 
+    def planned(*options: str) -> tuple[list[list[str]], str]:
+        out = place.call("plan", "--matrix", name, "--backend", "ddp-eager", *options)[1].splitlines()
+        return [line.split()[2:5] for line in out[1:-2] if "reference" not in line and "A/A" not in line], out[-2]
 
-def test_ranks_that_share_a_gpu_are_run_once(place: Place) -> None:
-    place.gpus(1)
-    options = ("--share-gpu", "--device", "cuda", "--world-size", "2,4")
-    lines = place.call("plan", "--matrix", place.matrix(), *options)[1].splitlines()
-    assert "9 cells x 1 repeat = 9 trials" in lines[-1]
-    assert sum("shares GPU" in line for line in lines) == 8
-    lines = place.call("plan", "--matrix", place.matrix(), *options, "--repeats", "3")[1].splitlines()
-    # The reference is there for its values, and its device is a GPU: one trial of it, three of each other cell.
-    assert "9 cells, up to 3 repeats of each = 25 trials" in lines[-1]
-
-
-def test_plan_of_ten_thousand_cells(place: Place) -> None:
-    divisors = [n for n in range(1, 5041) if 5040 % n == 0][:25]
-    name = place.matrix(
-        ("global_batch_size = 16", f"global_batch_size = {5040 * 5040}"),
-        ('["ddp-eager", "ddp-deferred"]', '"all"'),
-        ("[1, 2]", str(divisors)),
-        ("[2]\n", f"{divisors}\n"),
+    rows, held = planned("--micro-batch", "1,4")
+    assert (
+        rows == [["8", "2", "1"], ["2", "2", "4"]] and held == "the global batch B is held: N = B / (micro-batch x W)"
     )
-    status, out, _ = place.call("plan", "--matrix", name)
-    assert status == GOOD
-    ids = [line.split()[0] for line in out.splitlines()[1:-1]]
-    assert len(ids) == len(set(ids)) == 1 + 17 * 25 * 25 + 1 >= 10_000
-    assert f"{len(ids)} cells x 2 repeats" in out
+    assert planned("--micro-batch", "4", "--batch", "32")[0] == [["4", "2", "4"]]
+    rows, held = planned("--micro-batch", "1,4", "--accumulate", "2,3")
+    assert rows == [["2", "2", "1"], ["2", "2", "4"], ["3", "2", "1"], ["3", "2", "4"]]
+    assert held == "the global batch follows: B = micro-batch x N x W"
+    assert planned("--micro-batch", "3", "--virtual-world", "8")[0] == [["1", "8", "3"], ["2", "8", "3"]]
+    place.write("held.toml", MATRIX.replace("accumulate = [1, 2]", 'accumulate = "auto"\nmicro_batch_size = [2]'))
+    assert "  4    2           2  fp32" in place.call("plan", "--matrix", "held.toml")[1]
+    refused = [
+        (
+            ["--micro-batch", "3"],
+            "global_batch_size is 16, which does not divide by micro-batch x world size = 3 x 2 = 6",
+        ),
+        (["--micro-batch", "0"], "--micro-batch is [0]; it must be a list of integers of at least 1"),
+        (["--micro-batch", "1", "--accumulate", "2", "--batch", "9"], "--batch: follows from --micro-batch and"),
+    ]
+    for options, words in refused:
+        assert words in place.refused("plan", "--matrix", name, *options)
+    place.write("bad.toml", MATRIX.replace("[1, 2]", '"auto"'))
+    assert "axes.accumulate is 'auto', which needs axes.micro_batch_size" in place.refused(
+        "plan", "--matrix", "bad.toml"
+    )
+
+
+MINE = """
+from bench.backends.plain import DDPEager
+
+class Mine(DDPEager):
+    name = "mine"
+"""
+
+
+def test_a_class_of_ones_own_is_a_backend(place: Place) -> None:
+    """In a run, in its resumption, which finds it in run.json, and in the commands that look at backends."""
+    place.patch.syspath_prepend(str(place.folder))
+    place.patch.setattr(sys, "dont_write_bytecode", True)
+    place.patch.delitem(sys.modules, "my_backends", raising=False)
+    place.patch.setenv("BENCH_BACKENDS", "")
+    place.write("my_backends.py", MINE)
+    assert finished_run(place, None, "--backend", "ddp-eager,my_backends:Mine")[0] == GOOD
+    trials = pd.read_parquet("out/trials.parquet")
+    assert set(trials["backend"]) == {"reference", "ddp-eager", "mine"}
+    place.patch.setenv("BENCH_BACKENDS", "")
+    assert place.call("run", "--resume", "out")[0] == GOOD
+    place.patch.setenv("BENCH_BACKENDS", "")
+    plan = ["--samples", "8", "--micro-batch", "1", "--backend", "my_backends:Mine"]
+    assert "mine" in place.call("steps", *plan)[1]
+    for named, words in (("my_backends:Other", "has no attribute 'Other'"), ("json:loads", "is not a subclass of")):
+        assert words in place.refused("plan", "--matrix", place.matrix(), "--backend", named)
+
+
+def test_the_commands_are_listed_in_groups(place: Place) -> None:
+    status, out, err = place.call()
+    assert (status, err) == (GOOD, "")
+    groups = re.findall(r"^(\w+):\n((?:  \S.*\n)+)", out, re.MULTILINE)
+    listed = {name: [line.split()[0] for line in lines.splitlines()] for name, lines in groups if name != "options"}
+    assert listed == {name: list(names) for name, names in COMMANDS.items()} and len(listed) == 3
+    assert "  predict       predict memory, collectives and step times without running" in out
 
 
 def test_backends_lists_all(place: Place) -> None:
@@ -420,36 +417,6 @@ def test_backends_lists_all(place: Place) -> None:
     assert all("no GPU here" in line for line in lines[1:])
     defects = {line.split()[0] for line in lines if "every update is 1/N of the right one" in line}
     assert defects == {"lightning-deepspeed-zero2", "lightning-deepspeed-zero3"}
-
-
-@pytest.mark.parametrize("argument", ["--version", "--help"])
-def test_version_and_help_exit_well(place: Place, argument: str) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main([argument])
-    assert caught.value.code == 0
-    out = place.capture.readouterr().out
-    if argument == "--version":
-        assert out == f"accumulation-bench {__version__}\n"
-    else:
-        assert all(command in out for command in ("run", "plan", "report", "backends"))
-
-
-@pytest.mark.parametrize("command", ["run", "plan", "report", "backends"])
-def test_help_tells_of_every_option(place: Place, command: str) -> None:
-    parser = cli._parser()
-    subparsers = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    with pytest.raises(SystemExit):
-        main([command, "--help"])
-    out = place.capture.readouterr().out
-    for action in subparsers.choices[command]._actions:
-        assert action.help, f"{action.dest} has no help"
-        assert all(option in out for option in action.option_strings)
-        assert " ".join(action.help.split()[:3]) in " ".join(out.split())
-    if command in ("run", "plan"):
-        for option in ("--matrix", "--backend", "--accumulate", "--world-size", "--repeats", "--seed"):
-            assert option in out
-    if command == "run":
-        assert "--out" in out and "--resume" in out and "--cold" in out
 
 
 def with_launcher(place: Place, script: Script | None = None) -> list[FakeLauncher]:
@@ -477,7 +444,7 @@ def test_a_good_run(place: Place) -> None:
     assert len(Journal(place.folder / "out").read()) == 12
     trials = pd.read_parquet("out/trials.parquet")
     assert trials["status"].tolist() == ["ok"] * 12
-    assert "run out: 6 cells; writing to out" in out
+    assert "run out: 6 cells: 2 compared with " in out and "; writing to out" in out
     assert "[12/12] " in out
     assert "tables: out/*.parquet" in out and "plots:  out/plots (1 files)" in out
     assert out.splitlines()[-1] == "report: out/report.html (in short: out/report.md)"
@@ -486,42 +453,11 @@ def test_a_good_run(place: Place) -> None:
     } | {f"{name}.parquet" for name in ("trials", "steps", "losses", "collectives", "memory", "ratios")}
 
 
-def test_a_run_without_out_goes_to_results_and_plots(place: Place) -> None:
-    made = with_launcher(place)
-    assert place.call("run", "--matrix", place.matrix())[0] == GOOD
-    (folder,) = (place.folder / "results").iterdir()
-    assert re.fullmatch(r"\d{8}-\d{6}-mine", folder.name)
-    assert [path.name for path in (place.folder / "plots").iterdir()] == [folder.name]
-    assert made[0].closed == 1
-
-
-def test_matrix_products_are_timed_once_per_run(place: Place) -> None:
-    made = with_launcher(place, at(4, ctrl_c))
-    out = place.call("run", "--matrix", place.matrix(), "--out", "out")[1]
-    assert "matrix products on 2 ranks: 1 TFLOP/s in fp32" in out
-    (task,) = made[0].products
-    assert (task.world_size, [str(precision) for precision in task.precisions]) == (2, ["fp32"])
-    entry = {"world_size": 2, "threads": task.threads, "flops_per_s": {"fp32": [5e11, 5e11]}, "reason": ""}
-    assert read_manifest(Path("out"))["matmul"] == [entry]
-
-    made = with_launcher(place)
-    assert place.call("run", "--resume", "out")[0] == GOOD
-    assert made[0].products == []
-    assert read_manifest(Path("out"))["matmul"] == [entry]
-    trials = pd.read_parquet("out/trials.parquet")
-    known = trials["mfu_of_matmul"].notna()
-    assert (known == (trials["world_size"] == 2)).all()
-
-
 def test_a_failed_trial_makes_the_status_bad(place: Place) -> None:
     status, out, _ = finished_run(place, lambda spec, n: failed(Status.OOM, "rank 0: full") if n == 3 else None)
     assert status == BAD
     assert "rank 0: full" in out
     assert len(Journal(place.folder / "out").read()) == 12
-
-
-def test_an_invalid_trial_makes_the_status_bad(place: Place) -> None:
-    assert finished_run(place, wrong_update("ddp-deferred", scale=0.5, residual=0.0))[0] == BAD
 
 
 def wrong_update(backend: str, scale: float, residual: float, **time: Any) -> Script:
@@ -546,16 +482,15 @@ def test_a_known_defect_is_no_surprise(place: Place) -> None:
     assert status == GOOD
     words = " ".join(out.split())
     assert "invalid" in words and "the loss is divided by N = 2 twice" in words
-    progress, summary = words.split("steps due/taken/told", 1)
+    progress, summary = words.split("backend memory ratio n correct?", 1)
     assert f"s/step; invalid, {EXPECTED}: Lightning divides the loss by N" in progress
-    assert f"This is {EXPECTED}: Lightning divides the loss by N" in summary
+    assert "lightning-deepspeed-zero2 - - 0 no" in summary
+    assert "Do not use lightning-deepspeed-zero2 (N = 2): Lightning divides the loss by N" in summary
     assert "exit status 0: all invalid trials are due to documented defects" in summary
     for report in ("report.html", "report.md"):
         said = " ".join((place.folder / "out" / report).read_text().split())
-        assert (
-            f"Invalid because of {EXPECTED}: lightning-deepspeed-zero2 N=2" in said
-        )  # among the sentences of the answer
-        assert f"This is {EXPECTED}: Lightning divides the loss by N" in said  # beside the reason
+        assert "Lightning divides the loss by N, and so does the DeepSpeed engine" in said  # among the first statements
+        assert "a documented defect of the framework" in said
 
 
 def test_a_known_defect_excuses_nothing_else(place: Place) -> None:
@@ -563,13 +498,6 @@ def test_a_known_defect_excuses_nothing_else(place: Place) -> None:
     status, out, _ = finished_run(place, script, *LIGHTNING)
     assert status == BAD
     assert "exit status 0" not in out and f"This is {EXPECTED}" not in " ".join(out.split())
-
-
-def test_a_known_defect_excuses_no_other_wrong_update(place: Place) -> None:
-    script = wrong_update("lightning-deepspeed-zero2", 0.9, 0.4)
-    status, out, _ = finished_run(place, script, *LIGHTNING)
-    assert status == BAD
-    assert EXPECTED not in " ".join(out.split())
 
 
 def at(stop: int, action: Callable[[], None]) -> Script:
@@ -608,15 +536,6 @@ def test_an_interrupted_run_says_how_to_go_on_and_does(place: Place, action: Cal
     assert pd.read_parquet("out/trials.parquet")["status"].tolist() == ["ok"] * 12
 
 
-def test_a_resumed_run_counts_only_what_is_left(place: Place) -> None:
-    with_launcher(place, at(9, ctrl_c))
-    assert place.call("run", "--matrix", place.matrix(), "--out", "out")[0] == INTERRUPTED
-    with_launcher(place)
-    out = place.call("run", "--resume", "out")[1]
-    (line,) = [line for line in out.splitlines() if line.startswith("[12/12]")]
-    assert line.endswith("about 0 s to go)")
-
-
 def test_a_launcher_that_does_not_start(place: Place) -> None:
     def fail() -> None:
         raise LauncherError("the launcher did not start within 180 s: no message")
@@ -651,10 +570,6 @@ def test_failed_trials_are_run_again_when_asked(place: Place) -> None:
     assert len(made[0].specs) == 1
     assert pd.read_parquet("out/trials.parquet")["status"].tolist() == ["ok"] * 12
     assert len(Journal(place.folder / "out").read()) == 13, "the failure is kept"
-
-
-def test_retrying_needs_a_run(place: Place) -> None:
-    assert "--retry-failed: works only with --resume RUN" in place.refused("run", *CPU, "--retry-failed")
 
 
 def test_a_torn_line_is_moved_aside_and_told(place: Place) -> None:
@@ -707,63 +622,6 @@ def test_tables_are_rebuilt_from_the_journal_alone(place: Place) -> None:
     for name, frame in before.items():
         pd.testing.assert_frame_equal(pd.read_parquet(f"out/{name}"), frame)
     assert "--plots: cannot be combined with --rebuild" in place.refused("report", "out", "--rebuild", "--plots", "x")
-
-
-def test_what_is_written_is_not_for_everybody_to_write(place: Place) -> None:
-    before = os.umask(0)
-    try:
-        finished_run(place)
-    finally:
-        os.umask(before)
-    modes = {path.stat().st_mode for path in [place.folder / "out", *(place.folder / "out").rglob("*")]}
-    assert not any(mode & 0o002 for mode in modes)
-
-
-def test_resume_on_another_machine(place: Place) -> None:
-    finished_run(place)
-    place.gpus(1)
-    words = "--resume out: machine 'gpus' was [] and is "
-    assert words in place.refused("run", "--resume", "out")
-
-
-@pytest.mark.parametrize("out", [".", "sub/.."])
-def test_a_run_has_a_name(place: Place, out: str) -> None:
-    with_launcher(place)
-    place.folder.joinpath("sub").mkdir()
-    place.call("run", "--matrix", place.matrix(), "--out", out)
-    assert read_manifest(place.folder)["run_id"] == place.folder.name
-
-
-def test_report_writes_the_tables_again(place: Place) -> None:
-    finished_run(place)
-    before = pd.read_parquet("out/trials.parquet")
-    Path("out/trials.parquet").unlink()
-    status, out, _ = place.call("report", "out", "--plots", "elsewhere")
-    assert status == GOOD
-    pd.testing.assert_frame_equal(pd.read_parquet("out/trials.parquet"), before)
-    assert "plots:  elsewhere (1 files)" in out
-
-
-def test_report_of_a_run_without_trials(place: Place) -> None:
-    with_launcher(place)
-    place.call("run", "--matrix", place.matrix(), "--out", "out")
-    Path("out/trials.jsonl").unlink()
-    words = "out: no trial has finished yet; go on with: python -m bench run --resume out"
-    assert words in place.refused("report", "out")
-
-
-def test_report_into_a_folder_that_cannot_be(place: Place) -> None:
-    finished_run(place)
-    place.write("file", "")
-    assert "--plots file/below: cannot be written" in place.refused("report", "out", "--plots", "file/below")
-
-
-def test_plots_of_a_run_lie_where_report_puts_them(place: Place) -> None:
-    with_launcher(place)
-    place.call("run", "--matrix", place.matrix(), "--out", str(place.folder / "results" / "mine"))
-    before = place.files().keys()
-    place.call("report", "results/mine")
-    assert place.files().keys() == before
 
 
 def test_as_a_program(tmp_path: Path) -> None:

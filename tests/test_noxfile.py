@@ -58,24 +58,6 @@ def test_minutes_of_pip_are_announced(noxfile: Any, tmp_path: Path, monkeypatch:
     assert "are as they were" in again and "minutes" not in again, "nothing is installed twice"
 
 
-def test_a_machine_that_cannot_build_the_cuda_stub_says_what_it_lacks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def said() -> str:
-        assert build.main([str(tmp_path)]) == build.SKIPPED
-        return capsys.readouterr().err
-
-    monkeypatch.setattr(build.shutil, "which", lambda name: None)
-    assert "no C compiler" in said()
-    monkeypatch.setattr(build.shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(build.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**9))
-    assert "1.0 GB are free" in said() and not (tmp_path / "torch-cuda").exists()
-    monkeypatch.setattr(build.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**11))
-    answer = SimpleNamespace(returncode=1, stderr="WARNING: retrying\nERROR: No matching distribution found for torch")
-    monkeypatch.setattr(build.subprocess, "run", lambda *_, **__: answer)
-    assert "there is no CUDA wheel: ERROR: No matching distribution" in said()
-
-
 def test_only_what_a_machine_lacks_skips_the_session_on_cuda(noxfile: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     session = SimpleNamespace(
@@ -170,18 +152,7 @@ def test_the_wheelhouse_holds_what_the_machine_lacks(noxfile: Any, project: Path
     assert "--python-version=3.12" in downloaded
 
 
-def test_without_an_exclusion_torch_comes_with_what_it_pins(noxfile: Any, project: Path) -> None:
-    session = FakeSession("--out", "out")
-    noxfile.wheelhouse(session)
-    last, _ = session.calls[-1]
-    assert "torch==2.0" in last and "--no-deps" not in last and last[1:3] == ("-c", "constraints.txt")
-
-
-def test_what_is_excluded_has_to_be_known(noxfile: Any, project: Path) -> None:
-    with pytest.raises(Refused, match="'torhc' is not in constraints"):
-        noxfile.wheelhouse(FakeSession("--exclude", "torhc"))
-
-
+@pytest.mark.slow
 def test_pip_leaves_there_what_is_new_enough_and_says_what_is_too_old(noxfile: Any, project: Path) -> None:
     """The one test with the real pip: a machine has b-c in another version than the one that is collected."""
     noxfile.wheelhouse(FakeSession("--out", "out", "--exclude", "torch"))

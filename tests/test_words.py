@@ -30,7 +30,7 @@ def test_one_of_a_thing_is_not_many(tmp_path: Path, capsys: pytest.CaptureFixtur
         ended_by="max-repeats", looks=looks, machine=machine,
     )  # fmt: skip
     assert len(load(folder).cells) == 2
-    texts = [report(folder)[1], (folder / "report.md").read_text(), (folder / "report.html").read_text()]
+    texts = [report(folder, drawn=False)[1], (folder / "report.md").read_text(), (folder / "report.html").read_text()]
     for command in (["check", str(folder)], ["export", str(folder)], ["cite", str(folder), "alpha N=1 W=1 fp32"]):
         main(command)
         texts.append(capsys.readouterr().out)

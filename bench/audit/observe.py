@@ -11,13 +11,14 @@ import hashlib
 import math
 import time
 from collections.abc import Iterable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from bench.audit.job import ScenarioJob, audited
 from bench.audit.scenario import Fault, Reduction, Scenario, Split
-from bench.backends.base import Backend, Job, registry
+from bench.backends.base import Backend, registry
 from bench.launch.rank import failure as failure_of
 from bench.measure.taps import EventKind, Taps
 from bench.plan.cell import Cell, Device, Status
@@ -61,7 +62,7 @@ class _Saved(Exception):  # noqa: N818 - no error: it stops the first half of a 
 
 def work(task: AuditTask, rank: int, device: torch.device) -> dict[str, Any]:
     """One rank's part; see ``bench.plan.task.Task``."""
-    backend = registry([task.backend])[task.backend]
+    backend = audited(registry([task.backend])[task.backend])
     return {"status": Status.OK, "audits": [_audit(task, i, backend, rank, device) for i in range(len(task.scenarios))]}
 
 
@@ -166,7 +167,7 @@ class Audit:
             self.backend = self.backend_class()
             self.backend.train(self._job(resume=self.folder))
 
-    def _job(self, resume: Path | None = None) -> Job:
+    def _job(self, resume: Path | None = None) -> ScenarioJob:
         import torch
 
         scenario = self.scenario
@@ -188,7 +189,7 @@ class Audit:
             self.schedulers.append(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0))
             return self.schedulers[-1]
 
-        return Job(
+        return ScenarioJob(
             cell=cell,
             rank=self.rank,
             world_size=scenario.world_size,
@@ -200,17 +201,12 @@ class Audit:
             build=self._build,
             blocks=self.workload.blocks,
             loader=self._loader(sharded=True),
-            audited=True,
-            engine_accumulate=scenario.engine_accumulate,
+            scenario=scenario,
             unsharded=self._loader(sharded=False) if scenario.split is Split.FRAMEWORK else None,
             loss=self._loss,
             optimizer=optimizer,
-            autocast=nullcontext,
             keep_parameters=True,
             clip_norm=scenario.clip_norm,
-            epochs=scenario.epochs,
-            max_steps=scenario.max_steps,
-            accumulate_by_epoch=scenario.accumulate if len(scenario.accumulate) > 1 else (),
             scheduler=scheduler,
             resume=resume,
         )

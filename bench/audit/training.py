@@ -19,6 +19,11 @@ def ceil(dividend: int, divisor: int) -> int:
     return -(-dividend // divisor)
 
 
+def _option(field: str) -> str:
+    """The option that sets a field of TrainingPlan."""
+    return "--micro-batch" if field == "batch_size" else f"--{field.replace('_', '-')}"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingPlan:
     """A planned training. Raises InputError for impossible numbers."""
@@ -42,10 +47,10 @@ class TrainingPlan:
         for name in ("samples", "batch_size", "accumulate", "world_size", "epochs"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise InputError(f"--{name.replace('_', '-')} is {value}; it must be an integer of at least 1")
+                raise InputError(f"{_option(name)} is {value}; it must be an integer of at least 1")
         for name in ("samples", "batch_size", "world_size", "epochs", "max_steps"):
             if (getattr(self, name) or 0) > LARGEST:
-                raise InputError(f"--{name.replace('_', '-')} is too large; it must be at most {LARGEST}")
+                raise InputError(f"{_option(name)} is too large; it must be at most {LARGEST}")
         if self.accumulate > LARGEST_ACCUMULATE:
             raise InputError(f"--accumulate is {self.accumulate}; it must be at most {LARGEST_ACCUMULATE}")
         if self.max_steps is not None and self.max_steps < 0:
@@ -56,7 +61,7 @@ class TrainingPlan:
             raise InputError("--epochs: missing, and so is --max-steps; give one of them, or training has no end")
         if self.micro_batches_per_epoch == 0:
             raise InputError(
-                f"--batch-size is {self.batch_size}, but a rank has only {self.samples_per_rank} samples "
+                f"--micro-batch is {self.batch_size}, but a rank has only {self.samples_per_rank} samples "
                 f"(--samples {self.samples}, --world-size {self.world_size}), so with --drop-last there is no "
                 f"micro-batch; it must be at most {self.samples_per_rank}, or leave out --drop-last"
             )

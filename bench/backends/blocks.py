@@ -21,11 +21,15 @@ from typing import TYPE_CHECKING, Any
 
 from bench.backends.base import Backend
 from bench.files import private
-from bench.plan import world
 from bench.plan.cell import Cell, Device
 
 if TYPE_CHECKING:
     from torch import nn
+
+COMPILER = "inductor"
+"""The backend of torch.compile."""
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
+"""Environment variable: the folder of what it compiled."""
 
 
 def skip(cell: Cell, backend: type[Backend]) -> str:
@@ -39,22 +43,16 @@ def skipped(cells: Sequence[Cell], backends: Mapping[str, type[Backend]]) -> dic
     return {cell_id: reason for cell_id, reason in reasons.items() if reason}
 
 
-COMPILER = "inductor"
-"""The backend of torch.compile."""
-CACHE = "TORCHINDUCTOR_CACHE_DIR"
-"""Environment variable: the folder of what it compiled."""
-
-
 def refusal(cell: Cell, backend: type[Backend]) -> str:
     """Why the backend cannot run such a cell at all, in one line; empty if it can.
 
     What is missing on this machine is not asked: see ``missing``.
     """
-    if reason := world.refusal(cell, backend):
+    if reason := cell.world.refusal(backend):
         return reason
     if cell.activation_checkpointing and backend.not_checkpointed:
         return f"{backend.name} cannot run with activation checkpointing: {backend.not_checkpointed}"
-    if cell.compiled and cell.fake_tensors:
+    if cell.compiled and not cell.world.computes:
         return "fake tensors are not compiled: what is compiled allocates by itself, and would not be seen"
     if cell.compiled and backend.not_compiled:
         return f"{backend.name} cannot run with compiled blocks: {backend.not_compiled}"

@@ -3,21 +3,9 @@
 Such a module imports what it needs when its command runs: ``--help`` of any other must not wait for it.
 """
 
-COMMANDS: tuple[str, ...] = (
-    "run",
-    "plan",
-    "report",
-    "compare",
-    "check",
-    "cite",
-    "export",
-    "semantics",
-    "throughput",
-    "steps",
-    "accumulation",
-    "lint",
-    "predict",
-    "backends",
-    "doctor",
-)
-"""Modules of this package, in the order in which ``--help`` lists them."""
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "measure": ("run", "plan", "doctor", "backends"),
+    "read": ("report", "compare", "check", "cite", "export"),
+    "understand": ("semantics", "steps", "throughput", "lint", "accumulation", "predict"),
+}
+"""Modules of this package by what they are for, in the order in which ``--help`` lists them."""

@@ -13,39 +13,50 @@ With ``--json`` one object:
   ``p_same`` after Holm's correction; ``peak_memory_a_bytes``, ``_b_bytes``, ``_verdict`` (equal, more, fewer,
   unknown: of B) and ``_ratio``; ``optimizer_steps_a``, ``_b`` and ``_verdict``; ``regressions`` and ``unchecked``:
   which of the thresholds are certainly exceeded, and which could not be checked;
-- ``only_a``, ``only_b``: cells without a partner; ``notes``: sentences; ``regressed``: whether any cell has.
+- ``only_a``, ``only_b``: cells without a partner; ``newly_failed``: pairs of which trials failed in B and none in A;
+  ``notes``: sentences; ``regressed``: whether any cell has; ``gate``: passed, regressed or unchecked, null without
+  ``--fail-on``.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.commands.options import share
-from bench.errors import BAD, GOOD, InputError
+from bench.errors import BAD, GOOD, UNCHECKED, InputError, suggest
 
 if TYPE_CHECKING:
     from bench.judge.loading import Run
-    from bench.judge.pairs import Pair
+    from bench.judge.pairs import ComparedPair, Pair
     from bench.report.comparison import Report
 
 METRICS = ("slower", "memory")
 DESCRIPTION = (
     "Compares run B with run A, the baseline: the cells that both have; or, of one run, --backend with --against: the "
-    "cells that are equal but for the backend. Exit status 1 if --fail-on is given and a cell of B is certainly worse "
-    "by more than it allows."
+    "cells that are equal but for the backend."
 )
-WIDTH = 150
+GATE = (
+    "Exit status with --fail-on: 0 everything was checked and nothing regressed; 1 something is certainly worse by "
+    "more than is allowed; 3 nothing is, but a cell could not be checked, is missing in B, or failed in B alone. With "
+    "--allow-unchecked only the last gives 3."
+)
+WORDS = {
+    "passed": "gate: passed",
+    "regressed": f"gate: regressed (exit status {BAD})",
+    "unchecked": f"gate: not passed (exit status {UNCHECKED}): cells are unchecked, missing in B, or newly failed",
+}
+"""Of each end of a gate."""
 
 
 def add(commands: Any) -> None:
     """Add the command's parser."""
     parser = commands.add_parser(
-        "compare", help="compare two runs, or two backends of one run", description=DESCRIPTION.replace("%", "%%")
+        "compare", help="compare two runs, or two backends of one run", description=DESCRIPTION, epilog=GATE
     )
     option = parser.add_argument
     option("a", type=Path, metavar="A", help="folder of the run that is the baseline")
@@ -57,7 +68,10 @@ def add(commands: Any) -> None:
         type=_thresholds,
         default={},
         metavar="METRIC=P[,METRIC=P]",
-        help="exit status 1 if a step time or a peak memory is certainly worse by more, such as slower=5%%,memory=2%%",
+        help="a gate for CI: no step time and no peak memory may be worse by more, such as slower=5%%,memory=2%%",
+    )
+    option(
+        "--allow-unchecked", action="store_true", help="with --fail-on: pass although cells are unchecked or missing"
     )
     option("--margin", type=_margin, metavar="P", help="a ratio this near to 1 is called the same (default: 2%%)")
     option("--force", action="store_true", help="also show the numbers of what is not comparable, crossed out")
@@ -78,7 +92,7 @@ def _thresholds(text: str) -> dict[str, float]:
     for part in text.split(","):
         name, equals, value = (word.strip() for word in part.partition("="))
         if name not in METRICS:
-            raise argparse.ArgumentTypeError(f"'{name}' is unknown; use {' or '.join(METRICS)}, such as slower=5%")
+            raise argparse.ArgumentTypeError(f"'{name}' is unknown; {suggest(name, METRICS)}, such as slower=5%")
         if not equals:
             raise argparse.ArgumentTypeError(f"'{name}' has no threshold; write {name}=5%")
         if name in found:
@@ -88,65 +102,90 @@ def _thresholds(text: str) -> dict[str, float]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compare and show; 1 if something has certainly regressed."""
+    """Compare and show; the exit status is that of the gate."""
     from bench.judge import pairs as judge_pairs
-    from bench.judge.pairs import partnerless
     from bench.judge.remarks import remarks
     from bench.judge.standing import floor_of_runs
     from bench.judge.statistics import MARGIN
     from bench.report import comparison
-    from bench.report.comparison import notes_on
     from bench.run import machine
 
-    a, b, pairs, titles = _chosen(arguments)
+    if arguments.allow_unchecked and not arguments.fail_on:
+        raise InputError("--allow-unchecked: is for a gate; give --fail-on too, such as --fail-on slower=5%")
+    a, b, every, titles = _chosen(arguments)
     margin = MARGIN if arguments.margin is None else arguments.margin
-    never = [pair for pair in pairs if not (judge_pairs.measured(a, pair.a) or judge_pairs.measured(b, pair.b))]
-    pairs = [pair for pair in pairs if pair not in never]
+    never = [pair for pair in every if not (judge_pairs.measured(a, pair.a) or judge_pairs.measured(b, pair.b))]
+    pairs = [pair for pair in every if pair not in never]
     if not pairs:
         raise InputError(f"{arguments.a}: every common cell is unsupported on both sides, so nothing was measured")
     if arguments.out:
         _make(arguments.out)
+    same = a is not b and _is_same(arguments.a, arguments.b)
+    if same and not arguments.json:
+        print(f"A and B are the same run, {a.name}: there is nothing to compare")
+        return UNCHECKED if arguments.fail_on and not arguments.allow_unchecked else GOOD
     floor, unsure = floor_of_runs(a, b)
     rows = judge_pairs.judge_pairs(
         a, b, pairs, thresholds=arguments.fail_on, margin=margin, force=arguments.force, floor=floor
     )
-    about: dict[str, Any] = {
-        "a": {"run_id": a.name, "backend": arguments.against},
-        "b": {"run_id": b.name, "backend": arguments.backend},
-        "margin": margin,
-        "thresholds": arguments.fail_on,
-        "floor": None if floor is None else dataclasses.asdict(floor),
-    }
     unlike = [] if a is b else machine.differences(a.manifest, b.manifest)
-    alone = partnerless(a, b, pairs, never, arguments)
+    alone = judge_pairs.partnerless(a, b, every, (arguments.against, arguments.backend))
+    failed = judge_pairs.newly_failed(a, b, pairs)
     remarked = remarks(side for row in rows for side in ((a.manifest, row.pair.a), (b.manifest, row.pair.b)))
-    said = [*unsure, *notes_on(a, b, rows, never, arguments.fail_on, margin)]
-    lonely = [f"only in {key[-1].upper()}: {', '.join(labels)}" for key, labels in alone.items() if labels]
+    said = [*unsure, *comparison.notes_on(a, b, rows, never, arguments.fail_on, margin)]
+    if failed:
+        said.append(f"failed in B and not in A: {', '.join(failed)}")
+    gate = None
+    if arguments.fail_on:
+        missed = same or any(row.unchecked for row in rows) or bool(alone["only_a"])
+        gate = _gate(rows, missed=missed and not arguments.allow_unchecked, failed=bool(failed))
+    if arguments.json:
+        facts = {
+            "a": {"run_id": a.name, "backend": arguments.against},
+            "b": {"run_id": b.name, "backend": arguments.backend},
+            "margin": margin,
+            "thresholds": arguments.fail_on,
+            "floor": None if floor is None else dataclasses.asdict(floor),
+            "fingerprint": [{"key": one.key, "a": one.a, "b": one.b} for one in unlike],
+            "cells": [judge_pairs.record(row) for row in rows],
+            **alone,
+            "newly_failed": failed,
+            "notes": [*remarked, *said],
+            "regressed": any(row.regressions for row in rows),
+            "gate": gate,
+        }
+        print(json.dumps(facts, allow_nan=False))
+    said += [f"only in {key[-1].upper()}: {', '.join(labels)}" for key, labels in alone.items() if labels]
+    said += [WORDS[gate]] if gate else []
     report = comparison.Report(
         a=titles[0],
         b=titles[1],
         rows=rows,
         differences=unlike,
         remarks=remarked,
-        notes=[*said, *lonely],
+        notes=said,
         margin=margin,
         threshold=arguments.fail_on.get("slower"),
     )
-    if arguments.json:
-        facts = {
-            **about,
-            "fingerprint": [{"key": one.key, "a": one.a, "b": one.b} for one in unlike],
-            "cells": [judge_pairs.record(row) for row in rows],
-            **alone,
-            "notes": [*remarked, *said],
-            "regressed": any(row.regressions for row in rows),
-        }
-        print(json.dumps(facts, allow_nan=False))
-    else:
+    if not arguments.json:
         _show(report)
     if arguments.out:
         _write(arguments.out, report)
-    return BAD if any(row.regressions for row in rows) else GOOD
+    return {None: GOOD, "passed": GOOD, "regressed": BAD, "unchecked": UNCHECKED}[gate]
+
+
+def _is_same(a: Path, b: Path) -> bool:
+    """Whether two folders hold the same run: the same trials, wherever they lie."""
+    from bench.run.journal import Journal
+
+    return Journal(a).digest() == Journal(b).digest()
+
+
+def _gate(rows: Sequence[ComparedPair], *, missed: bool, failed: bool) -> str:
+    """What the gate says: regressed, unchecked or passed."""
+    if any(row.regressions for row in rows):
+        return "regressed"
+    return "unchecked" if missed or failed else "passed"
 
 
 def _chosen(arguments: argparse.Namespace) -> tuple[Run, Run, list[Pair], tuple[str, str]]:
@@ -191,9 +230,7 @@ def _chosen(arguments: argparse.Namespace) -> tuple[Run, Run, list[Pair], tuple[
 def _check_backend(one: Run, option: str, name: str) -> None:
     known = sorted({cell.backend for cell in one.cells.values()})
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
-        raise InputError(f"{option}: '{name}' is not in the run {one.name}; {hint}")
+        raise InputError(f"{option}: '{name}' is not in the run {one.name}; {suggest(name, known)}")
 
 
 def _show(report: Report) -> None:
@@ -203,12 +240,11 @@ def _show(report: Report) -> None:
 
     from bench.report import comparison
 
-    console = Console(width=max(WIDTH, Console().width))  # better wrapped by the terminal than cut off
+    console = Console()
     console.print(Text(comparison.headline(report)), soft_wrap=True)
     for line in comparison.alarm(report.differences):
         console.print(Text(line, style="bold red"), soft_wrap=True)
-    for title, rows in comparison.groups(report.rows):
-        console.print(comparison.table(title, rows))
+    console.print(comparison.table(report.rows, console.width))
     for line in [*comparison.reasons(report.rows), "", *report.remarks, *report.notes]:
         console.print(Text(line), soft_wrap=True)
 

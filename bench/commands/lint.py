@@ -28,7 +28,7 @@ def add(commands: Any) -> None:
     )
     option("--samples", type=_positive, metavar="S", help="size of the training set; enables the rules about steps")
     option(
-        "--batch-size",
+        "--micro-batch",
         type=_positive,
         metavar="B",
         help="samples of a micro-batch on one rank, if the config does not say",
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError("lint: name at least one config: a YAML of LightningCLI or a JSON of DeepSpeed")
     options = Options(
         samples=arguments.samples,
-        batch_size=arguments.batch_size,
+        batch_size=arguments.micro_batch,
         world_size=arguments.world_size,
         deepspeed=arguments.deepspeed_version or installed("deepspeed"),
         lightning=arguments.lightning_version or installed("lightning"),
@@ -84,6 +84,6 @@ def run(arguments: argparse.Namespace) -> int:
             # The bytes of a file name may be no text.
             print(str(finding).encode(errors="backslashreplace").decode())
     if options.wanted:
-        missing = [option for option in ("--samples", "--batch-size", "--world-size") if option in options.wanted]
+        missing = [option for option in ("--samples", "--micro-batch", "--world-size") if option in options.wanted]
         print(f"hint: {' and '.join(missing)} would enable the rules about windows, steps and logs", file=sys.stderr)
     return BAD if any(finding.severity is not Severity.INFO for finding in findings) else GOOD

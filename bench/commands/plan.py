@@ -1,4 +1,4 @@
-"""``plan``: what ``run`` would do, before it does it; also as if on GPUs that this machine does not have."""
+"""``plan``: what ``run`` would do, on this machine or on GPUs that it does not have."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from bench.commands.matrix_options import (
 from bench.errors import GOOD, InputError
 from bench.plan import estimates
 from bench.plan.cell import Cell, Device
+from bench.plan.columns import differing, says
 from bench.plan.expand import expand, once
 from bench.plan.matrix import Matrix
 from bench.words import plural
@@ -30,30 +31,25 @@ GPUS = re.compile(
     r"(?:(?P<count>[0-9]{1,4})\s*x\s*)?(?P<name>\S.*?)\s+(?P<size>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>GiB|GB)"
 )
 UNITS = {"GiB": 2**30, "GB": 10**9}
-DIFFERING = ("model", "optimizer", "clip_norm", "activation_checkpointing", "compiled")
-"""Fields of cells that are shown where they differ."""
-SWITCHES = {
-    "activation_checkpointing": ("activations kept", "checkpointed"),
-    "compiled": ("not compiled", "compiled"),
-}
-"""Those that are off or on, in words."""
 
 
 def add(commands: Any) -> None:
     """Add the command's parser."""
-    parser = commands.add_parser("plan", help="show what run would do: cells, skips, estimates; starts nothing")
+    parser = commands.add_parser(
+        "plan", help="show what run would do, without starting anything: cells, skips, time, memory"
+    )
     add_matrix_options(parser)
     parser.add_argument(
         "--on",
         type=_gpus,
         metavar="GPUS",
-        help="as if on these GPUs, with all that is needed installed: '1 x H100 80GiB'",
+        help="as if on these GPUs, with everything installed, such as '1 x H100 80GiB'",
     )
     parser.set_defaults(command=run)
 
 
 def _gpus(text: str) -> list[dict[str, Any]]:
-    """``8 x H200 141GB`` as ``bench.launch.gpus`` would have them."""
+    """The GPUs of ``8 x H200 141GB``, as ``bench.launch.gpus`` describes them."""
     match = GPUS.fullmatch(text.strip())
     count = int(match["count"] or 1) if match else 0
     memory = int(float(match["size"]) * UNITS[match["unit"]]) if match else 0
@@ -95,7 +91,7 @@ def lines(
 ) -> list[str]:
     """The plan: a line per cell, then how many trials and how long. Mappings are by cell id; ``once`` has ids."""
     width = max(len(cell.backend) for cell in cells)
-    several = [name for name in DIFFERING if len({getattr(cell, name) for cell in cells}) > 1]
+    several = differing(cells)
     found = [
         f"{'cell':12}  {'backend':{width}}  {'N':>4} {'W':>4} {'micro-batch':>11}  dtype  {'time':>9} {'memory':>12}"
     ]
@@ -107,16 +103,22 @@ def lines(
         found.append(
             f"{cell.cell_id}  {cell.backend:{width}}  {cell.accumulate:4d} {cell.world_size:4d} "
             f"{cell.micro_batch_size:11d}  {cell.precision}   {seconds:>9} {memory:>12}"
-            + (f"  {', '.join(_named(name, getattr(cell, name)) for name in several)}" if several else "")
-            + "  virtual" * cell.virtual
-            + "  shares GPU" * cell.shared_gpu
+            + (f"  {', '.join(says(cell, several))}" if several else "")
+            + f"  {cell.world.word}" * bool(cell.world.word)
             + "  A/A twin" * bool(cell.twin)
             + (f"  skipped: {skipped[cell.cell_id]}" if cell.cell_id in skipped else "")
         )
-        repeats = 1 if cell.cell_id in once or cell.fake_tensors else chosen["repeats"]
+        repeats = 1 if cell.cell_id in once or not cell.world.computes else chosen["repeats"]
         trials += repeats
         if cell.cell_id not in skipped:
             total, last = total + guess.total(repeats), last + guess.total(1)
+    if chosen["axes.micro_batch_size"]:
+        held = chosen["axes.accumulate"] == "auto"
+        found.append(
+            "the global batch B is held: N = B / (micro-batch x W)"
+            if held
+            else "the global batch follows: B = micro-batch x N x W"
+        )
     repeats, longest = chosen["repeats"], max(chosen["repeats"], chosen["max_repeats"])
     number = f"{plural(len(cells), 'cell')} x {plural(repeats, 'repeat')} = {plural(trials, 'trial')}"
     if trials < repeats * len(cells):
@@ -148,9 +150,3 @@ def _cut(chosen: Matrix, total_s: float) -> str:
     if not chosen["budget_s"] or total_s <= chosen["budget_s"]:
         return ""
     return f"; after {chosen['budget_s'] / 60:g} min no repeat begins but the last"
-
-
-def _named(name: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return SWITCHES[name][value]
-    return f"clip {value:g}" if name == "clip_norm" else str(value)

@@ -9,9 +9,10 @@ With ``--json`` a list, one object per backend:
 - ``collectives``: per operation and dtype of one optimizer step ``op``, ``dtype``, ``calls``, ``payload_bytes`` and
   ``wire_bytes`` (derived: what a rank sends in ring algorithms); ``num_calls`` and ``wire_bytes``: their sums;
 - ``communication_s``: null without ``--link``; ``compute_s``, ``lower_s``, ``upper_s``: null without a time of compute;
-- ``fits``: null without ``--memory``; ``best``: whether it is the best here, null where that was not asked or cannot be
-  known; ``best_where``: ``accumulate`` and ``link``, lists of ranges [low, high] of N and of bytes/s in which it is
-  the best, or as good; null likewise.
+- ``fits``: null without ``--memory``; ``best``: whether it is certainly the best here; ``recommended``: whether it is
+  that, or leads where it is undecided; ``may_be_fastest``: whether it may then be faster than what leads;
+  ``best_where``: ``accumulate`` and ``link``, lists of ranges [low, high] of N and of bytes/s in which it is certainly
+  the best, or as good. The last four are null without bounds.
 """
 
 from __future__ import annotations
@@ -25,24 +26,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.commands.options import share, split_names
-from bench.errors import GOOD, InputError
+from bench.errors import GOOD, InputError, suggest
 
 if TYPE_CHECKING:
     from bench.plan.cell import Cell
 
-SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 BYTES = {"B": 1.0, **{f"{p}B": 1e3 ** (i + 1) for i, p in enumerate("kMGT")}}
 BYTES |= {f"{p}iB": 1024.0 ** (i + 1) for i, p in enumerate("KMGT")}
-RATES = {f"{unit}/s": size for unit, size in BYTES.items()} | {"Mbit/s": 1.25e5, "Gbit/s": 1.25e8}
+RATES = {f"{unit}/s": size for unit, size in BYTES.items()}
+RATES |= {f"{p}{unit}": 1e3 ** (i + 1) / 8 for unit in ("bit/s", "b/s", "bps") for i, p in enumerate("kMGT")}
 FLOPS = {"TFLOP/s": 1e12, "PFLOP/s": 1e15}
 NUMBER = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z/]+)")
 LARGEST = 2**24
 """Of the integers that are asked for; beyond it a step would be longer than any training."""
 DESCRIPTION = (
     "By arithmetic, nothing is run: a rank's memory at its peak by category, the collectives of an optimizer step, and "
-    "with --link and a time of compute the bounds of a step's time: max(compute, communication) and their sum. The "
-    "best backend is the one with the smallest upper bound among those that fit; within --margin the lower bound "
-    "decides, then the memory."
+    "with --link and a time of compute the bounds of a step's time: max(compute, communication) and their sum. It ends "
+    "in a recommendation: the backend that is the best whatever communication is hidden, or what leads while that is "
+    "undecided."
 )
 
 
@@ -55,45 +57,37 @@ def add(commands: Any) -> None:
         "predict", help="predict memory, collectives and step times without running", description=DESCRIPTION
     )
     option = parser.add_argument
+
+    def amount(name: str, units: Mapping[str, float], example: str, metavar: str, words: str, **more: Any) -> None:
+        option(name, type=_quantity(units, example, **more), metavar=metavar, help=words)
+
     option("--model", required=True, metavar="M", help="a shipped model: tiny, 135m, 1b, 3b or 8b")
     option("--world-size", type=_integer, required=True, metavar="W", help="ranks")
-    option("--accumulate", type=_integer, required=True, metavar="N", help="micro-batches per optimizer step")
-    option("--micro-batch", type=_integer, default=1, metavar="B", help="samples of one, on one rank (default: 1)")
+    option("--accumulate", type=_integer, required=True, metavar="N", help="micro-batches per optimizer step on a rank")
+    option(
+        "--micro-batch", type=_integer, default=1, metavar="M", help="samples per micro-batch on a rank (default: 1)"
+    )
     option("--sequence", type=_integer, required=True, metavar="S", help="tokens per sample")
     option("--precision", choices=[str(p) for p in Precision], required=True, help="dtype of forward and backward")
     option("--optimizer", choices=OPTIMIZERS, default="adamw-foreach", help="(default: adamw-foreach)")
     option("--device", choices=[str(d) for d in Device], default="cuda", help="(default: cuda)")
     option("--backend", action="append", type=split_names, metavar="B[,B]", help="only these (default: all built-in)")
-    option("--memory", type=_quantity(BYTES, "80GiB"), metavar="SIZE", help="memory of a device, such as 80GiB")
-    option(
-        "--link", type=_quantity(RATES, "50GB/s"), metavar="RATE", help="rate at which a rank can send, such as 50GB/s"
-    )
-    option(
-        "--latency",
-        type=_quantity(SECONDS, "20us"),
-        metavar="TIME",
-        help="latency of a collective call, such as 20us (default: 0)",
-    )
-    option(
-        "--compute-time",
-        type=_quantity(SECONDS, "1.9s"),
-        metavar="TIME",
-        help="compute time of one optimizer step, such as 1.9s",
-    )
+    option("--activation-checkpointing", action="store_true", help="blocks keep their input alone, and are recomputed")
+    amount("--memory", BYTES, "80GiB", "SIZE", "memory of a device, such as 80GiB")
+    words = "of that, kept free for what is not predicted (default: CUDA context, NCCL, the allocator's fragments)"
+    amount("--reserve", BYTES, "4GiB", "SIZE", words, zero=True)
+    amount("--activations", BYTES, "20GiB", "SIZE", "activation memory of one micro-batch, if known")
+    words = "rate at which a rank can send, such as 50GB/s or 400Gbit/s (400Gbps)"
+    amount("--link", RATES, "50GB/s", "RATE", words)
+    amount("--latency", TIMES, "20us", "TIME", "latency of a collective call, such as 20us (default: 0)")
+    words = "compute time of one optimizer step, recomputation included, such as 1.9s"
+    amount("--compute-time", TIMES, "1.9s", "TIME", words)
     option("--peak", metavar="GPU|RATE", help="instead of --compute-time: H100, H200, A100, or such as 989TFLOP/s")
     option("--mfu", type=_mfu, metavar="P", help="share of the peak that is reached (default: 35%%)")
-    option("--activation-checkpointing", action="store_true", help="blocks keep only their input")
-    option(
-        "--activations",
-        type=_quantity(BYTES, "20GiB"),
-        metavar="SIZE",
-        help="activation memory of one micro-batch, if known",
-    )
-    option("--margin", type=share, metavar="P", help="upper bounds this near are a tie (default: 2%%)")
+    option("--margin", type=share, metavar="P", help="times this near to each other are the same (default: 2%%)")
     option("--json", action="store_true", help="print a JSON list; its keys: see bench/commands/predict.py")
-    option(
-        "--out", type=Path, metavar="DIR", help="write predict.md and, with bounds, the map of the best backends there"
-    )
+    words = "write predict.md and, with bounds, a map of the best backends there"
+    option("--out", type=Path, metavar="DIR", help=words)
     parser.set_defaults(command=run)
 
 
@@ -104,8 +98,8 @@ def _integer(text: str) -> int:
     return number
 
 
-def _quantity(units: Mapping[str, float], example: str) -> Callable[[str], float]:
-    """Reads a number above 0 with its unit; none without one, since it may be meant in any."""
+def _quantity(units: Mapping[str, float], example: str, *, zero: bool = False) -> Callable[[str], float]:
+    """Reads a number above 0, or ``zero`` too, with its unit; none without one, since it may be meant in any."""
 
     def read(text: str) -> float:
         match = NUMBER.fullmatch(text.strip())
@@ -113,7 +107,7 @@ def _quantity(units: Mapping[str, float], example: str) -> Callable[[str], float
             known = ", ".join(units)
             raise argparse.ArgumentTypeError(f"'{text}' is not a number with its unit ({known}), such as {example}")
         value = float(match[1]) * units[match[2]]
-        if not (value > 0 and math.isfinite(value)):
+        if not (math.isfinite(value) and (value > 0 or zero)):
             raise argparse.ArgumentTypeError(f"'{text}' is not above 0 and finite; write it such as {example}")
         return value
 
@@ -130,7 +124,7 @@ def _mfu(text: str) -> float:
 def run(arguments: argparse.Namespace) -> int:
     """Predict and show."""
     from bench.forecast import prediction_text
-    from bench.forecast.best import MARGIN, Answer, Question, where_best
+    from bench.forecast.best import MARGIN, Question, Recommendation, where_best
     from bench.forecast.prediction import Link, predict, record
 
     cell = _cell(arguments)
@@ -141,33 +135,34 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError(
             "--activations: are those kept without --activation-checkpointing, which is counted; leave out one of them"
         )
+    limit = None if arguments.memory is None else int(arguments.memory)
+    reserve = _reserve(arguments, cell, limit)
     predictions = predict(cell, _backends(arguments.backend), activations)
     link = None if arguments.link is None else Link(bytes_per_s=arguments.link, latency_s=arguments.latency or 0.0)
     compute_s, compute_from = _compute(arguments, cell)
-    limit = None if arguments.memory is None else int(arguments.memory)
     question = Question(
         predictions=predictions,
         compute_s=math.nan if compute_s is None else compute_s,
         accumulate=cell.accumulate,
-        memory_bytes=limit,
+        memory_bytes=None if limit is None else limit - reserve,
         margin=MARGIN if arguments.margin is None else arguments.margin,
     )
-    timed = question if compute_s is not None else None
+    timed = link if compute_s is not None else None
+    answer = None if timed is None else Recommendation.of(question, timed)
     rows = []
     for one in predictions:
-        bounds = None if timed is None or link is None else timed.bounds(one, cell.accumulate, link)
-        row = record(one, link, compute_s, None if one.refusal else bounds)
-        rows.append(row)
+        bounds = None if timed is None or one.refusal else question.bounds(one, cell.accumulate, timed)
+        row = record(one, link, compute_s, bounds)
         row["fits"] = None if limit is None or one.refusal else question.fits(one, cell.accumulate)
-    answer = None
-    if timed is not None and link is not None:
-        answer = Answer.of(timed, link)
-        for row in rows:
-            row["best"] = row["backend"] in (answer.here.best, *answer.here.equal)
+        if answer is not None:
+            row["recommended"] = one.name in (answer.here.best, *answer.here.equal)
+            row["best"] = row["recommended"] and not answer.here.undecided
+            row["may_be_fastest"] = one.name in answer.rivals
             row["best_where"] = {
-                "accumulate": where_best(row["backend"], answer.along_n),
-                "link": where_best(row["backend"], answer.along_link),
+                "accumulate": where_best(one.name, answer.along_n),
+                "link": where_best(one.name, answer.along_link),
             }
+        rows.append(row)
     about = prediction_text.About(
         cell=cell,
         link=link,
@@ -175,6 +170,8 @@ def run(arguments: argparse.Namespace) -> int:
         compute_s=compute_s,
         compute_from=compute_from,
         memory_bytes=limit,
+        reserve_bytes=reserve,
+        reserve_given=arguments.reserve is not None,
         activations_given=activations is not None,
         margin=question.margin,
         answer=answer,
@@ -186,8 +183,23 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.out:
         from bench.forecast.prediction_map import write_files
 
-        write_files(arguments.out, about, rows, timed)
+        write_files(arguments.out, about, rows, None if timed is None else question)
     return GOOD
+
+
+def _reserve(arguments: argparse.Namespace, cell: Cell, limit: int | None) -> int:
+    """Bytes of a device's memory that are kept free."""
+    from bench.forecast.fit import reserve_bytes
+    from bench.plan.cell import Device
+
+    if arguments.reserve is None:
+        on_gpu = limit is not None and cell.device is Device.CUDA
+        return reserve_bytes(limit, nccl=cell.world_size > 1) if on_gpu and limit is not None else 0
+    if limit is None:
+        raise InputError("--reserve: is kept free of a device's memory; give --memory too, such as --memory 80GiB")
+    if arguments.reserve >= limit:
+        raise InputError(f"--reserve: leaves nothing of the {limit / 2**30:.4g} GiB of --memory; give less")
+    return int(arguments.reserve)
 
 
 def _cell(arguments: argparse.Namespace) -> Cell:
@@ -196,7 +208,7 @@ def _cell(arguments: argparse.Namespace) -> Cell:
     from bench.plan.models import SIZES
 
     if arguments.model not in SIZES:
-        raise InputError(f"--model: '{arguments.model}' is unknown; use one of {', '.join(SIZES)}")
+        raise InputError(f"--model: '{arguments.model}' is unknown; {suggest(arguments.model, SIZES)}")
     return Cell(
         backend="",
         model=arguments.model,
@@ -213,8 +225,6 @@ def _cell(arguments: argparse.Namespace) -> Cell:
 
 def _backends(names: list[list[str]] | None) -> list[str]:
     """The names that ``--backend`` gives, in the registry's order; of all, those with formulas."""
-    import difflib
-
     from bench.judge.formulas import BUILT_IN
     from bench.plan.cell import REFERENCES
 
@@ -228,9 +238,7 @@ def _backends(names: list[list[str]] | None) -> list[str]:
         if name in REFERENCES:
             raise InputError(f"--backend: {name} accumulates nothing, so nothing is predicted; leave it out")
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
-            raise InputError(f"--backend: '{name}' has no formulas; {hint}")
+            raise InputError(f"--backend: '{name}' has no formulas; {suggest(name, known)}")
     return [name for name in known if name in asked]
 
 
@@ -252,9 +260,8 @@ def _compute(arguments: argparse.Namespace, cell: Cell) -> tuple[float | None, s
             raise InputError(f"--peak: {error}") from error
     else:
         if arguments.peak not in PEAK_FLOPS:
-            raise InputError(
-                f"--peak: '{arguments.peak}' is unknown; use one of {', '.join(PEAK_FLOPS)}, or a rate: 989TFLOP/s"
-            )
+            hint = suggest(arguments.peak, [*PEAK_FLOPS, "a rate: 989TFLOP/s"])
+            raise InputError(f"--peak: '{arguments.peak}' is unknown; {hint}")
         known = peak_flops(arguments.peak, cell.precision)
         if known is None:
             raise InputError(
@@ -263,6 +270,9 @@ def _compute(arguments: argparse.Namespace, cell: Cell) -> tuple[float | None, s
         peak = known
     mfu = GPU_EFFICIENCY if arguments.mfu is None else arguments.mfu
     tokens = cell.accumulate * cell.micro_batch_size * cell.sequence_length
-    flops = SIZES[cell.model].flops_per_token(cell.sequence_length) * tokens
-    seconds: float = flops / (peak * mfu)
-    return seconds, f"{flops:.3g} FLOP at {100 * mfu:g} % of {peak / 1e12:g} TFLOP/s"
+    size = SIZES[cell.model]
+    flops = size.flops_per_token(cell.sequence_length) * tokens
+    again = size.recomputed_flops_per_token(cell.sequence_length) * tokens * cell.activation_checkpointing
+    seconds: float = (flops + again) / (peak * mfu)
+    recomputed = f" and {again:.3g} recomputed" * cell.activation_checkpointing
+    return seconds, f"{flops:.3g} FLOP{recomputed} at {100 * mfu:g} % of {peak / 1e12:g} TFLOP/s"

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.commands.options import split_names
-from bench.errors import BAD, GOOD, INTERRUPTED, InputError
+from bench.commands.options import backend_names, split_names
+from bench.errors import BAD, GOOD, INTERRUPTED, InputError, suggest
 from bench.plan.cell import REFERENCES, Device
 
 if TYPE_CHECKING:
@@ -35,11 +35,17 @@ def add(commands: Any) -> None:
         "semantics", help="measure what a backend computes: which samples reach which update", epilog=EPILOG
     )
     option = parser.add_argument
-    option("--backend", action="append", metavar="B[,B]", help="only these backends, or all (default); see 'backends'")
+    option(
+        "--backend",
+        action="append",
+        type=backend_names,
+        metavar="B[,B]",
+        help="only these backends, module:Class for your own, or all (default); see 'backends'",
+    )
 
     one = parser.add_argument_group("one scenario")
     one.add_argument("--samples", type=int, metavar="S", help="samples in the data set")
-    one.add_argument("--batch-size", type=int, metavar="b", help="samples in a micro-batch on one rank")
+    one.add_argument("--micro-batch", type=int, metavar="M", help="samples per micro-batch on a rank")
     one.add_argument("--accumulate", metavar="N[,N]", help="micro-batches per window; a list is one N per epoch")
     one.add_argument(
         "--engine-accumulate",
@@ -89,7 +95,7 @@ def add(commands: Any) -> None:
 
 SCENARIO_OPTIONS = {
     "samples": "samples",
-    "batch_size": "batch_size",
+    "micro_batch": "batch_size",
     "accumulate": "accumulate",
     "engine_accumulate": "engine_accumulate",
     "epochs": "epochs",
@@ -163,10 +169,10 @@ def _scenarios(arguments: argparse.Namespace) -> list[Scenario]:
         return _of_suite(arguments)
     if arguments.docs:
         raise InputError(f"--docs {arguments.docs}: is written from a suite; add --suite")
-    for name in ("samples", "batch_size", "accumulate"):
+    for name in ("samples", "micro_batch", "accumulate"):
         if name not in given:
             raise InputError(
-                f"--{name.replace('_', '-')}: is missing; one scenario needs --samples, --batch-size and "
+                f"--{name.replace('_', '-')}: is missing; one scenario needs --samples, --micro-batch and "
                 "--accumulate, or give --suite"
             )
     values: dict[str, Any] = {field: getattr(arguments, name) for name, field in SCENARIO_OPTIONS.items()}
@@ -176,14 +182,8 @@ def _scenarios(arguments: argparse.Namespace) -> list[Scenario]:
             values[field] = _integers(name, values[field])
     if arguments.max_steps is not None and arguments.epochs is None:
         values["epochs"] = None
-    try:
-        return [Scenario.from_dict({**values, "drop_last": arguments.drop_last})]
-    except InputError as error:
-        if str(error).startswith("--"):
-            raise
-        field = str(error).partition(" ")[0].rstrip(":")
-        option = next((name for name, key in SCENARIO_OPTIONS.items() if key == field), field).replace("_", "-")
-        raise InputError(f"--{option}{str(error).removeprefix(field)}") from error
+    options = {field: f"--{name.replace('_', '-')}" for name, field in SCENARIO_OPTIONS.items()}
+    return [Scenario.from_dict({**values, "drop_last": arguments.drop_last}, "", lambda key: options.get(key, key))]
 
 
 def _of_suite(arguments: argparse.Namespace) -> list[Scenario]:
@@ -195,7 +195,7 @@ def _of_suite(arguments: argparse.Namespace) -> list[Scenario]:
     known = [one.name for one in suite]
     for name in wanted:
         if name not in known:
-            raise InputError(f"--scenario {name}: {path.name} has no such scenario; use {', '.join(known)}")
+            raise InputError(f"--scenario {name}: {path.name} has no such scenario; {suggest(name, known)}")
     return [one for one in suite if not wanted or one.name in wanted]
 
 
@@ -211,14 +211,14 @@ def _device(arguments: argparse.Namespace, scenarios: Sequence[Scenario]) -> Dev
     return device
 
 
-def _backends(wanted: list[str] | None, device: Device) -> list[str]:
+def _backends(wanted: list[list[str]] | None, device: Device) -> list[str]:
     """The backends to audit: those asked for, or all that this machine can run; stderr names the others."""
     from bench.backends.base import registry
 
-    names = _names(wanted)
+    names = [name for part in wanted or [] for name in part]
     known = registry(names)
     if wanted and not names:
-        raise InputError(f"--backend {wanted[0]}: names no backend; use {', '.join(known)}, or all")
+        raise InputError(f"--backend: names no backend; use {', '.join(known)}, or all")
     if not names or names == ["all"]:
         names = [name for name in known if name not in REFERENCES]
         for name in list(names):
@@ -229,7 +229,7 @@ def _backends(wanted: list[str] | None, device: Device) -> list[str]:
         if name in REFERENCES:
             raise InputError(f"--backend {name}: accumulates nothing: the others are compared with it; name another")
         if name not in known:
-            raise InputError(f"--backend {name}: unknown; use {', '.join(known)}")
+            raise InputError(f"--backend {name}: unknown; {suggest(name, known)}")
         if reason := known[name].missing(device):
             raise InputError(f"--backend {name}: {reason}")
     return list(dict.fromkeys(names))

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bench.commands.options import split_names
-from bench.errors import GOOD, InputError
+from bench.commands.options import backend_names
+from bench.errors import GOOD, InputError, suggest
 from bench.words import plural
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ def add(commands: Any) -> None:
     )
     option = parser.add_argument
     option("--samples", type=_integer, required=True, metavar="S", help="samples of the data set")
-    option("--batch-size", type=_integer, required=True, metavar="B", help="samples of a micro-batch on one rank")
+    option("--micro-batch", type=_integer, required=True, metavar="M", help="samples per micro-batch on a rank")
     option("--accumulate", type=_integer, default=1, metavar="N", help="micro-batches per window (default: 1)")
     option("--world-size", type=_integer, default=1, metavar="W", help="ranks (default: 1)")
     option("--epochs", type=_integer, metavar="E", help="epochs (default: 1, or no limit with --max-steps)")
@@ -49,9 +48,9 @@ def add(commands: Any) -> None:
     option(
         "--backend",
         action="append",
-        type=split_names,
+        type=backend_names,
         metavar="B[,B]",
-        help="only these; see 'backends' (default: all)",
+        help="only these, or module:Class for your own; see 'backends' (default: all)",
     )
     option("--json", action="store_true", help="one JSON object; its keys: see bench/commands/steps.py")
     parser.set_defaults(command=_steps)
@@ -73,7 +72,7 @@ def _steps(arguments: argparse.Namespace) -> int:
     max_steps = None if arguments.max_steps == -1 else arguments.max_steps
     training = TrainingPlan(
         samples=arguments.samples,
-        batch_size=arguments.batch_size,
+        batch_size=arguments.micro_batch,
         accumulate=arguments.accumulate,
         world_size=arguments.world_size,
         epochs=1 if arguments.epochs is None and max_steps is None else arguments.epochs,
@@ -116,9 +115,7 @@ def _chosen(asked: Sequence[str], known: Mapping[str, type[Backend]]) -> dict[st
         raise InputError("--backend: no name is given; it must be 'all' or a list of backend names")
     for name in asked:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
-            raise InputError(f"--backend: '{name}' is unknown; {hint}")
+            raise InputError(f"--backend: '{name}' is unknown; {suggest(name, known)}")
     return {name: backend for name, backend in known.items() if name in asked}
 
 

@@ -1,29 +1,31 @@
 """Which of the predicted backends is best, and at which N and speed of the link that changes.
 
-The best backend is, among those that fit, can run the cell and are not known to be wrong, the one with the smallest
-upper bound of a step's time. Upper bounds within the margin of the smallest are a tie, which the lower bound breaks,
-again within the margin, and then the least peak memory.
+A backend may win if it fits, can run the cell and is not known to be wrong. It is certainly the best if its upper bound
+of a step's time is at most the margin above the lower bounds of all others: whatever they hide, none is faster by more.
+Of several such backends the one with the least peak memory is the best. If there is none, the bounds overlap and the
+answer is undecided; what leads then has the smallest upper bound. Backends with the same bounds send the same, and do
+not make each other uncertain.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from bench.forecast.prediction import Bounds, Link, Prediction
 
 MARGIN = 0.02
-"""Upper bounds this near to the smallest are a tie: what ``compare`` calls the same."""
+"""Times this near to each other are the same, as ``compare`` calls it."""
 LARGEST_N = 256
-"""The sweep over N ends here, or at the asked N if that is larger."""
+"""End of the sweep over N, unless the N that is asked for is larger."""
 LINKS = (1e8, 1e12)
-"""Bytes/s between which the speed of the link is swept, further if the asked one is outside."""
+"""Bytes/s between which the speed of the link is swept, extended to the one that is asked for."""
 PER_DECADE = 25
-"""Speeds tried per decade; a winner of a shorter stretch of speeds may be missed."""
+"""Speeds tried per decade; an answer that holds for a shorter range may be missed."""
 EXACT = 1e-3
-"""Relative: how exactly a speed of the link is found at which the winner changes."""
+"""Relative error of the speeds at which the answer changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +33,16 @@ class Choice:
     """The best backend at one point, or none."""
 
     best: str
-    """Name, or empty if no backend may win."""
+    """Name of the best, or of what leads; empty if no backend may win."""
     equal: tuple[str, ...] = ()
     """Further backends with the same bounds and the same memory."""
+    undecided: bool = False
+    """Whether another may be faster, by more than the margin."""
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """A range of link speeds, or of N, with one answer."""
+    """A range of N, or of link speeds in bytes/s, with one answer."""
 
     low: float
     high: float
@@ -47,23 +51,23 @@ class Stretch:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is asked of the predictions: which backend is best under these limits."""
+    """The backends to choose from, and the limits."""
 
     predictions: Sequence[Prediction]
     compute_s: float
-    """Of one optimizer step at ``accumulate``, on a rank."""
+    """Seconds of compute per optimizer step, on a rank."""
     accumulate: int
-    """N of ``compute_s``."""
+    """N, which ``compute_s`` is for."""
     memory_bytes: int | None = None
-    """Of a device; None for no limit."""
+    """What of a device's memory a prediction may fill; None for no limit."""
     margin: float = MARGIN
 
     def compute(self, accumulate: int) -> float:
-        """Seconds of compute at another N: the micro-batch is fixed, so it grows with N."""
+        """Seconds of compute at another N, with the same micro-batch."""
         return self.compute_s * accumulate / self.accumulate
 
     def bounds(self, one: Prediction, accumulate: int, link: Link) -> Bounds:
-        """Of a step's time."""
+        """The bounds of a step's time."""
         compute, communication = self.compute(accumulate), one.traffic(accumulate).seconds(link)
         return Bounds(max(compute, communication), compute + communication)
 
@@ -77,20 +81,39 @@ class Question:
 
     def choose(self, accumulate: int, link: Link) -> Choice:
         """The best backend; see the docstring of the module."""
-        found = {one.name: self.bounds(one, accumulate, link) for one in self.predictions
-                 if self.may_win(one, accumulate)}  # fmt: skip
+        found = self._candidates(accumulate, link)
         if not found:
             return Choice("")
-        peaks = {one.name: one.memory(accumulate).peak for one in self.predictions if one.name in found}
-        for bound in (lambda b: b.upper, lambda b: b.lower):
-            limit = min(map(bound, found.values())) * (1 + self.margin)
-            found = {name: bounds for name, bounds in found.items() if bound(bounds) <= limit}
-        ranks = {name: (peaks[name], bounds.upper, bounds.lower) for name, bounds in found.items()}
+        certain = [name for name in found if not self._faster(name, found)]
+        least = min(bounds.upper for bounds, _ in found.values())
+        chosen = certain or [name for name, (bounds, _) in found.items() if bounds.upper == least]
+        ranks = {name: (found[name][1], found[name][0].upper, found[name][0].lower) for name in chosen}
         best = min(ranks, key=lambda name: ranks[name])
-        return Choice(best, tuple(name for name in ranks if name != best and ranks[name] == ranks[best]))
+        equal = tuple(name for name in ranks if name != best and ranks[name] == ranks[best])
+        return Choice(best, equal, undecided=not certain)
+
+    def rivals(self, name: str, accumulate: int, link: Link) -> list[str]:
+        """The backends that may be faster than this one by more than the margin."""
+        return self._faster(name, self._candidates(accumulate, link))
+
+    def _candidates(self, accumulate: int, link: Link) -> dict[str, tuple[Bounds, int]]:
+        """Bounds and peak memory in bytes of the backends that may win, by name."""
+        return {
+            one.name: (self.bounds(one, accumulate, link), one.memory(accumulate).peak)
+            for one in self.predictions
+            if self.may_win(one, accumulate)
+        }
+
+    def _faster(self, name: str, candidates: Mapping[str, tuple[Bounds, int]]) -> list[str]:
+        own, _ = candidates[name]
+        return [
+            other
+            for other, (bounds, _) in candidates.items()
+            if bounds != own and bounds.lower * (1 + self.margin) < own.upper
+        ]
 
     def along_link(self, accumulate: int, latency_s: float, asked: float | None = None) -> list[Stretch]:
-        """The answers over the speed of the link, from slow to fast; edges are exact to EXACT."""
+        """The answers over the speed of the link, from slow to fast; where they change is exact to EXACT."""
         low, high = (min(LINKS[0], asked), max(LINKS[1], asked)) if asked else LINKS
         steps = max(1, math.ceil(PER_DECADE * math.log10(high / low)))
         speeds = [low * (high / low) ** (i / steps) for i in range(steps + 1)]
@@ -106,7 +129,7 @@ class Question:
         return [2**i for i in range(math.ceil(math.log2(max(LARGEST_N, self.accumulate))) + 1)]
 
     def along_n(self, link: Link) -> list[Stretch]:
-        """The answers over N in powers of two, and the exact N at which they change between two of them."""
+        """The answers over N, tried in powers of two; where two differ, the N at which they change is searched."""
         powers = self.powers
         found: list[Stretch] = []
         answers = [self.choose(n, link) for n in powers]
@@ -122,18 +145,18 @@ class Question:
         return [*found, Stretch(first, powers[-1], answers[-1])]
 
     def rows_of_map(self, link: Link) -> dict[int, list[Stretch]]:
-        """``along_link`` for every N of the sweep."""
+        """``along_link`` for each N of the sweep."""
         return {n: self.along_link(n, link.latency_s, link.bytes_per_s) for n in self.powers}
 
     def hidden_from(self, one: Prediction, accumulate: int, latency_s: float) -> float:
-        """Bytes/s of the link from which all communication could be hidden; infinite if latency alone is too long."""
+        """Bytes/s from which a link could be hidden behind compute; infinite if the latency alone takes longer."""
         traffic = one.traffic(accumulate)
         room = self.compute(accumulate) - traffic.calls * latency_s
         return traffic.wire_bytes / room if room > 0 else math.inf
 
 
 def _stretches(speeds: Sequence[float], answer: Callable[[float], Choice]) -> Iterator[Stretch]:
-    """Stretches of one answer; the speed at which it changes is found by bisection on a logarithmic scale."""
+    """Stretches with one answer each; where it changes is found by bisection on a logarithmic scale."""
     start, now = speeds[0], answer(speeds[0])
     for slow, fast in pairwise(speeds):
         low = slow
@@ -149,22 +172,31 @@ def _stretches(speeds: Sequence[float], answer: Callable[[float], Choice]) -> It
 
 
 def where_best(name: str, stretches: Sequence[Stretch]) -> list[tuple[float, float]]:
-    """The stretches in which a backend is the best, or as good as the one that is named."""
-    return [(one.low, one.high) for one in stretches if name == one.choice.best or name in one.choice.equal]
+    """The stretches in which a backend is certainly the best, or as good as the one that is named."""
+    return [
+        (one.low, one.high)
+        for one in stretches
+        if not one.choice.undecided and name in (one.choice.best, *one.choice.equal)
+    ]
 
 
 @dataclass(frozen=True)
-class Answer:
-    """Which backend is best where it was asked, and where that changes."""
+class Recommendation:
+    """The best backend at the N and the link that were asked for, and where that changes."""
 
     here: Choice
+    rivals: list[str]
+    """What may be faster than ``here.best``; empty if that is decided."""
     along_n: list[Stretch]
     """At the asked link."""
     along_link: list[Stretch]
     """At the asked N, in bytes/s."""
 
     @classmethod
-    def of(cls, question: Question, link: Link) -> Answer:
+    def of(cls, question: Question, link: Link) -> Recommendation:
         """The answer at the question's N and this link."""
-        along_link = question.along_link(question.accumulate, link.latency_s, link.bytes_per_s)
-        return cls(question.choose(question.accumulate, link), question.along_n(link), along_link)
+        n = question.accumulate
+        here = question.choose(n, link)
+        rivals = question.rivals(here.best, n, link) if here.best else []
+        along_link = question.along_link(n, link.latency_s, link.bytes_per_s)
+        return cls(here, rivals, question.along_n(link), along_link)

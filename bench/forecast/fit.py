@@ -1,9 +1,10 @@
-"""Which cells fit into a GPU's memory, by prediction: those that do not are skipped, and the number is said."""
+"""Which cells fit into a GPU's memory, by prediction; ``run`` and ``plan`` skip the others."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from bench.backends.deepspeed import DeepSpeedZero2Deferred
 from bench.forecast.footprint import declined, footprint
@@ -12,17 +13,40 @@ from bench.judge.formulas import BUILT_IN, expect, layout_of
 from bench.plan.cell import REFERENCE, Cell, Device, Precision
 from bench.workload.batches import slice_size
 
-USABLE = 0.95
-"""Share of a GPU's memory that a prediction may fill. The rest is for what is not predicted: the CUDA context, work
-spaces of libraries, the allocator's rounding and fragmentation, and the tokens."""
-CONTEXT_BYTES = 2**29
-"""Assumed for the CUDA context of each rank but the first that shares a GPU."""
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Memory of a GPU that no prediction counts."""
+
+    what: str
+    num_bytes: int
+    """Of each rank on the GPU."""
+    share: float
+    """Of the GPU's memory, on top."""
+    source: str
+
+
+CONTEXT = Reserve("CUDA context", 781 * 2**20, 0.0, "github.com/pytorch/pytorch/issues/34323")
+NCCL = Reserve("one NCCL communicator", 688 * 2**20, 0.0, "github.com/NVIDIA/nccl/issues/964, on A100 with NVLink")
+FRAGMENTS = Reserve(
+    "the allocator's fragments", 0, 0.05, "assumed; up to 43 % were reported for recomputation, arXiv:2507.16274"
+)
+
+
+def reserves(*, nccl: bool) -> tuple[Reserve, ...]:
+    """What is kept free on a GPU, with its sources."""
+    return (CONTEXT, NCCL, FRAGMENTS) if nccl else (CONTEXT, FRAGMENTS)
+
+
+def reserve_bytes(memory_bytes: int, *, nccl: bool, ranks: int = 1) -> int:
+    """Bytes of a GPU's memory that predictions leave free where so many ranks are on it."""
+    return sum(ranks * one.num_bytes + int(one.share * memory_bytes) for one in reserves(nccl=nccl))
 
 
 def predicted_bytes(cell: Cell) -> int | None:
-    """The peak of a rank's memory in bytes, by ``bench.forecast.footprint``; None for what is not predicted.
+    """The peak of a rank's memory in bytes; None for what is not predicted.
 
-    That of a reference is of its largest slice (``bench.workload.batches``).
+    A reference sees its batch in slices (``bench.workload.batches``), of which the largest counts.
     """
     layout, backend = layout_of(cell), BUILT_IN.get(cell.backend)
     if layout is None or backend is None or declined(cell, backend):
@@ -39,9 +63,9 @@ def predicted_bytes(cell: Cell) -> int | None:
 
 
 def peaks(cells: Sequence[Cell]) -> dict[str, int]:
-    """The predicted peak of each cell's fullest rank in bytes, by id; what is not predicted is left out.
+    """The predicted peak of each cell's fullest rank in bytes, by id.
 
-    Each cell is taken as it is, and references are left out: nothing is measured of their memory.
+    What is not predicted is left out, and so are references, whose memory is not measured.
     """
     found = {}
     for cell in cells:
@@ -54,24 +78,25 @@ def peaks(cells: Sequence[Cell]) -> dict[str, int]:
 
 
 def too_large(cells: Sequence[Cell], memory_bytes: int, num_gpus: int) -> dict[str, str]:
-    """Why cells on CUDA do not fit into so many GPUs with so much memory each, by id; those that may are not listed.
+    """Why cells on CUDA do not fit into ``num_gpus`` GPUs with so much memory each, by id; only those that do not.
 
-    A cell whose reference does not fit could not be checked, and so counts as one that does not. Ranks that share a
-    GPU (``bench.launch.rank``) are counted as if all were at their peaks at once, as in equal steps they may be.
+    A cell whose reference does not fit could not be checked, and so does not fit either. Ranks that share a GPU
+    (``bench.launch.rank``) are assumed to be at their peaks at the same time.
     """
     known: dict[Cell, int | None] = {}
     found = {}
     for cell in cells:
-        if cell.device is not Device.CUDA or cell.fake_tensors:
+        if cell.device is not Device.CUDA or not cell.world.computes:
             continue
-        for one in (cell,) if cell.virtual else dict.fromkeys((cell, cell.reference())):
+        for one in dict.fromkeys((cell, cell.reference())) if cell.world.has_values else (cell,):
             if one not in known:
                 known[one] = predicted_bytes(one)
-            need, ranks = known[one], -(-one.world_size // num_gpus) if one.shared_gpu else 1
-            if need is not None and (need := ranks * need + (ranks - 1) * CONTEXT_BYTES) > USABLE * memory_bytes:
+            need, ranks = known[one], -(-one.world_size // num_gpus) if one.world.shares_gpus else 1
+            free = reserve_bytes(memory_bytes, nccl=one.num_processes > 1 and not one.world.shares_gpus, ranks=ranks)
+            if need is not None and (need := ranks * need) > memory_bytes - free:
                 who = f"{one.model} needs" if one is cell else f"the fp32 reference of {one.model} needs"
                 who = f"{one.model} on {ranks} ranks of one GPU needs" if ranks > 1 else who
-                kept = "" if need > memory_bytes else f", and {100 * (1 - USABLE):.0f} % of it are kept free"
+                kept = "" if need > memory_bytes else f", of which {free / 2**30:.1f} GiB are kept free"
                 found[cell.cell_id] = f"{who} {_gib(need)} by prediction, the GPU has {_gib(memory_bytes)}{kept}"
                 break
     return found

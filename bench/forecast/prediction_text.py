@@ -2,39 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.forecast.best import Answer, Choice, Stretch
+from bench.forecast.best import Choice, Recommendation, Stretch
+from bench.forecast.fit import reserves
 from bench.forecast.footprint import ACCURACY
 from bench.forecast.prediction import NOT_PREDICTED, Link
 from bench.plan.cell import Cell
 from bench.plan.models import SIZES
 
 GIB = 2**30
-COLUMNS = (
-    ("param", ("parameters",)),
-    ("gathered*", ("parameters_transient",)),
-    ("grad", ("gradients",)),
-    ("new grad*", ("gradients_transient",)),
-    ("optim", ("optimizer_state",)),
-    ("buffers*", ("communication",)),
-    ("activ.*", ("activations",)),
-    ("work*", ("temporaries",)),
+COLUMNS = {
+    "param": ("parameters",),
+    "grad": ("gradients",),
+    "optim": ("optimizer_state",),
+    "activ.*": ("activations",),
+    "other*": ("parameters_transient", "gradients_transient", "communication", "temporaries"),
+}
+"""Columns of the table, each with the categories of ``bench.forecast.live`` that it adds up."""
+COUNTED = (
+    "activations are estimated by counting the tensors that autograd saves (Korthikanti et al., arXiv:2205.05198; a "
+    "Llama block with fused attention)"
 )
-"""Columns of the table, each with the categories of ``bench.forecast.footprint`` that it shows."""
-ESTIMATE = (
-    "* estimated: ACTIVATIONS ARE ESTIMATED by counting the tensors that autograd saves (Korthikanti et al., "
-    "arXiv:2205.05198, for a Llama block with fused attention, nothing recomputed), and so is what comes and goes: "
-    "gathered or cast parameters, new gradients, buffers, and the work space, in the loss three fp32 tensors of tokens "
-    "x vocabulary. param, grad and optim are exact by formula where they are held. The CUDA context, NCCL and the "
-    "allocator's fragments are not counted."
+GIVEN = "activations are those of --activations"
+REST = (
+    "other, estimated too: gathered and cast parameters, new gradients, buffers and work space, in the loss three fp32 "
+    "tensors of tokens x vocabulary. param, grad and optim are exact where they are held."
 )
 ACCURATE = f"Accuracy of the peaks: {ACCURACY} (docs/memory-and-bytes.md); CUDA was not checked."
 BOUNDS = (
-    "lower = max(compute, communication), as if all of it could be hidden; upper = their sum, nothing hidden; "
-    "communication = calls x latency + wire bytes / link, wire bytes derived for ring algorithms"
+    "lower = max(compute, communication): all that can be hidden is hidden; upper = compute + communication: nothing "
+    "is. communication = calls x latency + wire bytes / link, with the wire bytes of ring algorithms."
 )
 
 
@@ -49,19 +49,27 @@ class About:
     compute_s: float | None
     compute_from: str
     memory_bytes: int | None
+    reserve_bytes: int
+    """What is kept free of ``memory_bytes``."""
+    reserve_given: bool
     activations_given: bool
     margin: float
-    answer: Answer | None
+    answer: Recommendation | None
 
     @property
     def setting(self) -> str:
         """What is trained, on how many ranks."""
+        cell = self.cell
+        return f"{self.work}; W = {cell.world_size}, N = {cell.accumulate}: B = {cell.global_batch_size} samples"
+
+    @property
+    def work(self) -> str:
+        """What is trained, whatever N is."""
         cell, parameters = self.cell, SIZES[self.cell.model].num_parameters
         checkpointed = ", activation checkpointing" * cell.activation_checkpointing
         return (
             f"model {cell.model} ({parameters / 1e9:.3g} G parameters), {cell.precision}, {cell.optimizer}, "
-            f"{cell.device}{checkpointed}; W = {cell.world_size} ranks, N = {cell.accumulate} micro-batches of "
-            f"{cell.micro_batch_size} x {cell.sequence_length} tokens on each: B = {cell.global_batch_size} samples"
+            f"{cell.device}{checkpointed}, micro-batches of {cell.micro_batch_size} x {cell.sequence_length} tokens"
         )
 
     @property
@@ -74,8 +82,14 @@ class About:
         if self.compute_s is not None:
             parts.append(f"compute {self.compute_s:.4g} s per optimizer step ({self.compute_from})")
         if self.memory_bytes is not None:
-            parts.append(f"memory {self.memory_bytes / GIB:.4g} GiB")
+            kept = f", {gib(self.reserve_bytes)} of it reserved" * bool(self.reserve_bytes)
+            parts.append(f"memory {gib(self.memory_bytes)}{kept}")
         return "; ".join(parts)
+
+    @property
+    def usable_bytes(self) -> int | None:
+        """What a prediction may fill; None for no limit."""
+        return None if self.memory_bytes is None else self.memory_bytes - self.reserve_bytes
 
 
 def rate(bytes_per_s: float) -> str:
@@ -86,65 +100,75 @@ def rate(bytes_per_s: float) -> str:
     return f"{bytes_per_s:.3g} B/s"
 
 
+def gib(size: float) -> str:
+    """``74.6 GiB``."""
+    return f"{size / GIB:.3g} GiB"
+
+
 def header(about: About) -> tuple[str, ...]:
-    """Of the table."""
-    names = ["backend", *(name for name, _ in COLUMNS), "peak", "at"]
+    """The names of the table's columns; that of the remarks is empty."""
+    names = ["backend", *COLUMNS, "peak"]
     names += ["fits"] if about.memory_bytes is not None else []
-    names += ["calls", "wire"]
     names += ["comm/s"] if about.link is not None else []
     return (*names, *(("lower/s", "upper/s") if about.answer is not None else ()), "")
 
 
 def cells_of(about: About, row: Mapping[str, Any]) -> tuple[str, ...]:
     """One backend's row; sizes in GiB."""
-    width = len(header(about)) - 2
     if row["refusal"]:
-        refused = "" if row["refusal"].startswith(NOT_PREDICTED) else "refused: "
-        return (row["backend"], *["-"] * width, f"{refused}{row['refusal']}")
-    found = [row["backend"], *(_gib(sum(row["memory"][c] for c in of)) for _, of in COLUMNS)]
-    found += [_gib(row["peak_memory_bytes"]), row["peak_at"]]
+        return (row["backend"], *["-"] * (len(header(about)) - 2), _remark(about, row))
+    found = [row["backend"], *(_short(sum(row["memory"][c] for c in of)) for of in COLUMNS.values())]
+    found.append(_short(row["peak_memory_bytes"]))
     if about.memory_bytes is not None:
         found.append("yes" if row["fits"] else "NO")
-    found += [f"{row['num_calls']}", _gib(row["wire_bytes"])]
     if about.link is not None:
         found.append(f"{row['communication_s']:.4g}")
     if about.answer is not None:
         found += [f"{row['lower_s']:.4g}", f"{row['upper_s']:.4g}"]
-    remark = f"WRONG: {row['defect']}; cannot be the best" if row["defect"] else "best" if row["best"] else ""
-    return (*found, remark)
+    return (*found, _remark(about, row))
 
 
-def _gib(size: float) -> str:
-    """Three digits, or as many as the whole part has; a dash for nothing."""
+def _remark(about: About, row: Mapping[str, Any]) -> str:
+    if row["refusal"]:
+        return NOT_PREDICTED if row["refusal"].startswith(NOT_PREDICTED) else "refused"
+    if row["defect"]:
+        return "WRONG"
+    if about.answer is not None and row["backend"] in about.answer.rivals:
+        return "may be the fastest"
+    return "best" if row["best"] else "recommended" if row["recommended"] else ""
+
+
+def _reasons(about: About, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Why backends are refused, not predicted or wrong; those with the same reason in one line."""
+    groups: dict[str, list[str]] = {}
+    for row in rows:
+        if why := row["refusal"].removeprefix(f"{NOT_PREDICTED}: ") or row["defect"]:
+            groups.setdefault(f"{_remark(about, row)}: {why}", []).append(row["backend"])
+    return [f"{', '.join(names)}: {why}." for why, names in groups.items()]
+
+
+def _short(size: float) -> str:
+    """GiB with three digits, or as many as the whole part has; a dash for nothing."""
+    value = size / GIB
     if not size:
         return "-"
-    value = size / GIB
-    return (
-        f"{value:.0f}"
-        if value >= 100
-        else f"{value:.1f}"
-        if value >= 10
-        else f"{value:.2f}"
-        if value >= 0.01
-        else "<0.01"
-    )
+    if value < 0.01:
+        return "<0.01"
+    return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
 
 
 def lines(about: About, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """All that is printed."""
     table = [header(about), *(cells_of(about, row) for row in rows)]
     widths = [max(len(row[i]) for row in table) for i in range(len(table[0]) - 1)]
-    found = [
-        about.setting,
-        *([about.limits] if about.limits else []),
-        "",
-        "GiB of a rank at the peak, and one optimizer step:",
-    ]
+    found = [about.setting, *filter(None, [about.limits]), "", "GiB of a rank at its peak, and one optimizer step:"]
     for row in table:
-        first = row[0].ljust(widths[0])
         rest = [text.rjust(width) for text, width in zip(row[1:-1], widths[1:], strict=True)]
-        found.append("  ".join([first, *rest, row[-1]]).rstrip())
-    return [*found, "", *collectives(rows), "", *notes(about)]
+        found.append("  ".join([row[0].ljust(widths[0]), *rest, row[-1]]).rstrip())
+    return [
+        *(*found, *_reasons(about, rows), ""),
+        *(*collectives(rows), "", *notes(about), "", *recommendation(about, rows)),
+    ]
 
 
 def collectives(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -171,63 +195,129 @@ def _size(size: float) -> str:
 
 def notes(about: About) -> list[str]:
     """What is assumed, and which backend is best where."""
-    words = ESTIMATE
-    if about.activations_given:
-        words = words.replace("ACTIVATIONS ARE ESTIMATED by counting", "activations are as given, without counting")
+    found = [f"* {GIVEN if about.activations_given else COUNTED}; {REST}", ACCURATE]
     if about.cell.activation_checkpointing:
-        words = words.replace("nothing recomputed", "of each block its input, and of one block all: it is recomputed")
-    found = [words, ACCURATE]
+        found.append("Activation checkpointing: blocks keep their input, and compute their forward once more.")
+    if about.memory_bytes is not None:
+        found.append(_reserved(about))
     if about.cell.world_size == 1:
-        found.append("One rank: what collectives a framework still calls send nothing and take no time here.")
-    if about.link is None:
-        found.append("No --link: no time of communication, and no best backend.")
-    elif about.compute_s is None:
-        found.append(
-            "--compute-time is needed for the bounds of a step and the best backend; or --peak, to guess it from FLOPs."
-        )
+        found.append("One rank: the collectives that a framework still calls send nothing and take no time here.")
     if about.answer is None:
         return found
-    found.append(BOUNDS + ".")
-    found.append(
-        "best = the smallest upper bound among those that "
-        + ("fit and " if about.memory_bytes is not None else "")
-        + f"are not refused or known to be wrong; within {100 * about.margin:g} % the lower bound decides, then the "
-        "memory."
-    )
-    return [*found, *verdicts(about, about.answer)]
-
-
-def verdicts(about: About, answer: Answer) -> list[str]:
-    """Which is best, and where the answer flips."""
     assert about.link is not None
-    here = f"N = {about.cell.accumulate} and {rate(about.link.bytes_per_s)}"
-    found = [f"Best at {here}: {named(answer.here)}."]
-    found.append(_flips("N", answer.along_n, lambda n: f"{n:.0f}", f"at {rate(about.link.bytes_per_s)}"))
-    found.append(_flips("link", answer.along_link, rate, f"at N = {about.cell.accumulate}"))
-    return found
+    within = f"{100 * about.margin:g} %"
+    at = rate(about.link.bytes_per_s)
+    over_n = _flips("N", about.answer.along_n, lambda n: f"{n:.0f}", f"at {at}, with compute in proportion to N")
+    return [
+        *found,
+        BOUNDS,
+        f"best: no other backend{' that fits' * (about.memory_bytes is not None)} can be more than {within} faster, "
+        f"whatever is hidden, and of those within {within} it needs the least memory. Otherwise it is undecided, and "
+        "the smallest upper bound leads.",
+        over_n,
+        _flips("the link", about.answer.along_link, rate, f"at N = {about.cell.accumulate}"),
+    ]
+
+
+def _reserved(about: About) -> str:
+    """Which part of the memory is kept free, and why so much."""
+    if about.reserve_given or not about.reserve_bytes:
+        return (
+            f"Reserve: {gib(about.reserve_bytes)} of a device's memory, {'as given' * about.reserve_given or 'none'}."
+        )
+    assert about.memory_bytes is not None
+    parts = "; ".join(
+        f"{one.what} {gib(one.num_bytes + one.share * about.memory_bytes)} ({one.source})"
+        for one in reserves(nccl=about.cell.world_size > 1)
+    )
+    return f"Reserve: {parts}. --reserve changes the sum."
 
 
 def named(choice: Choice) -> str:
-    """The backend, and those that are as good by all numbers."""
+    """The backend, those that are as good by all numbers, and whether that is certain."""
     if not choice.best:
-        return "none: nothing fits"
-    return choice.best + (f" (equal: {', '.join(choice.equal)})" if choice.equal else "")
+        return "nothing fits"
+    equal = f" (equal: {', '.join(choice.equal)})" if choice.equal else ""
+    return f"undecided, {choice.best} leads{equal}" if choice.undecided else f"{choice.best}{equal}"
 
 
-def _flips(what: str, stretches: Sequence[Stretch], show: Any, where: str) -> str:
-    ends = f"{show(stretches[0].low)} to {show(stretches[-1].high)}"
-    fixed = ", with the micro-batch fixed and compute in proportion to N" if what == "N" else ""
-    if len(stretches) == 1:
-        return f"Over {what} from {ends} {where}{fixed}: the answer does not flip: {named(stretches[0].choice)}."
+def _flips(what: str, stretches: Sequence[Stretch], show: Callable[[float], str], where: str) -> str:
     said = "; ".join(f"from {show(one.low)} on {named(one.choice)}" for one in stretches)
-    return f"Over {what} from {ends} {where}{fixed}: {said}."
+    if len(stretches) == 1:
+        said = f"always {named(stretches[0].choice)}"
+    return f"Over {what} from {show(stretches[0].low)} to {show(stretches[-1].high)} {where}: {said}."
+
+
+def recommendation(about: About, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What to take, with the reason; if that is undecided, also the command that decides it."""
+    unknown = [row["backend"] for row in rows if row["refusal"].startswith(NOT_PREDICTED)]
+    found = [f"Not predicted, and so not considered: {', '.join(unknown)}."] if unknown else []
+    able = [row for row in rows if not row["refusal"] and not row["defect"]]
+    fitting = [row for row in able if row["fits"] is not False]
+    if not fitting or about.answer is None:
+        return [*found, f"Recommendation: {_by_memory(about, fitting, able)}"]
+    here = about.answer.here
+    (best,) = (row for row in rows if row["backend"] == here.best)
+    equal = f" (equal: {', '.join(here.equal)})" if here.equal else ""
+    takes = f"{here.best}{equal}: {best['lower_s']:.4g} to {best['upper_s']:.4g} s per step"
+    takes += f", {gib(best['peak_memory_bytes'])} of memory"
+    if not here.undecided:
+        why = f"no other can be more than {100 * about.margin:g} % faster, whatever communication is hidden"
+        return [*found, f"Recommendation: {takes}; {why}."]
+    fastest = min(row["lower_s"] for row in rows if row["backend"] in about.answer.rivals)
+    return [
+        *found,
+        f"Undecided between {', '.join([here.best, *about.answer.rivals])}: their bounds overlap, and how much of its "
+        "communication each hides is not predicted.",
+        f"How much each hides on the GPUs of one machine is measured by: {_measure(about)}",
+        f"Recommendation until then: {takes}; the fastest if nothing is hidden, and at most "
+        f"{100 * (best['upper_s'] / fastest - 1):.2g} % slower than the best case of any other.",
+    ]
+
+
+def _by_memory(about: About, fitting: Sequence[Mapping[str, Any]], able: Sequence[Mapping[str, Any]]) -> str:
+    """What to take where no time is known, or why nothing can be taken."""
+    if not able:
+        return "none; every backend that was asked for is refused, not predicted, or known to be wrong."
+    least = min(fitting or able, key=lambda row: int(row["peak_memory_bytes"]))
+    needs = f"{gib(least['peak_memory_bytes'])} of memory"
+    if about.usable_bytes is not None:
+        needs += f", of {gib(about.usable_bytes)} that can be used"
+    if not fitting:
+        cure = "more ranks or a smaller micro-batch"
+        cure += "" if about.cell.activation_checkpointing else ", or --activation-checkpointing"
+        return f"none fits; {least['backend']} needs the least: {needs}. Try {cure}."
+    missing = [name for name, value in (("--link", about.link), ("--peak", about.compute_s)) if value is None]
+    return f"{least['backend']} needs the least: {needs}. For one by time, add {' and '.join(missing)}."
+
+
+def _measure(about: About) -> str:
+    """The command that measures the backends between which it is undecided; the model is that of the matrix."""
+    assert about.answer is not None
+    cell, names = about.cell, ",".join([about.answer.here.best, *about.answer.rivals])
+    checkpointed = " --activation-checkpointing on" * cell.activation_checkpointing
+    return (
+        f"python -m bench run --matrix gpu --backend {names} --accumulate {cell.accumulate} --micro-batch "
+        f"{cell.micro_batch_size} --precision {cell.precision}{checkpointed}"
+    )
 
 
 def markdown(about: About, rows: Sequence[Mapping[str, Any]]) -> str:
     """The same as a page."""
     names = header(about)
-    found = ["# Prediction", "", about.setting + ".", "", about.limits, "", "Sizes in GiB.", ""]
+    found = [
+        "# Prediction",
+        "",
+        f"{about.setting}.",
+        "",
+        about.limits,
+        "",
+        *(f"{line}\n" for line in recommendation(about, rows)),
+        "GiB of a rank at its peak, and one optimizer step:",
+        "",
+    ]
     found += [f"| {' | '.join(name or 'remark' for name in names)} |", "|" + " --- |" * len(names)]
     found += [f"| {' | '.join(cells_of(about, row))} |" for row in rows]
-    found += ["", *(line if line.endswith(":") else f"- {line.strip()}" for line in collectives(rows)), ""]
+    found += ["", *(f"- {line}" for line in _reasons(about, rows)), ""]
+    found += [*(line if line.endswith(":") else f"- {line.strip()}" for line in collectives(rows)), ""]
     return "\n".join([*found, *(f"- {note}" for note in notes(about)), ""])

@@ -134,13 +134,11 @@ def _held(filled: Filled, key: tuple[str, int], memory: pd.DataFrame, due: Mappi
 
 
 def _most_held(cell: Cell, layout: Layout, first: Mapping[str, int]) -> Mapping[str, int]:
-    """What the rank holds that holds most, as the ranks' memory is merged; of a virtual world there is the first.
+    """What the rank holds that holds most, as the ranks' memory is merged.
 
     Ranks differ where parameters do not divide: the last shards are shorter, and in ZeRO-2 a partition cuts others.
     """
-    if cell.virtual:
-        return first
-    others = (expect(cell, layout, rank=rank) for rank in range(1, cell.world_size))
+    others = (expect(cell, layout, rank=rank) for rank in range(1, cell.num_processes))
     return max([first, *(one.held for one in others if one)], key=lambda held: sum(held.values()))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,9 @@ from bench.judge.pairs import record
 from bench.judge.quoting import Quotes, place_of
 from bench.judge.samples import tokens_per_step
 from bench.judge.standing import Standing, standing
+from bench.judge.tables import frame_of
 from bench.plan.cell import Status
-from bench.plan.columns import COLUMNS, FRAMES, Column
+from bench.plan.columns import COLUMNS, FRAMES
 
 
 class Frames(Mapping[str, pd.DataFrame]):
@@ -73,13 +74,12 @@ class Frames(Mapping[str, pd.DataFrame]):
     @cached_property
     def ratios(self) -> pd.DataFrame:
         """One row per cell and baseline."""
-        return _frame([record(row) for row in self._standing.rows], COLUMNS["ratios"])
+        return frame_of("ratios", [record(row) for row in self._standing.rows])
 
     @cached_property
     def cells(self) -> pd.DataFrame:
         """One row per cell."""
-        quotes, rows = Quotes(self.run), self._standing.by_cell
-        return _frame([_cell_row(quotes, cell_id, rows.get(cell_id)) for cell_id in self.run.cells], COLUMNS["cells"])
+        return cells_frame(Quotes(self.run), self._standing)
 
     @cached_property
     def _standing(self) -> Standing:
@@ -92,9 +92,10 @@ def read(folder: str | Path) -> Frames:
     return Frames(hashed(load(path), path), path)
 
 
-def _frame(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, Column]) -> pd.DataFrame:
-    dtypes = {name: column.dtype for name, column in columns.items()}
-    return pd.DataFrame(rows, columns=list(columns)).astype(dtypes)
+def cells_frame(quotes: Quotes, against: Standing) -> pd.DataFrame:
+    """One row per cell: what may be said of it, and of its ratio to the baseline of ``against``."""
+    rows = against.by_cell
+    return frame_of("cells", [_cell_row(quotes, cell_id, rows.get(cell_id)) for cell_id in quotes.run.cells])
 
 
 def _cell_row(quotes: Quotes, cell_id: str, row: Any) -> dict[str, Any]:
@@ -105,7 +106,7 @@ def _cell_row(quotes: Quotes, cell_id: str, row: Any) -> dict[str, Any]:
     tokens = tokens_per_step(trials).iloc[0]
     values = {name: trials.iloc[0][name] for name in COLUMNS["cells"] if name in trials.columns}
     values |= {
-        "label": quote.cell.label,
+        "label": quotes.run.labels[cell_id],
         "status": first["status"],
         "reason": first["reason"],
         "comparable": not quote.barred and quote.num_ok > 0,

@@ -12,7 +12,7 @@ import pandas as pd
 from bench.judge import expected
 from bench.judge.causes import SAME_FACTOR, Clip, explain_clipping, explain_update
 from bench.judge.losses import Deviation, Losses
-from bench.judge.tables import Tables
+from bench.judge.tables import Tables, world_of
 from bench.plan.cell import SGD, Precision, Status
 from bench.plan.models import SIZES
 from bench.words import plural
@@ -73,12 +73,6 @@ def tolerance(precision: str, workload: str, model: str) -> Tolerance:
     return replace(found, update_error=max(found.update_error, round(limit, 3)))
 
 
-LONG_STEPS = 200
-"""Optimizer steps from which a run is long: rounding alone takes its losses apart in the end."""
-COMPARED_STEPS = 50
-"""How many of a long run's first losses are compared: sound backends came 2e-4 nats apart in 60 steps."""
-
-
 def judge(
     tables: Tables, layouts: Mapping[str, Layout] | None = None, peaks: Mapping[str, int] | None = None
 ) -> Tables:
@@ -97,8 +91,9 @@ def judge(
     for index, row in trials.iterrows():
         if row["status"] != Status.OK:
             continue
-        if pd.notna(row["virtual_world_size"]):
-            if reasons := [] if row["fake_tensors"] else _step_findings(row):
+        world = world_of(row)
+        if not world.has_values:
+            if reasons := _step_findings(row) if world.computes else []:
                 trials.loc[index, ["status", "reason"]] = [str(Status.INVALID), "; ".join(reasons)]
             continue
         deviations[index] = losses.deviation(row)

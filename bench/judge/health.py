@@ -163,9 +163,7 @@ def disk(facts: Facts) -> Iterator[Finding]:
 
 def memory(facts: Facts) -> Iterator[Finding]:
     """Whether two ranks fit into the memory."""
-    if facts.memory_bytes is None:
-        yield Finding(Level.WARNING, "memory", "how much is available is unknown: /proc/meminfo does not say")
-    elif facts.memory_bytes < MEMORY_BYTES:
+    if facts.memory_bytes < MEMORY_BYTES:
         what = f"{facts.memory_bytes / GIB:.3g} GiB are available, {MEMORY_BYTES / GIB:g} are wanted"
         yield Finding(Level.WARNING, "memory", f"{what}: end other programs, or run fewer ranks with --world-size 1")
     else:

@@ -10,20 +10,8 @@ from typing import Any
 from bench.judge.expected import cell_of
 from bench.judge.tables import Tables
 from bench.plan.cell import REFERENCES, Status
+from bench.plan.columns import WORK
 
-WORK = (
-    "workload",
-    "model",
-    "corpus",
-    "sequence_length",
-    "global_batch_size",
-    "optimizer",
-    "learning_rate",
-    "clip_norm",
-    "seed",
-    "device",
-)
-"""Columns that are equal if two cells do the same work in a step."""
 LONG_STEPS = 200
 """Optimizer steps from which a run is long: rounding alone takes its losses apart in the end."""
 COMPARED_STEPS = 50

@@ -7,7 +7,6 @@ known of it, nor of how the machine changed from one to the other.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -17,7 +16,7 @@ from bench.judge.bootstrap import RESAMPLES
 from bench.judge.loading import Run
 from bench.judge.sides import Sides
 from bench.judge.statistics import MARGIN, MIN_TRIALS, Interval, Sample, holm, ratio
-from bench.judge.verdicts import ALPHA, BLOCKS, ExactVerdict, Judgement, Side, exact, judge_all
+from bench.judge.verdicts import ALPHA, BLOCKS, ExactVerdict, Judgement, Reason, Side, exact, judge_all
 from bench.plan.cell import Cell, Status
 from bench.words import plural
 
@@ -199,13 +198,15 @@ def _rows(
     for pair, judgement, is_slower in zip(pairs, judged, slower, strict=True):
         blocked = judgement.comparison.blocked
         barred = blocked is not None and blocked[0] in BLOCKS
-        memory, steps = (_numbers(ours, theirs, pair, name, barred) for name in ("peak_memory_bytes", _STEPS))
+        # Bytes and counts have no noise: what others did on the machine does not matter to them.
+        unlike = barred and blocked is not None and blocked[0] is not Reason.DISTURBED
+        memory, steps = (_numbers(ours, theirs, pair, name, unlike) for name in ("peak_memory_bytes", _STEPS))
         share = memory.verdict.ratio
         found, unchecked = [SLOWER] * is_slower, []
         time = judgement.comparison.time
         if SLOWER in thresholds and (blocked is not None or time is None or time.low is None):
             unchecked.append(SLOWER)
-        if MEMORY in thresholds and (barred or share is None):
+        if MEMORY in thresholds and (unlike or share is None):
             unchecked.append(MEMORY)
         elif MEMORY in thresholds and share is not None and share > 1 + thresholds[MEMORY]:
             found.append(MEMORY)
@@ -297,8 +298,6 @@ def notes(a: Run, b: Run, rows: Sequence[ComparedPair], margin: float) -> list[s
             "the runs were made at different times: changes of the machine between them are in the ratios but not in "
             "their intervals; for a citation, run both sides interleaved, in one run"
         )
-        if a.name == b.name:
-            found.append("A and B have one run_id: if it is the same run, nothing is compared")
     few = sum(row.time is not None and row.time.low is None for row in rows)
     if few:
         found.append(f"no interval for {few} of {plural(len(rows), 'cell')}: fewer than {MIN_TRIALS} trials")
@@ -310,14 +309,28 @@ def notes(a: Run, b: Run, rows: Sequence[ComparedPair], margin: float) -> list[s
     return found
 
 
-def partnerless(
-    a: Run, b: Run, pairs: list[Pair], never: list[Pair], arguments: argparse.Namespace
-) -> dict[str, list[str]]:
-    """The labels of the cells that have no partner."""
+def partnerless(a: Run, b: Run, pairs: Sequence[Pair], backends: tuple[str | None, str | None]) -> dict[str, list[str]]:
+    """The labels of the cells that have no partner; of one run, those of the two backends that are compared."""
     found = {}
-    paired = {cell.cell_id for pair in [*pairs, *never] for cell in (pair.a, pair.b)}
-    for key, one, backend in (("only_a", a, arguments.against), ("only_b", b, arguments.backend)):
-        cells = [cell for cell_id, cell in one.cells.items() if cell_id not in paired]
-        wanted = [c for c in cells if (c.backend == backend if backend else not c.is_reference)]
-        found[key] = [cell.label for cell in wanted]
+    paired = {cell.cell_id for pair in pairs for cell in (pair.a, pair.b)}
+    for key, one, backend in zip(("only_a", "only_b"), (a, b), backends, strict=True):
+        alone = [cell for cell_id, cell in one.cells.items() if cell_id not in paired and not cell.twin]
+        found[key] = [c.label for c in alone if (c.backend == backend if backend else not c.is_reference)]
     return found
+
+
+def newly_failed(a: Run, b: Run, pairs: Sequence[Pair]) -> list[str]:
+    """The pairs in which trials of B did not end well, and all of A did: each with its name and how they ended."""
+    found = []
+    for pair in pairs:
+        before, after = _failures(a, pair.a), _failures(b, pair.b)
+        if after and not before:
+            found.append(f"{pair.name} ({', '.join(f'{count} {status}' for status, count in after.items())})")
+    return found
+
+
+def _failures(run: Run, cell: Cell) -> dict[str, int]:
+    """How many trials of a cell ended in which status; an interruption says nothing of the cell."""
+    trials = run.tables.trials
+    ends = trials.loc[trials["cell_id"] == cell.cell_id, "status"].value_counts()
+    return {str(status): int(n) for status, n in ends.items() if status not in {Status.OK, Status.INTERRUPTED}}

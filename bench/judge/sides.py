@@ -7,44 +7,35 @@ from typing import Any
 
 import pandas as pd
 
-from bench.judge.losses import WORK
 from bench.judge.statistics import Sample
-from bench.judge.tables import Tables
+from bench.judge.tables import WORLD, Tables, world_of
 from bench.judge.verdicts import Side
 from bench.plan.cell import Cell, Status
+from bench.plan.columns import AXES, WORK
 from bench.words import plural
 
 COLUMNS = [
-    *dict.fromkeys(
-        (
-            "cell_id",
-            "repeat",
-            "backend",
-            "accumulate",
-            "world_size",
-            "precision",
-            "accumulation_dtype",
-            *WORK,
-            "status",
-            "reason",
-            "optimizer_steps_expected",
-            "optimizer_steps_observed",
-            "peak_memory_bytes",
-            "peak_memory_source",
-            "shared_gpu",
-            "sm_clock_mhz",
-            "num_cpus",
-            "foreign_cores",
-            "stolen_cores",
-            "clock_slowdowns",
-            "foreign_gpu_processes",
-        )
-    )
+    "cell_id",
+    "repeat",
+    *AXES,
+    "status",
+    "reason",
+    "optimizer_steps_expected",
+    "optimizer_steps_observed",
+    "peak_memory_bytes",
+    "peak_memory_source",
+    *WORLD,
+    "sm_clock_mhz",
+    "num_cpus",
+    "foreign_cores",
+    "stolen_cores",
+    "clock_slowdowns",
+    "foreign_gpu_processes",
 ]
 """Of the trials, that a side is made of."""
 NUMBERS = ["optimizer_steps_observed", "peak_memory_bytes", "peak_memory_source"]
 """What of good trials is compared beside their time."""
-ROW = ["repeat", "status", "reason", "optimizer_steps_expected", "shared_gpu", "sm_clock_mhz"]
+ROW = ["repeat", "status", "reason", "optimizer_steps_expected", *WORLD, "sm_clock_mhz"]
 
 
 def side(tables: Tables, cell_id: str) -> Side:
@@ -185,9 +176,8 @@ def restless(trials: pd.DataFrame) -> list[str]:
 
 def _wrong_steps(row: Any, numbers: list[int]) -> str:
     """What is wrong with the steps of a good trial: one per optimizer step, from the first timed one to the last."""
-    if row["shared_gpu"] is True:
-        return "its ranks shared a GPU, so nothing was timed"
     if not numbers:
-        return "no step was timed"
+        world = world_of(row)
+        return "no step was timed" if world.is_timed else world.caveat
     due = list(range(numbers[0], int(row["optimizer_steps_expected"])))
     return "" if numbers == due else f"{len(numbers)} steps were timed, {len(due)} were due: a micro-batch is no step"

@@ -15,6 +15,7 @@ from bench.measure.dispatch import NUMBERS, OTHER_WORK
 from bench.plan.cell import Cell, Precision, Status
 from bench.plan.columns import COLUMNS, dtypes
 from bench.plan.estimates import peak_flops
+from bench.plan.world import World
 from bench.run.journal import Journal, read_manifest
 from bench.run.warmup import warmup
 
@@ -31,8 +32,8 @@ def products_rate(entries: Iterable[Mapping[str, Any]], world_size: int, precisi
     return None
 
 
-NAMES = ("trials", "steps", "losses", "collectives", "memory")
-"""Names of the tables that come from the journal."""
+WORLD = ["virtual_world_size", "fake_tensors", "shared_gpu"]
+"""Columns of trials that say which world theirs is."""
 
 
 @dataclass
@@ -48,13 +49,17 @@ class Tables:
     def write(self, folder: Path) -> list[Path]:
         """Write each table as parquet; returns the paths."""
         paths = []
-        for field in fields(self):
-            path = folder / f"{field.name}.parquet"
+        for name in NAMES:
+            path = folder / f"{name}.parquet"
             draft = path.with_suffix(".tmp")
-            getattr(self, field.name).to_parquet(draft, index=False)
+            getattr(self, name).to_parquet(draft, index=False)
             draft.replace(path)
             paths.append(path)
         return paths
+
+
+NAMES = tuple(field.name for field in fields(Tables))
+"""Names of the tables that come from the journal."""
 
 
 def load(folder: Path) -> Tables:
@@ -91,7 +96,8 @@ def frame_of(name: str, rows: Sequence[Mapping[Any, Any]]) -> pd.DataFrame:
 
 def _trial_row(record: dict[str, Any], manifest: dict[str, Any], once: dict[tuple[str, str], Any]) -> dict[str, Any]:
     cell = Cell.from_dict(record["cell"])
-    row: dict[str, Any] = {name: record["cell"].get(name) for name in COLUMNS["trials"] if name in record["cell"]}
+    # Of the cell, not of the record: older ones lack fields.
+    row: dict[str, Any] = {name: value for name, value in cell.to_dict().items() if name in COLUMNS["trials"]}
     described = manifest["backends"].get(cell.backend, {})
     row |= {name: described.get(name) for name in ("framework", "sharding", "sync")}
     row |= {
@@ -110,12 +116,9 @@ def _trial_row(record: dict[str, Any], manifest: dict[str, Any], once: dict[tupl
         )
     }
     row["run_id"] = manifest["run_id"]
-    # Older records have none of these.
-    row |= {name: getattr(cell, name) for name in ("clip_norm", "twin", "activation_checkpointing", "compiled")}
-    row["virtual_world_size"] = cell.world_size if cell.virtual else None
+    row["virtual_world_size"] = None if cell.world.has_all_ranks else cell.world_size
     row["micro_batch_size"] = cell.micro_batch_size
-    row |= {"fake_tensors": cell.fake_tensors, "shared_gpu": cell.shared_gpu}
-    row["optimizer_steps_expected"] = None if cell.fake_tensors else cell.windows
+    row["optimizer_steps_expected"] = cell.windows if cell.world.computes else None
     row["num_passes"] = len(record.get("passes", ()))
     if record.get("training_s") is not None:
         row["overhead_s"] = record["wall_s"] - record["training_s"]
@@ -133,7 +136,7 @@ def _trial_row(record: dict[str, Any], manifest: dict[str, Any], once: dict[tupl
     if dispatch and good:
         row |= {f"{name}_per_micro_batch": _share(dispatch[name], cell.accumulate) for name in NUMBERS}
         row[OTHER_WORK] = dispatch.get(OTHER_WORK)
-        if cell.shared_gpu:
+        if not cell.world.is_timed:
             row["cpu_s_per_micro_batch"] = None
     exposure = once.get((record["cell_id"], "exposure"))
     if exposure and good:
@@ -147,9 +150,20 @@ def _trial_row(record: dict[str, Any], manifest: dict[str, Any], once: dict[tupl
     return row
 
 
+def world_of(trial: Any) -> World:
+    """The world of a row of the trials table."""
+    virtual, fake_tensors, shared_gpu = (trial[name] for name in WORLD)
+    return World.of(virtual=pd.notna(virtual), fake_tensors=fake_tensors is True, shared_gpu=shared_gpu is True)
+
+
+def worlds(trials: pd.DataFrame) -> pd.Series:
+    """The world of each row of the trials table."""
+    return pd.Series(map(world_of, trials[WORLD].to_dict("records")), index=trials.index, dtype=object)
+
+
 def step_time(cell: Cell, timed: Mapping[str, Any] | None) -> float | None:
     """A trial's step time: the median of its settled steps in seconds, from its record of the time pass, if any."""
-    if not timed or not timed["step_seconds"] or cell.shared_gpu:
+    if not timed or not timed["step_seconds"] or not cell.world.is_timed:
         return None
     return float(statistics.median(timed["step_seconds"][_unsettled(timed) :]))
 
@@ -173,12 +187,12 @@ def _timed_columns(
     if timed["reported"]:
         row["optimizer_steps_reported_by"], row["optimizer_steps_reported"] = next(iter(timed["reported"].items()))
     row |= {name: (timed.get("host") or {}).get(name) for name in ("num_cpus", "foreign_cores", "stolen_cores")}
-    if record.get("gpus") and not cell.shared_gpu:
+    if record.get("gpus") and cell.world.is_timed:
         row |= _gpu_columns(record["gpus"]["gpus"], len(timed["step_seconds"]), record["tokens_per_step"])
     if (seconds := step_time(cell, timed)) is not None:
         row["num_warmup_steps"] = cell.warmup_windows + _unsettled(timed)
         row["step_time_s"] = seconds
-    if "step_time_s" in row and not cell.virtual:  # a virtual world's step time is that of computing alone
+    if "step_time_s" in row and cell.world.times_communication:
         row["tokens_per_s"] = record["tokens_per_step"] / row["step_time_s"]
         if record["flops_per_step"]:
             rate = record["flops_per_step"] / row["step_time_s"]
@@ -234,12 +248,12 @@ def _child_rows(record: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     settled = first + (_unsettled(timed) if timed else 0)
     memory = {f"tracked_{name}": size for name, size in (record.get("memory") or {}).items() if "retries" not in name}
     cuda = timed.get("cuda_memory") or {}
-    all_seconds = [] if record["cell"].get("shared_gpu") else timed.get("step_seconds", ())
+    is_timed = Cell.from_dict(record["cell"]).world.is_timed
     memory |= {f"cuda_{name}": cuda[name] for name in ("allocated", "active", "reserved") if name in cuda}
     return {
         "steps": [
             {"step": step, "seconds": seconds, "kept": step >= settled}
-            for step, seconds in enumerate(all_seconds, start=first)
+            for step, seconds in enumerate(timed.get("step_seconds", ()) if is_timed else (), start=first)
         ],
         "losses": [{"step": i, "loss": loss} for i, loss in enumerate(timed.get("losses", ()))],
         "collectives": record.get("collectives") or [],

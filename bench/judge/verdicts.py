@@ -76,7 +76,7 @@ NEXT: dict[Reason, str] = {
     Reason.OUTSIDE_FLOOR: "cite the ratio with its interval and the noise floor",
     Reason.INSIDE_MARGIN: "cite the margin with it",
     Reason.INSIDE_FLOOR: "quieten the machine (idle, fixed clocks), or add repeats: both shrink the floor",
-    Reason.WIDE: "add repeats: --max-repeats, --budget, or a smaller --precision",
+    Reason.WIDE: "add repeats: --max-repeats, --budget, or a smaller --interval-width",
     Reason.MANY: "add repeats, or compare fewer cells",
     Reason.FLOOR_ABOVE_MARGIN: "quieten the machine, add repeats, or ask for a wider --margin",
     Reason.NO_FLOOR: f"run again with the A/A pair and at least {MIN_TRIALS} repeats",

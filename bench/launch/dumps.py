@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO
 
+import psutil
+
 from bench.launch.stragglers import alive, send
 
 SIGNAL = signal.SIGUSR2
@@ -70,18 +72,18 @@ def collect(folder: Path, stem: Path) -> list[Path]:
     return found
 
 
-def ask(folder: Path, ranks: Mapping[int, tuple[int, int]]) -> None:
-    """Have the ranks write their dumps, by rank their pid and start; returns when they have, or will not.
+def ask(folder: Path, ranks: Mapping[int, psutil.Process | None]) -> None:
+    """Have the ranks write their dumps; returns when they have, or will not.
 
     A stopped rank writes when it is continued, so it is: its group is about to end.
     """
     pipes = [path for path in folder.glob(f"{FLIGHT}*.pipe") if _poke(path)]
     asked = []
-    for rank, (pid, started) in ranks.items():
-        if alive(pid, started) is None:
+    for rank, process in ranks.items():
+        if not alive(process):
             continue
-        send(pid, SIGNAL)
-        send(pid, signal.SIGCONT)
+        send(process, SIGNAL)
+        send(process, signal.SIGCONT)
         asked.append(stacks_of(folder, rank))
     _wait(lambda: [path for path in asked if _size(path)], len(asked), STACKS_S)
     if pipes:

@@ -14,6 +14,7 @@ import json
 import os
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,8 @@ import uuid
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, Self
+
+import psutil
 
 from bench.backends.base import registry
 from bench.launch import gpus, interrupt, outcome, stragglers
@@ -117,7 +120,6 @@ class _Server:
         self._requests = self._replies = -1
         self._stderr: IO[bytes]
         self._mark = self._temporary = ""
-        self._since = 0
 
     def start(self) -> None:
         """Start the launcher's process and wait until its fork server has imported everything.
@@ -146,8 +148,6 @@ class _Server:
                 stderr=self._stderr,
                 start_new_session=True,
             )
-            found = stragglers.find(self._process.pid)
-            self._since = found.started if found else 0
             os.close(requests_read)
             os.close(replies_write)
         reply = self._wait(START_TIMEOUT_S) or {}
@@ -177,17 +177,17 @@ class _Server:
             stale.unlink()
         kills = outcome.counters()
         started = time.perf_counter()
-        watch = Watch(folder, task.world_size, timeout_s, inactivity_s)
+        watch = Watch(folder, task.num_processes, timeout_s, inactivity_s)
         found: dict[str, Any] | EndReason = {"died": True}
         with contextlib.suppress(BrokenPipeError):
-            request = json.dumps([task.entry, task.world_size, task.folder, task.to_json()]) + "\n"
+            request = json.dumps([task.entry, task.num_processes, task.folder, task.to_json()]) + "\n"
             with os.fdopen(os.dup(self._requests), "wb") as pipe:
                 pipe.write(request.encode())
             found = self._watch(watch)
         wall_s = time.perf_counter() - started
         heard = None
         if isinstance(found, EndReason):
-            heard = written(folder, task.world_size)
+            heard = written(folder, task.num_processes)
             if found.dump:
                 watch.dump()
             self.close()
@@ -202,7 +202,7 @@ class _Server:
                 self.close()
         if said := watch.talkative():
             ending = Ending(failure=said.reason, status=said.status, void=True)
-        return judge(folder, task.world_size, ending, wall_s, heard)
+        return judge(folder, task.num_processes, ending, wall_s, heard)
 
     def close(self) -> None:
         """End the launcher, the fork server and every rank; SIGTERM first, SIGKILL after a grace period."""
@@ -210,19 +210,20 @@ class _Server:
         if process is None:
             return
 
-        def every() -> set[int]:
-            return stragglers.family(process.pid, self._mark, self._since)
+        def every() -> set[psutil.Process]:
+            return stragglers.family(process.pid, self._mark)
 
-        def others() -> set[int]:
-            return stragglers.without_trackers(every()) - {process.pid}
+        def others() -> set[psutil.Process]:
+            return {one for one in stragglers.without_trackers(every()) if one.pid != process.pid}
 
         held: set[stragglers.Segment] = set()
         try:
-            held = stragglers.mapped(every())
+            held = stragglers.mapped(one.pid for one in every())
             stragglers.terminate(others())
             stragglers.wait(others, GRACE_S)
             stragglers.kill(others)  # while the launcher's process lives and adopts those that lose their parent
-            stragglers.terminate({process.pid})
+            process.terminate()
+            process.send_signal(signal.SIGCONT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE_S)
         finally:  # also when a second Ctrl-C ends the waiting; a third has to wait for this

@@ -1,17 +1,15 @@
 """One rank's frame around its work: the world that it joins, the result or the failure as a file, the end.
 
 Torch elastic starts a rank; what the rank found out, or what went wrong, it writes to ``rank<r>.json`` itself, so that
-nobody has to read logs. The worlds:
+nobody has to read logs. How it joins a world (``bench.plan.world``):
 
 - real: a process group over NCCL or gloo;
-- virtual: one process is rank 0 of W ranks, over torch's process group that only pretends to communicate
-  (``FakeProcessGroup`` of torch >= 2.13: a gather repeats the own shard, a reduction keeps the own values). Shards,
-  buckets, calls and bytes are those of rank 0 of a real world; all values are finite and none means anything;
+- virtual, with fake tensors or without: torch's process group that only pretends to communicate (``FakeProcessGroup``
+  of torch >= 2.13: a gather repeats the own shard, a reduction keeps the own values, so all values are finite);
 - shared GPU: each rank is told of one GPU, which others may have too, and the group is gloo's, since NCCL refuses two
   ranks on one device. Gloo takes tensors of a GPU through the host's memory: ``all_reduce``, ``broadcast``, ``reduce``,
   ``all_gather``, ``all_gather_into_tensor``, ``reduce_scatter_tensor``, ``gather`` and ``scatter``, which is what the
-  built-in backends issue; not the coalesced ones (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp). Times are then
-  those of copies, and of ranks in each other's way: they are not stored.
+  built-in backends issue; not the coalesced ones (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp).
 """
 
 from __future__ import annotations
@@ -29,6 +27,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from bench.errors import UnsupportedError
 from bench.launch import dumps, gpus, stragglers
 from bench.measure import heartbeat
@@ -38,6 +38,18 @@ from bench.plan.task import Task
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+AT_LIMIT_BYTES = 256 * 2**20
+"""Address space that is left to a process that has used up its own."""
+CUDA_OUT_OF_MEMORY = 2
+"""cudaErrorMemoryAllocation: what CUDA says when there is no memory for a context, or for a library's buffers."""
+LAST_WORDS_S = 2.0
+"""How long a failed rank stays after it wrote what went wrong: several times as long as the watchdog sleeps between
+two looks, since a busy machine wakes it late."""
+WAIT_S = 0.005
+"""How long a rank that is done sleeps between two looks whether the others are."""
+SHARED_GPU_GROUP = "cpu:gloo,cuda:gloo"
+"""Of the process group. Not plain ``gloo``: beside that, ``DeviceMesh`` of some versions makes a group of NCCL's."""
 
 
 def pretend(world_size: int) -> None:
@@ -90,15 +102,6 @@ def _all_reduce(group: Any, bucket: Any) -> Any:
 
 _all_reduce.__annotations__.clear()  # torch wants its own types there or none, and ours are strings
 
-AT_LIMIT_BYTES = 256 * 2**20
-"""Address space that is left to a process that has used up its own."""
-CUDA_OUT_OF_MEMORY = 2
-"""cudaErrorMemoryAllocation: what CUDA says when there is no memory for a context, or for a library's buffers."""
-LAST_WORDS_S = 0.5
-"""How long a failed rank stays after it wrote what went wrong: longer than the watchdog sleeps between two looks."""
-WAIT_S = 0.005
-"""How long a rank that is done sleeps between two looks whether the others are."""
-
 
 def main(task_json: str) -> None:
     """Join the task's world and do its work: the entry point of a rank, called by torch elastic."""
@@ -107,14 +110,7 @@ def main(task_json: str) -> None:
     work = getattr(importlib.import_module(module), name)
 
     def joined(rank: int) -> dict[str, Any]:
-        device = join(
-            task.device,
-            threads=task.threads,
-            seed=task.seed,
-            pretended=task.pretended,
-            shared_gpu=task.shared_gpu,
-        )
-        found: dict[str, Any] = work(task, rank, device)
+        found: dict[str, Any] = work(task, rank, join(task))
         return found
 
     live(Path(task.folder), joined)
@@ -151,48 +147,39 @@ def live(folder: Path, work: Callable[[int], dict[str, Any]]) -> None:
 def _arm(folder: Path, rank: int) -> None:
     """End with whoever started this process, show signs of life, and tell where it is when asked."""
     stragglers.signal_at_parents_end(signal.SIGKILL)
-    own = stragglers.find(os.getpid())
-    assert own is not None, "it is running"
     dumps.arm(folder, rank)  # first: whoever has the sign of life may ask
-    heartbeat.begin(folder, rank, own.started)
+    heartbeat.begin(folder, rank)
     if os.environ.get("CUDA_VISIBLE_DEVICES") != "":  # as the launcher sets it for trials on the CPU
         dumps.arm_flight_recorder(folder)
 
 
-def join(
-    device: Device, *, threads: int, seed: int, pretended: int | None = None, shared_gpu: bool = False
-) -> torch.device:
-    """Set up torch and the process group of this rank; its device.
-
-    With ``pretended`` the rank is the only process of a virtual world of so many ranks. With ``shared_gpu`` it may have
-    its GPU together with others; see ``bench.launch.rank``.
-    """
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if shared_gpu:
-        os.environ.update(shared_gpu_environment(rank, world_size, gpus.gpus()))
+def join(task: Task) -> torch.device:
+    """Set up torch and the process group of this rank in the task's world; its device."""
+    if task.world.shares_gpus:
+        os.environ.update(shared_gpu_environment(int(os.environ["RANK"]), task.world_size, gpus.gpus()))
     import torch
     import torch.distributed as dist
 
     # DeepSpeed calls deprecated names of torch.distributed: a warning per collective would be timed with it.
     warnings.simplefilter("ignore", FutureWarning)
-    torch.set_num_threads(threads)
-    torch.manual_seed(seed)
+    torch.set_num_threads(task.threads)
+    torch.manual_seed(task.seed)
     # What is called fp32 is that: no TF32, which containers ask for (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE), and which torch
     # itself takes for convolutions.
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     own = torch.device("cpu")
-    if device is Device.CUDA:
+    if task.device is Device.CUDA:
         own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(own)
         _number_gpus()
-    if pretended is not None:
-        pretend(pretended)
-    elif device is Device.CUDA and not shared_gpu:
+    if not task.world.has_all_ranks:
+        pretend(task.world_size)
+    elif task.device is Device.CUDA and not task.world.shares_gpus:
         # DeepSpeed makes more groups: of a bound one rank NCCL would split them off, which can fail (its issue 8248).
-        dist.init_process_group("nccl", device_id=own if world_size > 1 else None)
+        dist.init_process_group("nccl", device_id=own if task.world_size > 1 else None)
     else:
-        dist.init_process_group(SHARED_GPU_GROUP if shared_gpu else "gloo")
+        dist.init_process_group(SHARED_GPU_GROUP if task.world.shares_gpus else "gloo")
         dist.barrier()  # a rank that ended at once would fail those that are still connecting to it
     heartbeat.beat()
     return own
@@ -232,8 +219,7 @@ def _is_at_limit() -> bool:
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return False
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    return limit - pages * resource.getpagesize() < AT_LIMIT_BYTES
+    return bool(limit - psutil.Process().memory_info().vms < AT_LIMIT_BYTES)
 
 
 def failure(error: BaseException) -> dict[str, Any]:
@@ -254,10 +240,6 @@ def failure(error: BaseException) -> dict[str, Any]:
         "reason": f"{type(error).__name__}: {first_line}{where}",
         "traceback": "".join(traceback.format_exception(error)[-20:]),
     }
-
-
-SHARED_GPU_GROUP = "cpu:gloo,cuda:gloo"
-"""Of the process group. Not plain ``gloo``: beside that, ``DeviceMesh`` of some versions makes a group of NCCL's."""
 
 
 def shared_gpu_environment(rank: int, world_size: int, gpus: Sequence[Mapping[str, Any]]) -> dict[str, str]:

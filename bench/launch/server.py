@@ -19,6 +19,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from bench.launch import stragglers
 
 
@@ -39,7 +41,6 @@ def serve(requests: int, replies: int, *, cold: bool) -> None:
     initialized_by = ours.recv()
     first.join()
     helpers = _own()
-    known = [(pid, found.started) for pid in helpers if (found := stragglers.find(pid)) is not None]
     _reply(replies, {"ready": True, "initialized_by": initialized_by})
     with os.fdopen(requests) as lines:
         for line in lines:
@@ -50,7 +51,7 @@ def serve(requests: int, replies: int, *, cold: bool) -> None:
             signal.signal(signal.SIGTERM, _end_quietly)  # torch elastic has set its own
             # Torch elastic ends only the ranks themselves, and what they leave running would be measured next.
             stragglers.kill(lambda: _own() - helpers)
-            answer["spent"] = not all(stragglers.alive(*helper) for helper in known)  # one of them was killed
+            answer["spent"] = not all(map(stragglers.alive, helpers))  # one of them was killed
             _reply(replies, answer)
 
 
@@ -60,11 +61,9 @@ def _tell(pipe: Connection) -> None:
     pipe.send(preload.initialized_by if preload else "")
 
 
-def _own() -> set[int]:
+def _own() -> set[psutil.Process]:
     """All that came from this process, without itself."""
-    here = stragglers.find(os.getpid())
-    assert here is not None, "it is running"
-    return stragglers.family(here.pid, os.environ[stragglers.MARK], here.started) - {here.pid}
+    return stragglers.family(os.getpid(), os.environ[stragglers.MARK]) - {psutil.Process()}
 
 
 def _reply(replies: int, answer: dict[str, Any]) -> None:

@@ -1,5 +1,7 @@
 """What a launcher's processes leave behind: processes, found wherever they went, and shared memory of NCCL.
 
+psutil tells one process from another that has its number, by pid and start.
+
 A launcher's process and all that come from it are told by a mark in their environment, which children inherit, by their
 process group, and by whose children they are. So those are found that called setsid, or whose parents are gone. Not
 found are processes that took all three off: with an environment of their own, in a session of their own, and adopted by
@@ -20,9 +22,11 @@ import os
 import signal
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 MARK = "BENCH_LAUNCHER"
 """Environment variable that names the launcher of a process."""
@@ -31,112 +35,99 @@ KILLING_S = 5.0
 POLL_S = 0.01
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 """Options of prctl(2)."""
-TRACKER = b"multiprocessing.resource_tracker"
+TRACKER = "multiprocessing.resource_tracker"
 """In the command of the process that removes named semaphores when all who used them have ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class Process:
-    """A line of /proc/<pid>/stat."""
-
-    pid: int
-    state: str
-    """One letter: R running, S sleeping, D in a call that cannot be interrupted, T stopped, Z zombie; see proc(5)."""
-    parent: int
-    group: int
-    started: int
-    """Clock ticks after boot."""
-
-    @property
-    def ended(self) -> bool:
-        """Whether only its exit status is left, which holds nothing."""
-        return self.state in "ZX"
-
-    @property
-    def stopped(self) -> bool:
-        """Whether a signal or a debugger stopped it."""
-        return self.state in "Tt"
-
-
-def find(pid: int) -> Process | None:
-    """The process of that number; None if there is none."""
+def find(pid: int) -> psutil.Process | None:
+    """The process of that number; None if there is none. It stays that one when the number is another's."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()  # after the name
-        return Process(pid, fields[0], int(fields[1]), int(fields[2]), int(fields[19]))
-    except (OSError, IndexError, ValueError):
+        return psutil.Process(pid)
+    except psutil.Error:
         return None
 
 
-def alive(pid: int, started: int) -> Process | None:
-    """That very process, unless it has ended: a number may be another's by now."""
-    process = find(pid)
-    return process if process is not None and process.started == started and not process.ended else None
+def alive(process: psutil.Process | None) -> bool:
+    """Whether a process has not ended; a zombie has, as only its exit status is left."""
+    try:
+        return process is not None and process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
 
 
-def every() -> Iterator[Process]:
-    """All processes, zombies too."""
-    for path in Path("/proc").iterdir():
-        if path.name.isdecimal() and (process := find(int(path.name))) is not None:
-            yield process
+def is_stopped(process: psutil.Process | None) -> bool:
+    """Whether a signal or a debugger stopped a process."""
+    try:
+        return process is not None and process.status() in {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP}
+    except psutil.Error:
+        return False
 
 
-def family(launcher: int, mark: str, since: int) -> set[int]:
-    """Live processes that come from a launcher's process, itself among them; none was started before ``since``."""
-    later = [process for process in every() if process.started >= since]
-    marked = f"{MARK}={mark}".encode()
-    found = {p.pid for p in later if launcher in (p.pid, p.group) or marked in _environment(p.pid)}
-    children: dict[int, list[int]] = {}
-    for process in later:
-        children.setdefault(process.parent, []).append(process.pid)
+def family(launcher: int, mark: str) -> set[psutil.Process]:
+    """Live processes that come from a launcher's process, itself among them."""
+    psutil.process_iter.cache_clear()  # it would leave out a process whose number was another's the last time
+    every = list(psutil.process_iter(["ppid", "status", "environ"]))
+    found = {
+        one for one in every if launcher in {one.pid, _group(one.pid)} or (one.info["environ"] or {}).get(MARK) == mark
+    }
+    children: dict[int, list[psutil.Process]] = {}
+    for one in every:
+        children.setdefault(one.info["ppid"], []).append(one)
     new = list(found)
     while new:
-        fresh = [pid for pid in children.get(new.pop(), ()) if pid not in found]
+        fresh = [child for child in children.get(new.pop().pid, ()) if child not in found]
         found.update(fresh)
         new += fresh
-    return found & {process.pid for process in later if not process.ended}
+    return {one for one in found if one.info["status"] not in {psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD}}
 
 
-def _environment(pid: int) -> list[bytes]:
+def _group(pid: int) -> int | None:
     try:
-        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:  # it has ended, or is another user's
-        return []
+        return os.getpgid(pid)
+    except OSError:  # it has ended
+        return None
 
 
-def kill(members: Callable[[], set[int]]) -> set[int]:
+def kill(members: Callable[[], set[psutil.Process]]) -> set[psutil.Process]:
     """Kill processes until ``members`` finds no more; those that are left after KILLING_S."""
     deadline = time.monotonic() + KILLING_S
     while (left := members()) and time.monotonic() < deadline:
-        for pid in left:
-            send(pid, signal.SIGKILL)
-        reap(left)
-        time.sleep(POLL_S)
+        for process in left:
+            send(process, signal.SIGKILL)
+        psutil.wait_procs(left, POLL_S)  # takes the exit status of children: a zombie keeps its number
     return left
 
 
-def wait(members: Callable[[], set[int]], seconds: float) -> None:
+def wait(members: Callable[[], set[psutil.Process]], seconds: float) -> None:
     """Wait until ``members`` finds no more, but not longer than that."""
     deadline = time.monotonic() + seconds
     while members() and time.monotonic() < deadline:
         time.sleep(5 * POLL_S)
 
 
-def terminate(pids: set[int]) -> None:
+def terminate(processes: set[psutil.Process]) -> None:
     """Ask processes to end; one that is stopped is continued, or it would not hear of it."""
-    for pid in pids:
-        send(pid, signal.SIGTERM)
-        send(pid, signal.SIGCONT)
+    for process in processes:
+        send(process, signal.SIGTERM)
+        send(process, signal.SIGCONT)
 
 
-def without_trackers(pids: set[int]) -> set[int]:
+def without_trackers(processes: set[psutil.Process]) -> set[psutil.Process]:
     """Those that do not track the resources of others: such a process tidies up after them, and ends by itself."""
-    return {pid for pid in pids if TRACKER not in _command(pid)}
+    return {process for process in processes if not _tracks(process)}
 
 
-def send(pid: int, number: signal.Signals) -> None:
+def _tracks(process: psutil.Process) -> bool:
+    try:
+        return any(TRACKER in word for word in process.cmdline())
+    except psutil.Error:
+        return False
+
+
+def send(process: psutil.Process, number: signal.Signals) -> None:
     """Send a signal to a process that may have ended."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, number)
+    with contextlib.suppress(psutil.Error):
+        process.send_signal(number)
 
 
 def name(number: int) -> str:
@@ -145,20 +136,6 @@ def name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def reap(pids: set[int]) -> None:
-    """Take the exit status of those that are children of this process: a zombie keeps its number."""
-    for pid in pids:
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(pid, os.WNOHANG)
-
-
-def _command(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
 
 
 def signal_at_parents_end(number: signal.Signals) -> None:
@@ -187,7 +164,7 @@ class Segment:
 
 
 def mapped(pids: Iterable[int]) -> set[Segment]:
-    """The segments that these processes have mapped."""
+    """The segments that these processes have mapped. psutil names no inode, and reads the far slower smaps."""
     found = set()
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -203,7 +180,7 @@ def remove(segments: Iterable[Segment]) -> None:
     left = [one for one in segments if _is_there(one)]
     if not left:
         return
-    used = mapped(int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal())
+    used = mapped(psutil.pids())
     for one in left:
         if one not in used:
             with contextlib.suppress(OSError):

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from bench.launch import dumps
 from bench.launch.outcome import read, written
-from bench.launch.stragglers import alive, send
+from bench.launch.stragglers import alive, find, is_stopped, send
 from bench.measure import heartbeat
 from bench.plan.cell import Status
 
@@ -48,7 +50,8 @@ class Watch:
         self._inactivity_s = inactivity_s
         self._started = self._moved = time.monotonic()
         self._counts: dict[int, int] = {}
-        self._beats: dict[int, heartbeat.Beat] = {}
+        self.ranks: dict[int, psutil.Process | None] = {}
+        """Processes of the ranks that have begun, by rank; None of one that had ended when it was first looked for."""
         self._logs: list[Path] = []
         self._gone: float | None = None
         self.first: tuple[int, ...] = ()
@@ -59,14 +62,9 @@ class Watch:
         self.interval_s = min(POLL_S, *(limit / 4 for limit in limits))
 
     @property
-    def ranks(self) -> dict[int, tuple[int, int]]:
-        """Pid and start of the ranks that have begun, by rank."""
-        return {rank: (beat.pid, beat.started) for rank, beat in self._beats.items()}
-
-    @property
     def silent(self) -> tuple[int, ...]:
         """Ranks that ended before the others, and left no word."""
-        some = 0 < len(self.first) < len(self._beats)
+        some = 0 < len(self.first) < len(self.ranks)
         return tuple(rank for rank in self.first if some and rank not in written(self._folder, len(self._ranks)))
 
     def look(self) -> EndReason | None:
@@ -79,7 +77,9 @@ class Watch:
         for rank in self._ranks:
             beat = heartbeat.read(self._folder, rank)
             if beat is not None and self._counts.get(rank) != beat.count:
-                self._counts[rank], self._beats[rank], self._moved = beat.count, beat, now
+                self._counts[rank], self._moved = beat.count, now
+                if rank not in self.ranks:
+                    self.ranks[rank] = find(beat.pid)
 
     def _overdue(self, now: float) -> EndReason | None:
         if now - self._started < self._timeout_s:
@@ -97,17 +97,16 @@ class Watch:
 
     def _whereabouts(self) -> str:
         """What is known of the ranks, in brackets."""
-        if not self._beats:
+        if not self.ranks:
             return " (no rank has begun)"
         words = []
         for rank in self._ranks:
-            beat = self._beats.get(rank)
-            if beat is None:
+            if rank not in self.ranks:
                 words.append(f"rank {rank} has not begun")
                 continue
-            process = alive(beat.pid, beat.started)
-            state = ", has ended" if process is None else ", is stopped by a signal" if process.stopped else ""
-            words.append(f"rank {rank} after {beat.count} events{state}")
+            process = self.ranks[rank]
+            state = ", is stopped by a signal" if is_stopped(process) else "" if alive(process) else ", has ended"
+            words.append(f"rank {rank} after {self._counts[rank]} events{state}")
         return f" ({'; '.join(words)})"
 
     def talkative(self) -> EndReason | None:
@@ -141,8 +140,8 @@ class Watch:
 
     def _left(self, now: float) -> EndReason | None:
         """A rank that has ended ends the others: if not by torch elastic's SIGTERM, then so."""
-        running = {rank: one for rank, one in self.ranks.items() if alive(*one)}
-        ended = tuple(rank for rank in self._beats if rank not in running and not self._is_done(rank))
+        running = {rank: one for rank, one in self.ranks.items() if alive(one)}
+        ended = tuple(rank for rank in self.ranks if rank not in running and not self._is_done(rank))
         if not ended:
             return None
         if self._gone is None:
@@ -150,8 +149,8 @@ class Watch:
         if now - self._gone < PEERS_S:
             return None
         if running and now - self._gone < 2 * PEERS_S:
-            for pid, _ in running.values():
-                send(pid, signal.SIGKILL)
+            for process in running.values():
+                send(process, signal.SIGKILL)
             return None
         return EndReason(status=Status.CRASHED, reason=said_of(self.first))
 

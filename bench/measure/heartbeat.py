@@ -11,8 +11,8 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-_LAYOUT = struct.Struct("=3Q")
-_PID, _STARTED, _COUNT = range(3)
+_LAYOUT = struct.Struct("=2Q")
+_PID, _COUNT = range(2)
 _slots = memoryview(bytearray(_LAYOUT.size)).cast("Q")
 """Of this process; in a file once ``begin`` was called."""
 
@@ -22,16 +22,14 @@ class Beat:
     """What a rank's file says."""
 
     pid: int
-    started: int
-    """When the process was started, in clock ticks after boot: with the pid it names one process for ever."""
     count: int
 
 
-def begin(folder: Path, rank: int, started: int) -> None:
-    """Have this process's counter in its file; ``started`` as ``bench.launch.stragglers.Process`` has it."""
+def begin(folder: Path, rank: int) -> None:
+    """Have this process's counter in its file."""
     global _slots  # noqa: PLW0603 - one rank per process, and its taps are many
     with path_of(folder, rank).open("w+b") as file:
-        file.write(_LAYOUT.pack(os.getpid(), started, 0))  # on the disk first: a full one would be a SIGBUS later
+        file.write(_LAYOUT.pack(os.getpid(), 0))  # on the disk first: a full one would be a SIGBUS later
         file.flush()
         _slots = memoryview(mmap.mmap(file.fileno(), _LAYOUT.size)).cast("Q")
 

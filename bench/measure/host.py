@@ -8,6 +8,7 @@ Three numbers tell a quiet machine from a busy one:
 - ``stolen_cores``: how many cores the hypervisor gave to other machines while this one wanted them.
 - ``waited_share``: of the time for which the ranks' threads wanted a core, the share for which they got none.
 
+psutil is not asked: it does not say which CPU a row of its times is, nor how long threads waited.
 ``/proc/stat`` shows the CPUs of the whole host in most containers (lxcfs hides that), whatever the quota of the
 container is. In a virtual machine it shows the machine's own, and what the host does is seen as stolen time only.
 The kernel counts it in ticks of 10 ms (proc_stat(5)) and books whole ticks, so a stretch should take a second or more,

@@ -23,12 +23,11 @@ import dataclasses
 import math
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from bench.backends.base import Backend, Job
 from bench.measure.taps import Taps, updates
-from bench.plan.cell import Cell, Precision, Sync
+from bench.plan.cell import Cell, Sync
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +54,7 @@ def accumulator(backend: type[Backend], cell: Cell, rank: int, device: torch.dev
     what the mean gradient is multiplied by, 1 if all is well; ``num_updates``: in the window, 1 if all is well. More
     than one is no accumulation of gradients, so the dtype is then ``other``.
     """
-    if backend.sync is Sync.NONE or cell.virtual:
+    if backend.sync is Sync.NONE or not cell.world.has_values:
         return {"dtype": NOT_MEASURED}
     import torch
 
@@ -89,7 +88,7 @@ def error(
     or 1/N if that is the nearer one to the update's least-squares ``scale``; the update is divided by it, the known
     defect, and by nothing else, before its ``error`` is taken. None where ``accumulator`` says NOT_MEASURED.
     """
-    if backend.sync is Sync.NONE or cell.virtual:
+    if backend.sync is Sync.NONE or not cell.world.has_values:
         return None
     import torch
 
@@ -162,9 +161,6 @@ def _update(
         loader=taps.loader(rows),
         loss=taps.loss(lambda model, batch: model(batch).sum()),
         optimizer=optimizer,
-        autocast=lambda: (
-            torch.autocast(device.type, torch.bfloat16) if cell.precision is Precision.BF16 else nullcontext()
-        ),
         keep_parameters=True,
     )
     trained = backend()

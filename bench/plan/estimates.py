@@ -83,16 +83,14 @@ def estimate(
     memory += tokens * (size.num_layers * size.hidden_size * ACTIVATION_BYTES_PER_ELEMENT + 12 * size.vocab_size)
     if cell.cell_id in walls:
         return Cost(walls[cell.cell_id], "measured", memory)
-    flops = size.flops_per_token(cell.sequence_length) * cell.sequence_length * cell.global_batch_size
-    if cell.fake_tensors:
-        return Cost(None, "unknown", memory)  # nothing is computed; what it takes is Python's time
-    if cell.virtual:
-        flops //= cell.world_size  # of one rank, and nothing is sent
+    if not cell.world.computes:
+        return Cost(None, "unknown", memory)  # what it takes is Python's time
+    flops = size.flops_per_token(cell.sequence_length) * tokens * cell.accumulate * cell.num_processes
     if cell.device is Device.CUDA:
         return _on_gpu(cell, backend, size, flops, memory, device_name, passes)
     reductions = cell.accumulate if backend.sync is Sync.EAGER else 1
     wire = 4 * parameters * (reductions + 2 * cell.accumulate * (backend.sharding is Sharding.PARAMS))
-    sent = 0 if cell.virtual or cell.world_size == 1 else wire
+    sent = 0 if cell.num_processes == 1 else wire
     step = flops / (CPU_FLOPS_PER_CORE * cores) + sent / LOOPBACK_BYTES_PER_S
     extra = 1 + 2 * (SETTLED_WINDOWS + 1)  # update; collectives and memory; the accumulation pass has a tiny model
     extra += SETTLED_WINDOWS + CPU_WINDOWS + 1  # dispatch
@@ -115,7 +113,7 @@ def _on_gpu(
     if known is None or peak is None:
         return Cost(None, "unknown", memory)
     again = 4 / 3 if cell.activation_checkpointing or cell.backend == REFERENCE else 1  # the forward once more
-    step = again * flops / (peak * (1 if cell.virtual or cell.shared_gpu else cell.world_size))
+    step = again * flops / (peak * (1 if cell.world.shares_gpus else cell.num_processes))
     layers = cell.accumulate * size.num_layers
     step = max(step, layers * GPU_LAYER_S, _sent(cell, backend, size.num_parameters) / GPU_LINK_BYTES_PER_S)
     copy = 4 * size.num_parameters / COPIED_BYTES_PER_S
@@ -132,7 +130,7 @@ def _on_gpu(
 
 def _sent(cell: Cell, backend: Candidate, parameters: int) -> float:
     """Bytes that a rank on a GPU gathers and reduces in a window: 2 of a parameter in bf16, 4 of a gradient."""
-    if cell.virtual or cell.world_size == 1:
+    if cell.num_processes == 1:
         return 0.0
     reductions = cell.accumulate if backend.sync is Sync.EAGER else 1
     gathers = 2 * cell.accumulate if backend.sharding is Sharding.PARAMS else 1  # forward and backward, or the update

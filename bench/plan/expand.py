@@ -7,11 +7,11 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from bench.errors import InputError
-from bench.plan.cell import REFERENCE, REFERENCES, SHARDED_REFERENCE, Cell, Device, Precision
-from bench.plan.matrix import METHODS, Matrix, suggest
+from bench.errors import InputError, suggest
+from bench.plan.cell import LATER, REFERENCE, REFERENCES, SHARDED_REFERENCE, Cell, Device, Precision
+from bench.plan.matrix import KEYS, METHODS, Matrix
 from bench.plan.models import SIZES, describe_file, find_factory
-from bench.plan.world import Candidate, refusal
+from bench.plan.world import Candidate
 
 TWIN = "again"
 """Label of the second half of the A/A pair."""
@@ -20,29 +20,28 @@ TWIN = "again"
 def expand(matrix: Matrix, backends: Mapping[str, Candidate], num_gpus: int, offered: Iterable[str] = ()) -> list[Cell]:
     """The cells of a matrix and of its groups, each once; the reference of each comes along, before all others.
 
-    Then come those in virtual worlds, which have no reference, with the micro-batch that ``virtual.micro_batch_size``
-    says; alone if ``virtual.alone``. Last comes the A/A twin: the baseline's cell with the most ranks and the largest N
-    once more, under another label; of the groups only if what is before them has none.
+    Then come those in virtual worlds, which have no reference; alone if ``virtual.alone``. Last comes the A/A twin: the
+    baseline's cell with the most ranks and the largest N once more, under another label; of the groups only if what is
+    before them has none.
 
     ``offered`` are names of further backends, to be told of where one is misspelt.
 
     Raises InputError for an unknown backend, model or workload, an optimizer without a learning rate, a batch that does
-    not divide by N x W, a corpus that cannot be used, more ranks than GPUs unless they share them, no GPU to share, or
-    a backend that cannot be virtual.
+    not divide by N x W or by micro-batch x W, a corpus that cannot be used, more ranks than GPUs unless they share
+    them, no GPU to share, or a backend that cannot be virtual.
     """
     parts = [_part(part, backends, num_gpus, offered) for part in matrix.parts]
-    cells = dict.fromkeys(cell.reference() for real, _ in parts for cell in real)
-    cells |= dict.fromkeys(cell for real, _ in parts for cell in real if cell.backend != REFERENCE)
-    cells |= dict.fromkeys(cell for _, virtual in parts for cell in virtual)
+    found = list(itertools.chain(*parts))
+    checked = [cell for cell in found if cell.world.has_values]
+    cells = dict.fromkeys(cell.reference() for cell in checked)
+    cells |= dict.fromkeys(cell for cell in [*checked, *found] if cell.backend != REFERENCE)
     if not cells:
         raise InputError(f"{matrix.place('axes.backend')}: {SHARDED_REFERENCE} alone needs a world of 2 ranks or more")
     base = baseline(matrix, backends)
-    for real, virtual in parts:
-        timed = [cell for cell in real if not cell.is_reference and not cell.shared_gpu]
-        timed = timed or [cell for cell in virtual if not cell.fake_tensors]
-        own = [cell for cell in timed if cell.backend == base]
+    for part in parts:
+        own = [cell for cell in part if cell.backend == base and cell.world.is_timed and not cell.is_reference]
         if own:
-            largest = max(own, key=lambda cell: (cell.world_size, cell.accumulate))
+            largest = max(own, key=lambda cell: (cell.world.has_all_ranks, cell.world_size, cell.accumulate))
             return [*cells, dataclasses.replace(largest, twin=TWIN)]
     return list(cells)
 
@@ -55,18 +54,16 @@ def once(matrix: Matrix, backends: Mapping[str, Candidate], num_gpus: int) -> li
     """
     found: dict[Cell, bool] = {}
     for part in matrix.parts:
-        for cell in itertools.chain(*_part(part, backends, num_gpus, ())):
+        for cell in _part(part, backends, num_gpus, ()):
             found[cell] = found.get(cell, True) and part["once"]
     for cell in list(found):
-        if cell.device is Device.CUDA and not cell.virtual:
+        if cell.device is Device.CUDA and cell.world.has_values:
             found |= dict.fromkeys([cell.reference(), *[cell] * cell.is_reference], True)
     return [cell.cell_id for cell, alone in found.items() if alone]
 
 
-def _part(
-    matrix: Matrix, backends: Mapping[str, Candidate], num_gpus: int, offered: Iterable[str]
-) -> tuple[list[Cell], list[Cell]]:
-    """The cells of a matrix without its groups: on real ranks, and in virtual worlds. Raises as ``expand``."""
+def _part(matrix: Matrix, backends: Mapping[str, Candidate], num_gpus: int, offered: Iterable[str]) -> list[Cell]:
+    """The cells of a matrix without its groups; those in virtual worlds last. Raises as ``expand``."""
     chosen = _chosen(matrix, backends)
     for name in chosen:
         if name not in backends:
@@ -75,7 +72,6 @@ def _part(
     _check_workload(matrix)
     alone = matrix["virtual.alone"] and matrix["virtual.world_size"]
     world_sizes = [] if alone else _world_sizes(matrix, num_gpus)
-    _check_batch(matrix, world_sizes)
     corpus = matrix["workload.corpus"]
     if corpus != "markov":
         corpus = describe_file(Path(corpus), matrix["workload.sequence_length"] + 1, matrix.place("workload.corpus"))
@@ -83,9 +79,9 @@ def _part(
     virtual = _cells(matrix, chosen, corpus, matrix["virtual.world_size"], virtual=True)
     if matrix["axes.backend"] != "all":
         for cell in virtual:
-            if reason := refusal(cell, backends[cell.backend]):
+            if reason := cell.world.refusal(backends[cell.backend]):
                 raise InputError(f"{matrix.place('virtual.world_size')}: {reason}; leave it out")
-    return real, virtual
+    return real + virtual
 
 
 def _chosen(matrix: Matrix, backends: Mapping[str, Candidate]) -> list[str]:
@@ -100,28 +96,20 @@ def _cells(
     """The product of the axes over worlds that exist, or that are virtual; each cell once."""
     rates = _learning_rates(matrix)
     seeds = matrix["axes.seed"] or [matrix["training.seed"]]
-    axes = [matrix[f"axes.{name}"] for name in ("clip_norm", "activation_checkpointing", "compiled")]
-    sizes = [matrix["axes.precision"], world_sizes, matrix["axes.accumulate"]]
+    more = [name for name in LATER if f"axes.{name}" in KEYS]
+    ways = itertools.product(*(matrix[f"axes.{name}"] for name in more))
+    sizes = [(size, *window) for size in world_sizes for window in _windows(matrix, size, virtual=virtual)]
     cells: dict[Cell, None] = {}
-    for (
-        optimizer,
-        clip_norm,
-        checkpointing,
-        compiled,
-        seed,
-        precision,
-        world_size,
-        accumulate,
-        name,
-    ) in itertools.product(rates, *axes, seeds, *sizes, backends):
+    for optimizer, way, seed, precision, (world_size, accumulate, batch), name in itertools.product(
+        rates, ways, seeds, matrix["axes.precision"], sizes, backends
+    ):
         if (virtual and name in REFERENCES) or (world_size == 1 and name == SHARDED_REFERENCE):
             continue
-        micro_batch = matrix["virtual.micro_batch_size"]
         cell = Cell(
             backend=name,
             accumulate=accumulate,
             world_size=world_size,
-            global_batch_size=micro_batch * accumulate * world_size if virtual else _batch(matrix, world_size),
+            global_batch_size=batch,
             sequence_length=matrix["workload.sequence_length"],
             workload=matrix["workload.workload"],
             model=matrix["workload.model"],
@@ -133,12 +121,10 @@ def _cells(
             timed_windows=matrix["training.timed_windows"],
             seed=seed,
             device=Device(matrix["device"]),
-            clip_norm=float(clip_norm),
             virtual=virtual,
             fake_tensors=virtual and matrix["virtual.fake_tensors"],
             shared_gpu=matrix["share_gpu"] and not virtual,
-            activation_checkpointing=checkpointing,
-            compiled=compiled,
+            **{field: type(LATER[field])(value) for field, value in zip(more, way, strict=True)},
         )
         cells.setdefault(cell.reference(sharded=True) if name == SHARDED_REFERENCE else cell)
     return list(cells)
@@ -204,10 +190,26 @@ def _check_sharing(matrix: Matrix, num_gpus: int) -> None:
         )
 
 
-def _batch(matrix: Matrix, world_size: int) -> int:
-    """Samples per optimizer step over all ranks of a real world."""
-    batch: int = matrix["workload.global_batch_size"]
-    return batch * world_size if matrix["workload.for_each_rank"] else batch
+def _windows(matrix: Matrix, world_size: int, *, virtual: bool) -> list[tuple[int, int]]:
+    """N and the samples per optimizer step over all ranks, for each cell of a world.
+
+    The batch is held, and the micro-batch follows; or N does, if it is 'auto'. With both N and the micro-batch given,
+    as always in a virtual world, the batch follows. Raises InputError for a batch that does not divide.
+    """
+    factors, micro_batches = matrix["axes.accumulate"], matrix["axes.micro_batch_size"]
+    if factors == "auto" and not micro_batches:
+        place = matrix.place("axes.accumulate")
+        raise InputError(f"{place} is 'auto', which needs axes.micro_batch_size; give that, or a list of integers")
+    if virtual and not micro_batches:
+        micro_batches = [matrix["virtual.micro_batch_size"]]
+    if factors != "auto" and micro_batches:
+        return [(n, size * n * world_size) for n in factors for size in micro_batches]
+    batch: int = matrix["workload.global_batch_size"] * (world_size if matrix["workload.for_each_rank"] else 1)
+    if factors == "auto":
+        _check_batch(matrix, world_size, "micro-batch", micro_batches)
+        return [(batch // (size * world_size), batch) for size in micro_batches]
+    _check_batch(matrix, world_size, "N", factors)
+    return [(n, batch) for n in factors]
 
 
 def _learning_rates(matrix: Matrix) -> dict[str, float]:
@@ -228,19 +230,19 @@ def _learning_rates(matrix: Matrix) -> dict[str, float]:
     return {name: float(rates[method]) for name, method in methods.items()}
 
 
-def _check_batch(matrix: Matrix, world_sizes: Sequence[int]) -> None:
-    """Refuse a batch that does not divide by N x W, and name the nearest that do."""
+def _check_batch(matrix: Matrix, world_size: int, what: str, factors: Sequence[int]) -> None:
+    """Refuse a batch that does not divide by each of these times W, and name the nearest that do."""
     batch, of_rank = matrix["workload.global_batch_size"], matrix["workload.for_each_rank"]
-    for accumulate, world_size in itertools.product(matrix["axes.accumulate"], world_sizes):
-        product = accumulate * (1 if of_rank else world_size)
+    place = matrix.place("workload.global_batch_size")
+    for factor in factors:
+        product = factor * (1 if of_rank else world_size)
         if of_rank and batch % product:
             raise InputError(
-                f"{matrix.place('workload.global_batch_size')} is {batch} for each rank, which does not divide by N = "
-                f"{accumulate}; use a multiple of it"
+                f"{place} is {batch} for each rank, which does not divide by {what} = {factor}; use a multiple of it"
             )
         if batch % product:
             near = [product * n for n in (batch // product, batch // product + 1) if n]
             raise InputError(
-                f"{matrix.place('workload.global_batch_size')} is {batch}, which does not divide by N x world size = "
-                f"{accumulate} x {world_size} = {product}; the nearest that do: {' and '.join(map(str, near))}"
+                f"{place} is {batch}, which does not divide by {what} x world size = {factor} x {world_size} = "
+                f"{product}; the nearest that do: {' and '.join(map(str, near))}"
             )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import files
-from bench.errors import InputError
+from bench.errors import InputError, suggest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +55,13 @@ class LlamaSize:
         matrices += self.vocab_size * self.hidden_size
         attention = 12 * self.num_layers * self.num_heads * self.head_size * sequence_length
         return 6.0 * matrices + attention
+
+    def recomputed_flops_per_token(self, sequence_length: int) -> float:
+        """FLOPs per token that activation checkpointing adds: the forward of all blocks, a third of their share above.
+
+        Full recomputation of Korthikanti et al. (arXiv:2205.05198), appendix A; the head is not recomputed.
+        """
+        return (self.flops_per_token(sequence_length) - 6.0 * self.vocab_size * self.hidden_size) / 3
 
 
 SIZES = {
@@ -123,8 +130,8 @@ def _place(name: str) -> str:
         return name
     installed = {entry.name: entry.value for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)}
     if name not in installed:
-        known = ", ".join([*installed, LLAMA])
-        raise InputError(f"workload '{name}': unknown; use {known} or 'package.module:factory'")
+        known = suggest(name, [*installed, LLAMA, "'package.module:factory'"])
+        raise InputError(f"workload '{name}': unknown; {known}")
     return installed[name]
 
 

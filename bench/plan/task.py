@@ -10,11 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from bench.plan import world
+from bench import fields
 from bench.plan.cell import Cell, Device
+from bench.plan.world import World
 
 EXTRA_PASSES = ("update", "collectives", "memory", "accumulation", "dispatch")
 """Passes that run once per cell; their answers do not vary from repeat to repeat."""
+COUNTING_PASSES = ("collectives", "memory")
+"""Those of them that compare no values, and so mean something in every world."""
 CUDA_PASSES = ("exposure",)
 """The same, of cells on CUDA with other ranks to wait for over NCCL."""
 AT_ONE_N = ("collectives", "memory", "accumulation", "dispatch")
@@ -28,21 +31,21 @@ def extra_passes(cell: Cell) -> tuple[str, ...]:
     What is compiled runs by itself, out of sight of the memory and dispatch passes. Of the reference only the update is
     asked for on CUDA, where it may take longer than all else.
     """
-    on_cuda = cell.device is Device.CUDA and not cell.virtual
-    over_nccl = on_cuda and not cell.shared_gpu
+    on_cuda = cell.device is Device.CUDA
     if on_cuda and cell.is_reference:
         return ("update",)
-    asked = (*EXTRA_PASSES, *(CUDA_PASSES if over_nccl else ()))
+    own = EXTRA_PASSES if cell.world.has_values else COUNTING_PASSES
+    asked = (*own, *(CUDA_PASSES if on_cuda and cell.world.times_communication else ()))
     return tuple(name for name in asked if not (cell.compiled and name in ("memory", "dispatch")))
 
 
 def passes(cells: Sequence[Cell]) -> dict[str, tuple[str, ...]]:
-    """The passes of each cell of a run, ``time`` before others, by id.
+    """The passes of each cell of a run, by id: ``time`` before others, where anything is computed.
 
     Those of AT_ONE_N are of the N at which most backends can be held side by side, the smallest of several; not of 1,
     where nothing is accumulated, if there is another.
     """
-    found = {cell: ("time", *extra_passes(cell)) for cell in cells}
+    found = {cell: (*["time"] * cell.world.computes, *extra_passes(cell)) for cell in cells}
     watched = [cell for cell in cells if "exposure" in found[cell]]
     beside = Counter(dataclasses.replace(cell, backend="") for cell in watched)
     chosen: dict[Cell, Cell] = {}
@@ -53,7 +56,7 @@ def passes(cells: Sequence[Cell]) -> dict[str, tuple[str, ...]]:
     for cell in sorted(watched, key=rank):
         if chosen.setdefault(dataclasses.replace(cell, accumulate=1, twin=""), cell) != cell:
             found[cell] = tuple(name for name in found[cell] if name not in AT_ONE_N)
-    return {cell.cell_id: world.passes(cell, asked) for cell, asked in found.items()}
+    return {cell.cell_id: asked for cell, asked in found.items()}
 
 
 SETTLED_WINDOWS = 2
@@ -78,17 +81,20 @@ class Task:
     backend: str
     """Name of the backend, whose packages the fork server imports."""
     world_size: int
-    """Number of processes."""
+    """W."""
     folder: str
     """Where each rank writes ``rank<r>.json``, and torch elastic its logs."""
     device: Device = Device.CPU
     threads: int = 1
     """Threads of each rank for operators on the CPU."""
     seed: int = 0
-    pretended: int | None = None
-    """W of a virtual world, of which the only process is rank 0."""
-    shared_gpu: bool = False
-    """Whether ranks may have a GPU together."""
+    world: World = World.REAL
+    """What the ranks are."""
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks that exist."""
+        return self.world_size if self.world.has_all_ranks else 1
 
     def to_json(self) -> str:
         """One line."""
@@ -98,11 +104,9 @@ class Task:
     @staticmethod
     def from_json(text: str) -> Task:
         """The inverse of ``to_json``."""
-        from pydantic import TypeAdapter
-
         values = json.loads(text)
         module, _, name = values.pop("kind").partition(":")
-        task: Task = TypeAdapter(getattr(importlib.import_module(module), name)).validate_python(values)
+        task: Task = fields.read(getattr(importlib.import_module(module), name), values)
         return task
 
 
@@ -123,11 +127,9 @@ class Spec(Task):
     world_size: int = field(init=False)
     device: Device = field(init=False)
     seed: int = field(init=False)
-    pretended: int | None = field(init=False)
-    shared_gpu: bool = field(init=False)
+    world: World = field(init=False)
 
     def __post_init__(self) -> None:
-        """In a virtual world one process exists."""
         cell = self.cell
-        self.backend, self.device, self.seed, self.shared_gpu = cell.backend, cell.device, cell.seed, cell.shared_gpu
-        self.world_size, self.pretended = (1, cell.world_size) if cell.virtual else (cell.world_size, None)
+        self.backend, self.device, self.seed = cell.backend, cell.device, cell.seed
+        self.world_size, self.world = cell.world_size, cell.world

@@ -1,13 +1,14 @@
 """One number of a run as it is cited: value, interval, trials, machine, versions, commit and hash, in three formats.
 
-A citation has a permanent id, ``accumulation-bench:RUN/CELL``, ``RUN/CELL/BASELINE`` for a ratio or ``RUN/plots/NAME``
-for a figure, and beside it the SHA-256 of the journal that it follows from. ``bench.report.cited`` reads it again and
-says whether every number still follows from that journal.
+Beside its sentences, which people read, a citation has one line that ``bench.report.cited`` reads again, for example
+``accumulation-bench:RUN/CELL value=0.4022 low=0.3965 high=0.4081 n=19 sha256=...``. It begins with the permanent id,
+``RUN/CELL/BASELINE`` for a ratio or ``RUN/plots/NAME`` for a figure. ``value`` is the step time in seconds, or the
+ratio of two; ``low`` and ``high`` are the ends of its 95 % interval; ``n`` is the number of good trials, or of blocks;
+``bytes`` is the peak memory; ``sha256`` is the hash of the journal that all of this follows from.
 """
 
 from __future__ import annotations
 
-import math
 import re
 import urllib.parse
 from collections.abc import Callable, Mapping
@@ -19,14 +20,16 @@ import pandas as pd
 
 from bench.judge.loading import Run
 from bench.judge.quoting import SCHEME, CellQuote, Quotes, RatioQuote, place_of, quoted
+from bench.judge.statistics import Interval
 from bench.judge.verdicts import NEXT, Verdict, band
-from bench.words import bibtex, markdown, plain, plural
+from bench.plan.columns import AXES, WAYS, says
+from bench.words import bibtex, digits, markdown, plain, plural
 
-DIGITS = 4
-"""Significant ones of a number."""
 VERSIONS = ("torch", "lightning", "deepspeed", "transformers", "numpy")
 """Packages that are named."""
 NOT_STORED = "not stored"
+NONE = "none"
+"""In place of a value that there is none of."""
 HASH = re.compile(r"[0-9a-f]{64}")
 METHOD = "Method: 20 % trimmed geometric mean over trials of the median step after warm-up, the slowest rank's"
 AGAINST = " against "
@@ -51,10 +54,11 @@ class CitedWords:
 
     subject: str
     statement: str
-    """The numbers, in the form that ``bench.report.citation`` reads."""
+    """The numbers."""
     place: str
     """The id."""
-    digest: str
+    fields: Mapping[str, str]
+    """What stands behind the id in the line for machines."""
     caveats: tuple[str, ...]
     details: tuple[str, ...]
     """Sentences on work, machine, versions and commit."""
@@ -98,7 +102,9 @@ def _quotes(same: _Same) -> Quotes:
 def words_of_cell(quotes: Quotes, cell_id: str) -> CitedWords:
     """What is said of one cell."""
     quote = quotes.cell(cell_id)
-    return _words(quotes.run, cell_id, quote.cell.label, _time(quote), quote.caveats, quote.trial)
+    return _words(
+        quotes.run, cell_id, quotes.run.labels[cell_id], _time(quote), _fields(quote), quote.caveats, quote.trial
+    )
 
 
 def words_of_ratio(quotes: Quotes, cell_id: str, other_id: str) -> CitedWords:
@@ -108,26 +114,32 @@ def words_of_ratio(quotes: Quotes, cell_id: str, other_id: str) -> CitedWords:
 
 def words_of_quote(run: Run, quote: RatioQuote, cell_id: str, other_id: str) -> CitedWords:
     """What is said of one cell against another, from what may be said."""
-    subject = AGAINST.join(map(harmless, (quote.cell.label, quote.other.label)))
-    return _words(run, f"{cell_id}/{other_id}", subject, statement_of(quote), quote.caveats, quote.trial)
+    subject = AGAINST.join(harmless(run.labels[one]) for one in (cell_id, other_id))
+    fields = fields_of(quote)
+    return _words(run, f"{cell_id}/{other_id}", subject, statement_of(quote), fields, quote.caveats, quote.trial)
 
 
 def words_of_plot(run: Run, name: str) -> CitedWords:
     """What is said of a figure."""
-    return _words(run, f"plots/{quoted(name)}", f"Figure {name}", "a figure of this run", (), None)
+    return _words(run, f"plots/{quoted(name)}", f"Figure {name}", "a figure of this run", {}, (), None)
 
 
 def _words(
-    run: Run, place: str, subject: str, statement: str, caveats: tuple[str, ...], trial: pd.Series | None
+    run: Run,
+    place: str,
+    subject: str,
+    statement: str,
+    fields: Mapping[str, str],
+    caveats: tuple[str, ...],
+    trial: pd.Series | None,
 ) -> CitedWords:
     manifest = run.manifest
     details = [] if trial is None else [METHOD, _work(trial)]
-    digest = str(manifest.get("journal_sha256"))
     return CitedWords(
         subject=harmless(subject),
         statement=statement,
         place=place_of(run.name, place),
-        digest=digest if HASH.fullmatch(digest) else NOT_STORED,
+        fields={**fields, **hash_of(manifest)},
         caveats=tuple(harmless(text).rstrip(".") for text in caveats),
         details=tuple(map(harmless, [*details, _machine(manifest), _versions(manifest), commit(manifest)])),
         started=str(manifest.get("started", "")),
@@ -148,17 +160,52 @@ def _time(quote: CellQuote) -> str:
         found = f"no step time ({counted})"
     else:
         interval = _interval(time.low, time.high, time.reason)
-        found = f"{number(time.seconds)} s per optimizer step ({interval}, {counted})"
+        found = f"{digits(time.seconds)} s per optimizer step ({interval}, {counted})"
     if quote.peak_memory_bytes is not None:
         peak = quote.peak_memory_bytes
-        found += f"; peak memory {number(peak / 2**20)} MiB ({peak} bytes, {quote.peak_memory_source})"
+        found += f"; peak memory {digits(peak / 2**20)} MiB ({peak} bytes, {quote.peak_memory_source})"
     return found
 
 
+def _fields(quote: CellQuote) -> dict[str, str]:
+    """What the line for machines says of a cell."""
+    if quote.barred:
+        return {"value": NONE, "n": "0"}
+    time = quote.time
+    found = {"value": NONE} if time is None else _estimated(time.seconds, time.low, time.high)
+    peak = {} if quote.peak_memory_bytes is None else {"bytes": str(quote.peak_memory_bytes)}
+    return found | {"n": str(quote.num_ok)} | peak
+
+
+def fields_of(quote: RatioQuote) -> dict[str, str]:
+    """What the line for machines says of a ratio: its numbers with a fraction begin those of ``statement_of``."""
+    time = _time_of(quote)
+    if time is None:
+        return {"value": NONE}
+    counted = {"n": str(time.num_trials), "verdict": str(quote.row.judgement.verdict)}
+    return _estimated(time.ratio, time.low, time.high) | counted
+
+
+def hash_of(manifest: Mapping[str, Any]) -> dict[str, str]:
+    """The last field of every line for machines."""
+    digest = str(manifest.get("journal_sha256"))
+    return {"sha256": digest if HASH.fullmatch(digest) else NONE}
+
+
+def _estimated(value: float, low: float | None, high: float | None) -> dict[str, str]:
+    ends = {} if low is None or high is None else {"low": digits(low), "high": digits(high)}
+    return {"value": digits(value), **ends}
+
+
+def _time_of(quote: RatioQuote) -> Interval | None:
+    """The ratio of step times; None if no such number may be cited."""
+    return None if quote.row.judgement.verdict is Verdict.NOT_COMPARABLE else quote.row.time
+
+
 def statement_of(quote: RatioQuote) -> str:
-    """The numbers of a ratio, in the form that ``bench.report.citation`` reads; or that there are none."""
-    judgement, time = quote.row.judgement, quote.row.time
-    if judgement.verdict is Verdict.NOT_COMPARABLE or time is None:
+    """The numbers of a ratio, or that there are none."""
+    judgement, time = quote.row.judgement, _time_of(quote)
+    if time is None:
         return f"NOT COMPARABLE ({judgement.reason}), no ratio of step times is given"
     interval = _interval(time.low, time.high, time.reason)
     counted = f"n = {plural(time.num_trials, 'block' if time.paired else 'trial')}"
@@ -168,28 +215,19 @@ def statement_of(quote: RatioQuote) -> str:
     elif judgement.verdict is Verdict.AMBIGUOUS:
         verdict += f" ({judgement.reason}: {NEXT[judgement.reason].partition(';')[0]})"
     noise = quote.row.judgement.comparison.floor
-    floor = "unknown" if noise is None or noise.low is None else f"{number(100 * (band(noise) - 1))} %"
-    return f"{number(time.ratio)} times the step time ({interval}, {counted}); verdict: {verdict}; noise floor: {floor}"
+    floor = "unknown" if noise is None or noise.low is None else f"{digits(100 * (band(noise) - 1))} %"
+    return f"{digits(time.ratio)} times the step time ({interval}, {counted}); verdict: {verdict}; noise floor: {floor}"
 
 
 def _interval(low: float | None, high: float | None, reason: str) -> str:
-    return reason.replace(",", "") if low is None or high is None else f"95 % interval {number(low)} - {number(high)}"
-
-
-def number(value: float) -> str:
-    """With DIGITS significant digits and without an exponent."""
-    if not (math.isfinite(value) and value):
-        return f"{value:g}"
-    decimals = DIGITS - 1 - math.floor(math.log10(abs(value)))
-    return f"{round(value, decimals):.{max(0, decimals)}f}"
+    return reason.replace(",", "") if low is None or high is None else f"95 % interval {digits(low)} - {digits(high)}"
 
 
 def _work(trial: pd.Series) -> str:
     size = trial["num_parameters"]
-    parameters = "" if pd.isna(size) else f" ({number(size / 1e6)} M parameters)"
-    how = f", clipped to {trial['clip_norm']:g}" if pd.notna(trial["clip_norm"]) and trial["clip_norm"] else ""
-    for name, words in (("activation_checkpointing", "activation checkpointing"), ("compiled", "compiled blocks")):
-        how += f", {words}" if pd.notna(trial[name]) and trial[name] else ""
+    parameters = "" if pd.isna(size) else f" ({digits(size / 1e6)} M parameters)"
+    asked = [name for name in WAYS if len(AXES[name].named) > 1 and pd.notna(trial[name]) and trial[name]]
+    how = "".join(f", {words}" for words in says(trial, asked))
     return (
         f"Work: {trial['workload']} {trial['model']}{parameters}, {trial['global_batch_size']} samples of "
         f"{trial['sequence_length']} tokens per optimizer step, {trial['optimizer']}{how}, "
@@ -239,7 +277,7 @@ class Parts:
     subject: str
     statement: str
     place: str
-    digest: str
+    fields: str
     tail: str
     key: str
     """Of the entry, in BibTeX."""
@@ -256,11 +294,16 @@ def parts(words: CitedWords, form: str) -> Parts:
         subject=escape(words.subject),
         statement=escape(words.statement),
         place=place,
-        digest=words.digest,
+        fields=joined(words.fields),
         tail=_sentences(words.caveats, words.details, escape),
         key=entry_key(words.place).strip("-"),
         date=None if date is None else (date[1], MONTHS[int(date[2]) - 1]),
     )
+
+
+def joined(fields: Mapping[str, str]) -> str:
+    """The fields of the line for machines, as they stand behind its id."""
+    return " ".join(f"{name}={value}" for name, value in fields.items())
 
 
 def entry_key(place: str) -> str:
@@ -276,8 +319,8 @@ def _sentences(caveats: tuple[str, ...], details: tuple[str, ...], escape: Calla
 def render(form: str, of: Parts) -> str:
     """A citation in one format."""
     if form == "markdown":
-        return f"**{of.subject}**: {of.statement}; id `{of.place}`, journal SHA-256 `{of.digest}`. {of.tail}"
-    text = f"{of.subject}: {of.statement}; id {of.place}, journal SHA-256 {of.digest}. {of.tail}"
+        return f"**{of.subject}**: {of.statement}.\n`{of.place} {of.fields}`\n{of.tail}"
+    text = f"{of.subject}: {of.statement}.\n{of.place} {of.fields}\n{of.tail}"
     return text if form == "text" else _entry(of, text)
 
 

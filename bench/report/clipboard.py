@@ -21,7 +21,10 @@ from bench.report.citation import (
     Citation,
     Parts,
     entry_key,
+    fields_of,
     harmless,
+    hash_of,
+    joined,
     parts,
     render,
     statement_of,
@@ -31,7 +34,7 @@ from bench.report.citation import (
 NUMBER = re.compile(r"\d+\.\d+")
 """Of a statement: what stands between its numbers is shared by many. No format escapes a digit or a point."""
 SLOT = re.compile("\0([a-z]+)\0")
-SLOTS = ("subject", "statement", "place", "tail", "key")
+SLOTS = ("subject", "statement", "place", "fields", "tail", "key")
 """Parts that differ from ratio to ratio."""
 
 
@@ -59,8 +62,9 @@ def ratios(quotes: Quotes, standings: Mapping[str, Standing], ids: Sequence[str]
     """The citations of the ratios of these cells to every baseline.
 
     ``of`` has, by cell, for each baseline with such a cell: its place in ``standings``, that of its cell in ``ids``,
-    that of the statement's words, the statement's numbers, and the place of what follows the id. ``forms`` has, by
-    format, the words at those places, and a template: what stands between SLOTS, and their names in turn.
+    that of the words of its statement and of its fields, the numbers between these words, and the place of what follows
+    the line for machines. ``forms`` has, by format, the words at those places, and a template: what stands between
+    SLOTS, and their names in turn. ``fields`` has the words of the fields, which no format escapes.
     """
     run = quotes.run
     by_cell = {cell: cell_id for cell_id, cell in run.cells.items()}
@@ -75,12 +79,13 @@ def ratios(quotes: Quotes, standings: Mapping[str, Standing], ids: Sequence[str]
                 said = shared.places(quote, cell_id, other_id)
                 of.setdefault(cell_id, []).append([number, places[other_id], *said])
     start = place_of(run.name, "")
-    labels = [harmless(run.cells[cell_id].label) for cell_id in ids]
+    labels = [harmless(run.labels[cell_id]) for cell_id in ids]
     for form, kit in shared.forms.items():
         escape = ESCAPES[form]
         kit["place"] = escape(start) if form == "bibtex" else start
         kit["labels"] = [escape(label) for label in labels]
-    return {"of": of, "ids": list(ids), "key": entry_key(start), "against": AGAINST, "forms": shared.forms}
+    every = {"ids": list(ids), "key": entry_key(start), "against": AGAINST, "fields": shared.fields}
+    return {"of": of, **every, "forms": shared.forms}
 
 
 class _Shared:
@@ -91,15 +96,17 @@ class _Shared:
         self.forms: dict[str, dict[str, Any]] = {
             form: {"template": [], "statements": [], "tails": []} for form in ESCAPES
         }
+        self.fields: list[list[str]] = []
         self._statements: dict[tuple[str, ...], int] = {}
         self._tails: dict[tuple[str, tuple[str, ...]], int] = {}
 
     def places(self, quote: RatioQuote, cell_id: str, other_id: str) -> tuple[int, str, int]:
-        """Where the statement's words are, its numbers, and where what follows the id is."""
+        """Where the words of the statement and of the fields are, their numbers, and where what follows them is."""
         statement = statement_of(quote)
         between = tuple(NUMBER.split(statement))
         if between not in self._statements:
             self._statements[between] = len(self._statements)
+            self.fields.append(NUMBER.split(joined(fields_of(quote) | hash_of(self._run.manifest))))
             for form, kit in self.forms.items():
                 kit["statements"].append(NUMBER.split(ESCAPES[form](statement)))
         after = cell_id, quote.caveats
@@ -108,7 +115,7 @@ class _Shared:
         return self._statements[between], " ".join(NUMBER.findall(statement)), self._tails[after]
 
     def _tail(self, quote: RatioQuote, cell_id: str, other_id: str) -> int:
-        """Where the sentences behind the id of a cell are; most cells of a run have the same."""
+        """Where the sentences behind the line for machines are; most cells of a run have the same."""
         words = words_of_quote(self._run, quote, cell_id, other_id)
         every = {form: parts(words, form) for form in ESCAPES}
         for form, kit in self.forms.items():
@@ -123,6 +130,5 @@ class _Shared:
 
 def _template(form: str, of: Parts) -> list[str]:
     """A citation of a format as literal text and names of SLOTS, in turn. Escaped parts hold no NUL."""
-    subject, statement, place, tail, key = (f"\0{name}\0" for name in SLOTS)
-    slots = replace(of, subject=subject, statement=statement, place=place, tail=tail, key=key)
-    return SLOT.split(render(form, slots))
+    slots: dict[str, Any] = {name: f"\0{name}\0" for name in SLOTS}
+    return SLOT.split(render(form, replace(of, **slots)))

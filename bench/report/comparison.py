@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -23,7 +22,9 @@ if TYPE_CHECKING:
     from bench.judge.loading import Run
     from bench.judge.pairs import Pair
 
-HEADER = ("cell", "verdict", "time B/A", "95 % interval", "n", "peak memory B/A", "steps", "reason")
+HEADER = ("cell", "verdict", "time B/A", "95 % interval", "n", "memory B/A", "steps", "reason")
+DROPPED = ("reason", "steps", "n", "95 % interval", "memory B/A")
+"""Columns that a narrow terminal does without, the first of them first; reasons stand below the table too."""
 STYLES = {Verdict.FASTER: "bold blue", Verdict.SLOWER: "bold red", Verdict.SAME: "green", Verdict.AMBIGUOUS: ""}
 DECIDED = frozenset({Reason.OUTSIDE_FLOOR, Reason.INSIDE_MARGIN})
 """Reasons whose details the table's columns say."""
@@ -90,62 +91,55 @@ def _value(value: object) -> str:
     return value if isinstance(value, str) and value.startswith("(") else json.dumps(value)
 
 
-def groups(rows: Sequence[ComparedPair]) -> list[tuple[str, list[ComparedPair]]]:
-    """The rows by group, in order."""
-    return [(title, list(those)) for title, those in itertools.groupby(rows, key=lambda row: row.pair.group)]
-
-
 def cells(row: ComparedPair) -> tuple[str, ...]:
     """What the table says of a pair."""
     time, judgement = row.time, row.judgement
-    barred = judgement.verdict is Verdict.NOT_COMPARABLE
     interval = "-"
     if time is not None:
         interval = "no interval" if time.low is None else f"{time.low:.4f} to {time.high:.4f}"
     return (
         row.pair.name,
-        f"{judgement.verdict} (forced)" if row.forced else str(judgement.verdict),
+        f"{judgement.verdict}{' (forced)' * row.forced}{'; REGRESSED' if row.regressions else ''}",
         "-" if time is None else f"{time.ratio:.4f}",
         interval,
         "-" if time is None else str(time.num_trials),
-        "-" if barred and not row.forced else _memory(row.memory) + _regressed(row, "memory"),
-        "-" if barred and not row.forced else _steps(row.steps),
-        str(judgement.reason) + _regressed(row, "slower"),
+        _memory(row.memory),
+        _steps(row.steps),
+        str(judgement.reason),
     )
 
 
-def _regressed(row: ComparedPair, metric: str) -> str:
-    return "; REGRESSED" if metric in row.regressions else ""
-
-
 def _memory(number: Number) -> str:
-    if number.verdict.verdict is Exact.UNKNOWN:
-        return "unknown"
     share = number.verdict.ratio
-    return f"{number.verdict.verdict}" + ("" if share is None or share == 1 else f", {share:.4f}")
+    return "-" if share is None else f"{share:.4f}"
 
 
 def _steps(number: Number) -> str:
     if number.verdict.verdict is Exact.UNKNOWN:
-        return "unknown"
+        return "-"
     return f"{number.verdict.verdict}, {number.b}" + ("" if number.a == number.b else f" of {number.a}")
 
 
-def table(title: str, rows: Sequence[ComparedPair]) -> Table:
-    """One group of rows in the terminal. What was forced is struck through, and the verdict says so."""
-    found = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in HEADER:
-        found.add_column(name, justify="right" if name in {"time B/A", "n"} else "left")
-    for row in rows:
-        texts = [Text(word) for word in cells(row)]
+def table(rows: Sequence[ComparedPair], width: int) -> Table:
+    """The rows on a terminal of this width. What was forced is struck through, and the verdict says so."""
+    texts = [cells(row) for row in rows]
+    widths = {name: max(map(len, [name, *(row[i] for row in texts)])) + 1 for i, name in enumerate(HEADER)}
+    shown = list(HEADER)
+    for name in DROPPED:
+        if sum(widths[one] for one in shown) > width:
+            shown.remove(name)
+    found = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in shown:
+        found.add_column(name, justify="right" if name in {"time B/A", "n", "memory B/A"} else "left")
+    for row, words in zip(rows, texts, strict=True):
+        styled = {name: Text(word) for name, word in zip(HEADER, words, strict=True)}
         if row.forced:
-            for text in texts[2:7]:
-                text.stylize("strike")
-        style = "dim" if row.judgement.verdict is Verdict.NOT_COMPARABLE else STYLES[row.judgement.verdict]
-        texts[1].stylize(style)
-        if row.regressions:
-            texts[-1].stylize("bold red")
-        found.add_row(*texts)
+            for name in HEADER[2:7]:
+                styled[name].stylize("strike")
+        barred = row.judgement.verdict is Verdict.NOT_COMPARABLE
+        style = "dim" if barred else STYLES[row.judgement.verdict]
+        styled["verdict"].stylize("bold red" if row.regressions else style)
+        found.add_row(*(styled[name] for name in shown))
     return found
 
 
@@ -175,13 +169,12 @@ def markdown(report: Report, pictures: Iterable[str]) -> str:
         first, *keys = alarm(report.differences)
         lines += [f"**{first}**", "", *(f"- {_safe(key.strip())}" for key in keys), ""]
     lines += [f"![Ratios of step times with intervals]({name})" for name in pictures]
-    for title, rows in groups(report.rows):
-        lines += ["", f"## {_safe(title)}", "", f"| {' | '.join(HEADER)} |", "|" + " --- |" * len(HEADER)]
-        for row in rows:
-            words = [_safe(word) for word in cells(row)]
-            if row.forced:
-                words[2:7] = [f"~~{word}~~" for word in words[2:7]]
-            lines.append(f"| {' | '.join(words)} |")
+    lines += ["", f"| {' | '.join(HEADER)} |", "|" + " --- |" * len(HEADER)]
+    for row in report.rows:
+        words = [_safe(word) for word in cells(row)]
+        if row.forced:
+            words[2:7] = [f"~~{word}~~" for word in words[2:7]]
+        lines.append(f"| {' | '.join(words)} |")
     lines += ["", "## Reasons, and what to do next", ""]
     lines += [("  - " if line.startswith(" ") else "- ") + _safe(line.strip()) for line in reasons(report.rows)]
     lines += ["", "## Notes", "", *(f"- {_safe(note)}" for note in (*report.remarks, *report.notes)), ""]
@@ -210,7 +203,7 @@ def notes_on(
         if missing := loading.missing_trials(one):
             found.append(f"{letter or 'the run'} lacks {missing} of its trials: it is not finished, or was truncated")
     if never:
-        found.append(f"left out, as unsupported on both sides: {', '.join(pair.name for pair in never)}")
+        found.append(f"left out, unsupported on both sides: {', '.join(pair.name for pair in never)}")
     if "slower" in thresholds:
         found.append(
             f"slower={_percent(thresholds['slower'])}: certain if the whole interval is beyond "

@@ -11,20 +11,15 @@ import numpy as np
 import pandas as pd
 
 from bench.judge.samples import NAME, Estimate, step_times, tokens_per_step
-from bench.judge.tables import Tables
+from bench.judge.tables import Tables, worlds
 from bench.plan.cell import REFERENCE, REFERENCES, SGD, SHARDED_REFERENCE, Status
+from bench.plan.columns import AXES, Axis, axes
 from bench.report import style
 from bench.report.panels import (
     CONTEXT,
     CSV_COLUMNS,
-    NAMES,
-    NOT_CLIPPED,
-    REAL,
     REASON_LENGTH,
     REFERENCE_KEYS,
-    SHARED,
-    SWITCHES,
-    VIRTUAL,
     Panel,
     of_one_process,
     varying_columns,
@@ -45,8 +40,7 @@ class FigureData:
             trials[column] = trials[column].fillna(trials["backend"].map(known).astype("string")).fillna("")
         trials["reason"] = trials["reason"].fillna("")
         self.looks = style.looks(trials)
-        trials["world"] = trials["virtual_world_size"].notna().map({True: VIRTUAL, False: REAL}).astype("string")
-        trials.loc[trials["shared_gpu"].fillna(False).astype(bool), "world"] = SHARED
+        trials["world"] = worlds(trials)
         order = {name: i for i, name in enumerate(self.looks)}
         ranks = trials["backend"].map(order)
         self.trials = trials.assign(_rank=ranks).sort_values(["_rank", "accumulate", "repeat"], kind="stable")
@@ -93,7 +87,7 @@ class FigureData:
 
     def _blocks(self) -> str:
         """What was done to the model's blocks, if anything was."""
-        asked = [name for name in SWITCHES if self.others[name].any()]
+        asked = [name for name in axes(Axis.WAY) if AXES[name].dtype == "boolean" and self.others[name].any()]
         found = [" and ".join(_name(name, v) for v in sorted(self.others[name].unique())) for name in asked]
         return "".join(f", {words}" for words in found)
 
@@ -128,7 +122,7 @@ class FigureData:
             reason = _shorten(reasons[key][0]) or "no reason was recorded"
             alike_only = " (numbers of the first)" if len(set(reasons[key])) > 1 else ""
             notes.append(f"{key[1]}: {cells}: {reason}{alike_only}")
-        return [*notes, *([SHARED] if (self.trials["world"] == SHARED).any() else [])]
+        return [*notes, *filter(None, (world.caveat for world in self.trials["world"].unique()))]
 
     def panels(self, trials: pd.DataFrame, by: list[str], values: list[str]) -> list[Panel]:
         """The trials of all but the reference, split by these columns; parts without any value are left out."""
@@ -176,11 +170,7 @@ def _count(value: Any) -> str:
 
 
 def _name(column: str, value: Any) -> str:
-    if pd.isna(value):
-        return NAMES.get(column, "{}").replace(":g", "").format("unknown")
-    if column in SWITCHES:
-        return SWITCHES[column][bool(value)]
-    return NOT_CLIPPED if column == "clip_norm" and not value else NAMES.get(column, "{}").format(value)
+    return AXES[column].says(None if pd.isna(value) else value) if column in AXES else str(value)
 
 
 def _shorten(reason: str) -> str:

@@ -9,6 +9,7 @@ with it; it is listed under ``left_out``, which they ignore.
 from __future__ import annotations
 
 import csv
+import itertools
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -105,24 +106,7 @@ GATES = (
 """Columns of the trials that gates look at."""
 GPU = ("name", "memory_bytes", "driver")
 """What is told of a GPU."""
-FACTS = (
-    "step_time_s",
-    "step_time_low_s",
-    "step_time_high_s",
-    "num_ok",
-    "num_trials",
-    "tokens_per_s",
-    "peak_memory_bytes",
-    "peak_memory_source",
-    "baseline",
-    "ratio",
-    "ratio_low",
-    "ratio_high",
-    "verdict",
-    "verdict_reason",
-    "caveats",
-    "citation",
-)
+FACTS = tuple(itertools.dropwhile(lambda name: name != "num_ok", COLUMNS["cells"]))
 """Columns of the cells that are told beside the statistics."""
 
 
@@ -136,7 +120,7 @@ def document(frames: Frames) -> dict[str, Any]:
     for row in rows:
         cell = cells[row["cell_id"]]
         name = cell.label if labels.count(cell.label) == 1 else f"{cell.label} {row['cell_id']}"
-        if not row["comparable"] or pd.isna(row["step_time_s"]) or cell.virtual:
+        if not row["comparable"] or pd.isna(row["step_time_s"]) or not cell.world.times_communication:
             said = {"name": name, "fullname": _fullname(cell, name), "status": row["status"], "why": row["caveats"]}
             left_out.append(said | {"citation": row["citation"]})
             continue

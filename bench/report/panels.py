@@ -15,42 +15,15 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from bench.plan.cell import REFERENCE, SHARDED_REFERENCE
+from bench.plan.columns import WAYS, WORK, differing
 from bench.report import style
 from bench.report.sheet import FigureWords
 from bench.report.style import REFERENCE_COLOUR, Key, safe
 
 T = TypeVar("T")
-CONTEXT = [
-    "workload",
-    "model",
-    "device",
-    "global_batch_size",
-    "sequence_length",
-    "optimizer",
-    "clip_norm",
-    "activation_checkpointing",
-    "compiled",
-    "accumulation_dtype",
-    "world_size",
-    "world",
-    "precision",
-    "corpus",
-    "learning_rate",
-    "seed",
-]
+CONTEXT = [*WAYS, "world_size", "world", "precision"]
 """Cells that differ in one of these are never in one panel."""
-REFERENCE_KEYS = [
-    "workload",
-    "model",
-    "sequence_length",
-    "global_batch_size",
-    "optimizer",
-    "clip_norm",
-    "device",
-    "corpus",
-    "learning_rate",
-    "seed",
-]
+REFERENCE_KEYS = list(WORK)
 """What a trial shares with its reference."""
 CSV_COLUMNS = [
     "run_id",
@@ -65,30 +38,12 @@ CSV_COLUMNS = [
     "status",
     "reason",
 ]
-NAMES = {
-    "accumulate": "N = {}",
-    "world_size": "W = {}",
-    "global_batch_size": "B = {}",
-    "sequence_length": "{} tokens",
-    "accumulation_dtype": "summed in {}",
-    "clip_norm": "clipped to {:g}",
-    "learning_rate": "lr {:g}",
-}
-"""How a value of a column is named in titles; others speak for themselves."""
-NOT_CLIPPED = "not clipped"
 REFERENCE_LABELS = {
     REFERENCE: "reference: one process, full batch",
     SHARDED_REFERENCE: "reference: all ranks, full batch",
 }
-VIRTUAL, REAL = "virtual world: no values, nothing is sent", "real ranks"
-SHARED = "ranks share GPUs, over gloo: nothing is timed"
 NOT_COMMUNICATION = "no bytes move between ranks: host overhead and memory policy, not communication"
 ONE_GPU, ONE_PROCESS = f"one GPU, {NOT_COMMUNICATION}", f"one process, {NOT_COMMUNICATION}"
-SWITCHES = {
-    "activation_checkpointing": ("activations kept", "activations checkpointed"),
-    "compiled": ("not compiled", "blocks compiled"),
-}
-"""Columns that are false or true, in words."""
 LOSS_FLOOR = 1e-9
 """Where a loss equal to the reference's is drawn on a logarithmic axis."""
 SPREAD = "Points are spread sideways at each N; small points are trials, large ones their cells ({})"
@@ -135,22 +90,17 @@ def reference_keys(panels: Sequence[Panel], value: str) -> list[Key]:
 
 
 def of_one_process(trials: pd.DataFrame) -> str:
-    """What has to be said of all figures of a run whose real ranks are one; empty for others.
-
-    Worlds that are pretended beside it change nothing: their ranks are not there either.
-    """
-    real = trials[trials["virtual_world_size"].isna()]
+    """What has to be said of all figures of a run whose ranks are one, but for worlds without all ranks; or nothing."""
+    real = trials[[world.has_all_ranks for world in trials["world"]]]
     if real.empty or not (real["world_size"] == 1).all():
         return ""
     return ONE_GPU if (real["device"] == "cuda").all() else ONE_PROCESS
 
 
 def varying_columns(trials: pd.DataFrame, columns: Sequence[str]) -> list[str]:
-    """Those of these columns in which the trials differ; a learning rate that goes with its optimizer says nothing."""
-    found = [column for column in columns if trials[column].nunique(dropna=False) > 1]
-    if "learning_rate" in found and (trials.groupby("optimizer")["learning_rate"].nunique() == 1).all():
-        found.remove("learning_rate")
-    return found
+    """Those of these columns in which the trials differ."""
+    rows = trials[list({*columns, "optimizer", "learning_rate"})].drop_duplicates()
+    return differing(rows.itertuples(index=False), columns)
 
 
 @dataclass

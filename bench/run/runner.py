@@ -88,7 +88,7 @@ class Runner:
         self._corpus = None if values["workload.corpus"] == "markov" else values["workload.corpus"]
         self._threads = int(values.get("threads", 0))
         self._budget_s = float(values.get("budget_s", 0.0)) or math.inf
-        self._skipped = start.skipped_of(manifest)
+        self._skipped = manifest.get("skipped") or {}
         self.schedule = Schedule(manifest)
         self._asked = task.passes([cell for cell in self.schedule.cells if cell.cell_id not in self._skipped])
         self._done: set[tuple[str, int]] = set()
@@ -255,7 +255,7 @@ class Runner:
             folder=str(folder.resolve()),
             reference=str(self._reference_file(cell).resolve()),
             corpus=self._corpus and str(Path(self._corpus).resolve()),
-            threads=machine.threads_per_rank(1 if cell.virtual else cell.world_size, self._threads),
+            threads=machine.threads_per_rank(cell.num_processes, self._threads),
         )
         with self._telemetry if cell.device is Device.CUDA else contextlib.nullcontext():
             return self._launcher.run(asked, self._timeout_s, self._inactivity_s)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.backends.base import Backend
+from bench.backends.base import Backend, adopt, registry
 from bench.errors import InputError
 from bench.files import existing
 from bench.plan.cell import Cell
@@ -32,6 +32,9 @@ def describe(backends: Mapping[str, type[Backend]]) -> dict[str, dict[str, str]]
             "sharding": str(backend.sharding),
             "bf16_as": backend.bf16_as,
             "defect": backend.defect,
+            **(
+                {} if backend.__module__.startswith("bench.") else {"class": f"{backend.__module__}:{backend.__name__}"}
+            ),
         }
         for name, backend in backends.items()
     }
@@ -95,10 +98,7 @@ def code(cells: Sequence[Cell], backends: Mapping[str, type[Backend]]) -> dict[s
 
 def cells_of(folder: Path, manifest: Mapping[str, Any]) -> list[Cell]:
     """The cells of a run. Raises InputError if its manifest does not have them as they were written."""
-    try:
-        cells = [Cell.from_dict(cell) for cell in manifest["cells"]]
-    except (KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{folder / MANIFEST}: cells: are not those of a run ({error}); restore the file") from error
+    cells = [Cell.from_dict(cell) for cell in manifest.get("cells", ())]
     if not cells:
         raise InputError(f"{folder / MANIFEST}: cells: there are none; restore the file")
     if unknown := {cell.model for cell in cells if cell.workload == "llama"} - SIZES.keys():
@@ -106,9 +106,14 @@ def cells_of(folder: Path, manifest: Mapping[str, Any]) -> list[Cell]:
     return cells
 
 
-def skipped_of(manifest: Mapping[str, Any]) -> dict[str, str]:
-    """Why cells of a run are not tried, by id."""
-    return {str(cell_id): str(reason) for cell_id, reason in dict(manifest.get("skipped") or {}).items()}
+def backends_of(folder: Path, manifest: Mapping[str, Any]) -> dict[str, type[Backend]]:
+    """The backends of a run's cells; a class that was named ``module:Class`` is loaded again. Raises InputError."""
+    names = {cell.backend for cell in cells_of(folder, manifest)}
+    described: Any = manifest.get("backends")
+    for name in names - registry(names).keys() if isinstance(described, dict) else ():
+        if named := described.get(name, {}).get("class"):
+            adopt(named)
+    return registry(names)
 
 
 def reopen(folder: Path, backends: Mapping[str, type[Backend]]) -> dict[str, Any]:
@@ -123,7 +128,6 @@ def reopen(folder: Path, backends: Mapping[str, type[Backend]]) -> dict[str, Any
         raise InputError(f"{folder / MANIFEST}: has no key '{lacking[0]}'; restore it")
     try:
         Schedule(manifest)
-        skipped_of(manifest)
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(
             f"{folder / MANIFEST}: its looks and repeats are not those of a run ({error}); restore the file"

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from bench.files import existing
 from bench.launch import gpus
 from bench.measure import host
@@ -81,7 +83,7 @@ class Facts:
     environment: Mapping[str, str]
     num_cores: int
     governor: str | None
-    memory_bytes: int | None
+    memory_bytes: int
     """That is available."""
     shm_bytes: int | None
     """Size of /dev/shm."""
@@ -110,7 +112,7 @@ def gather(folder: Path, missing: Mapping[str, Mapping[str, str]]) -> Facts:
         environment=machine.environment(),
         num_cores=machine.num_cores(),
         governor=machine.governor(),
-        memory_bytes=_available(),
+        memory_bytes=psutil.virtual_memory().available,
         shm_bytes=_size(Path("/dev/shm")),
         disk_bytes=shutil.disk_usage(existing(folder)).free,
         compiler=next((path for name in COMPILERS if (path := shutil.which(name))), ""),
@@ -204,14 +206,6 @@ def _watch() -> dict[str, Any] | None:
     with HostLoad() as load:
         time.sleep(LOOK_S)
     return host.merge([load.result])
-
-
-def _available() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def _size(path: Path) -> int | None:

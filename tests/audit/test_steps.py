@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
@@ -16,10 +13,10 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from bench.audit.stepcount import StepRule, Steps, Stops, calculate, reaches, updates
+from bench.audit.stepcount import StepRule, Steps, calculate
 from bench.audit.training import LARGEST_ACCUMULATE, TrainingPlan
 from bench.cli import main
-from bench.errors import GOOD, WRONG, InputError
+from bench.errors import GOOD, WRONG
 from bench.plan.cell import Sharding, Stepping
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,83 +64,6 @@ def test_ten_micro_batches_in_windows_of_four() -> None:
     assert found[ZERO3].update_scales == {0.25: 2, 0.125: 3}
     assert found[ZERO3].micro_batches_lost_in_mid_run == 6
     assert found[ZERO2].micro_batches_lost_in_mid_run == 0
-
-
-@pytest.mark.parametrize(("drop_last", "steps"), [(False, [6, 6, 5, 5, 5, 5]), (True, [6, 6, 4, 4, 4, 4])])
-def test_drop_last_drops_a_micro_batch_but_no_window(drop_last: bool, steps: list[int]) -> None:
-    scenario = TrainingPlan(samples=39, batch_size=4, accumulate=4, epochs=2, drop_last=drop_last)
-    assert scenario.micro_batches_per_epoch == (9 if drop_last else 10)
-    assert scenario.last_micro_batch == (4 if drop_last else 3)
-    found = [calculated(scenario, rule) for rule in RULES]
-    assert [one.optimizer_steps for one in found] == steps
-    if drop_last:
-        assert [one.samples_dropped for one in found] == [6] * 6
-        assert [one.micro_batches_left_open for one in found] == [0, 0, 2, 2, 2, 2]
-        assert found[4].micro_batches_lost_in_mid_run == 2, "the 9th and the 13th"
-        assert [one.steps_reported.get("trainer.global_step") for one in found] == [None, 6, None, 4, 4, 4]
-
-
-def test_a_divisible_epoch_is_the_same_for_all() -> None:
-    found = [calculated(plan(8, 4, 2), rule) for rule in RULES]
-    assert {one.optimizer_steps for one in found} == {4}
-    assert {one.equal_max_steps for one in found} == {4}
-    assert {one.steps_reported.get("trainer.global_step", 4) for one in found} == {4}
-    assert calculated(plan(8, 4, 2), ZERO3).update_scales == {0.25: 4}
-
-
-@pytest.mark.parametrize(("epochs", "native", "engine"), [(3, 3, 2), (4, 4, 3), (5, 5, 3)])
-def test_an_epoch_shorter_than_a_window(epochs: int, native: int, engine: int) -> None:
-    found = [calculated(plan(3, 4, epochs), rule) for rule in RULES]
-    assert [one.optimizer_steps for one in found] == [native, native, engine, engine, engine, engine]
-    assert found[1].update_scales == {0.75: native}
-    assert found[3].steps_reported["trainer.global_step"] == 0
-    assert [one.equal_max_steps for one in found] == [native, native, engine, None, None, None]
-
-
-def test_max_steps_in_mid_epoch() -> None:
-    found = [calculated(plan(10, 4, max_steps=5), rule) for rule in RULES]
-    assert {one.stops for one in found} == {Stops.MAX_STEPS}
-    assert [one.micro_batches_consumed for one in found] == [18, 18, 20, 24, 24, 24]
-    assert [one.optimizer_steps for one in found] == [5, 5, 5, 6, 6, 6]
-    assert [one.samples_unread for one in found] == [2, 2, 0, 6, 6, 6]
-    assert found[0].epochs_consumed == 1.8
-    assert calculated(plan(10, 4, max_steps=4), ZERO2).micro_batches_consumed == 18
-    assert calculated(plan(10, 4, max_steps=4), ZERO2).optimizer_steps == 4
-
-
-def test_max_steps_that_are_never_reached() -> None:
-    scenario = plan(3, 4, 9, max_steps=2)
-    assert calculated(scenario, FLUSH).epochs_consumed == 2
-    split = calculated(scenario, ZERO2)
-    assert (split.stops, split.optimizer_steps) == (Stops.EPOCHS, 6)
-    assert split.steps_reported["trainer.global_step"] == 0
-    endless = calculated(plan(3, 4, max_steps=2), ZERO3)
-    assert (endless.stops, endless.optimizer_steps, endless.micro_batches_consumed) == (Stops.NEVER, 2, 8)
-    assert endless.steps_reported["trainer.global_step"] == 0
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_max_steps_zero_trains_nothing(rule: StepRule) -> None:
-    for scenario in (plan(10, 4, max_steps=0), plan(3, 4, 5, max_steps=0)):
-        found = calculated(scenario, rule)
-        assert (found.stops, found.micro_batches_consumed, found.optimizer_steps) == (Stops.MAX_STEPS, 0, 0)
-        assert (found.epochs_begun, found.samples_padded, found.update_scales) == (0, 0, {})
-
-
-def test_no_max_steps_equals_epochs_that_the_counters_split() -> None:
-    """4 stops after 18 micro-batches with 4 updates, 5 after 24 with 6; the epochs make 5."""
-    assert calculated(plan(10, 4, 2), ZERO2).equal_max_steps is None
-    assert [calculated(plan(10, 4, max_steps=k), ZERO2).optimizer_steps for k in (4, 5)] == [4, 6]
-
-
-def test_an_unknown_rule_is_not_calculated() -> None:
-    assert calculate(plan(10, 4, 2), StepRule(stepping=Stepping.UNKNOWN)) is None
-
-
-def test_only_zero2_keeps_what_is_accumulated() -> None:
-    kept = {sharding: not StepRule.of(Stepping.SPLIT, sharding).clears for sharding in Sharding}
-    assert [sharding for sharding in Sharding if kept[sharding]] == [Sharding.GRADS]
-    assert StepRule.of(Stepping.CARRY, Sharding.PARAMS) == CARRY
 
 
 def test_large_numbers_are_exact_and_quick() -> None:
@@ -296,84 +216,6 @@ def test_as_simulated(scenario: TrainingPlan, rule: StepRule) -> None:
     assert simulated.by_epoch == [pattern[epoch % len(pattern)] for epoch in range(simulated.finished)]
 
 
-@settings(deadline=None)
-@given(scenario=scenarios(), rule=rules)
-def test_every_sample_is_accounted_for(scenario: TrainingPlan, rule: StepRule) -> None:
-    found = calculated(scenario, rule)
-    assert_conserved(scenario, found)
-    assert min(found.samples_used, found.samples_left_open, found.samples_unread, found.samples_lost_in_mid_run) >= 0
-    assert sum(found.update_scales.values()) == found.optimizer_steps
-    assert all(0 < scale <= 1 for scale in found.update_scales)
-    if found.stops == Stops.EPOCHS:
-        assert found.samples_unread == 0
-    if found.micro_batches_lost_in_mid_run == 0:
-        assert found.samples_lost_in_mid_run == 0
-
-
-@given(scenario=scenarios("epochs"), rule=rules)
-def test_more_of_anything_gives_no_fewer_steps(scenario: TrainingPlan, rule: StepRule) -> None:
-    steps = calculated(scenario, rule).optimizer_steps
-    given_ = {name: getattr(scenario, name) for name in TrainingPlan.__dataclass_fields__}
-    for name, fewer in (("epochs", False), ("samples", False), ("accumulate", True)):
-        other = calculated(TrainingPlan(**given_ | {name: given_[name] + 1}), rule).optimizer_steps
-        assert other <= steps if fewer else other >= steps
-
-
-@given(scenario=scenarios("max_steps"), rule=rules)
-def test_a_later_limit_stops_later(scenario: TrainingPlan, rule: StepRule) -> None:
-    assert scenario.max_steps is not None
-    first, second = (reaches(scenario, rule, scenario.max_steps + more) for more in (0, 1))
-    assert second is None or (first is not None and first < second)
-    if first is not None:
-        taken = updates(scenario, rule, first)
-        assert taken >= scenario.max_steps
-        assert taken == scenario.max_steps or rule.stepping is Stepping.SPLIT
-
-
-@given(scenario=scenarios("epochs"), rule=rules)
-def test_equal_max_steps_makes_the_same_updates(scenario: TrainingPlan, rule: StepRule) -> None:
-    by_epochs = calculated(scenario, rule)
-    given_ = {name: getattr(scenario, name) for name in TrainingPlan.__dataclass_fields__} | {"epochs": None}
-
-    def stopped(max_steps: int) -> Steps:
-        return calculated(TrainingPlan(**given_ | {"max_steps": max_steps}), rule)
-
-    if by_epochs.equal_max_steps is not None:
-        same = stopped(by_epochs.equal_max_steps)
-        for name in ("optimizer_steps", "samples_used", "samples_lost_in_mid_run", "update_scales"):
-            assert getattr(same, name) == getattr(by_epochs, name)
-    else:
-        assert rule.stepping is Stepping.SPLIT
-        candidates = [stopped(max_steps) for max_steps in range(by_epochs.optimizer_steps + 2)]
-        ended = [one.optimizer_steps for one in candidates if one.stops == Stops.MAX_STEPS]
-        assert by_epochs.optimizer_steps not in ended
-
-
-@given(windows=st.integers(1, 30), accumulate=st.integers(1, 12), epochs=st.integers(1, 9))
-def test_where_windows_fit_all_rules_agree(windows: int, accumulate: int, epochs: int) -> None:
-    scenario = plan(windows * accumulate, accumulate, epochs)
-    for rule in RULES:
-        found = calculated(scenario, rule)
-        assert found.optimizer_steps == found.equal_max_steps == scenario.naive_steps == windows * epochs
-        assert set(found.steps_reported.values()) <= {windows * epochs}
-        assert found.samples_used == scenario.samples * epochs
-        assert found.update_scales == {1 / (accumulate if rule.twice else 1): windows * epochs}
-
-
-@given(scenario=scenarios())
-def test_the_naive_formula_is_right_where_epochs_are_closed_and_nothing_dropped(scenario: TrainingPlan) -> None:
-    """ceil(ceil(ceil(S / W) / b) / N) = ceil(S / (W b N))."""
-    if not scenario.dropped_per_epoch:
-        assert calculated(scenario, WINDOW).optimizer_steps == scenario.naive_steps
-        assert calculated(scenario, FLUSH).optimizer_steps == scenario.naive_steps
-
-
-@given(scenario=scenarios())
-def test_padding_is_among_what_is_dropped(scenario: TrainingPlan) -> None:
-    if scenario.dropped_per_epoch:
-        assert scenario.dropped_per_epoch >= scenario.padding_per_epoch
-
-
 # The command.
 
 
@@ -387,7 +229,7 @@ def call(capsys: pytest.CaptureFixture[str]) -> Any:
     return run
 
 
-CASE = "--samples 40 --batch-size 4 --accumulate 4 --epochs 2"
+CASE = "--samples 40 --micro-batch 4 --accumulate 4 --epochs 2"
 
 
 def test_all_backends_are_in_one_rule_each(call: Any) -> None:
@@ -406,16 +248,6 @@ def test_all_backends_are_in_one_rule_each(call: Any) -> None:
     for rule in answer["rules"]:
         assert rule.keys() == {"name", "stepping", "clears", "twice", "backends", "steps", "differences"}
         assert rule["steps"].keys() == set(Steps.__dataclass_fields__)
-
-
-def test_only_the_backends_that_are_asked_for(call: Any) -> None:
-    _, out, _ = call(f"{CASE} --json --backend lightning-deepspeed-zero3 --backend lightning-ddp,deepspeed-zero2-eager")
-    answer = json.loads(out)
-    assert {rule["name"]: rule["backends"] for rule in answer["rules"]} == {
-        "carry": ["deepspeed-zero2-eager"],
-        "flush": ["lightning-ddp"],
-        "split (clearing)": ["lightning-deepspeed-zero3"],
-    }
 
 
 def test_table_and_sentences(call: Any) -> None:
@@ -437,40 +269,6 @@ def test_table_and_sentences(call: Any) -> None:
     assert "\nnaive: ceil(40 / 16) x 2 = 6, but carry takes 5;" in out
 
 
-def test_nothing_is_said_where_nothing_differs(call: Any) -> None:
-    _, out, _ = call(
-        "--samples 32 --batch-size 4 --accumulate 4 --backend ddp-deferred,lightning-ddp,deepspeed-zero3-eager"
-    )
-    assert out.splitlines()[-1] == "flush: lightning-ddp"
-
-
-def test_padding_dropping_and_a_short_micro_batch_are_told(call: Any) -> None:
-    _, out, _ = call("--samples 39 --batch-size 8 --world-size 2 --backend ddp-eager")
-    assert "all: DistributedSampler repeats 1 sample per epoch" in out
-    assert "the last micro-batch of an epoch has 4 of 8 samples" in out and "counts 2 times as much" in out
-    _, out, _ = call("--samples 39 --batch-size 8 --world-size 2 --backend ddp-eager --drop-last")
-    assert "all of them among those that drop_last leaves out" in out
-    assert "drop_last leaves out 8 samples in every epoch" in out
-    assert "it counts samples that drop_last leaves out" in out
-
-
-def test_max_steps_late_never_and_too_many(call: Any) -> None:
-    _, out, _ = call("--samples 10 --batch-size 1 --accumulate 4 --max-steps 5 --backend lightning-deepspeed-zero2")
-    assert "max_steps 5 stops training 1 update late, after 6" in out
-    short = "--samples 3 --batch-size 1 --accumulate 4 --max-steps 2 --backend lightning-deepspeed-zero2"
-    _, out, _ = call(short)
-    assert "trainer.global_step stays 0 and max_steps 2 is never reached: training never ends" in out
-    assert "it should end after 8 micro-batches, with 2 updates made" in out
-    _, out, _ = call(f"{short} --epochs 9")
-    assert "never reached: the epochs end it, with 6 updates taken" in out
-    _, out, _ = call(f"{CASE} --max-steps 6 --backend deepspeed-zero2-eager")
-    assert "the epochs end it before max_steps 6, with 5 updates taken" in out
-
-
-def test_max_steps_of_minus_one_is_no_limit(call: Any) -> None:
-    assert call("--samples 10 --batch-size 1 --max-steps -1") == call("--samples 10 --batch-size 1")
-
-
 def test_a_backend_that_declares_no_rule_is_not_calculated(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from bench.backends.plain import DDPEager
 
@@ -484,20 +282,20 @@ def test_a_backend_that_declares_no_rule_is_not_calculated(call: Any, monkeypatc
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("--batch-size 4", "the following arguments are required: --samples"),
-        ("--samples 0 --batch-size 4", "--samples is 0; it must be an integer of at least 1"),
-        ("--samples 9 --batch-size -1", "--batch-size is -1; it must be an integer of at least 1"),
-        ("--samples 9 --batch-size 4 --accumulate 0", "--accumulate is 0; it must be an integer of at least 1"),
-        (f"--samples 9 --batch-size 4 --accumulate {LARGEST_ACCUMULATE + 1}", "it must be at most 1000000"),
-        ("--samples 9 --batch-size 4 --world-size 0", "--world-size is 0; it must be an integer of at least 1"),
-        ("--samples 9 --batch-size 4 --epochs 0", "--epochs is 0; it must be an integer of at least 1"),
-        ("--samples 9 --batch-size 4 --max-steps -2", "--max-steps is -2; it must be an integer of at least 0, or -1"),
-        ("--samples 9 --batch-size x", "--batch-size: 'x' is not an integer"),
-        ("--samples 1e3 --batch-size 4", "--samples: '1e3' is not an integer"),
-        ("--samples 9 --batch-size 6 --world-size 2 --drop-last", "--batch-size is 6, but a rank has only 5 samples"),
-        ("--samples 9 --batch-size 4 --backend ddp-eagre", "'ddp-eagre' is unknown; did you mean ddp-eager?"),
-        ("--samples 9 --batch-size 4 --backend ,", "--backend: no name is given; it must be 'all' or a list"),
-        ("--samples 9 --batch-size 4 --backend xyzzy", "'xyzzy' is unknown; use one of reference, "),
+        ("--micro-batch 4", "the following arguments are required: --samples"),
+        ("--samples 0 --micro-batch 4", "--samples is 0; it must be an integer of at least 1"),
+        ("--samples 9 --micro-batch -1", "--micro-batch is -1; it must be an integer of at least 1"),
+        ("--samples 9 --micro-batch 4 --accumulate 0", "--accumulate is 0; it must be an integer of at least 1"),
+        (f"--samples 9 --micro-batch 4 --accumulate {LARGEST_ACCUMULATE + 1}", "it must be at most 1000000"),
+        ("--samples 9 --micro-batch 4 --world-size 0", "--world-size is 0; it must be an integer of at least 1"),
+        ("--samples 9 --micro-batch 4 --epochs 0", "--epochs is 0; it must be an integer of at least 1"),
+        ("--samples 9 --micro-batch 4 --max-steps -2", "--max-steps is -2; it must be an integer of at least 0, or -1"),
+        ("--samples 9 --micro-batch x", "--micro-batch: 'x' is not an integer"),
+        ("--samples 1e3 --micro-batch 4", "--samples: '1e3' is not an integer"),
+        ("--samples 9 --micro-batch 6 --world-size 2 --drop-last", "--micro-batch is 6, but a rank has only 5 samples"),
+        ("--samples 9 --micro-batch 4 --backend ddp-eagre", "'ddp-eagre' is unknown; did you mean ddp-eager?"),
+        ("--samples 9 --micro-batch 4 --backend ,", "--backend: no name is given; it must be 'all' or a list"),
+        ("--samples 9 --micro-batch 4 --backend xyzzy", "'xyzzy' is unknown; use one of reference, "),
     ],
 )
 def test_bad_input_is_one_line(call: Any, line: str, words: str) -> None:
@@ -505,23 +303,3 @@ def test_bad_input_is_one_line(call: Any, line: str, words: str) -> None:
     assert (status, out) == (WRONG, "")
     assert words in err
     assert err.startswith("bench: ") and err.count("\n") == 1
-
-
-def test_a_scenario_has_an_end() -> None:
-    with pytest.raises(InputError, match="training has no end"):
-        TrainingPlan(samples=1, batch_size=1, epochs=None)
-
-
-def test_nothing_heavy_is_imported(tmp_path: Path) -> None:
-    script = f"""
-import sys
-from bench.cli import main
-status = main(["steps", *"{CASE}".split()])
-heavy = {{"torch", "pandas", "lightning", "deepspeed", "transformers", "matplotlib"}}
-print(status, sorted(heavy & sys.modules.keys()), file=sys.stderr)
-"""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.stderr.splitlines()[-1] == "0 []"

@@ -1,15 +1,14 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
 
-from bench.audit import monitor, monitor_grid, monitor_table
-from bench.audit.monitor import Measurement, Rate, RealClock, VirtualClock, judge, measure
+from bench.audit import monitor_table
+from bench.audit.monitor import Measurement, Rate, judge, measure
 from bench.audit.monitor_grid import Epoch, Point, RateVerdict
 from bench.cli import main
 
@@ -45,41 +44,6 @@ def test_verdict_on_ratios(ratios: list[float], verdict: RateVerdict) -> None:
     assert judge(ratios, 0.01) is verdict
 
 
-def test_verdict_without_ratios() -> None:
-    assert measurement(error="ValueError: no").verdict() is RateVerdict.RAISED
-    assert measurement(logs=()).verdict() is RateVerdict.SILENT
-    assert measurement().verdict() is RateVerdict.UNRATED
-
-
-def test_grid_has_every_combination_and_no_partial_window_at_n_1() -> None:
-    points = monitor.grid([1, 4], [1, 5], [5, 9, 10], list(Epoch), optimizer_s=0.5)
-    assert len(points) == len(set(points)) == 2 * 3 * (2 + 1 + 1)
-    assert {point.epoch for point in points if point.accumulate == 1} == {Epoch.WHOLE}
-    assert all(point.optimizer_s == 0.5 for point in points)
-
-
-@pytest.mark.parametrize("epoch", Epoch)
-@pytest.mark.parametrize("accumulate", [2, 4, 7])
-def test_epochs_are_what_they_are_called(epoch: Epoch, accumulate: int) -> None:
-    per_epoch, epochs = Point(accumulate, 3, 10, epoch).lengths
-    assert (per_epoch % accumulate == 0) == (epoch is Epoch.WHOLE)
-    assert (per_epoch < accumulate) == (epoch is Epoch.SHORT)
-    assert (epochs == 1) == (epoch is Epoch.WHOLE)
-
-
-def test_virtual_clock_is_seen_by_one_module_only() -> None:
-    import time
-
-    from lightning.pytorch.callbacks import throughput_monitor
-
-    clock = VirtualClock()
-    with clock.shown_to(throughput_monitor):
-        clock.spend(2.5)
-        assert throughput_monitor.time.perf_counter() == 2.5 and clock.num_reads == 1
-        assert time.perf_counter() != 2.5
-    assert throughput_monitor.time is time
-
-
 @pytest.mark.parametrize("accumulate", [1, 2, 4, 8])
 def test_window_of_whole_windows_and_one_is_right(accumulate: int) -> None:
     for whole in (1, 3):
@@ -97,14 +61,6 @@ def test_window_one_longer_is_biased_by_one_more_optimizer_step() -> None:
     assert measure(Point(8, 1, 10, optimizer_s=1e-5)).verdict() is RateVerdict.RIGHT  # nothing to be biased by
 
 
-@pytest.mark.parametrize("every", [1, 3, 5, 50])
-def test_logs_at_multiples_whatever_n(every: int) -> None:
-    found = measure(Point(4, every, 9))
-    assert found.log_updates == tuple(range(every, found.num_updates + 1, every))
-    assert len(found.rates) >= monitor_grid.WANTED_RATES
-    assert found.verdict() is RateVerdict.RIGHT
-
-
 def test_partial_last_window_makes_rates_unsteady() -> None:
     found = measure(Point(4, 1, 5, Epoch.PARTIAL))
     assert found.verdict() is RateVerdict.UNSTEADY
@@ -113,12 +69,6 @@ def test_partial_last_window_makes_rates_unsteady() -> None:
     assert {rate.update % 3 == 0 for rate in found.rates if abs(rate.ratio - 1) > 1e-9} == {True}
     # Looked at only there, it is steadily wrong.
     assert measure(Point(4, 3, 5, Epoch.PARTIAL)).verdict() is RateVerdict.BIASED
-
-
-def test_epoch_shorter_than_a_window_steps_once_each() -> None:
-    found = measure(Point(4, 1, 5, Epoch.SHORT))
-    assert found.num_updates == found.point.lengths[1]
-    assert found.verdict() is RateVerdict.RIGHT  # NB = 2, and 5 - 1 is a multiple of it
 
 
 @pytest.mark.parametrize(
@@ -150,17 +100,6 @@ def test_trainings_of_a_given_length(
     assert row["epoch"] == f"NB = {lengths[0]}" and (row["num_micro_batches_per_epoch"], row["num_epochs"]) == lengths
 
 
-def test_training_without_an_end_is_long_enough() -> None:
-    found = measure(Point(4, 5, 5, micro_batches=10))
-    assert len(found.rates) >= monitor_grid.WANTED_RATES and found.verdict() is RateVerdict.UNSTEADY
-
-
-def test_samples_of_unequal_micro_batches_are_counted() -> None:
-    found = measure(Point(4, 1, 9, samples=(1, 3, 5)))
-    assert {round(rate.true, 6) for rate in found.rates} != {round(found.rates[0].true, 6)}
-    assert found.verdict() is RateVerdict.RIGHT
-
-
 @pytest.mark.slow  # a busy machine sleeps longer than it was told
 def test_real_and_virtual_time_agree() -> None:
     point = Point(8, 1, 10, micro_batch_s=0.003, optimizer_s=0.05)
@@ -170,44 +109,6 @@ def test_real_and_virtual_time_agree() -> None:
     assert ratios[1] == pytest.approx(ratios[0], rel=0.1)
     assert real.true_samples_per_s is not None and exact.true_samples_per_s is not None
     assert real.true_samples_per_s < exact.true_samples_per_s  # sleeping takes longer, never less
-
-
-def test_what_the_monitor_raises_is_a_result_and_all_else_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = measure(Point(4, 1, 1))  # a window of one has no interval
-    assert found.verdict() is RateVerdict.RAISED and found.error.startswith("AssertionError")
-
-    def broken(seconds: float) -> None:
-        raise OSError("no sleep")
-
-    monkeypatch.setattr(RealClock, "spend", staticmethod(broken))
-    with pytest.raises(OSError, match="no sleep"):
-        measure(Point(4, 1, 5), real_time=True)
-
-
-def test_table_joins_points_that_differ_in_log_every_only() -> None:
-    same = [measurement(1.0, log_every_n_steps=every, logs=(every,)) for every in (1, 2)]
-    other = [measurement(error="ValueError: a|b", log_every_n_steps=3, logs=())]
-    rows = pd.DataFrame([m.row() for m in same + other])
-    found = monitor_table.summary(rows)
-    assert list(found["log_every_n_steps"]) == [
-        "1",
-        "2",
-        "3",
-    ]  # the first logs at "1" of its two updates: not its multiples
-    rows["log_updates"] = ["1,2", "2", ""]
-    assert list(monitor_table.summary(rows)["log_every_n_steps"]) == ["1, 2", "3"]
-    words = "\n".join(monitor_table.findings(rows))
-    assert "2 right, 1 raised" in words
-    assert "raised at 1 point: ValueError: a|b" in words
-    assert "log_every_n_steps changed the verdict at 1 combination of" in words
-
-
-def test_heat_map_shows_the_worst_ratio_and_frames_what_is_right() -> None:
-    rows = pd.DataFrame([measurement(0.5, 0.999).row(), measurement(1.0, log_every_n_steps=2).row()])
-    assert monitor_table.worst(rows) == (0.5, "0.500", False)
-    assert monitor_table.worst(rows.iloc[1:])[1:] == ("1.000", True)
-    value, text, right = monitor_table.worst(pd.DataFrame([measurement(logs=()).row()]))
-    assert math.isnan(value) and text == "silent" and not right
 
 
 def test_plot_has_no_overlapping_words() -> None:
@@ -234,23 +135,6 @@ def test_command_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureF
     assert "| whole | 4 | 6 | 1, 5 |" in page and str(tmp_path) not in page
     assert "epoch: the number of micro-batches NB in an epoch, whole (NB is a multiple of N). reported/s:" in page
     assert "right: within 1 % of 1." in page
-
-
-def test_command_shows_what_is_never_logged(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--accumulate", "4", "--log-every", "2,50", "--window-size", "100", "--micro-batches", "8"]
-    assert main(["throughput", *options, "--epochs", "2"]) == 1
-    shown = capsys.readouterr().out
-    assert "2 points: 1 unrated, 1 silent" in shown
-    given = (
-        "N = 4, NB = 8, log_every_n_steps {}, window_size 100: 4 optimizer steps, {} of them logged, 0 with a rate\n"
-    )
-    assert given.format(2, 2) in shown and given.format(50, 0) in shown
-    assert main(["throughput", *options, "--max-steps", "3", "--json"]) == 1
-    points = json.loads(capsys.readouterr().out)["points"]
-    assert [(point["num_updates"], point["num_logs"], point["epoch"]) for point in points] == [
-        (3, 1, "NB = 8"),
-        (3, 0, "NB = 8"),
-    ]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,9 @@ import pytest
 from bench.audit.monitor import Measurement, Rate
 from bench.audit.monitor_grid import Point
 from bench.audit.versions import __main__ as command
-from bench.audit.versions import deepspeed_probe, environment, lightning_probe, probe, versions_page
+from bench.audit.versions import environment, lightning_probe, probe, versions_page
 from bench.audit.versions.environment import FailedError
 from bench.audit.versions.versions_page import Entry, VersionFact
-from bench.errors import InputError
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "versions.md"
 
@@ -41,61 +39,6 @@ def test_table_puts_the_versions_of_a_finding_together() -> None:
     page = versions_page.markdown(entries)
     assert r"| lightning | a | 2.2.0 | raised: x\|y | **no** |" in page
     assert "- Measured on 2026-01-02 with torch 2.13.0 and Python 3.11.7: lightning 2.2.0, lightning 2.2.1," in page
-
-
-def test_page_joins_neighbours_that_came_out_alike() -> None:
-    results = [("0.9", "x"), ("0.10", "x"), ("0.11", "y"), ("0.12", "x")]
-    page = versions_page.markdown(
-        [entry("deepspeed", version, VersionFact("a", result, True)) for version, result in results]
-    )
-    assert [line.split(" | ")[2:4] for line in page.splitlines() if line.startswith("| deepspeed | a")] == [
-        ["0.9, 0.10", "x"],
-        ["0.11", "y"],
-        ["0.12", "x"],
-    ]
-
-
-def test_table_survives_a_round_trip(tmp_path: Path) -> None:
-    entries = [
-        entry("lightning", "2.2.0", VersionFact("a", "x", False), departures=("b",)),
-        entry("deepspeed", "0.18.2"),
-    ]
-    versions_page.write(entries, tmp_path / "docs")
-    assert versions_page.read(tmp_path / "docs" / "versions.json") == entries
-    assert versions_page.read(tmp_path / "none.json") == []
-
-
-@pytest.mark.parametrize("content", ["", "[]", '{"schema": 0}', '{"schema": 1, "versions": [{"package": "x"}]}'])
-def test_a_file_that_is_no_table_is_refused(content: str, tmp_path: Path) -> None:
-    (tmp_path / "versions.json").write_text(content)
-    with pytest.raises(InputError, match=r"versions\.json: .*; delete it"):
-        versions_page.read(tmp_path / "versions.json")
-
-
-def test_newer_entries_replace_older_and_versions_are_in_order() -> None:
-    before = [entry("deepspeed", "0.9.0"), entry("lightning", "2.10.0"), entry("lightning", "2.9.0", error="no")]
-    now = [entry("lightning", "2.9.0", VersionFact("a", "x", True)), entry("deepspeed", "0.10.0")]
-    found = versions_page.merged(before, now)
-    assert [(e.package, e.version) for e in found] == [
-        ("lightning", "2.9.0"),
-        ("lightning", "2.10.0"),
-        ("deepspeed", "0.9.0"),
-        ("deepspeed", "0.10.0"),
-    ]
-    assert not found[0].error
-
-
-@pytest.mark.parametrize(
-    ("output", "line"),
-    [
-        ("Traceback\n  File x\nImportError: no 'a' (/home/me/lib/b.py)\n", "ImportError: no 'a' (b.py)"),
-        ("ERROR: No match for x==1\n\n[notice] A new release of pip", "ERROR: No match for x==1"),
-        ("", "no output"),
-        ("needs 1/4 and /srv/a/b or https://pypi.org/simple/x", "needs 1/4 and b or https://pypi.org/simple/x"),
-    ],
-)
-def test_what_went_wrong_is_one_line_without_paths(output: str, line: str) -> None:
-    assert environment.last_line(output) == line
 
 
 def test_version_that_cannot_be_installed_is_an_entry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -138,31 +81,6 @@ def test_version_that_cannot_be_imported_is_an_entry(
     assert words in found.error and str(tmp_path) not in found.error and not found.findings
 
 
-def test_probe_that_never_ends_is_an_entry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def never(*arguments: Any, timeout: float, **more: Any) -> Any:
-        raise subprocess.TimeoutExpired("probe", timeout)
-
-    monkeypatch.setattr(subprocess, "run", never)
-    with pytest.raises(FailedError, match="not probed: still running after 5 s"):
-        environment._run(["probe"], tmp_path, 5, "not probed", {})
-
-
-@pytest.mark.parametrize(("found", "error"), [(("9.9", True), "9.9 was"), (("1.0", False), "1.0 of the environment")])
-def test_another_version_than_asked_for_is_not_believed(
-    found: tuple[str, bool], error: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    answer = {"version": found[0], "own": found[1], "findings": []}
-    monkeypatch.setattr(environment, "install", lambda *_: tmp_path)
-    monkeypatch.setattr(environment, "probe", lambda *_: answer)
-    assert error in environment.measure("lightning", "1.0", tmp_path).error
-
-
-def test_departures_name_what_is_not_as_the_metadata_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = ["pytest>=8", "pytest<1", "no-such-thing>2", "no-such-extra; extra == 'x'"]
-    monkeypatch.setattr(probe, "requires", lambda _: asked)
-    assert probe.departures("any") == [f"pytest<1 ({pytest.__version__} here)", "no-such-thing (not here)"]
-
-
 def test_command_keeps_other_versions_and_names_wrong_ones(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -202,22 +120,6 @@ def test_lightning_findings_are_worded_from_measurements() -> None:
     assert lightning_probe.rates("x", at(1, 1.0)) == VersionFact("x", "right: ratio 1.000", True)
     assert lightning_probe.rates("x", at(1)) == VersionFact("x", "unrated", False)
     assert lightning_probe.rates("x", at(1, error="E: y")) == VersionFact("x", "raised: E: y", False)
-
-
-def test_decoded_updates_are_spelled() -> None:
-    assert deepspeed_probe.spelled({1: 0.25, 2: 0.25, 3: 0.25, 4: 0.25}) == "1-4 by 1/4"
-    assert deepspeed_probe.spelled({1: 0.25, 3: 0.25, 4: 0.0625}) == "1 by 1/4, 3 by 1/4, 4 by 1/16"
-    assert deepspeed_probe.spelled({8: 0.2999}) == "8 by 0.2999"
-    assert deepspeed_probe.spelled({}) == "nothing"
-
-
-def test_deepspeed_probe_that_fails_is_a_finding() -> None:
-    def ask(stage: int) -> tuple[str, bool]:
-        raise AssertionError(f"stage {stage}\nno")
-
-    assert deepspeed_probe.asked("q", ask, 2) == VersionFact(
-        "ZeRO-2: q", "probe failed: AssertionError: stage 2 no", False
-    )
 
 
 @pytest.mark.skipif(not PAGE.exists(), reason="the source distribution has no docs")

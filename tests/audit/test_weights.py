@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import matplotlib.image
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
@@ -79,10 +78,6 @@ def panels(name: str) -> list[Any]:
     return drawing(name)[0].axes[:-1]
 
 
-def titles(name: str) -> list[str]:
-    return [axes.get_title(loc="left") for axes in panels(name)]
-
-
 def picture(axes: Any) -> np.ndarray[Any, Any]:
     return np.ma.filled(axes.images[0].get_array(), np.nan)
 
@@ -92,80 +87,12 @@ def test_nothing_overlaps_or_leaves_the_figure(name: str) -> None:
     assert_legible(drawing(name)[0], style.MAX_HEIGHT)
 
 
-@pytest.mark.parametrize("name", SCENES)
-def test_no_panel_is_empty_or_squeezed(name: str) -> None:
-    figure = drawing(name)[0]
-    figure.draw_without_rendering()
-    for axes in figure.axes[:-1]:
-        assert np.isfinite(picture(axes)).any()
-        box = axes.get_window_extent()
-        assert box.height / figure.dpi > 0.25 and box.width / figure.dpi > 1.2
-        (top, bottom), drawn = sorted(axes.get_ylim()), len(picture(axes))
-        assert drawn * box.height / figure.dpi / (bottom - top) / drawn > style.TINY / 72
-
-
-def test_one_panel_per_distinct_map() -> None:
-    assert [title.split("\n")[0] for title in titles("partial")] == [
-        "ddp-eager, ddp-deferred",
-        "carrying, miscounting",
-        "under",
-        "twice",
-        "losing",
-    ]
-    assert len(titles("one")) == 1 and len(titles("many")) == weight_figure.MAX_MAPS
-
-
-def test_titles_have_verdict_and_mean_weight() -> None:
-    assert [title.split("\n")[1] for title in titles("partial")] == [
-        "right; mean weight 1.00",
-        "carried over / miscounted; mean weight 1.00",
-        "under-weighted; mean weight 0.75",
-        "divided twice; mean weight 0.25",
-        "lost; mean weight 0.188",
-    ]
-
-
-def test_maps_that_differ_by_rounding_are_one() -> None:
-    almost = [window(0, 0, 8, 0.125 * (1 + 1e-6))]
-    assert len(weight_maps.distinct([make_observation("a"), make_observation("b", almost)])) == 1
-    assert len(weight_maps.distinct([make_observation("a"), make_observation("b", [window(0, 0, 8, 0.126)])])) == 2
-    assert len(weight_maps.distinct([make_observation("a"), make_observation("b", [window(1, 0, 8, 0.125)])])) == 2
-    assert len(weight_maps.distinct([make_observation("a"), make_observation("b", left_open={"1": [0]})])) == 2
-
-
 def test_the_picture_is_the_coefficients() -> None:
     _, carried, _, twice, _ = panels("partial")
     expected = np.full((3, 24), np.nan)
     expected[0, :8] = expected[1, 8:16] = expected[2, 16:] = 1.0
     np.testing.assert_allclose(picture(carried), expected)
     np.testing.assert_allclose(picture(twice), expected / 4)
-
-
-def test_right_wrong_and_no_weight_have_colours_of_their_own() -> None:
-    axes = panels("partial")[2]
-    image = axes.images[0]
-    colours = {
-        value: matplotlib.colors.to_hex(image.cmap(image.norm(value))) for value in (0.25, 0.5, 0.98, 1.0, 1.02, 2)
-    }
-    assert len(set(colours.values())) == 6 and colours[1.0] == weight_figure.RIGHT_COLOUR
-    assert matplotlib.colors.to_hex(image.cmap(np.ma.masked)) == "#ffffff"
-
-
-def test_a_rule_stands_between_epochs_and_sums_at_the_rows() -> None:
-    carried = panels("partial")[1]
-    upright = [
-        line.get_xdata()[0] for line in carried.lines if len(set(line.get_xdata())) == 1 and len(line.get_xdata()) == 2
-    ]
-    assert upright == [-0.5, 11.5, 23.5]
-    shown = [text.get_text().strip() for text in panels("partial")[2].texts]
-    assert shown == ["1.00", "0.50", "1.00", "0.50", "sum", "epoch 1", "epoch 2"]
-
-
-def test_a_clipped_sum_is_held_against_its_own() -> None:
-    clipped = make_observation(updates=[window(0, 0, 8, 0.05)])
-    clipped["updates"][0]["right_sum"] = 0.4
-    found = weight_figure.weight_figure([clipped])
-    assert found is not None and " 0.40 of 0.40" in words(found[0])
 
 
 def test_samples_in_no_update_are_marked() -> None:
@@ -183,32 +110,6 @@ def test_samples_in_no_update_are_marked() -> None:
     shown = words(drawing("partial")[0])
     assert shown.count("in none") == 1 and weight_figure.SIGN_LABELS[weight_maps.LOST] in shown
     assert weight_figure.SIGN_LABELS[weight_maps.NOT_COMPUTED] not in shown
-
-
-def test_dropped_samples_are_marked_as_not_computed() -> None:
-    cut = weight_maps.distinct([make_observation(updates=[window(0, 0, 6, 1 / 6)])])[0]
-    assert cut.in_no_update(weight_maps.Extent(8, 1, 1))[weight_maps.NOT_COMPUTED] == [6, 7]
-
-
-def test_many_updates_are_capped_and_that_is_said() -> None:
-    right, endless = titles("endless")
-    shown = len(picture(panels("endless")[1]))
-    assert shown == 10 and f"first {shown} of 40 updates" in endless and "first" not in right
-    assert "training had ended" in words(drawing("endless")[0])
-
-
-def test_backends_without_a_panel_are_in_the_notes() -> None:
-    notes = drawing("partial")[1].notes
-    assert "no update: refusing (refused)" in notes
-    assert "same map: carrying (carried over); miscounting (miscounted)" in notes
-    assert not any("ddp-eager" in note for note in notes)
-    assert [note for note in drawing("many")[1].notes if "not drawn" in note] == [
-        f"not drawn: backend-{i} (odd)" for i in (12, 13, 14)
-    ]
-
-
-def test_nothing_is_drawn_without_an_update() -> None:
-    assert weight_figure.weight_figure([make_observation(updates=[])]) is None
 
 
 def record(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,12 +19,12 @@ from bench.backends.base import MORE, registry
 from bench.judge.tables import NAMES
 from bench.launch.launcher import Launcher
 from bench.measure.trial import RankTrial
-from bench.plan.cell import REFERENCES, SHARDED_REFERENCE, Cell, Device, Status
+from bench.plan.cell import REFERENCES, SHARDED_REFERENCE, Cell, Status
 from bench.plan.columns import dtypes
 from bench.plan.models import SIZES
 from bench.plan.task import Spec
 from bench.run.journal import SCHEMA_VERSION
-from tests.conftest import IN_BF16, Run, asked, first, run_matrix
+from tests.conftest import CHECKPOINTED, CLIP, CLIPPED, CLIPPING, IN_BF16, WATCHED, Run, first
 from tests.factories import make_cell
 
 BACKENDS = sorted(registry())
@@ -32,7 +33,7 @@ DDP = ["ddp-eager", "ddp-deferred", "lightning-ddp"]
 NOT_IN_BF16 = ("deepspeed-zero2-deferred", "deepspeed-zero3-deferred")
 SOUND = [name for name in BACKENDS if name not in DEFECTIVE]
 P = SIZES["micro"].num_parameters
-N, W, WINDOWS = 4, 2, 5
+N, W, WINDOWS = 3, 2, 4
 GROUPS = SIZES["micro"].num_layers + 1
 """FSDP2's units: the blocks and the root."""
 
@@ -67,16 +68,6 @@ def test_what_would_accumulate_in_bf16_is_refused(bf16_run: Run, backend: str) -
     trial = bf16_run.trial(backend)
     assert trial["status"] == "unsupported"
     assert "sums in the model's dtype" in trial["reason"]
-    assert bf16_run.process.returncode == 0, "what cannot run is no failure"
-
-
-@pytest.mark.slow
-def test_bf16_copies_give_one_update_whoever_makes_them(bf16_run: Run) -> None:
-    """FSDP2 and DeepSpeed both start from the same fp32 masters, compute in bf16 and reduce in fp32."""
-    names = ("fsdp2-eager", "fsdp2-deferred", "lightning-fsdp2", "deepspeed-zero2-eager", "deepspeed-zero3-eager")
-    errors = [bf16_run.trial(name)["update_error"] for name in names]
-    assert max(errors) < 1.01 * min(errors)
-    assert {bf16_run.trial(name)["bf16_as"] for name in names} == {"bf16 copies of fp32 parameters"}
 
 
 @pytest.mark.parametrize("backend", DEFECTIVE)
@@ -92,7 +83,7 @@ def test_the_loss_divided_twice_is_caught_in_bf16(bf16_run: Run, backend: str) -
 def check_divided_twice(trial: Any) -> None:
     assert trial["status"] == "invalid"
     assert trial["update_scale"] == pytest.approx(1 / N, rel=1e-2)
-    assert "the loss is divided by N = 4 twice" in trial["reason"]
+    assert "the loss is divided by N = 3 twice" in trial["reason"]
     assert trial["max_loss_deviation"] < 5e-2, "AdamW hides the wrong scale from the loss curve"
 
 
@@ -107,7 +98,7 @@ def test_every_step_is_taken_and_seen_at_the_inner_optimizer(fp32_run: Run, back
     assert all(steps == WINDOWS for steps in timed["reported"].values())
     framework_counts = "deepspeed" in backend or backend.startswith("lightning")
     assert bool(timed["reported"]) == framework_counts
-    assert len(timed["step_seconds"]) == 3
+    assert len(timed["step_seconds"]) == 2
     assert len(timed["losses"]) == WINDOWS
 
 
@@ -197,15 +188,6 @@ def test_held_memory_is_the_sum_of_its_parts(fp32_run: Run, backend: str, expect
     assert held(fp32_run, backend) == pytest.approx(expected, rel=0.03)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_peak_memory_is_measured_and_its_source_named(fp32_run: Run, backend: str) -> None:
-    trial = fp32_run.trial(backend)
-    memory = fp32_run.record(backend)["memory"]
-    assert trial["peak_memory_bytes"] == memory["peak"] >= memory.get("held", 0) > -1
-    assert trial["peak_memory_source"] == "tracked tensors"
-    assert trial["num_parameters"] == P
-
-
 def test_deferring_costs_memory_and_saves_bytes(fp32_run: Run) -> None:
     more_held = held(fp32_run, "fsdp2-deferred") - held(fp32_run, "fsdp2-eager")
     assert more_held == pytest.approx(1 - 1 / W, rel=0.01), "whole gradients instead of shards"
@@ -218,22 +200,26 @@ def test_deferring_costs_memory_and_saves_bytes(fp32_run: Run) -> None:
     assert bytes_eager - bytes_deferred == (N - 1) * 4 * P
 
 
-def test_all_tables_are_written_with_their_schema(fp32_run: Run) -> None:
-    expected = {name: dtypes(name) for name in NAMES}
-    for name, columns in expected.items():
-        frame = pd.read_parquet(fp32_run.folder / f"{name}.parquet")
-        assert list(frame.columns) == list(columns)
+def test_tables_and_plots_are_written(real_run: Run) -> None:
+    for name in NAMES:
+        frame = pd.read_parquet(real_run.folder / f"{name}.parquet")
+        assert list(frame.columns) == list(dtypes(name))
         assert len(frame) > 0
-    assert len(fp32_run.tables.steps) == 3 * len(BACKENDS)
-    assert len(fp32_run.tables.losses) == WINDOWS * len(BACKENDS)
+    assert {path.suffix for path in (real_run.folder / "plots").glob("step_time.*")} == {".png", ".svg", ".csv"}
+    assert (real_run.folder / "report.html").stat().st_size > 1000
 
 
-def test_six_plots_are_drawn_in_three_formats(fp32_run: Run) -> None:
-    drawn = {path.stem for path in (fp32_run.folder / "plots").glob("*.png")}
-    assert drawn >= {"step_time", "peak_memory", "memory_vs_time", "loss_curves", "optimizer_steps", "speed_up"}
-    for stem in drawn:
-        for suffix in (".png", ".svg", ".csv"):
-            assert (fp32_run.folder / "plots" / f"{stem}{suffix}").stat().st_size > 100
+@pytest.mark.parametrize("backend", CHECKPOINTED)
+def test_checkpointing_changes_the_peak_alone(fp32_run: Run, backend: str) -> None:
+    """FSDP2's hooks are outside of what is computed once more, so that nothing is gathered a third time."""
+    run = replace(fp32_run, only={**fp32_run.only, "activation_checkpointing": True})
+    here, there = run.record(backend), fp32_run.record(backend)
+    assert here["time"]["losses"] == pytest.approx(there["time"]["losses"], rel=1e-7)
+    assert here["update"] == there["update"], "to the last bit the same update, judged by one reference"
+    assert run.trial(backend)["status"] == "ok"
+    assert here["memory"]["held"] == there["memory"]["held"]
+    assert here["memory"]["peak"] <= there["memory"]["peak"]
+    assert here["collectives"] == there["collectives"]
 
 
 def test_the_bench_process_stays_small(fp32_run: Run) -> None:
@@ -272,7 +258,9 @@ def cell_here(backend: str, windows: int) -> Cell:
 
 
 @pytest.mark.parametrize("backend", DDP)
-def test_ddp_takes_no_statistics(group: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, backend: str) -> None:
+def test_ddp_takes_no_statistics(
+    lonely_group: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, backend: str
+) -> None:
     """It would of the first ten and the hundredth iteration, and have the host wait for the device for that."""
     made: list[DistributedDataParallel] = []
     initialize = DistributedDataParallel.__init__
@@ -282,6 +270,7 @@ def test_ddp_takes_no_statistics(group: None, monkeypatch: pytest.MonkeyPatch, t
         made.append(ddp)
 
     monkeypatch.setattr(DistributedDataParallel, "__init__", noted)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # as the launcher has it
     spec = Spec(cell=cell_here(backend, 7), passes=("time",), folder=str(tmp_path), reference="")
     assert RankTrial(spec, 0, torch.device("cpu"), registry()[backend]).time()["num_updates"] == 7
     (ddp,) = made
@@ -289,32 +278,17 @@ def test_ddp_takes_no_statistics(group: None, monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_deepspeed_starts_no_compiler_and_writes_out_no_parameter(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(MORE, "tests.watched:WatchedZero3,tests.watched:WatchedLightning")
-    with Launcher(Device.CPU) as launcher:
-        for backend in ("x-zero3", "x-lightning"):
-            spec = Spec(cell=cell_here(backend, 2), passes=("time",), folder=str(tmp_path / backend), reference="")
-            outcome = launcher.run(spec, 120)
-            assert outcome.status is Status.OK, outcome.reason
-            assert outcome.ranks[0]["time"]["reported"] == {"processes": 0, "tensors": 0}
+    monkeypatch.setenv(MORE, WATCHED)
+    for backend in ("x-zero3", "x-lightning"):
+        spec = Spec(cell=cell_here(backend, 2), passes=("time",), folder=str(tmp_path / backend), reference="")
+        outcome = launcher.run(spec, 120)
+        assert outcome.status is Status.OK, outcome.reason
+        assert outcome.ranks[0]["time"]["reported"] == {"processes": 0, "tensors": 0}
 
 
-CLIP = 0.75
-CLIPPED = ("ddp-deferred", "fsdp2-deferred", "deepspeed-zero2-eager")
-CLIPPING = ("ddp-deferred", "fsdp2-deferred", "deepspeed-zero2-eager", "lightning-ddp", "fabric-fsdp2-deferred")
-
-
-@pytest.fixture(scope="module")
-def clipped_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """SGD and clipping, with a limit that the whole gradient is above and that one rank's shard may be below."""
-    names = ", ".join(f'"{name}"' for name in (*asked(request, CLIPPED, CLIPPING), "lightning-deepspeed-zero2"))
-    folder = tmp_path_factory.mktemp("clipped")
-    options = ("--optimizer", "sgd", "--clip-norm", str(CLIP))
-    return run_matrix(folder, *options, backend=f"[{names}]")
-
-
-@pytest.mark.parametrize("backend", first(CLIPPED, CLIPPING))
+@pytest.mark.parametrize("backend", first(CLIPPED[:-1], CLIPPING[4:] + CLIPPED[:-1]))
 def test_a_clipped_update_equals_the_clipped_reference(clipped_run: Run, backend: str) -> None:
     """Clipping one rank's shard by its own norm, not by that of the whole gradient, would give another length."""
     trial, truth = clipped_run.trial(backend), clipped_run.trial("reference")
@@ -331,16 +305,11 @@ def test_the_defect_is_explained_through_clipping_and_still_a_known_one(clipped_
     assert trial["status"] == "invalid"
     assert trial["unclipped_scale"] == pytest.approx(1 / N, rel=1e-4)
     assert trial["update_scale"] == pytest.approx(min(truth["gradient_norm"] / N, CLIP) / CLIP, rel=1e-4)
-    assert "1/4 of the right one: the loss is divided by N = 4 twice" in trial["reason"]
+    assert "1/3 of the right one: the loss is divided by N = 3 twice" in trial["reason"]
     assert "so losses leave the reference's by" in trial["reason"]
-    assert clipped_run.process.returncode == 0, clipped_run.process.stdout + clipped_run.process.stderr
 
 
-def test_sgd_holds_no_moments(clipped_run: Run) -> None:
-    assert held(clipped_run, "ddp-deferred") == pytest.approx(3, rel=0.01)
-
-
-def test_fsdp2_gathers_a_parameter_when_it_is_looked_at(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fsdp2_gathers_a_parameter_when_it_is_looked_at(lonely_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight ranks that each kept 8 G parameters would take 256 GB of the host."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     right = {name: value.detach().clone() for name, value in model.named_parameters()}

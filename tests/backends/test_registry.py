@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.backends import base
-from bench.backends.base import BUILT_IN, MORE, offered, registry
+from bench.backends.base import MORE, offered, registry
 from bench.errors import InputError
 from tests.conftest import bench
 
@@ -61,12 +61,6 @@ def test_nothing_is_imported_that_is_not_named(site: Path, tmp_path: Path) -> No
     assert (tmp_path / "imported").exists()
     with pytest.raises(InputError, match=r"'bad' \(bad_package:Mine\) .* cannot be loaded \(needs a licence"):
         registry(["bad"])
-
-
-def test_entry_points_are_not_even_looked_up_for_what_is_built_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "_entry_points", lambda: pytest.fail("it takes long"))
-    assert "ddp-eager" in registry(["ddp-eager", "reference"])
-    assert len(BUILT_IN) > 1
 
 
 @pytest.mark.parametrize(

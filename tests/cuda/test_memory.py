@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from bench.backends.base import registry
@@ -13,30 +15,39 @@ from tests.cuda.conftest import Machine
 
 TOLERANCE = 0.03
 MIB = 2**20
+WORKSPACES = 2 * 32 * MIB
+"""cuBLAS's on an H100, for the thread of forward and for that of backward (CublasHandlePool.cpp in torch). What is
+predicted are the tensors alone."""
+MODELS = ("tiny", "135m", "1b", "3b", "8b")
+BY_DEFAULT = MODELS[:2]
 
 
 def cells() -> dict[str, Cell]:
-    """The first cell of each model in the matrix for GPUs, on one of them."""
+    """One cell of each model in the matrix for GPUs, on one of them: the first that has it.
+
+    Those of 135m are references there, so it takes the place of the first cell's model. Two windows are enough, since
+    the peak is the same in every one.
+    """
     found: dict[str, Cell] = {}
     for cell in expand(matrix_file.load("gpu"), registry(), 1):
-        if cell.backend not in REFERENCES and not cell.virtual:
-            found.setdefault(cell.model, cell)
+        if cell.backend not in REFERENCES and cell.world.has_all_ranks:
+            found.setdefault(cell.model, dataclasses.replace(cell, timed_windows=2))
+    found["135m"] = dataclasses.replace(next(iter(found.values())), model="135m")
     return found
 
 
+def test_every_model_of_the_matrix_is_among_them() -> None:
+    assert {part["workload.model"] for part in matrix_file.load("gpu").parts} == set(MODELS) == set(cells())
+
+
 @pytest.mark.parametrize(
-    "model",
-    [
-        "135m",
-        pytest.param("1b", marks=pytest.mark.slow),
-        pytest.param("3b", marks=pytest.mark.slow),
-        pytest.param("8b", marks=pytest.mark.slow),
-    ],
+    "model", [model if model in BY_DEFAULT else pytest.param(model, marks=pytest.mark.slow) for model in MODELS]
 )
 def test_the_peak_is_as_predicted(machine: Machine, model: str) -> None:
     cell = cells()[model]
     expected = fit.predicted_bytes(cell)
     assert expected is not None
+    expected += WORKSPACES
     memory = str(max(81559, 2 * expected // MIB))  # the peak is asked for, not whether an H100 has it
     (trial,) = machine.trials(
         [cell], ("time", "memory"), gpus=1, FAKE_WEIGHTS="none", FAKE_COPY_MAX="65536", FAKE_MEM_MIB=memory

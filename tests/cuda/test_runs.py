@@ -17,6 +17,8 @@ import pytest
 from tests.cuda.conftest import Machine
 
 SMOKE = ("run", "--matrix", "smoke", "--device", "cuda", "--timeout", "600")
+BATCH = ("--batch", "8")
+"""Divides by two micro-batches on each of four GPUs."""
 DDP = ("--backend", "ddp-deferred")
 UNSUPPORTED: Mapping[str, str] = {}
 """Why a backend may be unsupported in the smoke matrix on CUDA: a pattern for its reason, by name. None is today."""
@@ -61,7 +63,7 @@ def judged(machine: Machine) -> list[str]:
     "world_size", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
 )
 def test_every_backend_runs_every_pass(machine: Machine, world_size: int) -> None:
-    process = machine.bench(*SMOKE, "--world-size", str(world_size), "--out", "run", gpus=world_size)
+    process = machine.bench(*SMOKE, "--world-size", str(world_size), *BATCH, "--out", "run", gpus=world_size)
     records = machine.records()
     assert len(records) > 15, process.stdout + process.stderr
     assert not unexpected(records), process.stdout
@@ -81,6 +83,16 @@ def test_the_doctor_finds_the_gpus_good(machine: Machine) -> None:
     assert "cuda can run" in process.stdout
     bad = [line for line in process.stdout.splitlines() if line.lstrip().lower().startswith("error")]
     assert not bad and process.returncode == 0, process.stdout
+
+
+def test_a_model_that_computes_otherwise_under_autocast_is_invalid(machine: Machine) -> None:
+    """DDP computes in autocast, FSDP2 with bf16 copies; the plain model has bf16 parameters."""
+    options = ("--workload", "tests.cuda.repeating:repeating", "--model", "micro", "--precision", "bf16")
+    process = machine.bench(
+        *SMOKE, *options, "--backend", "ddp-deferred,fsdp2-deferred", "--world-size", "1", "--out", "run"
+    )
+    found = {line.split(":")[0] for line in judged(machine) if "attention" in line}
+    assert found == {"ddp-deferred"}, process.stdout + "\n".join(judged(machine))
 
 
 def test_a_virtual_world_on_a_gpu(machine: Machine) -> None:

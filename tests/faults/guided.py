@@ -14,7 +14,6 @@ from pathlib import Path
 import atheris
 
 import tests.faults.test_fuzz as made
-from tests.audit.test_lint import never_fails
 
 with atheris.instrument_imports(include=["bench"]):
     from bench.audit.lint.known import Options
@@ -40,7 +39,7 @@ def read_journal(folder: Path, content: bytes) -> None:
 
 def linted(name: str) -> Callable[[Path, bytes], None]:
     def read(folder: Path, content: bytes) -> None:
-        never_fails(folder, name, content, Options(samples=100, world_size=2, batch_size=2))
+        made.never_fails(folder, name, content, Options(samples=100, world_size=2, batch_size=2))
 
     return read
 

@@ -8,6 +8,7 @@ import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,11 @@ def due() -> list[tuple[str, str]]:
         "machine": ["disk"],
         "kills": [f"{kind.name} {number.name}" for kind in (SCRIPTED, REAL) for number in SIGNALS],
         "damage": ["cuts", "flips"],
-        "fuzz": [*PARSED, *map(spelled, READERS), *(f"arguments of {command}" for command in COMMANDS)],
+        "fuzz": [
+            *PARSED,
+            *map(spelled, READERS),
+            *(f"arguments of {command}" for command in chain(*COMMANDS.values())),
+        ],
         "null": ["scripted", "real"],
     }
     return [(section, name) for section, rows in names.items() for name in rows]
@@ -74,7 +79,7 @@ def markdown(sections: Facts, bad: Mapping[str, str]) -> str:
     parts = [
         "# Reliability",
         "Written by `nox -s faults`, which runs tests/faults in their full form; `nox -s faults -- -k NAME` measures "
-        "some rows again and keeps the others. `nox -s tests` runs a short form of the same.",
+        "some rows again and keeps the others. `python -m pytest tests/faults` runs a short form of the same.",
         "\n".join(_when(sections)),
         *(
             [

@@ -7,6 +7,7 @@ import contextlib
 import json
 import resource
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,10 +18,12 @@ from hypothesis import strategies as st
 
 from bench import cli
 from bench.audit import dtypes, monitor
+from bench.audit.lint import lint
 from bench.audit.lint.known import Options
+from bench.audit.lint.rules import RULES
 from bench.backends.base import registry
 from bench.commands import COMMANDS
-from bench.errors import BAD, GOOD, WRONG, InputError
+from bench.errors import BAD, GOOD, UNCHECKED, WRONG, InputError
 from bench.judge.loading import load
 from bench.launch import launcher
 from bench.plan import matrix as matrix_file
@@ -29,7 +32,7 @@ from bench.plan.matrix import KEYS
 from bench.report import figures, sheet
 from bench.run import start
 from bench.run.journal import JOURNAL, MANIFEST, Journal, encode, write_manifest
-from tests.audit.test_lint import engine, lightning, never_fails
+from tests.audit.test_lint import engine, lightning
 from tests.factories import FakeLauncher, make_cell, make_document, make_manifest, make_record
 from tests.faults.form import FORM
 from tests.faults.sandbox import Call, ReachedError, call
@@ -208,6 +211,19 @@ CONFIGS = {
 }
 
 
+def never_fails(folder: Path, name: str, content: bytes, options: Options) -> None:
+    path = folder / name
+    path.write_bytes(content)
+    refusal = ""
+    try:
+        findings = lint([path], options)
+    except InputError as error:
+        findings, refusal = [], str(error)
+    assert not refusal or refusal.startswith(str(path))
+    for finding in findings:
+        assert len(str(finding).splitlines()) == 4 and finding.code in RULES
+
+
 @FORM.examples(80, 5000)
 @given(data=st.data(), name=st.sampled_from(sorted(CONFIGS)))
 def test_no_changed_config_fails(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, name: str) -> None:
@@ -342,7 +358,7 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Any:
             assert ended.outside == [], arguments
             assert ended.seconds < LONGEST_S
             assert "Traceback" not in ended.out + ended.err
-            assert ended.status in {GOOD, BAD, WRONG, None}
+            assert ended.status in {GOOD, BAD, WRONG, UNCHECKED, None}, ended.err
             if ended.status == WRONG:
                 said = [line for line in ended.err.splitlines() if not line.startswith("skipped: ")]
                 assert len(said) == 1 and said[0].startswith("bench: ") and ended.err.endswith("\n"), ended.err
@@ -409,7 +425,7 @@ def test_what_is_not_edited_is_read(arguments: list[str], tmp_path: Path, fuzzed
     assert fuzzed(arguments, files).status in {GOOD, BAD, None}
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", list(chain(*COMMANDS.values())))
 def test_no_arguments_fail(command: str, fuzzed: Callable[[list[str]], None]) -> None:
     parser = parsers()[command]
 

@@ -15,7 +15,6 @@ from packaging.specifiers import SpecifierSet
 
 from bench import cli
 from bench.judge import health
-from bench.judge.cards import runs
 from bench.judge.health import DEFECTS, examine
 from bench.judge.integrity import Level
 from bench.launch import gpus
@@ -122,7 +121,6 @@ CASES: dict[str, tuple[Facts, Level, str, str]] = {
     "full disk": (on(LAPTOP, disk_bytes=2**20), Level.ERROR, "disk", "--out"),
     "small disk": (on(LAPTOP, disk_bytes=GIB), Level.WARNING, "disk", "4 B a parameter"),
     "small memory": (on(LAPTOP, memory_bytes=GIB), Level.WARNING, "memory", "--world-size 1"),
-    "unknown memory": (on(LAPTOP, memory_bytes=None), Level.WARNING, "memory", "unknown"),
     "one core": (on(LAPTOP, num_cores=1), Level.WARNING, "cores", "--world-size 1"),
     "slow clocks": (on(LAPTOP, governor="powersave"), Level.WARNING, "cores", "cpupower frequency-set -g performance"),
     "busy": (on(LAPTOP, foreign_cores=4.0), Level.WARNING, "idle", "50 % of the CPUs"),
@@ -184,27 +182,6 @@ def test_what_needs_no_gpu_is_not_asked_for() -> None:
     assert {one.level for one in examine(lone)} == {Level.GOOD}
     hidden = on(SERVER, cards=(replace(CARD, visible=False),), torch=CPU_TORCH)
     assert not [one for one in examine(hidden) if one.topic in {"cuda", "nccl", "p2p"}]
-
-
-@pytest.mark.parametrize(
-    ("capability", "architectures", "right"),
-    [
-        ((9, 0), ("sm_80", "sm_90"), True),
-        ((8, 6), ("sm_80",), True),
-        ((8, 0), ("sm_86",), False),
-        ((12, 0), ("sm_90",), False),
-        ((12, 0), ("sm_90", "compute_90"), True),
-        ((9, 0), ("compute_120",), False),
-        ((9, 0), ("sm_90a",), True),
-        ((10, 0), ("sm_90a",), False),
-        ((10, 3), ("sm_100",), True),
-        ((9, 0), (), False),
-    ],
-)
-def test_kernels_fit_cards_as_cuda_has_it(
-    capability: tuple[int, int], architectures: tuple[str, ...], right: bool
-) -> None:
-    assert runs(capability, architectures) is right
 
 
 MEASURED = {
@@ -270,21 +247,6 @@ def test_cards_are_asked_by_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first == Card(name="NVIDIA H100", uuid="GPU-a", visible=True, num_processes=0, mig=False)
     assert second == Card(name="NVIDIA H100", uuid="GPU-b", visible=False, num_processes=1, mig=True)
     assert fake.open == 0
-
-
-def test_an_nvml_that_fails_is_a_fact(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeNvml()
-    monkeypatch.setitem(sys.modules, "pynvml", fake)
-
-    def fail() -> None:
-        raise RuntimeError("Driver/library version mismatch")
-
-    monkeypatch.setattr(fake, "nvmlSystemGetCudaDriverVersion", fail)
-    assert "mismatch" in ask_nvml()["nvml_error"]
-    monkeypatch.setattr(fake, "nvmlInit", fail)
-    assert "mismatch" in ask_nvml()["nvml_error"] and ask_nvml()["cards"] == ()
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert "ImportError" in ask_nvml()["nvml_error"] or "ModuleNotFound" in ask_nvml()["nvml_error"]
 
 
 def test_a_torch_that_does_not_answer_is_a_fact() -> None:

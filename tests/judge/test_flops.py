@@ -30,17 +30,6 @@ def test_no_peak_is_guessed(name: str) -> None:
     assert peak_flops(name, "bf16") is None
 
 
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [
-        pytest.param("NVIDIA H200 NVL", 835e12, id="its datasheet has 1671 TFLOP/s with sparsity, as the H100 NVL"),
-        pytest.param("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None, id="a slice has a part of the peak"),
-    ],
-)
-def test_names_that_hold_another_name(name: str, peak: float | None) -> None:
-    assert peak_flops(name, "bf16") == peak
-
-
 def test_the_rate_of_products_is_that_of_all_ranks_together() -> None:
     entries = [
         {"world_size": 2, "flops_per_s": {"bf16": [1e12, 3e12]}},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -10,16 +9,14 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from pandas.testing import assert_frame_equal
 
 from bench.judge import tables
 from bench.judge.causes import explain_update
-from bench.judge.gates import TOLERANCES, judge, tolerance
-from bench.judge.losses import COMPARED_STEPS, LONG_STEPS, extent
+from bench.judge.gates import TOLERANCES, judge
+from bench.judge.losses import COMPARED_STEPS, LONG_STEPS
 from bench.judge.tables import Tables
 from bench.measure import update
 from bench.plan.cell import Cell, Device, Precision
-from bench.plan.models import SIZES
 from tests.factories import make_cell, make_collectives, make_failure, make_manifest, make_record
 
 CELL = make_cell(accumulate=8)
@@ -67,17 +64,6 @@ def test_of_a_long_run_only_the_first_losses_are_compared(steps: int, off_at: in
     records[1]["time"]["losses"] = [loss + (0.004 if step >= off_at else 0.0) for step, loss in enumerate(right)]
     trials = judge(tables.build(records, make_manifest())).trials
     assert trials["status"].tolist() == ["ok", status]
-
-
-def test_judging_leaves_its_input_and_everything_else_alone() -> None:
-    made = tables.build([record(TRUTH), record(num_updates=4)], make_manifest())
-    before = made.trials.copy()
-    after = judge(made)
-    assert_frame_equal(made.trials, before)
-    changed = ["status", "reason", "max_loss_deviation"]
-    assert_frame_equal(after.trials.drop(columns=changed), before.drop(columns=changed))
-    assert after.losses is made.losses
-    assert_frame_equal(judge(after).trials, after.trials)
 
 
 @pytest.mark.parametrize(
@@ -129,6 +115,12 @@ def test_other_work_than_the_plain_models(told: dict[str, str], reason: str) -> 
     assert set(trials["reason"]) == {reason}
 
 
+def test_a_missing_update() -> None:
+    trial = record()
+    trial["update"] = None
+    assert verdict(trial) == ("invalid", "no update to check: the update pass did not run, or the reference has none")
+
+
 def test_a_missing_reference() -> None:
     assert verdict(record(), truth=False) == ("invalid", MISSING)
     made = judged(make_failure(TRUTH), record(), truth=False)
@@ -141,11 +133,8 @@ def test_a_missing_reference() -> None:
     [
         {"seed": 1},
         {"global_batch_size": 32},
-        {"sequence_length": 64},
         {"model": "135m"},
         {"learning_rate": 1.0},
-        {"corpus": "other"},
-        {"workload": "a:b"},
         {"optimizer": "adamw-fused"},
         {"optimizer": "sgd"},
         {"clip_norm": 0.5},
@@ -155,19 +144,6 @@ def test_a_missing_reference() -> None:
 def test_a_reference_that_trained_something_else_is_none(changes: dict[str, Any]) -> None:
     other = make_cell(accumulate=8, **changes)
     assert MISSING in verdict(record(other, num_updates=other.windows, num_micro_batches=8 * other.windows))[1]
-
-
-def test_losses_are_compared_as_far_as_the_reference_was_trained() -> None:
-    short = record(dataclasses.replace(TRUTH, warmup_windows=1, timed_windows=1), losses=LOSSES[:2])
-    late = record(losses=[*LOSSES[:4], 9.0])
-    assert verdict(short, late, truth=False) == ("ok", "")
-    assert "over the first 2 steps" in extent(judged(short, late, truth=False))
-    assert extent(judged(record())) == ""
-    early = verdict(short, record(losses=[LOSSES[0], 9.0, *LOSSES[2:]]), truth=False)
-    assert early[1].endswith("(limit 0.001 nats in fp32) in the first 2 steps")
-    assert verdict(short, record(losses=[*LOSSES[:4], math.nan]), truth=False)[0] == "invalid", "finite they must be"
-    longer = judged(record(TRUTH), short, late, truth=False).trials["status"].tolist()
-    assert longer == ["ok", "ok", "invalid"], "the reference that was trained most decides"
 
 
 def test_a_sharded_reference_is_the_truth_only_where_no_single_process_can_be() -> None:
@@ -184,18 +160,6 @@ def test_a_sharded_reference_is_the_truth_only_where_no_single_process_can_be() 
 def test_one_reference_serves_other_n_w_and_precision() -> None:
     for changes in ({"accumulate": 2}, {"world_size": 1}, {"precision": Precision.BF16}, {"backend": "fsdp2-eager"}):
         assert verdict(record(make_cell(**{"accumulate": 8} | changes))) == ("ok", "")
-
-
-def test_the_first_good_reference_trial_is_the_truth() -> None:
-    off = [loss + 0.5 for loss in LOSSES]
-    made = judged(make_failure(TRUTH, 0), record(TRUTH, 2, losses=off), record(TRUTH, 1), record(), truth=False)
-    assert made.trials["status"].tolist() == ["oom", "invalid", "ok", "ok"]
-
-
-def test_a_missing_update() -> None:
-    trial = record()
-    trial["update"] = None
-    assert verdict(trial) == ("invalid", "no update to check: the update pass did not run, or the reference has none")
 
 
 @pytest.mark.parametrize(
@@ -284,11 +248,6 @@ def test_wrong_clipping_of_a_right_gradient(changes: dict[str, float], words: st
     assert clipped(1.0, 0.5, **changes)[1].partition("in fp32): ")[2] == words
 
 
-def test_a_wrong_gradient_that_is_also_clipped_wrongly() -> None:
-    reason = clipped(1 / 8, 0.25, error=0.5, scale=0.5)[1]
-    assert reason.endswith("the loss is divided by N = 8 twice; after, 0.5 times and not 1 (clipped to 0.25)")
-
-
 OFF = [*LOSSES[:4], 3.25]
 SO = "; so losses leave the reference's by 0.25 (limit 0.001 nats in fp32)"
 
@@ -309,35 +268,10 @@ def test_losses_that_must_follow_from_a_wrong_scale_are_no_finding_of_their_own(
             assert reason.startswith("the update is off") and reason.endswith(SO), "clipping is no factor"
 
 
-def test_losses_that_need_not_follow_stay_a_finding_of_their_own() -> None:
-    assert clipped(1.0, 0.5, losses=OFF)[1].startswith("losses leave")
-    assert clipped(1 / 8, 1.0, losses=[*LOSSES[:4], math.nan])[1].startswith("a loss is not finite")
-    lost = clipped(1.0, 5.0, error=0.3, scale=0.9, residual=0.3, losses=OFF)[1]
-    assert lost.startswith("losses leave")
-    assert clipped(1 / 8, 1.0, losses=OFF, num_updates=4)[1].startswith("4 optimizer steps were taken")
-
-
-def test_causes_that_cannot_be_told_apart_are_both_named() -> None:
-    assert explain_update(0.5, 0.0, 2, 2) == (
-        "1/2 of the right one: the loss is divided by N = 2 twice, "
-        "or 1/2 of the right one: averaged over the 2 ranks twice"
-    )
-
-
-def test_n_and_w_of_one_explain_nothing() -> None:
-    assert explain_update(1.01, 0.0, 1, 1) == "1.01 times the right one, in the same direction"
-
-
 def test_a_residual_means_lost_or_repeated_samples() -> None:
     _, reason = verdict(record(update={"error": 0.4, "scale": 0.5, "residual": 0.25}))
     assert reason.endswith(
         "0.5 times the right one and 25% of it pointing elsewhere: samples were lost, repeated or weighted unequally"
-    )
-
-
-def test_an_update_that_vanished() -> None:
-    assert verdict(record(update={"error": 1.0, "scale": 0.0, "residual": 1.0}))[1].endswith(
-        "the parameters did not change in the right direction at all"
     )
 
 
@@ -365,18 +299,6 @@ def test_an_update_that_is_not_finite_is_called_that(tmp_path: Path, value: floa
     assert "did not run" not in reason
 
 
-def test_all_findings_are_named_together() -> None:
-    trial = record(num_updates=4, ranks_agree=False, losses=[9.0, *LOSSES[1:]], update={"error": 0.5, "scale": 0.5})
-    status, reason = verdict(trial)
-    assert status == "invalid"
-    assert [part.split(" (")[0].split(":")[0] for part in reason.split("; ")] == [
-        "4 optimizer steps were taken, 5 were due",
-        "the ranks took different numbers of steps",
-        "the first loss, before any update, is off by 4 nats",
-        "the update is off by 0.5",
-    ]
-
-
 @pytest.mark.parametrize("precision", Precision)
 def test_tolerances_hold_up_to_their_edge(precision: Precision) -> None:
     tolerance = TOLERANCES[precision]
@@ -390,17 +312,6 @@ def test_tolerances_hold_up_to_their_edge(precision: Precision) -> None:
     assert status(tolerance.loss_deviation * inside, tolerance.update_error) == "ok"
     assert status(tolerance.loss_deviation * outside, 0.0) == "invalid"
     assert status(0.0, tolerance.update_error * outside) == "invalid"
-
-
-def test_bf16_may_differ_more_than_fp32_but_not_by_a_factor_of_two() -> None:
-    fp32, bf16 = TOLERANCES[Precision.FP32], TOLERANCES[Precision.BF16]
-    assert TOLERANCES.keys() == set(Precision)
-    assert fp32.update_error < 1e-3, "one sample of a thousand must be seen"
-    assert fp32.update_error < bf16.update_error < 0.5
-    assert fp32.loss_deviation < bf16.loss_deviation
-    trial = record(make_cell(accumulate=8, precision=Precision.BF16), update={"error": 0.02, "residual": 0.02})
-    assert verdict(trial) == ("ok", "")
-    assert verdict(record(update={"error": 0.02, "residual": 0.02}))[0] == "invalid"
 
 
 @pytest.mark.parametrize(
@@ -423,29 +334,11 @@ def test_bf16_rounds_more_in_wide_and_deep_models(model: str, error: float, wron
     assert ("the update is off" in reason) == wrong
 
 
-def test_the_limit_of_a_model_that_is_not_shipped_is_that_of_the_largest() -> None:
-    largest = max(tolerance("bf16", "llama", model).update_error for model in SIZES)
-    assert largest == pytest.approx(tolerance("bf16", "own.module:factory", "8b").update_error, rel=0.05)
-    assert tolerance("fp32", "llama", "8b") == TOLERANCES["fp32"]
-
-
-def test_rounding_of_large_models_hides_no_cause() -> None:
-    cell = make_cell(accumulate=8, precision=Precision.BF16, model="8b")
-    status, reason = verdict(record(cell, update={"error": 0.88, "scale": 0.125, "residual": 0.07}))
-    assert status == "invalid" and "the loss is divided by N = 8 twice" in reason
-    status, reason = verdict(record(CELL, update={"error": 0.88, "scale": 0.125, "residual": 0.07}))
-    assert "samples were lost" in reason
-
-
 @pytest.mark.parametrize("status", ["oom", "timeout", "hang", "crashed", "unsupported", "interrupted"])
 def test_trials_that_did_not_end_well_are_left_as_they_are(status: str) -> None:
     trial = judged(make_failure(CELL, 0, status, "why")).trials.iloc[-1]
     assert (trial["status"], trial["reason"]) == (status, "why")
     assert pd.isna(trial["max_loss_deviation"])
-
-
-def test_no_trials() -> None:
-    assert judge(tables.build([], make_manifest())).trials.empty
 
 
 def test_collectives_that_are_not_the_expected_ones_are_a_finding() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy import special, stats
 
 from bench.judge import samples
-from bench.judge.bootstrap import bootstrap, bootstrap_many, trimmed_mean
+from bench.judge.bootstrap import bootstrap, bootstrap_many
 from bench.judge.statistics import (
     MIN_REPEATS,
     MIN_TRIALS,
@@ -24,7 +24,7 @@ from bench.judge.statistics import (
     required_trials,
     trial_median,
 )
-from bench.run.warmup import warmup, warmups
+from bench.run.warmup import warmup
 
 SECONDS = st.floats(min_value=1e-3, max_value=1e3)
 TRIALS = st.lists(st.lists(SECONDS, min_size=1, max_size=15), min_size=5, max_size=9)
@@ -43,33 +43,9 @@ class TestWarmup:
         assert warmup([3.0, 2.0, *steady]) == 2
         assert warmup([1.6, 1.5, 1.55, *steady]) == 3
 
-    def test_leaves_steady_trials_alone(self) -> None:
-        assert warmup([1.0] * 12) == 0
-        assert warmup([1.0, 1.01, 0.99, 1.0, 1.02, 0.98, 1.0, 1.01, 0.99, 1.0, 1.01, 0.99]) == 0
-
-    def test_one_slow_step_in_the_middle_is_no_warmup(self) -> None:
-        assert warmup([1.0, 1.01, 0.99, 4.0, 1.02, 0.98, 1.0, 1.01, 0.99, 1.0, 1.01, 1.0]) == 0
-
-    def test_fast_first_steps_are_no_warmup(self) -> None:
-        assert warmup([0.5, 0.5, 0.5, 1.0, 1.01, 0.99, 1.0, 1.02, 0.98, 1.0, 1.01, 0.99]) == 0
-
     @pytest.mark.parametrize("seconds", [[], [1.0], [5.0, 1.0], [5.0, 1.0, 1.0]])
     def test_too_few_steps(self, seconds: list[float]) -> None:
         assert warmup(seconds) == 0
-
-    @given(st.lists(SECONDS, max_size=60))
-    def test_never_drops_more_than_half(self, seconds: list[float]) -> None:
-        assert 0 <= warmup(seconds) <= len(seconds) // 2
-
-    @given(st.lists(SECONDS, min_size=4, max_size=30))
-    def test_does_not_depend_on_the_unit(self, seconds: list[float]) -> None:
-        # A power of two, so that rounding cannot decide between two equally good numbers; of logarithms it still can.
-        a, b = warmup(seconds), warmup([1024 * value for value in seconds])
-        assert a == b or len(set(seconds)) < len(seconds) or max(seconds) / min(seconds) < 1.001
-
-    def test_many_rows_are_as_one(self) -> None:
-        rows = np.exp(np.random.default_rng(0).normal(size=(50, 14)) * 0.1 + 0.5 * (np.arange(14) < 3))
-        assert warmups(rows).tolist() == [warmup(row) for row in rows.tolist()]
 
     def test_a_long_warmup_leaves_little_bias(self) -> None:
         rng = np.random.default_rng(0)
@@ -84,11 +60,6 @@ class TestTrialMedian:
         # Mutant 1: a volume of all steps over one step's mean would grow with the number of steps.
         assert trial_median([0.5] * 12) == trial_median([0.5] * 24) == 0.5
 
-    @pytest.mark.parametrize("bad", [[], [0.0, 1.0], [1.0, math.nan], [-1.0], [math.inf]])
-    def test_refuses_what_is_no_time(self, bad: list[float]) -> None:
-        with pytest.raises(ValueError, match="all above 0 s"):
-            trial_median(bad)
-
 
 class TestRatio:
     def test_known_ratio(self) -> None:
@@ -96,10 +67,6 @@ class TestRatio:
         assert found.low is not None and found.high is not None
         assert found.low < 2.0 < found.high and found.paired and found.num_trials == 12
         assert found.ratio == pytest.approx(2.0, rel=0.05)
-
-    def test_more_steps_per_trial_are_no_more_time(self) -> None:
-        a = Sample([[0.5] * 24] * 6)
-        assert ratio(a, Sample([[0.5] * 12] * 6)).ratio == 1.0
 
     def test_pairing_removes_what_blocks_share(self) -> None:
         drift = np.exp(0.2 * np.random.default_rng(3).normal(size=12))
@@ -111,22 +78,6 @@ class TestRatio:
         assert paired.paired and not loose.paired
         assert paired.width < loose.width / 2
 
-    def test_the_pairs_are_those_of_equal_blocks(self) -> None:
-        a, b = sample(1.1, seed=1), sample(1.0, seed=2)
-        turned = Sample(list(reversed(b.trials)), list(reversed(b.blocks)))
-        assert ratio(a, b) == ratio(a, turned)
-
-    def test_blocks_of_one_side_alone_are_left_out(self) -> None:
-        a, b = sample(seed=1), sample(seed=2, trials=8)
-        assert ratio(a, b).num_trials == 8
-        apart = Sample(b.trials, [100 + block for block in b.blocks])
-        assert not ratio(a, apart).paired
-
-    def test_two_trials_of_a_block_count_once(self) -> None:
-        a = sample(seed=1, trials=6)
-        twice = Sample([*a.trials, *a.trials], [*a.blocks, *a.blocks])
-        assert ratio(twice, sample(seed=2, trials=6)) == ratio(a, sample(seed=2, trials=6))
-
     @pytest.mark.parametrize("blocks", [True, False])
     @pytest.mark.parametrize("trials", range(1, MIN_TRIALS))
     def test_few_trials_have_no_interval(self, trials: int, blocks: bool) -> None:
@@ -134,14 +85,6 @@ class TestRatio:
         assert found.low is found.high is found.p_different is found.p_same is None
         assert str(MIN_TRIALS) in found.reason and str(trials) in found.reason
         assert found.width == math.inf and not equivalent(found)
-
-    def test_no_trials_are_refused(self) -> None:
-        with pytest.raises(ValueError, match="either side"):
-            ratio(Sample([]), sample())
-
-    def test_blocks_of_another_number_are_refused(self) -> None:
-        with pytest.raises(ValueError, match="2 trials have 1 blocks"):
-            Sample([[1.0], [1.0]], [0])
 
     @given(TRIALS, TRIALS, st.booleans(), st.sampled_from([1e-6, 1e-3, 0.5, 1000.0]))
     @settings(deadline=None, max_examples=40)
@@ -157,27 +100,6 @@ class TestRatio:
         scaled = ratio(medians[0], medians[1], resamples=RESAMPLES)
         assert (scaled.ratio, scaled.low, scaled.high) == pytest.approx((found.ratio, found.low, found.high))
 
-    def test_more_trials_narrow_the_interval_on_average(self) -> None:
-        widths = [
-            np.mean([ratio(sample(trials=n, seed=s), sample(trials=n, seed=1000 + s)).width for s in range(25)])
-            for n in (5, 10, 20, 40, 80)
-        ]
-        assert widths == sorted(widths, reverse=True)
-
-    def test_p_value_and_interval_agree(self) -> None:
-        for seed in range(60):
-            found = ratio(sample(1.02, seed=seed), sample(seed=100 + seed))
-            assert found.low is not None and found.high is not None and found.p_different is not None
-            if abs(found.p_different - 0.05) > 0.002:
-                assert (found.p_different < 0.05) == (found.low > 1 or found.high < 1), seed
-
-    def test_unequal_numbers_and_no_noise(self) -> None:
-        found = ratio(Sample([[2.0]] * 7), Sample([[1.0]] * 5))
-        assert (found.ratio, found.low, found.high) == pytest.approx((2, 2, 2))
-        assert found.p_different == pytest.approx(0, abs=1e-6)
-        same = ratio(Sample([[1.0]] * 7, range(7)), Sample([[1.0]] * 7, range(7)))
-        assert same.p_different == 1 and same.p_same == pytest.approx(0, abs=1e-6) and equivalent(same)
-
 
 class TestBootstrap:
     def test_is_draw_for_draw_what_scipy_draws(self) -> None:
@@ -186,7 +108,7 @@ class TestBootstrap:
         assert one.draws == pytest.approx(many.draws, abs=1e-12)
         assert [e.tolist() for e in one.interval()] == [pytest.approx(e.tolist()) for e in many.interval()]
 
-    def test_what_the_mean_leaves_out_does_not_widen_the_interval(self) -> None:  # mutant 14
+    def test_what_the_mean_leaves_out_does_not_widen_the_interval(self) -> None:
         values = np.random.default_rng(0).normal(size=(1, 20))
         values.sort()
         far = values.copy()
@@ -219,12 +141,6 @@ class TestBootstrap:
             assert (p_values < level).mean() < level + 3 * math.sqrt(level * (1 - level) / 3000)
         assert (p_values < 0.2).mean() > 0.15
 
-    def test_trimmed_mean(self) -> None:
-        assert trimmed_mean(np.array([0.0, 1, 2, 3, 100])) == 2
-        assert trimmed_mean(np.array([[1.0, 2, 3, 4]])).tolist() == [2.5]
-        values = np.random.default_rng(0).normal(size=17)
-        assert trimmed_mean(values) == pytest.approx(stats.trim_mean(values, 0.2))
-
 
 class TestHolm:
     def test_known_example(self) -> None:
@@ -233,13 +149,6 @@ class TestHolm:
     @pytest.mark.parametrize(("p_values", "adjusted"), [([], []), ([0.04], [0.04]), ([0.9, 0.8], [1.0, 1.0])])
     def test_edges(self, p_values: list[float], adjusted: list[float]) -> None:
         assert holm(p_values) == adjusted
-
-    @given(st.lists(st.floats(0, 1), max_size=12))
-    def test_order_and_bounds(self, p_values: list[float]) -> None:
-        found = holm(p_values)
-        assert all(p <= q <= min(1, len(found) * p) + 1e-12 for p, q in zip(p_values, found, strict=True))
-        ordered = [q for _, q in sorted(zip(p_values, found, strict=True))]
-        assert ordered == sorted(ordered)
 
 
 class TestPrecision:
@@ -257,11 +166,6 @@ class TestPrecision:
         nothing = Interval(ratio=1.0, num_trials=3, paired=True)
         assert required_trials(nothing) == MIN_REPEATS - 3 and required_trials(replace(nothing, num_trials=40)) == 1
 
-    def test_the_margin_is_the_same_from_both_sides(self) -> None:
-        for low, high, fits in ((0.985, 1.015, True), (0.979, 1.0, False), (1.0, 1.021, False), (0.9805, 1.0, True)):
-            one = self.interval(low, high)
-            assert equivalent(one, 0.02) == equivalent(one.inverse(), 0.02) == fits
-
 
 class TestQuality:
     def test_outliers(self) -> None:
@@ -269,10 +173,6 @@ class TestQuality:
         assert samples.outliers(values) == [6]
         assert samples.outliers([1.0, 1.1, 0.9, 1.2, 0.8]) == []
         assert samples.outliers([1.0] * 5 + [2.0]) == samples.outliers([]) == []
-
-    def test_the_limit_is_hyperfines(self) -> None:
-        values = [-1.0, -1.0, 0.0, 1.0, 1.0]  # both deviations are 1
-        assert samples.outliers([*values, 0.0, 14.82]) == [] and samples.outliers([*values, 0.0, 14.83]) == [6]
 
     def test_drift(self) -> None:
         slots = list(range(20))
@@ -297,16 +197,6 @@ class TestQuality:
         assert found is not None and found.found
         assert found.ratio == pytest.approx(math.exp(0.15), rel=0.02) and found.share == pytest.approx(0.35)
         assert samples.bimodal(values[:7].tolist()) is None
-
-    def test_equal_values_have_one_mode(self) -> None:
-        found = samples.bimodal([1.0] * 10)
-        assert found is not None and not found.found
-
-    def test_imbalance(self) -> None:
-        assert samples.imbalance([[1.0, 1.0], [1.0, 1.0], [1.5, 1.5]]) == 1.5
-        assert samples.imbalance([[1.0, 2.0]]) == 1.0
-        with pytest.raises(ValueError, match="same number"):
-            samples.imbalance([])
 
 
 class TestManyRatios:
@@ -333,15 +223,3 @@ class TestManyRatios:
     def test_the_inverse_is_exact(self) -> None:
         one, other = ratios([(self.MANY[0], self.MANY[1]), (self.MANY[1], self.MANY[0])], resamples=RESAMPLES)
         assert one.inverse() == other or other.inverse() == one
-
-    def test_more_pairs_than_are_resampled_at_a_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        pairs = [(self.MANY[0], sample(1.1, seed=seed)) for seed in range(20, 27)]
-        whole = ratios(pairs, resamples=RESAMPLES)
-        monkeypatch.setattr("bench.judge.bootstrap.BATCH", 2 * RESAMPLES)
-        for found, expected in zip(ratios(pairs, resamples=RESAMPLES), whole, strict=True):
-            assert [found.ratio, found.low, found.high] == pytest.approx([expected.ratio, expected.low, expected.high])
-
-    def test_none(self) -> None:
-        assert ratios([]) == []
-        with pytest.raises(ValueError, match="either side"):
-            ratios([(self.MANY[0], Sample([]))])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 
 import pytest
@@ -55,17 +54,3 @@ def test_what_is_held_is_finished_first() -> None:
     assert done == ["inner", "outer"]
     with held():  # nothing is left over
         done.append("again")
-
-
-def test_other_threads_get_no_signals() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    seen = []
-
-    def other() -> None:
-        with terminate_as_interrupt():
-            seen.append(signal.getsignal(signal.SIGTERM))
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    thread.join()
-    assert seen == [before]

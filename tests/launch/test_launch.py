@@ -20,13 +20,12 @@ from typing import Any, ClassVar
 import psutil
 import pytest
 
-from bench.errors import InputError
 from bench.launch import launcher as launching
-from bench.launch import rank, stragglers, watchdog
-from bench.launch.interrupt import terminate_as_interrupt
+from bench.launch import stragglers
 from bench.launch.launcher import Launcher
 from bench.launch.outcome import Outcome
 from bench.plan.cell import Device, Status
+from tests.conftest import first
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "BENCH_TEST_TOKEN"
@@ -46,7 +45,7 @@ import time
 from pathlib import Path
 
 from bench.measure import heartbeat
-from bench.plan.cell import Device
+from bench.plan.task import Task
 from bench.launch.rank import join, live
 
 
@@ -57,7 +56,7 @@ def run(payload):
     def work(rank):
         if task["act"] == "end" and rank == task["rank"]:
             connect_late(folder)
-        join(Device.CPU, threads=1, seed=0)
+        join(Task(backend="", world_size=2, folder=str(folder)))
         (folder / f"joined{rank}").write_text(str(time.monotonic()))
         if rank == task["rank"]:
             globals()[task["act"]](folder)
@@ -108,11 +107,6 @@ def segfault(folder):
     ctypes.string_at(0)
 
 
-def damage(folder):
-    (folder / "rank1.json").write_text("{")
-    os._exit(0)
-
-
 def deaf(folder):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -136,16 +130,6 @@ def print_much(folder):
         os.write(1, bytes(2**20))
         heartbeat.beat()
     time.sleep(3600)
-
-
-def print_and_end(folder):
-    for _ in range(65):
-        os.write(1, bytes(2**20))
-
-
-def print_and_fail(folder):
-    print_and_end(folder)
-    raise MemoryError
 
 
 def hold_segment(folder):
@@ -174,13 +158,6 @@ def read_pickle(folder):
     torch.load("trap.pt", weights_only=False)
 
 
-def compile(folder):
-    import torch
-
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "cache")
-    torch.compile(lambda x: x.sin() + 1)(torch.ones(64))
-
-
 def listeners(folder):
     import psutil
 
@@ -206,7 +183,7 @@ class Act:
     group: bool = False
     entry: ClassVar[str] = "acts:run"
     backend: str = "ddp-eager"
-    world_size: int = 2
+    num_processes: int = 2
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -255,7 +232,7 @@ def acts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def launcher(acts: Path) -> Iterator[Launcher]:
     with Launcher(Device.CPU) as made:
         yield made
-    assert wait_until(lambda: not left(os.environ[TOKEN]), 10), left(os.environ[TOKEN])
+    assert wait_until(lambda: not left(os.environ[TOKEN]), 120), left(os.environ[TOKEN])
 
 
 def play(launcher: Launcher, folder: Path, act: str, **options: Any) -> Outcome:
@@ -270,25 +247,14 @@ def test_a_sound_trial(launcher: Launcher, tmp_path: Path, group: bool) -> None:
     assert [one["rank"] for one in found.ranks] == [0, 1]
 
 
-@pytest.mark.parametrize(
-    ("act", "function"), [("sleep", "sleep"), ("lock_the_interpreter", "lock_the_interpreter"), ("stop", "stop")]
-)
-def test_a_hang_is_told_with_the_stacks_of_all_ranks(
-    launcher: Launcher, tmp_path: Path, act: str, function: str
-) -> None:
-    found = play(launcher, tmp_path, act, group=True, inactivity_s=5.0)
+@pytest.mark.parametrize("act", first(["lock_the_interpreter"], ["sleep", "lock_the_interpreter", "stop"]))
+def test_a_hang_is_told_with_the_stacks_of_all_ranks(launcher: Launcher, tmp_path: Path, act: str) -> None:
+    found = play(launcher, tmp_path, act, group=True, inactivity_s=10.0)
     assert found.status is Status.HANG, found.reason
-    assert found.reason.startswith("no rank got on for 5 s (rank 0 after ")
+    assert found.reason.startswith("no rank got on for 10 s (rank 0 after ")
     assert ("is stopped by a signal" in found.reason) == (act == "stop")
     stacks = [(tmp_path / "trial" / f"rank{rank}.stacks").read_text() for rank in range(2)]
-    assert "in all_reduce" in stacks[0] and f"in {function}" in stacks[1]
-
-
-def test_the_wall_clock_is_another_limit(launcher: Launcher, tmp_path: Path) -> None:
-    found = play(launcher, tmp_path, "sleep", timeout_s=3.0, inactivity_s=60.0)
-    assert found.status is Status.TIMEOUT
-    assert found.reason.startswith("not finished after 3 s (rank 0 ")
-    assert "in sleep" in (tmp_path / "trial" / "rank1.stacks").read_text()
+    assert "in all_reduce" in stacks[0] and f"in {act}" in stacks[1]
 
 
 def test_what_ignores_signals_or_left_the_session_is_ended_too(launcher: Launcher, tmp_path: Path) -> None:
@@ -314,25 +280,9 @@ def test_a_segfault_has_its_signal_and_its_last_lines(launcher: Launcher, tmp_pa
     assert any("in segfault" in line or "Segmentation" in line or "in live" in line for line in found.last_lines)
 
 
-def test_a_damaged_result(launcher: Launcher, tmp_path: Path) -> None:
-    found = play(launcher, tmp_path, "damage")
-    assert found.status is Status.CRASHED
-    assert found.reason.startswith("rank 1: its result is damaged: ")
-
-
+@pytest.mark.slow
 def test_logs_without_end_end_the_trial(launcher: Launcher, tmp_path: Path) -> None:
     found = play(launcher, tmp_path, "print_much")
-    assert found.status is Status.CRASHED
-    assert found.reason == "its ranks wrote more than 64 MiB to their standard output and error"
-
-
-@pytest.mark.parametrize("act", ["print_and_end", "print_and_fail"])
-def test_logs_count_whenever_somebody_looks(
-    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: str
-) -> None:
-    monkeypatch.setattr(watchdog, "POLL_S", 60.0)  # all is over long before the first look
-    monkeypatch.setattr(watchdog.Watch, "look", lambda _: pytest.fail("nobody was to look"))
-    found = play(launcher, tmp_path, act, timeout_s=300.0)
     assert found.status is Status.CRASHED
     assert found.reason == "its ranks wrote more than 64 MiB to their standard output and error"
 
@@ -348,14 +298,6 @@ def test_no_rank_reads_a_pickle_that_runs_code(launcher: Launcher, tmp_path: Pat
     found = play(launcher, tmp_path, "read_pickle")
     assert (found.status, (tmp_path / "trial" / "ran").exists()) == (Status.CRASHED, False)
     assert found.reason.startswith("rank 1: UnpicklingError: Weights only load failed"), found.reason
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler")
-def test_no_compiled_graph_is_kept_as_a_pickle(launcher: Launcher, tmp_path: Path) -> None:
-    found = play(launcher, tmp_path, "compile", timeout_s=300.0)  # compilers are slow on a busy machine
-    assert found.status is Status.OK, found.reason
-    kept = {path.name for path in (tmp_path / "trial" / "cache").iterdir()}
-    assert kept and not kept & {"fxgraph", "aotautograd", "dynamo"}, kept
 
 
 def test_all_sockets_are_on_loopback(launcher: Launcher, tmp_path: Path) -> None:
@@ -383,6 +325,7 @@ def launcher_process() -> psutil.Process:
     return found
 
 
+@pytest.mark.slow
 def test_a_launcher_that_is_killed_is_told_and_replaced(launcher: Launcher, tmp_path: Path) -> None:
     assert play(launcher, tmp_path, "end").status is Status.OK
     launcher_process().kill()  # between two trials
@@ -398,39 +341,13 @@ def test_a_launcher_that_is_killed_is_told_and_replaced(launcher: Launcher, tmp_
     assert play(launcher, tmp_path / "last", "end").status is Status.OK
 
 
+@pytest.mark.slow
 def test_a_fork_server_that_is_killed_is_replaced(launcher: Launcher, tmp_path: Path) -> None:
     assert play(launcher, tmp_path, "end").status is Status.OK
     (server,) = [p for p in launcher_process().children() if "forkserver" in " ".join(p.cmdline())]
     server.kill()
     outcomes = [play(launcher, tmp_path / str(number), "end") for number in range(2)]
     assert outcomes[-1].status is Status.OK, [one.reason for one in outcomes]
-
-
-@pytest.mark.parametrize("during", ["its start", "its end"])
-def test_an_interrupt_leaves_no_launcher(
-    acts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, during: str
-) -> None:
-    """Ctrl-C while the launcher's process is being made, or while it is being ended: nothing is left at that moment."""
-    token = f"interrupted-{os.getpid()}"
-    monkeypatch.setenv(TOKEN, token)
-    if during == "its start":
-
-        class Interrupting(subprocess.Popen[bytes]):
-            def __init__(self, *args: Any, **kwargs: Any) -> None:
-                super().__init__(*args, **kwargs)
-                os.kill(os.getpid(), signal.SIGINT)
-
-        monkeypatch.setattr(subprocess, "Popen", Interrupting)
-    else:
-
-        def interrupting(pids: set[int]) -> set[stragglers.Segment]:
-            os.kill(os.getpid(), signal.SIGINT)
-            return set()
-
-        monkeypatch.setattr(stragglers, "mapped", interrupting)
-    with pytest.raises(KeyboardInterrupt), terminate_as_interrupt(), Launcher(Device.CPU) as made:
-        play(made, tmp_path, "end")
-    assert left(token) == []
 
 
 PARENT = """
@@ -445,8 +362,10 @@ with Launcher(Device.CPU) as launcher:
 """
 
 
-@pytest.mark.parametrize("act", ["sleep", "lock_the_interpreter", "stop", "family_and_sleep"])
-@pytest.mark.parametrize("stopped", [False, True], ids=["", "its launcher stopped"])
+@pytest.mark.parametrize(
+    "act", first(["family_and_sleep"], ["sleep", "lock_the_interpreter", "stop", "family_and_sleep"])
+)
+@pytest.mark.parametrize("stopped", first([True], [False, True]), ids=str)
 def test_nothing_is_left_of_a_bench_that_is_killed(acts: Path, tmp_path: Path, act: str, stopped: bool) -> None:
     token = f"killed-{act}-{stopped}-{os.getpid()}"
     before = set(sleepers())
@@ -462,29 +381,17 @@ def test_nothing_is_left_of_a_bench_that_is_killed(acts: Path, tmp_path: Path, a
     )
     assert parent.stdout is not None
     assert parent.stdout.readline() == "ready\n"
-    assert wait_until((tmp_path / "trial" / "rank1.beat").exists, 60)
+    assert wait_until((tmp_path / "trial" / "rank1.beat").exists, 300)
     time.sleep(2)
     (server,) = [p for p in psutil.Process(parent.pid).children() if "bench.launch.server" in " ".join(p.cmdline())]
     if stopped:
         server.send_signal(signal.SIGSTOP)
     parent.kill()
     parent.wait()
-    assert wait_until(lambda: not left(token), 10), [process.cmdline() for process in left(token)]
+    assert wait_until(lambda: not left(token), 120), [process.cmdline() for process in left(token)]
     assert set(sleepers()) == before
-    assert wait_until(lambda: not list(temporary.glob("bench-*")), 10)
+    assert wait_until(lambda: not list(temporary.glob("bench-*")), 120)
     shutil.rmtree(temporary)
-
-
-def test_a_gpu_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr("bench.launch.gpus.gpus", lambda: [{"uuid": "GPU-7"}])
-    with Launcher(Device.CUDA):
-        with pytest.raises(InputError, match=f"GPU GPU-7: is in use by process {os.getpid()} "), Launcher(Device.CUDA):
-            pytest.fail("two hold it")
-        with Launcher(Device.CPU):
-            pass
-    with Launcher(Device.CUDA):
-        pass
 
 
 @pytest.mark.parametrize(("gpu", "cold"), [({"uuid": "GPU-7"}, False), ({"uuid": "GPU-7", "mig": "MIG-7"}, True)])
@@ -506,7 +413,7 @@ int cuDeviceGetCount(int *count) { *count = 1; return ready ? 0 : 3; }
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="a stand-in for CUDA's driver is compiled")
-@pytest.mark.parametrize("initializes", [False, True])
+@pytest.mark.parametrize("initializes", first([True], [False, True]))
 def test_a_package_that_initializes_cuda_is_not_forked_from(
     acts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], initializes: bool
 ) -> None:
@@ -532,34 +439,3 @@ def test_a_package_that_initializes_cuda_is_not_forked_from(
         assert {server._cold for server in launcher._servers.values()} == {initializes}
     assert cold == [False, initializes, initializes]
     assert capfd.readouterr().err.count("importing initializer initializes CUDA") == int(initializes)
-
-
-def test_gpus_are_numbered_as_nvml_numbers_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
-    assert launching._environment(Device.CUDA, ())["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
-    assert "CUDA_DEVICE_ORDER" not in launching._environment(Device.CPU, ())
-    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
-    assert launching._environment(Device.CUDA, ())["CUDA_DEVICE_ORDER"] == "FASTEST_FIRST"
-
-
-def test_deepspeed_is_told_what_it_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DS_ACCELERATOR", "xpu")
-    assert launching._environment(Device.CUDA, ())["DS_ACCELERATOR"] == "cuda"
-    assert launching._environment(Device.CPU, ())["DS_ACCELERATOR"] == "cpu"
-
-
-def test_cuda_without_memory_is_out_of_memory_by_its_number() -> None:
-    """Such as a context's, on a GPU that others have filled; torch's allocator has an error of its own."""
-    import torch
-
-    error = torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be reported later")
-    found = {}
-    for number in (2, 700):
-        error.error_code = number  # type: ignore[attr-defined]
-        found[number] = rank.failure(error)
-    assert (found[2]["status"], found[2]["reason"]) == (Status.OOM, "AcceleratorError: CUDA error: out of memory")
-    assert found[700]["status"] == Status.CRASHED
-
-
-def test_the_mark_is_another_for_every_launcher() -> None:
-    assert stragglers.MARK not in os.environ

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import re
@@ -66,34 +67,10 @@ def test_one_process_does_not_hold_it_twice(tmp_path: Path) -> None:
         pass
 
 
-def test_another_host_is_said_to_be_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with files.run_folder(tmp_path, "here"):
-        (tmp_path / files.FILE).write_text(json.dumps({"pid": 7, "host": "far", "started": "then"}))
-        monkeypatch.setattr(socket, "gethostname", lambda: "near")
-        words = r"in use by process 7 on far \(another host: this one is near\) since then"
-        with pytest.raises(files.BusyError, match=words), files.run_folder(tmp_path, "there"):
-            pytest.fail("two hold it")
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff"])
-def test_a_holder_that_did_not_say_who_it_is(tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "READING_S", 0.05)
-    with files.run_folder(tmp_path, "here"):
-        (tmp_path / files.FILE).write_bytes(content)
-        with pytest.raises(files.BusyError, match="in use by another process"), files.run_folder(tmp_path, "there"):
-            pytest.fail("two hold it")
-
-
-def test_what_a_dead_one_left_is_taken_over_whatever_it_says(tmp_path: Path) -> None:
-    (tmp_path / files.FILE).write_text(json.dumps({"pid": 1, "host": "far", "started": "then"}))
-    with files.run_folder(tmp_path, "here"):
-        assert json.loads((tmp_path / files.FILE).read_text())["pid"] == os.getpid()
-
-
 def test_a_lock_that_was_removed_while_it_was_waited_for_is_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flock, calls = files.fcntl.flock, []
+    flock, calls = fcntl.flock, []
 
     def late(number: int, operation: int) -> None:
         if not calls:
@@ -101,7 +78,7 @@ def test_a_lock_that_was_removed_while_it_was_waited_for_is_not_taken(
         calls.append(number)
         flock(number, operation)
 
-    monkeypatch.setattr(files.fcntl, "flock", late)
+    monkeypatch.setattr(fcntl, "flock", late)
     with files.run_folder(tmp_path, "here"):
         assert len(calls) == 2
         with pytest.raises(files.BusyError), files.run_folder(tmp_path, "there"):
@@ -112,7 +89,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def flock(number: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(files.fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", flock)
     with pytest.raises(InputError, match="cannot be locked"), files.run_folder(tmp_path, "here"):
         pytest.fail("it is not held")
 

@@ -27,12 +27,6 @@ def write(folder: Path, *results: Any) -> None:
             (folder / f"rank{rank}.json").write_bytes(text)
 
 
-def test_all_well(tmp_path: Path) -> None:
-    write(tmp_path, OK, OK | {"more": 1})
-    found = judge(tmp_path, 2, Ending(failure="rank 1 was ended by SIGABRT", rank=1, signal=6), 1.5)
-    assert (found.status, found.reason, found.ranks, found.wall_s) == (Status.OK, "", [OK, OK | {"more": 1}], 1.5)
-
-
 @pytest.mark.parametrize(
     ("results", "status", "reason"),
     [
@@ -50,16 +44,6 @@ def test_the_gravest_and_then_the_first_word_counts(
     found = judge(tmp_path, 2, Ending(failure="rank 0 ended with exit code 1", rank=0), 1.0)
     assert (found.status, found.reason, found.ranks) == (status, reason, [])
     assert found.last_lines == ["a", "b", "c", "d", "e", "f"]
-
-
-def test_a_rank_that_died_first_and_in_silence_is_the_cause(tmp_path: Path) -> None:
-    write(tmp_path, failure(reason="connection closed by peer"), None)
-    log = tmp_path / "run_x" / "attempt_0" / "1" / "stderr.log"
-    log.parent.mkdir(parents=True)
-    log.write_text("\n".join(f"line {n}" for n in range(100)))
-    found = judge(tmp_path, 2, Ending(failure="rank 1 was ended by SIGSEGV", rank=1, signal=11), 1.0)
-    assert (found.status, found.reason) == (Status.CRASHED, "rank 1 was ended by SIGSEGV")
-    assert found.last_lines == [f"line {n}" for n in range(80, 100)]
 
 
 def test_what_ended_it_from_outside_has_its_name(tmp_path: Path) -> None:
@@ -115,12 +99,6 @@ def test_a_damaged_result_is_a_crash_and_no_traceback(tmp_path: Path, damaged: b
     assert found.reason.startswith("rank 1: its result is damaged: ") and "\n" not in found.reason
 
 
-def test_a_result_without_end_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outcome, "RESULT_BYTES", 100)
-    write(tmp_path, OK | {"more": "x" * 100})
-    assert "its result is damaged: it has more than" in judge(tmp_path, 1, Ending(), 1.0).reason
-
-
 @pytest.mark.parametrize("evidence", ["", "oom_kill of control group /a went from 0 to 1"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_sigkill_is_out_of_memory_only_if_the_kernel_counted_it(
@@ -133,42 +111,3 @@ def test_sigkill_is_out_of_memory_only_if_the_kernel_counted_it(
         assert found.reason == f"rank 0 was ended by SIGKILL, by the kernel for want of memory ({evidence})"
     else:
         assert (found.status, found.reason) == (Status.CRASHED, f"rank 0 was ended by {number.name}")
-
-
-def control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: str, **files: str) -> None:
-    monkeypatch.setattr(outcome, "CGROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(outcome, "PROC", tmp_path / "proc")
-    (tmp_path / "proc" / "self").mkdir(parents=True, exist_ok=True)
-    (tmp_path / "proc" / "self" / "cgroup").write_text(lines)
-    for name, text in files.items():
-        path = tmp_path / name.replace("__", "/").replace("_DOT_", ".")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-
-
-def test_counters_of_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    control_groups(
-        tmp_path,
-        monkeypatch,
-        "4:cpu,memory:/old\n3:cpuset:/x\n0::/new\n",
-        cgroup__new__memory_DOT_events="low 0\noom 3\noom_kill 2\noom_group_kill 0\n",
-        cgroup__memory__old__memory_DOT_oom_control="oom_kill_disable 0\nunder_oom 0\noom_kill 5\n",
-        proc__vmstat="oom_kill 9\n",
-    )
-    before = outcome.counters()
-    assert before == {"control group /new": 2, "control group /old": 5}, "the machine's is for want of these"
-    assert outcome.moved(before, before) == ""
-    after = before | {"control group /old": 6}
-    assert outcome.moved(before, after) == "oom_kill of control group /old went from 5 to 6"
-    assert outcome.moved({}, after) == "", "nothing is known of before"
-
-
-def test_the_machines_counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    control_groups(tmp_path, monkeypatch, "0::/\n", proc__vmstat="nr_free 3\noom_kill 9\n")
-    assert outcome.counters() == {outcome.MACHINE: 9}
-    (tmp_path / "proc" / "vmstat").unlink()
-    assert outcome.counters() == {}
-
-
-def test_counters_of_this_machine_can_be_read() -> None:
-    assert all(count >= 0 for count in outcome.counters().values())

@@ -73,8 +73,3 @@ def test_a_name_that_is_another_files_by_now_stays(files: list[Path]) -> None:
     files[1].rename(files[0])
     stragglers.remove(found)
     assert files[0].exists()
-
-
-def test_processes_that_are_gone_have_nothing() -> None:
-    assert stragglers.mapped([2**22 + 1]) == set()
-    stragglers.remove([stragglers.Segment(f"{stragglers.BEGINNING}no-such-segment", 1)])

@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import pandas as pd
 import pytest
 import torch
 import torch.distributed as dist
 
 from bench.backends.base import registry
-from bench.backends.lightning import communicator, places
 from bench.errors import InputError
 from bench.judge import tables
 from bench.judge.gates import judge
-from bench.judge.loading import Run
-from bench.judge.quoting import Quotes
-from bench.judge.standing import look, standing
-from bench.judge.verdicts import Reason, Verdict
 from bench.launch import gpus, rank
 from bench.plan.cell import REFERENCE, Device
 from bench.plan.expand import expand
-from bench.plan.task import extra_passes
-from bench.report import figure_data, panels, terminal
+from bench.plan.task import Task
+from bench.plan.world import World
 from tests.factories import make_cell, make_manifest, make_matrix, make_record
 
 BACKENDS = registry()
@@ -49,10 +42,10 @@ def test_more_ranks_than_gpus_are_cells_of_their_own() -> None:
     alone = expand(make_matrix({"device": "cuda"}, world_size=[2, 4]), BACKENDS, 4)
     (reference,) = [cell for cell in cells if cell.backend == REFERENCE]
     others = [cell for cell in cells if cell.backend != REFERENCE]
-    assert others and all(cell.shared_gpu for cell in others)
+    assert others and all(cell.world.shares_gpus for cell in others)
     assert {cell.world_size for cell in others} == {2, 4}
     assert not any(cell.twin for cell in cells), "there is no noise to be measured"
-    assert not reference.shared_gpu and reference in alone, "the reference has the GPU for itself"
+    assert not reference.world.shares_gpus and reference in alone, "the reference has the GPU for itself"
     assert not {cell.cell_id for cell in others} & {cell.cell_id for cell in alone}
     assert all(cell.label.endswith(" shared GPU") for cell in others)
 
@@ -72,11 +65,6 @@ def test_what_cannot_be_shared_is_refused(num_gpus: int, device: str, world_size
         expand(made, BACKENDS, num_gpus)
 
 
-def test_no_pass_waits_for_nccl() -> None:
-    assert "exposure" not in extra_passes(SHARED)
-    assert "exposure" in extra_passes(make_cell(device=Device.CUDA))
-
-
 # What a rank is told.
 
 
@@ -90,6 +78,10 @@ def test_ranks_are_dealt_out_to_the_gpus() -> None:
     assert rank.shared_gpu_environment(3, 4, [instance])["CUDA_VISIBLE_DEVICES"] == "MIG-7"
     with pytest.raises(RuntimeError, match="no GPU is visible"):
         rank.shared_gpu_environment(0, 2, [])
+
+
+def cuda_task(world_size: int, world: World = World.REAL) -> Task:
+    return Task(backend="", world_size=world_size, folder="", device=Device.CUDA, world=world)
 
 
 @pytest.fixture
@@ -107,7 +99,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_a_rank_that_shares_joins_over_gloo_on_its_only_device(joined: list[Any]) -> None:
-    own = rank.join(Device.CUDA, threads=1, seed=0, shared_gpu=True)
+    own = rank.join(cuda_task(4, World.SHARED_GPU))
     assert own == torch.device("cuda", 0)
     assert joined == ["cuda:0 of GPU-1", ((rank.SHARED_GPU_GROUP,), {}), "barrier"]
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "1", "CUDA has read the UUID; DeepSpeed reads indices only"
@@ -115,17 +107,10 @@ def test_a_rank_that_shares_joins_over_gloo_on_its_only_device(joined: list[Any]
 
 
 def test_a_rank_with_a_gpu_of_its_own_joins_over_nccl(joined: list[Any]) -> None:
-    own = rank.join(Device.CUDA, threads=1, seed=0)
+    own = rank.join(cuda_task(4))
     assert own == torch.device("cuda", 3)
     assert joined == ["cuda:3 of None", (("nccl",), {"device_id": own})]
     assert os.environ["LOCAL_RANK"] == "3"
-
-
-def test_a_rank_alone_is_not_bound_to_its_gpu(joined: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL would split every further group off the one rank's, which can fail: DeepSpeed's issue 8248."""
-    monkeypatch.setattr(os, "environ", {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"})
-    rank.join(Device.CUDA, threads=1, seed=0)
-    assert joined == ["cuda:0 of None", (("nccl",), {"device_id": None})]
 
 
 @pytest.mark.parametrize(
@@ -139,18 +124,9 @@ def test_a_rank_alone_is_not_bound_to_its_gpu(joined: list[Any], monkeypatch: py
 )
 def test_frameworks_read_indices_where_the_user_gave_uuids(joined: list[Any], given: str, becomes: str) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = given
-    rank.join(Device.CUDA, threads=1, seed=0)
+    rank.join(cuda_task(4))
     assert joined[0] == f"cuda:3 of {given}", "CUDA is told what the user said"
     assert os.environ["CUDA_VISIBLE_DEVICES"] == becomes
-
-
-def test_fp32_is_not_tf32_whatever_a_container_asks_for(joined: list[Any]) -> None:
-    torch.set_float32_matmul_precision("high")  # as TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 does
-    torch.backends.cudnn.allow_tf32 = True
-    rank.join(Device.CUDA, threads=1, seed=0)
-    assert joined
-    assert torch.get_float32_matmul_precision() == "highest"
-    assert not torch.backends.cuda.matmul.allow_tf32 and not torch.backends.cudnn.allow_tf32
 
 
 def test_the_group_is_not_one_that_a_mesh_replaces_by_nccl(tmp_path: Path) -> None:
@@ -165,16 +141,6 @@ def test_the_group_is_not_one_that_a_mesh_replaces_by_nccl(tmp_path: Path) -> No
         assert dist.get_backend_config() == rank.SHARED_GPU_GROUP
     finally:
         dist.destroy_process_group()
-
-
-def test_lightning_is_told_of_one_rank_per_node_and_of_gloo() -> None:
-    cuda = torch.device("cuda")
-    job: Any = SimpleNamespace(cell=SHARED, world_size=2, device=cuda)
-    assert (places(job), communicator(job)) == ((1, 2), "gloo")
-    job = SimpleNamespace(cell=make_cell(device=Device.CUDA), world_size=2, device=cuda)
-    assert (places(job), communicator(job)) == ((2, 1), "nccl")
-    job = SimpleNamespace(cell=make_cell(), world_size=2, device=torch.device("cpu"))
-    assert (places(job), communicator(job)) == ((2, 1), "gloo")
 
 
 # What is kept.
@@ -220,35 +186,3 @@ def test_no_time_is_kept_and_everything_else_is() -> None:
     assert shares["update_error"] == 1e-7 and shares["num_operators_per_micro_batch"] == 500
     assert set(made.steps["cell_id"]) == {SHARED.reference().cell_id}
     assert SHARED.cell_id in set(made.losses["cell_id"])
-
-
-def test_no_verdict_is_on_time() -> None:
-    found = Run(
-        name="made-run",
-        tables=judged(),
-        cells={cell.cell_id: cell for cell in (SHARED,)}
-        | {
-            (other := make_cell(backend="fsdp2-eager", device=Device.CUDA, shared_gpu=True)).cell_id: other,
-            SHARED.reference().cell_id: SHARED.reference(),
-        },
-        manifest=manifest(),
-    )
-    (row,) = standing(found).rows
-    assert (row.judgement.verdict, row.judgement.reason) == (Verdict.NOT_COMPARABLE, Reason.GATE)
-    assert "shared a GPU, so nothing was timed" in row.judgement.detail
-    quote = Quotes(found).cell(SHARED.cell_id)
-    assert quote.time is None and quote.peak_memory_bytes == 5 and quote.barred == ""
-    assert any("nothing was timed" in caveat for caveat in quote.caveats)
-    assert look(records(), manifest() | {"looks": []}, 6).open == (), "no repeat would make it comparable"
-
-
-def test_summary_and_plots_say_so() -> None:
-    made = judged()
-    assert terminal.untimed(made) == ["not timed: 2 cells whose ranks shared GPUs, over gloo"]
-    assert terminal.untimed(tables.build([make_record(make_cell())], make_manifest())) == []
-    run = figure_data.FigureData(made, manifest())
-    assert panels.SHARED in run.words("Peak memory").notes
-    assert run.panels(run.trials, panels.CONTEXT, ["step_time_s"]) == []
-    assert run.panels(run.trials, panels.CONTEXT, ["peak_memory_bytes"]) != []
-    assert set(run.trials["world"]) == {panels.SHARED, panels.REAL}
-    assert not pd.isna(run.trials["world"]).any()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -66,7 +67,8 @@ def launcher(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     wait_for(lambda: all((tmp_path / name).exists() and (tmp_path / name).read_text() for name in NAMES))
     yield process
     for pid in [process.pid, *(int((tmp_path / name).read_text()) for name in NAMES)]:
-        stragglers.send(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     process.wait()
 
 
@@ -75,8 +77,7 @@ def pids(folder: Path) -> dict[str, int]:
 
 
 def family(launcher: subprocess.Popen[bytes]) -> set[int]:
-    found = stragglers.find(launcher.pid)
-    return stragglers.family(launcher.pid, MARK, found.started if found else 0)
+    return {process.pid for process in stragglers.family(launcher.pid, MARK)}
 
 
 def test_all_that_came_from_a_process_are_found(launcher: subprocess.Popen[bytes], tmp_path: Path) -> None:
@@ -86,49 +87,40 @@ def test_all_that_came_from_a_process_are_found(launcher: subprocess.Popen[bytes
 def test_those_whose_parent_was_killed_are_found_by_their_mark(
     launcher: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
-    since = stragglers.find(launcher.pid)
-    assert since is not None
     launcher.kill()
     launcher.wait()
     left = {name: pid for name, pid in pids(tmp_path).items() if name != "bare"}
-    assert stragglers.family(launcher.pid, MARK, since.started) == set(left.values())
+    assert family(launcher) == set(left.values())
     os.kill(left["plain"], signal.SIGSTOP)
-    assert stragglers.kill(lambda: stragglers.family(launcher.pid, MARK, since.started)) == set()
+    assert stragglers.kill(lambda: stragglers.family(launcher.pid, MARK)) == set()
     assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in left.values())
 
 
 def test_none_of_them_survives(launcher: subprocess.Popen[bytes], tmp_path: Path) -> None:
     everyone = pids(tmp_path)
-    assert stragglers.kill(lambda: family(launcher)) == set()
+    assert stragglers.kill(lambda: stragglers.family(launcher.pid, MARK)) == set()
     assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in everyone.values())
 
 
-def test_older_processes_are_not_of_the_family() -> None:
+def test_a_number_that_is_another_process_now_is_not_that_process(monkeypatch: pytest.MonkeyPatch) -> None:
     own = stragglers.find(os.getpid())
-    assert own is not None and own.parent == os.getppid() and not own.ended and not own.stopped
-    assert stragglers.family(own.pid, "no such mark", own.started + 10**9) == set()
-
-
-def test_a_number_that_is_another_process_now_is_not_that_process() -> None:
-    own = stragglers.find(os.getpid())
-    assert own is not None
-    assert stragglers.alive(own.pid, own.started) == own
-    assert stragglers.alive(own.pid, own.started - 1) is None
+    assert stragglers.alive(own)
+    monkeypatch.setattr(own, "_ident", (os.getpid(), 0.0))  # as if it had been made of an older one
+    assert not stragglers.alive(own)
+    stragglers.send(own, signal.SIGKILL)
     assert stragglers.find(2**22 + 1) is None
 
 
 def test_a_zombie_has_ended_and_a_stopped_one_has_not() -> None:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     found = stragglers.find(process.pid)
-    assert found is not None
     process.send_signal(signal.SIGSTOP)
-    wait_for(lambda: (one := stragglers.alive(process.pid, found.started)) and one.stopped)
+    wait_for(lambda: stragglers.is_stopped(found))
+    assert stragglers.alive(found)
     process.kill()
-    wait_for(lambda: stragglers.alive(process.pid, found.started) is None)
-    again = stragglers.find(process.pid)
-    assert again is not None and again.state == "Z"
-    stragglers.reap({process.pid, 1})
-    assert stragglers.find(process.pid) is None
+    wait_for(lambda: not stragglers.alive(found))
+    assert found.status() == psutil.STATUS_ZOMBIE
+    assert stragglers.kill(lambda: {found} if psutil.pid_exists(process.pid) else set()) == set(), "its number is free"
     process.wait()
 
 

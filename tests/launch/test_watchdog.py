@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.launch import dumps, stragglers, watchdog
+from bench.launch import dumps, watchdog
 from bench.launch.watchdog import EndReason, Watch
 from bench.measure import heartbeat
 from bench.plan.cell import Status
@@ -26,7 +26,7 @@ from bench.launch import dumps, stragglers
 from bench.measure import heartbeat
 import os
 folder, rank = Path(sys.argv[1]), int(sys.argv[2])
-heartbeat.begin(folder, rank, stragglers.find(os.getpid()).started)
+heartbeat.begin(folder, rank)
 dumps.arm(folder, rank)
 heartbeat.beat()
 
@@ -99,38 +99,6 @@ def test_ranks_that_do_not_get_on_hang(ranks: Ranks) -> None:
     assert "events, is stopped by a signal; rank 1 after 1 events); raise --inactivity" in found.reason
 
 
-def test_no_limit_of_inactivity(ranks: Ranks) -> None:
-    ranks.start("wait_in_python")
-    assert until_verdict(ranks.watch(inactivity_s=0), 1.0) is None
-
-
-def test_ranks_that_never_begin_hang_too(tmp_path: Path) -> None:
-    found = until_verdict(Watch(tmp_path, 2, 60, 0.3))
-    assert found is not None and found.status is Status.HANG
-    assert "(no rank has begun)" in found.reason
-
-
-def test_time_is_up_whether_they_get_on_or_not(ranks: Ranks) -> None:
-    ranks.start("get_on")
-    found = until_verdict(ranks.watch(timeout_s=0.5, inactivity_s=0.4))
-    assert found is not None and (found.status, found.dump) == (Status.TIMEOUT, True)
-    assert found.reason.startswith("not finished after 0.5 s (rank 0 after ") and "raise --timeout" in found.reason
-
-
-def test_logs_have_an_end(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "LOG_BYTES", 2**20)
-    ranks.start("get_on")
-    log = ranks.folder / "run" / "attempt_0" / "0" / "stdout.log"
-    log.parent.mkdir(parents=True)
-    log.write_bytes(bytes(2**20))
-    watch = ranks.watch()
-    assert watch.look() is None
-    log.write_bytes(bytes(2**20 + 1))
-    found = watch.look()
-    assert found is not None and found.status is Status.CRASHED
-    assert found.reason == "its ranks wrote more than 1 MiB to their standard output and error"
-
-
 def test_peers_of_a_rank_that_ended_are_killed_if_nobody_ends_them(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,16 +112,6 @@ def test_peers_of_a_rank_that_ended_are_killed_if_nobody_ends_them(
     assert watch.first == watch.silent == (1,)
     assert ranks.processes[0].wait(5) == -signal.SIGKILL
     assert found is not None and found.reason == "rank 1 ended without a result"
-
-
-def test_a_rank_whose_part_is_done_ends_no_other(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "PEERS_S", 0.2)
-    ranks.start("get_on", "leave")
-    (ranks.folder / "rank1.json").write_text('{"status": "ok"}')
-    ranks.processes[1].wait()
-    watch = ranks.watch()
-    assert until_verdict(watch, 0.8) is None
-    assert ranks.processes[0].poll() is None and watch.silent == ()
 
 
 def test_ranks_that_handed_over_have_to_end(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,20 +136,6 @@ def test_every_rank_tells_where_it_is(ranks: Ranks, monkeypatch: pytest.MonkeyPa
     assert time.monotonic() - began < dumps.STACKS_S
     for rank, function in enumerate(("wait_in_python", "wait_with_the_interpreter_locked", "get_on")):
         assert f"in {function}" in dumps.stacks_of(ranks.folder, rank).read_text()
-
-
-def test_a_dump_does_not_wait_for_those_that_are_gone(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dumps, "STACKS_S", 60.0)
-    ranks.start("wait_in_python", "leave")
-    ranks.processes[1].wait()
-    watch = ranks.watch()
-    watch.look()
-    began = time.monotonic()
-    watch.dump()
-    assert time.monotonic() - began < dumps.STACKS_S
-    found = dumps.collect(ranks.folder, ranks.folder / "logs")
-    assert [path.name for path in found] == ["rank0.stacks"]
-    assert (ranks.folder / "logs.rank0.stacks").read_text() == found[0].read_text() != ""
 
 
 def test_the_flight_recorder_is_asked_through_its_pipe(tmp_path: Path) -> None:
@@ -222,29 +166,3 @@ def test_the_flight_recorder_is_asked_through_its_pipe(tmp_path: Path) -> None:
     assert dumps.flights(tmp_path) == [file]
     assert [path.name for path in dumps.collect(tmp_path, tmp_path / "kept")] == ["flight-rank0"]
     assert (tmp_path / "kept.flight-rank0").read_bytes() == b"what torch writes"
-
-
-def test_the_flight_recorder_is_armed_under_all_its_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE")
-    for name in (*names, "TORCH_FR_BUFFER_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "7")
-    dumps.arm_flight_recorder(tmp_path)
-    assert {os.environ[name] for name in names} == {str(tmp_path / "flight-rank")}
-    assert os.environ["TORCH_FR_BUFFER_SIZE"] == dumps.BUFFER
-    assert os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "7", "the user's own"
-
-
-def test_beats_are_read_by_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "_slots", heartbeat._slots)
-    assert heartbeat.read(tmp_path, 3) is None
-    heartbeat.beat()  # before there is a file
-    own = stragglers.find(os.getpid())
-    assert own is not None
-    heartbeat.begin(tmp_path, 3, own.started)
-    assert heartbeat.read(tmp_path, 3) == heartbeat.Beat(os.getpid(), own.started, 0)
-    for count in range(1, 5):
-        heartbeat.beat()
-        assert heartbeat.read(tmp_path, 3) == heartbeat.Beat(os.getpid(), own.started, count)
-    heartbeat.path_of(tmp_path, 3).write_bytes(b"short")
-    assert heartbeat.read(tmp_path, 3) is None

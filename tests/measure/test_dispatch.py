@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,22 +11,22 @@ import pytest
 import torch
 from transformers.integrations import sdpa_attention
 
-from bench.backends.base import Backend, Job, registry
+from bench.backends.base import Backend, Job
 from bench.backends.plain import DDPEager
 from bench.judge.formulas import BUILT_IN
 from bench.judge.tables import build
 from bench.launch.launcher import Launcher
-from bench.measure.dispatch import NUMBERS, OTHER_WORK, CpuTime, HostCost, Launches, Operators, merge, num_launches
+from bench.measure.dispatch import HostCost, Launches, merge, num_launches
 from bench.measure.operators import OperatorCounter
 from bench.measure.taps import EventKind
 from bench.measure.trial import RankTrial
 from bench.plan import task
 from bench.plan.cell import Device, Precision, Sync
-from bench.plan.task import EXTRA_PASSES, SETTLED_WINDOWS, Spec
-from bench.plan.world import passes
+from bench.plan.task import Spec
 from bench.run.record import merge_ranks, wrong
+from tests.conftest import asked, first
 from tests.factories import make_cell, make_failure, make_manifest, make_rank, make_record
-from tests.virtual_worlds import measure
+from tests.worlds import measure
 
 COST = {"cpu_s": 0.5, "num_operators": 2000, "num_launches": 1000}
 
@@ -94,20 +93,6 @@ def test_operators_are_counted_once_where_a_backend_gets_them() -> None:
     assert counter.count in {3, 4}
 
 
-def test_operators_of_backward_are_counted() -> None:
-    a = torch.ones(4, 4, requires_grad=True)
-    operators = Operators()
-    loss = (a @ a).sum()
-    assert operators.count is None
-    operators.start()
-    loss.backward()
-    operators.stop()
-    assert operators.count is not None and operators.count >= 4  # expand, two products, their sum
-    found = operators.count
-    torch.ones(2)
-    assert operators.count == found
-
-
 def test_a_step_over_dtensors_is_counted_on_the_local_tensors(lonely_group: None) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, distribute_tensor
@@ -131,12 +116,17 @@ def test_a_step_over_dtensors_is_counted_on_the_local_tensors(lonely_group: None
 
 # Forward and backward, held against the plain model's.
 
+CHOSEN = ("ddp-eager", "fsdp2-deferred", "deepspeed-zero2-eager", "deepspeed-zero3-eager", "lightning-ddp")
+
 
 @pytest.mark.parametrize(
-    ("precision", "checkpointed"), [(Precision.FP32, False), (Precision.BF16, False), (Precision.BF16, True)]
+    "how", first([(Precision.BF16, True)], [(Precision.FP32, False), (Precision.BF16, False), (Precision.BF16, True)])
 )
-def test_every_backend_does_the_plain_models_work(tmp_path: Path, precision: Precision, checkpointed: bool) -> None:
+def test_every_backend_does_the_plain_models_work(
+    request: pytest.FixtureRequest, launcher: Launcher, tmp_path: Path, how: tuple[Precision, bool]
+) -> None:
     """In a virtual world of two ranks, where all that a framework does around the model is done."""
+    precision, checkpointed = how
     cells = [
         make_cell(
             backend=name,
@@ -148,12 +138,11 @@ def test_every_backend_does_the_plain_models_work(tmp_path: Path, precision: Pre
             virtual=True,
             activation_checkpointing=checkpointed,
         )
-        for name, backend in BUILT_IN.items()
-        if not backend.not_virtual
+        for name in asked(request, CHOSEN, BUILT_IN)
+        if not (backend := BUILT_IN[name]).not_virtual
         and not (precision is Precision.BF16 and backend.framework == "DeepSpeed" and backend.sync is Sync.DEFERRED)
     ]
-    with Launcher(Device.CPU) as launcher:
-        found = measure(launcher, tmp_path, cells, ("dispatch",))
+    found = measure(launcher, tmp_path, cells, "dispatch")
     assert {name: one["dispatch"]["other_work"] for name, one in found.items()} == {cell.backend: "" for cell in cells}
 
 
@@ -219,21 +208,6 @@ def test_other_work_is_seen(
 # The windows, and who measures which.
 
 
-def test_cpu_time_is_that_of_the_process_and_not_of_sleep() -> None:
-    clock = CpuTime(cuda=False)
-    assert clock.seconds is None
-    clock.start()
-    time.sleep(0.2)
-    clock.stop()
-    assert clock.seconds is not None and clock.seconds < 0.15
-    clock.start()
-    until = time.process_time() + 0.05
-    while time.process_time() < until:
-        pass
-    clock.stop()
-    assert clock.seconds >= 0.05
-
-
 class Noted:
     """An instrument that says when it was started and stopped."""
 
@@ -252,48 +226,6 @@ def noted(accumulate: int, names: str = "abc") -> tuple[HostCost, list[str]]:
     cost = HostCost(accumulate, cuda=False)
     cost._instruments = [Noted(name, notes) for name in names]
     return cost, notes
-
-
-@pytest.mark.parametrize(("accumulate", "inner"), [(1, 1), (3, 1), (2, 3)])
-def test_each_instrument_has_a_window_after_the_settled_ones(accumulate: int, inner: int) -> None:
-    cost, notes = noted(accumulate)
-    at = []
-    with cost:
-        for window in range(cost.windows):
-            for _ in range(accumulate):
-                cost.see(EventKind.FETCH)
-                cost.see(EventKind.LOSS)
-            for _ in range(inner):  # ZeRO steps its groups one by one
-                cost.see(EventKind.STEP)
-            at.append((window, list(notes)))
-    assert cost.windows == SETTLED_WINDOWS + 3
-    assert notes == [f"{name} {what}" for name in "abc" for what in ("starts", "stops")]
-    assert at[SETTLED_WINDOWS - 2][1] == []
-    assert at[SETTLED_WINDOWS - 1][1] == ["a starts"]
-    assert at[-1][1] == notes, "the last one is stopped by the last step, not by the end"
-
-
-def test_an_instrument_is_stopped_when_training_ends_in_its_window() -> None:
-    cost, notes = noted(1)
-
-    def train() -> None:
-        with cost:
-            for _ in range(SETTLED_WINDOWS):
-                cost.see(EventKind.LOSS)
-                cost.see(EventKind.STEP)
-            raise RuntimeError("out of memory")
-
-    with pytest.raises(RuntimeError):
-        train()
-    assert notes == ["a starts", "a stops"]
-
-
-def test_a_training_without_a_step_has_no_cost() -> None:
-    cost = HostCost(2, cuda=False)
-    with cost:
-        for _ in range(20):
-            cost.see(EventKind.LOSS)
-    assert cost.result == dict.fromkeys(NUMBERS)
 
 
 def test_on_cuda_the_device_is_idle_at_the_start_and_launches_have_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,59 +274,3 @@ def test_the_record_has_the_most_of_every_number_and_the_table_a_share_per_micro
     for name, value in (("cpu_s", 0.1875), ("num_operators", 500), ("num_launches", 250)):
         column = trials[f"{name}_per_micro_batch"]
         assert column.tolist()[:2] == [value] * 2 and column.isna().tolist()[2]
-
-
-def test_what_one_rank_could_not_tell_is_not_known() -> None:
-    merged = merge([COST, {**COST, "num_launches": None}])
-    assert merged == {**COST, "num_launches": None}
-
-
-@pytest.mark.parametrize(
-    "damaged",
-    [
-        None,
-        {},
-        {**COST, "cpu_s": "much"},
-        {**COST, "num_operators": -1},
-        {**COST, "other_work": 1},
-        {"cpu_s": 1.0, "num_operators": 1},
-    ],
-)
-def test_a_damaged_result_is_named(damaged: Any) -> None:
-    assert "dispatch is none" in wrong([make_rank(make_cell(), dispatch=damaged)], ("dispatch",))
-
-
-def test_the_work_of_the_first_rank_that_differs_is_told() -> None:
-    ranks = [{**COST, OTHER_WORK: words} for words in ("", "aten.mm", "aten.bmm")]
-    assert merge(ranks)[OTHER_WORK] == "aten.mm"
-    assert merge(ranks[:1])[OTHER_WORK] == ""
-
-
-def test_every_real_cell_has_the_pass_and_no_virtual_one() -> None:
-    assert "dispatch" in EXTRA_PASSES
-    assert "dispatch" not in passes(make_cell(virtual=True), ("time", *EXTRA_PASSES))
-
-
-@pytest.mark.usefixtures("lonely_group")
-def test_the_pass_of_a_real_training(tmp_path: Path) -> None:
-    """Twice as many micro-batches have twice their operators; the optimizer's are added once."""
-    counts = {}
-    for accumulate in (1, 2, 3):
-        cell = make_cell(
-            model="micro",
-            world_size=1,
-            accumulate=accumulate,
-            global_batch_size=accumulate,
-            sequence_length=4,
-            warmup_windows=1,
-            timed_windows=1,
-        )
-        spec = Spec(cell=cell, passes=("dispatch",), folder=str(tmp_path), reference="")
-        found = RankTrial(spec, 0, torch.device("cpu"), registry()["ddp-eager"]).run()["dispatch"]
-        assert found.keys() == {*NUMBERS, OTHER_WORK}
-        assert found["num_launches"] is None
-        assert 0 < found["cpu_s"] < 60
-        counts[accumulate] = found["num_operators"]
-    # The first micro-batch of a window makes gradients, the others add to them.
-    assert counts[3] - counts[2] == counts[2] - counts[1] > 100
-    assert counts[2] < 2 * counts[1]

@@ -11,20 +11,11 @@ import pytest
 import torch
 
 from bench.backends.base import registry
-from bench.judge.loading import load
-from bench.judge.standing import standings
-from bench.measure import exposure as probe
 from bench.measure.exposure import Activity, Exposure, WindowProfiler, exposure, from_chrome, from_kineto
 from bench.measure.trial import RankTrial
-from bench.plan import world
 from bench.plan.cell import Device
-from bench.plan.task import EXTRA_PASSES, SETTLED_WINDOWS, Spec, extra_passes, passes
-from bench.report.overview import Material, PageSection
-from bench.report.sections import communication
-from bench.report.terminal import by_cell
-from bench.run.record import merge_ranks, wrong
-from tests.factories import make_cell, make_manifest, make_rank, make_record
-from tests.pages import write_run
+from bench.plan.task import EXTRA_PASSES, SETTLED_WINDOWS, Spec, passes
+from tests.factories import make_cell
 
 NCCL = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 
@@ -52,23 +43,6 @@ def nccl(start: float, duration: float) -> Activity:
 def test_exposed_is_what_runs_alone(activities: list[Activity], found: tuple[float, float, float, int]) -> None:
     expected = dict(zip(("collective_s", "exposed_s", "compute_s", "num_collectives"), found, strict=True))
     assert exposure(activities) == Exposure(**expected)  # type: ignore[arg-type]
-
-
-def test_the_share_that_is_exposed() -> None:
-    assert exposure([nccl(0, 4), Activity("gemm", 3, 4)]).exposed_share == 0.75
-    assert exposure([]).exposed_share == 0
-
-
-def test_a_trace_in_a_file_is_read_from_its_first_kernel() -> None:
-    events = [
-        {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 4409282933228.0, "dur": 500.0},
-        {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 4409282933000.0, "dur": 9.0},
-        {"ph": "X", "cat": "kernel", "name": "ncclKernel_AllReduce", "ts": 4409282933628.0, "dur": 200.0},
-        {"ph": "M", "name": "process_name"},
-    ]
-    found = exposure(from_chrome({"traceEvents": events}))
-    assert found.collective_s == pytest.approx(200e-6)
-    assert found.exposed_s == pytest.approx(100e-6)
 
 
 # The profiler around a window, with a trace as it is recorded: events as Kineto gives them, in nanoseconds.
@@ -192,17 +166,6 @@ def test_a_trace_says_the_same_in_every_form(name: str) -> None:
         assert exposure(activities) == right, form
 
 
-def test_torch_tells_categories_by_kinetos_names() -> None:
-    """Those of the device cannot be seen here; host and device have one table of names."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        torch.zeros(4).exp()
-    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
-    assert {e.activity_type() for e in events if e.name() == "aten::exp"} == {"cpu_op"}
-    assert from_kineto(events) == []
-
-
 class Profile:
     """As ``torch.profiler.profile``; notes when it was started and stopped."""
 
@@ -246,17 +209,6 @@ def test_the_profiler_runs_while_the_window_is_open_and_the_device_has_nothing_e
     assert found.collective_s == pytest.approx(FOUND["collective_s"])
 
 
-def test_a_profiler_that_sees_nothing_of_the_device_says_so(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where CUPTI may not be used: no error, and no event but the host's."""
-    monkeypatch.setattr(Profile, "trace", TRACE[:1])
-    profiler = WindowProfiler()
-    for is_open in (True, False):
-        profiler.see(is_open)
-    assert calls and profiler.result() is None
-    assert probe.merge([None, FOUND]) is None
-    assert wrong([make_rank(make_cell(), exposure=None)], ("exposure",)) == ""
-
-
 @pytest.mark.usefixtures("lonely_group")
 def test_the_pass_profiles_one_settled_window(
     calls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -270,15 +222,6 @@ def test_the_pass_profiles_one_settled_window(
     assert calls == ["synchronize", "start", "synchronize", "stop"]
     per_window = 2 * 2 + 1  # fetches and losses, and the step
     assert seen == [n in range(SETTLED_WINDOWS * per_window - 1, 3 * per_window - 1) for n in range(3 * per_window)]
-
-
-def test_only_cells_on_cuda_with_real_ranks_have_the_pass() -> None:
-    cuda = make_cell(device=Device.CUDA)
-    assert extra_passes(make_cell()) == EXTRA_PASSES
-    assert extra_passes(cuda) == (*EXTRA_PASSES, "exposure")
-    assert extra_passes(cuda.reference()) == ("update",), "the reference is there to be compared with"
-    pretended = make_cell(device=Device.CUDA, virtual=True)
-    assert "exposure" not in world.passes(pretended, extra_passes(pretended))
 
 
 def test_on_cuda_what_watches_every_operator_runs_at_one_n() -> None:
@@ -299,46 +242,3 @@ def test_on_cuda_what_watches_every_operator_runs_at_one_n() -> None:
     assert passes(cuda[:1]) == {cuda[0].cell_id: all_of_them}
     shared = [replace(cell, shared_gpu=True) for cell in cuda]
     assert set(passes(shared).values()) == {every}, "nothing is timed there"
-
-
-def test_the_record_has_the_rank_that_waited_longest_and_the_table_its_times() -> None:
-    from bench.judge.tables import build
-
-    cell = make_cell(device=Device.CUDA)
-    ranks = [
-        make_rank(cell, rank=r, exposure={**FOUND, "exposed_s": seconds}) for r, seconds in enumerate((1e-4, 2e-4))
-    ]
-    assert wrong(ranks, ("exposure",)) == ""
-    assert "exposure is none" in wrong([make_rank(cell, exposure={"collective_s": 1.0})], ("exposure",))
-    merged = merge_ranks(ranks)["exposure"]
-    assert merged == {**FOUND, "exposed_s": 2e-4} == probe.merge([{**FOUND, "exposed_s": 2e-4}, FOUND])
-    records = [make_record(cell, exposure=merged), make_record(cell, repeat=1)]
-    trials = build(records, make_manifest([cell])).trials
-    assert trials["collective_s"].tolist() == [300e-6, 300e-6]
-    assert trials["exposed_s"].tolist() == [2e-4, 2e-4]
-    for unseen in (make_record(make_cell()), make_record(cell, exposure=None)):
-        assert build([unseen], make_manifest()).trials["exposed_s"].isna().all()
-
-
-def test_the_report_shows_the_times_of_cells_that_have_them(tmp_path: Path) -> None:
-    run = load(write_run(tmp_path / "run", {"alpha": 1.0, "beta": 1.0}, repeats=2))
-    trials = run.tables.trials
-
-    def section() -> PageSection:
-        return communication(Material(run=run, standing=next(iter(standings(run).values())), cells=by_cell(run.tables)))
-
-    assert "s exposed" not in section().table.header
-    trials.loc[trials["backend"] == "beta", ["collective_s", "exposed_s"]] = (0.5, 0.125)
-    table = section().table
-    assert table.header[-2:] == ("s in collectives", "s exposed")
-    shown = {row[0].split()[0]: row[-2:] for row in table.rows}
-    assert shown["beta"] == ("0.5", "0.125")
-    assert shown["alpha"] == ("-", "-")
-    alpha = next(cell for cell in run.cells.values() if cell.backend == "alpha" and cell.accumulate == 1)
-    tables = run.tables
-    tables.collectives, tables.memory = (
-        table[table["cell_id"] != alpha.cell_id] for table in (tables.collectives, tables.memory)
-    )
-    for device, words in ((Device.CPU, "none"), (Device.CUDA, "not counted at this N")):
-        run.cells[alpha.cell_id] = replace(alpha, device=device)
-        assert words in {row[1] for row in section().table.rows}

@@ -71,17 +71,6 @@ def test_busy_stolen_own_and_waited(proc: FakeProc) -> None:
     )
 
 
-def test_the_stretch_can_begin_anew(proc: FakeProc) -> None:
-    proc.cpus([0.0] * 10, [0.0] * 10)
-    with HostLoad(proc.folder) as load:
-        proc.now = 150.0
-        proc.cpus([50.0] + [0.0] * 9, [0.0] * 10)
-        load.restart()
-        proc.now = 160.0
-    assert load.result is not None
-    assert load.result["wall_s"] == 10.0 and load.result["busy_cores"] == 0.0
-
-
 def test_only_the_cpus_that_may_be_used_are_counted(proc: FakeProc, monkeypatch: pytest.MonkeyPatch) -> None:
     zeros = [0.0] * 10
     for allowed, cpus, busy in (({1}, [1], 0.2), ({64, 65}, [0, 1], 1.0)):  # the others: a container's own numbers
@@ -93,35 +82,6 @@ def test_only_the_cpus_that_may_be_used_are_counted(proc: FakeProc, monkeypatch:
             proc.cpus([8.0, *zeros[1:]], [2.0, *zeros[1:]])
         assert load.result is not None
         assert load.result["cpus"] == cpus and load.result["busy_cores"] == pytest.approx(busy)
-
-
-def test_a_system_that_tells_nothing(proc: FakeProc) -> None:
-    with HostLoad(proc.folder) as load:
-        pass
-    assert load.result is None
-    (proc.folder / "stat").write_text("cpu0 what is this\n")
-    with HostLoad(proc.folder) as load:
-        pass
-    assert load.result is None
-
-
-@pytest.mark.parametrize("zeros", [True, False])
-def test_a_kernel_without_waits(proc: FakeProc, zeros: bool) -> None:
-    proc.cpus([0.0] * 10, [0.0] * 10)
-    if zeros:
-        proc.thread(41, ran=0.0, waited=0.0)
-    with HostLoad(proc.folder) as load:
-        proc.now, proc.own = 110.0, 15.0
-    assert load.result is not None and load.result["waited_s"] is None
-    merged = merge([load.result])
-    assert merged is not None and merged["waited_share"] is None
-
-
-def test_an_old_kernels_line_has_no_steal(proc: FakeProc) -> None:
-    (proc.folder / "stat").write_text("cpu 1 2 3 4\ncpu0 1 2 3 4\ncpu1 1 2 3 4\n")
-    with HostLoad(proc.folder) as load:
-        proc.now = 101.0
-    assert load.result is not None and load.result["stolen_cores"] == 0.0
 
 
 def _rank(**changes: Any) -> dict[str, Any]:
@@ -147,25 +107,6 @@ def test_ranks_on_the_same_cpus_saw_the_same_load() -> None:
             "waited_share": 3.0 / 22.0,
         }
     )
-
-
-def test_ranks_on_cpus_of_their_own_saw_parts_of_it() -> None:
-    merged = merge([_rank(cpus=[0, 1], busy_cores=1.0), _rank(cpus=[2, 3], busy_cores=1.5)])
-    assert merged is not None
-    assert merged["num_cpus"] == 4 and merged["foreign_cores"] == pytest.approx(2.5 - 1.8)
-    assert merged["stolen_cores"] == 1.0
-
-
-def test_the_load_of_others_is_never_negative_and_an_idle_rank_waits_for_nothing() -> None:
-    merged = merge([_rank(busy_cores=0.5, own_cpu_s=0.0, waited_s=0.0)])
-    assert merged is not None
-    assert merged["foreign_cores"] == 0.0 and merged["waited_share"] == 0.0
-
-
-def test_without_all_results_there_is_no_answer() -> None:
-    assert merge([]) is None
-    assert merge([None]) is None
-    assert merge([_rank(), None]) is None
 
 
 def test_the_real_files_see_this_process() -> None:

@@ -82,18 +82,6 @@ def test_inner_steps_with_no_micro_batch_between_are_one_update() -> None:
     assert [trained.taps.count(kind) for kind in (EventKind.FETCH, EventKind.LOSS, EventKind.STEP)] == [12, 12, 6]
 
 
-def test_one_optimizer() -> None:
-    trained = Trained(lambda optimizers: optimizers[0].step())
-    assert trained.updates == [Update(num_micro_batches=4, mark=mark, num_inner_steps=1) for mark in (0, 1, 2)]
-
-
-def test_a_step_that_is_not_made_is_not_counted() -> None:
-    trained = Trained(lambda optimizers: None)
-    assert trained.updates == []
-    assert trained.taps.training_seconds == 0
-    assert trained.taps.count(EventKind.LOSS) == 12
-
-
 def test_a_framework_that_steps_through_a_closure() -> None:
     def step(optimizers: list[torch.optim.Optimizer]) -> None:
         optimizers[0].step(lambda: 0.0)
@@ -121,28 +109,6 @@ def test_hook_comes_after_the_update_of_the_parameters() -> None:
     weight.grad = torch.tensor(0.25)
     optimizer.step()
     assert [event.mark for event in taps.events] == [0.75]
-
-
-def test_losses_are_kept_detached_in_order() -> None:
-    trained = Trained(lambda optimizers: optimizers[0].step())
-    assert [loss.item() for loss in trained.taps.losses] == pytest.approx(trained.plain)
-    assert not any(loss.requires_grad for loss in trained.taps.losses)
-
-
-def test_events_in_program_order_and_told_as_they_happen() -> None:
-    told: list[EventKind] = []
-    trained = Trained(lambda optimizers: optimizers[0].step(), on_event=told.append)
-    assert told == [event.kind for event in trained.taps.events]
-    assert told == ([EventKind.FETCH, EventKind.LOSS] * 4 + [EventKind.STEP]) * 3
-
-
-def test_loader_is_sized_and_iterable_again() -> None:
-    taps = Taps(lambda: None)
-    loader = taps.loader([10, 20, 30])
-    assert len(loader) == 3
-    assert taps.events == []
-    assert list(loader) == list(loader) == [10, 20, 30]
-    assert taps.count(EventKind.FETCH) == 6
 
 
 def test_training_seconds_run_from_the_first_fetch_to_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:

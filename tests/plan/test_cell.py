@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.errors import InputError
 from bench.plan.cell import LATER, REFERENCE, SHARDED_REFERENCE, Cell, Device, Precision
 from tests.factories import make_cell
 
@@ -106,31 +106,16 @@ def test_id_depends_on_every_field(name: str) -> None:
     assert make_cell(**{name: OTHERS[name]}).cell_id != make_cell().cell_id
 
 
-@given(CELLS, CELLS)
-def test_equal_ids_mean_equal_cells(one: Cell, other: Cell) -> None:
-    assert (one.cell_id == other.cell_id) == (one == other)
-    assert len(one.cell_id) == 12
-
-
-@given(CELLS)
-def test_json_and_back(cell: Cell) -> None:
-    again = Cell.from_dict(json.loads(json.dumps(cell.to_dict())))
-    assert again == cell
-    assert again.cell_id == cell.cell_id
-    assert type(again.precision) is Precision
-    assert type(again.device) is Device
-
-
 def test_from_dict_refuses_what_it_does_not_know() -> None:
     values = make_cell().to_dict()
-    with pytest.raises(TypeError, match="colour"):
+    with pytest.raises(InputError, match="colour is unknown"):
         Cell.from_dict({**values, "colour": "red"})
-    with pytest.raises(ValueError, match="fp8"):
+    with pytest.raises(InputError, match="precision is 'fp8'; it must be 'fp32' or 'bf16'"):
         Cell.from_dict({**values, "precision": "fp8"})
-    with pytest.raises(ValueError, match="tpu"):
+    with pytest.raises(InputError, match="device is 'tpu'; it must be 'cpu' or 'cuda'"):
         Cell.from_dict({**values, "device": "tpu"})
     del values["backend"]
-    with pytest.raises(TypeError, match="backend"):
+    with pytest.raises(InputError, match="backend is missing"):
         Cell.from_dict(values)
 
 
@@ -148,15 +133,10 @@ def test_from_dict_refuses_what_it_does_not_know() -> None:
     ],
 )
 def test_from_dict_refuses_values_that_cannot_be(field: str, value: object) -> None:
-    with pytest.raises(ValueError, match=field):
+    with pytest.raises(InputError, match=f"{field} is .*; it must be "):
         Cell.from_dict({**make_cell().to_dict(), field: value})
-    with pytest.raises(TypeError):
+    with pytest.raises(InputError, match="it must be a table"):
         Cell.from_dict([value])  # type: ignore[arg-type]
-
-
-def test_frozen() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        make_cell().backend = "other"  # type: ignore[misc]
 
 
 def test_reference_is_one_process_with_the_whole_batch_in_fp32() -> None:
@@ -192,20 +172,6 @@ def test_where_one_gpu_cannot_hold_the_model_its_reference_is_sharded_over_as_ma
     assert gpu_cell("135m", world_size=1).reference(sharded=True).backend == REFERENCE, "there is nothing to shard"
 
 
-def test_a_reference_on_cuda_trains_as_many_windows_as_it_can_afford() -> None:
-    long = {"warmup_windows": 2, "timed_windows": 98, "samples": 32}
-    windows = {w: gpu_cell("135m", w, **long).reference().windows for w in (1, 2, 4, 8)}
-    assert windows == {1: 12, 2: 6, 4: 3, 8: 2}, "81 TFLOP for each GPU and window, of 1000; at least two"
-    assert gpu_cell("135m", 8, samples=32).reference() == gpu_cell("135m", 8, **long).reference(), "one serves both"
-    short = long | {"sequence_length": 512}
-    assert gpu_cell("tiny", 8, **short).reference().windows == 100, "all losses of a small model are compared"
-    assert gpu_cell("135m", 8, **long, device=Device.CPU).reference().windows == 100
-    assert gpu_cell("135m", 8, **long, workload="mine:Own").reference().windows == 100, "who knows what it costs"
-    for cell in (gpu_cell("135m", 8, **long), gpu_cell("8b", 8, **long)):
-        assert cell.reference().reference() == cell.reference()
-        assert cell.reference().warmup_windows == 1, "the second window is timed"
-
-
 @pytest.mark.parametrize("name", OTHERS)
 def test_cells_share_a_reference_only_if_they_train_the_same(name: str) -> None:
     shares = make_cell(**{name: OTHERS[name]}).reference() == make_cell().reference()
@@ -220,12 +186,3 @@ def test_cells_share_a_reference_only_if_they_train_the_same(name: str) -> None:
         "compiled",
     )
     assert shares == (name in alike)
-
-
-def test_what_follows_from_the_fields() -> None:
-    cell = make_cell(global_batch_size=48, accumulate=3, world_size=4, precision=Precision.BF16)
-    assert cell.micro_batch_size == 4
-    assert cell.windows == 5
-    assert cell.label == "ddp-deferred N=3 W=4 bf16"
-    both = make_cell(activation_checkpointing=True, compiled=True, twin="again")
-    assert both.label == "ddp-deferred N=4 W=2 fp32 checkpointed compiled (A/A again)"

@@ -29,9 +29,3 @@ def test_a_cell_of_one_trial_is_not_waited_for(tmp_path: Path) -> None:
     rows = {row.pair.b.backend: row for row in standing(run).rows if not row.pair.b.twin}
     assert rows["b1"].time is not None and rows["b1"].time.low is not None
     assert rows["b2"].time is not None and rows["b2"].time.low is None, "shown, without an interval"
-
-
-def test_a_baseline_of_one_trial_ends_the_run(tmp_path: Path) -> None:
-    run = simulate(tmp_path / "run", {"b0": 1.0, "b1": 1.3}, once=("b0", "b1"), repeats=2, max_repeats=400)
-    assert int((run.tables.trials["backend"] == "b1").sum()) == 1
-    assert run.manifest["ended_by"] == Ended.PRECISION

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from bench.backends import blocks
 from bench.backends.base import registry
 from bench.backends.plain import DDPEager
 from bench.plan import estimates
@@ -17,7 +16,7 @@ from bench.plan.cell import Cell, Device, Precision, Sharding, Sync
 from bench.plan.models import SIZES
 from bench.plan.task import passes
 from bench.run import journal
-from tests.factories import make_backend, make_cell, make_failure, make_record
+from tests.factories import make_cell, make_failure, make_record
 
 BACKENDS = registry()
 P = 1000
@@ -44,53 +43,6 @@ def test_state_bytes_by_hand(sharding: Sharding, sync: Sync, accumulate: int, ex
     assert estimates.state_bytes(P, sharding, sync, 4, accumulate) == expected
 
 
-def test_sgd_has_no_moments() -> None:
-    assert estimates.state_bytes(P, Sharding.NONE, Sync.EAGER, 4, 8, 0) == 8 * P
-    adamw, sgd = estimate(make_cell()).memory_bytes, estimate(make_cell(optimizer="sgd")).memory_bytes
-    assert adamw is not None and sgd is not None
-    assert adamw - sgd == 8 * SIZES["tiny"].num_parameters
-
-
-def test_one_rank_shards_nothing() -> None:
-    assert {estimates.state_bytes(P, sharding, Sync.EAGER, 1, 4) for sharding in Sharding} == {16 * P}
-
-
-def test_measured_before_counts_more_than_a_guess() -> None:
-    cell = make_cell()
-    assert estimate(cell, {cell.cell_id: 42.0}).seconds == 42.0
-    assert estimate(cell, {cell.cell_id: 42.0}).source == "measured"
-    assert estimate(cell).source == "rough"
-    assert estimate(cell).memory_bytes == estimate(cell, {cell.cell_id: 42.0}).memory_bytes
-
-
-def test_rough_estimates_move_as_they_should() -> None:
-    def seconds(**changes: Any) -> float:
-        found = estimate(make_cell(**changes)).seconds
-        assert found is not None
-        return found
-
-    assert seconds(timed_windows=6) > seconds()
-    assert seconds(sequence_length=64) > seconds()
-    assert seconds(backend="ddp-eager") > seconds(backend="ddp-deferred")
-    assert seconds(backend="ddp-eager", accumulate=8) > seconds(backend="ddp-eager")
-    assert seconds(backend="ddp-deferred", accumulate=8) == seconds(backend="ddp-deferred")
-    assert seconds(backend="fsdp2-eager") > seconds(backend="ddp-eager")
-    assert seconds(backend="fsdp2-eager", world_size=1) == seconds(backend="ddp-deferred", world_size=1)
-    large = estimate(make_cell(accumulate=1)).memory_bytes
-    small = estimate(make_cell(accumulate=8)).memory_bytes
-    assert large is not None and small is not None and large > small
-
-
-def test_nothing_is_made_up() -> None:
-    own = make_cell(workload="package.module:factory", model="anything")
-    assert estimate(own) == estimates.Cost(None, "unknown", None)
-    assert estimate(own, {own.cell_id: 3.0}) == estimates.Cost(3.0, "measured", None)
-    cuda = make_cell(device=Device.CUDA, precision="bf16")
-    assert estimate(cuda, device_name="NVIDIA GeForce RTX 4090").seconds is None
-    assert estimate(cuda, device_name="NVIDIA GeForce RTX 4090").source == "unknown"
-    assert estimate(cuda, device_name="NVIDIA H200").seconds is not None
-
-
 def test_earlier_walls_are_medians_of_good_trials(tmp_path: Path) -> None:
     cell, other = make_cell(), make_cell(accumulate=2)
     records = [make_record(cell, repeat, wall_s=wall) for repeat, wall in enumerate([1.0, 9.0, 2.0])]
@@ -101,29 +53,6 @@ def test_earlier_walls_are_medians_of_good_trials(tmp_path: Path) -> None:
         (tmp_path / name / "trials.jsonl").write_text(text + '{"torn": ')
     assert journal.earlier_walls(tmp_path) == {cell.cell_id: 2.0}
     assert journal.earlier_walls(tmp_path / "nothing here") == {}
-
-
-@pytest.mark.parametrize(
-    "line",
-    [b"[1]\n", b"3\n", b"\xff\xfe\n", b'{"status": "ok", "cell_id": "a", "wall_s": null}\n'],
-    ids=["a list", "a number", "not UTF-8", "no wall time"],
-)
-def test_earlier_walls_lose_no_more_than_a_guess_to_a_damaged_journal(tmp_path: Path, line: bytes) -> None:
-    (tmp_path / "run").mkdir()
-    good = json.dumps(make_record(make_cell(), wall_s=2.0)).encode() + b"\n"
-    (tmp_path / "run" / "trials.jsonl").write_bytes(line + good)
-    assert journal.earlier_walls(tmp_path) == {make_cell().cell_id: 2.0}
-
-
-def test_skipped_names_the_reason_by_cell() -> None:
-    cells = [make_cell(backend=name, accumulate=n) for name in ("fine", "lacks") for n in (1, 2)]
-    backends = {"fine": make_backend("fine"), "lacks": make_backend("lacks", "needs x: pip install x")}
-    assert blocks.skipped(cells, backends) == {cell.cell_id: "needs x: pip install x" for cell in cells[2:]}
-    backends["fine"].not_checkpointed = "it has no blocks"
-    checkpointed = make_cell(backend="fine", activation_checkpointing=True)
-    assert blocks.skipped([cells[0], checkpointed], backends) == {
-        checkpointed.cell_id: "fine cannot run with activation checkpointing: it has no blocks"
-    }
 
 
 def on_gpu(**changes: Any) -> estimates.Cost:
@@ -173,18 +102,6 @@ def test_what_is_sent_is_in_the_estimate_of_several_gpus() -> None:
     assert step("ddp-eager") > step("fsdp2-eager")
 
 
-def test_estimates_on_a_gpu_move_as_they_should() -> None:
-    def seconds(**changes: Any) -> float:
-        found = on_gpu(**changes).seconds
-        assert found is not None
-        return found
-
-    assert seconds(activation_checkpointing=True, accumulate=1) > seconds(accumulate=1)
-    assert seconds(precision=Precision.FP32, accumulate=1) > 3 * (seconds(accumulate=1) - 9)
-    assert seconds(virtual=True, world_size=8, global_batch_size=256) == pytest.approx(seconds())
-    assert on_gpu(backend="reference", accumulate=1, precision=Precision.FP32).once_s > 0
-
-
 def test_missing_packages_are_named_with_the_remedy() -> None:
     class Needs(DDPEager):
         requires = ("json", "no_such_package_1", "no_such_package_2")
@@ -192,11 +109,3 @@ def test_missing_packages_are_named_with_the_remedy() -> None:
     expected = "needs no_such_package_1, no_such_package_2: pip install no_such_package_1 no_such_package_2"
     assert Needs.missing(Device.CPU) == expected
     assert BACKENDS["ddp-eager"].missing(Device.CPU) == ""
-
-
-def test_estimates_exist_for_every_backend() -> None:
-    for name in BACKENDS:
-        cell = dataclasses.replace(make_cell(), backend=name)
-        found = estimate(cell)
-        assert found.seconds is not None and found.seconds > estimates.FIXED_S
-        assert found.memory_bytes is not None and found.memory_bytes > 0

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 import math
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from bench.judge.tables import build
 from bench.plan.estimates import Cost
 from bench.plan.schedule import Trial
-from bench.report.progress import Display
+from bench.report.progress import Display, JsonLines
 from tests.factories import make_cell, make_failure, make_manifest, make_record
 
 CELL = make_cell()
@@ -50,30 +52,6 @@ def test_plain_lines() -> None:
     ]
 
 
-def test_time_to_go_without_estimates_is_the_mean_of_what_was_seen() -> None:
-    lines = run(TRIALS, [make_record(CELL, wall_s=40.0), make_record(CELL, wall_s=60.0)], None).splitlines()
-    assert lines[0].endswith("(40.0 s, about 2 min 00 s to go)")
-    assert lines[1].endswith("(60.0 s, about 1 min 40 s to go)")
-
-
-def test_nothing_is_left_at_the_end() -> None:
-    lines = run(TRIALS[:1], [make_record(CELL)], 2.0).splitlines()
-    assert lines[-1].startswith("[1/1]") and lines[-1].endswith("about 0 s to go)")
-
-
-def test_a_terminal_gets_the_lines_too() -> None:
-    text = run(TRIALS, [make_record(CELL)], 2.0, terminal=True)
-    assert "[1/4] ddp-deferred N=4 W=2 fp32 repeat 0: 0.5100 s/step" in text
-    assert "\x1b[" in text
-
-
-def test_messages_are_not_markup_and_not_wrapped() -> None:
-    text = io.StringIO()
-    with Display(Console(file=text, width=20), {}) as display:
-        display.say("[bold]a path[/bold] " + "x" * 60)
-    assert text.getvalue() == "[bold]a path[/bold] " + "x" * 60 + "\n"
-
-
 def test_no_more_time_is_left_than_the_budget_and_the_block_under_way() -> None:
     other = make_cell(backend="ddp-eager")
     blocks = [Trial(cell, repeat) for repeat in range(100) for cell in (CELL, other)]
@@ -87,13 +65,6 @@ def test_no_more_time_is_left_than_the_budget_and_the_block_under_way() -> None:
     assert run(blocks, records, 60.0, budget_s=1e6).splitlines()[0].endswith("at least 199 min 00 s to go)")
 
 
-def test_the_last_initial_block_is_run_whatever_the_budget() -> None:
-    blocks = [Trial(CELL, repeat, extra=repeat == 5) for repeat in range(6)]
-    records = [make_record(CELL, wall_s=60.0)]
-    (line,) = run(blocks, records, 60.0, budget_s=120.5).splitlines()
-    assert line.endswith("(60.0 s, at most about 3 min 30 s to go, by the budget)"), "60 s, and 30 s of extra passes"
-
-
 def test_the_step_time_is_that_of_the_tables() -> None:
     unsettled = make_record(CELL, time={"num_warmup": 4, "step_seconds": [9.0, 8.0, 1.0, 1.25]})
     (line,) = run(TRIALS[:1], [unsettled], 2.0).splitlines()
@@ -102,3 +73,24 @@ def test_the_step_time_is_that_of_the_tables() -> None:
     shared = dataclasses.replace(CELL, shared_gpu=True)
     (line,) = run([Trial(shared, 0)], [make_record(shared)], 2.0).splitlines()
     assert ": ok (" in line, "nothing is timed where ranks share a GPU"
+
+
+def test_machines_read_each_event_as_a_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
+    cells = [make_cell(global_batch_size=size) for size in (16, 32)]
+    trials = [Trial(cell, 0) for cell in cells]
+    guesses = {cell.cell_id: Cost(2.0, "rough", None) for cell in cells}
+    with JsonLines(guesses, make_manifest(cells)) as display:
+        display.say("run x")
+        display.expect(trials, more=False)
+        display.started(trials[0], 0, 2)
+        display.finished(trials[0], make_record(cells[0], wall_s=4.0))
+        display.started(trials[1], 1, 2)
+        display.finished(trials[1], make_failure(cells[1], 0, "oom", "rank 0: full"))
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["event"] for one in events] == ["said", "started", "finished", "started", "finished"]
+    assert events[0]["text"] == "run x"
+    assert [one["label"] for one in events[1::2]] == [f"ddp-deferred N=4 W=2 fp32 B = {size}" for size in (16, 32)]
+    _, began, good, _, bad = events
+    assert (began["done"], began["total"], began["seconds_to_go"], began["bound"]) == (0, 2, 4.0, "about")
+    assert (good["status"], good["step_time_s"], good["done"], good["seconds_to_go"]) == ("ok", 0.51, 1, 4.0)
+    assert (bad["status"], bad["reason"], bad["step_time_s"]) == ("oom", "rank 0: full", None)

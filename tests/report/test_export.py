@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pyarrow import parquet
-from pytest_benchmark.stats import Stats
 
 import bench
 from bench import cli
@@ -24,8 +20,8 @@ from bench.judge.frames import Frames
 from bench.judge.standing import standing
 from bench.plan.cell import REFERENCE
 from bench.plan.columns import COLUMNS, FRAMES
-from bench.report.formats import COLUMNS_FILE, FORMULA, harmless, stats
-from tests.conftest import ROOT, alone
+from bench.report.formats import COLUMNS_FILE, FORMULA, harmless
+from tests.conftest import alone
 from tests.report.test_citation import wrong_update
 from tests.simulated import simulate
 
@@ -57,14 +53,6 @@ def test_every_column_of_every_frame_is_documented(frames: Frames) -> None:
         frames["trial"]
 
 
-def test_a_unit_is_in_the_name_where_the_name_has_one() -> None:
-    endings = {"_s": "s", "_bytes": "B", "_mhz": "MHz", "_w": "W", "_c": "degC", "tokens_per_s": "tokens/s"}
-    for columns in COLUMNS.values():
-        for key, about in columns.items():
-            unit = next((unit for end, unit in reversed(endings.items()) if key.endswith(end)), None)
-            assert unit is None or about.unit == unit, key
-
-
 def test_cells_have_an_interval_a_verdict_and_an_id_or_the_reason_why_not(frames: Frames) -> None:
     cells = frames.cells.set_index("cell_id")
     assert len(cells) == len(frames.run.cells) == cells["citation"].nunique()
@@ -83,32 +71,9 @@ def test_cells_have_an_interval_a_verdict_and_an_id_or_the_reason_why_not(frames
     assert wrong["caveats"].str.contains("the update is off by").all() and (wrong["status"] == "invalid").all()
 
 
-def test_a_run_of_one_backend_has_frames_too(tmp_path: Path) -> None:
-    frames = Frames(simulate(tmp_path / "run", {"base": 1.0}, repeats=2), tmp_path / "run")
-    assert len(frames.ratios) == 0 and list(frames.ratios.columns) == list(COLUMNS["ratios"])
-    assert frames.cells["verdict"].isna().all() and frames.cells["step_time_low_s"].isna().all()
-
-
-def test_importing_the_package_imports_nothing_heavy() -> None:
-    code = "import bench, sys; bench.load; print([m for m in ('pandas', 'numpy', 'torch') if m in sys.modules])"
-    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"
-
-
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="holds no run"):
         bench.load(tmp_path)
-
-
-def test_without_a_format_all_frames_are_described(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["export", str(folder)]) == 0
-    out = capsys.readouterr().out
-    for name, columns in COLUMNS.items():
-        assert re.search(rf"^{name}: \d+ rows x {len(columns)} columns: ", out, re.MULTILINE)
-        assert all(re.search(rf"^  {key} +{about.dtype} ", out, re.MULTILINE) for key, about in columns.items())
-    assert cli.main(["export", str(folder), "--table", "steps", "--head", "2"]) == 0
-    out = capsys.readouterr().out
-    assert "trials:" not in out and len(out.split("\n\n")[1].strip().splitlines()) == 3
 
 
 @pytest.mark.parametrize(
@@ -168,29 +133,6 @@ def test_any_text_is_harmless(texts: list[str]) -> None:
         assert not line.startswith(FORMULA) and not line[:1].isspace() and len(line.splitlines()) <= 1
 
 
-def test_parquet_keeps_dtypes_and_says_units(folder: Path, frames: Frames, tmp_path: Path) -> None:
-    assert cli.main(["export", str(folder), "--format", "parquet", "--out", str(tmp_path / "tables")]) == 0
-    for name, frame in frames.items():
-        path = tmp_path / "tables" / f"{name}.parquet"
-        pd.testing.assert_frame_equal(pd.read_parquet(path), frame)
-        schema = parquet.read_schema(path)
-        assert schema.metadata[b"run_id"] == b"exported"
-        for key, about in COLUMNS[name].items():
-            assert schema.field(key).metadata[b"unit"].decode() == about.unit
-            assert schema.field(key).metadata[b"meaning"].decode() == about.meaning
-
-
-@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=40))
-def test_statistics_are_those_of_pytest_benchmark(values: list[float]) -> None:
-    theirs = Stats()
-    for value in values:
-        theirs.update(value)
-    ours = stats(values)
-    assert ours.pop("data") == values and ours.pop("iterations") == 1
-    assert ours.pop("outliers") == theirs.outliers
-    assert ours == pytest.approx({name: getattr(theirs, name) for name in Stats.fields if name != "outliers"})
-
-
 @pytest.fixture(scope="module")
 def document(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("json") / "run.json"
@@ -215,24 +157,6 @@ def test_the_document_has_the_fields_of_a_real_one(document: Path, tmp_path: Pat
         assert one["options"].keys() <= real["benchmarks"][0]["options"].keys()
 
 
-def test_a_round_is_a_trial_and_what_is_wrong_is_left_out(document: Path, frames: Frames) -> None:
-    found = json.loads(document.read_text())
-    assert len(found["benchmarks"]) == len(frames.run.cells) - 2
-    assert {one["status"] for one in found["left_out"]} == {"invalid"} and len(found["left_out"]) == 2
-    cells = frames.cells.set_index("cell_id")
-    for one in found["benchmarks"]:
-        cell_id = one["fullname"].partition("::")[0].removeprefix("accumulation-bench/")
-        trials = frames.trials[frames.trials["cell_id"] == cell_id]
-        assert one["stats"]["data"] == trials["step_time_s"].tolist() and one["stats"]["rounds"] == 6
-        told, cell = one["extra_info"], cells.loc[cell_id]
-        assert told["step_time_low_s"] == cell["step_time_low_s"] and told["status"] == "ok"
-        assert told["citation"] == cell["citation"]
-        assert one["params"]["backend"] == cell["backend"]
-        assert told["gates"]["seen"]["optimizer_steps_observed"] == trials["optimizer_steps_observed"].unique().tolist()
-        assert max(told["gates"]["seen"]["update_error"]) < told["gates"]["limits"]["update_error"]
-    assert len({one["fullname"] for one in found["benchmarks"]}) == len(found["benchmarks"])
-
-
 def compare(folder: Path, *arguments: str) -> str:
     command = [sys.executable, "-m", "pytest_benchmark", "compare", *arguments]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
@@ -252,14 +176,6 @@ def test_pytest_benchmark_compares_it(document: Path, tmp_path: Path) -> None:
         tmp_path, "run.json", "b.json", "--between", "median", "--group-by", "fullname"
     )
     assert "backend=slow" in compare(tmp_path, "run.json", "--group-by", "param:backend")
-
-
-def test_dashboards_find_what_they_read(document: Path) -> None:
-    """github-action-benchmark takes name, operations per second, deviation, mean and rounds of each benchmark."""
-    for one in json.loads(document.read_text())["benchmarks"]:
-        values: dict[str, Any] = one["stats"]
-        assert isinstance(one["fullname"], str) and one["fullname"].isprintable()
-        assert values["ops"] == pytest.approx(1 / values["mean"]) and values["stddev"] >= 0 and values["rounds"] == 6
 
 
 @pytest.mark.parametrize(

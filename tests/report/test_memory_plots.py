@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import matplotlib.style
-import pandas as pd
 import pytest
 
 from bench.judge import tables
@@ -87,49 +85,3 @@ def test_a_bar_is_as_long_as_the_peak_and_has_every_category() -> None:
     assert len(ends) == len(Category)
     assert max(ends) == pytest.approx(2 * sum(range(1, 10)))
     assert drawing.data["peak_bytes"].tolist() == [90 * MIB]
-
-
-def test_a_failed_cell_keeps_its_row_and_says_why() -> None:
-    (drawing,) = draw(("fsdp2-eager", "fsdp2-zero2-eager"), (4,), (2,))["categories"]
-    assert "oom" in legible.words(drawing.figure)
-
-
-def test_held_gradients_are_both_kinds_and_begin_with_two_micro_batches() -> None:
-    (drawing,) = draw(("fsdp2-eager",), (1, 2, 4), (2,))["held"]
-    held = drawing.data[bars.HELD_GRADIENTS]
-    assert drawing.data["accumulate"].tolist() == [2, 4]
-    assert held.tolist() == [(3 + 4) * MIB] * 2
-
-
-def test_without_categories_nothing_is_drawn() -> None:
-    """Runs of older versions have totals alone."""
-    cell = make_cell()
-    found = tables.build([make_record(cell)], make_manifest([cell]))
-    run = FigureData(found, make_manifest([cell]))
-    assert bars.draw_memory_categories(run, found.memory) == []
-    assert bars.draw_held_gradients(run, found.memory) == []
-
-
-def test_colours_are_distinct_also_in_grey() -> None:
-    """For those who see no hues: neighbours in a bar differ in luminance, or one of them is hatched."""
-    from matplotlib.colors import to_rgb
-
-    def luminance(category: Category) -> float:
-        red, green, blue = to_rgb(bars.CATEGORY_COLOURS[category])
-        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-    order = list(Category)
-    for one, other in itertools.pairwise(order):
-        hatched = (one in bars.HATCHED) != (other in bars.HATCHED)
-        assert hatched or abs(luminance(one) - luminance(other)) > 0.08, (one, other)
-    assert len(set(bars.CATEGORY_COLOURS.values())) == len(Category)
-
-
-def test_the_largest_repeat_counts_and_the_prefix_does_not_matter() -> None:
-    rows = [
-        {"cell_id": "a", "repeat": repeat, "category": f"{prefix}peak_{category}", "bytes": repeat + 1}
-        for repeat, prefix in enumerate(("tracked_", ""))
-        for category in Category
-    ]
-    frame = pd.DataFrame(rows).astype({"category": "string", "bytes": "Int64"})
-    assert bars.by_cell(frame, PEAK).loc["a"].tolist() == [2] * len(Category)

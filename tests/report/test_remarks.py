@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from bench import cli
 from bench.backends.base import BF16_AUTOCAST, BF16_PARAMETERS
 from bench.judge.frames import read as read_frames
-from bench.judge.integrity import Level
 from bench.judge.loading import hashed, load
 from bench.judge.quoting import find_cell
 from bench.report.citation import cite
-from bench.report.cited import verify
 from bench.run.journal import read_manifest, write_manifest
 from tests.pages import copied_ratio, data_of, kind, read, report, write_run
 
@@ -39,12 +36,12 @@ def write(folder: Path, precision: str = "bf16", way: str = BF16_PARAMETERS, *, 
     return path
 
 
-def places(folder: Path) -> dict[str, str]:
+def places(folder: Path, *, drawn: bool = False) -> dict[str, str]:
     """What a report says in each place that shows numbers, each in one line."""
-    _, printed = report(folder)
+    _, printed = report(folder, drawn=drawn)
     page = read(folder / "report.html")
-    (answer,), (cells,) = page.find("ul", class_="answer"), page.find("section", aria_labelledby="cells")
-    found = {"terminal": printed, "answer": answer.text, "table": cells.text}
+    (cells,) = page.find("section", aria_labelledby="cells")
+    found = {"terminal": printed, "table": cells.text}
     found |= {"pull request": (folder / "report.md").read_text()}
     found |= {path.stem: described(path) for path in (folder / "plots").glob("*.svg") if path.stem != "noise"}
     return {name: " ".join(text.split()) for name, text in found.items()}
@@ -69,10 +66,6 @@ def citations(folder: Path) -> tuple[str, str, str]:
     return cite(run, ids[0]).text, cite(run, ids[1]).text, cite(run, *ids).text
 
 
-def levels(folder: Path, text: str) -> list[Any]:
-    return [one.level for one in verify(folder, text) if one.topic == "citation"]
-
-
 def copied(folder: Path) -> str:
     """What the page's script copies as the citation of a ratio, in plain text."""
     data = data_of(read(folder / "report.html"))
@@ -85,7 +78,7 @@ def test_two_ways_of_bf16_and_a_backends_own_remark_are_said_once_in_each_place(
 ) -> None:
     folder = write(tmp_path / "run")
     own = f"{FSDP2} N=2 W=2 bf16: {ALONE}"
-    for name, text in (places(folder) | compared(folder, tmp_path / "out", capsys)).items():
+    for name, text in (places(folder, drawn=True) | compared(folder, tmp_path / "out", capsys)).items():
         assert [text.count(sentence) for sentence in (BF16, own)] == [1, 1], name
     of_fsdp2, of_ddp, of_both = citations(folder)
     assert [text.count(BEGINNING) for text in (of_fsdp2, of_ddp, of_both)] == [0, 0, 1]
@@ -101,16 +94,4 @@ def test_nothing_is_said_where_the_ways_are_alike_or_in_fp32(
 ) -> None:
     folder = write(tmp_path / "run", precision, way, remarks=False)
     every = [*places(folder).values(), *compared(folder, tmp_path / "out", capsys).values(), *citations(folder)]
-    assert len(every) > 10 and not any(BEGINNING in text for text in every)
-
-
-def test_a_citation_that_leaves_a_remark_out_is_wrong_unless_it_is_older_than_remarks(tmp_path: Path) -> None:
-    folder = write(tmp_path / "run")
-    *_, both = citations(folder)
-    assert levels(folder, both) == [Level.GOOD]
-    for sentence in (f"; {BF16}", f" {FSDP2} N=2 W=2 bf16: {ALONE};"):
-        assert sentence in both
-        assert levels(folder, both.replace(sentence, "")) == [Level.ERROR]
-    old = write(tmp_path / "old", remarks=False)
-    *_, both = citations(old)
-    assert levels(old, both) == levels(old, both.replace(f" Note: {BF16}.", "")) == [Level.GOOD]
+    assert len(every) > 5 and not any(BEGINNING in text for text in every)

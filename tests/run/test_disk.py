@@ -5,14 +5,12 @@ from __future__ import annotations
 import errno
 from pathlib import Path
 
-import pandas as pd
 import pytest
 
 from bench.backends import base
 from bench.errors import InputError
 from bench.plan.cell import REFERENCE
 from bench.plan.models import SIZES
-from bench.report.formats import write_frame
 from bench.run import start
 from bench.run.journal import encode
 from tests.factories import make_backend, make_cell, make_record
@@ -45,16 +43,6 @@ def test_too_little_space_is_one_line(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_full_disks_are_told_from_other_errors() -> None:
     assert start.is_full(start.full(Path("x"))) and start.is_full(OSError(errno.EDQUOT, "quota"))
     assert not start.is_full(OSError(errno.EIO, "broken"))
-
-
-def test_no_cell_of_a_csv_is_a_formula(tmp_path: Path) -> None:
-    frame = pd.DataFrame({"=name": ["=cmd|' /C calc'!A0", "-2+3", "@x", "\t=1", "fine", None], "number": range(-3, 3)})
-    write_frame(frame, tmp_path / "a.csv")
-    text = (tmp_path / "a.csv").read_text()
-    assert text.splitlines()[0] == "'=name,number"
-    back = pd.read_csv(tmp_path / "a.csv")
-    assert back["'=name"].tolist()[:5] == ["'=cmd|' /C calc'!A0", "'-2+3", "'@x", "'\t=1", "fine"]
-    assert back["number"].tolist() == list(range(-3, 3)), "a negative number is none"
 
 
 @pytest.mark.parametrize("name", ["", "../x", "a/b", "=1+1", "a|b", "<b>", "a\nb", "a b", ".x", "x" * 81, "-x", None])

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import subprocess
 import sys
 import types
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 
 from bench.launch import gpus
@@ -158,53 +156,6 @@ def test_settings_of_gpus_and_what_a_card_cannot_tell(monkeypatch: pytest.Monkey
     assert nvml.open == 0, "the library is left as it was found"
 
 
-def test_the_build_of_torch_is_known_without_importing_it() -> None:
-    code = "import sys; from bench.run.machine import torch_build; "
-    code += "print(torch_build()['git_version'], 'torch' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-    import torch
-
-    assert found == f"{torch.version.git_version} False"
-    assert machine.torch_build()["cuda"] == torch.version.cuda
-    assert torch.__version__.partition("+")[0] == machine.distributions()["torch"].partition("+")[0]
-
-
-def test_of_two_versions_the_one_that_is_imported_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in an environment that lies on top of another."""
-    (tmp_path / "numpy-0.1.dist-info").mkdir()
-    (tmp_path / "numpy-0.1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: numpy\nVersion: 0.1\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert machine.packages()["numpy"] == machine.distributions()["numpy"] == "0.1"
-
-
-@pytest.mark.parametrize("problem", ["not installed", "no driver"])
-def test_no_gpu_is_no_error(monkeypatch: pytest.MonkeyPatch, problem: str) -> None:
-    nvml = FakeNvml(as_bytes=False)
-
-    def fail() -> None:
-        raise RuntimeError("Driver Not Loaded")
-
-    monkeypatch.setattr(nvml, "nvmlInit", fail)
-    monkeypatch.setitem(sys.modules, "pynvml", None if problem == "not installed" else nvml)
-    assert gpus.gpus() == []
-
-
-def test_machine_is_plain_and_names_no_host() -> None:
-    found = machine.machine()
-    assert json.loads(json.dumps(found)) == found
-    assert found["cores"] >= 1
-    assert found["memory_bytes"] > 2**28
-    assert found["cpu"] and found["system"] and found["python"]
-    assert "/" not in found["python"]
-
-
-def test_packages_are_those_installed() -> None:
-    found = machine.packages()
-    assert found.keys() <= set(machine.PACKAGES)
-    assert found["numpy"] == numpy.__version__
-    assert "torch" in found
-
-
 def test_no_secret_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
@@ -214,24 +165,6 @@ def test_no_secret_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found["NCCL_DEBUG"], found["OMP_NUM_THREADS"]) == ("INFO", "3")
     assert "secret" not in found.values()
     assert list(found) == sorted(found)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("TORCH_HUB_TOKEN", "abc"),
-        ("DS_SECRET", "abc"),
-        ("PYTORCH_API_KEY", "abc"),
-        ("NCCL_NET_PASSWORD", "abc"),
-        ("TORCH_HUB", "https://me:pass@example.org/"),
-        ("TORCH_HUB", "https://token@example.org/"),
-        ("NCCL_CONF_FILE", "hf_abcdefghijklmnop"),
-        ("DS_ANY", "Bearer abcdefghijkl"),
-    ],
-)
-def test_not_even_where_it_has_a_harmless_name(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
-    monkeypatch.setenv(name, value)
-    assert name not in machine.environment()
 
 
 def test_the_code_is_told_by_its_content(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -255,15 +188,6 @@ def test_the_code_is_told_by_its_content(monkeypatch: pytest.MonkeyPatch, tmp_pa
     )
 
 
-def test_the_code_of_a_workload_counts(tmp_path: Path) -> None:
-    file = tmp_path / "own.py"
-    file.write_text("one")
-    before = machine.code({}, {"llama": [], "own:Factory": [file]})
-    assert set(before) == {"bench", "workload own:Factory"}
-    file.write_text("two")
-    assert machine.code({}, {"llama": [], "own:Factory": [file]}) != before
-
-
 def test_git_state(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {"status": "", "rev-parse": "0123abcd\n"}
 
@@ -274,21 +198,3 @@ def test_git_state(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.git_state() == {"commit": "0123abcd", "clean": True}
     answers["status"] = " M bench/plan/cell.py\n"
     assert machine.git_state() == {"commit": "0123abcd", "clean": False}
-
-
-@pytest.mark.parametrize("error", [FileNotFoundError("git"), subprocess.CalledProcessError(128, "git")])
-def test_no_git_is_no_error(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    def git(command: list[str], **options: Any) -> Any:
-        raise error
-
-    monkeypatch.setattr(subprocess, "run", git)
-    assert machine.git_state() == {"commit": None, "clean": None}
-
-
-def test_peak_memory_is_of_this_process_alone() -> None:
-    """Started from a process that holds much more, a small one says what it had itself."""
-    code = "from bench.run import machine; print(machine.peak_memory_bytes())"
-    held = bytearray(400 * 2**20)
-    held[::4096] = b"x" * len(held[::4096])
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert 2**20 < int(done.stdout) < 200 * 2**20

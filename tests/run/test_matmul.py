@@ -12,11 +12,10 @@ import torch
 
 from bench.launch.launcher import Launcher
 from bench.launch.outcome import Outcome
-from bench.measure import products
-from bench.measure.products import matmul_rate
+from bench.measure import clock
 from bench.plan.cell import Device, Precision, Status
 from bench.run import machine, matmul
-from bench.run.matmul import MatmulTask, measure, said, tasks
+from bench.run.matmul import MatmulTask, matmul_rate, measure, said, tasks
 from tests.factories import make_cell
 
 CPU = torch.device("cpu")
@@ -31,11 +30,11 @@ def test_a_rate_is_flop_over_the_median_second(monkeypatch: pytest.MonkeyPatch) 
             return 0.0
 
         def intervals(self, marks: list[float]) -> list[float]:
-            assert len(marks) == products.PRODUCTS["cpu"] + 1
+            assert len(marks) == matmul.PRODUCTS["cpu"] + 1
             return [9.0, 0.5, 0.25, 0.5, 0.5]
 
-    monkeypatch.setitem(products.SIZE, "cpu", 10)
-    monkeypatch.setattr(products, "clock_for", lambda device: Clock())
+    monkeypatch.setitem(matmul.SIZE, "cpu", 10)
+    monkeypatch.setattr(clock, "clock_for", lambda device: Clock())
     assert matmul_rate(CPU, torch.float32) == 2 * 10**3 / 0.5
 
 
@@ -48,14 +47,14 @@ def test_a_real_rate_is_warm_and_plausible(monkeypatch: pytest.MonkeyPatch, dtyp
         calls.append((a.dtype, a.shape))
         return product(a, b, out=out)
 
-    monkeypatch.setitem(products.SIZE, "cpu", 128)
-    monkeypatch.setitem(products.WARM_S, "cpu", 0.05)
+    monkeypatch.setitem(matmul.SIZE, "cpu", 128)
+    monkeypatch.setitem(matmul.WARM_S, "cpu", 0.05)
     monkeypatch.setattr(torch, "mm", mm)
     began = time.perf_counter()
     rate = matmul_rate(CPU, dtype)
     seconds = time.perf_counter() - began
     assert set(calls) == {(dtype, torch.Size([128, 128]))}
-    assert seconds > 0.05 and len(calls) > products.PRODUCTS["cpu"]
+    assert seconds > 0.05 and len(calls) > matmul.PRODUCTS["cpu"]
     assert 0 < rate < math.inf
 
 
@@ -95,18 +94,6 @@ def sound(*rates: Any) -> Outcome:
     return Outcome(status=Status.OK, reason="", ranks=ranks, wall_s=1.0)
 
 
-def test_what_run_json_has(tmp_path: Path) -> None:
-    (entry,) = measure([make_cell()], 1, tmp_path, Answers(sound({"fp32": 1e12}, {"fp32": 2e12})))
-    assert entry == {"world_size": 2, "threads": 1, "flops_per_s": {"fp32": [1e12, 2e12]}, "reason": ""}
-    assert said([entry]) == ["matrix products on 2 ranks: 3 TFLOP/s in fp32"]
-
-
-@pytest.mark.parametrize("bad", [{}, None, {"fp32": "fast"}, {"fp32": 0.0}, {"fp32": float("nan")}, {"fp32": True}])
-def test_a_bad_answer_is_no_rate(tmp_path: Path, bad: Any) -> None:
-    (entry,) = measure([make_cell()], 1, tmp_path, Answers(sound({"fp32": 1e12}, bad)))
-    assert entry["flops_per_s"] == {} and entry["reason"] == "a rank handed back no rates"
-
-
 def test_a_failure_leaves_its_reason(tmp_path: Path) -> None:
     outcome = Outcome(status=Status.OOM, reason="rank 0: out of memory", ranks=[], wall_s=1.0)
     (entry,) = measure([make_cell(world_size=1)], 1, tmp_path, Answers(outcome))
@@ -116,10 +103,9 @@ def test_a_failure_leaves_its_reason(tmp_path: Path) -> None:
     ]
 
 
-def test_ranks_of_a_real_process_group_are_timed(tmp_path: Path) -> None:
+def test_ranks_of_a_real_process_group_are_timed(tmp_path: Path, launcher: Launcher) -> None:
     cells = [make_cell(), make_cell(precision=Precision.BF16)]
-    with Launcher(Device.CPU) as launcher:
-        (entry,) = measure(cells, 1, tmp_path, launcher)
+    (entry,) = measure(cells, 1, tmp_path, launcher)
     assert entry["reason"] == ""
     assert entry["flops_per_s"].keys() == {"fp32", "bf16"}
     assert all(len(rates) == 2 and min(rates) > 1e8 for rates in entry["flops_per_s"].values())

@@ -15,8 +15,10 @@ import pandas as pd
 from bench.judge.expected import cell_of
 from bench.judge.formulas import layout_of
 from bench.judge.loading import Run, load
+from bench.judge.tables import world_of, worlds
 from bench.plan.categories import HELD, PEAK
 from bench.plan.cell import Cell, Status
+from bench.plan.world import World
 from bench.report.pull_request import table
 from tests.conftest import ROOT
 
@@ -27,8 +29,8 @@ DOCS = "docs/memory-and-bytes.md"
 MIB, GIB = 2**20, 2**30
 NEAR = 0.03
 """Relative difference up to which a peak counts as the one that was estimated."""
-KINDS = ("real", "virtual", "fake tensors")
-"""Of worlds."""
+KINDS = {World.REAL: "real", World.VIRTUAL: "virtual", World.FAKE: "fake tensors"}
+"""Worlds in words, in order."""
 DIFFERENCES: dict[str, str] = {}
 """Documented differences of peaks, by backend, in words."""
 SHOWN_WORLD, SHOWN_N = 2, 4
@@ -62,14 +64,13 @@ class Measured:
 
 def _world(trial: Mapping[Any, Any]) -> str:
     """Which kind of world a trial was in, in words."""
-    kind = 2 if trial["fake_tensors"] else 1 if pd.notna(trial["virtual_world_size"]) else 0
-    return f"{KINDS[kind]}, W = {trial['world_size']}, {trial['model']}"
+    return f"{KINDS[world_of(trial)]}, W = {trial['world_size']}, {trial['model']}"
 
 
 def _place(world: str) -> tuple[int, int]:
     """Where a world stands among others: real ones first, and each kind by its size."""
     kind, size, _ = world.split(", ")
-    return KINDS.index(kind), int(size.removeprefix("W = "))
+    return list(KINDS.values()).index(kind), int(size.removeprefix("W = "))
 
 
 def page(runs: Sequence[Run], accumulation: Sequence[Mapping[str, Any]]) -> str:
@@ -203,7 +204,7 @@ def _held(measured: Measured) -> list[str]:
 
 
 def _large(measured: Measured) -> list[str]:
-    fake = measured.trials[measured.trials["fake_tensors"].fillna(False).astype(bool)]
+    fake = measured.trials[worlds(measured.trials) == World.FAKE]
     if fake.empty:
         return []
     memory = measured.memory.pivot_table(index="cell_id", columns="category", values="bytes", aggfunc="max")

@@ -11,7 +11,7 @@ from scipy import stats
 
 import tests.studies.__main__ as command
 import tests.studies.page as report
-from bench.judge.statistics import MIN_REPEATS, PRECISION, trial_median
+from bench.judge.statistics import MIN_REPEATS, PRECISION
 from bench.judge.tables import load
 from bench.judge.verdicts import Verdict
 from bench.report import style
@@ -60,33 +60,6 @@ class TestFit:
         # The order within a block is not in this table, so what drift there is within one counts as noise of trials.
         assert math.hypot(found.trial, found.drift) == pytest.approx(0.05, rel=0.2)
 
-    def test_too_little_to_fit_to(self) -> None:
-        tables = load(ROOT / "results" / "cpu-reference")
-        with pytest.raises(ValueError, match="at least 20 trials"):
-            fit(replace(tables, trials=tables.trials.head(10)))
-
-
-class TestSimulate:
-    @pytest.mark.parametrize("noise", FAMILIES, ids=lambda noise: noise.name)
-    def test_the_same_seed_gives_the_same_steps(self, noise: Noise) -> None:
-        a, b = (simulate(noise, reports=2, cells=3, blocks=4, steps=12, rng=rng(1)) for _ in range(2))
-        assert a.shape == (2, 4, 3, 12) and (a == b).all()
-
-    def test_spread_is_what_was_asked_for(self) -> None:
-        noise = Noise(name="x", step=0.05, trial=0.03, drift=0.04, memory=0.7)
-        logs = simulate(noise, reports=400, cells=2, blocks=20, steps=12, rng=rng())
-        assert (logs - logs.mean(axis=-1, keepdims=True)).std(ddof=0) == pytest.approx(
-            0.05 * math.sqrt(11 / 12), rel=0.02
-        )
-        assert logs.mean(axis=-1).std() == pytest.approx(math.sqrt(0.03**2 + 0.04**2 + 0.05**2 / 12), rel=0.04)
-        apart = (logs[:, :, 0] - logs[:, :, 1]).mean(axis=-1)
-        assert apart.std() < math.sqrt(2) * logs.mean(axis=-1).std() * 0.9  # neighbours drift together
-
-    def test_medians_are_those_of_single_trials(self) -> None:
-        logs = simulate(FAMILIES[1], reports=2, cells=2, blocks=5, steps=12, rng=rng())
-        one = [math.log(trial_median(np.exp(row).tolist())) for row in logs.reshape(-1, 12)]
-        assert study.medians(logs).ravel() == pytest.approx(one, abs=1e-3)  # of an even number: a mean of two
-
 
 class TestStudy:
     def test_targets_are_met(self, outcomes: dict[str, study.Outcome]) -> None:
@@ -110,27 +83,12 @@ class TestStudy:
         assert rates.loc["asv", "found"] < 0.3
         assert rates.loc[PLAIN, "same"] < rates.loc[BENCH, "same"]
 
-    def test_shares_are_of_all_comparisons(self, outcomes: dict[str, study.Outcome]) -> None:
-        for outcome in outcomes.values():
-            sums = outcome.counts.groupby(["rule", "effect"])["share"].sum()
-            assert sums.to_numpy() == pytest.approx(1.0)
-
-    def test_quiet_machines_need_few_trials(self, outcomes: dict[str, study.Outcome]) -> None:
-        blocks = {name: o.rates.set_index("rule").loc[BENCH, "trials 5 %"] for name, o in outcomes.items()}
-        assert MIN_REPEATS <= blocks["quiet"] < blocks[FITTED.name] / 3
-
     def test_runs_until_the_intervals_are_narrow(self) -> None:
         differences = study.ratios(simulate(QUIET, reports=20, cells=3, blocks=100, steps=12, rng=rng()))
         stage = study.run_until(differences, np.full(20, MIN_REPEATS), PRECISION, seed=0)
         assert (stage.width() < PRECISION).all() and len(set(stage.blocks)) > 1
         few = study.run_until(differences[..., :12], np.full(20, MIN_REPEATS), 1e-4, seed=0)
         assert (few.blocks == 12).all()
-
-    def test_the_row_of_our_precision_is_that_of_the_table(self) -> None:
-        (again,) = study.precisions((PRECISION,), 10, 5).to_dict("records")
-        rates = study_noise(FITTED, 10, 5, rivals=False).rates
-        (plain,) = rates[rates["rule"] == PLAIN].to_dict("records")
-        assert again == {name: plain[name] for name in again.keys() & plain.keys()} | {"precision": PRECISION}
 
     def test_with_few_repeats_verdicts_are_ambiguous_and_not_wrong(self) -> None:
         outcome = study_noise(FITTED, 40, seed=3, most=10, rivals=False)

@@ -56,21 +56,3 @@ def test_autocast_and_copies_compute_alike_and_read_nothing() -> None:
         found[autocast] = sorted(named.found)
     assert not [name for name in found[True] if "_local_scalar_dense" in name]
     assert found[True] == found[False]
-
-
-def test_repeated_heads_attend_as_broadcast_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What fp32 on CUDA does instead, done here: the same losses and gradients."""
-    workload = load(make_cell(model="micro", sequence_length=16), None)
-    batch, found = workload.data(2), []
-    for device in ("cuda", "cpu"):
-        monkeypatch.setattr(llama, "REPEATED", (device, torch.float32))
-        model = workload.model()
-        with Named() as named:
-            loss = workload.loss(model, batch)
-        loss.backward()
-        keys = {name.split("[")[3] for name in named.found if "scaled_dot_product" in name}
-        found.append((keys, loss.item(), [p.grad for p in model.parameters()]))
-    assert found[0][0] != found[1][0]
-    assert found[0][1] == pytest.approx(found[1][1], rel=1e-6)
-    for one, other in zip(found[0][2], found[1][2], strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)

@@ -62,16 +62,6 @@ def test_micro_batch_j_of_rank_r_is_piece_j_w_plus_r(
     assert across == list(range(windows * batch))
 
 
-def test_sized_and_iterable_again() -> None:
-    fetch = Fetch()
-    loader = make_loader(fetch)
-    assert len(loader) == 4
-    assert fetch.asked == [], "nothing is fetched before it is asked for"
-    first = list(loader)
-    assert first == list(loader) == [range(2), range(4, 6), range(8, 10), range(12, 14)]
-    assert fetch.asked == first + first
-
-
 def test_fetches_one_at_a_time() -> None:
     fetch = Fetch()
     batches = iter(make_loader(fetch))

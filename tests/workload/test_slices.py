@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.workload import load
-from bench.workload.batches import SLICE_TOKENS, slice_size, sliced
+from bench.workload.batches import SLICE_TOKENS, sliced
 from tests.factories import make_cell
 
 
@@ -38,15 +38,6 @@ def test_slices_are_the_whole(num_samples: int, tokens: int) -> None:
 def test_what_fits_into_a_slice_is_left_as_it_is() -> None:
     assert sliced(mean_loss, 32, SLICE_TOKENS // 32) is mean_loss
     assert sliced(mean_loss, 1, 10 * SLICE_TOKENS) is mean_loss
-
-
-@pytest.mark.parametrize(
-    ("num_samples", "tokens", "size"), [(16, 64, 16), (32, 2048, 1), (32, 4096, 1), (32, 1000, 2), (1, 9999, 1)]
-)
-def test_slices_have_no_more_than_their_tokens_but_for_a_single_sample(
-    num_samples: int, tokens: int, size: int
-) -> None:
-    assert slice_size(num_samples, tokens) == size
 
 
 def test_slices_of_the_shipped_model_are_its_batch() -> None:

@@ -8,13 +8,15 @@ import pytest
 
 from bench.errors import InputError
 from bench.plan.models import describe_file, sources
-from tests.conftest import ROOT, run_matrix
+from tests.conftest import ROOT, Command, run_matrix
 
-BACKENDS = '["ddp-deferred", "fsdp2-deferred", "deepspeed-zero3-eager", "lightning-ddp"]'
+BACKENDS = ["ddp-deferred", "fsdp2-deferred", "deepspeed-zero3-eager", "lightning-ddp"]
 
 
-def test_a_workload_of_ones_own_runs_under_every_kind_of_backend(tmp_path: Path) -> None:
-    run = run_matrix(tmp_path, "--workload", "tests.own_workload:Cycle", "--model", "perceptron", backend=BACKENDS)
+def test_a_workload_of_ones_own_runs_under_every_kind_of_backend(tmp_path: Path, here: Command) -> None:
+    run = run_matrix(
+        tmp_path, "--workload", "tests.own_workload:Cycle", "--model", "perceptron", backend=BACKENDS, command=here
+    )
     assert run.process.returncode == 0, run.process.stdout + run.process.stderr
     trials = run.tables.trials
     assert (trials["status"] == "ok").all()
@@ -39,9 +41,9 @@ def test_the_files_of_a_workload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         sources("own_package.no.such:factory")
 
 
-def test_a_text_file_is_a_corpus(tmp_path: Path) -> None:
+def test_a_text_file_is_a_corpus(tmp_path: Path, here: Command) -> None:
     text = ROOT / "LICENSE"
-    run = run_matrix(tmp_path, "--corpus", str(text), backend='["ddp-deferred"]')
+    run = run_matrix(tmp_path, "--corpus", str(text), backend=["ddp-deferred"], command=here)
     assert run.process.returncode == 0, run.process.stdout + run.process.stderr
     assert {record["cell"]["corpus"] for record in run.records} == {describe_file(text, 17)}
     assert str(text) not in (run.folder / "trials.jsonl").read_text(), "a cell names content, not a place"

@@ -162,7 +162,7 @@ def _carried(config: Config, accumulate: int, options: Options, backend: str) ->
     micro = options.batch_size or config.micro
     if micro is None and config.train is not None and world_size:
         micro = config.train // accumulate // world_size
-    absent = {"--samples": options.samples, "--world-size": world_size, "--batch-size": micro or None}
+    absent = {"--samples": options.samples, "--world-size": world_size, "--micro-batch": micro or None}
     options.wanted.update(name for name, number in absent.items() if number is None)
     if not (options.samples and world_size and micro):
         return

@@ -80,7 +80,7 @@ class SmallRun:
     ) -> str:
         """The command that trains it under these backends."""
         samples, flag = self.num_batches * RANKS, " --drop-last" if drop_last else ""
-        base = f"{MODULE} semantics --backend {','.join(backends)} --samples {samples} --batch-size 1"
+        base = f"{MODULE} semantics --backend {','.join(backends)} --samples {samples} --micro-batch 1"
         base += f" --accumulate {self.accumulate} --epochs {epochs} --world-size {RANKS}{flag}"
         return base + _options({"--max-steps": max_steps, "--clip": clip})
 

@@ -130,7 +130,7 @@ def read(document: Document, options: Options) -> TrainerConfig:
         engine_config=own,
     )
     if training.num_batches is None and (training.accumulate > 1 or training.max_steps or monitor):
-        known = {"--samples": samples, "--batch-size": batch_size, "--world-size": world_size}
+        known = {"--samples": samples, "--micro-batch": batch_size, "--world-size": world_size}
         options.wanted.update(name for name, number in known.items() if number is None)
     return training
 

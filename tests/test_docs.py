@@ -1,0 +1,116 @@
+"""The pages written by hand: their length, links, commands, keys and examples agree with the code."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.cli import _parser, main
+from bench.commands import COMMANDS
+from bench.plan.columns import FRAMES
+from bench.plan.matrix import KEYS
+from tests.conftest import ROOT
+
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    *(f"docs/{name}.md" for name in ("architecture", "commands", "gpu", "matrix", "method", "offline", "results")),
+]
+TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+COMMAND = re.compile(r"\bpython -m bench ((?:\\\n|[^`\n])+)")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def examples(page: str, language: str) -> list[str]:
+    return [code for kind, code in FENCE.findall(TEXTS[page]) if kind == language]
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """Every call of the bench that a page shows, with its arguments."""
+    lines = [(page, line.replace("\\\n", " ")) for page, text in TEXTS.items() for line in COMMAND.findall(text)]
+    found = [(page, shlex.split(line, comments=True)) for page, line in lines]
+    return [(page, words) for page, words in found if words[0] != "COMMAND"]
+
+
+def anchors(text: str) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_readme_is_read_in_one_sitting() -> None:
+    assert len(TEXTS["README.md"].split()) <= 900
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    for link in LINK.findall(TEXTS[page]):
+        if not link.startswith("http"):
+            name, _, anchor = link.partition("#")
+            target = (ROOT / page).parent / name if name else ROOT / page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target.read_text(encoding="utf-8")), link
+
+
+def test_the_readme_leads_to_every_page() -> None:
+    pages = {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
+    assert pages <= set(LINK.findall(TEXTS["README.md"]))
+
+
+@pytest.fixture
+def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with the files that the pages show."""
+    (tmp_path / "own.toml").write_text("".join(examples("docs/matrix.md", "toml")), encoding="utf-8")
+    (tmp_path / "my_model.py").write_text(examples("docs/matrix.md", "python")[0], encoding="utf-8")
+    (tmp_path / "mine.py").write_text(examples("CONTRIBUTING.md", "python")[0], encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("BENCH_BACKENDS", "")  # what --backend module:Class adds to it is taken back
+    for name in ("my_model", "mine"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+@pytest.mark.usefixtures("shown")
+@pytest.mark.parametrize("page", PAGES)
+def test_the_commands_of_a_page_are_accepted(page: str) -> None:
+    for words in (words for place, words in commands() if place == page):
+        _parser().parse_args(words)
+
+
+def test_every_command_and_table_is_described() -> None:
+    row = re.compile(r"^\| `(\w+)` \|", re.MULTILINE)
+    assert sorted(row.findall(TEXTS["docs/commands.md"])) == sorted(itertools.chain(*COMMANDS.values()))
+    assert row.findall(TEXTS["docs/results.md"]) == list(FRAMES)
+
+
+def test_every_key_of_a_matrix_is_described() -> None:
+    described, table = set(), ""
+    for line in TEXTS["docs/matrix.md"].splitlines():
+        if heading := re.match(r"\| (?:`\[(\w+)\]`|key) \| default", line):
+            table = f"{heading[1]}." if heading[1] else ""
+        elif row := re.match(r"\| `(\w+)` \|", line):
+            described.add(table + row[1])
+    assert described == set(KEYS)
+
+
+@pytest.mark.usefixtures("shown")
+def test_what_the_pages_show_can_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    """The matrix, the model and the backend."""
+    assert main(["plan", "--matrix", "own.toml"]) == 0
+    assert main(["plan", "--matrix", "own.toml", "--workload", "my_model:MyWorkload"]) == 0
+    assert main(["plan", "--matrix", "smoke", "--backend", "mine:MyDDP"]) == 0
+    assert "  my-ddp  " in capsys.readouterr().out
+
+
+def test_the_python_for_results_that_is_shown_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    for code in examples("docs/results.md", "python"):
+        exec(code, {})
+        assert "0.40219" in capsys.readouterr().out  # s per step of fsdp2-deferred at N = 8
