@@ -43,10 +43,7 @@ Amount = Annotated[
     Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] | Annotated[int, Field(strict=True, ge=0, le=MAX)],
     Must("a finite number of at least 0"),
 ]
-PositiveNumber = Annotated[
-    Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] | Annotated[int, Field(strict=True, gt=0, le=MAX)],
-    Must("a positive number"),
-]
+PositiveNumber = Annotated[Amount, Field(gt=0), Must("a positive number")]
 
 T = TypeVar("T")
 _adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
@@ -71,22 +68,22 @@ def _line(error: ValidationError, kind: Any, name: Callable[[str], str]) -> str:
     found = min(error.errors(include_url=False), key=lambda one: (one["type"] == "missing") - (one["type"] in UNKNOWN))
     key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in found["loc"]).removeprefix(".")
     if found["type"] in UNKNOWN:
-        return f"{name(key)} is unknown; {suggest(key, list(fields(kind)))}"
+        return f"{name(key)} is unknown; {suggest(key, declared(kind))}"
     if found["type"] == "missing":
-        words = [part.be for part in getattr(fields(kind).get(key), "__metadata__", ()) if isinstance(part, Must)]
+        words = [part.be for part in getattr(declared(kind).get(key), "__metadata__", ()) if isinstance(part, Must)]
         return f"{name(key)} is missing" + "".join(f"; it must be {be}" for be in words[-1:])
     if isinstance(misfit := found.get("ctx", {}).get("error"), InputError):
         return name(misfit.key) + misfit.words if isinstance(misfit, MisfitError) else str(misfit)
     be = "a table" if "dictionary" in found["msg"] else found["msg"].removeprefix("Input should be ")
-    return f"{name(key)} is {shown(found['input'])}; it must be {be.replace('a valid ', 'a ')}"
+    return f"{name(key) if key else 'it'} is {shown(found['input'])}; it must be {be.replace('a valid ', 'a ')}"
 
 
-def fields(kind: Any) -> dict[str, Any]:
+def declared(kind: Any) -> dict[str, Any]:
     """The types of what a model, a dataclass or a TypedDict holds, by ``table.key`` where it holds models."""
     found: dict[str, Any] = {}
     for name, hint in get_type_hints(kind, include_extras=True).items():
         if isinstance(hint, type) and issubclass(hint, BaseModel):
-            found |= {f"{name}.{inner}": of_inner for inner, of_inner in fields(hint).items()}
+            found |= {f"{name}.{inner}": of_inner for inner, of_inner in declared(hint).items()}
         elif not name.startswith("_"):
             found[name] = hint
     return found

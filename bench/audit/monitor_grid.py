@@ -82,12 +82,3 @@ class Point:
         if self.micro_batches:
             return per_epoch, self.num_epochs or epochs
         return (per_epoch * epochs, 1) if self.epoch is Epoch.WHOLE else (per_epoch, epochs)
-
-    @property
-    def seconds(self) -> float:
-        """How long the workload takes, by its clock."""
-        per_epoch, epochs = self.lengths
-        updates_per_epoch = math.ceil(per_epoch / self.accumulate)
-        updates = min(epochs * updates_per_epoch, self.max_steps or math.inf)
-        whole, rest = divmod(updates, updates_per_epoch)
-        return (whole * per_epoch + rest * self.accumulate) * self.micro_batch_s + updates * self.optimizer_s

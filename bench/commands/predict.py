@@ -124,7 +124,7 @@ def _mfu(text: str) -> float:
 def run(arguments: argparse.Namespace) -> int:
     """Predict and show."""
     from bench.forecast import prediction_text
-    from bench.forecast.best import MARGIN, Answer, Question, where_best
+    from bench.forecast.best import MARGIN, Question, Recommendation, where_best
     from bench.forecast.prediction import Link, predict, record
 
     cell = _cell(arguments)
@@ -148,7 +148,7 @@ def run(arguments: argparse.Namespace) -> int:
         margin=MARGIN if arguments.margin is None else arguments.margin,
     )
     timed = link if compute_s is not None else None
-    answer = None if timed is None else Answer.of(question, timed)
+    answer = None if timed is None else Recommendation.of(question, timed)
     rows = []
     for one in predictions:
         bounds = None if timed is None or one.refusal else question.bounds(one, cell.accumulate, timed)

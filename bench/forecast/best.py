@@ -181,7 +181,7 @@ def where_best(name: str, stretches: Sequence[Stretch]) -> list[tuple[float, flo
 
 
 @dataclass(frozen=True)
-class Answer:
+class Recommendation:
     """The best backend at the N and the link that were asked for, and where that changes."""
 
     here: Choice
@@ -193,7 +193,7 @@ class Answer:
     """At the asked N, in bytes/s."""
 
     @classmethod
-    def of(cls, question: Question, link: Link) -> Answer:
+    def of(cls, question: Question, link: Link) -> Recommendation:
         """The answer at the question's N and this link."""
         n = question.accumulate
         here = question.choose(n, link)

@@ -43,8 +43,9 @@ AT_LIMIT_BYTES = 256 * 2**20
 """Address space that is left to a process that has used up its own."""
 CUDA_OUT_OF_MEMORY = 2
 """cudaErrorMemoryAllocation: what CUDA says when there is no memory for a context, or for a library's buffers."""
-LAST_WORDS_S = 0.5
-"""How long a failed rank stays after it wrote what went wrong: longer than the watchdog sleeps between two looks."""
+LAST_WORDS_S = 2.0
+"""How long a failed rank stays after it wrote what went wrong: several times as long as the watchdog sleeps between
+two looks, since a busy machine wakes it late."""
 WAIT_S = 0.005
 """How long a rank that is done sleeps between two looks whether the others are."""
 SHARED_GPU_GROUP = "cpu:gloo,cuda:gloo"

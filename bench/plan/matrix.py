@@ -140,7 +140,7 @@ def _flat(document: Mapping[str, Any]) -> dict[str, Any]:
 DEFAULTS = _flat(
     MatrixFile.model_construct(None, **{k: table.model_construct() for k, table in TABLES.items()}).model_dump()
 )
-KEYS = tuple(fields.fields(MatrixFile))
+KEYS = tuple(fields.declared(MatrixFile))
 """All keys of a matrix file, as table.key; the only ones allowed. One optimizer may also stand under ``training``."""
 FOR_ALL = ("workload.corpus", "training.seed", "training.optimizer")
 """Keys that a run has once: the file that all read, the seed of its order; ``axes.optimizer`` is for groups."""

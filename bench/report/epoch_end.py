@@ -1,6 +1,6 @@
 """What the semantics suite found where an epoch ends within a window, which no timed trial shows.
 
-The findings are bundled with the package: ``python -m bench.audit.epoch_end`` writes them from results/semantics.
+The findings are bundled with the package: ``python -m bench.audit.bundle`` writes them from results/semantics.
 """
 
 from __future__ import annotations

@@ -12,28 +12,23 @@ from typing import Annotated, Any
 from typing_extensions import TypedDict
 
 from bench.fields import Flag, Must, Natural, Number
+from bench.plan.cell import Cell
 from bench.plan.schedule import Look
 
 
-class StoredMatrix(TypedDict, total=False):
-    """What was asked for (``bench.plan.matrix``)."""
-
+class _Matrix(TypedDict, total=False):
     name: str
     source: str
     values: dict[str, Any]
     places: dict[str, str]
 
 
-class GitState(TypedDict, total=False):
-    """The commit of the bench, and whether nothing was changed since."""
-
+class _Git(TypedDict, total=False):
     commit: str | None
     clean: Flag | None
 
 
-class GpuFacts(TypedDict, total=False):
-    """One GPU."""
-
+class _Gpu(TypedDict, total=False):
     name: str
     uuid: str
     mig: str
@@ -42,26 +37,27 @@ class GpuFacts(TypedDict, total=False):
     memory_bytes: Natural
 
 
-class MachineFacts(TypedDict, total=False):
-    """What the run was measured on."""
-
+class _Machine(TypedDict, total=False):
     cpu: str | None
     cores: Natural | None
     governor: str | None
     memory_bytes: Natural | None
-    gpus: list[GpuFacts]
+    gpus: list[_Gpu]
     gpu_settings: list[dict[str, Any]]
     system: str | None
     python: str | None
 
 
-class ProductRates(TypedDict, total=False):
-    """The rate of matrix products, measured before the first trial."""
-
+class _Products(TypedDict, total=False):
     world_size: Natural
     threads: Natural
     flops_per_s: dict[str, list[Number]]
     reason: str
+
+
+class _Predicted(TypedDict, total=False):
+    made: str
+    peak_bytes: dict[str, Natural]
 
 
 class Manifest(TypedDict, total=False):
@@ -71,16 +67,18 @@ class Manifest(TypedDict, total=False):
     started: str
     finished: str | None
     command: list[str]
-    matrix: StoredMatrix
-    cells: list[dict[str, Any]]
+    matrix: _Matrix
+    cells: list[Cell]
+    skipped: dict[str, str] | None
+    predicted: _Predicted | None
     remarks: dict[str, str]
     backends: dict[str, dict[str, str]]
     baseline: str
     cold: Flag
     code: dict[str, str]
-    git: GitState | None
-    machine: MachineFacts | None
-    matmul: list[ProductRates]
+    git: _Git | None
+    machine: _Machine | None
+    matmul: list[_Products]
     packages: dict[str, str] | None
     distributions: dict[str, str] | None
     torch_build: dict[str, str | None] | None

@@ -15,7 +15,7 @@ from bench.errors import InputError
 from bench.fields import Amount, Flag, Integer, Must, Natural, Number
 from bench.measure import dispatch, exposure, host
 from bench.plan.categories import HELD, PEAK
-from bench.plan.cell import Status
+from bench.plan.cell import Cell, Status
 from bench.run.warmup import warmup
 
 
@@ -46,9 +46,7 @@ class MergedTime(TimePass, total=False):
     ranks_agree: Flag
 
 
-class UpdatePass(TypedDict):
-    """An update against the reference's."""
-
+class _Update(TypedDict):
     error: Number
     scale: Number
     residual: Number
@@ -57,9 +55,7 @@ class UpdatePass(TypedDict):
     unclipped_scale: NotRequired[Number]
 
 
-class CollectiveCount(TypedDict):
-    """What was seen of one collective in one dtype."""
-
+class _Collective(TypedDict):
     op: str
     dtype: str
     calls: Natural
@@ -73,24 +69,18 @@ def _sizes(sizes: dict[str, int]) -> dict[str, int]:
     return sizes
 
 
-class AccumulationPass(TypedDict):
-    """The dtype in which gradients were summed."""
-
+class _Accumulation(TypedDict):
     dtype: Any
 
 
-class DispatchPass(TypedDict):
-    """What a window costs the host, and what other work was seen."""
-
+class _Dispatch(TypedDict):
     cpu_s: Amount | None
     num_operators: Amount | None
     num_launches: Amount | None
     other_work: NotRequired[str]
 
 
-class ExposurePass(TypedDict):
-    """Communication, and how much of it nothing hides."""
-
+class _Exposure(TypedDict):
     collective_s: Amount
     exposed_s: Amount
 
@@ -110,17 +100,15 @@ class Result(ResultFacts, total=False):
     """What ranks hand back: facts, and the passes that they were asked for."""
 
     time: MergedTime | None
-    update: UpdatePass | None
-    collectives: list[CollectiveCount] | None
+    update: _Update | None
+    collectives: list[_Collective] | None
     memory: Annotated[dict[str, Integer], AfterValidator(_sizes), Must("a table of bytes")] | None
-    accumulation: AccumulationPass | None
-    dispatch: DispatchPass | None
-    exposure: ExposurePass | None
+    accumulation: _Accumulation | None
+    dispatch: _Dispatch | None
+    exposure: _Exposure | None
 
 
-class SampledGpus(TypedDict, total=False):
-    """What NVML saw of each GPU."""
-
+class _SampledGpus(TypedDict, total=False):
     gpus: list[dict[str, Any]]
 
 
@@ -129,7 +117,7 @@ class Record(Result, total=False):
 
     cell_id: Required[str]
     repeat: Required[Natural]
-    cell: Required[dict[str, Any]]
+    cell: Required[Cell]
     status: Required[Annotated[Status, Must(f"one of {', '.join(Status)}")]]
     reason: Required[str]
     wall_s: Required[Amount]
@@ -141,7 +129,7 @@ class Record(Result, total=False):
     log: str
     dumps: list[str]
     device_uuids: list[str | None]
-    gpus: SampledGpus | None
+    gpus: _SampledGpus | None
     layout: dict[str, Any] | None
 
 

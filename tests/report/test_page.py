@@ -10,7 +10,7 @@ from urllib.parse import unquote
 import pandas as pd
 import pytest
 
-from bench.audit.epoch_end import bundle
+from bench.audit.bundle import bundle
 from bench.files import RESULTS
 from bench.judge.loading import hashed, load
 from bench.judge.standing import standings

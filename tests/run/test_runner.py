@@ -322,7 +322,7 @@ def test_reopen_refuses_another_workload(tmp_path: Path, monkeypatch: pytest.Mon
     ("key", "value", "words"),
     [
         ("cells", [], "cells: there are none"),
-        ("cells", [{"backend": "b0"}], "cells: are not those of a run"),
+        ("cells", [{"backend": "b0"}], r"cells\[0\].accumulate is missing"),
         ("cold", "no", "cold is 'no'; it must be true or false"),
         ("git", {"commit": 7}, "git.commit is 7; it must be a string"),
         ("looks", [{"repeats": 1}], r"looks\[0\].open is missing"),
