@@ -118,7 +118,8 @@ def _text(name: str) -> str:
 
 def _shown(folder: Path, stems: Iterable[str], plots: Sequence[Path]) -> Shown:
     """The first page of each of these figures that was drawn, if it is not too large; links to the others."""
-    pictures, linked = [], []
+    pictures: list[Picture] = []
+    linked: list[tuple[str, str]] = []
     for stem in stems:
         files = sorted(path for path in plots if path.suffix == ".svg" and kind_of(path.stem) == stem)
         for path in files:
