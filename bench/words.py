@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 
@@ -18,6 +19,25 @@ def some(names: Sequence[str]) -> str:
     """The first MOST_NAMES names, and how many more there are."""
     left = len(names) - MOST_NAMES
     return ", ".join(names[:MOST_NAMES]) + (f" and {left} more" if left > 0 else "")
+
+
+GIB_ABOVE = 4 * 2**30
+"""Bytes from which a size is said in GiB."""
+
+
+def size(number: float) -> str:
+    """Bytes in words: ``38.6 MiB``."""
+    if number >= GIB_ABOVE:
+        return f"{number / 2**30:,.2f} GiB"
+    return f"{number / 2**20:,.1f} MiB" if number >= 0.05 * 2**20 else f"{number:,.0f} bytes"
+
+
+def digits(value: float) -> str:
+    """With four significant digits and without an exponent."""
+    if not (math.isfinite(value) and value):
+        return f"{value:g}"
+    decimals = 3 - math.floor(math.log10(abs(value)))
+    return f"{round(value, decimals):.{max(0, decimals)}f}"
 
 
 TERMINAL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
