@@ -125,6 +125,7 @@ def docs(session: nox.Session) -> None:
         ("semantics", "--suite", "--out", "results/semantics", "--docs", "docs/semantics.md"),
     ):
         session.run("python", "-m", "bench", *command, success_codes=[0, 1])
+    session.run("python", "-m", "bench.audit.bundle")
 
 
 @nox.session(venv_backend="none", requires=["install"])

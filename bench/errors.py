@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import Any
 
 GOOD, BAD, WRONG, UNCHECKED, DEFECT, INTERRUPTED = 0, 1, 2, 3, 70, 130
@@ -30,3 +32,10 @@ def shown(value: Any) -> str:
     except ValueError:  # an integer of more than 4300 digits
         return "too long a number"
     return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """What a name that is unknown may have been meant to be, or what there is, for an error."""
+    names = list(dict.fromkeys(known))
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {near[0]}?" if near else f"use one of {', '.join(names)}"

@@ -1,1 +1,16 @@
-"""The wing that audits: who steps the optimizer and when, in loops, plans and configurations."""
+"""The audit wing: what backends compute, and what configs will do, checked by measurement.
+
+The path of a scenario from scenarios.toml to docs/semantics.md:
+
+1. ``scenario`` reads the TOML tables, and ``suite`` runs them under each backend, in as few process groups as possible.
+2. In each rank ``observe`` trains the ``decoder``, a model with one weight per use of a sample, and records every
+   fetch, loss and step, and what each update changed.
+3. ``reading`` decodes these records into the coefficient of each sample in each update.
+4. ``diagnosis`` applies its rules to the reading; the gravest of the ``findings`` is the verdict.
+5. ``conformance`` puts the verdicts of all scenarios and backends into one table, ``weight_maps`` the coefficients of
+   one scenario into maps; ``conformance_picture`` and ``weight_figure`` draw them.
+6. ``semantics_page`` fills semantics.md.jinja, and ``semantics_files`` writes everything.
+
+The other commands: ``stepcount`` calculates the steps of a ``training`` plan, ``monitor`` measures ThroughputMonitor,
+``dtypes`` the precision of sums, ``lint/`` reads configs, and ``versions/`` measures releases of the frameworks.
+"""

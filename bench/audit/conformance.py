@@ -53,7 +53,7 @@ FURTHER = 1
 
 
 @dataclass(frozen=True)
-class Group:
+class BackendGroup:
     """Backends that behave alike in every scenario."""
 
     backends: tuple[str, ...]
@@ -77,19 +77,19 @@ def table(observations: Sequence[Observation]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(COLUMNS)).astype(COLUMNS)
 
 
-def groups(observations: Sequence[Observation]) -> list[Group]:
+def groups(observations: Sequence[Observation]) -> list[BackendGroup]:
     """The backends that behave alike in every scenario, in order of appearance."""
     by_backend: dict[str, dict[str, Observation]] = {}
     for seen in observations:
         by_backend.setdefault(seen["backend"], {})[seen["scenario"]["name"]] = seen
-    found: list[Group] = []
+    found: list[BackendGroup] = []
     for backend, cells in by_backend.items():
         for number, known in enumerate(found):
             if known.cells.keys() == cells.keys() and all(alike(known.cells[name], cells[name]) for name in cells):
-                found[number] = Group((*known.backends, backend), known.cells)
+                found[number] = BackendGroup((*known.backends, backend), known.cells)
                 break
         else:
-            found.append(Group((backend,), cells))
+            found.append(BackendGroup((backend,), cells))
     return found
 
 

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from bench.audit.conformance import KEY, Group, Observation, groups, scenarios, summary
+from bench.audit.conformance import KEY, BackendGroup, Observation, groups, scenarios, summary
 from bench.report import sheet, style
 from bench.report.sheet import FigureWords
 from bench.report.style import Key
@@ -84,7 +84,7 @@ def _counts(observations: Sequence[Observation]) -> str:
     return f"{len(scenarios(observations))} scenarios x {backends} backends: {counted}"
 
 
-def _rows(names: Sequence[str], found: Sequence[Group]) -> list[list[TextCell]]:
+def _rows(names: Sequence[str], found: Sequence[BackendGroup]) -> list[list[TextCell]]:
     """The heading of groups, then a row per scenario."""
     rows = [[TextCell(""), *(TextCell(style.clean(group.name)) for group in found)]]
     for name in names:

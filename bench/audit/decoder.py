@@ -1,9 +1,9 @@
-"""The decoder workload: a model from whose change one reads which samples reached an update, and how strongly.
+"""The decoder workload: a model whose weights show which samples reached an update, and with what coefficient.
 
-It has one weight per *use* of a sample (a slot): whenever a rank fetches a sample it gets the next slot. The loss of a
-micro-batch is the mean of its slots' weights, and the optimizer SGD with learning rate 1, so what an update takes off
-a weight is exactly the coefficient that this use of the sample has in it. A sample that is used twice, as padding or
-in another epoch, has two slots, so that no coefficient can be taken for another one's.
+It has one weight per *use* of a sample (a slot): each sample that a rank fetches gets the next slot. The loss of a
+micro-batch is the mean of its slots' weights, and the optimizer is SGD with learning rate 1, so an update lowers each
+weight by exactly the coefficient of that use of the sample. A sample that is used twice, as padding or in another
+epoch, has two slots, so that no two coefficients are confused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bench.audit.scenario import Reduction
 
 
 class _Weights(nn.Module):
-    """A vector of weights; a unit of sharding."""
+    """A vector of weights, sharded as a unit."""
 
     def __init__(self, num_slots: int) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class _Weights(nn.Module):
 
 
 class _Decoder(nn.Module):
-    """The root around the weights, as a transformer is around its blocks."""
+    """The root around the weights, like a transformer around its blocks."""
 
     def __init__(self, num_slots: int) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class DecoderWorkload:
     """A model and its loss. A micro-batch is int64 of shape [batch_size, 3]: slot, tokens, tokens of its window."""
 
     def __init__(self, num_slots: int, reduction: Reduction, num_shares: int) -> None:
-        """``num_shares`` is N x W: how many micro-batches share a window, which every framework divides by."""
+        """``num_shares`` is N x W, the micro-batches of a window, by which every framework divides."""
         self._num_slots = num_slots
         self._reduction = reduction
         self._num_shares = num_shares
@@ -61,7 +61,7 @@ class DecoderWorkload:
         return [model.weights]  # type: ignore[list-item]
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-        """A scalar whose derivative by a slot's weight is that slot's coefficient in the micro-batch's loss."""
+        """A scalar whose derivative by each slot's weight is the slot's coefficient in this loss."""
         slots, tokens, window_tokens = batch.unbind(dim=1)
         summed: Tensor = (model(slots) * tokens).sum()
         if self._reduction is Reduction.WINDOW:

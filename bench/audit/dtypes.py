@@ -1,4 +1,4 @@
-"""In which dtype every backend sums gradients, and with what error, in a process group per backend."""
+"""The dtype in which each backend sums gradients, and the error of the sum, measured in a process group per backend."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WINDOWS = tuple(2**k for k in range(9))
 
 @dataclass(kw_only=True)
 class AccumulationTask(Task):
-    """Both probes of one backend, in each precision."""
+    """The probes of dtype and error for one backend, in each precision."""
 
     work: ClassVar[str] = "bench.audit.dtypes:work"
 
@@ -43,7 +43,7 @@ def work(task: AccumulationTask, rank: int, device: torch.device) -> dict[str, A
 def _row(
     task: AccumulationTask, precision: Precision, backend: type[Backend], number: int, device: torch.device
 ) -> dict[str, Any]:
-    """Both probes in one precision; ``errors`` has one of ``error`` for each N."""
+    """Both probes in one precision; ``errors`` has the error for each N."""
     cell = Cell(
         backend=task.backend,
         accumulate=4,
@@ -53,12 +53,12 @@ def _row(
         precision=precision,
         device=task.device,
     )
-    gc.collect()  # frees the row before, whose frameworks leave cycles
+    gc.collect()  # frees the previous row, whose frameworks leave reference cycles
     row: dict[str, Any] = {"backend": task.backend, "precision": precision, "world_size": task.world_size}
     try:
         row |= accumulator(backend, cell, number, device)
         row["errors"] = [error(backend, cell, number, device, n) for n in task.windows]
-    except UnsupportedError as refusal:  # on all ranks alike
+    except UnsupportedError as refusal:  # on all ranks
         row |= {"dtype": Status.UNSUPPORTED, "reason": str(refusal)}
     return row
 
@@ -72,7 +72,7 @@ def table(
     device: Device = Device.CPU,
     timeout_s: float = 300.0,
 ) -> Iterator[dict[str, Any]]:
-    """A row per backend and precision, as rank 0 found it; ``dtype`` is the status of one that failed."""
+    """A row per backend and precision, as measured by rank 0; ``dtype`` is the status of one that failed."""
     with Launcher(device) as launcher, tempfile.TemporaryDirectory(prefix="accumulation-bench-") as folder:
         for name in backends:
             task = AccumulationTask(

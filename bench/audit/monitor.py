@@ -1,11 +1,10 @@
-"""Which settings Lightning's ThroughputMonitor gets right under accumulation: a Trainer is run, a tap has the truth.
+"""How right Lightning's ThroughputMonitor is under accumulation, measured: a Trainer runs, and a tap has the truth.
 
-The workload takes known times: so many seconds per micro-batch, so many more per optimizer step. The monitor and the
-tap read the same clock. By default it is a virtual one, which the workload alone moves on: what is judged is what the
-monitor makes of the times that it reads, and with a virtual clock that is exact and does not wait. With the real clock
-the workload sleeps, and Lightning's own overhead is in both numbers.
+The workload takes known times per micro-batch and per optimizer step, on a clock that the monitor and the tap share. By
+default the clock is virtual and only the workload advances it, which is exact and takes no time. With the real clock
+the workload sleeps, and both numbers contain Lightning's own overhead.
 
-Nothing here needs more than torch and Lightning, whose version may be any from 2.2.0 on.
+Needs torch and any Lightning from 2.2.0 on.
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ from bench.audit.monitor_grid import Epoch, Point, RateVerdict
 from bench.measure.taps import EventKind, Taps, updates
 
 TOLERANCE = 0.01
-"""How far from 1 a ratio may be and still be called right, unless told."""
+"""Default: how far from 1 a right ratio may be."""
 
 MONITOR_MODULES = ("lightning.pytorch.callbacks.throughput_monitor", "lightning.fabric.utilities.throughput")
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """One ``device/samples_per_sec`` that the monitor logged, and the tap's for the same time."""
+    """One ``device/samples_per_sec`` that the monitor logged, and the true rate for the same time."""
 
     update: int
-    """Optimizer steps that had been made, counted by the tap."""
+    """Optimizer steps made so far, counted by the tap."""
     reported: float
-    """Samples per second, by the monitor."""
+    """Samples per second that the monitor logged."""
     true: float
-    """Samples per second by the tap, over the fewest whole windows that cover what the monitor's window covers."""
+    """Samples per second measured by the tap, over the fewest whole windows that cover the monitor's window."""
 
     @property
     def ratio(self) -> float:
@@ -48,20 +47,20 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What was seen at one point."""
+    """What was measured at one point."""
 
     point: Point
     error: str
-    """Type and message of what the monitor raised; empty if nothing."""
+    """Type and message of the error that the monitor raised, if any."""
     num_updates: int
     true_samples_per_s: float | None
-    """Over all whole windows after the first: from the first update to the last."""
+    """From the first update to the last."""
     log_updates: tuple[int, ...]
-    """Optimizer steps that had been made whenever the monitor logged something."""
+    """Optimizer steps made at each log of the monitor."""
     rates: tuple[Rate, ...]
-    """Those that can be judged: the monitor's window begins after the first update."""
+    """The rates that can be judged: their window begins after the first update."""
     num_rates_logged: int = 0
-    """Those that cannot be judged are counted too."""
+    """All logged rates, judged or not."""
 
     def verdict(self, tolerance: float = TOLERANCE) -> RateVerdict:
         """One word for the point."""
@@ -72,7 +71,7 @@ class Measurement:
         return judge([rate.ratio for rate in self.rates], tolerance)
 
     def row(self, tolerance: float = TOLERANCE) -> dict[str, Any]:
-        """One flat row: SI units, counts start with ``num_``."""
+        """The measurement as one flat row, in SI units."""
         per_epoch, epochs = self.point.lengths
         ratios = [rate.ratio for rate in self.rates]
         reported = [rate.reported for rate in self.rates]
@@ -98,7 +97,7 @@ class Measurement:
 
 
 def judge(ratios: Sequence[float], tolerance: float) -> RateVerdict:
-    """The verdict on rates that were logged, from their ratios to the truth."""
+    """The verdict on logged rates, from their ratios to the truth."""
     if not ratios:
         return RateVerdict.UNRATED
     if max(abs(ratio - 1) for ratio in ratios) <= tolerance:
@@ -113,7 +112,7 @@ def grid(
     epochs: Sequence[Epoch],
     **workload: Any,
 ) -> list[Point]:
-    """All combinations; N = 1 has no partial window, so it has only whole ones."""
+    """All combinations; with N = 1 there are no partial and no short epochs."""
     return [
         Point(n, every, size, epoch, **workload)
         for epoch in epochs
@@ -125,12 +124,11 @@ def grid(
 
 
 class VirtualClock:
-    """A clock that stands still until the workload moves it on."""
+    """A clock that only the workload advances."""
 
     def __init__(self) -> None:
         self._now = 0.0
-        self.num_reads = 0
-        """By the monitor."""
+        self.num_reads = 0  # by the monitor
 
     def now(self) -> float:
         return self._now
@@ -145,7 +143,7 @@ class VirtualClock:
 
     @contextlib.contextmanager
     def shown_to(self, module: Any) -> Iterator[None]:
-        """Within it, ``time`` is this clock in one module; everyone else keeps the real one."""
+        """Within this context, ``time`` is this clock in one module and the real one everywhere else."""
         before = module.time
         module.time = self
         try:
@@ -161,14 +159,14 @@ class RealClock:
     spend = staticmethod(time.sleep)
 
     def shown_to(self, module: Any) -> contextlib.AbstractContextManager[None]:
-        """Nothing to do: the monitor reads this clock by itself."""
+        """Nothing to do: the monitor reads this clock anyway."""
         return contextlib.nullcontext()
 
 
 def measure(point: Point, *, real_time: bool = False) -> Measurement:
     """Train at one point of the grid with the installed Lightning, on the CPU, in this process.
 
-    An error that comes out of the monitor is a result; any other is raised.
+    An error of the monitor is a result; any other error is raised.
     """
     clock = RealClock() if real_time else VirtualClock()
     taps = Taps(mark=clock.now)
@@ -177,7 +175,8 @@ def measure(point: Point, *, real_time: bool = False) -> Measurement:
     try:
         _train(point, clock, taps, logged)
     except Exception as exception:
-        if not any(frame.f_globals.get("__name__") in MONITOR_MODULES for frame, _ in _frames(exception)):
+        frames = traceback.walk_tb(exception.__traceback__)
+        if not any(frame.f_globals.get("__name__") in MONITOR_MODULES for frame, _ in frames):
             raise
         error = " ".join(f"{type(exception).__name__}: {exception}".split())
     if isinstance(clock, VirtualClock) and not clock.num_reads and not error:
@@ -185,19 +184,15 @@ def measure(point: Point, *, real_time: bool = False) -> Measurement:
     return _measurement(point, taps, logged, error)
 
 
-def _frames(exception: BaseException) -> Iterator[tuple[Any, int]]:
-    return traceback.walk_tb(exception.__traceback__)
-
-
 def _train(point: Point, clock: VirtualClock | RealClock, taps: Taps, logged: list[tuple[int, float | None]]) -> None:
-    """Fit; ``logged`` gets, for each time the monitor logs, the micro-batches so far and the rate if there is one."""
+    """Train; at each log of the monitor, append the micro-batches so far and the rate, if any, to ``logged``."""
     import torch
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.callbacks import throughput_monitor
     from lightning.pytorch.loggers.logger import Logger
 
     class SlowSGD(torch.optim.Optimizer):
-        """SGD with a step that takes the workload's time."""
+        """SGD whose step takes the time of the point."""
 
         def __init__(self, parameters: Any) -> None:
             super().__init__(parameters, {"lr": 1e-3})
@@ -260,7 +255,7 @@ def _train(point: Point, clock: VirtualClock | RealClock, taps: Taps, logged: li
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Lightning's hints (no GPU used, few workers, no FLOPs given) are not for who audits it."""
+    """Without Lightning's hints (no GPU used, few workers, no FLOPs given)."""
     logger = logging.getLogger("lightning.pytorch")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -273,10 +268,10 @@ def _quiet() -> Iterator[None]:
 
 
 def _measurement(point: Point, taps: Taps, logged: Sequence[tuple[int, float | None]], error: str) -> Measurement:
-    """Compare what was logged with the tap's updates."""
+    """Compare the logged rates with the tap's updates."""
     made = updates(taps.events)
     per_epoch, _ = point.lengths
-    batches = [0]  # micro-batches at the end of each update, after a 0 for the start
+    batches = [0]  # micro-batches at the start and at the end of each update
     for update in made:
         batches.append(batches[-1] + update.num_micro_batches)
     samples = [0]

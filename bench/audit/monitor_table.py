@@ -1,8 +1,9 @@
-"""What the grid over ThroughputMonitor's settings came to: table, words and heat map."""
+"""The results of the grid over ThroughputMonitor's settings: table, findings and heat map."""
 
 from __future__ import annotations
 
 import argparse
+import platform
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,23 +14,35 @@ import pandas as pd
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from rich import box
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from bench.audit.monitor_grid import Epoch, RateVerdict
 from bench.report import sheet, style
-from bench.report.panels import Drawing
 from bench.report.sheet import FigureWords
 from bench.report.style import SMALL
 from bench.words import plural
 
+EPOCHS = {
+    Epoch.WHOLE: "NB is a multiple of N",
+    Epoch.PARTIAL: "NB = 2N + N/2: a partial last window",
+    Epoch.SHORT: "NB = N/2 < N",
+}
+"""Titles of the panels."""
+HEADER = ["epoch", "N", "window_size", "log_every_n_steps", "logs at", "reported/s", "true/s", "ratio", "verdict"]
+NO_RATIO = (RateVerdict.UNRATED, RateVerdict.SILENT, RateVerdict.RAISED)
+COLOUR_LIMIT = 4.0
+"""Ratios below 1/4 and above 4 have the darkest colours."""
+DARK = 2.2
+"""Ratios below 1/2.2 and above 2.2 are written in white."""
+
 
 def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """What the numbers depend on."""
-    import platform
-
     import lightning
     import torch
 
@@ -45,69 +58,48 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def show_table(rows: pd.DataFrame, about: dict[str, Any]) -> None:
-    """Print the table, its settings and what was found."""
-    from rich.console import Console
-
-    console = Console(width=max(120, Console().width))  # better wrapped by the terminal than cut off
-    console.print(table(rows))
-    console.print(settings(about), highlight=False, soft_wrap=True)
-    for finding in findings(rows):
-        console.print(finding, highlight=False, markup=False, soft_wrap=True)
+    """Print the table, its settings and the findings."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in HEADER:
+        table.add_column(name, justify="right" if name in {"N", "window_size", "reported/s", "true/s"} else "left")
+    for cells in summary(rows).itertuples(index=False):
+        table.add_row(*map(Text, cells), style=None if cells[-1] == RateVerdict.RIGHT else "red")
+    console = Console(width=max(120, Console().width))  # lines that the terminal wraps are better than cut cells
+    console.print(table)
+    for text in (settings(about), *findings(rows)):
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def write_files(folder: Path, rows: pd.DataFrame, about: dict[str, Any]) -> list[Path]:
-    """Table, page and plot."""
-    import matplotlib.style
-
-    from bench.report import sheet, style
-
+    """Write table, page and plot; their paths."""
     parquet, page = folder / "throughput.parquet", folder / "throughput.md"
     rows.assign(**{name: about[name] for name in ("lightning", "torch", "python", "clock")}).to_parquet(parquet)
     page.write_text(markdown(rows, about), encoding="utf-8")
-    drawing = draw(rows, about)
+    figure, around = draw(rows, about)
     with matplotlib.style.context(list(style.BASE)):
-        return [parquet, page, *sheet.save(drawing.figure, folder / drawing.stem, drawing.words)]
+        return [parquet, page, *sheet.save(figure, folder / "throughput", around)]
 
 
-EPOCHS = {
-    Epoch.WHOLE: "NB is a multiple of N",
-    Epoch.PARTIAL: "NB = 2N + N/2: a partial last window",
-    Epoch.SHORT: "NB = N/2 < N",
-}
-"""Titles of the panels."""
-HEADER = ("epoch", "N", "window_size", "log_every_n_steps", "logs at", "reported/s", "true/s", "ratio", "verdict")
-NO_RATIO = (RateVerdict.UNRATED, RateVerdict.SILENT, RateVerdict.RAISED)
-COLOUR_LIMIT = 4.0
-"""Ratios beyond 1/4 and 4 have the darkest colours."""
-DARK = 2.2
-"""Ratios beyond 1/2.2 and 2.2 are written in white."""
-
-
-def lines(rows: pd.DataFrame) -> list[tuple[str, ...]]:
-    """The rows of the printed table: points that differ in ``log_every_n_steps`` alone, and came out alike, in one."""
-    alike = rows.assign(
-        low=rows["ratio_min"].round(3).fillna(-1),
-        high=rows["ratio_max"].round(3).fillna(-1),
-        at=[_logs_at(row) for row in rows.to_dict("records")],
+def summary(rows: pd.DataFrame) -> pd.DataFrame:
+    """The printed table, as text: points that differ only in ``log_every_n_steps``, with equal results, share a row."""
+    told = pd.DataFrame(
+        {
+            "epoch": rows["epoch"],
+            "N": rows["accumulate"],
+            "window_size": rows["window_size"],
+            "log_every_n_steps": rows["log_every_n_steps"].astype(str),
+            "logs at": [_logs_at(row) for row in rows.to_dict("records")],
+            "reported/s": rows["reported_samples_per_s"],
+            "true/s": rows["true_samples_per_s"],
+            "ratio": [_ratio(row) for row in rows.to_dict("records")],
+            "verdict": rows["verdict"],
+        }
     )
-    keys = ["epoch", "accumulate", "window_size", "verdict", "low", "high", "at"]
-    found: list[tuple[str, ...]] = []
-    for _, group in alike.groupby(keys, sort=False):
-        row = group.iloc[0]
-        found.append(
-            (
-                row["epoch"],
-                str(row["accumulate"]),
-                str(row["window_size"]),
-                ", ".join(map(str, group["log_every_n_steps"])),
-                row["at"],
-                _number(group["reported_samples_per_s"].median()),
-                _number(group["true_samples_per_s"].median()),
-                ratio(row),
-                row["verdict"],
-            )
-        )
-    return found
+    equal = told.groupby(["epoch", "N", "window_size", "logs at", "ratio", "verdict"], sort=False, as_index=False)
+    found = equal.agg({"log_every_n_steps": ", ".join, "reported/s": "median", "true/s": "median"})
+    for name in ("reported/s", "true/s"):
+        found[name] = ["-" if pd.isna(value) else f"{value:.1f}" for value in found[name]]
+    return found[HEADER].astype(str)
 
 
 def _logs_at(row: Any) -> str:
@@ -116,68 +108,50 @@ def _logs_at(row: Any) -> str:
         return "-"
     every = row["log_every_n_steps"]
     multiples = [str(every * (i + 1)) for i in range(row["num_updates"] // every)]
-    if row["log_updates"] == ",".join(multiples):
-        return "its multiples"
-    return str(row["log_updates"])
+    return "its multiples" if row["log_updates"] == ",".join(multiples) else str(row["log_updates"])
 
 
-def _number(value: Any) -> str:
-    return "-" if pd.isna(value) else f"{value:.1f}"
-
-
-def ratio(row: Any) -> str:
-    """Reported to true, from the smallest to the largest."""
+def _ratio(row: Any) -> str:
+    """Reported divided by true, from the smallest to the largest."""
     if pd.isna(row["ratio_min"]):
         return "-"
     low, high = f"{row['ratio_min']:.3f}", f"{row['ratio_max']:.3f}"
     return low if low == high else f"{low} to {high}"
 
 
-def table(rows: pd.DataFrame) -> Table:
-    """The table in the terminal."""
-    found = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in HEADER:
-        found.add_column(name, justify="right" if name in {"N", "window_size", "reported/s", "true/s"} else "left")
-    for line in lines(rows):
-        found.add_row(*map(Text, line), style=None if line[-1] == RateVerdict.RIGHT else "red")
-    return found
-
-
 def markdown(rows: pd.DataFrame, about: dict[str, Any]) -> str:
-    """The same table, with the words around it, as a page."""
-    head = [f"# ThroughputMonitor of Lightning {about['lightning']}", "", settings(about), ""]
-    head += [f"- {finding}" for finding in findings(rows)]
-    head += ["", columns(rows), "", f"| {' | '.join(HEADER)} |", "|" + " --- |" * len(HEADER)]
-    return "\n".join([*head, *(f"| {' | '.join(line)} |" for line in lines(rows)), ""])
+    """The page: settings, findings, the meaning of the columns, and the table."""
+    lines = [f"# ThroughputMonitor of Lightning {about['lightning']}", "", settings(about), ""]
+    lines += [f"- {finding}" for finding in findings(rows)]
+    lines += ["", columns(rows), "", f"| {' | '.join(HEADER)} |", "|" + " --- |" * len(HEADER)]
+    lines += [f"| {' | '.join(cells)} |" for cells in summary(rows).itertuples(index=False)]
+    return "\n".join([*lines, ""])
 
 
 def settings(about: dict[str, Any]) -> str:
     """How it was measured, in one paragraph."""
-    clock = (
-        "a virtual clock that the workload moves on" if about["clock"] == "virtual" else "the real clock, by sleeping"
-    )
+    clock = "a virtual clock" if about["clock"] == "virtual" else "the real clock, by sleeping"
     return (
         f"Lightning {about['lightning']}, torch {about['torch']}, Python {about['python']}. A micro-batch takes "
         f"{about['micro_batch_s']:g} s and an optimizer step {about['optimizer_s']:g} s more, on {clock}. "
-        "ratio: samples/s that the monitor logged, to what the tap on the optimizer has over the whole windows that "
-        f"cover the monitor's; right: within {100 * about['tolerance']:g} % of 1."
+        "ratio: the samples/s that the monitor logged, divided by those measured at the optimizer over the whole "
+        f"windows that cover the monitor's; right: within {100 * about['tolerance']:g} % of 1."
     )
 
 
 def columns(rows: pd.DataFrame) -> str:
-    """What the columns of the table say, in one paragraph."""
+    """What the columns of the table mean, in one paragraph."""
     kinds = ", ".join(f"{epoch} ({title})" for epoch, title in EPOCHS.items() if (rows["epoch"] == epoch).any())
     return (
-        (f"epoch: how many micro-batches NB it has, {kinds}. " if kinds else "")
-        + "reported/s: samples, the median of what was logged; true/s: over the whole training but for its first "
-        "window. Their quotient is not the ratio: each ratio is of one log, to the windows that it covers. Where all "
-        "logs fall at the same place of an epoch, as at the end of each, the monitor can be right of those windows and "
-        "far from the whole."
+        (f"epoch: the number of micro-batches NB in an epoch, {kinds}. " if kinds else "")
+        + "reported/s: the median of the logged samples/s; true/s: over the whole training except its first window. "
+        "Their quotient is not the ratio, since each ratio compares one log with the windows that it covers: where all "
+        "logs fall on the same place of an epoch, the monitor can be right about those windows and wrong overall."
     )
 
 
 def findings(rows: pd.DataFrame) -> list[str]:
-    """What was found, in words: by the rows alone."""
+    """The findings in words, from the rows alone."""
     counts = rows["verdict"].value_counts()
     found = [f"{plural(len(rows), 'point')}: " + ", ".join(f"{counts[v]} {v}" for v in RateVerdict if v in counts)]
     for epoch, title in EPOCHS.items():
@@ -201,24 +175,24 @@ def findings(rows: pd.DataFrame) -> list[str]:
     return found
 
 
-def draw(rows: pd.DataFrame, about: dict[str, Any]) -> Drawing:
-    """One heat map per kind of epoch: the ratio that is furthest from 1, by window size and N."""
+def draw(rows: pd.DataFrame, about: dict[str, Any]) -> tuple[Figure, FigureWords]:
+    """One heat map per kind of epoch, with the ratio furthest from 1 by window size and N."""
     with matplotlib.style.context(list(style.BASE)):
         epochs = [epoch for epoch in EPOCHS if (rows["epoch"] == epoch).any()]
-        words = FigureWords(
-            "Samples per second by ThroughputMonitor, as a ratio to the truth",
+        around = FigureWords(
+            "Samples per second of ThroughputMonitor, divided by the true ones",
             settings(about),
-            f"In each field the ratio furthest from 1 over log_every_n_steps {_values(rows, 'log_every_n_steps')}; "
-            "framed: right at all of them.",
+            f"Each field has the ratio furthest from 1 over log_every_n_steps {_values(rows, 'log_every_n_steps')}; a "
+            "frame: right at all of them.",
         )
         heights = [max(1, rows[rows["epoch"] == epoch]["accumulate"].nunique()) for epoch in epochs]
         inches = sum(heights) * 0.3 + len(epochs) * 0.5 + 0.2
-        figure = sheet.sheet(words, [], inches, inches)
+        figure = sheet.sheet(around, [], inches, inches)
         panels = figure.subplots(len(epochs), 1, squeeze=False, gridspec_kw={"height_ratios": heights}).ravel()
         for axes, epoch in zip(panels, epochs, strict=True):
             _heat_map(axes, rows[rows["epoch"] == epoch], EPOCHS[epoch])
         panels[-1].set_xlabel("window_size in micro-batches")
-    return Drawing("throughput", figure, rows, words)
+    return figure, around
 
 
 def _values(rows: pd.DataFrame, column: str) -> str:
@@ -226,7 +200,7 @@ def _values(rows: pd.DataFrame, column: str) -> str:
 
 
 def worst(points: pd.DataFrame) -> tuple[float, str, bool]:
-    """The ratio furthest from 1 (NaN if there is none), what is written in its field, and whether all are right."""
+    """The ratio furthest from 1 (NaN if there is none), the text of its field, and whether all points are right."""
     all_right = bool((points["verdict"] == RateVerdict.RIGHT).all())
     ratios = [float(value) for name in ("ratio_min", "ratio_max") for value in points[name].dropna()]
     without: Sequence[str] = [v for v in NO_RATIO if (points["verdict"] == v).any()]
@@ -259,5 +233,4 @@ def _heat_map(axes: Axes, rows: pd.DataFrame, title: str) -> None:
     axes.set_title(title)
     axes.grid(visible=False)
     axes.tick_params(length=0)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
+    axes.spines[:].set_visible(False)

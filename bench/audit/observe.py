@@ -1,7 +1,7 @@
-"""One rank's part in finding out what a backend computes: scenarios on the decoder, through the three taps.
+"""One rank's part in an audit: it trains the decoder in each scenario and records what passes the three taps.
 
-Scenarios of one backend follow each other in one process group, each on a fresh build; nothing of one reaches the
-next, and a test compares them with scenarios in process groups of their own.
+The scenarios of a backend follow each other in one process group, each on a fresh build. A test compares the results
+with those in process groups of their own.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import hashlib
 import math
 import time
 from collections.abc import Iterable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from bench.audit.job import ScenarioJob, audited
 from bench.audit.scenario import Fault, Reduction, Scenario, Split
-from bench.backends.base import Backend, Job, registry
+from bench.backends.base import Backend, registry
 from bench.launch.rank import failure as failure_of
 from bench.measure.taps import EventKind, Taps
 from bench.plan.cell import Cell, Device, Status
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
 LETTERS = {EventKind.FETCH: "F", EventKind.LOSS: "L", EventKind.STEP: "S"}
-"""How events are written: a fetch, a loss, an inner optimizer step."""
+"""A fetch, a loss, and an inner optimizer step, as they are recorded."""
 
 
 @dataclass(kw_only=True)
@@ -44,35 +45,35 @@ class AuditTask(Task):
 
 
 PEERS_S = 3.0
-"""How long a rank on which a scenario failed waits for the others to fail too, or to end it."""
+"""How long a rank that failed waits for the others to fail too, or to finish."""
 
 
 class MicroBatchError(RuntimeError):
-    """Raised in the loss of the micro-batch at which a scenario wants an exception."""
+    """The exception of a scenario, raised in the loss of a micro-batch."""
 
 
-class _BoundReached(Exception):  # noqa: N818 - not an error: it ends a training that would not end
-    """More micro-batches were asked for than the scenario can need."""
+class _BoundReached(Exception):  # noqa: N818 - no error: it stops a training that would not end
+    """A micro-batch was requested after all that the scenario can need."""
 
 
-class _Saved(Exception):  # noqa: N818 - not an error: it ends the first half of a training
+class _Saved(Exception):  # noqa: N818 - no error: it stops the first half of a training
     """The checkpoint is written."""
 
 
 def work(task: AuditTask, rank: int, device: torch.device) -> dict[str, Any]:
     """One rank's part; see ``bench.plan.task.Task``."""
-    backend = registry([task.backend])[task.backend]
+    backend = audited(registry([task.backend])[task.backend])
     return {"status": Status.OK, "audits": [_audit(task, i, backend, rank, device) for i in range(len(task.scenarios))]}
 
 
 def _audit(task: AuditTask, index: int, backend: type[Backend], number: int, device: torch.device) -> dict[str, Any]:
     """One scenario on this rank; see ``Audit.run``. All ranks share a folder for checkpoints.
 
-    Raises what went wrong if it did on this rank alone: its peers wait for it inside a collective, and never return.
+    Raises the error of a scenario that failed on this rank only, since the other ranks wait for it in a collective.
     """
     import torch.distributed as dist
 
-    gc.collect()  # frees the scenario before, whose frameworks leave cycles
+    gc.collect()  # frees the previous scenario, whose frameworks leave reference cycles
     checkpoints = Path(task.folder) / f"checkpoints-{index}"
     if number == 0:
         checkpoints.mkdir()
@@ -87,7 +88,7 @@ def _audit(task: AuditTask, index: int, backend: type[Backend], number: int, dev
 
 
 def _all_done(task: AuditTask, index: int) -> bool:
-    """Whether all ranks have come to the end of a scenario, well or not, within ``PEERS_S``."""
+    """Whether all ranks finish a scenario or fail in it within ``PEERS_S``."""
     deadline = time.monotonic() + PEERS_S
     while time.monotonic() < deadline:
         if all((Path(task.folder) / f"done-{index}-{rank}").exists() for rank in range(task.world_size)):
@@ -120,21 +121,14 @@ class Audit:
         self.digests: list[str] = []
         self.schedulers: list[LRScheduler] = []
         self.skip = 0
-        """Micro-batches of the epoch that a resumed training is not given again."""
+        """Micro-batches that the loader of a resumed training skips."""
         self.error: Exception | None = None
         self._first_sample: int | None = None
         self._epoch = -1
         self._read_upto = 0
 
     def run(self) -> dict[str, Any]:
-        """What happened, as plain JSON.
-
-        ``fetches``: epoch and samples of each micro-batch; ``losses``: which fetch each loss was of; ``faults``: how
-        many losses came before each fault; ``events``: the taps' events in order, a letter each;
-        ``changes``: for each update, the coefficient of each slot that has one; ``digests``: of all weights after each
-        update, equal on all ranks if their replicas are; ``reported``: the framework's own counters; ``stopped``:
-        ``ended``, ``failed``, or ``bound`` if it would not have ended; ``failure``: as ``rank.failure`` has it.
-        """
+        """What happened, as plain JSON; see ``record`` for its keys."""
         stopped, failure = "ended", None
         try:
             self._train()
@@ -149,22 +143,21 @@ class Audit:
             reported = self.backend.reported()
         if self.schedulers:
             reported["lr_scheduler.last_epoch"] = self.schedulers[-1].last_epoch
-        return {
-            "scenario": self.scenario.name,
-            "stopped": stopped,
-            "failure": failure,
-            "own_slots": self.scenario.slots_per_rank,
-            "fetches": self.fetches,
-            "losses": self.losses,
-            "faults": self.faults,
-            "events": "".join(LETTERS[event.kind] for event in self.taps.events),
-            "changes": [sorted(change.items()) for change in self.changes],
-            "digests": self.digests,
-            "reported": reported,
-        }
+        return record(
+            self.scenario,
+            stopped,
+            failure,
+            fetches=self.fetches,
+            losses=self.losses,
+            faults=self.faults,
+            events="".join(LETTERS[event.kind] for event in self.taps.events),
+            changes=[sorted(change.items()) for change in self.changes],
+            digests=self.digests,
+            reported=reported,
+        )
 
     def _train(self) -> None:
-        """Train, and once more after the scenario's fault."""
+        """Train, and train again after the scenario's fault."""
         self.backend = self.backend_class()
         try:
             self.backend.train(self._job())
@@ -174,7 +167,7 @@ class Audit:
             self.backend = self.backend_class()
             self.backend.train(self._job(resume=self.folder))
 
-    def _job(self, resume: Path | None = None) -> Job:
+    def _job(self, resume: Path | None = None) -> ScenarioJob:
         import torch
 
         scenario = self.scenario
@@ -196,7 +189,7 @@ class Audit:
             self.schedulers.append(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0))
             return self.schedulers[-1]
 
-        return Job(
+        return ScenarioJob(
             cell=cell,
             rank=self.rank,
             world_size=scenario.world_size,
@@ -208,29 +201,24 @@ class Audit:
             build=self._build,
             blocks=self.workload.blocks,
             loader=self._loader(sharded=True),
-            audited=True,
-            engine_accumulate=scenario.engine_accumulate,
+            scenario=scenario,
             unsharded=self._loader(sharded=False) if scenario.split is Split.FRAMEWORK else None,
             loss=self._loss,
             optimizer=optimizer,
-            autocast=nullcontext,
             keep_parameters=True,
             clip_norm=scenario.clip_norm,
-            epochs=scenario.epochs,
-            max_steps=scenario.max_steps,
-            accumulate_by_epoch=scenario.accumulate if len(scenario.accumulate) > 1 else (),
             scheduler=scheduler,
             resume=resume,
         )
 
     def _build(self) -> nn.Module:
-        """A new model with the weights that training has reached."""
+        """A new model with the current weights."""
         model = self.workload.model()
         model.load_state_dict(self.weights)
         return model.to(self.device)
 
     def _loader(self, *, sharded: bool) -> Any:
-        """A torch DataLoader over the sample numbers, tapped where it collates: of this rank's samples, or of all."""
+        """A DataLoader over the numbers of this rank's samples, or of all samples, tapped where it collates."""
         from torch.utils.data import DataLoader, DistributedSampler
 
         scenario = self.scenario
@@ -249,7 +237,7 @@ class Audit:
         )
 
     def _collate(self, samples: list[int]) -> Tensor:
-        """A micro-batch, as the decoder wants it. Every fetch passes here, whoever asks for it."""
+        """A micro-batch of the decoder. Every fetch comes through here."""
         import torch
 
         self._read()
@@ -267,10 +255,10 @@ class Audit:
         return torch.tensor(rows, device=self.device)
 
     def _count_epochs(self, sample: int) -> None:
-        """Take note of a micro-batch's first sample: an epoch begins with the one with which the first epoch did.
+        """Notice a new epoch, which begins with the same sample as the first one.
 
-        A framework that splits the samples may shuffle them, so there micro-batches are counted. A resumed training is
-        of the same one epoch, even if its loader begins anew.
+        A framework that splits the samples may shuffle them, so micro-batches are counted there. A resumed training is
+        in the same epoch, even if its loader starts over.
         """
         if self.scenario.split is Split.FRAMEWORK:
             self._epoch = len(self.fetches) // self.scenario.micro_batches
@@ -281,7 +269,7 @@ class Audit:
             self._epoch += 1
 
     def _tokens_of_window(self) -> int:
-        """Tokens, over all ranks, of the whole window in which the newest micro-batch lies."""
+        """Tokens on all ranks in the complete window of the newest micro-batch."""
         scenario = self.scenario
         size = scenario.accumulate_in(self._epoch) * scenario.batch_size * scenario.world_size
         of_epoch = sum(fetch["epoch"] == self._epoch for fetch in self.fetches)
@@ -297,7 +285,7 @@ class Audit:
         return self.taps.loss(self.workload.loss)(model, batch)
 
     def _fault(self) -> None:
-        """What the scenario wants to happen between two micro-batches, if anything."""
+        """Do what the scenario has between two micro-batches, if anything."""
         if self.scenario.fault is Fault.ZERO_GRAD:
             self.faults.append(len(self.losses))
             self.backend.zero_grad()
@@ -307,7 +295,7 @@ class Audit:
             raise _Saved
 
     def _read(self) -> None:
-        """If there was an update since the last call, note what it changed. Collective."""
+        """Record what the last update changed, if there was one since the last call. Collective."""
         from bench.audit.decoder import PARAMETER
 
         new = self.taps.events[self._read_upto :]
@@ -319,3 +307,18 @@ class Audit:
         self.weights = {PARAMETER: after}
         self.digests.append(hashlib.sha256(after.numpy().tobytes()).hexdigest()[:12])
         self.changes.append({int(slot): change[slot].item() for slot in change.nonzero().flatten()})
+
+
+def record(scenario: Scenario, stopped: str, failure: dict[str, Any] | None, **observed: Any) -> dict[str, Any]:
+    """One rank's record of a scenario, as plain JSON.
+
+    ``stopped``: ``ended``, ``failed``, ``bound`` if training would not have ended, or ``lost`` with its process group;
+    ``failure``: as from ``rank.failure``; ``fetches``: epoch and samples of each micro-batch; ``losses``: the fetch of
+    each loss; ``faults``: the number of losses before each fault; ``events``: the taps' events in order, one letter
+    each; ``changes``: for each update, the coefficients by slot; ``digests``: of all weights after each update, equal
+    on all ranks if their replicas are; ``reported``: the framework's own counters.
+    """
+    nothing: dict[str, Any] = {name: [] for name in ("fetches", "losses", "faults", "changes", "digests")}
+    nothing |= {"events": "", "reported": {}}
+    known = {"scenario": scenario.name, "stopped": stopped, "failure": failure, "own_slots": scenario.slots_per_rank}
+    return known | nothing | observed

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
-from bench import files
+from pydantic import BeforeValidator, ConfigDict, Field
+
+from bench import fields, files
 from bench.audit.training import TrainingPlan
 from bench.errors import InputError, shown
+from bench.fields import Amount, Flag, MisfitError, Must, Natural, Positive
 
 SUITE = Path(__file__).parent / "scenarios.toml"
 """The shipped scenarios, in the order in which they are shown."""
@@ -22,8 +23,6 @@ LARGEST = 100_000
 """Samples trained over all ranks and epochs: there is one weight for each use, and each is drawn."""
 MOST_RANKS = 64
 """Each is a process."""
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-"""A scenario's name is part of file names."""
 
 
 class Fault(StrEnum):
@@ -59,88 +58,85 @@ class Split(StrEnum):
     """A framework that can do it is given the loader of all samples, in order; the others split as above."""
 
 
+Positives = Annotated[
+    tuple[Positive, ...], BeforeValidator(lambda value: (value,) if isinstance(value, int) else value)
+]
+"""One integer will do too."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scenario:
     """What is trained on, and what happens meanwhile. Counts are of micro-batches and samples, never of updates."""
 
-    name: str = "scenario"
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    name: Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9._-]*$"), Must("letters, digits, '.', '_' and '-'")] = (
+        "scenario"
+    )
+    """Part of file names."""
     title: str = ""
     """One line for people."""
-    samples: int
+    samples: Positive
     """Samples in the data set."""
-    batch_size: int
+    batch_size: Positive
     """Samples in a micro-batch on one rank."""
-    accumulate: tuple[int, ...]
+    accumulate: Annotated[Positives, Field(min_length=1), Must("an integer of at least 1, or a list of them")]
     """N of each epoch; the last one holds for all that follow."""
-    engine_accumulate: int | None = None
+    engine_accumulate: Positive | None = None
     """N in the configuration of an engine under the loop, DeepSpeed's gradient_accumulation_steps, if it is another."""
-    epochs: int | None = 1
+    epochs: Positive | None = 1
     """None if only ``max_steps`` is to end the training."""
-    world_size: int = 2
+    world_size: Annotated[Positive, Field(le=MOST_RANKS), Must(f"an integer from 1 to {MOST_RANKS}")] = 2
     """Ranks; the data set is padded with its first samples to a multiple of them, as DistributedSampler does."""
-    split: Split = Split.GIVEN
-    drop_last: bool = False
+    split: Annotated[Split, Must(f"one of {', '.join(Split)}")] = Split.GIVEN
+    drop_last: Flag = False
     """Whether the loader drops an incomplete last micro-batch."""
-    max_steps: int | None = None
+    max_steps: Positive | None = None
     """The limit of steps that is given to the framework."""
-    token_weights: tuple[int, ...] = ()
+    token_weights: Annotated[Positives, Must("a list of integers of at least 1")] = ()
     """Tokens of samples 0, 1, 2 ..., over and over; empty if all are equal."""
-    reduction: Reduction = Reduction.MEAN
-    clip_norm: float = 0.0
+    reduction: Annotated[Reduction, Must(f"one of {', '.join(Reduction)}")] = Reduction.MEAN
+    clip_norm: Annotated[Amount, Must("a positive number, or 0 for none")] = 0.0
     """The framework's limit for the gradient's L2 norm; 0 for none."""
-    fault: Fault = Fault.NONE
-    at: int = 0
+    fault: Annotated[Fault, Must(f"one of {', '.join(Fault)}")] = Fault.NONE
+    at: Natural = 0
     """The micro-batch of the first epoch, counted from 1, after which (or in which, if it raises) the fault happens."""
 
     def __post_init__(self) -> None:
-        """Raises InputError for values that make no scenario."""
-        if not NAME.fullmatch(self.name):
-            raise InputError(f"name = {self.name!r}: use letters, digits, '.', '_' and '-'")
-        for key in ("samples", "batch_size", "epochs", "world_size", "max_steps", "engine_accumulate"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise InputError(f"{key} = {value}: must be a positive integer")
-        if self.world_size > MOST_RANKS:
-            raise InputError(f"world_size = {self.world_size}: use at most {MOST_RANKS} ranks")
-        if not self.accumulate or min(self.accumulate) < 1:
-            raise InputError(f"accumulate = {list(self.accumulate)}: must be positive integers, one or one per epoch")
-        micro_batches = self.micro_batches  # raises what is left to be wrong with the numbers
-        if self.token_weights and min(self.token_weights) < 1:
-            raise InputError(f"token_weights = {list(self.token_weights)}: must be positive integers")
-        if not (math.isfinite(self.clip_norm) and self.clip_norm >= 0):
-            raise InputError(f"clip_norm = {self.clip_norm}: must be a positive number, or 0 for none")
-        self._check_window_reduction()
-        self._check_fault(micro_batches)
-        if (trained := self.slots_per_rank * self.world_size) > LARGEST:
-            key = "samples" if self.max_steps is None else "max_steps"
-            raise InputError(
-                f"{key} = {getattr(self, key)}: {trained} samples could be trained in all, with those of other epochs "
-                f"and ranks; at most {LARGEST} may be"
-            )
-
-    def _check_window_reduction(self) -> None:
+        """Raises InputError for values that do not go together."""
+        micro_batches = self.micro_batches  # raises what is wrong with the numbers together
         whole = self.samples % (self.accumulate[0] * self.batch_size * self.world_size) == 0
         if self.reduction is Reduction.WINDOW and not (whole and len(self.accumulate) == 1):
-            raise InputError(
-                "reduction = window: needs whole windows and one N for all epochs, so that the share of a micro-batch "
-                "is known; make samples a multiple of accumulate x batch_size x world_size"
+            raise MisfitError(
+                "reduction",
+                " is window; it needs whole windows and one N for all epochs, so that the share of a micro-batch is "
+                "known; make samples a multiple of accumulate x batch_size x world_size",
             )
         if self.reduction is Reduction.WINDOW and self.split is Split.FRAMEWORK:
-            raise InputError("reduction = window: needs windows of known samples; leave out split = framework")
+            raise MisfitError("reduction", " is window; it needs windows of known samples; leave out split = framework")
+        if (self.fault is not Fault.NONE) != bool(self.at):
+            raise MisfitError("at", ": goes with a fault, and a fault with it")
+        if self.fault is not Fault.NONE:
+            self._check_fault(micro_batches)
+        if (trained := self.slots_per_rank * self.world_size) > LARGEST:
+            key = "samples" if self.max_steps is None else "max_steps"
+            raise MisfitError(
+                key,
+                f" is {getattr(self, key)}; {trained} samples could be trained in all, with those of other epochs and "
+                f"ranks; at most {LARGEST} may be",
+            )
 
     def _check_fault(self, micro_batches: int) -> None:
-        if (self.fault is not Fault.NONE) != bool(self.at):
-            raise InputError("at: goes with a fault, and a fault with it")
-        if self.fault is Fault.NONE:
-            return
         if self.epochs != 1 or self.max_steps is not None:
-            raise InputError(
-                f"fault = {self.fault}: happens in a training of one epoch; leave out max_steps and epochs"
+            raise MisfitError(
+                "fault", f" is {self.fault}; it happens in a training of one epoch; leave out max_steps and epochs"
             )
         if self.split is Split.FRAMEWORK:
-            raise InputError(f"fault = {self.fault}: needs the given order of samples; leave out split = framework")
-        if not 1 <= self.at < micro_batches:
-            raise InputError(f"at = {self.at}: an epoch has {micro_batches} micro-batches; use 1 to one less")
+            raise MisfitError(
+                "fault", f" is {self.fault}; it needs the given order of samples; leave out split = framework"
+            )
+        if self.at >= micro_batches:
+            raise MisfitError("at", f" is {self.at}; an epoch has {micro_batches} micro-batches; use 1 to one less")
 
     @property
     def largest_batch(self) -> int:
@@ -207,48 +203,12 @@ class Scenario:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Scenario:
+    def from_dict(cls, values: Mapping[str, Any], place: str = "", name: Callable[[str], str] = str) -> Scenario:
         """The scenario of plain values, as JSON or TOML have them.
 
-        Raises InputError for an unknown key or a value of the wrong type, naming both.
+        Raises InputError for an unknown key or a value that cannot be, as ``fields.read``.
         """
-        fields = {field.name: field for field in dataclasses.fields(cls)}
-        for key in values:
-            if key not in fields:
-                raise InputError(f"{key}: unknown; use {', '.join(fields)}")
-        for key, field in fields.items():
-            if field.default is dataclasses.MISSING and key not in values:
-                raise InputError(f"{key}: is missing")
-        return cls(**{key: _value(key, value) for key, value in values.items()})
-
-
-TYPES: dict[str, tuple[type, ...]] = {
-    "name": (str,),
-    "title": (str,),
-    "drop_last": (bool,),
-    "clip_norm": (int, float),
-}
-"""What plain values of a field may be; an integer if it is not named here."""
-
-
-def _value(key: str, value: Any) -> Any:
-    """A field's value of its right type. Raises InputError."""
-    enums: dict[str, type[StrEnum]] = {"fault": Fault, "reduction": Reduction, "split": Split}
-    if key in enums:
-        if value not in list(enums[key]):
-            raise InputError(f"{key} = {shown(value)}: use {', '.join(enums[key])}")
-        return enums[key](value)
-    if key in {"accumulate", "token_weights"}:
-        parts = list(value) if isinstance(value, list | tuple) else [value]
-        if not all(type(part) is int for part in parts):
-            raise InputError(f"{key} = {shown(value)}: use an integer or a list of integers")
-        return tuple(parts)
-    if value is None and key in {"epochs", "max_steps", "engine_accumulate"}:
-        return None
-    wanted = TYPES.get(key, (int,))
-    if type(value) not in wanted:
-        raise InputError(f"{key} = {shown(value)}: must be {' or '.join(kind.__name__ for kind in wanted)}")
-    return value
+        return fields.read(cls, values, place, name)
 
 
 def load(path: Path = SUITE) -> list[Scenario]:
@@ -263,17 +223,15 @@ def load(path: Path = SUITE) -> list[Scenario]:
         raise InputError(f"{path}: {error}; it must be TOML") from error
     if not tables:
         raise InputError(f"{path}: holds no scenario; write a [name] table with samples, batch_size and accumulate")
-    found = []
-    for name, table in tables.items():
-        if not isinstance(table, dict):
-            raise InputError(f"{path}: {name} = {shown(table)}: must be a table of a scenario, [{name}]")
-        if "name" in table:
-            raise InputError(f"{path}: [{name}] name: is that of the table; leave it out")
-        if table.get("epochs") == 0 and "max_steps" not in table:
-            raise InputError(f"{path}: [{name}] epochs = 0: has no end without max_steps")
-        values = {**table, "name": name, **({"epochs": None} if table.get("epochs") == 0 else {})}
-        try:
-            found.append(Scenario.from_dict(values))
-        except InputError as error:
-            raise InputError(f"{path}: [{name}] {error}") from error
-    return found
+    return [_scenario(name, table, str(path)) for name, table in tables.items()]
+
+
+def _scenario(name: str, table: Any, source: str) -> Scenario:
+    if not isinstance(table, dict):
+        raise InputError(f"{source}: {name} is {shown(table)}; it must be a table of a scenario, [{name}]")
+    if "name" in table:
+        raise InputError(f"{source}: [{name}] name is that of the table; leave it out")
+    if table.get("epochs") == 0 and "max_steps" not in table:
+        raise InputError(f"{source}: [{name}] epochs is 0; there is no end without max_steps")
+    values = {**table, "name": name, **({"epochs": None} if table.get("epochs") == 0 else {})}
+    return Scenario.from_dict(values, f"{source}: [{name}] ")

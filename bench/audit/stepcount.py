@@ -1,8 +1,7 @@
-"""How many optimizer steps a training takes, by rule: what a plan must know before it sets ``max_steps`` or a schedule.
+"""How many optimizer steps a training takes under each backend's rule, calculated without training.
 
-Pure arithmetic on integers; nothing is trained and nothing is imported but the words. Counts of micro-batches are per
-rank (all ranks have equally many), counts of samples are over all ranks. Each rule names the source it was read from:
-Lightning 2.6 and DeepSpeed 0.19.
+Micro-batches are counted per rank (all ranks have equally many), samples over all ranks. Sources are those of Lightning
+2.6 and DeepSpeed 0.19.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ class Stops(StrEnum):
     """What ends a training."""
 
     EPOCHS = "epochs"
-    """All epochs are over, and ``max_steps``, if any, is not reached."""
+    """The last epoch ends, and ``max_steps``, if given, is not reached."""
     MAX_STEPS = "max_steps"
-    """The counter that is compared with ``max_steps`` has reached it."""
+    """The counter that is compared with ``max_steps`` reaches it."""
     NEVER = "never"
-    """Nothing: no epochs are given, and that counter stays below ``max_steps`` for ever."""
+    """No epochs are given, and that counter never reaches ``max_steps``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRule:
-    """When a backend steps and by what it divides: all that the calculator knows of it."""
+    """When a backend steps and by what it divides the loss."""
 
     stepping: Stepping
-    """What becomes of the incomplete window at the end of an epoch."""
+    """What happens to the incomplete window at the end of an epoch."""
     clears: bool = False
-    """``split`` only: the trainer's ``zero_grad`` clears what the engine's open window has accumulated."""
+    """``split`` only: the trainer's ``zero_grad`` clears the gradients of the engine's open window."""
     twice: bool = False
     """``split`` only: trainer and engine both divide the loss by N."""
 
@@ -44,9 +43,10 @@ class StepRule:
     def of(cls, stepping: Stepping, sharding: Sharding, *, divides_once: bool = False) -> StepRule:
         """The rule of a backend.
 
-        With ``split``, ZeRO-2 alone keeps gradients over a ``zero_grad``: it accumulates in ``all_grad_tensors``, which
-        ``zero_grad`` leaves (deepspeed/runtime/zero/stage_1_and_2.py); ZeRO-1 accumulates in ``grad_accum``, set to
-        None there, and ZeRO-3 overwrites its buffer after ``micro_step_id = 0`` (deepspeed/runtime/zero/stage3.py).
+        With ``split``, only ZeRO-2 keeps its gradients over a ``zero_grad``: it accumulates in ``all_grad_tensors``,
+        which ``zero_grad`` does not touch (deepspeed/runtime/zero/stage_1_and_2.py). ZeRO-1 accumulates in
+        ``grad_accum``, which is set to None there, and ZeRO-3 overwrites its buffer after ``micro_step_id = 0``
+        (deepspeed/runtime/zero/stage3.py).
         """
         split = stepping is Stepping.SPLIT
         return cls(
@@ -58,54 +58,53 @@ class StepRule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Steps:
-    """What one rule makes of a training.
+    """The steps, micro-batches and samples of a training under one rule.
 
     samples_used + samples_lost_in_mid_run + samples_left_open + samples_dropped + samples_unread
     = samples x epochs_begun + samples_padded.
 
-    Where ``stops`` is ``never``, the counts are those of the moment when ``max_steps`` optimizer steps are really
-    taken; training goes on behind it.
+    If ``stops`` is ``never``, the counts are those after ``max_steps`` real optimizer steps.
     """
 
     stops: Stops
     """What ends the training."""
     micro_batches_consumed: int
-    """Micro-batches that one rank has trained on."""
+    """Micro-batches trained on by each rank."""
     epochs_begun: int
-    """Epochs of which at least one micro-batch was trained on."""
+    """Epochs with at least one micro-batch trained on."""
     epochs_consumed: float
-    """Micro-batches consumed over micro-batches per epoch."""
+    """Micro-batches consumed divided by micro-batches per epoch."""
     optimizer_steps: int
-    """Steps that the inner optimizer really takes: parameter updates."""
+    """Real steps of the inner optimizer: parameter updates."""
     steps_per_epoch: tuple[int, ...]
-    """Of them, those in each whole epoch; a pattern that repeats if there are more epochs."""
+    """The steps in each whole epoch, as a pattern that repeats."""
     steps_reported: dict[str, int]
     """The framework's own counters, and its estimate before training, by their names."""
     equal_max_steps: int | None
-    """The ``max_steps`` that makes the same updates as these epochs; None if there is none, or no epochs are given."""
+    """The ``max_steps`` with the same updates as these epochs; None if there is none, or no epochs are given."""
     update_scales: dict[float, int]
-    """Sum of the coefficients of an update's micro-batches, 1 in the full batch's -> number of such updates."""
+    """Sum of the coefficients of an update's micro-batches (1 in a full batch) -> number of such updates."""
     samples_used: int
-    """Samples that reached an update, repeated ones each time."""
+    """Samples in an update, repeated ones each time."""
     samples_padded: int
     """Samples that the sampler repeats in the epochs begun."""
     samples_dropped: int
-    """Left out by ``drop_last`` in the epochs finished."""
+    """Samples that ``drop_last`` leaves out of the epochs finished."""
     micro_batches_lost_in_mid_run: int
-    """Micro-batches cleared out of a window that then became an update."""
+    """Micro-batches cleared from a window that then led to an update."""
     samples_lost_in_mid_run: int
     """Samples of these micro-batches on all ranks."""
     micro_batches_left_open: int
     """Micro-batches in the window that is open when training ends."""
     samples_left_open: int
-    """Samples of these micro-batches on all ranks, whether cleared there or not."""
+    """Samples of these micro-batches on all ranks, whether cleared or not."""
     samples_unread: int
-    """Left in an epoch that training did not finish."""
+    """Samples left in an epoch that training did not finish."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; ``update_scales`` becomes a list of pairs."""
         scales = [[scale, count] for scale, count in self.update_scales.items()]
-        # Not dataclasses.asdict, which would turn the tuple of many epochs over one by one.
+        # dataclasses.asdict would copy the tuple of up to a million epochs item by item.
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return values | {
             "stops": str(self.stops),
@@ -115,18 +114,18 @@ class Steps:
 
 
 def calculate(training: TrainingPlan, rule: StepRule) -> Steps | None:
-    """What the rule makes of the training; None for ``Stepping.UNKNOWN``.
+    """The training under a rule; None for ``Stepping.UNKNOWN``.
 
     - ``window`` and ``flush`` step after N micro-batches and at the end of the epoch (Lightning:
       loops/training_epoch_loop.py, ``_should_accumulate``).
     - ``carry`` steps after N micro-batches counted over the whole training (DeepSpeed: runtime/engine.py,
       ``is_gradient_accumulation_boundary``).
-    - ``split`` steps as ``carry``, but what is compared with ``max_steps`` is ``trainer.global_step``, which counts the
-      micro-batches of an epoch that are multiples of N (Lightning: the same ``_should_accumulate`` under a strategy
-      that ``handles_gradient_accumulation``; loops/optimization/automatic.py, ``_optimizer_step``).
+    - ``split`` steps as ``carry``, but compares ``max_steps`` with ``trainer.global_step``, which counts every N-th
+      micro-batch of an epoch (Lightning: the same ``_should_accumulate`` under a strategy that
+      ``handles_gradient_accumulation``; loops/optimization/automatic.py, ``_optimizer_step``).
 
-    Lightning looks at ``max_steps`` before every micro-batch and before every epoch (``_TrainingEpochLoop.done``,
-    ``_FitLoop.done``), so training ends right after the micro-batch whose step reaches it, and with 0 before the first.
+    Lightning checks ``max_steps`` before every micro-batch and every epoch (``_TrainingEpochLoop.done``,
+    ``_FitLoop.done``), so training ends right after the micro-batch whose step reaches it, and before the first with 0.
     """
     if rule.stepping is Stepping.UNKNOWN:
         return None
@@ -141,7 +140,7 @@ def calculate(training: TrainingPlan, rule: StepRule) -> Steps | None:
 
 
 def reaches(training: TrainingPlan, rule: StepRule, steps: int) -> int | None:
-    """The micro-batches after which the counter that is compared with ``max_steps`` is ``steps``; None if never."""
+    """The micro-batches after which the counter compared with ``max_steps`` reaches ``steps``; None if never."""
     if steps == 0:
         return 0
     if rule.stepping is Stepping.CARRY:
@@ -156,7 +155,7 @@ def reaches(training: TrainingPlan, rule: StepRule, steps: int) -> int | None:
 
 
 def updates(training: TrainingPlan, rule: StepRule, micro_batches: int) -> int:
-    """Optimizer steps really taken in the first ``micro_batches`` micro-batches."""
+    """Real optimizer steps in the first ``micro_batches`` micro-batches."""
     if rule.stepping in (Stepping.CARRY, Stepping.SPLIT):
         return micro_batches // training.accumulate
     finished, begun = divmod(micro_batches, training.micro_batches_per_epoch)
@@ -172,8 +171,7 @@ def _after(training: TrainingPlan, rule: StepRule, consumed: int, stops: Stops) 
     stepped = consumed - consumed % n if carries else consumed
     cleared = _cleared(per_epoch, n, stepped) if rule.clears else Counter[int]()
     lost = sum(offset * windows for offset, windows in cleared.items())
-    # The epochs' last micro-batches have fewer samples. Cleared are those after which the next epoch begins in the
-    # same window of the engine.
+    # The last micro-batch of an epoch has fewer samples. It is cleared if the next epoch begins in its window.
     boundaries = stepped // per_epoch
     short_lost = boundaries - boundaries // _period(per_epoch, n) if rule.clears else 0
     samples_lost = _samples(training, lost, short_lost)
@@ -203,12 +201,12 @@ def _after(training: TrainingPlan, rule: StepRule, consumed: int, stops: Stops) 
 
 
 def _cleared(per_epoch: int, n: int, stepped: int) -> Counter[int]:
-    """Micro-batches cleared at the start of a window of the engine -> number of such windows; 0 is left out.
+    """Micro-batches cleared from the start of a window of the engine, if any -> number of such windows.
 
-    Lightning zeroes gradients between forward and backward of every micro-batch whose index in the epoch is a multiple
-    of N (loops/optimization/automatic.py, ``_make_zero_grad_fn`` and ``Closure.closure``). In epoch e all of these lie
-    at the same offset (e x NB) mod N of the engine's windows, one per window, and clear what stands before them. If the
-    next epoch begins in the window of the last one, its own clears more, and counts instead.
+    Lightning clears gradients between forward and backward of every micro-batch whose index in the epoch is a multiple
+    of N (loops/optimization/automatic.py, ``_make_zero_grad_fn`` and ``Closure.closure``). In epoch e these are all at
+    the offset (e x NB) mod N in the engine's windows, one per window, and clear what comes before them. If the next
+    epoch begins in the same window, its first micro-batch clears more, and counts instead.
     """
     windows: Counter[int] = Counter()
     if stepped == 0:
@@ -226,7 +224,7 @@ def _cleared(per_epoch: int, n: int, stepped: int) -> Counter[int]:
 
 
 def _pattern(training: TrainingPlan, rule: StepRule, epochs: int) -> tuple[int, ...]:
-    """Optimizer steps in each whole epoch until they repeat; one number if all are equal."""
+    """Optimizer steps in each whole epoch until the pattern repeats; one number if all are equal."""
     if rule.stepping not in (Stepping.CARRY, Stepping.SPLIT):
         return (training.windows,)
     per_epoch, n = training.micro_batches_per_epoch, training.accumulate
@@ -236,10 +234,10 @@ def _pattern(training: TrainingPlan, rule: StepRule, epochs: int) -> tuple[int, 
 
 
 def _reported(training: TrainingPlan, rule: StepRule, consumed: int) -> dict[str, int]:
-    """What the framework says of itself.
+    """The framework's counters.
 
-    ``estimated_stepping_batches``: ceil(NB / N) x epochs under every strategy, no more than ``max_steps``, which alone
-    is said where there are no epochs (Lightning: trainer/trainer.py).
+    ``estimated_stepping_batches`` is ceil(NB / N) x epochs under every strategy, and at most ``max_steps`` (Lightning:
+    trainer/trainer.py).
     """
     engine = {"engine.global_steps": consumed // training.accumulate}
     if rule.stepping is Stepping.CARRY:
@@ -260,7 +258,7 @@ def _reported(training: TrainingPlan, rule: StepRule, consumed: int) -> dict[str
 
 
 def _equal_max_steps(training: TrainingPlan, rule: StepRule) -> int | None:
-    """The counter at the end of the epochs, if a training that stops when it gets there makes as many updates."""
+    """The counter at the end of the epochs, if a training that stops there makes as many updates."""
     if training.epochs is None:
         return None
     end = training.epochs * training.micro_batches_per_epoch
@@ -275,8 +273,8 @@ def _scales(
 ) -> dict[float, int]:
     """Sums of coefficients, the largest first.
 
-    Lightning divides by N also what is no full window (loops/optimization/automatic.py,
-    ``ClosureResult.from_training_step_output``), whatever the strategy, and the engine divides by N again.
+    Lightning divides by N in incomplete windows too, whatever the strategy (loops/optimization/automatic.py,
+    ``ClosureResult.from_training_step_output``), and the engine divides by N again.
     """
     n = training.accumulate
     unit = n if rule.twice else 1
@@ -290,11 +288,11 @@ def _scales(
 
 
 def _samples(training: TrainingPlan, micro_batches: int, short: int) -> int:
-    """Samples of so many micro-batches on all ranks, so many of which are the last of an epoch."""
+    """Samples of ``micro_batches`` micro-batches on all ranks, of which ``short`` are the last of an epoch."""
     missing = short * (training.batch_size - training.last_micro_batch)
     return (micro_batches * training.batch_size - missing) * training.world_size
 
 
 def _period(per_epoch: int, n: int) -> int:
-    """Epochs after which a window of the engine begins with an epoch again."""
+    """Epochs after which an epoch and a window of the engine begin together again."""
     return n // math.gcd(per_epoch, n)

@@ -1,4 +1,4 @@
-"""How many optimizer steps a plan gives, in words: a table of rules and the notes below it."""
+"""The table of optimizer steps by rule, and the notes below it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from bench.audit.training import TrainingPlan
 
 FEW = 4
-"""Backends that are named where they differ; of more, only their rules are."""
+"""Backends that are named in a sentence; with more, only their rules are named."""
 SHOWN = 6
-"""Epochs whose steps are listed in the table; ``--json`` has all."""
+"""Epochs whose steps the table lists; ``--json`` has all."""
 
 
 def differences_in_words(training: TrainingPlan, wrong: str, rows: list[dict[str, Any]]) -> list[str]:
-    """One line for each thing that is said, and of whom it is said; none if nothing differs."""
+    """One line per sentence, with the backends that it is about; none if nothing differs."""
     lines = [f"all: {note}" for note in notes_on(training)] + [f"naive: {wrong}"] * bool(wrong)
     said: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
@@ -25,7 +25,6 @@ def differences_in_words(training: TrainingPlan, wrong: str, rows: list[dict[str
             said.setdefault(sentence, []).append(row)
     for sentence, those in said.items():
         names = [name for row in those for name in row["backends"]]
-        # Of many backends, only the rules are named.
         lines.append(f"{', '.join(names if len(names) <= FEW else [row['name'] for row in those])}: {sentence}")
     return ["", *lines] if lines else []
 

@@ -1,4 +1,4 @@
-"""Scenarios x backends: every audit in as few process groups as that takes, none lost when one of them fails."""
+"""Runs scenarios under backends in as few process groups as possible; one that fails spoils no other."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from bench.audit.observe import AuditTask
+from bench.audit.observe import AuditTask, record
 from bench.audit.scenario import Scenario
 from bench.launch.launcher import Launcher
 from bench.launch.outcome import Outcome
 from bench.plan.cell import Device, Status
 
 Observed = tuple[str, Scenario, list[dict[str, Any]]]
-"""Backend, scenario, and what each rank saw (``bench.audit.observe.Audit.run``), rank 0 first."""
+"""Backend, scenario, and the record of each rank (``bench.audit.observe.Audit.run``), rank 0 first."""
 
 
 def run(
@@ -27,13 +27,17 @@ def run(
     timeout_s: float,
     shared: bool = True,
 ) -> Iterator[Observed]:
-    """Every scenario under every backend, backend by backend.
+    """Every scenario under every backend, backend by backend; ``timeout_s`` is for one scenario.
 
-    With ``shared`` the scenarios of equal world size share a process group; if that group fails as a whole, each gets
-    one of its own, so that only the culprit fails. ``timeout_s`` is for one scenario.
+    With ``shared``, scenarios of equal world size share a process group. If it fails as a whole, each is run again in
+    a group of its own.
     """
+
+    def world_size(scenario: Scenario) -> int:
+        return scenario.world_size
+
     for backend in backends:
-        for _, group in groupby(sorted(scenarios, key=_world_size), key=_world_size):
+        for _, group in groupby(sorted(scenarios, key=world_size), key=world_size):
             together = list(group)
             if shared and len(together) > 1:
                 found = _observe(launcher, backend, together, device, timeout_s * len(together))
@@ -43,18 +47,15 @@ def run(
             for scenario in together:
                 found = _observe(launcher, backend, [scenario], device, timeout_s)
                 if isinstance(found, Outcome):
-                    found = [(backend, scenario, [_lost(scenario, found)])]
+                    failure = {"status": found.status, "reason": found.reason, "traceback": found.traceback}
+                    found = [(backend, scenario, [record(scenario, "lost", failure)])]
                 yield from found
-
-
-def _world_size(scenario: Scenario) -> int:
-    return scenario.world_size
 
 
 def _observe(
     launcher: Launcher, backend: str, scenarios: Sequence[Scenario], device: Device, timeout_s: float
 ) -> list[Observed] | Outcome:
-    """Scenarios in one process group; how it ended if that is not well."""
+    """Scenarios in one process group; the outcome if it failed."""
     with tempfile.TemporaryDirectory(prefix="accumulation-bench-") as folder:
         task = AuditTask(
             backend=backend,
@@ -67,24 +68,6 @@ def _observe(
     if outcome.status is not Status.OK:
         return outcome
     return [
-        (backend, scenario, [of_rank["audits"][index] for of_rank in outcome.ranks])
+        (backend, scenario, [rank["audits"][index] for rank in outcome.ranks])
         for index, scenario in enumerate(scenarios)
     ]
-
-
-def _lost(scenario: Scenario, outcome: Outcome) -> dict[str, Any]:
-    """What is known of a scenario whose process group ended without a word about it."""
-    failure = {"status": outcome.status, "reason": outcome.reason, "traceback": outcome.traceback}
-    return {
-        "scenario": scenario.name,
-        "stopped": "lost",
-        "failure": failure,
-        "own_slots": scenario.slots_per_rank,
-        "fetches": [],
-        "losses": [],
-        "faults": [],
-        "events": "",
-        "changes": [],
-        "digests": [],
-        "reported": {},
-    }

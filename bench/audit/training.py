@@ -1,4 +1,4 @@
-"""A training as it is planned, in numbers: what follows from them whatever the backend."""
+"""The numbers of a planned training, and what follows from them under every backend."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from bench.errors import InputError
 
 LARGEST_ACCUMULATE = 1_000_000
-"""Of N; the pattern of steps by epoch repeats only after up to N epochs, and is listed whole."""
+"""The largest N; the pattern of steps per epoch, which is listed, may have N epochs."""
 LARGEST = 2**63 - 1
-"""Of every other number: as much as a counter in a framework can hold."""
+"""The largest of the other numbers: that of a framework's counters."""
 
 
 def ceil(dividend: int, divisor: int) -> int:
-    """The quotient, rounded up; exact for integers of any size."""
+    """The quotient rounded up, exact for integers of any size."""
     return -(-dividend // divisor)
 
 
@@ -26,10 +26,10 @@ def _option(field: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingPlan:
-    """A training as it is planned. Raises InputError for numbers that mean nothing."""
+    """A planned training. Raises InputError for impossible numbers."""
 
     samples: int
-    """In the data set."""
+    """Samples of the data set."""
     batch_size: int
     """Samples of a micro-batch on one rank."""
     accumulate: int = 1
@@ -37,11 +37,11 @@ class TrainingPlan:
     world_size: int = 1
     """W: ranks."""
     epochs: int | None = 1
-    """Epochs after which training ends; None for no such end, which needs ``max_steps``."""
+    """Epochs after which training ends; None for no limit, which needs ``max_steps``."""
     max_steps: int | None = None
-    """Steps after which training ends, as Lightning's ``max_steps``; None for no such end."""
+    """Steps after which training ends, as Lightning's ``max_steps``; None for no limit."""
     drop_last: bool = False
-    """Whether the loader leaves out an incomplete last micro-batch. It never leaves out an incomplete window."""
+    """Whether the loader drops an incomplete last micro-batch. It never drops an incomplete window."""
 
     def __post_init__(self) -> None:
         for name in ("samples", "batch_size", "accumulate", "world_size", "epochs"):
@@ -68,12 +68,12 @@ class TrainingPlan:
 
     @property
     def effective_batch(self) -> int:
-        """Samples of a full window over all ranks."""
+        """Samples of a complete window over all ranks."""
         return self.batch_size * self.accumulate * self.world_size
 
     @property
     def samples_per_rank(self) -> int:
-        """Samples a rank is handed per epoch; ``DistributedSampler`` repeats some to make all ranks equal."""
+        """Samples of a rank per epoch; ``DistributedSampler`` repeats some so that all ranks have as many."""
         return ceil(self.samples, self.world_size)
 
     @property
@@ -83,7 +83,7 @@ class TrainingPlan:
 
     @property
     def dropped_per_epoch(self) -> int:
-        """Samples that ``drop_last`` leaves out on all ranks, repeated ones among them."""
+        """Samples that ``drop_last`` leaves out on all ranks, including repeated ones."""
         return self.samples_per_rank % self.batch_size * self.world_size if self.drop_last else 0
 
     @property
@@ -104,7 +104,7 @@ class TrainingPlan:
 
     @property
     def partial_window(self) -> int:
-        """Micro-batches that an epoch leaves over after its full windows; 0 if none."""
+        """Micro-batches left over after the full windows of an epoch."""
         return self.micro_batches_per_epoch % self.accumulate
 
     @property
@@ -114,14 +114,14 @@ class TrainingPlan:
 
     @property
     def naive_steps(self) -> int:
-        """ceil(samples / effective batch) x epochs, no more than ``max_steps``: what one would guess."""
+        """The usual formula: ceil(samples / effective batch) x epochs, at most ``max_steps``."""
         limits = [] if self.max_steps is None else [self.max_steps]
         if self.epochs is not None:
             limits.append(ceil(self.samples, self.effective_batch) * self.epochs)
         return min(limits)
 
     def to_dict(self) -> dict[str, Any]:
-        """The inputs, then what follows from them whatever the backend."""
+        """The inputs, then what follows from them under every backend."""
         derived = (
             "effective_batch samples_per_rank padding_per_epoch dropped_per_epoch micro_batches_per_epoch "
             "last_micro_batch full_windows partial_window naive_steps"

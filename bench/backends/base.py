@@ -13,7 +13,7 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.nn.parameter import Parameter
     from torch.optim import Optimizer
-    from torch.optim.lr_scheduler import LRScheduler
 
 ENTRY_POINTS = "bench.backends"
 """Entry-point group in which other packages offer backends; each names a subclass of Backend."""
@@ -55,11 +54,7 @@ class Window:
 
 @dataclass(kw_only=True)
 class Job:
-    """What one pass of one trial asks of a backend on this rank. The process group is already up.
-
-    A timed trial is one epoch of whole windows. The semantic scenarios ask for more: epochs that end within a window, a
-    limit of steps, an N that changes, going on after a failure.
-    """
+    """What one pass of one trial asks of a backend on this rank: whole windows. The process group is already up."""
 
     cell: Cell
     rank: int
@@ -81,41 +76,26 @@ class Job:
     blocks: Callable[[nn.Module], Sequence[nn.Module]]
     """The submodules of a built model that are sharded as units of their own."""
     loader: Any
-    """The micro-batches of this rank in one epoch, on ``device``: sized, iterable once per epoch, and tapped.
-
-    In a timed trial exactly ``windows * accumulate``.
-    """
+    """The ``windows * accumulate`` micro-batches of this rank, on ``device``: sized, iterable once, and tapped."""
     loss: Callable[[nn.Module, Tensor], Tensor]
     """``loss(model, micro_batch)``: the mean loss of a micro-batch, by one forward of ``model``; tapped."""
     optimizer: Callable[[Iterable[Parameter]], Optimizer]
     """Makes the tapped optimizer. A framework may wrap it, but must step this one."""
-    autocast: Callable[[], AbstractContextManager[Any]]
-    """Autocast to the cell's precision, for backends that keep fp32 parameters; does nothing in fp32."""
     keep_parameters: bool = False
     """Whether ``full_parameters`` will be called after ``train``."""
     clip_norm: float = 0.0
     """The largest L2 norm of the gradient that an update may use; 0 for no clipping."""
-    epochs: int | None = 1
-    """Passes over the loader; None for no end, when ``max_steps`` must make one."""
-    max_steps: int | None = None
-    """Updates after which training ends, if the epochs do not end it first."""
-    accumulate_by_epoch: tuple[int, ...] = ()
-    """N of each epoch, the last one for all that follow, if it changes; ``accumulate`` is then the first."""
-    engine_accumulate: int | None = None
-    """The N that the configuration of an engine under the loop names, if it is not the loop's own; None if timed."""
-    audited: bool = False
-    """Whether this is a semantic scenario, where nothing is timed and a framework may be watched closely."""
-    unsharded: Any = None
-    """A DataLoader of all ranks' samples, where a framework that can split it itself is to do so; else None."""
-    scheduler: Callable[[Optimizer], LRScheduler] | None = None
-    """Makes a learning-rate scheduler that the framework is to step once per update; None if timed."""
-    resume: Path | None = None
-    """The folder that ``Backend.save`` filled, to go on from."""
 
     @property
     def bf16(self) -> bool:
         """Whether forward and backward compute in bfloat16."""
         return str(self.cell.precision) == "bf16"
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Autocast to the cell's precision, for backends that keep fp32 parameters; does nothing in fp32."""
+        import torch
+
+        return torch.autocast(self.device.type, torch.bfloat16) if self.bf16 else nullcontext()
 
     def clip(self, parameters: Iterable[Parameter]) -> None:
         """Scale the gradients down to ``clip_norm``, if there is such a limit; sharded ones by their whole norm."""
@@ -124,29 +104,14 @@ class Job:
 
             clip_grad_norm_(parameters, self.clip_norm)
 
-    def accumulate_in(self, epoch: int) -> int:
-        """N of an epoch, counted from 0."""
-        by_epoch = self.accumulate_by_epoch or (self.accumulate,)
-        return by_epoch[min(epoch, len(by_epoch) - 1)]
-
-    def each_epoch(self) -> Iterable[int]:
-        """The numbers of the epochs, from 0."""
-        return itertools.count() if self.epochs is None else range(self.epochs)
-
     def each_window(self) -> Iterator[Window]:
-        """The windows of the training: of N micro-batches each, but what an epoch leaves over is a window too.
+        """The windows of the training. In scenarios (``bench.audit``) one at the end of an epoch may be smaller.
 
         Dividing the loss of every micro-batch by the *window's* size makes each update the big batch of its samples.
         """
-        num_windows = 0
-        for epoch in self.each_epoch():
-            batches, left = iter(self.loader), len(self.loader)
-            while left > 0:
-                if num_windows == self.max_steps:
-                    return
-                size = min(self.accumulate_in(epoch), left)
-                yield Window(size, itertools.islice(batches, size))
-                num_windows, left = num_windows + 1, left - size
+        batches = iter(self.loader)
+        for _ in range(self.windows):
+            yield Window(self.accumulate, itertools.islice(batches, self.accumulate))
 
 
 BF16_AUTOCAST = "autocast over fp32 parameters"
@@ -229,15 +194,17 @@ class Backend(ABC):
         raise UnsupportedError(f"{self.name} does not say how it goes on after an exception: define again()")
 
     def zero_grad(self) -> None:
-        """Clear the gradients as user code would that calls the framework in the middle of a window."""
-        raise UnsupportedError(f"{self.name} does not say how gradients are cleared: define zero_grad()")
+        """Clear the gradients as user code would in the middle of a window: by ``self.optimizer``, if there is one."""
+        if not hasattr(self, "optimizer"):
+            raise UnsupportedError(f"{self.name} does not say how gradients are cleared: define zero_grad()")
+        self.optimizer.zero_grad()
 
     def save(self, folder: Path, seen: int, accumulate: int) -> int:
         """Write a checkpoint into ``folder`` between two micro-batches, ``seen`` of the epoch being behind; collective.
 
         Returns how many of those the resumed training is not to be given again. The default suits loops over
         ``each_window``: the parameters alone, which the caller saves, are the state at the last update, so the open
-        window is trained again. A framework with checkpoints of its own reads them when ``job.resume`` is set.
+        window is trained again. A framework with checkpoints of its own reads them where ``job.resume`` is a folder.
         """
         return seen - seen % accumulate
 

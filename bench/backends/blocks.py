@@ -26,6 +26,11 @@ from bench.plan.cell import Cell, Device
 if TYPE_CHECKING:
     from torch import nn
 
+COMPILER = "inductor"
+"""The backend of torch.compile."""
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
+"""Environment variable: the folder of what it compiled."""
+
 
 def skip(cell: Cell, backend: type[Backend]) -> str:
     """Why a cell cannot run here, in one line; empty if it can."""
@@ -36,12 +41,6 @@ def skipped(cells: Sequence[Cell], backends: Mapping[str, type[Backend]]) -> dic
     """Why cells cannot run here, by id; those that can are not listed."""
     reasons = {cell.cell_id: skip(cell, backends[cell.backend]) for cell in cells}
     return {cell_id: reason for cell_id, reason in reasons.items() if reason}
-
-
-COMPILER = "inductor"
-"""The backend of torch.compile."""
-CACHE = "TORCHINDUCTOR_CACHE_DIR"
-"""Environment variable: the folder of what it compiled."""
 
 
 def refusal(cell: Cell, backend: type[Backend]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench.backends.base import BF16_PARAMETERS, Backend, Job
@@ -187,16 +186,6 @@ def release(engine: Any) -> None:
         engine.destroy()
 
 
-def trust_own_classes() -> None:
-    """Name to torch the classes that stand in DeepSpeed's checkpoints: no others are read from a file."""
-    from deepspeed.runtime.fp16.loss_scaler import LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-    from torch.serialization import add_safe_globals
-
-    add_safe_globals([LossScaler, ZeroStageEnum, fragment_address])
-
-
 class DeepSpeedZero2Eager(Backend):
     """Stage 2 as documented: ``engine.backward`` and ``engine.step`` per micro-batch, reducing every time."""
 
@@ -208,21 +197,14 @@ class DeepSpeedZero2Eager(Backend):
     stage: ClassVar[int] = 2
 
     def train(self, job: Job) -> None:
-        self.initialize(job, gradient_accumulation_steps=job.engine_accumulate or job.accumulate)
+        self.initialize(job, gradient_accumulation_steps=job.accumulate)
         self.again(job)
 
     def again(self, job: Job) -> None:
-        engine = self.engine
-        for epoch in job.each_epoch():
-            if job.accumulate_by_epoch:
-                # The engine has no setter for N itself; it divides this by the micro-batch size and the world size.
-                engine.set_train_batch_size(job.accumulate_in(epoch) * job.cell.micro_batch_size * job.world_size)
-            for batch in job.loader:
-                # The engine divides the loss by N, and decides in step() whether this was the window's last one.
-                engine.backward(job.loss(engine, batch))
-                engine.step()
-                if engine.global_steps == job.max_steps:
-                    return
+        for batch in job.loader:
+            # The engine divides the loss by N, and decides in step() whether this was the window's last one.
+            self.engine.backward(job.loss(self.engine, batch))
+            self.engine.step()
 
     @classmethod
     def remark(cls, cell: Cell) -> str:
@@ -231,14 +213,8 @@ class DeepSpeedZero2Eager(Backend):
     def zero_grad(self) -> None:
         self.engine.optimizer.zero_grad()
 
-    def save(self, folder: Path, seen: int, accumulate: int) -> int:
-        self.engine.save_checkpoint(str(folder), tag="checkpoint")
-        return seen
-
     def initialize(self, job: Job, gradient_accumulation_steps: int) -> None:
-        """``deepspeed.initialize`` with ``zero_config`` and the tapped torch optimizer."""
-        import deepspeed
-
+        """An engine with ``zero_config`` and the tapped torch optimizer."""
         prepare()
         model = job.build()
         self.config = zero_config(self.stage, job)
@@ -246,18 +222,15 @@ class DeepSpeedZero2Eager(Backend):
         masters = initial_masters(model) if job.bf16 else {}
         optimizer = job.optimizer(model.parameters())
         with unprinted():
-            self.engine, *_ = deepspeed.initialize(
-                model=model,
-                optimizer=optimizer,
-                config=self.config,
-                lr_scheduler=job.scheduler and job.scheduler(optimizer),
-                dist_init_required=False,
-            )
+            self.engine = self.start(model=model, optimizer=optimizer, config=self.config)
         if job.bf16:
             restore_masters(self.engine.module, masters)
-        if job.resume:
-            trust_own_classes()
-            self.engine.load_checkpoint(str(job.resume), tag="checkpoint")
+
+    def start(self, **arguments: Any) -> Any:
+        """What ``deepspeed.initialize`` makes of these arguments."""
+        import deepspeed
+
+        return deepspeed.initialize(dist_init_required=False, **arguments)[0]
 
     def __del__(self) -> None:
         release(getattr(self, "engine", None))
@@ -292,7 +265,7 @@ class DeepSpeedZero2Deferred(DeepSpeedZero2Eager):
             raise UnsupportedError(
                 "coalesce_grad_reduction sums in the model's dtype, bf16, and not in fp32 as all others"
             )
-        self.initialize(job, gradient_accumulation_steps=job.engine_accumulate or 1)
+        self.initialize(job, gradient_accumulation_steps=1)
         self.again(job)
 
     def again(self, job: Job) -> None:
@@ -301,10 +274,6 @@ class DeepSpeedZero2Deferred(DeepSpeedZero2Eager):
                 for batch, _ in window:
                     self.engine.backward(job.loss(self.engine, batch) / window.size)
             self.engine.step()
-
-    def save(self, folder: Path, seen: int, accumulate: int) -> int:
-        super().save(folder, seen, accumulate)
-        return seen - seen % accumulate
 
 
 class DeepSpeedZero3Eager(DeepSpeedZero2Eager):

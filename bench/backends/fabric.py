@@ -40,11 +40,7 @@ class FabricFSDP2Deferred(Backend):
             tensor_parallel_size=1,
             process_group_backend=communicator(job),
         )
-        accelerator = "gpu" if job.device.type == "cuda" else "cpu"
-        devices, num_nodes = places(job)
-        self.fabric = Fabric(
-            accelerator=accelerator, devices=devices, num_nodes=num_nodes, strategy=strategy, precision="32-true"
-        )
+        self.fabric = Fabric(**places(job), strategy=strategy, precision="32-true")
         self.fabric.launch()
         self.model = self.fabric.setup_module(job.build())
         self.optimizer: Any = self.fabric.setup_optimizers(job.optimizer(self.model.parameters()))
@@ -60,9 +56,6 @@ class FabricFSDP2Deferred(Backend):
                 self.fabric.clip_gradients(self.model, self.optimizer, max_norm=job.clip_norm)
             self.optimizer.step()
             self.optimizer.zero_grad()
-
-    def zero_grad(self) -> None:
-        self.optimizer.zero_grad()
 
     def full_parameters(self) -> Mapping[str, Tensor]:
         return fsdp2.Gathered(self.model.module)

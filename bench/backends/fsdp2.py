@@ -126,9 +126,6 @@ class FSDP2Eager(Backend):
             self.optimizer.step()
             self.optimizer.zero_grad()
 
-    def zero_grad(self) -> None:
-        self.optimizer.zero_grad()
-
     def full_parameters(self) -> Mapping[str, Tensor]:
         return Gathered(cast("nn.Module", self.model))
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
 import weakref
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from bench.backends import deepspeed as ds
@@ -21,13 +19,12 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.nn.parallel import DistributedDataParallel
 
-CHECKPOINT = "checkpoint.ckpt"
 
-
-def places(job: Job) -> tuple[int, int]:
-    """Ranks per node and nodes, as the environment of this rank has them (``bench.launch.rank``)."""
-    each = int(os.environ["LOCAL_WORLD_SIZE"])
-    return each, job.world_size // each
+def places(job: Job) -> dict[str, Any]:
+    """Device, ranks per node and nodes, as the environment of this rank has them, if any (``bench.launch.rank``)."""
+    each = int(os.environ.get("LOCAL_WORLD_SIZE", job.world_size))
+    accelerator = "gpu" if job.device.type == "cuda" else "cpu"
+    return {"accelerator": accelerator, "devices": each, "num_nodes": job.world_size // each}
 
 
 def quieten() -> None:
@@ -46,8 +43,8 @@ def communicator(job: Job) -> str:
 class LightningBackend(Backend):
     """``Trainer(accumulate_grad_batches=N)`` over the tapped loader. Subclasses choose the strategy.
 
-    Logger, checkpoints, progress bar and summary are off; so are sampler replacement and clipping, unless the job asks
-    for them. Two costs are the Trainer's own and stay in: with several ranks it broadcasts a flag and reads it in every
+    Logger, checkpoints, progress bar and summary are off; so are sampler replacement, and clipping unless the job asks
+    for it. Two costs are the Trainer's own and stay in: with several ranks it broadcasts a flag and reads it in every
     micro-batch, and it zeroes gradients after the first forward of a window, so that this forward runs beside the last
     window's gradients.
     """
@@ -63,38 +60,30 @@ class LightningBackend(Backend):
         self.counters: dict[str, int] = {}
         self.parameters_at_end: Mapping[str, Tensor] = {}
         self.module = _module(self, job)
-        devices, num_nodes = places(job)
-        self.trainer = Trainer(
-            accelerator="gpu" if job.device.type == "cuda" else "cpu",
-            devices=devices,
-            num_nodes=num_nodes,
-            strategy=self.strategy(job),
-            precision=self.precision(job),
-            accumulate_grad_batches=1 if job.accumulate_by_epoch else job.accumulate,
-            callbacks=_callbacks(job, self.counters),
-            gradient_clip_val=job.clip_norm or None,
-            max_epochs=-1 if job.epochs is None else job.epochs,
-            max_steps=-1 if job.max_steps is None else job.max_steps,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            use_distributed_sampler=job.unsharded is not None,
-        )
+        self.trainer = Trainer(**self.trainer_arguments(job))
         self.again(job)
 
-    def again(self, job: Job) -> None:
-        kwargs: dict[str, Any] = {"ckpt_path": job.resume / CHECKPOINT, "weights_only": True} if job.resume else {}
-        self.trainer.fit(
-            self.module, train_dataloaders=job.loader if job.unsharded is None else job.unsharded, **kwargs
-        )
+    def trainer_arguments(self, job: Job) -> dict[str, Any]:
+        """All that the Trainer is told."""
+        return {
+            **places(job),
+            "strategy": self.strategy(job),
+            "precision": self.precision(job),
+            "accumulate_grad_batches": job.accumulate,
+            "gradient_clip_val": job.clip_norm or None,
+            "max_epochs": 1,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "use_distributed_sampler": False,
+        }
+
+    def again(self, job: Job, **arguments: Any) -> None:
+        self.trainer.fit(self.module, train_dataloaders=job.loader, **arguments)
 
     def zero_grad(self) -> None:
         self.trainer.optimizers[0].zero_grad()
-
-    def save(self, folder: Path, seen: int, accumulate: int) -> int:
-        self.trainer.save_checkpoint(folder / CHECKPOINT)
-        return 0  # what the loader does is the Trainer's business
 
     def strategy(self, job: Job) -> Strategy:
         """The Trainer's strategy."""
@@ -128,39 +117,7 @@ class LightningBackend(Backend):
         return {"loss_factor": self.loss_factor or "1"}
 
 
-def _callbacks(job: Job, counters: dict[str, int]) -> list[Any]:
-    """The Trainer's callbacks: none in a timed trial."""
-    from lightning.pytorch import Callback
-    from lightning.pytorch.callbacks import GradientAccumulationScheduler
-
-    class Count(Callback):
-        """What the Trainer foresees, and how often it calls the strategy's step and the hook that should precede it."""
-
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            estimate = trainer.estimated_stepping_batches
-            if math.isfinite(estimate):
-                counters["trainer.estimated_stepping_batches"] = int(estimate)
-            counters["on_before_optimizer_step"] = counters["strategy.optimizer_step"] = 0
-            step = trainer.strategy.optimizer_step
-
-            def counted(*args: Any, **kwargs: Any) -> Any:
-                counters["strategy.optimizer_step"] += 1
-                return step(*args, **kwargs)
-
-            trainer.strategy.optimizer_step = counted
-
-        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-            counters["on_before_optimizer_step"] += 1
-
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            _count_engine_steps(trainer, counters)
-
-    n_by_epoch = dict(enumerate(job.accumulate_by_epoch))
-    schedule = [GradientAccumulationScheduler(n_by_epoch)] if n_by_epoch else []
-    return [*schedule, Count()] if job.audited else schedule
-
-
-def _count_engine_steps(trainer: Trainer, counters: dict[str, int]) -> None:
+def count_engine_steps(trainer: Trainer, counters: dict[str, int]) -> None:
     """Note the DeepSpeed engine's own counter, if the strategy has an engine."""
     engine: Any = trainer.strategy.model
     if hasattr(engine, "global_steps"):
@@ -194,17 +151,14 @@ def _module(backend: LightningBackend, job: Job) -> LightningModule:
             return loss * job.accumulate if backend.loss_factor == "N" else loss
 
         def configure_optimizers(self) -> Any:
-            optimizer = job.optimizer(self.model.parameters())
-            if job.scheduler is None:
-                return optimizer
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": job.scheduler(optimizer), "interval": "step"}}
+            return job.optimizer(self.model.parameters())
 
         def on_train_start(self) -> None:
             backend.begin(self, initial)
             initial.clear()  # it would be held, and counted, for the whole training
 
         def on_train_end(self) -> None:
-            _count_engine_steps(self.trainer, backend.counters)
+            count_engine_steps(self.trainer, backend.counters)
             if job.keep_parameters:
                 backend.parameters_at_end = dict(backend.gather(self))
 
@@ -238,11 +192,7 @@ class LightningDDP(LightningBackend):
 
 
 class LightningFSDP2(LightningBackend):
-    """``ModelParallelStrategy``. The Trainer defers for DDP only, so this reduces on every micro-batch.
-
-    Its checkpoints, which only semantic scenarios make, are one file each, read with ``weights_only``: the metadata of
-    distributed ones are a pickle, which torch loads whatever stands in it.
-    """
+    """``ModelParallelStrategy``. The Trainer defers for DDP only, so this reduces on every micro-batch."""
 
     name, framework = "lightning-fsdp2", "Lightning FSDP2"
     bf16_as = BF16_PARAMETERS
@@ -252,8 +202,7 @@ class LightningFSDP2(LightningBackend):
     def strategy(self, job: Job) -> Strategy:
         from lightning.pytorch.strategies import ModelParallelStrategy
 
-        strategy = _resumable(ModelParallelStrategy) if job.resume else ModelParallelStrategy
-        return strategy(
+        return ModelParallelStrategy(
             data_parallel_size=job.world_size,
             tensor_parallel_size=1,
             save_distributed_checkpoint=False,
@@ -274,24 +223,6 @@ class LightningFSDP2(LightningBackend):
 
     def holdings(self) -> Mapping[Category, Iterable[Tensor]]:
         return fsdp2.holdings(_model(self.module))
-
-
-def _resumable(strategy: Any) -> Any:
-    """``ModelParallelStrategy`` that restores SGD: Lightning 2.6 looks for the first entry of an empty state."""
-    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
-
-    class Resumable(strategy):  # type: ignore[misc]
-        optimizers: Any
-
-        def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-            optimizers, self.optimizers = self.optimizers, []
-            found = super().load_checkpoint(*args, **kwargs)
-            self.optimizers = optimizers
-            for optimizer, state in zip(optimizers, found["optimizer_states"], strict=True):
-                set_optimizer_state_dict(self.model, optimizer, optim_state_dict=state)
-            return found
-
-    return Resumable
 
 
 class LightningDeepSpeedZero2(LightningBackend):
@@ -318,16 +249,12 @@ class LightningDeepSpeedZero2(LightningBackend):
 
         ds.prepare()
         self.config = ds.zero_config(self.stage, job)
-        if job.engine_accumulate:
-            self.config["gradient_accumulation_steps"] = job.engine_accumulate
         strategy = DeepSpeedStrategy if job.device.type == "cuda" else _on_cpu(DeepSpeedStrategy)
         return strategy(config=dict(self.config))
 
-    def again(self, job: Job) -> None:
-        if job.resume:
-            ds.trust_own_classes()
+    def again(self, job: Job, **arguments: Any) -> None:
         with ds.unprinted():
-            super().again(job)
+            super().again(job, **arguments)
 
     def __del__(self) -> None:
         if hasattr(self, "trainer"):

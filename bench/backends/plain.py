@@ -87,9 +87,6 @@ class DDPEager(Backend):
             self.optimizer.step()
             self.optimizer.zero_grad()
 
-    def zero_grad(self) -> None:
-        self.optimizer.zero_grad()
-
     def full_parameters(self) -> Mapping[str, Tensor]:
         return dict(self.model.module.named_parameters())
 

@@ -1,6 +1,6 @@
-"""``backends``: what there is, and what this machine can run.
+"""``backends``: lists the backends, and whether this machine can run them.
 
-What installed packages offer is listed, and loaded only if it is named: loading runs the package's code.
+Backends of installed packages are listed, but loaded only if they are named, since loading runs the package's code.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ import argparse
 from typing import Any
 
 from bench.backends.base import offered, registry
-from bench.errors import GOOD, InputError
+from bench.errors import GOOD, InputError, suggest
 from bench.plan.cell import Device
 
 
 def add(commands: Any) -> None:
     """Add the command's parser."""
-    parser = commands.add_parser("backends", help="list the backends and what this machine can run")
+    parser = commands.add_parser("backends", help="list the backends, and whether this machine can run them")
     parser.add_argument(
         "names",
         nargs="*",
         metavar="B",
-        help="load these backends of installed packages too, and list only what is named",
+        help="list these alone, and load those of installed packages",
     )
     parser.set_defaults(command=run)
 
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     known, others = registry(arguments.names), offered()
     for name in arguments.names:
         if name not in known:
-            raise InputError(f"'{name}' is unknown; use {', '.join(dict.fromkeys([*known, *others]))}")
+            raise InputError(f"'{name}' is unknown; {suggest(name, [*known, *others])}")
     for name, backend in known.items():
         if arguments.names and name not in arguments.names:
             continue

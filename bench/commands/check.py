@@ -1,4 +1,4 @@
-"""``check``: a finished run audited from its raw samples, or a citation of it held against them.
+"""``check``: audits a finished run from its raw samples, or checks a citation against them.
 
 With ``--json`` one object: ``run``, its folder; ``findings``, each with ``level`` (error, warning, good), ``topic`` and
 ``text``; ``errors`` and ``warnings``, their numbers.
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from bench.judge.integrity import Finding
 
 DESCRIPTION = (
-    "Reads a run's journal again, recomputes what follows from it, and says what a reader should know before citing "
-    "it: schema and hashes, medians, order, drift, outliers, two modes, ranks out of balance, noise floor, gates. Exit "
-    "status 1 if the data is not what it says it is; warnings alone are no reason. With --citation: whether the ids, "
-    "values, intervals, n and hashes in a text are those of the run; exit status 1 if one is not."
+    "Recomputes everything from a run's journal, and says what to know before citing it: schema and hashes, medians, "
+    "order, drift, outliers, two modes, ranks out of balance, noise floor, gates. Exit status 1 if the data is not "
+    "what it claims to be, 0 with warnings alone. With --citation: checks the ids, values, intervals, n and hashes in "
+    "a text; exit status 1 if one is wrong."
 )
 
 
@@ -32,13 +32,13 @@ def add(commands: Any) -> None:
     """Add the command's parser."""
     parser = commands.add_parser("check", help="audit a finished run from its raw samples", description=DESCRIPTION)
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder, e.g. results/<run>")
-    parser.add_argument("--citation", metavar="FILE", help="check instead what cites the run; - is standard input")
+    parser.add_argument("--citation", metavar="FILE", help="check this text, which cites the run; - is standard input")
     parser.add_argument("--json", action="store_true", help="one JSON object; its keys: see bench/commands/check.py")
     parser.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check and show; 1 if there is an error."""
+    """Check and print; 1 if there is an error."""
     from bench.judge.integrity import Level, check
     from bench.report.terminal import show_findings
 
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         findings = [dataclasses.asdict(one) for one in found]
         print(json.dumps({"run": str(arguments.run), "findings": findings, "errors": errors, "warnings": warnings}))
         return BAD if errors else GOOD
-    verdict = "do not cite it" if errors else "say these things when you cite it" if warnings else "clean"
+    verdict = "do not cite it" if errors else "mention these when you cite it" if warnings else "clean"
     if arguments.citation is not None:
         verdict = "it does not match the data" if errors else "it matches the data"
     show_findings(found, f"{plural(errors, 'error')}, {plural(warnings, 'warning')}: {verdict}")

@@ -1,4 +1,4 @@
-"""``cite``: one number of a run, ready to be pasted, with its permanent id."""
+"""``cite``: prints one number of a run, ready to be pasted, with its permanent id."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ FORMATS = ("markdown", "bibtex", "text")
 TITLES = {"markdown": "Markdown", "bibtex": "BibTeX", "text": "Plain text"}
 DESCRIPTION = (
     "Prints the step time of a cell, or its ratio to that of a second one, with interval, n, machine, versions, commit "
-    "and the hash of the journal, as Markdown, BibTeX and plain text. What is not comparable is cited with that said "
-    "and without a number. Exit status 1 if the journal was changed after the run. check --citation reads it again."
+    "and the hash of the journal, as Markdown, BibTeX and plain text. A cell that is not comparable is cited as such, "
+    "without a number. Exit status 1 if the journal was changed after the run. check --citation checks the text."
 )
 
 
@@ -32,15 +32,15 @@ def add(commands: Any) -> None:
         "cells",
         nargs="*",
         metavar="CELL",
-        help="the cell's id, its beginning, or the label in quotes; with a second one, the ratio to that",
+        help="a cell's id or its beginning, or its label in quotes; with a second cell, the ratio to it",
     )
-    option("--plot", metavar="NAME", help="cite a figure instead, e.g. memory_vs_time")
+    option("--plot", metavar="NAME", help="cite a figure instead, such as memory_vs_time")
     option("--format", choices=[*FORMATS, "all"], default="all", help="what to print (default: all)")
     parser.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the citation; 1 if the data is not what it was when the run ended."""
+    """Print the citation; 1 if the journal was changed after the run."""
     from bench.judge.integrity import Level, journal_findings
     from bench.judge.loading import hashed, load
 
@@ -64,7 +64,7 @@ def _cited(arguments: argparse.Namespace, found: Run) -> Citation:
 
     if arguments.plot is not None:
         if arguments.cells:
-            raise InputError("--plot: is cited by itself; leave out CELL")
+            raise InputError("--plot: cites a figure alone; leave out CELL")
         folder = plots_folder(arguments.run)
         names = sorted(path.stem for path in folder.glob("*.svg"))
         if arguments.plot not in names:

@@ -22,14 +22,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.commands.options import share
-from bench.errors import BAD, GOOD, UNCHECKED, InputError
+from bench.errors import BAD, GOOD, UNCHECKED, InputError, suggest
 
 if TYPE_CHECKING:
     from bench.judge.loading import Run
@@ -93,7 +92,7 @@ def _thresholds(text: str) -> dict[str, float]:
     for part in text.split(","):
         name, equals, value = (word.strip() for word in part.partition("="))
         if name not in METRICS:
-            raise argparse.ArgumentTypeError(f"'{name}' is unknown; use {' or '.join(METRICS)}, such as slower=5%")
+            raise argparse.ArgumentTypeError(f"'{name}' is unknown; {suggest(name, METRICS)}, such as slower=5%")
         if not equals:
             raise argparse.ArgumentTypeError(f"'{name}' has no threshold; write {name}=5%")
         if name in found:
@@ -231,9 +230,7 @@ def _chosen(arguments: argparse.Namespace) -> tuple[Run, Run, list[Pair], tuple[
 def _check_backend(one: Run, option: str, name: str) -> None:
     known = sorted({cell.backend for cell in one.cells.values()})
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
-        raise InputError(f"{option}: '{name}' is not in the run {one.name}; {hint}")
+        raise InputError(f"{option}: '{name}' is not in the run {one.name}; {suggest(name, known)}")
 
 
 def _show(report: Report) -> None:

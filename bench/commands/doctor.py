@@ -1,4 +1,4 @@
-"""``doctor``: what this machine can run and what it cannot, why, and what mends it.
+"""``doctor``: says what this machine can run and what it cannot, why, and how to fix it.
 
 With ``--json`` one object: ``findings``, each with ``level`` (error, warning, good), ``topic`` and ``text``; ``errors``
 and ``warnings``, their numbers.
@@ -18,8 +18,8 @@ from bench.words import plural
 
 DESCRIPTION = (
     "Looks at Python, packages and their known defects, torch, the GPUs and their driver, NCCL, what is between the "
-    "GPUs, /dev/shm, the loopback device, cores, memory, disk, and what others do on the machine; takes some seconds. "
-    "Exit status 1 if something cannot run, or would compute something else; warnings alone are no reason."
+    "GPUs, /dev/shm, the loopback device, cores, memory, disk, and other processes; takes some seconds. Exit status 1 "
+    "if something cannot run or would compute something else, 0 with warnings alone."
 )
 
 
@@ -35,7 +35,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Look and tell; 1 if there is an error."""
+    """Examine the machine and print the findings; 1 if there is an error."""
     from bench.backends.base import registry
     from bench.judge.health import examine
     from bench.judge.integrity import Level

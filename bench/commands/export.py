@@ -1,4 +1,4 @@
-"""``export``: a run's frames, described, or written in the formats of other programs."""
+"""``export``: describes a run's frames, or writes them in the formats of other programs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.errors import GOOD, InputError
+from bench.errors import GOOD, InputError, suggest
 from bench.words import plural
 
 if TYPE_CHECKING:
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 FORMATS = ("pytest-benchmark", "csv", "parquet")
 DESCRIPTION = (
-    "Describes the frames that bench.load(RUN) gives in Python: rows, columns, dtypes and units. With --format they "
-    "are written instead: pytest-benchmark (a JSON file for pytest-benchmark compare and dashboards that read it; a "
-    "round is a trial, and what is not comparable is left out), csv (a folder with one file per frame and columns.csv "
-    "with units; text never acts as a formula) or parquet (a folder; units in each field's metadata)."
+    "Describes the frames that bench.load(RUN) returns in Python: rows, columns, dtypes and units. With --format, "
+    "writes them: pytest-benchmark (a JSON file for pytest-benchmark compare and dashboards; a round is a trial, and "
+    "cells that are not comparable are left out), csv (a folder with a file per frame and columns.csv with the units; "
+    "no text acts as a formula) or parquet (a folder; units in each field's metadata)."
 )
 
 
@@ -40,7 +40,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Describe; or write, and say what."""
+    """Describe the frames, or write them and name the files."""
     import bench
     from bench.plan.columns import FRAMES
 
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.format and (arguments.table is not None or arguments.head is not None):
         raise InputError("--table and --head: are for describing frames; leave them out with --format")
     if arguments.table is not None and arguments.table not in FRAMES:
-        raise InputError(f"--table: '{arguments.table}' is not a frame; use one of {', '.join(FRAMES)}")
+        raise InputError(f"--table: '{arguments.table}' is not a frame; {suggest(arguments.table, FRAMES)}")
     if arguments.head is not None and (arguments.table is None or arguments.head < 1):
         raise InputError("--head: takes a number from 1 on, and --table NAME with it")
     frames = bench.load(arguments.run)

@@ -1,4 +1,4 @@
-"""``lint``: what gradient accumulation will do with the numbers of training configs."""
+"""``lint``: what gradient accumulation will do with the numbers in training configs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ from typing import Any
 
 from bench.errors import BAD, GOOD
 
-EPILOG = (
-    "Exit status: 0 nothing found, or no more than an info; 1 an error or a warning; 2 a config cannot be read. The "
-    "rules are listed by --rules."
-)
+EPILOG = "Exit status: 0 nothing but infos found; 1 an error or a warning; 2 a config cannot be read."
 
 
 def add(commands: Any) -> None:
@@ -29,11 +26,14 @@ def add(commands: Any) -> None:
         metavar="CONFIG",
         help="a YAML of LightningCLI or a JSON of DeepSpeed",
     )
-    option("--samples", type=_positive, metavar="S", help="of the training set; enables the rules about steps")
+    option("--samples", type=_positive, metavar="S", help="size of the training set; enables the rules about steps")
     option(
-        "--micro-batch", type=_positive, metavar="B", help="samples per micro-batch on a rank, if the config is silent"
+        "--micro-batch",
+        type=_positive,
+        metavar="B",
+        help="samples of a micro-batch on one rank, if the config does not say",
     )
-    option("--world-size", type=_positive, metavar="W", help="ranks, if the config is silent")
+    option("--world-size", type=_positive, metavar="W", help="ranks, if the config does not say")
     option("--deepspeed-version", type=_version, metavar="V", help="instead of the installed one")
     option("--lightning-version", type=_version, metavar="V", help="instead of the installed one")
     option("--json", action="store_true", help="print a list of findings as JSON")
@@ -58,7 +58,7 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Lint the configs; the exit status that the findings deserve."""
+    """Lint the configs; 1 if there is an error or a warning."""
     from bench.audit.lint import lint
     from bench.audit.lint.known import Options, installed
     from bench.audit.lint.rules import RULES, Severity
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps([finding.to_dict() for finding in findings], indent=2))
     else:
         for finding in findings:
-            # A file's name may have bytes that are no text.
+            # The bytes of a file name may be no text.
             print(str(finding).encode(errors="backslashreplace").decode())
     if options.wanted:
         missing = [option for option in ("--samples", "--micro-batch", "--world-size") if option in options.wanted]

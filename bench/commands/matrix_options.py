@@ -1,10 +1,10 @@
-"""The options that name a matrix and override its keys: what ``run`` and ``plan`` share."""
+"""The options of ``run`` and ``plan``, which name a matrix and override its keys."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from bench.backends.base import Backend, registry
@@ -47,119 +47,61 @@ OPTIONS = {
     "timeout": "timeout_s",
     "inactivity": "inactivity_s",
 }
-"""Options of the command that override a key of the matrix."""
+"""Options and the keys of the matrix that they override."""
 
 
 def add_matrix_options(parser: argparse.ArgumentParser) -> None:
-    """What to run; the lists may be given with commas or by repeating the option."""
-    names = ", ".join(matrix_file.names())
+    """Add the options; a list is given with commas or by repeating the option."""
     add = parser.add_argument
-    add(
-        "--matrix",
-        default="auto",
-        metavar="NAME|FILE",
-        help=f"auto (gpu or cpu, as the machine is), {names}, or a TOML file",
+
+    def several(option: str, read: Callable[[str], list[Any]], metavar: str, words: str) -> None:
+        add(option, action="append", type=read, metavar=f"{metavar}[,{metavar}]", help=words)
+
+    def switch(option: str, words: str) -> None:
+        add(option, action="store_true", default=None, help=words)
+
+    names = ", ".join(matrix_file.names())
+    words = f"auto (gpu or cpu, as the machine is), {names}, or a TOML file"
+    add("--matrix", default="auto", metavar="NAME|FILE", help=words)
+    words = "only these backends, or all but those of installed packages (see 'backends'); module:Class for your own"
+    several("--backend", backend_names, "B", words)
+    several("--accumulate", _integers, "N", "micro-batches per optimizer step on a rank")
+    words = (
+        "samples per micro-batch on a rank; with --accumulate the global batch follows, else it is held and N follows"
     )
-    add(
-        "--backend",
-        action="append",
-        type=backend_names,
-        metavar="B[,B]",
-        help="only these backends, or all but those of installed packages (see 'backends'); module:Class for your own",
-    )
-    add(
-        "--accumulate",
-        action="append",
-        type=_integers,
-        metavar="N[,N]",
-        help="micro-batches per optimizer step on a rank",
-    )
-    add(
-        "--micro-batch",
-        action="append",
-        type=_integers,
-        metavar="M[,M]",
-        help="samples per micro-batch on a rank; with --accumulate the global batch follows, else it is held and N "
-        "follows; in a virtual world N is held",
-    )
-    add(
-        "--world-size",
-        action="append",
-        type=_integers_or_all,
-        metavar="W[,W]",
-        help="numbers of ranks, or 'all' for one per GPU",
-    )
-    add(
-        "--share-gpu",
-        action="store_true",
-        default=None,
-        help="let the ranks of --world-size share the GPUs, over gloo: values, counts and memory, but no times; each "
-        "cell once unless --repeats is given",
-    )
-    add(
-        "--virtual-world",
-        action="append",
-        type=_integers,
-        metavar="W[,W]",
-        help="one process is rank 0 of so many: shapes, memory, counts and bytes, but no values; without --world-size, "
-        "nothing else is run",
-    )
-    add(
-        "--fake-tensors",
-        action="store_true",
-        default=None,
-        help="in a virtual world: nothing is computed and no memory allocated, so that there is no time to measure",
-    )
-    add(
-        "--precision",
-        action="append",
-        type=split_names,
-        metavar="P[,P]",
-        help=f"dtypes of forward and backward: {', '.join(Precision)}",
-    )
-    add("--optimizer", action="append", type=split_names, metavar="O[,O]", help=", ".join(matrix_file.OPTIMIZERS))
-    add(
-        "--clip-norm",
-        action="append",
-        type=_numbers,
-        metavar="C[,C]",
-        help="largest norms of the gradient; 0 for no clipping",
-    )
-    add(
-        "--activation-checkpointing",
-        action="append",
-        type=_switches,
-        metavar="on|off[,..]",
-        help="blocks keep only their input, and are recomputed in the backward",
-    )
-    add("--compiled", action="append", type=_switches, metavar="on|off[,..]", help="blocks are compiled: torch.compile")
-    add("--repeats", type=int, metavar="R", help="trials per cell; more are run only up to --max-repeats")
-    add(
-        "--max-repeats",
-        type=int,
-        metavar="R",
-        help="most trials per cell, while its interval is wider than --interval-width",
-    )
+    several("--micro-batch", _integers, "M", f"{words}; in a virtual world N is held")
+    several("--world-size", _integers_or_all, "W", "numbers of ranks, or 'all' for one per GPU")
+    words = "let the ranks of --world-size share the GPUs, over gloo: values, counts and memory, but no times"
+    switch("--share-gpu", f"{words}; one trial per cell unless --repeats is given")
+    words = "one process acts as rank 0 of W: shapes, memory, counts and bytes, but no values"
+    several("--virtual-world", _integers, "W", f"{words}; without --world-size, nothing else runs")
+    words = "in a virtual world: compute and allocate nothing, which leaves no time to measure"
+    switch("--fake-tensors", words)
+    several("--precision", split_names, "P", f"dtypes of forward and backward: {', '.join(Precision)}")
+    several("--optimizer", split_names, "O", ", ".join(matrix_file.OPTIMIZERS))
+    several("--clip-norm", _numbers, "C", "limits of the gradient's norm; 0 for no clipping")
+    words = "blocks keep their input alone, and are recomputed in the backward"
+    several("--activation-checkpointing", _switches, "on|off", words)
+    several("--compiled", _switches, "on|off", "compile each block with torch.compile")
+    add("--repeats", type=int, metavar="R", help="trials per cell; more only if --max-repeats allows")
+    words = "most trials per cell, while its interval is wider than --interval-width"
+    add("--max-repeats", type=int, metavar="R", help=words)
     add("--interval-width", type=share, metavar="P", help="width of the intervals at which repeats end, such as 2%%")
-    add("--budget", type=duration, metavar="TIME", help="begin no block of trials after this time: 90s, 20m, 1h")
-    add("--baseline", metavar="B", help="the backend that others are compared with, and with itself (A/A)")
+    add("--budget", type=duration, metavar="TIME", help="start no block of trials after this time: 90s, 20m, 1h")
+    words = "the backend to compare with, which is also compared with itself (A/A)"
+    add("--baseline", metavar="B", help=words)
     add("--seed", type=int, metavar="S", help="seed of weights, tokens and order")
-    add(
-        "--seeds",
-        action="append",
-        type=_integers,
-        metavar="S[,S]",
-        help="several seeds of weights and tokens, as an axis",
-    )
+    several("--seeds", _integers, "S", "seeds of weights and tokens, as an axis")
     add("--batch", type=int, metavar="B", help="global batch: samples per optimizer step over all ranks")
     add("--sequence", type=int, metavar="S", help="tokens per sample")
     add("--model", metavar="SIZE", help="size of the model")
     add("--workload", metavar="MODULE:FACTORY", help="a model of your own, instead of llama")
     add("--corpus", metavar="FILE", help="a text file whose bytes are the tokens")
     add("--device", metavar="|".join(Device), help="what the ranks run on")
-    add("--timeout", type=float, metavar="SECONDS", help="limit of a trial, from start to end")
-    add("--inactivity", type=float, metavar="SECONDS", help="longest time without progress on any rank; 0 for no limit")
-    add("--try-all", action="store_true", help="on GPUs: also try cells that are predicted not to fit into memory")
+    add("--timeout", type=float, metavar="SECONDS", help="limit of a whole trial")
+    words = "limit of the time without progress on any rank; 0 for none"
+    add("--inactivity", type=float, metavar="SECONDS", help=words)
+    add("--try-all", action="store_true", help="on GPUs: also run cells that are predicted not to fit into memory")
 
 
 def _switches(text: str) -> list[bool]:
@@ -188,7 +130,7 @@ def _integers_or_all(text: str) -> list[Any]:
 
 
 def chosen_matrix(arguments: argparse.Namespace) -> Matrix:
-    """The matrix that the options name, with the keys that they override."""
+    """The matrix of ``--matrix``, with the keys that other options override. Raises InputError."""
     from bench.launch import gpus as launch_gpus
 
     name = arguments.matrix
@@ -232,10 +174,7 @@ def _repeats(arguments: argparse.Namespace, chosen: Matrix) -> dict[str, Any]:
 
 
 def on_gpus(chosen: Matrix, arguments: argparse.Namespace, num_gpus: int) -> Matrix:
-    """The matrix with numbers of ranks that these GPUs can be, if it was written for the CPU: ``--device cuda``.
-
-    Those that there are GPUs for; one rank per GPU if that leaves none.
-    """
+    """A matrix for the CPU under ``--device cuda``: with the world sizes that these GPUs allow, or one rank per GPU."""
     asked = chosen["axes.world_size"]
     if arguments.device != Device.CUDA or arguments.world_size or chosen["share_gpu"] or asked == "all" or not num_gpus:
         return chosen
@@ -244,7 +183,7 @@ def on_gpus(chosen: Matrix, arguments: argparse.Namespace, num_gpus: int) -> Mat
 
 
 def backends_of(chosen: Matrix) -> dict[str, type[Backend]]:
-    """The backends that the matrix and its groups can mean."""
+    """The backends that the matrix and its groups may name."""
     named = [part["axes.backend"] for part in chosen.parts]
     return registry([name for names in named for name in ([names] if isinstance(names, str) else names)])
 
@@ -257,7 +196,7 @@ def visible_gpus(chosen: Matrix) -> list[dict[str, Any]]:
 
 
 def without_reference(cells: Sequence[Cell], skipped: Mapping[str, str]) -> list[Cell]:
-    """The cells but for references that are skipped: nothing is there to be compared with them."""
+    """The cells without the references that are skipped: the cells that need them are skipped too."""
     return [cell for cell in cells if not cell.is_reference or cell.cell_id not in skipped]
 
 
@@ -276,9 +215,9 @@ def costs(
     gpus: Sequence[Mapping[str, Any]],
     skipped: Collection[str],
 ) -> dict[str, plan_estimates.Cost]:
-    """What each cell will need, by id, if those skipped are not tried: time as measured here earlier, or a rough guess.
+    """What each cell will need, by id, if those in ``skipped`` are not run.
 
-    Memory is that of ``bench.forecast.fit`` on GPUs, where it is predicted, and otherwise a rough guess.
+    Time is that of earlier runs here, memory on GPUs that of ``bench.forecast.fit``; otherwise both are guesses.
     """
     from bench.forecast import fit
     from bench.run import journal, machine

@@ -1,4 +1,4 @@
-"""Values of options that several commands read alike."""
+"""Types of options that several commands share."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from bench.backends.base import adopt
 from bench.errors import InputError
 
 SECONDS = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600}
-"""In each unit of time."""
+"""Seconds per unit of time."""
 
 
 def split_names(text: str) -> list[str]:
-    """The names in a list with commas; empty ones are left out."""
+    """The names in a comma-separated list, without empty ones."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def backend_names(text: str) -> list[str]:
-    """The names in a list with commas; ``module:Class`` is loaded, and known by its own name from then on."""
+    """The names in a comma-separated list; ``module:Class`` is loaded, and from then on known by its own name."""
     try:
         return [adopt(name) if ":" in name else name for name in split_names(text)]
     except InputError as error:
@@ -26,7 +26,7 @@ def backend_names(text: str) -> list[str]:
 
 
 def share(text: str) -> float:
-    """``5%`` or ``0.05`` as 0.05. A number of 1 or more without a sign is refused: it was meant as per cent."""
+    """0.05 for ``5%`` or ``0.05``. A number of 1 or more without a sign is refused: it may be meant as per cent."""
     words = text.strip()
     try:
         number = float(words.removesuffix("%")) / (100 if words.endswith("%") else 1)
@@ -40,7 +40,7 @@ def share(text: str) -> float:
 
 
 def duration(text: str) -> float:
-    """``90s``, ``20m``, ``20 min``, ``1.5h`` in seconds. A number without a unit is refused: it may mean either."""
+    """Seconds for ``90s``, ``20m``, ``20 min`` or ``1.5h``. A number without a unit is refused as ambiguous."""
     words = text.strip()
     name = words.lstrip("0123456789.eE+-").strip()
     unit = SECONDS.get(name)

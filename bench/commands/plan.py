@@ -1,4 +1,4 @@
-"""``plan``: what ``run`` would do, before it does it; also as if on GPUs that this machine does not have."""
+"""``plan``: what ``run`` would do, on this machine or on GPUs that it does not have."""
 
 from __future__ import annotations
 
@@ -35,19 +35,21 @@ UNITS = {"GiB": 2**30, "GB": 10**9}
 
 def add(commands: Any) -> None:
     """Add the command's parser."""
-    parser = commands.add_parser("plan", help="show what run would do: cells, skips, estimates; starts nothing")
+    parser = commands.add_parser(
+        "plan", help="show what run would do, without starting anything: cells, skips, time, memory"
+    )
     add_matrix_options(parser)
     parser.add_argument(
         "--on",
         type=_gpus,
         metavar="GPUS",
-        help="as if on these GPUs, with all that is needed installed: '1 x H100 80GiB'",
+        help="as if on these GPUs, with everything installed, such as '1 x H100 80GiB'",
     )
     parser.set_defaults(command=run)
 
 
 def _gpus(text: str) -> list[dict[str, Any]]:
-    """``8 x H200 141GB`` as ``bench.launch.gpus`` would have them."""
+    """The GPUs of ``8 x H200 141GB``, as ``bench.launch.gpus`` describes them."""
     match = GPUS.fullmatch(text.strip())
     count = int(match["count"] or 1) if match else 0
     memory = int(float(match["size"]) * UNITS[match["unit"]]) if match else 0

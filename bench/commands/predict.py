@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.commands.options import share, split_names
-from bench.errors import GOOD, InputError
+from bench.errors import GOOD, InputError, suggest
 
 if TYPE_CHECKING:
     from bench.plan.cell import Cell
@@ -57,54 +57,37 @@ def add(commands: Any) -> None:
         "predict", help="predict memory, collectives and step times without running", description=DESCRIPTION
     )
     option = parser.add_argument
+
+    def amount(name: str, units: Mapping[str, float], example: str, metavar: str, words: str, **more: Any) -> None:
+        option(name, type=_quantity(units, example, **more), metavar=metavar, help=words)
+
     option("--model", required=True, metavar="M", help="a shipped model: tiny, 135m, 1b, 3b or 8b")
     option("--world-size", type=_integer, required=True, metavar="W", help="ranks")
-    option("--accumulate", type=_integer, required=True, metavar="N", help="micro-batches per optimizer step")
-    option("--micro-batch", type=_integer, default=1, metavar="B", help="samples of one, on one rank (default: 1)")
+    option("--accumulate", type=_integer, required=True, metavar="N", help="micro-batches per optimizer step on a rank")
+    option(
+        "--micro-batch", type=_integer, default=1, metavar="M", help="samples per micro-batch on a rank (default: 1)"
+    )
     option("--sequence", type=_integer, required=True, metavar="S", help="tokens per sample")
     option("--precision", choices=[str(p) for p in Precision], required=True, help="dtype of forward and backward")
     option("--optimizer", choices=OPTIMIZERS, default="adamw-foreach", help="(default: adamw-foreach)")
     option("--device", choices=[str(d) for d in Device], default="cuda", help="(default: cuda)")
     option("--backend", action="append", type=split_names, metavar="B[,B]", help="only these (default: all built-in)")
-    option("--memory", type=_quantity(BYTES, "80GiB"), metavar="SIZE", help="memory of a device, such as 80GiB")
-    option(
-        "--reserve",
-        type=_quantity(BYTES, "4GiB", zero=True),
-        metavar="SIZE",
-        help="of that, kept free for what is not predicted (default: CUDA context, NCCL, the allocator's fragments)",
-    )
-    option(
-        "--link",
-        type=_quantity(RATES, "50GB/s"),
-        metavar="RATE",
-        help="rate at which a rank can send, such as 50GB/s or 400Gbit/s (400Gbps)",
-    )
-    option(
-        "--latency",
-        type=_quantity(TIMES, "20us"),
-        metavar="TIME",
-        help="latency of a collective call, such as 20us (default: 0)",
-    )
-    option(
-        "--compute-time",
-        type=_quantity(TIMES, "1.9s"),
-        metavar="TIME",
-        help="compute time of one optimizer step, recomputation included, such as 1.9s",
-    )
+    option("--activation-checkpointing", action="store_true", help="blocks keep their input alone, and are recomputed")
+    amount("--memory", BYTES, "80GiB", "SIZE", "memory of a device, such as 80GiB")
+    words = "of that, kept free for what is not predicted (default: CUDA context, NCCL, the allocator's fragments)"
+    amount("--reserve", BYTES, "4GiB", "SIZE", words, zero=True)
+    amount("--activations", BYTES, "20GiB", "SIZE", "activation memory of one micro-batch, if known")
+    words = "rate at which a rank can send, such as 50GB/s or 400Gbit/s (400Gbps)"
+    amount("--link", RATES, "50GB/s", "RATE", words)
+    amount("--latency", TIMES, "20us", "TIME", "latency of a collective call, such as 20us (default: 0)")
+    words = "compute time of one optimizer step, recomputation included, such as 1.9s"
+    amount("--compute-time", TIMES, "1.9s", "TIME", words)
     option("--peak", metavar="GPU|RATE", help="instead of --compute-time: H100, H200, A100, or such as 989TFLOP/s")
     option("--mfu", type=_mfu, metavar="P", help="share of the peak that is reached (default: 35%%)")
-    option("--activation-checkpointing", action="store_true", help="blocks keep only their input")
-    option(
-        "--activations",
-        type=_quantity(BYTES, "20GiB"),
-        metavar="SIZE",
-        help="activation memory of one micro-batch, if known",
-    )
     option("--margin", type=share, metavar="P", help="times this near to each other are the same (default: 2%%)")
     option("--json", action="store_true", help="print a JSON list; its keys: see bench/commands/predict.py")
-    option(
-        "--out", type=Path, metavar="DIR", help="write predict.md and, with bounds, a map of the best backends there"
-    )
+    words = "write predict.md and, with bounds, a map of the best backends there"
+    option("--out", type=Path, metavar="DIR", help=words)
     parser.set_defaults(command=run)
 
 
@@ -141,7 +124,7 @@ def _mfu(text: str) -> float:
 def run(arguments: argparse.Namespace) -> int:
     """Predict and show."""
     from bench.forecast import prediction_text
-    from bench.forecast.best import MARGIN, Answer, Question, where_best
+    from bench.forecast.best import MARGIN, Question, Recommendation, where_best
     from bench.forecast.prediction import Link, predict, record
 
     cell = _cell(arguments)
@@ -165,7 +148,7 @@ def run(arguments: argparse.Namespace) -> int:
         margin=MARGIN if arguments.margin is None else arguments.margin,
     )
     timed = link if compute_s is not None else None
-    answer = None if timed is None else Answer.of(question, timed)
+    answer = None if timed is None else Recommendation.of(question, timed)
     rows = []
     for one in predictions:
         bounds = None if timed is None or one.refusal else question.bounds(one, cell.accumulate, timed)
@@ -225,7 +208,7 @@ def _cell(arguments: argparse.Namespace) -> Cell:
     from bench.plan.models import SIZES
 
     if arguments.model not in SIZES:
-        raise InputError(f"--model: '{arguments.model}' is unknown; use one of {', '.join(SIZES)}")
+        raise InputError(f"--model: '{arguments.model}' is unknown; {suggest(arguments.model, SIZES)}")
     return Cell(
         backend="",
         model=arguments.model,
@@ -242,8 +225,6 @@ def _cell(arguments: argparse.Namespace) -> Cell:
 
 def _backends(names: list[list[str]] | None) -> list[str]:
     """The names that ``--backend`` gives, in the registry's order; of all, those with formulas."""
-    import difflib
-
     from bench.judge.formulas import BUILT_IN
     from bench.plan.cell import REFERENCES
 
@@ -257,9 +238,7 @@ def _backends(names: list[list[str]] | None) -> list[str]:
         if name in REFERENCES:
             raise InputError(f"--backend: {name} accumulates nothing, so nothing is predicted; leave it out")
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
-            raise InputError(f"--backend: '{name}' has no formulas; {hint}")
+            raise InputError(f"--backend: '{name}' has no formulas; {suggest(name, known)}")
     return [name for name in known if name in asked]
 
 
@@ -281,9 +260,8 @@ def _compute(arguments: argparse.Namespace, cell: Cell) -> tuple[float | None, s
             raise InputError(f"--peak: {error}") from error
     else:
         if arguments.peak not in PEAK_FLOPS:
-            raise InputError(
-                f"--peak: '{arguments.peak}' is unknown; use one of {', '.join(PEAK_FLOPS)}, or a rate: 989TFLOP/s"
-            )
+            hint = suggest(arguments.peak, [*PEAK_FLOPS, "a rate: 989TFLOP/s"])
+            raise InputError(f"--peak: '{arguments.peak}' is unknown; {hint}")
         known = peak_flops(arguments.peak, cell.precision)
         if known is None:
             raise InputError(

@@ -1,4 +1,4 @@
-"""``report``: a run's tables, plots, summary and page, from its journal."""
+"""``report``: writes a run's tables, plots, summary and page from its journal."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--rebuild",
         action="store_true",
-        help="rebuild the tables alone, whatever state they are in: nothing is drawn or shown",
+        help="write the tables alone, whatever state they are in; draws and shows nothing",
     )
     parser.add_argument("--open", action="store_true", help="open report.html in the browser")
     parser.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write and show."""
+    """Write the report and show its summary."""
     from bench.report.finish import finish, rebuild
     from bench.run.journal import read_manifest
 
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with files.run_folder(folder, str(folder)):
             status = finish(folder, arguments.plots or plots_folder(folder))
-    except files.BusyError:  # its run goes on: what there is can be shown, but run.json is the runner's
+    except files.BusyError:  # the run goes on: its trials so far can be shown, but only the runner writes run.json
         status = finish(folder, arguments.plots or plots_folder(folder), note_floor=False)
     if arguments.open:
         import webbrowser

@@ -1,4 +1,4 @@
-"""``run``: train every cell of a matrix, and write tables and plots."""
+"""``run``: trains every cell of a matrix, and writes tables and plots."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ from bench.commands.matrix_options import (
 )
 from bench.errors import BAD, EXIT_STATUS, INTERRUPTED, InputError
 from bench.files import new_folder, plots_folder
-from bench.plan.cell import Cell, Device
+from bench.plan.cell import Cell, Device, counted
 from bench.plan.expand import expand, once
-from bench.words import plural
 
 DESCRIPTION = (
-    "Every cell of the matrix is trained in trials of its own, block by block, in seeded random order. After --repeats "
-    "blocks, cells are trained on while their step time's ratio to the baseline's is wider than --interval-width, up "
-    "to --max-repeats or as far as --budget reaches."
+    "Every trial trains one cell of the matrix. Trials run in blocks, each in seeded random order. After --repeats "
+    "blocks, a cell is repeated while the interval of its time ratio to the baseline is wider than --interval-width, "
+    "until --max-repeats or the --budget is reached."
 )
 SIGNALS = (
-    "Ctrl-C, SIGTERM and SIGHUP end the run with every finished trial kept; a second one ends what is left of the "
-    "current trial at once. SIGINT stays ignored where it was when the run began, as in a shell's background, and so "
-    "does SIGHUP under nohup: use SIGTERM there. After those, or a kill -9, a reboot or a full disk, --resume goes on."
+    "Ctrl-C, SIGTERM and SIGHUP end the run and keep every finished trial; a second signal ends the current trial at "
+    "once. A background shell ignores SIGINT, and nohup ignores SIGHUP: use SIGTERM there. --resume goes on after "
+    "these, and after a kill -9, a reboot or a full disk."
 )
 
 
@@ -43,21 +42,24 @@ def add(commands: Any) -> None:
     """Add the command's parser."""
     parser = commands.add_parser(
         "run",
-        help="run a matrix: train every cell, write tables and plots",
+        help="train every cell of a matrix, and write tables and plots",
         description=DESCRIPTION,
         epilog=f"{SIGNALS} {EXIT_STATUS}",
     )
     add_matrix_options(parser)
     option = parser.add_argument
     option("--out", type=Path, metavar="DIR", help="the run's folder (default: results/<time>-<matrix>)")
-    option("--resume", type=Path, metavar="RUN", help="go on with the run in this folder, and nothing else")
+    option("--resume", type=Path, metavar="RUN", help="go on with the run in this folder; takes no other options")
     option("--retry-failed", action="store_true", help="with --resume: also rerun the trials that failed")
-    option("--cold", action="store_true", help="start each trial from a new interpreter, not the fork server")
+    option("--cold", action="store_true", help="start each trial in a new interpreter, not from the fork server")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--quiet", action="store_true", help="print nothing before the answer")
+    shown.add_argument("--json", action="store_true", help="print JSON lines: each event, then the answer")
     parser.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run it; the exit status that its trials deserve."""
+    """Run the matrix, or go on with a run; the exit status of its trials."""
     from bench.forecast import fit
     from bench.run import start
     from bench.run.journal import read_manifest
@@ -65,10 +67,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.resume:
         folder = arguments.resume
         _refuse_beside_resume(arguments)
-        # Read before the lock is taken: nothing is made in a folder that holds no run.
+        # Read before the lock is taken: nothing is written to a folder that holds no run.
         backends = start.backends_of(folder, read_manifest(folder))
         with files.run_folder(folder, f"--resume {folder}"):
-            return _train(folder, start.reopen(folder, backends), backends, retry_failed=arguments.retry_failed)
+            return _train(folder, start.reopen(folder, backends), backends, arguments)
     if arguments.retry_failed:
         raise InputError("--retry-failed: works only with --resume RUN; add it")
     chosen = chosen_matrix(arguments)
@@ -93,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
             skipped=skipped,
             peaks=fit.peaks(cells),
         )
-        return _train(folder, manifest, backends)
+        return _train(folder, manifest, backends, arguments)
 
 
 def _require_usable(gpus: Sequence[Mapping[str, Any]], folder: Path) -> None:
@@ -111,31 +113,37 @@ def _require_usable(gpus: Sequence[Mapping[str, Any]], folder: Path) -> None:
 
 
 def _train(
-    folder: Path, manifest: dict[str, Any], backends: dict[str, type[Backend]], *, retry_failed: bool = False
+    folder: Path, manifest: dict[str, Any], backends: dict[str, type[Backend]], arguments: argparse.Namespace
 ) -> int:
-    """Run the trials that the journal lacks, and report."""
+    """Run the trials that the journal lacks, and write the report."""
     from rich.console import Console
 
-    from bench.judge.standing import look
+    from bench.judge.standing import baseline_of, look
     from bench.launch import gpus as launch_gpus
     from bench.launch.launcher import Launcher, LauncherError
     from bench.report.finish import finish
-    from bench.report.progress import Display
+    from bench.report.progress import Display, JsonLines
     from bench.run import matmul, runner, start
 
     cells = [Cell.from_dict(cell) for cell in manifest["cells"]]
     gpus = launch_gpus.gpus() if any(cell.device is Device.CUDA for cell in cells) else []
-    display = Display(Console(), costs(cells, backends, gpus, start.skipped_of(manifest)), manifest)
+    guesses = costs(cells, backends, gpus, manifest.get("skipped") or {})
+    display = Display(Console(quiet=arguments.quiet), guesses, manifest)
+    if arguments.json:
+        display = JsonLines(guesses, manifest)
     launcher = Launcher(cells[0].device, cold=manifest["cold"])
-    work = runner.Runner(folder, manifest, backends, launcher, display, look, retry_failed=retry_failed)
+    work = runner.Runner(folder, manifest, backends, launcher, display, look, retry_failed=arguments.retry_failed)
     go_on = f"python -m bench run --resume {folder}"
     try:
         with display, launcher:
-            display.say(f"run {manifest['run_id']}: {plural(len(cells), 'cell')}; writing to {folder}")
+            display.say(f"run {manifest['run_id']}: {counted(cells, baseline_of(manifest))}; writing to {folder}")
             matmul.time_products(folder, manifest, cells, launcher, display.say)
             work.run()
     except KeyboardInterrupt:
-        display.say(f"interrupted: the finished trials are kept; go on with: {go_on}")
+        said = f"interrupted: the finished trials are kept; go on with: {go_on}"
+        display.say(said)
+        if arguments.quiet:
+            print(f"bench: {said}", file=sys.stderr)
         return INTERRUPTED
     except LauncherError as error:
         print(f"bench: {error}", file=sys.stderr)
@@ -148,11 +156,11 @@ def _train(
                 f"{folder}: the disk is full; the finished trials are kept: free some space, and go on with: {go_on}"
             ) from error
         raise InputError(f"{folder}: {error}; the finished trials are kept; go on with: {go_on}") from error
-    return finish(folder, plots_folder(folder))
+    return finish(folder, plots_folder(folder), as_json=arguments.json)
 
 
 def _refuse_beside_resume(arguments: argparse.Namespace) -> None:
-    """A resumed run goes on as it was begun, so no option may ask for anything else."""
+    """Refuse all options that a resumed run cannot take, since it goes on as it was begun."""
     given = [name for name in (*OPTIONS, "out") if getattr(arguments, name, None) is not None]
     defaults = (("matrix", "auto"), ("cold", False), ("try_all", False))
     given += [name for name, default in defaults if getattr(arguments, name) != default]

@@ -1,4 +1,4 @@
-"""``python -m bench semantics``: what a backend computes, by measurement."""
+"""``python -m bench semantics``: measure what a backend computes."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.commands.options import backend_names, split_names
-from bench.errors import BAD, GOOD, INTERRUPTED, InputError
+from bench.errors import BAD, GOOD, INTERRUPTED, InputError, suggest
 from bench.plan.cell import REFERENCES, Device
 
 if TYPE_CHECKING:
     from bench.audit.scenario import Scenario
 
 TIMEOUT_S = 30.0
-"""Per scenario; the shipped ones take well under a second."""
+"""Per scenario; the shipped ones take less than a second."""
 LONGEST_TIMEOUT_S = 86400.0
 
-EPILOG = """Every sample's coefficient in every optimizer update is read off a model with one weight per use of a
-sample, trained by the backend with SGD and learning rate 1: what an update takes off a weight is the coefficient. Exit
-status 1 if an update, a count or an end of training is not what it should be."""
+EPILOG = """The backend trains a model with one weight per use of a sample by SGD with learning rate 1, so that an
+update lowers each weight by that sample's coefficient. Exit status 1 if an update, a counter or the end of training is
+wrong."""
 
 
 def add(commands: Any) -> None:
@@ -51,19 +51,19 @@ def add(commands: Any) -> None:
         "--engine-accumulate",
         type=int,
         metavar="N",
-        help="gradient_accumulation_steps of DeepSpeed's configuration, if other",
+        help="gradient_accumulation_steps in DeepSpeed's config, if different",
     )
-    one.add_argument("--epochs", type=int, metavar="E", help="default: 1, or no end if there is --max-steps")
+    one.add_argument("--epochs", type=int, metavar="E", help="default: 1, or no limit with --max-steps")
     one.add_argument("--world-size", type=int, metavar="W", help="ranks (default: 2)")
     one.add_argument("--drop-last", action="store_true", help="the loader drops an incomplete last micro-batch")
-    one.add_argument("--max-steps", type=int, metavar="K", help="the limit of steps given to the framework")
+    one.add_argument("--max-steps", type=int, metavar="K", help="the framework's limit of steps")
     one.add_argument("--token-weights", metavar="T[,T]", help="tokens of samples 0, 1, 2 ..., over and over")
     one.add_argument(
         "--reduction",
         metavar="|".join(Reduction),
-        help="a micro-batch's loss: the mean over its tokens (default), or its share of the window's mean",
+        help="the loss of a micro-batch: the mean over its tokens (default), or its share of the window's mean",
     )
-    one.add_argument("--clip", type=float, metavar="C", help="the framework's limit for the gradient's norm")
+    one.add_argument("--clip", type=float, metavar="C", help="the framework's clipping threshold")
     one.add_argument("--fault", metavar="|".join(Fault), help="what happens in mid-window")
     one.add_argument("--at", type=int, metavar="I", help="the micro-batch, from 1, at which it happens")
     one.add_argument("--split", metavar="|".join(Split), help="who splits the samples among the ranks")
@@ -84,14 +84,12 @@ def add(commands: Any) -> None:
         "--out",
         type=Path,
         metavar="DIR",
-        help="write JSON, parquet, Markdown and plots (--suite: to results/ and plots/ if not given)",
+        help="write JSON, parquet, Markdown and plots (default with --suite: under results/ and plots/)",
     )
-    option(
-        "--docs", type=Path, metavar="FILE", help="with --suite: write the page of docs, its pictures beside --out's"
-    )
+    option("--docs", type=Path, metavar="FILE", help="with --suite: write the page of docs; it links to the plots")
     option("--device", default="cpu", metavar="|".join(Device), help="what the ranks run on (default: cpu)")
     option("--timeout", type=float, default=TIMEOUT_S, metavar="SECONDS", help=f"per scenario (default: {TIMEOUT_S:g})")
-    option("--separate", action="store_true", help="a process group for each scenario, none shared")
+    option("--separate", action="store_true", help="a process group of its own for each scenario")
     parser.set_defaults(command=_semantics)
 
 
@@ -110,7 +108,7 @@ SCENARIO_OPTIONS = {
     "at": "at",
     "split": "split",
 }
-"""Options of one scenario, and the field of Scenario that each sets."""
+"""Options of one scenario, with the field of Scenario that each sets."""
 
 
 def _semantics(arguments: argparse.Namespace) -> int:
@@ -147,7 +145,7 @@ def _semantics(arguments: argparse.Namespace) -> int:
         return BAD
     except KeyboardInterrupt:
         interrupted = True
-        print(f"interrupted: {len(found)} of {total} are kept", file=sys.stderr)
+        print(f"interrupted: {len(found)} of {total} observations are kept", file=sys.stderr)
     if arguments.json:
         print(json.dumps(found[0] if total == 1 and found else found))
     else:
@@ -160,16 +158,14 @@ def _semantics(arguments: argparse.Namespace) -> int:
 
 
 def _scenarios(arguments: argparse.Namespace) -> list[Scenario]:
-    """The scenarios that the options name. Raises InputError that names the option."""
+    """The scenarios of the options. Raises InputError naming the option."""
     from bench.audit.scenario import Scenario
 
     given = [name for name in SCENARIO_OPTIONS if getattr(arguments, name) is not None]
     given += ["drop_last"] if arguments.drop_last else []
     if arguments.suite or arguments.scenario:
         if given:
-            raise InputError(
-                f"--{given[0].replace('_', '-')}: describes one scenario, and --suite has its own; use one"
-            )
+            raise InputError(f"--{given[0].replace('_', '-')}: describes one scenario; leave it out or --suite")
         return _of_suite(arguments)
     if arguments.docs:
         raise InputError(f"--docs {arguments.docs}: is written from a suite; add --suite")
@@ -186,14 +182,8 @@ def _scenarios(arguments: argparse.Namespace) -> list[Scenario]:
             values[field] = _integers(name, values[field])
     if arguments.max_steps is not None and arguments.epochs is None:
         values["epochs"] = None
-    try:
-        return [Scenario.from_dict({**values, "drop_last": arguments.drop_last})]
-    except InputError as error:
-        if str(error).startswith("--"):
-            raise
-        field = str(error).partition(" ")[0].rstrip(":")
-        option = next((name for name, key in SCENARIO_OPTIONS.items() if key == field), field).replace("_", "-")
-        raise InputError(f"--{option}{str(error).removeprefix(field)}") from error
+    options = {field: f"--{name.replace('_', '-')}" for name, field in SCENARIO_OPTIONS.items()}
+    return [Scenario.from_dict({**values, "drop_last": arguments.drop_last}, "", lambda key: options.get(key, key))]
 
 
 def _of_suite(arguments: argparse.Namespace) -> list[Scenario]:
@@ -205,7 +195,7 @@ def _of_suite(arguments: argparse.Namespace) -> list[Scenario]:
     known = [one.name for one in suite]
     for name in wanted:
         if name not in known:
-            raise InputError(f"--scenario {name}: {path.name} has no such scenario; use {', '.join(known)}")
+            raise InputError(f"--scenario {name}: {path.name} has no such scenario; {suggest(name, known)}")
     return [one for one in suite if not wanted or one.name in wanted]
 
 
@@ -222,7 +212,7 @@ def _device(arguments: argparse.Namespace, scenarios: Sequence[Scenario]) -> Dev
 
 
 def _backends(wanted: list[list[str]] | None, device: Device) -> list[str]:
-    """The names to audit: those asked for, or all that this machine can run, the others being named on stderr."""
+    """The backends to audit: those asked for, or all that this machine can run; stderr names the others."""
     from bench.backends.base import registry
 
     names = [name for part in wanted or [] for name in part]
@@ -237,9 +227,9 @@ def _backends(wanted: list[list[str]] | None, device: Device) -> list[str]:
                 names.remove(name)
     for name in names:
         if name in REFERENCES:
-            raise InputError(f"--backend {name}: accumulates nothing; it is what the others are held against")
+            raise InputError(f"--backend {name}: accumulates nothing: the others are compared with it; name another")
         if name not in known:
-            raise InputError(f"--backend {name}: unknown; use {', '.join(known)}")
+            raise InputError(f"--backend {name}: unknown; {suggest(name, known)}")
         if reason := known[name].missing(device):
             raise InputError(f"--backend {name}: {reason}")
     return list(dict.fromkeys(names))
@@ -257,7 +247,7 @@ def _integers(option: str, text: str) -> list[int]:
 
 
 def _folders(arguments: argparse.Namespace) -> tuple[Path, Path] | None:
-    """Where --out, --suite and --docs write, made and tried before anything is measured; None if nothing is asked."""
+    """The folders of --out and --suite, created before anything is measured; None if nothing is to be written."""
     if not (arguments.out or arguments.suite or arguments.scenario):
         return None
     from bench.files import new_folder, plots_folder

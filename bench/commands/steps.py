@@ -1,8 +1,8 @@
-"""``bench steps``: how many optimizer steps a plan gives, by the naive formula and by what each backend really does.
+"""``bench steps``: how many optimizer steps a training takes, by the usual formula and by each backend's rule.
 
 With ``--json`` one object:
 
-- ``training``: the inputs, and what follows from them whatever the backend (bench.audit.training.TrainingPlan);
+- ``training``: the inputs, and what follows from them under every backend (bench.audit.training.TrainingPlan);
 - ``notes``: sentences that hold for all backends;
 - ``naive``: ``optimizer_steps`` by the naive formula, and ``wrong``: a sentence, empty if no rule differs from it;
 - ``rules``: one per rule that a chosen backend follows: its ``name``, ``stepping``, ``clears``, ``twice``
@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bench.commands.options import backend_names
-from bench.errors import GOOD, InputError
+from bench.errors import GOOD, InputError, suggest
 from bench.words import plural
 
 if TYPE_CHECKING:
@@ -34,16 +33,18 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "steps",
         help="calculate how many optimizer steps each backend takes in a training; trains nothing",
-        description="How many optimizer steps a training takes, by the naive formula and by each backend's rule.",
+        description="Calculate the optimizer steps of a training, by the naive formula and by each backend's rule.",
     )
     option = parser.add_argument
     option("--samples", type=_integer, required=True, metavar="S", help="samples of the data set")
     option("--micro-batch", type=_integer, required=True, metavar="M", help="samples per micro-batch on a rank")
     option("--accumulate", type=_integer, default=1, metavar="N", help="micro-batches per window (default: 1)")
     option("--world-size", type=_integer, default=1, metavar="W", help="ranks (default: 1)")
-    option("--epochs", type=_integer, metavar="E", help="epochs (default: 1, or no limit where --max-steps is given)")
-    option("--max-steps", type=_integer, metavar="K", help="steps to stop after, if the epochs are not over before")
-    option("--drop-last", action="store_true", help="the loader leaves out an incomplete last micro-batch")
+    option("--epochs", type=_integer, metavar="E", help="epochs (default: 1, or no limit with --max-steps)")
+    option(
+        "--max-steps", type=_integer, metavar="K", help="steps after which training stops, unless the epochs end before"
+    )
+    option("--drop-last", action="store_true", help="the loader drops an incomplete last micro-batch")
     option(
         "--backend",
         action="append",
@@ -114,19 +115,17 @@ def _chosen(asked: Sequence[str], known: Mapping[str, type[Backend]]) -> dict[st
         raise InputError("--backend: no name is given; it must be 'all' or a list of backend names")
     for name in asked:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
-            raise InputError(f"--backend: '{name}' is unknown; {hint}")
+            raise InputError(f"--backend: '{name}' is unknown; {suggest(name, known)}")
     return {name: backend for name, backend in known.items() if name in asked}
 
 
 def _by_rule(backends: Mapping[str, type[Backend]]) -> dict[StepRule, list[str]]:
-    """The names of the backends that follow each rule."""
+    """The backends that follow each rule."""
     from bench.audit.stepcount import StepRule
 
     groups: dict[StepRule, list[str]] = {}
     for name, backend in backends.items():
-        # Lightning's backends may multiply the loss by N, which undoes one of two divisions.
+        # Lightning's backends may multiply the loss by N, which undoes one of the two divisions.
         divides_once = getattr(backend, "loss_factor", "") == "N"
         rule = StepRule.of(backend.stepping, backend.sharding, divides_once=divides_once)
         groups.setdefault(rule, []).append(name)
@@ -165,7 +164,7 @@ def _micro_batches(number: int) -> str:
 
 
 def _wrong(training: TrainingPlan, groups: Mapping[StepRule, Steps | None]) -> str:
-    """What is wrong with the naive formula, if any rule differs from it."""
+    """Why the naive formula is wrong, if a rule differs from it."""
     from bench.audit.stepcount_text import title_of
 
     naive = training.naive_steps
@@ -179,32 +178,32 @@ def _wrong(training: TrainingPlan, groups: Mapping[StepRule, Steps | None]) -> s
     reasons = []
     if training.max_steps == naive:
         expected = f"max_steps {naive} should give {plural(naive, 'update')}"
-        reasons.append("a framework may count something else, and the epochs may end before")
+        reasons.append("a framework may count something else, or the epochs may end first")
     else:
         expected = f"ceil({training.samples} / {training.effective_batch}) x {training.epochs} = {naive}"
         if training.dropped_per_epoch:
             reasons.append("it counts samples that drop_last leaves out")
         if training.partial_window and any(rule.stepping in ("carry", "split") for rule in groups):
-            reasons.append("it takes every epoch's incomplete window for an update")
+            reasons.append("it counts every epoch's incomplete window as an update")
     return f"{expected}, but {'; '.join(others)}: {', and '.join(reasons)}"
 
 
 def _differences(training: TrainingPlan, rule: StepRule, steps: Steps | None) -> list[str]:
-    """One sentence for each thing that a backend of this rule does and a plan would not expect."""
+    """One sentence for each unexpected thing that a backend of this rule does."""
     from bench.plan.cell import Stepping
 
     if steps is None:
-        return ["its rule is not declared, so nothing is calculated; measure it with: python -m bench semantics"]
+        return ["declares no rule, so nothing is calculated; measure it with: python -m bench semantics"]
     n, over = training.accumulate, training.partial_window
     say: list[str] = []
     if rule.stepping is Stepping.FLUSH and over:
         tails = steps.micro_batches_consumed // training.micro_batches_per_epoch
         say.append(
-            f"the last window of an epoch has {over} of {n} micro-batches and its loss is divided by {n} all the "
-            f"same: {tails} of {plural(steps.optimizer_steps, 'update')} are {over / n:.4g} of the right one"
+            f"the last window of an epoch has {over} of {n} micro-batches, but its loss is still divided by {n}: "
+            f"{tails} of {plural(steps.optimizer_steps, 'update')} are {over / n:.4g} of the right one"
         )
     if rule.stepping is Stepping.CARRY and over:
-        say.append(f"an epoch leaves {_micro_batches(over)} over, with which the next epoch's first window begins")
+        say.append(f"the last {_micro_batches(over)} of an epoch start the first window of the next epoch")
     taken = steps.optimizer_steps
     if others := [f"{name} says {count}" for name, count in steps.steps_reported.items() if count != taken]:
         say.append(f"{plural(taken, 'update')} taken, but {', and '.join(others)}")
@@ -220,10 +219,10 @@ def _differences(training: TrainingPlan, rule: StepRule, steps: Steps | None) ->
     if steps.micro_batches_left_open:
         say.append(
             f"{_micro_batches(steps.micro_batches_left_open)} ({plural(steps.samples_left_open, 'sample')} over all "
-            "ranks) stand in an open window at the end and reach no update"
+            "ranks) are left in an open window at the end and reach no update"
         )
     if training.epochs is not None and steps.equal_max_steps is None:
-        say.append(f"no max_steps makes the same updates as {plural(training.epochs, 'epoch')}")
+        say.append(f"no max_steps gives the same updates as {plural(training.epochs, 'epoch')}")
     return say + _about_max_steps(training, rule, steps)
 
 
@@ -241,8 +240,8 @@ def _about_max_steps(training: TrainingPlan, rule: StepRule, steps: Steps) -> li
         )
         if training.epochs is None:
             return [
-                f"{stays}: training never ends; it should after {_micro_batches(steps.micro_batches_consumed)}, when "
-                f"{plural(wanted, 'update')} are taken"
+                f"{stays}: training never ends; it should end after {_micro_batches(steps.micro_batches_consumed)}, "
+                f"with {plural(wanted, 'update')} made"
             ]
         return [f"{stays}: the epochs end it, with {plural(steps.optimizer_steps, 'update')} taken"]
     if steps.stops == "epochs":
@@ -250,4 +249,4 @@ def _about_max_steps(training: TrainingPlan, rule: StepRule, steps: Steps) -> li
     beyond = steps.optimizer_steps - wanted
     if not beyond:
         return []
-    return [f"max_steps {wanted} stops it late, {plural(beyond, 'update')} beyond: {steps.optimizer_steps} are taken"]
+    return [f"max_steps {wanted} stops training {plural(beyond, 'update')} late, after {steps.optimizer_steps}"]

@@ -1,4 +1,4 @@
-"""``throughput``: which settings Lightning's ThroughputMonitor gets right under gradient accumulation."""
+"""``throughput``: with which settings Lightning's ThroughputMonitor is right under gradient accumulation."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ WINDOW_SIZES = [2, 5, 9, 10, 17, 33, 97, 100]
 """The last is Lightning's default."""
 MAY_BE_MISSING = ("true_samples_per_s", "reported_samples_per_s", "ratio_min", "ratio_median", "ratio_max")
 DESCRIPTION = (
-    "Trains at every combination of accumulate_grad_batches, log_every_n_steps and window_size with the Lightning that "
-    "is installed, and compares the monitor's device/samples_per_sec with a tap on the optimizer. Exit status 1 if a "
-    "point is not right."
+    "Trains at every combination of accumulate_grad_batches, log_every_n_steps and window_size with the installed "
+    "Lightning, and compares the monitor's device/samples_per_sec with the rate measured at the optimizer. Exit "
+    "status 1 if a point is not right."
 )
 
 
@@ -41,51 +41,56 @@ def add(commands: Any) -> None:
         type=_integers(2),
         default=WINDOW_SIZES,
         metavar="S[,S]",
-        help="of the monitor, in micro-batches",
+        help="the monitor's window in micro-batches",
     )
     option(
         "--epoch",
         type=_epochs,
         metavar="E[,E]",
-        help="whole (NB a multiple of N), partial (NB = 2N + N/2), short (NB = N/2); all three unless told",
+        help="whole (NB a multiple of N), partial (NB = 2N + N/2), short (NB = N/2); default: all three",
     )
-    option("--micro-batches", type=_integer, metavar="NB", help="of an epoch, instead of --epoch")
+    option("--micro-batches", type=_integer, metavar="NB", help="NB, instead of --epoch")
     option(
         "--epochs",
         type=_integer,
         metavar="E",
-        help="with --micro-batches: epochs of the training (default: so many that enough rates are logged)",
+        help="with --micro-batches: epochs of the training (default: enough for some rates)",
     )
-    option("--max-steps", type=_integer, metavar="K", help="with --micro-batches: optimizer steps to stop after")
+    option(
+        "--max-steps",
+        type=_integer,
+        metavar="K",
+        help="with --micro-batches: optimizer steps after which training stops",
+    )
     option(
         "--micro-batch-time",
         type=_positive,
         default=monitor_grid.MICRO_BATCH_S,
         metavar="SECONDS",
-        help="that a micro-batch takes (default: %(default)s)",
+        help="duration of a micro-batch (default: %(default)s)",
     )
     option(
         "--optimizer-time",
         type=_positive,
         default=monitor_grid.OPTIMIZER_S,
         metavar="SECONDS",
-        help="that an optimizer step takes (default: %(default)s)",
+        help="duration of an optimizer step (default: %(default)s)",
     )
     option(
         "--tolerance",
         type=_positive,
         default=monitor.TOLERANCE,
         metavar="R",
-        help="how far a ratio to the truth may be from 1 (default: %(default)s)",
+        help="how far from 1 a right ratio may be (default: %(default)s)",
     )
-    option("--real-time", action="store_true", help="sleep for those times, instead of moving a virtual clock on")
+    option("--real-time", action="store_true", help="sleep for these durations instead of advancing a virtual clock")
     option("--json", action="store_true", help="print JSON instead of the table")
     option("--out", type=Path, metavar="DIR", help="write throughput.parquet, .md, .png and .svg there")
     parser.set_defaults(command=run)
 
 
 def _integers(least: int) -> Callable[[str], list[int]]:
-    """Reads a list of integers with commas, none below ``least``; sorted, each once."""
+    """A parser of lists of integers from ``least`` on; sorted, each once."""
 
     def read(text: str) -> list[int]:
         try:
@@ -157,16 +162,13 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import track
 
-    seconds = sum(point.seconds for point in points)
     notes = Console(stderr=True)
-    if arguments.real_time:
-        notes.print(f"the workload sleeps {seconds:.0f} s in all", highlight=False)
     measured = [
         monitor.measure(point, real_time=arguments.real_time).row(arguments.tolerance)
         for point in track(points, "measuring", console=notes, transient=True, disable=not notes.is_terminal)
     ]
     about = settings_of(arguments)
-    # Where a number is missing from all of them, the column would have no type.
+    # A column without a number in any row would otherwise have no dtype.
     rows = pd.DataFrame(measured).astype(dict.fromkeys(MAY_BE_MISSING, float))
     if arguments.json:
         print(json.dumps({**about, "points": measured}, indent=1))
@@ -189,14 +191,16 @@ def _check(arguments: argparse.Namespace, *, given: bool) -> None:
     """Raise InputError for options that do not go together."""
     for name in ("epochs", "max_steps"):
         if getattr(arguments, name) is not None and not given:
-            raise InputError(f"--{name.replace('_', '-')}: is for a training whose --micro-batches are given; add it")
+            raise InputError(f"--{name.replace('_', '-')}: goes with --micro-batches; add it")
     for name in ("epoch", "out"):
         if given and getattr(arguments, name) is not None:
-            raise InputError(f"--micro-batches: --{name} is about the epochs that --epoch names; leave out one of them")
+            raise InputError(
+                f"--micro-batches: does not go with --{name}, which is about the kinds of --epoch; leave out one"
+            )
 
 
 def _run(row: dict[str, Any]) -> str:
-    """What the monitor logged in a training of a given length."""
+    """The logs of one training in words."""
     return (
         f"N = {row['accumulate']}, {row['epoch']}, log_every_n_steps {row['log_every_n_steps']}, window_size "
         f"{row['window_size']}: {row['num_updates']} optimizer steps, {row['num_logs']} of them logged, "

@@ -1,1 +1,1 @@
-"""A rank's memory over one window, replayed tensor by tensor without tensors: who makes what, and when it goes."""
+"""The wing that predicts: memory, collectives, bounds of a step's time, what fits, and which backend to take."""

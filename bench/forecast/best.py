@@ -19,13 +19,13 @@ from bench.forecast.prediction import Bounds, Link, Prediction
 MARGIN = 0.02
 """Times this near to each other are the same, as ``compare`` calls it."""
 LARGEST_N = 256
-"""The sweep over N ends here, or at the asked N if that is larger."""
+"""End of the sweep over N, unless the N that is asked for is larger."""
 LINKS = (1e8, 1e12)
-"""Bytes/s between which the speed of the link is swept, further if the asked one is outside."""
+"""Bytes/s between which the speed of the link is swept, extended to the one that is asked for."""
 PER_DECADE = 25
-"""Speeds tried per decade; a winner of a shorter stretch of speeds may be missed."""
+"""Speeds tried per decade; an answer that holds for a shorter range may be missed."""
 EXACT = 1e-3
-"""Relative: how exactly a speed of the link is found at which the winner changes."""
+"""Relative error of the speeds at which the answer changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Stretch:
-    """A range of link speeds, or of N, with one answer."""
+    """A range of N, or of link speeds in bytes/s, with one answer."""
 
     low: float
     high: float
@@ -51,23 +51,23 @@ class Stretch:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is asked of the predictions: which backend is best under these limits."""
+    """The backends to choose from, and the limits."""
 
     predictions: Sequence[Prediction]
     compute_s: float
-    """Of one optimizer step at ``accumulate``, on a rank."""
+    """Seconds of compute per optimizer step, on a rank."""
     accumulate: int
-    """N of ``compute_s``."""
+    """N, which ``compute_s`` is for."""
     memory_bytes: int | None = None
     """What of a device's memory a prediction may fill; None for no limit."""
     margin: float = MARGIN
 
     def compute(self, accumulate: int) -> float:
-        """Seconds of compute at another N: the micro-batch is fixed, so it grows with N."""
+        """Seconds of compute at another N, with the same micro-batch."""
         return self.compute_s * accumulate / self.accumulate
 
     def bounds(self, one: Prediction, accumulate: int, link: Link) -> Bounds:
-        """Of a step's time."""
+        """The bounds of a step's time."""
         compute, communication = self.compute(accumulate), one.traffic(accumulate).seconds(link)
         return Bounds(max(compute, communication), compute + communication)
 
@@ -113,7 +113,7 @@ class Question:
         ]
 
     def along_link(self, accumulate: int, latency_s: float, asked: float | None = None) -> list[Stretch]:
-        """The answers over the speed of the link, from slow to fast; edges are exact to EXACT."""
+        """The answers over the speed of the link, from slow to fast; where they change is exact to EXACT."""
         low, high = (min(LINKS[0], asked), max(LINKS[1], asked)) if asked else LINKS
         steps = max(1, math.ceil(PER_DECADE * math.log10(high / low)))
         speeds = [low * (high / low) ** (i / steps) for i in range(steps + 1)]
@@ -129,7 +129,7 @@ class Question:
         return [2**i for i in range(math.ceil(math.log2(max(LARGEST_N, self.accumulate))) + 1)]
 
     def along_n(self, link: Link) -> list[Stretch]:
-        """The answers over N in powers of two, and the exact N at which they change between two of them."""
+        """The answers over N, tried in powers of two; where two differ, the N at which they change is searched."""
         powers = self.powers
         found: list[Stretch] = []
         answers = [self.choose(n, link) for n in powers]
@@ -145,18 +145,18 @@ class Question:
         return [*found, Stretch(first, powers[-1], answers[-1])]
 
     def rows_of_map(self, link: Link) -> dict[int, list[Stretch]]:
-        """``along_link`` for every N of the sweep."""
+        """``along_link`` for each N of the sweep."""
         return {n: self.along_link(n, link.latency_s, link.bytes_per_s) for n in self.powers}
 
     def hidden_from(self, one: Prediction, accumulate: int, latency_s: float) -> float:
-        """Bytes/s of the link from which all communication could be hidden; infinite if latency alone is too long."""
+        """Bytes/s from which a link could be hidden behind compute; infinite if the latency alone takes longer."""
         traffic = one.traffic(accumulate)
         room = self.compute(accumulate) - traffic.calls * latency_s
         return traffic.wire_bytes / room if room > 0 else math.inf
 
 
 def _stretches(speeds: Sequence[float], answer: Callable[[float], Choice]) -> Iterator[Stretch]:
-    """Stretches of one answer; the speed at which it changes is found by bisection on a logarithmic scale."""
+    """Stretches with one answer each; where it changes is found by bisection on a logarithmic scale."""
     start, now = speeds[0], answer(speeds[0])
     for slow, fast in pairwise(speeds):
         low = slow
@@ -181,8 +181,8 @@ def where_best(name: str, stretches: Sequence[Stretch]) -> list[tuple[float, flo
 
 
 @dataclass(frozen=True)
-class Answer:
-    """Which backend is best where it was asked, and where that changes."""
+class Recommendation:
+    """The best backend at the N and the link that were asked for, and where that changes."""
 
     here: Choice
     rivals: list[str]
@@ -193,7 +193,7 @@ class Answer:
     """At the asked N, in bytes/s."""
 
     @classmethod
-    def of(cls, question: Question, link: Link) -> Answer:
+    def of(cls, question: Question, link: Link) -> Recommendation:
         """The answer at the question's N and this link."""
         n = question.accumulate
         here = question.choose(n, link)

@@ -1,4 +1,4 @@
-"""Which cells fit into a GPU's memory, by prediction: those that do not are skipped, and the number is said."""
+"""Which cells fit into a GPU's memory, by prediction; ``run`` and ``plan`` skip the others."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def reserve_bytes(memory_bytes: int, *, nccl: bool, ranks: int = 1) -> int:
 
 
 def predicted_bytes(cell: Cell) -> int | None:
-    """The peak of a rank's memory in bytes, by ``bench.forecast.footprint``; None for what is not predicted.
+    """The peak of a rank's memory in bytes; None for what is not predicted.
 
-    That of a reference is of its largest slice (``bench.workload.batches``).
+    A reference sees its batch in slices (``bench.workload.batches``), of which the largest counts.
     """
     layout, backend = layout_of(cell), BUILT_IN.get(cell.backend)
     if layout is None or backend is None or declined(cell, backend):
@@ -63,9 +63,9 @@ def predicted_bytes(cell: Cell) -> int | None:
 
 
 def peaks(cells: Sequence[Cell]) -> dict[str, int]:
-    """The predicted peak of each cell's fullest rank in bytes, by id; what is not predicted is left out.
+    """The predicted peak of each cell's fullest rank in bytes, by id.
 
-    Each cell is taken as it is, and references are left out: nothing is measured of their memory.
+    What is not predicted is left out, and so are references, whose memory is not measured.
     """
     found = {}
     for cell in cells:
@@ -78,10 +78,10 @@ def peaks(cells: Sequence[Cell]) -> dict[str, int]:
 
 
 def too_large(cells: Sequence[Cell], memory_bytes: int, num_gpus: int) -> dict[str, str]:
-    """Why cells on CUDA do not fit into so many GPUs with so much memory each, by id; those that may are not listed.
+    """Why cells on CUDA do not fit into ``num_gpus`` GPUs with so much memory each, by id; only those that do not.
 
-    A cell whose reference does not fit could not be checked, and so counts as one that does not. Ranks that share a
-    GPU (``bench.launch.rank``) are counted as if all were at their peaks at once, as in equal steps they may be.
+    A cell whose reference does not fit could not be checked, and so does not fit either. Ranks that share a GPU
+    (``bench.launch.rank``) are assumed to be at their peaks at the same time.
     """
     known: dict[Cell, int | None] = {}
     found = {}

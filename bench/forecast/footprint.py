@@ -1,20 +1,20 @@
-"""A rank's memory at its peak, by category: a window replayed tensor by tensor, without tensors.
+"""A rank's memory at its peak, by category: a window is replayed tensor by tensor, without the tensors.
 
-The replay makes and drops, in order, what the model, autograd and the framework make and drop in up to
-three micro-batches and the update, each as its source does it; the peak is the largest sum. Held bytes (parameters,
-gradients, optimizer state) are those of ``bench.judge.formulas``. Nothing is fitted. The moments:
+The replay allocates and frees, in order, what the model, autograd and the framework do in up to three micro-batches and
+the update, each as its source does it; the peak is the largest sum. Held bytes (parameters, gradients, optimizer state)
+are those of ``bench.judge.formulas``. Nothing is fitted. The moments are:
 
-- ``forward``, and ``loss``: its forward and its backward, with all activations and in fp32 up to three tensors of
-  tokens x vocabulary: the log-softmax that was saved, the gradient of nll_loss, and that of the logits;
-- ``head``: the backward of the head and the last norm; ``block``: of a block;
-- ``reduce``: a block's backward is over, and a framework reduces its gradients; ``root``: the same of the rest;
+- ``forward``; ``loss``: its forward and backward, with all activations and up to three fp32 tensors of tokens x
+  vocabulary: the log-softmax that was saved, the gradient of nll_loss, and that of the logits;
+- ``head``: the backward of the head and the last norm; ``block``: the backward of a block;
+- ``reduce``: a block's backward is over, and the framework reduces its gradients; ``root``: the same for the rest;
 - ``flush``: gradients are reduced after the last backward; ``step``: the optimizer's step.
 
-Activations are counted as Korthikanti et al. do (arXiv:2205.05198, section 4): every tensor that autograd saves for
-the backward; but for a Llama block in transformers, see ``replay_decoder``. With activation checkpointing
-a block keeps its input (their "full recomputation"), and what it saves is there during its own backward only.
-Not counted: the CUDA context, the allocator's rounding and fragmentation, what libraries allocate (cuBLAS, NCCL), and
-what the bench itself holds: the tokens of all windows.
+Activations are counted as by Korthikanti et al. (arXiv:2205.05198, section 4), every tensor that autograd saves for
+the backward, for the Llama block of transformers (``replay_decoder``). With activation checkpointing a block keeps its
+input (their "full recomputation"), and what it saves is alive during its own backward only. Not counted are the CUDA
+context, the allocator's rounding and fragmentation, what libraries allocate (cuBLAS, NCCL), and the tokens of all
+windows, which the bench itself holds.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from bench.plan.models import SIZES
 from bench.workload.layout import Layout
 
 ACCURACY = "within 0.6 % of the measured one in every cell, tiny in fp32 and 8b in bf16 on fake tensors, on the CPU"
-"""Of the peaks, as docs/memory-and-bytes.md has them; tests/studies/test_bytes_page.py holds it."""
+"""How far peaks are from measured ones: docs/memory-and-bytes.md, checked by tests/studies/test_bytes_page.py."""
 REPLAYED = 3
-"""Micro-batches of a window that are replayed: its first, one between, and its last; the others are as the second."""
+"""Micro-batches of a window that are replayed: the first, one in between, and the last; others are like the second."""
 SEEN_RANKS = 2
-"""Where ranks differ, the first and the last so many are replayed: embedding and head, the largest, are at the ends."""
+"""Where ranks differ, so many of the first and of the last are replayed, which hold embedding and head, the largest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +47,22 @@ class Footprint:
     """A rank's memory at its peak."""
 
     moment: str
-    """One of those of the module's docstring."""
+    """See the docstring of the module."""
     parts: dict[str, int]
-    """Bytes by category of HELD and ESTIMATED, at that moment."""
+    """Bytes at that moment, by category of ``bench.forecast.live``."""
 
     @property
     def peak(self) -> int:
-        """Their sum in bytes."""
+        """Bytes in all."""
         return sum(self.parts.values())
 
 
 def declined(cell: Cell, backend: type[Backend]) -> str:
-    """Why the memory of such a cell is not predicted, in words; empty if it is."""
+    """Why the memory of such a cell is not predicted; empty if it is."""
     if cell.compiled:
-        return "what compiled blocks save and need is the compiler's choice"
+        return "the compiler decides what compiled blocks save and need"
     if cell.activation_checkpointing and getattr(backend, "stage", 2) == 3:
-        return "in which order ZeRO-3 gathers for what is computed once more is not replayed"
+        return "the order in which ZeRO-3 gathers parameters for recomputation is not replayed"
     return ""
 
 
@@ -73,16 +73,17 @@ def footprint(
     held: Mapping[str, int],
     activation_bytes: int | None = None,
 ) -> Footprint:
-    """The peak of the rank with the highest, by category. Of ``held`` the optimizer's state is taken.
+    """The memory of the rank with the highest peak.
 
-    ``activation_bytes`` replaces the count of what autograd saves.
+    ``held``: bytes by category, of which the optimizer's state is used. ``activation_bytes`` replaces the count of what
+    autograd saves in one micro-batch.
     """
     found = [_replay(cell, layout, backend, held, activation_bytes, rank) for rank in _ranks(cell, backend)]
     return max(found, key=lambda one: one.peak)
 
 
 def _ranks(cell: Cell, backend: type[Backend]) -> list[int]:
-    """Ranks that exist and differ: those of ZeRO-2, whose partitions hold other parameters."""
+    """The ranks to replay: one, but several for ZeRO-2, whose partitions hold different parameters."""
     is_stage2 = issubclass(backend, DeepSpeedZero2Eager | LightningDeepSpeedZero2) and backend.stage == 2
     ranks = range(cell.num_processes if is_stage2 else 1)
     return sorted({*ranks[:SEEN_RANKS], *ranks[-SEEN_RANKS:]})
@@ -96,7 +97,7 @@ def _replay(
     activation_bytes: int | None,
     rank: int,
 ) -> Footprint:
-    """One rank's peak."""
+    """The peak of one rank."""
     bf16 = cell.precision is Precision.BF16
     live = Live()
     framework = _framework(live, cell, layout, backend, held["optimizer_state"], rank)
@@ -126,7 +127,7 @@ def _replay(
 
 
 def _framework(live: Live, cell: Cell, layout: Layout, backend: type[Backend], state: int, rank: int) -> Framework:
-    """What the backend's framework does with parameters and gradients."""
+    """The replay of the backend's framework."""
     if issubclass(backend, DeepSpeedZero2Eager | LightningDeepSpeedZero2):
         settings = zero_settings(cell, layout, backend.stage)
         if backend.stage == 2:

@@ -1,24 +1,23 @@
-"""What is alive, by name and category, and what was alive when it was most."""
+"""The tensors that are alive in a replay, by name and category, and what was alive at the peak."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 HELD = ("parameters", "gradients", "optimizer_state")
-"""Categories that the formulas give exactly, but for gradients while the first or last micro-batch replaces them."""
+"""Categories with exact formulas; gradients are exact but for the first and the last micro-batch of a window."""
 ESTIMATED = ("parameters_transient", "gradients_transient", "communication", "activations", "temporaries")
-"""Categories that are replayed: parameters gathered or cast for computing beside the held ones, gradients of one
-micro-batch that are not yet added or reduced; buffers of collectives; what autograd saves for the backward; and the
-work space of loss, backward and optimizer."""
+"""Categories that only the replay gives: parameters gathered or cast beside those that are held; gradients of one
+micro-batch before they are added or reduced; buffers of collectives; what autograd saves for the backward; work space
+of loss, backward and optimizer."""
 
 
 class Live:
-    """Named sizes in bytes. A name is alive from ``make`` to ``drop``."""
+    """Named tensors with their sizes in bytes, each alive from ``make`` to ``drop``."""
 
     def __init__(self) -> None:
         self.moment = ""
-        """What is being done, for ``peak_moment``."""
+        """The phase of training, for ``peak_moment``."""
         self.peak = 0
         self.peak_moment = ""
         self.peak_parts: dict[str, int] = {}
@@ -30,7 +29,7 @@ class Live:
         return name in self._alive
 
     def make(self, name: str, category: str, size: int) -> None:
-        """``size`` bytes more; nothing else may have that name."""
+        """Allocate ``size`` bytes under a name that is not in use."""
         assert name not in self._alive, f"{name} is alive already"
         self._alive[name] = (category, size)
         self._parts[category] += size
@@ -39,22 +38,22 @@ class Live:
             self.peak, self.peak_moment, self.peak_parts = self._total, self.moment, self.parts()
 
     def parts(self) -> dict[str, int]:
-        """What is alive, in bytes by category."""
+        """Bytes alive, by category."""
         return dict(self._parts)
 
     def drop(self, *names: str) -> None:
-        """These are no more."""
+        """Free these tensors, all of which must be alive."""
         for name in names:
             category, size = self._alive.pop(name)
             self._parts[category] -= size
             self._total -= size
 
-    def forget(self, names: Sequence[str]) -> None:
-        """Those of these that are alive are no more."""
+    def forget(self, *names: str) -> None:
+        """Free those of these tensors that are alive."""
         self.drop(*(name for name in names if name in self._alive))
 
     def rename(self, name: str, new: str, category: str) -> None:
-        """The same bytes, now of another name and category."""
+        """Move a tensor to another name and category."""
         assert new not in self._alive, f"{new} is alive already"
         before, size = self._alive.pop(name)
         self._alive[new] = (category, size)
@@ -64,14 +63,14 @@ class Live:
 
 @dataclass(frozen=True, slots=True)
 class Widths:
-    """Bytes of an element."""
+    """Bytes per element."""
 
     residual: int
-    """Of what goes from block to block."""
+    """The residual stream, from block to block."""
     norm: int
-    """Of what a norm returns; inside it computes in fp32."""
+    """What a norm returns; inside, it computes in fp32."""
     product: int
-    """Of what matrix products take and return."""
+    """What matrix products take and return."""
 
     @classmethod
     def of(cls, *, bf16: bool, autocast: bool) -> Widths:

@@ -1,13 +1,13 @@
-"""What an optimizer step should take on every backend: its memory, its collectives, and the bounds of its time.
+"""What an optimizer step takes on a backend, by prediction: memory, collectives, and bounds of its time.
 
 Memory comes from ``bench.forecast.footprint``, collectives from ``bench.judge.formulas``. The rest is arithmetic:
 
-- communication time = sum over the collectives of (latency + wire bytes / link), in seconds; wire bytes are those of
-  ring algorithms, derived and not measured (``formulas.core.wire_bytes``); nothing at W = 1;
-- lower bound of a step = max(compute, communication): all is hidden behind compute that could be, as if every
-  collective could run beside every kernel; upper bound = compute + communication: nothing is hidden.
+- communication in seconds = sum over the collectives of (latency + wire bytes / link); wire bytes are those of ring
+  algorithms, derived and not measured (``bench.judge.tally.wire_bytes``), and 0 at W = 1;
+- lower bound of a step = max(compute, communication), as if every collective could run beside every kernel; upper
+  bound = compute + communication, with nothing hidden.
 
-All ranks are on links of one speed, each with it for itself; compute is the same for every backend.
+Every rank has a link of the same speed to itself, and compute takes the same time on every backend.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from bench.plan.cell import REFERENCES, Cell, Precision
 from bench.workload.layout import Layout
 
 NOT_PREDICTED = "not predicted"
-"""How a refusal begins that is this module's, and not the backend's."""
+"""How a refusal begins if the backend would run the cell."""
 COUNTED_N = 8
-"""Up to this N collectives are counted; from N = 4 on each further micro-batch adds the same."""
+"""Collectives are counted up to this N; from N = 4 on, each further micro-batch adds the same."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,9 +37,9 @@ class Link:
     """What connects the ranks."""
 
     bytes_per_s: float
-    """That a rank can send, while it receives as many."""
+    """What a rank can send, while it receives as much."""
     latency_s: float = 0.0
-    """Of one collective call, whatever its size."""
+    """Seconds per collective call, whatever its size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +48,16 @@ class Traffic:
 
     calls: float
     wire_bytes: float
-    """Derived: of ring algorithms."""
+    """Derived for ring algorithms."""
 
     def seconds(self, link: Link) -> float:
-        """Time of the communication alone."""
+        """Seconds of the communication alone."""
         return self.calls * link.latency_s + self.wire_bytes / link.bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Between which an optimizer step's time lies, in seconds."""
+    """Bounds of an optimizer step's time, in seconds."""
 
     lower: float
     upper: float
@@ -71,7 +71,7 @@ class Prediction:
     backend: type[Backend]
     layout: Layout
     activation_bytes: int | None = None
-    """Of one micro-batch, if they are known and not to be estimated."""
+    """Activations of one micro-batch, if they are known and not to be estimated."""
 
     @property
     def name(self) -> str:
@@ -79,14 +79,14 @@ class Prediction:
 
     @property
     def refusal(self) -> str:
-        """Why the backend does not run this cell, or why that is not predicted; empty if it does and is."""
+        """Why the backend does not run this cell, or why it is not predicted; empty otherwise."""
         if issubclass(self.backend, DeepSpeedZero2Deferred) and self.cell.precision is Precision.BF16:
-            return "coalesce_grad_reduction sums in bf16, not in fp32 as all others, so the backend refuses bf16"
+            return "coalesce_grad_reduction sums gradients in bf16, all others in fp32, so the backend refuses bf16"
         reason = declined(self.cell, self.backend)
         return f"{NOT_PREDICTED}: {reason}" if reason else ""
 
     def defect(self, accumulate: int) -> str:
-        """What is known to be wrong with its updates at this N; empty if nothing is."""
+        """What is known to be wrong with the backend's updates at this N; empty if nothing is."""
         return self.backend.defect if accumulate > 1 else ""
 
     @cached_property
@@ -97,7 +97,7 @@ class Prediction:
         """Collectives and held bytes at this N."""
         if accumulate not in self._expectations:
             found = expect(at(self.cell, accumulate), self.layout)
-            assert found is not None, "only built-in backends are predicted"
+            assert found is not None, "callers ask for no backend with a refusal"
             self._expectations[accumulate] = found
         return self._expectations[accumulate]
 
@@ -126,7 +126,7 @@ class Prediction:
         return {}
 
     def memory(self, accumulate: int) -> Footprint:
-        """Of a rank; from N = 2 on it does not depend on N."""
+        """A rank's memory at its peak, which is the same from N = 2 on."""
         n = min(accumulate, 2)
         if n not in self._footprints:
             held = self.expectation(n).held
@@ -142,7 +142,7 @@ def at(cell: Cell, accumulate: int) -> Cell:
 
 
 def predict(cell: Cell, backends: Sequence[str], activation_bytes: int | None = None) -> list[Prediction]:
-    """One prediction per backend. The reference is none that accumulates; it is left out."""
+    """One prediction per backend, references left out: they do not accumulate."""
     layout = layout_of(cell)
     assert layout is not None, "the command checks the model's name"
     names = [name for name in backends if name in BUILT_IN and name not in REFERENCES]
@@ -162,21 +162,11 @@ def record(one: Prediction, link: Link | None, compute_s: float | None, bounds: 
         "refusal": one.refusal,
         "defect": one.defect(n),
         "memory": {},
-        "peak_memory_bytes": None,
-        "peak_at": None,
         "held": {},
         "collectives": [],
-        "num_calls": None,
-        "wire_bytes": None,
-        "communication_s": None,
         "compute_s": compute_s,
-        "lower_s": None,
-        "upper_s": None,
-        "fits": None,
-        "best": None,
-        "recommended": None,
-        "may_be_fastest": None,
-        "best_where": None,
+        **dict.fromkeys(("peak_memory_bytes", "peak_at", "num_calls", "wire_bytes", "communication_s")),
+        **dict.fromkeys(("lower_s", "upper_s", "fits", "best", "recommended", "may_be_fastest", "best_where")),
     }
     if one.refusal:
         return values

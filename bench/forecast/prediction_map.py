@@ -1,4 +1,4 @@
-"""The map of ``predict``: which backend is best at each N and speed of the link, one strip per N, one colour each."""
+"""The map of ``predict``: the best backend at each N and speed of the link, one strip per N, one colour per backend."""
 
 from __future__ import annotations
 
@@ -16,26 +16,35 @@ from matplotlib.patches import Patch, Rectangle
 
 from bench.errors import InputError
 from bench.forecast.best import Question, Stretch
-from bench.forecast.prediction_text import About, named, rate
+from bench.forecast.prediction_text import About, markdown, named, rate
 from bench.report import sheet, style
+from bench.report.formats import write_frame
 from bench.report.panels import Drawing
 from bench.report.sheet import FigureWords
 from bench.report.style import SMALL, Key, safe
 
+COLOURS = (
+    *("#56B4E9", "#E69F00", "#009E73", "#F0E442", "#CC79A7", "#0072B2", "#D55E00"),
+    *("#882255", "#999933", "#44AA99"),
+)
+"""Okabe and Ito's palette, the pale ones first, and three of Paul Tol's muted one."""
+UNDECIDED = "//"
+"""Hatch of where another backend may be faster."""
+NOTHING = "#e4e4e4"
+NOTHING_NAME = "nothing fits"
+STRIP, FRAME = 0.36, 0.75
+"""Inches of one strip, and of the axis below."""
+AXIS = 6.3
+"""Least inches of the axis of speeds."""
+STEM = "predict"
 
-def write_files(folder: Path, about: Any, rows: list[dict[str, Any]], question: Question | None) -> None:
-    """The page and, where there are bounds, the map."""
-    from bench.forecast import prediction_text
 
+def write_files(folder: Path, about: About, rows: Sequence[Mapping[str, Any]], question: Question | None) -> None:
+    """Write the page and, if there are bounds, the map. Raises InputError if the folder cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "predict.md").write_text(prediction_text.markdown(about, rows), encoding="utf-8")
-        if question is not None and about.link is not None:
-            import matplotlib.style
-
-            from bench.report import sheet, style
-            from bench.report.formats import write_frame
-
+        (folder / "predict.md").write_text(markdown(about, rows), encoding="utf-8")
+        if question is not None:
             drawing = draw(about, question)
             with matplotlib.style.context(list(style.BASE)):
                 sheet.save(drawing.figure, folder / drawing.stem, drawing.words)
@@ -44,32 +53,8 @@ def write_files(folder: Path, about: Any, rows: list[dict[str, Any]], question: 
         raise InputError(f"--out {folder}: cannot be written ({error.strerror}); name a folder that can") from error
 
 
-COLOURS = (
-    "#56B4E9",
-    "#E69F00",
-    "#009E73",
-    "#F0E442",
-    "#CC79A7",
-    "#0072B2",
-    "#D55E00",
-    "#882255",
-    "#999933",
-    "#44AA99",
-)
-"""Okabe and Ito's palette, the pale ones first, and three of Paul Tol's muted one."""
-UNDECIDED = "//"
-"""Hatch of where another backend may be faster."""
-NOTHING = "#e4e4e4"
-NOTHING_NAME = "nothing fits"
-STRIP, FRAME = 0.36, 0.75
-"""Inches of one N, and of the axis beneath."""
-AXIS = 6.3
-"""Inches that the speeds take, at least."""
-STEM = "predict"
-
-
 def draw(about: About, question: Question) -> Drawing:
-    """The map, with the asked point marked."""
+    """The map, with a star at the N and the link that were asked for."""
     assert about.link is not None
     strips = question.rows_of_map(about.link)
     data = table(about, question, strips)
@@ -93,7 +78,7 @@ def draw(about: About, question: Question) -> Drawing:
 
 
 def table(about: About, question: Question, strips: Mapping[int, Sequence[Stretch]]) -> pd.DataFrame:
-    """One row per N and stretch of speeds, with the speed from which all communication of its best could be hidden."""
+    """One row per N and stretch of speeds, with the speed from which its best could hide all communication."""
     assert about.link is not None
     known = {one.name: one for one in question.predictions}
     rows = []
@@ -118,7 +103,7 @@ def table(about: About, question: Question, strips: Mapping[int, Sequence[Stretc
 
 
 def _look(name: str, names: Sequence[str], *, undecided: bool = False) -> dict[str, Any]:
-    """How the area of a backend is filled."""
+    """The fill of a backend's area."""
     colour = COLOURS[[other for other in names if other].index(name) % len(COLOURS)] if name else NOTHING
     return {"facecolor": colour, "hatch": UNDECIDED * undecided, "edgecolor": "#ffffff", "linewidth": 0}
 
@@ -130,14 +115,14 @@ def _keys(names: Sequence[str], strips: Mapping[int, Sequence[Stretch]]) -> list
             certain = dataclasses.replace(one.choice, undecided=False)
             equal.setdefault(one.choice.best, set()).add(named(certain))
     keys: list[Key] = [
-        # What is as good at some N only is told by the table.
+        # Backends that are as good at some N only are in the table.
         (Patch(**_look(name, names)), NOTHING_NAME if not name else min(equal[name], key=len))
         for name in names
     ]
     bar = Line2D([], [], color="black", linewidth=1.6, marker="|", linestyle="none", markersize=9, markeredgewidth=1.6)
     if any(one.choice.undecided for row in strips.values() for one in row):
         keys.append((Patch(facecolor="#888888", hatch=UNDECIDED, edgecolor="#ffffff", linewidth=0), "undecided"))
-    return [*keys, (bar, "right of it all communication could be hidden"), (_star(), "as asked")]
+    return [*keys, (bar, "all communication could be hidden right of this"), (_star(), "as asked")]
 
 
 def _star() -> Line2D:
@@ -174,7 +159,7 @@ def _strips(axes: Axes, strips: Mapping[int, Sequence[Stretch]], names: Sequence
 
 
 def _label(axes: Axes, name: str, strips: Mapping[int, Sequence[Stretch]], decades: float) -> None:
-    """The backend's name in the middle of its area, if a strip of it is wide enough; the legend has it in any case."""
+    """The backend's name in the middle of its area, if one of its strips is wide enough; the legend has all."""
     said = name or NOTHING_NAME
     need = (style.text_width(said, SMALL) + 0.15) * decades / AXIS
     wide = [
@@ -191,7 +176,7 @@ def _label(axes: Axes, name: str, strips: Mapping[int, Sequence[Stretch]], decad
 
 
 def _point(axes: Axes, about: About, powers: Sequence[int]) -> None:
-    """Where N and the link are as asked."""
+    """The star at the N and the link that were asked for."""
     assert about.link is not None
     y = math.log2(about.cell.accumulate)
     axes.add_line(_star())

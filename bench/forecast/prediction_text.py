@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.forecast.best import Answer, Choice, Stretch
+from bench.forecast.best import Choice, Recommendation, Stretch
 from bench.forecast.fit import reserves
 from bench.forecast.footprint import ACCURACY
 from bench.forecast.prediction import NOT_PREDICTED, Link
@@ -54,7 +54,7 @@ class About:
     reserve_given: bool
     activations_given: bool
     margin: float
-    answer: Answer | None
+    answer: Recommendation | None
 
     @property
     def setting(self) -> str:

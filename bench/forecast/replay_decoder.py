@@ -1,19 +1,20 @@
-"""One micro-batch of the shipped decoders, operator by operator: what each makes, and what is then let go of.
+"""One micro-batch of the shipped decoders, operator by operator: the tensors that each makes, and those it frees.
 
-transformers' modeling_llama.py and torch's derivatives.yaml: an operator's backward has what the forward saved for it,
-the gradient that it was given and those that it gives at once; saved tensors go when it is done. Autograd runs what was
-recorded last first, and adds a parameter's gradient as soon as it is there (torch/csrc/autograd/engine.cpp).
+After transformers' modeling_llama.py and torch's derivatives.yaml. An operator's backward holds what its forward saved,
+the gradient that it is given and those that it returns; when it is done, the saved tensors are freed. Autograd runs the
+backward of the latest operator first, and adds a parameter's gradient as soon as it has made it
+(torch/csrc/autograd/engine.cpp).
 
-With h hidden, q = heads x head size, k likewise of the key heads and i the MLP's width, a block saves per token: two
-norms, each with its input (fp32), what it normalized and what it returns, 6h in all; queries, keys, values and the
-output of attention, 2q + 2k, with one log-sum per head (fp32); the MLP's gate, its SiLU, the other branch and their
-product, 4i; and one root mean square per norm (fp32). Elements have 4 bytes in fp32; in bf16 2, but for the norms'
-inputs (8h) and the scalars. Autocast keeps both of a norm's tensors in fp32 and casts what it returns once for each of
-the five products that read it: 16h + 10h bytes.
+With h = hidden size, q = heads x head size, k the same of the key-value heads and i = the MLP's width, a block saves
+per token: two norms, each with its input (fp32), what it normalized and what it returns, 6h in all; queries, keys,
+values and the output of attention, 2q + 2k, with one log-sum per head (fp32); the MLP's gate, its SiLU, the other
+branch and their product, 4i; and one root mean square per norm (fp32). An element has 4 bytes in fp32. In bf16 it has
+2, except in the norms' inputs (8h) and the scalars. Autocast keeps both tensors of a norm in fp32 and casts what it
+returns once for each of the five products that read it: 16h + 10h bytes.
 
-Attention is a fused kernel, whose own work space is not seen; the math kernel would keep the scores too. Gradients
-that meet are added out of place, as they are where a dispatch mode is on: elsewhere one tensor of tokens x hidden less
-is alive for a moment.
+Attention is a fused kernel, whose own work space is not seen; the math kernel would keep the scores too. Gradients of
+one tensor are added out of place, as under a dispatch mode: without one, a tensor of tokens x hidden less is alive for
+a moment.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ class Decoder:
         checkpointed: bool = False,
         repeated: bool = False,
     ) -> None:
-        """``saved_bytes``: all that autograd saves before the loss, if it is known and not to be counted.
+        """``saved_bytes``: what autograd saves before the loss, if it is known and not to be counted.
 
-        ``checkpointed``: whether blocks keep their input alone (``torch.utils.checkpoint``, not reentrant);
-        ``repeated``: whether keys and values are repeated for every head of the queries before attention.
+        ``checkpointed``: blocks keep their input alone (``torch.utils.checkpoint``, not reentrant). ``repeated``: keys
+        and values are repeated for every head of the queries before attention.
         """
         self._live, self._framework, self._layout, self._size = live, framework, layout, size
         self._widths = widths
         self._tokens, self._sequence = samples * sequence_length, sequence_length
-        assert not (checkpointed and saved_bytes is not None), "what is computed once more has to be counted"
+        assert not (checkpointed and saved_bytes is not None), "what is recomputed has to be counted"
         self._given = saved_bytes
         self._checkpointed, self._repeated = checkpointed, repeated
         names = [p.name.removeprefix("model.").removesuffix(".weight") for p in layout.parameters]
@@ -59,32 +60,30 @@ class Decoder:
         if size.tied:
             self._index["lm_head"] = self._index["embed_tokens"]
 
-    # What is saved and what is made.
+        self._drop, self._release = live.drop, live.forget
 
     def _save(self, name: str, per_token: int) -> None:
-        """Something that autograd saves."""
+        """A tensor that autograd saves."""
         if self._given is None:
             self._live.make(name, "activations", per_token * self._tokens)
 
-    def _release(self, *names: str) -> None:
-        """Saved tensors are let go of."""
-        self._live.forget(names)
-
     def _make(self, name: str, per_token: int) -> None:
+        """A tensor of work space."""
         self._live.make(name, "temporaries", per_token * self._tokens)
 
-    def _drop(self, *names: str) -> None:
-        self._live.drop(*names)
-
-    # Forward.
+    def _replace(self, name: str, per_token: int, *old: str) -> None:
+        """A tensor that is computed from ``old`` ones, lives beside them until they are freed, and is then ``name``."""
+        self._make("replacement", per_token)
+        self._drop(*old)
+        self._live.rename("replacement", name, "temporaries")
 
     def forward(self) -> None:
-        """Up to the loss, which is then alone."""
+        """Up to the log-softmax of the loss."""
         size, live, widths = self._size, self._live, self._widths
         live.moment = "forward"
         self._framework.enter(ROOT)
         self._use("embed_tokens", is_matrix=False)
-        # cos and sin of every position, and what the loss is compared with
+        # cos and sin of every position
         angles = 2 * self._sequence * size.head_size * widths.residual
         live.make("angles", "activations", 0 if self._given is not None else angles)
         norms = [*(f"layers.{block}.input_layernorm" for block in range(size.num_layers)), "norm"]
@@ -103,21 +102,21 @@ class Decoder:
         self._use("lm_head")
         vocabulary = size.vocab_size
         self._make("logits", widths.product * vocabulary)
-        live.forget(["residual"])
+        live.forget("residual")
         self._framework.leave(ROOT)
         live.moment = "loss"
         live.make("targets", "activations", 8 * self._tokens * (self._given is None))  # int64
         if widths.product < 4:
             self._make("fp32 logits", 4 * vocabulary)
         self._make("log-softmax", 4 * vocabulary)
-        live.forget(["logits", "fp32 logits"])
-        if self._checkpointed:  # autocast ends, and with it the casts that autograd has not saved
-            live.forget([f"{name} cast" for name in self._index if name.startswith("layers.")])
+        live.forget("logits", "fp32 logits")
+        if self._checkpointed:  # autocast ends, and frees the casts that autograd has not saved
+            live.forget(*(f"{name} cast" for name in self._index if name.startswith("layers.")))
 
     def _keep_input(self, block: str) -> None:
-        """A checkpointed block's forward, of which nothing else outlives it but what autocast has cast.
+        """A checkpointed block's forward, of which only its input and autocast's casts stay.
 
-        What is alive within it is not replayed: in the backward it is once more, beside the gradient.
+        What is alive within it is not replayed: the same is alive in the backward, beside the gradient.
         """
         self._save(f"{block} kept", self._widths.residual * self._size.hidden_size)
         if self._casts:
@@ -127,25 +126,25 @@ class Decoder:
     def _compute_again(self, block: str) -> None:
         """A checkpointed block's forward in its backward, up to the last tensor that is saved.
 
-        Its input is that of the first norm, which saves it as it is in fp32, and a copy of it otherwise.
+        The first norm saves the block's input as it is in fp32, and a copy of it otherwise.
         """
         norm = f"{block}.input_layernorm"
         if self._widths.residual == 4:
             self._live.rename(f"{block} kept", f"{norm} input", "activations")
         self._forward_of_block(block, before="")
-        self._live.forget(["residual"])
+        self._release("residual")
 
     def _residual(self, norm: str) -> None:
-        """The residual stream before a norm: in fp32 the norm saves it, in bf16 nothing does."""
+        """The residual stream before a norm: saved by the norm in fp32, by nothing in bf16."""
         if self._widths.residual == 4:
             self._save(f"{norm} input", 4 * self._size.hidden_size)
         else:
             self._make("new residual", self._widths.residual * self._size.hidden_size)
-            self._live.forget(["residual"])
+            self._release("residual")
             self._live.rename("new residual", "residual", "temporaries")
 
     def _use(self, parameter: str, *, is_matrix: bool = True) -> None:
-        """A parameter is needed; autocast casts the weights of products, and autograd saves the copies."""
+        """A parameter is used; autocast casts the weights of products, and autograd saves the copies."""
         index = self._index[parameter]
         self._framework.use(index)
         if self._casts and is_matrix:
@@ -154,7 +153,7 @@ class Decoder:
         self._framework.used(index)
 
     def _forward_of_block(self, block: str, *, before: str) -> None:
-        """``before`` is the norm that its output goes into; empty if its output is not computed."""
+        """``before``: the norm that the block's output goes into; empty if that output is not computed."""
         size, width = self._size, self._widths.product
         heads, kv = size.num_heads * size.head_size, size.num_kv_heads * size.head_size
         if self._given is not None:
@@ -182,9 +181,9 @@ class Decoder:
             self._residual(before)
 
     def _forward_of_norm(self, norm: str, into: int) -> None:
-        """Saved: the input and its root mean square in fp32, what is normalized, and what is returned.
+        """It saves its input and the root mean square in fp32, what it normalized, and what it returns.
 
-        Autocast does not keep what is returned, but casts it for each of the products that it goes ``into``.
+        Under autocast what it returns is not saved, but its casts for the products that it goes ``into``.
         """
         hidden, widths = self._size.hidden_size, self._widths
         if widths.residual < 4:
@@ -198,8 +197,6 @@ class Decoder:
         else:
             self._save(f"{norm} output 0", widths.product * hidden)
 
-    # Backward.
-
     def backward(self) -> None:
         """From the loss to the embedding's gradient."""
         size, live = self._size, self._live
@@ -208,9 +205,7 @@ class Decoder:
         self._make("logits'", 4 * size.vocab_size)
         self._drop("gradient of nll", "log-softmax", "targets")
         if self._widths.product < 4:
-            self._make("bf16 logits'", self._widths.product * size.vocab_size)
-            self._drop("logits'")
-            live.rename("bf16 logits'", "logits'", "temporaries")
+            self._replace("logits'", self._widths.product * size.vocab_size, "logits'")
         self._framework.reach(ROOT)
         live.moment = "head"
         self._backward_of_product("lm_head", "logits'", saved=["norm output 0"], into="sum", width=size.hidden_size)
@@ -230,7 +225,7 @@ class Decoder:
         self._framework.finish(ROOT)
 
     def _backward_of_block(self, block: str) -> None:
-        """The residual's gradient comes as ``stream`` and leaves as the one of the block's input."""
+        """``stream`` is the gradient of the residual stream: first that of the block's output, then of its input."""
         size, width = self._size, self._widths.product
         hidden, heads, kv = size.hidden_size, size.num_heads * size.head_size, size.num_kv_heads * size.head_size
         inner, mlp, attention = width * size.intermediate_size, f"{block}.mlp", f"{block}.self_attn"
@@ -258,7 +253,7 @@ class Decoder:
         self._drop("attention'")
         self._release(*(f"{block} {name}" for name in ("query", "key", "value", "attention", "log-sums")))
         for numel in (kv, heads):
-            # The halves of what was rotated, each put into zeros, and the sum (modeling_llama.py:rotate_half).
+            # The halves that were rotated, each padded with zeros, and their sum (modeling_llama.py:rotate_half).
             self._make("rotation", 3 * self._widths.residual * numel)
             self._drop("rotation")
         for number, (name, into) in enumerate((("value", "sum"), ("key", "other"), ("query", "other"))):
@@ -272,13 +267,11 @@ class Decoder:
         self._release(f"{block} given")
 
     def _cast_stream(self) -> None:
-        """The gradient of a branch is that of the stream; autocast casts it."""
-        self._live.make(
-            "branch", "temporaries", self._casts * self._widths.product * self._size.hidden_size * self._tokens
-        )
+        """A branch's gradient is that of the stream; autocast casts it."""
+        self._make("branch", self._casts * self._widths.product * self._size.hidden_size)
 
     def _backward_of_product(self, parameter: str, gradient: str, *, saved: list[str], into: str, width: int) -> None:
-        """The gradients of input and weight at once; then the latter, for autocast cast to fp32, is added."""
+        """The gradients of input and weight at once; then that of the weight, under autocast cast to fp32, is added."""
         widths, index = self._widths, self._index[parameter]
         self._framework.use_again(index)
         numel, new = self._framework.numel(index), new_gradient(index)
@@ -293,19 +286,15 @@ class Decoder:
         if not (parameter == "lm_head" and self._size.tied):
             self._framework.gradient(index)
         self._framework.used_again(index)
-        if self._casts and into in ("sum", "other"):  # of what a norm returned
-            self._make("fp32", widths.norm * width)
-            self._drop(into)
-            self._live.rename("fp32", into, "temporaries")
+        if self._casts and into in ("sum", "other"):  # the gradient of what a norm returned
+            self._replace(into, widths.norm * width, into)
 
     def _add_up(self) -> None:
-        """Two gradients of one tensor meet."""
-        self._make("both", self._widths.norm * self._size.hidden_size)
-        self._drop("sum", "other")
-        self._live.rename("both", "sum", "temporaries")
+        """Two gradients of one tensor are added."""
+        self._replace("sum", self._widths.norm * self._size.hidden_size, "sum", "other")
 
     def _backward_of_norm(self, norm: str, residual: str | None) -> None:
-        """From ``sum``, the gradient of what it returned, to ``stream``, that of its input and of the residual."""
+        """From ``sum``, the gradient of what it returned, to ``stream``, that of its input added to the residual's."""
         hidden, widths, index = self._size.hidden_size, self._widths, self._index[norm]
         in_fp32 = widths.residual == 4
         self._framework.use_again(index)
@@ -316,17 +305,13 @@ class Decoder:
         self._live.make(new_gradient(index), "gradients_transient", (4 if in_fp32 else 2) * hidden)
         self._framework.gradient(index)
         if not in_fp32:
-            self._make("fp32", 4 * hidden)
-            self._drop("normalized'")
-            self._live.rename("fp32", "normalized'", "temporaries")
+            self._replace("normalized'", 4 * hidden, "normalized'")
         self._make("scaled'", 4 * hidden)
         self._make("root'", 4 * hidden)
         self._drop("normalized'", "root'")
-        if in_fp32 and residual:  # one tensor: its gradients meet as they come
-            self._make("met", 4 * hidden)
-            self._drop("scaled'", residual)
-            self._live.rename("met", "scaled'", "temporaries")
-        # The square's: grad * (2 * input ** 1), beside the mean's.
+        if in_fp32 and residual:  # the norm's input is the residual itself, so their gradients are added at once
+            self._replace("scaled'", 4 * hidden, "scaled'", residual)
+        # The gradient of the square, grad * (2 * input ** 1), beside that of the mean.
         for name in ("mean'", "power", "twice", "square'"):
             self._make(name, 4 * hidden)
         self._drop("mean'", "power", "twice")
@@ -334,18 +319,14 @@ class Decoder:
         self._drop("square'", "scaled'")
         self._release(f"{norm} input", f"{norm} root")
         if not in_fp32:
-            self._make("cast", widths.residual * hidden)
-            self._drop("input'")
-            self._live.rename("cast", "input'", "temporaries")
+            self._replace("input'", widths.residual * hidden, "input'")
             if residual:
-                self._make("met", widths.residual * hidden)
-                self._drop("input'", residual)
-                self._live.rename("met", "input'", "temporaries")
+                self._replace("input'", widths.residual * hidden, "input'", residual)
         self._live.rename("input'", "stream", "temporaries")
         self._framework.used_again(index)
 
     def _backward_of_embedding(self) -> None:
-        """Its gradient is dense; that of a tied head has waited for it."""
+        """Its gradient is dense; if the head is tied, that of the head is added to it."""
         index = self._index["embed_tokens"]
         self._framework.use_again(index)
         new, size = new_gradient(index), self._widths.residual * self._framework.numel(index)

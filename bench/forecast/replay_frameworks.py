@@ -1,4 +1,4 @@
-"""What a framework makes and frees around a model's forward and backward: the interface, DDP and FSDP2."""
+"""The tensors that a framework makes and frees around forward and backward: the interface, DDP and FSDP2."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from bench.workload.layout import ROOT, Layout
 
 
 class Framework:
-    """What happens to parameters and gradients; the base holds parameters, and optimizer state, and no more.
+    """What a framework does with parameters and gradients; the base class holds the optimizer's state alone.
 
-    A model calls it where frameworks hook into it, in the order of a window; units are ROOT and blocks from 1.
-    A parameter's new gradient is alive as ``new_gradient(p)`` when ``gradient`` is called.
+    The decoder calls the methods where frameworks hook into a model, in the order of a window. Units are ROOT and the
+    blocks from 1. When ``gradient`` is called, the parameter's new gradient is alive as ``new_gradient(p)``.
     """
 
     def __init__(self, live: Live, cell: Cell, layout: Layout, backend: type[Backend], state: int) -> None:
-        """``state`` is the bytes of the optimizer's state."""
+        """``state``: bytes of the optimizer's state."""
         self.live, self.cell, self.layout, self.backend = live, cell, layout, backend
         self.element = 2 if cell.precision is Precision.BF16 else 4
-        """Bytes of an element of what is computed with, but under autocast."""
+        """Bytes per element of the dtype of computation, where there is no autocast."""
         self.last = False
-        """Whether this is the window's last micro-batch."""
+        """Whether this micro-batch is the window's last."""
         self._state = state
         self._first = True
         self._numels = [parameter.numel for parameter in layout.parameters]
@@ -31,7 +31,7 @@ class Framework:
 
     @property
     def zeroes_late(self) -> bool:
-        """Lightning zeroes gradients after a window's first forward (loops/optimization/automatic.py:closure)."""
+        """Whether gradients are zeroed after a window's first forward: Lightning (loops/optimization/automatic.py)."""
         return issubclass(self.backend, LightningBackend)
 
     def start(self, *, first: bool, last: bool) -> None:
@@ -48,33 +48,33 @@ class Framework:
         """The forward of the module that owns a parameter begins."""
 
     def used(self, parameter: int) -> None:
-        """It is over."""
+        """That forward is over."""
 
     def zero(self) -> None:
-        """After the loss, where gradients of the window before are dropped if that is done late."""
+        """After the loss: the gradients of the window before are freed, if ``zeroes_late``."""
 
     def reach(self, unit: int) -> None:
-        """The gradient of a unit's output is there."""
+        """Autograd has made the gradient of a unit's output."""
 
     def use_again(self, parameter: int) -> None:
         """The backward of the module that owns a parameter begins."""
 
     def used_again(self, parameter: int) -> None:
-        """It is over: the gradient of the module's input is there too."""
+        """That backward is over, the gradient of the module's input included."""
 
     def gradient(self, parameter: int) -> None:
-        """A parameter's gradient of this micro-batch is there."""
+        """Autograd has made a parameter's gradient of this micro-batch."""
 
     def finish(self, unit: int) -> None:
-        """The gradient of a block's input is there; of the root: the backward is over."""
+        """Autograd has made the gradient of a block's input; for the root, the backward is over."""
 
     def end(self) -> None:
         """The window's last backward is over, and the optimizer is about to step."""
 
     def step(self) -> None:
-        """AdamW with ``foreach`` makes the root of the second moment of all its parameters at once.
+        """AdamW with ``foreach`` takes the square root of the second moment of all parameters at once.
 
-        torch/optim/adam.py:_multi_tensor_adam, ``exp_avg_sq_sqrt``: half of what the two moments have.
+        torch/optim/adam.py:_multi_tensor_adam, ``exp_avg_sq_sqrt``: half the size of the two moments.
         """
         if self.cell.optimizer == "adamw-foreach":
             self.live.make("root of the second moment", "temporaries", self._state // 2)
@@ -88,7 +88,7 @@ class Framework:
         return [index for index, p in enumerate(self.layout.parameters) if p.unit == unit]
 
     def add(self, parameter: int, category: str) -> None:
-        """As autograd adds a gradient: the first becomes the sum, later ones are added to it in place.
+        """Accumulate as autograd does: the first gradient becomes the sum, and later ones are added to it in place.
 
         torch/csrc/autograd/functions/accumulate_grad.h:accumulateGrad.
         """
@@ -99,17 +99,17 @@ class Framework:
 
 
 def new_gradient(parameter: int) -> str:
-    """The name of a gradient that backward has just made."""
+    """The name of a gradient that the backward has just made."""
     return f"new gradient {parameter}"
 
 
 def whole_gradient(parameter: int) -> str:
-    """The name of what is in a whole parameter's ``grad``."""
+    """The name of the tensor in a whole parameter's ``grad``."""
     return f"gradient {parameter}"
 
 
 class Whole(Framework):
-    """Parameters and gradients whole, and nothing else: one process."""
+    """Whole parameters and gradients, and nothing else: one process."""
 
     def __init__(self, live: Live, cell: Cell, layout: Layout, backend: type[Backend], state: int) -> None:
         super().__init__(live, cell, layout, backend, state)
@@ -127,7 +127,7 @@ class Whole(Framework):
 
 
 class DDP(Whole):
-    """The same, and the reducer's buckets (bench/judge/formulas.py:ddp_held)."""
+    """Whole parameters and gradients, and the reducer's buckets (bench/judge/formulas.py:ddp_held)."""
 
     def __init__(self, live: Live, cell: Cell, layout: Layout, backend: type[Backend], state: int) -> None:
         super().__init__(live, cell, layout, backend, state)
@@ -135,11 +135,11 @@ class DDP(Whole):
 
 
 class FSDP2(Framework):
-    """Units that are gathered and reduced; line by line as torch/distributed/fsdp/_fully_shard does it.
+    """Units that are gathered and reduced, line by line as torch/distributed/fsdp/_fully_shard does it.
 
-    A gather has an output of its own, from which the unit's parameters are copied (_fsdp_collectives.py:
-    foreach_all_gather, foreach_all_gather_copy_out). In forward that output stays until the next unit was copied, in
-    backward it goes at once, but the next unit's is gathered ahead (_fsdp_param_group.py:wait_for_unshard,
+    An all-gather has its own output, from which the unit's parameters are copied (_fsdp_collectives.py:
+    foreach_all_gather, foreach_all_gather_copy_out). In the forward that output lives until the next unit is copied. In
+    the backward it is freed at once, but the next unit is gathered ahead (_fsdp_param_group.py:wait_for_unshard,
     _backward_prefetch). At W = 1 parameters are copied from the shards.
     """
 
@@ -162,7 +162,7 @@ class FSDP2(Framework):
         return self.last or self.backend.sync is Sync.EAGER
 
     def _shard(self, unit: int) -> int:
-        """Bytes of the gradient's shard of a unit, in fp32 and padded."""
+        """Bytes of the shard of a unit's gradient, in fp32 and padded."""
         return 4 * self._padded[unit] // self.cell.world_size
 
     def zero(self) -> None:
@@ -174,14 +174,14 @@ class FSDP2(Framework):
         self._copy_out(unit, forward=True)
 
     def leave(self, unit: int) -> None:
-        """Blocks are resharded if that was asked for, the root never (fully_shard's default for a root)."""
+        """Blocks are resharded if parameters are sharded; the root never is (fully_shard's default for a root)."""
         if unit == ROOT:
             self._free_kept()
         elif self.backend.sharding is Sharding.PARAMS:
             self.live.drop(f"gathered {unit}")
 
     def _gather(self, unit: int) -> None:
-        """``unshard``: nothing if it is gathered, or being so. In bf16 the shards are cast before they are sent."""
+        """``unshard``, unless the unit is gathered or in flight. In bf16 the shards are cast before they are sent."""
         if f"gathered {unit}" in self.live or unit in self._gathering:
             return
         self._gathering.add(unit)
@@ -204,7 +204,7 @@ class FSDP2(Framework):
             self._free_kept()  # only now: ``prev_all_gather_state`` refers to it
             self._kept = unit
         else:
-            self.live.forget([f"gather {unit}"])
+            self.live.forget(f"gather {unit}")
 
     def _free_kept(self) -> None:
         """``comm_ctx.all_gather_state``: the last gather's output."""
@@ -220,7 +220,7 @@ class FSDP2(Framework):
             self._gather(before)
 
     def gradient(self, parameter: int) -> None:
-        """In bf16 a sum in fp32 is beside the new gradient until its unit's backward is over."""
+        """In bf16 the new gradient lives beside the fp32 sum until its unit's backward is over."""
         sums = self.backend.sync is Sync.DEFERRED and self.element == 4
         self.add(parameter, "gradients" if sums else "gradients_transient")
 
@@ -243,11 +243,11 @@ class FSDP2(Framework):
             self._free_reduced()
 
     def _reduce(self, unit: int, own: list[int]) -> None:
-        """``foreach_reduce``: its fp32 input stays until the next unit's, its output becomes the shards' gradient."""
+        """``foreach_reduce``: its fp32 input lives until that of the next unit, its output is the shards' gradient."""
         self._free_reduced()
         self.live.make(f"reduce {unit}", "communication", 4 * self._padded[unit])
         self._reduced = unit
-        self.live.forget([name for p in own for name in (whole_gradient(p), _sum(p))])
+        self.live.forget(*(name for p in own for name in (whole_gradient(p), _sum(p))))
         name = f"shard gradients {unit}"
         if name in self.live:
             self.live.make("reduced", "communication", self._shard(unit))

@@ -1,4 +1,4 @@
-"""What DeepSpeed's ZeRO stages 2 and 3 make and free; line by line as deepspeed/runtime/zero does it (0.19.8)."""
+"""The tensors that ZeRO stages 2 and 3 make and free, line by line as deepspeed/runtime/zero does it (0.19.8)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from bench.plan.cell import Cell, Sync
 from bench.workload.layout import ROOT, Layout
 
 DOUBLE = 8
-"""Bytes of an element of what norms are taken of (zero/utils.py:get_norm_dtype)."""
+"""Bytes per element of the dtype in which norms are taken (zero/utils.py:get_norm_dtype)."""
 
 
 class Zero(Framework):
-    """What both stages do: gradients go into a bucket, and the bucket away when it is full.
+    """What both stages do: gradients are collected in a bucket, which is reduced when it is full.
 
-    A parameter that does not fit into an empty bucket goes alone, from its own gradient. Deferred sync fills the
-    buckets after the window's last backward, in the order of the parameters (engine.py:coalesce_grad_reduction).
+    A parameter that is larger than a bucket is reduced alone, from its own gradient. Deferred sync fills the buckets
+    after the window's last backward, in the order of the parameters (engine.py:coalesce_grad_reduction).
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Zero(Framework):
             self._epilogue()
 
     def _fill(self, parameter: int) -> None:
-        """``reduce_independent_p_g_buckets_and_remove_grads``: its gradient then is a view of the bucket."""
+        """``reduce_independent_p_g_buckets_and_remove_grads``: the gradient becomes a view of the bucket."""
         self._open()
         size = self.settings.reduce_bucket
         if self.bucket and sum(map(self.numel, self.bucket)) + self.numel(parameter) > size:
@@ -61,23 +61,24 @@ class Zero(Framework):
         self.bucket.append(parameter)
 
     def _open(self) -> None:
-        """Make the buckets, if they do not stay."""
+        """Allocate the buckets, if they do not live for good."""
 
     def _reduce(self) -> None:
-        """Reduce what is in the bucket, and empty it."""
+        """Reduce the bucket, and empty it."""
         raise NotImplementedError
 
     def _epilogue(self) -> None:
-        """The last bucket goes."""
+        """Reduce the last bucket."""
         self._reduce()
 
 
 class Stage2(Zero):
-    """Flat parameters whole, a partition of the fp32 masters; gradients of the partition are kept.
+    """Whole flat parameters, a partition of the fp32 masters, and the gradients of that partition.
 
-    In fp32 they are summed as whole parameters that lie in the partition, at least in part: a backward's own are copied
-    to a new buffer and added at its end (stage_1_and_2.py:copy_grads_in_partition, independent_gradient_partition_
-    epilogue). In bf16 they are added at once to a buffer of the partition (_build_compact_grad_partition_buffer).
+    In fp32 the gradients are those of all parameters that lie in the partition at least in part, whole: a backward
+    copies its own to a new buffer, which is added at its end (stage_1_and_2.py:copy_grads_in_partition,
+    independent_gradient_partition_epilogue). In bf16 they are added to a buffer of the partition at once
+    (_build_compact_grad_partition_buffer).
     """
 
     def __init__(
@@ -104,16 +105,16 @@ class Stage2(Zero):
         return self.element < 4
 
     def _open(self) -> None:
-        """``setup_buckets``: one, or two if communication overlaps; released when the backward is over."""
+        """``setup_buckets``: one, or two if communication overlaps; freed when the backward is over."""
         if "buckets" not in self.live:
             num_buckets = 2 if self.settings.overlap else 1
             self.live.make("buckets", "communication", self.element * self.settings.reduce_bucket * num_buckets)
 
     def _reduce(self) -> None:
-        """``average_tensor``, then ``copy_grads_in_partition`` for each.
+        """``average_tensor``, then ``copy_grads_in_partition`` for each parameter.
 
-        Neighbours for one rank are one slice, but for the own ones where they are added at once; slices that go
-        together are made flat, which copies unless there is only one, and cast to fp32 (allreduce_bucket).
+        Neighbours that belong to one rank are one slice, except this rank's own in bf16. Slices that are sent together
+        are made flat, which copies them unless there is only one, and cast to fp32 (allreduce_bucket).
         """
         for numel, num_slices in self._pieces():
             self.live.make("flat", "communication", self.element * numel * (num_slices > 1))
@@ -126,11 +127,11 @@ class Stage2(Zero):
             inside = any(rank == self._rank for rank, _ in self._slices[p])
             if inside and not self._compact and "in partition" not in self.live:
                 self.live.make("in partition", "gradients_transient", 4 * self._inside)
-            self.live.forget([whole_gradient(p)])
+            self.live.forget(whole_gradient(p))
         self.bucket = []
 
     def _pieces(self) -> Iterator[tuple[int, int]]:
-        """Elements and slices of each all-reduce of the bucket (allreduce_and_scatter)."""
+        """The elements and the number of slices of each all-reduce of the bucket (allreduce_and_scatter)."""
         slices: list[list[int]] = []  # rank, elements
         for p in self.bucket:
             for rank, numel in self._slices[p]:
@@ -157,7 +158,7 @@ class Stage2(Zero):
         self.live.drop("buckets")
 
     def step(self) -> None:
-        """Norms in fp64, slice by slice; then the gradient as one flat tensor, in fp32 a copy of the sum."""
+        """Norms in fp64, slice by slice; then, in fp32, the gradient copied into one flat tensor."""
         own = [numel for slices in self._slices for rank, numel in slices if rank == self._rank]
         self.live.make("double", "temporaries", DOUBLE * max(own, default=0))
         self.live.drop("double")
@@ -169,12 +170,12 @@ class Stage2(Zero):
 
 @functools.cache
 def _slices(layout: Layout, world_size: int) -> list[list[tuple[int, int]]]:
-    """Of each parameter: the ranks in whose partition it lies, and how many elements of it."""
+    """For each parameter, the ranks in whose partitions it lies, each with its number of elements."""
     return [zero.ranks_of(layout, p, world_size) for p in range(len(layout.parameters))]
 
 
 class Stage3(Zero):
-    """Partitions of parameters, masters and gradients, and a bucket, all for good; parameters gathered by module."""
+    """Partitions of parameters, masters and gradients, and one bucket, all held for good; modules are gathered."""
 
     def __init__(
         self, live: Live, cell: Cell, layout: Layout, backend: type[Backend], state: int, settings: ZeroSettings
@@ -189,7 +190,7 @@ class Stage3(Zero):
         self._position = 0
 
     def _shard(self, parameter: int) -> int:
-        """Elements of a rank's part of a parameter, padded."""
+        """Elements of a rank's partition of a parameter, padded."""
         return ceil_to(self.numel(parameter), self.cell.world_size) // self.cell.world_size
 
     def start(self, *, first: bool, last: bool) -> None:
@@ -221,9 +222,9 @@ class Stage3(Zero):
         super().finish(unit)
 
     def _advance(self, events: tuple[int, ...], see: Callable[[int], None], *, enter: bool = True) -> None:
-        """Entries and exits of modules from where we are to the next entry of one with parameters, or to right before.
+        """Enter and leave modules up to the next one with parameters, and ``enter`` it or stop right before.
 
-        What autograd does for a module's input comes after its weight's gradient is added, and before what is next.
+        Autograd makes the gradient of a module's input after it has added that of the weight, before it goes on.
         """
         while self._position < len(events):
             event = events[self._position]
@@ -236,10 +237,9 @@ class Stage3(Zero):
                 return
 
     def _reduce(self) -> None:
-        """``__avg_scatter_grads``: tensors are put behind each other, rank by rank and padded.
+        """``__avg_scatter_grads``: tensors are copied into one, rank by rank and padded, unless one needs no padding.
 
-        Not if there is only one that needs no padding (coalesced_collectives.py:reduce_scatter_coalesced). One that was
-        too large for the bucket is cast first.
+        coalesced_collectives.py:reduce_scatter_coalesced. A gradient that is too large for the bucket is cast first.
         """
         if not self.bucket:
             return
@@ -251,11 +251,11 @@ class Stage3(Zero):
         in_place = alone and self.numel(self.bucket[0]) % world_size == 0
         self.live.make("reduce", "communication", 0 if in_place else padded)
         self.live.drop("reduce", "cast")
-        self.live.forget([whole_gradient(p) for p in self.bucket])
+        self.live.forget(*map(whole_gradient, self.bucket))
         self.bucket = []
 
     def step(self) -> None:
-        """Norms in fp64, and the gradients once more as one flat tensor (_prepare_fp32_grad_for_sub_group)."""
+        """Norms in fp64, and the gradients copied into one flat tensor (_prepare_fp32_grad_for_sub_group)."""
         self._gathers.release_all()
         self.live.make("double", "temporaries", DOUBLE * max(map(self._shard, range(len(self.layout.parameters)))))
         self.live.drop("double")
@@ -264,11 +264,12 @@ class Stage3(Zero):
 
 
 class _Gathers(Coordinator):
-    """The coordinator, with what it makes and frees.
+    """The coordinator, with the tensors that it makes and frees.
 
-    A gather of several parameters has an output from which each is copied when the first of them is waited for; the
-    output stays until the last of them was (AllGatherCoalescedHandle in the registry of what is in flight). A gather of
-    one is the parameter itself (_all_gather_sequential). At W = 1 parameters are their shards (NoGatherHandle).
+    An all-gather of several parameters has an output, from which all are copied when the first of them is waited for;
+    it lives until the last of them is (AllGatherCoalescedHandle in the registry of gathers in flight). An all-gather of
+    one parameter is the parameter itself (_all_gather_sequential). At W = 1 parameters are their shards
+    (NoGatherHandle).
     """
 
     def __init__(self, stage: Stage3) -> None:
@@ -293,7 +294,7 @@ class _Gathers(Coordinator):
                 stage.live.make(f"gathered {p}", "parameters_transient", stage.element * stage.numel(p))
 
     def forgotten(self, parameters: tuple[int, ...]) -> None:
-        self._stage.live.forget([f"gather {parameters}"])
+        self._stage.live.forget(f"gather {parameters}")
 
     def released(self, parameter: int) -> None:
-        self._stage.live.forget([f"gathered {parameter}"])
+        self._stage.live.forget(f"gathered {parameter}")

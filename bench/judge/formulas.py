@@ -18,9 +18,11 @@ from bench.backends.base import Backend, Job
 from bench.backends.deepspeed import BACKENDS as DEEPSPEED
 from bench.backends.deepspeed import DeepSpeedZero2Eager, zero_config
 from bench.backends.fabric import BACKENDS as FABRIC
+from bench.backends.fabric import FabricFSDP2Deferred
 from bench.backends.fsdp2 import BACKENDS as FSDP2
+from bench.backends.fsdp2 import FSDP2Eager
 from bench.backends.lightning import BACKENDS as LIGHTNING
-from bench.backends.lightning import LightningBackend, LightningDDP, LightningDeepSpeedZero2
+from bench.backends.lightning import LightningBackend, LightningDDP, LightningDeepSpeedZero2, LightningFSDP2
 from bench.backends.plain import BACKENDS as PLAIN
 from bench.backends.plain import DDPEager, Reference
 from bench.judge import zero
@@ -49,13 +51,15 @@ def _shipped(model: str) -> Layout:
 def expect(cell: Cell, layout: Layout, *, rank: int = 0) -> Expectation | None:
     """What the cell's backend does in a settled window and holds between micro-batches on a rank.
 
-    None for a backend that is not built in, and for ZeRO-3 with activation checkpointing, which gathers for what is
+    None for a backend that no formula is for, and for ZeRO-3 with activation checkpointing, which gathers for what is
     computed once more in an order that is not replayed. A world of any size; nothing of it needs to exist.
     """
     backend = BUILT_IN.get(cell.backend)
     if backend is None or (cell.activation_checkpointing and getattr(backend, "stage", 2) == 3):
         return None
-    tally, held = _of_backend(backend, cell, layout, rank)
+    if (found := _of_backend(backend, cell, layout, rank)) is None:
+        return None
+    tally, held = found
     if issubclass(backend, LightningBackend) and cell.world_size > 1:
         # The Trainer's flag of SIGTERM, once per micro-batch, whichever strategy
         # (lightning/pytorch/loops/training_epoch_loop.py:_broadcast_sigterm_tensor).
@@ -63,8 +67,8 @@ def expect(cell: Cell, layout: Layout, *, rank: int = 0) -> Expectation | None:
     return Expectation(collectives=tally.rows(), held=held)
 
 
-def _of_backend(backend: type[Backend], cell: Cell, layout: Layout, rank: int) -> tuple[Tally, dict[str, int]]:
-    """The framework's part: collectives, and held bytes by category."""
+def _of_backend(backend: type[Backend], cell: Cell, layout: Layout, rank: int) -> tuple[Tally, dict[str, int]] | None:
+    """The framework's part: collectives, and held bytes by category. None for a class that no formula is for."""
     n, w = cell.accumulate, cell.world_size
     bf16, clip = cell.precision is Precision.BF16, bool(cell.clip_norm)
     if issubclass(backend, Reference):
@@ -81,6 +85,8 @@ def _of_backend(backend: type[Backend], cell: Cell, layout: Layout, rank: int) -
         masters, tensors = zero.masters(layout, w, settings)
         tally = stage(layout, n, w, sync=backend.sync, bf16=bf16, zero=settings)
         return tally, {**held, "optimizer_state": _moments(cell, masters, tensors)}
+    if not issubclass(backend, FSDP2Eager | FabricFSDP2Deferred | LightningFSDP2):
+        return None
     tally = fsdp2_collectives(layout, n, w, sync=backend.sync, sharding=backend.sharding, bf16=bf16, clip=clip)
     held = fsdp2_held(layout, w, sync=backend.sync, sharding=backend.sharding, bf16=bf16)
     state = _moments(cell, local(layout.parameters, w, rank), len(layout.parameters))

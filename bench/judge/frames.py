@@ -79,8 +79,7 @@ class Frames(Mapping[str, pd.DataFrame]):
     @cached_property
     def cells(self) -> pd.DataFrame:
         """One row per cell."""
-        quotes, rows = Quotes(self.run), self._standing.by_cell
-        return frame_of("cells", [_cell_row(quotes, cell_id, rows.get(cell_id)) for cell_id in self.run.cells])
+        return cells_frame(Quotes(self.run), self._standing)
 
     @cached_property
     def _standing(self) -> Standing:
@@ -93,6 +92,12 @@ def read(folder: str | Path) -> Frames:
     return Frames(hashed(load(path), path), path)
 
 
+def cells_frame(quotes: Quotes, against: Standing) -> pd.DataFrame:
+    """One row per cell: what may be said of it, and of its ratio to the baseline of ``against``."""
+    rows = against.by_cell
+    return frame_of("cells", [_cell_row(quotes, cell_id, rows.get(cell_id)) for cell_id in quotes.run.cells])
+
+
 def _cell_row(quotes: Quotes, cell_id: str, row: Any) -> dict[str, Any]:
     quote, trials = quotes.cell(cell_id), quotes.trials(cell_id)
     bad = trials[trials["status"] != Status.OK]
@@ -101,7 +106,7 @@ def _cell_row(quotes: Quotes, cell_id: str, row: Any) -> dict[str, Any]:
     tokens = tokens_per_step(trials).iloc[0]
     values = {name: trials.iloc[0][name] for name in COLUMNS["cells"] if name in trials.columns}
     values |= {
-        "label": quote.cell.label,
+        "label": quotes.run.labels[cell_id],
         "status": first["status"],
         "reason": first["reason"],
         "comparable": not quote.barred and quote.num_ok > 0,

@@ -15,7 +15,7 @@ import pandas as pd
 from bench.judge import samples
 from bench.judge.loading import Run, missing_trials, read
 from bench.judge.sides import IDLE_SHARE
-from bench.judge.standing import Standing, standing
+from bench.judge.standing import Standing, standing, widest
 from bench.judge.statistics import MARGIN, MIN_TRIALS
 from bench.judge.verdicts import Verdict, band
 from bench.plan.cell import REFERENCES, Status
@@ -295,8 +295,8 @@ def _verdicts(run: Run, found: Standing) -> Iterator[Finding]:
             yield Finding(Level.GOOD, "noise floor", words)
     ended = run.manifest.get("ended_by")
     if ended in {"budget", "max-repeats"}:
-        wide = [row.time.width for row in found.rows if row.time is not None and row.time.low is not None]
-        text = f"ended by {ended}" + (f"; the widest interval is {100 * max(wide):.2g} %" if wide else "")
+        wide = widest(found.rows)
+        text = f"ended by {ended}" + ("" if wide is None else f"; the widest interval is {100 * wide:.2g} %")
         few = run.tables.trials["repeat"].nunique() < MIN_TRIALS
         text += f"; with fewer than {MIN_TRIALS} repeats there are no intervals" if few else ""
         yield Finding(Level.WARNING, "verdicts", text)

@@ -13,6 +13,7 @@ from bench.judge import gates, tables
 from bench.judge.expected import layouts_of
 from bench.judge.sides import Sides
 from bench.judge.tables import Tables
+from bench.plan import columns
 from bench.plan.cell import Cell
 from bench.plan.matrix import check_stored
 from bench.plan.schedule import Schedule
@@ -39,11 +40,7 @@ def read(folder: Path) -> tuple[Run, list[dict[str, Any]]]:
     check(records, journal.path)
     check_stored(manifest, str(folder / MANIFEST))
     for number, record in enumerate(records, start=1):
-        try:
-            right = Cell.from_dict(record["cell"]).cell_id == record["cell_id"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise InputError(f"{journal.path}: trial {number} is no record of a trial ({_said(error)})") from error
-        if not right:
+        if Cell.from_dict(record["cell"]).cell_id != record["cell_id"]:
             raise InputError(f"{journal.path}: trial {number} was edited: its cell is not what its cell_id is made of")
     try:
         found = run_of(records, manifest)
@@ -80,6 +77,12 @@ class Run:
     cells: Mapping[str, Cell]
     """By id: those that have a trial."""
     manifest: Mapping[str, Any]
+
+    @functools.cached_property
+    def labels(self) -> Mapping[str, str]:
+        """A label for each cell, by id, that no other cell of the run has."""
+        named = columns.labels(self.cells.values())
+        return {cell_id: named[cell] for cell_id, cell in self.cells.items()}
 
     @functools.cached_property
     def sides(self) -> Sides:

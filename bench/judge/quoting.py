@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import pandas as pd
@@ -17,7 +17,6 @@ from bench.judge.remarks import remarks
 from bench.judge.samples import Estimate, estimate
 from bench.judge.standing import Floor, Standing, baseline_of, noise_floor, pairs_with_baseline, standing
 from bench.plan.cell import Cell, Status
-from bench.plan.columns import differing, says
 
 SCHEME = "accumulation-bench"
 """Of the ids that numbers are cited by."""
@@ -89,9 +88,9 @@ class Quotes:
         caveats = [*failed, *_caveats(cell), *remarks([(self.run.manifest, cell)]), *self._of_run()]
         # A cell of a world that is timed has failed a gate if it has no time.
         barred = "" if not cell.world.is_timed else "; ".join(_short(text) for text in found.obstacles)
-        good = not barred and not sound.empty
-        medians = found.sample.medians.tolist() if good else []
-        peaks = sound["peak_memory_bytes"].dropna() if good else sound["peak_memory_bytes"].iloc[:0]
+        medians = [] if barred or sound.empty else found.sample.medians.tolist()
+        wrong = barred and found.failed_gates  # a busy machine takes time, and no memory
+        peaks = sound["peak_memory_bytes"].dropna() if not wrong else sound["peak_memory_bytes"].iloc[:0]
         return CellQuote(
             cell=cell,
             time=estimate(medians) if medians else None,
@@ -113,12 +112,12 @@ class Quotes:
         """
         cell, other = self._known(cell_id), self._known(other_id)
         if cell_id == other_id:
-            raise InputError(f"{cell.label}: is named twice; name another cell, or one alone")
+            raise InputError(f"{self.run.labels[cell_id]}: is named twice; name another cell, or one alone")
         row = self._row(cell, other)
         said = remarks((self.run.manifest, one) for one in (other, cell))
         caveats = [*_caveats(cell, other), *said, *self._of_run()]
-        for one, one_id in ((cell, cell_id), (other, other_id)):
-            caveats += [f"{one.label}: {text}" for text in self._once(one_id)[1]]
+        for one_id in (cell_id, other_id):
+            caveats += [f"{self.run.labels[one_id]}: {text}" for text in self._once(one_id)[1]]
         detail = row.judgement.detail
         if row.judgement.comparison.blocked is not None:
             caveats.insert(0, f"{row.judgement.reason}: {_short(detail)}")
@@ -205,24 +204,20 @@ def find_cell(run: Run, text: str) -> Cell:
     """The cell that a whole id, a label or the beginning of an id names. Raises InputError if none or several do."""
     if text in run.cells:
         return run.cells[text]
-    labels = _labels(run.cells)
-    named = labels.get(text) or [cell for cell_id, cell in run.cells.items() if text and cell_id.startswith(text)]
+    by_label = {label: cell_id for cell_id, label in run.labels.items()}
+    if text in by_label:
+        return run.cells[by_label[text]]
+    named = [key for key, cell in run.cells.items() if cell.label == text or (text and key.startswith(text))]
     if len(named) == 1:
-        return named[0]
+        return run.cells[named[0]]
     if named:
-        apart = differing(named)
-        some = ", ".join(f"{cell.cell_id} ({', '.join([cell.label, *says(cell, apart)])})" for cell in named[:CHOICES])
-        more = f" and {len(named) - CHOICES} more" if len(named) > CHOICES else ""
-        raise InputError(f"CELL '{text}': {len(named)} cells are called so; use the id: {some}{more}")
-    near = difflib.get_close_matches(text, [*labels, *run.cells], n=1)
-    words = [f"{cell.cell_id} ({cell.label})" for cell in run.cells.values()]
-    some = ", ".join(words[:CHOICES]) + (f" and {len(words) - CHOICES} more" if len(words) > CHOICES else "")
-    hint = f"did you mean '{near[0]}'?" if near else f"use one of {some}"
+        raise InputError(f"CELL '{text}': {len(named)} cells are called so; use the id: {_choices(run, named)}")
+    near = difflib.get_close_matches(text, [*by_label, *run.cells], n=1)
+    hint = f"did you mean '{near[0]}'?" if near else f"use one of {_choices(run, list(run.cells))}"
     raise InputError(f"CELL '{text}': is not in the run {run.name}; {hint}")
 
 
-def _labels(cells: Mapping[str, Cell]) -> dict[str, list[Cell]]:
-    found: dict[str, list[Cell]] = {}
-    for cell in cells.values():
-        found.setdefault(cell.label, []).append(cell)
-    return found
+def _choices(run: Run, ids: Sequence[str]) -> str:
+    """The first of these cells, and how many more there are."""
+    said = ", ".join(f"{cell_id} ({run.labels[cell_id]})" for cell_id in ids[:CHOICES])
+    return said + (f" and {len(ids) - CHOICES} more" if len(ids) > CHOICES else "")

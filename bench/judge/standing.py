@@ -92,6 +92,11 @@ class Standing:
         return {row.pair.b.cell_id: row for row in self.rows}
 
 
+def widest(rows: Sequence[ComparedPair]) -> float | None:
+    """The width of the widest interval of these ratios, relative: high / low - 1; None if there is no interval."""
+    return max((row.time.width for row in rows if row.time is not None and row.time.low is not None), default=None)
+
+
 def standing(run: Run, *, margin: float = MARGIN) -> Standing:
     """The verdicts of a run's own report: on every cell, against the baseline's."""
     floor = noise_floor(run)

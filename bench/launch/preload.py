@@ -49,10 +49,6 @@ for _module in (
     "pydantic",
     "safetensors.torch",
     "bench.workload.llama",
-    "bench.measure.clock",
-    "bench.measure.collectives",
-    "bench.measure.memory",
-    "bench.measure.update",
     "bench.measure.trial",
 ):
     with suppress(ImportError):

@@ -39,6 +39,18 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+AT_LIMIT_BYTES = 256 * 2**20
+"""Address space that is left to a process that has used up its own."""
+CUDA_OUT_OF_MEMORY = 2
+"""cudaErrorMemoryAllocation: what CUDA says when there is no memory for a context, or for a library's buffers."""
+LAST_WORDS_S = 2.0
+"""How long a failed rank stays after it wrote what went wrong: several times as long as the watchdog sleeps between
+two looks, since a busy machine wakes it late."""
+WAIT_S = 0.005
+"""How long a rank that is done sleeps between two looks whether the others are."""
+SHARED_GPU_GROUP = "cpu:gloo,cuda:gloo"
+"""Of the process group. Not plain ``gloo``: beside that, ``DeviceMesh`` of some versions makes a group of NCCL's."""
+
 
 def pretend(world_size: int) -> None:
     """Make this process rank 0 of ``world_size`` ranks, of which no other exists.
@@ -89,15 +101,6 @@ def _all_reduce(group: Any, bucket: Any) -> Any:
 
 
 _all_reduce.__annotations__.clear()  # torch wants its own types there or none, and ours are strings
-
-AT_LIMIT_BYTES = 256 * 2**20
-"""Address space that is left to a process that has used up its own."""
-CUDA_OUT_OF_MEMORY = 2
-"""cudaErrorMemoryAllocation: what CUDA says when there is no memory for a context, or for a library's buffers."""
-LAST_WORDS_S = 0.5
-"""How long a failed rank stays after it wrote what went wrong: longer than the watchdog sleeps between two looks."""
-WAIT_S = 0.005
-"""How long a rank that is done sleeps between two looks whether the others are."""
 
 
 def main(task_json: str) -> None:
@@ -237,10 +240,6 @@ def failure(error: BaseException) -> dict[str, Any]:
         "reason": f"{type(error).__name__}: {first_line}{where}",
         "traceback": "".join(traceback.format_exception(error)[-20:]),
     }
-
-
-SHARED_GPU_GROUP = "cpu:gloo,cuda:gloo"
-"""Of the process group. Not plain ``gloo``: beside that, ``DeviceMesh`` of some versions makes a group of NCCL's."""
 
 
 def shared_gpu_environment(rank: int, world_size: int, gpus: Sequence[Mapping[str, Any]]) -> dict[str, str]:

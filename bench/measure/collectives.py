@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from bench.measure.taps import EventKind, SettledWindow
+
 NAMESPACES = ("c10d", "_c10d_functional")
 """Where collectives are issued: by process groups' methods, and by DTensor's redistribution."""
 SILENT = ("wait_tensor", "_wrap_tensor_autograd")
@@ -106,6 +108,10 @@ class CollectiveCounter(TorchDispatchMode):
         if not all(math.isclose(value, right, rel_tol=rounding) for value in found):
             name = dist.get_backend()
             raise RuntimeError(f"{name} does not average: AVG over the ranks' numbers is {found[0]:g}, not {right:g}")
+
+    def see(self, _: EventKind, window: SettledWindow) -> None:
+        """Count while the window is open."""
+        self.counting = window.open
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per operation and dtype: op, dtype, calls, payload_bytes."""

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from bench.measure.ledger import Block, Evidence, TensorLedger
-from bench.measure.taps import EventKind
+from bench.measure.taps import EventKind, SettledWindow
 from bench.plan.categories import HELD, PEAK, Category, named
 
 PHASES = {
@@ -72,6 +72,14 @@ class MemoryProbe:
         elif kind is EventKind.FETCH and self._last is EventKind.STEP:
             self.ledger.peak = self.ledger.live
         self._last = kind
+
+    def see(self, kind: EventKind, window: SettledWindow) -> None:
+        """Call what an event calls for: the window is as it is after it."""
+        self.event(kind)
+        if window.open is not self._is_open:
+            (self.open if window.open else self.close)()
+        elif window.open and kind is EventKind.FETCH and window.num_fetched == 2:
+            self.hold()
 
     def open(self) -> None:
         """The window starts."""

@@ -23,12 +23,11 @@ import dataclasses
 import math
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from bench.backends.base import Backend, Job
 from bench.measure.taps import Taps, updates
-from bench.plan.cell import Cell, Precision, Sync
+from bench.plan.cell import Cell, Sync
 
 if TYPE_CHECKING:
     import torch
@@ -162,9 +161,6 @@ def _update(
         loader=taps.loader(rows),
         loss=taps.loss(lambda model, batch: model(batch).sum()),
         optimizer=optimizer,
-        autocast=lambda: (
-            torch.autocast(device.type, torch.bfloat16) if cell.precision is Precision.BF16 else nullcontext()
-        ),
         keep_parameters=True,
     )
     trained = backend()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
@@ -26,27 +26,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Tensors(Protocol):
-    """What a trial's tensors are made of; a context, open while a pass runs."""
-
-    def __enter__(self) -> Any:
-        """Tensors that are made from now on are of this kind."""
-
-    def __exit__(self, *exc: object) -> None:
-        """As before."""
-
-    def model(self, make: Callable[[], nn.Module]) -> nn.Module:
-        """A model whose parameters can be counted, and that ``place`` takes."""
-
-    def place(self, model: nn.Module) -> nn.Module:
-        """The model on the device, to be trained."""
-
-    def data(self, make: Callable[[int], Tensor], num_samples: int) -> Tensor:
-        """So many samples on the device."""
-
-
 class RealTensors(nullcontext[None]):
-    """Tensors as they are; see ``Tensors``."""
+    """What a trial's tensors are made of; a context, open while a pass runs."""
 
     def __init__(self, device: torch.device, workload: str) -> None:
         super().__init__()
@@ -55,17 +36,20 @@ class RealTensors(nullcontext[None]):
         self._draws = device if workload == LLAMA and device.type != "cpu" else nullcontext()
 
     def model(self, make: Callable[[], nn.Module]) -> nn.Module:
+        """A model whose parameters can be counted, and that ``place`` takes."""
         with self._draws:
             return make()
 
     def place(self, model: nn.Module) -> nn.Module:
+        """The model on the device, to be trained."""
         return model.to(self._device)
 
     def data(self, make: Callable[[int], Tensor], num_samples: int) -> Tensor:
+        """So many samples on the device."""
         return make(num_samples).to(self._device)
 
 
-def tensors(cell: Cell, device: torch.device, packages: Sequence[str] = ()) -> Tensors:
+def tensors(cell: Cell, device: torch.device, packages: Sequence[str] = ()) -> RealTensors | FakeTensors:
     """What the cell's tensors are made of; ``packages`` are those that its backend requires."""
     return RealTensors(device, cell.workload) if cell.world.computes else FakeTensors(device, packages)
 
@@ -90,7 +74,7 @@ torch 2.11 does for the optimizer's operators on lists too: they would count as 
 
 
 class FakeTensors:
-    """While this context is open, tensors that are made are fake ones; see ``bench.measure.tensors.Tensors``.
+    """The same as ``RealTensors``, but while this context is open, tensors that are made are fake ones.
 
     ``packages`` are those that the backend under test requires.
     """

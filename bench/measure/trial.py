@@ -26,24 +26,33 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import Parameter
+from torch.optim import Optimizer
 
 from bench.backends import blocks
 from bench.backends.base import Backend, Job, registry
 from bench.errors import UnsupportedError
 from bench.measure import heartbeat
+from bench.measure.clock import clock_for
+from bench.measure.collectives import CollectiveCounter
+from bench.measure.dispatch import HostCost
+from bench.measure.exposure import WindowProfiler
+from bench.measure.host import HostLoad
+from bench.measure.memory import MemoryProbe, cuda_peaks
+from bench.measure.operators import plain_work
+from bench.measure.summing import accumulator
 from bench.measure.taps import EventKind, SettledWindow, Taps, updates
 from bench.measure.tensors import tensors
+from bench.measure.update import compare, save
 from bench.plan.cell import REFERENCE, SGD, Cell, Status
 from bench.plan.task import SETTLED_WINDOWS, Spec
 from bench.workload import load
 from bench.workload.batches import Loader, sliced
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
-    from torch.nn.parameter import Parameter
-    from torch.optim import Optimizer
+from bench.workload.structure import record
 
 
 def work(spec: Spec, rank: int, device: torch.device) -> dict[str, Any]:
@@ -80,6 +89,7 @@ class RankTrial:
     def run(self) -> dict[str, Any]:
         """All passes; the result is plain JSON."""
         cell = self.cell
+        gpu = torch.cuda.get_device_properties(self.device) if self.device.type == "cuda" else None
         result: dict[str, Any] = {
             "status": Status.OK,
             "num_parameters": self.num_parameters,
@@ -87,12 +97,10 @@ class RankTrial:
             "tokens_per_step": self.workload.tokens_per_sample * cell.global_batch_size,
             "flops_per_step": self.workload.flops_per_sample
             and self.workload.flops_per_sample * cell.global_batch_size,
-            "device_name": _device_name(self.device),
-            "device_uuid": _device_uuid(self.device),
+            "device_name": gpu.name if gpu else "cpu",
+            "device_uuid": f"GPU-{gpu.uuid}" if gpu else None,  # as NVML writes it
         }
         if "dispatch" in self.spec.passes:
-            from bench.measure.operators import plain_work
-
             self._plain = plain_work(cell, self.workload, self._loss, self.data)
         for name in self.spec.passes:
             gc.collect()  # frees the pass before, whose frameworks leave cycles
@@ -110,8 +118,6 @@ class RankTrial:
 
     def _layout(self) -> dict[str, Any] | None:
         """What the formulas need to know of a model that is not shipped; None where it has to be built first."""
-        from bench.workload.structure import record
-
         if not self.cell.world.computes or self.rank != 0:
             return None
         model = self.workload.model().to(self.device)
@@ -132,8 +138,6 @@ class RankTrial:
 
         Optimizer and clipping are the cell's unless given. ``watch`` is called with the backend before it builds.
         """
-        import torch
-
         cell, data = self.cell, self._samples(windows)
         loader = Loader(
             lambda samples: data[samples.start : samples.stop],
@@ -163,9 +167,6 @@ class RankTrial:
             loader=taps.loader(loader),
             loss=taps.loss(self._loss),
             optimizer=lambda parameters: taps.optimizer(make_optimizer(parameters)),
-            autocast=lambda: (
-                torch.autocast(self.device.type, torch.bfloat16) if str(cell.precision) == "bf16" else nullcontext()
-            ),
             keep_parameters=keep_parameters,
             clip_norm=cell.clip_norm if clip_norm is None else clip_norm,
         )
@@ -191,8 +192,6 @@ class RankTrial:
         return model
 
     def _optimizer(self, parameters: Iterable[Parameter]) -> Optimizer:
-        import torch
-
         if self.cell.optimizer == SGD:
             return torch.optim.SGD(parameters, lr=self.cell.learning_rate, foreach=True)
         kind = {self.cell.optimizer.removeprefix("adamw-"): True}
@@ -204,12 +203,6 @@ class RankTrial:
         ``began`` and ``ended`` are the monotonic clock at the first and the last timed update, when the device reached
         them; ``host`` is what else the machine did.
         """
-        import torch
-
-        from bench.measure.clock import clock_for
-        from bench.measure.host import HostLoad
-        from bench.measure.memory import cuda_peaks
-
         clock = clock_for(self.device)
         cuda = self.device.type == "cuda"
         taps = Taps(clock.mark)
@@ -271,10 +264,6 @@ class RankTrial:
 
     def _sgd_window(self, clip_norm: float, reference: Path) -> dict[str, float] | None:
         """One window of SGD with learning rate 1 against the reference's in that file, which the reference writes."""
-        import torch
-
-        from bench.measure.update import compare, save
-
         taps = Taps(time.perf_counter)
         sgd = lambda parameters: torch.optim.SGD(parameters, lr=1.0, foreach=True)  # noqa: E731
         backend = self.train(taps, 1, optimizer=sgd, clip_norm=clip_norm, keep_parameters=True)
@@ -297,19 +286,9 @@ class RankTrial:
 
     def collectives(self) -> list[dict[str, Any]]:
         """The collectives pass: rows of op, dtype, calls and payload bytes of one settled window."""
-        from bench.measure.collectives import CollectiveCounter
-
         counter = CollectiveCounter()
         counter.self_test(self.device)
-        taps = Taps(time.perf_counter)
-        window = SettledWindow(self.cell.accumulate)
-
-        def on_event(kind: EventKind) -> None:
-            window.see(kind)
-            counter.counting = window.open
-
-        taps.on_event = on_event
-        self.train(taps, SETTLED_WINDOWS + 1, instrument=counter)
+        self._settled(counter.see, instrument=counter)
         return counter.rows()
 
     def memory(self) -> dict[str, int]:
@@ -318,31 +297,13 @@ class RankTrial:
         ``peak`` and its parts are of the moment when most was live; ``held`` and its parts of the second fetch, and
         missing when N = 1, where nothing is held from one micro-batch to the next.
         """
-        from bench.measure.memory import MemoryProbe
-
         probe = MemoryProbe(self.device.type, fake=not self.cell.world.computes)
-        taps = Taps(time.perf_counter)
-        window = SettledWindow(self.cell.accumulate)
-
-        def on_event(kind: EventKind) -> None:
-            taps.losses.clear()  # they would be held, and counted
-            was_open = window.open
-            window.see(kind)
-            probe.event(kind)
-            if window.open and not was_open:
-                probe.open()
-            elif was_open and not window.open:
-                probe.close()
-            elif window.open and kind is EventKind.FETCH and window.num_fetched == 2:
-                probe.hold()
 
         def watch(backend: Backend) -> None:
             probe.holdings = backend.holdings
 
-        taps.on_event = on_event
-        self.train(
-            taps,
-            SETTLED_WINDOWS + 1,
+        self._settled(
+            probe.see,
             optimizer=lambda parameters: probe.optimizer(self._optimizer(parameters)),
             instrument=probe.ledger,
             watch=watch,
@@ -351,14 +312,10 @@ class RankTrial:
 
     def accumulation(self) -> dict[str, Any]:
         """The accumulation pass: in which dtype the backend sums gradients."""
-        from bench.measure.summing import accumulator
-
         return accumulator(self.backend, self.cell, self.rank, self.device)
 
     def dispatch(self) -> dict[str, Any]:
         """The dispatch pass: what a window costs this rank's process; see ``bench.measure.dispatch``."""
-        from bench.measure.dispatch import HostCost
-
         taps = Taps(time.perf_counter)
         cost = HostCost(self.cell.accumulate, cuda=self.device.type == "cuda", taps=taps, plain=self._plain)
         taps.on_event = cost.see
@@ -370,30 +327,19 @@ class RankTrial:
 
         None if torch's profiler saw nothing on the device.
         """
-        from bench.measure.exposure import WindowProfiler
-
         profiler = WindowProfiler()
-        taps = Taps(time.perf_counter)
-        window = SettledWindow(self.cell.accumulate)
-
-        def on_event(kind: EventKind) -> None:
-            window.see(kind)
-            profiler.see(window.open)
-
-        taps.on_event = on_event
-        self.train(taps, SETTLED_WINDOWS + 1)
+        self._settled(lambda _, window: profiler.see(window.open))
         found = profiler.result()
         return None if found is None else dataclasses.asdict(found)
 
+    def _settled(self, see: Callable[[EventKind, SettledWindow], None], **how: Any) -> None:
+        """Train to the end of the settled window; ``see`` is told of every event, and of the window after it."""
+        taps, window = Taps(time.perf_counter), SettledWindow(self.cell.accumulate)
 
-def _device_name(device: torch.device) -> str:
-    import torch
+        def on_event(kind: EventKind) -> None:
+            taps.losses.clear()  # they would be held, and counted
+            window.see(kind)
+            see(kind, window)
 
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
-def _device_uuid(device: torch.device) -> str | None:
-    """As NVML writes it; None on the CPU."""
-    import torch
-
-    return f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else None
+        taps.on_event = on_event
+        self.train(taps, SETTLED_WINDOWS + 1, **how)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar
 
-from bench.errors import shown
+from pydantic import ConfigDict
+
+from bench import fields
+from bench.fields import Amount, Flag, Natural, Positive
 from bench.plan.world import World
+from bench.words import plural
 
 REFERENCE, SHARDED_REFERENCE = REFERENCES = ("reference", "reference-sharded")
 """Names of the backends that are the truth: the full batch at once in fp32, by one process in plain PyTorch; or by all
@@ -36,13 +39,6 @@ LATER: dict[str, Any] = {
     "compiled": False,
 }
 """Fields of a cell that came after the first release, with the default that stands for what was done before."""
-VALUES: dict[str, Callable[[Any], bool]] = {
-    "str": lambda value: isinstance(value, str),
-    "bool": lambda value: isinstance(value, bool),
-    "int": lambda value: isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63,
-    "float": lambda value: isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf,
-}
-"""What a field of a cell may hold, by its type."""
 
 
 class Sync(StrEnum):
@@ -118,15 +114,17 @@ class Status(StrEnum):
 class Cell:
     """One configuration that a trial runs. Two cells of equal content have equal ids, on every machine."""
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
     backend: str
     """Name of the backend in the registry."""
-    accumulate: int
+    accumulate: Positive
     """N: micro-batches per window on each rank."""
-    world_size: int
+    world_size: Positive
     """W: ranks."""
-    global_batch_size: int
+    global_batch_size: Natural
     """B: samples per optimizer step over all ranks, the same for every cell that is compared."""
-    sequence_length: int
+    sequence_length: Natural
     """Tokens per sample that are predicted."""
     workload: str = "llama"
     """``llama``, an installed workload's name, or ``package.module:factory`` of one's own."""
@@ -140,27 +138,27 @@ class Cell:
     """dtype in which gradients are summed over the window."""
     optimizer: str = "adamw-foreach"
     """``adamw-foreach``, ``adamw-fused``, or ``sgd``: plain, without momentum."""
-    learning_rate: float = 1e-3
+    learning_rate: Amount = 1e-3
     """Of the optimizer; the update pass always uses SGD with learning rate 1."""
-    warmup_windows: int = 3
+    warmup_windows: Natural = 3
     """Windows trained before the first timed one."""
-    timed_windows: int = 12
+    timed_windows: Natural = 12
     """Windows whose time is kept, one sample each."""
-    seed: int = 0
+    seed: Natural = 0
     """Of the initial weights and of the tokens."""
     device: Device = Device.CPU
     """What the ranks run on."""
-    clip_norm: float = 0.0
+    clip_norm: Amount = 0.0
     """The largest L2 norm of the whole gradient that an update may use; 0 for no clipping."""
     twin: str = ""
     """A second label for the same work, so that a cell can be compared with itself; empty for the cell itself."""
-    virtual: bool = False
-    fake_tensors: bool = False
-    shared_gpu: bool = False
+    virtual: Flag = False
+    fake_tensors: Flag = False
+    shared_gpu: Flag = False
     """Which ``world`` it is, as ids have it; nobody asks these three."""
-    activation_checkpointing: bool = False
+    activation_checkpointing: Flag = False
     """Whether a block keeps only its input for the backward, and computes its forward once more there."""
-    compiled: bool = False
+    compiled: Flag = False
     """Whether each block is compiled by ``torch.compile``."""
 
     @property
@@ -251,17 +249,21 @@ class Cell:
     def from_dict(cls, values: dict[str, Any]) -> Cell:
         """The cell of ``to_dict``'s values.
 
-        Raises TypeError for a key that is unknown or missing, ValueError for a value that cannot be.
+        Raises InputError for a key that is unknown or missing, or for a value that cannot be.
         """
-        if not isinstance(values, dict):
-            raise TypeError("it is no table")
-        enums = {"precision": Precision, "device": Device}
-        fields: dict[str, Any] = {key: enums[key](v) if key in enums else v for key, v in values.items()}
-        cell = cls(**fields)
-        for field in dataclasses.fields(cls):
-            value = getattr(cell, field.name)
-            if not VALUES.get(str(field.type), lambda _: True)(value):
-                raise ValueError(f"{field.name} cannot be {shown(value)}")
-        if min(cell.accumulate, cell.world_size) < 1:
-            raise ValueError(f"accumulate is {cell.accumulate} and world_size {cell.world_size}; both are at least 1")
-        return cell
+        return fields.read(cls, values)
+
+
+def counted(cells: Iterable[Cell], baseline: str) -> str:
+    """How many cells a run has, and what they are there for: ``19 cells: 17 compared, 1 reference, 1 A/A twin``."""
+    every = list(cells)
+    own = [cell for cell in every if not cell.is_reference and not cell.twin]
+    others, own = ([cell for cell in own if (cell.backend == baseline) is same] for same in (False, True))
+    kinds = {
+        f"{len(others)} compared with {baseline}": others,
+        f"{len(own)} of {baseline} itself": own,
+        plural(sum(cell.is_reference for cell in every), "reference"): [cell for cell in every if cell.is_reference],
+        plural(sum(bool(cell.twin) for cell in every), "A/A twin"): [cell for cell in every if cell.twin],
+    }
+    said = ", ".join(kind for kind, those in kinds.items() if those)
+    return f"{plural(len(every), 'cell')}: {said}"

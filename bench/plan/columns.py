@@ -233,6 +233,14 @@ def differing(cells: Iterable[Any], names: Iterable[str] = WAYS) -> list[str]:
     return found
 
 
+def labels(cells: Iterable[Any]) -> dict[Any, str]:
+    """A label for each cell of a run: its own, with the axes in which it differs from others of the same label."""
+    alike: dict[str, list[Any]] = {}
+    for cell in cells:
+        alike.setdefault(cell.label, []).append(cell)
+    return {cell: " ".join([label, *says(cell, differing(some))]) for label, some in alike.items() for cell in some}
+
+
 def says(cell: Any, names: Iterable[str]) -> list[str]:
     """The values of these axes, as sentences name a cell by them."""
     return [AXES[name].says(getattr(cell, name)) for name in names]

@@ -7,9 +7,9 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from bench.errors import InputError
+from bench.errors import InputError, suggest
 from bench.plan.cell import LATER, REFERENCE, REFERENCES, SHARDED_REFERENCE, Cell, Device, Precision
-from bench.plan.matrix import KEYS, METHODS, Matrix, suggest
+from bench.plan.matrix import KEYS, METHODS, Matrix
 from bench.plan.models import SIZES, describe_file, find_factory
 from bench.plan.world import Candidate
 

@@ -3,21 +3,149 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import sys
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
 
-from bench import files
-from bench.errors import InputError, shown
-from bench.plan.cell import SGD, Device, Precision
+from pydantic import BaseModel, ConfigDict, Field
+
+from bench import fields, files
+from bench.errors import InputError, suggest
+from bench.fields import Amount, Flag, Must, Natural, Positive, PositiveNumber
+from bench.plan.cell import Device, Precision
 from bench.plan.models import SIZES
 
 FOLDER = Path(__file__).parent.parent / "matrices"
 """The matrices that are shipped, one TOML file each; the file's name is the matrix' name."""
+
+
+Optimizer = Literal["adamw-foreach", "adamw-fused", "sgd"]
+OPTIMIZERS: tuple[str, ...] = get_args(Optimizer)
+Method = Literal["adamw", "sgd"]
+METHODS: tuple[str, ...] = get_args(Method)
+"""What the optimizers compute, each with a learning rate of its own."""
+SOME = Field(min_length=1)
+Name = Annotated[str, SOME]
+Positives = Annotated[list[Positive], SOME, Must("a list of integers of at least 1")]
+Flags = Annotated[list[Flag], SOME, Must("a list of true and false")]
+
+
+class MatrixTable(BaseModel):
+    """A table of a matrix file: no key but its own may be in it."""
+
+    model_config = ConfigDict(extra="forbid", use_enum_values=True)
+
+
+class WorkloadTable(MatrixTable):
+    """What is trained, on batches of which size."""
+
+    workload: Annotated[Name, Must("'llama' or 'package.module:factory'")] = "llama"
+    model: Annotated[Name, Must(f"a model size: {', '.join(SIZES)}")] = "tiny"
+    corpus: Annotated[Name, Must("'markov' or the path of a text file")] = "markov"
+    sequence_length: Positive
+    global_batch_size: Positive
+    for_each_rank: Annotated[
+        Flag, Must("true or false: whether global_batch_size is multiplied by the number of ranks")
+    ] = False
+
+
+class TrainingTable(MatrixTable):
+    """How it is trained, for how long."""
+
+    optimizer: Annotated[Optimizer, Must(f"one of {', '.join(OPTIMIZERS)}")] = "adamw-foreach"
+    learning_rate: Annotated[
+        PositiveNumber | Annotated[dict[Method, PositiveNumber], SOME],
+        Must(f"a positive number, or a table of one for each of {' and '.join(METHODS)}"),
+    ] = {"adamw": 1e-3, "sgd": 0.05}
+    warmup_windows: Positive = 3
+    timed_windows: Positive = 12
+    seed: Natural = 0
+
+
+class AxesTable(MatrixTable):
+    """What varies: cells are the product."""
+
+    backend: Annotated[Literal["all"] | Annotated[list[Name], SOME], Must("'all' or a list of backend names")] = "all"
+    accumulate: Annotated[
+        Literal["auto"] | Positives,
+        Must("a list of integers of at least 1, or 'auto': what axes.micro_batch_size leaves of the global batch"),
+    ]
+    micro_batch_size: Positives = []
+    world_size: Annotated[
+        Literal["all"] | Positives, Must("a list of integers of at least 1, or 'all' for one rank per GPU")
+    ]
+    precision: Annotated[list[Precision], SOME, Must(f"a list of {', '.join(Precision)}")] = [Precision.FP32]
+    optimizer: Annotated[list[Optimizer], SOME, Must(f"a list of {', '.join(OPTIMIZERS)}")] = []
+    seed: Annotated[list[Natural], SOME, Must("a list of integers of at least 0 and below 2**63")] = []
+    clip_norm: Annotated[list[Amount], SOME, Must("a list of positive numbers, or 0 for no clipping")] = [0.0]
+    activation_checkpointing: Flags = [False]
+    compiled: Flags = [False]
+
+
+class VirtualTable(MatrixTable):
+    """Worlds of which one process is rank 0."""
+
+    world_size: Positives = []
+    micro_batch_size: Positive = 1
+    fake_tensors: Flag = False
+    alone: Flag = False
+
+
+Limit = Annotated[Amount, Must("a positive number of seconds, or 0 for no limit")]
+
+
+class MatrixFile(MatrixTable):
+    """A matrix file. Defaults are not validated: an empty list, which may not be given, says that another key holds."""
+
+    description: Annotated[str, Must("a string")] = ""
+    device: Annotated[Device, Must(f"one of {', '.join(Device)}")]
+    repeats: Positive = 3
+    max_repeats: Annotated[Natural, Must("an integer of at least repeats, or 0 for no more than those")] = 0
+    precision: Annotated[
+        float, Field(strict=True, gt=0, lt=1), Must("the width of an interval above 0 and below 1, such as 0.02")
+    ] = 0.02
+    budget_s: Limit = 0
+    baseline: Annotated[Name, Must("'auto' or the name of a backend")] = "auto"
+    timeout_s: Annotated[PositiveNumber, Must("a positive number of seconds")] = 600
+    threads: Annotated[Natural, Must("an integer of at least 1: threads per rank, or 0 for its share of the cores")] = 0
+    once: Annotated[Flag, Must("true or false: whether each cell has one trial, whatever repeats are")] = False
+    share_gpu: Flag = False
+    inactivity_s: Limit = 120
+    workload: WorkloadTable
+    training: TrainingTable
+    axes: AxesTable
+    virtual: VirtualTable
+    groups: Annotated[list[Annotated[dict[str, Any], SOME]], SOME, Must("a list of tables, [[groups]]")] = []
+
+
+TABLES: Mapping[str, type[MatrixTable]] = {
+    "workload": WorkloadTable,
+    "training": TrainingTable,
+    "axes": AxesTable,
+    "virtual": VirtualTable,
+}
+
+
+def _flat(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a document by table.key."""
+    found: dict[str, Any] = {}
+    for key, value in document.items():
+        inside = key in TABLES and isinstance(value, dict)
+        found |= {f"{key}.{inner}": v for inner, v in value.items()} if inside else {key: value}
+    return found
+
+
+DEFAULTS = _flat(
+    MatrixFile.model_construct(None, **{k: table.model_construct() for k, table in TABLES.items()}).model_dump()
+)
+KEYS = tuple(fields.declared(MatrixFile))
+"""All keys of a matrix file, as table.key; the only ones allowed. One optimizer may also stand under ``training``."""
+FOR_ALL = ("workload.corpus", "training.seed", "training.optimizer")
+"""Keys that a run has once: the file that all read, the seed of its order; ``axes.optimizer`` is for groups."""
+IN_GROUPS = ("once", *(key for key in KEYS if "." in key and key not in FOR_ALL))
+"""Keys that a group may set."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +172,9 @@ class Matrix:
 
         Raises InputError naming the option if the value cannot be.
         """
-        check(KEYS[key], value, option)
-        kept = [group for group in self.values["groups"] if key not in group]
-        return dataclasses.replace(
-            self, values={**self.values, "groups": kept, key: value}, places={**self.places, key: option}
-        )
+        values = _checked({**_given(self.values), key: value}, option, lambda _: "")
+        values["groups"] = [group for group in self.values["groups"] if key not in group]
+        return dataclasses.replace(self, values=values, places={**self.places, key: option})
 
     @property
     def parts(self) -> list[Matrix]:
@@ -75,7 +201,7 @@ def load(name: str) -> Matrix:
     path = FOLDER / f"{name}.toml" if shipped else Path(name)
     source = f"{name}.toml" if shipped else name
     if not shipped and path.suffix != ".toml":
-        raise InputError(f"--matrix {name}: unknown; use {', '.join(['auto', *names()])} or a .toml file")
+        raise InputError(f"--matrix {name}: unknown; {suggest(name, ['auto', *names(), 'a .toml file'])}")
     content = files.read(path, f"--matrix {name}", "name a TOML file")
     try:
         document = tomllib.loads(content.decode())
@@ -86,18 +212,9 @@ def load(name: str) -> Matrix:
 
 def parse(document: Mapping[str, Any], *, name: str, source: str) -> Matrix:
     """A matrix from a TOML document. Raises InputError naming the key that is unknown, missing or wrong."""
-    given = _flat(document, f"{source}:")
-    for key, value in given.items():
-        if key not in KEYS:
-            raise InputError(f"{source}: {key} is unknown; {suggest(key, list(KEYS))}")
-        check(KEYS[key], value, f"{source}: {key}")
-    if "groups" in given:
-        given["groups"] = [_group(group, number, source) for number, group in enumerate(given["groups"], start=1)]
-    values = {}
-    for key, rule in KEYS.items():
-        if key not in given and rule.default is None:
-            raise InputError(f"{source}: {key} is missing; it must be {rule.expected}")
-        values[key] = given.get(key, rule.default)
+    given = _flat(document)
+    values = _checked(given, f"{source}: ")
+    values["groups"] = [_group(group, number, given, source) for number, group in enumerate(values["groups"], start=1)]
     if values["max_repeats"] and values["max_repeats"] < values["repeats"]:
         raise InputError(
             f"{source}: max_repeats is {values['max_repeats']}; it must be at least repeats, {values['repeats']}"
@@ -113,26 +230,25 @@ def parse(document: Mapping[str, Any], *, name: str, source: str) -> Matrix:
 def check_stored(manifest: Mapping[str, Any], place: str) -> None:
     """Raise InputError, which begins with ``place``, if a run's manifest does not hold a matrix' values."""
     values = manifest.get("matrix", {}).get("values", {})
-    for key, rule in KEYS.items():
-        if key in values:
-            if values[key] != rule.default:  # a default need not be what may be asked for
-                check(rule, values[key], f"{place}: matrix: {key}")
-        elif rule.default is None:
-            raise InputError(f"{place}: matrix: {key} is missing; it must be {rule.expected}")
+    known = {key: value for key, value in values.items() if key in KEYS}
+    _checked(_given(known), f"{place}: matrix: ")
 
 
-def _flat(document: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """The values of a document by table.key."""
-    tables = {key.partition(".")[0] for key in KEYS if "." in key}
-    given: dict[str, Any] = {}
-    for key, value in document.items():
-        if key in tables:
-            if not isinstance(value, dict):
-                raise InputError(f"{place} {key} must be a table, [{key}]")
-            given |= {f"{key}.{inner}": v for inner, v in value.items()}
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that are not at their defaults: a default need not be what may be asked for."""
+    return {key: value for key, value in values.items() if key not in DEFAULTS or value != DEFAULTS[key]}
+
+
+def _checked(values: Mapping[str, Any], place: str, name: Callable[[str], str] = str) -> dict[str, Any]:
+    """Values and defaults by table.key. Raises InputError as ``fields.read``."""
+    document: dict[str, Any] = {table: {} for table in TABLES}
+    for key, value in values.items():
+        table, _, inner = key.partition(".")
+        if inner and isinstance(document.get(table), dict):
+            document[table][inner] = value
         else:
-            given[key] = value
-    return given
+            document[key] = value
+    return _flat(fields.read(MatrixFile, document, place, name).model_dump())
 
 
 def _place(source: str, number: int, key: str) -> str:
@@ -140,140 +256,12 @@ def _place(source: str, number: int, key: str) -> str:
     return f"{source}: {key} of group {number}"
 
 
-def _group(group: Mapping[str, Any], number: int, source: str) -> dict[str, Any]:
+def _group(group: Mapping[str, Any], number: int, given: Mapping[str, Any], source: str) -> dict[str, Any]:
     """A group's values by table.key. Raises InputError naming the key that it may not set, or that is wrong."""
-    given = _flat(group, f"{source}: in group {number},")
-    for key, value in given.items():
-        place = _place(source, number, key)
-        if key not in IN_GROUPS:
-            hint = "it is one for the whole matrix" if key in KEYS else suggest(key, list(IN_GROUPS))
-            raise InputError(f"{place} cannot be set there; {hint}")
-        check(KEYS[key], value, place)
-    return given
-
-
-OPTIMIZERS = ("adamw-foreach", "adamw-fused", SGD)
-METHODS = tuple(dict.fromkeys(name.partition("-")[0] for name in OPTIMIZERS))
-"""What the optimizers compute, each with a learning rate of its own: adamw, sgd."""
-
-
-@dataclass(frozen=True, slots=True)
-class Key:
-    """What a key of a matrix file may hold."""
-
-    check: Callable[[Any], bool]
-    expected: str
-    """What would be right, in words."""
-    default: Any = None
-    """Used if the key is missing; None if it must be there."""
-
-
-def _integer(least: int) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**63
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
-
-
-def _share(value: Any) -> bool:
-    return _number(value) and value < 1
-
-
-def _number_or_0(value: Any) -> bool:
-    return _number(value) or (value == 0 and not isinstance(value, bool))
-
-
-def _rates(value: Any) -> bool:
-    if isinstance(value, dict):
-        return bool(value) and value.keys() <= set(METHODS) and all(map(_number, value.values()))
-    return _number(value)
-
-
-def _boolean(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _list_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and bool(value) and all(map(check, value))
-
-
-def _one_of(*names: str) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, str) and value in names
-
-
-def _string(value: Any) -> bool:
-    return isinstance(value, str) and bool(value)
-
-
-KEYS: dict[str, Key] = {
-    "description": Key(lambda value: isinstance(value, str), "a string", ""),
-    "device": Key(_one_of(*Device), f"one of {', '.join(Device)}"),
-    "repeats": Key(_integer(1), "an integer of at least 1", 3),
-    "max_repeats": Key(_integer(0), "an integer of at least repeats, or 0 for no more than those", 0),
-    "precision": Key(_share, "the width of an interval above 0 and below 1, such as 0.02", 0.02),
-    "budget_s": Key(_number_or_0, "a positive number of seconds, or 0 for no limit", 0),
-    "baseline": Key(_string, "'auto' or the name of a backend", "auto"),
-    "timeout_s": Key(_number, "a positive number of seconds", 600),
-    "threads": Key(_integer(0), "an integer of at least 1: threads per rank, or 0 for its share of the cores", 0),
-    "once": Key(_boolean, "true or false: whether each cell has one trial, whatever repeats are", False),
-    "share_gpu": Key(_boolean, "true or false", False),
-    "inactivity_s": Key(_number_or_0, "a positive number of seconds, or 0 for no limit", 120),
-    "workload.workload": Key(_string, "'llama' or 'package.module:factory'", "llama"),
-    "workload.model": Key(_string, f"a model size: {', '.join(SIZES)}", "tiny"),
-    "workload.corpus": Key(_string, "'markov' or the path of a text file", "markov"),
-    "workload.sequence_length": Key(_integer(1), "an integer of at least 1"),
-    "workload.global_batch_size": Key(_integer(1), "an integer of at least 1"),
-    "workload.for_each_rank": Key(
-        _boolean, "true or false: whether global_batch_size is multiplied by the number of ranks", False
-    ),
-    "training.optimizer": Key(_one_of(*OPTIMIZERS), f"one of {', '.join(OPTIMIZERS)}", "adamw-foreach"),
-    "training.learning_rate": Key(
-        _rates,
-        "a positive number, or a table of one for each of " + " and ".join(METHODS),
-        {"adamw": 1e-3, "sgd": 0.05},
-    ),
-    "training.warmup_windows": Key(_integer(1), "an integer of at least 1", 3),
-    "training.timed_windows": Key(_integer(1), "an integer of at least 1", 12),
-    "training.seed": Key(_integer(0), "an integer of at least 0 and below 2**63", 0),
-    "axes.backend": Key(
-        lambda value: value == "all" or _list_of(_string)(value), "'all' or a list of backend names", "all"
-    ),
-    "axes.accumulate": Key(
-        lambda value: value == "auto" or _list_of(_integer(1))(value),
-        "a list of integers of at least 1, or 'auto': what axes.micro_batch_size leaves of the global batch",
-    ),
-    "axes.micro_batch_size": Key(_list_of(_integer(1)), "a list of integers of at least 1", []),
-    "axes.world_size": Key(
-        lambda value: value == "all" or _list_of(_integer(1))(value),
-        "a list of integers of at least 1, or 'all' for one rank per GPU",
-    ),
-    "virtual.world_size": Key(_list_of(_integer(1)), "a list of integers of at least 1", []),
-    "virtual.micro_batch_size": Key(_integer(1), "an integer of at least 1", 1),
-    "virtual.fake_tensors": Key(_boolean, "true or false", False),
-    "virtual.alone": Key(_boolean, "true or false", False),
-    "axes.precision": Key(_list_of(_one_of(*Precision)), f"a list of {', '.join(Precision)}", ["fp32"]),
-    "axes.optimizer": Key(_list_of(_one_of(*OPTIMIZERS)), f"a list of {', '.join(OPTIMIZERS)}", []),
-    "axes.seed": Key(_list_of(_integer(0)), "a list of integers of at least 0 and below 2**63", []),
-    "axes.clip_norm": Key(_list_of(_number_or_0), "a list of positive numbers, or 0 for no clipping", [0.0]),
-    "axes.activation_checkpointing": Key(_list_of(_boolean), "a list of true and false", [False]),
-    "axes.compiled": Key(_list_of(_boolean), "a list of true and false", [False]),
-    "groups": Key(_list_of(lambda group: isinstance(group, dict) and bool(group)), "a list of tables, [[groups]]", []),
-}
-"""All keys of a matrix file, as table.key; the only ones allowed. One optimizer may also stand under ``training``."""
-FOR_ALL = ("workload.corpus", "training.seed", "training.optimizer")
-"""Keys that a run has once: the file that all read, the seed of its order; ``axes.optimizer`` is for groups."""
-IN_GROUPS = ("once", *(key for key in KEYS if "." in key and key not in FOR_ALL))
-"""Keys that a group may set."""
-
-
-def check(rule: Key, value: Any, place: str) -> None:
-    """Raise InputError, which begins with ``place``, if the key may not hold that value."""
-    if not rule.check(value):
-        raise InputError(f"{place} is {shown(value)}; it must be {rule.expected}")
-
-
-def suggest(name: str, known: Sequence[str]) -> str:
-    """What a name that is unknown may have been meant to be, or what there is, for an error."""
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
+    own = _flat(group)
+    for key in own:
+        if key not in IN_GROUPS and key not in TABLES:
+            hint = "it is one for the whole matrix" if key in KEYS else suggest(key, IN_GROUPS)
+            raise InputError(f"{_place(source, number, key)} cannot be set there; {hint}")
+    values = _checked({**given, **own}, "", lambda key: _place(source, number, key))
+    return {key: values[key] for key in own}

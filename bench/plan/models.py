@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import files
-from bench.errors import InputError
+from bench.errors import InputError, suggest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,8 +130,8 @@ def _place(name: str) -> str:
         return name
     installed = {entry.name: entry.value for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)}
     if name not in installed:
-        known = ", ".join([*installed, LLAMA])
-        raise InputError(f"workload '{name}': unknown; use {known} or 'package.module:factory'")
+        known = suggest(name, [*installed, LLAMA, "'package.module:factory'"])
+        raise InputError(f"workload '{name}': unknown; {known}")
     return installed[name]
 
 

@@ -18,6 +18,7 @@ from enum import StrEnum
 from typing import Any, Self
 
 from bench.errors import InputError
+from bench.fields import Natural, Number
 from bench.plan.cell import Cell
 
 GROWTH = 1.2
@@ -59,13 +60,13 @@ class Ended(StrEnum):
 class Look:
     """What was decided after a number of blocks."""
 
-    repeats: int
+    repeats: Natural
     """Blocks that were there to look at."""
     open: tuple[str, ...]
     """Ids of the cells to go on with; empty at the end."""
-    widest: float | None = None
+    widest: Number | None = None
     """Width of the widest interval of interest, relative; None if there is none yet."""
-    wanted: int = 0
+    wanted: Natural = 0
     """Blocks at which that width may be narrow enough; looking sooner would be in vain."""
     refused: str = ""
     """Why nothing at all can be compared; empty if something can."""

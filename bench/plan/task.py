@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from bench import fields
 from bench.plan.cell import Cell, Device
 from bench.plan.world import World
 
@@ -103,11 +104,9 @@ class Task:
     @staticmethod
     def from_json(text: str) -> Task:
         """The inverse of ``to_json``."""
-        from pydantic import TypeAdapter
-
         values = json.loads(text)
         module, _, name = values.pop("kind").partition(":")
-        task: Task = TypeAdapter(getattr(importlib.import_module(module), name)).validate_python(values)
+        task: Task = fields.read(getattr(importlib.import_module(module), name), values)
         return task
 
 

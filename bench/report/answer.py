@@ -1,249 +1,334 @@
-"""What a run says of its backends, in words that are made from verdicts and exact counts, never from raw means."""
+"""What a run says, in a few statements and one table: the first screen of the page and of report.md, and the terminal.
+
+Statements are made from verdicts and exact counts. A ratio is always the time of X over the time of Y: below 1, X is
+faster.
+"""
 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 
-from bench.judge.loading import Run
+from bench.judge.advice import next_command
 from bench.judge.pairs import ComparedPair
-from bench.judge.remarks import EXPECTED, documented
-from bench.judge.standing import Floor, Standing
-from bench.judge.statistics import MARGIN, Interval
-from bench.judge.verdicts import NEXT, Exact, Verdict, band
-from bench.plan.cell import Cell, Device, Status
-from bench.plan.columns import WAYS, differing, says
-from bench.report.panels import GIB_ABOVE
-from bench.words import plural, some
+from bench.judge.remarks import documented
+from bench.judge.standing import Floor, widest
+from bench.judge.verdicts import Reason, Verdict, band
+from bench.plan.cell import Device, Status, counted
+from bench.report.material import Material, records
+from bench.report.ranking import Group, Ranked, groups
+from bench.words import digits, plural, size
 
-SAME = f"the same within {100 * MARGIN:g} %"
-MOST_TWINS = 3
-"""Pairs of eager and deferred sync that are put into words."""
 LONGEST = 240
 """Characters of a reason; the whole of it is in the table of failed cells."""
 REPEATS = re.compile(r"repeat [\d, ]+: ")
 NUMBERS = re.compile(r"\d[\d.e+-]*")
-TRIED = "Nothing was compared: no two cells of the run differ in the backend alone"
+OPEN = {
+    Reason.INSIDE_FLOOR: "no farther from {} than the noise floor",
+    Reason.WIDE: "the interval of the ratio to {} holds 1, and is too wide to call them the same",
+    Reason.MANY: "the evidence against {} would do for one comparison, not for as many as the run has",
+    Reason.FLOOR_ABOVE_MARGIN: "seems the same as {}, but the noise floor is above the margin",
+    Reason.NO_FLOOR: "not judged against {}: the run has no noise floor",
+    Reason.CLOCKS: "compares otherwise with {} in clock cycles than in seconds",
+    Reason.FEW_TRIALS: "too few trials for an interval against {}",
+    Reason.FAILED_TRIALS: "some trials failed there or at {}, and the others may be the lucky ones",
+}
+"""Why a comparison with a baseline is open."""
+TRANSFER = "rankings of a {} model over gloo do not transfer to GPUs"
 
 
-def answer(run: Run, standings: Mapping[str, Standing], cells: pd.DataFrame) -> list[str]:
-    """The sentences of the first screen. ``cells`` has a row per cell: ``terminal.by_cell``."""
-    own = next(iter(standings.values()))
-    last = [*(f"{text}." for text in own.remarks), *_of_one_process(run), *_trouble(run, cells), noise(own.floor)]
-    if own.rows and all(row.judgement.verdict is Verdict.NOT_COMPARABLE for row in own.rows):
-        return [*_general(own), *last]
-    rows = headline(own)
-    twins = list(_twins(run, standings))
-    told = {(row.pair.a, row.pair.b) for row in twins}
-    left = [row for row in rows if (row.pair.a, row.pair.b) not in told]
-    return [*_general(own), *(sentence(run, row) for row in twins), *_against(run, own, left), *last]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Statement:
+    """One thing that the run says."""
+
+    key: str
+    title: str
+    text: str
+    lead: str = ""
+    """What it is about, before the text."""
+    is_warning: bool = False
+    command: str = ""
+    """What to do about it, ready to paste."""
+
+    @property
+    def sentence(self) -> str:
+        """All of it but the title and the command."""
+        return f"{self.lead}: {self.text}" if self.lead else self.text
 
 
-def headline(standing: Standing) -> list[ComparedPair]:
-    """The verdicts at the largest N, and the most ranks there: every backend against one cell of the baseline."""
-    groups: dict[Cell, list[ComparedPair]] = {}
-    for row in standing.rows:
-        if not row.pair.b.twin:
-            groups.setdefault(row.pair.a, []).append(row)
-    return max(groups.values(), key=lambda g: (*_extent(g[0].pair.a), len(g)), default=[])
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """The first screen."""
+
+    alarm: Statement | None
+    """Why no times can be compared."""
+    statements: tuple[Statement, ...]
+    scope: Statement
+    """In one line: model, ranks, device, link, n, noise floor."""
+    groups: tuple[Group, ...]
+    """The table: that of the largest N first."""
+    baseline: str
+    remarks: tuple[str, ...]
+    """What has to be said beside the numbers (``bench.judge.remarks``)."""
+
+    @property
+    def all(self) -> tuple[Statement, ...]:
+        """Every statement in order."""
+        return (*([self.alarm] if self.alarm else []), *self.statements, self.scope)
 
 
-def _extent(cell: Cell) -> tuple[bool, int, int]:
-    """By which the largest of cells is found: a world that is there before one that is pretended, then N and W."""
-    return cell.world.has_all_ranks, cell.accumulate, cell.world_size
+def answer(of: Material) -> Answer:
+    """The answer of a run."""
+    every = groups(of)
+    said: list[Statement] = []
+    if every:
+        first = every[0]
+        said += [*_fastest(of, first), *_least(of, first), *_twins(of, first)]
+    said += [*_wrong(of), *_failed(of), *_barred(of, every), *_undecided(of, every)]
+    return Answer(
+        alarm=_alarm(of),
+        statements=tuple(said),
+        scope=Statement(key="scope", title="Scope", text=_scope(of)),
+        groups=tuple(every),
+        baseline=of.standing.baseline,
+        remarks=tuple(of.standing.remarks),
+    )
 
 
-def where(cell: Cell, run: Run) -> str:
-    """N and W, and what else tells the cell from others of its backend in the run."""
-    words = [f"N={cell.accumulate}", f"W={cell.world_size}"]
-    others = [one for one in run.cells.values() if not one.is_reference]
-    words += [text.replace(" = ", "=") for text in says(cell, differing(others, ("precision", *WAYS)))]
-    return " ".join(filter(None, [*words, cell.world.word]))
+def _alarm(of: Material) -> Statement | None:
+    found = of.obstacle
+    if found is None:
+        return None
+    text = _sentence(cut(REPEATS.sub("", found.reason)))
+    title = "No times can be compared" if found.command else "No times"
+    return Statement(key="alarm", title=title, text=text, is_warning=bool(found.command), command=found.command)
 
 
-def _of_one_process(run: Run) -> Iterator[str]:
-    """That times say nothing of communication, where there is one rank."""
-    real = [cell for cell in run.cells.values() if not cell.is_reference and cell.world.has_all_ranks]
-    if real and all(cell.world_size == 1 for cell in real):
-        who = "One GPU" if all(cell.device is Device.CUDA for cell in real) else "One process"
-        yield f"{who}: no bytes move between ranks, so times show host overhead and memory policy, not communication."
-
-
-def _general(standing: Standing) -> Iterator[str]:
-    """What holds for all of the run, if it is that nothing can be said."""
-    rows = standing.rows
-    if not rows:
-        yield f"{TRIED}."
+def _fastest(of: Material, group: Group) -> Iterator[Statement]:
+    """The fastest correct backend, and those that are not told from it."""
+    timed = [row for row in group.rows if row.is_correct and row.seconds is not None]
+    if not timed:
         return
-    barred = [row for row in rows if row.judgement.verdict is Verdict.NOT_COMPARABLE]
-    if len(barred) == len(rows):
-        reason, count = Counter(row.judgement.reason for row in rows).most_common(1)[0]
-        first = next(row for row in rows if row.judgement.reason is reason)
-        some = "" if len(rows) == 1 else f" ({count} of {len(rows)} cells)"
-        yield f"Nothing can be compared with {standing.baseline}: {reason}{some}. To do: {NEXT[reason]}."
-        yield f"{'The reason' if len(rows) == 1 else 'The first of them'}: {_why(first)}."
+    best, *others = timed
+    text = f"{digits(best.seconds or 0)} s per step{_ends(best.low, best.high)} at {group.where}"
+    against = of.standings.get(best.backend)
+    rows = {} if against is None else against.by_cell
+    near = [row for row in others if not _is_slower(rows.get(row.cell_id))]
+    if near:
+        text += f". Not told apart from it: {', '.join(_with_ratio(row, rows) for row in near)}"
+    elif others:
+        text += f". Next: {_with_ratio(others[0], rows)} times its time"
+    yield Statement(key="fastest", title="Fastest correct backend", lead=best.backend, text=f"{text}.")
+
+
+def _is_slower(row: ComparedPair | None) -> bool:
+    return row is not None and row.judgement.verdict is Verdict.SLOWER
+
+
+def _with_ratio(row: Ranked, rows: Mapping[str, ComparedPair]) -> str:
+    pair = rows.get(row.cell_id)
+    if pair is None or pair.time is None:
+        return row.backend
+    return f"{row.backend}, {digits(pair.time.ratio)}{_ends(pair.time.low, pair.time.high)}"
+
+
+def _ends(low: float | None, high: float | None) -> str:
+    return "" if low is None or high is None else f" (95 % {digits(low)}-{digits(high)})"
+
+
+def _least(of: Material, group: Group) -> Iterator[Statement]:
+    """The correct backends with the least memory, and what they take beside the fastest."""
+    known = [row for row in group.rows if row.memory is not None and row.correct in {"yes", "not checked"}]
+    if not known:
         return
-    decided = any(row.judgement.verdict in {Verdict.FASTER, Verdict.SLOWER, Verdict.SAME} for row in rows)
-    if not decided:
-        reasons = Counter(row.judgement.reason for row in rows if row.judgement.verdict is Verdict.AMBIGUOUS)
-        reason, count = reasons.most_common(1)[0]
-        some = "" if count == len(rows) - len(barred) else f" ({count} of {plural(len(rows), 'cell')})"
-        what = f"No cell is called faster or slower than {standing.baseline}'s, or the same"
-        yield f"{what}: {reason}{some}. To do: {NEXT[reason]}."
+    least = min(row.memory or 0 for row in known)
+    best = [row for row in known if digits((row.memory or 0) / max(least, 1)) == "1.000"]
+    names = ", ".join(row.backend for row in best)
+    text = f"{size(least)} per rank at its peak, at {group.where}"
+    fastest = known[0]
+    against = of.standings.get(fastest.backend)
+    pair = against.by_cell.get(best[0].cell_id) if against and group.is_timed else None
+    if fastest not in best and fastest.memory and pair and pair.time:
+        share, time = digits(least / fastest.memory), digits(pair.time.ratio)
+        text += f": {share} times {fastest.backend}'s memory, {time} times its time"
+    yield Statement(key="memory", title="Least memory", lead=names, text=f"{text}.")
 
 
-def _twins(run: Run, standings: Mapping[str, Standing]) -> Iterator[ComparedPair]:
-    """Deferred against eager sync of one framework and sharding, at the largest N and the most ranks."""
-    about = run.manifest["backends"]
-    found = []
-    for eager, standing in standings.items():
-        kind = about.get(eager, {})
-        if kind.get("sync") != "eager":
+def _twins(of: Material, group: Group) -> Iterator[Statement]:
+    """Deferred against eager sync of one framework and sharding: FSDP2's, and that of all others that have both."""
+    about = of.run.manifest["backends"]
+    rows = {row.backend: row for row in group.rows}
+    said = []
+    for eager, deferred in ((a, b) for a in rows for b in rows):
+        kinds = about.get(eager, {}), about.get(deferred, {})
+        alike = all(kinds[0].get(key) == kinds[1].get(key) for key in ("framework", "sharding"))
+        if not alike or (kinds[0].get("sync"), kinds[1].get("sync")) != ("eager", "deferred"):
             continue
-        for name in standings:
-            other = about.get(name, {})
-            same = all(other.get(key) == kind.get(key) for key in ("framework", "sharding"))
-            if not same or other.get("sync") != "deferred":
-                continue
-            rows = [row for row in standing.rows if row.pair.b.backend == name and not row.pair.b.twin]
-            if rows:
-                found.append(max(rows, key=lambda row: _extent(row.pair.a)))
-    decided = [row for row in found if row.judgement.verdict is not Verdict.AMBIGUOUS or _has_interval(row)]
-    yield from decided[:MOST_TWINS]
+        ours, theirs = rows[deferred], rows[eager]
+        found = of.standings[eager].by_cell.get(ours.cell_id) if eager in of.standings else None
+        parts = []
+        if group.is_timed and found is not None and found.time is not None:
+            time, verdict = found.time, found.judgement.verdict
+            parts.append(f"time {digits(time.ratio)}{_ends(time.low, time.high)}, {verdict}")
+        if ours.memory and theirs.memory:
+            sizes = f"{size(ours.memory)} / {size(theirs.memory)}"
+            parts.append(f"memory {digits(ours.memory / theirs.memory)} ({sizes})")
+        if parts:
+            said.append((f"{deferred} / {eager}", f"{'; '.join(parts)}."))
+    for lead, text in sorted(said, key=lambda one: not one[0].startswith("fsdp2-deferred ")):
+        yield Statement(key="sync", title="Deferred against eager", lead=lead, text=text)
 
 
-def _has_interval(row: ComparedPair) -> bool:
-    return row.time is not None and row.time.low is not None
+def _wrong(of: Material) -> Iterator[Statement]:
+    """What must not be used, and why: each reason once, with all its cells."""
+    invalid = of.bad[of.bad["status"] == Status.INVALID]
+    for reason, cells in _by_reason(of, invalid).items():
+        yield Statement(
+            key="wrong", title="Do not use", lead=_cells(of, cells), text=f"{_sentence(reason)}", is_warning=True
+        )
 
 
-def sentence(run: Run, row: ComparedPair) -> str:
-    """One verdict, with memory beside it."""
-    a, b, place = row.pair.a.backend, row.pair.b.backend, where(row.pair.b, run)
-    verdict, time = row.judgement.verdict, row.time
-    if verdict is Verdict.NOT_COMPARABLE:
-        return f"{b} and {a} are not comparable at {place}: {_why(row)}."
-    memory = memory_words(row)
-    then = f" and {memory}" if memory else ""
-    if verdict is Verdict.FASTER and time is not None:
-        return f"{b} is {_times(time.inverse())} faster than {a} at {place}{then}."
-    if verdict is Verdict.SLOWER and time is not None:
-        return f"{b} takes {_times(time)} as long as {a} at {place}{then}."
-    if verdict is Verdict.SAME and time is not None:
-        return f"{b} is as fast as {a} at {place}, {SAME} (time {_interval(time)}){then}."
-    seen = f" (time {_interval(time)})" if time is not None and time.low is not None else ""
-    known = f"; it {memory}" if memory else ""
-    return f"Whether {b} is faster than {a} at {place} is open{seen}: {_why(row)}{known}."
+def _failed(of: Material) -> Iterator[Statement]:
+    """What failed or could not run, each reason once."""
+    others = of.bad[of.bad["status"] != Status.INVALID]
+    for status, rows in others.groupby("status", sort=False):
+        for reason, cells in _by_reason(of, rows).items():
+            title = "Not run" if status == Status.UNSUPPORTED else "Failed"
+            bad = status != Status.UNSUPPORTED
+            text = _sentence(f"{status}: {reason}" if bad else reason)
+            yield Statement(key="failed", title=title, lead=_cells(of, cells), text=text, is_warning=bad)
 
 
-def memory_words(row: ComparedPair) -> str:
-    """How much more peak memory than the baseline a cell takes; empty if that is not known."""
-    number = row.memory
-    if number.verdict.verdict is Exact.UNKNOWN or number.a is None or number.b is None:
-        return ""
-    if number.verdict.verdict is Exact.EQUAL:
-        return "takes the same memory"
-    more = "more" if number.b > number.a else "less"
-    return f"takes {size(abs(number.b - number.a), max(number.a, number.b))} {more} memory"
+def _sentence(text: str) -> str:
+    return text if text.endswith((".", "]")) else f"{text}."
 
 
-def size(number: float, beside: float | None = None) -> str:
-    """Bytes in words; in the unit that suits the number ``beside`` it, if that is to be told apart in it."""
-    if max(number, beside or 0) >= GIB_ABOVE and number >= 0.05 * 2**30:
-        return f"{number / 2**30:,.2f} GiB"
-    return f"{number / 2**20:,.1f} MiB" if number >= 0.05 * 2**20 else f"{number:,.0f} bytes"
+def _by_reason(of: Material, rows: pd.DataFrame) -> dict[str, list[dict[str, Any]]]:
+    """The cells by why they failed; reasons that differ in numbers alone are one, with those of the first."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    texts: dict[str, str] = {}
+    for cell in records(rows):
+        defect = documented(of.run.manifest, cell)
+        reason = f"{defect} (a documented defect of the framework)" if defect else cut(cell["reason"] or "no reason")
+        key = texts.setdefault(NUMBERS.sub("#", reason), reason)
+        found.setdefault(key, []).append(cell)
+    return found
 
 
-def _against(run: Run, standing: Standing, rows: Sequence[ComparedPair]) -> Iterator[str]:
-    """Each verdict with its backends, against one cell of the baseline."""
-    if not rows:
+def _cells(of: Material, cells: Sequence[Mapping[str, Any]]) -> str:
+    """The backends of these cells, each with the N at which it is among them unless it always is."""
+    everywhere = of.cells.groupby("backend")["accumulate"].agg(set)
+    sizes = of.cells.groupby("backend").size()
+    places: dict[str, list[str]] = {}
+    for backend in dict.fromkeys(cell["backend"] for cell in cells):
+        own = [cell for cell in cells if cell["backend"] == backend]
+        numbers = sorted({cell["accumulate"] for cell in own})
+        where = "" if set(numbers) == everywhere[backend] else f"N = {', '.join(map(str, numbers))}"
+        at_these = of.cells[(of.cells["backend"] == backend) & of.cells["accumulate"].isin(numbers)]
+        if len(own) < len(at_these):
+            where = ", ".join(filter(None, (where, f"{len(own)} of {plural(sizes[backend], 'cell')}")))
+        places.setdefault(where, []).append(backend)
+    return "; ".join(f"{', '.join(names)}{f' ({where})' if where else ''}" for where, names in places.items())
+
+
+def _barred(of: Material, every: Sequence[Group]) -> Iterator[Statement]:
+    """The correct cells whose times are not compared, with the reason, where others are."""
+    if of.obstacle is not None:
         return
-    place = f"{standing.baseline} at {where(rows[0].pair.a, run)}"
-    by: dict[Verdict, list[ComparedPair]] = {verdict: [] for verdict in Verdict}
-    for row in rows:
-        by[row.judgement.verdict].append(row)
-    fastest = sorted(by[Verdict.FASTER], key=lambda row: row.time.ratio if row.time else 1.0)
-    slowest = sorted(by[Verdict.SLOWER], key=lambda row: -row.time.ratio if row.time else -1.0)
-    if fastest:
-        names = [f"{row.pair.b.backend} {_times(row.time.inverse())}" for row in fastest if row.time]
-        yield f"Faster than {place}: {some(names)}."
-    if slowest:
-        names = [f"{row.pair.b.backend} takes {_times(row.time)} as long" for row in slowest if row.time]
-        yield f"Slower than {place}: {some(names)}."
-    if by[Verdict.SAME]:
-        yield f"As fast as {place}, {SAME}: {some([row.pair.b.backend for row in by[Verdict.SAME]])}."
-    if by[Verdict.AMBIGUOUS] and (fastest or slowest or by[Verdict.SAME]):
-        open_still = by[Verdict.AMBIGUOUS]
-        reason, _ = Counter(row.judgement.reason for row in open_still).most_common(1)[0]
-        yield f"Undecided against {place}: {some([r.pair.b.backend for r in open_still])} ({reason}: {NEXT[reason]})."
-    if by[Verdict.NOT_COMPARABLE] and len(by[Verdict.NOT_COMPARABLE]) < len(standing.rows):
-        reasons: dict[str, dict[str, str]] = {}
-        for row in by[Verdict.NOT_COMPARABLE]:
-            why = _why(row, without=row.pair.b.backend)
-            reasons.setdefault(NUMBERS.sub("#", why), {})[row.pair.b.backend] = why
-        for said in reasons.values():
-            first, *others = dict.fromkeys(said.values())
-            yield f"Not comparable with {place}: {some(list(said))}: {first}{' (numbers of the first)' * bool(others)}."
+    found: dict[str, tuple[list[Ranked], ComparedPair]] = {}
+    for row in _pairs(every, Verdict.NOT_COMPARABLE):
+        if row.is_correct and row.pair is not None:
+            key = NUMBERS.sub("#", row.pair.judgement.detail.replace(row.label, ""))
+            found.setdefault(key, ([], row.pair))[0].append(row)
+    for rows, pair in found.values():
+        text = _sentence(cut(REPEATS.sub("", pair.judgement.detail)))
+        command = next_command(of.run, {pair.judgement.reason}, of.folder)
+        names = ", ".join(row.label for row in rows)
+        yield Statement(key="barred", title="Not compared", lead=names, text=text, command=command)
 
 
-def _why(row: ComparedPair, without: str = "") -> str:
-    """The reason of a verdict, without the numbers of the repeats; a backend that the sentence names is not named."""
-    judgement = row.judgement
-    detail = REPEATS.sub("", judgement.detail)
-    if without and detail.startswith(f"{without} "):
-        detail = detail.split(": ", 1)[-1]
-    if judgement.verdict is Verdict.AMBIGUOUS:
-        return f"{judgement.reason} ({judgement.next})"
-    return cut(detail or str(judgement.reason))
-
-
-def cut(text: str, longest: int = LONGEST) -> str:
-    """The text, shortened at a space if it is too long."""
-    return text if len(text) <= longest else text[: longest - 5].rsplit(" ", 1)[0] + " [...]"
-
-
-def _times(ratio: Interval) -> str:
-    return f"{ratio.ratio:.2f}x ({_ends(ratio)})"
-
-
-def _interval(ratio: Interval) -> str:
-    return f"{ratio.ratio:.3f}x, {_ends(ratio, 3)}"
-
-
-def _ends(ratio: Interval, digits: int = 2) -> str:
-    if ratio.low is None or ratio.high is None:
-        return "no interval"
-    return f"95 % {ratio.low:.{digits}f}-{ratio.high:.{digits}f}"
-
-
-def _trouble(run: Run, cells: pd.DataFrame) -> Iterator[str]:
-    """How many cells have no good result, by status, and how many of them were to be expected."""
-    bad = cells[cells["status"] != Status.OK]
-    if bad.empty:
+def _undecided(of: Material, every: Sequence[Group]) -> Iterator[Statement]:
+    """The comparisons that remain open, by reason, with what would decide them."""
+    if of.obstacle is not None:
         return
-    counts = ", ".join(f"{count} {status}" for status, count in bad["status"].value_counts().items())
-    yield f"{len(bad)} of {plural(len(cells), 'cell')} failed ({counts}); each is listed with its reason."
-    known: dict[str, list[str]] = {}
-    for cell in bad.to_dict("records"):
-        if defect := documented(run.manifest, cell):
-            known.setdefault(defect, []).append(run.cells[cell["cell_id"]].label)
-    for defect, labels in known.items():
-        yield f"Invalid because of {EXPECTED}: {some(labels)}: {defect}."
+    found: dict[Reason, list[Ranked]] = {}
+    for row in _pairs(every, Verdict.AMBIGUOUS):
+        if row.pair is not None:
+            found.setdefault(row.pair.judgement.reason, []).append(row)
+    for reason, rows in found.items():
+        names, text = ", ".join(row.label for row in rows), f"{OPEN[reason].format(of.standing.baseline)}."
+        command = next_command(of.run, {reason}, of.folder)
+        yield Statement(key="undecided", title="Undecided", lead=names, text=text, command=command)
+
+
+def _pairs(every: Sequence[Group], verdict: Verdict) -> Iterator[Ranked]:
+    for group in every:
+        for row in group.rows:
+            if row.pair is not None and row.pair.judgement.verdict is verdict:
+                yield row
+
+
+def _scope(of: Material) -> str:
+    """Model, ranks, device, link, counts, noise floor; and what cannot be concluded."""
+    run, cells = of.run, [cell for cell in of.run.cells.values() if not cell.twin]
+    own = [cell for cell in cells if not cell.is_reference] or cells
+    sizes = run.tables.trials.groupby("model")["num_parameters"].max()
+    models = [f"{name} ({_parameters(sizes[name])} parameters)" for name in dict.fromkeys(c.model for c in own)]
+    ranks = ", ".join(str(number) for number in sorted({cell.world_size for cell in own}))
+    cpu = any(cell.device is Device.CPU for cell in own)
+    link = "gloo over loopback" if cpu or any(cell.world.shares_gpus for cell in own) else "NCCL"
+    if all(cell.world_size == 1 for cell in own):
+        one = "one process" if cpu else "one GPU"
+        link = f"{one}, so no bytes move: times show host overhead and memory policy, not communication"
+    elif not any(cell.world.has_all_ranks for cell in own):
+        link = "virtual world, nothing is sent"
+    counts = of.contestants.loc[of.contestants["num_ok"] > 0, "num_ok"]
+    trials = " to ".join(dict.fromkeys(str(int(one)) for one in (counts.min(), counts.max()))) if len(counts) else "0"
+    parts = [
+        f"{', '.join(models)} on {ranks} rank{'' if ranks == '1' else 's'} of {_machine(of)}, {link}",
+        f"n = {trials} good trials per cell",
+        noise(of.standing.floor),
+    ]
+    if (wide := widest(of.standing.rows)) is not None:
+        parts.append(f"widest interval of a ratio {100 * wide:.2g} %")
+    parts.append(counted(run.cells.values(), of.standing.baseline))
+    if cpu and not of.obstacle:
+        parts.append(TRANSFER.format(_parameters(sizes.max())))
+    return f"{'; '.join(parts)}."
+
+
+def _machine(of: Material) -> str:
+    machine = of.run.manifest.get("machine") or {}
+    gpus = [str(gpu.get("name", "GPU")) for gpu in machine.get("gpus") or []]
+    if gpus and any(cell.device is Device.CUDA for cell in of.run.cells.values()):
+        return ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus))
+    cores = f" ({plural(machine['cores'], 'core')})" if machine.get("cores") else ""
+    return f"{machine.get('cpu') or 'an unknown CPU'}{cores}"
+
+
+def _parameters(value: Any) -> str:
+    if pd.isna(value):
+        return "unknown number of"
+    for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= unit:
+            return f"{value / unit:.3g} {name}"
+    return str(value)
 
 
 def noise(floor: Floor | None) -> str:
     """The noise floor: what the machine makes of no difference at all."""
     if floor is None:
-        return (
-            "Noise floor: unknown. The run has no A/A pair, and without one no difference can be told from the noise."
-        )
+        return "noise floor unknown: the run has no A/A pair"
     found = floor.interval
     if found is None or found.low is None:
-        return f"Noise floor: unknown. {floor.cell.label} against itself gave no interval: {cut(floor.reason)}."
-    return (
-        f"Noise floor: {100 * (band(found) - 1):.2g} %. {floor.cell.label} against itself came out as "
-        f"{found.ratio:.4f} (95 % {found.low:.4f}-{found.high:.4f}, n = {found.num_trials}), and no smaller difference "
-        "counts as one."
-    )
+        return f"noise floor unknown: {cut(floor.reason)}"
+    return f"noise floor {100 * (band(found) - 1):.2g} %"
+
+
+def cut(text: str, longest: int = LONGEST) -> str:
+    """The text, shortened at a space if it is too long."""
+    return text if len(text) <= longest else text[: longest - 5].rsplit(" ", 1)[0] + " [...]"

@@ -9,7 +9,6 @@ ratio of two; ``low`` and ``high`` are the ends of its 95 % interval; ``n`` is t
 
 from __future__ import annotations
 
-import math
 import re
 import urllib.parse
 from collections.abc import Callable, Mapping
@@ -24,10 +23,8 @@ from bench.judge.quoting import SCHEME, CellQuote, Quotes, RatioQuote, place_of,
 from bench.judge.statistics import Interval
 from bench.judge.verdicts import NEXT, Verdict, band
 from bench.plan.columns import AXES, WAYS, says
-from bench.words import bibtex, markdown, plain, plural
+from bench.words import bibtex, digits, markdown, plain, plural
 
-DIGITS = 4
-"""Significant ones of a number."""
 VERSIONS = ("torch", "lightning", "deepspeed", "transformers", "numpy")
 """Packages that are named."""
 NOT_STORED = "not stored"
@@ -105,19 +102,17 @@ def _quotes(same: _Same) -> Quotes:
 def words_of_cell(quotes: Quotes, cell_id: str) -> CitedWords:
     """What is said of one cell."""
     quote = quotes.cell(cell_id)
-    return _words(quotes.run, cell_id, quote.cell.label, _time(quote), _fields(quote), quote.caveats, quote.trial)
+    return _words(
+        quotes.run, cell_id, quotes.run.labels[cell_id], _time(quote), _fields(quote), quote.caveats, quote.trial
+    )
 
 
 def words_of_ratio(quotes: Quotes, cell_id: str, other_id: str) -> CitedWords:
     """What is said of one cell against another."""
-    return words_of_quote(quotes.run, quotes.ratio(cell_id, other_id), cell_id, other_id)
-
-
-def words_of_quote(run: Run, quote: RatioQuote, cell_id: str, other_id: str) -> CitedWords:
-    """What is said of one cell against another, from what may be said."""
-    subject = AGAINST.join(map(harmless, (quote.cell.label, quote.other.label)))
-    fields = fields_of(quote)
-    return _words(run, f"{cell_id}/{other_id}", subject, statement_of(quote), fields, quote.caveats, quote.trial)
+    run, quote = quotes.run, quotes.ratio(cell_id, other_id)
+    subject = AGAINST.join(harmless(run.labels[one]) for one in (cell_id, other_id))
+    place, fields = f"{cell_id}/{other_id}", fields_of(quote)
+    return _words(run, place, subject, statement_of(quote), fields, quote.caveats, quote.trial)
 
 
 def words_of_plot(run: Run, name: str) -> CitedWords:
@@ -161,10 +156,10 @@ def _time(quote: CellQuote) -> str:
         found = f"no step time ({counted})"
     else:
         interval = _interval(time.low, time.high, time.reason)
-        found = f"{number(time.seconds)} s per optimizer step ({interval}, {counted})"
+        found = f"{digits(time.seconds)} s per optimizer step ({interval}, {counted})"
     if quote.peak_memory_bytes is not None:
         peak = quote.peak_memory_bytes
-        found += f"; peak memory {number(peak / 2**20)} MiB ({peak} bytes, {quote.peak_memory_source})"
+        found += f"; peak memory {digits(peak / 2**20)} MiB ({peak} bytes, {quote.peak_memory_source})"
     return found
 
 
@@ -194,8 +189,8 @@ def hash_of(manifest: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _estimated(value: float, low: float | None, high: float | None) -> dict[str, str]:
-    ends = {} if low is None or high is None else {"low": number(low), "high": number(high)}
-    return {"value": number(value), **ends}
+    ends = {} if low is None or high is None else {"low": digits(low), "high": digits(high)}
+    return {"value": digits(value), **ends}
 
 
 def _time_of(quote: RatioQuote) -> Interval | None:
@@ -216,25 +211,17 @@ def statement_of(quote: RatioQuote) -> str:
     elif judgement.verdict is Verdict.AMBIGUOUS:
         verdict += f" ({judgement.reason}: {NEXT[judgement.reason].partition(';')[0]})"
     noise = quote.row.judgement.comparison.floor
-    floor = "unknown" if noise is None or noise.low is None else f"{number(100 * (band(noise) - 1))} %"
-    return f"{number(time.ratio)} times the step time ({interval}, {counted}); verdict: {verdict}; noise floor: {floor}"
+    floor = "unknown" if noise is None or noise.low is None else f"{digits(100 * (band(noise) - 1))} %"
+    return f"{digits(time.ratio)} times the step time ({interval}, {counted}); verdict: {verdict}; noise floor: {floor}"
 
 
 def _interval(low: float | None, high: float | None, reason: str) -> str:
-    return reason.replace(",", "") if low is None or high is None else f"95 % interval {number(low)} - {number(high)}"
-
-
-def number(value: float) -> str:
-    """With DIGITS significant digits and without an exponent."""
-    if not (math.isfinite(value) and value):
-        return f"{value:g}"
-    decimals = DIGITS - 1 - math.floor(math.log10(abs(value)))
-    return f"{round(value, decimals):.{max(0, decimals)}f}"
+    return reason.replace(",", "") if low is None or high is None else f"95 % interval {digits(low)} - {digits(high)}"
 
 
 def _work(trial: pd.Series) -> str:
     size = trial["num_parameters"]
-    parameters = "" if pd.isna(size) else f" ({number(size / 1e6)} M parameters)"
+    parameters = "" if pd.isna(size) else f" ({digits(size / 1e6)} M parameters)"
     asked = [name for name in WAYS if len(AXES[name].named) > 1 and pd.notna(trial[name]) and trial[name]]
     how = "".join(f", {words}" for words in says(trial, asked))
     return (
@@ -276,38 +263,20 @@ def commit(manifest: Mapping[str, Any]) -> str:
 
 def formats(words: CitedWords) -> Citation:
     """The words in all formats."""
-    return Citation(**{form: render(form, parts(words, form)) for form in ESCAPES})
+    return Citation(**{form: _render(form, words) for form in ESCAPES})
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What a citation of one format is put together from: each part is escaped, and can be stored by itself."""
-
-    subject: str
-    statement: str
-    place: str
-    fields: str
-    tail: str
-    key: str
-    """Of the entry, in BibTeX."""
-    date: tuple[str, str] | None
-    """Year, and the month as BibTeX names it."""
-
-
-def parts(words: CitedWords, form: str) -> Parts:
-    """The words, ready for ``render``."""
+def _render(form: str, words: CitedWords) -> str:
+    """A citation in one format."""
     escape = ESCAPES[form]
+    subject, statement = escape(words.subject), escape(words.statement)
     place = bibtex(words.place) if form == "bibtex" else words.place
-    date = re.match(r"(\d{4})-(0[1-9]|1[0-2])-", words.started)
-    return Parts(
-        subject=escape(words.subject),
-        statement=escape(words.statement),
-        place=place,
-        fields=joined(words.fields),
-        tail=_sentences(words.caveats, words.details, escape),
-        key=entry_key(words.place).strip("-"),
-        date=None if date is None else (date[1], MONTHS[int(date[2]) - 1]),
-    )
+    said = [f"Note: {'; '.join(words.caveats)}"] if words.caveats else []
+    tail = " ".join(f"{escape(sentence)}." for sentence in [*said, *words.details])
+    if form == "markdown":
+        return f"**{subject}**: {statement}.\n`{place} {joined(words.fields)}`\n{tail}"
+    text = f"{subject}: {statement}.\n{place} {joined(words.fields)}\n{tail}"
+    return text if form == "text" else _entry(words, subject, text)
 
 
 def joined(fields: Mapping[str, str]) -> str:
@@ -315,31 +284,15 @@ def joined(fields: Mapping[str, str]) -> str:
     return " ".join(f"{name}={value}" for name, value in fields.items())
 
 
-def entry_key(place: str) -> str:
-    """The key of the BibTeX entry of an id, or of the beginning of one."""
-    return re.sub(r"[^A-Za-z0-9.-]+", "-", urllib.parse.unquote(place))
-
-
-def _sentences(caveats: tuple[str, ...], details: tuple[str, ...], escape: Callable[[object], str]) -> str:
-    said = [f"Note: {'; '.join(caveats)}"] if caveats else []
-    return " ".join(f"{escape(sentence)}." for sentence in [*said, *details])
-
-
-def render(form: str, of: Parts) -> str:
-    """A citation in one format."""
-    if form == "markdown":
-        return f"**{of.subject}**: {of.statement}.\n`{of.place} {of.fields}`\n{of.tail}"
-    text = f"{of.subject}: {of.statement}.\n{of.place} {of.fields}\n{of.tail}"
-    return text if form == "text" else _entry(of, text)
-
-
-def _entry(of: Parts, text: str) -> str:
+def _entry(words: CitedWords, subject: str, text: str) -> str:
     """As a BibTeX entry whose note is the text."""
+    date = re.match(r"(\d{4})-(0[1-9]|1[0-2])-", words.started)
     fields = {
         "author": f"{{{{{AUTHORS}}}}}",
-        "title": f"{{{{{of.subject}}}}}",
-        **({} if of.date is None else {"year": f"{{{of.date[0]}}}", "month": of.date[1]}),
+        "title": f"{{{{{subject}}}}}",
+        **({} if date is None else {"year": f"{{{date[1]}}}", "month": MONTHS[int(date[2]) - 1]}),
         "howpublished": f"{{{bibtex(f'{SCHEME}, a benchmark of gradient accumulation')}}}",
         "note": f"{{{text}}}",
     }
-    return "@misc{" + ",\n".join([of.key, *(f"  {name} = {value}" for name, value in fields.items())]) + ",\n}"
+    key = re.sub(r"[^A-Za-z0-9.-]+", "-", urllib.parse.unquote(words.place)).strip("-")
+    return "@misc{" + ",\n".join([key, *(f"  {name} = {value}" for name, value in fields.items())]) + ",\n}"

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from bench.judge.standing import Standing
     from bench.judge.tables import Tables
 
-SUMMARY_WIDTH = 160
-
 
 def rebuild(folder: Path) -> int:
     """The tables of a run, made anew from its journal alone; the exit status that its trials deserve."""
@@ -34,48 +32,62 @@ def rebuild(folder: Path) -> int:
     return _status(run.tables, manifest)
 
 
-def finish(folder: Path, plots: Path, *, note_floor: bool = True) -> int:
-    """Tables, plots, the summary and the page of a run; the exit status that its trials deserve.
+def finish(folder: Path, plots: Path, *, note_floor: bool = True, as_json: bool = False) -> int:
+    """Tables, plots, the answer and the page of a run; the exit status that its trials deserve.
 
-    With ``note_floor`` the A/A pair's ratio is noted in the manifest too.
+    With ``note_floor`` the A/A pair's ratio is noted in the manifest too; ``as_json`` prints the answer as one object.
     """
     from rich.console import Console
 
     from bench.judge.loading import hashed
     from bench.judge.standing import standings
     from bench.report import page, pull_request
+    from bench.report.answer import answer
     from bench.report.figures import draw
-    from bench.report.terminal import by_cell, show
+    from bench.report.material import Material
+    from bench.report.progress import emit
+    from bench.report.terminal import show
 
     manifest, run = _load(folder)
     run = hashed(run, folder)
     judged, every = run.tables, standings(run)
-    found = next(iter(every.values()))
-    cells = by_cell(judged)
+    of = Material(folder=folder, run=run, standings=every)
     try:
         plots.mkdir(parents=True, exist_ok=True)
-        _write_tables(folder, judged, found)
+        _write_tables(folder, judged, of.standing)
         if note_floor and UPGRADED not in manifest:
-            _store_floor(folder, manifest, found)
+            _store_floor(folder, manifest, of.standing)
         with _without_collector():
-            drawn = draw(judged, manifest, plots, found)
-        short = pull_request.write(folder, run, every, cells)
-        whole = page.write(folder, run, every, cells, drawn)
+            drawn = draw(judged, manifest, plots, of.standing)
+        said = answer(of)
+        short = _replace(folder / pull_request.REPORT, pull_request.render(run, said))
+        whole = _replace(folder / page.PAGE, page.render(of, said, drawn))
     except OSError as error:
         place = f"--plots {plots}" if str(error.filename).startswith(str(plots)) else str(folder)
         raise InputError(f"{place}: cannot be written ({error.strerror}); name a folder that can") from error
-    console = Console(width=max(SUMMARY_WIDTH, Console().width))  # better wrapped by the terminal than cut off
-    show(console, judged, found, manifest)
+    status = _status(judged, manifest)
+    if as_json:
+        statements = [dataclasses.asdict(one) for one in said.all]
+        emit("report", status=status, folder=str(folder), plots=str(plots), page=str(whole), statements=statements)
+        return status
+    console = Console()
+    show(console, said)
     console.print(
         f"tables: {folder}/*.parquet\nplots:  {plots} ({len(drawn)} files)\nreport: {whole} (in short: {short})",
         highlight=False,
         soft_wrap=True,
         markup=False,
     )
-    status = _status(judged, manifest)
     if status == GOOD and judged.trials["status"].isin([Status.INVALID]).any():
         console.print("exit status 0: all invalid trials are due to documented defects of frameworks, as expected")
     return status
+
+
+def _replace(path: Path, text: str) -> Path:
+    """Write a file whole or not at all."""
+    draft = path.with_suffix(".tmp")
+    draft.write_text(text, encoding="utf-8")
+    return draft.replace(path)
 
 
 @contextlib.contextmanager

@@ -10,37 +10,36 @@ import json
 import os
 import urllib.parse
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import pandas as pd
 from markupsafe import Markup
 
 from bench.judge.bootstrap import LEVEL, RESAMPLES
-from bench.judge.loading import Run
-from bench.judge.quoting import Quotes
+from bench.judge.pairs import ComparedPair
 from bench.judge.samples import NAME
 from bench.judge.standing import Standing
 from bench.judge.statistics import MARGIN, MIN_TRIALS
-from bench.judge.verdicts import NEXT
-from bench.report import clipboard, figure_data
-from bench.report.answer import answer
-from bench.report.citation import cite_plot, formats, words_of_cell
+from bench.judge.verdicts import NEXT, Reason, Verdict
+from bench.report import epoch_end
+from bench.report.answer import Answer
+from bench.report.citation import ESCAPES, Citation, cite_plot, formats, words_of_cell, words_of_ratio
 from bench.report.figures import kind_of
-from bench.report.inline import DARK_PAPER, INK, PAPER, Picture, in_the_dark, picture, variable
-from bench.report.overview import REASONS, VERDICTS, Material, Overview, choices, overview
+from bench.report.inline import Picture, picture
+from bench.report.material import Material
+from bench.report.ranking import COLUMNS, DECIDED, TIMES
 from bench.report.sections import failures, sections
-from bench.words import plain, plural
+from bench.report.terminal import legend
+from bench.words import digits, plain, plural
 
 PAGE = "report.html"
 FIRST_PLOT = "memory_vs_time"
-LONG = 12
-"""Rows from which a table is folded."""
-PLOTS_BYTES = 2_500_000
-"""Of plots in a page; what is beyond that is linked to."""
+MOST_SWITCHES = 8
+"""Values of N that a row of buttons offers; more are in a list."""
+VERDICTS, REASONS = tuple(Verdict), tuple(Reason)
 RAW = {
     "run.json": "what ran where, with which versions",
     "trials.jsonl": "the journal: a line per trial, from which everything else follows",
@@ -58,57 +57,40 @@ RAW = {
 class Shown:
     """The plots of one section."""
 
-    first: Picture | None
-    more: tuple[Picture, ...]
+    pictures: tuple[Picture, ...]
     linked: tuple[tuple[str, str], ...]
-    """Names and links of those for which the page has no room."""
+    """Names and links of further pages of these figures."""
 
 
-def write(
-    folder: Path, run: Run, standings: Mapping[str, Standing], cells: pd.DataFrame, plots: Sequence[Path]
-) -> Path:
-    """Write the page of a run into its folder; returns the path.
-
-    ``cells`` has a row per cell (``terminal.by_cell``), and ``plots`` are the files that were drawn.
-    """
-    path = folder / PAGE
-    draft = path.with_suffix(".tmp")
-    draft.write_text(render(folder, run, standings, cells, plots), encoding="utf-8")
-    draft.replace(path)
-    return path
-
-
-def render(
-    folder: Path, run: Run, standings: Mapping[str, Standing], cells: pd.DataFrame, plots: Sequence[Path]
-) -> str:
-    """The page, as it stands in the folder."""
-    own = next(iter(standings.values()))
-    material = Material(run=run, standing=own, cells=cells)
-    table = overview(run, standings, cells)
-    asked = sections(material)
-    shown, colours = _shown(folder, [[FIRST_PLOT], *(section.plots for section in asked)], plots)
-    words = figure_data.FigureData(run.tables, dict(run.manifest)).words("")
+def render(of: Material, answer: Answer, plots: Sequence[Path]) -> str:
+    """The page, as it stands in the run's folder; ``plots`` are the files that were drawn."""
+    asked = sections(of)
+    first = _shown(of.folder, [] if of.obstacle else [FIRST_PLOT], plots)
+    shown = [_shown(of.folder, section.plots, plots) for section in asked]
+    pictures = [one for each in (first, *shown) for one in each.pictures]
+    timed = any(group.is_timed for group in answer.groups)
     return _template().render(
-        run=run,
-        title=plain(run.name),
-        subject=words.subtitle,
-        machine=words.footer.partition("; machine: ")[2],
-        answer=[plain(sentence) for sentence in answer(run, standings, cells)],
-        table=table,
-        remarks=[plain(text) for text in own.remarks],
-        choices=choices(table.lines),
-        first=shown[0],
-        sections=[
-            (replace(section, sentences=tuple(map(plain, section.sentences))), plots_of)
-            for section, plots_of in zip(asked, shown[1:], strict=True)
-        ],
-        failures=failures(material),
-        data=_data(run, standings, table, shown),
-        properties=_properties(colours),
-        long=LONG,
-        raw=[(name, about) for name, about in RAW.items() if (folder / name).exists()],
+        run=of.run,
+        title=plain(of.run.name),
+        answer=answer,
+        columns=[column for column in COLUMNS if timed or column.key not in TIMES],
+        legend=legend(answer, answer.groups[0]) if answer.groups else "",
+        is_timed=timed,
+        choices={
+            "place": list(dict.fromkeys(group.place for group in answer.groups)),
+            "n": sorted({group.n for group in answer.groups}),
+            "backend": list(dict.fromkeys(row.backend for group in answer.groups for row in group.rows)),
+            "baseline": list(of.standings),
+        },
+        most_switches=MOST_SWITCHES,
+        first=first,
+        sections=list(zip(asked, shown, strict=True)),
+        semantics=link(of.folder, epoch_end.PAGE) if epoch_end.PAGE.exists() else "",
+        failures=failures(of),
+        data=_data(of, answer, [one.stem for one in pictures]),
+        raw=[(name, about) for name, about in RAW.items() if (of.folder / name).exists()],
         method={"level": LEVEL, "margin": MARGIN, "trials": MIN_TRIALS, "resamples": RESAMPLES, "name": NAME},
-        facts=facts(run.manifest),
+        facts=facts(of.run.manifest),
         style=Markup(_text("report.css")),
         script=Markup(_text("report.js")),
     )
@@ -124,7 +106,7 @@ def _template() -> jinja2.Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["plural"] = plural
+    environment.filters |= {"plural": plural, "plain": plain}
     return environment.get_template("report.html")
 
 
@@ -132,32 +114,14 @@ def _text(name: str) -> str:
     return (Path(__file__).parent / "templates" / name).read_text(encoding="utf-8")
 
 
-def _shown(folder: Path, wanted: Iterable[Sequence[str]], plots: Sequence[Path]) -> tuple[list[Shown], frozenset[str]]:
-    """The plots of each section, while there is room, and the colours in them. First come those that are open."""
-    files = {path.stem: path for path in plots if path.suffix == ".svg"}
-    groups = [[name for stem in stems for name in _pages(stem, files)] for stems in wanted]
-    room, pictures = PLOTS_BYTES, dict[str, Picture]()
-    firsts = [group[0] for group in groups if group]
-    for name in dict.fromkeys([*firsts, *(name for group in groups for name in group)]):
-        length = files[name].stat().st_size
-        if length > room and name not in firsts:
-            continue
-        pictures[name] = picture(files[name].read_text(encoding="utf-8"), name)
-        room -= len(pictures[name].markup)
-    found = []
-    for group in groups:
-        inside = [pictures[name] for name in group if name in pictures]
-        outside = [(name, link(folder, files[name])) for name in group if name not in pictures]
-        found.append(Shown(first=inside[0] if inside else None, more=tuple(inside[1:]), linked=tuple(outside)))
-    return found, frozenset(colour for one in pictures.values() for colour in one.colours)
-
-
-def _pages(stem: str, files: Mapping[str, Path]) -> list[str]:
-    """The names of a figure's pages: ``stem``, or ``stem-1`` and so on."""
-    if stem in files:
-        return [stem]
-    numbered = [name for name in files if kind_of(name) == stem]
-    return sorted(numbered, key=lambda name: int(name.rpartition("-")[2]))
+def _shown(folder: Path, stems: Iterable[str], plots: Sequence[Path]) -> Shown:
+    """The first page of each of these figures that was drawn; links to the others."""
+    pictures, linked = [], []
+    for stem in stems:
+        files = sorted(path for path in plots if path.suffix == ".svg" and kind_of(path.stem) == stem)
+        pictures += [picture(path.read_text(encoding="utf-8"), path.stem) for path in files[:1]]
+        linked += [(path.stem, link(folder, path)) for path in files[1:]]
+    return Shown(pictures=tuple(pictures), linked=tuple(linked))
 
 
 def link(folder: Path, path: Path) -> str:
@@ -166,38 +130,60 @@ def link(folder: Path, path: Path) -> str:
     return urllib.parse.quote(Path(relative).as_posix())
 
 
-def _properties(colours: frozenset[str]) -> dict[str, list[tuple[str, str]]]:
-    """The custom properties that the plots are drawn with, on light paper and on dark."""
-    every = sorted({*colours, PAPER, INK})
-    dark = [(variable(colour), DARK_PAPER if colour == PAPER else in_the_dark(colour)) for colour in every]
-    return {"light": [(variable(colour), colour) for colour in every], "dark": dark}
-
-
-def _data(run: Run, standings: Mapping[str, Standing], table: Overview, shown: Sequence[Shown]) -> Markup:
-    """What the script reads: ratios to every baseline, and citations."""
-    names = [one.stem for group in shown for one in (group.first, *group.more) if one is not None]
+def _data(of: Material, answer: Answer, plots: Iterable[str]) -> Markup:
+    """What the script reads: ratios to every baseline; citations of cells, of ratios to the run's own, and of plots."""
+    ids = [row.cell_id for group in answer.groups for row in group.rows]
+    cells = {cell_id: formats(words_of_cell(of.quotes, cell_id)) for cell_id in ids}
+    ratios = {
+        cell_id: formats(words_of_ratio(of.quotes, cell_id, of.pairs[cell_id].pair.a.cell_id))
+        for cell_id in ids
+        if cell_id in of.pairs
+    }
     value = {
-        "run": run.name,
-        "baselines": table.baselines,
+        "run": of.run.name,
+        "baselines": list(of.standings),
         "verdicts": VERDICTS,
+        "decided": [VERDICTS.index(one) for one in DECIDED],
         "reasons": REASONS,
         "next": [NEXT[reason] for reason in REASONS],
-        "ratios": table.ratios,
-        "citations": _citations(run, standings, [line.cell_id for line in table.lines], names),
+        "ratios": _ratios(of.standings, frozenset(ids)),
+        "citations": {
+            "cell": packed(cells),
+            "ratio": packed(ratios),
+            "plot": packed({name: cite_plot(of.run, name) for name in dict.fromkeys(plots)}),
+        },
     }
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
     # Inside a script nothing is an entity, and nothing may end it or open a comment.
     return Markup(text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"))
 
 
-def _citations(run: Run, standings: Mapping[str, Standing], ids: Sequence[str], plots: Iterable[str]) -> dict[str, Any]:
-    """The citations of cells, of their ratios to every baseline, and of plots."""
-    quotes = Quotes(run, standings)
-    return {
-        "cell": clipboard.packed({cell_id: formats(words_of_cell(quotes, cell_id)) for cell_id in ids}),
-        "ratio": clipboard.ratios(quotes, standings, ids),
-        "plot": clipboard.packed({name: cite_plot(run, name) for name in dict.fromkeys(plots)}),
-    }
+def packed(citations: Mapping[str, Citation]) -> dict[str, Any]:
+    """Citations by format: how all of them end, once, and what comes before it in each."""
+    found = {}
+    for name in ESCAPES:
+        texts = {key: str(getattr(citation, name)) for key, citation in citations.items()}
+        backwards = [text[::-1] for text in texts.values()]
+        end = os.path.commonprefix(backwards)[::-1]  # noqa: RUF071 - character by character is what is meant
+        found[name] = {"end": end, "of": {key: text.removesuffix(end) for key, text in texts.items()}}
+    return found
+
+
+def _ratios(standings: Mapping[str, Standing], ids: frozenset[str]) -> dict[str, list[list[Any]]]:
+    """By cell: for each baseline with such a cell its place, ratio, low, high, and places of verdict and reason."""
+    found: dict[str, list[list[Any]]] = {}
+    for place, standing in enumerate(standings.values()):
+        for cell_id, row in standing.by_cell.items():
+            if cell_id in ids:
+                found.setdefault(cell_id, []).append([place, *_ratio(row)])
+    return found
+
+
+def _ratio(row: ComparedPair) -> list[Any]:
+    time, judgement = row.time, row.judgement
+    numbers = [None, None, None] if time is None else [time.ratio, time.low, time.high]
+    places = VERDICTS.index(judgement.verdict), REASONS.index(judgement.reason)
+    return [*(None if value is None else digits(value) for value in numbers), *places]
 
 
 def facts(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -206,6 +192,7 @@ def facts(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
     gpus = [str(gpu.get("name", "GPU")) for gpu in machine.get("gpus") or []]
     git = manifest.get("git") or {}
     commit = str(git.get("commit") or "unknown: it was no checkout")
+    cores, memory = machine.get("cores"), machine.get("memory_bytes")
     found = [
         ("run", manifest.get("run_id")),
         ("started", manifest.get("started")),
@@ -213,8 +200,9 @@ def facts(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("command", " ".join(map(str, manifest.get("command") or ()))),
         ("commit of the bench", commit + (", with uncommitted changes" if git.get("clean") is False else "")),
         ("SHA-256 of the journal", manifest.get("journal_sha256") or "not stored when the run ended"),
-        ("CPU", f"{machine.get('cpu') or 'unknown'}, {_cores(machine.get('cores'))}"),
-        ("memory", _gib(machine.get("memory_bytes"))),
+        ("CPU", machine.get("cpu") or "unknown"),
+        ("cores", cores),
+        ("memory", f"{memory / 2**30:.1f} GiB" if memory else ""),
         ("GPUs", ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)) or "none"),
         ("system", machine.get("system")),
         ("Python", machine.get("python")),
@@ -222,11 +210,3 @@ def facts(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("environment", ", ".join(f"{key}={value}" for key, value in (manifest.get("environment") or {}).items())),
     ]
     return [(name, str(value)) for name, value in found if value]
-
-
-def _cores(number: Any) -> str:
-    return plural(number, "core") if isinstance(number, int) else "an unknown number of cores"
-
-
-def _gib(size: Any) -> str:
-    return f"{size / 2**30:.1f} GiB" if isinstance(size, int) else ""

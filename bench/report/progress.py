@@ -1,7 +1,8 @@
-"""What is seen while a run goes on: a live line on a terminal, plain lines elsewhere."""
+"""What is seen while a run goes on: a live line on a terminal, plain lines elsewhere, JSON lines for machines."""
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,8 @@ from rich.text import Text
 
 from bench.judge.remarks import in_record
 from bench.judge.tables import step_time
-from bench.plan.columns import WORK, differing, says
+from bench.plan.cell import Cell
+from bench.plan.columns import labels
 from bench.plan.estimates import Cost
 from bench.plan.schedule import Look, Trial
 from bench.words import plural
@@ -56,7 +58,7 @@ class Display:
         self._repeat = 0
         self._always: set[int] = set()
         self._budget_ends = math.inf
-        self._ways: list[str] = []
+        self._labels = labels(map(Cell.from_dict, self._manifest.get("cells") or ()))
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -80,7 +82,6 @@ class Display:
         self._budget_ends = time.monotonic() + budget_left_s
         self._left = {trial.key: self._estimate(trial) for trial in trials}
         self._always = {trial.repeat for trial in trials if trial.extra}
-        self._ways = differing((trial.cell for trial in trials), WORK)
 
     def _estimate(self, trial: Trial) -> float:
         """Seconds that a trial may take; 0 if unknown."""
@@ -110,9 +111,7 @@ class Display:
 
     def finished(self, trial: Trial, record: Mapping[str, Any]) -> None:
         """A trial ended."""
-        self._measured.append((self._left.pop(trial.key, 0.0), record["wall_s"]))
-        self._done += 1
-        self._failed += record["status"] != "ok"
+        self._count(trial, record)
         seconds = step_time(trial.cell, record.get("time"))
         what = record["status"] if seconds is None else f"{seconds:.4f} s/step"
         if expected := in_record(self._manifest, record):
@@ -125,11 +124,21 @@ class Display:
             f"[{self._done}/{self._total}] {self._name(trial)}: {what} ({record['wall_s']:.1f} s, {self._time_left()})"
         )
 
+    def _count(self, trial: Trial, record: Mapping[str, Any]) -> None:
+        self._measured.append((self._left.pop(trial.key, 0.0), record["wall_s"]))
+        self._done += 1
+        self._failed += record["status"] != "ok"
+
     def _name(self, trial: Trial) -> str:
-        """The trial for people, with the model, the optimizer and so on if the run has several."""
-        return " ".join([trial.cell.label, *says(trial.cell, self._ways), f"repeat {trial.repeat}"])
+        """The trial for people."""
+        return f"{self._labels.get(trial.cell, trial.cell.label)} repeat {trial.repeat}"
 
     def _time_left(self) -> str:
+        seconds, bound = self._to_go()
+        return f"{bound} {_clock(seconds)} to go" + (", by the budget" if bound.startswith("at most") else "")
+
+    def _to_go(self) -> tuple[float, str]:
+        """Seconds until the run ends, and what they are: ``about``, ``at least`` or ``at most about``."""
         every = self._seconds(list(self._left.values()))
         rest, last = (
             self._seconds([seconds for (_, repeat), seconds in self._left.items() if repeat in some])
@@ -137,8 +146,8 @@ class Display:
         )
         within = max(self._budget_ends - time.monotonic(), rest) + last
         if within < every:
-            return f"at most about {_clock(within)} to go, by the budget"
-        return f"{'at least' if self._more else 'about'} {_clock(every)} to go"
+            return within, "at most about"
+        return every, "at least" if self._more else "about"
 
     def _seconds(self, left: Sequence[float]) -> float:
         """How long trials of these estimates take: their sum, corrected by how wrong estimates were so far."""
@@ -147,6 +156,43 @@ class Display:
         if guessed > 0 and sum(left) > 0:
             return sum(left) * taken / guessed
         return len(left) * taken / len(self._measured) if self._measured else sum(left)
+
+
+class JsonLines(Display):
+    """The same as one JSON object per line on standard output, each with its ``event``."""
+
+    def __init__(self, estimates: Mapping[str, Cost], manifest: Mapping[str, Any]) -> None:
+        super().__init__(Console(quiet=True), estimates, manifest)
+
+    def say(self, message: str) -> None:
+        """``said``: what a person would read."""
+        emit("said", text=message)
+
+    def looked(self, look: Look) -> None:
+        """``looked``: how wide the widest interval is, and with how many cells the run goes on."""
+        emit("looked", repeats=look.repeats, widest=look.widest, open=len(look.open), refused=look.refused)
+
+    def started(self, trial: Trial, done: int, total: int) -> None:
+        """``started``: a trial, and how many there are."""
+        super().started(trial, done, total)
+        emit("started", **self._about(trial))
+
+    def finished(self, trial: Trial, record: Mapping[str, Any]) -> None:
+        """``finished``: how it ended."""
+        self._count(trial, record)
+        ended = {name: record[name] for name in ("status", "reason", "wall_s")}
+        seconds = step_time(trial.cell, record.get("time"))
+        emit("finished", **self._about(trial), **ended, step_time_s=seconds)
+
+    def _about(self, trial: Trial) -> dict[str, Any]:
+        named = {"cell_id": trial.cell.cell_id, "label": self._labels[trial.cell], "repeat": trial.repeat}
+        seconds, bound = self._to_go()
+        return {**named, "done": self._done, "total": self._total, "seconds_to_go": round(seconds, 1), "bound": bound}
+
+
+def emit(event: str, **facts: Any) -> None:
+    """Print one event as a line of JSON."""
+    print(json.dumps({"event": event, **facts}), flush=True)
 
 
 def _clock(seconds: float) -> str:

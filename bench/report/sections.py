@@ -1,9 +1,10 @@
-"""The questions of a report, one section each: two sentences written from the data, and the table behind them."""
+"""The questions of a report, one section each: a few sentences written from the data, figures, and the table."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
@@ -11,363 +12,268 @@ import pandas as pd
 from bench.judge.expected import cells_watched
 from bench.judge.gates import tolerance
 from bench.judge.losses import extent
-from bench.judge.pairs import ComparedPair
 from bench.judge.remarks import note
 from bench.judge.samples import NAME
-from bench.judge.standing import Standing
-from bench.judge.verdicts import NEXT, Exact, Verdict
+from bench.judge.verdicts import Verdict
 from bench.plan.categories import PEAK, Category
 from bench.plan.cell import Device, Status
-from bench.plan.columns import DASH
-from bench.report.answer import noise, sentence, size
+from bench.plan.columns import COLUMNS, DASH, Column
+from bench.report import epoch_end
 from bench.report.bars import MIB, TOTAL, by_operation
 from bench.report.bars import by_cell as memory_by_cell
-from bench.report.overview import (
-    Material,
-    PageSection,
-    Table,
-    interval,
-    number,
-    scaled,
-    status_words,
-    table_of,
-    text,
-    title,
+from bench.report.material import Material, records
+from bench.words import plural, size
+
+HERE = {
+    "label": Column("string", "", "", title="cell"),
+    "num_ok": Column("Int64", "", "", title="n"),
+    "step_time_low_s": Column("Float64", "s", "", title="95 % from", form=".4g"),
+    "step_time_high_s": Column("Float64", "s", "", title="to", form=".4g"),
+    "fastest_s": Column("Float64", "s", "", title="fastest trial", form=".4g"),
+    "slowest_s": Column("Float64", "s", "", title="slowest trial", form=".4g"),
+    "num_warmup_steps": Column("Int64", "", "", title="warm-up steps left out, at most"),
+    "others_percent": Column("Float64", "%", "", title="CPUs used by others (%)", form=".2g"),
+    "sent": Column("Float64", "MiB", "", title="MiB in all", form=",.2f"),
+    "operations": Column("string", "", "", title="operations of one optimizer step"),
+    "as_formula": Column("string", "", "", title="as the formula"),
+    **{f"{name}_size": Column("string", "", "", title=name.replace("_", " ")) for name in ("peak", *Category)},
+}
+"""Columns of sections that frames do not have, or that are called otherwise there."""
+TIMES = (
+    *("label", "num_ok", "step_time_s", "step_time_low_s", "step_time_high_s", "fastest_s", "slowest_s"),
+    *("tokens_per_s", "mfu", "mfu_of_matmul", "energy_j_per_step", "energy_j_per_token", "cpu_s_per_micro_batch"),
+    *("num_operators_per_micro_batch", "num_launches_per_micro_batch", "num_warmup_steps", "others_percent"),
 )
-from bench.report.panels import GIB_ABOVE
-from bench.report.rows import DEVIATION, deviations
-from bench.words import plural, some
-
-BESIDE = (
-    "mfu",
-    "mfu_of_matmul",
-    "energy_j_per_step",
-    "energy_j_per_token",
-    "cpu_s_per_micro_batch",
-    "num_operators_per_micro_batch",
-    "num_launches_per_micro_batch",
-)
-"""Columns of trials that stand beside step times where any trial has them."""
+GATES = ("label", "status", "accumulated_in", "update_scale", "update_error", "max_loss_deviation", "final_loss")
+STEPS = tuple(f"optimizer_steps_{name}" for name in ("expected", "observed", "reported", "reported_by"))
 
 
-def sections(material: Material) -> list[PageSection]:
-    """All questions, in order."""
-    return [ask(material) for ask in (speed, memory, correctness, communication, semantics, noise_section)]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """Rows of plain words under a header."""
+
+    caption: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    words: int = 1
+    """How many first columns hold words; the others hold numbers."""
 
 
-def speed(of: Material) -> PageSection:
-    """How long an optimizer step takes."""
-    rows = of.standing.rows
-    counts = Counter(row.judgement.verdict for row in rows)
-    said = ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict])
-    first = f"Of {plural(len(rows), 'comparison')} with {of.standing.baseline}: {said or 'none'}."
-    trials = of.run.tables.trials
-    more = [name for name in BESIDE if trials[name].notna().any()]
-    good = trials[trials["status"] == Status.OK].groupby("cell_id")[more].median() if more else pd.DataFrame()
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PageSection:
+    """One question."""
 
-    def line(cell: Mapping[str, Any]) -> tuple[str, ...]:
-        extra = (text(name, good[name].get(cell["cell_id"])) for name in more)
-        return (
-            of.label(cell["cell_id"]),
-            str(cell["num_trials"] - cell["num_bad"]),
-            text("step_time_s", cell["step_time_s"]),
-            interval(cell["step_time_low_s"], cell["step_time_high_s"]),
-            *(text("step_time_s", cell[name]) for name in ("fastest_s", "slowest_s")),
-            text("tokens_per_s", cell["tokens_per_s"]),
-            *extra,
-        )
+    key: str
+    title: str
+    sentences: tuple[str, ...]
+    plots: tuple[str, ...]
+    """Names of figures, without the number of a page."""
+    table: Table
+    is_open: bool = False
+    """Whether the table is seen without unfolding it."""
 
-    caption = f"Step times: {NAME} over the good trials of a cell, as they are cited; the fastest and the slowest trial"
-    ends = ("95 % interval", "fastest", "slowest")
-    header = ("cell", "good trials", title("step_time_s"), *ends, *map(title, ("tokens_per_s", *more)))
-    return PageSection(
-        key="speed",
-        title="Speed: how long does an optimizer step take?",
-        sentences=(first, _largest(of, rows)),
-        plots=("step_time_ratio", "step_time", "speed_up"),
-        table=table_of(caption, header, of.cells, line),
+
+def table(caption: str, frame: pd.DataFrame, names: Sequence[str], words: int = 1) -> Table:
+    """These columns of a frame of cells; those but the first of which nothing is known are left out."""
+    shown = [name for place, name in enumerate(names) if not place or frame[name].notna().any()]
+    words -= sum(name not in shown for name in names[:words])
+    columns = [HERE.get(name) or COLUMNS["trials"][name] for name in shown]
+    rows = zip(*(frame[name] for name in shown), strict=True)
+    return Table(
+        caption=caption,
+        header=tuple(column.title or name for name, column in zip(shown, columns, strict=True)),
+        rows=tuple(
+            tuple(c.shown(None if pd.isna(value) else value) for c, value in zip(columns, row, strict=True))
+            for row in rows
+        ),
+        words=words,
     )
 
 
-def _largest(of: Material, rows: Sequence[ComparedPair]) -> str:
-    """The verdict whose difference is largest; else why there is none."""
-    decided = [row for row in rows if row.judgement.verdict in {Verdict.FASTER, Verdict.SLOWER} and row.time]
-    if decided:
-        far = max(decided, key=lambda row: abs(_factor(row)))
-        return f"The largest certain difference: {sentence(of.run, far)}"
-    reasons = Counter(row.judgement.reason for row in rows)
-    if not reasons:
-        return "There is nothing to compare: no two cells differ in the backend alone."
-    reason, times = reasons.most_common(1)[0]
-    return f"No difference is certain; the most frequent reason ({times}) is: {reason} ({NEXT[reason]})."
+def sections(of: Material) -> list[PageSection]:
+    """All questions, in order; that of time only where times may be compared."""
+    asked = (memory, communication, correctness, semantics)
+    return [ask(of) for ask in (asked if of.obstacle else (speed, *asked))]
 
 
-def _factor(row: ComparedPair) -> float:
-    ratio = row.time.ratio if row.time else 1.0
-    return ratio if ratio >= 1 else 1 / ratio
+def speed(of: Material) -> PageSection:
+    """How long an optimizer step takes, and how sure that is."""
+    rows = of.standing.rows
+    counts = Counter(row.judgement.verdict for row in rows)
+    said = ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict])
+    first = f"{plural(len(rows), 'comparison')} with {of.standing.baseline}: {said or 'none'}."
+    spread = 100 * (of.cells["slowest_s"] / of.cells["fastest_s"] - 1).dropna()
+    second = "No cell has a time that may be compared."
+    if not spread.empty:
+        worst = str(spread.idxmax())
+        second = (
+            f"From its fastest to its slowest trial the median cell spreads over {spread.median():.2g} %, and "
+            f"{of.run.labels[worst]}, the widest, over {spread.max():.2g} %."
+        )
+    return PageSection(
+        key="speed",
+        title="How long does an optimizer step take?",
+        sentences=(first, second),
+        plots=("step_time_ratio", "step_time", "speed_up", "noise"),
+        table=table(f"Step times: {NAME} over the good trials of a cell, as they are cited", of.cells, TIMES),
+    )
 
 
 def memory(of: Material) -> PageSection:
     """How much memory a rank needs."""
-    known = of.others[of.others["peak_memory_bytes"].notna()]
-    if known.empty:
-        sentences: tuple[str, ...] = ("No cell has a measured peak memory.",)
-    else:
-        most = known["accumulate"].max()
-        there = known[known["accumulate"] == most].sort_values("peak_memory_bytes", kind="stable")
-        ends = [(of.label(row["cell_id"]), size(float(row["peak_memory_bytes"]))) for _, row in there.iterrows()]
-        second = f"At N = {most} the least is {ends[0][1]} ({ends[0][0]})"
-        second += f", and the most {ends[-1][1]} ({ends[-1][0]})." if len(ends) > 1 else "."
-        sentences = (*_peaks_against(of.standing), second)
+    known = of.contestants[of.contestants["peak_memory_bytes"].notna()].sort_values("peak_memory_bytes", kind="stable")
+    sentence = "No cell has a measured peak memory."
+    if not known.empty:
+        ends = records(known.iloc[[0, -1]])
+        least, most = (f"{size(row['peak_memory_bytes'])} ({row['label']})" for row in ends)
+        sentence = f"The least peak of a rank is {least}, the most {most}. Bytes have no noise."
     parts = memory_by_cell(of.run.tables.memory, PEAK)
-    used = [str(c) for c in Category if str(c) in parts and (parts[str(c)] > 0).any()]
-    largest = of.cells["peak_memory_bytes"].max()
-    unit, name = (2.0**30, "GiB") if pd.notna(largest) and largest >= GIB_ABOVE else (2.0**20, "MiB")
-    sources = (
-        of.run.tables.trials.dropna(subset=["peak_memory_source"]).groupby("cell_id")["peak_memory_source"].first()
-    )
-    rows = of.standing.by_cell
-
-    def line(cell: Mapping[str, Any]) -> tuple[str, ...]:
-        cell_id = cell["cell_id"]
-        row = rows.get(cell_id)
-        share = None if row is None else row.memory.verdict.ratio
-        own = parts.loc[cell_id] if cell_id in parts.index else {}
-        return (
-            of.label(cell_id),
-            str(sources.get(cell_id, DASH)),
-            scaled(cell["peak_memory_bytes"], unit),
-            number(share, ".3f"),
-            *(scaled(own.get(part), unit) for part in used),
-        )
-
-    header = ("cell", "measured by", f"peak ({name})", "peak / baseline's", *(p.replace("_", " ") for p in used))
-    caption = f"Peak memory of a rank, and what it is made of, in {name}"
+    used = [str(one) for one in Category if str(one) in parts and (parts[str(one)] > 0).any()]
+    frame = of.cells.assign(peak_size=of.cells["peak_memory_bytes"].map(_sized))
+    for name in used:
+        frame[f"{name}_size"] = parts[name].reindex(frame.index).map(_sized)
+    columns = ("label", "peak_memory_source", "peak_size", *(f"{name}_size" for name in used))
     return PageSection(
         key="memory",
-        title="Memory: how much does a rank need?",
-        sentences=sentences,
+        title="How much memory does a rank need?",
+        sentences=(sentence,),
         plots=("memory_categories", "peak_memory", "held_gradients"),
-        table=table_of(caption, header, of.cells, line, words=2),
+        table=table("Peak memory of a rank, and what it is made of", frame, columns, words=2),
     )
 
 
-def _peaks_against(standing: Standing) -> Iterator[str]:
-    """How many peaks are above the baseline's and how many below, and why others are not compared."""
-    known = Counter(row.memory.verdict.verdict for row in standing.rows)
-    unknown = Counter(_why_no_memory(row) for row in standing.rows if row.memory.verdict.verdict is Exact.UNKNOWN)
-    if said := ", ".join(f"{known[one]} {one}" for one in Exact if one is not Exact.UNKNOWN and known[one]):
-        yield f"Bytes have no noise: against {standing.baseline}'s, peaks are {said}."
-    if unknown:
-        reasons = ", ".join(f"{reason} ({count})" for reason, count in unknown.most_common())
-        yield f"Not compared with {standing.baseline}'s: {plural(unknown.total(), 'peak')}: {reasons}."
-
-
-def _why_no_memory(row: ComparedPair) -> str:
-    """Why the peaks of two cells are not compared."""
-    if row.judgement.verdict is Verdict.NOT_COMPARABLE:
-        return str(row.judgement.reason)
-    number = row.memory
-    return "measured differently" if number.a is not None and number.b is not None else "not measured"
-
-
-def correctness(of: Material) -> PageSection:
-    """Whether the updates are those of the big batch."""
-    cells = of.others
-    fine, invalid = cells[cells["status"] == Status.OK], cells[cells["status"] == Status.INVALID]
-    first = f"{len(fine)} of {plural(len(cells), 'cell')} passed every gate."
-    if not invalid.empty:
-        names = list(dict.fromkeys(invalid["backend"]))
-        first = first[:-1] + f"; {len(invalid)} failed one, all of {some(names)}."
-    error = fine["update_error"].dropna()
-    if error.empty:
-        second = "No valid cell's update was compared with the reference's."
-    else:
-        worst = fine.loc[error.index[int(error.astype(float).to_numpy().argmax())]]
-        cell = of.run.cells[worst["cell_id"]]
-        limit = tolerance(cell.precision, cell.workload, cell.model).update_error
-        second = (
-            f"Among the cells that passed, the largest error of an update is {float(error.max()):.2g} "
-            f"({of.label(worst['cell_id'])}; the limit is {limit:g})."
-        )
-    trials = of.run.tables.trials
-    summed = trials.dropna(subset=["accumulated_in"]).groupby("cell_id")["accumulated_in"].first()
-    final = trials.groupby("cell_id")["final_loss"].median()
-    checked = ("update_scale", "update_error", "max_loss_deviation")
-
-    def line(cell: Mapping[str, Any]) -> tuple[str, ...]:
-        return (
-            of.label(cell["cell_id"]),
-            status_words(cell),
-            str(summed.get(cell["cell_id"], DASH)),
-            *(text(name, cell[name]) for name in checked),
-            text("final_loss", final.get(cell["cell_id"])),
-        )
-
-    header = ("cell", "status", *map(title, ("accumulated_in", *checked, "final_loss")))
-    return PageSection(
-        key="correctness",
-        title="Correctness: does every update equal that of the big batch?",
-        sentences=tuple(filter(None, (first, second, extent(of.run.tables)))),
-        plots=("loss_curves",),
-        table=table_of("What the gates checked", header, of.cells, line, words=3),
-    )
+def _sized(value: Any) -> str | None:
+    return None if pd.isna(value) else size(float(value))
 
 
 def communication(of: Material) -> PageSection:
     """What ranks hand to collectives."""
-    table = of.run.tables.collectives
-    sent = by_operation(table)
-    totals = sent[TOTAL] if not sent.empty else pd.Series(dtype=float)
-    cells = of.others.assign(sent=of.others["cell_id"].map(totals))
-    good = cells[(cells["status"] == Status.OK) & cells["sent"].notna()]
-    checked = table.dropna(subset=["expected_calls"])
-    same = (checked["calls"] == checked["expected_calls"]) & (
-        checked["payload_bytes"] == checked["expected_payload_bytes"]
-    )
-    if good.empty:
-        sentences: tuple[str, ...] = ("No valid cell's collectives were counted.",)
-    else:
-        most = good["accumulate"].max()
-        there = good[good["accumulate"] == most].sort_values("sent", kind="stable")
-        least, largest = there.iloc[0], there.iloc[-1]
-        first = f"At N = {most} a rank hands {scaled(least['sent'], MIB)} MiB to collectives in an optimizer step "
-        first += f"({of.label(least['cell_id'])})"
-        if len(there) > 1 and largest["sent"] > least["sent"]:
-            first += f" to {scaled(largest['sent'], MIB)} MiB ({of.label(largest['cell_id'])})"
-        second = (
-            f"{int(same.sum())} of {len(checked)} operation counts match their formula in calls and bytes."
-            if len(checked)
-            else "There is no formula for what these backends should send."
-        )
-        sentences = (first + ".", second)
-    by_id: dict[str, list[dict[Any, Any]]] = {}
-    for row in _first_repeat(table).to_dict("records"):
-        by_id.setdefault(str(row["cell_id"]), []).append(row)
-    seen = of.run.tables.trials.dropna(subset=["exposed_s"]).groupby("cell_id")[["collective_s", "exposed_s"]].first()
-    times = [] if seen.empty else list(seen.columns)  # on CUDA
-
+    counted = of.run.tables.collectives
+    totals = by_operation(counted)
+    # Each cell is counted in one repeat; of several, the first.
+    own = counted[counted["repeat"] == counted.groupby("cell_id")["repeat"].transform("min")]
+    said = {str(cell_id): _operations(rows) for cell_id, rows in own.groupby("cell_id", sort=False)}
     watched = cells_watched(of.run.tables)
 
-    def line(cell: Mapping[str, Any]) -> tuple[str, ...]:
-        operations = by_id.get(cell["cell_id"], [])
-        unseen = of.run.cells[cell["cell_id"]].device is Device.CUDA and cell["cell_id"] not in watched
+    def operations(cell: Mapping[str, Any]) -> str:
+        cell_id = cell["cell_id"]
+        unseen = of.run.cells[cell_id].device is Device.CUDA and cell_id not in watched
         nothing = "not counted at this N" if unseen else "none"
-        said = [f"{row['op']} of {row['dtype']}: {row['calls']} x, {scaled(row[TOTAL], MIB)} MiB" for row in operations]
-        due = [row for row in operations if pd.notna(row["expected_calls"])]
-        right = sum(
-            row["calls"] == row["expected_calls"] and row[TOTAL] == row["expected_payload_bytes"] for row in due
-        )
-        return (
-            of.label(cell["cell_id"]),
-            "; ".join(said) or (nothing if cell["status"] == Status.OK else DASH),
-            f"{right} of {len(due)}" if due else DASH,
-            scaled(totals.get(cell["cell_id"]), MIB),
-            *(text(name, seen[name].get(cell["cell_id"])) for name in times),
-        )
+        return said[cell_id][0] if cell_id in said else nothing if cell["status"] == Status.OK else DASH
 
-    header = ("cell", "operations of one optimizer step", "as the formula", "MiB in all", *map(title, times))
+    sent = pd.Series(dtype=float) if totals.empty else totals[TOTAL] / MIB
+    frame = of.cells.assign(sent=sent.reindex(of.cells.index))
+    frame["operations"] = [operations(cell) for cell in records(of.cells)]
+    frame["as_formula"] = [said.get(cell_id, ("", None))[1] for cell_id in of.cells.index]
+    good = frame[(frame["status"] == Status.OK) & frame["sent"].notna()].sort_values("sent", kind="stable")
+    sentences = ["No valid cell's collectives were counted."]
+    if not good.empty:
+        least, most = (f"{row['sent']:,.2f} MiB ({row['label']})" for row in records(good.iloc[[0, -1]]))
+        sentences = [f"In an optimizer step a rank hands collectives {least} at least and {most} at most."]
+        due = counted.dropna(subset=["expected_calls"])
+        if len(due):
+            sentences.append(f"{_right(due)} of {len(due)} counts match their formula in calls and bytes.")
     return PageSection(
         key="communication",
-        title="Communication: what do ranks send?",
-        sentences=sentences,
+        title="What do ranks send?",
+        sentences=tuple(sentences),
         plots=("communication",),
-        table=table_of("Collectives between two updates, on one rank", header, of.cells, line, words=3),
+        table=table(
+            "Collectives between two updates, on one rank",
+            frame,
+            ("label", "operations", "as_formula", "sent", "collective_s", "exposed_s"),
+            words=3,
+        ),
     )
 
 
-def _first_repeat(table: pd.DataFrame) -> pd.DataFrame:
-    """Of each cell, the rows of the first repeat that has some."""
-    return table[table["repeat"] == table.groupby("cell_id")["repeat"].transform("min")]
+def _right(rows: pd.DataFrame) -> int:
+    same = (rows["calls"] == rows["expected_calls"]) & (rows["payload_bytes"] == rows["expected_payload_bytes"])
+    return int(same.sum())
+
+
+def _operations(rows: pd.DataFrame) -> tuple[str, str | None]:
+    """What a cell's ranks hand to collectives, and how many of these counts are as their formula says."""
+    said = (f"{r['op']} of {r['dtype']}: {r['calls']} x, {r['payload_bytes'] / MIB:,.2f} MiB" for r in records(rows))
+    due = rows.dropna(subset=["expected_calls"])
+    return "; ".join(said), f"{_right(due)} of {len(due)}" if len(due) else None
+
+
+def correctness(of: Material) -> PageSection:
+    """Whether the updates are those of the big batch."""
+    cells = of.contestants
+    fine = cells[cells["status"] == Status.OK]
+    error = fine["update_error"].dropna()
+    second = "No valid cell's update was compared with the reference's."
+    if not error.empty:
+        worst = fine.iloc[int(fine["update_error"].astype(float).argmax())]
+        cell = of.run.cells[worst["cell_id"]]
+        limit = tolerance(cell.precision, cell.workload, cell.model).update_error
+        second = (
+            f"Among them, the largest error of an update is {float(error.max()):.2g} ({worst['label']}; the limit is "
+            f"{limit:g})."
+        )
+    first = f"{len(fine)} of {plural(len(cells), 'cell')} passed every gate."
+    return PageSection(
+        key="correctness",
+        title="Does every update equal that of the big batch?",
+        sentences=tuple(filter(None, (first, second, extent(of.run.tables)))),
+        plots=("loss_curves",),
+        table=table("What the gates checked", of.cells, GATES, words=3),
+    )
 
 
 def semantics(of: Material) -> PageSection:
-    """Which steps were taken."""
-    cells = of.others
-    seen = cells[cells["steps_observed"].notna() & cells["steps_expected"].notna()]
-    right = int((seen["steps_observed"] == seen["steps_expected"]).sum())
-    told = seen[seen["steps_reported"].notna()]
-    honest = int((told["steps_reported"] == told["steps_observed"]).sum())
-    first = f"{right} of {plural(len(seen), 'cell')} took exactly as many optimizer steps as expected."
-    second = (
-        f"Of {plural(len(told), 'cell')} whose framework reports a number of steps, {honest} report what the inner "
-        "optimizer was seen to do."
-        if len(told)
-        else "No framework in this run reports a number of steps."
-    )
-    trials = of.run.tables.trials.drop_duplicates("cell_id").set_index("cell_id")
-    steps = ("steps_expected", "steps_observed", "steps_reported")
-
-    def line(cell: Mapping[str, Any]) -> tuple[str, ...]:
-        trial = trials.loc[cell["cell_id"]]
-        return (
-            of.label(cell["cell_id"]),
-            text("optimizer_steps_reported_by", trial["optimizer_steps_reported_by"]),
-            text("ranks_agree", trial["ranks_agree"]),
-            *(text(f"optimizer_{name}", cell[name]) for name in steps),
-            text("micro_batches_per_update", trial["micro_batches_per_update"]),
-        )
-
-    columns = ("optimizer_steps_reported_by", "ranks_agree", *(f"optimizer_{name}" for name in steps))
-    header = ("cell", *map(title, (*columns, "micro_batches_per_update")))
+    """Which optimizer steps were taken, and what the timed trials do not show of that."""
     return PageSection(
         key="semantics",
-        title="Semantics: which optimizer steps were taken?",
-        sentences=(first if len(seen) else "No optimizer step of any cell was observed.", second),
+        title="Which optimizer steps were taken?",
+        sentences=tuple(_steps(of)),
         plots=("optimizer_steps",),
-        table=table_of("Optimizer steps", header, of.cells, line, words=3),
+        table=_at_epoch_end(of) or _counted(of),
+        is_open=True,
     )
 
 
-def noise_section(of: Material) -> PageSection:
-    """How sure the numbers are."""
-    found = deviations(of.run.tables.trials)
-    spread = found.groupby("cell_id")[DEVIATION].agg(lambda values: values.max() - values.min())
-    if spread.empty:
-        second = "No cell has two good trials, so their spread is unknown."
-    else:
-        worst = str(spread.idxmax())
-        second = (
-            f"From its fastest to its slowest trial, the median cell spreads over {spread.median():.2g} % and "
-            f"{of.label(worst)} over {spread.max():.2g} %."
-        )
-    trials = of.run.tables.trials
-    others = 100 * (trials["foreign_cores"] + trials["stolen_cores"]) / trials["num_cpus"]
-    busy = others.groupby(trials["cell_id"]).median()
-    dropped = trials.groupby("cell_id")["num_warmup_steps"].max()
-
-    def line(cell: Mapping[str, Any]) -> tuple[str, ...]:
-        return (
-            of.label(cell["cell_id"]),
-            str(cell["num_trials"] - cell["num_bad"]),
-            number(spread.get(cell["cell_id"]), ".2g"),
-            number(dropped.get(cell["cell_id"]), "d"),
-            number(busy.get(cell["cell_id"]), ".2g"),
-        )
-
-    header = (
-        "cell",
-        "good trials",
-        "spread of trials (%)",
-        "warm-up steps left out, at most",
-        "CPUs used by others (%)",
+def _steps(of: Material) -> Iterator[str]:
+    cells = of.contestants
+    seen = cells.dropna(subset=["optimizer_steps_observed", "optimizer_steps_expected"])
+    if seen.empty:
+        yield "No optimizer step of any cell was observed."
+        return
+    right = int((seen["optimizer_steps_observed"] == seen["optimizer_steps_expected"]).sum())
+    yield (
+        f"A timed trial trains whole windows only: {right} of {plural(len(seen), 'cell')} took exactly as many "
+        "optimizer steps as these ask for."
     )
-    return PageSection(
-        key="noise",
-        title="Noise: how certain are these numbers?",
-        sentences=(noise(of.standing.floor), second),
-        plots=("noise",),
-        table=table_of("Spread of the trials of each cell", header, of.cells, line),
+    told = seen[seen["optimizer_steps_reported"].notna()]
+    if len(told):
+        honest = int((told["optimizer_steps_reported"] == told["optimizer_steps_observed"]).sum())
+        yield f"{honest} of {len(told)} frameworks' own counts agree with the inner optimizer."
+    yield (
+        "None of that tells what becomes of a window that the end of an epoch leaves incomplete: the table below does, "
+        "and docs/semantics.md has every scenario."
     )
+
+
+def _at_epoch_end(of: Material) -> Table | None:
+    """What the semantics suite found of the run's backends; None if it knows none of them."""
+    rows = epoch_end.rows_of(list(dict.fromkeys(of.contestants["backend"])))
+    about = epoch_end.about(of.run.manifest.get("packages") or {})
+    return Table(caption=about, header=epoch_end.HEADER, rows=tuple(rows), words=2) if rows else None
+
+
+def _counted(of: Material) -> Table:
+    return table("Optimizer steps of the timed trials", of.cells, ("label", *STEPS, "ranks_agree"))
 
 
 def failures(of: Material) -> Table:
     """Every cell that did not end well, with its reason."""
-    bad = of.cells[of.cells["status"] != Status.OK]
-
-    def line(cell: Mapping[str, Any]) -> tuple[str, ...]:
+    rows = []
+    for cell in of.bad.to_dict("records"):
         known = note(of.run.manifest, cell)
         reason = (str(cell["reason"]) or "no reason was recorded") + (f". This is {known}" if known else "")
-        return of.label(cell["cell_id"]), status_words(cell), reason
-
-    return table_of("Cells without a valid result", ("cell", "status, trials", "reason"), bad, line, words=3)
+        status = f"{cell['status']}, {cell['num_trials'] - cell['num_ok']} of {cell['num_trials']}"
+        rows.append((str(cell["label"]), status, reason))
+    header = ("cell", "status, trials", "reason")
+    return Table(caption="Cells without a valid result", header=header, rows=tuple(rows), words=3)

@@ -17,9 +17,23 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from bench import fields
 from bench.errors import InputError
 from bench.run import manifest as run_manifest
-from bench.run.manifest import wrong
+from bench.run.manifest import Manifest
+
+SCHEMA_VERSION = run_manifest.LATEST
+"""Of run.json and trials.jsonl together. Older ones are read (``bench.run.manifest``), and not written."""
+MANIFEST = "run.json"
+JOURNAL = "trials.jsonl"
+TORN = "trials.torn-"
+"""Beginning of the names of files that keep what crashes in mid-write left of a line."""
+UPGRADED = "upgraded_from"
+"""Key of a manifest in memory that is of an older version on the disk; never written."""
+DIGITS = 16
+"""Hex digits of a line's checksum."""
+_CHECKSUM = re.compile(rb'"sha256":"([0-9a-f]{%d})"}' % DIGITS)
+_CHECKSUM_BYTES = len('"sha256":""}') + DIGITS
 
 
 def earlier_walls(results: Path) -> dict[str, float]:
@@ -34,20 +48,6 @@ def earlier_walls(results: Path) -> dict[str, float]:
             except (ValueError, KeyError, TypeError):
                 continue  # only a better guess is lost
     return {cell_id: statistics.median(seconds) for cell_id, seconds in walls.items() if seconds}
-
-
-SCHEMA_VERSION = run_manifest.LATEST
-"""Of run.json and trials.jsonl together. Older ones are read (``bench.run.manifest``), and not written."""
-MANIFEST = "run.json"
-JOURNAL = "trials.jsonl"
-TORN = "trials.torn-"
-"""Beginning of the names of files that keep what crashes in mid-write left of a line."""
-UPGRADED = "upgraded_from"
-"""Key of a manifest in memory that is of an older version on the disk; never written."""
-DIGITS = 16
-"""Hex digits of a line's checksum."""
-_CHECKSUM = re.compile(rb'"sha256":"([0-9a-f]{%d})"}' % DIGITS)
-_CHECKSUM_BYTES = len('"sha256":""}') + DIGITS
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
@@ -93,8 +93,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         )
     if version != SCHEMA_VERSION:
         manifest = run_manifest.apply(run_manifest.MANIFEST, manifest, version) | {UPGRADED: version}
-    if place := wrong(manifest):
-        raise InputError(f"{path}: {place}; restore the file")
+    fields.read(Manifest, manifest, f"{path}: ")
     return manifest
 
 

@@ -7,59 +7,88 @@ in memory, one version at a time, and never written: only the code that began a 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from bench.errors import shown
-from bench.run.predicates import Check, anything, boolean, integer, list_of, number, or_none, table, table_of, text
+from typing_extensions import TypedDict
 
-CHECKS: dict[str, Check] = {
-    "run_id": text,
-    "started": text,
-    "finished": or_none(text),
-    "command": list_of(text),
-    "matrix": table(name=text, source=text, values=table_of(anything), places=table_of(text)),
-    "cells": list_of(table_of(anything)),
-    "remarks": table_of(text),
-    "backends": table_of(table_of(text)),
-    "baseline": text,
-    "cold": boolean,
-    "code": table_of(text),
-    "git": or_none(table(commit=or_none(text), clean=or_none(boolean))),
-    "machine": or_none(
-        table(
-            cpu=or_none(text),
-            cores=or_none(integer),
-            governor=or_none(text),
-            memory_bytes=or_none(integer),
-            gpus=list_of(table(name=text, uuid=text, mig=text, driver=text, index=integer, memory_bytes=integer)),
-            gpu_settings=list_of(table_of(anything)),
-            system=or_none(text),
-            python=or_none(text),
-        )
-    ),
-    "matmul": list_of(table(world_size=integer, threads=integer, flops_per_s=table_of(list_of(number)), reason=text)),
-    "packages": or_none(table_of(text)),
-    "distributions": or_none(table_of(text)),
-    "torch_build": or_none(table_of(or_none(text))),
-    "environment": or_none(table_of(text)),
-    "once": list_of(text),
-    "looks": or_none(
-        list_of(table(repeats=integer, wanted=integer, open=list_of(text), refused=text, widest=or_none(number)))
-    ),
-    "ended_by": or_none(text),
-    "noise_floor": or_none(table_of(or_none(lambda value: text(value) or boolean(value) or number(value)))),
-    "parent_peak_bytes": or_none(integer),
-    "journal_sha256": or_none(text),
-}
-"""What a key of a manifest may hold."""
+from bench.fields import Flag, Must, Natural, Number
+from bench.plan.cell import Cell
+from bench.plan.schedule import Look
 
 
-def wrong(manifest: Mapping[str, Any]) -> str:
-    """In words, the first key that holds what it cannot; empty if there is none."""
-    for key, check in CHECKS.items():
-        if key in manifest and not check(manifest[key]):
-            return f"{key} cannot be {shown(manifest[key])}"
-    return ""
+class _Matrix(TypedDict, total=False):
+    name: str
+    source: str
+    values: dict[str, Any]
+    places: dict[str, str]
+
+
+class _Git(TypedDict, total=False):
+    commit: str | None
+    clean: Flag | None
+
+
+class _Gpu(TypedDict, total=False):
+    name: str
+    uuid: str
+    mig: str
+    driver: str
+    index: Natural
+    memory_bytes: Natural
+
+
+class _Machine(TypedDict, total=False):
+    cpu: str | None
+    cores: Natural | None
+    governor: str | None
+    memory_bytes: Natural | None
+    gpus: list[_Gpu]
+    gpu_settings: list[dict[str, Any]]
+    system: str | None
+    python: str | None
+
+
+class _Products(TypedDict, total=False):
+    world_size: Natural
+    threads: Natural
+    flops_per_s: dict[str, list[Number]]
+    reason: str
+
+
+class _Predicted(TypedDict, total=False):
+    made: str
+    peak_bytes: dict[str, Natural]
+
+
+class Manifest(TypedDict, total=False):
+    """What run.json holds. Older runs have fewer keys."""
+
+    run_id: str
+    started: str
+    finished: str | None
+    command: list[str]
+    matrix: _Matrix
+    cells: list[Cell]
+    skipped: dict[str, str] | None
+    predicted: _Predicted | None
+    remarks: dict[str, str]
+    backends: dict[str, dict[str, str]]
+    baseline: str
+    cold: Flag
+    code: dict[str, str]
+    git: _Git | None
+    machine: _Machine | None
+    matmul: list[_Products]
+    packages: dict[str, str] | None
+    distributions: dict[str, str] | None
+    torch_build: dict[str, str | None] | None
+    environment: dict[str, str] | None
+    once: list[str]
+    looks: list[Look] | None
+    ended_by: str | None
+    noise_floor: dict[str, Annotated[str | Flag | Number | None, Must("a string, a number, true or false")]] | None
+    parent_peak_bytes: Natural | None
+    journal_sha256: str | None
 
 
 LATEST = 2

@@ -1,14 +1,17 @@
 """The rate of matrix products on the devices of a run, measured once before its first trial; stored in run.json.
 
-On as many ranks at once as the cells have, each with a cell's threads, in a process group of its own.
+On as many ranks at once as the cells have, each with a cell's threads, in a process group of its own. MFU is held
+against it too: a datasheet's peak assumes clocks that a card under load does not keep, and says nothing of a CPU.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from bench.launch.outcome import Outcome
@@ -22,6 +25,12 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 120.0
 """For one process group, its start and its warm-up included."""
+SIZE = {"cuda": 8192, "cpu": 1024}
+"""Rows and columns of both matrices, by device type: large enough that a product keeps the whole device busy."""
+WARM_S = {"cuda": 0.5, "cpu": 0.1}
+"""For which products run before the first that is timed: clocks settle, libraries choose their kernels."""
+PRODUCTS = {"cuda": 25, "cpu": 5}
+"""That are timed one by one; their median counts."""
 
 
 @dataclass(kw_only=True)
@@ -40,14 +49,37 @@ def work(task: MatmulTask, rank: int, device: torch.device) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from bench.measure.products import matmul_rate
-
     dtypes = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16}
     rates = {}
     for precision in task.precisions:
         dist.barrier()
         rates[str(precision)] = matmul_rate(device, dtypes[precision])
     return {"status": Status.OK, "flops_per_s": rates}
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of this process on the device, with the threads that torch has; 2 n^3 FLOP per product of n x n matrices.
+
+    The numbers are drawn from a normal distribution: on a GPU zeros would take less power, and so be faster.
+    """
+    import torch
+
+    from bench.measure.clock import clock_for
+
+    kind = device.type
+    size, clock = SIZE[kind], clock_for(device)
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    product = torch.empty(size, size, device=device, dtype=dtype)
+    until = time.perf_counter() + WARM_S[kind]
+    while time.perf_counter() < until:
+        torch.mm(a, b, out=product)
+        if kind == "cuda":
+            torch.cuda.synchronize()
+    marks = [clock.mark()]
+    for _ in range(PRODUCTS[kind]):
+        torch.mm(a, b, out=product)
+        marks.append(clock.mark())
+    return 2 * size**3 / median(clock.intervals(marks))
 
 
 class _Launcher(Protocol):

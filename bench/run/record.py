@@ -3,16 +3,144 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired, Required
 
-from bench.errors import InputError, shown
+from pydantic import AfterValidator
+from typing_extensions import TypedDict
+
+from bench import fields
+from bench.errors import InputError
+from bench.fields import Amount, Flag, Integer, Must, Natural, Number
 from bench.measure import dispatch, exposure, host
 from bench.plan.categories import HELD, PEAK
-from bench.plan.cell import Status
-from bench.run.predicates import anything, boolean, integer, list_of, number, or_none, seconds, table, table_of, text
+from bench.plan.cell import Cell, Status
 from bench.run.warmup import warmup
+
+
+class TimePass(TypedDict, total=False):
+    """The time pass. A loss may be anything, even NaN: the gates look at it."""
+
+    warmup_seconds: list[Amount]
+    step_seconds: list[Amount]
+    began: Number | None
+    ended: Number
+    host: dict[str, Any] | None
+    losses: list[Number]
+    num_micro_batches: Natural
+    num_fetched: Natural
+    num_updates: Natural
+    num_inner_steps: Natural
+    micro_batches_per_update: list[Natural]
+    reported: dict[str, Natural]
+    settings: dict[str, Any]
+    cuda_memory: dict[str, Natural] | None
+
+
+class MergedTime(TimePass, total=False):
+    """The time passes of all ranks as one."""
+
+    num_warmup: Natural
+    rank_step_seconds: list[list[Amount]]
+    ranks_agree: Flag
+
+
+class _Update(TypedDict):
+    error: Number
+    scale: Number
+    residual: Number
+    gradient_norm: NotRequired[Number]
+    unclipped_error: NotRequired[Number]
+    unclipped_scale: NotRequired[Number]
+
+
+class _Collective(TypedDict):
+    op: str
+    dtype: str
+    calls: Natural
+    payload_bytes: Natural
+
+
+def _sizes(sizes: dict[str, int]) -> dict[str, int]:
+    """What the allocator knows less of than the ledger is a difference, and may be below 0."""
+    if any(size < 0 and not name.endswith("_untracked") for name, size in sizes.items()):
+        raise ValueError("below 0")
+    return sizes
+
+
+class _Accumulation(TypedDict):
+    dtype: Any
+
+
+class _Dispatch(TypedDict):
+    cpu_s: Amount | None
+    num_operators: Amount | None
+    num_launches: Amount | None
+    other_work: NotRequired[str]
+
+
+class _Exposure(TypedDict):
+    collective_s: Amount
+    exposed_s: Amount
+
+
+class ResultFacts(TypedDict, total=False):
+    """What every rank hands back."""
+
+    num_parameters: Natural
+    entropy_floor: Number | None
+    tokens_per_step: Number
+    flops_per_step: Number | None
+    device_name: str
+    training_s: Amount
+
+
+class Result(ResultFacts, total=False):
+    """What ranks hand back: facts, and the passes that they were asked for."""
+
+    time: MergedTime | None
+    update: _Update | None
+    collectives: list[_Collective] | None
+    memory: Annotated[dict[str, Integer], AfterValidator(_sizes), Must("a table of bytes")] | None
+    accumulation: _Accumulation | None
+    dispatch: _Dispatch | None
+    exposure: _Exposure | None
+
+
+class _SampledGpus(TypedDict, total=False):
+    gpus: list[dict[str, Any]]
+
+
+class Record(Result, total=False):
+    """A record of the journal: one trial. Older ones have fewer keys, and failed ones none of the ranks'."""
+
+    cell_id: Required[str]
+    repeat: Required[Natural]
+    cell: Required[Cell]
+    status: Required[Annotated[Status, Must(f"one of {', '.join(Status)}")]]
+    reason: Required[str]
+    wall_s: Required[Amount]
+    slot: Natural
+    cold: Flag
+    passes: list[str]
+    ended: str
+    last_lines: list[str]
+    log: str
+    dumps: list[str]
+    device_uuids: list[str | None]
+    gpus: _SampledGpus | None
+    layout: dict[str, Any] | None
+
+
+NEVER_EMPTY = ("time", "collectives", "memory", "dispatch")
+"""Passes that have a result wherever they are asked for."""
+
+
+def check(records: Sequence[Mapping[str, Any]], journal: Path) -> None:
+    """Raise InputError naming the journal, the record and the key if one holds what none can, as an edited one may."""
+    for index, record in enumerate(records, start=1):
+        fields.read(Record, record, f"{journal}: trial {index} was edited: ")
 
 
 def merge(ranks: Sequence[Mapping[str, int]]) -> dict[str, int]:
@@ -86,136 +214,18 @@ def wrong(ranks: Sequence[Mapping[str, Any]], passes: Sequence[str]) -> str:
     A result comes from another process, through a file: what is stored and computed with it must be what it seems.
     """
     for rank, result in enumerate(ranks):
-        if place := _wrong_in(result, _RESULT) or _wrong_pass(result, passes):
-            return f"rank {rank}: its result is damaged: {place}"
+        try:
+            fields.read(Result, result)
+        except InputError as error:
+            return f"rank {rank}: its result is damaged: {error}"
+        if missing := _missing(result, passes):
+            return f"rank {rank}: its result is damaged: {missing} is missing"
     return ""
 
 
-def _wrong_pass(result: Mapping[str, Any], passes: Sequence[str]) -> str:
-    for name in passes:
-        if name not in result:
-            return f"{name} is missing"
-        value = result[name]
-        if name == "time" and not isinstance(value, dict):
-            return "time is no table"
-        place = _wrong_in(value, _TIME) if name == "time" else "" if _EXTRA[name](value) else f"{name} is none"
-        if place:
-            return place if place.startswith(name) else f"{name}: {place}"
-    return ""
-
-
-def _wrong_in(table: Mapping[str, Any], checks: Mapping[str, Callable[[Any], bool]]) -> str:
-    for key, check in checks.items():
-        if key not in table:
-            return f"{key} is missing"
-        if not check(table[key]):
-            return f"{key} cannot be {str(table[key])[:40]!r}"
-    return ""
-
-
-def _memory(value: Any) -> bool:
-    """Bytes; what the allocator knows less of than the ledger is a difference, and may be below 0."""
-    return isinstance(value, dict) and all(
-        integer(size) or (name.endswith("_untracked") and isinstance(size, int) and abs(size) < 2**63)
-        for name, size in value.items()
-    )
-
-
-def _dispatch(value: Any) -> bool:
-    """Numbers of a window, and in newer records what other work was seen, in words."""
-    if not isinstance(value, dict):
-        return False
-    numbers = {key: number for key, number in value.items() if key != dispatch.OTHER_WORK}
-    return table_of(or_none(seconds), *dispatch.NUMBERS)(numbers) and text(value.get(dispatch.OTHER_WORK, ""))
-
-
-def _calls(row: Any) -> bool:
-    return (
-        isinstance(row, dict)
-        and all(isinstance(row.get(key), str) for key in ("op", "dtype"))
-        and all(integer(row.get(key)) for key in ("calls", "payload_bytes"))
-    )
-
-
-_RESULT: dict[str, Callable[[Any], bool]] = {
-    "num_parameters": integer,
-    "entropy_floor": or_none(number),
-    "tokens_per_step": number,
-    "flops_per_step": or_none(number),
-    "device_name": text,
-    "training_s": seconds,
-}
-"""What every result holds."""
-_TIME: dict[str, Callable[[Any], bool]] = {
-    "warmup_seconds": list_of(seconds),
-    "step_seconds": list_of(seconds),
-    "began": or_none(number),
-    "ended": number,
-    "host": or_none(table_of(anything)),
-    "losses": list_of(number),
-    "num_micro_batches": integer,
-    "num_fetched": integer,
-    "num_updates": integer,
-    "num_inner_steps": integer,
-    "micro_batches_per_update": list_of(integer),
-    "reported": table_of(integer),
-    "settings": table_of(anything),
-    "cuda_memory": or_none(table_of(integer)),
-}
-"""The time pass. A loss may be anything, even NaN: the gates look at it."""
-_EXTRA: dict[str, Callable[[Any], bool]] = {
-    "update": or_none(table_of(number, "error", "scale", "residual")),
-    "collectives": list_of(_calls),
-    "memory": _memory,
-    "accumulation": or_none(table_of(anything, "dtype")),
-    "dispatch": _dispatch,
-    "exposure": or_none(table_of(seconds, "collective_s", "exposed_s")),
-}
-"""The other passes."""
-_HEADER: dict[str, Callable[[Any], bool]] = {
-    "cell_id": text,
-    "repeat": integer,
-    "cell": table_of(anything),
-    "status": lambda value: value in list(Status),
-    "reason": text,
-    "wall_s": seconds,
-}
-"""What every record of the journal holds."""
-_STORED: dict[str, Callable[[Any], bool]] = {
-    **_RESULT,
-    **{name: or_none(is_right) for name, is_right in _EXTRA.items()},
-    "slot": integer,
-    "cold": boolean,
-    "passes": list_of(text),
-    "ended": text,
-    "last_lines": list_of(text),
-    "log": text,
-    "dumps": list_of(text),
-    "device_uuids": list_of(or_none(text)),
-    "gpus": or_none(table(gpus=list_of(table_of(anything)))),
-    "layout": or_none(table_of(anything)),
-    "time": or_none(table_of(anything)),
-}
-"""What some do: what the ranks handed back, and what the runner adds."""
-_MERGED_TIME: dict[str, Callable[[Any], bool]] = {
-    "num_warmup": integer,
-    "rank_step_seconds": list_of(list_of(seconds)),
-    "ranks_agree": boolean,
-}
-"""What merging the ranks' time passes adds."""
-
-
-def check(records: Sequence[Mapping[str, Any]], journal: Path) -> None:
-    """Raise InputError naming the journal, the record and the key if one holds what none can, as an edited one may."""
-    for index, record in enumerate(records, start=1):
-        if place := _wrong_in(record, _HEADER) or _edited(record):
-            raise InputError(f"{journal}: trial {index} was edited: {place}; restore the file")
-
-
-def _edited(record: Mapping[str, Any]) -> str:
-    """What stands in a record that cannot; older records have fewer keys."""
-    for values, checks in ((record, _STORED), (record.get("time") or {}, _TIME | _MERGED_TIME)):
-        for key, is_right in checks.items():
-            if key in values and not is_right(values[key]):
-                return f"{key} cannot be {shown(values[key])}"
-    return ""
+def _missing(result: Mapping[str, Any], passes: Sequence[str]) -> str:
+    for name in (*ResultFacts.__annotations__, *passes):
+        if name not in result or (name in NEVER_EMPTY and result[name] is None):
+            return name
+    time = result["time"] if "time" in passes else TimePass.__annotations__
+    return next((f"time.{name}" for name in TimePass.__annotations__ if name not in time), "")

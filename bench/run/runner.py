@@ -88,7 +88,7 @@ class Runner:
         self._corpus = None if values["workload.corpus"] == "markov" else values["workload.corpus"]
         self._threads = int(values.get("threads", 0))
         self._budget_s = float(values.get("budget_s", 0.0)) or math.inf
-        self._skipped = start.skipped_of(manifest)
+        self._skipped = manifest.get("skipped") or {}
         self.schedule = Schedule(manifest)
         self._asked = task.passes([cell for cell in self.schedule.cells if cell.cell_id not in self._skipped])
         self._done: set[tuple[str, int]] = set()

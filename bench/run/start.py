@@ -98,10 +98,7 @@ def code(cells: Sequence[Cell], backends: Mapping[str, type[Backend]]) -> dict[s
 
 def cells_of(folder: Path, manifest: Mapping[str, Any]) -> list[Cell]:
     """The cells of a run. Raises InputError if its manifest does not have them as they were written."""
-    try:
-        cells = [Cell.from_dict(cell) for cell in manifest["cells"]]
-    except (KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{folder / MANIFEST}: cells: are not those of a run ({error}); restore the file") from error
+    cells = [Cell.from_dict(cell) for cell in manifest.get("cells", ())]
     if not cells:
         raise InputError(f"{folder / MANIFEST}: cells: there are none; restore the file")
     if unknown := {cell.model for cell in cells if cell.workload == "llama"} - SIZES.keys():
@@ -119,11 +116,6 @@ def backends_of(folder: Path, manifest: Mapping[str, Any]) -> dict[str, type[Bac
     return registry(names)
 
 
-def skipped_of(manifest: Mapping[str, Any]) -> dict[str, str]:
-    """Why cells of a run are not tried, by id."""
-    return {str(cell_id): str(reason) for cell_id, reason in dict(manifest.get("skipped") or {}).items()}
-
-
 def reopen(folder: Path, backends: Mapping[str, type[Backend]]) -> dict[str, Any]:
     """The manifest of a run to go on with. Raises InputError if this is not the machine and software it began on.
 
@@ -136,7 +128,6 @@ def reopen(folder: Path, backends: Mapping[str, type[Backend]]) -> dict[str, Any
         raise InputError(f"{folder / MANIFEST}: has no key '{lacking[0]}'; restore it")
     try:
         Schedule(manifest)
-        skipped_of(manifest)
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(
             f"{folder / MANIFEST}: its looks and repeats are not those of a run ({error}); restore the file"

@@ -32,6 +32,34 @@ PROCESSES_EVERY = 5
 """How many samples there are to one listing of processes, the costliest question."""
 STOP_S = 5.0
 """How long a sample under way may take before it is given up, as when a driver hangs."""
+REASONS = {
+    0x1: "GpuIdle",
+    0x2: "ApplicationsClocksSetting",
+    0x4: "SwPowerCap",
+    0x8: "HwSlowdown",
+    0x10: "SyncBoost",
+    0x20: "SwThermalSlowdown",
+    0x40: "HwThermalSlowdown",
+    0x80: "HwPowerBrakeSlowdown",
+    0x100: "DisplayClockSetting",
+    0x200: "BoardLimit",
+    0x400: "Reliability",
+    0x8000000000000000: "Unknown",
+}
+"""Names of NVML's bits, less the prefix ``nvmlClocksEventReason`` (in older versions ``nvmlClocksThrottleReason``)."""
+NO_SLOWDOWN = frozenset({"GpuIdle", "ApplicationsClocksSetting", "DisplayClockSetting"})
+"""Reasons that are no slowdown: there is no work, or somebody has set the clocks and they are as they were set.
+
+All others, by NVML's documentation, hold clocks below what was asked for: SwPowerCap (the power limit), HwSlowdown
+(temperature, an external power brake, or a fast trigger: clocks at most half; also seen for a moment when the P-state
+changes), SwThermalSlowdown and HwThermalSlowdown (GPU or memory too hot), HwPowerBrakeSlowdown (the power supply),
+SyncBoost (another GPU of the group is slow), BoardLimit, Reliability, Unknown, and bits that are newer than this list.
+SwPowerCap is common on a GPU that is well used; how much it matters is told by its share and the clocks.
+"""
+# Numbers of NVML's enumerations, which never change.
+_CLOCK_SM, _CLOCK_MEMORY, _SENSOR_GPU = 1, 2, 0
+_LASTING = frozenset({3, 4, 13})
+"""Errors after which a question is not asked again: not supported, no permission, function not found."""
 
 
 class Telemetry:
@@ -225,37 +253,6 @@ def _num_foreign(samples: list[dict[str, Any]], begin: float, end: float, own: s
         return None
     seen = {pid for sample in _within(listed, "pids", begin, end) for pid in sample["pids"]} - own
     return len(seen if own else seen & set(listed[0]["pids"]))
-
-
-REASONS = {
-    0x1: "GpuIdle",
-    0x2: "ApplicationsClocksSetting",
-    0x4: "SwPowerCap",
-    0x8: "HwSlowdown",
-    0x10: "SyncBoost",
-    0x20: "SwThermalSlowdown",
-    0x40: "HwThermalSlowdown",
-    0x80: "HwPowerBrakeSlowdown",
-    0x100: "DisplayClockSetting",
-    0x200: "BoardLimit",
-    0x400: "Reliability",
-    0x8000000000000000: "Unknown",
-}
-"""Names of NVML's bits, less the prefix ``nvmlClocksEventReason`` (in older versions ``nvmlClocksThrottleReason``)."""
-NO_SLOWDOWN = frozenset({"GpuIdle", "ApplicationsClocksSetting", "DisplayClockSetting"})
-"""Reasons that are no slowdown: there is no work, or somebody has set the clocks and they are as they were set.
-
-All others, by NVML's documentation, hold clocks below what was asked for: SwPowerCap (the power limit), HwSlowdown
-(temperature, an external power brake, or a fast trigger: clocks at most half; also seen for a moment when the P-state
-changes), SwThermalSlowdown and HwThermalSlowdown (GPU or memory too hot), HwPowerBrakeSlowdown (the power supply),
-SyncBoost (another GPU of the group is slow), BoardLimit, Reliability, Unknown, and bits that are newer than this list.
-SwPowerCap is common on a GPU that is well used; how much it matters is told by its share and the clocks.
-"""
-
-# Numbers of NVML's enumerations, which never change.
-_CLOCK_SM, _CLOCK_MEMORY, _SENSOR_GPU = 1, 2, 0
-_LASTING = frozenset({3, 4, 13})
-"""Errors after which a question is not asked again: not supported, no permission, function not found."""
 
 
 def _reasons(bits: int) -> list[str]:

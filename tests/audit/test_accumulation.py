@@ -177,7 +177,7 @@ def test_the_exit_status_says_whether_all_sum_in_fp32(
 
 def test_an_unknown_backend_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["accumulation", "--backend", "no-such"]) == 2
-    assert "'no-such' is unknown; use ddp-eager, " in capsys.readouterr().err
+    assert "'no-such' is unknown; use one of ddp-eager, " in capsys.readouterr().err
 
 
 def test_a_row_in_words() -> None:

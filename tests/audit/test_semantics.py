@@ -343,18 +343,18 @@ def test_the_suite_covers_what_it_should() -> None:
     ("text", "message"),
     [
         ("[a", "it must be TOML"),
-        ("a = 3", "a = 3: must be a table"),
-        ("[a]\nsamples = 4", "[a] batch_size: is missing"),
-        ("[a]\nsamples = 4\nbatch_size = 1\naccumulate = 1\nshards = 2", "[a] shards: unknown; use name, title"),
-        ("[a]\nsamples = '4'\nbatch_size = 1\naccumulate = 1", "[a] samples = '4': must be int"),
-        ("[a]\nsamples = 4\nbatch_size = 1\naccumulate = [1, 0]", "must be positive integers"),
-        ("[a]\nsamples = 4\nbatch_size = 1\naccumulate = 1\nfault = 'fire'", "fault = 'fire': use none, exception"),
+        ("a = 3", "a is 3; it must be a table"),
+        ("[a]\nsamples = 4", "[a] batch_size is missing; it must be an integer of at least 1"),
+        ("[a]\nsamples = 4\nbatch_size = 1\naccumulate = 1\nshards = 2", "[a] shards is unknown; use one of name"),
+        ("[a]\nsamples = '4'\nbatch_size = 1\naccumulate = 1", "[a] samples is '4'; it must be an integer"),
+        ("[a]\nsamples = 4\nbatch_size = 1\naccumulate = [1, 0]", "[a] accumulate is [1, 0]; it must be"),
+        ("[a]\nsamples = 4\nbatch_size = 1\naccumulate = 1\nfault = 'fire'", "fault is 'fire'; it must be one of none"),
         ("[a]\nsamples = 4\nbatch_size = 1\naccumulate = 1\nfault = 'exception'", "at: goes with a fault"),
         (
             "[a]\nsamples = 4\nbatch_size = 1\naccumulate = 1\nfault = 'exception'\nat = 2",
             "an epoch has 2 micro-batches",
         ),
-        ("[a]\nsamples = 4\nbatch_size = 1\naccumulate = 1\nepochs = 0", "epochs = 0: has no end without"),
+        ("[a]\nsamples = 4\nbatch_size = 1\naccumulate = 1\nepochs = 0", "epochs is 0; there is no end without"),
         ("[a]\nsamples = 9000000\nbatch_size = 1\naccumulate = 1", "at most 100000"),
     ],
 )
@@ -664,14 +664,14 @@ def test_the_calculator_says_what_the_backends_do(tables: list[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--samples", "0", "--micro-batch", "1", "--accumulate", "2"], "--samples = 0: must be a positive integer"),
+        (["--samples", "0", "--micro-batch", "1", "--accumulate", "2"], "--samples is 0; it must be an integer of"),
         (["--samples", "4", "--micro-batch", "1"], "--accumulate: is missing"),
         (["--samples", "4", "--micro-batch", "1", "--accumulate", "x"], "--accumulate x: must be integers"),
         (["--suite", "--samples", "4"], "--samples: describes one scenario"),
-        (["--suite", "--scenario", "nope"], "--scenario nope: scenarios.toml has no such scenario; use divisible"),
+        (["--suite", "--scenario", "nope"], "--scenario nope: scenarios.toml has no such scenario; use one of"),
         (["--samples", "4", "--micro-batch", "1", "--accumulate", "2", "--backend", "nope"], "--backend nope: unknown"),
         (["--samples", "4", "--micro-batch", "1", "--accumulate", "2", "--device", "tpu"], "--device tpu: use cpu or"),
-        (["--samples", "4", "--micro-batch", "1", "--accumulate", "2", "--clip", "-1"], "--clip = -1.0: must be"),
+        (["--samples", "4", "--micro-batch", "1", "--accumulate", "2", "--clip", "-1"], "--clip is -1.0; it must be"),
         (["--docs", "x.md", "--samples", "4"], "--docs x.md: is written from a suite; add --suite"),
     ],
 )

@@ -265,7 +265,7 @@ def test_table_and_sentences(call: Any) -> None:
     assert "trainer.global_step says 4, and trainer.estimated_stepping_batches says 6" in out
     assert "lightning-ddp, lightning-fsdp2: the last window of an epoch has 2 of 4 micro-batches" in out
     assert "2 of 6 updates are 0.5 of the right one" in out
-    assert "no max_steps makes the same updates as 2 epochs" in out
+    assert "no max_steps gives the same updates as 2 epochs" in out
     assert "\nnaive: ceil(40 / 16) x 2 = 6, but carry takes 5;" in out
 
 
@@ -274,7 +274,7 @@ def test_a_backend_that_declares_no_rule_is_not_calculated(call: Any, monkeypatc
 
     monkeypatch.setattr(DDPEager, "stepping", Stepping.UNKNOWN)
     _, out, _ = call(f"{CASE} --backend ddp-eager")
-    assert "ddp-eager: its rule is not declared, so nothing is calculated" in out
+    assert "ddp-eager: declares no rule, so nothing is calculated" in out
     _, out, _ = call(f"{CASE} --backend ddp-eager --json")
     assert json.loads(out)["rules"][0]["steps"] is None
 

@@ -113,7 +113,7 @@ def test_real_and_virtual_time_agree() -> None:
 
 def test_plot_has_no_overlapping_words() -> None:
     points = [measurement(r, window_size=w, epoch=e) for r, w, e in ((1, 5, Epoch.WHOLE), (0.2, 100, Epoch.SHORT))]
-    figure = monitor_table.draw(pd.DataFrame([m.row() for m in points]), ABOUT).figure
+    figure, _ = monitor_table.draw(pd.DataFrame([m.row() for m in points]), ABOUT)
     figure.draw_without_rendering()
     texts = [text for axes in figure.axes for text in (axes.title, axes.xaxis.label, *axes.texts) if text.get_text()]
     boxes = [text.get_window_extent() for text in texts + figure.texts if text.get_text()]
@@ -133,7 +133,7 @@ def test_command_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureF
     assert list(table["verdict"]) == ["right", "right", "biased", "biased"] and set(table["clock"]) == {"virtual"}
     page = (out / "throughput.md").read_text()
     assert "| whole | 4 | 6 | 1, 5 |" in page and str(tmp_path) not in page
-    assert "epoch: how many micro-batches NB it has, whole (NB is a multiple of N). reported/s:" in page
+    assert "epoch: the number of micro-batches NB in an epoch, whole (NB is a multiple of N). reported/s:" in page
     assert "right: within 1 % of 1." in page
 
 
@@ -141,10 +141,10 @@ def test_command_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureF
     ("options", "words"),
     [
         (["--micro-batches", "0"], "--micro-batches: '0' is not an integer from 1"),
-        (["--epochs", "2"], "--epochs: is for a training whose --micro-batches are given"),
-        (["--max-steps", "2"], "--max-steps: is for a training whose --micro-batches are given"),
-        (["--micro-batches", "8", "--epoch", "whole"], "--micro-batches: --epoch is about the epochs that --epoch"),
-        (["--micro-batches", "8", "--out", "out"], "--micro-batches: --out is about the epochs that --epoch names"),
+        (["--epochs", "2"], "--epochs: goes with --micro-batches; add it"),
+        (["--max-steps", "2"], "--max-steps: goes with --micro-batches; add it"),
+        (["--micro-batches", "8", "--epoch", "whole"], "--micro-batches: does not go with --epoch"),
+        (["--micro-batches", "8", "--out", "out"], "--micro-batches: does not go with --out"),
         (["--accumulate", "0"], "--accumulate: '0' is not a list of integers from 1 on"),
         (["--window-size", "1,5"], "--window-size: '1,5' is not a list of integers from 2 on"),
         (["--log-every", "often"], "--log-every: 'often' is not"),

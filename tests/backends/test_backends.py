@@ -270,6 +270,7 @@ def test_ddp_takes_no_statistics(
         made.append(ddp)
 
     monkeypatch.setattr(DistributedDataParallel, "__init__", noted)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # as the launcher has it
     spec = Spec(cell=cell_here(backend, 7), passes=("time",), folder=str(tmp_path), reference="")
     assert RankTrial(spec, 0, torch.device("cpu"), registry()[backend]).time()["num_updates"] == 7
     (ddp,) = made

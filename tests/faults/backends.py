@@ -289,7 +289,7 @@ class StepsOnceTooFew(DDPEager):
     name, framework = "f-steps-too-few", "Faults"
 
     def train(self, job: Job) -> None:
-        job.max_steps = max(1, job.windows - 1)
+        job.windows = max(1, job.windows - 1)
         super().train(job)
 
 

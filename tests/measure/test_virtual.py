@@ -84,7 +84,9 @@ def test_what_is_sent_and_held_is_what_the_formulas_say(
             due = dict(expected.held)
             if "ddp" in cell.backend:  # what it broadcasts: here each buffer is the only one of its dtype
                 due["communication"] += sum(size for _, size in layout(cell).buffers)
-            if (found["collectives"], by_use) != (counted, due):
+            # Lightning's flags of a byte or an integer, which fake tensors with values of their own keep longer.
+            slack = 64 if world[0] == "fake" and "lightning" in cell.backend else 0
+            if found["collectives"] != counted or by_use != pytest.approx(due, abs=slack):
                 wrong.append((cell.label, rank, found["collectives"], counted, by_use, due))
             for total in (PEAK, HELD):
                 assert sum(categories.parts(found["memory"], total).values()) == found["memory"][total] > 0

@@ -15,11 +15,12 @@ from bench.judge.loading import Run, run_of
 from bench.judge.quoting import Quotes
 from bench.judge.standing import Standing, standing, standings
 from bench.measure.taps import EventKind, TappedLoader, Taps, updates
-from bench.report import clipboard, figure_data, figures, page, pull_request, sheet, style
+from bench.report import figure_data, figures, page, pull_request, sheet, style
+from bench.report.answer import answer
 from bench.report.citation import formats, words_of_cell
 from bench.report.inline import picture
 from bench.report.lines import draw_step_time
-from bench.report.terminal import by_cell
+from bench.report.material import Material
 from bench.run.journal import Journal
 from bench.run.warmup import warmup
 from tests.factories import make_cell as cell_of
@@ -123,8 +124,8 @@ def test_verdicts(benchmark: Timed, run: Run) -> None:
     assert len(benchmark(standing, run).rows) == 3 * (len(BACKENDS) - 1)
 
 
-def test_summary_by_cell(benchmark: Timed, run: Run) -> None:
-    assert len(benchmark(by_cell, run.tables)) == len(run.cells)
+def test_facts_of_every_cell(benchmark: Timed, run: Run, every: dict[str, Standing]) -> None:
+    assert len(benchmark(lambda: Material(folder=Path(), run=run, standings=every).cells)) == len(run.cells) - 1
 
 
 def test_citing_every_cell(benchmark: Timed, run: Run) -> None:
@@ -154,17 +155,11 @@ def test_putting_one_plot_into_a_page(benchmark: Timed, drawn: list[Path]) -> No
     assert benchmark(picture, svg, "step_time").markup.startswith("<svg")
 
 
-def test_citing_every_ratio_in_a_page(benchmark: Timed, run: Run, every: dict[str, Standing]) -> None:
-    def cite() -> dict[str, Any]:
-        return clipboard.ratios(Quotes(run, every), every, list(run.cells))
-
-    assert len(benchmark(cite)["of"]) == len(run.cells) - 1
-
-
 def test_writing_the_page(benchmark: Timed, run: Run, every: dict[str, Standing], drawn: list[Path]) -> None:
-    cells, folder = by_cell(run.tables), drawn[0].parent.parent
-    assert f"<h1><bdi>{run.name}" in benchmark(page.render, folder, run, every, cells, drawn)
+    of = Material(folder=drawn[0].parent.parent, run=run, standings=every)
+    assert f"<h1><bdi>{run.name}" in benchmark(page.render, of, answer(of), drawn)
 
 
 def test_writing_the_short_report(benchmark: Timed, run: Run, every: dict[str, Standing]) -> None:
-    assert benchmark(pull_request.render, run, every, by_cell(run.tables)).startswith(f"## {run.name}")
+    of = Material(folder=Path(), run=run, standings=every)
+    assert benchmark(lambda: pull_request.render(run, answer(of))).startswith(f"## {run.name}")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
+from bench.errors import InputError
 from bench.plan.cell import LATER, REFERENCE, SHARDED_REFERENCE, Cell, Device, Precision
 from tests.factories import make_cell
 
@@ -107,14 +108,14 @@ def test_id_depends_on_every_field(name: str) -> None:
 
 def test_from_dict_refuses_what_it_does_not_know() -> None:
     values = make_cell().to_dict()
-    with pytest.raises(TypeError, match="colour"):
+    with pytest.raises(InputError, match="colour is unknown"):
         Cell.from_dict({**values, "colour": "red"})
-    with pytest.raises(ValueError, match="fp8"):
+    with pytest.raises(InputError, match="precision is 'fp8'; it must be 'fp32' or 'bf16'"):
         Cell.from_dict({**values, "precision": "fp8"})
-    with pytest.raises(ValueError, match="tpu"):
+    with pytest.raises(InputError, match="device is 'tpu'; it must be 'cpu' or 'cuda'"):
         Cell.from_dict({**values, "device": "tpu"})
     del values["backend"]
-    with pytest.raises(TypeError, match="backend"):
+    with pytest.raises(InputError, match="backend is missing"):
         Cell.from_dict(values)
 
 
@@ -132,9 +133,9 @@ def test_from_dict_refuses_what_it_does_not_know() -> None:
     ],
 )
 def test_from_dict_refuses_values_that_cannot_be(field: str, value: object) -> None:
-    with pytest.raises(ValueError, match=field):
+    with pytest.raises(InputError, match=f"{field} is .*; it must be "):
         Cell.from_dict({**make_cell().to_dict(), field: value})
-    with pytest.raises(TypeError):
+    with pytest.raises(InputError, match="it must be a table"):
         Cell.from_dict([value])  # type: ignore[arg-type]
 
 

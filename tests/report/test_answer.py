@@ -1,104 +1,218 @@
-"""Verdicts in words: what is certain is said with its interval, and what is not is not said."""
+"""The answer: a few statements and one table, the same on the page, in report.md and in the terminal."""
 
 from __future__ import annotations
 
 import dataclasses
+import io
 from pathlib import Path
-from typing import Any
 
 import pytest
+from rich.console import Console
 
-from bench.judge.loading import Run, load
-from bench.judge.pairs import ComparedPair
-from bench.judge.standing import Standing, standings
-from bench.judge.verdicts import NEXT, Reason, Verdict, exact
-from bench.report.answer import answer, headline, sentence
-from bench.report.terminal import by_cell
-from tests.pages import write_run
+from bench.errors import InputError
+from bench.judge.advice import VIRTUAL
+from bench.judge.integrity import check
+from bench.judge.loading import Run, hashed, load
+from bench.judge.quoting import find_cell
+from bench.judge.standing import standings
+from bench.plan.cell import Cell, counted
+from bench.plan.columns import labels
+from bench.report.answer import Answer, Statement, answer
+from bench.report.citation import cite
+from bench.report.material import Material
+from bench.report.terminal import show
+from bench.run.journal import JOURNAL, encode, write_manifest
+from tests.factories import make_cell, make_manifest, make_record
+from tests.pages import read, report, write_run
 
-FACTORS = {"alpha-eager": 1.0, "alpha-deferred": 0.75, "beta": 1.2}
+FACTORS = {"alpha-eager": 1.0, "alpha-deferred": 0.75, "beta": 1.2, "gamma": 0.7505}
+BUSY = {"num_cpus": 4, "foreign_cores": 1.6, "stolen_cores": 0.0}
+
+
+def fate(cell: Cell, repeat: int) -> tuple[str, str] | None:
+    """One backend is wrong at N = 4, one runs out of memory everywhere."""
+    if cell.backend == "wrong" and cell.accumulate == 4:
+        return "invalid", f"the loss is off by 0.{repeat + 1}"
+    return ("oom", "rank 0: out of memory") if cell.backend == "large" else None
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return load(write_run(tmp_path_factory.mktemp("answer") / "run", FACTORS, world_size=(1, 2)))
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    backends = {**FACTORS, "wrong": 0.5, "large": 1.0}
+    return write_run(tmp_path_factory.mktemp("answer") / "run", backends, fate=fate)
 
 
 @pytest.fixture(scope="module")
-def standing(run: Run) -> Standing:
-    return standings(run)["alpha-eager"]
+def printed(folder: Path) -> str:
+    return report(folder, drawn=False)[1]
 
 
-def judged(row: ComparedPair, verdict: Verdict, reason: Reason, detail: str = "", **changes: Any) -> ComparedPair:
-    comparison = row.judgement.comparison
-    if changes:
-        comparison = dataclasses.replace(comparison, time=dataclasses.replace(comparison.time, **changes))  # type: ignore[type-var]
-    judgement = dataclasses.replace(
-        row.judgement, verdict=verdict, reason=reason, detail=detail or str(reason), comparison=comparison
+def written(folder: Path, cells: list[Cell], baseline: str = "ddp-deferred") -> Path:
+    """A run of one trial of each of these cells."""
+    folder.mkdir()
+    records = [make_record(cell) | {"slot": slot} for slot, cell in enumerate(cells)]
+    (folder / JOURNAL).write_bytes(b"".join(map(encode, records)))
+    write_manifest(folder, make_manifest(cells, run_id=folder.name, baseline=baseline))
+    return folder
+
+
+def of(folder: Path) -> tuple[Run, Answer]:
+    run = hashed(load(folder), folder)
+    return run, answer(Material(folder=folder, run=run, standings=standings(run)))
+
+
+def said(found: Answer, key: str) -> list[Statement]:
+    return [one for one in found.all if one.key == key]
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_the_same_is_said_in_all_three_places(folder: Path, printed: str) -> None:
+    _, found = of(folder)
+    short = (folder / "report.md").read_text(encoding="utf-8").replace("\\", "")
+    page = one_line(read(folder / "report.html").text)
+    terminal = one_line(printed)
+    assert [one.key for one in found.all] == ["fastest", "memory", "sync", "wrong", "failed", "scope"]
+    for one in found.all:
+        assert one.sentence in short
+        assert one_line(f"{one.lead} {one.text}") in page
+    words = one_line(" ".join(one.text for one in found.all)).split()
+    assert set(words) <= set(terminal.split())
+    assert printed.splitlines()[-1].startswith("report: ")
+    for row in found.groups[0].rows:
+        line = next(line.split() for line in printed.splitlines() if line.split()[:1] == [row.backend])
+        texts = row.texts
+        assert {texts["seconds"], texts["ratio"], texts["ratio_ends"], texts["correct"]} <= set(line)
+
+
+def test_the_fastest_correct_backend_and_those_not_told_from_it(folder: Path) -> None:
+    run, found = of(folder)
+    (fastest,), (least,) = said(found, "fastest"), said(found, "memory")
+    assert found.groups[0].n == 4 and [group.n for group in found.groups] == [4, 1]
+    order = [row.backend for row in found.groups[0].rows]
+    assert order == ["alpha-deferred", "gamma", "alpha-eager", "beta", "large", "wrong"]
+    assert fastest.lead == "alpha-deferred" and ". Not told apart from it: gamma, " in fastest.text
+    assert least.lead == "alpha-deferred" and "at N=4, W=2." in least.text
+    (row,) = [row for row in found.groups[0].rows if row.backend == "beta"]
+    assert row.texts["trials"] == "10" and row.texts["correct"] == "yes" and row.pair is not None
+    assert not said(found, "undecided") and run.labels[row.cell_id] == "beta N=4 W=2 fp32"
+
+
+def test_a_ratio_is_the_same_number_here_and_in_a_citation(folder: Path) -> None:
+    run, found = of(folder)
+    (sync,) = said(found, "sync")
+    assert sync.lead == "alpha-deferred / alpha-eager"
+    ids = {row.backend: row.cell_id for row in found.groups[0].rows}
+    cited = cite(run, ids["alpha-deferred"], ids["alpha-eager"]).text
+    value = cited.partition(": ")[2].partition(" times the step time")[0]
+    (row,) = [row for row in found.groups[0].rows if row.backend == "alpha-deferred"]
+    assert float(value) < 1 and sync.text.startswith(f"time {value} (95 % ") and row.texts["ratio"] == value
+    assert ", faster; memory 0.7500 (" in sync.text
+
+
+def test_what_must_not_be_used_is_said_once_with_its_reason(folder: Path, printed: str) -> None:
+    _, found = of(folder)
+    (wrong,), (failed,) = said(found, "wrong"), said(found, "failed")
+    assert (wrong.lead, wrong.text) == ("wrong (N = 4)", "the loss is off by 0.1.")
+    assert (failed.lead, failed.text) == ("large", "oom: rank 0: out of memory.")
+    assert printed.count("the loss is off by") == 1 and printed.count("rank 0: out of memory") == 1
+
+
+def test_the_scope_has_counts_and_the_width_that_check_has(folder: Path) -> None:
+    run, found = of(folder)
+    text = found.scope.text
+    assert "n = 10 good trials per cell; noise floor 0." in text and text.endswith("do not transfer to GPUs.")
+    assert "14 cells: 10 compared with alpha-eager, 2 of alpha-eager itself, 1 reference, 1 A/A twin" in text
+    write_manifest(folder, {**run.manifest, "ended_by": "budget"})
+    (width,) = [one.text.rpartition("interval is ")[2] for one in check(folder) if "widest interval" in one.text]
+    assert f"widest interval of a ratio {width};" in text
+
+
+def test_one_repeat_on_a_busy_machine_asks_for_both_in_one_command(tmp_path: Path) -> None:
+    given = "python -m bench run --matrix smoke --out results/x --repeats=1 --budget 5m --json"
+    folder = write_run(tmp_path / "run", FACTORS, repeats=1, host=BUSY, command=given.split())
+    status, printed = report(folder)
+    _, found = of(folder)
+    assert status == 0 and found.alarm is not None and found.alarm.is_warning
+    assert found.alarm.command == "python -m bench doctor && python -m bench run --matrix smoke --repeats 10"
+    assert (
+        "others took 40 % of its CPUs" in found.alarm.text and "1 repeat, and an interval needs 5" in found.alarm.text
     )
-    return dataclasses.replace(row, judgement=judgement)
+    assert f"  {found.alarm.command}\n" in printed
+    assert not any(group.is_timed for group in found.groups) and not said(found, "fastest") and said(found, "memory")
+    page = read(folder / "report.html")
+    (alarm,) = page.find("div", class_="alarm warning")
+    assert found.alarm.command in alarm.text
+    plots = {one.find("figcaption")[0].find("span")[0].text for one in page.find("figure")}
+    assert plots and not plots & {"memory_vs_time", "step_time", "step_time_ratio", "speed_up", "noise"}
+    assert "s/step" not in printed and "s/step" not in (folder / "report.md").read_text(encoding="utf-8")
+    assert all(row.memory for row in found.groups[0].rows)
 
 
-def with_memory(row: ComparedPair, a: int | None, b: int | None) -> ComparedPair:
-    return dataclasses.replace(row, memory=dataclasses.replace(row.memory, a=a, b=b, verdict=exact(b, a)))
+def test_what_stays_open_has_a_command_too(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", {"alpha": 1.0, "beta": 1.0}, accumulate=(2,), noise=0.2, twin=False)
+    (found,) = said(of(folder)[1], "undecided")
+    assert found.lead == "beta N=2 W=2 fp32" and found.command == "python -m bench run --repeats 20"
 
 
-def test_the_headline_is_at_the_largest_n_and_most_ranks(standing: Standing) -> None:
-    rows = headline(standing)
-    assert {(row.pair.b.accumulate, row.pair.b.world_size) for row in rows} == {(4, 2)}
-    assert [row.pair.b.backend for row in rows] == ["alpha-deferred", "beta"]
-    assert headline(dataclasses.replace(standing, rows=[])) == []
+def test_a_single_backend_is_told_what_to_add(tmp_path: Path) -> None:
+    alarm = of(write_run(tmp_path / "one", {"alpha": 1.0}, accumulate=(2,)))[1].alarm
+    assert alarm is not None and alarm.command == "python -m bench run --backend alpha,ddp-deferred"
 
 
-def test_each_verdict_has_a_sentence(run: Run, standing: Standing) -> None:
-    row = with_memory(headline(standing)[0], 10 * 2**30, 8 * 2**30)
-    time = {"ratio": 0.8, "low": 0.75, "high": 0.84}
-    assert sentence(run, judged(row, Verdict.FASTER, Reason.OUTSIDE_FLOOR, **time)) == (
-        "alpha-deferred is 1.25x (95 % 1.19-1.33) faster than alpha-eager at N=4 W=2 and takes 2.00 GiB less memory."
-    )
-    slow = with_memory(row, 100 * 2**20, 101 * 2**20)
-    assert sentence(run, judged(slow, Verdict.SLOWER, Reason.OUTSIDE_FLOOR, ratio=1.3, low=1.2, high=1.4)) == (
-        "alpha-deferred takes 1.30x (95 % 1.20-1.40) as long as alpha-eager at N=4 W=2 and takes 1.0 MiB more memory."
-    )
-    equal = with_memory(row, 5, 5)
-    assert sentence(run, judged(equal, Verdict.SAME, Reason.INSIDE_MARGIN, ratio=1.001, low=0.995, high=1.004)) == (
-        "alpha-deferred is as fast as alpha-eager at N=4 W=2, the same within 2 % (time 1.001x, 95 % 0.995-1.004) and "
-        "takes the same memory."
-    )
-    unknown = with_memory(row, None, 5)
-    assert sentence(run, judged(unknown, Verdict.AMBIGUOUS, Reason.WIDE, ratio=1.0, low=0.9, high=1.1)) == (
-        "Whether alpha-deferred is faster than alpha-eager at N=4 W=2 is open (time 1.000x, 95 % 0.900-1.100): wide "
-        "interval (add repeats: --max-repeats, --budget, or a smaller --interval-width)."
-    )
-    barred = judged(row, Verdict.NOT_COMPARABLE, Reason.GATE, "alpha-deferred N=4: repeat 0, 1: the loss is wrong")
-    assert sentence(run, barred) == (
-        "alpha-deferred and alpha-eager are not comparable at N=4 W=2: alpha-deferred N=4: the loss is wrong."
-    )
+def test_a_virtual_world_has_no_time_and_says_so(tmp_path: Path) -> None:
+    cells = [make_cell(backend=name, world_size=64, global_batch_size=256, virtual=True) for name in ("alpha", "beta")]
+    folder = written(tmp_path / "virtual", cells, baseline="alpha")
+    _, printed = report(folder, drawn=False)
+    found = of(folder)[1]
+    assert found.alarm is not None and not found.alarm.is_warning and found.alarm.text == f"{VIRTUAL}."
+    page = read(folder / "report.html").text
+    for text in (printed, page, (folder / "report.md").read_text(encoding="utf-8").replace("\\", "")):
+        assert "N = 4, W = 64 (virtual)" in text and "s/step" not in text and "not checked" in text
 
 
-def test_no_number_without_a_verdict(run: Run, standing: Standing) -> None:
-    row = judged(headline(standing)[0], Verdict.NOT_COMPARABLE, Reason.WORK, "a has lr 1, b has lr 2")
-    assert not any(digit in sentence(run, row).replace("N=4 W=2", "") for digit in ("0.7", "1.3", "%"))
+def test_cells_that_differ_in_the_batch_alone_have_labels_of_their_own(tmp_path: Path) -> None:
+    cells = [make_cell(global_batch_size=size) for size in (16, 32)] + [make_cell(backend="ddp-eager")]
+    named = labels(cells)
+    assert [named[cell] for cell in cells[:2]] == [
+        "ddp-deferred N=4 W=2 fp32 B = 16",
+        "ddp-deferred N=4 W=2 fp32 B = 32",
+    ]
+    assert named[cells[2]] == "ddp-eager N=4 W=2 fp32"
+    run = load(written(tmp_path / "run", cells))
+    assert find_cell(run, named[cells[1]]) == cells[1]
+    assert named[cells[1]] in cite(run, cells[1].cell_id).text
+    with pytest.raises(InputError, match=r"2 cells are called so; use the id: .*B = 16\), .*B = 32\)"):
+        find_cell(run, "ddp-deferred N=4 W=2 fp32")
+    assert [group.title for group in of(tmp_path / "run")[1].groups] == [
+        "N = 4, W = 2, B = 16, micro-batch 2",
+        "N = 4, W = 2, B = 32, micro-batch 4",
+    ]
 
 
-def test_if_nothing_is_comparable_the_answer_begins_with_that(run: Run, standing: Standing) -> None:
-    busy = "beta N=4: the machine was not idle: others took 40 % of its CPUs (limit 10 %)"
-    rows = [judged(row, Verdict.NOT_COMPARABLE, Reason.DISTURBED, busy) for row in standing.rows]
-    rows[-1] = judged(rows[-1], Verdict.NOT_COMPARABLE, Reason.GATE, "the update is off")
-    found = {"alpha-eager": dataclasses.replace(standing, rows=rows)}
-    first, second, *others = answer(run, found, by_cell(run.tables))
-    share = f"({len(rows) - 1} of {len(rows)} cells)"
-    assert first == (
-        f"Nothing can be compared with alpha-eager: machine disturbed {share}. To do: {NEXT[Reason.DISTURBED]}."
-    )
-    assert second == f"The first of them: {busy}."
-    assert [line for line in others if "comparable" in line or "aster than" in line] == [], "it is said once"
+def test_cells_are_counted_by_what_they_are_for() -> None:
+    cells = [make_cell(backend=name) for name in ("ddp-deferred", "ddp-eager")]
+    every = [cells[0].reference(), *cells, dataclasses.replace(cells[0], twin="again")]
+    words = "4 cells: 1 compared with ddp-deferred, 1 of ddp-deferred itself, 1 reference, 1 A/A twin"
+    assert counted(every, "ddp-deferred") == words
 
 
-def test_one_process_is_said_beside_the_speed(tmp_path: Path) -> None:
-    words = "One process: no bytes move between ranks, so times show host overhead and memory policy"
-    for world_size, expected in (((1,), 1), ((1, 2), 0), ((2,), 0)):
-        folder = write_run(tmp_path / f"run-{world_size[-1]}-{len(world_size)}", FACTORS, world_size=world_size)
-        one = load(folder)
-        lines = answer(one, standings(one), by_cell(one.tables))
-        assert sum(line.startswith(words) for line in lines) == expected
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+def test_the_table_fits_the_terminal(folder: Path, width: int) -> None:
+    _, found = of(folder)
+    text = io.StringIO()
+    show(Console(file=text, width=width), dataclasses.replace(found, statements=(), remarks=()))
+    lines = [line.rstrip() for line in text.getvalue().splitlines()]
+    assert max(map(len, lines)) <= width
+    (head,) = [line.split() for line in lines if line.split()[:1] == ["backend"]]
+    assert {"backend", "s/step", "ratio", "memory", "n", "correct?"} <= set(head)
+    assert ("verdict" in head) == (width > 100) and (head.count("%") > 0) == (width > 60)
+    assert "\u2026" not in text.getvalue()
+
+
+def test_one_trial_has_no_interval(tmp_path: Path) -> None:
+    _, found = of(write_run(tmp_path / "few", FACTORS, repeats=3))
+    assert found.alarm is not None and "3 blocks" in found.alarm.text
+    assert all(row.low is None and row.texts["seconds_ends"] == "-" for row in found.groups[0].rows)

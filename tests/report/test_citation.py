@@ -23,9 +23,10 @@ from bench.judge.quoting import find_cell
 from bench.judge.samples import estimate
 from bench.judge.standing import standing
 from bench.plan.cell import Cell
-from bench.report.citation import cite, cite_plot, number
+from bench.report.citation import cite, cite_plot
 from bench.report.cited import differences, verify
 from bench.run.journal import JOURNAL, Journal, encode, read_manifest, write_manifest
+from bench.words import digits
 from tests.factories import make_cell, make_manifest, make_record
 from tests.simulated import simulate
 
@@ -90,10 +91,10 @@ def test_a_cell_is_cited_with_all_that_it_needs(run: Run) -> None:
     trials = run.tables.trials[run.tables.trials["cell_id"] == of(run, "slow")]
     logs = sorted(math.log(seconds) for seconds in trials["step_time_s"])
     value = math.exp(statistics.fmean(logs[2:-2]))
-    assert f"slow N=2 W=2 fp32: {number(value)} s per optimizer step (95 % interval 0." in text
+    assert f"slow N=2 W=2 fp32: {digits(value)} s per optimizer step (95 % interval 0." in text
     assert ", n = 10 trials); peak memory 40.00 MiB (41943040 bytes, tracked tensors).\n" in text
     line = text.splitlines()[1]
-    assert line.startswith(f"accumulation-bench:a%20run_1/{of(run, 'slow')} value={number(value)} low=0.")
+    assert line.startswith(f"accumulation-bench:a%20run_1/{of(run, 'slow')} value={digits(value)} low=0.")
     assert line.endswith(f" n=10 bytes=41943040 sha256={run.manifest['journal_sha256']}")
     assert run.manifest["machine"]["cpu"] in text and f"torch {run.manifest['packages']['torch']}" in text
     assert text.endswith(f"Commit: {COMMIT}.") and "Note" not in text
@@ -188,10 +189,10 @@ def test_a_ratio_is_that_of_the_report(run: Run) -> None:
     assert row.time is not None and row.time.low is not None and row.time.high is not None
     text = cite(run, of(run, "slow"), of(run, "base")).text
     assert text.startswith("slow N=2 W=2 fp32 against base N=2 W=2 fp32: ")
-    assert f": {number(row.time.ratio)} times the step time (95 % interval {number(row.time.low)} - " in text
+    assert f": {digits(row.time.ratio)} times the step time (95 % interval {digits(row.time.low)} - " in text
     assert re.search(r"n = 10 blocks\); verdict: slower; noise floor: \d+\.\d+ %\.\naccumulation-bench:", text)
     back = cite(run, of(run, "base"), of(run, "slow")).text
-    assert f": {number(1 / row.time.ratio)} times the step time" in back and "verdict: faster" in back
+    assert f": {digits(1 / row.time.ratio)} times the step time" in back and "verdict: faster" in back
     same = cite(run, of(run, "equal"), of(run, "base")).text
     assert "verdict: same (within the margin of 2 %)" in same or "verdict: ambiguous (" in same
     for pattern, by, what in (

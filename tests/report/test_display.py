@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 import math
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from bench.judge.tables import build
 from bench.plan.estimates import Cost
 from bench.plan.schedule import Trial
-from bench.report.progress import Display
+from bench.report.progress import Display, JsonLines
 from tests.factories import make_cell, make_failure, make_manifest, make_record
 
 CELL = make_cell()
@@ -71,3 +73,24 @@ def test_the_step_time_is_that_of_the_tables() -> None:
     shared = dataclasses.replace(CELL, shared_gpu=True)
     (line,) = run([Trial(shared, 0)], [make_record(shared)], 2.0).splitlines()
     assert ": ok (" in line, "nothing is timed where ranks share a GPU"
+
+
+def test_machines_read_each_event_as_a_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
+    cells = [make_cell(global_batch_size=size) for size in (16, 32)]
+    trials = [Trial(cell, 0) for cell in cells]
+    guesses = {cell.cell_id: Cost(2.0, "rough", None) for cell in cells}
+    with JsonLines(guesses, make_manifest(cells)) as display:
+        display.say("run x")
+        display.expect(trials, more=False)
+        display.started(trials[0], 0, 2)
+        display.finished(trials[0], make_record(cells[0], wall_s=4.0))
+        display.started(trials[1], 1, 2)
+        display.finished(trials[1], make_failure(cells[1], 0, "oom", "rank 0: full"))
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["event"] for one in events] == ["said", "started", "finished", "started", "finished"]
+    assert events[0]["text"] == "run x"
+    assert [one["label"] for one in events[1::2]] == [f"ddp-deferred N=4 W=2 fp32 B = {size}" for size in (16, 32)]
+    _, began, good, _, bad = events
+    assert (began["done"], began["total"], began["seconds_to_go"], began["bound"]) == (0, 2, 4.0, "about")
+    assert (good["status"], good["step_time_s"], good["done"], good["seconds_to_go"]) == ("ok", 0.51, 1, 4.0)
+    assert (bad["status"], bad["reason"], bad["step_time_s"]) == ("oom", "rank 0: full", None)

@@ -12,11 +12,10 @@ import torch
 
 from bench.launch.launcher import Launcher
 from bench.launch.outcome import Outcome
-from bench.measure import products
-from bench.measure.products import matmul_rate
+from bench.measure import clock
 from bench.plan.cell import Device, Precision, Status
 from bench.run import machine, matmul
-from bench.run.matmul import MatmulTask, measure, said, tasks
+from bench.run.matmul import MatmulTask, matmul_rate, measure, said, tasks
 from tests.factories import make_cell
 
 CPU = torch.device("cpu")
@@ -31,11 +30,11 @@ def test_a_rate_is_flop_over_the_median_second(monkeypatch: pytest.MonkeyPatch) 
             return 0.0
 
         def intervals(self, marks: list[float]) -> list[float]:
-            assert len(marks) == products.PRODUCTS["cpu"] + 1
+            assert len(marks) == matmul.PRODUCTS["cpu"] + 1
             return [9.0, 0.5, 0.25, 0.5, 0.5]
 
-    monkeypatch.setitem(products.SIZE, "cpu", 10)
-    monkeypatch.setattr(products, "clock_for", lambda device: Clock())
+    monkeypatch.setitem(matmul.SIZE, "cpu", 10)
+    monkeypatch.setattr(clock, "clock_for", lambda device: Clock())
     assert matmul_rate(CPU, torch.float32) == 2 * 10**3 / 0.5
 
 
@@ -48,14 +47,14 @@ def test_a_real_rate_is_warm_and_plausible(monkeypatch: pytest.MonkeyPatch, dtyp
         calls.append((a.dtype, a.shape))
         return product(a, b, out=out)
 
-    monkeypatch.setitem(products.SIZE, "cpu", 128)
-    monkeypatch.setitem(products.WARM_S, "cpu", 0.05)
+    monkeypatch.setitem(matmul.SIZE, "cpu", 128)
+    monkeypatch.setitem(matmul.WARM_S, "cpu", 0.05)
     monkeypatch.setattr(torch, "mm", mm)
     began = time.perf_counter()
     rate = matmul_rate(CPU, dtype)
     seconds = time.perf_counter() - began
     assert set(calls) == {(dtype, torch.Size([128, 128]))}
-    assert seconds > 0.05 and len(calls) > products.PRODUCTS["cpu"]
+    assert seconds > 0.05 and len(calls) > matmul.PRODUCTS["cpu"]
     assert 0 < rate < math.inf
 
 

@@ -62,33 +62,38 @@ def test_only_passes_that_ran_are_in_it_and_ranks_stay_as_they_were(passes: tupl
     ("table", "key", "value", "words"),
     [
         (None, "time", 0, "time is missing"),
-        (None, "time", [], "time is no table"),
-        (None, "num_parameters", "many", "num_parameters cannot be 'many'"),
-        (None, "num_parameters", True, "num_parameters cannot be 'True'"),
-        (None, "training_s", math.nan, "training_s cannot be 'nan'"),
+        (None, "time", [], "time is []; it must be a table"),
+        (None, "num_parameters", "many", "num_parameters is 'many'; it must be an integer of at least 0"),
+        (None, "num_parameters", True, "num_parameters is True; it must be an integer"),
+        (None, "training_s", math.nan, "training_s is nan; it must be a finite number of at least 0"),
         (None, "device_name", 0, "device_name is missing"),
-        (None, "update", {"error": 1.0}, "update is none"),
-        (None, "update", "good", "update is none"),
-        (None, "collectives", [{"op": "all_reduce"}], "collectives is none"),
-        (None, "collectives", {}, "collectives is none"),
-        (None, "memory", {"peak": -1}, "memory is none"),
-        (None, "memory", {"peak_allocator_untracked": -1.5}, "memory is none"),
-        (None, "memory", {"peak_allocator_rounding": -1}, "memory is none"),
-        (None, "accumulation", {}, "accumulation is none"),
-        (None, "dispatch", {"cpu_s": -1.0, "num_operators": 1, "num_launches": 1}, "dispatch is none"),
-        ("time", "step_seconds", [0.1, -0.1], "time: step_seconds cannot be"),
-        ("time", "step_seconds", [0.1, math.nan], "time: step_seconds cannot be"),
-        ("time", "step_seconds", 0, "time: step_seconds is missing"),
-        ("time", "losses", ["1"], "time: losses cannot be"),
-        ("time", "num_updates", 2.5, "time: num_updates cannot be '2.5'"),
-        ("time", "reported", {"global_step": "five"}, "time: reported cannot be"),
+        (None, "update", {"error": 1.0}, "update.scale is missing"),
+        (None, "update", "good", "update is 'good'; it must be a table"),
+        (None, "collectives", [{"op": "all_reduce"}], "collectives[0].dtype is missing"),
+        (None, "collectives", {}, "collectives is {}; it must be a list"),
+        (None, "memory", {"peak": -1}, "memory is {'peak': -1}; it must be"),
+        (None, "memory", {"peak_allocator_untracked": -1.5}, "memory is {"),
+        (None, "memory", {"peak_allocator_rounding": -1}, "memory is {"),
+        (None, "accumulation", {}, "accumulation.dtype is missing"),
+        (
+            None,
+            "dispatch",
+            {"cpu_s": -1.0, "num_operators": 1, "num_launches": 1},
+            "dispatch.cpu_s is -1.0",
+        ),
+        ("time", "step_seconds", [0.1, -0.1], "time.step_seconds[1] is -0.1; it must be a finite"),
+        ("time", "step_seconds", [0.1, math.nan], "time.step_seconds[1] is nan; it must be"),
+        ("time", "step_seconds", 0, "time.step_seconds is missing"),
+        ("time", "losses", ["1"], "time.losses[0] is '1'; it must be a number"),
+        ("time", "num_updates", 2.5, "time.num_updates is 2.5; it must be an integer"),
+        ("time", "reported", {"global_step": "five"}, "time.reported.global_step is 'five'; it must be an integer"),
     ],
 )
 def test_what_no_sound_rank_hands_back_is_named(table: str | None, key: str, value: object, words: str) -> None:
     cell = make_cell()
     ranks = [make_rank(cell, ALL_PASSES, rank) for rank in range(2)]
     place = ranks[1][table] if table else ranks[1]
-    if words.endswith("is missing"):
+    if words.endswith(f"{key} is missing"):
         del place[key]
     else:
         place[key] = value

@@ -224,7 +224,7 @@ def test_a_result_that_no_sound_rank_hands_back_is_a_crash(tmp_path: Path) -> No
     run.go(script)
     assert run.statuses("b2") == ["crashed"]
     record = next(record for record in run.records if record["status"] == "crashed")
-    assert record["reason"] == "rank 1: its result is damaged: time: step_seconds cannot be 'fast'"
+    assert record["reason"] == "rank 1: its result is damaged: time.step_seconds is 'fast'; it must be a list"
     assert "time" not in record
 
 
@@ -322,10 +322,10 @@ def test_reopen_refuses_another_workload(tmp_path: Path, monkeypatch: pytest.Mon
     ("key", "value", "words"),
     [
         ("cells", [], "cells: there are none"),
-        ("cells", [{"backend": "b0"}], "cells: are not those of a run"),
-        ("cold", "no", "cold cannot be 'no'"),
-        ("git", {"commit": 7}, "git cannot be"),
-        ("looks", [{"repeats": 1}], "looks and repeats are not those of a run"),
+        ("cells", [{"backend": "b0"}], r"cells\[0\].accumulate is missing"),
+        ("cold", "no", "cold is 'no'; it must be true or false"),
+        ("git", {"commit": 7}, "git.commit is 7; it must be a string"),
+        ("looks", [{"repeats": 1}], r"looks\[0\].open is missing"),
         ("matrix", {}, "matrix: device is missing"),
     ],
 )

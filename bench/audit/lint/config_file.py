@@ -10,6 +10,7 @@ from enum import StrEnum
 from pathlib import Path as FilePath
 from typing import Any
 
+from bench import files
 from bench.audit.lint import yaml_values
 from bench.audit.lint.yaml_values import MAX_DEPTH, Path, too_deep
 from bench.errors import InputError
@@ -107,23 +108,13 @@ def _recognise(values: Mapping[str, Any], suffix: str) -> tuple[ConfigKind | Non
 
 
 def _read(file: FilePath) -> str:
-    content = b""
-    try:
-        special = "folder" if file.is_dir() else "device or pipe" if file.exists() and not file.is_file() else ""
-        if not special:
-            with file.open("rb") as stream:
-                content = stream.read(MAX_BYTES + 1)
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise InputError(f"{file}: cannot be read ({reason}); name a config file") from error
-    if special:
-        raise InputError(f"{file}: is a {special}; name a config file")
+    content = files.read(file, str(file), "name a config file")
     if len(content) > MAX_BYTES:
         raise InputError(f"{file}: is larger than {MAX_BYTES >> 10} KiB; a config must be smaller")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise InputError(f"{file}: is not text in UTF-8 (byte {error.start}); name a config file") from error
+        raise InputError(f"{file}: is not UTF-8 text (byte {error.start}); name a config file") from error
 
 
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]:,]|\n|[^\s{}\[\]:,"]+')

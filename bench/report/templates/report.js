@@ -2,53 +2,45 @@
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const table = document.getElementById("overview");
-  const body = table.tBodies[0];
-  const rows = [...body.rows];
+  const bodies = [...table.tBodies];
+  const rows = [...table.querySelectorAll("tr[data-id]")];
   const at = (id) => document.getElementById(id);
   const said = at("said");
   const field = (row, key) => row.querySelector(`[data-key="${key}"]`);
-  const filters = { backend: at("by-backend"), n: at("by-n"), w: at("by-w"), status: at("by-status") };
   const baseline = at("baseline");
-  const own = Object.create(null);
+  const place = at("by-place");
+  const own = at("by-backend");
+  const chosenN = () => (at("by-n").value ?? new FormData(at("controls")).get("n"));
 
   // Cells of the baseline that is picked; ratios and verdicts are those that the run was judged by.
-  const put = (row, key, text, value) => {
+  const put = (row, key, value) => {
     const cell = field(row, key);
-    cell.textContent = text;
     if (value === null) delete cell.dataset.value;
     else cell.dataset.value = value;
+    return cell;
   };
   const mark = (row) => {
     const cell = field(row, "verdict");
-    cell.classList.toggle("faster", cell.textContent === "faster");
-    cell.classList.toggle("slower", cell.textContent === "slower");
+    for (const word of ["faster", "slower"]) cell.classList.toggle(word, cell.textContent === word);
   };
-  const decided = new Set(["outside floor", "inside margin"]);
   const name = (row) => row.cells[0].textContent;
   const against = () => {
-    const place = Number(baseline.value || 0);
-    const chosen = data.baselines[place];
+    const picked = Number(baseline.value);
+    const chosen = data.baselines[picked];
     for (const row of rows) {
-      const found = (data.ratios[row.dataset.id] || []).find((one) => one[0] === place);
-      let ratio = ["-", null], interval = ["-", null], verdict = ["-", null];
-      if (name(row) === chosen) {
-        ratio = ["1", 1];
-        verdict = ["baseline", ""];
-      } else if (found) {
+      const found = (data.ratios[row.dataset.id] || []).find((one) => one[0] === picked);
+      let ratio = "-", ends = "", verdict = "-";
+      if (name(row) === chosen) [ratio, verdict] = ["1", "baseline"];
+      else if (found) {
         const [, middle, low, high, word, reason] = found;
-        if (middle !== null) {
-          ratio = [middle.toFixed(3), middle];
-          interval = low === null ? ["none", null] : [`${low.toFixed(3)} - ${high.toFixed(3)}`, low];
-        }
-        const why = data.reasons[reason];
-        const text = decided.has(why) ? data.verdicts[word] : `${data.verdicts[word]}: ${why}`;
-        verdict = [text, text];
-        field(row, "verdict").title = data.next[reason];
+        if (middle !== null) [ratio, ends] = [middle, low === null ? "" : `${low}-${high}`];
+        verdict = data.verdicts[word] + (data.decided.includes(word) ? "" : `: ${data.reasons[reason]}`);
       }
-      if (!found) field(row, "verdict").removeAttribute("title");
-      put(row, "ratio", ...ratio);
-      put(row, "interval", ...interval);
-      put(row, "verdict", ...verdict);
+      const cell = put(row, "ratio", ratio === "-" ? null : ratio);
+      cell.querySelector('[data-part="ratio"]').textContent = ratio;
+      cell.querySelector('[data-part="ends"]').textContent = ends;
+      put(row, "verdict", verdict).textContent = verdict;
+      field(row, "verdict").title = found ? data.next[found[5]] : "";
       mark(row);
     }
     const shown = document.createElement("bdi");
@@ -58,12 +50,11 @@
   };
 
   const filter = () => {
-    let shown = 0;
-    for (const row of rows) {
-      row.hidden = Object.entries(filters).some(([key, box]) => box.value !== "" && row.dataset[key] !== box.value);
-      shown += !row.hidden;
+    const n = chosenN();
+    for (const body of bodies) {
+      body.hidden = (n !== "" && body.dataset.n !== n) || (place && place.value !== "" && body.dataset.place !== place.value);
     }
-    at("count").textContent = `${shown} of ${rows.length} cells shown`;
+    for (const row of rows) row.hidden = own.value !== "" && row.dataset.backend !== own.value;
   };
 
   // What has no value comes last, whichever way the column is sorted.
@@ -71,13 +62,15 @@
   const sort = () => {
     if (by === null) return;
     const numeric = by.classList.contains("number");
-    const keyed = rows.map((row) => [row, field(row, by.dataset.key).dataset.value]);
-    keyed.sort(([, a], [, b]) => {
-      if (a === undefined || b === undefined) return (a === undefined) - (b === undefined);
-      const order = numeric ? Number(a) - Number(b) : a < b ? -1 : a > b ? 1 : 0;
-      return down ? -order : order;
-    });
-    body.append(...keyed.map(([row]) => row));
+    for (const body of bodies) {
+      const keyed = [...body.rows].slice(1).map((row) => [row, field(row, by.dataset.key).dataset.value]);
+      keyed.sort(([, a], [, b]) => {
+        if (a === undefined || b === undefined) return (a === undefined) - (b === undefined);
+        const order = numeric ? Number(a) - Number(b) : a < b ? -1 : a > b ? 1 : 0;
+        return down ? -order : order;
+      });
+      body.append(...keyed.map(([row]) => row));
+    }
   };
   for (const head of table.querySelectorAll("thead th[data-key]")) {
     const button = document.createElement("button");
@@ -97,32 +90,20 @@
     const format = data.citations[kind][at("format").value];
     return format.of[key] + format.end;
   };
-  // The ratio to the baseline that is picked; its parts were escaped for each format when the page was written.
-  const ratioCitation = (id, place) => {
-    const ratios = data.citations.ratio;
-    const found = (ratios.of[id] || []).find((one) => one[0] === place);
-    if (!found) return null;
-    const [, other, words, numbers, tail] = found;
-    const form = ratios.forms[at("format").value];
-    const values = numbers.split(" ");
-    const joined = (texts) => texts.map((text, i) => (i ? values[i - 1] : "") + text).join("");
-    const parts = {
-      subject: form.labels[ratios.ids.indexOf(id)] + ratios.against + form.labels[other],
-      statement: joined(form.statements[words]),
-      fields: joined(ratios.fields[words]),
-      place: `${form.place}${id}/${ratios.ids[other]}`,
-      key: `${ratios.key}${id}-${ratios.ids[other]}`,
-      tail: form.tails[tail],
-    };
-    return form.template.map((text, i) => (i % 2 ? parts[text] : text)).join("");
-  };
   const cited = (button) => {
     if (button.dataset.plot) return ["the plot", citation("plot", button.dataset.plot)];
     const id = button.dataset.cell;
-    const place = Number(baseline.value || 0);
-    const ratio = ratioCitation(id, place);
-    if (ratio === null) return ["the cell", citation("cell", id)];
-    return [`the cell and of its ratio to ${data.baselines[place]}`, `${citation("cell", id)}\n\n${ratio}`];
+    const text = citation("cell", id);
+    const picked = baseline ? data.baselines[baseline.value] : null;
+    if (picked === null || picked === data.baselines[0]) {
+      if (!(id in data.citations.ratio.text.of)) return ["the cell", text];
+      return [`the cell and of its ratio to ${data.baselines[0]}`, `${text}\n\n${citation("ratio", id)}`];
+    }
+    // That to another baseline is cited on the command line: the page has the run's own.
+    const other = [...button.closest("tbody").rows].find((row) => row.dataset.id && name(row) === picked);
+    if (!other || other.dataset.id === id) return ["the cell", text];
+    const command = `python -m bench cite results/${data.run} ${id} ${other.dataset.id}`;
+    return [`the cell, and the command that cites its ratio to ${picked}`, `${text}\n\n${command}`];
   };
   const byHand = (text) => {
     at("manual-text").value = text;
@@ -160,8 +141,8 @@
     button.addEventListener("click", () => copy(button));
   }
 
-  baseline.addEventListener("change", against);
-  for (const box of Object.values(filters)) box.addEventListener("change", filter);
+  if (baseline) baseline.addEventListener("change", against);
+  at("controls").addEventListener("change", filter);
   at("controls").addEventListener("submit", (event) => event.preventDefault());
   at("controls").hidden = false;
 
@@ -174,6 +155,13 @@
     for (const one of opened) one.open = false;
   });
 
-  rows.forEach(mark);
+  if (bodies.length) {
+    const first = bodies[0].dataset;
+    const box = at("by-n");
+    if (box.tagName === "SELECT") box.value = first.n;
+    else box.querySelector(`[value="${first.n}"]`).checked = true;
+    if (place) place.value = first.place;
+  }
+  if (baseline) rows.forEach(mark);
   filter();
 })();

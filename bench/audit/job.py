@@ -1,0 +1,212 @@
+"""What only scenarios ask of a backend: a job that ends within a window, and how each framework is told of it.
+
+The loops are those of ``bench.backends``. What is added here is what a user would write around them: several epochs, a
+limit of steps, an N that changes, a learning-rate scheduler, a checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.audit.scenario import Scenario
+from bench.backends.base import Backend, Job, Window
+from bench.backends.deepspeed import DeepSpeedZero2Eager
+from bench.backends.lightning import LightningBackend, count_engine_steps
+from bench.plan.cell import Sync
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+CHECKPOINT = "checkpoint"
+"""Name of a framework's checkpoint in the folder of a scenario."""
+
+
+@dataclass(kw_only=True)
+class ScenarioJob(Job):
+    """A job of a scenario; its loader is iterable once per epoch."""
+
+    scenario: Scenario
+    unsharded: Any
+    """A DataLoader of all ranks' samples, where a framework that can split it itself is to do so; else None."""
+    scheduler: Callable[[Optimizer], LRScheduler]
+    """Makes a learning-rate scheduler that the framework is to step once per update."""
+    resume: Path | None
+    """The folder that ``Backend.save`` filled, to go on from."""
+
+    def each_epoch(self) -> Iterable[int]:
+        """The numbers of the epochs, from 0."""
+        return itertools.count() if self.scenario.epochs is None else range(self.scenario.epochs)
+
+    def each_window(self) -> Iterator[Window]:
+        """The windows of the training; what an epoch leaves over is one too."""
+        num_windows = 0
+        for epoch in self.each_epoch():
+            batches, left = iter(self.loader), len(self.loader)
+            while left > 0:
+                if num_windows == self.scenario.max_steps:
+                    return
+                size = min(self.scenario.accumulate_in(epoch), left)
+                yield Window(size, itertools.islice(batches, size))
+                num_windows, left = num_windows + 1, left - size
+
+
+def audited(backend: type[Backend]) -> type[Backend]:
+    """The backend as scenarios run it: the same class, over what its framework has to be told."""
+    for framework, kind in ((DeepSpeedZero2Eager, AuditedEngine), (LightningBackend, AuditedTrainer)):
+        if issubclass(backend, framework):
+            return type(backend.__name__, (kind, backend), {})
+    return backend
+
+
+class AuditedEngine(DeepSpeedZero2Eager):
+    """DeepSpeed's engine in a loop over epochs."""
+
+    def train(self, job: Any) -> None:
+        self.job: ScenarioJob = job
+        super().train(job)
+
+    def again(self, job: Any) -> None:
+        if self.sync is Sync.EAGER:  # the engine tells windows apart; the other loops go by ``each_window``
+            job = dataclasses.replace(job, loader=self._batches(job))
+        super().again(job)
+
+    def _batches(self, job: ScenarioJob) -> Iterator[Tensor]:
+        """The micro-batches of all epochs, until the engine has taken ``max_steps``."""
+        for epoch in job.each_epoch():
+            if len(job.scenario.accumulate) > 1:
+                # The engine has no setter for N itself; it divides this by the micro-batch size and the world size.
+                size = job.scenario.accumulate_in(epoch) * job.cell.micro_batch_size * job.world_size
+                self.engine.set_train_batch_size(size)
+            for batch in job.loader:
+                yield batch
+                if self.engine.global_steps == job.scenario.max_steps:
+                    return
+
+    def start(self, **arguments: Any) -> Any:
+        if self.job.scenario.engine_accumulate:
+            arguments["config"]["gradient_accumulation_steps"] = self.job.scenario.engine_accumulate
+        engine = super().start(**arguments, lr_scheduler=self.job.scheduler(arguments["optimizer"]))
+        if self.job.resume:
+            trust_own_classes()
+            engine.load_checkpoint(str(self.job.resume), tag=CHECKPOINT)
+        return engine
+
+    def save(self, folder: Path, seen: int, accumulate: int) -> int:
+        self.engine.save_checkpoint(str(folder), tag=CHECKPOINT)
+        return seen if self.sync is Sync.EAGER else seen - seen % accumulate
+
+
+def trust_own_classes() -> None:
+    """Name to torch the classes that stand in DeepSpeed's checkpoints: no others are read from a file."""
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+    from torch.serialization import add_safe_globals
+
+    add_safe_globals([LossScaler, ZeroStageEnum, fragment_address])
+
+
+class AuditedTrainer(LightningBackend):
+    """Lightning's Trainer, told of epochs and limits, and with its counters noted.
+
+    Its checkpoints are one file each, read with ``weights_only``: the metadata of FSDP2's distributed ones are a
+    pickle, which torch loads whatever stands in it.
+    """
+
+    def train(self, job: Any) -> None:
+        self.job: ScenarioJob = job
+
+        def optimizer(parameters: Any) -> Any:
+            made = job.optimizer(parameters)
+            return {"optimizer": made, "lr_scheduler": {"scheduler": job.scheduler(made), "interval": "step"}}
+
+        super().train(dataclasses.replace(job, optimizer=optimizer))
+
+    def trainer_arguments(self, job: Job) -> dict[str, Any]:
+        from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+        scenario, callbacks = self.job.scenario, [_count(self.counters)]
+        if len(scenario.accumulate) > 1:
+            callbacks.insert(0, GradientAccumulationScheduler(dict(enumerate(scenario.accumulate))))
+        return super().trainer_arguments(job) | {
+            "accumulate_grad_batches": job.accumulate if len(scenario.accumulate) == 1 else 1,
+            "callbacks": callbacks,
+            "max_epochs": scenario.epochs or -1,
+            "max_steps": scenario.max_steps or -1,
+            "use_distributed_sampler": self.job.unsharded is not None,
+        }
+
+    def strategy(self, job: Job) -> Any:
+        from lightning.pytorch.strategies import ModelParallelStrategy
+
+        strategy: Any = super().strategy(job)
+        if "deepspeed" in self.requires and (n := self.job.scenario.engine_accumulate):
+            strategy.config["gradient_accumulation_steps"] = n
+        if isinstance(strategy, ModelParallelStrategy) and self.job.resume:
+            restore_sgd(strategy)
+        return strategy
+
+    def again(self, job: Any, **arguments: Any) -> None:
+        if job.unsharded is not None:
+            job = dataclasses.replace(job, loader=job.unsharded)
+        if job.resume:
+            if "deepspeed" in self.requires:
+                trust_own_classes()
+            arguments |= {"ckpt_path": job.resume / CHECKPOINT, "weights_only": True}
+        super().again(job, **arguments)
+
+    def save(self, folder: Path, seen: int, accumulate: int) -> int:
+        self.trainer.save_checkpoint(folder / CHECKPOINT)
+        return 0  # what the loader does is the Trainer's business
+
+
+def _count(counters: dict[str, int]) -> Any:
+    """A callback: what the Trainer foresees, and how often it calls the strategy's step and the hook before it."""
+    from lightning.pytorch import Callback
+
+    class Count(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            estimate = trainer.estimated_stepping_batches
+            if math.isfinite(estimate):
+                counters["trainer.estimated_stepping_batches"] = int(estimate)
+            counters["on_before_optimizer_step"] = counters["strategy.optimizer_step"] = 0
+            step = trainer.strategy.optimizer_step
+
+            def counted(*args: Any, **kwargs: Any) -> Any:
+                counters["strategy.optimizer_step"] += 1
+                return step(*args, **kwargs)
+
+            trainer.strategy.optimizer_step = counted
+
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            counters["on_before_optimizer_step"] += 1
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            count_engine_steps(trainer, counters)
+
+    return Count()
+
+
+def restore_sgd(strategy: Any) -> None:
+    """Let ``ModelParallelStrategy`` restore SGD: Lightning 2.6 looks for the first entry of an empty state."""
+    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+    load = strategy.load_checkpoint
+
+    def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        optimizers, strategy.optimizers = strategy.optimizers, []
+        found = load(*args, **kwargs)
+        strategy.optimizers = optimizers
+        for optimizer, state in zip(optimizers, found["optimizer_states"], strict=True):
+            set_optimizer_state_dict(strategy.model, optimizer, optim_state_dict=state)
+        return found
+
+    strategy.load_checkpoint = load_checkpoint

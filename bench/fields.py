@@ -1,0 +1,89 @@
+"""Fields of files: their types and ranges, for pydantic, and one line for the first that is wrong."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+from pydantic import BaseModel, Field, GetCoreSchemaHandler, InstanceOf, TypeAdapter, ValidationError
+from pydantic_core import CoreSchema, core_schema
+
+from bench.errors import InputError, shown, suggest
+
+
+@dataclass(frozen=True)
+class Must:
+    """Part of an annotated type: what its value must be, in words. One error says so, whichever part of it is wrong."""
+
+    be: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.custom_error_schema(handler(source), custom_error_type="must", custom_error_message=self.be)
+
+
+class MisfitError(InputError):
+    """Two fields do not go together. It names one of them, and says what would be right."""
+
+    def __init__(self, key: str, words: str) -> None:
+        super().__init__(key + words)
+        self.key, self.words = key, words
+
+
+MAX = int(sys.float_info.max)
+Flag = Annotated[bool, Field(strict=True), Must("true or false")]
+Integer = Annotated[int, Field(strict=True, gt=-(2**63), lt=2**63), Must("an integer")]
+Natural = Annotated[int, Field(strict=True, ge=0, lt=2**63), Must("an integer of at least 0 and below 2**63")]
+Positive = Annotated[int, Field(strict=True, ge=1, lt=2**63), Must("an integer of at least 1")]
+Number = Annotated[InstanceOf[float] | Integer, Must("a number")]
+"""NaN and infinity too. What is an integer stays one, here and below."""
+Amount = Annotated[
+    Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] | Annotated[int, Field(strict=True, ge=0, le=MAX)],
+    Must("a finite number of at least 0"),
+]
+PositiveNumber = Annotated[Amount, Field(gt=0), Must("a positive number")]
+
+T = TypeVar("T")
+_adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
+UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
+"""What pydantic calls a key that is not known; "missing" is one that is not there."""
+
+
+def read(kind: type[T], values: Any, place: str = "", name: Callable[[str], str] = str) -> T:
+    """The values as that type, which is a model, a dataclass or a TypedDict.
+
+    Raises InputError for an unknown key, else for a wrong value, else for a missing key: one line that says what would
+    be right, and begins with ``place`` and the key, as ``name`` has it.
+    """
+    try:
+        found: T = _adapter(kind).validate_python(values)
+    except ValidationError as error:
+        raise InputError(place + _line(error, kind, name)) from error
+    return found
+
+
+def _line(error: ValidationError, kind: Any, name: Callable[[str], str]) -> str:
+    found = min(error.errors(include_url=False), key=lambda one: (one["type"] == "missing") - (one["type"] in UNKNOWN))
+    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in found["loc"]).removeprefix(".")
+    if found["type"] in UNKNOWN:
+        return f"{name(key)} is unknown; {suggest(key, declared(kind))}"
+    if found["type"] == "missing":
+        words = [part.be for part in getattr(declared(kind).get(key), "__metadata__", ()) if isinstance(part, Must)]
+        return f"{name(key)} is missing" + "".join(f"; it must be {be}" for be in words[-1:])
+    if isinstance(misfit := found.get("ctx", {}).get("error"), InputError):
+        return name(misfit.key) + misfit.words if isinstance(misfit, MisfitError) else str(misfit)
+    be = "a table" if "dictionary" in found["msg"] else found["msg"].removeprefix("Input should be ")
+    return f"{name(key) if key else 'it'} is {shown(found['input'])}; it must be {be.replace('a valid ', 'a ')}"
+
+
+def declared(kind: Any) -> dict[str, Any]:
+    """The types of what a model, a dataclass or a TypedDict holds, by ``table.key`` where it holds models."""
+    found: dict[str, Any] = {}
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        if isinstance(hint, type) and issubclass(hint, BaseModel):
+            found |= {f"{name}.{inner}": of_inner for inner, of_inner in declared(hint).items()}
+        elif not name.startswith("_"):
+            found[name] = hint
+    return found

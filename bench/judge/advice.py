@@ -1,0 +1,108 @@
+"""Why no times of a run can be compared, and the whole command that would change it."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.judge.loading import Run
+from bench.judge.pairs import ComparedPair
+from bench.judge.standing import Standing
+from bench.judge.statistics import MIN_REPEATS, MIN_TRIALS
+from bench.judge.verdicts import MORE_HELPS, Reason, Verdict
+from bench.words import plural
+
+BENCH = ("python", "-m", "bench")
+VIRTUAL = (
+    "Virtual world: one process is rank 0 of W and nothing is sent, so no step is timed; memory, calls and bytes are "
+    "those of a real rank"
+)
+SHARED = "The ranks shared GPUs, over gloo, so no step is timed; memory, calls and updates are those of real ranks"
+PARTNERS = ("ddp-deferred", "fsdp2-deferred")
+"""Of these, one is proposed where a run has a single backend."""
+FLAGS = frozenset({"--quiet", "--json", "--retry-failed"})
+"""Options without a value that say nothing of what is run."""
+FAILED = frozenset({Reason.FAILED_TRIALS, Reason.NO_TRIALS})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Obstacle:
+    """What keeps all times of a run from being compared."""
+
+    reason: str
+    """One sentence, without its full stop."""
+    command: str = ""
+    """Ready to paste; empty if the run was not meant to have times."""
+
+
+def is_timed(run: Run) -> bool:
+    """Whether any cell but the reference has ranks that communicate as in training, and so a time."""
+    return any(cell.world.times_communication for cell in run.cells.values() if not cell.is_reference)
+
+
+def obstacle(run: Run, found: Standing, folder: Path) -> Obstacle | None:
+    """What keeps all times from being compared; None if there is a ratio with an interval."""
+    if not is_timed(run):
+        virtual = not all(cell.world.has_all_ranks for cell in run.cells.values())
+        return Obstacle(reason=VIRTUAL if virtual else SHARED)
+    rows = [row for row in found.rows if not row.pair.b.twin and row.pair.b.world.times_communication]
+    if not rows:
+        named = list(dict.fromkeys(cell.backend for cell in run.cells.values() if not cell.is_reference))
+        more = next(name for name in PARTNERS if name not in named)
+        return Obstacle(
+            reason="No two cells of the run differ in the backend alone",
+            command=again(run, **{"--backend": ",".join([*named, more])}),
+        )
+    if any(_is_measured(row) for row in rows):
+        return None
+    reasons = Counter(row.judgement.reason for row in rows)
+    details = {row.judgement.reason: row.judgement.detail.partition("; ")[0] for row in reversed(rows)}
+    said = [
+        details[reason] + (f" ({count} of {plural(len(rows), 'comparison')})" if len(reasons) > 1 else "")
+        for reason, count in reasons.most_common()
+    ]
+    if Reason.FEW_TRIALS not in reasons and _repeats(run) < MIN_TRIALS:
+        said.append(f"{plural(_repeats(run), 'repeat')}, and an interval needs {MIN_TRIALS}")
+    return Obstacle(reason="; ".join(said), command=next_command(run, set(reasons), folder))
+
+
+def _is_measured(row: ComparedPair) -> bool:
+    time = row.time
+    return row.judgement.verdict is not Verdict.NOT_COMPARABLE and time is not None and time.low is not None
+
+
+def next_command(run: Run, reasons: Collection[Reason], folder: Path) -> str:
+    """The command that would turn verdicts with these reasons into certain ones; empty if none would."""
+    place = shlex.quote(str(folder))
+    if set(reasons) <= FAILED:
+        return f"{shlex.join(BENCH)} run --resume {place} --retry-failed"
+    if Reason.DISTURBED not in reasons and not set(reasons) & MORE_HELPS:
+        return f"{shlex.join(BENCH)} check {place}"
+    more = {}
+    if _repeats(run) < MIN_TRIALS:
+        more["--repeats"] = str(MIN_REPEATS)
+    elif Reason.DISTURBED not in reasons:
+        more["--repeats"] = str(2 * _repeats(run))
+    command = again(run, **more)
+    return f"{shlex.join(BENCH)} doctor && {command}" if Reason.DISTURBED in reasons else command
+
+
+def _repeats(run: Run) -> int:
+    return int(run.tables.trials["repeat"].nunique())
+
+
+def again(run: Run, **options: str) -> str:
+    """The command of the run, into a new folder, with these options changed; a budget goes where repeats are set."""
+    given = [str(word) for word in run.manifest.get("command") or (*BENCH, "run")]
+    gone = {"--out", *options, *(("--max-repeats", "--budget") if "--repeats" in options else ())}
+    kept, words = [], iter(given)
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if name in gone and not equals:
+            next(words, None)
+        elif name not in gone | FLAGS:
+            kept.append(word)
+    return shlex.join([*kept, *(part for option in options.items() for part in option)])

@@ -1,0 +1,121 @@
+"""What every part of a report is made of: the run, its verdicts, and one row of facts per cell."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from bench.judge.advice import Obstacle, obstacle
+from bench.judge.frames import cells_frame
+from bench.judge.loading import Run
+from bench.judge.pairs import ComparedPair
+from bench.judge.quoting import Quotes
+from bench.judge.standing import Standing
+from bench.plan.cell import REFERENCES, Status
+
+MEDIANS = (
+    "mfu",
+    "mfu_of_matmul",
+    "energy_j_per_step",
+    "energy_j_per_token",
+    "cpu_s_per_micro_batch",
+    "num_operators_per_micro_batch",
+    "num_launches_per_micro_batch",
+    "collective_s",
+    "exposed_s",
+    "final_loss",
+    "update_scale",
+)
+"""Columns of trials of which a cell has the median over its good trials, or over all if none is good."""
+LARGEST = ("max_loss_deviation", "update_error", "num_warmup_steps")
+"""The largest over all trials."""
+FIRST = (
+    "accumulated_in",
+    "optimizer_steps_expected",
+    "optimizer_steps_observed",
+    "optimizer_steps_reported",
+    "optimizer_steps_reported_by",
+    "micro_batches_per_update",
+    "ranks_agree",
+)
+"""What all trials of a cell have in common: the first that is known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Material:
+    """What a report is made of."""
+
+    folder: Path
+    """The run's."""
+    run: Run
+    standings: Mapping[str, Standing]
+    """The verdicts with each backend as the baseline, the run's own first."""
+
+    @cached_property
+    def quotes(self) -> Quotes:
+        """What may be said of each cell."""
+        return Quotes(self.run, self.standings)
+
+    @property
+    def standing(self) -> Standing:
+        """Against the run's own baseline."""
+        return next(iter(self.standings.values()))
+
+    @cached_property
+    def pairs(self) -> dict[str, ComparedPair]:
+        """Each cell against the baseline's, by id."""
+        return self.standing.by_cell
+
+    @cached_property
+    def obstacle(self) -> Obstacle | None:
+        """What keeps all times from being compared."""
+        return obstacle(self.run, self.standing, self.folder)
+
+    @cached_property
+    def cells(self) -> pd.DataFrame:
+        """One row per cell, by ``cell_id``: ``bench.load(RUN).cells`` and what sections need beside it.
+
+        Twins have no row: they are their cells once more, and are there for the noise floor.
+        """
+        found = cells_frame(self.quotes, self.standing).set_index("cell_id", drop=False)
+        trials = self.run.tables.trials
+        fine = trials["status"] == Status.OK
+        good = trials[fine | ~fine.groupby(trials["cell_id"]).transform("any")].groupby("cell_id")
+        every, sound = trials.groupby("cell_id"), trials[fine].groupby("cell_id")["step_time_s"]
+        others = 100 * (trials["foreign_cores"] + trials["stolen_cores"]) / trials["num_cpus"]
+        facts = pd.concat(
+            [
+                good[list(MEDIANS)].median(),
+                every[list(LARGEST)].max(),
+                every[list(FIRST)].first(),
+                sound.min().rename("fastest_s"),
+                sound.max().rename("slowest_s"),
+                others.groupby(trials["cell_id"]).median().rename("others_percent"),
+            ],
+            axis=1,
+        )
+        # What may not be cited is not spread out here either.
+        times = ["fastest_s", "slowest_s"]
+        facts[times] = facts[times].where(found["step_time_s"].notna().reindex(facts.index))
+        return found[found["twin"].fillna("") == ""].join(facts)
+
+    @property
+    def contestants(self) -> pd.DataFrame:
+        """The rows of all but the reference; all if there is nothing else."""
+        found = self.cells[~self.cells["backend"].isin(REFERENCES)]
+        return self.cells if found.empty else found
+
+    @property
+    def bad(self) -> pd.DataFrame:
+        """The rows of cells without a valid result."""
+        return self.cells[self.cells["status"] != Status.OK]
+
+
+def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """The rows of a frame by the names of its columns."""
+    return [{str(name): value for name, value in row.items()} for row in frame.to_dict("records")]

@@ -1,0 +1,250 @@
+"""The table of a report: the backends that did the same work, the fastest first, one group for each N and world."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import pandas as pd
+
+from bench.judge.pairs import ComparedPair
+from bench.judge.verdicts import Verdict
+from bench.plan.cell import Cell, Status
+from bench.plan.columns import DASH, WAYS, differing, says
+from bench.report.material import Material, records
+from bench.words import digits, size
+
+DECIDED = frozenset({Verdict.FASTER, Verdict.SLOWER, Verdict.SAME})
+
+
+@dataclass(frozen=True, slots=True)
+class RankedColumn:
+    """One column of the table."""
+
+    key: str
+    title: str
+    is_number: bool = True
+    drop: int = 0
+    """When a narrow terminal leaves it out: the largest number first, 0 never."""
+
+
+COLUMNS = (
+    RankedColumn("backend", "backend", is_number=False),
+    RankedColumn("seconds", "s/step"),
+    RankedColumn("seconds_ends", "95 %", drop=3),
+    RankedColumn("ratio", "ratio"),
+    RankedColumn("ratio_ends", "95 %", drop=1),
+    RankedColumn("verdict", "verdict", is_number=False, drop=4),
+    RankedColumn("memory", "memory"),
+    RankedColumn("memory_ratio", "ratio", drop=5),
+    RankedColumn("trials", "n"),
+    RankedColumn("correct", "correct?", is_number=False),
+)
+"""In order; the ratios are to the baseline, below 1 is faster or less."""
+TIMES = frozenset({"seconds", "seconds_ends", "ratio", "ratio_ends", "verdict"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranked:
+    """One cell in the table."""
+
+    cell_id: str
+    backend: str
+    label: str
+    is_baseline: bool
+    seconds: float | None
+    low: float | None
+    high: float | None
+    """Ends of the 95 % interval of the step time."""
+    pair: ComparedPair | None
+    """The cell against the baseline's."""
+    memory: int | None
+    memory_ratio: float | None
+    """To the baseline's."""
+    num_ok: int
+    num_trials: int
+    status: str
+    correct: str
+    """``yes``, or why not."""
+
+    @property
+    def is_correct(self) -> bool:
+        """Whether it passed every gate."""
+        return self.correct == "yes"
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether it failed, or a gate found it wrong."""
+        return self.status != Status.OK
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """What each of COLUMNS says of it."""
+        ratio, ends, verdict = ratio_texts(self.pair, is_baseline=self.is_baseline)
+        some = 0 < self.num_ok < self.num_trials
+        return {
+            "backend": self.backend,
+            "seconds": DASH if self.seconds is None else digits(self.seconds),
+            "seconds_ends": ends_of(self.low, self.high),
+            "ratio": ratio,
+            "ratio_ends": ends,
+            "verdict": verdict,
+            "memory": DASH if self.memory is None else size(self.memory),
+            "memory_ratio": DASH if self.memory_ratio is None else digits(self.memory_ratio),
+            "trials": f"{self.num_ok} of {self.num_trials}" if some else str(self.num_ok),
+            "correct": self.correct,
+        }
+
+    @property
+    def values(self) -> dict[str, float | str | None]:
+        """By which columns are sorted; None comes last."""
+        time = None if self.pair is None else self.pair.time
+        return {
+            "backend": self.backend,
+            "seconds": self.seconds,
+            "ratio": 1.0 if self.is_baseline else None if time is None else time.ratio,
+            "memory": self.memory,
+            "memory_ratio": self.memory_ratio,
+            "trials": self.num_ok,
+            "correct": self.correct,
+        }
+
+
+def ends_of(low: float | None, high: float | None) -> str:
+    """An interval in the table."""
+    return DASH if low is None or high is None else f"{digits(low)}-{digits(high)}"
+
+
+def ratio_texts(row: ComparedPair | None, *, is_baseline: bool) -> tuple[str, str, str]:
+    """Ratio, interval and verdict; the page's script says the same of the baseline that a reader picks."""
+    if is_baseline:
+        return "1", DASH, "baseline"
+    if row is None:
+        return DASH, DASH, DASH
+    judgement, time = row.judgement, row.time
+    verdict = str(judgement.verdict)
+    word = verdict if judgement.verdict in DECIDED else f"{verdict}: {judgement.reason}"
+    if time is None:
+        return DASH, DASH, word
+    return digits(time.ratio), ends_of(time.low, time.high), word
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The cells that are equal but for the backend, in the order of the table."""
+
+    cell: Cell
+    """One of them."""
+    place: str
+    """What tells the group from others but for N."""
+    rows: tuple[Ranked, ...]
+    is_timed: bool
+    """Whether its times are shown."""
+
+    @property
+    def n(self) -> int:
+        """Micro-batches per window on each rank."""
+        return self.cell.accumulate
+
+    @property
+    def title(self) -> str:
+        """``N = 8, W = 2, micro-batch 1``."""
+        return f"N = {self.n}, {self.place}, micro-batch {self.cell.micro_batch_size}"
+
+    @property
+    def where(self) -> str:
+        """The same within a sentence: ``N=8, W=2``."""
+        return f"N = {self.n}, {self.place}".replace(" = ", "=")
+
+    @cached_property
+    def columns(self) -> tuple[RankedColumn, ...]:
+        """Those of COLUMNS that the group has."""
+        return tuple(column for column in COLUMNS if self.is_timed or column.key not in TIMES)
+
+    def share(self, value: float | None, key: str) -> float | None:
+        """A value as a percentage of the largest in its column, for bars."""
+        if value is None:
+            return None
+        every = [row.memory if key == "memory" else row.high or row.seconds for row in self.rows]
+        return 100 * value / max(one for one in every if one is not None)
+
+
+def groups(of: Material) -> list[Group]:
+    """All groups: that of real ranks, the largest N and the most ranks first."""
+    kinds: dict[tuple[Any, ...], list[Cell]] = {}
+    for cell in of.run.cells.values():
+        if not cell.is_reference and not cell.twin:
+            kinds.setdefault(_kind(cell), []).append(cell)
+    every = [cells[0] for cells in kinds.values()]
+    ways = [name for name in differing(every, ("precision", *WAYS)) if name != "accumulate"]
+    found = [_group(of, cells, ways) for cells in kinds.values()]
+    return sorted(found, key=_extent, reverse=True)
+
+
+def _kind(cell: Cell) -> tuple[Any, ...]:
+    """What cells of a group have in common."""
+    return tuple(replace(cell, backend="").to_dict().values())
+
+
+def _extent(group: Group) -> tuple[bool, int, int, int]:
+    return group.cell.world.has_all_ranks, group.n, group.cell.world_size, len(group.rows)
+
+
+def _group(of: Material, cells: list[Cell], ways: list[str]) -> Group:
+    first = cells[0]
+    rows = of.cells.loc[[cell.cell_id for cell in cells]]
+    baseline = of.standing.baseline
+    own = rows[rows["backend"] == baseline]["peak_memory_bytes"]
+    base = None if own.empty or pd.isna(own.iloc[0]) else int(own.iloc[0])
+    is_timed = first.world.times_communication and of.obstacle is None
+    ranked = [_ranked(of, row, base, is_timed=is_timed) for row in records(rows)]
+    world = f"W = {first.world_size}" + (f" ({first.world.word})" if first.world.word else "")
+    return Group(
+        cell=first,
+        place=", ".join([world, *says(first, ways)]),
+        rows=tuple(sorted(ranked, key=_order)),
+        is_timed=is_timed,
+    )
+
+
+def _order(row: Ranked) -> tuple[float, float, str]:
+    """The fastest first; without times the least memory first; what has neither last."""
+    seconds, memory = (math.inf if value is None else value for value in (row.seconds, row.memory))
+    return seconds, memory, row.backend
+
+
+def _ranked(of: Material, cell: Mapping[str, Any], base: int | None, *, is_timed: bool) -> Ranked:
+    cell_id = cell["cell_id"]
+    seconds, low, high, memory = (
+        None if pd.isna(cell[name]) else cell[name]
+        for name in ("step_time_s", "step_time_low_s", "step_time_high_s", "peak_memory_bytes")
+    )
+    pair = of.pairs.get(cell_id)
+    return Ranked(
+        cell_id=cell_id,
+        backend=cell["backend"],
+        label=cell["label"],
+        is_baseline=cell["backend"] == of.standing.baseline,
+        seconds=seconds if is_timed else None,
+        low=low if is_timed else None,
+        high=high if is_timed else None,
+        pair=pair if is_timed else None,
+        memory=memory,
+        memory_ratio=None if memory is None or not base else memory / base,
+        num_ok=int(cell["num_ok"]),
+        num_trials=int(cell["num_trials"]),
+        status=str(cell["status"]),
+        correct=_correct(of, cell),
+    )
+
+
+def _correct(of: Material, cell: Mapping[str, Any]) -> str:
+    """Whether a cell passed every gate, and how it failed if not."""
+    if cell["status"] == Status.INVALID:
+        return "no"
+    if cell["status"] != Status.OK:
+        return str(cell["status"])
+    return "yes" if of.run.cells[cell["cell_id"]].world.has_values else "not checked"
