@@ -29,7 +29,6 @@ TITLE_SIZE = 8.0
 """Of a panel's title in points."""
 LOG_ABOVE = 5.0
 """Ratio of the largest to the smallest value from which an axis is logarithmic."""
-GIB_ABOVE = 4 * 2**30
 
 
 @dataclass
