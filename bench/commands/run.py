@@ -23,8 +23,8 @@ from bench.commands.matrix_options import (
 )
 from bench.errors import BAD, EXIT_STATUS, INTERRUPTED, InputError
 from bench.files import new_folder, plots_folder
-from bench.plan.cell import Cell, Device, counted
-from bench.plan.expand import expand, once
+from bench.plan.cell import Cell, Device, summarize
+from bench.plan.expand import expand, single_trial_ids
 
 DESCRIPTION = (
     "Every trial trains one cell of the matrix. Trials run in blocks, each in seeded random order. After --repeats "
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
             cells,
             backends,
             cold=arguments.cold,
-            once=once(chosen, backends, len(gpus)),
+            once=single_trial_ids(chosen, backends, len(gpus)),
             skipped=skipped,
             peaks=fit.peaks(cells),
         )
@@ -136,7 +136,7 @@ def _train(
     go_on = f"python -m bench run --resume {folder}"
     try:
         with display, launcher:
-            display.say(f"run {manifest['run_id']}: {counted(cells, baseline_of(manifest))}; writing to {folder}")
+            display.say(f"run {manifest['run_id']}: {summarize(cells, baseline_of(manifest))}; writing to {folder}")
             matmul.time_products(folder, manifest, cells, launcher, display.say)
             work.run()
     except KeyboardInterrupt:

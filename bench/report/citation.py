@@ -22,7 +22,7 @@ from bench.judge.loading import Run
 from bench.judge.quoting import SCHEME, CellQuote, Quotes, RatioQuote, place_of, quoted
 from bench.judge.statistics import Interval
 from bench.judge.verdicts import NEXT, Verdict, band
-from bench.plan.columns import AXES, WAYS, says
+from bench.plan.columns import AXES, WAYS, phrases
 from bench.words import bibtex, digits, markdown, plain, plural
 
 VERSIONS = ("torch", "lightning", "deepspeed", "transformers", "numpy")
@@ -168,7 +168,7 @@ def _time(quote: CellQuote) -> str:
 
 
 def _fields(quote: CellQuote) -> dict[str, str]:
-    """What the line for machines says of a cell."""
+    """What the line for machines phrases of a cell."""
     if quote.barred:
         return {"value": NONE, "n": "0"}
     time = quote.time
@@ -178,7 +178,7 @@ def _fields(quote: CellQuote) -> dict[str, str]:
 
 
 def fields_of(quote: RatioQuote) -> dict[str, str]:
-    """What the line for machines says of a ratio: its numbers with a fraction begin those of ``statement_of``."""
+    """What the line for machines phrases of a ratio: its numbers with a fraction begin those of ``statement_of``."""
     time = _time_of(quote)
     if time is None:
         return {"value": NONE}
@@ -226,8 +226,8 @@ def _interval(low: float | None, high: float | None, reason: str) -> str:
 def _work(trial: pd.Series) -> str:
     size = trial["num_parameters"]
     parameters = "" if pd.isna(size) else f" ({digits(size / 1e6)} M parameters)"
-    asked = [name for name in WAYS if len(AXES[name].named) > 1 and pd.notna(trial[name]) and trial[name]]
-    how = "".join(f", {words}" for words in says(trial, asked))
+    asked = [name for name in WAYS if len(AXES[name].phrasing) > 1 and pd.notna(trial[name]) and trial[name]]
+    how = "".join(f", {words}" for words in phrases(trial, asked))
     return (
         f"Work: {trial['workload']} {trial['model']}{parameters}, {trial['global_batch_size']} samples of "
         f"{trial['sequence_length']} tokens per optimizer step, {trial['optimizer']}{how}, "

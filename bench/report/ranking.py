@@ -13,7 +13,7 @@ import pandas as pd
 from bench.judge.pairs import ComparedPair
 from bench.judge.verdicts import Verdict
 from bench.plan.cell import Cell, Status
-from bench.plan.columns import DASH, WAYS, differing, says
+from bench.plan.columns import DASH, WAYS, differing, phrases
 from bench.report.material import Material, records
 from bench.words import digits, size
 
@@ -82,7 +82,7 @@ class Ranked:
 
     @property
     def texts(self) -> dict[str, str]:
-        """What each of COLUMNS says of it."""
+        """What each of COLUMNS phrases of it."""
         ratio, ends, verdict = ratio_texts(self.pair, is_baseline=self.is_baseline)
         some = 0 < self.num_ok < self.num_trials
         return {
@@ -119,7 +119,7 @@ def ends_of(low: float | None, high: float | None) -> str:
 
 
 def ratio_texts(row: ComparedPair | None, *, is_baseline: bool) -> tuple[str, str, str]:
-    """Ratio, interval and verdict; the page's script says the same of the baseline that a reader picks."""
+    """Ratio, interval and verdict; the page's script phrases the same of the baseline that a reader picks."""
     if is_baseline:
         return "1", DASH, "baseline"
     if row is None:
@@ -201,10 +201,10 @@ def _group(of: Material, cells: list[Cell], ways: list[str]) -> Group:
     base = None if own.empty or pd.isna(own.iloc[0]) else int(own.iloc[0])
     is_timed = first.world.times_communication and of.obstacle is None
     ranked = [_ranked(of, row, base, is_timed=is_timed) for row in records(rows)]
-    world = f"W = {first.world_size}" + (f" ({first.world.word})" if first.world.word else "")
+    world = f"W = {first.world_size}" + (f" ({first.world.label})" if first.world.label else "")
     return Group(
         cell=first,
-        place=", ".join([world, *says(first, ways)]),
+        place=", ".join([world, *phrases(first, ways)]),
         rows=tuple(sorted(ranked, key=_order)),
         is_timed=is_timed,
     )
