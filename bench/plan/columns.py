@@ -237,8 +237,7 @@ def differing(cells: Iterable[Any], names: Iterable[str] = WAYS) -> list[str]:
 
 
 def labels(cells: Iterable[Any]) -> dict[Any, str]:
-    """A unique label for each cell of a run: its own, plus the axes that distinguish it from cells with the same
-    label."""
+    """A unique label for each cell: its own, plus the axes in which cells with the same label differ."""
     alike: dict[str, list[Any]] = {}
     for cell in cells:
         alike.setdefault(cell.label, []).append(cell)

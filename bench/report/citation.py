@@ -168,7 +168,7 @@ def _time(quote: CellQuote) -> str:
 
 
 def _fields(quote: CellQuote) -> dict[str, str]:
-    """What the line for machines phrases of a cell."""
+    """What the line for machines says of a cell."""
     if quote.barred:
         return {"value": NONE, "n": "0"}
     time = quote.time
@@ -178,7 +178,7 @@ def _fields(quote: CellQuote) -> dict[str, str]:
 
 
 def fields_of(quote: RatioQuote) -> dict[str, str]:
-    """What the line for machines phrases of a ratio: its numbers with a fraction begin those of ``statement_of``."""
+    """What the line for machines says of a ratio: its numbers with a fraction begin those of ``statement_of``."""
     time = _time_of(quote)
     if time is None:
         return {"value": NONE}

@@ -82,7 +82,7 @@ class Ranked:
 
     @property
     def texts(self) -> dict[str, str]:
-        """What each of COLUMNS phrases of it."""
+        """What each of COLUMNS says of it."""
         ratio, ends, verdict = ratio_texts(self.pair, is_baseline=self.is_baseline)
         some = 0 < self.num_ok < self.num_trials
         return {
@@ -119,7 +119,7 @@ def ends_of(low: float | None, high: float | None) -> str:
 
 
 def ratio_texts(row: ComparedPair | None, *, is_baseline: bool) -> tuple[str, str, str]:
-    """Ratio, interval and verdict; the page's script phrases the same of the baseline that a reader picks."""
+    """Ratio, interval and verdict; the page's script says the same of the baseline that a reader picks."""
     if is_baseline:
         return "1", DASH, "baseline"
     if row is None:
