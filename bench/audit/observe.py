@@ -162,7 +162,7 @@ class Audit:
         try:
             self.backend.train(self._job())
         except MicroBatchError:
-            self.backend.again(self._job())
+            self.backend.continue_training(self._job())
         except _Saved:
             self.backend = self.backend_class()
             self.backend.train(self._job(resume=self.folder))

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from bench.backends import blocks
-from bench.backends.base import offered
+from bench.backends.base import installed_backends
 from bench.commands.matrix_options import (
     add_matrix_options,
     backends_of,
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     gpus = arguments.on or visible_gpus(chosen)
     chosen = on_gpus(chosen, arguments, len(gpus))
-    cells = expand(chosen, backends, len(gpus), offered())
+    cells = expand(chosen, backends, len(gpus), installed_backends())
     if arguments.on:
         refused = {cell.cell_id: blocks.refusal(cell, backends[cell.backend]) for cell in cells}
         skipped = {cell_id: reason for cell_id, reason in refused.items() if reason}

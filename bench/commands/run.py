@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import files
-from bench.backends.base import Backend, offered
+from bench.backends.base import Backend, installed_backends
 from bench.commands.matrix_options import (
     OPTIONS,
     add_matrix_options,
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     backends = backends_of(chosen)
     gpus = visible_gpus(chosen)
     chosen = on_gpus(chosen, arguments, len(gpus))
-    cells = expand(chosen, backends, len(gpus), offered())
+    cells = expand(chosen, backends, len(gpus), installed_backends())
     skipped = too_large(cells, gpus, try_all=arguments.try_all)
     cells = without_reference(cells, skipped)
     folder = arguments.out or new_folder(chosen.name)

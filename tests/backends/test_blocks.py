@@ -263,6 +263,6 @@ def test_compiled_code_is_kept_where_nobody_else_writes(
         place.symlink_to(tmp_path)
     elif spoil:
         place.touch()
-    blocks.own_cache()
+    blocks.protect_cache()
     assert os.environ.get(blocks.CACHE) == (None if spoil else str(place))
     assert place.is_dir() or spoil == "a file"
