@@ -43,10 +43,10 @@ class Instrument(Protocol):
     """Measures one window."""
 
     def start(self) -> None:
-        """The window opens."""
+        """Start when the window opens."""
 
     def stop(self) -> None:
-        """It closes; called once for every ``start``."""
+        """Stop when it closes; called once per ``start``."""
 
 
 class CpuTime:

@@ -299,14 +299,14 @@ COLUMNS: dict[str, dict[str, Column]] = {
         "dtype": _text("dtype of the payload"),
         "calls": _count("calls", "by rank 0 between two updates"),
         "payload_bytes": _count("B", "payload of these calls"),
-        "expected_calls": _count("calls", "by formula; NA where there is none"),
-        "expected_payload_bytes": _count("B", "by formula; NA where there is none"),
+        "expected_calls": _count("calls", "by formula; NA if there is none"),
+        "expected_payload_bytes": _count("B", "by formula; NA if there is none"),
     },
     "memory": {
         **_KEY,
         "category": _text("what the memory holds, and what measured it"),
         "bytes": _count("B", "maximum over ranks"),
-        "expected_bytes": _count("B", "by formula; NA where there is none"),
+        "expected_bytes": _count("B", "by formula; NA if there is none"),
     },
     "ratios": {
         "cell": _text("name of the pair"),

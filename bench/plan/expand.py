@@ -186,7 +186,7 @@ def _check_sharing(matrix: Matrix, num_gpus: int) -> None:
         raise InputError(f"{place}: needs a GPU, and {here}; leave it out, or use --matrix gpu on a machine with one")
     if matrix["axes.world_size"] == "all":
         raise InputError(
-            f"{matrix.place('axes.world_size')} is 'all', one rank per GPU; beside {place} it must be a list of "
+            f"{matrix.place('axes.world_size')} is 'all', one rank per GPU; with {place} it must be a list of "
             "integers, such as --world-size 2,4"
         )
 

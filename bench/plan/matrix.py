@@ -113,7 +113,7 @@ class MatrixFile(MatrixTable):
     baseline: Annotated[Name, Must("'auto' or the name of a backend")] = "auto"
     timeout_s: Annotated[PositiveNumber, Must("a positive number of seconds")] = 600
     threads: Annotated[Natural, Must("an integer of at least 1: threads per rank, or 0 for its share of the cores")] = 0
-    once: Annotated[Flag, Must("true or false: whether each cell has one trial, whatever repeats are")] = False
+    once: Annotated[Flag, Must("true or false: whether each cell runs a single trial, regardless of repeats")] = False
     share_gpu: Flag = False
     inactivity_s: Limit = 120
     workload: WorkloadTable
