@@ -231,7 +231,7 @@ def test_what_refuses_says_why() -> None:
         "made cannot run with activation checkpointing: it has no blocks"
     )
     fake = make_cell(virtual=True, fake_tensors=True, compiled=True)
-    assert "fake tensors are not compiled" in blocks.refusal(fake, make_backend("fine"))
+    assert "fake tensors cannot be compiled" in blocks.refusal(fake, make_backend("fine"))
     refusing = {name for name, backend in registry().items() if backend.not_compiled}
     assert refusing == {name for name, backend in registry().items() if getattr(backend, "stage", 2) == 3}
 

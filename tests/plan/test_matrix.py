@@ -363,7 +363,7 @@ def test_a_matrix_without_groups_has_the_cells_it_had(name: str, first: str | No
 @pytest.mark.parametrize(
     ("group", "words"),
     [
-        ({"once": 1}, "once of group 2 is 1; it must be true or false: whether each cell has one trial"),
+        ({"once": 1}, "once of group 2 is 1; it must be true or false: whether each cell runs a single trial"),
         ({"repeats": 1}, "repeats of group 2 cannot be set there; it is one for the whole matrix"),
         ({"workload": {"corpus": "a.txt"}}, "workload.corpus of group 2 cannot be set there; it is one for the whole"),
         ({"workload": {"modle": "1b"}}, "workload.modle of group 2 cannot be set there; did you mean workload.model?"),
