@@ -1,8 +1,8 @@
 """The three taps, loader, loss and optimizer, which record events.
 
 Every framework must fetch micro-batches, compute a loss and apply updates, whoever owns the training loop. Everything
-is measured at these three places, never by asking the framework. The tap is on the innermost torch optimizer, where
-every reported update really happened.
+is measured at these three places, never by asking the framework. The tap is on the innermost torch optimizer, where an
+update cannot be reported without being applied.
 """
 
 from __future__ import annotations
