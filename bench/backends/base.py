@@ -87,7 +87,6 @@ class Job:
 
     @property
     def bf16(self) -> bool:
-        """Whether forward and backward compute in bf16."""
         return str(self.cell.precision) == "bf16"
 
     def autocast(self) -> AbstractContextManager[Any]:

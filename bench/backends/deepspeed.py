@@ -232,7 +232,6 @@ class DeepSpeedZero2Eager(Backend):
             restore_masters(self.engine.module, masters)
 
     def start(self, **arguments: Any) -> Any:
-        """Call ``deepspeed.initialize`` and return the engine."""
         import deepspeed
 
         return deepspeed.initialize(dist_init_required=False, **arguments)[0]

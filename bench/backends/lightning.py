@@ -64,7 +64,6 @@ class LightningBackend(Backend):
         self.continue_training(job)
 
     def trainer_arguments(self, job: Job) -> dict[str, Any]:
-        """The Trainer's arguments."""
         return {
             **device_arguments(job),
             "strategy": self.strategy(job),
@@ -124,7 +123,6 @@ def count_engine_steps(trainer: Trainer, counters: dict[str, int]) -> None:
 
 
 def _model(module: LightningModule) -> nn.Module:
-    """The workload's model in the module."""
     return cast("nn.Module", module.model)
 
 

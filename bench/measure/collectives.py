@@ -110,7 +110,6 @@ class CollectiveCounter(TorchDispatchMode):
             raise RuntimeError(f"{name} does not average: AVG over the ranks' numbers is {found[0]:g}, not {right:g}")
 
     def on_event(self, _: EventKind, window: SettledWindow) -> None:
-        """Count while the window is open."""
         self.counting = window.open
 
     def rows(self) -> list[dict[str, Any]]:

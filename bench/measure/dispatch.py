@@ -162,7 +162,6 @@ class HostCost:
 
     @property
     def result(self) -> dict[str, Any]:
-        """The measurements of one window of this rank."""
         seconds = [one.seconds for one in self._cpu if one.seconds is not None]
         launches = None if self._launches is None else self._launches.count
         values = (min(seconds, default=None), self._operators.count, launches)

@@ -136,7 +136,6 @@ class WindowProfiler:
         self._profiler.start()
 
     def stop(self) -> None:
-        """Stop profiling, if a window is open."""
         import torch
 
         if self._profiler is None:

@@ -90,7 +90,6 @@ class HostLoad:
 
 
 def _between(begin: _Reading, end: _Reading) -> dict[str, Any]:
-    """The load between two readings."""
     wall = max(end.at - begin.at, 1e-9)
     both = sorted(begin.cpus.keys() & end.cpus.keys())  # a CPU may have gone offline
     busy, stolen = (

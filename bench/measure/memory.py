@@ -74,7 +74,6 @@ class MemoryProbe:
         self._last = kind
 
     def on_event(self, kind: EventKind, window: SettledWindow) -> None:
-        """Handle an event, given the state of the window after it."""
         self.event(kind)
         if window.open is not self._is_open:
             (self.open if window.open else self.close)()
@@ -82,7 +81,6 @@ class MemoryProbe:
             self.hold()
 
     def open(self) -> None:
-        """Start measuring."""
         gc.collect()
         gc.disable()
         self._is_open = True

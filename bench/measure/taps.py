@@ -102,11 +102,9 @@ class Taps:
         self._last_step = time.perf_counter()
 
     def loader(self, loader: Any) -> TappedLoader:
-        """The loader, tapped."""
         return TappedLoader(loader, self)
 
     def loss(self, function: Callable[[nn.Module, Tensor], Tensor]) -> Callable[[nn.Module, Tensor], Tensor]:
-        """The loss function, tapped."""
 
         def tapped(model: nn.Module, batch: Tensor) -> Tensor:
             self.in_loss = True
@@ -163,7 +161,6 @@ class SettledWindow:
         self.num_fetched = 0
 
     def on_event(self, kind: EventKind) -> None:
-        """Handle one event; call it before reading ``open``."""
         self._num_losses += kind is EventKind.LOSS
         self.num_fetched += self.open and kind is EventKind.FETCH
         if kind is EventKind.STEP:

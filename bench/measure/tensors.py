@@ -41,11 +41,9 @@ class RealTensors(nullcontext[None]):
             return make()
 
     def place(self, model: nn.Module) -> nn.Module:
-        """The model on the device, ready for training."""
         return model.to(self._device)
 
     def data(self, make: Callable[[int], Tensor], num_samples: int) -> Tensor:
-        """Samples on the device."""
         return make(num_samples).to(self._device)
 
 
@@ -98,7 +96,6 @@ class FakeTensors:
         return self
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
-        """Replace an attribute while the context is open."""
         self._open.callback(setattr, owner, name, getattr(owner, name))
         setattr(owner, name, value)
 

@@ -180,7 +180,6 @@ class RankTrial:
         return backend
 
     def _samples(self, windows: int) -> Tensor:
-        """The tokens of this many windows, repeated if there are fewer."""
         times = -(-windows * self._batch_size // len(self.data))
         return self.data if times == 1 else self.data.repeat(times, *[1] * (self.data.dim() - 1))
 

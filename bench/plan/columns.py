@@ -48,7 +48,6 @@ class Column:
 
     @property
     def is_number(self) -> bool:
-        """Whether values sort as numbers."""
         return self.dtype in {"Int64", "Float64"}
 
     def shown(self, value: Any) -> str:

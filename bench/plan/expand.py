@@ -215,7 +215,6 @@ def _windows(matrix: Matrix, world_size: int, *, virtual: bool) -> list[tuple[in
 
 
 def _learning_rates(matrix: Matrix) -> dict[str, float]:
-    """The learning rate of each requested optimizer."""
     optimizers = matrix["axes.optimizer"] or [matrix["training.optimizer"]]
     rates, place = matrix["training.learning_rate"], matrix.place("training.learning_rate")
     methods = {name: name.partition("-")[0] for name in optimizers}

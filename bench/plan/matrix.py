@@ -166,7 +166,6 @@ class Matrix:
         return self.values[key]
 
     def place(self, key: str) -> str:
-        """Where a key was set, for error messages."""
         return self.places.get(key, f"{self.source}: {key}")
 
     def override(self, key: str, value: Any, option: str) -> Matrix:
@@ -188,7 +187,6 @@ class Matrix:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for run.json."""
         return {"name": self.name, "source": self.source, "values": dict(self.values), "places": dict(self.places)}
 
 

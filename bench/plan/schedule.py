@@ -39,7 +39,6 @@ class Trial:
 
     @property
     def key(self) -> tuple[str, int]:
-        """Identifies the trial within its run."""
         return self.cell.cell_id, self.repeat
 
 
@@ -73,7 +72,6 @@ class Look:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The inverse of ``dataclasses.asdict``."""
         return cls(**{**values, "open": tuple(values["open"])})
 
 
@@ -135,7 +133,6 @@ class Schedule:
         return min([self.repeats, *(look.repeats for look in self.looks[:1])])
 
     def block(self, repeat: int) -> list[Trial]:
-        """The trials of a decided block, in order."""
         assert repeat < self.known, "the block is not decided yet"
         chosen = {cell.cell_id for cell in self.cells}
         for look in self.looks:
@@ -146,7 +143,6 @@ class Schedule:
         return block([cell for cell in self.cells if cell.cell_id in chosen], repeat, self.seed, extra=last)
 
     def trials(self) -> Iterator[Trial]:
-        """The trials of all decided blocks."""
         for repeat in range(self.known):
             yield from self.block(repeat)
 
@@ -154,5 +150,4 @@ class Schedule:
         self.looks.append(look)
 
     def stored(self) -> list[dict[str, Any]]:
-        """The looks for run.json."""
         return [asdict(look) for look in self.looks]

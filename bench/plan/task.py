@@ -99,7 +99,6 @@ class Task:
 
     @staticmethod
     def from_json(text: str) -> Task:
-        """The inverse of ``to_json``."""
         values = json.loads(text)
         module, _, name = values.pop("kind").partition(":")
         task: Task = fields.read(getattr(importlib.import_module(module), name), values)

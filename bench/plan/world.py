@@ -43,12 +43,10 @@ class World(StrEnum):
 
     @property
     def shares_gpus(self) -> bool:
-        """Whether several ranks may use one GPU."""
         return self is World.SHARED_GPU
 
     @property
     def is_timed(self) -> bool:
-        """Whether step times are recorded."""
         return self in (World.REAL, World.VIRTUAL)
 
     @property
@@ -58,12 +56,10 @@ class World(StrEnum):
 
     @property
     def label(self) -> str:
-        """Its name in labels; empty for the usual one."""
         return "" if self is World.REAL else "virtual" if not self.has_all_ranks else "shared GPU"
 
     @property
     def caveat(self) -> str:
-        """The caveat for its numbers; empty if there is none."""
         return {
             World.REAL: "",
             World.SHARED_GPU: "its ranks shared a GPU, over gloo: nothing was timed",

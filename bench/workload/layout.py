@@ -52,7 +52,6 @@ class Layout:
 
     @property
     def num_parameters(self) -> int:
-        """P: elements of all parameters."""
         return sum(parameter.numel for parameter in self.parameters)
 
     @property
@@ -70,7 +69,6 @@ class Layout:
         return max(sizes.values(), default=0)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; ``from_json`` is the inverse."""
         return dataclasses.asdict(self)
 
     @classmethod
