@@ -196,7 +196,6 @@ class Audit:
             device=self.device,
             windows=math.ceil(scenario.bound / scenario.accumulate[0]),
             accumulate=scenario.accumulate[0],
-            num_parameters=self.num_slots,
             block_parameters=self.num_slots,
             build=self._build,
             blocks=self.workload.blocks,

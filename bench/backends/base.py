@@ -63,8 +63,6 @@ class Job:
     """Optimizer steps to take."""
     accumulate: int
     """N: micro-batches per optimizer step."""
-    num_parameters: int
-    """P: elements of the model's parameters, tied parameters counted once."""
     block_parameters: int
     """Elements of the largest block's parameters, which bounds how far ahead a sharded backend may gather."""
     build: Callable[[], nn.Module]

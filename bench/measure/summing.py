@@ -153,7 +153,6 @@ def _update(
         device=device,
         windows=1,
         accumulate=accumulate,
-        num_parameters=num_weights,
         block_parameters=num_weights,
         build=lambda: _model(num_weights).to(device),
         blocks=lambda model: [model.block],  # type: ignore[list-item]

@@ -160,7 +160,6 @@ class RankTrial:
             device=self.device,
             windows=windows,
             accumulate=cell.accumulate,
-            num_parameters=self.num_parameters,
             block_parameters=self.block_parameters,
             build=lambda: self._build(dataclasses.replace(cell, compiled=compiled)),
             blocks=self.workload.blocks,

@@ -201,8 +201,8 @@ def test_the_pass_profiles_one_settled_window(
 ) -> None:
     cell = make_cell(model="micro", world_size=1, accumulate=2, global_batch_size=2, sequence_length=4)
     spec = Spec(cell=cell, passes=("exposure",), folder=str(tmp_path), reference="")
-    see, seen = WindowProfiler.see, []
-    monkeypatch.setattr(WindowProfiler, "see", lambda self, is_open: (seen.append(is_open), see(self, is_open)))
+    see, seen = WindowProfiler.on_window, []
+    monkeypatch.setattr(WindowProfiler, "on_window", lambda self, is_open: (seen.append(is_open), see(self, is_open)))
     result = RankTrial(spec, 0, torch.device("cpu"), registry()["ddp-eager"]).run()
     assert result["exposure"] == pytest.approx(FOUND)
     assert calls == ["synchronize", "start", "synchronize", "stop"]
