@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from bench import cli
-from bench.backends.base import MORE, registry
+from bench.backends.base import EXTRA_BACKENDS, registry
 from bench.judge import gates, tables
 from bench.launch.launcher import Launcher, _Server
 from bench.plan.cell import REFERENCES, SHARDED_REFERENCE, Device
@@ -261,7 +261,7 @@ class EveryServer(_Server):
 
     def start(self) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv(MORE, OWN)
+            patch.setenv(EXTRA_BACKENDS, OWN)
             super().start()
 
 

@@ -81,7 +81,7 @@ class CoalescingDeepSpeed(ds.DeepSpeedZero2Deferred):
 
     def train(self, job: Job) -> None:
         self.initialize(job, gradient_accumulation_steps=1)
-        self.again(job)
+        self.continue_training(job)
 
 
 class Loop(Backend):

@@ -145,7 +145,7 @@ BAD_OPTIONS: list[tuple[list[str], str]] = [
     ([*CPU, "--accumulate", "abc"], r"--accumulate: 'abc' is not a list of integers such as 1,4,8; see .* --help"),
     ([*CPU, "--accumulate"], r"--accumulate: expected one argument; see .* --help"),
     ([*CPU, "--repeats", "many"], r"--repeats: invalid int value: 'many'"),
-    ([*CPU, "--batch", "30"], r"--batch is 30, .* = 2 x 2 = 4; the nearest that do: 28 and 32"),
+    ([*CPU, "--batch", "30"], r"--batch is 30, .* = 2 x 2 = 4; the nearest that are: 28 and 32"),
     ([*CPU, "--accumulate", "3"], r"cpu.toml: workload.global_batch_size is 16, .* = 3 x 2 = 6; .* 12 and 18"),
     ([*CPU, "--model", "tinny"], r"--model: 'tinny' is unknown; did you mean tiny\?"),
     ([*CPU, "--workload", "no_such_module:f"], r"--workload: workload 'no_such_module:f': No module named"),
@@ -320,7 +320,7 @@ def test_repeats_precision_and_budget(place: Place) -> None:
             "--interval-width is 2.0; it must be the width of an interval above 0 and below 1",
         ),
         (["--budget", "20"], "'20' is not a time above 0 with its unit, such as 90s, 20m or 1h"),
-        (["--baseline", "ddp-eage"], "--baseline: 'ddp-eage' is not run here; did you mean ddp-eager?"),
+        (["--baseline", "ddp-eage"], "--baseline: 'ddp-eage' is not a backend of this matrix; did you mean ddp-eager?"),
         (["--fake-tensors"], "--fake-tensors: is for a virtual world; give --virtual-world too"),
         (
             ["--share-gpu"],
@@ -357,7 +357,7 @@ def test_micro_batches_are_an_axis(place: Place) -> None:
     refused = [
         (
             ["--micro-batch", "3"],
-            "global_batch_size is 16, which does not divide by micro-batch x world size = 3 x 2 = 6",
+            "global_batch_size is 16, which is not divisible by micro-batch x world size = 3 x 2 = 6",
         ),
         (["--micro-batch", "0"], "--micro-batch is [0]; it must be a list of integers of at least 1"),
         (["--micro-batch", "1", "--accumulate", "2", "--batch", "9"], "--batch: follows from --micro-batch and"),

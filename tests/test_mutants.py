@@ -258,9 +258,9 @@ def test_a_sound_loop_is_valid(truth: tuple[Path, dict[str, Any]]) -> None:
 class DefersInNameOnly(DDPDeferred):
     """The wrapper's ``no_sync`` does nothing."""
 
-    def again(self, job: Job) -> None:
+    def continue_training(self, job: Job) -> None:
         self.model.no_sync = nullcontext  # type: ignore[method-assign]
-        super().again(job)
+        super().continue_training(job)
 
 
 @pytest.mark.usefixtures("lonely_group")

@@ -73,10 +73,10 @@ class AuditedEngine(DeepSpeedZero2Eager):
         self.job: ScenarioJob = job
         super().train(job)
 
-    def again(self, job: Any) -> None:
+    def continue_training(self, job: Any) -> None:
         if self.sync is Sync.EAGER:  # the engine tells windows apart; the other loops go by ``each_window``
             job = dataclasses.replace(job, loader=self._batches(job))
-        super().again(job)
+        super().continue_training(job)
 
     def _batches(self, job: ScenarioJob) -> Iterator[Tensor]:
         """The micro-batches of all epochs, until the engine has taken ``max_steps``."""
@@ -154,14 +154,14 @@ class AuditedTrainer(LightningBackend):
             restore_sgd(strategy)
         return strategy
 
-    def again(self, job: Any, **arguments: Any) -> None:
+    def continue_training(self, job: Any, **arguments: Any) -> None:
         if job.unsharded is not None:
             job = dataclasses.replace(job, loader=job.unsharded)
         if job.resume:
             if "deepspeed" in self.requires:
                 trust_own_classes()
             arguments |= {"ckpt_path": job.resume / CHECKPOINT, "weights_only": True}
-        super().again(job, **arguments)
+        super().continue_training(job, **arguments)
 
     def save(self, folder: Path, seen: int, accumulate: int) -> int:
         self.trainer.save_checkpoint(folder / CHECKPOINT)

@@ -162,7 +162,7 @@ class Audit:
         try:
             self.backend.train(self._job())
         except MicroBatchError:
-            self.backend.again(self._job())
+            self.backend.continue_training(self._job())
         except _Saved:
             self.backend = self.backend_class()
             self.backend.train(self._job(resume=self.folder))
@@ -196,7 +196,6 @@ class Audit:
             device=self.device,
             windows=math.ceil(scenario.bound / scenario.accumulate[0]),
             accumulate=scenario.accumulate[0],
-            num_parameters=self.num_slots,
             block_parameters=self.num_slots,
             build=self._build,
             blocks=self.workload.blocks,

@@ -1,10 +1,8 @@
-"""What is done to a model's blocks before a framework gets the model, and which cells cannot run here.
+"""Activation checkpointing and compilation of a model's blocks, and which cells cannot run here.
 
-First activation checkpointing, then torch.compile: the order of torchtitan
-(torchtitan/models/llama3/infra/parallelize.py), where each block is checkpointed, then compiled by itself, and only
-then sharded or wrapped. Here the block's ``forward`` is replaced and not the block, so that parameters keep their
-names, and what a framework hooks to a block stays outside of both: FSDP2 does not gather again for what is computed
-again.
+Checkpointing comes first, then torch.compile, as in torchtitan (torchtitan/models/llama3/infra/parallelize.py), which
+shards or wraps the blocks only afterwards. Here the block's ``forward`` is replaced instead of the block, so that
+parameters keep their names and the framework's hooks stay outside: FSDP2 does not gather again for recomputation.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
 COMPILER = "inductor"
 """The backend of torch.compile."""
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
-"""Environment variable: the folder of what it compiled."""
+"""Environment variable for the cache folder of compiled code."""
 
 
 def skip(cell: Cell, backend: type[Backend]) -> str:
@@ -38,29 +36,29 @@ def skip(cell: Cell, backend: type[Backend]) -> str:
 
 
 def skipped(cells: Sequence[Cell], backends: Mapping[str, type[Backend]]) -> dict[str, str]:
-    """Why cells cannot run here, by id; those that can are not listed."""
+    """Why cells cannot run here, by id; cells that can are left out."""
     reasons = {cell.cell_id: skip(cell, backends[cell.backend]) for cell in cells}
     return {cell_id: reason for cell_id, reason in reasons.items() if reason}
 
 
 def refusal(cell: Cell, backend: type[Backend]) -> str:
-    """Why the backend cannot run such a cell at all, in one line; empty if it can.
+    """Why the backend can never run such a cell, in one line; empty if it can.
 
-    What is missing on this machine is not asked: see ``missing``.
+    What this machine lacks is checked by ``missing``.
     """
     if reason := cell.world.refusal(backend):
         return reason
     if cell.activation_checkpointing and backend.not_checkpointed:
         return f"{backend.name} cannot run with activation checkpointing: {backend.not_checkpointed}"
     if cell.compiled and not cell.world.computes:
-        return "fake tensors are not compiled: what is compiled allocates by itself, and would not be seen"
+        return "fake tensors cannot be compiled: compiled code allocates by itself, which would not be seen"
     if cell.compiled and backend.not_compiled:
         return f"{backend.name} cannot run with compiled blocks: {backend.not_compiled}"
     return ""
 
 
 def missing(cell: Cell) -> str:
-    """What this machine lacks to compile, and what to do; empty if nothing, or if nothing is to be compiled."""
+    """What this machine lacks for compilation, and how to fix it; empty if nothing, or if the cell is not compiled."""
     if not cell.compiled:
         return ""
     # torch._inductor builds C++ kernels for the CPU, and Triton a launcher in C for each of its kernels.
@@ -74,10 +72,9 @@ def missing(cell: Cell) -> str:
 
 
 def prepare(blocks: Sequence[nn.Module], cell: Cell, compiler: str = COMPILER) -> None:
-    """Checkpoint and compile the blocks of a built model, in place, as the cell asks.
+    """Checkpoint and compile the blocks of a built model in place, as the cell asks.
 
-    A graph that breaks is an error, and so is one block too many that needs a graph of its own: what is said to be
-    compiled is.
+    Graph breaks are errors, and so are recompilations beyond torch's limit, so compiled blocks really are compiled.
     """
     import torch
 
@@ -85,15 +82,16 @@ def prepare(blocks: Sequence[nn.Module], cell: Cell, compiler: str = COMPILER) -
         for block in blocks:
             block.forward = types.MethodType(_checkpointed, block)
     if cell.compiled:
-        own_cache()
+        protect_cache()
         for block in blocks:
             block.forward = torch.compile(block.forward, backend=compiler, fullgraph=True)
 
 
-def own_cache() -> None:
-    """Have compiled code kept where nobody but this user can write: it is run, and the folder's name can be foreseen.
+def protect_cache() -> None:
+    """Create the cache folder of compiled code, writable only by this user.
 
-    Where somebody else can, it is kept in the launcher's temporary folder, and not for longer than that.
+    Its content is executed, and its name can be guessed. If others can write to it, the launcher's temporary folder is
+    used instead.
     """
     if not (name := os.environ.get(CACHE)):
         return
@@ -105,11 +103,11 @@ def own_cache() -> None:
 
 @contextmanager
 def compiled_once(cell: Cell) -> Iterator[Callable[[], None]]:
-    """Gives a function, to be called when warm-up is over: from then on no block is compiled again in this context.
+    """Yield a function to call after warm-up, which makes any further compilation raise a RuntimeError.
 
-    One that would be raises a RuntimeError that names its function: the step's time would be the compiler's.
+    Otherwise the time of a step would be the compiler's.
     """
-    if not cell.compiled:  # nor is the compiler imported
+    if not cell.compiled:  # does not import the compiler
         yield lambda: None
         return
     import torch
@@ -121,9 +119,9 @@ def compiled_once(cell: Cell) -> Iterator[Callable[[], None]]:
 
 
 def _checkpointed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The forward of the block's class, of which only the inputs are kept for the backward.
+    """The checkpointed forward of the block's class.
 
-    Random numbers are not: a workload draws none in training, by its protocol.
+    The RNG state is not preserved: by its protocol a workload draws no random numbers in training.
     """
     from torch.utils.checkpoint import checkpoint
 

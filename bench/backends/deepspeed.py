@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO stages 2 and 3, driven by a plain loop, with eager and with coalesced gradient reduction."""
+"""DeepSpeed ZeRO stages 2 and 3 in a plain loop, with eager and with coalesced gradient reduction."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from bench.plan.cell import Cell, Device, Sharding, Stepping, Sync
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-NO_COMPILED_STAGE3 = "stage 3 gathers parameters in hooks of the modules within a block, which cannot be in its graph"
+NO_COMPILED_STAGE3 = "stage 3 gathers parameters in hooks of the modules within a block, which a graph cannot contain"
 
 
 def zero_config(stage: int, job: Job) -> dict[str, Any]:
-    """A DeepSpeed configuration in which nothing that moves the comparison is left to a default.
+    """A DeepSpeed configuration that sets everything that affects the comparison explicitly.
 
-    The limit of clipping is set (DeepSpeed >= 0.19.3 clips to norm 1 if silent). Gradients are reduced and accumulated
-    in fp32 (the default of both is the model's dtype). A bucket holds one block, FSDP2's unit (the default of 5e8
-    elements would be the peak of a small model). Stage 3 keeps no parameter gathered for being small, gathers
-    one block ahead and releases each block after its forward, as FSDP2 does (the defaults would keep a whole model of
-    up to 1e9 parameters gathered). The throughput timer is off, since it synchronizes the device in every micro-batch.
+    Clipping is set, because DeepSpeed >= 0.19.3 clips to norm 1 by default. Gradients are reduced and accumulated in
+    fp32 (default: the model's dtype). A bucket holds one block, FSDP2's unit (the default of 5e8 elements would
+    dominate the peak of a small model). Stage 3 keeps no small parameters gathered, gathers one block ahead and
+    releases each block after its forward, as FSDP2 does (the defaults would keep models of up to 1e9 parameters
+    gathered). The throughput timer is off, because it synchronizes the device in every micro-batch.
 
-    ``overlap_comm`` is off on the CPU, which has no streams. In stage 2 (where the default is off) it is on where there
-    are other ranks, as DDP and FSDP2 overlap too: it synchronizes the whole device after every backward
-    (stage_1_and_2.py:independent_gradient_partition_epilogue), and on one rank it hides nothing for that. In stage 3 it
-    is on, as by default: on one rank the host waits at every fetch for the stream of gathers
-    (partition_parameters.py:NoGatherHandle.wait), which without overlap is the stream that computes.
+    ``overlap_comm`` is off on the CPU, which has no streams. In stage 2 (default: off) it is on if there are several
+    ranks, because DDP and FSDP2 overlap too; it synchronizes the device after every backward
+    (stage_1_and_2.py:independent_gradient_partition_epilogue), which gains nothing on one rank. In stage 3 it is on, as
+    by default: on one rank the host waits at every fetch for the gather stream
+    (partition_parameters.py:NoGatherHandle.wait), which without overlap is the compute stream.
     """
     overlaps = job.device.type == "cuda" and (stage == 3 or job.cell.world_size > 1)
     bucket = max(2, job.block_parameters + job.block_parameters % 2)  # DeepSpeed wants an even number
@@ -58,11 +58,12 @@ def zero_config(stage: int, job: Job) -> dict[str, Any]:
 
 
 def remark(stage: int, cell: Cell) -> str:
-    """``Backend.remark`` of everything that runs DeepSpeed.
+    """``Backend.remark`` of every backend based on DeepSpeed.
 
-    deepspeed/runtime/zero/partition_parameters.py: ``all_gather_coalesced`` calls ``_no_gather_coalesced`` where a
-    group has one rank, whose handles' ``wait`` synchronizes the stream of gathers. ``AllGatherHandle.wait`` does not.
-    linear.py: ``LinearFunctionForZeroStage3`` saves its input after the product, where a checkpoint stops computing.
+    deepspeed/runtime/zero/partition_parameters.py: for a group of one rank ``all_gather_coalesced`` calls
+    ``_no_gather_coalesced``, whose handles synchronize the gather stream in ``wait``; ``AllGatherHandle.wait`` does
+    not. linear.py: ``LinearFunctionForZeroStage3`` saves its input after the product, where checkpointing stops
+    recomputing.
     """
     said = []
     if stage == 3 and cell.world_size == 1 and cell.device is Device.CUDA:
@@ -76,12 +77,12 @@ def remark(stage: int, cell: Cell) -> str:
 
 
 def prepare() -> None:
-    """Call before DeepSpeed's first use.
+    """Prepare DeepSpeed; call before its first use.
 
-    Its shared-memory operator would be compiled on any CPU, so it is off; and so are all others, none of which is used
-    here: to ask for the table of those that could be built runs compilers (ops/__init__.py: _probe_compatible_ops).
-    Without LOCAL_SIZE, which its own launcher sets (launcher/launch.py), it starts ``numactl`` on the CPU whenever
-    stage 3 reduces a bucket (cpu_accelerator.py: device_count).
+    All its compiled operators are disabled: the shared-memory operator would be compiled on any CPU, and listing the
+    others runs compilers (ops/__init__.py: _probe_compatible_ops). Without LOCAL_SIZE, which DeepSpeed's launcher sets
+    (launcher/launch.py), it starts ``numactl`` on the CPU whenever stage 3 reduces a bucket (cpu_accelerator.py:
+    device_count).
     """
     import logging
     import os
@@ -98,11 +99,11 @@ def prepare() -> None:
 
 
 @contextmanager
-def unprinted() -> Iterator[None]:
-    """Parameters are written as their shape alone: hold this while an engine is built.
+def short_parameter_repr() -> Iterator[None]:
+    """Shorten the repr of parameters to their shape; use this while an engine is built.
 
-    ZeRO-3's constructor writes all its arguments into a message that is never printed (stage3.py: ``print_rank_0`` of
-    ``locals()``). Among them are the parameters, each of whose values would be copied to the host for that.
+    ZeRO-3's constructor formats all its arguments into a message that is never printed (stage3.py: ``print_rank_0`` of
+    ``locals()``), which would copy every parameter to the host.
     """
     from torch import nn
 
@@ -123,15 +124,15 @@ def gather(model: nn.Module) -> dict[str, Tensor]:
 
 
 def initial_masters(model: nn.Module) -> dict[str, Tensor]:
-    """A copy of a built model's fp32 parameters on the CPU, for ``restore_masters``."""
+    """A CPU copy of a built model's fp32 parameters, for ``restore_masters``."""
     return {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
 
 
 def restore_masters(model: nn.Module, masters: dict[str, Tensor]) -> None:
-    """Make the fp32 masters equal the initial weights. Collective.
+    """Set the fp32 masters to the initial weights. Collective.
 
-    In bf16 the engine casts the module before it copies its masters from it, so they would start as bf16 roundings of
-    the weights that every other backend starts from.
+    In bf16 the engine casts the module before it copies the masters from it, so without this they would start as bf16
+    roundings of the weights that all other backends start from.
     """
     import torch
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
@@ -149,10 +150,11 @@ def restore_masters(model: nn.Module, masters: dict[str, Tensor]) -> None:
 
 
 def holdings(engine: Any) -> dict[Category, list[Tensor]]:
-    """What the engine's ZeRO optimizer holds: flat parameters, fp32 masters, reduced gradients, buckets.
+    """Tensors of the engine's ZeRO optimizer: flat parameters, fp32 masters, reduced gradients, buckets.
 
-    Attributes of ``DeepSpeedZeroOptimizer`` (stage 2) and ``DeepSpeedZeroOptimizer_Stage3``, both of 0.19; one that a
-    version lacks holds nothing. The inner optimizer's parameters are the masters, whose ``grad`` exists in a step only.
+    The attributes are those of ``DeepSpeedZeroOptimizer`` (stage 2) and ``DeepSpeedZeroOptimizer_Stage3`` in 0.19;
+    missing ones are skipped. The inner optimizer's parameters are the masters; their ``grad`` exists only during a
+    step.
     """
     import torch
     from torch.utils._pytree import tree_leaves
@@ -181,13 +183,16 @@ def holdings(engine: Any) -> dict[Category, list[Tensor]]:
 
 
 def release(engine: Any) -> None:
-    """Take an engine's hooks off its parameters, so that it can be freed: on CUDA no garbage collection sees them."""
-    if hasattr(engine, "destroy"):  # None where it could not be made
+    """Remove an engine's hooks from its parameters, so that it can be freed.
+
+    On CUDA the garbage collector does not find these cycles.
+    """
+    if hasattr(engine, "destroy"):  # None if it could not be created
         engine.destroy()
 
 
 class DeepSpeedZero2Eager(Backend):
-    """Stage 2 as documented: ``engine.backward`` and ``engine.step`` per micro-batch, reducing every time."""
+    """Stage 2 as documented: ``engine.backward`` and ``engine.step`` per micro-batch, reducing each time."""
 
     name, framework = "deepspeed-zero2-eager", "DeepSpeed"
     sync, sharding = Sync.EAGER, Sharding.GRADS
@@ -198,11 +203,11 @@ class DeepSpeedZero2Eager(Backend):
 
     def train(self, job: Job) -> None:
         self.initialize(job, gradient_accumulation_steps=job.accumulate)
-        self.again(job)
+        self.continue_training(job)
 
-    def again(self, job: Job) -> None:
+    def continue_training(self, job: Job) -> None:
         for batch in job.loader:
-            # The engine divides the loss by N, and decides in step() whether this was the window's last one.
+            # The engine divides the loss by N, and step() decides whether the window is complete.
             self.engine.backward(job.loss(self.engine, batch))
             self.engine.step()
 
@@ -214,20 +219,19 @@ class DeepSpeedZero2Eager(Backend):
         self.engine.optimizer.zero_grad()
 
     def initialize(self, job: Job, gradient_accumulation_steps: int) -> None:
-        """An engine with ``zero_config`` and the tapped torch optimizer."""
+        """Create an engine with ``zero_config`` and the tapped optimizer."""
         prepare()
         model = job.build()
         self.config = zero_config(self.stage, job)
         self.config["gradient_accumulation_steps"] = gradient_accumulation_steps
         masters = initial_masters(model) if job.bf16 else {}
         optimizer = job.optimizer(model.parameters())
-        with unprinted():
+        with short_parameter_repr():
             self.engine = self.start(model=model, optimizer=optimizer, config=self.config)
         if job.bf16:
             restore_masters(self.engine.module, masters)
 
     def start(self, **arguments: Any) -> Any:
-        """What ``deepspeed.initialize`` makes of these arguments."""
         import deepspeed
 
         return deepspeed.initialize(dist_init_required=False, **arguments)[0]
@@ -249,11 +253,10 @@ class DeepSpeedZero2Eager(Backend):
 
 
 class DeepSpeedZero2Deferred(DeepSpeedZero2Eager):
-    """Stage 2 with ``engine.coalesce_grad_reduction``: one reduction for all backwards of the window.
+    """Stage 2 with ``engine.coalesce_grad_reduction``: one reduction for all backwards of a window.
 
-    One block is one engine step, so the engine is told of one accumulation step and the loop divides the loss. Inside
-    it autograd sums into the parameters' own ``grad``: in bf16 that would be accumulation in bf16, whatever
-    ``grad_accum_dtype`` says, so bf16 is refused.
+    One such block is one engine step, so the engine's accumulation is 1 and the loop divides the loss. Autograd sums
+    into the parameters' own ``grad`` there, which in bf16 ignores ``grad_accum_dtype``, so bf16 is refused.
     """
 
     name = "deepspeed-zero2-deferred"
@@ -263,12 +266,12 @@ class DeepSpeedZero2Deferred(DeepSpeedZero2Eager):
     def train(self, job: Job) -> None:
         if job.bf16:
             raise UnsupportedError(
-                "coalesce_grad_reduction sums in the model's dtype, bf16, and not in fp32 as all others"
+                "coalesce_grad_reduction sums in the model's dtype, bf16, and not in fp32 like all others"
             )
         self.initialize(job, gradient_accumulation_steps=1)
-        self.again(job)
+        self.continue_training(job)
 
-    def again(self, job: Job) -> None:
+    def continue_training(self, job: Job) -> None:
         for window in job.each_window():
             with self.engine.coalesce_grad_reduction():
                 for batch, _ in window:
@@ -277,7 +280,7 @@ class DeepSpeedZero2Deferred(DeepSpeedZero2Eager):
 
 
 class DeepSpeedZero3Eager(DeepSpeedZero2Eager):
-    """Stage 3: parameters are gathered module by module, gradients reduce-scattered by every backward."""
+    """Stage 3: parameters are gathered module by module, and every backward reduce-scatters gradients."""
 
     name = "deepspeed-zero3-eager"
     not_compiled = NO_COMPILED_STAGE3

@@ -1,4 +1,4 @@
-"""Lightning Fabric with FSDP2: a loop of one's own over Lightning's strategy."""
+"""Lightning Fabric with FSDP2: a hand-written loop over Lightning's strategy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.backends import fsdp2
 from bench.backends.base import BF16_PARAMETERS, Backend, Job
-from bench.backends.lightning import communicator, places, quieten
+from bench.backends.lightning import device_arguments, process_group_backend, silence_logging
 from bench.plan.categories import Category
 from bench.plan.cell import Sharding, Stepping, Sync
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class FabricFSDP2Deferred(Backend):
-    """A Fabric loop with ``no_backward_sync``, which does defer FSDP2's reduction."""
+    """A Fabric loop with ``no_backward_sync``, which defers FSDP2's reduction."""
 
     name, framework = "fabric-fsdp2-deferred", "Fabric FSDP2"
     sync, sharding = Sync.DEFERRED, Sharding.PARAMS
@@ -28,7 +28,7 @@ class FabricFSDP2Deferred(Backend):
         from lightning.fabric import Fabric
         from lightning.fabric.strategies import ModelParallelStrategy
 
-        quieten()
+        silence_logging()
 
         def parallelize(model: Any, mesh: Any) -> Any:
             blocks = job.blocks(model)
@@ -38,15 +38,15 @@ class FabricFSDP2Deferred(Backend):
             parallelize_fn=parallelize,
             data_parallel_size=job.world_size,
             tensor_parallel_size=1,
-            process_group_backend=communicator(job),
+            process_group_backend=process_group_backend(job),
         )
-        self.fabric = Fabric(**places(job), strategy=strategy, precision="32-true")
+        self.fabric = Fabric(**device_arguments(job), strategy=strategy, precision="32-true")
         self.fabric.launch()
         self.model = self.fabric.setup_module(job.build())
         self.optimizer: Any = self.fabric.setup_optimizers(job.optimizer(self.model.parameters()))
-        self.again(job)
+        self.continue_training(job)
 
-    def again(self, job: Job) -> None:
+    def continue_training(self, job: Job) -> None:
         self.optimizer.zero_grad()
         for window in job.each_window():
             for batch, last in window:

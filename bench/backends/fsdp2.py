@@ -1,6 +1,6 @@
-"""FSDP2 (``torch.distributed.fsdp.fully_shard``), each decoder block a unit and the rest the root's.
+"""FSDP2 (``torch.distributed.fsdp.fully_shard``): each decoder block is a unit, everything else belongs to the root.
 
-``eager`` is what torchtitan's trainer does: it leaves the gradient sync on for every micro-batch.
+``eager`` does what torchtitan's trainer does: gradient sync stays on for every micro-batch.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 def shard(
     model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, *, bf16: bool, reshard_after_forward: bool
 ) -> FSDPModule:
-    """``fully_shard`` each block, then the root, in place. The root is never resharded after forward (FSDP2's default).
+    """``fully_shard`` each block, then the root, in place; the root is never resharded after forward (the default).
 
-    With ``bf16`` parameters are gathered and gradients computed in bfloat16, and reduced and accumulated in fp32:
-    the policy under which eager and deferred sync accumulate in the same dtype.
+    With ``bf16``, parameters are gathered and gradients computed in bf16, and reduced and accumulated in fp32, so that
+    eager and deferred sync accumulate in the same dtype.
     """
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -39,7 +39,7 @@ def shard(
 
 
 class Gathered(Mapping[str, "Tensor"]):
-    """The full parameters of a sharded model, on the CPU; each is gathered when it is looked at. That is collective."""
+    """The full parameters of a sharded model, on the CPU; each is gathered on access, which is collective."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = dict(model.named_parameters())
@@ -58,9 +58,9 @@ class Gathered(Mapping[str, "Tensor"]):
 
 
 def holdings(model: nn.Module) -> dict[Category, list[Tensor]]:
-    """What ``FSDPParam`` holds of each parameter of a sharded model: its shard, its gathered copy, its whole gradient.
+    """The shard, gathered copy and unsharded gradient of every ``FSDPParam`` of a sharded model.
 
-    The gradient is in ``grad`` of the gathered copy or, where it is summed in another dtype, in
+    The gradient is in ``grad`` of the gathered copy or, if it is summed in another dtype, in
     ``unsharded_accumulated_grad``.
     """
     from torch.distributed.fsdp import FSDPModule
@@ -82,7 +82,7 @@ def holdings(model: nn.Module) -> dict[Category, list[Tensor]]:
 
 
 def _groups(state: Any) -> Sequence[Any]:
-    """The groups of parameters of a unit: one, under either of the names that versions of torch have for it."""
+    """The parameter groups of a unit; versions of torch differ in the attribute."""
     groups: Sequence[Any] | None = getattr(state, "_fsdp_param_groups", None)
     if groups is not None:
         return groups
@@ -90,14 +90,14 @@ def _groups(state: Any) -> Sequence[Any]:
 
 
 class FSDP2Eager(Backend):
-    """Parameters resharded after forward, gradients reduce-scattered by every backward."""
+    """Parameters are resharded after forward, and every backward reduce-scatters gradients."""
 
     name, framework = "fsdp2-eager", "FSDP2"
     sync, sharding = Sync.EAGER, Sharding.PARAMS
     stepping = Stepping.WINDOW
     bf16_as = BF16_PARAMETERS
     resident: ClassVar[bool] = False
-    """Whether gathered parameters are also kept from one micro-batch to the next within the window."""
+    """Whether parameters stay gathered between the micro-batches of a window."""
 
     def train(self, job: Job) -> None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -107,16 +107,16 @@ class FSDP2Eager(Backend):
         reshard_after_forward = self.sharding is Sharding.PARAMS
         self.model = shard(model, job.blocks(model), mesh, bf16=job.bf16, reshard_after_forward=reshard_after_forward)
         self.optimizer = job.optimizer(model.parameters())
-        self.again(job)
+        self.continue_training(job)
 
-    def again(self, job: Job) -> None:
+    def continue_training(self, job: Job) -> None:
         model = cast("nn.Module", self.model)
         self.optimizer.zero_grad()
         for window in job.each_window():
             for batch, last in window:
                 if self.sync is Sync.DEFERRED:
                     self.model.set_requires_gradient_sync(last)
-                    # Not needed for correctness: it spares the end-of-backward bookkeeping until the last one.
+                    # Not needed for correctness: skips the end-of-backward bookkeeping of all but the last.
                     self.model.set_is_last_backward(last)
                 if self.resident:
                     self.model.set_reshard_after_backward(last)
@@ -141,7 +141,7 @@ class FSDP2Eager(Backend):
 
 
 class FSDP2Deferred(FSDP2Eager):
-    """``set_requires_gradient_sync``: whole gradients are summed locally and reduced once per window."""
+    """``set_requires_gradient_sync``: unsharded gradients are summed locally and reduced once per window."""
 
     name = "fsdp2-deferred"
     sync = Sync.DEFERRED
@@ -155,14 +155,14 @@ class FSDP2Zero2Eager(FSDP2Eager):
 
 
 class FSDP2Zero2Deferred(FSDP2Zero2Eager):
-    """As ``fsdp2-zero2-eager``, with the reduction deferred to the end of the window."""
+    """``fsdp2-zero2-eager`` with the reduction deferred to the end of the window."""
 
     name = "fsdp2-zero2-deferred"
     sync = Sync.DEFERRED
 
 
 class FSDP2DeferredResident(FSDP2Zero2Deferred):
-    """``set_reshard_after_backward`` too: parameters stay gathered for the whole window, as under ZeRO-1."""
+    """With ``set_reshard_after_backward``: parameters stay gathered for the whole window, as under ZeRO-1."""
 
     name = "fsdp2-deferred-resident"
     sharding = Sharding.OPTIMIZER
@@ -170,14 +170,14 @@ class FSDP2DeferredResident(FSDP2Zero2Deferred):
 
 
 class ShardedReference(FSDP2Deferred):
-    """The truth where no GPU can hold it alone: each rank sees its share of the batch at once, in one micro-batch.
+    """The reference for models that do not fit on one GPU: each rank sees its share of the batch in one micro-batch.
 
-    Its cell is fp32, N = 1, and its blocks are checkpointed (``Cell.reference``). FSDP2 shards the state and averages
+    Its cell is fp32 with N = 1 and checkpointed blocks (``Cell.reference``). FSDP2 shards the state and averages
     gradients over the ranks once; nothing is accumulated or scaled.
     """
 
     name = SHARDED_REFERENCE
-    not_virtual = "it is what others are held against, and needs the values of all ranks"
+    not_virtual = "it is a reference, which needs the values of all ranks"
 
 
 BACKENDS: tuple[type[Backend], ...] = (

@@ -20,53 +20,52 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
 
-def places(job: Job) -> dict[str, Any]:
-    """Device, ranks per node and nodes, as the environment of this rank has them, if any (``bench.launch.rank``)."""
+def device_arguments(job: Job) -> dict[str, Any]:
+    """Accelerator, ranks per node and number of nodes, from the rank's environment (``bench.launch.rank``)."""
     each = int(os.environ.get("LOCAL_WORLD_SIZE", job.world_size))
     accelerator = "gpu" if job.device.type == "cuda" else "cpu"
     return {"accelerator": accelerator, "devices": each, "num_nodes": job.world_size // each}
 
 
-def quieten() -> None:
-    """Notices about hardware and versions would fill the logs of every trial. Either part uses the other's logger."""
+def silence_logging() -> None:
+    """Silence Lightning's notices about hardware and versions, which would fill every trial's log."""
     import logging
 
     for part in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(part).setLevel(logging.ERROR)
 
 
-def communicator(job: Job) -> str:
-    """What Lightning is to call the library that ranks talk over; the process group is there already."""
+def process_group_backend(job: Job) -> str:
+    """The backend of the existing process group, in Lightning's terms."""
     return "nccl" if job.device.type == "cuda" and not job.cell.world.shares_gpus else "gloo"
 
 
 class LightningBackend(Backend):
     """``Trainer(accumulate_grad_batches=N)`` over the tapped loader. Subclasses choose the strategy.
 
-    Logger, checkpoints, progress bar and summary are off; so are sampler replacement, and clipping unless the job asks
-    for it. Two costs are the Trainer's own and stay in: with several ranks it broadcasts a flag and reads it in every
-    micro-batch, and it zeroes gradients after the first forward of a window, so that this forward runs beside the last
-    window's gradients.
+    Logger, checkpoints, progress bar, summary and sampler replacement are off, and clipping too unless the job asks for
+    it. Two costs of the Trainer remain: with several ranks it broadcasts and reads a flag in every micro-batch, and it
+    zeroes gradients only after the first forward of a window, so that this forward runs with the last window's
+    gradients in memory.
     """
 
     requires: ClassVar[tuple[str, ...]] = ("lightning",)
     loss_factor: ClassVar[str] = ""
-    """``"N"`` to multiply the loss by N in ``training_step``, which undoes one division by N."""
+    """``"N"`` multiplies the loss by N in ``training_step``, which undoes one division by N."""
 
     def train(self, job: Job) -> None:
         from lightning.pytorch import Trainer
 
-        quieten()
+        silence_logging()
         self.counters: dict[str, int] = {}
         self.parameters_at_end: Mapping[str, Tensor] = {}
         self.module = _module(self, job)
         self.trainer = Trainer(**self.trainer_arguments(job))
-        self.again(job)
+        self.continue_training(job)
 
     def trainer_arguments(self, job: Job) -> dict[str, Any]:
-        """All that the Trainer is told."""
         return {
-            **places(job),
+            **device_arguments(job),
             "strategy": self.strategy(job),
             "precision": self.precision(job),
             "accumulate_grad_batches": job.accumulate,
@@ -79,32 +78,31 @@ class LightningBackend(Backend):
             "use_distributed_sampler": False,
         }
 
-    def again(self, job: Job, **arguments: Any) -> None:
+    def continue_training(self, job: Job, **arguments: Any) -> None:
         self.trainer.fit(self.module, train_dataloaders=job.loader, **arguments)
 
     def zero_grad(self) -> None:
         self.trainer.optimizers[0].zero_grad()
 
     def strategy(self, job: Job) -> Strategy:
-        """The Trainer's strategy."""
         raise NotImplementedError(f"{type(self).__name__}.strategy must be implemented")
 
     def precision(self, job: Job) -> Any:
-        """The Trainer's precision: autocast over fp32 parameters for bf16, unless the strategy sees to it."""
+        """The Trainer's precision: for bf16, autocast over fp32 parameters unless the strategy overrides it."""
         return "bf16-mixed" if job.bf16 else "32-true"
 
     def shard(self, module: LightningModule, job: Job) -> None:
-        """Shard ``module.model`` in Lightning's ``configure_model``; the default leaves it whole."""
+        """Shard ``module.model`` in ``configure_model``; by default it is not sharded."""
 
     def initial(self, module: LightningModule, job: Job) -> dict[str, Tensor]:
-        """What ``begin`` needs of the model before the strategy changes it."""
+        """Copy the weights that ``begin`` needs before the strategy changes the model."""
         return {}
 
     def begin(self, module: LightningModule, initial: dict[str, Tensor]) -> None:
-        """Called when the strategy is up and before the first micro-batch."""
+        """Called when the strategy is set up, before the first micro-batch."""
 
     def gather(self, module: LightningModule) -> Mapping[str, Tensor]:
-        """The full fp32 parameters of ``module.model``, called while the strategy is still up."""
+        """The full fp32 parameters of ``module.model``, called while the strategy is still set up."""
         return {name: p.detach().cpu() for name, p in _model(module).named_parameters()}
 
     def full_parameters(self) -> Mapping[str, Tensor]:
@@ -118,22 +116,21 @@ class LightningBackend(Backend):
 
 
 def count_engine_steps(trainer: Trainer, counters: dict[str, int]) -> None:
-    """Note the DeepSpeed engine's own counter, if the strategy has an engine."""
+    """Record the DeepSpeed engine's step counter, if the strategy has an engine."""
     engine: Any = trainer.strategy.model
     if hasattr(engine, "global_steps"):
         counters["engine.global_steps"] = engine.global_steps
 
 
 def _model(module: LightningModule) -> nn.Module:
-    """The workload's model inside the module."""
     return cast("nn.Module", module.model)
 
 
 def _module(backend: LightningBackend, job: Job) -> LightningModule:
-    """The LightningModule: the workload's model, the tapped loss, the tapped optimizer, and nothing else."""
+    """The LightningModule: only the workload's model, the tapped loss and the tapped optimizer."""
     from lightning.pytorch import LightningModule
 
-    backend = weakref.proxy(backend)  # it holds the module: both would wait for the release of an engine
+    backend = weakref.proxy(backend)  # avoids a reference cycle, which would keep the engine alive
 
     class Module(LightningModule):
         def __init__(self) -> None:
@@ -155,7 +152,7 @@ def _module(backend: LightningBackend, job: Job) -> LightningModule:
 
         def on_train_start(self) -> None:
             backend.begin(self, initial)
-            initial.clear()  # it would be held, and counted, for the whole training
+            initial.clear()  # or its memory would be counted in every window
 
         def on_train_end(self) -> None:
             count_engine_steps(self.trainer, backend.counters)
@@ -168,10 +165,10 @@ def _module(backend: LightningBackend, job: Job) -> LightningModule:
 
 
 class LightningDDP(LightningBackend):
-    """Lightning's native accumulation: it divides the loss by N and opens DDP's ``no_sync`` by itself.
+    """Lightning's native accumulation: it divides the loss by N and enters DDP's ``no_sync`` by itself.
 
-    On CUDA it builds DDP in a stream of its own (strategies/ddp.py: ``_setup_model``), where torch then accumulates
-    gradients that were made in another, and warns of it: the streams wait for each other, the host does not.
+    On CUDA it builds DDP in a separate stream (strategies/ddp.py: ``_setup_model``). torch then warns that it
+    accumulates gradients across streams; the streams wait for each other, the host does not.
     """
 
     name, framework = "lightning-ddp", "Lightning DDP"
@@ -182,17 +179,17 @@ class LightningDDP(LightningBackend):
     def strategy(self, job: Job) -> Strategy:
         from lightning.pytorch.strategies import DDPStrategy
 
-        return DDPStrategy(process_group_backend=communicator(job))
+        return DDPStrategy(process_group_backend=process_group_backend(job))
 
     def begin(self, module: LightningModule, initial: dict[str, Tensor]) -> None:
-        plain.without_statistics(cast("DistributedDataParallel", self.trainer.strategy.model))
+        plain.disable_runtime_statistics(cast("DistributedDataParallel", self.trainer.strategy.model))
 
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), **plain.DDP_SETTINGS}
 
 
 class LightningFSDP2(LightningBackend):
-    """``ModelParallelStrategy``. The Trainer defers for DDP only, so this reduces on every micro-batch."""
+    """``ModelParallelStrategy``. The Trainer defers reduction only for DDP, so this reduces on every micro-batch."""
 
     name, framework = "lightning-fsdp2", "Lightning FSDP2"
     bf16_as = BF16_PARAMETERS
@@ -206,7 +203,7 @@ class LightningFSDP2(LightningBackend):
             data_parallel_size=job.world_size,
             tensor_parallel_size=1,
             save_distributed_checkpoint=False,
-            process_group_backend=communicator(job),
+            process_group_backend=process_group_backend(job),
         )
 
     def precision(self, job: Job) -> Any:
@@ -226,10 +223,10 @@ class LightningFSDP2(LightningBackend):
 
 
 class LightningDeepSpeedZero2(LightningBackend):
-    """``DeepSpeedStrategy`` stage 2 with the same DeepSpeed configuration as ``deepspeed-zero2-eager``.
+    """``DeepSpeedStrategy`` stage 2 with the DeepSpeed configuration of ``deepspeed-zero2-eager``.
 
-    The Trainer hands accumulation over (``handles_gradient_accumulation``): it calls ``engine.backward`` and
-    ``engine.step`` for every micro-batch and lets the engine decide.
+    The Trainer delegates accumulation (``handles_gradient_accumulation``): it calls ``engine.backward`` and
+    ``engine.step`` for every micro-batch, and the engine decides when to step.
     """
 
     name, framework = "lightning-deepspeed-zero2", "Lightning DeepSpeed"
@@ -252,9 +249,9 @@ class LightningDeepSpeedZero2(LightningBackend):
         strategy = DeepSpeedStrategy if job.device.type == "cuda" else _on_cpu(DeepSpeedStrategy)
         return strategy(config=dict(self.config))
 
-    def again(self, job: Job, **arguments: Any) -> None:
-        with ds.unprinted():
-            super().again(job, **arguments)
+    def continue_training(self, job: Job, **arguments: Any) -> None:
+        with ds.short_parameter_repr():
+            super().continue_training(job, **arguments)
 
     def __del__(self) -> None:
         if hasattr(self, "trainer"):
@@ -278,7 +275,7 @@ class LightningDeepSpeedZero2(LightningBackend):
 
 
 def _on_cpu(strategy: type[Any]) -> type[Any]:
-    """DeepSpeedStrategy without its refusal of the CPU: only where ranks run is changed, nothing that trains."""
+    """DeepSpeedStrategy without its check for CUDA; only the placement of ranks changes, not the training."""
     import torch
     from lightning.pytorch.strategies import DDPStrategy
 
@@ -308,7 +305,7 @@ class LightningDeepSpeedZero3(LightningDeepSpeedZero2):
 
 
 class LightningDeepSpeedZero2Corrected(LightningDeepSpeedZero2):
-    """The same with the loss multiplied by N in ``training_step``, so that it is divided by N once."""
+    """Stage 2 with the loss multiplied by N in ``training_step``, so that it is divided by N once."""
 
     name = "lightning-deepspeed-zero2-corrected"
     loss_factor = "N"

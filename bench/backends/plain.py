@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 NO_FAKE_DDP = "DDP's reducer, in C++, reads the memory of its tensors"
 SAMPLED_ITERATIONS = 10
-"""Those that DDP takes statistics of whatever the sample rate (should_collect_runtime_stats in reducer.cpp)."""
+"""Iterations in which DDP takes statistics at any sample rate (should_collect_runtime_stats in reducer.cpp)."""
 NEVER = 2**31 - 1
-"""The largest sample rate: one iteration of so many."""
+"""The largest sample rate: one in this many iterations."""
 DDP_SETTINGS = {"runtime_statistics": False}
-"""What ``without_statistics`` sets, as ``Backend.settings`` stores it."""
+"""The setting that ``disable_runtime_statistics`` makes, for ``Backend.settings``."""
 
 
-def without_statistics(model: DistributedDataParallel) -> DistributedDataParallel:
-    """The same model; it takes no statistics of its run time. Call it before the first forward.
+def disable_runtime_statistics(model: DistributedDataParallel) -> DistributedDataParallel:
+    """Disable DDP's run-time statistics, and return the model. Call it before the first forward.
 
-    In its first ten iterations and every 100th after them, DDP has the host wait for CUDA events of the iteration
-    before (set_runtime_stats_and_log in torch/csrc/distributed/c10d/logger.cpp). Iterations under ``no_sync`` are not
-    counted, so the wait would be in the timed windows of deferred reduction, and in the warm-up of eager reduction.
-    Iterations are counted by ``prepare_for_forward``, which does nothing else; only static graphs look at their number.
+    In its first ten iterations and every 100th after them, DDP makes the host wait for CUDA events of the previous
+    iteration (set_runtime_stats_and_log in torch/csrc/distributed/c10d/logger.cpp). Iterations under ``no_sync`` are
+    not counted, so deferred reduction would wait in timed windows and eager reduction in the warm-up.
+    ``prepare_for_forward`` only counts iterations; nothing but static graphs depends on the count.
     """
     for _ in range(SAMPLED_ITERATIONS + 1):
         model.reducer.prepare_for_forward()
@@ -37,10 +37,10 @@ def without_statistics(model: DistributedDataParallel) -> DistributedDataParalle
 
 
 class Reference(Backend):
-    """The truth: one process sees the whole batch at once, nothing is accumulated, nothing is scaled."""
+    """The reference: one process sees the whole batch at once; nothing is accumulated or scaled."""
 
     name, framework = REFERENCE, "torch"
-    not_virtual = "it is one process, and has no other ranks to pretend"
+    not_virtual = "it is a single process"
     sync, sharding = Sync.NONE, Sharding.NONE
     stepping = Stepping.WINDOW
 
@@ -60,7 +60,7 @@ class Reference(Backend):
 
 
 class DDPEager(Backend):
-    """DDP as it comes: every backward all-reduces."""
+    """Default DDP: every backward all-reduces."""
 
     name, framework = "ddp-eager", "torch DDP"
     not_fake = NO_FAKE_DDP
@@ -70,15 +70,15 @@ class DDPEager(Backend):
     def train(self, job: Job) -> None:
         from torch.nn.parallel import DistributedDataParallel
 
-        self.model = without_statistics(DistributedDataParallel(job.build()))
+        self.model = disable_runtime_statistics(DistributedDataParallel(job.build()))
         self.optimizer = job.optimizer(self.model.parameters())
-        self.again(job)
+        self.continue_training(job)
 
-    def again(self, job: Job) -> None:
+    def continue_training(self, job: Job) -> None:
         self.optimizer.zero_grad()
         for window in job.each_window():
             for batch, last in window:
-                # DDP decides in the forward whether the backward will reduce, so no_sync must hold both.
+                # DDP decides in the forward whether the backward will reduce, so no_sync must cover both.
                 with nullcontext() if last or self.sync is Sync.EAGER else self.model.no_sync():
                     with job.autocast():
                         loss = job.loss(self.model, batch)
@@ -95,7 +95,7 @@ class DDPEager(Backend):
 
 
 class DDPDeferred(DDPEager):
-    """DDP under ``no_sync`` but for the last micro-batch of the window."""
+    """DDP under ``no_sync`` except for the last micro-batch of the window."""
 
     name = "ddp-deferred"
     sync = Sync.DEFERRED

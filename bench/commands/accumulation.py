@@ -11,7 +11,7 @@ import argparse
 import json
 from typing import Any
 
-from bench.backends.base import offered, registry
+from bench.backends.base import installed_backends, registry
 from bench.commands.options import backend_names
 from bench.errors import BAD, GOOD, InputError, suggest
 from bench.plan.cell import REFERENCES, Device, Precision, Status
@@ -50,7 +50,9 @@ def run(arguments: argparse.Namespace) -> int:
     known = [name for name in registry(named) if name not in REFERENCES]
     chosen = named or known
     if unknown := [name for name in chosen if name not in known]:
-        raise InputError(f"--backend: '{unknown[0]}' is unknown; {suggest(unknown[0], [*known, *offered()])}")
+        raise InputError(
+            f"--backend: '{unknown[0]}' is unknown; {suggest(unknown[0], [*known, *installed_backends()])}"
+        )
     if arguments.world_size < 1:
         raise InputError(f"--world-size is {arguments.world_size}; it must be at least 1")
     good, windows = True, WINDOWS if arguments.errors else ()

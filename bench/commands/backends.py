@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from bench.backends.base import offered, registry
+from bench.backends.base import installed_backends, registry
 from bench.errors import GOOD, InputError, suggest
 from bench.plan.cell import Device
 
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     rows: list[tuple[str, ...]] = [("backend", "framework", "sharding", "sync", "cpu", "cuda", "known defect")]
     has_gpu = bool(gpus.gpus())
-    known, others = registry(arguments.names), offered()
+    known, others = registry(arguments.names), installed_backends()
     for name in arguments.names:
         if name not in known:
             raise InputError(f"'{name}' is unknown; {suggest(name, [*known, *others])}")

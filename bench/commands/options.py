@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 
-from bench.backends.base import adopt
+from bench.backends.base import register
 from bench.errors import InputError
 
 SECONDS = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600}
@@ -20,7 +20,7 @@ def split_names(text: str) -> list[str]:
 def backend_names(text: str) -> list[str]:
     """The names in a comma-separated list; ``module:Class`` is loaded, and from then on known by its own name."""
     try:
-        return [adopt(name) if ":" in name else name for name in split_names(text)]
+        return [register(name) if ":" in name else name for name in split_names(text)]
     except InputError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from bench.backends import blocks
-from bench.backends.base import offered
+from bench.backends.base import installed_backends
 from bench.commands.matrix_options import (
     add_matrix_options,
     backends_of,
@@ -22,8 +22,8 @@ from bench.commands.matrix_options import (
 from bench.errors import GOOD, InputError
 from bench.plan import estimates
 from bench.plan.cell import Cell, Device
-from bench.plan.columns import differing, says
-from bench.plan.expand import expand, once
+from bench.plan.columns import differing, phrases
+from bench.plan.expand import expand, single_trial_ids
 from bench.plan.matrix import Matrix
 from bench.words import plural
 
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     gpus = arguments.on or visible_gpus(chosen)
     chosen = on_gpus(chosen, arguments, len(gpus))
-    cells = expand(chosen, backends, len(gpus), offered())
+    cells = expand(chosen, backends, len(gpus), installed_backends())
     if arguments.on:
         refused = {cell.cell_id: blocks.refusal(cell, backends[cell.backend]) for cell in cells}
         skipped = {cell_id: reason for cell_id, reason in refused.items() if reason}
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     large = too_large(cells, gpus, try_all=arguments.try_all)
     cells = without_reference(cells, large)
     skipped |= large
-    trained_once = once(chosen, backends, len(gpus))
+    trained_once = single_trial_ids(chosen, backends, len(gpus))
     print("\n".join(lines(chosen, cells, skipped, trained_once, costs(cells, backends, gpus, skipped))))
     return GOOD
 
@@ -103,8 +103,8 @@ def lines(
         found.append(
             f"{cell.cell_id}  {cell.backend:{width}}  {cell.accumulate:4d} {cell.world_size:4d} "
             f"{cell.micro_batch_size:11d}  {cell.precision}   {seconds:>9} {memory:>12}"
-            + (f"  {', '.join(says(cell, several))}" if several else "")
-            + f"  {cell.world.word}" * bool(cell.world.word)
+            + (f"  {', '.join(phrases(cell, several))}" if several else "")
+            + f"  {cell.world.label}" * bool(cell.world.label)
             + "  A/A twin" * bool(cell.twin)
             + (f"  skipped: {skipped[cell.cell_id]}" if cell.cell_id in skipped else "")
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import files
-from bench.backends.base import Backend, offered
+from bench.backends.base import Backend, installed_backends
 from bench.commands.matrix_options import (
     OPTIONS,
     add_matrix_options,
@@ -23,8 +23,8 @@ from bench.commands.matrix_options import (
 )
 from bench.errors import BAD, EXIT_STATUS, INTERRUPTED, InputError
 from bench.files import new_folder, plots_folder
-from bench.plan.cell import Cell, Device, counted
-from bench.plan.expand import expand, once
+from bench.plan.cell import Cell, Device, summarize
+from bench.plan.expand import expand, single_trial_ids
 
 DESCRIPTION = (
     "Every trial trains one cell of the matrix. Trials run in blocks, each in seeded random order. After --repeats "
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     backends = backends_of(chosen)
     gpus = visible_gpus(chosen)
     chosen = on_gpus(chosen, arguments, len(gpus))
-    cells = expand(chosen, backends, len(gpus), offered())
+    cells = expand(chosen, backends, len(gpus), installed_backends())
     skipped = too_large(cells, gpus, try_all=arguments.try_all)
     cells = without_reference(cells, skipped)
     folder = arguments.out or new_folder(chosen.name)
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
             cells,
             backends,
             cold=arguments.cold,
-            once=once(chosen, backends, len(gpus)),
+            once=single_trial_ids(chosen, backends, len(gpus)),
             skipped=skipped,
             peaks=fit.peaks(cells),
         )
@@ -136,7 +136,7 @@ def _train(
     go_on = f"python -m bench run --resume {folder}"
     try:
         with display, launcher:
-            display.say(f"run {manifest['run_id']}: {counted(cells, baseline_of(manifest))}; writing to {folder}")
+            display.say(f"run {manifest['run_id']}: {summarize(cells, baseline_of(manifest))}; writing to {folder}")
             matmul.time_products(folder, manifest, cells, launcher, display.say)
             work.run()
     except KeyboardInterrupt:

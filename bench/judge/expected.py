@@ -11,7 +11,7 @@ import pandas as pd
 from bench.judge.formulas import expect, layout_of
 from bench.judge.tables import Tables, frame_of
 from bench.plan.categories import HELD, PEAK, Category
-from bench.plan.cell import LATER, Cell, Device, Status
+from bench.plan.cell import ADDED_FIELDS, Cell, Device, Status
 from bench.workload.layout import Layout
 
 TRACKED = "tracked"
@@ -165,7 +165,7 @@ def cell_of(trial: Mapping[Any, Any]) -> Cell:
     """The cell of a row of the trials table, as far as formulas ask; what the table does not say is at its default."""
     values = {f.name: trial[f.name] for f in fields(Cell) if f.name in trial and not pd.isna(trial[f.name])}
     values["virtual"] = not pd.isna(trial.get("virtual_world_size"))
-    return Cell.from_dict({name: default for name, default in LATER.items() if name not in values} | values)
+    return Cell.from_dict({name: default for name, default in ADDED_FIELDS.items() if name not in values} | values)
 
 
 def _rows(

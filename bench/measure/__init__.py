@@ -1,1 +1,1 @@
-"""What is measured beside the taps, one file each."""
+"""Measurement inside a rank: the passes of a trial, the taps and the instruments."""

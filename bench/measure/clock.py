@@ -1,4 +1,4 @@
-"""The clock that the optimizer tap reads, and the step times that follow from its marks."""
+"""Clocks for the optimizer tap, and the step times between its marks."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 
 
 class Clock(Protocol):
-    """Reads the time without synchronizing anything."""
+    """A clock that is read without synchronizing a device."""
 
     def mark(self) -> Any:
-        """Now."""
+        """Mark the current time."""
 
     def intervals(self, marks: Sequence[Any]) -> list[float]:
-        """Seconds between each mark and the next; one fewer than marks. May synchronize: call it after the pass."""
+        """Seconds between consecutive marks. May synchronize: call it after the pass."""
 
     def moments(self, marks: Sequence[Any]) -> list[float]:
-        """When each mark was reached, by ``time.monotonic()``. May synchronize: call it after the pass."""
+        """The ``time.monotonic()`` of each mark. May synchronize: call it after the pass."""
 
 
 class HostClock:
-    """``time.perf_counter``: right where the work is done when the call returns, as on the CPU."""
+    """``time.perf_counter``, for devices whose calls return when the work is done, such as the CPU."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -38,7 +38,7 @@ class HostClock:
 
 
 class CudaClock:
-    """CUDA events recorded on the current stream: the device's own time, however far ahead the host runs."""
+    """CUDA events on the current stream: device time, however far ahead the host runs."""
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -57,5 +57,5 @@ class CudaClock:
 
 
 def clock_for(device: torch.device) -> Clock:
-    """The clock of a device type."""
+    """The clock for a device."""
     return CudaClock() if device.type == "cuda" else HostClock()

@@ -1,7 +1,7 @@
-"""Collectives counted where they are issued: a dispatch mode over the ``c10d`` operators.
+"""Counts collectives where they are issued, with a dispatch mode over the ``c10d`` operators.
 
-It sees what FSDP2, DDP's C++ reducer and DeepSpeed alike hand to the process group. torch's own CommDebugMode cannot
-be used: it fails on the second micro-batch of a window.
+It sees what FSDP2, DDP's C++ reducer and DeepSpeed pass to the process group. torch's CommDebugMode fails on the second
+micro-batch of a window.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves
 from bench.measure.taps import EventKind, SettledWindow
 
 NAMESPACES = ("c10d", "_c10d_functional")
-"""Where collectives are issued: by process groups' methods, and by DTensor's redistribution."""
+"""Namespaces of collectives: methods of process groups, and DTensor's redistribution."""
 SILENT = ("wait_tensor", "_wrap_tensor_autograd")
-"""Operators of those namespaces that send nothing."""
+"""Operators of these namespaces that send nothing."""
 NAMES = {
     "allreduce_": "all_reduce",
     "allreduce_coalesced_": "all_reduce",
@@ -46,14 +46,14 @@ NAMES = {
     "reduce_scatter_tensor": "reduce_scatter",
     "all_to_all_single": "all_to_all",
 }
-"""The plain name of each ``c10d`` operator; one that is not listed is counted under its own name."""
+"""Common name of each ``c10d`` operator; others are counted under their own name."""
 
 
 def payload_bytes(*sides: Any) -> int:
-    """Bytes of the whole logical tensor: what all ranks hold together after a gather, or before a scatter or reduce.
+    """Bytes of the full logical tensor: after a gather, or before a scatter or reduction.
 
-    ``sides`` are what goes in and what comes out, in any order, so the larger is the whole; a reduce or broadcast
-    works in place and has one.
+    ``sides`` are inputs and outputs in any order; the larger side is the full tensor. In-place operations have one
+    side.
     """
     sizes = [sum(t.nbytes for t in tree_leaves(side) if isinstance(t, torch.Tensor)) for side in sides]
     return max(sizes, default=0)
@@ -72,7 +72,7 @@ class CollectiveCounter(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # it comes back as operations on the local tensors
+            return NotImplemented  # dispatched again on the local tensors
         result = func(*args, **(kwargs or {}))
         operator = func.__name__.split(".")[0]
         if self.counting and func.namespace in NAMESPACES and operator not in SILENT:
@@ -86,12 +86,12 @@ class CollectiveCounter(TorchDispatchMode):
         return result
 
     def self_test(self, device: torch.device) -> None:
-        """Prove on the default process group that the counter sees it and that its averages are averages. Collective.
+        """Check on the default process group that collectives are counted and that AVG averages. Collective.
 
-        One all-reduce of 8 bytes is counted; its average over ranks' numbers 0 to W - 1 must be (W - 1) / 2, up to the
-        rounding of a sum and of 1/W, by which NCCL multiplies before it sums. Older gloo did not divide
-        (pytorch#162338). A fake group pretends to communicate, so its values are not looked at. What was counted before
-        is kept, and the test itself is not counted. Raises RuntimeError with one line that says what is wrong.
+        One all-reduce of 8 bytes over the rank numbers 0 to W - 1 must be counted and average to (W - 1) / 2, up to the
+        rounding of a sum and of 1/W, by which NCCL multiplies before summing. Older gloo did not divide
+        (pytorch#162338). Values of a fake group are not checked. Previous counts are kept, and the test itself is not
+        counted. Raises RuntimeError with one line.
         """
         with CollectiveCounter() as probe:
             probe.counting = True
@@ -109,8 +109,7 @@ class CollectiveCounter(TorchDispatchMode):
             name = dist.get_backend()
             raise RuntimeError(f"{name} does not average: AVG over the ranks' numbers is {found[0]:g}, not {right:g}")
 
-    def see(self, _: EventKind, window: SettledWindow) -> None:
-        """Count while the window is open."""
+    def on_event(self, _: EventKind, window: SettledWindow) -> None:
         self.counting = window.open
 
     def rows(self) -> list[dict[str, Any]]:

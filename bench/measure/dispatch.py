@@ -1,17 +1,15 @@
-"""What a window costs the host: CPU time, operators dispatched, and on CUDA kernels launched.
+"""Host cost of a window: CPU time, dispatched operators, and on CUDA launched kernels.
 
-On one GPU no bytes move between ranks, so this and memory are what backends differ in. Each number has windows of its
-own, since counting operators takes CPU time, and so does the profiler that sees the launches:
+On one GPU no bytes move between ranks, so backends differ only in this and in memory. Each number has its own windows,
+because counting operators and profiling launches take CPU time:
 
-- ``cpu_s``: CPU time of all threads of the rank's process, from one update to the next. On the CPU that is mostly the
-  computing itself. On CUDA the device has nothing to do when the window opens and is not waited for at its end; where
-  the host runs so far ahead that the driver's queue is full, or a framework waits for the device, waiting counts too,
-  since the driver spins.
-- ``num_operators``: calls that went through torch's dispatcher to a backend, below autograd: operators of ATen, views
-  among them, collectives, FSDP2's copies; what an operator calls inside is not counted, nor are the profiler's marks.
-  In the same window those of forward and backward are compared with the plain model's: ``bench.measure.operators``.
-- ``num_launches``: calls of the CUDA runtime or driver that launch a kernel, or a graph of kernels; copies and fills
-  are none.
+- ``cpu_s``: CPU time of all threads of the rank's process, from one update to the next. On the CPU this is mostly
+  the computation itself. On CUDA the device is idle when the window opens and is not synchronized at its end. Time
+  spent waiting counts too, because the driver spins: when its queue is full, or a framework synchronizes.
+- ``num_operators``: calls through torch's dispatcher to a backend, below autograd: ATen operators including views,
+  collectives, FSDP2's copies. Nested calls inside an operator and profiler marks are not counted. In the same window
+  the operators of forward and backward are compared with the plain model's (``bench.measure.operators``).
+- ``num_launches``: calls of the CUDA runtime or driver that launch a kernel or a graph; copies and fills do not count.
 """
 
 from __future__ import annotations
@@ -33,26 +31,26 @@ LAUNCHES = (
     "cuLaunchCooperativeKernel",
     "cuGraphLaunch",
 )
-"""How the names of calls begin that launch kernels: ``cudaLaunchKernelExC``, ``cuLaunchKernelEx`` and others follow."""
+"""Prefixes of calls that launch kernels; ``cudaLaunchKernelExC``, ``cuLaunchKernelEx`` and others match too."""
 NUMBERS = ("cpu_s", "num_operators", "num_launches")
-"""Keys of a rank's result: of one window, None where it was not measured."""
+"""Keys of a rank's result, per window; None if not measured."""
 OTHER_WORK = "other_work"
-"""Another: the first operator of forward or backward that the plain model does not run as often, in words; empty if
-there is none. Missing where they were not compared."""
+"""Another key: the first operator of forward or backward whose number of runs differs from the plain model's, in words;
+empty if there is none, absent if they were not compared."""
 
 
 class Instrument(Protocol):
     """Measures one window."""
 
     def start(self) -> None:
-        """The window opens."""
+        """Start when the window opens."""
 
     def stop(self) -> None:
-        """It closes; called once for every ``start``."""
+        """Stop when it closes; called once per ``start``."""
 
 
 class CpuTime:
-    """CPU time of this process, in seconds, with a device that is idle when the window opens."""
+    """CPU time of this process in seconds, starting with an idle device."""
 
     def __init__(self, *, cuda: bool) -> None:
         self.seconds: float | None = None
@@ -71,13 +69,13 @@ class CpuTime:
 
 
 class Operators:
-    """Operators dispatched, and those of forward and backward; None before the end of the window."""
+    """Dispatched operators, and those of forward and backward; None before the end of the window."""
 
     def __init__(self, taps: Taps | None = None) -> None:
         self.count: int | None = None
         self.work: Counter[str] | None = None
         self.micro_batches = 0
-        """How many the window had: more than N where a framework left out a step."""
+        """Micro-batches in the window: more than N if the framework skipped a step."""
         self._taps = taps
         self._mode: Any = None
 
@@ -99,19 +97,19 @@ class Operators:
 
 
 class Launches(WindowProfiler):
-    """Kernels launched, as torch's profiler saw them; None before the end of the window."""
+    """Launched kernels as seen by torch's profiler; None before the end of the window."""
 
     @property
     def count(self) -> int | None:
-        """Of the window that was stopped last; None if none was seen, as no window can be without."""
+        """Launches in the last window; None if none was seen, which means that profiling failed."""
         return num_launches(self.events) or None
 
 
 class HostCost:
     """Measures the windows after SETTLED_WINDOWS, one instrument each; a context around the training.
 
-    Call ``see`` after every event. ``result`` is plain JSON with the keys of NUMBERS, and of OTHER_WORK if the work of
-    the plain model is given.
+    Call ``on_event`` after every event. ``result`` is plain JSON with the keys of NUMBERS, and OTHER_WORK if ``plain``,
+    the work of the plain model, is given.
     """
 
     def __init__(
@@ -135,7 +133,7 @@ class HostCost:
 
     @property
     def windows(self) -> int:
-        """Windows to train, so that every instrument has one."""
+        """Number of windows to train, so that every instrument has one."""
         return SETTLED_WINDOWS + len(self._instruments)
 
     def __enter__(self) -> Self:
@@ -144,8 +142,8 @@ class HostCost:
     def __exit__(self, *exc: object) -> None:
         self._stop()
 
-    def see(self, kind: EventKind) -> None:
-        """Take note of one event: a window ends with the first inner step after its last loss."""
+    def on_event(self, kind: EventKind) -> None:
+        """Handle one event; a window ends with the first inner step after its last loss."""
         self._num_losses += kind is EventKind.LOSS
         windows = self._num_losses // self._accumulate
         if kind is not EventKind.STEP or windows == self._num_windows:
@@ -164,7 +162,6 @@ class HostCost:
 
     @property
     def result(self) -> dict[str, Any]:
-        """What was measured of one window of this rank."""
         seconds = [one.seconds for one in self._cpu if one.seconds is not None]
         launches = None if self._launches is None else self._launches.count
         values = (min(seconds, default=None), self._operators.count, launches)
@@ -178,10 +175,10 @@ class HostCost:
 
 
 def num_launches(events: Iterable[Any]) -> int | None:
-    """How many of Kineto's events are launches of kernels; None if kernels ran and no launch was seen.
+    """The number of kernel launches among Kineto's events; None if kernels ran but no launch was seen.
 
-    ``events`` are ``torch._C._autograd._KinetoEvent``. A call of the runtime and the call of the driver that it makes
-    have one correlation id, and are one launch.
+    ``events`` are ``torch._C._autograd._KinetoEvent``. A runtime call and the driver call it makes share a correlation
+    id and count as one launch.
     """
     calls: set[int] = set()
     unnamed = kernels = 0
@@ -198,7 +195,7 @@ def num_launches(events: Iterable[Any]) -> int | None:
 
 
 def merge(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One trial's cost from its ranks': of each number the largest, None if a rank lacks it; the first other work."""
+    """Merge the ranks' costs: the maximum of each number (None if a rank lacks it), and the first other work."""
     columns = {name: [rank[name] for rank in ranks] for name in NUMBERS}
     merged: dict[str, Any] = {name: None if None in values else max(values) for name, values in columns.items()}
     compared = [rank[OTHER_WORK] for rank in ranks if OTHER_WORK in rank]

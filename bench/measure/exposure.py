@@ -1,8 +1,8 @@
-"""Time in collectives, and how much of it is exposed: not hidden behind computation on the same device.
+"""Time in collectives, and the exposed part: not hidden behind computation on the same device.
 
-Only on CUDA, from the kernels that torch's profiler saw in one window. Communication that runs beside a kernel of
-computation costs that kernel bandwidth but no waiting; only what runs alone makes a step longer. NCCL's kernels run
-while they wait for other ranks, so their time includes waiting.
+Only on CUDA, from the kernels that torch's profiler saw in one window. Communication that overlaps with computation
+costs bandwidth but no waiting; only exposed communication makes a step longer. NCCL's kernels run while they wait for
+other ranks, so their time includes waiting.
 """
 
 from __future__ import annotations
@@ -12,59 +12,52 @@ from dataclasses import dataclass
 from typing import Any
 
 COLLECTIVE_PREFIXES = ("nccl",)
-"""How the names of NCCL's kernels begin: ``ncclDevKernel_AllGather_RING_LL(...)``, ``ncclSymkDevKernel_...`` on
-symmetric memory, and older ``ncclKernel_...``."""
+"""Prefixes of NCCL's kernels: ``ncclDevKernel_AllGather_RING_LL(...)``, ``ncclSymkDevKernel_...`` on symmetric memory,
+and older ``ncclKernel_...``."""
 DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
-"""Kineto's categories of what runs on the device (``libkineto``'s ``ActivityType.h``). Left out are, of the device's
-timeline, ``gpu_user_annotation``, a range as long as what lies in it, and ``cuda_sync``, in which a stream waits."""
+"""Kineto's categories of work on the device (``libkineto``'s ``ActivityType.h``). Excluded are ``gpu_user_annotation``,
+a range around other work, and ``cuda_sync``, in which a stream waits."""
 WAITING = (" Sync", "Stream Wait Event")
-"""How Kineto's names of ``cuda_sync`` end."""
+"""Suffixes of Kineto's ``cuda_sync`` names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """One thing that ran on the device. Times are seconds, from any origin."""
+    """One activity on the device. Times are seconds from any origin."""
 
     name: str
     start: float
     duration: float
     category: str = "kernel"
-    """Kineto's: ``kernel``, ``gpu_memcpy``, ``gpu_memset``; everything else runs on the host and is left out."""
+    """Kineto's category; those not in DEVICE_CATEGORIES are ignored."""
 
     @property
     def end(self) -> float:
-        """When it ended."""
         return self.start + self.duration
 
     @property
     def is_collective(self) -> bool:
-        """Whether it is one of NCCL's kernels."""
         return self.name.startswith(COLLECTIVE_PREFIXES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exposure:
-    """Seconds of one window on one device. Overlapping collectives are counted once."""
+    """Seconds of one window on one device. Overlapping collectives count once."""
 
     collective_s: float
-    """In which at least one collective ran."""
+    """Time in which at least one collective ran."""
     exposed_s: float
-    """Of those, in which nothing else ran."""
+    """Part of it in which nothing else ran."""
     compute_s: float
-    """In which at least one kernel or copy of another kind ran."""
+    """Time in which at least one kernel or copy of another kind ran."""
     num_collectives: int
-    """Kernels of collectives."""
-
-    @property
-    def exposed_share(self) -> float:
-        """Part of the time in collectives that is exposed, 0 to 1; 0 without collectives."""
-        return self.exposed_s / self.collective_s if self.collective_s else 0.0
+    """Number of collective kernels."""
 
 
 def exposure(activities: Iterable[Activity]) -> Exposure:
-    """How long collectives ran, and how long of that alone; activities in any order and on any streams.
+    """The time in collectives and its exposed part, from activities in any order on any streams.
 
-    A copy or memset by the device counts as computation: it too is work that communication hides behind.
+    Copies and memsets by the device count as computation: communication can hide behind them too.
     """
     on_device = [a for a in activities if a.category in DEVICE_CATEGORIES and a.duration > 0]
     collectives = [a for a in on_device if a.is_collective]
@@ -83,7 +76,7 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Disjoint intervals in order that cover the same points."""
+    """Sorted disjoint intervals that cover the same points."""
     found: list[Interval] = []
     for start, end in sorted(intervals):
         if found and start <= found[-1][1]:
@@ -94,7 +87,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersection(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
-    """What two unions have in common."""
+    """The intersection of two unions."""
     found: list[Interval] = []
     i = j = 0
     while i < len(first) and j < len(second):
@@ -109,40 +102,32 @@ def intersection(first: Sequence[Interval], second: Sequence[Interval]) -> list[
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Sum of the lengths of disjoint intervals."""
+    """Total length of disjoint intervals."""
     return sum(end - start for start, end in intervals)
 
 
-def from_chrome(trace: dict[str, Any]) -> list[Activity]:
-    """The device's activities of a trace that ``export_chrome_trace`` wrote, whose times are microseconds."""
-    mine = [e for e in trace["traceEvents"] if e.get("ph") == "X" and e.get("cat") in DEVICE_CATEGORIES]
-    origin = min((event["ts"] for event in mine), default=0.0)
-    return [Activity(e["name"], (e["ts"] - origin) * 1e-6, e["dur"] * 1e-6, e["cat"]) for e in mine]
-
-
 def merge(ranks: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
-    """One trial's times from its ranks': those of the rank that waited most for communication alone.
+    """Merge the ranks' times: those of the rank with the most exposed communication.
 
-    None if a rank's profiler saw nothing: it may have been the one.
+    None if a rank's profiler saw nothing, because it may be that rank.
     """
     seen = [found for found in ranks if found is not None]
     return dict(max(seen, key=lambda found: found["exposed_s"])) if len(seen) == len(ranks) else None
 
 
 class WindowProfiler:
-    """Profiles one window on CUDA: ``start`` and ``stop`` at its two updates, then ask for ``result``.
+    """Profiles one window on CUDA: call ``start`` and ``stop`` at its two updates, then ``result``.
 
-    The device is synchronized at both ends, so that the window's kernels and no others are seen: times of the whole
-    window are not to be taken from such a run.
+    The device is synchronized at both ends, so that exactly the window's kernels are seen. Step times of such a run are
+    not valid.
     """
 
     def __init__(self) -> None:
         self._profiler: Any = None
         self.events: list[Any] = []
-        """Kineto's, of the window that was stopped last."""
+        """Kineto's events of the last window."""
 
     def start(self) -> None:
-        """The window opens."""
         import torch
         from torch.profiler import ProfilerActivity, profile
 
@@ -151,7 +136,6 @@ class WindowProfiler:
         self._profiler.start()
 
     def stop(self) -> None:
-        """The window closes; nothing if none is open."""
         import torch
 
         if self._profiler is None:
@@ -162,16 +146,16 @@ class WindowProfiler:
         self.events = list(profiler.profiler.kineto_results.events())
 
     def result(self) -> Exposure | None:
-        """Of the window that was stopped last; None if nothing was seen on the device, as no window can be.
+        """The exposure in the last window; None if nothing was seen on the device.
 
-        The profiler does not fail where CUPTI may not be used or is used by another: it sees nothing, which is not to
-        be taken for communication that costs no time.
+        The profiler does not fail if CUPTI is unavailable or in use; it sees nothing, which must not count as free
+        communication.
         """
         activities = from_kineto(self.events)
         return exposure(activities) if activities else None
 
-    def see(self, is_open: bool) -> None:
-        """Call after every event of a pass: starts when the window opens and stops when it closes."""
+    def on_window(self, is_open: bool) -> None:
+        """Start and stop with the window; call it after every event of a pass."""
         if is_open and self._profiler is None:
             self.start()
         elif not is_open:
@@ -179,9 +163,9 @@ class WindowProfiler:
 
 
 def from_kineto(events: Iterable[Any]) -> list[Activity]:
-    """The device's activities among Kineto's events, whose times are nanoseconds; the first of them is the origin.
+    """The device's activities among Kineto's events, in seconds from the first.
 
-    ``events`` are ``torch._C._autograd._KinetoEvent``.
+    ``events`` are ``torch._C._autograd._KinetoEvent``, whose times are nanoseconds.
     """
     mine = [(event, category) for event in events if (category := _category(event)) in DEVICE_CATEGORIES]
     origin = min((event.start_ns() for event, _ in mine), default=0)
@@ -189,7 +173,7 @@ def from_kineto(events: Iterable[Any]) -> list[Activity]:
 
 
 def _category(event: Any) -> str:
-    """Kineto's category of an event. Older torch does not hand it on: there it is told by device and by name."""
+    """Kineto's category of an event. Older torch does not expose it; there it follows from device and name."""
     if hasattr(event, "activity_type"):
         return str(event.activity_type())
     name = event.name()

@@ -1,10 +1,9 @@
-"""A ledger of live tensor storages: the bytes of one device type, their peak, and what each is for.
+"""A ledger of live tensor storages on one device type: total bytes, peak, and the category of each storage.
 
-It counts the bytes of every storage that an operator returned, or that was named to it, from its birth (or resizing) to
-its death, but for the byte that a barrier takes. Each is in one of nine categories, so that they add up to the whole.
-It does not see what libraries allocate for themselves: the work space of gloo (its reduce-scatter copies the whole
-input) and oneDNN, what a composite kernel makes and frees inside, or the interpreter. So it says what a backend holds,
-not what the process weighs.
+It counts every storage that an operator returned or that was passed to ``mark``, from allocation or resizing until it
+is freed, except the byte of a barrier. Each storage has one of nine categories, so categories add up to the total.
+Allocations inside libraries are invisible: gloo's workspace (its reduce-scatter copies the whole input), oneDNN's,
+temporaries inside composite kernels, and the interpreter's. So it measures what a backend holds, not the process.
 """
 
 from __future__ import annotations
@@ -30,22 +29,22 @@ from bench.plan.categories import Category
 
 
 class Evidence(IntEnum):
-    """Why a storage is put into a category. The strongest counts for the storage's whole life, then the first."""
+    """Why a storage is in its category. The strongest evidence counts for its whole life; of equals, the first."""
 
     DECLARED = 0
-    """The backend names it in ``Backend.holdings``."""
+    """The backend lists it in ``Backend.holdings``."""
     STRUCTURE = 1
-    """Autograd or the inner optimizer holds it as a parameter, a parameter's gradient, or state."""
+    """Autograd or the inner optimizer holds it as a parameter, gradient or state."""
     COLLECTIVE = 2
-    """It was an argument or a result of an operator of ``c10d`` or of FSDP2's copies in and out."""
+    """It was an argument or result of a ``c10d`` operator, or of FSDP2's copies in and out."""
     BIRTH = 3
-    """When it was made: before the window, in a forward, or later."""
+    """When it was allocated: before the window, in a forward, or later."""
 
 
-LET_GO_S = 0.001
-"""How long gloo's thread may take to drop a finished collective."""
+RELEASE_S = 0.001
+"""How long gloo's thread may take to release the tensors of a finished collective."""
 COMMUNICATING = frozenset({"c10d", "_c10d_functional", "fsdp"})
-"""Namespaces of operators that communicate, or copy into and out of buffers that do."""
+"""Namespaces of operators that communicate, or copy into and out of communication buffers."""
 BARRIER = torch.ops.c10d.barrier.default
 Parts = dict[Category, int]
 """Bytes by category."""
@@ -53,7 +52,7 @@ Parts = dict[Category, int]
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """One storage's life: its size in bytes now, and the best that is known of what it is for."""
+    """One storage: its current size in bytes, and the best known category."""
 
     category: Category
     size: int = 0
@@ -61,12 +60,12 @@ class Block:
 
 
 class TensorLedger(TorchDispatchMode):
-    """Live and peak bytes of the storages of one device type, for as long as the mode is on.
+    """Live and peak bytes of the storages of one device type while the mode is active.
 
-    FSDP2 frees and reuses its gathered parameters by resizing their storages outside any operator, so ``resize_`` is
-    watched too; and what gloo does while it is waited for is passed over. From the first ``reset_peak`` on it also
-    learns what storages are for: parameters from the operators that take them, their gradients from autograd,
-    communication from the collectives; ``mark`` tells it more.
+    FSDP2 frees and reuses gathered parameters by resizing their storages outside any operator, so ``resize_`` is
+    patched; operators that gloo runs during a wait are ignored. From the first ``reset_peak`` on, categories are
+    derived: parameters from the operators that take them, gradients from autograd, communication from collectives.
+    ``mark`` adds more.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -81,16 +80,16 @@ class TensorLedger(TorchDispatchMode):
         self._waiting = False
         self._is_new_peak = False
         self.birth = Category.OTHER
-        """The category of what is made from now on, unless more is learned about it."""
+        """The category of new storages until more is known about them."""
         self.look: Callable[[], None] | None = None
-        """Called in the operator after one that made a new peak of at least ``look_above`` bytes, to mark what is now
-        held: some buffers live within a backward only, in attributes of a framework."""
+        """Called in the operator after one that set a new peak of at least ``look_above`` bytes, to mark what is held
+        now: some buffers live only during a backward, in attributes of a framework."""
         self.look_above = 0
         self.live = 0
         self.peak = 0
 
     def reset_peak(self) -> None:
-        """Forget the peak so far. What lives now and has no known use is OTHER, whenever it was made."""
+        """Reset the peak. Live storages of unknown use become OTHER."""
         for block in self._blocks.values():
             if block.evidence is Evidence.BIRTH:
                 block.category = Category.OTHER
@@ -98,32 +97,32 @@ class TensorLedger(TorchDispatchMode):
         self.peak = self.live
 
     def snapshot(self) -> list[tuple[Block, int]]:
-        """All live storages and their bytes now; ``parts`` sorts them, by what is known when it is called."""
+        """All live storages with their current bytes, for ``parts``."""
         return [(block, block.size) for block in list(self._blocks.values())]
 
     @staticmethod
     def parts(sizes: Iterable[tuple[Block, int]]) -> Parts:
-        """Bytes by category, of storages and their bytes or changes of bytes."""
+        """Sum bytes, or changes of bytes, of storages by category."""
         found = dict.fromkeys(Category, 0)
         for block, size in sizes:
             found[block.category] += size
         return found
 
     def parts_at_peak(self) -> Parts:
-        """What ``peak`` was made of, by what is known now of storages that may have died since."""
+        """The peak by category, as known now; some of its storages may be freed since."""
         return self.parts([*self._at_reset, *(self._log or [])[: self._log_at_peak]])
 
     def mark(self, tensor: Tensor, category: Category, evidence: Evidence) -> None:
-        """Say what a tensor's storage is for. Storages on other devices are passed over."""
+        """Set the category of a tensor's storage. Storages on other devices are ignored."""
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         if local.device.type != self._device_type or local.layout is not torch.strided:
             return
-        block = self._see(local.untyped_storage())
+        block = self._track(local.untyped_storage())
         if evidence < block.evidence:
             block.category, block.evidence = category, evidence
 
     def category(self, tensor: Tensor) -> Category | None:
-        """What is known of a tensor's storage; None if it was never seen."""
+        """The category of a tensor's storage; None if it was never seen."""
         block = self._blocks.get(tensor.untyped_storage()._cdata)
         return None if block is None else block.category
 
@@ -131,7 +130,7 @@ class TensorLedger(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # it comes back as operations on the local tensors
+            return NotImplemented  # dispatched again on the local tensors
         if self._waiting:
             return func(*args, **(kwargs or {}))
         if self._is_new_peak and self.look is not None:
@@ -142,15 +141,15 @@ class TensorLedger(TorchDispatchMode):
             _finish(result)
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.device.type == self._device_type:
-                self._see(leaf.untyped_storage())
+                self._track(leaf.untyped_storage())
         if func is BARRIER:
-            self._forget(args[0].untyped_storage()._cdata)  # one byte, which torch 2.11 keeps until the next barrier
+            self._forget(args[0].untyped_storage()._cdata)  # one byte that torch 2.11 keeps until the next barrier
         else:
-            self._learn(func, args, kwargs, result)
+            self._classify(func, args, kwargs, result)
         return result
 
-    def _learn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any) -> None:
-        """What an operator says of the storages that it took and gave."""
+    def _classify(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any) -> None:
+        """Derive categories from an operator's arguments and results."""
         if func.namespace in COMMUNICATING:
             for leaf in tree_leaves((args, kwargs, result)):
                 if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):
@@ -158,12 +157,12 @@ class TensorLedger(TorchDispatchMode):
         elif self._log is not None:
             for arg in args:
                 if _is_parameter(arg):
-                    self._take(arg)
+                    self._track_parameter(arg)
                     if func is torch.ops.aten._to_copy.default:
                         self.mark(result, Category.PARAMETERS_UNSHARDED, Evidence.STRUCTURE)
 
-    def _take(self, parameter: Tensor) -> None:
-        """A parameter went into an operator as it is: its storage is whole. Its gradients will be noticed."""
+    def _track_parameter(self, parameter: Tensor) -> None:
+        """Record a parameter that an operator took, so its storage is unsharded, and watch its gradients."""
         self.mark(parameter, Category.PARAMETERS_UNSHARDED, Evidence.STRUCTURE)
         if parameter.requires_grad and parameter not in self._gradient_hooks:
             # Before autograd adds it to ``grad``, and before any framework's hook moves it elsewhere.
@@ -171,7 +170,7 @@ class TensorLedger(TorchDispatchMode):
                 lambda gradient: self.mark(gradient, Category.GRADIENTS_UNSHARDED, Evidence.STRUCTURE)
             )
 
-    def _see(self, storage: UntypedStorage) -> Block:
+    def _track(self, storage: UntypedStorage) -> Block:
         key = storage._cdata
         if key not in self._watched:
             self._watched[key] = weakref.ref(storage, lambda _: self._forget(key))
@@ -194,7 +193,7 @@ class TensorLedger(TorchDispatchMode):
     def _resize(self, original: Callable[..., Any], storage: UntypedStorage, size: int) -> Any:
         result = original(storage, size)
         if storage._cdata in self._watched:
-            self._see(storage)
+            self._track(storage)
         return result
 
     def _wait(self, original: Callable[..., Any], work: dist.Work, *timeout: Any) -> Any:
@@ -224,25 +223,25 @@ class TensorLedger(TorchDispatchMode):
 
 
 def _is_parameter(arg: Any) -> bool:
-    """As ``isinstance(arg, Parameter)``, which is slow where every operator asks; tensor subclasses have a flag."""
+    """Like ``isinstance(arg, Parameter)``, which is too slow per operator; tensor subclasses have a flag."""
     return type(arg) is Parameter or (isinstance(arg, Tensor) and "_is_param" in arg.__dict__)
 
 
 def _finish(result: Any) -> None:
-    """Wait for a collective where it was issued, and until gloo's thread has let go of its tensors.
+    """Wait for a collective where it is issued, and until gloo's thread has released its tensors.
 
-    Otherwise the peak would depend on how soon that thread is scheduled.
+    Otherwise the peak would depend on the scheduling of that thread.
     """
     for leaf in tree_leaves(result):
-        # NCCL hands back no Work for a collective that is not asynchronous: the current stream runs it.
+        # NCCL returns no Work for a synchronous collective: it runs on the current stream.
         if isinstance(leaf, torch.ScriptObject) and (work := dist.Work.unbox(leaf)) is not None:
             work.wait()
-    time.sleep(LET_GO_S)
+    time.sleep(RELEASE_S)
 
 
 @contextmanager
 def _patched(owner: type, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """A method replaced while the context is open; the replacement is given the original one, then its arguments."""
+    """Replace a method while the context is open; the replacement gets the original as its first argument."""
     original = getattr(owner, name)
     setattr(owner, name, lambda *args, **kwargs: replacement(original, *args, **kwargs))
     try:

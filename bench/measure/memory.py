@@ -1,7 +1,7 @@
-"""Memory of one settled window, by category: at its peak, and held between its first two micro-batches.
+"""Memory of one settled window by category: at its peak, and held between its first two micro-batches.
 
-The ledger counts storages; here is told what they are for, and when to look. On CUDA the sums are laid beside what the
-allocator says of the same moments.
+The ledger counts storages; this module tells it their categories and when to look. On CUDA the totals are compared with
+the allocator's at the same moments.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ PHASES = {
     EventKind.LOSS: Category.TEMPORARIES,
     EventKind.STEP: Category.TEMPORARIES,
 }
-"""What is made after an event is for, unless more is learned about it."""
+"""Category of storages allocated after each event, unless more is known."""
 LOOK_SHARE = 0.9
-"""The share of the last window's peak from which on every new peak is looked at closely."""
+"""Share of the last window's peak above which every new peak is inspected."""
 ALLOCATOR = {"requested": "requested_bytes", "allocated": "allocated_bytes", "active": "active_bytes",
              "reserved": "reserved_bytes"}  # fmt: skip
-"""Names of the CUDA allocator's sizes, and their keys in ``torch.cuda.memory_stats``.
+"""Sizes of the CUDA allocator, and their keys in ``torch.cuda.memory_stats``.
 
-Allocated is the blocks of live tensors, each rounded up to at least 512 bytes. Active adds the blocks of dead tensors
-that another stream may still use (``Tensor.record_stream``). Requested is what was asked for in all active blocks, so
-it may exceed allocated. Reserved is what was taken from the device.
+Allocated: blocks of live tensors, each rounded up to at least 512 bytes. Active: also blocks of dead tensors that
+another stream may still use (``Tensor.record_stream``). Requested: the sizes asked for in active blocks, so it may
+exceed allocated. Reserved: what was taken from the device.
 """
 
 
 class MemoryProbe:
-    """Watches one window; ``ledger`` must be on from before the backend is built.
+    """Watches one window; ``ledger`` must be active before the backend is built.
 
-    Set ``holdings``, call ``optimizer`` with what is stepped, ``event`` after every tapped event, and ``open``,
-    ``hold`` and ``close`` at the window's start, its second fetch and its end. Python's cycle collector rests while the
-    window is open: some frameworks leave tensors in cycles, and a peak must not depend on when it runs.
+    Set ``holdings``, pass the stepped optimizer to ``optimizer``, and call ``on_event`` after every tapped event.
+    Python's cycle collector is off while the window is open: some frameworks leave tensors in cycles, and the peak must
+    not depend on when it runs.
     """
 
     def __init__(self, device_type: str, *, fake: bool = False) -> None:
-        """``fake`` says that tensors have no memory, so that the allocator has nothing to tell."""
+        """``fake``: tensors have no memory, so the allocator is not asked."""
         self.ledger = TensorLedger(device_type)
         self.result: dict[str, int] = {}
         """Bytes by the keys of ``categories.named``, filled by ``close``."""
         self.holdings: Callable[[], Mapping[Category, Iterable[Tensor]]] = dict
-        """The ``holdings`` of the backend under test."""
+        """``holdings`` of the backend under test."""
         self._cuda = device_type == "cuda" and not fake
         self._optimizers: list[Optimizer] = []
         self._is_open = False
@@ -60,12 +60,12 @@ class MemoryProbe:
         self._held: tuple[int, list[tuple[Block, int]]] | None = None
 
     def optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """The inner optimizer that the backend steps; returned as it is."""
+        """Watch the inner optimizer that the backend steps, and return it."""
         self._optimizers.append(optimizer)
         return optimizer
 
     def event(self, kind: EventKind) -> None:
-        """What is made from now on belongs to another phase; within the window, look at who holds what."""
+        """Enter the phase after an event; inside the window, also look at who holds what."""
         self.ledger.birth = PHASES[kind]
         if self._is_open:
             self._look()
@@ -73,8 +73,7 @@ class MemoryProbe:
             self.ledger.peak = self.ledger.live
         self._last = kind
 
-    def see(self, kind: EventKind, window: SettledWindow) -> None:
-        """Call what an event calls for: the window is as it is after it."""
+    def on_event(self, kind: EventKind, window: SettledWindow) -> None:
         self.event(kind)
         if window.open is not self._is_open:
             (self.open if window.open else self.close)()
@@ -82,7 +81,6 @@ class MemoryProbe:
             self.hold()
 
     def open(self) -> None:
-        """The window starts."""
         gc.collect()
         gc.disable()
         self._is_open = True
@@ -93,16 +91,16 @@ class MemoryProbe:
             torch.cuda.reset_peak_memory_stats()
 
     def hold(self) -> None:
-        """The second micro-batch was fetched: what lives now is held between micro-batches."""
+        """Record what is live at the second fetch: held between micro-batches."""
         self._held = (self.ledger.live, self.ledger.snapshot())
         if self._cuda:
             self.result |= reconcile(torch.cuda.memory_stats(), HELD, self.ledger.live)
 
     def close(self) -> None:
-        """The window ends, and all that could be learned of its storages is known."""
+        """Stop measuring and compute ``result``."""
         ledger = self.ledger
         self._is_open = False
-        self.holdings = dict  # the backend may hold the probe, by what it taps
+        self.holdings = dict  # breaks a cycle with the backend, which may hold the probe
         ledger.look = None
         gc.enable()
         if self._cuda:
@@ -118,14 +116,14 @@ class MemoryProbe:
             for tensor in tensors:
                 self.ledger.mark(tensor, category, Evidence.DECLARED)
         for optimizer in self._optimizers:
-            for tensor, category in held_by(optimizer, self.ledger):
+            for tensor, category in categorized(optimizer, self.ledger):
                 self.ledger.mark(tensor, category, Evidence.STRUCTURE)
 
 
-def held_by(optimizer: Optimizer, ledger: TensorLedger) -> Iterator[tuple[Tensor, Category]]:
+def categorized(optimizer: Optimizer, ledger: TensorLedger) -> Iterator[tuple[Tensor, Category]]:
     """An optimizer's parameters, their gradients and its state, with their categories.
 
-    A parameter is sharded if it is a DTensor, or if the backend declared it to be; its gradient as itself.
+    A parameter is sharded if it is a DTensor or the backend declared it; its gradient likewise.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -140,12 +138,12 @@ def held_by(optimizer: Optimizer, ledger: TensorLedger) -> Iterator[tuple[Tensor
 
 
 def reconcile(stats: Mapping[str, Any], moment: str, tracked: int) -> dict[str, int]:
-    """What the CUDA allocator says of a moment (PEAK since the last reset, or HELD: now), beside the ledger's bytes.
+    """The CUDA allocator's sizes at a moment (PEAK: since the last reset; HELD: now), compared with the ledger's bytes.
 
-    ``<moment>_allocator_untracked`` is allocated minus tracked: what libraries allocate without a tensor (cuBLAS's work
-    space), what composite kernels need inside, what was there before the ledger, and the rounding up of every
-    allocation. ``<moment>_allocator_rounding`` is that rounding alone: active minus requested, as the allocator lowers
-    both when a block becomes free for every stream, but allocated already when its tensor dies.
+    ``<moment>_allocator_untracked`` is allocated minus tracked: library allocations without a tensor (cuBLAS's
+    workspace), temporaries of composite kernels, allocations from before the ledger, and rounding.
+    ``<moment>_allocator_rounding`` is the rounding alone: active minus requested, which the allocator lowers together
+    when a block becomes free on every stream; allocated already drops when the tensor dies.
     """
     when = "peak" if moment == PEAK else "current"
     sizes = {name: int(stats[f"{key}.all.{when}"]) for name, key in ALLOCATOR.items()}
@@ -156,7 +154,7 @@ def reconcile(stats: Mapping[str, Any], moment: str, tracked: int) -> dict[str, 
 
 
 def cuda_peaks() -> dict[str, int]:
-    """The CUDA allocator's peaks since they were last reset, in bytes, and its retries and out-of-memory events."""
+    """The CUDA allocator's peaks since the last reset in bytes, and its retries and out-of-memory events."""
     stats = torch.cuda.memory_stats()
     return {
         "allocated": stats["allocated_bytes.all.peak"],

@@ -1,8 +1,8 @@
-"""Operators where torch dispatches them to a backend: all are counted, those of forward and backward also compared.
+"""Counts operators where torch dispatches them, and compares those of forward and backward with the plain model.
 
-Whatever the framework, forward and backward of a micro-batch are to be those of the plain model: the workload's, with
-parameters in the cell's precision and no framework around it. Operators of both are counted by name and the shapes of
-the tensors that they take. ``is_work`` says what is left out, and why.
+Under every framework, forward and backward of a micro-batch should run the operators of the plain model: the
+workload's, with parameters in the cell's precision and no framework around it. Both are counted by name and input
+shapes. ``is_work`` defines what is left out.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ MARKS = "profiler"
 COMMUNICATION = ("c10d", "fsdp")
 """Namespaces of collectives, and of FSDP2's copies before and after them."""
 UNMARKED = (torch.ops.aten._to_copy.default, torch.ops.aten._unsafe_view.default)
-"""Casts; and the view that torch's schema does not call one, of which ZeRO-3's own linear layer has one more."""
+"""Casts, and a view that torch's schema does not mark as one; ZeRO-3's own linear layer has one more."""
 
 
 class OperatorCounter(TorchDispatchMode):
-    """Counts operators below autograd while the mode is on; one on DTensors as those on its local tensors."""
+    """Counts operators below autograd while the mode is active; DTensor operators as those on local tensors."""
 
     def __init__(self, taps: Taps | None = None) -> None:
-        """``taps`` are those of the training, and tell when a loss is computed; without them no work is told."""
+        """``taps`` of the training tell when a loss is computed; without them ``work`` stays empty."""
         super().__init__()
         self.count = 0
         self.work: Counter[str] = Counter()
-        """Operators of forward and backward by what ``is_work`` compares, in the order in which each came first."""
+        """Operators of forward and backward as compared by ``is_work``, in order of first occurrence."""
         self._taps = taps
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # it comes back as operations on the local tensors
+            return NotImplemented  # dispatched again on the local tensors
         self.count += func.namespace != MARKS
         result = func(*args, **(kwargs or {}))
         if self._taps and is_work(func, result, in_loss=self._taps.in_loss):
@@ -58,9 +58,9 @@ class OperatorCounter(TorchDispatchMode):
 
 
 def _named(func: Any, taken: list[Tensor]) -> str:
-    """The operator and the shapes that it takes; a product that a bias is added to is that product.
+    """The operator and its input shapes; a product with a bias counts as the product alone.
 
-    torch's linear layer adds the bias in the operator of the product, ZeRO-3's in place afterwards if its input has
+    torch's linear layer adds the bias inside the product's operator, ZeRO-3's afterwards in place if its input has
     three dimensions.
     """
     if func is torch.ops.aten.addmm.default and taken[0].dim() == 1:
@@ -69,21 +69,20 @@ def _named(func: Any, taken: list[Tensor]) -> str:
 
 
 def is_work(func: Any, result: Any, *, in_loss: bool) -> bool:
-    """Whether an operator that has just returned is to be the same under all backends of a precision.
+    """Whether an operator that just returned must be equal under all backends of a precision.
 
-    Backends may differ in, so these are left out:
+    Backends may differ in the following, which is left out:
 
-    - what runs neither in the loss function nor in the backward of one of its operators: scaling and clipping, the
-      optimizer, and where a gradient has arrived at its parameter (``AccumulateGrad`` and the hooks on it) its sum,
-      buckets and flat buffers;
+    - what runs neither in the loss function nor in the backward of its operators: scaling, clipping, the optimizer, and
+      the sums, buckets and flat buffers at parameters (``AccumulateGrad`` and its hooks);
     - communication and FSDP2's copies around it, which the collectives pass counts;
-    - casts: autocast casts what an operator takes, and others compute with copies that were cast before;
-    - views, which compute nothing, and what writes into a tensor that it is given: gathered parameters, summed
-      gradients. A model's own operators in place are not compared either;
-    - results of fewer than two dimensions, those of size 1 not counted: the loss that is scaled by N, ZeRO's flat
-      buffers of parameters, and the gradient of a bias, whose sum ZeRO-3's own linear layer writes differently.
+    - casts: autocast casts an operator's inputs, others compute with cast copies;
+    - views, which compute nothing, and in-place writes: gathered parameters, summed gradients, also a model's own
+      in-place operators;
+    - results with fewer than two dimensions larger than 1: the scaled loss, ZeRO's flat buffers of parameters, and bias
+      gradients, which ZeRO-3's own linear layer sums differently.
 
-    And of a checkpointed block how much is computed once more: see ``plain_work``.
+    How much a checkpointed block recomputes may differ too: see ``plain_work``.
     """
     node: Any = torch._C._current_autograd_node()
     if not in_loss and (node is None or node.name() == "torch::autograd::AccumulateGrad"):
@@ -97,14 +96,14 @@ def is_work(func: Any, result: Any, *, in_loss: bool) -> bool:
 def plain_work(
     cell: Cell, workload: Workload, loss: Callable[[nn.Module, Tensor], Tensor], samples: Tensor
 ) -> tuple[Counter[str], Counter[str]] | None:
-    """The least and the most work of one micro-batch of the plain model, on fake tensors: no memory of the device.
+    """The minimum and maximum work of one micro-batch of the plain model, on fake tensors.
 
-    The two differ if blocks are checkpointed. torch stops computing a block once more when all that was saved is there
-    again, and what is saved last depends on who saves it: ZeRO-3's linear layer does after its product, torch's before.
+    They differ if blocks are checkpointed: torch stops recomputing a block once all saved tensors are restored, and
+    ZeRO-3's linear layer saves after its product, torch's before.
 
-    ``samples`` are some on the cell's device, of which shape and dtype are taken. None for a workload that is not
-    shipped and that fake tensors cannot run, as if it reads values. To be called before a framework was used, since
-    DeepSpeed replaces torch's linear function for good.
+    ``samples`` on the cell's device give shape and dtype. None for a workload that is not shipped and cannot run on
+    fake tensors, for example because it reads values. Call this before any framework is used, because DeepSpeed
+    replaces torch's linear function permanently.
     """
     from torch.utils.checkpoint import set_checkpoint_early_stop
 
@@ -134,9 +133,9 @@ def plain_work(
 
 
 def other_work(least: Counter[str], most: Counter[str], found: Counter[str], micro_batches: int) -> str:
-    """The first operator that so many micro-batches do not run so many times as often as the plain model runs it.
+    """The first operator whose number of runs in the micro-batches differs from the plain model's, in words; or empty.
 
-    First in the order of the plain model, then in their own; in words, empty if there is none.
+    The order is the plain model's, then that of ``found``.
     """
     for operator in {**most, **found}:
         due = [times * micro_batches for times in dict.fromkeys((least[operator], most[operator]))]

@@ -1,20 +1,19 @@
-"""In which dtype a backend really sums the gradients of a window: probed through its own training loop.
+"""Measures the dtype in which a backend accumulates gradients, through its own training loop.
 
-Both probes train one window of a tiny model with SGD at learning rate 1. Its loss is linear, so that the data of a
-micro-batch *is* its gradient, and the change of the weights is what became of the sum.
+Both probes train one window of a tiny model with SGD at learning rate 1. Its loss is linear, so the data of a
+micro-batch *is* its gradient, and the change of the weights is the accumulated gradient.
 
-``accumulator``: four micro-batches with gradients 2^j, 1, -2^(j-1) and -2^(j-1), a weight for each j. Their sum is 1,
-and is 0 where 2^j + 1 does not fit into the accumulator: so a significand of p bits keeps the sums of j < p, and loses
-those from p on. All numbers, and a fourth of them, are exact in bf16, so that nothing but the accumulation can lose
-anything. For j = 8, with 256 and 1, this is the known test that gives 1 in fp32 and 0 in bf16
-(https://github.com/pytorch/pytorch/issues/194434). That one has three micro-batches; but a third of a number is not
-exact, and in bf16 then gives something else than 0.
+``accumulator``: four micro-batches with gradients 2^j, 1, -2^(j-1) and -2^(j-1), one weight per j. Their sum is 1, but
+0 if 2^j + 1 does not fit into the accumulator: a significand of p bits keeps the sums for j < p and loses the others.
+All numbers and their fourths are exact in bf16, so only the accumulation can lose anything. For j = 8 (256 and 1) this
+is the known test that gives 1 in fp32 and 0 in bf16 (https://github.com/pytorch/pytorch/issues/194434), which uses
+three micro-batches; a third of a number is not exact.
 
-``error``: random gradients, exact in bf16 too, and the relative error of their accumulated mean against fp64. In fp32
-it stays below 1e-7 up to N = 256; in bf16 it is above 1e-3, and grows with N.
+``error``: random gradients, also exact in bf16, and the relative error of their accumulated mean against fp64. In fp32
+it stays below 1e-7 up to N = 256; in bf16 it is above 1e-3 and grows with N.
 
-A factor that scales all gradients of a window alike changes neither. Lightning with DeepSpeed has one: it divides the
-loss by N twice, so all is 1/N of what it should be, which is exact for an N that is a power of two.
+A factor common to all gradients of a window changes neither. Lightning with DeepSpeed has one: it divides the loss by N
+twice, so everything is 1/N of its right value, which is exact if N is a power of two.
 """
 
 from __future__ import annotations
@@ -36,23 +35,23 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 NUM_MAGNITUDES = 32
-"""Values of j, from 0. No dtype up to fp32 keeps them all."""
+"""Number of values of j, from 0; no dtype up to fp32 keeps them all."""
 BITS = {"bf16": 8, "fp16": 11, "fp32": 24, "fp64": 53}
-"""Significand of each dtype in bits, the hidden one counted."""
+"""Significand of each dtype in bits, including the hidden bit."""
 NOT_MEASURED = "not measured"
-"""The dtype of a backend that accumulates nothing, the reference, and of a world whose other ranks are pretended."""
+"""Result for backends that accumulate nothing (the reference) and for worlds without values."""
 NUM_WEIGHTS = 1024
-"""Weights of ``error``."""
+"""Number of weights for ``error``."""
 PARAMETER = "block.weight"
 
 
 def accumulator(backend: type[Backend], cell: Cell, rank: int, device: torch.device) -> dict[str, Any]:
-    """How the backend accumulates in the cell's precision and world. Collective; the same on every rank.
+    """How the backend accumulates in the cell's precision and world. Collective; equal on every rank.
 
-    ``dtype``: fp32, bf16, another of BITS, ``other: .. bits``, or NOT_MEASURED; ``significand_bits``: the j that are
-    kept, counted from 0 to the first one that is not; ``sum``: of the gradients 256, 1, -128 and -128; ``scale``:
-    what the mean gradient is multiplied by, 1 if all is well; ``num_updates``: in the window, 1 if all is well. More
-    than one is no accumulation of gradients, so the dtype is then ``other``.
+    ``dtype``: fp32, bf16, another of BITS, ``other: .. bits``, or NOT_MEASURED; ``significand_bits``: number of j kept,
+    from 0 to the first that is lost; ``sum``: of the gradients 256, 1, -128 and -128; ``scale``: factor on the mean
+    gradient, 1 if correct; ``num_updates``: updates in the window, 1 if correct. With several updates nothing is
+    accumulated, so ``dtype`` is ``other``.
     """
     if backend.sync is Sync.NONE or not cell.world.has_values:
         return {"dtype": NOT_MEASURED}
@@ -72,7 +71,7 @@ def accumulator(backend: type[Backend], cell: Cell, rank: int, device: torch.dev
 
 
 def _dtype(kept: int) -> str:
-    """The dtype with about so many bits: a world size that is no power of two may cost one in rounding."""
+    """The dtype with this many bits, plus or minus one: a W that is no power of two may cost a bit in rounding."""
     if kept == NUM_MAGNITUDES:
         return "fp64"
     name = min(BITS, key=lambda name: abs(BITS[name] - kept))
@@ -82,11 +81,11 @@ def _dtype(kept: int) -> str:
 def error(
     backend: type[Backend], cell: Cell, rank: int, device: torch.device, accumulate: int, *, seed: int = 0
 ) -> dict[str, Any] | None:
-    """The relative L2 error of a mean of N micro-gradients over all ranks, against fp64. Collective.
+    """The relative L2 error of the mean of N micro-gradients over all ranks, against fp64. Collective.
 
-    Gradients are drawn from a normal distribution with mean 1 and deviation 1, for each rank others. ``factor`` is 1,
-    or 1/N if that is the nearer one to the update's least-squares ``scale``; the update is divided by it, the known
-    defect, and by nothing else, before its ``error`` is taken. None where ``accumulator`` says NOT_MEASURED.
+    Gradients are normal with mean 1 and deviation 1, different on each rank. ``factor`` is 1 or 1/N, whichever is
+    nearer to the update's least-squares ``scale``; the update is divided by it, which corrects only the known defect,
+    before ``error`` is computed. None if ``accumulator`` says NOT_MEASURED.
     """
     if backend.sync is Sync.NONE or not cell.world.has_values:
         return None
@@ -109,7 +108,7 @@ def error(
 
 
 def _model(num_weights: int) -> nn.Module:
-    """One vector of weights, all 0, in a block within a root, as a transformer's are."""
+    """One vector of zero weights in a block inside a root, as in a transformer."""
     import torch
 
     class Block(torch.nn.Module):
@@ -118,7 +117,7 @@ def _model(num_weights: int) -> nn.Module:
             self.weight = torch.nn.Parameter(torch.zeros(num_weights))
 
         def forward(self, rows: Tensor) -> Tensor:
-            # A matrix product, so that autocast computes it in bf16 as it does a model's layers.
+            # A matrix product, because autocast computes it in bf16, as in a model's layers.
             return rows.to(self.weight.dtype) @ self.weight
 
     class Root(torch.nn.Module):
@@ -135,7 +134,7 @@ def _model(num_weights: int) -> nn.Module:
 def _update(
     backend: type[Backend], cell: Cell, rank: int, device: torch.device, gradients: Tensor
 ) -> tuple[Tensor, int]:
-    """What one window of the rows of ``gradients``, [N, weights], takes off the weights; how many updates it made."""
+    """The decrease of the weights after one window on ``gradients`` [N, weights], and the number of updates."""
     import torch
 
     accumulate, num_weights = gradients.shape
@@ -154,7 +153,6 @@ def _update(
         device=device,
         windows=1,
         accumulate=accumulate,
-        num_parameters=num_weights,
         block_parameters=num_weights,
         build=lambda: _model(num_weights).to(device),
         blocks=lambda model: [model.block],  # type: ignore[list-item]

@@ -1,8 +1,8 @@
-"""The three taps: loader, loss and optimizer, turned into a stream of plain events.
+"""The three taps, loader, loss and optimizer, which record events.
 
-Every framework, whoever owns the training loop, must fetch micro-batches, compute a loss and apply updates. All that
-is measured is measured at these three places, never by asking the framework. The optimizer is tapped on the innermost
-torch optimizer, where an update cannot be claimed without being made.
+Every framework must fetch micro-batches, compute a loss and apply updates, whoever owns the training loop. Everything
+is measured at these three places, never by asking the framework. The tap is on the innermost torch optimizer, where an
+update cannot be reported without being applied.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class EventKind(StrEnum):
-    """What was tapped."""
+    """The tap that an event came from."""
 
     FETCH = "fetch"
     """A micro-batch left the loader."""
@@ -34,29 +34,29 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that happened on this rank, in program order."""
+    """One event on this rank, in program order."""
 
     kind: EventKind
     mark: Any = None
-    """For a step, what the clock gave: seconds on the host, or a CUDA event."""
+    """For a step, the clock's mark: seconds on the host, or a CUDA event."""
 
 
 @dataclass(slots=True)
 class Update:
     """One parameter update: one or more inner steps with no micro-batch in between.
 
-    ZeRO steps its inner optimizer once per group or sub-group, so inner steps are not updates.
+    ZeRO steps its inner optimizer once per group or sub-group, so an inner step is not an update.
     """
 
     num_micro_batches: int
-    """Micro-batches whose loss was computed since the update before."""
+    """Micro-batches whose loss was computed since the previous update."""
     mark: Any
-    """The clock at the last inner step."""
+    """The clock's mark at the last inner step."""
     num_inner_steps: int = 1
 
 
 def updates(events: Iterable[Event]) -> list[Update]:
-    """The updates in a stream of events. An inner step right after another one belongs to the same update."""
+    """The updates in a stream of events. Consecutive inner steps belong to the same update."""
     found: list[Update] = []
     losses = 0
     since_step = True
@@ -75,17 +75,17 @@ def updates(events: Iterable[Event]) -> list[Update]:
 
 @dataclass
 class Taps:
-    """Records events of one rank during one pass."""
+    """Records the events of one rank during one pass."""
 
     mark: Callable[[], Any]
-    """The clock that is read at every inner step; must not synchronize a device."""
+    """Reads the clock at every inner step; must not synchronize a device."""
     events: list[Event] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
-    """The loss of every micro-batch, detached, still on its device."""
+    """The detached loss of every micro-batch, on its device."""
     on_event: Callable[[EventKind], None] | None = None
-    """Called after each event, by passes that are not timed."""
+    """Called after each event, in passes that are not timed."""
     in_loss: bool = False
-    """Whether a loss is being computed: the forward."""
+    """Whether the forward is running."""
 
     _first_fetch: float | None = None
     _last_step: float | None = None
@@ -98,15 +98,13 @@ class Taps:
         return self._last_step - self._first_fetch
 
     def finish(self) -> None:
-        """Training ends now: for devices that work on after the host's last call, once they are synchronized."""
+        """Set the end of training to now, for devices that are still working when the host returns."""
         self._last_step = time.perf_counter()
 
     def loader(self, loader: Any) -> TappedLoader:
-        """The same sized iterable, tapped."""
         return TappedLoader(loader, self)
 
     def loss(self, function: Callable[[nn.Module, Tensor], Tensor]) -> Callable[[nn.Module, Tensor], Tensor]:
-        """The same loss function, tapped."""
 
         def tapped(model: nn.Module, batch: Tensor) -> Tensor:
             self.in_loss = True
@@ -119,12 +117,11 @@ class Taps:
         return tapped
 
     def optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """The same optimizer, with a hook after each of its steps."""
+        """The optimizer, with a hook after each step."""
         optimizer.register_step_post_hook(lambda *_: self.record(EventKind.STEP, self.mark()))
         return optimizer
 
     def record(self, kind: EventKind, mark: Any = None) -> None:
-        """Append one event."""
         if kind is EventKind.STEP:
             self._last_step = time.perf_counter()
         elif self._first_fetch is None:
@@ -135,12 +132,11 @@ class Taps:
             self.on_event(kind)
 
     def count(self, kind: EventKind) -> int:
-        """Number of events of one kind."""
         return sum(event.kind is kind for event in self.events)
 
 
 class TappedLoader:
-    """A sized iterable that records a fetch for each micro-batch it hands out."""
+    """A sized iterable that records a fetch for each micro-batch."""
 
     def __init__(self, loader: Any, taps: Taps) -> None:
         self._loader = loader
@@ -156,7 +152,7 @@ class TappedLoader:
 
 
 class SettledWindow:
-    """Tells whether the window after SETTLED_WINDOWS updates is open: from one update to the next."""
+    """Tells whether the window after SETTLED_WINDOWS updates is open."""
 
     def __init__(self, accumulate: int) -> None:
         self._accumulate = accumulate
@@ -164,8 +160,7 @@ class SettledWindow:
         self.open = False
         self.num_fetched = 0
 
-    def see(self, kind: EventKind) -> None:
-        """Take note of one event, before asking ``open``."""
+    def on_event(self, kind: EventKind) -> None:
         self._num_losses += kind is EventKind.LOSS
         self.num_fetched += self.open and kind is EventKind.FETCH
         if kind is EventKind.STEP:

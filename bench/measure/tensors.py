@@ -1,6 +1,6 @@
-"""Real or fake tensors for a trial. Fake ones have shapes, dtypes and storages of a size, but no memory and no values.
+"""Real or fake tensors for a trial. Fake ones have shapes, dtypes and sized storages, but no memory or values.
 
-With fake tensors a model of any size is trained on a laptop: an operator only works out the shape of its result.
+Fake tensors allow training a model of any size on a laptop: an operator only computes the shape of its result.
 """
 
 from __future__ import annotations
@@ -27,54 +27,52 @@ if TYPE_CHECKING:
 
 
 class RealTensors(nullcontext[None]):
-    """What a trial's tensors are made of; a context, open while a pass runs."""
+    """Real tensors: a context that is open while a pass runs."""
 
     def __init__(self, device: torch.device, workload: str) -> None:
         super().__init__()
         self._device = device
-        # A core takes 12 s to draw 1 G weights, which is longer than to train with them. GPUs of one kind draw alike.
+        # One core takes 12 s to draw 1 G weights, longer than training with them. Equal GPUs draw equal weights.
         self._draws = device if workload == LLAMA and device.type != "cpu" else nullcontext()
 
     def model(self, make: Callable[[], nn.Module]) -> nn.Module:
-        """A model whose parameters can be counted, and that ``place`` takes."""
+        """A model whose parameters can be counted, for ``place``."""
         with self._draws:
             return make()
 
     def place(self, model: nn.Module) -> nn.Module:
-        """The model on the device, to be trained."""
         return model.to(self._device)
 
     def data(self, make: Callable[[int], Tensor], num_samples: int) -> Tensor:
-        """So many samples on the device."""
         return make(num_samples).to(self._device)
 
 
 def tensors(cell: Cell, device: torch.device, packages: Sequence[str] = ()) -> RealTensors | FakeTensors:
-    """What the cell's tensors are made of; ``packages`` are those that its backend requires."""
+    """The tensors of a cell; ``packages`` are those that its backend requires."""
     return RealTensors(device, cell.workload) if cell.world.computes else FakeTensors(device, packages)
 
 
 KEPT_ELEMENTS = 65_536
-"""The largest tensor of Python numbers that keeps its values."""
+"""Maximum elements of a tensor made from Python numbers that keeps its values."""
 FROM_ALL = "_bench_from_all"
-"""Attribute of a fake tensor that ``all`` returned."""
+"""Attribute that marks a fake tensor returned by ``all``."""
 REAL = (
     (device_mesh, "init_device_mesh"),
     (device_mesh.DeviceMesh, "__init__"),
     (device_mesh.DeviceMesh, "__getitem__"),
 )
-"""What keeps the numbers of ranks in tensors and reads them."""
+"""Functions that store rank numbers in tensors and read them back; they run on real tensors."""
 
 SHAPES = "_propagate_tensor_meta_non_cached"
-"""Where a DTensor's operator tries its shapes on whole fake tensors of its own.
+"""The function in which a DTensor operator computes output shapes on its own full-size fake tensors.
 
-With real tensors it remembers them. Under fake ones it takes itself for traced and tries them anew in every step, which
-torch 2.11 does for the optimizer's operators on lists too: they would count as if a step gathered all parameters.
+With real tensors DTensor caches the result. Under a fake mode it assumes tracing and repeats this in every step, in
+torch 2.11 also for the optimizer's foreach operators, which would count as if a step gathered all parameters.
 """
 
 
 class FakeTensors:
-    """The same as ``RealTensors``, but while this context is open, tensors that are made are fake ones.
+    """Like ``RealTensors``, but tensors created while this context is open are fake.
 
     ``packages`` are those that the backend under test requires.
     """
@@ -90,7 +88,7 @@ class FakeTensors:
         for owner, name in REAL:
             self._replace(owner, name, _within(unset_fake_temporarily, getattr(owner, name)))  # with real tensors
         self._replace(_fsdp_param, "_chunk_with_empty", _first_chunk)
-        # No mode sees its tensors: neither this one nor the ledger of memory.
+        # Hide its tensors from every mode: this one and the memory ledger.
         self._replace(ShardingPropagator, SHAPES, _within(_disable_current_modes, getattr(ShardingPropagator, SHAPES)))
         for owner, name in loops(self._packages):
             self._replace(owner, name, on_demand(getattr(owner, name)))
@@ -98,7 +96,6 @@ class FakeTensors:
         return self
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
-        """Another attribute for as long as the context is open."""
         self._open.callback(setattr, owner, name, getattr(owner, name))
         setattr(owner, name, value)
 
@@ -106,13 +103,13 @@ class FakeTensors:
         self._open.close()
 
     def model(self, make: Callable[[], nn.Module]) -> nn.Module:
-        """On the meta device, where initial weights take neither time nor memory."""
+        """A model on the meta device, where initial weights take neither time nor memory."""
         with unset_fake_temporarily(), torch.device("meta"):
             return make()
 
     def place(self, model: nn.Module) -> nn.Module:
-        """With fake tensors on the device for parameters and buffers, shared ones still shared."""
-        placed: dict[int, tuple[Tensor, Tensor]] = {}  # with the original, so that no other gets its id
+        """The model with fake parameters and buffers on the device; shared ones stay shared."""
+        placed: dict[int, tuple[Tensor, Tensor]] = {}  # keeps the original alive, so that its id stays unique
 
         def place(tensor: Tensor) -> Tensor:
             if id(tensor) not in placed:
@@ -131,7 +128,7 @@ class FakeTensors:
         return model
 
     def data(self, make: Callable[[int], Tensor], num_samples: int) -> Tensor:
-        """Of the shape and dtype of the first sample."""
+        """Fake samples with the shape and dtype of the first one."""
         with unset_fake_temporarily():
             first = make(1)
         with self:
@@ -139,20 +136,20 @@ class FakeTensors:
 
 
 class _Mode(FakeTensorMode):
-    """Fake tensors that can be read all the same.
+    """Fake tensors that can be read.
 
-    Those made of Python numbers keep their values, also through a collective: they are what frameworks agree on, such
-    as flags, lengths, and the optimizer's step. Of all others it is read that nothing is wrong: a number is 0, as the
-    overflow of a sound step; a truth is False, as whether any is infinite, but True after ``all``.
+    Tensors made from Python numbers keep their values, also through a collective: frameworks use them to agree on flags
+    and lengths, and for the optimizer's step. All others read as in a healthy step: a number is 0, as is the overflow
+    flag; a bool is False, as for "is any infinite", but True after ``all``.
     """
 
     def may_turn_const(self, t: Tensor) -> bool:
-        """Whether a tensor may keep its values; torch has this for those of one element only."""
+        """Whether a tensor may keep its values; torch allows it only for single elements."""
         return t.numel() <= KEPT_ELEMENTS and t.device.type != "meta" and not self.is_our_fake(t)
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if kwargs and kwargs.get("device") == torch.device("cpu", 0):
-            kwargs = {**kwargs, "device": torch.device("cpu")}  # as real tensors have it; fake ones would be elsewhere
+            kwargs = {**kwargs, "device": torch.device("cpu")}  # as on real tensors
         try:
             result = super().dispatch(func, types, args, kwargs)
         except DataDependentOutputException:
@@ -168,7 +165,7 @@ class _Mode(FakeTensorMode):
 
 
 def _within(context: Callable[[], AbstractContextManager[Any]], function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, run in a new such context each time."""
+    """The function, run inside a new context each time."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -179,15 +176,15 @@ def _within(context: Callable[[], AbstractContextManager[Any]], function: Callab
 
 
 def _first_chunk(tensor: Tensor, num_chunks: int, dim: int) -> list[Tensor]:
-    """FSDP2's shards of a parameter, of which rank 0 looks at its own alone: making all W takes minutes."""
+    """FSDP2's shards of a parameter. Rank 0 uses only its own, and creating all W takes minutes."""
     rows = -(-tensor.size(dim) // num_chunks)
     return [tensor.narrow(dim, 0, rows)] * num_chunks
 
 
 def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """``nn.Module._apply`` for fake tensors: torch's own wants to swap tensors, and cannot if something refers to them.
+    """``nn.Module._apply`` for fake tensors; torch's own swaps tensors, which fails for referenced ones.
 
-    Only the dtype may change: they are on the device from the start.
+    Only the dtype may change, because the tensors are on the device from the start.
     """
     if recurse:
         for child in module.children():

@@ -1,19 +1,19 @@
-"""One rank's life: the passes of one trial, in order, and what is handed back.
+"""The passes of one trial on one rank.
 
-Instruments change what they measure, so each has a pass of its own, on a fresh build of the same cell:
+Instruments change what they measure, so each has its own pass, on a fresh build of the same cell:
 
-1. ``time``: nothing attached but the taps. Warm-up windows, then the timed ones.
-2. ``update``: one window of SGD with learning rate 1 from the initial weights, clipped as the cell clips; what it
-   changed is compared with the change of the reference, which clips likewise. A cell that clips has two such windows:
-   one without clipping comes first, since clipping makes a gradient of a wrong scale right where both are too long.
+1. ``time``: only the taps. Warm-up windows, then timed windows.
+2. ``update``: one window of SGD with learning rate 1 from the initial weights, clipped as the cell clips, compared with
+   the reference's update, which clips likewise. A cell that clips has another such window without clipping, because
+   clipping hides a wrong gradient scale if both gradients exceed the limit.
 3. ``collectives``: c10d operators between the second and the third update.
 4. ``memory``: by category, between the second and the third update: at the peak, and held between micro-batches.
-5. ``accumulation``: gradients whose sum tells in which dtype they were summed.
-6. ``dispatch``: what a window costs the host, from the second update on: CPU time, then operators dispatched, then on
-   CUDA kernels launched; each in windows of its own. The operators of forward and backward are compared with those of
-   the plain model, which runs on fake tensors before all passes.
-7. ``exposure``, on CUDA: the kernels between the second and the third update, as torch's profiler saw them: seconds in
-   collectives, and how many of them were not hidden behind computation.
+5. ``accumulation``: the dtype in which gradients are summed.
+6. ``dispatch``: host cost of a window from the second update on: CPU time, dispatched operators, and on CUDA launched
+   kernels, each in its own windows. Operators of forward and backward are compared with the plain model's, which runs
+   on fake tensors before all passes.
+7. ``exposure``, on CUDA: seconds in collectives between the second and the third update, and how many of them no
+   computation hides, from torch's profiler.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ from bench.workload.structure import record
 
 
 def work(spec: Spec, rank: int, device: torch.device) -> dict[str, Any]:
-    """One rank's part in a trial, inside an initialized process group; see ``bench.plan.task.Task``."""
+    """Run one rank's part of a trial in an initialized process group; see ``bench.plan.task.Task``."""
     return RankTrial(spec, rank, device, registry([spec.backend])[spec.backend]).run()
 
 
 class RankTrial:
-    """The passes of one trial on one rank, inside an initialized process group."""
+    """The passes of one trial on one rank, in an initialized process group."""
 
     def __init__(self, spec: Spec, rank: int, device: torch.device, backend: type[Backend]) -> None:
         self.spec, self.cell, self.rank, self.device = spec, spec.cell, rank, device
@@ -78,16 +78,16 @@ class RankTrial:
         self._loss: Callable[[nn.Module, Tensor], Tensor] = self.workload.loss
         if self.cell.backend == REFERENCE:
             self._loss = sliced(self._loss, self.cell.global_batch_size, self.workload.tokens_per_sample)
-        # Samples per update of the ranks that exist: all, or the one of a virtual world.
+        # Samples per update over the ranks that exist.
         self._batch_size = self.cell.accumulate * self.cell.micro_batch_size * self.cell.num_processes
-        # The tokens of all windows lie ready on the device, so that no pass times their making or copying.
+        # Put the tokens of all windows on the device, so that no pass measures creating or copying them.
         windows = max(self.cell.windows, SETTLED_WINDOWS + 1)
         self.data = self._tensors.data(self.workload.data, windows * self._batch_size)
         self.training_s = 0.0
         self._plain: tuple[Counter[str], Counter[str]] | None = None
 
     def run(self) -> dict[str, Any]:
-        """All passes; the result is plain JSON."""
+        """Run all passes; the result is plain JSON."""
         cell = self.cell
         gpu = torch.cuda.get_device_properties(self.device) if self.device.type == "cuda" else None
         result: dict[str, Any] = {
@@ -103,7 +103,7 @@ class RankTrial:
         if "dispatch" in self.spec.passes:
             self._plain = plain_work(cell, self.workload, self._loss, self.data)
         for name in self.spec.passes:
-            gc.collect()  # frees the pass before, whose frameworks leave cycles
+            gc.collect()  # frees the previous pass: frameworks leave cycles
             heartbeat.beat()
             try:
                 with self._tensors:
@@ -117,7 +117,7 @@ class RankTrial:
         return result
 
     def _layout(self) -> dict[str, Any] | None:
-        """What the formulas need to know of a model that is not shipped; None where it has to be built first."""
+        """The layout of a model that is not shipped, for the formulas; None where it cannot or need not be recorded."""
         if not self.cell.world.computes or self.rank != 0:
             return None
         model = self.workload.model().to(self.device)
@@ -134,9 +134,9 @@ class RankTrial:
         keep_parameters: bool = False,
         watch: Callable[[Backend], None] | None = None,
     ) -> Backend:
-        """One fresh build of the backend, trained for some windows under the given taps.
+        """Build the backend, train it for some windows under the given taps, and return it.
 
-        Optimizer and clipping are the cell's unless given. ``watch`` is called with the backend before it builds.
+        Optimizer and clipping default to the cell's. ``watch`` is called with the backend before it builds.
         """
         cell, data = self.cell, self._samples(windows)
         loader = Loader(
@@ -148,7 +148,7 @@ class RankTrial:
             global_batch_size=self._batch_size,
         )
         make_optimizer = optimizer or self._optimizer
-        # Dynamo passes over what runs in a dispatch mode; what is sent does not depend on it.
+        # Dynamo skips code under a dispatch mode; collectives do not depend on compilation.
         compiled = cell.compiled and instrument is None
         backend = self.backend()
         if watch:
@@ -160,7 +160,6 @@ class RankTrial:
             device=self.device,
             windows=windows,
             accumulate=cell.accumulate,
-            num_parameters=self.num_parameters,
             block_parameters=self.block_parameters,
             build=lambda: self._build(dataclasses.replace(cell, compiled=compiled)),
             blocks=self.workload.blocks,
@@ -180,12 +179,11 @@ class RankTrial:
         return backend
 
     def _samples(self, windows: int) -> Tensor:
-        """The tokens of so many windows: the same ones again where there are fewer."""
         times = -(-windows * self._batch_size // len(self.data))
         return self.data if times == 1 else self.data.repeat(times, *[1] * (self.data.dim() - 1))
 
     def _build(self, cell: Cell) -> nn.Module:
-        """A new model, its blocks as the cell asks; the one that was made to count its parameters serves once."""
+        """A new model with its blocks prepared; the first call uses the model whose parameters were counted."""
         model, self._unused_model = self._unused_model or self._tensors.model(self.workload.model), None
         model = self._tensors.place(model)
         blocks.prepare(self.workload.blocks(model), cell)
@@ -198,10 +196,10 @@ class RankTrial:
         return torch.optim.AdamW(parameters, lr=self.cell.learning_rate, **kind)  # type: ignore[arg-type]
 
     def time(self) -> dict[str, Any]:
-        """The time pass: seconds of each step, the loss of every step, and who stepped how often.
+        """The time pass: step times, losses, and counts of steps and micro-batches.
 
-        ``began`` and ``ended`` are the monotonic clock at the first and the last timed update, when the device reached
-        them; ``host`` is what else the machine did.
+        ``began`` and ``ended`` are the monotonic times at which the device reached the first and last timed update;
+        ``host`` is the load by others.
         """
         clock = clock_for(self.device)
         cuda = self.device.type == "cuda"
@@ -246,10 +244,10 @@ class RankTrial:
         }
 
     def update(self) -> dict[str, float] | None:
-        """The update pass; rank 0 compares, the other ranks only take part in gathering.
+        """The update pass; rank 0 compares, other ranks only take part in gathering.
 
-        Beside what ``compare`` finds: the norm of the gradient before it is clipped and, if the cell clips, the error
-        and the scale of the update without clipping, as ``unclipped_*``.
+        Returns the result of ``compare``, the gradient norm before clipping and, if the cell clips, error and scale
+        without clipping as ``unclipped_*``.
         """
         reference = Path(self.spec.reference)
         if not self.cell.clip_norm:
@@ -263,16 +261,16 @@ class RankTrial:
         return {**clipped, "gradient_norm": unclipped["gradient_norm"], **more}
 
     def _sgd_window(self, clip_norm: float, reference: Path) -> dict[str, float] | None:
-        """One window of SGD with learning rate 1 against the reference's in that file, which the reference writes."""
+        """One window of SGD with learning rate 1, compared with the reference's file; the reference writes it."""
         taps = Taps(time.perf_counter)
         sgd = lambda parameters: torch.optim.SGD(parameters, lr=1.0, foreach=True)  # noqa: E731
         backend = self.train(taps, 1, optimizer=sgd, clip_norm=clip_norm, keep_parameters=True)
         after = backend.full_parameters()
         if self.rank != 0:
             for name in after:
-                after[name]  # may be gathered now, which takes every rank
+                after[name]  # gathering is collective
             return None
-        model = self._tensors.model(self.workload.model)  # on a GPU it stays there: the host holds the change alone
+        model = self._tensors.model(self.workload.model)  # stays on the GPU: only the change is copied
         before = {name: p.detach() for name, p in model.named_parameters()}
         change = {name: after[name].detach().float().cpu() - before[name].cpu() for name in after if name in before}
         if missing := before.keys() ^ after.keys():
@@ -285,17 +283,17 @@ class RankTrial:
         return {**compare(change, reference), "gradient_norm": math.sqrt(squares)}
 
     def collectives(self) -> list[dict[str, Any]]:
-        """The collectives pass: rows of op, dtype, calls and payload bytes of one settled window."""
+        """The collectives pass: op, dtype, calls and payload bytes of one settled window."""
         counter = CollectiveCounter()
         counter.self_test(self.device)
-        self._settled(counter.see, instrument=counter)
+        self._settled(counter.on_event, instrument=counter)
         return counter.rows()
 
     def memory(self) -> dict[str, int]:
-        """The memory pass: bytes by category of one settled window, by the keys of ``bench.plan.categories.named``.
+        """The memory pass: bytes by category of one settled window (keys of ``bench.plan.categories.named``).
 
-        ``peak`` and its parts are of the moment when most was live; ``held`` and its parts of the second fetch, and
-        missing when N = 1, where nothing is held from one micro-batch to the next.
+        ``peak`` and its parts belong to the moment of most live bytes; ``held`` and its parts to the second fetch, and
+        are absent if N = 1.
         """
         probe = MemoryProbe(self.device.type, fake=not self.cell.world.computes)
 
@@ -303,7 +301,7 @@ class RankTrial:
             probe.holdings = backend.holdings
 
         self._settled(
-            probe.see,
+            probe.on_event,
             optimizer=lambda parameters: probe.optimizer(self._optimizer(parameters)),
             instrument=probe.ledger,
             watch=watch,
@@ -311,35 +309,35 @@ class RankTrial:
         return probe.result
 
     def accumulation(self) -> dict[str, Any]:
-        """The accumulation pass: in which dtype the backend sums gradients."""
+        """The accumulation pass: the dtype in which the backend sums gradients."""
         return accumulator(self.backend, self.cell, self.rank, self.device)
 
     def dispatch(self) -> dict[str, Any]:
-        """The dispatch pass: what a window costs this rank's process; see ``bench.measure.dispatch``."""
+        """The dispatch pass: host cost of a window on this rank; see ``bench.measure.dispatch``."""
         taps = Taps(time.perf_counter)
         cost = HostCost(self.cell.accumulate, cuda=self.device.type == "cuda", taps=taps, plain=self._plain)
-        taps.on_event = cost.see
+        taps.on_event = cost.on_event
         self.train(taps, cost.windows, instrument=cost)
         return cost.result
 
     def exposure(self) -> dict[str, Any] | None:
-        """The exposure pass: seconds in collectives in one settled window, and how many of them alone; one rank's.
+        """The exposure pass: time in collectives in one settled window on this rank, and the exposed part.
 
         None if torch's profiler saw nothing on the device.
         """
         profiler = WindowProfiler()
-        self._settled(lambda _, window: profiler.see(window.open))
+        self._settled(lambda _, window: profiler.on_window(window.open))
         found = profiler.result()
         return None if found is None else dataclasses.asdict(found)
 
-    def _settled(self, see: Callable[[EventKind, SettledWindow], None], **how: Any) -> None:
-        """Train to the end of the settled window; ``see`` is told of every event, and of the window after it."""
+    def _settled(self, observe: Callable[[EventKind, SettledWindow], None], **how: Any) -> None:
+        """Train to the end of the settled window; ``observe`` gets every event and the window after it."""
         taps, window = Taps(time.perf_counter), SettledWindow(self.cell.accumulate)
 
         def on_event(kind: EventKind) -> None:
-            taps.losses.clear()  # they would be held, and counted
-            window.see(kind)
-            see(kind, window)
+            taps.losses.clear()  # or their memory would be counted
+            window.on_event(kind)
+            observe(kind, window)
 
         taps.on_event = on_event
         self.train(taps, SETTLED_WINDOWS + 1, **how)

@@ -1,4 +1,4 @@
-"""The update of one SGD window against the reference's: over all parameters, as one vector."""
+"""Compares the update of one SGD window with the reference's, over all parameters as one vector."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from torch import Tensor
 
 
 def save(change: Mapping[str, Tensor], path: Path) -> None:
-    """Write the reference's update, whole or not at all."""
+    """Write the reference's update atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".tmp")
     save_file(dict(change), draft)
     with draft.open("rb") as file:
-        os.fsync(file.fileno())  # or a machine that loses its power could keep the name without the content
+        os.fsync(file.fileno())  # or a power failure could leave an empty file
     draft.replace(path)
 
 
 def compare(change: Mapping[str, Tensor], reference: Path) -> dict[str, float]:
-    """How far an update is from the reference's, over all parameters together, summed in fp64.
+    """The deviation of an update from the reference's, over all parameters together, summed in fp64.
 
-    ``error`` is the relative L2 error |u - r| / |r|; ``scale`` the least-squares factor <u, r> / <r, r>; and
-    ``residual`` the relative error left once u is divided by it. A wrong divisor shows as a scale other than 1 with
-    no residual; lost or repeated samples as a residual. An update that is not finite has an infinite error.
+    ``error`` is the relative L2 error |u - r| / |r|; ``scale`` the least-squares factor <u, r> / <r, r>; ``residual``
+    the relative error after dividing u by it. A wrong divisor shows as a scale other than 1 without residual; lost or
+    repeated samples show as a residual. A non-finite update has infinite error. Raises RuntimeError if r is zero or not
+    finite.
     """
     uu = ur = rr = dd = 0.0
     with safe_open(reference, framework="pt") as stored:

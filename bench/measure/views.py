@@ -1,10 +1,9 @@
-"""Views of fake tensors that become tensors when something needs them to be.
+"""Lazy views of fake tensors.
 
-DeepSpeed's ZeRO-3 cuts what it gathers and what it reduces into W views in Python, though rank 0 sends or keeps the
-first of them alone; of the others it asks the length and joins them again. A view of a fake tensor costs tens of
-microseconds, so of W = 1024 these views take minutes. Here DeepSpeed's loops run as they are, and only a view that is
-used as a tensor is made: then it is the very view that was asked for. A view has no memory of its own, so that neither
-bytes nor collectives can tell.
+DeepSpeed's ZeRO-3 splits what it gathers and reduces into W views in Python. Rank 0 uses only the first of them, and of
+the others only the length. A view of a fake tensor costs tens of microseconds, so for W = 1024 the views take minutes.
+Here DeepSpeed's loops run unchanged, but a view is created only when it is used as a tensor. A view has no memory of
+its own, so bytes and collectives stay the same.
 """
 
 from __future__ import annotations
@@ -29,16 +28,15 @@ LOOPS = {
         ("deepspeed.runtime.zero.stage3", "reduce_scatter_coalesced"),
     )
 }
-"""By package, the functions that make a view for every rank: module, and name within it. A version that lacks one of
-them is only slow."""
+"""By package, the functions that create one view per rank: module, and name in it. If a version lacks one, it is merely
+slow."""
 
 
 class View:
-    """``length`` elements of a fake tensor of one dimension from ``start`` on; a tensor from when one is needed.
+    """``length`` elements of a one-dimensional fake tensor from ``start`` on; becomes a tensor when one is needed.
 
-    Length, dtype, device and views of it are known without one. Everything else is asked of the tensor, and a torch
-    function that takes a view gets it: but for ``torch.cat``, of which the result has a memory of its own and needs the
-    lengths alone.
+    Length, dtype, device and sub-views are known without a tensor; everything else is delegated to it. Torch functions
+    get the tensor, except ``torch.cat``, whose result has its own memory and needs only the lengths.
     """
 
     __slots__ = ("_length", "_made", "_start", "_whole")
@@ -48,28 +46,23 @@ class View:
         self._made: Tensor | None = None
 
     def tensor(self) -> Tensor:
-        """The view itself."""
         if self._made is None:
             with torch._C.DisableTorchFunction():
                 self._made = self._whole.narrow(0, self._start, self._length)
         return self._made
 
     def numel(self) -> int:
-        """Number of elements."""
         return self._length
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the whole."""
         return self._whole.dtype
 
     @property
     def device(self) -> torch.device:
-        """That of the whole."""
         return self._whole.device
 
     def narrow(self, dim: int, start: int, length: int) -> Any:
-        """As of a tensor."""
         if dim == 0 and start >= 0 and 0 <= length <= self._length - start:
             return View(self._whole, self._start + start, length)
         return self.tensor().narrow(dim, start, length)
@@ -89,7 +82,7 @@ class View:
 
 
 def _joined(parts: Sequence[View | Tensor]) -> Tensor | None:
-    """What ``torch.cat`` returns of fake tensors of one dimension and dtype; None if it cannot be told so simply."""
+    """The result of ``torch.cat`` on fake tensors of one dimension and dtype; None in other cases."""
     wholes = {id(whole): whole for whole in (part._whole if type(part) is View else part for part in parts)}
     first, *others = wholes.values()
     if not all(_is_plain(whole) and whole.dtype is first.dtype and whole.device == first.device for whole in others):
@@ -98,14 +91,14 @@ def _joined(parts: Sequence[View | Tensor]) -> Tensor | None:
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Whether a tensor is a fake one of one dimension whose views autograd does not follow."""
+    """Whether a tensor is fake, one-dimensional, and its views are not tracked by autograd."""
     return type(tensor) is FakeTensor and tensor.dim() == 1 and not (tensor.requires_grad and torch.is_grad_enabled())
 
 
 class OnDemand(TorchFunctionMode):
-    """While open, views of plain fake tensors are ``View`` objects, but for those of the first element.
+    """While active, views of plain fake tensors are ``View`` objects, except those starting at element 0.
 
-    These are rank 0's, which alone exists in a virtual world, and are made at once.
+    The latter belong to rank 0, the only rank of a virtual world, and are created at once.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -142,11 +135,11 @@ _CUTS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.__getitem__: _slice,
     torch.chunk: _chunk,
 }
-"""The functions that cut a tensor into views, and what they return instead: None for what is not to be done so."""
+"""Functions that split a tensor into views, with lazy versions that return None for unsupported arguments."""
 
 
 def on_demand(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, with views made on demand within it; of what it returns, all are tensors."""
+    """The function with lazy views inside; its result contains only tensors."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -158,7 +151,7 @@ def on_demand(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def loops(packages: Sequence[str]) -> list[tuple[Any, str]]:
-    """Owners and names of the functions of these packages that make a view for every rank."""
+    """Owners and names of the functions in LOOPS for these packages."""
     found = []
     for package in packages:
         for module, path in LOOPS.get(package, ()):

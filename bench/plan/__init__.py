@@ -1,1 +1,1 @@
-"""What is run: a matrix file becomes cells, and cells become tasks."""
+"""The plan of a run: a matrix file becomes cells, cells become trials, trials become tasks."""

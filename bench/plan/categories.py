@@ -1,6 +1,6 @@
-"""What memory is used for: nine categories, one for every live storage, so that they add up to the whole.
+"""Categories of memory: every live storage belongs to exactly one, so the categories add up to the total.
 
-Nothing here imports torch: tables and reports use it too.
+This module does not import torch, because tables and reports use it.
 """
 
 from __future__ import annotations
@@ -13,37 +13,40 @@ PEAK, HELD = "peak", "held"
 
 
 class Category(StrEnum):
-    """What a storage is for. Sharded is a rank's own part, unsharded what is whole on the rank."""
+    """What a storage holds. Sharded: the rank's own part. Unsharded: complete on the rank."""
 
     PARAMETERS_SHARDED = "parameters_sharded"
-    """The part of the parameters that this rank keeps and updates, fp32 masters and padding included."""
+    """The shard of the parameters that this rank keeps and updates, including fp32 masters and padding."""
     PARAMETERS_UNSHARDED = "parameters_unsharded"
-    """Whole parameters: never sharded ones, gathered ones, and copies cast for computing."""
+    """Complete parameters: never sharded, gathered, or cast for computation."""
     GRADIENTS_SHARDED = "gradients_sharded"
-    """Reduced gradients of this rank's part, padding included."""
+    """Reduced gradients of this rank's shard, including padding."""
     GRADIENTS_UNSHARDED = "gradients_unsharded"
-    """Whole gradients of parameters: summed over micro-batches, or of one micro-batch and not yet reduced or added."""
+    """Complete gradients: summed over micro-batches, or of one micro-batch before it is reduced or added."""
     OPTIMIZER_STATE = "optimizer_state"
     """All tensors in the inner optimizer's ``state``."""
     COMMUNICATION = "communication"
-    """What a collective reads or writes, and the buffers of a framework that are filled for one."""
+    """Inputs and outputs of collectives, and the framework's buffers that are filled for them."""
     ACTIVATIONS = "activations"
-    """What was made between the fetch of a micro-batch and its loss, and is not one of the above."""
+    """Allocated between the fetch of a micro-batch and its loss, and in none of the categories above."""
     TEMPORARIES = "temporaries"
-    """What was made between a loss and the next fetch, and is not one of the above: gradients of activations, and the
-    work space of backward, clipping and the optimizer."""
+    """Allocated between a loss and the next fetch, and in none of the categories above: gradients of activations, and
+    workspace of backward, clipping and the optimizer."""
     OTHER = "other"
-    """What was there before the window and has no known use: tokens, buffers of the model, a framework's constants."""
+    """Allocated before the window, use unknown: tokens, buffers of the model, constants of a framework."""
 
 
 def named(total: str, size: int, parts: Mapping[Category, int]) -> dict[str, int]:
-    """A total (PEAK or HELD) and its parts in bytes, by the keys of a trial's ``memory``. They add up, or it raises."""
+    """A total (PEAK or HELD) and its parts in bytes, under the keys of a trial's ``memory``.
+
+    Raises AssertionError if the parts do not add up to the total.
+    """
     if sum(parts.values()) != size:
         raise AssertionError(f"categories at the {total} add up to {sum(parts.values())} of {size} bytes")
     return {total: size, **{f"{total}_{category}": parts.get(category, 0) for category in Category}}
 
 
 def parts(memory: Mapping[str, int], total: str) -> dict[Category, int]:
-    """The parts of a total in a trial's ``memory``, in bytes; empty where they were not measured."""
+    """The parts of a total in a trial's ``memory``, in bytes; empty if they were not measured."""
     keys = {category: f"{total}_{category}" for category in Category}
     return {category: memory[key] for category, key in keys.items() if key in memory}

@@ -1,4 +1,4 @@
-"""One point of the matrix: frozen, documented, and named by a hash of its content."""
+"""One configuration of the matrix: immutable, and identified by a hash of its content."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from bench.plan.world import World
 from bench.words import plural
 
 REFERENCE, SHARDED_REFERENCE = REFERENCES = ("reference", "reference-sharded")
-"""Names of the backends that are the truth: the full batch at once in fp32, by one process in plain PyTorch; or by all
-ranks, where one GPU cannot hold the model's state."""
+"""Names of the reference backends: one process that trains the full batch at once in fp32, in plain PyTorch; and the
+same sharded over all ranks, for models whose state does not fit on one GPU."""
 SINGLE_STATE_BYTES = 64 * 2**30
-"""fp32 parameters, gradients and AdamW's moments, 16 bytes per parameter, that a GPU of 80 GB holds beside a slice's
-activations."""
+"""Largest state (fp32 parameters, gradients and AdamW moments, 16 bytes per parameter) that an 80 GB GPU holds together
+with the activations of a slice."""
 REFERENCE_FLOPS = 1e15
-"""Model FLOPs that each GPU of a reference may spend on the time pass: 45 s in fp32 on an H100, all forwards twice."""
+"""Model FLOPs that each GPU of a reference may spend on the time pass: 45 s in fp32 on an H100, every forward computed
+twice."""
 REFERENCE_WINDOWS = 2
-"""Windows that a reference trains at least: the loss before any update, and that after one."""
+"""Minimum number of windows that a reference trains: the loss before any update, and after one."""
 SGD = "sgd"
-"""The optimizer whose step is in proportion to the gradient, so that a wrong scale of it is seen in the losses."""
-LATER: dict[str, Any] = {
+"""The optimizer whose step is proportional to the gradient, so that a wrong gradient scale shows in the losses."""
+ADDED_FIELDS: dict[str, Any] = {
     "clip_norm": 0.0,
     "twin": "",
     "virtual": False,
@@ -38,14 +39,14 @@ LATER: dict[str, Any] = {
     "activation_checkpointing": False,
     "compiled": False,
 }
-"""Fields of a cell that came after the first release, with the default that stands for what was done before."""
+"""Fields added after the first release, with the default that stands for the earlier behaviour."""
 
 
 class Sync(StrEnum):
     """When gradients are reduced across ranks."""
 
     NONE = "none"
-    """Never: there is one rank."""
+    """Never: there is only one rank."""
     EAGER = "eager"
     """After the backward of every micro-batch."""
     DEFERRED = "deferred"
@@ -56,9 +57,9 @@ class Sharding(StrEnum):
     """What is split across ranks between the micro-batches of a window."""
 
     NONE = "none"
-    """Nothing: every rank holds all (DDP)."""
+    """Nothing: every rank holds everything (DDP)."""
     OPTIMIZER = "optimizer"
-    """The optimizer state (ZeRO-1): parameters and gradients stay whole for the whole window."""
+    """The optimizer state (ZeRO-1); parameters and gradients stay complete for the whole window."""
     GRADS = "grads"
     """Gradients and optimizer state (ZeRO-2; FSDP2 without resharding after forward)."""
     PARAMS = "params"
@@ -66,31 +67,31 @@ class Sharding(StrEnum):
 
 
 class Stepping(StrEnum):
-    """When a window that the end of an epoch leaves incomplete becomes an update, and by what its loss is divided."""
+    """How a backend handles the incomplete window at the end of an epoch."""
 
     WINDOW = "window"
-    """At the end of the epoch, divided by the number of its micro-batches: the big batch of what there is."""
+    """Step at the end of the epoch; divide by the number of micro-batches in the window (correct mean)."""
     FLUSH = "flush"
-    """At the end of the epoch, divided by N all the same: an update too small by the share of the window it has."""
+    """Step at the end of the epoch, but divide by N: the update is too small."""
     CARRY = "carry"
-    """Not at all: micro-batches are counted on into the next epoch, and what is open at the end of training is lost."""
+    """Do not step: keep counting into the next epoch. Micro-batches left at the end of training are lost."""
     SPLIT = "split"
-    """As ``carry`` in the engine that steps, while the trainer above it counts micro-batches anew in every epoch."""
+    """The engine that steps behaves as ``carry``, while the trainer above it restarts its count every epoch."""
     UNKNOWN = "unknown"
-    """Not declared: nothing is calculated, it can only be measured."""
+    """Not declared; can only be measured."""
 
 
 class Precision(StrEnum):
-    """In which dtype forward and backward compute. Masters and accumulation are fp32 in both."""
+    """Dtype of forward and backward. Masters and accumulation are fp32 in both."""
 
     FP32 = "fp32"
     BF16 = "bf16"
 
 
 class Device(StrEnum):
-    """What the ranks run on: ``cpu`` talks over gloo, ``cuda`` over NCCL with one GPU per rank.
+    """What the ranks run on: ``cpu`` uses gloo; ``cuda`` uses NCCL with one GPU per rank.
 
-    Where ranks share a GPU, they talk over gloo there too: NCCL refuses two ranks on one device.
+    Ranks that share a GPU use gloo, because NCCL refuses two ranks on one device.
     """
 
     CPU = "cpu"
@@ -98,7 +99,7 @@ class Device(StrEnum):
 
 
 class Status(StrEnum):
-    """How a trial ended. All but ``ok`` carry a reason."""
+    """How a trial ended. Every status but ``ok`` has a reason."""
 
     OK = "ok"
     OOM = "oom"
@@ -112,109 +113,103 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """One configuration that a trial runs. Two cells of equal content have equal ids, on every machine."""
+    """One configuration that a trial runs. Cells with equal content have equal ids on every machine."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     backend: str
-    """Name of the backend in the registry."""
     accumulate: Positive
     """N: micro-batches per window on each rank."""
     world_size: Positive
     """W: ranks."""
     global_batch_size: Natural
-    """B: samples per optimizer step over all ranks, the same for every cell that is compared."""
+    """B: samples per optimizer step over all ranks, equal for all cells that are compared."""
     sequence_length: Natural
-    """Tokens per sample that are predicted."""
+    """Predicted tokens per sample."""
     workload: str = "llama"
-    """``llama``, an installed workload's name, or ``package.module:factory`` of one's own."""
+    """``llama``, the name of an installed workload, or ``package.module:factory``."""
     model: str = "tiny"
-    """Size of the model, as the workload understands it."""
+    """Size of the model, interpreted by the workload."""
     corpus: str = "markov"
-    """``markov``, or ``name@sha256:...`` of a text file's bytes."""
+    """``markov``, or ``name@sha256:...`` of a text file."""
     precision: Precision = Precision.FP32
-    """dtype of forward and backward."""
     accumulation_dtype: str = "fp32"
-    """dtype in which gradients are summed over the window."""
     optimizer: str = "adamw-foreach"
     """``adamw-foreach``, ``adamw-fused``, or ``sgd``: plain, without momentum."""
     learning_rate: Amount = 1e-3
-    """Of the optimizer; the update pass always uses SGD with learning rate 1."""
+    """Learning rate of the optimizer. The update pass always uses SGD with learning rate 1."""
     warmup_windows: Natural = 3
-    """Windows trained before the first timed one."""
+    """Windows trained before the first timed window."""
     timed_windows: Natural = 12
-    """Windows whose time is kept, one sample each."""
+    """Windows whose step time is recorded."""
     seed: Natural = 0
-    """Of the initial weights and of the tokens."""
+    """Seed of the initial weights and of the tokens."""
     device: Device = Device.CPU
-    """What the ranks run on."""
     clip_norm: Amount = 0.0
-    """The largest L2 norm of the whole gradient that an update may use; 0 for no clipping."""
+    """Maximum L2 norm of the whole gradient in an update; 0 for no clipping."""
     twin: str = ""
-    """A second label for the same work, so that a cell can be compared with itself; empty for the cell itself."""
+    """Label of an A/A copy of a cell, which is compared with its original; empty for the original."""
     virtual: Flag = False
     fake_tensors: Flag = False
     shared_gpu: Flag = False
-    """Which ``world`` it is, as ids have it; nobody asks these three."""
+    """The ``world`` in the form that ids contain; use ``world`` instead of these three."""
     activation_checkpointing: Flag = False
-    """Whether a block keeps only its input for the backward, and computes its forward once more there."""
+    """Whether blocks keep only their input and recompute their forward in the backward."""
     compiled: Flag = False
-    """Whether each block is compiled by ``torch.compile``."""
 
     @property
     def world(self) -> World:
-        """What its ranks are."""
         return World.of(virtual=self.virtual, fake_tensors=self.fake_tensors, shared_gpu=self.shared_gpu)
 
     @property
     def num_processes(self) -> int:
-        """Ranks that exist: W, or rank 0 alone."""
+        """Number of processes: W, or 1 (rank 0) in a virtual world."""
         return self.world_size if self.world.has_all_ranks else 1
 
     @property
     def micro_batch_size(self) -> int:
-        """Samples that one forward sees on one rank: B / (N x W)."""
+        """Samples per forward on one rank: B / (N x W)."""
         return self.global_batch_size // (self.accumulate * self.world_size)
 
     @property
     def windows(self) -> int:
-        """Optimizer steps of the time pass, warm-up included."""
+        """Optimizer steps of the time pass, including warm-up."""
         return self.warmup_windows + self.timed_windows
 
     @property
     def cell_id(self) -> str:
         """The first 12 hex digits of the SHA-256 of the canonical JSON of all fields.
 
-        Ids are for ever: a field of LATER counts only where it is not at its default, as if it had never been added.
+        Ids never change: a field of ADDED_FIELDS is left out of the hash while it has its default.
         """
-        content = {name: value for name, value in self.to_dict().items() if LATER.get(name) != value}
+        content = {name: value for name, value in self.to_dict().items() if ADDED_FIELDS.get(name) != value}
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:12]
 
     @property
     def label(self) -> str:
-        """A short name for people: backend, N, W, precision, and what else is not as usual."""
-        named = f"{self.backend} N={self.accumulate} W={self.world_size} {self.precision} {self.world.word}".rstrip()
+        """A short readable name: backend, N, W, precision, and whatever differs from the usual."""
+        named = f"{self.backend} N={self.accumulate} W={self.world_size} {self.precision} {self.world.label}".rstrip()
         named += " checkpointed" * self.activation_checkpointing + " compiled" * self.compiled
         return named + (f" (A/A {self.twin})" if self.twin else "")
 
     @property
     def is_reference(self) -> bool:
-        """Whether the backend is there to be held against, and not to be compared with."""
+        """Whether this is a reference, which others are checked against but not compared with."""
         return self.backend in REFERENCES
 
     def reference(self, *, sharded: bool | None = None) -> Cell:
-        """The cell whose update and losses are the truth for this one: whole batch, fp32, not compiled, N = 1.
+        """The reference cell of this one: whole batch, fp32, not compiled, N = 1.
 
-        One process, not checkpointed; or ``sharded`` over as many GPUs as this cell has, and checkpointed, if the state
-        of a shipped model exceeds SINGLE_STATE_BYTES. What is computed is the same.
+        It is one process without checkpointing; or ``sharded`` over as many GPUs as this cell has, with checkpointing,
+        if the state of a shipped model exceeds SINGLE_STATE_BYTES. Both compute the same.
 
-        On CUDA it trains as many windows as REFERENCE_FLOPS pay for, and the gates compare the losses that it has: a
-        batch of 32 samples for each of eight GPUs takes one GPU in fp32 29 s. That is enough to tell a wrong cell: the
-        update pass proves the gradient of a whole window to 1e-5, every later window repeats that work, and how many
-        micro-batches and updates there are is counted in all of them.
+        On CUDA it trains as many windows as REFERENCE_FLOPS allow, and the gates compare the losses that exist: a batch
+        of 32 samples for each of eight GPUs takes one GPU 29 s in fp32. That is enough to detect a wrong cell: the
+        update pass verifies the gradient of a whole window to 1e-5, later windows repeat the same work, and
+        micro-batches and updates are counted in all of them.
         """
-        from bench.plan.models import SIZES  # which is of a package that imports this module
+        from bench.plan.models import SIZES  # not at the top: circular import
 
         size = SIZES.get(self.model) if self.device is Device.CUDA and self.workload == "llama" else None
         if sharded is None:
@@ -240,22 +235,19 @@ class Cell:
         return found if found.windows <= most else dataclasses.replace(found, warmup_windows=1, timed_windows=most - 1)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; ``Cell.from_dict`` is the inverse."""
-        # Not dataclasses.asdict: its deep copies would take most of the time of a plan of many cells.
+        """Plain values for JSON; ``from_dict`` is the inverse."""
+        # dataclasses.asdict makes deep copies, which dominate the time of planning many cells.
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {key: value.value if isinstance(value, StrEnum) else value for key, value in values.items()}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Cell:
-        """The cell of ``to_dict``'s values.
-
-        Raises InputError for a key that is unknown or missing, or for a value that cannot be.
-        """
+        """The inverse of ``to_dict``. Raises InputError for an unknown or missing key, or an invalid value."""
         return fields.read(cls, values)
 
 
-def counted(cells: Iterable[Cell], baseline: str) -> str:
-    """How many cells a run has, and what they are there for: ``19 cells: 17 compared, 1 reference, 1 A/A twin``."""
+def summarize(cells: Iterable[Cell], baseline: str) -> str:
+    """A summary of the cells of a run: ``19 cells: 17 compared with X, 1 reference, 1 A/A twin``."""
     every = list(cells)
     own = [cell for cell in every if not cell.is_reference and not cell.twin]
     others, own = ([cell for cell in own if (cell.backend == baseline) is same] for same in (False, True))

@@ -1,7 +1,8 @@
-"""The table of columns: what every column of a run's frames is, and how it is shown. Empty values are NA.
+"""The table of columns: name, dtype, unit, meaning and formatting of every column of a run's frames.
 
-Parquet files, frames, tables on the page and in the terminal, titles of figures and exports follow from it. A field of
-a cell is an axis of a matrix: cells are told apart by it, and it says whether two of them do the same work.
+Parquet schemas, frames, tables on the page and in the terminal, figure titles and exports are all derived from it. A
+field of a cell is an axis of a matrix; its ``axis`` says whether it belongs to the work or to the way it is done.
+Missing values are NA.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from functools import partial
 from typing import Any
 
 DASH = "-"
-"""What is not known, or does not apply."""
+"""Shown for a value that is unknown or does not apply."""
 
 
 class Axis(IntEnum):
-    """What a field of a cell stands for, in the order in which titles name them."""
+    """The role of a cell's field, in the order in which titles list them."""
 
     WORK = 1
-    """What is trained in a step: equal in cells that are compared, and in a cell and its reference."""
+    """What a step trains: equal in cells that are compared, and in a cell and its reference."""
     WAY = 2
-    """How a backend is told to train it."""
+    """An option of how the backend trains it."""
     NAME = 3
-    """Stands in the name of every cell."""
+    """Part of every cell's label."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,26 +33,25 @@ class Column:
     """One column of a frame."""
 
     dtype: str
-    """As pandas names it: its nullable ones."""
+    """Nullable pandas dtype."""
     unit: str
-    """Empty for names and for what has none."""
+    """Empty if the column has none."""
     meaning: str
     axis: Axis | None = None
-    """None if it is no field of a cell."""
+    """None if the column is not a field of a cell."""
     title: str = ""
-    """Above the column of a table for people; empty if its name will do."""
+    """Column heading in tables; empty to use the name."""
     form: str = ""
-    """How a table shows a number, as ``format`` takes it."""
-    named: tuple[str, ...] = ("{}",)
-    """How a title or a sentence names a value: the first is for false and 0, the last for all others."""
+    """Format specification for numbers in tables."""
+    phrasing: tuple[str, ...] = ("{}",)
+    """Templates for a value in a title or sentence: the first for false and 0, the last for everything else."""
 
     @property
     def is_number(self) -> bool:
-        """Whether values are sorted as numbers."""
         return self.dtype in {"Int64", "Float64"}
 
     def shown(self, value: Any) -> str:
-        """A value in a table; None is not known."""
+        """A value as a table shows it; None is unknown."""
         if value is None:
             return DASH
         if self.dtype == "boolean":
@@ -60,9 +60,9 @@ class Column:
             return format(int(value), self.form) if self.dtype == "Int64" else format(float(value), self.form or "g")
         return str(value) or DASH
 
-    def says(self, value: Any) -> str:
-        """A value in a title or a sentence; None is not known."""
-        return "unknown" if value is None else self.named[-1 if value else 0].format(value)
+    def phrase(self, value: Any) -> str:
+        """A value as a title or sentence shows it; None is unknown."""
+        return "unknown" if value is None else self.phrasing[-1 if value else 0].format(value)
 
 
 _text, _flag = partial(Column, "string", ""), partial(Column, "boolean", "")
@@ -70,74 +70,74 @@ _number, _count = partial(Column, "Float64"), partial(Column, "Int64")
 
 FRAMES = {
     "cells": "one row per cell: its step time with the interval, and its verdict against the baseline",
-    "trials": "one row per trial, those that failed too",
+    "trials": "one row per trial, including failed ones",
     "steps": "one row per trial and timed optimizer step",
     "losses": "one row per trial and optimizer step",
-    "collectives": "one row per trial, operation and dtype: counted between two updates",
+    "collectives": "one row per trial, operation and dtype, counted between two updates",
     "memory": "one row per trial and category",
-    "ratios": "one row per cell and baseline: the ratio of step times and what is said of it",
+    "ratios": "one row per cell and baseline: the ratio of step times and the verdict",
 }
-"""The frames in order, and what a row of each is."""
+"""The frames in order, each with the meaning of a row."""
 
 _KEY = {
-    "cell_id": _text("names the cell for ever: a hash of its content"),
-    "repeat": _count("", "number of the trial of its cell, and of the block in which it ran"),
+    "cell_id": _text("id of the cell: a hash of its content"),
+    "repeat": _count("", "index of the trial among its cell's, and of the block in which it ran"),
 }
 
 _TRIALS: dict[str, Column] = {
-    "run_id": _text("names the run"),
+    "run_id": _text("id of the run"),
     "cell_id": _KEY["cell_id"],
     "repeat": _KEY["repeat"],
-    "twin": _text("label of a cell that is another one once more (the A/A pair); empty for all others"),
-    "slot": _count("", "place in the order in which trials ran"),
+    "twin": _text("label of the A/A copy of a cell; empty for all others"),
+    "slot": _count("", "position in the order of execution"),
     "backend": _text("one way to accumulate gradients", axis=Axis.NAME),
-    "framework": _text("whose it is"),
+    "framework": _text("framework of the backend"),
     "sharding": _text("what is split across ranks: none, optimizer, grads, params"),
     "sync": _text("when gradients are reduced: none, eager, deferred"),
-    "accumulate": _count("micro-batches", "N: per window and rank", axis=Axis.NAME, title="N", named=("N = {}",)),
-    "world_size": _count("ranks", "W", axis=Axis.NAME, title="W", named=("W = {}",)),
+    "accumulate": _count("micro-batches", "N, per window and rank", axis=Axis.NAME, title="N", phrasing=("N = {}",)),
+    "world_size": _count("ranks", "W", axis=Axis.NAME, title="W", phrasing=("W = {}",)),
     "virtual_world_size": _count("ranks", "W of a virtual world; NA for a real one"),
-    "fake_tensors": _flag("whether tensors have shapes and no values"),
-    "shared_gpu": _flag("whether ranks shared a GPU, over gloo; nothing is timed then"),
-    "micro_batch_size": _count("samples", "that one forward sees on one rank"),
+    "fake_tensors": _flag("whether tensors have shapes but no values"),
+    "shared_gpu": _flag("whether ranks shared a GPU over gloo; nothing is timed then"),
+    "micro_batch_size": _count("samples", "per forward on one rank"),
     "global_batch_size": _count(
-        "samples", "per optimizer step over all ranks", axis=Axis.WORK, title="B", named=("B = {}",)
+        "samples", "per optimizer step over all ranks", axis=Axis.WORK, title="B", phrasing=("B = {}",)
     ),
-    "sequence_length": _count("tokens", "per sample", axis=Axis.WORK, title="tokens", named=("{} tokens",)),
+    "sequence_length": _count("tokens", "per sample", axis=Axis.WORK, title="tokens", phrasing=("{} tokens",)),
     "workload": _text("what is trained", axis=Axis.WORK),
-    "model": _text("its size", axis=Axis.WORK),
+    "model": _text("size of the model", axis=Axis.WORK),
     "num_parameters": _count("parameters", "of the model"),
     "precision": _text("dtype of forward and backward", axis=Axis.NAME, title="dtype"),
     "bf16_as": _text("how a bf16 cell computes"),
     "accumulation_dtype": _text(
-        "in which gradients are to be summed", axis=Axis.WAY, title="summed in", named=("summed in {}",)
+        "dtype in which gradients should be summed", axis=Axis.WAY, title="summed in", phrasing=("summed in {}",)
     ),
-    "accumulated_in": _text("in which they were found to be summed", title="gradients summed in"),
+    "accumulated_in": _text("dtype in which they were measured to be summed", title="gradients summed in"),
     "corpus": _text("where the tokens come from", axis=Axis.WORK),
-    "optimizer": _text("of the time pass", axis=Axis.WORK),
-    "learning_rate": _number("", "of the optimizer", axis=Axis.WORK, title="lr", named=("lr {:g}",)),
+    "optimizer": _text("optimizer of the time pass", axis=Axis.WORK),
+    "learning_rate": _number("", "of the optimizer", axis=Axis.WORK, title="lr", phrasing=("lr {:g}",)),
     "clip_norm": _number(
         "L2 norm",
-        "largest that a gradient may have; 0 for no clipping",
+        "maximum norm of the gradient; 0 for no clipping",
         axis=Axis.WORK,
         title="clip",
-        named=("not clipped", "clipped to {:g}"),
+        phrasing=("not clipped", "clipped to {:g}"),
     ),
     "activation_checkpointing": _flag(
-        "whether blocks keep their input alone, and compute again in the backward",
+        "whether blocks keep only their input and recompute in the backward",
         axis=Axis.WAY,
         title="checkpointed",
-        named=("activations kept", "activations checkpointed"),
+        phrasing=("activations kept", "activations checkpointed"),
     ),
     "compiled": _flag(
-        "whether blocks are compiled by torch.compile", axis=Axis.WAY, named=("not compiled", "blocks compiled")
+        "whether blocks are compiled by torch.compile", axis=Axis.WAY, phrasing=("not compiled", "blocks compiled")
     ),
-    "seed": _count("", "of the initial weights and of the tokens", axis=Axis.WORK, named=("seed {}",)),
+    "seed": _count("", "of the initial weights and of the tokens", axis=Axis.WORK, phrasing=("seed {}",)),
     "device": _text("cpu or cuda", axis=Axis.WORK),
-    "device_name": _text("of the first rank's device"),
-    "status": _text("ok, or how it ended: oom, timeout, hang, crashed, unsupported, invalid, interrupted"),
+    "device_name": _text("device of the first rank"),
+    "status": _text("ok, or how the trial ended: oom, timeout, hang, crashed, unsupported, invalid, interrupted"),
     "reason": _text("why the status is not ok"),
-    "num_warmup_steps": _count("steps", "left out at the beginning"),
+    "num_warmup_steps": _count("steps", "excluded at the beginning"),
     "step_time_s": _number(
         "s", "median of the steps after warm-up, each the maximum over ranks", title="s/step", form=".4g"
     ),
@@ -145,85 +145,87 @@ _TRIALS: dict[str, Column] = {
     "mfu": _number("1", "model FLOPs utilization against the datasheet's peak", title="MFU", form=".3g"),
     "mfu_of_matmul": _number(
         "1",
-        "the same against the rate of matrix products that was measured in the run",
+        "the same against the matrix-product rate measured in the run",
         title="MFU of matmul",
         form=".3g",
     ),
-    "energy_j_per_step": _number("J", "of the GPUs that were used, per optimizer step", title="J/step", form=".3g"),
+    "energy_j_per_step": _number("J", "of the GPUs in use, per optimizer step", title="J/step", form=".3g"),
     "energy_j_per_token": _number("J", "the same per predicted token", title="J/token", form=".3g"),
     "cpu_s_per_micro_batch": _number(
         "s",
-        "CPU time of one rank's process, the optimizer step's share included",
+        "CPU time of one rank's process, including the optimizer step's share",
         title="CPU s/micro-batch",
         form=".3g",
     ),
     "num_operators_per_micro_batch": _number(
         "operators",
-        "that torch dispatched, the optimizer step's share included",
+        "dispatched by torch, including the optimizer step's share",
         title="operators/micro-batch",
         form=",.0f",
     ),
     "num_launches_per_micro_batch": _number(
-        "launches", "of CUDA kernels, the optimizer step's share included", title="launches/micro-batch", form=",.0f"
+        "launches", "of CUDA kernels, including the optimizer step's share", title="launches/micro-batch", form=",.0f"
     ),
-    "other_work": _text("first operator of forward or backward that is not the plain model's; empty text if all are"),
-    "collective_s": _number("s", "of one window in which NCCL's kernels ran", title="s in collectives", form=".3g"),
-    "exposed_s": _number("s", "of these in which nothing else ran", title="s exposed", form=".3g"),
+    "other_work": _text("first operator of forward or backward that differs from the plain model; empty if none does"),
+    "collective_s": _number(
+        "s", "time in one window during which NCCL kernels ran", title="s in collectives", form=".3g"
+    ),
+    "exposed_s": _number("s", "part of it during which nothing else ran", title="s exposed", form=".3g"),
     "peak_memory_bytes": _count("B", "maximum over ranks"),
-    "peak_memory_source": _text("who counted peak_memory_bytes", title="measured by"),
-    "num_micro_batches": _count("micro-batches", "used by one rank in the time pass"),
-    "optimizer_steps_expected": _count("steps", "that the data asks for", title="due"),
-    "optimizer_steps_observed": _count("steps", "seen at the inner optimizer", title="taken"),
-    "optimizer_steps_reported": _count("steps", "that the framework says it took", title="reported"),
-    "optimizer_steps_reported_by": _text("which of its counters says so", title="reported by"),
+    "peak_memory_source": _text("what measured peak_memory_bytes", title="measured by"),
+    "num_micro_batches": _count("micro-batches", "consumed by one rank in the time pass"),
+    "optimizer_steps_expected": _count("steps", "required by the data", title="due"),
+    "optimizer_steps_observed": _count("steps", "observed at the inner optimizer", title="taken"),
+    "optimizer_steps_reported": _count("steps", "reported by the framework", title="reported"),
+    "optimizer_steps_reported_by": _text("the framework's counter that reports them", title="reported by"),
     "ranks_agree": _flag("whether all ranks took equally many steps and micro-batches", title="ranks agree"),
     "micro_batches_per_update": Column(
-        "string", "micro-batches", "the different numbers that were seen, with commas", title="micro-batches per update"
+        "string", "micro-batches", "the distinct numbers observed, comma-separated", title="micro-batches per update"
     ),
     "final_loss": _number("nat/token", "of the last step", title="final loss", form=".4f"),
     "max_loss_deviation": _number(
-        "nat/token", "largest difference from the losses that the reference has", title="loss off by (nats)", form=".1e"
+        "nat/token", "largest difference from the reference's losses", title="loss off by (nats)", form=".1e"
     ),
     "update_error": _number("1", "relative L2 error of the update of one SGD window", title="update error", form=".1e"),
     "update_scale": _number(
-        "1", "how many times the reference's update it is", title="update / reference's", form=".4g"
+        "1", "least-squares factor from the reference's update to this one", title="update / reference's", form=".4g"
     ),
-    "update_residual": _number("1", "share of it that no scale explains"),
-    "gradient_norm": _number("L2 norm", "of the update pass, before clipping"),
+    "update_residual": _number("1", "relative error that remains after removing update_scale"),
+    "gradient_norm": _number("L2 norm", "gradient norm of the update pass, before clipping"),
     "unclipped_error": _number("1", "update_error without clipping, for cells that clip"),
     "unclipped_scale": _number("1", "update_scale without clipping, for cells that clip"),
-    "entropy_floor": _number("nat/token", "loss that no model of the corpus can go below"),
+    "entropy_floor": _number("nat/token", "lowest expected loss that a model of the corpus can reach"),
     "wall_s": _number("s", "of the whole trial"),
-    "training_s": _number("s", "of its passes' training"),
-    "overhead_s": _number("s", "wall_s less training_s"),
+    "training_s": _number("s", "of the training in its passes"),
+    "overhead_s": _number("s", "wall_s minus training_s"),
     "num_passes": _count("passes", "of the trial"),
-    "num_cpus": _count("CPUs", "that the machine has"),
-    "foreign_cores": _number("CPUs", "that other programs used, on average over the time pass"),
-    "stolen_cores": _number("CPUs", "that the hypervisor took"),
-    "sm_clock_mhz": _number("MHz", "lowest GPU's median over the timed steps"),
-    "power_w": _number("W", "of the GPUs that were used"),
+    "num_cpus": _count("CPUs", "of the machine"),
+    "foreign_cores": _number("CPUs", "used by other programs, mean over the time pass"),
+    "stolen_cores": _number("CPUs", "taken by the hypervisor, mean over the time pass"),
+    "sm_clock_mhz": _number("MHz", "median over the timed steps, lowest of the GPUs"),
+    "power_w": _number("W", "of the GPUs in use"),
     "temperature_c": _number("degC", "of the hottest GPU"),
-    "clock_slowdowns": _text("reasons that held clocks down in a tenth of the samples or more, with commas"),
-    "foreign_gpu_processes": _count("processes", "on the GPUs that were not the bench's"),
+    "clock_slowdowns": _text("reasons for reduced clocks in at least 10 % of the samples, comma-separated"),
+    "foreign_gpu_processes": _count("processes", "of other programs on the GPUs"),
 }
 
 AXES = {name: about for name, about in _TRIALS.items() if about.axis is not None}
-"""The fields of cells by which they are told apart."""
+"""The fields that distinguish cells."""
 
 
 def axes(*kinds: Axis) -> tuple[str, ...]:
-    """The axes of these kinds, kind by kind."""
+    """The names of the axes of these kinds, kind by kind."""
     return tuple(name for kind in kinds for name, about in AXES.items() if about.axis is kind)
 
 
 WORK, WAYS = axes(Axis.WORK), axes(Axis.WORK, Axis.WAY)
-"""Axes that are equal if two cells do the same work in a step; and those that are shown where cells differ in them."""
+"""Axes that are equal if two cells do the same work in a step; and axes shown where cells differ in them."""
 
 
 def differing(cells: Iterable[Any], names: Iterable[str] = WAYS) -> list[str]:
-    """Those of these axes in which cells differ, or rows of a table that have one attribute per column.
+    """The axes in which cells (or table rows with one attribute per column) differ.
 
-    A learning rate that goes with its optimizer says nothing.
+    A learning rate that only follows the optimizer is left out.
     """
     rows = list(cells)
     found = [name for name in names if len({getattr(row, name) for row in rows}) > 1]
@@ -234,45 +236,45 @@ def differing(cells: Iterable[Any], names: Iterable[str] = WAYS) -> list[str]:
 
 
 def labels(cells: Iterable[Any]) -> dict[Any, str]:
-    """A label for each cell of a run: its own, with the axes in which it differs from others of the same label."""
+    """A unique label for each cell: its own, plus the axes in which cells with the same label differ."""
     alike: dict[str, list[Any]] = {}
     for cell in cells:
         alike.setdefault(cell.label, []).append(cell)
-    return {cell: " ".join([label, *says(cell, differing(some))]) for label, some in alike.items() for cell in some}
+    return {cell: " ".join([label, *phrases(cell, differing(some))]) for label, some in alike.items() for cell in some}
 
 
-def says(cell: Any, names: Iterable[str]) -> list[str]:
-    """The values of these axes, as sentences name a cell by them."""
-    return [AXES[name].says(getattr(cell, name)) for name in names]
+def phrases(cell: Any, names: Iterable[str]) -> list[str]:
+    """The values of these axes, as sentences show them."""
+    return [AXES[name].phrase(getattr(cell, name)) for name in names]
 
 
 _CELLS: dict[str, Column] = {
     "run_id": _TRIALS["run_id"],
     "cell_id": _TRIALS["cell_id"],
-    "label": _text("a short name for people"),
+    "label": _text("a short readable name"),
     **{
         name: about
         for name, about in _TRIALS.items()
         if name in AXES or name in {"twin", "framework", "sharding", "sync", "micro_batch_size"}
     },
-    "status": _text("that of the first trial that is not ok; ok if all are"),
+    "status": _text("status of the first trial that is not ok; ok if all are"),
     "reason": _TRIALS["reason"],
-    "comparable": _flag("whether numbers of the cell may be held against others'"),
-    "num_ok": _count("trials", "that the numbers are of"),
-    "num_trials": _count("trials", "that were run"),
+    "comparable": _flag("whether the cell may be compared with others"),
+    "num_ok": _count("trials", "behind the numbers"),
+    "num_trials": _count("trials", "run"),
     "step_time_s": _number("s", "20 % trimmed geometric mean of the trials' medians; NA if not comparable"),
     "step_time_low_s": _number("s", "lower end of its 95 % interval over trials"),
     "step_time_high_s": _number("s", "upper end"),
     "tokens_per_s": _number("tokens/s", "at step_time_s"),
-    "peak_memory_bytes": _count("B", "largest of the good trials"),
+    "peak_memory_bytes": _count("B", "largest among the trials that are ok"),
     "peak_memory_source": _TRIALS["peak_memory_source"],
-    "baseline": _text("backend that the cell is compared with; NA if no cell of it is alike"),
-    "ratio": _number("1", "step time over the baseline's: above 1 the cell takes longer"),
+    "baseline": _text("backend that the cell is compared with; NA if it has no matching cell"),
+    "ratio": _number("1", "step time relative to the baseline's: above 1 the cell is slower"),
     "ratio_low": _number("1", "lower end of its 95 % interval"),
     "ratio_high": _number("1", "upper end"),
     "verdict": _text("faster, slower, same, ambiguous or not comparable"),
     "verdict_reason": _text("why"),
-    "caveats": _text("what must be said with the numbers, with semicolons"),
+    "caveats": _text("caveats of the numbers, semicolon-separated"),
     "citation": _text("id to cite it by"),
 }
 
@@ -282,8 +284,8 @@ COLUMNS: dict[str, dict[str, Column]] = {
     "steps": {
         **_KEY,
         "step": _count("", "number of the optimizer step, from 0 at the first"),
-        "seconds": _number("s", "from the update before to this one, maximum over ranks"),
-        "kept": _flag("False for what was found to be warm-up still"),
+        "seconds": _number("s", "from the previous update to this one, maximum over ranks"),
+        "kept": _flag("false for steps detected as warm-up"),
     },
     "losses": {
         **_KEY,
@@ -293,35 +295,35 @@ COLUMNS: dict[str, dict[str, Column]] = {
     "collectives": {
         **_KEY,
         "op": _text("collective operation"),
-        "dtype": _text("of the payload"),
+        "dtype": _text("dtype of the payload"),
         "calls": _count("calls", "by rank 0 between two updates"),
-        "payload_bytes": _count("B", "given to them"),
-        "expected_calls": _count("calls", "by formula; NA where there is none"),
-        "expected_payload_bytes": _count("B", "by formula; NA where there is none"),
+        "payload_bytes": _count("B", "payload of these calls"),
+        "expected_calls": _count("calls", "by formula; NA if there is none"),
+        "expected_payload_bytes": _count("B", "by formula; NA if there is none"),
     },
     "memory": {
         **_KEY,
-        "category": _text("what holds it, and who counted"),
-        "bytes": _count("B", "of the rank that has most"),
-        "expected_bytes": _count("B", "by formula; NA where there is none"),
+        "category": _text("what the memory holds, and what measured it"),
+        "bytes": _count("B", "maximum over ranks"),
+        "expected_bytes": _count("B", "by formula; NA if there is none"),
     },
     "ratios": {
         "cell": _text("name of the pair"),
-        "group": _text("heading that it stands under"),
-        "cell_id_a": _text("the baseline's cell"),
-        "cell_id_b": _text("the cell that is compared with it"),
+        "group": _text("heading of its section"),
+        "cell_id_a": _text("cell of the baseline"),
+        "cell_id_b": _text("cell compared with it"),
         "backend_a": _text("the baseline"),
-        "backend_b": _text("the backend that is compared with it"),
+        "backend_b": _text("backend compared with it"),
         "verdict": _text("on b: faster, slower, same, ambiguous or not comparable"),
         "reason": _text("why"),
         "detail": _text("the same with its numbers"),
         "next": _text("what to do"),
-        "forced": _flag("whether numbers are given although the two are not comparable"),
-        "ratio": _number("1", "step time of b over that of a"),
+        "forced": _flag("whether numbers are shown although the two are not comparable"),
+        "ratio": _number("1", "step time of b relative to a"),
         "low": _number("1", "lower end of its 95 % interval"),
         "high": _number("1", "upper end"),
-        "num_trials": _count("trials", "of the side that has fewer, or blocks if paired"),
-        "paired": _flag("whether trials of one block are held against each other"),
+        "num_trials": _count("trials", "of the side with fewer, or blocks if paired"),
+        "paired": _flag("whether trials of the same block are compared"),
         "p_different": _number("1", "p-value of no difference, after Holm's correction"),
         "p_same": _number("1", "p-value of a difference beyond the margin, after Holm's correction"),
         "no_interval": _text("why there is no interval"),
@@ -336,14 +338,14 @@ COLUMNS: dict[str, dict[str, Column]] = {
 }
 """Columns of each frame, in order.
 
-Steps and losses count from 0 at the first update. Means over the time pass: the cores that others used and that
-the hypervisor took. Measured once per cell: ``collective_s``, ``exposed_s``, ``*_per_micro_batch`` (a window of the
-rank that has most, divided by N, so with the optimizer step's share) and ``other_work``. MFU is model FLOPs (PaLM,
-arXiv:2204.02311, appendix B) per second. Times of training, power and energy are empty where ranks shared a
+Steps and losses count from 0 at the first update. ``foreign_cores`` and ``stolen_cores`` are means over the time pass.
+``collective_s``, ``exposed_s``, ``*_per_micro_batch`` (one window of the rank with the largest value, divided by N,
+including the optimizer step's share) and ``other_work`` are measured once per cell. MFU is model FLOPs (PaLM,
+arXiv:2204.02311, appendix B) per second, relative to a peak. Step times, power and energy are missing if ranks shared a
 GPU. ``expected_*`` are filled by ``bench.judge.expected``.
 """
 
 
 def dtypes(frame: str) -> dict[str, str]:
-    """The dtype of each column of a frame, as pandas names it, in order."""
+    """The pandas dtype of each column of a frame, in order."""
     return {name: column.dtype for name, column in COLUMNS[frame].items()}

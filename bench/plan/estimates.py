@@ -1,6 +1,6 @@
-"""What a run will take, before it does it: rough time and memory of each cell; the datasheets' peaks that MFU is of.
+"""Rough estimates of a run's time and memory before it starts, and the datasheet peaks behind MFU.
 
-A device that is not listed has no peak, and its rows have no MFU against one.
+A device that is not listed has no peak, and its rows have no MFU relative to one.
 """
 
 from __future__ import annotations
@@ -14,49 +14,50 @@ from bench.plan.task import CPU_WINDOWS, SETTLED_WINDOWS
 from bench.plan.world import Candidate
 
 CPU_FLOPS_PER_CORE = 2e10
-"""FLOP/s that one core is assumed to reach in fp32 training; for the estimate of time only."""
+"""FLOP/s that one core is assumed to reach in fp32 training."""
 GPU_EFFICIENCY = 0.35
-"""Part of the datasheet peak that a GPU is assumed to reach; for the estimate of time only."""
+"""Share of the datasheet peak that a GPU is assumed to reach."""
 GPU_FP32_FLOPS = 3e13
-"""FLOP/s that a GPU is assumed to reach in fp32, without TF32: half of what an H100 has."""
+"""FLOP/s that a GPU is assumed to reach in fp32 without TF32: half of an H100's peak."""
 GPU_LINK_BYTES_PER_S = 3.6e11
-"""Rate at which NCCL is assumed to gather or reduce, over (W - 1) / W of the bytes: 80 % of what the NVLinks of an H100
-have in each direction, 450 GB/s."""
+"""Assumed rate of NCCL's gathers and reductions, over (W - 1) / W of the bytes: 80 % of the 450 GB/s that an H100's
+NVLinks have in each direction."""
 GPU_LAYER_S = 1e-3
-"""Least time of a layer's forward and backward in one micro-batch, which is that of launching some 150 kernels."""
+"""Minimum time of a layer's forward and backward in one micro-batch: launching about 150 kernels."""
 WATCHED_LAYER_S = {"collectives": 3e-3, "memory": 10e-3, "dispatch": 3e-3, "exposure": 3e-3}
-"""The same where each operator passes a dispatch mode, or the profiler, in Python."""
+"""The same with a dispatch mode or the profiler, which handle every operator in Python."""
 PLAIN_LAYER_S = 0.1
-"""Time of a layer's forward and backward on fake tensors, with which the dispatch pass compares: some 670 operators."""
+"""Time of a layer's forward and backward on fake tensors, about 670 operators, which the dispatch pass runs for
+comparison."""
 GPU_TRIAL_S = 8.0
-"""Assumed fixed cost of a trial on a GPU: a second to fork and to import the framework, three for the CUDA context and
-to load libraries' kernels, two for NCCL's communicators, two to end."""
+"""Assumed fixed cost of a trial on a GPU: 1 s to fork and import the framework, 3 s for the CUDA context and loading
+kernels, 2 s for NCCL's communicators, 2 s to exit."""
 COPIED_BYTES_PER_S = 4e9
-"""Bytes that one core copies or compares per second, between host and device too."""
+"""Bytes per second that one core copies or compares, or that are copied between host and device."""
 LOOPBACK_BYTES_PER_S = 4e8
-"""Rate at which gloo is assumed to reduce over loopback; for the estimate of time only."""
+"""Assumed rate of gloo's reductions over loopback."""
 FIXED_S = 1.5
 """Assumed fixed cost of a trial."""
 ACTIVATION_BYTES_PER_ELEMENT = 40
-"""Bytes of activations per token, layer and unit of hidden size, without recomputation: 34 in 16-bit after Korthikanti
-et al. (arXiv:2205.05198, equation 1) without dropout, and more in fp32; for the estimate of memory only."""
+"""Bytes of activations per token, layer and unit of hidden size without recomputation: 34 in 16-bit without dropout
+(Korthikanti et al., arXiv:2205.05198, equation 1), more in fp32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a cell will need, roughly."""
+    """The estimated cost of a cell."""
 
     seconds: float | None
-    """Of one trial; None if unknown."""
+    """Per trial; None if unknown."""
     source: str
-    """``measured`` in an earlier run of the same cell, or ``rough`` from the model's size."""
+    """``measured`` in an earlier run of the same cell, ``rough`` (from the model's size), or ``unknown``."""
     memory_bytes: int | None
-    """Of one rank at the peak; None if unknown."""
+    """Peak of one rank; None if unknown."""
     once_s: float = 0.0
-    """Seconds that the extra passes add to one trial of the cell, where they are known to cost much."""
+    """Seconds that the extra passes add to one trial of the cell, if they are expensive."""
 
     def total(self, repeats: int) -> float:
-        """Seconds of so many trials, one of them with the extra passes; 0 if unknown."""
+        """Seconds of this many trials, one of them with the extra passes; 0 if unknown."""
         return 0.0 if self.seconds is None else self.seconds * repeats + self.once_s
 
 
@@ -69,9 +70,10 @@ def estimate(
     device_name: str,
     passes: Sequence[str] = (),
 ) -> Cost:
-    """Time and memory of one cell. Only the shipped models' sizes are known without building them.
+    """Estimate time and memory of one cell. Only shipped models have a known size without being built.
 
-    ``passes`` are those that the cell has on a GPU (``bench.plan.task.passes``).
+    ``walls`` are measured seconds per trial by cell id; ``passes`` are the passes of the cell
+    (``bench.plan.task.passes``).
     """
     if cell.workload != "llama":
         return Cost(walls.get(cell.cell_id), "measured" if cell.cell_id in walls else "unknown", None)
@@ -84,7 +86,7 @@ def estimate(
     if cell.cell_id in walls:
         return Cost(walls[cell.cell_id], "measured", memory)
     if not cell.world.computes:
-        return Cost(None, "unknown", memory)  # what it takes is Python's time
+        return Cost(None, "unknown", memory)  # bound by Python overhead
     flops = size.flops_per_token(cell.sequence_length) * tokens * cell.accumulate * cell.num_processes
     if cell.device is Device.CUDA:
         return _on_gpu(cell, backend, size, flops, memory, device_name, passes)
@@ -107,12 +109,12 @@ def _on_gpu(
     device_name: str,
     passes: Sequence[str],
 ) -> Cost:
-    """A trial on a GPU: processes, initial weights, and steps as long as computing, launching or sending takes."""
+    """Cost of a trial on a GPU: startup, initial weights, and steps bound by computing, launching or sending."""
     known = peak_flops(device_name, Precision.BF16)
     peak = GPU_FP32_FLOPS if cell.precision is Precision.FP32 else known and known * GPU_EFFICIENCY
     if known is None or peak is None:
         return Cost(None, "unknown", memory)
-    again = 4 / 3 if cell.activation_checkpointing or cell.backend == REFERENCE else 1  # the forward once more
+    again = 4 / 3 if cell.activation_checkpointing or cell.backend == REFERENCE else 1  # forward computed twice
     step = again * flops / (peak * (1 if cell.world.shares_gpus else cell.num_processes))
     layers = cell.accumulate * size.num_layers
     step = max(step, layers * GPU_LAYER_S, _sent(cell, backend, size.num_parameters) / GPU_LINK_BYTES_PER_S)
@@ -121,7 +123,7 @@ def _on_gpu(
     once = 0.0
     for name in passes:
         if name == "update":
-            once += step + 8 * copy  # weights before and after, their change, the reference's, both compared in fp64
+            once += step + 8 * copy  # weights before and after, change, reference, comparison in fp64
         elif name in WATCHED_LAYER_S:
             once += (SETTLED_WINDOWS + 1) * max(step, layers * WATCHED_LAYER_S[name])
             once += size.num_layers * PLAIN_LAYER_S if name == "dispatch" else 0
@@ -129,7 +131,7 @@ def _on_gpu(
 
 
 def _sent(cell: Cell, backend: Candidate, parameters: int) -> float:
-    """Bytes that a rank on a GPU gathers and reduces in a window: 2 of a parameter in bf16, 4 of a gradient."""
+    """Bytes that a rank on a GPU gathers and reduces per window: 2 per bf16 parameter, 4 per gradient."""
     if cell.num_processes == 1:
         return 0.0
     reductions = cell.accumulate if backend.sync is Sync.EAGER else 1
@@ -142,9 +144,9 @@ def _sent(cell: Cell, backend: Candidate, parameters: int) -> float:
 def state_bytes(
     parameters: int, sharding: Sharding, sync: Sync, world_size: int, accumulate: int, moments: int = 2
 ) -> int:
-    """Bytes per rank of fp32 parameters, fp32 gradients and the optimizer's moments (AdamW's two), by what is sharded.
+    """Bytes per rank of fp32 parameters, fp32 gradients and optimizer moments (two for AdamW).
 
-    With deferred sync a sharded backend holds whole gradients as soon as there is a window to defer over.
+    With deferred sync and N > 1 a sharded backend holds whole gradients.
     """
     whole_gradients = sharding in (Sharding.NONE, Sharding.OPTIMIZER) or (sync is Sync.DEFERRED and accumulate > 1)
     shards = {
@@ -167,17 +169,17 @@ PEAK_FLOPS: dict[str, dict[str, float]] = {
     "H200": {"bf16": 989e12},
     "A100": {"bf16": 312e12},
 }
-"""Dense tensor-core FLOP/s by a part of the device's name and by precision, from NVIDIA's datasheets.
+"""Dense tensor-core FLOP/s by a substring of the device name and by precision, from NVIDIA's datasheets.
 
-The first name that matches counts, so longer ones stand first. No fp32 peak is listed: what PyTorch does with fp32
-matrix products depends on a switch (TF32), and a peak that may not be the one in use would be a guess.
+The first match counts, so longer names come first. No fp32 peak is listed, because the TF32 switch decides which one
+applies.
 """
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Peak FLOP/s of one device, or None if it is not known."""
+    """Peak FLOP/s of one device, or None if unknown."""
     if "MIG" in device_name:
-        return None  # a slice has a part of the peak
+        return None  # a MIG slice has only part of the peak
     for part, peaks in PEAK_FLOPS.items():
         if part in device_name:
             return peaks.get(precision)

@@ -1,4 +1,4 @@
-"""A matrix becomes cells: the product of its axes, that of each group, the references and the A/A twin."""
+"""Expand a matrix into cells: the product of its axes, of each group's axes, references and the A/A twin."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from bench.errors import InputError, suggest
-from bench.plan.cell import LATER, REFERENCE, REFERENCES, SHARDED_REFERENCE, Cell, Device, Precision
+from bench.plan.cell import ADDED_FIELDS, REFERENCE, REFERENCES, SHARDED_REFERENCE, Cell, Device, Precision
 from bench.plan.matrix import KEYS, METHODS, Matrix
 from bench.plan.models import SIZES, describe_file, find_factory
 from bench.plan.world import Candidate
 
 TWIN = "again"
-"""Label of the second half of the A/A pair."""
+"""Label of the A/A twin."""
 
 
 def expand(matrix: Matrix, backends: Mapping[str, Candidate], num_gpus: int, offered: Iterable[str] = ()) -> list[Cell]:
-    """The cells of a matrix and of its groups, each once; the reference of each comes along, before all others.
+    """The cells of a matrix and its groups without duplicates, references first.
 
-    Then come those in virtual worlds, which have no reference; alone if ``virtual.alone``. Last comes the A/A twin: the
-    baseline's cell with the most ranks and the largest N once more, under another label; of the groups only if what is
-    before them has none.
+    Cells in virtual worlds have no reference and come after the real ones; with ``virtual.alone`` there are no real
+    ones. The A/A twin comes last: a copy of the baseline's cell with the most ranks and the largest N, taken from the
+    matrix itself if it has one, otherwise from the first group that has one.
 
-    ``offered`` are names of further backends, to be told of where one is misspelt.
+    ``offered`` are names of further backends, for suggestions in errors.
 
-    Raises InputError for an unknown backend, model or workload, an optimizer without a learning rate, a batch that does
-    not divide by N x W or by micro-batch x W, a corpus that cannot be used, more ranks than GPUs unless they share
-    them, no GPU to share, or a backend that cannot be virtual.
+    Raises InputError for an unknown backend, model or workload, an optimizer without a learning rate, a batch not
+    divisible by N x W or micro-batch x W, an unusable corpus, more ranks than GPUs unless they share them, no GPU to
+    share, or a backend that cannot be virtual.
     """
-    parts = [_part(part, backends, num_gpus, offered) for part in matrix.parts]
+    parts = [_part_cells(part, backends, num_gpus, offered) for part in matrix.parts]
     found = list(itertools.chain(*parts))
     checked = [cell for cell in found if cell.world.has_values]
     cells = dict.fromkeys(cell.reference() for cell in checked)
@@ -46,15 +46,14 @@ def expand(matrix: Matrix, backends: Mapping[str, Candidate], num_gpus: int, off
     return list(cells)
 
 
-def once(matrix: Matrix, backends: Mapping[str, Candidate], num_gpus: int) -> list[str]:
-    """Ids of the cells that are to have one trial: those of groups that say so alone, and references on CUDA.
+def single_trial_ids(matrix: Matrix, backends: Mapping[str, Candidate], num_gpus: int) -> list[str]:
+    """Ids of the cells that run only one trial: groups with ``once``, and references on CUDA.
 
-    A reference is there to be compared with, and does the same in every trial; on a GPU it may take longer than all
-    else.
+    A reference does the same in every trial, and on a GPU it may take longer than everything else.
     """
     found: dict[Cell, bool] = {}
     for part in matrix.parts:
-        for cell in _part(part, backends, num_gpus, ()):
+        for cell in _part_cells(part, backends, num_gpus, ()):
             found[cell] = found.get(cell, True) and part["once"]
     for cell in list(found):
         if cell.device is Device.CUDA and cell.world.has_values:
@@ -62,8 +61,8 @@ def once(matrix: Matrix, backends: Mapping[str, Candidate], num_gpus: int) -> li
     return [cell.cell_id for cell, alone in found.items() if alone]
 
 
-def _part(matrix: Matrix, backends: Mapping[str, Candidate], num_gpus: int, offered: Iterable[str]) -> list[Cell]:
-    """The cells of a matrix without its groups; those in virtual worlds last. Raises as ``expand``."""
+def _part_cells(matrix: Matrix, backends: Mapping[str, Candidate], num_gpus: int, offered: Iterable[str]) -> list[Cell]:
+    """The cells of a matrix without its groups, virtual worlds last. Raises as ``expand``."""
     chosen = _chosen(matrix, backends)
     for name in chosen:
         if name not in backends:
@@ -85,7 +84,7 @@ def _part(matrix: Matrix, backends: Mapping[str, Candidate], num_gpus: int, offe
 
 
 def _chosen(matrix: Matrix, backends: Mapping[str, Candidate]) -> list[str]:
-    """The names of backends, each once; a sharded reference is run where a cell needs it, or where it is named."""
+    """The distinct backend names. ``all`` leaves out the sharded reference, which cells add if they need it."""
     named = matrix["axes.backend"]
     return [name for name in backends if name != SHARDED_REFERENCE] if named == "all" else list(dict.fromkeys(named))
 
@@ -93,10 +92,10 @@ def _chosen(matrix: Matrix, backends: Mapping[str, Candidate]) -> list[str]:
 def _cells(
     matrix: Matrix, backends: Sequence[str], corpus: str, world_sizes: Sequence[int], *, virtual: bool
 ) -> list[Cell]:
-    """The product of the axes over worlds that exist, or that are virtual; each cell once."""
+    """The product of the axes over real or virtual worlds, without duplicates."""
     rates = _learning_rates(matrix)
     seeds = matrix["axes.seed"] or [matrix["training.seed"]]
-    more = [name for name in LATER if f"axes.{name}" in KEYS]
+    more = [name for name in ADDED_FIELDS if f"axes.{name}" in KEYS]
     ways = itertools.product(*(matrix[f"axes.{name}"] for name in more))
     sizes = [(size, *window) for size in world_sizes for window in _windows(matrix, size, virtual=virtual)]
     cells: dict[Cell, None] = {}
@@ -124,23 +123,25 @@ def _cells(
             virtual=virtual,
             fake_tensors=virtual and matrix["virtual.fake_tensors"],
             shared_gpu=matrix["share_gpu"] and not virtual,
-            **{field: type(LATER[field])(value) for field, value in zip(more, way, strict=True)},
+            **{field: type(ADDED_FIELDS[field])(value) for field, value in zip(more, way, strict=True)},
         )
         cells.setdefault(cell.reference(sharded=True) if name == SHARDED_REFERENCE else cell)
     return list(cells)
 
 
 def baseline(matrix: Matrix, backends: Mapping[str, Candidate]) -> str:
-    """The backend that the others are compared with: the one that is named, else the first of the matrix that can run.
+    """The baseline: the backend that is named, otherwise the first of the matrix that can run.
 
-    One with a known defect is taken only where there is no other. Raises InputError if the one named is not among
-    those of the matrix.
+    A backend with a known defect is chosen only if there is no other. Raises InputError if the named backend is not
+    part of the matrix.
     """
     chosen = _chosen(matrix, backends)
     named = matrix["baseline"]
     if named != "auto":
         if named not in chosen:
-            raise InputError(f"{matrix.place('baseline')}: '{named}' is not run here; {suggest(named, chosen)}")
+            raise InputError(
+                f"{matrix.place('baseline')}: '{named}' is not a backend of this matrix; {suggest(named, chosen)}"
+            )
         return str(named)
     device = Device(matrix["device"])
     others = [name for name in chosen if name not in REFERENCES]
@@ -149,7 +150,7 @@ def baseline(matrix: Matrix, backends: Mapping[str, Candidate]) -> str:
 
 
 def _check_workload(matrix: Matrix) -> None:
-    """Refuse an unknown model size or a factory that cannot be found."""
+    """Raise InputError for an unknown model size or a factory that cannot be found."""
     if matrix["workload.workload"] == "llama":
         model = matrix["workload.model"]
         if model not in SIZES:
@@ -177,7 +178,7 @@ def _world_sizes(matrix: Matrix, num_gpus: int) -> list[int]:
 
 
 def _check_sharing(matrix: Matrix, num_gpus: int) -> None:
-    """Refuse ranks that are to share a GPU where there is none, or where it is not said how many they are."""
+    """Raise InputError if ranks cannot share a GPU: none is present, or their number is not given."""
     place = matrix.place("share_gpu")
     on_cuda = matrix["device"] == Device.CUDA
     if num_gpus == 0 or not on_cuda:
@@ -185,16 +186,17 @@ def _check_sharing(matrix: Matrix, num_gpus: int) -> None:
         raise InputError(f"{place}: needs a GPU, and {here}; leave it out, or use --matrix gpu on a machine with one")
     if matrix["axes.world_size"] == "all":
         raise InputError(
-            f"{matrix.place('axes.world_size')} is 'all', one rank per GPU; beside {place} it must be a list of "
+            f"{matrix.place('axes.world_size')} is 'all', one rank per GPU; with {place} it must be a list of "
             "integers, such as --world-size 2,4"
         )
 
 
 def _windows(matrix: Matrix, world_size: int, *, virtual: bool) -> list[tuple[int, int]]:
-    """N and the samples per optimizer step over all ranks, for each cell of a world.
+    """N and global batch size of each cell of a world.
 
-    The batch is held, and the micro-batch follows; or N does, if it is 'auto'. With both N and the micro-batch given,
-    as always in a virtual world, the batch follows. Raises InputError for a batch that does not divide.
+    The batch is fixed, and the micro-batch size follows; with N 'auto', N follows from the micro-batch size. If both N
+    and the micro-batch size are given, as always in a virtual world, the batch follows. Raises InputError if the batch
+    is not divisible.
     """
     factors, micro_batches = matrix["axes.accumulate"], matrix["axes.micro_batch_size"]
     if factors == "auto" and not micro_batches:
@@ -213,14 +215,13 @@ def _windows(matrix: Matrix, world_size: int, *, virtual: bool) -> list[tuple[in
 
 
 def _learning_rates(matrix: Matrix) -> dict[str, float]:
-    """The learning rate of each optimizer that is asked for."""
     optimizers = matrix["axes.optimizer"] or [matrix["training.optimizer"]]
     rates, place = matrix["training.learning_rate"], matrix.place("training.learning_rate")
     methods = {name: name.partition("-")[0] for name in optimizers}
     if not isinstance(rates, dict):
         if len(set(methods.values())) > 1:
             raise InputError(
-                f"{place} is {rates!r} for {' and '.join(methods)}, which need different ones; "
+                f"{place} is {rates!r} for {' and '.join(methods)}, which need different rates; "
                 f"give a table such as {{adamw = 1e-3, sgd = 0.05}}"
             )
         rates = dict.fromkeys(METHODS, rates)
@@ -231,18 +232,18 @@ def _learning_rates(matrix: Matrix) -> dict[str, float]:
 
 
 def _check_batch(matrix: Matrix, world_size: int, what: str, factors: Sequence[int]) -> None:
-    """Refuse a batch that does not divide by each of these times W, and name the nearest that do."""
+    """Raise InputError if the batch is not divisible by each factor times W, naming the nearest that are."""
     batch, of_rank = matrix["workload.global_batch_size"], matrix["workload.for_each_rank"]
     place = matrix.place("workload.global_batch_size")
     for factor in factors:
         product = factor * (1 if of_rank else world_size)
         if of_rank and batch % product:
             raise InputError(
-                f"{place} is {batch} for each rank, which does not divide by {what} = {factor}; use a multiple of it"
+                f"{place} is {batch} for each rank, which is not divisible by {what} = {factor}; use a multiple of it"
             )
         if batch % product:
             near = [product * n for n in (batch // product, batch // product + 1) if n]
             raise InputError(
-                f"{place} is {batch}, which does not divide by {what} x world size = {factor} x {world_size} = "
-                f"{product}; the nearest that do: {' and '.join(map(str, near))}"
+                f"{place} is {batch}, which is not divisible by {what} x world size = {factor} x {world_size} = "
+                f"{product}; the nearest that are: {' and '.join(map(str, near))}"
             )

@@ -1,4 +1,4 @@
-"""A matrix file: its keys, what each may hold, and the reader that says what is wrong and what would be right."""
+"""Matrix files: their keys, the allowed values, and a reader with one-line errors."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from bench.plan.cell import Device, Precision
 from bench.plan.models import SIZES
 
 FOLDER = Path(__file__).parent.parent / "matrices"
-"""The matrices that are shipped, one TOML file each; the file's name is the matrix' name."""
+"""The shipped matrices: one TOML file each, named after the matrix."""
 
 
 Optimizer = Literal["adamw-foreach", "adamw-fused", "sgd"]
 OPTIMIZERS: tuple[str, ...] = get_args(Optimizer)
 Method = Literal["adamw", "sgd"]
 METHODS: tuple[str, ...] = get_args(Method)
-"""What the optimizers compute, each with a learning rate of its own."""
+"""The optimization algorithms, each with its own learning rate."""
 SOME = Field(min_length=1)
 Name = Annotated[str, SOME]
 Positives = Annotated[list[Positive], SOME, Must("a list of integers of at least 1")]
@@ -33,13 +33,13 @@ Flags = Annotated[list[Flag], SOME, Must("a list of true and false")]
 
 
 class MatrixTable(BaseModel):
-    """A table of a matrix file: no key but its own may be in it."""
+    """A table of a matrix file; unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", use_enum_values=True)
 
 
 class WorkloadTable(MatrixTable):
-    """What is trained, on batches of which size."""
+    """What is trained, and the batch size."""
 
     workload: Annotated[Name, Must("'llama' or 'package.module:factory'")] = "llama"
     model: Annotated[Name, Must(f"a model size: {', '.join(SIZES)}")] = "tiny"
@@ -52,7 +52,7 @@ class WorkloadTable(MatrixTable):
 
 
 class TrainingTable(MatrixTable):
-    """How it is trained, for how long."""
+    """How it is trained, and for how long."""
 
     optimizer: Annotated[Optimizer, Must(f"one of {', '.join(OPTIMIZERS)}")] = "adamw-foreach"
     learning_rate: Annotated[
@@ -65,7 +65,7 @@ class TrainingTable(MatrixTable):
 
 
 class AxesTable(MatrixTable):
-    """What varies: cells are the product."""
+    """The axes; cells are their product."""
 
     backend: Annotated[Literal["all"] | Annotated[list[Name], SOME], Must("'all' or a list of backend names")] = "all"
     accumulate: Annotated[
@@ -85,7 +85,7 @@ class AxesTable(MatrixTable):
 
 
 class VirtualTable(MatrixTable):
-    """Worlds of which one process is rank 0."""
+    """Virtual worlds, in which only rank 0 exists."""
 
     world_size: Positives = []
     micro_batch_size: Positive = 1
@@ -97,7 +97,10 @@ Limit = Annotated[Amount, Must("a positive number of seconds, or 0 for no limit"
 
 
 class MatrixFile(MatrixTable):
-    """A matrix file. Defaults are not validated: an empty list, which may not be given, says that another key holds."""
+    """A matrix file.
+
+    Defaults are not validated: an empty list, which users may not give, means that another key applies.
+    """
 
     description: Annotated[str, Must("a string")] = ""
     device: Annotated[Device, Must(f"one of {', '.join(Device)}")]
@@ -110,7 +113,7 @@ class MatrixFile(MatrixTable):
     baseline: Annotated[Name, Must("'auto' or the name of a backend")] = "auto"
     timeout_s: Annotated[PositiveNumber, Must("a positive number of seconds")] = 600
     threads: Annotated[Natural, Must("an integer of at least 1: threads per rank, or 0 for its share of the cores")] = 0
-    once: Annotated[Flag, Must("true or false: whether each cell has one trial, whatever repeats are")] = False
+    once: Annotated[Flag, Must("true or false: whether each cell runs a single trial, regardless of repeats")] = False
     share_gpu: Flag = False
     inactivity_s: Limit = 120
     workload: WorkloadTable
@@ -141,36 +144,34 @@ DEFAULTS = _flat(
     MatrixFile.model_construct(None, **{k: table.model_construct() for k, table in TABLES.items()}).model_dump()
 )
 KEYS = tuple(fields.declared(MatrixFile))
-"""All keys of a matrix file, as table.key; the only ones allowed. One optimizer may also stand under ``training``."""
+"""All allowed keys of a matrix file, as table.key. A single optimizer may also be given under ``training``."""
 FOR_ALL = ("workload.corpus", "training.seed", "training.optimizer")
-"""Keys that a run has once: the file that all read, the seed of its order; ``axes.optimizer`` is for groups."""
+"""Keys that apply to the whole run, so groups may not set them; a group uses ``axes.optimizer`` instead."""
 IN_GROUPS = ("once", *(key for key in KEYS if "." in key and key not in FOR_ALL))
 """Keys that a group may set."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """A checked matrix: every key of KEYS has a value."""
+    """A validated matrix: every key of KEYS has a value."""
 
     name: str
     source: str
-    """Where the values came from, to be named in errors: the file."""
+    """Name of the file, for error messages."""
     values: Mapping[str, Any]
-    """By table.key."""
     places: Mapping[str, str] = field(default_factory=dict)
-    """For keys that an option of the command overrode: the option."""
+    """The command-line option of each key that one overrode."""
 
     def __getitem__(self, key: str) -> Any:
         return self.values[key]
 
     def place(self, key: str) -> str:
-        """Where the value of a key stands."""
         return self.places.get(key, f"{self.source}: {key}")
 
     def override(self, key: str, value: Any, option: str) -> Matrix:
-        """The same matrix with another value, without the groups that set that key: they would say otherwise.
+        """The matrix with another value for a key, without the groups that set the same key.
 
-        Raises InputError naming the option if the value cannot be.
+        Raises InputError naming the option if the value is invalid.
         """
         values = _checked({**_given(self.values), key: value}, option, lambda _: "")
         values["groups"] = [group for group in self.values["groups"] if key not in group]
@@ -178,7 +179,7 @@ class Matrix:
 
     @property
     def parts(self) -> list[Matrix]:
-        """The matrix without its groups, then each group as a matrix."""
+        """The matrix without its groups, then each group as a matrix of its own."""
         found = [dataclasses.replace(self, values={**self.values, "groups": []})]
         for number, group in enumerate(self.values["groups"], start=1):
             places = {**self.places, **{key: _place(self.source, number, key) for key in group}}
@@ -186,17 +187,16 @@ class Matrix:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for run.json."""
         return {"name": self.name, "source": self.source, "values": dict(self.values), "places": dict(self.places)}
 
 
 def names() -> list[str]:
-    """The names of the shipped matrices."""
+    """Names of the shipped matrices."""
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 
 def load(name: str) -> Matrix:
-    """The shipped matrix of that name, or the one in the file. Raises InputError if it cannot be read or is wrong."""
+    """Load a shipped matrix by name, or a TOML file. Raises InputError if it cannot be read or is invalid."""
     shipped = name in names()
     path = FOLDER / f"{name}.toml" if shipped else Path(name)
     source = f"{name}.toml" if shipped else name
@@ -205,13 +205,13 @@ def load(name: str) -> Matrix:
     content = files.read(path, f"--matrix {name}", "name a TOML file")
     try:
         document = tomllib.loads(content.decode())
-    except (ValueError, RecursionError) as error:  # the second: nested too deeply
+    except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
         raise InputError(f"{source}: is not TOML ({error})") from error
     return parse(document, name=path.stem, source=source)
 
 
 def parse(document: Mapping[str, Any], *, name: str, source: str) -> Matrix:
-    """A matrix from a TOML document. Raises InputError naming the key that is unknown, missing or wrong."""
+    """Parse a TOML document. Raises InputError naming the key that is unknown, missing or invalid."""
     given = _flat(document)
     values = _checked(given, f"{source}: ")
     values["groups"] = [_group(group, number, given, source) for number, group in enumerate(values["groups"], start=1)]
@@ -228,19 +228,19 @@ def parse(document: Mapping[str, Any], *, name: str, source: str) -> Matrix:
 
 
 def check_stored(manifest: Mapping[str, Any], place: str) -> None:
-    """Raise InputError, which begins with ``place``, if a run's manifest does not hold a matrix' values."""
+    """Raise InputError starting with ``place`` if a run's manifest does not hold a valid matrix."""
     values = manifest.get("matrix", {}).get("values", {})
     known = {key: value for key, value in values.items() if key in KEYS}
     _checked(_given(known), f"{place}: matrix: ")
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that are not at their defaults: a default need not be what may be asked for."""
+    """The values that differ from their defaults, some of which users may not give."""
     return {key: value for key, value in values.items() if key not in DEFAULTS or value != DEFAULTS[key]}
 
 
 def _checked(values: Mapping[str, Any], place: str, name: Callable[[str], str] = str) -> dict[str, Any]:
-    """Values and defaults by table.key. Raises InputError as ``fields.read``."""
+    """The validated values with defaults, by table.key. Raises InputError as ``fields.read``."""
     document: dict[str, Any] = {table: {} for table in TABLES}
     for key, value in values.items():
         table, _, inner = key.partition(".")
@@ -252,12 +252,12 @@ def _checked(values: Mapping[str, Any], place: str, name: Callable[[str], str] =
 
 
 def _place(source: str, number: int, key: str) -> str:
-    """Where the value of a key of a group stands."""
+    """Where a key of a group was set, for error messages."""
     return f"{source}: {key} of group {number}"
 
 
 def _group(group: Mapping[str, Any], number: int, given: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """A group's values by table.key. Raises InputError naming the key that it may not set, or that is wrong."""
+    """A group's validated values by table.key. Raises InputError for a key that it may not set or an invalid value."""
     own = _flat(group)
     for key in own:
         if key not in IN_GROUPS and key not in TABLES:

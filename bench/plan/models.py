@@ -1,4 +1,4 @@
-"""What a matrix may name, found without torch: shapes of the Llama decoders, workload factories, corpus files."""
+"""Model sizes, workload factories and corpus files that a matrix may name; none of it imports torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bench.errors import InputError, suggest
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LlamaSize:
-    """The shape of a Llama decoder, in the terms of its Hugging Face config."""
+    """The shape of a Llama decoder, in terms of its Hugging Face config."""
 
     hidden_size: int
     num_layers: int
@@ -34,22 +34,22 @@ class LlamaSize:
 
     @property
     def num_block_parameters(self) -> int:
-        """Parameters of one decoder block: attention, gated MLP and two norms; no biases."""
+        """Parameters of one decoder block: attention, gated MLP and two norms, no biases."""
         attention = self.hidden_size * self.head_size * (2 * self.num_heads + 2 * self.num_kv_heads)
         return attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
 
     @property
     def num_parameters(self) -> int:
-        """P: all parameters, a tied weight counted once."""
+        """P: all parameters, tied weights counted once."""
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
         return embeddings + self.num_layers * self.num_block_parameters + self.hidden_size
 
     def flops_per_token(self, sequence_length: int) -> float:
-        """Model FLOPs per token of forward and backward.
+        """Model FLOPs per token of forward and backward (PaLM, arXiv:2204.02311, appendix B).
 
-        6 per weight of every matrix product (the head counted even if tied, the embedding's look-up not) and
-        12 x layers x heads x head size x sequence length for attention, causality not deducted: PaLM
-        (arXiv:2204.02311), appendix B. Recomputation is not counted, so this is for MFU, not for HFU.
+        6 per weight of every matrix product (including a tied head, excluding the embedding lookup), plus 12 x layers x
+        heads x head size x sequence length for attention, without deducting causality. Recomputation is not counted, so
+        this gives MFU, not HFU.
         """
         matrices = self.num_layers * (self.num_block_parameters - 2 * self.hidden_size)
         matrices += self.vocab_size * self.hidden_size
@@ -57,9 +57,9 @@ class LlamaSize:
         return 6.0 * matrices + attention
 
     def recomputed_flops_per_token(self, sequence_length: int) -> float:
-        """FLOPs per token that activation checkpointing adds: the forward of all blocks, a third of their share above.
+        """FLOPs per token that activation checkpointing adds: the forward of all blocks, a third of their model FLOPs.
 
-        Full recomputation of Korthikanti et al. (arXiv:2205.05198), appendix A; the head is not recomputed.
+        This is full recomputation (Korthikanti et al., arXiv:2205.05198, appendix A); the head is not recomputed.
         """
         return (self.flops_per_token(sequence_length) - 6.0 * self.vocab_size * self.hidden_size) / 3
 
@@ -112,18 +112,17 @@ SIZES = {
         rope_theta=500_000.0,
     ),
 }
-"""``micro`` and ``tiny`` are ours.
-
-``135m`` has SmolLM2-135M's shape, ``1b`` and ``3b`` Llama-3.2's, ``8b`` Llama-3.1's."""
+"""``micro`` and ``tiny`` are our own; ``135m`` has the shape of SmolLM2-135M, ``1b`` and ``3b`` of Llama-3.2, ``8b`` of
+Llama-3.1."""
 
 LLAMA = "llama"
-"""The workload that is shipped."""
+"""The shipped workload."""
 ENTRY_POINTS = "bench.workloads"
-"""Entry-point group in which other packages offer workload factories."""
+"""Entry-point group for workload factories of other packages."""
 
 
 def _place(name: str) -> str:
-    """Where the factory called ``name`` is, as module:function. Raises InputError if there is no such name."""
+    """The location of a workload factory as module:function. Raises InputError if the name is unknown."""
     if name == LLAMA:
         return "bench.workload.llama:LlamaWorkload"
     if ":" in name:
@@ -136,9 +135,9 @@ def _place(name: str) -> str:
 
 
 def sources(name: str) -> list[Path]:
-    """The files that the workload called ``name`` is made of: all Python files of its package, or its one module.
+    """The source files of a workload: all Python files of its package, or its single module.
 
-    None for what the bench ships. Raises InputError if it cannot be found.
+    Empty for shipped workloads. Raises InputError if the workload cannot be found.
     """
     module = _place(name).partition(":")[0]
     if module.startswith(f"{__name__.partition('.')[0]}."):
@@ -146,7 +145,7 @@ def sources(name: str) -> list[Path]:
     try:
         found = importlib.util.find_spec(module)
         package = importlib.util.find_spec(found.parent) if found is not None and found.parent else None
-    except Exception as error:  # looking for a module runs the code of the packages that it is in
+    except Exception as error:  # finding a module imports its parent packages
         raise InputError(f"workload '{name}': {error}; use 'llama' or 'package.module:factory'") from error
     if found is None:
         raise InputError(f"workload '{name}': there is no module {module}; use 'llama' or 'package.module:factory'")
@@ -157,14 +156,14 @@ def sources(name: str) -> list[Path]:
 
 
 def find_factory(name: str) -> Callable[..., Any]:
-    """The factory called ``name``: ``llama``, an installed entry point of ``bench.workloads``, or module:function.
+    """The workload factory ``name``: ``llama``, an entry point of ``bench.workloads``, or module:function.
 
-    Raises InputError if there is no such thing, with the reason.
+    Raises InputError with the reason if it cannot be imported or called.
     """
     module, _, attribute = _place(name).partition(":")
     try:
         factory = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # importing runs the user's code, which may raise anything
+    except Exception as error:  # the user's code may raise anything
         raise InputError(f"workload '{name}': {error}; use 'llama' or 'package.module:factory'") from error
     if not callable(factory):
         raise InputError(f"workload '{name}': {attribute} is not callable; name a factory that takes a WorkloadSpec")
@@ -174,8 +173,8 @@ def find_factory(name: str) -> Callable[..., Any]:
 def describe_file(path: Path, length: int, place: str = "--corpus") -> str:
     """The name of a corpus file in a cell: ``name@sha256:...``.
 
-    Raises InputError if the file is missing, not readable, no file that ends, empty, or shorter than one sample of
-    ``length`` bytes; ``place`` is where it was named.
+    ``place`` is the option or key that named it. Raises InputError if the file is missing, unreadable, endless, empty,
+    or shorter than one sample of ``length`` bytes.
     """
     data = files.read(path, f"{place} {path}", "name a text file")
     if len(data) < length:

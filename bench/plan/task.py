@@ -1,4 +1,4 @@
-"""What a process group is asked to do: the passes of a cell and their windows; it travels to the ranks as JSON."""
+"""Tasks of a process group, such as the passes of a cell; they travel to the ranks as JSON."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from bench.plan.cell import Cell, Device
 from bench.plan.world import World
 
 EXTRA_PASSES = ("update", "collectives", "memory", "accumulation", "dispatch")
-"""Passes that run once per cell; their answers do not vary from repeat to repeat."""
+"""Passes that run once per cell, because their results do not vary between repeats."""
 COUNTING_PASSES = ("collectives", "memory")
-"""Those of them that compare no values, and so mean something in every world."""
+"""The passes that compare no values, so they are valid in every world."""
 CUDA_PASSES = ("exposure",)
-"""The same, of cells on CUDA with other ranks to wait for over NCCL."""
+"""Passes that run once per cell on CUDA whose ranks communicate over NCCL."""
 AT_ONE_N = ("collectives", "memory", "accumulation", "dispatch")
-"""Passes over NCCL of one N among cells that differ in nothing else: what they count is in proportion to N or does not
-depend on it, and they watch every operator in Python, which takes minutes where N is large."""
+"""Passes that on CUDA run at only one N of otherwise equal cells: what they count is proportional to N or independent
+of it, and they intercept every operator in Python, which takes minutes for a large N."""
 
 
 def extra_passes(cell: Cell) -> tuple[str, ...]:
-    """The passes that a cell has beside the time pass.
+    """The passes of a cell besides the time pass.
 
-    What is compiled runs by itself, out of sight of the memory and dispatch passes. Of the reference only the update is
-    asked for on CUDA, where it may take longer than all else.
+    Compiled code is invisible to the memory and dispatch passes. References on CUDA run only the update pass, because
+    they may take longer than everything else.
     """
     on_cuda = cell.device is Device.CUDA
     if on_cuda and cell.is_reference:
@@ -40,10 +40,10 @@ def extra_passes(cell: Cell) -> tuple[str, ...]:
 
 
 def passes(cells: Sequence[Cell]) -> dict[str, tuple[str, ...]]:
-    """The passes of each cell of a run, by id: ``time`` before others, where anything is computed.
+    """The passes of each cell of a run, by id; ``time`` comes first if anything is computed.
 
-    Those of AT_ONE_N are of the N at which most backends can be held side by side, the smallest of several; not of 1,
-    where nothing is accumulated, if there is another.
+    The passes of AT_ONE_N run at the N shared by the most backends, the smallest of several. N = 1, where nothing is
+    accumulated, is used only if there is no other.
     """
     found = {cell: (*["time"] * cell.world.computes, *extra_passes(cell)) for cell in cells}
     watched = [cell for cell in cells if "exposure" in found[cell]]
@@ -62,48 +62,43 @@ def passes(cells: Sequence[Cell]) -> dict[str, tuple[str, ...]]:
 SETTLED_WINDOWS = 2
 """Windows before the counted one in the collectives and memory passes.
 
-DDP rebuilds its buckets in the first window, ZeRO-3 traces its modules in it, and AdamW makes its state at its end.
+In the first window DDP rebuilds its buckets, ZeRO-3 traces its modules, and AdamW creates its state.
 """
 
 CPU_WINDOWS = 2
-"""Windows whose CPU time is taken; the smaller counts, since whatever disturbs a process only adds to it."""
+"""Windows whose CPU time is measured. The minimum counts, because disturbances only add time."""
 
 
 @dataclass(kw_only=True)
 class Task:
-    """What a process group is asked to do. It travels to the ranks as JSON."""
+    """A task of a process group, serialized as JSON."""
 
     entry: ClassVar[str] = "bench.launch.rank:main"
     """``module:function``, called on every rank with the task's JSON."""
     work: ClassVar[str]
-    """``module:function``, called by ``entry`` as ``work(task, rank, device)``; what it returns is plain JSON."""
+    """``module:function``, called by ``entry`` as ``work(task, rank, device)``; returns plain JSON."""
 
     backend: str
-    """Name of the backend, whose packages the fork server imports."""
+    """Name of the backend; the fork server imports its packages."""
     world_size: int
-    """W."""
     folder: str
-    """Where each rank writes ``rank<r>.json``, and torch elastic its logs."""
+    """Folder for each rank's ``rank<r>.json`` and torch elastic's logs."""
     device: Device = Device.CPU
     threads: int = 1
-    """Threads of each rank for operators on the CPU."""
+    """CPU threads per rank for operators."""
     seed: int = 0
     world: World = World.REAL
-    """What the ranks are."""
 
     @property
     def num_processes(self) -> int:
-        """Ranks that exist."""
         return self.world_size if self.world.has_all_ranks else 1
 
     def to_json(self) -> str:
-        """One line."""
         kind = type(self)
         return json.dumps({**dataclasses.asdict(self), "kind": f"{kind.__module__}:{kind.__qualname__}"})
 
     @staticmethod
     def from_json(text: str) -> Task:
-        """The inverse of ``to_json``."""
         values = json.loads(text)
         module, _, name = values.pop("kind").partition(":")
         task: Task = fields.read(getattr(importlib.import_module(module), name), values)
@@ -112,7 +107,7 @@ class Task:
 
 @dataclass(kw_only=True)
 class Spec(Task):
-    """One trial: the passes of a cell. Who takes part follows from the cell."""
+    """One trial: the passes of a cell. The fields of the group follow from the cell."""
 
     work: ClassVar[str] = "bench.measure.trial:work"
 
@@ -120,9 +115,9 @@ class Spec(Task):
     passes: tuple[str, ...]
     """``time`` and any of ``extra_passes``, in order."""
     reference: str
-    """The safetensors file of the reference's update: written by the reference's update pass, read by all others."""
+    """The safetensors file with the reference's update: written by the reference's update pass, read by all others."""
     corpus: str | None = None
-    """Path of the corpus file, if the cell names one."""
+    """Path of the corpus file, if the cell uses one."""
     backend: str = field(init=False)
     world_size: int = field(init=False)
     device: Device = field(init=False)

@@ -18,7 +18,7 @@ from bench.judge.pairs import ComparedPair
 from bench.judge.remarks import documented
 from bench.judge.standing import Floor, widest
 from bench.judge.verdicts import Reason, Verdict, band
-from bench.plan.cell import Device, Status, counted
+from bench.plan.cell import Device, Status, summarize
 from bench.report.material import Material, records
 from bench.report.ranking import Group, Ranked, groups
 from bench.words import digits, plural, size
@@ -295,7 +295,7 @@ def _scope(of: Material) -> str:
     ]
     if (wide := widest(of.standing.rows)) is not None:
         parts.append(f"widest interval of a ratio {100 * wide:.2g} %")
-    parts.append(counted(run.cells.values(), of.standing.baseline))
+    parts.append(summarize(run.cells.values(), of.standing.baseline))
     if cpu and not of.obstacle:
         parts.append(TRANSFER.format(_parameters(sizes.max())))
     return f"{'; '.join(parts)}."

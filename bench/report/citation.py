@@ -22,7 +22,7 @@ from bench.judge.loading import Run
 from bench.judge.quoting import SCHEME, CellQuote, Quotes, RatioQuote, place_of, quoted
 from bench.judge.statistics import Interval
 from bench.judge.verdicts import NEXT, Verdict, band
-from bench.plan.columns import AXES, WAYS, says
+from bench.plan.columns import AXES, WAYS, phrases
 from bench.words import bibtex, digits, markdown, plain, plural
 
 VERSIONS = ("torch", "lightning", "deepspeed", "transformers", "numpy")
@@ -222,8 +222,8 @@ def _interval(low: float | None, high: float | None, reason: str) -> str:
 def _work(trial: pd.Series) -> str:
     size = trial["num_parameters"]
     parameters = "" if pd.isna(size) else f" ({digits(size / 1e6)} M parameters)"
-    asked = [name for name in WAYS if len(AXES[name].named) > 1 and pd.notna(trial[name]) and trial[name]]
-    how = "".join(f", {words}" for words in says(trial, asked))
+    asked = [name for name in WAYS if len(AXES[name].phrasing) > 1 and pd.notna(trial[name]) and trial[name]]
+    how = "".join(f", {words}" for words in phrases(trial, asked))
     return (
         f"Work: {trial['workload']} {trial['model']}{parameters}, {trial['global_batch_size']} samples of "
         f"{trial['sequence_length']} tokens per optimizer step, {trial['optimizer']}{how}, "

@@ -219,4 +219,4 @@ def _count(value: Any) -> str:
 
 
 def _name(column: str, value: Any) -> str:
-    return AXES[column].says(None if pd.isna(value) else value) if column in AXES else str(value)
+    return AXES[column].phrase(None if pd.isna(value) else value) if column in AXES else str(value)

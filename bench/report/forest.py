@@ -17,7 +17,7 @@ from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 from bench.judge.pairs import SLOWER, ComparedPair, record
 from bench.judge.statistics import Interval
 from bench.judge.verdicts import Verdict, band
-from bench.plan.columns import WAYS, differing, says
+from bench.plan.columns import WAYS, differing, phrases
 from bench.report import sheet, style
 from bench.report.comparison import Report
 from bench.report.panels import Drawing, largest, left_out_words
@@ -73,13 +73,16 @@ def _rows(pairs: Sequence[ComparedPair]) -> list[Row]:
     """The pairs that differ in N alone, with what tells them from other rows; the fastest of those alike first."""
     cells = [row.pair.b for row in pairs]
     ways = [name for name in differing(cells, ("precision", *WAYS)) if name not in ("accumulate", "global_batch_size")]
-    worlds = {row.pair.b: f"W = {row.pair.b.world_size} {row.pair.b.world.word}".strip() for row in pairs}
+    worlds = {row.pair.b: f"W = {row.pair.b.world_size} {row.pair.b.world.label}".strip() for row in pairs}
     several = len(set(worlds.values())) > 1
     found: dict[tuple[str, ...], list[ComparedPair]] = {}
     for row in pairs:
         twin = ["again (A/A)"] if row.pair.b.twin else []
         found.setdefault(
-            (", ".join([worlds[row.pair.b]] * several + says(row.pair.b, ways)), " ".join([row.pair.b.backend, *twin])),
+            (
+                ", ".join([worlds[row.pair.b]] * several + phrases(row.pair.b, ways)),
+                " ".join([row.pair.b.backend, *twin]),
+            ),
             [],
         ).append(row)
     rows = [(key, sorted(alike, key=lambda row: row.pair.b.accumulate)) for key, alike in found.items()]

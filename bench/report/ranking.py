@@ -13,7 +13,7 @@ import pandas as pd
 from bench.judge.pairs import ComparedPair
 from bench.judge.verdicts import Verdict
 from bench.plan.cell import Cell, Status
-from bench.plan.columns import DASH, WAYS, differing, says
+from bench.plan.columns import DASH, WAYS, differing, phrases
 from bench.report.material import Material, records
 from bench.words import digits, size
 
@@ -201,10 +201,10 @@ def _group(of: Material, cells: list[Cell], ways: list[str]) -> Group:
     base = None if own.empty or pd.isna(own.iloc[0]) else int(own.iloc[0])
     is_timed = first.world.times_communication and of.obstacle is None
     ranked = [_ranked(of, row, base, is_timed=is_timed) for row in records(rows)]
-    world = f"W = {first.world_size}" + (f" ({first.world.word})" if first.world.word else "")
+    world = f"W = {first.world_size}" + (f" ({first.world.label})" if first.world.label else "")
     return Group(
         cell=first,
-        place=", ".join([world, *says(first, ways)]),
+        place=", ".join([world, *phrases(first, ways)]),
         rows=tuple(sorted(ranked, key=_order)),
         is_timed=is_timed,
     )

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.backends.base import Backend, adopt, registry
+from bench.backends.base import Backend, register, registry
 from bench.errors import InputError
 from bench.files import existing
 from bench.plan.cell import Cell
@@ -112,7 +112,7 @@ def backends_of(folder: Path, manifest: Mapping[str, Any]) -> dict[str, type[Bac
     described: Any = manifest.get("backends")
     for name in names - registry(names).keys() if isinstance(described, dict) else ():
         if named := described.get(name, {}).get("class"):
-            adopt(named)
+            register(named)
     return registry(names)
 
 

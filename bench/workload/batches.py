@@ -1,4 +1,4 @@
-"""Which samples each rank sees and when, and the loss of a batch that is too large to be seen at once."""
+"""The order of samples per rank, and the loss of a batch that is too large for one forward."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 class Loader:
-    """Micro-batches of one rank, in order; sized, and iterable again from the start.
+    """The micro-batches of one rank in order; sized, and can be iterated repeatedly.
 
-    The samples of update t are t*B ... (t+1)*B - 1, whatever N and W. Micro-batch j of rank r in that window is the
-    contiguous piece number j*W + r of them, each B / (N*W) samples long.
+    Update t uses samples t*B ... (t+1)*B - 1 for any N and W. Micro-batch j of rank r is contiguous piece j*W + r of
+    them, with B / (N*W) samples.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class Loader:
         global_batch_size: int,
     ) -> None:
         micro_batch_size, rest = divmod(global_batch_size, accumulate * world_size)
-        assert rest == 0 and micro_batch_size > 0, "the matrix refuses a batch that does not divide"
+        assert rest == 0 and micro_batch_size > 0, "the matrix refuses a batch that is not divisible"
         self._fetch = fetch
         self._ranges = [
             range(start, start + micro_batch_size)
@@ -44,21 +44,21 @@ class Loader:
 
 
 SLICE_TOKENS = 2048
-"""Tokens of a slice; a single sample may have more."""
+"""Maximum tokens of a slice, unless a single sample has more."""
 
 
 def slice_size(num_samples: int, tokens_per_sample: int) -> int:
-    """Samples of a slice: all of them, if they have no more than SLICE_TOKENS."""
+    """Samples per slice; all of them if they fit into SLICE_TOKENS."""
     return min(num_samples, max(1, SLICE_TOKENS // tokens_per_sample))
 
 
 def sliced(
     loss: Callable[[nn.Module, Tensor], Tensor], num_samples: int, tokens_per_sample: int
 ) -> Callable[[nn.Module, Tensor], Tensor]:
-    """The same mean loss of ``num_samples`` samples; itself, if a slice holds them all.
+    """The mean loss of ``num_samples`` samples, computed slice by slice; ``loss`` itself if one slice holds them all.
 
-    Else it is the mean over slices, weighted by their samples, and what a slice needs for the backward is computed once
-    more there, slice by slice. It stays one loss with one backward: nothing is accumulated by hand.
+    It is the mean over slices, weighted by their samples. Every slice is checkpointed, so its activations are
+    recomputed in the backward. There is still one loss and one backward: nothing is accumulated by hand.
     """
     size = slice_size(num_samples, tokens_per_sample)
     if size == num_samples:

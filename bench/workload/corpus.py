@@ -1,7 +1,7 @@
-"""Where the tokens come from: a Markov source with a known entropy rate, or the bytes of a file.
+"""Token sources: a Markov chain with a known entropy rate, or the bytes of a file.
 
-Both give token ids below 256, so every model's vocabulary holds them, and both give sample i the same tokens
-however many samples are asked for.
+Both use token ids below 256, which every model's vocabulary contains. Sample i does not depend on how many samples are
+requested.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MARKOV_TOKENS = 32
-"""Number of tokens that the Markov source uses: few, so that a run of some steps already learns."""
+"""Number of distinct tokens of the Markov source: few, so that short runs already learn."""
 
 
 class Corpus(Protocol):
@@ -22,7 +22,7 @@ class Corpus(Protocol):
 
     @property
     def entropy_floor(self) -> float | None:
-        """Nats per token that no model can go below in expectation; None where it is not known."""
+        """Lowest expected loss of any model, in nats per token; None if unknown."""
 
     def samples(self, count: int, length: int) -> NDArray[np.int64]:
         """Samples 0 to ``count`` - 1: token ids, shape [count, length]."""
@@ -31,19 +31,19 @@ class Corpus(Protocol):
 class MarkovCorpus:
     """A stationary first-order Markov chain over the tokens 0 to 31.
 
-    Each row of the transition matrix is a draw from a symmetric Dirichlet distribution whose small concentration
-    makes it peaked, so that there is something to learn. Each sample starts from the stationary distribution.
+    Each row of the transition matrix is drawn from a symmetric Dirichlet distribution; the small concentration makes it
+    peaked, so that there is something to learn. Samples start from the stationary distribution.
     """
 
     def __init__(self, seed: int, concentration: float = 0.1) -> None:
         self._seed = seed
         rows = np.random.default_rng([seed, 1]).dirichlet(np.full(MARKOV_TOKENS, concentration), size=MARKOV_TOKENS)
-        # A little of the uniform distribution makes the chain ergodic, so the stationary distribution is unique.
+        # Mixing in the uniform distribution makes the chain ergodic, so the stationary distribution is unique.
         self.transitions: NDArray[np.float64] = 0.99 * rows + 0.01 / MARKOV_TOKENS
 
     @cached_property
     def stationary(self) -> NDArray[np.float64]:
-        """The distribution pi with pi P = pi, by solving that with sum(pi) = 1; shape [32]."""
+        """The distribution pi with pi P = pi and sum(pi) = 1, shape [32]."""
         system = np.vstack([self.transitions.T - np.eye(MARKOV_TOKENS), np.ones(MARKOV_TOKENS)])
         solution = np.linalg.lstsq(system, np.append(np.zeros(MARKOV_TOKENS), 1.0), rcond=None)[0]
         return np.asarray(solution / solution.sum(), dtype=np.float64)
@@ -55,7 +55,7 @@ class MarkovCorpus:
         return float(self.stationary @ row_entropy)
 
     def samples(self, count: int, length: int) -> NDArray[np.int64]:
-        """By inversion of the cumulative distributions; all samples advance together, one position at a time."""
+        """Draw by inverting the cumulative distributions; all samples advance together, one position at a time."""
         uniform = np.random.default_rng([self._seed, 2]).random((count, length))
         # Row i's cumulative distribution lies in (i, i + 1], so one sorted array serves all rows at once.
         steps = np.cumsum(self.transitions, axis=1)
@@ -71,7 +71,7 @@ class MarkovCorpus:
 
 
 class FileCorpus:
-    """The bytes of a file; sample i starts at a seeded random place. Nobody knows its entropy."""
+    """The bytes of a file; sample i starts at a seeded random position. Its entropy is unknown."""
 
     entropy_floor: float | None = None
 
@@ -80,7 +80,6 @@ class FileCorpus:
         self._seed = seed
 
     def samples(self, count: int, length: int) -> NDArray[np.int64]:
-        """Windows of ``length`` bytes at seeded places."""
         uniform = np.random.default_rng([self._seed, 3]).random(count)
         starts = (uniform * (len(self._bytes) - length + 1)).astype(np.int64)
         tokens: NDArray[np.int64] = self._bytes[starts[:, None] + np.arange(length)].astype(np.int64)

@@ -1,7 +1,7 @@
-"""What formulas must know of a model: its parameters by unit of sharding, and in which order it uses them. No torch.
+"""The layout of a model: its parameters by sharding unit, and the order in which it uses them. No torch.
 
-A ``Layout`` is plain data. For the shipped decoders it follows from their size, so that a model of any size is
-predicted without being built; for other workloads ``bench.workload.structure.record`` reads it off a built model.
+For the shipped decoders it follows from their size, so a model of any size can be predicted without being built. For
+other workloads ``bench.workload.structure.record`` derives it from a built model.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 from bench.plan.models import LlamaSize
 
 ROOT = 0
-"""The unit of everything that is in no block; block i is unit i, counted from 1."""
+"""The unit of everything outside the blocks; block i is unit i, counted from 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parameter:
-    """One parameter, a tied one counted once."""
+    """One parameter; tied parameters are listed once."""
 
     name: str
     """Its first name in ``model.named_parameters()``."""
@@ -30,35 +30,33 @@ class Parameter:
 
     @property
     def numel(self) -> int:
-        """Elements."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """A model as sharding and bucketing see it."""
+    """What sharding and bucketing depend on in a model."""
 
     parameters: tuple[Parameter, ...]
     """In the order of ``model.named_parameters()``."""
     buffers: tuple[tuple[str, int], ...] = ()
     """dtype and bytes of each buffer, in the order of ``model.named_buffers()``."""
     gradients: tuple[int, ...]
-    """Indices of parameters in the order in which a backward finishes their gradients."""
+    """Indices of parameters, in the order in which a backward finishes their gradients."""
     modules: tuple[tuple[int, ...], ...] = ()
-    """For each module that is called: indices of the parameters that are its own, in ascending order."""
+    """For each called module: the ascending indices of its own parameters."""
     forward: tuple[int, ...] = ()
-    """The modules as one forward enters them (m) and leaves them (~m)."""
+    """The modules in the order in which one forward enters (m) and leaves (~m) them."""
     backward: tuple[int, ...] = ()
-    """The modules as one backward reaches their outputs (m) and finishes their inputs (~m)."""
+    """The modules in the order in which one backward reaches their outputs (m) and finishes their inputs (~m)."""
 
     @property
     def num_parameters(self) -> int:
-        """P: elements of all parameters."""
         return sum(parameter.numel for parameter in self.parameters)
 
     @property
     def units(self) -> dict[int, list[Parameter]]:
-        """The parameters of each unit, blocks first in their order, then the root."""
+        """The parameters of each unit: blocks in order, then the root."""
         found: dict[int, list[Parameter]] = {}
         for parameter in sorted(self.parameters, key=lambda p: math.inf if p.unit == ROOT else p.unit):
             found.setdefault(parameter.unit, []).append(parameter)
@@ -71,12 +69,11 @@ class Layout:
         return max(sizes.values(), default=0)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; ``from_json`` is the inverse."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Layout:
-        """The layout of ``to_json``'s values, also after they went through JSON."""
+        """The inverse of ``to_json``; lists of a JSON document are accepted for tuples."""
         parameters = tuple(Parameter(**{**p, "shape": tuple(p["shape"])}) for p in values["parameters"])
         return cls(
             parameters=parameters,
@@ -89,7 +86,7 @@ class Layout:
 
 
 def llama_parameters(size: LlamaSize) -> tuple[Parameter, ...]:
-    """Names, shapes and units of a ``LlamaForCausalLM``'s parameters, in their order."""
+    """Names, shapes and units of the parameters of a ``LlamaForCausalLM``, in order."""
     hidden, inner, heads = size.hidden_size, size.intermediate_size, size.num_heads * size.head_size
     kv = size.num_kv_heads * size.head_size
     block: dict[str, tuple[int, ...]] = {
@@ -114,7 +111,7 @@ def llama_parameters(size: LlamaSize) -> tuple[Parameter, ...]:
 
 
 class _Calls:
-    """Modules by name, and in which order they are entered and left."""
+    """Numbers modules by name, and records the order in which they are entered and left."""
 
     def __init__(self, parameters: Sequence[Parameter], tied: dict[str, str]) -> None:
         self._index = {p.name: i for i, p in enumerate(parameters)}
@@ -125,7 +122,6 @@ class _Calls:
         self.backward: list[int] = []
 
     def number(self, module: str) -> int:
-        """The module's number; a new one gets the next."""
         if module not in self._number:
             own = self._index.get(self._tied.get(module, f"{module}.weight"))
             self._number[module] = len(self.modules)
@@ -133,7 +129,7 @@ class _Calls:
         return self._number[module]
 
     def call(self, module: str, *inside: str) -> None:
-        """A forward through a module and, in it, through modules that call no others."""
+        """Run a module's forward, and in it that of leaf modules."""
         self.enter(module)
         for name in inside:
             self.call(name)
@@ -146,22 +142,22 @@ class _Calls:
         self.forward.append(~self.number(module))
 
     def reach(self, *modules: str) -> None:
-        """The backward reaches the outputs of modules, one after the other."""
+        """The backward reaches the outputs of these modules in turn."""
         self.backward += [self.number(module) for module in modules]
 
     def finish(self, *modules: str) -> None:
-        """The backward finishes the inputs of modules."""
+        """The backward finishes the inputs of these modules."""
         self.backward += [~self.number(module) for module in modules]
 
     def through(self, *modules: str) -> None:
-        """The backward passes modules from output to input, one after the other."""
+        """The backward goes through these modules in turn, from output to input."""
         for module in modules:
             self.reach(module)
             self.finish(module)
 
 
 def llama_layout(size: LlamaSize) -> Layout:
-    """The layout of the shipped decoder in transformers' implementation."""
+    """The layout of the shipped decoder, as transformers implements it."""
     parameters = llama_parameters(size)
     calls = _Calls(parameters, {"lm_head": "model.embed_tokens.weight"} if size.tied else {})
     calls.enter("root")

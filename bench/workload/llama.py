@@ -1,4 +1,4 @@
-"""A Llama decoder from Hugging Face transformers, built from its config: nothing is downloaded."""
+"""A Llama decoder from Hugging Face transformers, built from its config without a download."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from bench.workload.corpus import Corpus, FileCorpus, MarkovCorpus
 ATTENTION = "bench"
 """Name under which transformers finds ``attend``.
 
-It makes no masks for an attention that it does not know, and does not look for packed sequences either, which waits for
+For an unknown attention it creates no masks and does not check for packed sequences; that check would synchronize with
 the device in every micro-batch (transformers/masking_utils.py:_preprocess_mask_arguments).
 """
 REPEATED = ("cuda", torch.float32)
-"""Device and dtype where keys and values are repeated for every head of the queries; see ``attend``."""
+"""Device and dtype for which keys and values are repeated for every query head; see ``attend``."""
 
 
 class LlamaWorkload:
-    """Next-token prediction with a Llama decoder; see ``bench.workload.Workload`` for the methods."""
+    """Next-token prediction with a Llama decoder; methods as in ``bench.workload.Workload``."""
 
     def __init__(self, spec: WorkloadSpec) -> None:
         self._spec = spec
@@ -36,7 +36,7 @@ class LlamaWorkload:
         self.flops_per_sample: float | None = spec.sequence_length * self._size.flops_per_token(spec.sequence_length)
 
     def model(self) -> nn.Module:
-        """A ``LlamaForCausalLM`` with SDPA attention and without dropout, biases or a key-value cache."""
+        """A ``LlamaForCausalLM`` with SDPA attention, without dropout, biases or a key-value cache."""
         size = self._size
         config = LlamaConfig(
             hidden_size=size.hidden_size,
@@ -57,7 +57,7 @@ class LlamaWorkload:
         return model
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        """The decoder blocks; embedding, last norm and head form the root's unit."""
+        """The decoder blocks; embedding, final norm and head form the root unit."""
         return list(model.model.layers)  # type: ignore[union-attr, arg-type]
 
     def data(self, num_samples: int) -> Tensor:
@@ -65,7 +65,7 @@ class LlamaWorkload:
         return torch.from_numpy(self._corpus.samples(num_samples, self._spec.sequence_length + 1))
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-        """Mean cross-entropy in nats per token, computed in fp32; every sample has equally many tokens."""
+        """Mean cross-entropy in nats per token, computed in fp32; all samples have the same number of tokens."""
         logits = model(input_ids=batch[:, :-1], use_cache=False).logits
         return cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
 
@@ -73,12 +73,12 @@ class LlamaWorkload:
 def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *, scaling: float, **_: Any
 ) -> tuple[Tensor, None]:
-    """Causal attention, in a fused kernel: from [batch, heads, tokens, head size] to [batch, tokens, heads, head size].
+    """Causal attention in a fused kernel: [batch, heads, tokens, head size] to [batch, tokens, heads, head size].
 
-    Where there are fewer heads of keys than of queries, SDPA broadcasts them (``enable_gqa``). In fp32 no fused kernel
-    of CUDA can: SDPA falls back to the one that keeps all scores, S x S per head and layer, for the backward
-    (pytorch#181528). There keys and values are repeated. The dtype is that of the values: under autocast queries and
-    keys come from the rotation in fp32, and SDPA casts them.
+    With fewer key heads than query heads, SDPA broadcasts them (``enable_gqa``). No fused CUDA kernel supports that in
+    fp32: SDPA falls back to the math kernel, which keeps all S x S scores per head and layer for the backward
+    (pytorch#181528). There keys and values are repeated instead. The dtype checked is that of the values: under
+    autocast, queries and keys leave the rotary embedding in fp32, and SDPA casts them.
     """
     if (value.device.type, value.dtype) == REPEATED:
         repeats = query.shape[1] // key.shape[1]

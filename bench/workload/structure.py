@@ -1,4 +1,4 @@
-"""The layout of any built model, read off one forward and backward of it."""
+"""The layout of any built model, recorded during one forward and backward."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def record(
     loss: Callable[[nn.Module, Tensor], Tensor],
     batch: Tensor,
 ) -> Layout:
-    """The layout of a model, by computing the loss of a micro-batch and its backward once.
+    """Record the layout of a model while computing one loss and its backward.
 
-    The model is not to be used for training afterwards unless its gradients are cleared, which this does. Hooks are
-    where DeepSpeed's stage 3 has them (deepspeed/runtime/zero/parameter_offload.py:_register_deepspeed_module): on
-    positional inputs and on all tensors of the output. They are removed at the end.
+    Gradients are cleared and hooks are removed afterwards. Hooks are placed as in DeepSpeed's stage 3
+    (deepspeed/runtime/zero/parameter_offload.py:_register_deepspeed_module): on positional inputs and on all output
+    tensors.
     """
     named = dict(model.named_parameters())
     unit_of = {id(p): i for i, block in enumerate(blocks, start=1) for p in block.parameters()}
@@ -52,7 +52,7 @@ def record(
 
 
 class _Recorder:
-    """Numbers modules as they are called, and notes what the forward and the backward do with them."""
+    """Numbers modules in call order, and records what forward and backward do with them."""
 
     def __init__(self, index: Mapping[int, int]) -> None:
         self._index = index
@@ -63,7 +63,7 @@ class _Recorder:
         self.backward: list[int] = []
 
     def hook(self, module: nn.Module) -> list[Any]:
-        """Watch a module; the handles of the hooks."""
+        """Hook a module; returns the handles."""
         return [module.register_forward_pre_hook(self._enter), module.register_forward_hook(self._leave)]
 
     def _enter(self, module: nn.Module, inputs: Any) -> Any:
@@ -87,7 +87,7 @@ class _Recorder:
 
 
 class _Watch(torch.autograd.Function):
-    """The same tensor; calls a function when its gradient passes by."""
+    """The identity; calls a function when the gradient passes."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, passed: Callable[[], None]) -> Tensor:
@@ -101,7 +101,7 @@ class _Watch(torch.autograd.Function):
 
 
 def _apply(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The same value with every tensor in it replaced; a dict in place, as subclasses may not be made anew."""
+    """The value with every tensor in it replaced; dicts change in place, because subclasses may not be copyable."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, tuple | list):

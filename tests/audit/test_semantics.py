@@ -20,7 +20,7 @@ from bench.audit.diagnosis import observation
 from bench.audit.reading import Reading
 from bench.audit.scenario import Fault, Reduction, Scenario, load
 from bench.audit.stepcount import StepRule, Steps, calculate
-from bench.backends.base import MORE, registry
+from bench.backends.base import EXTRA_BACKENDS, registry
 from bench.errors import InputError
 from bench.plan.cell import REFERENCES, Stepping
 from tests.conftest import LOOPS, ROOT, Command, asked, bench, processes_with
@@ -511,7 +511,7 @@ def test_broken_loops_are_told_apart(here: Command, monkeypatch: pytest.MonkeyPa
         "x-sound": "right",
     }
     command = ["semantics", "--backend", ",".join(names), "--samples", "40", "--micro-batch", "2", "--accumulate", "4"]
-    monkeypatch.setenv(MORE, LOOPS)
+    monkeypatch.setenv(EXTRA_BACKENDS, LOOPS)
     process = here(*command, "--epochs", "2", "--json")
     assert process.returncode == 1, process.stderr
     seen = {one["backend"]: one for one in json.loads(process.stdout)}

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.backends import fsdp2
-from bench.backends.base import MORE, registry
+from bench.backends.base import EXTRA_BACKENDS, registry
 from bench.judge.tables import NAMES
 from bench.launch.launcher import Launcher
 from bench.measure.trial import RankTrial
@@ -280,7 +280,7 @@ def test_ddp_takes_no_statistics(
 def test_deepspeed_starts_no_compiler_and_writes_out_no_parameter(
     launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(MORE, WATCHED)
+    monkeypatch.setenv(EXTRA_BACKENDS, WATCHED)
     for backend in ("x-zero3", "x-lightning"):
         spec = Spec(cell=cell_here(backend, 2), passes=("time",), folder=str(tmp_path / backend), reference="")
         outcome = launcher.run(spec, 120)

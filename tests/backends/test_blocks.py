@@ -231,7 +231,7 @@ def test_what_refuses_says_why() -> None:
         "made cannot run with activation checkpointing: it has no blocks"
     )
     fake = make_cell(virtual=True, fake_tensors=True, compiled=True)
-    assert "fake tensors are not compiled" in blocks.refusal(fake, make_backend("fine"))
+    assert "fake tensors cannot be compiled" in blocks.refusal(fake, make_backend("fine"))
     refusing = {name for name, backend in registry().items() if backend.not_compiled}
     assert refusing == {name for name, backend in registry().items() if getattr(backend, "stage", 2) == 3}
 
@@ -263,6 +263,6 @@ def test_compiled_code_is_kept_where_nobody_else_writes(
         place.symlink_to(tmp_path)
     elif spoil:
         place.touch()
-    blocks.own_cache()
+    blocks.protect_cache()
     assert os.environ.get(blocks.CACHE) == (None if spoil else str(place))
     assert place.is_dir() or spoil == "a file"

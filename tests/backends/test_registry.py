@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.backends import base
-from bench.backends.base import MORE, offered, registry
+from bench.backends.base import EXTRA_BACKENDS, installed_backends, registry
 from bench.errors import InputError
 from tests.conftest import bench
 
@@ -52,7 +52,7 @@ def entry(name: str, value: str) -> importlib.metadata.EntryPoint:
 
 
 def test_nothing_is_imported_that_is_not_named(site: Path, tmp_path: Path) -> None:
-    assert offered()["mine"] == "mine_package:Mine"
+    assert installed_backends()["mine"] == "mine_package:Mine"
     assert not {"mine", "bad"} & registry().keys()
     assert not {"mine", "bad"} & registry(["all", "ddp-eager", "no-such"]).keys()
     assert not (tmp_path / "imported").exists()
@@ -89,10 +89,10 @@ def test_no_package_takes_the_name_of_a_built_in_backend(
 
 
 def test_the_environment_names_backends_too(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(MORE, "mine_package:Mine, ")
+    monkeypatch.setenv(EXTRA_BACKENDS, "mine_package:Mine, ")
     assert "mine" in registry()
-    monkeypatch.setenv(MORE, "mine_package:Mine,mine_package:Mine")
-    with pytest.raises(InputError, match=f"{MORE}: 'mine_package:Mine': the name 'mine' is taken"):
+    monkeypatch.setenv(EXTRA_BACKENDS, "mine_package:Mine,mine_package:Mine")
+    with pytest.raises(InputError, match=f"{EXTRA_BACKENDS}: 'mine_package:Mine': the name 'mine' is taken"):
         registry()
 
 

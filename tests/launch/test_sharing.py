@@ -56,7 +56,7 @@ def test_more_ranks_than_gpus_are_cells_of_their_own() -> None:
         (0, "cuda", [2], r"share_gpu: needs a GPU, and none is visible here; leave it out"),
         (0, "cpu", [2], r"share_gpu: needs a GPU, and device is 'cpu'"),
         (1, "cpu", [2], r"share_gpu: needs a GPU, and device is 'cpu'"),
-        (1, "cuda", "all", r"world_size is 'all', one rank per GPU; beside share_gpu it must be a list"),
+        (1, "cuda", "all", r"world_size is 'all', one rank per GPU; with share_gpu it must be a list"),
     ],
 )
 def test_what_cannot_be_shared_is_refused(num_gpus: int, device: str, world_size: Any, words: str) -> None:

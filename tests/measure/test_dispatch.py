@@ -249,8 +249,8 @@ def test_on_cuda_the_device_is_idle_at_the_start_and_launches_have_a_window(monk
     assert Launches().count is None
     with cost:
         for _ in range(cost.windows):
-            cost.see(EventKind.LOSS)
-            cost.see(EventKind.STEP)
+            cost.on_event(EventKind.LOSS)
+            cost.on_event(EventKind.STEP)
     assert calls == [*["synchronize"] * task.CPU_WINDOWS, "synchronize", "start", "synchronize", "stop"]
     assert cost.result["num_launches"] == 2
     assert cost.result["cpu_s"] >= 0 and cost.result["num_operators"] == 0

@@ -19,7 +19,7 @@ from bench.errors import InputError
 from bench.judge.statistics import MIN_TRIALS
 from bench.plan import matrix as matrix_file
 from bench.plan.cell import REFERENCE, REFERENCES, SHARDED_REFERENCE, Cell, Device
-from bench.plan.expand import baseline, expand, once
+from bench.plan.expand import baseline, expand, single_trial_ids
 from tests.factories import make_backend, make_document, make_matrix
 
 BACKENDS = registry()
@@ -239,7 +239,7 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_nearest(batch: int, ac
         expand(made, BACKENDS, 0)
     message = str(caught.value)
     assert message.startswith(f"workload.global_batch_size is {batch}, ")
-    near = [int(number) for number in re.findall(r"\d+", message.rpartition("nearest that do:")[2])]
+    near = [int(number) for number in re.findall(r"\d+", message.rpartition("nearest that are:")[2])]
     assert near == [n for n in range(max(1, batch - product + 1), batch + product) if n % product == 0]
 
 
@@ -277,7 +277,9 @@ def test_the_baseline_is_the_first_that_can_run_and_has_no_known_defect() -> Non
 
 
 def test_a_baseline_that_is_not_run_is_refused() -> None:
-    with pytest.raises(InputError, match=r"^baseline: 'zzz' is not run here; use one of ddp-eager, ddp-deferred"):
+    with pytest.raises(
+        InputError, match=r"^baseline: 'zzz' is not a backend of this matrix; use one of ddp-eager, ddp-deferred"
+    ):
         expand(make_matrix({"baseline": "zzz"}), BACKENDS, 0)
 
 
@@ -325,7 +327,7 @@ def test_groups_are_cells_of_their_own_after_those_of_the_matrix() -> None:
     assert cells[-1].twin and not any(cell.twin for cell in cells[:-1]), (
         "one A/A pair, of what stands before the groups"
     )
-    assert once(made, BACKENDS, 0) == [cells[4].cell_id]
+    assert single_trial_ids(made, BACKENDS, 0) == [cells[4].cell_id]
     assert json.loads(json.dumps(made.to_dict()))["values"]["groups"][1] == {
         "once": True,
         "axes.backend": ["fsdp2-eager"],
@@ -337,9 +339,9 @@ def test_cells_of_several_groups_are_there_once_and_have_one_trial_if_all_say_so
     made = grouped(lone, often, backend=["ddp-eager"], accumulate=[1])
     cells = [cell for cell in expand(made, BACKENDS, 0) if cell.backend != REFERENCE and not cell.twin]
     assert [cell.accumulate for cell in cells] == [1, 2, 4]
-    assert once(made, BACKENDS, 0) == [cells[2].cell_id]
+    assert single_trial_ids(made, BACKENDS, 0) == [cells[2].cell_id]
     more = made.override("repeats", 7, "--repeats")
-    assert once(more, BACKENDS, 0) == [cells[2].cell_id], "whatever repeats are"
+    assert single_trial_ids(more, BACKENDS, 0) == [cells[2].cell_id], "whatever repeats are"
 
 
 @pytest.mark.parametrize(
@@ -355,13 +357,13 @@ def test_a_matrix_without_groups_has_the_cells_it_had(name: str, first: str | No
     ids = [cell.cell_id for cell in expand(loaded, BACKENDS, 0)]
     assert hashlib.sha256(" ".join(ids).encode()).hexdigest()[:12] == digest
     assert first in (None, ids[0])
-    assert once(loaded, BACKENDS, 0) == []
+    assert single_trial_ids(loaded, BACKENDS, 0) == []
 
 
 @pytest.mark.parametrize(
     ("group", "words"),
     [
-        ({"once": 1}, "once of group 2 is 1; it must be true or false: whether each cell has one trial"),
+        ({"once": 1}, "once of group 2 is 1; it must be true or false: whether each cell runs a single trial"),
         ({"repeats": 1}, "repeats of group 2 cannot be set there; it is one for the whole matrix"),
         ({"workload": {"corpus": "a.txt"}}, "workload.corpus of group 2 cannot be set there; it is one for the whole"),
         ({"workload": {"modle": "1b"}}, "workload.modle of group 2 cannot be set there; did you mean workload.model?"),
@@ -385,7 +387,7 @@ def test_the_batch_may_grow_with_the_ranks() -> None:
         ("ddp-eager", 1, 16, 4),
         ("ddp-eager", 2, 32, 4),
     ]
-    with pytest.raises(InputError, match="is 16 for each rank, which does not divide by N = 3; use a multiple of it"):
+    with pytest.raises(InputError, match="is 16 for each rank, which is not divisible by N = 3; use a multiple of it"):
         expand(make_matrix({"workload.for_each_rank": True}, accumulate=[3]), BACKENDS, 0)
 
 
@@ -407,7 +409,7 @@ def test_checkpointing_and_compiling_are_axes_with_one_reference() -> None:
 def test_the_gpu_matrix_asks_what_the_bench_is_for(num_gpus: int) -> None:
     made = matrix_file.load("gpu")
     cells = expand(made, BACKENDS, num_gpus)
-    trained_once = once(made, BACKENDS, num_gpus)
+    trained_once = single_trial_ids(made, BACKENDS, num_gpus)
     timed = [cell for cell in cells if cell.cell_id not in trained_once and not cell.twin]
     assert made["repeats"] >= MIN_TRIALS, "or there is no interval"
     for backend in ("fsdp2-eager", "fsdp2-deferred"):

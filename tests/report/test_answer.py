@@ -15,7 +15,7 @@ from bench.judge.integrity import check
 from bench.judge.loading import Run, hashed, load
 from bench.judge.quoting import find_cell
 from bench.judge.standing import standings
-from bench.plan.cell import Cell, counted
+from bench.plan.cell import Cell, summarize
 from bench.plan.columns import labels
 from bench.report.answer import Answer, Statement, answer
 from bench.report.citation import cite
@@ -196,7 +196,7 @@ def test_cells_are_counted_by_what_they_are_for() -> None:
     cells = [make_cell(backend=name) for name in ("ddp-deferred", "ddp-eager")]
     every = [cells[0].reference(), *cells, dataclasses.replace(cells[0], twin="again")]
     words = "4 cells: 1 compared with ddp-deferred, 1 of ddp-deferred itself, 1 reference, 1 A/A twin"
-    assert counted(every, "ddp-deferred") == words
+    assert summarize(every, "ddp-deferred") == words
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 200])

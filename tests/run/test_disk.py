@@ -56,5 +56,5 @@ def test_a_backend_that_cannot_be_a_file_name_or_a_cell_is_refused(name: str, mo
             return made
 
     monkeypatch.setattr(base, "_entry_points", lambda: [Entry()])
-    with pytest.raises(InputError, match="must be of letters, digits"):
+    with pytest.raises(InputError, match="may only contain letters, digits"):
         base.registry(["entry"])

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench import files
-from bench.backends.base import MORE, registry
+from bench.backends.base import EXTRA_BACKENDS, registry
 from bench.judge.standing import look
 from bench.launch.launcher import Launcher
 from bench.plan import matrix as matrix_file
@@ -46,7 +46,7 @@ def measure(folder: Path, number: int, observer: Observer) -> None:
     if (path / MANIFEST).exists() and "finished" in read_manifest(path):
         return
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])  # for the ranks
-    os.environ[MORE] = f"{Delayed.__module__}:{Delayed.__name__}"
+    os.environ[EXTRA_BACKENDS] = f"{Delayed.__module__}:{Delayed.__name__}"
     backends = registry()
     if not (path / MANIFEST).exists():
         chosen = matrix_file.parse(DOCUMENT, name="real", source="tests/studies/realtrials.py").override(
