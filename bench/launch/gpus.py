@@ -58,13 +58,13 @@ def gpus() -> list[dict[str, Any]]:
         found.append(
             {
                 "index": index,
-                "name": _text(pynvml.nvmlDeviceGetName(handle)),
-                "uuid": _text(pynvml.nvmlDeviceGetUUID(handle)),
+                "name": text(pynvml.nvmlDeviceGetName(handle)),
+                "uuid": text(pynvml.nvmlDeviceGetUUID(handle)),
                 "memory_bytes": int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
                 "instances": _instances(pynvml, handle),
             }
         )
-    driver = _text(pynvml.nvmlSystemGetDriverVersion())
+    driver = text(pynvml.nvmlSystemGetDriverVersion())
     pynvml.nvmlShutdown()
     chosen = _visible(found, os.environ.get("CUDA_VISIBLE_DEVICES"))
     return [{key: value for key, value in gpu.items() if key != "instances"} | {"driver": driver} for gpu in chosen]
@@ -80,12 +80,12 @@ def _instances(nvml: Any, handle: Any) -> list[dict[str, Any]]:
     for place in places:
         try:
             instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, place)
-            name = _text(nvml.nvmlDeviceGetName(instance))
+            name = text(nvml.nvmlDeviceGetName(instance))
             found.append(
                 {
                     "name": name if "MIG" in name else f"{name} MIG",
                     "memory_bytes": int(nvml.nvmlDeviceGetMemoryInfo(instance).total),
-                    "mig": _text(nvml.nvmlDeviceGetUUID(instance)),
+                    "mig": text(nvml.nvmlDeviceGetUUID(instance)),
                 }
             )
         except Exception:  # no instance at this index
@@ -112,5 +112,6 @@ def _visible(found: list[dict[str, Any]], setting: str | None) -> list[dict[str,
     return chosen
 
 
-def _text(value: str | bytes) -> str:
+def text(value: str | bytes) -> str:
+    """A string of NVML, which older versions of its library return as bytes."""
     return value.decode() if isinstance(value, bytes) else value

@@ -113,7 +113,7 @@ def decode(line: bytes) -> dict[str, Any]:
     text = line[:-_CHECKSUM_BYTES].removesuffix(b",") + b"}"
     if _checksum(text) != found[1]:
         _object(line)
-        raise ValueError("it is not as it was written: its checksum is another one")
+        raise ValueError("its checksum does not match")
     record = _object(line)
     del record["sha256"]
     return record

@@ -231,6 +231,13 @@ def git_state() -> dict[str, Any]:
 FINGERPRINT = ("machine", "packages", "torch_build", "environment")
 """Parts of the manifest that must be equal in two runs for their times to be comparable."""
 
+
+def fingerprint() -> dict[str, Any]:
+    """The parts in FINGERPRINT, of this machine."""
+    parts = (machine(), packages(), torch_build(), environment())
+    return dict(zip(FINGERPRINT, parts, strict=True))
+
+
 NOT_STORED = "(not stored)"
 
 

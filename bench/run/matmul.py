@@ -118,7 +118,7 @@ def measure(cells: Iterable[Cell], threads: int, folder: Path, launcher: _Launch
     for task in tasks(cells, threads, folder):
         outcome = launcher.run(task, TIMEOUT_S)
         rates = _rates(outcome, task)
-        reason = outcome.reason or ("" if rates else "a rank handed back no rates")
+        reason = outcome.reason or ("" if rates else "a rank returned no rates")
         found.append({"world_size": task.world_size, "threads": task.threads, "flops_per_s": rates, "reason": reason})
     return found
 

@@ -76,11 +76,8 @@ def create(
         "cold": cold,
         "code": code(cells, backends),
         "git": machine.git_state(),
-        "machine": machine.machine(),
-        "packages": machine.packages(),
         "distributions": machine.distributions(),
-        "torch_build": machine.torch_build(),
-        "environment": machine.environment(),
+        **machine.fingerprint(),
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -147,13 +144,7 @@ def reopen(folder: Path, backends: Mapping[str, type[Backend]]) -> dict[str, Any
             f"--resume {folder}: the code of the bench, of a backend or of the workload is not what it was when the "
             f"run began; trials of both do not belong in one run, so {back}, or start a new one"
         )
-    fingerprint = {
-        "machine": machine.machine(),
-        "packages": machine.packages(),
-        "torch_build": machine.torch_build(),
-        "environment": machine.environment(),
-    }
-    for name, now in fingerprint.items():
+    for name, now in machine.fingerprint().items():
         then = manifest.get(name, now)
         differing = sorted(key for key in now.keys() | then.keys() if now.get(key) != then.get(key))
         if differing:

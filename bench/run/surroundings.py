@@ -161,7 +161,7 @@ def ask_nvml() -> dict[str, Any]:
         version = int(pynvml.nvmlSystemGetCudaDriverVersion())
         every = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
         return found | {
-            "driver": _text(pynvml.nvmlSystemGetDriverVersion()),
+            "driver": gpus.text(pynvml.nvmlSystemGetDriverVersion()),
             "driver_cuda": (version // 1000, version % 1000 // 10),
             "cards": tuple(_card(pynvml, handle, visible) for handle in every),
         }
@@ -172,20 +172,16 @@ def ask_nvml() -> dict[str, Any]:
 
 
 def _card(nvml: Any, handle: Any, visible: set[str]) -> Card:
-    uuid = _text(nvml.nvmlDeviceGetUUID(handle))
+    uuid = gpus.text(nvml.nvmlDeviceGetUUID(handle))
     gpu = Gpu(nvml, uuid, [])
     pids = gpu.sample(processes=True)["pids"]
     return Card(
-        name=_text(nvml.nvmlDeviceGetName(handle)),
+        name=gpus.text(nvml.nvmlDeviceGetName(handle)),
         uuid=uuid,
         visible=uuid in visible,
         num_processes=None if pids is None else len(pids),
         mig=gpu.mig(),
     )
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
 
 
 def loopback() -> str:
