@@ -83,32 +83,25 @@ class Bootstrap:
         return np.asarray(stats.t.sf(scores / self.inflation, self.freedom))
 
 
-def bootstrap(a: Array, b: Array | None = None, *, resamples: int = RESAMPLES, seed: int = SEED) -> Bootstrap:
-    """Resample the trials of many comparisons: ``a`` has a row per comparison and a column per block or trial.
+def bootstrap_two_samples(a: Array, b: Array, *, resamples: int = RESAMPLES, seed: int = SEED) -> Bootstrap:
+    """Resample unpaired trials of comparisons: one row per comparison, one column per trial.
 
-    With ``b`` the samples are unpaired: the centre is the trimmed mean of ``a`` minus that of ``b``, with Welch's
-    degrees of freedom. Hesterberg's expansion uses the ratio of the unbiased variance to the bootstrap's.
+    The centre is the trimmed mean of ``a`` minus that of ``b``, with Welch's degrees of freedom. Hesterberg's expansion
+    uses the ratio of the unbiased variance to the bootstrap's.
     """
-    # Sorted, so that the order of trials does not matter.
-    samples = tuple(np.sort(sample, axis=1) for sample in ((a,) if b is None else (a, b)))
-    small = max(1, BATCH // (a.shape[0] * sum(s.shape[1] for s in samples)))
     result: Any = stats.bootstrap(
-        samples,
-        trimmed_mean if b is None else difference_of_centres,
+        (np.sort(a, axis=1), np.sort(b, axis=1)),  # so that the order of trials does not matter
+        difference_of_centres,
         n_resamples=resamples,
-        batch=small,
+        batch=max(1, BATCH // (a.size + b.size)),
         vectorized=True,
         axis=-1,
         method="percentile",
         rng=np.random.default_rng(seed),
     )
     draws = result.bootstrap_distribution.reshape(a.shape[0], -1)
-    if b is None:
-        n = a.shape[1]
-        full = np.ones(a.shape[0])
-        return Bootstrap(trimmed_mean(a), draws, full * math.sqrt(n / (n - 1)), full * (n - 1))
-    sizes = [s.shape[1] for s in samples]
-    parts = [np.maximum(s.var(axis=1, ddof=1), np.finfo(float).tiny) / n for s, n in zip(samples, sizes, strict=True)]
+    sizes = a.shape[1], b.shape[1]
+    parts = [np.maximum(s.var(axis=1, ddof=1), np.finfo(float).tiny) / s.shape[1] for s in (a, b)]
     biased = sum(part * (n - 1) / n for part, n in zip(parts, sizes, strict=True))
     welch = sum(part**2 / (n - 1) for part, n in zip(parts, sizes, strict=True))
     both = sum(parts)
@@ -117,8 +110,11 @@ def bootstrap(a: Array, b: Array | None = None, *, resamples: int = RESAMPLES, s
     return Bootstrap(difference_of_centres(a, b), draws, np.sqrt(both / biased), freedom)
 
 
-def bootstrap_many(a: Array, *, resamples: int = RESAMPLES, seed: int = SEED) -> Bootstrap:
-    """The same as ``bootstrap`` for paired samples, with the same draws, but faster for thousands of rows."""
+def bootstrap_one_sample(a: Array, *, resamples: int = RESAMPLES, seed: int = SEED) -> Bootstrap:
+    """Resample single or paired samples: one row per comparison, one column per trial or block.
+
+    The draws are those of ``scipy.stats.bootstrap``, computed faster for thousands of rows.
+    """
     rows, n = a.shape
     full = np.ones(rows)
     draws = resampled_means(a, int(TRIM * n), resamples, seed)

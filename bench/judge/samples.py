@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from bench.judge.bootstrap import RESAMPLES, SEED, TRIM, bootstrap_many, trimmed_mean
+from bench.judge.bootstrap import RESAMPLES, SEED, TRIM, bootstrap_one_sample, trimmed_mean
 from bench.judge.statistics import MIN_TRIALS, too_few
 from bench.plan.cell import Status
 from bench.run.warmup import Array
@@ -65,7 +65,7 @@ def _estimates(logs: Array, n: int, resamples: int, seed: int) -> list[Estimate]
     seconds = [math.exp(float(centre)) for centre in trimmed_mean(logs)]
     if n < MIN_TRIALS:
         return [Estimate(seconds=one, num_trials=n, reason=too_few(n, "trial")) for one in seconds]
-    low, high = bootstrap_many(logs, resamples=resamples, seed=seed).interval()
+    low, high = bootstrap_one_sample(logs, resamples=resamples, seed=seed).interval()
     return [
         Estimate(seconds=one, low=math.exp(float(least)), high=math.exp(float(most)), num_trials=n)
         for one, least, most in zip(seconds, low, high, strict=True)

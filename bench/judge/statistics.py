@@ -27,8 +27,8 @@ from bench.judge.bootstrap import (
     RESAMPLES,
     SEED,
     Bootstrap,
-    bootstrap,
-    bootstrap_many,
+    bootstrap_one_sample,
+    bootstrap_two_samples,
     difference_of_centres,
     trimmed_mean,
 )
@@ -113,15 +113,13 @@ def ratio(a: Sample, b: Sample, *, margin: float = MARGIN, resamples: int = RESA
     Trials of a common block are paired, which removes shared drift; with fewer than MIN_TRIALS such pairs, all trials
     are used unpaired. ``ratio(b, a)`` is exactly the inverse, since the same direction of the two is resampled.
     """
-    ours, theirs, swap = _resampled(a, b, np.log(a.medians), np.log(b.medians))
-    found = _interval(ours, theirs, margin, resamples, seed)
-    return found.inverse() if swap else found
+    return ratios([(a, b)], margin=margin, resamples=resamples, seed=seed)[0]
 
 
 def ratios(
     pairs: Sequence[tuple[Sample, Sample]], *, margin: float = MARGIN, resamples: int = RESAMPLES, seed: int = SEED
 ) -> list[Interval]:
-    """``ratio`` of many pairs, up to rounding.
+    """``ratio`` of many pairs.
 
     Pairs with the same number of blocks are resampled together; equal pairs, or a pair and its inverse, only once.
     """
@@ -147,13 +145,13 @@ def ratios(
         each, names = max(1, BATCH // resamples), list(those)
         for start in range(0, len(names), each):
             part = names[start : start + each]
-            drawn = bootstrap_many(np.stack([those[name] for name in part]), resamples=resamples, seed=seed)
-            found |= zip([(size, name) for name in part], _intervals(drawn, size, margin), strict=True)
+            drawn = bootstrap_one_sample(np.stack([those[name] for name in part]), resamples=resamples, seed=seed)
+            found |= zip([(size, name) for name in part], _intervals(drawn, size, margin, paired=True), strict=True)
     return [found[key].inverse() if swap else found[key] for key, swap in zip(keys, swapped, strict=True)]
 
 
-def _intervals(drawn: Bootstrap, size: int, margin: float) -> list[Interval]:
-    """The interval of each row of paired samples with ``size`` blocks."""
+def _intervals(drawn: Bootstrap, num_trials: int, margin: float, *, paired: bool) -> list[Interval]:
+    """The interval of each row."""
     columns = (np.exp(drawn.centres), *map(np.exp, drawn.interval()), drawn.p_different(), drawn.p_same(margin))
     return [
         Interval(
@@ -163,8 +161,8 @@ def _intervals(drawn: Bootstrap, size: int, margin: float) -> list[Interval]:
             p_different=different,
             p_same=same,
             margin=margin,
-            num_trials=size,
-            paired=True,
+            num_trials=num_trials,
+            paired=paired,
         )
         for centre, low, high, different, same in zip(*(column.tolist() for column in columns), strict=True)
     ]
@@ -198,22 +196,15 @@ def too_few(n: int, what: str, which: str = "") -> str:
 
 
 def _interval(a: Array, b: Array | None, margin: float, resamples: int, seed: int) -> Interval:
+    """The interval of unpaired samples, or of too few blocks if ``b`` is None."""
+    if b is not None and (n := min(len(a), len(b))) >= MIN_TRIALS:
+        drawn = bootstrap_two_samples(a[None], b[None], resamples=resamples, seed=seed)
+        return _intervals(drawn, n, margin, paired=False)[0]
     paired = b is None
     n = len(a) if b is None else min(len(a), len(b))
     centre = float(trimmed_mean(a) if b is None else difference_of_centres(a, b))
-    found = Interval(ratio=math.exp(centre), num_trials=n, paired=paired, margin=margin)
-    if n < MIN_TRIALS:
-        what, which = ("block", " with both cells") if paired else ("trial", "")
-        return replace(found, reason=too_few(n, what, which))
-    drawn = bootstrap(a[None], None if b is None else b[None], resamples=resamples, seed=seed)
-    low, high = (float(end[0]) for end in drawn.interval())
-    return replace(
-        found,
-        low=math.exp(low),
-        high=math.exp(high),
-        p_different=float(drawn.p_different()[0]),
-        p_same=float(drawn.p_same(margin)[0]),
-    )
+    reason = too_few(n, "block", " with both cells") if paired else too_few(n, "trial")
+    return Interval(ratio=math.exp(centre), num_trials=n, paired=paired, margin=margin, reason=reason)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
