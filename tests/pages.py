@@ -207,23 +207,3 @@ def data_of(page: Element) -> Any:
     """What the page's script reads."""
     (found,) = page.find("script", id="data")
     return json.loads(found.text)
-
-
-def copied_ratio(data: Any, form: str, cell_id: str, place: int) -> str | None:
-    """The citation of a cell's ratio to the baseline at a place, put together as the page's script does it."""
-    ratios = data["citations"]["ratio"]
-    for baseline, other, words, numbers, tail in ratios["of"].get(cell_id, ()):
-        if baseline != place:
-            continue
-        kit, other_id = ratios["forms"][form], ratios["ids"][other]
-        values = ["", *numbers.split(" ")]
-        parts = {
-            "subject": kit["labels"][ratios["ids"].index(cell_id)] + ratios["against"] + kit["labels"][other],
-            "statement": "".join(values[i] + text for i, text in enumerate(kit["statements"][words])),
-            "fields": "".join(values[i] + text for i, text in enumerate(ratios["fields"][words])),
-            "place": f"{kit['place']}{cell_id}/{other_id}",
-            "key": f"{ratios['key']}{cell_id}-{other_id}",
-            "tail": kit["tails"][tail],
-        }
-        return "".join(parts[text] if i % 2 else text for i, text in enumerate(kit["template"]))
-    return None

@@ -50,7 +50,7 @@ def findings(reading: Reading) -> list[AuditFinding]:
 
 
 def _outcome(reading: Reading) -> Iterator[AuditFinding]:
-    """How the training failed, or why it never ended; then, whether the replicas diverged and whether it updated."""
+    """Whether training failed or never ended, whether replicas diverged, and what never happened."""
     done, reported = micro_batches(reading.num_micro_batches), reading.reported
     if reading.failure:
         yield _failure(reading.failure, reading, done)
@@ -63,6 +63,8 @@ def _outcome(reading: Reading) -> Iterator[AuditFinding]:
         yield AuditFinding("replicas differ", f"the ranks' parameters differ from update {reading.diverged_at} on")
     if not reading.updates and reading.num_micro_batches and not reading.failure:
         yield AuditFinding("no update", f"{done} led to no update")
+    if reading.scenario.fault is not Fault.NONE and not reading.first["faults"] and not reading.failure:
+        yield AuditFinding("no fault", f"training ended before the {reading.scenario.fault} could happen", NOTE)
 
 
 def _failure(failure: Mapping[str, Any], reading: Reading, done: str) -> AuditFinding:
@@ -319,11 +321,6 @@ def _shuffled(reading: Reading) -> Iterator[AuditFinding]:
         yield AuditFinding("shuffled", text, NOTE)
 
 
-def _no_fault(reading: Reading) -> Iterator[AuditFinding]:
-    if reading.scenario.fault is not Fault.NONE and not reading.first["faults"] and not reading.failure:
-        yield AuditFinding("no fault", f"training ended before the {reading.scenario.fault} could happen", NOTE)
-
-
 RULES: tuple[Callable[[Reading], Iterator[AuditFinding]], ...] = (
     _outcome,
     _divided_twice,
@@ -343,7 +340,6 @@ RULES: tuple[Callable[[Reading], Iterator[AuditFinding]], ...] = (
     _never_fetched,
     _empty_steps,
     _shuffled,
-    _no_fault,
 )
 """In the order in which findings of one level are listed."""
 

@@ -250,18 +250,15 @@ def judge_all(comparisons: Iterable[Comparison]) -> list[Judgement]:
         holm([1.0 if c.time is None else _or_one(getattr(c.time, name)) for c in every])
         for name in ("p_different", "p_same")
     )
-    return [_judge(c, p, q) for c, p, q in zip(every, different, same, strict=True)]
+    return [
+        Judgement(comparison=c, verdict=verdict, reason=reason, detail=detail, p_different=p, p_same=q)
+        for c, p, q in zip(every, different, same, strict=True)
+        for verdict, reason, detail in [_verdict(c, p, q)]
+    ]
 
 
 def _or_one(p_value: float | None) -> float:
     return 1.0 if p_value is None else p_value
-
-
-def _judge(comparison: Comparison, p_different: float, p_same: float) -> Judgement:
-    verdict, reason, detail = _verdict(comparison, p_different, p_same)
-    return Judgement(
-        comparison=comparison, verdict=verdict, reason=reason, detail=detail, p_different=p_different, p_same=p_same
-    )
 
 
 def _verdict(comparison: Comparison, p_different: float, p_same: float) -> tuple[Verdict, Reason, str]:

@@ -109,14 +109,10 @@ def words_of_cell(quotes: Quotes, cell_id: str) -> CitedWords:
 
 def words_of_ratio(quotes: Quotes, cell_id: str, other_id: str) -> CitedWords:
     """What is said of one cell against another."""
-    return words_of_quote(quotes.run, quotes.ratio(cell_id, other_id), cell_id, other_id)
-
-
-def words_of_quote(run: Run, quote: RatioQuote, cell_id: str, other_id: str) -> CitedWords:
-    """What is said of one cell against another, from what may be said."""
+    run, quote = quotes.run, quotes.ratio(cell_id, other_id)
     subject = AGAINST.join(harmless(run.labels[one]) for one in (cell_id, other_id))
-    fields = fields_of(quote)
-    return _words(run, f"{cell_id}/{other_id}", subject, statement_of(quote), fields, quote.caveats, quote.trial)
+    place, fields = f"{cell_id}/{other_id}", fields_of(quote)
+    return _words(run, place, subject, statement_of(quote), fields, quote.caveats, quote.trial)
 
 
 def words_of_plot(run: Run, name: str) -> CitedWords:
@@ -267,38 +263,20 @@ def commit(manifest: Mapping[str, Any]) -> str:
 
 def formats(words: CitedWords) -> Citation:
     """The words in all formats."""
-    return Citation(**{form: render(form, parts(words, form)) for form in ESCAPES})
+    return Citation(**{form: _render(form, words) for form in ESCAPES})
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What a citation of one format is put together from: each part is escaped, and can be stored by itself."""
-
-    subject: str
-    statement: str
-    place: str
-    fields: str
-    tail: str
-    key: str
-    """Of the entry, in BibTeX."""
-    date: tuple[str, str] | None
-    """Year, and the month as BibTeX names it."""
-
-
-def parts(words: CitedWords, form: str) -> Parts:
-    """The words, ready for ``render``."""
+def _render(form: str, words: CitedWords) -> str:
+    """A citation in one format."""
     escape = ESCAPES[form]
+    subject, statement = escape(words.subject), escape(words.statement)
     place = bibtex(words.place) if form == "bibtex" else words.place
-    date = re.match(r"(\d{4})-(0[1-9]|1[0-2])-", words.started)
-    return Parts(
-        subject=escape(words.subject),
-        statement=escape(words.statement),
-        place=place,
-        fields=joined(words.fields),
-        tail=_sentences(words.caveats, words.details, escape),
-        key=entry_key(words.place).strip("-"),
-        date=None if date is None else (date[1], MONTHS[int(date[2]) - 1]),
-    )
+    said = [f"Note: {'; '.join(words.caveats)}"] if words.caveats else []
+    tail = " ".join(f"{escape(sentence)}." for sentence in [*said, *words.details])
+    if form == "markdown":
+        return f"**{subject}**: {statement}.\n`{place} {joined(words.fields)}`\n{tail}"
+    text = f"{subject}: {statement}.\n{place} {joined(words.fields)}\n{tail}"
+    return text if form == "text" else _entry(words, subject, text)
 
 
 def joined(fields: Mapping[str, str]) -> str:
@@ -306,31 +284,15 @@ def joined(fields: Mapping[str, str]) -> str:
     return " ".join(f"{name}={value}" for name, value in fields.items())
 
 
-def entry_key(place: str) -> str:
-    """The key of the BibTeX entry of an id, or of the beginning of one."""
-    return re.sub(r"[^A-Za-z0-9.-]+", "-", urllib.parse.unquote(place))
-
-
-def _sentences(caveats: tuple[str, ...], details: tuple[str, ...], escape: Callable[[object], str]) -> str:
-    said = [f"Note: {'; '.join(caveats)}"] if caveats else []
-    return " ".join(f"{escape(sentence)}." for sentence in [*said, *details])
-
-
-def render(form: str, of: Parts) -> str:
-    """A citation in one format."""
-    if form == "markdown":
-        return f"**{of.subject}**: {of.statement}.\n`{of.place} {of.fields}`\n{of.tail}"
-    text = f"{of.subject}: {of.statement}.\n{of.place} {of.fields}\n{of.tail}"
-    return text if form == "text" else _entry(of, text)
-
-
-def _entry(of: Parts, text: str) -> str:
+def _entry(words: CitedWords, subject: str, text: str) -> str:
     """As a BibTeX entry whose note is the text."""
+    date = re.match(r"(\d{4})-(0[1-9]|1[0-2])-", words.started)
     fields = {
         "author": f"{{{{{AUTHORS}}}}}",
-        "title": f"{{{{{of.subject}}}}}",
-        **({} if of.date is None else {"year": f"{{{of.date[0]}}}", "month": of.date[1]}),
+        "title": f"{{{{{subject}}}}}",
+        **({} if date is None else {"year": f"{{{date[1]}}}", "month": MONTHS[int(date[2]) - 1]}),
         "howpublished": f"{{{bibtex(f'{SCHEME}, a benchmark of gradient accumulation')}}}",
         "note": f"{{{text}}}",
     }
-    return "@misc{" + ",\n".join([of.key, *(f"  {name} = {value}" for name, value in fields.items())]) + ",\n}"
+    key = re.sub(r"[^A-Za-z0-9.-]+", "-", urllib.parse.unquote(words.place)).strip("-")
+    return "@misc{" + ",\n".join([key, *(f"  {name} = {value}" for name, value in fields.items())]) + ",\n}"

@@ -24,11 +24,11 @@ from bench.judge.samples import NAME
 from bench.judge.standing import Standing
 from bench.judge.statistics import MARGIN, MIN_TRIALS
 from bench.judge.verdicts import NEXT, Reason, Verdict
-from bench.report import clipboard, epoch_end
+from bench.report import epoch_end
 from bench.report.answer import Answer
-from bench.report.citation import cite_plot, formats, words_of_cell
+from bench.report.citation import ESCAPES, Citation, cite_plot, formats, words_of_cell, words_of_ratio
 from bench.report.figures import kind_of
-from bench.report.inline import DARK_PAPER, INK, PAPER, Picture, in_the_dark, picture, variable
+from bench.report.inline import Picture, picture
 from bench.report.material import Material
 from bench.report.ranking import COLUMNS, DECIDED, TIMES
 from bench.report.sections import failures, sections
@@ -88,7 +88,6 @@ def render(of: Material, answer: Answer, plots: Sequence[Path]) -> str:
         semantics=link(of.folder, epoch_end.PAGE) if epoch_end.PAGE.exists() else "",
         failures=failures(of),
         data=_data(of, answer, [one.stem for one in pictures]),
-        properties=_properties(frozenset(colour for one in pictures for colour in one.colours)),
         raw=[(name, about) for name, about in RAW.items() if (of.folder / name).exists()],
         method={"level": LEVEL, "margin": MARGIN, "trials": MIN_TRIALS, "resamples": RESAMPLES, "name": NAME},
         facts=facts(of.run.manifest),
@@ -131,17 +130,15 @@ def link(folder: Path, path: Path) -> str:
     return urllib.parse.quote(Path(relative).as_posix())
 
 
-def _properties(colours: frozenset[str]) -> dict[str, list[tuple[str, str]]]:
-    """The custom properties that the plots are drawn with, on light paper and on dark."""
-    every = sorted({*colours, PAPER, INK})
-    dark = [(variable(colour), DARK_PAPER if colour == PAPER else in_the_dark(colour)) for colour in every]
-    return {"light": [(variable(colour), colour) for colour in every], "dark": dark}
-
-
 def _data(of: Material, answer: Answer, plots: Iterable[str]) -> Markup:
-    """What the script reads: ratios to every baseline, and citations of cells, of these ratios, and of plots."""
+    """What the script reads: ratios to every baseline; citations of cells, of ratios to the run's own, and of plots."""
     ids = [row.cell_id for group in answer.groups for row in group.rows]
     cells = {cell_id: formats(words_of_cell(of.quotes, cell_id)) for cell_id in ids}
+    ratios = {
+        cell_id: formats(words_of_ratio(of.quotes, cell_id, of.pairs[cell_id].pair.a.cell_id))
+        for cell_id in ids
+        if cell_id in of.pairs
+    }
     value = {
         "run": of.run.name,
         "baselines": list(of.standings),
@@ -151,14 +148,25 @@ def _data(of: Material, answer: Answer, plots: Iterable[str]) -> Markup:
         "next": [NEXT[reason] for reason in REASONS],
         "ratios": _ratios(of.standings, frozenset(ids)),
         "citations": {
-            "cell": clipboard.packed(cells),
-            "ratio": clipboard.ratios(of.quotes, of.standings, ids),
-            "plot": clipboard.packed({name: cite_plot(of.run, name) for name in dict.fromkeys(plots)}),
+            "cell": packed(cells),
+            "ratio": packed(ratios),
+            "plot": packed({name: cite_plot(of.run, name) for name in dict.fromkeys(plots)}),
         },
     }
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
     # Inside a script nothing is an entity, and nothing may end it or open a comment.
     return Markup(text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"))
+
+
+def packed(citations: Mapping[str, Citation]) -> dict[str, Any]:
+    """Citations by format: how all of them end, once, and what comes before it in each."""
+    found = {}
+    for name in ESCAPES:
+        texts = {key: str(getattr(citation, name)) for key, citation in citations.items()}
+        backwards = [text[::-1] for text in texts.values()]
+        end = os.path.commonprefix(backwards)[::-1]  # noqa: RUF071 - character by character is what is meant
+        found[name] = {"end": end, "of": {key: text.removesuffix(end) for key, text in texts.items()}}
+    return found
 
 
 def _ratios(standings: Mapping[str, Standing], ids: frozenset[str]) -> dict[str, list[list[Any]]]:

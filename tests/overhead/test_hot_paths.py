@@ -15,7 +15,7 @@ from bench.judge.loading import Run, run_of
 from bench.judge.quoting import Quotes
 from bench.judge.standing import Standing, standing, standings
 from bench.measure.taps import EventKind, TappedLoader, Taps, updates
-from bench.report import clipboard, figure_data, figures, page, pull_request, sheet, style
+from bench.report import figure_data, figures, page, pull_request, sheet, style
 from bench.report.answer import answer
 from bench.report.citation import formats, words_of_cell
 from bench.report.inline import picture
@@ -153,13 +153,6 @@ def test_putting_one_plot_into_a_page(benchmark: Timed, drawn: list[Path]) -> No
     (path,) = [path for path in drawn if path.name == "step_time.svg"]
     svg = path.read_text(encoding="utf-8")
     assert benchmark(picture, svg, "step_time").markup.startswith("<svg")
-
-
-def test_citing_every_ratio_in_a_page(benchmark: Timed, run: Run, every: dict[str, Standing]) -> None:
-    def cite() -> dict[str, Any]:
-        return clipboard.ratios(Quotes(run, every), every, list(run.cells))
-
-    assert len(benchmark(cite)["of"]) == len(run.cells) - 1
 
 
 def test_writing_the_page(benchmark: Timed, run: Run, every: dict[str, Standing], drawn: list[Path]) -> None:

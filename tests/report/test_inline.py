@@ -1,4 +1,4 @@
-"""Plots as parts of a page: safe, with ids of their own, and legible on dark paper."""
+"""Plots as parts of a page: safe, and with the words that they show."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from bench.report import sheet, style
-from bench.report.inline import SVG, picture, variable
+from bench.report.inline import SVG, picture
 from bench.report.sheet import FigureWords
 
 HOSTILE = "</desc><script>alert(1)</script> $x$ --> & <img>"
@@ -42,11 +42,3 @@ def test_it_says_what_it_shows(svg: str) -> None:
     words = {element.attrib["id"]: element.text for element in root if "id" in element.attrib}
     assert words[label] == picture(svg, "a").title == style.clean(HOSTILE)
     assert words[details] == "below at the foot"
-
-
-def test_every_colour_is_a_property(svg: str) -> None:
-    found = picture(svg, "a")
-    assert not re.search(r"#[0-9a-fA-F]{6}\b", found.markup)
-    assert {"#882255", "#f2a65a", "#ffffff", "#000000"} <= found.colours
-    used = set(re.findall(r"var\((--c[0-9a-f]{6})\)", found.markup))
-    assert used == {variable(colour) for colour in found.colours}

@@ -90,32 +90,20 @@
     const format = data.citations[kind][at("format").value];
     return format.of[key] + format.end;
   };
-  // The ratio to the baseline that is picked; its parts were escaped for each format when the page was written.
-  const ratioCitation = (id, place) => {
-    const ratios = data.citations.ratio;
-    const found = (ratios.of[id] || []).find((one) => one[0] === place);
-    if (!found) return null;
-    const [, other, words, numbers, tail] = found;
-    const form = ratios.forms[at("format").value];
-    const values = numbers.split(" ");
-    const joined = (texts) => texts.map((text, i) => (i ? values[i - 1] : "") + text).join("");
-    const parts = {
-      subject: form.labels[ratios.ids.indexOf(id)] + ratios.against + form.labels[other],
-      statement: joined(form.statements[words]),
-      fields: joined(ratios.fields[words]),
-      place: `${form.place}${id}/${ratios.ids[other]}`,
-      key: `${ratios.key}${id}-${ratios.ids[other]}`,
-      tail: form.tails[tail],
-    };
-    return form.template.map((text, i) => (i % 2 ? parts[text] : text)).join("");
-  };
   const cited = (button) => {
     if (button.dataset.plot) return ["the plot", citation("plot", button.dataset.plot)];
     const id = button.dataset.cell;
-    const picked = Number(baseline ? baseline.value : 0);
-    const ratio = ratioCitation(id, picked);
-    if (ratio === null) return ["the cell", citation("cell", id)];
-    return [`the cell and of its ratio to ${data.baselines[picked]}`, `${citation("cell", id)}\n\n${ratio}`];
+    const text = citation("cell", id);
+    const picked = baseline ? data.baselines[baseline.value] : null;
+    if (picked === null || picked === data.baselines[0]) {
+      if (!(id in data.citations.ratio.text.of)) return ["the cell", text];
+      return [`the cell and of its ratio to ${data.baselines[0]}`, `${text}\n\n${citation("ratio", id)}`];
+    }
+    // That to another baseline is cited on the command line: the page has the run's own.
+    const other = [...button.closest("tbody").rows].find((row) => row.dataset.id && name(row) === picked);
+    if (!other || other.dataset.id === id) return ["the cell", text];
+    const command = `python -m bench cite results/${data.run} ${id} ${other.dataset.id}`;
+    return [`the cell, and the command that cites its ratio to ${picked}`, `${text}\n\n${command}`];
   };
   const byHand = (text) => {
     at("manual-text").value = text;
