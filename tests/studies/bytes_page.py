@@ -19,8 +19,8 @@ from bench.judge.tables import world_of, worlds
 from bench.plan.categories import HELD, PEAK
 from bench.plan.cell import Cell, Status
 from bench.plan.world import World
-from bench.report.pull_request import table
 from tests.conftest import ROOT
+from tests.studies.markdown import table
 
 RUNS = ("results/bytes", "results/bytes-8b")
 SUMMED = "results/bytes/accumulation.jsonl"

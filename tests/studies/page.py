@@ -15,11 +15,11 @@ from rich.text import Text
 
 from bench.judge.statistics import MARGIN, MAX_REPEATS, MIN_REPEATS, MIN_TRIALS, PRECISION, SAME_WIDTH, Interval
 from bench.judge.verdicts import Verdict
-from bench.report import pull_request, sheet, style
+from bench.report import sheet, style
 from bench.report.panels import Drawing
 from bench.report.sheet import FigureWords
 from tests.delayed import DELAY
-from tests.studies import choices, rivals, simulation, study
+from tests.studies import choices, markdown, rivals, simulation, study
 from tests.studies.known import Known
 from tests.studies.study import BENCH, COMPARISONS, PLAIN, TARGETS
 
@@ -125,7 +125,7 @@ def page(results: Results, command: str, picture: str, known: Sequence[Known]) -
         "",
     ]
     ours = results.outcome.rates[results.outcome.rates["rule"] == BENCH].to_dict("records")
-    head += pull_request.table(
+    head += markdown.table(
         ("", "target", *(row["noise"] for row in ours)),
         [
             (
@@ -170,7 +170,7 @@ def _real(known: Sequence[Known]) -> list[str]:
         f"Of {len(known)} comparisons of a cell with itself {wrong} were called different; the sleep was called slower "
         f"{seen} times. Other programs took {min(taken):.2f} to {max(taken):.2f} cores meanwhile.",
         "",
-        *pull_request.table(
+        *markdown.table(
             ("run", "repeats", "ended by", "noise floor", "itself", "verdict", "with the sleep", "verdict"), rows
         ),
     ]
@@ -189,7 +189,7 @@ def _rules(results: Results, picture: str) -> list[str]:
         "",
         f"![How often each verdict comes up]({picture})",
         "",
-        *pull_request.table(HEADER, lines(results.outcome)),
+        *markdown.table(HEADER, lines(results.outcome)),
         "Trials per cell: the median number of blocks under A/A, with a true difference of 1 %, and of 5 %. What the "
         "other rules do not call different counts as the same, a word that they do not have. 2 % called same: a "
         'difference as large as the margin, where a wrong "same" is likeliest; up to 5 % would be right for a test at '
@@ -213,7 +213,7 @@ def _costs(results: Results) -> list[str]:
         "runner looks after 10, 12, 16, 20, 24 ... blocks, and so runs up to a fifth more than it must. The trials are "
         f"those of the table above: {100 * PRECISION:g} % is the row {PLAIN} of it.",
         "",
-        *pull_request.table(
+        *markdown.table(
             ("precision", *rates, "trials per cell"),
             [(percent(row["precision"]), *_line(row)) for row in results.precisions.to_dict("records")],
         ),
@@ -224,14 +224,14 @@ def _costs(results: Results) -> list[str]:
         "",
         "With a limit on the repeats, still in the fitted noise: verdicts become ambiguous, not wrong.",
         "",
-        *pull_request.table(
+        *markdown.table(
             ("at most", *rates, "trials per cell"),
             [(f"{row['limit']} repeats", *_line(row)) for row in results.limits.to_dict("records")],
         ),
         "Reports of fewer and of more comparisons: Holm's correction and the widest interval, for which all others "
         "wait, pull in opposite directions.",
         "",
-        *pull_request.table(
+        *markdown.table(
             ("comparisons per report", *rates, "trials per cell"),
             [(str(row["comparisons"]), *_line(row)) for row in results.sizes.to_dict("records")],
         ),
@@ -262,7 +262,7 @@ def _methods(results: Results) -> list[str]:
         "the steps within trials too makes plain percentiles wide enough in this noise by accident: a trial's median "
         "holds its steps' noise already, which is then counted twice, so the width hangs on the number of steps.",
         "",
-        *pull_request.table(header, rows),
+        *markdown.table(header, rows),
         *_warmup(results.warmup),
     ]
 
@@ -284,7 +284,7 @@ def _warmup(frame: pd.DataFrame) -> list[str]:
         "of their own before the first recorded step, and this rule only catches what those leave. The bias that is "
         "left cancels in a ratio of cells that warm up alike.",
         "",
-        *pull_request.table(("steps", "transient", *choices.WARMUP_RULES), rows),
+        *markdown.table(("steps", "transient", *choices.WARMUP_RULES), rows),
     ]
 
 
@@ -309,7 +309,7 @@ def _noises() -> list[str]:
         "",
         "Standard deviations of logarithms: the fields of `tests.studies.simulation.Noise`, whose `fit` fits them.",
         "",
-        *pull_request.table(
+        *markdown.table(
             ("noise", *names),
             [(n.name, *(shown(getattr(n, name)) for name in names)) for n in simulation.FAMILIES],
         ),
