@@ -3,13 +3,14 @@
 The path of a scenario from scenarios.toml to docs/semantics.md:
 
 1. ``scenario`` reads the TOML tables, and ``suite`` runs them under each backend, in as few process groups as possible.
-2. In each rank ``observe`` trains the ``decoder``, a model with one weight per use of a sample, and records every
-   fetch, loss and step, and what each update changed.
+2. In each rank ``observe`` trains the ``decoder``, a model with one weight per use of a sample, through the ``job``
+   that a backend gets, and records every fetch, loss and step, and what each update changed.
 3. ``reading`` decodes these records into the coefficient of each sample in each update.
 4. ``diagnosis`` applies its rules to the reading; the gravest of the ``findings`` is the verdict.
 5. ``conformance`` puts the verdicts of all scenarios and backends into one table, ``weight_maps`` the coefficients of
    one scenario into maps; ``conformance_picture`` and ``weight_figure`` draw them.
-6. ``semantics_page`` fills semantics.md.jinja, and ``semantics_files`` writes everything.
+6. ``semantics_page`` fills semantics.md.jinja, and ``semantics_files`` writes everything; ``bundle`` stores what the
+   reports of timed runs say about the end of an epoch.
 
 The other commands: ``stepcount`` calculates the steps of a ``training`` plan, ``monitor`` measures ThroughputMonitor,
 ``dtypes`` the precision of sums, ``lint/`` reads configs, and ``versions/`` measures releases of the frameworks.

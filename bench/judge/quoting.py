@@ -6,7 +6,7 @@ import difflib
 import re
 import urllib.parse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pandas as pd
 
@@ -15,7 +15,7 @@ from bench.judge.loading import Run
 from bench.judge.pairs import ComparedPair, Pair, judge_pairs
 from bench.judge.remarks import remarks
 from bench.judge.samples import Estimate, estimate
-from bench.judge.standing import Floor, Standing, baseline_of, noise_floor, pairs_with_baseline, standing
+from bench.judge.standing import Floor, Standing, noise_floor, pairs_with_baseline, standings
 from bench.plan.cell import Cell, Status
 
 SCHEME = "accumulation-bench"
@@ -166,9 +166,7 @@ class Quotes:
     def _standing(self, baseline: str) -> dict[tuple[Cell, Cell], ComparedPair]:
         """The verdicts with this backend as the baseline, by its cell and the other."""
         if baseline not in self._standings:
-            own = baseline == baseline_of(self.run.manifest)
-            seen = self.run if own else replace(self.run, manifest={**self.run.manifest, "baseline": baseline})
-            self._standings[baseline] = _by_pair(standing(seen))
+            self._standings[baseline] = _by_pair(standings(self.run, [baseline])[baseline])
         return self._standings[baseline]
 
     def _of_run(self) -> list[str]:

@@ -99,37 +99,31 @@ def widest(rows: Sequence[ComparedPair]) -> float | None:
 
 def standing(run: Run, *, margin: float = MARGIN) -> Standing:
     """The verdicts of a run's own report: on every cell, against the baseline's."""
-    floor = noise_floor(run)
-    rows = judge_pairs(
-        run, run, pairs_with_baseline(run), margin=margin, floor=None if floor is None else floor.interval
-    )
-    return Standing(baseline=baseline_of(run.manifest), floor=floor, rows=rows, remarks=_remarks(run))
+    own = baseline_of(run.manifest)
+    return standings(run, [own], margin=margin)[own]
 
 
-def standings(run: Run, *, margin: float = MARGIN) -> dict[str, Standing]:
-    """The verdicts with each backend of a run as the baseline, the run's own first.
+def standings(run: Run, names: Sequence[str] = (), *, margin: float = MARGIN) -> dict[str, Standing]:
+    """The verdicts with each of these backends as the baseline; with every one, the run's own first, if none is named.
 
     Those with one baseline are corrected for how many they are; not for the baselines that could have been chosen.
     """
-    floor, own = noise_floor(run), baseline_of(run.manifest)
-    others = dict.fromkeys(cell.backend for cell in run.cells.values() if cell.backend not in {own, *REFERENCES})
-    names = [own, *others]
+    own = baseline_of(run.manifest)
+    every = dict.fromkeys([own, *(cell.backend for cell in run.cells.values() if not cell.is_reference)])
+    chosen = list(names or every)
+    floor = noise_floor(run)
     reports = judge_reports(
         run,
         run,
-        [pairs_with_baseline(run, name) for name in names],
+        [pairs_with_baseline(run, name) for name in chosen],
         margin=margin,
         floor=None if floor is None else floor.interval,
     )
-    said = _remarks(run)
+    said = remarks((run.manifest, cell) for cell in run.cells.values() if not cell.twin)
     return {
         name: Standing(baseline=name, floor=floor, rows=rows, remarks=said)
-        for name, rows in zip(names, reports, strict=True)
+        for name, rows in zip(chosen, reports, strict=True)
     }
-
-
-def _remarks(run: Run) -> list[str]:
-    return remarks((run.manifest, cell) for cell in run.cells.values() if not cell.twin)
 
 
 def look(records: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any], repeats: int) -> Look:

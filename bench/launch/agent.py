@@ -77,7 +77,8 @@ def run(
         return {"failure": f"torch elastic: {type(error).__name__}: {error}"}
     if not result.failures:
         return {"failure": "a rank ended without a result"}
-    rank, first = min(result.failures.items(), key=lambda item: item[1].timestamp)
+    # Seen together, a rank that a signal ended is why another one failed.
+    rank, first = min(result.failures.items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp))
     if first.exitcode < 0:
         name = stragglers.name(-first.exitcode)
         return {"failure": f"rank {rank} was ended by {name}", "rank": rank, "signal": -first.exitcode}

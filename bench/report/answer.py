@@ -291,7 +291,7 @@ def _scope(of: Material) -> str:
     parts = [
         f"{', '.join(models)} on {ranks} rank{'' if ranks == '1' else 's'} of {_machine(of)}, {link}",
         f"n = {trials} good trials per cell",
-        noise(of.standing.floor),
+        *([] if of.obstacle else [noise(of.standing.floor)]),  # what keeps times apart keeps the floor unknown
     ]
     if (wide := widest(of.standing.rows)) is not None:
         parts.append(f"widest interval of a ratio {100 * wide:.2g} %")

@@ -13,33 +13,29 @@ from matplotlib.colors import to_rgb
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from bench.plan.categories import HELD, PEAK, Category
+from bench.judge.tally import wire_bytes
+from bench.plan.categories import PEAK, Category
 from bench.plan.cell import Status
 from bench.report import sheet, style
-from bench.report.figure_data import FigureData, with_cells, without_reference
-from bench.report.lines import against_n
-from bench.report.panels import CONTEXT, CSV_COLUMNS, GIB_ABOVE, Drawing, Panel, paged, panel_grid
+from bench.report.figure_data import FACTS, MEMORY, FigureData, floats, twins
+from bench.report.panels import CONTEXT, Drawing, Panel, paged, panel_grid
 from bench.report.style import GREY, SMALL, TINY, safe
+from bench.words import GIB_ABOVE, plural, size
 
 ROW, MANY_ROWS, TITLE_AND_AXIS = 0.2, 0.15, 0.34
 """Inches of a bar, of one among more than eight, and of the words above and below a panel."""
 MARGIN_WORDS = 0.62
 """Inches for the words at the right of a bar."""
+SAME = 0.01
+"""Relative difference below which two measurements of a peak are one."""
 PANELS_HEIGHT = 6.0
 """Inches that the panels of one page may take."""
-
-
-def one_per_cell(trials: pd.DataFrame) -> pd.DataFrame:
-    """One trial of each cell, a good one if there is one: memory is measured once per cell."""
-    good_first = trials.assign(_bad=trials["status"] != Status.OK)
-    first = good_first.sort_values(["_bad", "repeat"], kind="stable").drop_duplicates("cell_id")
-    return trials.loc[first.index].sort_values(["_rank", "accumulate"], kind="stable")
 
 
 def stacked(
     run: FigureData,
     stem: str,
-    trials: pd.DataFrame,
+    cells: pd.DataFrame,
     total: str,
     parts: Mapping[str, Mapping[str, Any]],
     title: str,
@@ -48,12 +44,12 @@ def stacked(
     unit: float,
     also: Sequence[str],
 ) -> list[Drawing]:
-    """The figures of a total and the columns that add up to it, by how each is painted; one trial of each cell.
+    """The figures of a total and the columns that add up to it, by how each is painted.
 
     ``unit`` is how much of the columns is 1 on the axis, and ``also`` are columns of the data beside the total.
     """
-    trials = trials[[*CSV_COLUMNS, total, *also]]
-    panels = run.panels(trials, [*CONTEXT, "accumulate"], [total])
+    cells = cells[[*FACTS, total, *also]]
+    panels = [panel for panel in run.panels(cells, [*CONTEXT, "accumulate"]) if panel.rows[total].notna().any()]
     if not panels:
         return []
     shown = run.shown(panels)
@@ -62,7 +58,7 @@ def stacked(
     most = min(fit, 3 if len(panels) == 3 else max(2, math.ceil(math.sqrt(len(panels)))), 3)
     row = MANY_ROWS if len(shown) > 8 else ROW
     per_page = most * max(1, int(PANELS_HEIGHT / (row * len(shown) + TITLE_AND_AXIS)))
-    largest = float(trials[total].max()) / unit
+    largest = float(cells[total].max()) / unit
     drawings = []
     for page in paged(stem, panels, per_page):
         chunk = page.panels
@@ -79,7 +75,7 @@ def stacked(
             _bars(axes, panel, shown, total, parts, unit)
             axes.set_xlim(0, largest * width / (width - MARGIN_WORDS) or 1)
             axes.set_xlabel(label if i + columns >= len(chunk) else "")
-        drawings.append(Drawing(page.stem, figure, trials, words))
+        drawings.append(Drawing(page.stem, figure, cells, words))
     return drawings
 
 
@@ -91,7 +87,7 @@ def _bars(
     axes.set_ylim(len(shown) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="y", visible=False)
-    known = panel.trials[panel.trials[total].notna()]
+    known = panel.rows[panel.rows[total].notna()]
     rows = [shown.index(backend) for backend in known["backend"]]
     ends = np.zeros(len(known))
     for part, paint in parts.items():
@@ -99,11 +95,15 @@ def _bars(
         axes.barh(rows, widths, 0.72, ends, **paint)
         ends = ends + widths
     reached = dict(zip(rows, ends, strict=True))
-    for backend, status in zip(panel.trials["backend"], panel.trials["status"].astype(str), strict=True):
+    for backend, word in zip(panel.rows["backend"], panel.rows["word"], strict=True):
         at = shown.index(backend)
-        left, words = reached.get(at, 0.0), "" if status == Status.OK else status
-        words = f"{left:.3g} {words}".strip() if at in reached else words or "not measured"
+        left = reached.get(at, 0.0)
+        words = f"{left:.3g} {word}".strip() if at in reached else word or "not measured"
         axes.annotate(safe(words), (left, at), (3, 0), textcoords="offset points", va="center", size=TINY, color=GREY)
+    if total == "live_bytes":
+        other = known[(known["peak_memory_bytes"] - known[total]).abs() > SAME * known[total]]
+        places = [shown.index(backend) for backend in other["backend"]]
+        axes.plot(floats(other["peak_memory_bytes"]) / unit, places, "k|", markersize=9, markeredgewidth=1.4)
     axes.xaxis.set_major_locator(MaxNLocator(4))
 
 
@@ -119,12 +119,13 @@ CATEGORY_COLOURS = {
     Category.OTHER: "#555555",
 }
 """Okabe and Ito's hues; of parameters and gradients what is whole is the paler one, and hatched."""
+UNSPLIT = "not_split"
+"""Column of the peak of a cell whose categories were not measured."""
 HATCHED = (Category.PARAMETERS_UNSHARDED, Category.GRADIENTS_UNSHARDED)
-HELD_GRADIENTS = "held_gradients_bytes"
 
 
 def by_cell(memory: pd.DataFrame, total: str) -> pd.DataFrame:
-    """Bytes at a moment (PEAK or HELD): a row per cell_id, a column per category; only cells that have all of them.
+    """Bytes at a moment (``PEAK``): a row per cell_id, a column per category; only cells that have all of them.
 
     ``memory`` is the table of that name, whose categories are ``peak_activations`` and the like, with or without
     ``tracked_`` before it. Of several repeats the largest counts.
@@ -139,50 +140,67 @@ def _unit(most: float) -> tuple[float, str]:
     return (2.0**30, "GiB") if most >= GIB_ABOVE else (2.0**20, "MiB")
 
 
-def draw_memory_categories(run: FigureData, memory: pd.DataFrame) -> list[Drawing]:
-    """A stacked bar per backend, a panel per N and W: what lives at the peak, on the rank that has most."""
-    parts = by_cell(memory, PEAK)
-    trials = without_reference(one_per_cell(run.trials)).merge(parts, on="cell_id", how="left")
+def draw_memory_categories(run: FigureData) -> list[Drawing]:
+    """A stacked bar per backend, a panel per N and W: what lives at the peak, on the rank that has most.
+
+    Of a cell whose peak was not split, all of it; a black mark is what else measured the peak, if that differs.
+    """
+    parts = by_cell(run.tables.memory, PEAK)
+    cells = run.others.join(parts)
     names = [str(category) for category in Category]
-    trials["peak_bytes"] = trials[names].sum(axis=1, min_count=1)
-    if trials["peak_bytes"].isna().all():
+    cells["live_bytes"] = cells[names].sum(axis=1, min_count=1)
+    cells[UNSPLIT] = cells["peak_memory_bytes"].where(cells["live_bytes"].isna())
+    cells["live_bytes"] = cells["live_bytes"].fillna(cells["peak_memory_bytes"])
+    if cells["live_bytes"].isna().all():
         return []
-    unit, unit_name = _unit(float(trials["peak_bytes"].max()))
+    cells[[*names, UNSPLIT]] = cells[[*names, UNSPLIT]].astype("Float64").fillna(0.0)
+    unit, unit_name = _unit(float(cells["live_bytes"].max()))
+    paints = {str(category): _paint(category) for category in Category if (cells[str(category)] > 0).any()}
+    if (cells[UNSPLIT] > 0).any():
+        paints[UNSPLIT] = {"facecolor": "#DDDDDD", "edgecolor": GREY, "linewidth": 0.3}
     return stacked(
         run,
         "memory_categories",
-        trials,
-        "peak_bytes",
-        {str(category): _paint(category) for category in Category if (trials[str(category)] > 0).any()},
-        "What the peak memory of a rank is made of",
-        "Live storages at the moment of the peak of one settled window, each in one category, on the rank with the "
-        "largest peak; right of a bar: the peak, or how the cell failed.",
-        f"{unit_name} at the peak",
+        cells,
+        "live_bytes",
+        paints,
+        _memory_title(cells),
+        "Each storage that lives at the peak of a settled window is in one category, on the rank with the largest "
+        "peak; right of a bar: the peak, and how the cell failed.",
+        f"{unit_name} at the peak of a rank",
         unit,
-        also=names,
+        also=[*names, UNSPLIT, *MEMORY],
     )
+
+
+def _memory_title(cells: pd.DataFrame) -> str:
+    """Who needs least and most memory at the largest N of the most ranks, and what makes most of the difference."""
+    good = cells[(cells["status"] == Status.OK) & cells["live_bytes"].notna()]
+    good = good[good["world_size"] == good["world_size"].max()]
+    good = good[good["accumulate"] == good["accumulate"].max()].sort_values("live_bytes", kind="stable")
+    if good.empty:
+        return "Memory at the peak, of cells of which none is correct"
+    least, most = good.iloc[0], good.iloc[-1]
+    where = _where(cells, least)
+    if most["live_bytes"] == least["live_bytes"]:
+        alone = least["backend"] if len(good) == 1 else f"each of {plural(len(good), 'backend')}"
+        return f"{where}, {alone} needs {size(float(least['live_bytes']))} per rank"
+    away = pd.Series({str(name): float(most[str(name)]) - float(least[str(name)]) for name in Category})
+    mostly = str(away.idxmax()).split("_")
+    mostly = mostly[::-1] if "sharded" in mostly[-1] else mostly
+    means = f"needs {float(most['live_bytes']) / float(least['live_bytes']):.2g}x the memory of {least['backend']}"
+    return f"{where}, {most['backend']} {means}, mostly for {' '.join(mostly)}"
+
+
+def _where(cells: pd.DataFrame, cell: Any) -> str:
+    ranks = f", W = {cell['world_size']}" if cells["world_size"].nunique() > 1 else ""
+    return f"At N = {cell['accumulate']}{ranks}"
 
 
 def _paint(category: Category) -> dict[str, Any]:
     colour = CATEGORY_COLOURS[category]
     edge = tuple(0.55 * part for part in to_rgb(colour)) if category in HATCHED else "white"
     return {"facecolor": colour, "edgecolor": edge, "linewidth": 0.3, "hatch": "/////" * (category in HATCHED)}
-
-
-def draw_held_gradients(run: FigureData, memory: pd.DataFrame) -> list[Drawing]:
-    """Bytes of gradients, sharded and whole, that a rank holds from one micro-batch to the next, against N."""
-    parts = by_cell(memory, HELD)
-    held = parts[[Category.GRADIENTS_SHARDED, Category.GRADIENTS_UNSHARDED]].sum(axis=1).rename(HELD_GRADIENTS)
-    trials = run.trials.merge(held, on="cell_id", how="left")
-    # With N = 1 there is nothing between micro-batches.
-    trials = one_per_cell(trials[(trials["accumulate"] > 1) & (trials["backend"].isin(run.others["backend"]))])
-    if trials[HELD_GRADIENTS].isna().all():
-        return []
-    trials = with_cells(run, trials, HELD_GRADIENTS)
-    unit, name = _unit(float(trials[HELD_GRADIENTS].max()))
-    title = "Gradients held between micro-batches against N"
-    label = f"gradients held on a rank ({name})"
-    return against_n(run, "held_gradients", trials, HELD_GRADIENTS, title, label, CONTEXT, unit)
 
 
 TRAFFIC_COLOURS = {
@@ -193,44 +211,70 @@ TRAFFIC_COLOURS = {
 }
 """Okabe and Ito's hues."""
 OTHER, OTHER_COLOUR = "other", "#888888"
-TOTAL = "payload_bytes"
+TOTAL, SENT = "payload_bytes", "sent_bytes"
 MIB = 2.0**20
 
 
-def by_operation(collectives: pd.DataFrame) -> pd.DataFrame:
+def by_operation(collectives: pd.DataFrame, ranks: pd.Series | None = None) -> pd.DataFrame:
     """Payload bytes of a rank in one optimizer step: a row per cell_id, a column per operation, and their sum.
 
-    ``collectives`` is the table of that name. Of several repeats the largest counts.
+    ``collectives`` is the table of that name. Of several repeats the largest counts. With ``ranks``, the number of
+    ranks by cell_id, what a ring algorithm sends for these (``judge.tally.wire_bytes``).
     """
     rows = collectives.assign(op=collectives["op"].where(collectives["op"].isin(list(TRAFFIC_COLOURS)), OTHER))
+    if ranks is not None:
+        ranks = collectives["cell_id"].map(ranks).fillna(1).astype(int)
+        sent = zip(collectives["op"], collectives[TOTAL].astype(int), ranks, strict=True)
+        rows[TOTAL] = [wire_bytes(op, payload, count) for op, payload, count in sent]
     each = rows.groupby(["cell_id", "repeat", "op"], observed=True)[TOTAL].sum().reset_index()
     wide = each.pivot_table(index="cell_id", columns="op", values=TOTAL, aggfunc="max", observed=True)
     wide = wide.reindex(columns=[*TRAFFIC_COLOURS, OTHER]).astype("Float64").fillna(0.0)
     return wide.assign(**{TOTAL: wide.sum(axis=1)})
 
 
-def draw_traffic(run: FigureData, collectives: pd.DataFrame) -> list[Drawing]:
+def draw_traffic(run: FigureData) -> list[Drawing]:
     """A stacked bar per backend, a panel per N and W; nothing where no operation was counted."""
-    parts = by_operation(collectives)
-    if parts.empty or not float(parts[TOTAL].max()):
+    parts = by_operation(run.tables.collectives, run.cells["world_size"]).rename(columns={TOTAL: SENT})
+    if parts.empty or not float(parts[SENT].max()):
         return []
-    trials = without_reference(one_per_cell(run.trials)).merge(parts, on="cell_id", how="left")
+    cells = run.others.join(parts)
     names = [*TRAFFIC_COLOURS, OTHER]
     paints: dict[str, dict[str, Any]] = {
         name: {"facecolor": TRAFFIC_COLOURS.get(name, OTHER_COLOUR), "edgecolor": "white", "linewidth": 0.3}
         for name in names
-        if (trials[name] > 0).any()
+        if (cells[name] > 0).any()
     }
+    unit, unit_name = _unit(float(cells[SENT].max()))
     return stacked(
         run,
         "communication",
-        trials,
-        TOTAL,
+        cells[cells["world_size"] > 1],
+        SENT,
         paints,
-        "Payload of the collectives of one optimizer step",
-        "Bytes that a rank hands to collectives between two updates, after warm-up, by operation: an algorithm of the "
-        "network sends more or less than these; right of a bar: their sum, or how the cell failed.",
-        "MiB per optimizer step",
-        MIB,
+        _traffic_title(cells),
+        "Bytes that a ring algorithm sends for the collectives counted between two updates, derived from their payload "
+        "(gloo's algorithms differ); right of a bar: their sum, and how the cell failed.",
+        f"{unit_name} sent per rank and step",
+        unit,
         also=names,
     )
+
+
+def _traffic_title(cells: pd.DataFrame) -> str:
+    """What deferring the sync saves at the largest N of the most ranks, or who sends least and most."""
+    good = cells[(cells["status"] == Status.OK) & cells[SENT].notna() & (cells["world_size"] > 1)]
+    good = good[good["world_size"] == good["world_size"].max()]
+    good = good[good["accumulate"] == good["accumulate"].max()]
+    if good.empty:
+        return "Bytes that a rank sends, of cells of which none is correct"
+    where = _where(cells, good.iloc[0])
+    saved = {eager["backend"]: (eager[SENT], deferred[SENT]) for eager, deferred in twins(good) if deferred[SENT]}
+    best = max(saved, key=lambda name: saved[name][0] / saved[name][1], default=None)
+    if best is not None and saved[best][0] > saved[best][1]:
+        before, after = saved[best]
+        family = str(best).replace("-eager", "")
+        return f"{where}, deferring the sync cuts what {family} sends from {size(before)} to {size(after)} per rank"
+    least, most = good.loc[good[SENT].idxmin()], good.loc[good[SENT].idxmax()]
+    if least[SENT] == most[SENT]:
+        return f"{where}, a rank sends {size(least[SENT])} per step"
+    return f"{where}, {most['backend']} sends {most[SENT] / least[SENT]:.2g}x the bytes of {least['backend']}"

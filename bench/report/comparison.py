@@ -15,6 +15,7 @@ from rich.text import Text
 
 from bench.judge.pairs import ComparedPair, Number, record
 from bench.judge.verdicts import Exact, Reason, Verdict
+from bench.plan.columns import COLUMNS
 from bench.run.machine import Changed
 from bench.words import plural
 
@@ -32,17 +33,6 @@ NAMED = 6
 """Cells that are named where they have the same to be said of them."""
 MOST_KEYS = 12
 """Differing keys of the fingerprint that are listed; ``--json`` has all."""
-DTYPES = {
-    "forced": "bool",
-    **dict.fromkeys(("ratio", "low", "high", "p_different", "p_same", "peak_memory_ratio"), "Float64"),
-    "num_trials": "Int64",
-    "paired": "boolean",
-    **dict.fromkeys(
-        ("peak_memory_a_bytes", "peak_memory_b_bytes", "optimizer_steps_a", "optimizer_steps_b"),
-        "Int64",
-    ),
-}
-"""Columns of compare.parquet that may be empty."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +55,8 @@ class Report:
 
 def frame(rows: Sequence[ComparedPair]) -> pd.DataFrame:
     """The rows, at least one, as a table: compare.parquet of a comparison, ratios.parquet of a run."""
-    return pd.DataFrame([record(row) for row in rows]).astype(DTYPES)
+    typed = {name: column.dtype for name, column in COLUMNS["ratios"].items() if column.dtype != "string"}
+    return pd.DataFrame([record(row) for row in rows]).astype(typed)
 
 
 def headline(report: Report) -> str:

@@ -7,54 +7,55 @@ from __future__ import annotations
 
 import csv
 import shutil
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import matplotlib.style
 
+from bench.judge.pairs import ComparedPair
 from bench.judge.standing import Standing
-from bench.judge.statistics import MARGIN
+from bench.judge.statistics import MARGIN, MIN_TRIALS
 from bench.judge.tables import Tables
+from bench.judge.verdicts import Reason, Verdict
 from bench.report import forest, sheet, style
-from bench.report.bars import draw_held_gradients, draw_memory_categories, draw_traffic
+from bench.report.bars import draw_memory_categories, draw_traffic
 from bench.report.comparison import Report
 from bench.report.figure_data import FigureData
 from bench.report.formats import guarded, write_frame
-from bench.report.lines import draw_loss_curves, draw_peak_memory, draw_step_time
+from bench.report.lines import draw_loss_curves, draw_step_time
 from bench.report.panels import MOST_PAGES, Drawing
-from bench.report.rows import draw_noise, draw_optimizer_steps, draw_speed_up
+from bench.report.rows import draw_held_gradients, draw_noise, draw_optimizer_steps
 from bench.report.scatter import draw_memory_vs_time
 
 KINDS = (
-    "step_time",
-    "peak_memory",
     "memory_vs_time",
+    "step_time_ratio",
+    "step_time",
+    "noise",
+    "memory_categories",
+    "communication",
     "loss_curves",
     "optimizer_steps",
-    "speed_up",
-    "memory_categories",
     "held_gradients",
-    "communication",
-    "noise",
-    "step_time_ratio",
 )
 """All figures that a run may have: a page of one has its number after the name."""
+FORMER = ("peak_memory", "speed_up")
+"""Figures that earlier versions drew."""
 
 
 def draw(tables: Tables, manifest: dict[str, Any], folder: Path, standing: Standing | None = None) -> list[Path]:
     """Write the figures of a judged run into the folder; returns the paths. Figures without data are not drawn.
 
-    With its standing, also the ratios of step times to the baseline. Figures of an earlier report of the run that are
-    not drawn again are removed.
+    With its standing, also the ratios of step times to the baseline, and a banner where times cannot be compared.
+    Figures of an earlier report of the run that are not drawn again are removed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     paths: list[Path] = []
     with matplotlib.style.context(list(style.BASE)):
         before: Drawing | None = None
-        said = () if standing is None else standing.remarks
-        drawings = [*figures(tables, manifest, said), *spread(tables, manifest, standing), *ratios(standing)]
-        for drawing in drawings:
+        for drawing in figures(tables, manifest, standing):
             written = paths[-1] if before is not None and before.data is drawing.data else None
             paths += sheet.save(drawing.figure, folder / drawing.stem, drawing.words)
             paths.append(folder / f"{drawing.stem}.csv")
@@ -63,53 +64,66 @@ def draw(tables: Tables, manifest: dict[str, Any], folder: Path, standing: Stand
             else:  # pages of one figure have their data in common
                 shutil.copyfile(written, paths[-1])
             before = drawing
-    remove_leftovers(folder, str(manifest.get("run_id")), KINDS, paths)
+    remove_leftovers(folder, str(manifest.get("run_id")), {*KINDS, *FORMER}, paths)
     return paths
 
 
-def ratios(standing: Standing | None) -> list[Drawing]:
-    """Every cell against the baseline's: ratios of step times with intervals, and the noise floor."""
-    if standing is None or not standing.rows:
+def figures(tables: Tables, manifest: dict[str, Any], standing: Standing | None = None) -> list[Drawing]:
+    """The figures of ``draw``, not yet saved."""
+    if tables.trials.empty:
         return []
+    remarks, floor = ((), None) if standing is None else (standing.remarks, standing.floor)
+    run = FigureData(tables, manifest, remarks, "" if standing is None else obstacle(standing))
+    makers = (
+        draw_memory_vs_time,
+        draw_step_time,
+        draw_memory_categories,
+        draw_traffic,
+        draw_loss_curves,
+        draw_optimizer_steps,
+        draw_held_gradients,
+    )
+    with matplotlib.style.context(list(style.BASE)):
+        found = [drawing for maker in makers for drawing in maker(run)]
+        found += draw_noise(run, None if floor is None else floor.interval)
+    return found if run.obstacle or standing is None else found + ratios(standing)
+
+
+def obstacle(standing: Standing) -> str:
+    """Why no two times of a run can be compared; empty if there is a ratio with an interval, or nothing to compare."""
+    rows = _timed(standing)
+    if any(row.time is not None and row.time.low is not None for row in rows if _is_comparable(row)):
+        return ""
+    reasons = Counter(row.judgement.reason for row in rows)
+    few = f"fewer than {MIN_TRIALS} good trials of a cell"
+    return "; ".join(str(reason) if _bars(reason) else few for reason, _ in reasons.most_common(3))
+
+
+def _bars(reason: Reason) -> bool:
+    return reason not in (Reason.FEW_TRIALS, Reason.NO_FLOOR)
+
+
+def _is_comparable(row: ComparedPair) -> bool:
+    return row.judgement.verdict is not Verdict.NOT_COMPARABLE
+
+
+def _timed(standing: Standing) -> list[ComparedPair]:
+    """The comparisons of cells that have times; not that of the baseline with itself."""
+    return [row for row in standing.rows if row.pair.b.world.times_communication]
+
+
+def ratios(standing: Standing) -> list[Drawing]:
+    """Every cell against the baseline's: ratios of step times with intervals, and the noise floor."""
     report = Report(
         a=standing.baseline,
         b="each other backend",
-        rows=standing.rows,
+        rows=_timed(standing),
         differences=(),
         remarks=standing.remarks,
         notes=(),
         margin=MARGIN,
     )
     return forest.draw(report, "step_time_ratio", MOST_PAGES)
-
-
-def spread(tables: Tables, manifest: dict[str, Any], standing: Standing | None) -> list[Drawing]:
-    """How far trials are from the medians of their cells, beside the noise floor."""
-    if tables.trials.empty:
-        return []
-    floor = None if standing is None or standing.floor is None else standing.floor.interval
-    with matplotlib.style.context(list(style.BASE)):
-        return draw_noise(FigureData(tables, manifest), floor)
-
-
-def figures(tables: Tables, manifest: dict[str, Any], remarks: Sequence[str] = ()) -> list[Drawing]:
-    """The figures of ``draw`` that need no verdicts, not yet saved, with these remarks below them."""
-    if tables.trials.empty:
-        return []
-    run = FigureData(tables, manifest, remarks)
-    with matplotlib.style.context(list(style.BASE)):
-        makers = (
-            draw_step_time,
-            draw_peak_memory,
-            draw_memory_vs_time,
-            draw_loss_curves,
-            draw_optimizer_steps,
-            draw_speed_up,
-        )
-        found = [drawing for maker in makers for drawing in maker(run)]
-        memory = (draw_memory_categories, draw_held_gradients)
-        found += [drawing for maker in memory for drawing in maker(run, tables.memory)]
-        return found + draw_traffic(run, tables.collectives)
 
 
 SUFFIXES = (".png", ".svg", ".csv")

@@ -1,174 +1,201 @@
-"""The forest plot of a comparison: one row per cell, its ratio of step times with the interval, and its verdict."""
+"""Ratios of step times: one row per backend with a dot and its 95 % interval for each N, sorted, and the verdict."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any
 
 import matplotlib.style
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.colors import to_hex, to_rgb
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
 from bench.judge.pairs import SLOWER, ComparedPair, record
+from bench.judge.statistics import Interval
 from bench.judge.verdicts import Verdict, band
+from bench.plan.columns import WAYS, differing, phrases
 from bench.report import sheet, style
 from bench.report.comparison import Report
 from bench.report.panels import Drawing, largest, left_out_words
 from bench.report.sheet import FigureWords
 from bench.report.style import GREY, REFERENCE_COLOUR, TINY, Key, safe
+from bench.words import plural, some
 
-COLOURS = {
-    Verdict.FASTER: "#0072B2",
-    Verdict.SLOWER: "#D55E00",
-    Verdict.SAME: "#009E73",
-    Verdict.AMBIGUOUS: GREY,
-    Verdict.NOT_COMPARABLE: GREY,
-}
-MARKERS = {
-    Verdict.FASTER: "<",
-    Verdict.SLOWER: ">",
-    Verdict.SAME: "s",
-    Verdict.AMBIGUOUS: "o",
-    Verdict.NOT_COMPARABLE: "x",
-}
-"""A verdict can be told without its colour."""
-MARGIN_COLOUR, FLOOR_COLOUR, BARRED_COLOUR = "#d9e8f2", "#f3dfb4", "#f0f0f0"
-ROW, HEADING = 0.19, 0.75
-"""Inches of a row, and of the axis beneath them."""
-GROUP_GAP = 0.5
-"""Rows of room between groups."""
-MOST_ROWS = 30
-"""Of a figure; more cells make more figures."""
-WORD_WIDTH = 2.2
+DARK = "#0B3C6F"
+"""The dots of the largest N; smaller N are paler."""
+PALEST = 0.65
+"""How much of the way to white the dots of the smallest N are."""
+SLOWER_COLOUR, MARGIN_COLOUR, FLOOR_COLOUR = "#D55E00", "#d9e8f2", "#f3dfb4"
+DOT, ROW, HEADING = 0.1, 0.12, 0.75
+"""Inches of a dot's height within its row, of a row without its dots, and of the axis beneath the rows."""
+PAGE = 6.4
+"""Inches that the rows of a figure may take; more rows make more figures."""
+WORD_WIDTH = 2.4
 """Inches of the words at the right of the rows; longer ones are cut in the middle."""
 LEAST_REACH = 1.05
 """The axis shows at least 1 / LEAST_REACH to LEAST_REACH, so that a tiny difference does not look like a large one."""
-NICE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 0.7, 1.0, 1.5, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
+NICE = tuple(digit * 10.0**power for power in range(-3, 4) for digit in (1, 1.5, 2, 3, 5, 7))
 """Ticks of an axis that is too long for even ones."""
+Row = tuple[str, list[ComparedPair]]
+"""Its name, and its pairs by N."""
 
 
 def draw(report: Report, stem: str = "compare", most_pages: int | None = None) -> list[Drawing]:
-    """The figures: one of that name, or several, ``-1`` and so on, where the cells do not fit into one.
+    """The figures: one of that name, or several, ``-1`` and so on, where the rows do not fit into one.
 
-    Of more than fit into ``most_pages``, the rows of the most ranks and the largest N are drawn; the CSV has all.
+    Of more than fit into ``most_pages``, those of the most ranks are drawn; the CSV has all.
     """
-    most = len(report.rows) if most_pages is None else most_pages * MOST_ROWS
-    shown = largest(report.rows, most, lambda row: (row.pair.b.world_size, row.pair.b.accumulate))
-    left_out = left_out_words(len(report.rows), len(shown), "comparisons")
-    data = pd.DataFrame([record(row) for row in report.rows]) if left_out else None
-    count = math.ceil(len(shown) / MOST_ROWS)
-    size = math.ceil(len(shown) / count) if count else 0
-    parts = [shown[i * size : (i + 1) * size] for i in range(count)]
+    rows = _rows(report.rows)
+    if not rows:
+        return []
+    room = int(PAGE / (ROW + DOT * max(len(pairs) for _, pairs in rows)))
+    most = len(rows) if most_pages is None else most_pages * room
+    shown = largest(rows, most, lambda row: (row[1][-1].pair.b.world_size, row[1][-1].pair.b.accumulate))
+    every, drawn = (sum(len(pairs) for _, pairs in some) for some in (rows, shown))
+    notes = left_out_words(every, drawn, "comparisons")
+    data = pd.DataFrame([record(row) for row in report.rows])
+    count = math.ceil(len(shown) / room)
+    size = math.ceil(len(shown) / count)
+    found = []
     with matplotlib.style.context(list(style.BASE)):
-        found = [
-            _draw(
-                report, rows, f"{stem}-{i}" if count > 1 else stem, f", {i} of {count}" if count > 1 else "", left_out
-            )
-            for i, rows in enumerate(parts, start=1)
-        ]
-    return found if data is None else [replace(drawing, data=data) for drawing in found]
+        for i in range(count):
+            words = _words(report, notes)
+            figure = _draw(report, shown[i * size : (i + 1) * size], words)
+            found.append(Drawing(f"{stem}-{i + 1}" if count > 1 else stem, figure, data, words))
+    return found
 
 
-def _draw(report: Report, rows: Sequence[ComparedPair], stem: str, which: str, notes: Sequence[str]) -> Drawing:
-    subtitle = f"B: {report.b}; A: {report.a}; an optimizer step's time, 95 % intervals over trials"
+def _rows(pairs: Sequence[ComparedPair]) -> list[Row]:
+    """The pairs that differ in N alone, with what tells them from other rows; the fastest of those alike first."""
+    cells = [row.pair.b for row in pairs]
+    ways = [name for name in differing(cells, ("precision", *WAYS)) if name not in ("accumulate", "global_batch_size")]
+    worlds = {row.pair.b: f"W = {row.pair.b.world_size} {row.pair.b.world.label}".strip() for row in pairs}
+    several = len(set(worlds.values())) > 1
+    found: dict[tuple[str, ...], list[ComparedPair]] = {}
+    for row in pairs:
+        twin = ["again (A/A)"] if row.pair.b.twin else []
+        found.setdefault(
+            (
+                ", ".join([worlds[row.pair.b]] * several + phrases(row.pair.b, ways)),
+                " ".join([row.pair.b.backend, *twin]),
+            ),
+            [],
+        ).append(row)
+    rows = [(key, sorted(alike, key=lambda row: row.pair.b.accumulate)) for key, alike in found.items()]
+    rows.sort(key=lambda row: (row[0][0], -row[1][-1].pair.b.accumulate, _ratio(row[1][-1]), row[0][1]))
+    return [(" ".join(filter(None, reversed(key))), alike) for key, alike in rows]
+
+
+def _ratio(row: ComparedPair) -> float:
+    return math.inf if row.time is None else row.time.ratio
+
+
+def _words(report: Report, notes: Sequence[str]) -> FigureWords:
+    subtitle = f"Step time of B over that of A, with 95 % intervals over trials. B: {report.b}; A: {report.a}"
     if report.differences:
         keys = ", ".join(one.key for one in report.differences[:4])
         subtitle += f". DIFFERENT MACHINES OR SOFTWARE: {keys}" + (" ..." if len(report.differences) > 4 else "")
-    floors = [row.judgement.comparison.floor for row in report.rows if row.judgement.comparison.floor]
-    floor = floors[0] if floors and floors[0].low is not None else None
-    footer = f"{'; '.join(_marks(report.rows))}."
-    if floor is None:
+    footer = "Below 1, B is faster. Hollow: no interval, or not comparable."
+    if _floor(report) is None:
         footer += " The noise floor is unknown, so no row is called faster, slower or the same."
-    said = [*(f"{text}." for text in report.remarks), *notes]
-    words = FigureWords(f"Time of B over time of A{which}", subtitle, footer, said)
+    return FigureWords(_title(report), subtitle, footer, [*(f"{text}." for text in report.remarks), *notes])
+
+
+def _title(report: Report) -> str:
+    """What the verdicts at the largest N are."""
+    n = max(row.pair.b.accumulate for row in report.rows)
+    rows = [row for row in report.rows if row.pair.b.accumulate == n and not row.pair.b.twin]
+    if not rows:
+        return f"Only {report.a} was compared with itself"
+    names = {
+        verdict: list(dict.fromkeys(row.pair.b.backend for row in rows if row.judgement.verdict is verdict))
+        for verdict in Verdict
+    }
+    faster, slower = names[Verdict.FASTER], names[Verdict.SLOWER]
+    if faster:
+        return f"At N = {n}, {some(faster)} {'is' if len(faster) == 1 else 'are'} faster than {report.a}"
+    certain = f"; {len(slower)} of {plural(len(rows), 'comparison')} {'is' if len(slower) == 1 else 'are'} slower"
+    return f"At N = {n}, nothing is certainly faster than {report.a}" + (certain if slower else "")
+
+
+def _floor(report: Report) -> Interval | None:
+    floors = [row.judgement.comparison.floor for row in report.rows if row.judgement.comparison.floor]
+    return floors[0] if floors and floors[0].low is not None else None
+
+
+def _draw(report: Report, rows: Sequence[Row], words: FigureWords) -> Figure:
+    floor = _floor(report)
     noise = None if floor is None else band(floor)
-    inches = ROW * (len(rows) + GROUP_GAP * _num_groups(rows)) + HEADING
-    figure = sheet.sheet(words, [_keys(report, rows, noise)], inches, inches)
+    ns = sorted({pair.pair.b.accumulate for pair in report.rows})
+    colours = {n: _shade(i, len(ns)) for i, n in enumerate(ns)}
+    heights = [ROW + DOT * len(pairs) for _, pairs in rows]
+    inches = sum(heights) + HEADING
+    figure = sheet.sheet(words, [list(_keys(report, colours, noise))], inches, inches)
     axes = figure.subplots()
-    _rows(axes, rows)
-    limits = _limits(report)
-    axes.set_xscale("log")
-    axes.set_xlim(*limits)
-    axes.xaxis.set_major_locator(FixedLocator(ticks(*limits)))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_xlabel("time of B / time of A")
-    if noise:
-        axes.axvspan(1 / noise, noise, color=FLOOR_COLOUR, zorder=0.4, linewidth=0)
-    axes.axvspan(1 / (1 + report.margin), 1 + report.margin, color=MARGIN_COLOUR, zorder=0.5, linewidth=0)
-    axes.axvline(1, color=REFERENCE_COLOUR, linewidth=0.9, zorder=1.5)
-    if report.threshold is not None:
-        axes.axvline(1 + report.threshold, color=COLOURS[Verdict.SLOWER], linewidth=0.9, linestyle="--", zorder=1.5)
-    return Drawing(stem, figure, pd.DataFrame([record(row) for row in rows]), words)
-
-
-def _marks(rows: Sequence[ComparedPair]) -> Iterator[str]:
-    """How to read what is drawn; of marks that are not there nothing is said."""
-    yield "Below 1, B is faster"
-    if any(row.time is not None and row.time.low is None for row in rows):
-        yield "hollow: no interval, with too few trials"
-    if any(row.judgement.verdict is Verdict.NOT_COMPARABLE for row in rows):
-        yield "on grey: not comparable"
-
-
-def _num_groups(rows: Sequence[ComparedPair]) -> int:
-    return len({row.pair.group for row in rows})
-
-
-def _rows(axes: Axes, rows: Sequence[ComparedPair]) -> None:
-    """Names at the left, intervals in the middle, numbers and verdicts at the right; a gap between groups."""
-    places: list[float] = []
-    for i, row in enumerate(rows):
-        gap = GROUP_GAP if i and row.pair.group != rows[i - 1].pair.group else 0.0
-        places.append(places[-1] + 1 + gap if places else 0.0)
-        _row(axes, places[-1], row)
-    axes.set_yticks(places, [safe(style.fit(row.pair.name, style.NAME_WIDTH)) for row in rows])
-    axes.set_ylim(places[-1] + 0.6, -0.6)
+    places, top = [], 0.0
+    for (_, pairs), height in zip(rows, heights, strict=True):
+        for i, pair in enumerate(pairs):
+            _dot(axes, top + height / 2 + DOT * (i - (len(pairs) - 1) / 2), pair, colours)
+        _verdict(axes, top + height / 2, pairs[-1])
+        places.append(top + height / 2)
+        top += height
+        if len(pairs) > 1:
+            axes.axhline(top, color="#e4e4e4", linewidth=0.5, zorder=0.3)
+    axes.set_yticks(places, [safe(style.fit(name, style.NAME_WIDTH)) for name, _ in rows])
+    axes.set_ylim(top, 0)
     axes.grid(visible=False, axis="y")
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
+    marks = ticks(*_reach(report))
+    axes.set_xscale("log")
+    axes.set_xlim(marks[0], marks[-1])
+    axes.xaxis.set_major_locator(FixedLocator(marks))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xlabel("step time of B / step time of A")
+    if noise:
+        axes.axvspan(1 / noise, noise, color=FLOOR_COLOUR, zorder=0.1, linewidth=0)
+    axes.axvspan(1 / (1 + report.margin), 1 + report.margin, color=MARGIN_COLOUR, zorder=0.2, linewidth=0)
+    axes.axvline(1, color=REFERENCE_COLOUR, linewidth=0.9, zorder=1.5)
+    if report.threshold is not None:
+        axes.axvline(1 + report.threshold, color=SLOWER_COLOUR, linewidth=0.9, linestyle="--", zorder=1.5)
+    return figure
 
 
-def _row(axes: Axes, y: float, row: ComparedPair) -> None:
-    verdict, time = row.judgement.verdict, row.time
-    barred = verdict is Verdict.NOT_COMPARABLE
-    colour = COLOURS[verdict]
-    if barred:
-        axes.axhspan(y - 0.42, y + 0.42, color=BARRED_COLOUR, zorder=0.6, linewidth=0)
-    if time is not None:
-        if time.low is not None and time.high is not None:
-            axes.plot([time.low, time.high], [y, y], color=colour, linewidth=1.4, zorder=2.5)
-        axes.plot([time.ratio], [y], zorder=3, **_mark(verdict, hollow=time.low is None))
-    text = axes.text(
-        1.02, y, safe(style.fit(said(row), WORD_WIDTH)), size=TINY, va="center", transform=axes.get_yaxis_transform()
-    )
-    text.set_color(GREY if barred else COLOURS[Verdict.SLOWER] if SLOWER in row.regressions else "black")
+def _shade(place: int, count: int) -> str:
+    paler = PALEST * (count - 1 - place) / max(count - 1, 1)
+    red, green, blue = (part + paler * (1 - part) for part in to_rgb(DARK))
+    return to_hex((red, green, blue))
 
 
-def _mark(verdict: Verdict, *, hollow: bool) -> dict[str, Any]:
-    colour = COLOURS[verdict]
+def _dot(axes: Axes, y: float, row: ComparedPair, colours: dict[int, str]) -> None:
+    time, colour = row.time, colours[row.pair.b.accumulate]
+    if time is None:
+        return
+    hollow = time.low is None or row.judgement.verdict is Verdict.NOT_COMPARABLE
+    if time.low is not None and time.high is not None:
+        axes.plot([time.low, time.high], [y, y], color=colour, linewidth=1.4, zorder=2.5)
     face = "white" if hollow else colour
-    return {
-        "marker": MARKERS[verdict],
-        "color": colour,
-        "markerfacecolor": face,
-        "markersize": 5,
-        "linestyle": "none",
-        "markeredgewidth": 0.9,
-    }
+    axes.plot([time.ratio], [y], "o", color=colour, markerfacecolor=face, markersize=4.5, zorder=3)
 
 
-def said(row: ComparedPair) -> str:
-    """The words at the right of a row."""
+def _verdict(axes: Axes, y: float, row: ComparedPair) -> None:
+    words = safe(style.fit(f"N = {row.pair.b.accumulate}: {_said(row)}", WORD_WIDTH, TINY))
+    text = axes.text(1.02, y, words, size=TINY, va="center", transform=axes.get_yaxis_transform())
+    barred = row.judgement.verdict is Verdict.NOT_COMPARABLE
+    text.set_color(GREY if barred else SLOWER_COLOUR if SLOWER in row.regressions else "black")
+
+
+def _said(row: ComparedPair) -> str:
+    """The ratio with its interval, and the verdict."""
     time, judgement = row.time, row.judgement
     ends = "REGRESSED" if SLOWER in row.regressions else str(judgement.verdict)
     if judgement.verdict is Verdict.NOT_COMPARABLE:
-        return f"{time.ratio:.3f} forced; {ends}: {judgement.reason}" if time else f"{ends}: {judgement.reason}"
+        return (f"{time.ratio:.3f} forced; " if time else "") + f"{ends}: {judgement.reason}"
     if time is None:
         return ends
     if time.low is None:
@@ -176,38 +203,37 @@ def said(row: ComparedPair) -> str:
     return f"{time.ratio:.3f} [{time.low:.3f}, {time.high:.3f}] {ends}"
 
 
-def _limits(report: Report) -> tuple[float, float]:
-    """Of the axis: all ratios and intervals, the margin and the threshold, with a little room."""
+def _reach(report: Report) -> tuple[float, float]:
+    """The least and the largest of all ratios and intervals, the margin and the threshold."""
     ends = [1 + report.margin, 1 / (1 + report.margin), LEAST_REACH, 1 / LEAST_REACH, 1 + (report.threshold or 0)]
     for row in report.rows:
         if row.time is not None:
             ends += [end for end in (row.time.ratio, row.time.low, row.time.high) if end is not None]
-    low, high = min(ends), max(ends)
-    room = (high / low) ** 0.04
-    return low / room, high * room
+    return min(ends), max(ends)
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Ratios at which the axis is marked, 1 among them."""
+    """Ratios at which the axis is marked, 1 among them, from one below to one above all that is drawn."""
     if high / low < 2.2:
-        found = [float(round(value, 6)) for value in MaxNLocator(nbins=6).tick_values(low, high)]
+        step = MaxNLocator(nbins=6, steps=[1, 2, 5, 10]).tick_values(low, high)
+        found = sorted({float(round(value, 6)) for value in step if value > 0} | {1.0})
     else:
-        found = list(NICE)
-    inside = [value for value in found if low <= value <= high]
-    return inside if 1.0 in inside else sorted([*inside, 1.0])
+        found = [float(round(value, 6)) for value in NICE]
+    low, high = low / 1.005, high * 1.005
+    first = max((value for value in found if value <= low), default=low)
+    last = min((value for value in found if value >= high), default=high)
+    inside = [value for value in found if first < value < last]
+    if last / first > 30:
+        inside = [value for value in inside if f"{value:e}"[0] in "125" and f"{value:e}"[2] == "0"]
+    return [first, *inside, last]
 
 
-def _keys(report: Report, rows: Sequence[ComparedPair], noise: float | None) -> list[Key]:
-    verdicts = {row.judgement.verdict for row in rows if row.time is not None}
-    keys: list[Key] = [
-        (Line2D([], [], **_mark(verdict, hollow=False)), str(verdict)) for verdict in Verdict if verdict in verdicts
-    ]
-    if any(row.judgement.verdict is Verdict.NOT_COMPARABLE and row.time is None for row in rows):
-        keys.append((Patch(color=BARRED_COLOUR), "not comparable, no ratio"))
-    keys.append((Patch(color=MARGIN_COLOUR), f"margin of {100 * report.margin:g} %"))
+def _keys(report: Report, colours: dict[int, str], noise: float | None) -> Iterator[Key]:
+    for n, colour in colours.items() if len(colours) > 1 else ():
+        yield Line2D([], [], color=colour, marker="o", markersize=4.5, linewidth=1.4), f"N = {n}"
+    yield Patch(color=MARGIN_COLOUR), f"margin of {100 * report.margin:g} %"
     if noise:
-        keys.append((Patch(color=FLOOR_COLOUR), f"noise floor, {100 * (noise - 1):.2g} %"))
+        yield Patch(color=FLOOR_COLOUR), f"noise floor, {100 * (noise - 1):.2g} %"
     if report.threshold is not None:
-        line = Line2D([], [], color=COLOURS[Verdict.SLOWER], linestyle="--", linewidth=0.9)
-        keys.append((line, f"--fail-on slower={100 * report.threshold:g}%"))
-    return keys
+        line = Line2D([], [], color=SLOWER_COLOUR, linestyle="--", linewidth=0.9)
+        yield line, f"--fail-on slower={100 * report.threshold:g}%"

@@ -39,6 +39,8 @@ PAGE = "report.html"
 FIRST_PLOT = "memory_vs_time"
 MOST_SWITCHES = 8
 """Values of N that a row of buttons offers; more are in a list."""
+PICTURE_BYTES = 400_000
+"""Of a figure that is unfolded on demand; a larger one is linked to. The first of a section is always shown."""
 VERDICTS, REASONS = tuple(Verdict), tuple(Reason)
 RAW = {
     "run.json": "what ran where, with which versions",
@@ -59,7 +61,7 @@ class Shown:
 
     pictures: tuple[Picture, ...]
     linked: tuple[tuple[str, str], ...]
-    """Names and links of further pages of these figures."""
+    """Names and links of those that the page does not hold."""
 
 
 def render(of: Material, answer: Answer, plots: Sequence[Path]) -> str:
@@ -115,12 +117,16 @@ def _text(name: str) -> str:
 
 
 def _shown(folder: Path, stems: Iterable[str], plots: Sequence[Path]) -> Shown:
-    """The first page of each of these figures that was drawn; links to the others."""
-    pictures, linked = [], []
+    """The first page of each of these figures that was drawn, if it is not too large; links to the others."""
+    pictures: list[Picture] = []
+    linked: list[tuple[str, str]] = []
     for stem in stems:
         files = sorted(path for path in plots if path.suffix == ".svg" and kind_of(path.stem) == stem)
-        pictures += [picture(path.read_text(encoding="utf-8"), path.stem) for path in files[:1]]
-        linked += [(path.stem, link(folder, path)) for path in files[1:]]
+        for path in files:
+            if path is files[0] and (not pictures or path.stat().st_size <= PICTURE_BYTES):
+                pictures.append(picture(path.read_text(encoding="utf-8"), path.stem))
+            else:
+                linked.append((path.stem, link(folder, path)))
     return Shown(pictures=tuple(pictures), linked=tuple(linked))
 
 

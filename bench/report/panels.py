@@ -11,55 +11,24 @@ from typing import Any, TypeVar
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from bench.plan.cell import REFERENCE, SHARDED_REFERENCE
-from bench.plan.columns import WAYS, WORK, differing
+from bench.plan.columns import WAYS, differing
 from bench.report import style
 from bench.report.sheet import FigureWords
-from bench.report.style import REFERENCE_COLOUR, Key, safe
+from bench.report.style import safe
 
 T = TypeVar("T")
 CONTEXT = [*WAYS, "world_size", "world", "precision"]
 """Cells that differ in one of these are never in one panel."""
-REFERENCE_KEYS = list(WORK)
-"""What a trial shares with its reference."""
-CSV_COLUMNS = [
-    "run_id",
-    "cell_id",
-    "repeat",
-    "backend",
-    "framework",
-    "sharding",
-    "sync",
-    "accumulate",
-    *CONTEXT,
-    "status",
-    "reason",
-]
-REFERENCE_LABELS = {
-    REFERENCE: "reference: one process, full batch",
-    SHARDED_REFERENCE: "reference: all ranks, full batch",
-}
 NOT_COMMUNICATION = "no bytes move between ranks: host overhead and memory policy, not communication"
 ONE_GPU, ONE_PROCESS = f"one GPU, {NOT_COMMUNICATION}", f"one process, {NOT_COMMUNICATION}"
-LOSS_FLOOR = 1e-9
-"""Where a loss equal to the reference's is drawn on a logarithmic axis."""
-SPREAD = "Points are spread sideways at each N; small points are trials, large ones their cells ({})"
 MOST_PAGES = 2
 """Figures of one kind: what a run of hundreds of cells has beyond these is in the tables and the CSV."""
-COUNTED = "; 2\u2715 above a panel: two cells without a number at that N."
 TITLE_SIZE = 8.0
 """Of a panel's title in points."""
 LOG_ABOVE = 5.0
 """Ratio of the largest to the smallest value from which an axis is logarithmic."""
-GIB_ABOVE = 4 * 2**30
-MAX_DIRECT, MAX_DIRECT_WIDTH = 12, 2.3
-"""Lines that get labels of their own at the right, and the inches that those may take."""
-DODGE, DODGE_EACH = 0.32, 0.04
-"""Octaves over which the backends are spread at one N: at most, and per backend."""
-REASON_LENGTH = 220
 
 
 @dataclass
@@ -74,19 +43,10 @@ class Drawing:
 
 @dataclass
 class Panel:
-    """The trials that share one pair of axes, and those of their reference."""
+    """What shares one pair of axes."""
 
     title: str
-    trials: pd.DataFrame
-    reference: pd.DataFrame
-    """Of one kind: of single processes, where there is one."""
-
-
-def reference_keys(panels: Sequence[Panel], value: str) -> list[Key]:
-    """The legend's entries of the references that these panels draw."""
-    drawn = {name for panel in panels for name in panel.reference.loc[panel.reference[value].notna(), "backend"]}
-    line = Line2D([], [], color=REFERENCE_COLOUR, linestyle="--")
-    return [(line, label) for name, label in REFERENCE_LABELS.items() if name in drawn]
+    rows: pd.DataFrame
 
 
 def of_one_process(trials: pd.DataFrame) -> str:
@@ -120,7 +80,7 @@ def paged(stem: str, items: list[Panel], size: int) -> Iterator[Page]:
     """
     most = MOST_PAGES if len(items) <= 2 * MOST_PAGES * size else 1
     shown = list(largest(items, most * size, _extent))
-    every, drawn = (sum(panel.trials["cell_id"].nunique() for panel in some) for some in (items, shown))
+    every, drawn = (sum(panel.rows["cell_id"].nunique() for panel in some) for some in (items, shown))
     left_out = left_out_words(every, drawn, "cells")
     count = math.ceil(len(shown) / size)
     each = math.ceil(len(shown) / max(count, 1))
@@ -130,7 +90,7 @@ def paged(stem: str, items: list[Panel], size: int) -> Iterator[Page]:
 
 
 def _extent(panel: Panel) -> tuple[int, int]:
-    return int(panel.trials["world_size"].max()), int(panel.trials["accumulate"].max())
+    return int(panel.rows["world_size"].max()), int(panel.rows["accumulate"].max())
 
 
 def largest(items: Sequence[T], most: int, extent: Callable[[T], tuple[int, int]]) -> Sequence[T]:

@@ -22,6 +22,7 @@ from bench.report import epoch_end
 from bench.report.bars import MIB, TOTAL, by_operation
 from bench.report.bars import by_cell as memory_by_cell
 from bench.report.material import Material, records
+from bench.report.rows import held_sentence
 from bench.words import plural, size
 
 HERE = {
@@ -114,7 +115,7 @@ def speed(of: Material) -> PageSection:
         key="speed",
         title="How long does an optimizer step take?",
         sentences=(first, second),
-        plots=("step_time_ratio", "step_time", "speed_up", "noise"),
+        plots=("step_time_ratio", "step_time", "noise"),
         table=table(f"Step times: {NAME} over the good trials of a cell, as they are cited", of.cells, TIMES),
     )
 
@@ -136,8 +137,8 @@ def memory(of: Material) -> PageSection:
     return PageSection(
         key="memory",
         title="How much memory does a rank need?",
-        sentences=(sentence,),
-        plots=("memory_categories", "peak_memory", "held_gradients"),
+        sentences=tuple(filter(None, (sentence, held_sentence(of.run.tables.memory)))),
+        plots=("memory_categories", "held_gradients"),
         table=table("Peak memory of a rank, and what it is made of", frame, columns, words=2),
     )
 

@@ -31,6 +31,8 @@ from bench.report.style import (
     fit,
 )
 
+BANNER_INK, BANNER_PAPER = "#9B1C1C", "#FDE8E8"
+
 
 @dataclass
 class FigureWords:
@@ -40,10 +42,12 @@ class FigureWords:
     subtitle: str
     footer: str
     notes: list[str] = field(default_factory=list)
+    banner: str = ""
+    """Why the figure must not be read as a comparison; empty if it may be."""
 
     def plain(self) -> str:
         """All but the title in one text, for readers who cannot see the picture."""
-        return "\n".join([self.subtitle, *self.notes, self.footer])
+        return "\n".join(filter(None, [self.banner, self.subtitle, *self.notes, self.footer]))
 
 
 def sheet(words: FigureWords, legends: Sequence[Sequence[Key]], panels: float, least: float) -> Figure:
@@ -57,9 +61,12 @@ def sheet(words: FigureWords, legends: Sequence[Sequence[Key]], panels: float, l
     full = WIDTH - 2 * MARGIN
     title = _text(figure, ruler.wrap(words.title, full, TITLE, "bold"), TITLE, weight="bold")
     subtitle = _text(figure, ruler.wrap(words.subtitle, full, SUBTITLE), SUBTITLE, color=GREY)
+    boxed = {"facecolor": BANNER_PAPER, "edgecolor": "none", "boxstyle": "square,pad=0.25"}
+    banner = _text(figure, ruler.wrap(words.banner, full - 0.1, SUBTITLE, "bold"), SUBTITLE, weight="bold",
+                   color=BANNER_INK, **({"bbox": boxed} if words.banner else {}))  # fmt: skip
     footer = _text(figure, ruler.wrap(words.footer, full, TINY), TINY, color=GREY)
     drawn = [_legend(figure, ruler, keys) for keys in legends if keys]
-    heights = [_height(item) for item in (title, subtitle, footer, *drawn)]
+    heights = [_height(item) for item in (title, subtitle, banner, footer, *drawn)]
     taken = sum(heights) + 2 * MARGIN + GAP * (len(heights) + 2)
     lines = [ruler.wrap(note, full, TINY, indent="   ") for note in words.notes]
     notes = _text(figure, _cut(lines, MAX_HEIGHT - taken - least), TINY)
@@ -68,7 +75,7 @@ def sheet(words: FigureWords, legends: Sequence[Sequence[Key]], panels: float, l
     figure.set_size_inches(WIDTH, height)
 
     top = height - MARGIN
-    for item in (title, subtitle):
+    for item in filter(Text.get_text, (title, subtitle, banner)):
         item.set_position((MARGIN / WIDTH, top / height))
         top -= _height(item) + GAP
     bottom = MARGIN

@@ -8,7 +8,7 @@ import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import pandas as pd
 from matplotlib.artist import Artist
@@ -18,8 +18,6 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.lines import Line2D
 from matplotlib.typing import LineStyleType
-
-Fill = Literal["full", "left", "bottom", "right", "top"]
 
 WIDTH, MAX_HEIGHT = 7.5, 9.0
 """Of a figure in inches: fits on A4 with margins."""
@@ -56,8 +54,6 @@ SHARDING_DASHES: dict[str, tuple[float, ...]] = {
     "grads": (3.6, 1.4),
     "optimizer": (1.0, 1.2),
 }
-SHARDING_FILLS: dict[str, Fill] = {"none": "full", "params": "full", "grads": "left", "optimizer": "bottom"}
-FILLS: tuple[Fill, ...] = ("full", "left", "bottom", "right", "top")
 TERMINAL_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 SOLID_LENGTH, DOT, DOT_GAP = 14.0, 1.4, 1.4
 """Dashes of a solid line that needs to be told apart from another, and the dots that tell lines apart."""
@@ -93,7 +89,6 @@ class Appearance:
     colour: str
     marker: str
     line: LineStyleType
-    fill: Fill
 
 
 Key = tuple[Artist | tuple[Artist, ...], str]
@@ -130,7 +125,7 @@ def colours(frameworks: Iterable[str]) -> dict[str, str]:
 def looks(trials: pd.DataFrame) -> dict[str, Appearance]:
     """The look of each backend, ordered by framework, sharding, sync and name.
 
-    Backends of equal framework, sync and sharding differ by dots in the line and by the side of the marker filled.
+    Backends of equal framework, sync and sharding differ by dots in the line.
     """
     known = list(FRAMEWORK_COLOURS)
     rows = trials[["framework", "sharding", "sync", "backend"]].astype(object).fillna("").drop_duplicates("backend")
@@ -140,17 +135,12 @@ def looks(trials: pd.DataFrame) -> dict[str, Appearance]:
     )
     colour = colours(key[0] for key in keys)
     used_lines: dict[tuple[str, str], int] = {}
-    used_fills: dict[tuple[str, str], list[Fill]] = {}
     found: dict[str, Appearance] = {}
     for framework, sharding, sync, backend in keys:
         alike = used_lines.setdefault((framework, f"{sharding} {sync}"), 0)
         used_lines[framework, f"{sharding} {sync}"] += 1
-        fills = used_fills.setdefault((framework, sync), [])
-        wanted = SHARDING_FILLS.get(sharding, "full")
-        free = [fill for fill in FILLS if fill not in fills]
-        fills.append(wanted if wanted in free or not free else free[-1])
         marker = SYNC_MARKERS.get(sync, OTHER_MARKER)
-        found[backend] = Appearance(colour[framework], marker, _line(sharding, alike), fills[-1])
+        found[backend] = Appearance(colour[framework], marker, _line(sharding, alike))
     return found
 
 
@@ -161,39 +151,24 @@ def _line(sharding: str, alike: int) -> LineStyleType:
     return (0, (dashes or (SOLID_LENGTH, DOT_GAP)) + (DOT, DOT_GAP) * alike)
 
 
-def marks(look: Appearance, valid: bool, size: float = 5.5) -> list[dict[str, Any]]:
-    """Keyword arguments of ``plot`` for a marker: one layer, or hollow and a cross if its trial was not valid."""
-    base: dict[str, Any] = {"color": look.colour, "linestyle": "none", "markersize": size, "markeredgewidth": 0.8}
-    if valid:
-        return [base | {"marker": look.marker, "fillstyle": look.fill, "markerfacecoloralt": "white"}]
-    hollow = base | {"marker": look.marker, "markerfacecolor": "white"}
-    return [hollow, base | {"marker": "x", "markersize": size * 1.35, "markeredgewidth": 0.9}]
+def marks(look: Appearance, *, wrong: bool = False, hollow: bool = False, size: float = 5.5) -> dict[str, Any]:
+    """Keyword arguments of ``plot`` for a marker: an open ring for a wrong result."""
+    base: dict[str, Any] = {"color": look.colour, "linestyle": "none", "markersize": size, "marker": look.marker}
+    if wrong or hollow:
+        base |= {"markerfacecolor": "none", "markeredgewidth": 1.3}
+    return base | ({"marker": "o"} if wrong else {})
 
 
-def mark(
-    axes: Axes, x: object, y: object, look: Appearance, *, valid: bool = True, size: float = 5.5, **more: Any
-) -> None:
-    """Draw markers at points."""
-    for layer in marks(look, valid, size):
-        axes.plot(x, y, **layer, **more)  # type: ignore[arg-type]  # the stubs know no arrays of pandas
+def mark(axes: Axes, x: object, y: object, look: Appearance, **more: Any) -> None:
+    """Draw markers at points; ``more`` are arguments of ``marks`` and of ``plot``."""
+    own = {name: more.pop(name) for name in ("wrong", "hollow", "size") if name in more}
+    axes.plot(x, y, **marks(look, **own), **more)  # type: ignore[arg-type]  # the stubs know no arrays of pandas
 
 
 def backend_key(backend: str, look: Appearance, *, line: bool, label: str = "") -> Key:
     """The legend's entry of a backend."""
-    style = marks(look, valid=True)[0] | {"linestyle": look.line if line else "none"}
+    style = marks(look) | {"linestyle": look.line if line else "none"}
     return Line2D([], [], **style), label or backend
-
-
-def sync_keys(trials: pd.DataFrame, *, invalid: bool) -> list[Key]:
-    """Entries that say what the markers mean: sync, and the cross of an invalid trial."""
-    keys: list[Key] = []
-    for sync, marker in SYNC_MARKERS.items():
-        if (trials["sync"] == sync).any():
-            keys.append((Line2D([], [], color=GREY, linestyle="none", marker=marker, markersize=5), f"sync: {sync}"))
-    if invalid:
-        look = Appearance(GREY, "s", "-", "full")
-        keys.append((tuple(Line2D([], [], **layer) for layer in marks(look, valid=False)), "invalid: see the notes"))
-    return keys
 
 
 @lru_cache(maxsize=1 << 15)

@@ -146,7 +146,7 @@ def test_one_repeat_on_a_busy_machine_asks_for_both_in_one_command(tmp_path: Pat
     (alarm,) = page.find("div", class_="alarm warning")
     assert found.alarm.command in alarm.text
     plots = {one.find("figcaption")[0].find("span")[0].text for one in page.find("figure")}
-    assert plots and not plots & {"memory_vs_time", "step_time", "step_time_ratio", "speed_up", "noise"}
+    assert plots and not plots & {"memory_vs_time", "step_time", "step_time_ratio", "noise"}
     assert "s/step" not in printed and "s/step" not in (folder / "report.md").read_text(encoding="utf-8")
     assert all(row.memory for row in found.groups[0].rows)
 

@@ -47,14 +47,9 @@ def tables_of(names: tuple[str, ...], ns: tuple[int, ...], worlds: tuple[int, ..
     return tables.build(records, manifest), manifest
 
 
-def draw(names: tuple[str, ...], ns: tuple[int, ...], worlds: tuple[int, ...]) -> dict[str, list[Drawing]]:
-    found, manifest = tables_of(names, ns, worlds)
+def draw(names: tuple[str, ...], ns: tuple[int, ...], worlds: tuple[int, ...]) -> list[Drawing]:
     with matplotlib.style.context(list(style.BASE)):
-        run = FigureData(found, manifest)
-        return {
-            "categories": bars.draw_memory_categories(run, found.memory),
-            "held": bars.draw_held_gradients(run, found.memory),
-        }
+        return bars.draw_memory_categories(FigureData(*tables_of(names, ns, worlds)))
 
 
 @pytest.mark.parametrize(
@@ -70,18 +65,18 @@ def draw(names: tuple[str, ...], ns: tuple[int, ...], worlds: tuple[int, ...]) -
 def test_nothing_overlaps_and_no_panel_is_empty(
     names: tuple[str, ...], ns: tuple[int, ...], worlds: tuple[int, ...]
 ) -> None:
-    for drawings in draw(names, ns, worlds).values():
-        assert drawings
-        for drawing in drawings:
-            with matplotlib.style.context(list(style.BASE)):
-                legible.assert_legible(drawing.figure, style.MAX_HEIGHT)
-            assert all(axes.patches or axes.lines for axes in drawing.figure.axes)
+    drawings = draw(names, ns, worlds)
+    assert drawings
+    for drawing in drawings:
+        with matplotlib.style.context(list(style.BASE)):
+            legible.assert_legible(drawing.figure, style.MAX_HEIGHT)
+        assert all(axes.patches for axes in drawing.figure.axes)
 
 
 def test_a_bar_is_as_long_as_the_peak_and_has_every_category() -> None:
-    (drawing,) = draw(("fsdp2-eager",), (2,), (2,))["categories"]
+    (drawing,) = draw(("fsdp2-eager",), (2,), (2,))
     (axes,) = drawing.figure.axes
     ends = [bar.get_x() + bar.get_width() for bar in axes.patches]  # type: ignore[attr-defined]
     assert len(ends) == len(Category)
     assert max(ends) == pytest.approx(2 * sum(range(1, 10)))
-    assert drawing.data["peak_bytes"].tolist() == [90 * MIB]
+    assert drawing.data["live_bytes"].tolist() == [90 * MIB]

