@@ -1,4 +1,4 @@
-"""A neutral bench for gradient accumulation: what each backend costs, and what it really did."""
+"""A neutral benchmark of gradient accumulation: what each backend costs, and what it really does."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __version__ = "0.1.0"
 
 
 def load(run: str | Path) -> Frames:
-    """The frames of a run's folder: cells, trials, steps, losses, collectives, memory, ratios; attributes and items.
+    """Read a run folder into frames: cells, trials, steps, losses, collectives, memory and ratios.
 
-    ``python -m bench export RUN`` shows their columns with dtypes and units. Raises bench.errors.InputError for what is
-    no run.
+    A frame is an attribute and an item of the result. ``python -m bench export RUN`` lists the columns with dtypes and
+    units. Raises bench.errors.InputError if the folder holds no run.
     """
     from bench.judge.frames import read
 

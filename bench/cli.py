@@ -21,11 +21,11 @@ DEBUG = "--debug"
 
 
 class Parser(argparse.ArgumentParser):
-    """Errors are one line and name what would be right; every command has ``--debug``."""
+    """Reports an error as one line that points to the help; gives every command ``--debug``."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        # Looked for in the arguments themselves: parsing may be what fails.
+        # Only for --help: main looks for it in argv, since parsing itself may fail.
         self.add_argument(DEBUG, action="store_true", help="if the bench itself fails: print the traceback")
 
     def error(self, message: str) -> NoReturn:
@@ -33,13 +33,13 @@ class Parser(argparse.ArgumentParser):
 
 
 class Commands:
-    """Adds the commands' parsers, and remembers the help of each for a list of our own."""
+    """Adds the parsers of the commands and collects their help texts for a list in groups."""
 
     def __init__(self, parsers: Any) -> None:
         self._parsers = parsers
         self._help: dict[str, str] = {}
 
-    def add_parser(self, name: str, *, help: str, **options: Any) -> Parser:  # noqa: A002 - as argparse has it
+    def add_parser(self, name: str, *, help: str, **options: Any) -> Parser:  # noqa: A002 - argparse calls it so
         self._help[name] = help
         parser: Parser = self._parsers.add_parser(name, **options)
         return parser
@@ -55,7 +55,7 @@ class Commands:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status. What it writes is not writable by everybody, whatever the umask says."""
+    """Run one command and return its exit status. Files that it writes are never world-writable, whatever the umask."""
     os.umask(os.umask(0o077) | 0o002)
     given = sys.argv[1:] if argv is None else argv
     try:
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader (head, less) has gone; there is nobody left to tell.
+        # The reader (head, less) has closed the pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return GOOD
     except Exception as error:
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _defect(error: Exception) -> str:
-    """One line on an exception that no command expects: what it is, where it was raised, where to report it."""
+    """Describe an unexpected exception in one line: what it is, where it was raised and where to report it."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     words = " ".join(str(error).split())
     return (

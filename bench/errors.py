@@ -1,4 +1,4 @@
-"""Errors that a person can act on, and the exit statuses of the command line."""
+"""Errors that a user can act on, and the exit statuses of the command line."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from typing import Any
 
 GOOD, BAD, WRONG, UNCHECKED, DEFECT, INTERRUPTED = 0, 1, 2, 3, 70, 130
-"""All good; something measured or found is bad; the command or its input is wrong; a gate could not be checked; the
-bench itself has failed (EX_SOFTWARE of sysexits.h); interrupted."""
+"""Success; something measured is bad; the command or its input is wrong; a gate could not be checked; the bench itself
+failed (EX_SOFTWARE of sysexits.h); interrupted."""
 MAX_SHOWN = 60
-"""Characters of a value that errors repeat."""
+"""Longest quotation of a value in an error, in characters."""
 EXIT_STATUS = (
     "Exit status: 0 all good; 1 something measured is bad; 2 the command or its input is wrong, said in one line; 70 "
     "the bench itself has failed (--debug prints the traceback); 130 interrupted, with all finished trials kept."
@@ -18,15 +18,15 @@ EXIT_STATUS = (
 
 
 class InputError(ValueError):
-    """The command or its input is wrong: one line that names the place and what would be right (exit status 2)."""
+    """The command or its input is wrong. One line names the place and what would be right (exit status 2)."""
 
 
 class UnsupportedError(RuntimeError):
-    """This machine, or this framework, cannot run the cell: the trial becomes a row with status ``unsupported``."""
+    """This machine or framework cannot run the cell; the trial gets the status ``unsupported``."""
 
 
 def shown(value: Any) -> str:
-    """A value as errors repeat it: not longer than a line."""
+    """The repr of a value for an error message, cut after MAX_SHOWN characters."""
     try:
         text = repr(value)
     except ValueError:  # an integer of more than 4300 digits
@@ -35,7 +35,7 @@ def shown(value: Any) -> str:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """What a name that is unknown may have been meant to be, or what there is, for an error."""
+    """Suggest the known name closest to an unknown one, or else list the known names."""
     names = list(dict.fromkeys(known))
     near = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {near[0]}?" if near else f"use one of {', '.join(names)}"

@@ -1,4 +1,4 @@
-"""Fields of files: their types and ranges, for pydantic, and one line for the first that is wrong."""
+"""Types and ranges of fields in files, for pydantic, and a one-line error for the first wrong field."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bench.errors import InputError, shown, suggest
 
 @dataclass(frozen=True)
 class Must:
-    """Part of an annotated type: what its value must be, in words. One error says so, whichever part of it is wrong."""
+    """Annotation of a type: what a value must be, in words. Replaces every other error message of that type."""
 
     be: str
 
@@ -25,7 +25,7 @@ class Must:
 
 
 class MisfitError(InputError):
-    """Two fields do not go together. It names one of them, and says what would be right."""
+    """Two fields contradict each other. Names one of them and says what would be right."""
 
     def __init__(self, key: str, words: str) -> None:
         super().__init__(key + words)
@@ -38,7 +38,7 @@ Integer = Annotated[int, Field(strict=True, gt=-(2**63), lt=2**63), Must("an int
 Natural = Annotated[int, Field(strict=True, ge=0, lt=2**63), Must("an integer of at least 0 and below 2**63")]
 Positive = Annotated[int, Field(strict=True, ge=1, lt=2**63), Must("an integer of at least 1")]
 Number = Annotated[InstanceOf[float] | Integer, Must("a number")]
-"""NaN and infinity too. What is an integer stays one, here and below."""
+"""Includes NaN and infinity. Integers stay integers, here and below."""
 Amount = Annotated[
     Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] | Annotated[int, Field(strict=True, ge=0, le=MAX)],
     Must("a finite number of at least 0"),
@@ -48,14 +48,14 @@ PositiveNumber = Annotated[Amount, Field(gt=0), Must("a positive number")]
 T = TypeVar("T")
 _adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
 UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
-"""What pydantic calls a key that is not known; "missing" is one that is not there."""
+"""pydantic's error types for an unknown key."""
 
 
 def read(kind: type[T], values: Any, place: str = "", name: Callable[[str], str] = str) -> T:
-    """The values as that type, which is a model, a dataclass or a TypedDict.
+    """Validate the values as ``kind``: a model, a dataclass or a TypedDict.
 
-    Raises InputError for an unknown key, else for a wrong value, else for a missing key: one line that says what would
-    be right, and begins with ``place`` and the key, as ``name`` has it.
+    Raises InputError for an unknown key, else for a wrong value, else for a missing key: one line that begins with
+    ``place`` and ``name(key)`` and says what would be right.
     """
     try:
         found: T = _adapter(kind).validate_python(values)
@@ -79,7 +79,7 @@ def _line(error: ValidationError, kind: Any, name: Callable[[str], str]) -> str:
 
 
 def declared(kind: Any) -> dict[str, Any]:
-    """The types of what a model, a dataclass or a TypedDict holds, by ``table.key`` where it holds models."""
+    """The types of the fields of a model, a dataclass or a TypedDict; those of an inner model by ``table.key``."""
     found: dict[str, Any] = {}
     for name, hint in get_type_hints(kind, include_extras=True).items():
         if isinstance(hint, type) and issubclass(hint, BaseModel):

@@ -1,7 +1,7 @@
 """Files and folders that a user names, and the locks that guard them.
 
-A lock is a file on which the kernel's advisory lock (flock) is held. A file that is there while nobody holds that lock
-is stale, whatever it says, and is taken over. The file says who holds it, for whoever is refused.
+A lock is a file with the kernel's advisory lock (flock) on it. A lock file that no process has locked is stale and is
+taken over. The file names its holder, for the error message of whoever is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bench.errors import InputError
 
 
 def read(path: Path, place: str, advice: str) -> bytes:
-    """The file's bytes. Raises InputError that begins with ``place`` if it cannot be read, or is no file that ends."""
+    """The content of a file. Raises InputError, beginning with ``place``, if it is unreadable, a device or a pipe."""
     content = b""
     try:
         special = path.exists() and not (path.is_file() or path.is_dir())
@@ -38,41 +38,41 @@ RESULTS, PLOTS = Path("results"), Path("plots")
 
 
 def plots_folder(folder: Path) -> Path:
-    """Where the plots of a run are drawn: those of results/<run> in plots/<run>, others inside the run's folder."""
+    """The folder for the plots of a run: plots/<run> for results/<run>, else ``plots`` inside the run's folder."""
     return PLOTS / folder.name if folder.resolve().parent == RESULTS.resolve() else folder / "plots"
 
 
 def existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that exists. A name that no file could have is of none that does."""
+    """The folder itself, or its nearest ancestor that exists."""
     path = folder.resolve()
-    return next(one for one in (path, *path.parents) if os.path.exists(one))  # noqa: PTH110 - Path's raises then
+    return next(one for one in (path, *path.parents) if os.path.exists(one))  # noqa: PTH110 - Path.exists raises if the name is too long
 
 
 def new_folder(name: str) -> Path:
-    """A folder that does not exist yet."""
+    """The path of a new folder under results/, with the time (UTC) in its name."""
     stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
     return RESULTS / f"{stamp}-{name}"
 
 
 def private(folder: Path) -> bool:
-    """Whether it is a folder, not a link to one, that this user alone can write. Raises OSError if it is not there."""
+    """Whether this is a real folder, not a link, that only this user can write to. Raises OSError if it is missing."""
     found = folder.lstat()
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
 FILE = "run.lock"
-"""In a run's folder, while a bench works in it."""
+"""Lock file in a run's folder while a bench works in it."""
 READING_S = 0.5
-"""How long a lock is waited for: its holder may be about to leave, or not have written yet who it is."""
+"""How long to wait for a lock: its holder may be about to release it, or may not have written its name yet."""
 
 
 class BusyError(InputError):
-    """Somebody else holds the lock."""
+    """Another process holds the lock."""
 
 
 @contextlib.contextmanager
 def run_folder(folder: Path, place: str) -> Iterator[None]:
-    """Hold the folder of a run, which is made if it is not there.
+    """Lock the folder of a run, and create it if it is missing.
 
     Raises BusyError naming the holder, or InputError if the folder cannot be used; both begin with ``place``.
     """
@@ -86,7 +86,7 @@ def run_folder(folder: Path, place: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def held(path: Path, place: str, advice: str) -> Iterator[None]:
-    """Hold the lock of that file, and remove it afterwards. Programs that this one starts do not get it."""
+    """Hold a lock file and remove it afterwards. Child processes do not inherit the lock."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(path, timeout=READING_S, on_acquired=_sign)
@@ -108,7 +108,7 @@ def held(path: Path, place: str, advice: str) -> Iterator[None]:
 
 
 def _sign(number: int) -> None:
-    """Write who holds the lock. A full disk takes nothing from the lock itself."""
+    """Write this process into the lock file. The lock holds even if the disk is full."""
     started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     with contextlib.suppress(OSError):
         os.ftruncate(number, 0)
@@ -116,7 +116,7 @@ def _sign(number: int) -> None:
 
 
 def _holder(path: Path) -> str:
-    """Who holds a lock, in words."""
+    """The holder of a lock, for an error message."""
     found = _read(path)
     if not found:
         return "another process"

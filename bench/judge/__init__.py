@@ -1,1 +1,1 @@
-"""What the tables say: gates that judge trials."""
+"""Builds the tables of a run, judges its trials with gates, and compares its cells."""

@@ -1,4 +1,4 @@
-"""Trimmed means of trials, resampled: intervals and p-values of ``bench.judge.statistics``."""
+"""Bootstrap of trimmed means: the intervals and p-values of ``bench.judge.statistics``."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from bench.run.warmup import Array
 LEVEL = 0.95
 
 TRIM = 0.2
-"""Share of the trials left out on each side: Wilcox, Introduction to Robust Estimation and Hypothesis Testing."""
+"""Share of the trials trimmed on each side: Wilcox, Introduction to Robust Estimation and Hypothesis Testing."""
 RESAMPLES = 9999
 SEED = 20
 BATCH = 4_000_000
-"""Values resampled at a time: bounds the memory."""
+"""Number of values resampled at a time, to limit memory."""
 
 
 def trimmed_mean(values: Array, axis: int = -1) -> Array:
-    """Mean along the last axis without the smallest and the largest TRIM of the values."""
+    """Mean along the last axis without the smallest and the largest TRIM share of the values."""
     assert axis in {-1, values.ndim - 1}, "scipy.stats.bootstrap resamples along the last axis"
     n = values.shape[-1]
     out = int(TRIM * n)
@@ -33,12 +33,12 @@ def trimmed_mean(values: Array, axis: int = -1) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Bootstrap:
-    """Resampled centres of many comparisons at once, in logarithms: one row each."""
+    """Resampled centres of many comparisons, as logarithms: one row per comparison."""
 
     centres: Array
     draws: Array
     inflation: Array
-    """By which a standard error of the bootstrap is too small, per comparison: sqrt(n / (n - 1)) if paired."""
+    """Factor by which the bootstrap underestimates the standard error, per comparison: sqrt(n / (n - 1)) if paired."""
     freedom: Array
     """Degrees of freedom of Student's t, per comparison."""
 
@@ -50,29 +50,29 @@ class Bootstrap:
         return np.asarray(low), np.asarray(high)
 
     def p_above(self, value: float) -> Array:
-        """One-sided p-values against the centre being at most ``value``; consistent with ``interval``."""
+        """One-sided p-values of the hypothesis that the centre is at most ``value``; consistent with ``interval``."""
         return self._p((self.draws <= value).mean(axis=1), self.centres - value)
 
     def p_below(self, value: float) -> Array:
-        """One-sided p-values against the centre being at least ``value``."""
+        """One-sided p-values of the hypothesis that the centre is at least ``value``."""
         return self._p((self.draws >= value).mean(axis=1), value - self.centres)
 
     def p_different(self) -> Array:
-        """Two-sided p-values against the centre being 0."""
+        """Two-sided p-values of the hypothesis that the centre is 0."""
         smaller = np.minimum(self.p_above(0), self.p_below(0))
         return np.asarray(np.minimum(1, 2 * smaller))
 
     def p_same(self, margin: float) -> Array:
-        """p-values against the centre being outside the margin: the larger of two one-sided ones."""
+        """p-values of the hypothesis that the centre is outside the margin: the larger of two one-sided ones."""
         ends = self.p_above(-math.log1p(margin)), self.p_below(math.log1p(margin))
         return np.asarray(np.maximum(*ends))
 
     def shifted(self, by: float) -> Bootstrap:
-        """What it would be if all first cells were slower by e^by."""
+        """The same with all first cells slower by a factor of e^by."""
         return replace(self, centres=self.centres + by, draws=self.draws + by)
 
     def _p(self, tails: Array, distances: Array) -> Array:
-        """From the share of draws on the wrong side; a normal tail where too few draws are there to count."""
+        """p-values from the share of draws on the wrong side, or from a normal tail if there are too few such draws."""
         few = 5 / self.draws.shape[1]
         errors = self.draws.std(axis=1)
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -83,33 +83,25 @@ class Bootstrap:
         return np.asarray(stats.t.sf(scores / self.inflation, self.freedom))
 
 
-def bootstrap(a: Array, b: Array | None = None, *, resamples: int = RESAMPLES, seed: int = SEED) -> Bootstrap:
-    """Resamples the trials of many comparisons: ``a`` has a row per comparison and a column per block or trial.
+def bootstrap_two_samples(a: Array, b: Array, *, resamples: int = RESAMPLES, seed: int = SEED) -> Bootstrap:
+    """Resample unpaired trials of comparisons: one row per comparison, one column per trial.
 
-    With ``b`` the samples are not paired: trimmed mean of a's minus that of b's, with Welch's degrees of freedom and
-    the ratio of the unbiased to the bootstrap's variance for Hesterberg's expansion.
+    The centre is the trimmed mean of ``a`` minus that of ``b``, with Welch's degrees of freedom. Hesterberg's expansion
+    uses the ratio of the unbiased variance to the bootstrap's.
     """
-    samples = tuple(
-        np.sort(sample, axis=1) for sample in ((a,) if b is None else (a, b))
-    )  # their order must not matter
-    small = max(1, BATCH // (a.shape[0] * sum(s.shape[1] for s in samples)))
     result: Any = stats.bootstrap(
-        samples,
-        _centre if b is None else difference_of_centres,
+        (np.sort(a, axis=1), np.sort(b, axis=1)),  # so that the order of trials does not matter
+        difference_of_centres,
         n_resamples=resamples,
-        batch=small,
+        batch=max(1, BATCH // (a.size + b.size)),
         vectorized=True,
         axis=-1,
         method="percentile",
         rng=np.random.default_rng(seed),
     )
     draws = result.bootstrap_distribution.reshape(a.shape[0], -1)
-    if b is None:
-        n = a.shape[1]
-        full = np.ones(a.shape[0])
-        return Bootstrap(trimmed_mean(a), draws, full * math.sqrt(n / (n - 1)), full * (n - 1))
-    sizes = [s.shape[1] for s in samples]
-    parts = [np.maximum(s.var(axis=1, ddof=1), np.finfo(float).tiny) / n for s, n in zip(samples, sizes, strict=True)]
+    sizes = a.shape[1], b.shape[1]
+    parts = [np.maximum(s.var(axis=1, ddof=1), np.finfo(float).tiny) / s.shape[1] for s in (a, b)]
     biased = sum(part * (n - 1) / n for part, n in zip(parts, sizes, strict=True))
     welch = sum(part**2 / (n - 1) for part, n in zip(parts, sizes, strict=True))
     both = sum(parts)
@@ -118,8 +110,11 @@ def bootstrap(a: Array, b: Array | None = None, *, resamples: int = RESAMPLES, s
     return Bootstrap(difference_of_centres(a, b), draws, np.sqrt(both / biased), freedom)
 
 
-def bootstrap_many(a: Array, *, resamples: int = RESAMPLES, seed: int = SEED) -> Bootstrap:
-    """``bootstrap`` of paired samples, draw for draw, faster for thousands of rows."""
+def bootstrap_one_sample(a: Array, *, resamples: int = RESAMPLES, seed: int = SEED) -> Bootstrap:
+    """Resample single or paired samples: one row per comparison, one column per trial or block.
+
+    The draws are those of ``scipy.stats.bootstrap``, computed faster for thousands of rows.
+    """
     rows, n = a.shape
     full = np.ones(rows)
     draws = resampled_means(a, int(TRIM * n), resamples, seed)
@@ -129,24 +124,20 @@ def bootstrap_many(a: Array, *, resamples: int = RESAMPLES, seed: int = SEED) ->
 def resampled_means(a: Array, out: int, resamples: int, seed: int) -> Array:
     """Means of resamples of each row without the ``out`` smallest and largest values.
 
-    All rows are resampled with the same numbers, so their order statistics are at the same places of the sorted rows:
-    such a mean is a sum over the sorted row with weights that serve every row.
+    All rows are resampled with the same random numbers, which pick the same order statistics of every row: the mean
+    of a resample is a weighted sum of the sorted row, with the same weights for every row.
     """
     return np.asarray(np.sort(a, axis=1) @ _weights(a.shape[1], out, resamples, seed).T)
 
 
 @lru_cache(maxsize=2)
 def _weights(n: int, out: int, resamples: int, seed: int) -> Array:
-    """Of the order statistics of n values in each resample, less the ``out`` smallest and largest."""
+    """Weights of the n order statistics in each resample without its ``out`` smallest and largest values."""
     picked = np.sort(np.random.default_rng(seed).integers(0, n, (resamples, n)), axis=1)[:, out : n - out]
     places = picked + n * np.arange(resamples)[:, None]
     return np.asarray(np.bincount(places.ravel(), minlength=n * resamples).reshape(resamples, n) / (n - 2 * out))
 
 
-def _centre(values: Array, axis: int = -1) -> Array:
-    return trimmed_mean(values, axis)
-
-
 def difference_of_centres(a: Array, b: Array, axis: int = -1) -> Array:
-    """Trimmed mean of a less that of b, along the last axis."""
+    """Trimmed mean of a minus that of b, along the last axis."""
     return np.asarray(trimmed_mean(a, axis) - trimmed_mean(b, axis))

@@ -1,4 +1,4 @@
-"""Measured against formula: the expected collectives beside the counted ones, and every difference in words."""
+"""Compares counted collectives and held bytes with the formulas, and reports every difference."""
 
 from __future__ import annotations
 
@@ -15,33 +15,11 @@ from bench.plan.cell import ADDED_FIELDS, Cell, Device, Status
 from bench.workload.layout import Layout
 
 TRACKED = "tracked"
-"""Before the categories of the ledger's table rows."""
+"""Prefix of the ledger's categories in the memory table."""
 Operation = tuple[str, str]
 """Name and dtype of a collective."""
 Amount = tuple[int, int]
 """Calls and payload bytes of one window."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KnownDifference:
-    """A place where counted and calculated collectives differ for a known reason, which is no finding."""
-
-    backends: tuple[str, ...]
-    """Names of backends."""
-    op: str
-    reason: str
-    """In words, with the source; a reader is to be able to check it."""
-    device: str = ""
-    """Only on this device; on all if empty."""
-
-    def covers(self, cell: Cell, op: str) -> bool:
-        """Whether it explains a difference in this operation of this cell."""
-        return cell.backend in self.backends and op == self.op and self.device in ("", str(cell.device))
-
-
-DIFFERENCES: tuple[KnownDifference, ...] = ()
-"""Known differences. None: with the versions in constraints.txt counted and calculated are equal wherever it was tried,
-for every built-in backend. One that a new version brings is written here with its reason, or the formula is mended."""
 
 
 @dataclass
@@ -51,23 +29,16 @@ class Filled:
     tables: Tables
     """The tables with ``expected_calls`` and ``expected_payload_bytes`` filled in ``collectives``."""
     findings: dict[str, list[str]] = field(default_factory=dict)
-    """By cell_id: one line per operation that differs without a known reason."""
-    explained: dict[str, list[str]] = field(default_factory=dict)
-    """By cell_id: one line per operation that differs for a known reason."""
+    """By cell_id: one line per operation or category that differs."""
 
 
-def fill(
-    tables: Tables,
-    layouts: Mapping[str, Layout] | None = None,
-    peaks: Mapping[str, int] | None = None,
-    differences: tuple[KnownDifference, ...] = DIFFERENCES,
-) -> Filled:
-    """Put the expected beside the counted collectives of every trial that counted them and ended well.
+def fill(tables: Tables, layouts: Mapping[str, Layout] | None = None, peaks: Mapping[str, int] | None = None) -> Filled:
+    """Add the expected collectives to every successful trial that counted them.
 
-    ``layouts`` are those of models that are not shipped, by cell_id (``layouts_of`` finds them in a journal), and
-    ``peaks`` the predicted peaks of memory in bytes, by cell_id, as run.json has had them since before the run. An
-    operation that is expected but was not seen gets a row with 0 calls, one that is seen but not expected has 0
-    expected ones. Where there is no formula (a plug-in's backend, a model of unknown layout) the columns stay empty.
+    By cell_id: ``layouts`` of models that are not shipped (``layouts_of`` finds them in a journal), and ``peaks``, the
+    peaks of memory in bytes that run.json predicted before the run. An operation that is expected but was not seen gets
+    a row with 0 calls; one that was seen but not expected has 0 expected calls. Without a formula (a plug-in backend, a
+    model of unknown layout) the columns stay empty.
     """
     frame = tables.collectives
     rows: list[Mapping[Any, Any]] = []
@@ -81,7 +52,7 @@ def fill(
     done: set[tuple[str, int]] = set()
     for trial in tables.trials.to_dict("records"):
         key = (trial["cell_id"], trial["repeat"])
-        # All passes but the time pass run together, in one trial of a cell; on CUDA those that count, at one N.
+        # All passes but the time pass run together, in one trial of a cell; on CUDA the counting ones only at one N.
         unwatched = trial["num_passes"] == 1 or (trial["device"] == Device.CUDA and key[0] not in watched)
         if trial["status"] not in (Status.OK, Status.INVALID) or unwatched:
             continue
@@ -96,7 +67,7 @@ def fill(
         held += _held(filled, key, tables.memory, _most_held(cell, layout, expectation.held))
         held += _peak(key, tables.memory, (peaks or {}).get(key[0]))
         done.add(key)
-        _compare(filled, key[0], cell, counted, expected, differences)
+        _compare(filled, key[0], counted, expected)
     untouched = [r for r in frame.to_dict("records") if (r["cell_id"], r["repeat"]) not in done]
     new = frame_of("collectives", [*untouched, *rows])
     memory = frame_of("memory", [*tables.memory.to_dict("records"), *held])
@@ -105,16 +76,15 @@ def fill(
 
 
 def cells_watched(tables: Tables) -> set[str]:
-    """Ids of the cells whose collectives were counted, or memory was tracked: on CUDA those of one N."""
+    """Ids of the cells whose collectives were counted or memory was tracked; on CUDA only at one N."""
     tracked = tables.memory[tables.memory["category"].str.startswith(TRACKED)]
     return {*tables.collectives["cell_id"], *tracked["cell_id"]}
 
 
 def _held(filled: Filled, key: tuple[str, int], memory: pd.DataFrame, due: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Rows ``held_<use>`` of what is held between micro-batches, measured and by formula; differences are findings.
+    """Rows ``held_<use>``: bytes held between micro-batches, measured and by formula; differences are findings.
 
-    Sharded and unsharded are one use here. Empty where that was not measured: N = 1, an older record, or a table that
-    was judged before.
+    A use covers its sharded and unsharded categories. Empty if not measured (N = 1, older records) or already judged.
     """
     own = memory[(memory["cell_id"] == key[0]) & (memory["repeat"] == key[1])]
     sizes = dict(zip(own["category"], own["bytes"], strict=True))
@@ -134,18 +104,19 @@ def _held(filled: Filled, key: tuple[str, int], memory: pd.DataFrame, due: Mappi
 
 
 def _most_held(cell: Cell, layout: Layout, first: Mapping[str, int]) -> Mapping[str, int]:
-    """What the rank holds that holds most, as the ranks' memory is merged.
+    """The held bytes of the rank that holds most, which is the one that a merged record shows.
 
-    Ranks differ where parameters do not divide: the last shards are shorter, and in ZeRO-2 a partition cuts others.
+    Ranks differ if parameters do not divide evenly: the last shards are shorter, and ZeRO-2's partitions overlap
+    different parameters.
     """
     others = (expect(cell, layout, rank=rank) for rank in range(1, cell.num_processes))
     return max([first, *(one.held for one in others if one)], key=lambda held: sum(held.values()))
 
 
 def _peak(key: tuple[str, int], memory: pd.DataFrame, predicted: int | None) -> list[dict[str, Any]]:
-    """A row ``peak``: what lived at the peak but for OTHER, and what was predicted; no row without a prediction.
+    """A row ``peak``: measured bytes at the peak without OTHER, and the prediction; no row without a prediction.
 
-    A peak is no finding, whatever it is.
+    A difference here is never a finding.
     """
     own = memory[(memory["cell_id"] == key[0]) & (memory["repeat"] == key[1])]
     sizes = dict(zip(own["category"], own["bytes"], strict=True))
@@ -157,12 +128,12 @@ def _peak(key: tuple[str, int], memory: pd.DataFrame, predicted: int | None) -> 
 
 
 def layouts_of(records: list[dict[str, Any]]) -> dict[str, Layout]:
-    """The layouts that ranks handed back with their collectives, by cell_id: the key ``layout`` of a record."""
+    """The layouts that ranks returned with their collectives (the key ``layout`` of a record), by cell_id."""
     return {record["cell_id"]: Layout.from_json(record["layout"]) for record in records if record.get("layout")}
 
 
 def cell_of(trial: Mapping[Any, Any]) -> Cell:
-    """The cell of a row of the trials table, as far as formulas ask; what the table does not say is at its default."""
+    """The cell of a row of the trials table, as far as formulas need it; missing values are defaults."""
     values = {f.name: trial[f.name] for f in fields(Cell) if f.name in trial and not pd.isna(trial[f.name])}
     values["virtual"] = not pd.isna(trial.get("virtual_world_size"))
     return Cell.from_dict({name: default for name, default in ADDED_FIELDS.items() if name not in values} | values)
@@ -171,7 +142,7 @@ def cell_of(trial: Mapping[Any, Any]) -> Cell:
 def _rows(
     key: tuple[str, int], counted: dict[Operation, Amount], expected: dict[Operation, Amount]
 ) -> list[dict[str, Any]]:
-    """The table's rows of one trial: every operation that was counted or expected."""
+    """The rows of the collectives table for one trial: every operation that was counted or expected."""
     return [
         {
             "cell_id": key[0],
@@ -187,22 +158,10 @@ def _rows(
     ]
 
 
-def _compare(
-    filled: Filled,
-    cell_id: str,
-    cell: Cell,
-    counted: dict[Operation, Amount],
-    expected: dict[Operation, Amount],
-    differences: tuple[KnownDifference, ...],
-) -> None:
-    """Note every operation whose calls or bytes are not the expected ones."""
+def _compare(filled: Filled, cell_id: str, counted: dict[Operation, Amount], expected: dict[Operation, Amount]) -> None:
+    """Add a finding for every operation whose calls or bytes are not the expected ones."""
     for op, dtype in sorted(counted.keys() | expected.keys()):
         seen, due = counted.get((op, dtype), (0, 0)), expected.get((op, dtype), (0, 0))
-        if seen == due:
-            continue
-        text = f"{op} of {dtype}: {seen[0]} calls and {seen[1]} bytes per window, not {due[0]} and {due[1]}"
-        reason = next((known.reason for known in differences if known.covers(cell, op)), None)
-        if reason is None:
+        if seen != due:
+            text = f"{op} of {dtype}: {seen[0]} calls and {seen[1]} bytes per window, not {due[0]} and {due[1]}"
             filled.findings.setdefault(cell_id, []).append(text)
-        else:
-            filled.explained.setdefault(cell_id, []).append(f"{text}: {reason}")

@@ -1,9 +1,9 @@
-"""Closed formulas: from a cell and the layout of its model to collectives and held bytes, for every built-in backend.
+"""Closed formulas for the collectives and held bytes of every built-in backend, from a cell and its model's layout.
 
-Plain arithmetic, no torch: ``expect(cell, layout)`` for a cell, ``layout_of(cell)`` for the shipped models' layouts.
-Each docstring says what the formula was read from. Valid for the versions in constraints.txt. DistributedDataParallel
-has buckets of gradients and broadcasts of buffers; FSDP2 gathers and reduces every unit as one tensor, each parameter
-padded in its first dimension.
+Plain arithmetic without torch: ``expect(cell, layout)`` for a cell, ``layout_of(cell)`` for the layouts of shipped
+models. Each docstring names the source of its formula. Valid for the versions in constraints.txt.
+DistributedDataParallel reduces gradients in buckets and broadcasts buffers; FSDP2 gathers and reduces every unit as one
+tensor, with each parameter padded in its first dimension.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BUILT_IN: dict[str, type[Backend]] = {b.name: b for b in (*PLAIN, *FSDP2, *DEEPS
 
 
 def layout_of(cell: Cell) -> Layout | None:
-    """The layout of a cell's model if it is a shipped one; None for other workloads, whose ranks hand theirs back."""
+    """The layout of a shipped model; None for other workloads, whose ranks return their layout."""
     if cell.workload != "llama" or cell.model not in SIZES:
         return None
     return _shipped(cell.model)
@@ -44,15 +44,14 @@ def layout_of(cell: Cell) -> Layout | None:
 
 @cache
 def _shipped(model: str) -> Layout:
-    """Asked for once per trial of a run."""
     return llama_layout(SIZES[model])
 
 
 def expect(cell: Cell, layout: Layout, *, rank: int = 0) -> Expectation | None:
-    """What the cell's backend does in a settled window and holds between micro-batches on a rank.
+    """Collectives of a steady-state window, and bytes that a rank holds between micro-batches.
 
-    None for a backend that no formula is for, and for ZeRO-3 with activation checkpointing, which gathers for what is
-    computed once more in an order that is not replayed. A world of any size; nothing of it needs to exist.
+    None for a backend without a formula, and for ZeRO-3 with activation checkpointing, whose gathers during the
+    recomputation are not replayed. The world may have any size and need not exist.
     """
     backend = BUILT_IN.get(cell.backend)
     if backend is None or (cell.activation_checkpointing and getattr(backend, "stage", 2) == 3):
@@ -61,14 +60,14 @@ def expect(cell: Cell, layout: Layout, *, rank: int = 0) -> Expectation | None:
         return None
     tally, held = found
     if issubclass(backend, LightningBackend) and cell.world_size > 1:
-        # The Trainer's flag of SIGTERM, once per micro-batch, whichever strategy
+        # The Trainer broadcasts its SIGTERM flag once per micro-batch, with every strategy
         # (lightning/pytorch/loops/training_epoch_loop.py:_broadcast_sigterm_tensor).
         tally.add("broadcast", "int64", [1], cell.accumulate)
     return Expectation(collectives=tally.rows(), held=held)
 
 
 def _of_backend(backend: type[Backend], cell: Cell, layout: Layout, rank: int) -> tuple[Tally, dict[str, int]] | None:
-    """The framework's part: collectives, and held bytes by category. None for a class that no formula is for."""
+    """The framework's collectives, and its held bytes by category. None for a class without a formula."""
     n, w = cell.accumulate, cell.world_size
     bf16, clip = cell.precision is Precision.BF16, bool(cell.clip_norm)
     if issubclass(backend, Reference):
@@ -96,8 +95,8 @@ def _of_backend(backend: type[Backend], cell: Cell, layout: Layout, rank: int) -
 def _moments(cell: Cell, numel: int, num_tensors: int) -> int:
     """Bytes of the optimizer's state for a rank's fp32 parameters: two moments and one step counter per tensor.
 
-    torch/optim/adam.py:_init_group: the counter is an fp32 scalar, on the host unless the optimizer is fused; on CUDA
-    it then is not counted. SGD without momentum keeps nothing.
+    torch/optim/adam.py:_init_group: the counter is an fp32 scalar, on the host unless the optimizer is fused, and so
+    not counted on CUDA unless fused. SGD without momentum has no state.
     """
     if cell.optimizer == SGD:
         return 0
@@ -106,7 +105,7 @@ def _moments(cell: Cell, numel: int, num_tensors: int) -> int:
 
 
 def zero_settings(cell: Cell, layout: Layout, stage: int) -> ZeroSettings:
-    """The settings that the backends really give to DeepSpeed for this cell."""
+    """The settings that the backends pass to DeepSpeed for this cell."""
     job = SimpleNamespace(
         cell=cell,
         block_parameters=layout.block_parameters,
@@ -133,10 +132,10 @@ BROADCAST_BYTES = 250 * 2**20
 
 
 def buckets(sizes: Sequence[int], limits: Sequence[int]) -> list[int]:
-    """Sizes in bytes of the buckets that tensors of one dtype and these sizes fall into, in order.
+    """Sizes of buckets in bytes, from the sizes of tensors of one dtype, in order.
 
-    A bucket is closed by the tensor that fills it to its limit, so it may be larger; the last limit serves all further
-    buckets (torch/csrc/distributed/c10d/reducer.cpp:compute_bucket_assignment_by_size).
+    The tensor that reaches the limit closes the bucket, so a bucket may exceed its limit; the last limit applies to all
+    further buckets (torch/csrc/distributed/c10d/reducer.cpp:compute_bucket_assignment_by_size).
     """
     found: list[int] = []
     filled = 0
@@ -149,12 +148,11 @@ def buckets(sizes: Sequence[int], limits: Sequence[int]) -> list[int]:
 
 
 def ddp_collectives(layout: Layout, accumulate: int, sync: Sync) -> Tally:
-    """All-reduces of the gradient's buckets and broadcasts of the buffers; at W = 1 too, where DDP does the same.
+    """All-reduces of gradient buckets and broadcasts of buffers; DDP does both at W = 1 too.
 
-    Buckets are in the order in which the first backward finished the gradients (reducer.cpp:rebuild_buckets), fp32
-    also under autocast. Buffers are broadcast before a forward, unless the forward before it was under ``no_sync``
-    (distributed.py:_check_sync_bufs_pre_fwd and _post_forward): so the deferred window broadcasts them once. Research
-    sheet of FSDP2, 1.4, has the all-reduces and leaves out the broadcasts.
+    Buckets are in the order in which the first backward finished the gradients (reducer.cpp:rebuild_buckets), and in
+    fp32 also under autocast. Buffers are broadcast before a forward, unless the previous forward was under ``no_sync``
+    (distributed.py:_check_sync_bufs_pre_fwd and _post_forward), so a deferred window broadcasts them once.
     """
     tally = Tally()
     times = accumulate if sync is Sync.EAGER else 1
@@ -168,11 +166,11 @@ def ddp_collectives(layout: Layout, accumulate: int, sync: Sync) -> Tally:
 
 
 def ddp_held(layout: Layout) -> dict[str, int]:
-    """fp32 parameters and gradients, whole; and the reducer's buckets, a second copy of all gradients.
+    """fp32 parameters and gradients in full, and the reducer's buckets, a second copy of all gradients.
 
     ``gradient_as_bucket_view`` is off by default, so gradients are copied into buckets
     (reducer.cpp:initialize_buckets). The model's buffers are not counted: a broadcast copies them, unless a dtype has
-    only one, which then is sent as it is.
+    only one, which is then sent directly.
     """
     whole = 4 * layout.num_parameters
     return {"parameters": whole, "gradients": whole, "communication": whole}
@@ -208,14 +206,14 @@ def fsdp2_collectives(
     bf16: bool,
     clip: bool,
 ) -> Tally:
-    """Gathers in the dtype of computation, reduce-scatters in fp32, and the norm's all-reduce if clipped.
+    """Gathers in the compute dtype, reduce-scatters in fp32, and an all-reduce of the norm if clipped.
 
     With G units, one of them the root: all-gathers N(2G-1) if blocks are resharded after forward (the root never is),
     NG if they stay gathered until backward, G if they stay for the window; reduce-scatters NG eager, G deferred.
-    Research sheet of FSDP2, 1.4 and C1-C6; _fsdp_param_group.py:unshard and post_backward,
-    _fsdp_collectives.py:foreach_reduce. Clipping sums one norm per parameter over the ranks, in one call
-    (torch/nn/utils/clip_grad.py:_get_total_norm stacks the norms, and their ``vector_norm`` makes the partial DTensor
-    whole). At W = 1 nothing is sent: gathers and scatters are copies (_fsdp_param_group.py:unshard; C4).
+    _fsdp_param_group.py:unshard and post_backward, _fsdp_collectives.py:foreach_reduce. Clipping sums one norm per
+    parameter over the ranks, in one call (torch/nn/utils/clip_grad.py:_get_total_norm stacks the norms, and their
+    ``vector_norm`` makes the partial DTensor full). At W = 1 nothing is sent: gathers and scatters are copies
+    (_fsdp_param_group.py:unshard).
     """
     tally = Tally()
     if world_size > 1:
@@ -234,12 +232,12 @@ def fsdp2_collectives(
 
 
 def fsdp2_held(layout: Layout, world_size: int, *, sync: Sync, sharding: Sharding, bf16: bool) -> dict[str, int]:
-    """Shards with their padding, in fp32; gradients of eager sync as shards, of deferred sync whole and not padded.
+    """fp32 shards with padding; gradients as shards under eager sync, in full and unpadded under deferred sync.
 
     Eager: ``sharded_param.grad`` is a view of the reduce-scatter's padded output (_fsdp_collectives.py:foreach_reduce).
-    Deferred: whole ``unsharded_param.grad`` in fp32; in bf16 ``unsharded_accumulated_grad``, in the dtype of reduction,
-    fp32 (_fsdp_param.py:to_accumulated_grad_if_needed; sheet 1.3 and C7-C10). What stays gathered for the window adds
-    the whole parameters, padded as gathered, in the dtype of computation.
+    Deferred: full ``unsharded_param.grad`` in fp32; in bf16 ``unsharded_accumulated_grad``, in the reduction dtype,
+    fp32 (_fsdp_param.py:to_accumulated_grad_if_needed). Parameters that stay gathered for the window add their full
+    size, padded, in the compute dtype.
     """
     shards = padded(layout.parameters, world_size) // world_size
     resident = shards * world_size if sharding is Sharding.OPTIMIZER else 0

@@ -1,4 +1,4 @@
-"""A run as pandas frames, for notebooks: what ``bench.load`` gives."""
+"""A run as pandas frames, for notebooks: the result of ``bench.load``."""
 
 from __future__ import annotations
 
@@ -22,14 +22,23 @@ from bench.plan.columns import COLUMNS, FRAMES
 class Frames(Mapping[str, pd.DataFrame]):
     """The frames of one run, as attributes and by name; columns, dtypes and units: ``bench.plan.columns.COLUMNS``.
 
-    ``manifest`` is run.json. Frames follow from the journal, not from the parquet files beside it, and were judged by
-    the gates.
+    ``manifest`` is run.json. Frames are built from the journal, not from the parquet files, and judged by the gates.
     """
 
     def __init__(self, run: Run, folder: Path) -> None:
         self.run, self.folder = run, folder
         self.run_id = run.name
         self.manifest: Mapping[str, Any] = run.manifest
+        self.trials = run.tables.trials
+        """One row per trial."""
+        self.steps = run.tables.steps
+        """One row per trial and timed optimizer step."""
+        self.losses = run.tables.losses
+        """One row per trial and optimizer step."""
+        self.collectives = run.tables.collectives
+        """One row per trial, operation and dtype."""
+        self.memory = run.tables.memory
+        """One row per trial and category."""
 
     def __getitem__(self, name: str) -> pd.DataFrame:
         if name not in FRAMES:
@@ -45,31 +54,6 @@ class Frames(Mapping[str, pd.DataFrame]):
 
     def __repr__(self) -> str:
         return f"<Frames of the run {self.run_id}: {', '.join(FRAMES)}>"
-
-    @property
-    def trials(self) -> pd.DataFrame:
-        """One row per trial."""
-        return self.run.tables.trials
-
-    @property
-    def steps(self) -> pd.DataFrame:
-        """One row per trial and timed optimizer step."""
-        return self.run.tables.steps
-
-    @property
-    def losses(self) -> pd.DataFrame:
-        """One row per trial and optimizer step."""
-        return self.run.tables.losses
-
-    @property
-    def collectives(self) -> pd.DataFrame:
-        """One row per trial, operation and dtype."""
-        return self.run.tables.collectives
-
-    @property
-    def memory(self) -> pd.DataFrame:
-        """One row per trial and category."""
-        return self.run.tables.memory
 
     @cached_property
     def ratios(self) -> pd.DataFrame:
@@ -87,13 +71,13 @@ class Frames(Mapping[str, pd.DataFrame]):
 
 
 def read(folder: str | Path) -> Frames:
-    """The frames of a run's folder. Raises InputError for what is no run, or a journal that was truncated or edited."""
+    """The frames of a run's folder. Raises InputError if it is no run, or its journal was truncated or edited."""
     path = Path(folder)
     return Frames(hashed(load(path), path), path)
 
 
 def cells_frame(quotes: Quotes, against: Standing) -> pd.DataFrame:
-    """One row per cell: what may be said of it, and of its ratio to the baseline of ``against``."""
+    """One row per cell: its quotable numbers, and its ratio to the baseline of ``against``."""
     rows = against.by_cell
     return frame_of("cells", [_cell_row(quotes, cell_id, rows.get(cell_id)) for cell_id in quotes.run.cells])
 

@@ -1,4 +1,4 @@
-"""Gates: what makes a trial ``invalid``. Facts come from the tables, limits from one table with its reasons."""
+"""Gates: the checks that make a trial ``invalid``. Facts come from the tables, limits from ``TOLERANCES``."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from bench.workload.layout import Layout
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tolerance:
-    """What may differ from the fp32 reference without being a finding."""
+    """Allowed differences from the fp32 reference."""
 
     update_error: float
     """Relative L2 error of the update of one SGD window."""
     first_loss: float
     """|loss - reference's loss| of the first step, before any update, in nats per token."""
     loss_deviation: float
-    """Largest |loss - reference's loss| of any step that the reference has, of a long run's first ones; as above."""
+    """Largest |loss - reference's loss| over the compared steps (``bench.judge.losses``), in nats per token."""
     reason: str
 
 
@@ -50,21 +50,21 @@ TOLERANCES: dict[str, Tolerance] = {
         "loss divided by 2 too often would be 0.5, one of 32 samples lost 0.18 if they agree in nothing",
     ),
 }
-"""By precision of the cell. The reference is fp32 for all."""
+"""By precision of the cell. The reference is always fp32."""
 BF16_ROUNDING = 2e-4
-"""Error of a bf16 update over the root of layers x width, at most.
+"""Upper bound of the error of a bf16 update divided by sqrt(layers x width).
 
 Seen on the CPU, of the gradient alone: 8.9e-3, 1.25e-2 and 1.65e-2 in 2 layers of width 1024, 2048 and 4096; 1.8e-2 and
-2.8e-2 in 4 and 10 layers of width 2048: 1.8e-4 to 2e-4 of the root. In the 30 layers of 135m it is half of that. By it
-1b would have 3.6e-2 and 8b 7.2e-2. The limit is twice that, as a GPU rounds elsewhere, and no less than that of small
-models.
+2.8e-2 in 4 and 10 layers of width 2048: 1.8e-4 to 2e-4 of the root. In the 30 layers of 135m it is half of that. This
+predicts 3.6e-2 for 1b and 7.2e-2 for 8b. The limit is twice the prediction, since a GPU rounds at other places, and
+never below that of small models.
 """
 BF16_UNKNOWN = 0.15
-"""The limit for a bf16 update of a model that is not shipped: its layers and width are not known, 8b has no more."""
+"""Limit for a bf16 update of a model that is not shipped, whose layers and width are unknown; about that of 8b."""
 
 
 def tolerance(precision: str, workload: str, model: str) -> Tolerance:
-    """What may differ in a cell of that precision, workload and model: bf16 rounds more in wide and in deep models."""
+    """The tolerance of a precision, workload and model: bf16 rounding errors grow with width and depth."""
     found = TOLERANCES[precision]
     if precision != Precision.BF16:
         return found
@@ -76,14 +76,14 @@ def tolerance(precision: str, workload: str, model: str) -> Tolerance:
 def judge(
     tables: Tables, layouts: Mapping[str, Layout] | None = None, peaks: Mapping[str, int] | None = None
 ) -> Tables:
-    """The same tables with what was expected filled in, and ``status`` and ``reason`` of what failed a gate.
+    """Fill in expected values, and set ``status`` and ``reason`` of trials that fail a gate. Returns new tables.
 
-    By cell id, ``layouts`` are those of models that are not shipped (``expected.layouts_of``), and ``peaks`` the
-    predicted peaks of memory in bytes.
+    By cell id: ``layouts`` of models that are not shipped (``expected.layouts_of``), and ``peaks``, the predicted peaks
+    of memory in bytes.
 
-    Trials that did not end ``ok`` are left as they are. A trial that cannot be checked, because its reference is
-    missing or failed, is invalid too: a number that nobody checked is not printed as good. In a virtual world there
-    are no values, so only its steps are counted.
+    Trials that are not ``ok`` are left unchanged. A trial that cannot be checked, because its reference is missing or
+    failed, is invalid too: unchecked numbers never count as good. A virtual world has no values, so only its steps are
+    checked.
     """
     trials = tables.trials.copy()
     losses = Losses(tables)
@@ -113,9 +113,9 @@ def judge(
 
 
 def findings(row: Any, deviation: Deviation | None) -> list[str]:
-    """Everything that is wrong with one finished trial, in words; empty if all gates hold.
+    """The reasons why a finished trial fails its gates; empty if it passes all.
 
-    ``row`` is a row of the trials table; ``deviation`` that of its losses, None if there is nothing to compare.
+    ``row`` is a row of the trials table; ``deviation`` that of its losses, None if they cannot be compared.
     """
     limits = tolerance(row["precision"], row["workload"], row["model"])
     found = _step_findings(row)
@@ -143,7 +143,7 @@ def findings(row: Any, deviation: Deviation | None) -> list[str]:
 
 
 def _update_finding(row: Any, limits: Tolerance) -> str:
-    """What is wrong with the update of one SGD window, clipped as the cell clips; empty if it is right."""
+    """What is wrong with the update of one SGD window, with the cell's clipping; empty if it is right."""
     if pd.isna(row["update_error"]):
         return "no update to check: the update pass did not run, or the reference has none"
     scale, residual, clip = row["update_scale"], row["update_residual"], _clip(row)
@@ -165,10 +165,10 @@ def _update_finding(row: Any, limits: Tolerance) -> str:
 
 
 def _moves_losses(row: Any) -> bool:
-    """Whether a wrong scale is all that is wrong with the update, and is one that the losses must show.
+    """Whether the update has the wrong scale, nothing else is wrong with it, and the losses must deviate too.
 
-    AdamW divides any scale out again, but not what clipping made of it: the weights of clipped and of shorter
-    gradients in its moments are then not the right ones.
+    AdamW is invariant to the scale of gradients, unless they are clipped: its moments then weigh clipped and unclipped
+    gradients wrongly.
     """
     scales = [scale for scale in (row["update_scale"], row["unclipped_scale"]) if pd.notna(scale)]
     multiple = any(_is_multiple(scale, row["update_residual"]) for scale in scales)
@@ -176,7 +176,7 @@ def _moves_losses(row: Any) -> bool:
 
 
 def _is_multiple(scale: float, residual: float) -> bool:
-    """Whether an update is the right one times another factor than 1, and little else."""
+    """Whether an update is the right one times a factor other than 1, up to a small residual."""
     return bool(scale > 0 and residual <= SAME_FACTOR and residual <= abs(scale - 1))
 
 
@@ -198,7 +198,7 @@ def _step_findings(row: Any) -> list[str]:
 
 
 def _clip(row: Any) -> Clip | None:
-    """What is known of the clipping in a row of the trials table, if it is enough to calculate with."""
+    """The clipping of a row of the trials table; None if it does not clip, or a value is missing."""
     facts = [row["clip_norm"], row["gradient_norm"], row["unclipped_scale"]]
     known = all(pd.notna(fact) and math.isfinite(fact) and fact > 0 for fact in facts)
     return Clip(*facts) if known else None

@@ -1,4 +1,4 @@
-"""ZeRO-3's gathers of parameters, module by module, replayed as DeepSpeed's coordinator does them.
+"""Replays ZeRO-3's gathers of parameters, module by module, as DeepSpeed's coordinator issues them.
 
 There is no closed form: how parameters fall into all-gathers depends on how far prefetching has come. The replay
 follows deepspeed/runtime/zero/partitioned_param_coordinator.py (0.19.8) without its tensors.
@@ -15,7 +15,7 @@ from bench.workload.layout import Layout
 
 
 class GatherState(Enum):
-    """Of a parameter's whole value on this rank (ZeroParamStatus)."""
+    """State of a parameter's full value on this rank (ZeroParamStatus)."""
 
     ABSENT = 0
     INFLIGHT = 1
@@ -24,14 +24,14 @@ class GatherState(Enum):
 
 @dataclass(slots=True, eq=False)
 class Handle:
-    """An all-gather that was issued (AllGatherCoalescedHandle)."""
+    """An issued all-gather (AllGatherCoalescedHandle)."""
 
     parameters: tuple[int, ...]
     complete: bool = False
 
 
 class Coordinator:
-    """Replays micro-batches after the first, whose modules were recorded in the first (a complete trace)."""
+    """Replays micro-batches after the first, which recorded the trace of modules."""
 
     def __init__(self, layout: Layout, *, prefetch: int, max_live: int) -> None:
         """``prefetch`` and ``max_live`` are elements: stage3_prefetch_bucket_size and stage3_max_live_parameters.
@@ -48,10 +48,10 @@ class Coordinator:
         self._released: dict[tuple[int, int], frozenset[int]] = {}
         self._registry: dict[int, Handle] = {}
         self.gathers: list[tuple[int, ...]] = []
-        """Of the micro-batch that was replayed last: the parameters of each all-gather."""
+        """The parameters of each all-gather in the last replayed micro-batch."""
 
     def micro_batch(self) -> None:
-        """Forward and backward (DeepSpeedZeRoOffload's hooks on modules)."""
+        """Replay forward and backward (DeepSpeedZeRoOffload's hooks on modules)."""
         self.begin()
         for m in self._layout.forward:
             self.forward(m)
@@ -60,11 +60,11 @@ class Coordinator:
         self.end()
 
     def forward(self, event: int) -> None:
-        """The forward enters a module (m) or leaves it (~m)."""
+        """Forward enters a module (m) or leaves it (~m)."""
         self._fetch(event) if event >= 0 else self._leave(~event)
 
     def backward(self, event: int) -> None:
-        """The backward reaches a module's output (m) or finishes its inputs (~m)."""
+        """Backward reaches a module's output (m) or finishes its inputs (~m)."""
         if event >= 0:
             self._backward[event] = None
             self._fetch(event)
@@ -73,7 +73,7 @@ class Coordinator:
             self._leave(~event)
 
     def end(self) -> None:
-        """The backward is over; release_backward_leftovers: modules whose inputs need no gradient."""
+        """Backward ends: release modules whose inputs need no gradient (release_backward_leftovers)."""
         while self._backward:
             module, _ = self._backward.popitem()
             for p in self._layout.modules[module]:
@@ -81,26 +81,26 @@ class Coordinator:
                 self._release(p)
 
     def gathered(self, parameters: tuple[int, ...]) -> None:
-        """For subclasses: an all-gather of these was issued."""
+        """Hook for subclasses: an all-gather of these parameters was issued."""
 
     def arrived(self, parameters: tuple[int, ...]) -> None:
-        """For subclasses: it was waited for, and these are whole."""
+        """Hook for subclasses: their all-gather has completed."""
 
     def forgotten(self, parameters: tuple[int, ...]) -> None:
-        """For subclasses: each of these was asked for, so that nothing refers to their all-gather any more."""
+        """Hook for subclasses: all of them were waited for, so nothing refers to their all-gather any more."""
 
     def released(self, parameter: int) -> None:
-        """For subclasses: this one is no longer whole."""
+        """Hook for subclasses: the full value was freed."""
 
     def state(self) -> tuple[GatherState, ...]:
-        """What one micro-batch leaves to the next."""
+        """The states that carry over to the next micro-batch."""
         return tuple(GatherState.PRESENT if self._in_flight(p) else status for p, status in enumerate(self._status))
 
     def _in_flight(self, p: int) -> bool:
         return self._status[p] is GatherState.INFLIGHT
 
     def begin(self) -> None:
-        """A forward begins; reset_step: the queue of prefetching starts anew, and what is in flight is given back."""
+        """Forward begins: release what is in flight and restart the prefetch queue (reset_step)."""
         for p in list(self._registry):
             self._wait(p)
             self._release(p)
@@ -112,7 +112,7 @@ class Coordinator:
         self.gathers = []
 
     def _gather(self, parameters: list[int]) -> None:
-        """__all_gather_params_: one collective for all that are absent."""
+        """Issue one collective for all absent parameters (__all_gather_params_)."""
         absent = tuple(p for p in parameters if self._status[p] is GatherState.ABSENT)
         if not absent:
             return
@@ -125,7 +125,7 @@ class Coordinator:
         self.gathered(absent)
 
     def _wait(self, p: int) -> None:
-        """Waiting for one in flight waits for all of its collective, once."""
+        """Wait for a parameter in flight, which completes its whole collective, once."""
         handle = self._registry.pop(p, None)
         if handle is None:
             return
@@ -138,7 +138,7 @@ class Coordinator:
             self.forgotten(handle.parameters)
 
     def _fetch(self, module: int) -> None:
-        """_fetch_sub_module_impl: what the module needs now, then what comes next in the trace."""
+        """Gather what the module needs, then prefetch along the trace (_fetch_sub_module_impl)."""
         needed = self._layout.modules[module]
         self._gather(list(needed))
         for p in needed:
@@ -163,9 +163,9 @@ class Coordinator:
         self._step += 1
 
     def _leave(self, module: int) -> None:
-        """release_sub_module: keep what prefetching has passed by because it was still there."""
+        """Release a module's parameters, except those that prefetching skipped as present (release_sub_module)."""
         key = (module, self._step)
-        if key not in self._released:  # __params_to_release remembers its answers
+        if key not in self._released:  # __params_to_release caches its results
             own = self._layout.modules[module]
             self._released[key] = frozenset(p for p in own if not self._fetched_for[p] > self._step)
         for p in self._layout.modules[module]:
@@ -180,7 +180,7 @@ class Coordinator:
             self.released(p)
 
     def release_all(self) -> None:
-        """Before the update (stage3.py:_partition_all_parameters)."""
+        """Release everything before the update (stage3.py:_partition_all_parameters)."""
         for p, users in enumerate(self._users):
             self._wait(p)
             users.clear()
@@ -188,13 +188,13 @@ class Coordinator:
 
 
 def of_window(layout: Layout, accumulate: int, *, prefetch: int, max_live: int) -> list[tuple[int, ...]]:
-    """The parameters of each all-gather of one window of N micro-batches; the update before it released all."""
+    """The parameters of each all-gather in a window of N micro-batches; the update before it released everything."""
     coordinator = Coordinator(layout, prefetch=prefetch, max_live=max_live)
     found: list[tuple[int, ...]] = []
     seen: dict[tuple[GatherState, ...], list[tuple[int, ...]]] = {}
     for _ in range(accumulate):
         before = coordinator.state()
-        if before in seen:  # N may be large: from here on all are alike
+        if before in seen:  # N may be large: from here on all micro-batches are alike
             found += seen[before] * (accumulate - len(seen))
             break
         coordinator.micro_batch()

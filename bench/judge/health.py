@@ -1,7 +1,6 @@
-"""What a machine can run and what it cannot: each check takes facts and says why, and what mends it.
+"""The checks of ``doctor``: what this machine can run, what it cannot, why, and how to fix it.
 
-An error is what keeps something from running at all, or makes it compute something else; a warning is what makes
-numbers worse, or keeps some of the backends from running.
+An error prevents a run or makes results wrong; a warning degrades measurements or excludes some of the backends.
 """
 
 from __future__ import annotations
@@ -13,30 +12,30 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from bench.judge.cards import GPU_CHECKS
-from bench.judge.integrity import Finding, Level
+from bench.judge.integrity import Finding, Level, error, good, warning
 from bench.judge.sides import IDLE_SHARE
 from bench.plan.cell import Device
 from bench.run.surroundings import Facts
 
 PYTHON = ((3, 11), (3, 13))
-"""Oldest and newest version that is tested."""
+"""Oldest and newest tested version."""
 GIB = 2**30
 DISK_BYTES, DISK_LEAST_BYTES = 10 * GIB, GIB // 4
-"""Free space that runs of models of 1e9 parameters want (the reference's update is kept, in fp32), and the least."""
+"""Free space recommended for models of 1e9 parameters (the reference's update is kept, in fp32), and the minimum."""
 MEMORY_BYTES = 4 * GIB
-"""What two ranks of the tiny model take with every framework imported, generously."""
+"""Generous bound of the memory of two ranks of the tiny model with every framework imported."""
 PACKAGES = {
     "torch": (">=2.11", "<2.16"),
     "lightning": (">=2.6", "<2.7"),
     "deepspeed": (">=0.19.8", "<0.20"),
     "transformers": (">=5", "<6"),
 }
-"""Versions that the code needs (pyproject.toml), and those beyond which nothing is known."""
+"""Required versions (pyproject.toml), and the first versions that were not tested."""
 
 
 @dataclass(frozen=True, slots=True)
 class Defect:
-    """A version that computes something else, or says something wrong; measured in docs/versions.md."""
+    """Versions of a package with wrong results or wrong errors; measured in docs/versions.md."""
 
     package: str
     versions: str
@@ -71,19 +70,19 @@ DEFECTS = (
 
 
 def python(facts: Facts) -> Iterator[Finding]:
-    """Whether the interpreter is one that is tested."""
+    """Whether this version of Python is tested."""
     number, version = ".".join(map(str, facts.python)), facts.python[:2]
     oldest, newest = (".".join(map(str, one)) for one in PYTHON)
     if version < PYTHON[0]:
-        yield Finding(Level.ERROR, "python", f"{number} is too old: install Python {oldest} to {newest}")
+        yield error("python", f"{number} is too old: install Python {oldest} to {newest}")
     elif version > PYTHON[1]:
-        yield Finding(Level.WARNING, "python", f"{number} is newer than what is tested: Python {oldest} to {newest}")
+        yield warning("python", f"{number} is newer than what is tested: Python {oldest} to {newest}")
     else:
-        yield Finding(Level.GOOD, "python", number)
+        yield good("python", number)
 
 
 def packages(facts: Facts) -> Iterator[Finding]:
-    """Whether packages are there, neither too old nor newer than what is known, and without known defects."""
+    """Whether packages are installed in tested versions without known defects."""
     for name, (least, tested) in PACKAGES.items():
         installed = facts.packages.get(name)
         if installed is None:
@@ -93,17 +92,17 @@ def packages(facts: Facts) -> Iterator[Finding]:
         try:
             version = Version(installed)
         except InvalidVersion:
-            yield Finding(Level.WARNING, name, f"{installed} is not a version that can be compared; needed is {least}")
+            yield warning(name, f"{installed} is not a version that can be compared; needed is {least}")
             continue
         known = [one for one in DEFECTS if one.package == name and _in(version, one.versions)]
         for one in known:
             yield Finding(one.level, name, f"{installed}: {one.text} (docs/versions.md): {one.fix}")
         if not _in(version, least):
-            yield Finding(Level.ERROR, name, f"{installed} is too old: pip install '{name}{least}'")
+            yield error(name, f"{installed} is too old: pip install '{name}{least}'")
         elif not _in(version, tested):
-            yield Finding(Level.WARNING, name, f"{installed} is newer than what was tested ({least},{tested})")
+            yield warning(name, f"{installed} is newer than what was tested ({least},{tested})")
         elif not known:
-            yield Finding(Level.GOOD, name, installed)
+            yield good(name, installed)
 
 
 def _in(version: Version, versions: str) -> bool:
@@ -111,90 +110,85 @@ def _in(version: Version, versions: str) -> bool:
 
 
 def torch(facts: Facts) -> Iterator[Finding]:
-    """Whether torch can be imported, and adds up over gloo."""
+    """Whether torch can be imported and all-reduces over gloo."""
     if "torch" not in facts.packages:
-        return  # said by packages
+        return  # reported by packages
     if facts.torch is None:
         again = "pip install --force-reinstall torch"
-        yield Finding(
-            Level.ERROR, "torch", f"cannot be used: {facts.torch_error}: look at python -c 'import torch', or {again}"
-        )
+        yield error("torch", f"cannot be used: {facts.torch_error}: look at python -c 'import torch', or {again}")
     elif facts.torch.gloo_error:
         fix = "export GLOO_SOCKET_IFNAME=lo, and see that the host's own name resolves (/etc/hosts)"
-        yield Finding(Level.ERROR, "gloo", f"two processes cannot all-reduce: {facts.torch.gloo_error}: {fix}")
+        yield error("gloo", f"two processes cannot all-reduce: {facts.torch.gloo_error}: {fix}")
     else:
-        yield Finding(Level.GOOD, "gloo", "two processes all-reduce over the loopback device")
+        yield good("gloo", "two processes all-reduce over the loopback device")
 
 
 def loopback(facts: Facts) -> Iterator[Finding]:
-    """Whether ranks on one machine can find each other."""
+    """Whether ranks on this machine can connect to each other."""
     if facts.loopback_error:
         fix = "ip link set lo up (in a container: give it a network namespace with a loopback device)"
-        yield Finding(Level.ERROR, "loopback", f"127.0.0.1 does not work: {facts.loopback_error}: {fix}")
+        yield error("loopback", f"127.0.0.1 does not work: {facts.loopback_error}: {fix}")
     else:
-        yield Finding(Level.GOOD, "loopback", "127.0.0.1 works")
+        yield good("loopback", "127.0.0.1 works")
 
 
 def compiler(facts: Facts) -> Iterator[Finding]:
-    """Nothing is compiled, so none is missed."""
+    """Whether a compiler is installed; none is needed."""
     there = f"{facts.compiler} is there" if facts.compiler else "there is none"
-    yield Finding(
-        Level.GOOD, "compiler", f"none is needed, since DeepSpeed runs without its compiled operators; {there}"
-    )
+    yield good("compiler", f"none is needed, since DeepSpeed runs without its compiled operators; {there}")
 
 
 def disk(facts: Facts) -> Iterator[Finding]:
-    """Whether runs fit onto the disk."""
+    """Whether there is enough disk space for runs."""
     free, fix = (
         f"{facts.disk_bytes / GIB:.3g} GiB are free where runs go",
         "free some, or name another folder with --out",
     )
     if facts.disk_bytes < DISK_LEAST_BYTES:
-        yield Finding(Level.ERROR, "disk", f"{free}: {fix}")
+        yield error("disk", f"{free}: {fix}")
     elif facts.disk_bytes < DISK_BYTES:
-        yield Finding(
-            Level.WARNING,
+        yield warning(
             "disk",
             f"{free}: enough for small models; the reference's update takes 4 B a parameter: {fix}",
         )
     else:
-        yield Finding(Level.GOOD, "disk", free)
+        yield good("disk", free)
 
 
 def memory(facts: Facts) -> Iterator[Finding]:
-    """Whether two ranks fit into the memory."""
+    """Whether there is enough memory for two ranks."""
     if facts.memory_bytes < MEMORY_BYTES:
         what = f"{facts.memory_bytes / GIB:.3g} GiB are available, {MEMORY_BYTES / GIB:g} are wanted"
-        yield Finding(Level.WARNING, "memory", f"{what}: end other programs, or run fewer ranks with --world-size 1")
+        yield warning("memory", f"{what}: end other programs, or run fewer ranks with --world-size 1")
     else:
-        yield Finding(Level.GOOD, "memory", f"{facts.memory_bytes / GIB:.3g} GiB are available")
+        yield good("memory", f"{facts.memory_bytes / GIB:.3g} GiB are available")
 
 
 def cores(facts: Facts) -> Iterator[Finding]:
     """Whether two ranks have a core each."""
     if facts.num_cores < 2:
         fix = "run with --world-size 1, or allow more (taskset, the container's CPU quota)"
-        yield Finding(Level.WARNING, "cores", f"there is only 1, so two ranks take turns and times mean little: {fix}")
+        yield warning("cores", f"there is only 1, so two ranks take turns and times mean little: {fix}")
     else:
-        yield Finding(Level.GOOD, "cores", f"{facts.num_cores}")
+        yield good("cores", f"{facts.num_cores}")
     if facts.governor not in {None, "performance", "schedutil"}:
         fix = "cpupower frequency-set -g performance"
-        yield Finding(Level.WARNING, "cores", f"the governor is '{facts.governor}', so the clock rises late: {fix}")
+        yield warning("cores", f"the governor is '{facts.governor}', so the clock rises late: {fix}")
 
 
 def idle(facts: Facts) -> Iterator[Finding]:
     """Whether times measured now would be comparable."""
     if facts.foreign_cores is None or facts.stolen_cores is None:
-        yield Finding(Level.WARNING, "idle", "the load from other programs is unknown: /proc/stat does not say")
+        yield warning("idle", "the load from other programs is unknown: /proc/stat does not say")
         return
     share = (facts.foreign_cores + facts.stolen_cores) / facts.num_cores
     if share > IDLE_SHARE:
         by = f"{facts.foreign_cores:.2g} cores by other programs, {facts.stolen_cores:.2g} by the hypervisor"
         limit = f"times are not comparable above {100 * IDLE_SHARE:g} %"
         what = f"{100 * share:.0f} % of the CPUs are taken ({by}), and {limit}"
-        yield Finding(Level.WARNING, "idle", f"{what}: wait, or end other programs (see top)")
+        yield warning("idle", f"{what}: wait, or end other programs (see top)")
     else:
-        yield Finding(Level.GOOD, "idle", f"{100 * share:.0f} % of the CPUs are taken by others")
+        yield good("idle", f"{100 * share:.0f} % of the CPUs are taken by others")
 
 
 def backends(facts: Facts) -> Iterator[Finding]:
@@ -205,7 +199,7 @@ def backends(facts: Facts) -> Iterator[Finding]:
             reasons.setdefault(reason, []).append(name)
         able = reasons.pop("", [])
         if able:
-            yield Finding(Level.GOOD, "backends", f"{device} can run {', '.join(able)}")
+            yield good("backends", f"{device} can run {', '.join(able)}")
         for reason, names in reasons.items():
             level = Level.WARNING if able else Level.ERROR
             yield Finding(level, "backends", f"{device} cannot run {', '.join(names)}: {reason}")
@@ -224,9 +218,9 @@ CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     idle,
     backends,
 )
-"""All checks, in the order in which they are told."""
+"""All checks, in the order of their output."""
 
 
 def examine(facts: Facts) -> list[Finding]:
-    """Everything that was looked at."""
+    """The findings of all checks."""
     return [finding for check in CHECKS for finding in check(facts)]

@@ -1,4 +1,4 @@
-"""A run's folder as what the analyses need, with every way in which it can be broken said in one line."""
+"""Loads a run's folder for the analyses, and reports a broken one in one line."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from bench.run.record import check
 
 
 def load(folder: Path) -> Run:
-    """A run's judged tables. Raises InputError for what is no run, or a journal that was truncated or edited."""
+    """Load a run, judged by the gates. Raises InputError if it is no run, or its journal was truncated or edited."""
     return read(folder)[0]
 
 
 def read(folder: Path) -> tuple[Run, list[dict[str, Any]]]:
-    """As ``load``, with the journal's records that the tables are made of."""
+    """Like ``load``, together with the records of the journal."""
     manifest = read_manifest(folder)
     if lacking := [name for name in ("run_id", "matrix", "cells", "backends") if name not in manifest]:
         raise InputError(f"{folder / MANIFEST}: has no key '{lacking[0]}'; restore it")
@@ -57,7 +57,7 @@ def read(folder: Path) -> tuple[Run, list[dict[str, Any]]]:
 
 
 def hashed(run: Run, folder: Path) -> Run:
-    """The run with its journal's SHA-256 in the manifest, where it ended before that was stored."""
+    """The run with the journal's SHA-256 in its manifest, also for old runs that did not store it."""
     if run.manifest.get("journal_sha256"):
         return run
     return replace(run, manifest={**run.manifest, "journal_sha256": Journal(folder).digest()})
@@ -69,39 +69,39 @@ def _said(error: Exception) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run as far as a comparison needs it."""
+    """The data of a run that comparisons need."""
 
     name: str
     tables: Tables
     """Judged by the gates."""
     cells: Mapping[str, Cell]
-    """By id: those that have a trial."""
+    """Cells with at least one trial, by id."""
     manifest: Mapping[str, Any]
 
     @functools.cached_property
     def labels(self) -> Mapping[str, str]:
-        """A label for each cell, by id, that no other cell of the run has."""
+        """A label for each cell, by id, unique within the run."""
         named = columns.labels(self.cells.values())
         return {cell_id: named[cell] for cell_id, cell in self.cells.items()}
 
     @functools.cached_property
     def sides(self) -> Sides:
-        """Of comparisons within the run: verdicts, noise floor and citations have the same."""
+        """The sides of comparisons within the run, shared by verdicts, noise floor and citations."""
         return Sides(self.tables)
 
 
 def missing_trials(run: Run) -> int:
-    """How many of the trials that the run's matrix asks for have no row; interrupted ones have one."""
+    """Number of scheduled trials without a row in the table; interrupted trials have one."""
     trials = run.tables.trials
     have = set(zip(trials["cell_id"], trials["repeat"].astype(int), strict=True))
     return len({trial.key for trial in Schedule(run.manifest).trials()} - have)
 
 
 def run_of(records: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any]) -> Run:
-    """A run as its journal is so far, judged by the gates. Edited records raise KeyError, TypeError or ValueError."""
+    """The run in its current state, judged by the gates. Edited records raise KeyError, TypeError or ValueError."""
     rows = [dict(record) for record in records]
-    predicted = dict(manifest.get("predicted") or {})
-    judged = gates.judge(tables.build(rows, dict(manifest)), layouts_of(rows), dict(predicted.get("peak_bytes") or {}))
+    peaks = (manifest.get("predicted") or {}).get("peak_bytes")
+    judged = gates.judge(tables.build(rows, dict(manifest)), layouts_of(rows), peaks)
     contents = {record["cell_id"]: record["cell"] for record in records}
     cells = {cell_id: Cell.from_dict(content) for cell_id, content in contents.items()}
     return Run(name=str(manifest["run_id"]), tables=judged, cells=cells, manifest=manifest)

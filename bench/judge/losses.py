@@ -1,4 +1,4 @@
-"""The losses of trials beside their references': step by step, as far as a reference was trained."""
+"""Compares the losses of trials with those of their references, step by step, as far as a reference was trained."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from bench.plan.cell import REFERENCES, Status
 from bench.plan.columns import WORK
 
 LONG_STEPS = 200
-"""Optimizer steps from which a run is long: rounding alone takes its losses apart in the end."""
+"""A run with this many optimizer steps is long: rounding alone makes its losses diverge in the end."""
 COMPARED_STEPS = 50
-"""How many of a long run's first losses are compared: sound backends came 2e-4 nats apart in 60 steps."""
+"""Number of first losses compared in a long run: correct backends differed by up to 2e-4 nats after 60 steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """How far the losses of a trial are from the reference's, in nats per token."""
+    """Absolute differences between a trial's losses and the reference's, in nats per token."""
 
     first: float
     """At the first step."""
     largest: float
-    """NaN if a loss is not finite."""
+    """Over the compared steps; NaN if any loss is not finite."""
     num_steps: int
-    """Of how many first steps it is the largest: no more than the reference has."""
+    """Number of compared first steps; at most as many as the reference has."""
 
 
 class Losses:
@@ -39,38 +39,39 @@ class Losses:
             for key, group in tables.losses.sort_values("step").groupby(["cell_id", "repeat"])["loss"]
         }
         """By cell id and repeat."""
-        self._truths: dict[tuple[Any, ...], Sequence[float]] = {}
-        """Of the first good trial of those references that trained most steps."""
+        self._references: dict[tuple[Any, ...], Sequence[float]] = {}
+        """Losses of the reference trained for most steps, from its first good trial."""
         good = tables.trials[tables.trials["backend"].isin(REFERENCES) & (tables.trials["status"] == Status.OK)]
         for _, row in good.sort_values("repeat").iterrows():
             key = self._key(row, row["backend"], row["world_size"])
-            if len(self._whole(row)) > len(self._truths.get(key, ())):
-                self._truths[key] = self._whole(row)
+            if len(self._complete(row)) > len(self._references.get(key, ())):
+                self._references[key] = self._complete(row)
 
     def deviation(self, row: Any) -> Deviation | None:
-        """Of a trial, a row of the trials table; None without losses, one for each step, or a reference's."""
+        """The deviation of a row of the trials table; None if it has not one loss per step, or no reference."""
         reference = cell_of(row.to_dict()).reference()
-        mine, truth = self._whole(row), self._truths.get(self._key(row, reference.backend, reference.world_size), ())
-        apart = [float(abs(a - b)) for a, b in zip(mine, truth, strict=False)]
+        own = self._complete(row)
+        expected = self._references.get(self._key(row, reference.backend, reference.world_size), ())
+        apart = [float(abs(a - b)) for a, b in zip(own, expected, strict=False)]
         if not apart:
             return None
-        compared = apart if len(mine) < LONG_STEPS else apart[:COMPARED_STEPS]
-        finite = all(map(math.isfinite, [*mine, *apart]))
+        compared = apart if len(own) < LONG_STEPS else apart[:COMPARED_STEPS]
+        finite = all(map(math.isfinite, [*own, *apart]))
         return Deviation(apart[0], max(compared) if finite else math.nan, len(compared))
 
-    def _whole(self, row: Any) -> Sequence[float]:
-        """The losses of a trial; none if one is missing."""
+    def _complete(self, row: Any) -> Sequence[float]:
+        """The losses of a trial; empty if any is missing."""
         found = self._of.get((row["cell_id"], row["repeat"]), ())
         return found if len(found) == row["optimizer_steps_expected"] else ()
 
     @staticmethod
     def _key(row: Any, backend: str, world_size: int) -> tuple[Any, ...]:
-        """Which reference, and of which work."""
+        """Identifies a reference and its work."""
         return (backend, world_size, *(row[name] for name in WORK))
 
 
 def extent(tables: Tables) -> str:
-    """Over how many steps losses were compared, in a sentence; empty if over all that cells have."""
+    """A sentence on how many steps of losses were compared; empty if all were."""
     losses = Losses(tables)
     compared = tables.trials[tables.trials["max_loss_deviation"].notna()]
     short: set[int] = set()

@@ -1,6 +1,6 @@
-"""The step time of one cell with its interval, and what a reader should know of the sample before citing it.
+"""The step time of a cell with its interval, and tests of the sample: outliers, drift, bimodality and imbalance.
 
-It is the step time of a cell wherever the bench gives one: in summary, report, plots, frames and citations.
+Summary, report, plots, frames and citations all show this step time.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from bench.judge.bootstrap import RESAMPLES, SEED, TRIM, bootstrap_many, trimmed_mean
+from bench.judge.bootstrap import RESAMPLES, SEED, TRIM, bootstrap_one_sample, trimmed_mean
 from bench.judge.statistics import MIN_TRIALS, too_few
 from bench.plan.cell import Status
 from bench.run.warmup import Array
 
 NAME = f"{100 * TRIM:g} % trimmed mean"
-"""Of the estimate, for headers and captions; the mean is that of logarithms, so a geometric one."""
+"""Name of the estimate in headers and captions. It is a mean of logarithms, so a geometric one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,23 +30,23 @@ class Estimate:
     seconds: float
     low: float | None = None
     high: float | None = None
-    """Ends of the 95 % interval over the trials of the run; None with fewer than MIN_TRIALS of them."""
+    """Ends of the 95 % interval over the trials of the run; None with fewer than MIN_TRIALS trials."""
     num_trials: int
     reason: str = ""
     """Why there is no interval."""
 
 
 def estimate(medians: Sequence[float], *, resamples: int = RESAMPLES, seed: int = SEED) -> Estimate:
-    """From the seconds per step of each trial, at least one.
+    """The estimate from the seconds per step of each trial, at least one.
 
-    The interval is about this run: what the machine does from day to day is not in it. Ratios are paired where they can
-    be, and so are narrower than two such intervals would let one think.
+    The interval describes this run: it does not cover variation from day to day. Intervals of ratios are narrower than
+    those of two cells suggest, since ratios are paired where possible.
     """
     return estimates([medians], resamples=resamples, seed=seed)[0]
 
 
 def estimates(samples: Sequence[Sequence[float]], *, resamples: int = RESAMPLES, seed: int = SEED) -> list[Estimate]:
-    """``estimate`` of many cells, in their order; those of equally many trials are resampled together."""
+    """``estimate`` of many cells, in order; cells with the same number of trials are resampled together."""
     found: list[Estimate | None] = [None] * len(samples)
     alike: dict[int, list[int]] = {}
     for place, medians in enumerate(samples):
@@ -61,11 +61,11 @@ def estimates(samples: Sequence[Sequence[float]], *, resamples: int = RESAMPLES,
 
 
 def _estimates(logs: Array, n: int, resamples: int, seed: int) -> list[Estimate]:
-    """From logarithms: a row per cell, a column per trial."""
+    """Estimates from logarithms: one row per cell, one column per trial."""
     seconds = [math.exp(float(centre)) for centre in trimmed_mean(logs)]
     if n < MIN_TRIALS:
         return [Estimate(seconds=one, num_trials=n, reason=too_few(n, "trial")) for one in seconds]
-    low, high = bootstrap_many(logs, resamples=resamples, seed=seed).interval()
+    low, high = bootstrap_one_sample(logs, resamples=resamples, seed=seed).interval()
     return [
         Estimate(seconds=one, low=math.exp(float(least)), high=math.exp(float(most)), num_trials=n)
         for one, least, most in zip(seconds, low, high, strict=True)
@@ -73,9 +73,10 @@ def _estimates(logs: Array, n: int, resamples: int, seed: int) -> list[Estimate]
 
 
 def step_times(trials: pd.DataFrame) -> dict[str, Estimate]:
-    """The estimate of each cell, by its id, from rows of the trials table: over its ok trials.
+    """The estimate of each cell, by id, over its ok trials, from rows of the trials table.
 
-    Over all that have a step time if none is ok: such a cell is shown with its status. Without one it is left out.
+    If none is ok, over all trials with a step time; such a cell is shown with its status. A cell without step times is
+    left out.
     """
     seconds = trials["step_time_s"].to_numpy(dtype=float, na_value=np.nan)
     known = trials[np.isfinite(seconds) & (seconds > 0)]
@@ -89,29 +90,30 @@ def step_times(trials: pd.DataFrame) -> dict[str, Estimate]:
 
 
 def tokens_per_step(trials: pd.DataFrame) -> pd.Series:
-    """Tokens of an optimizer step, by cell_id, from rows of the trials table; NA in a virtual world: it has no rate."""
+    """Tokens per optimizer step, by cell_id, from rows of the trials table; NA in a virtual world: it has no rate."""
     products = (trials["tokens_per_s"] * trials["step_time_s"]).groupby(trials["cell_id"])
     return products.first().astype("Float64").round()
 
 
 OUTLIER = 14.826
-"""In median absolute deviations: ten standard deviations if the values were normal. hyperfine, outlier_detection.rs."""
+"""Limit in median absolute deviations: ten standard deviations of a normal distribution, as in hyperfine's
+outlier_detection.rs."""
 ALPHA = 0.01
-"""Level of the tests for drift and for two modes: they are run for every cell of a report."""
+"""Significance level of the tests for drift and bimodality, which are run for every cell of a report."""
 MIN_BIMODAL = 8
-"""Trials below which two modes cannot be told from chance."""
+"""Least number of trials to tell two modes from chance."""
 NULLS = 4000
-"""Simulated samples per kind of noise with one mode."""
+"""Number of simulated unimodal samples per kind of noise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """How step times change with time."""
+    """Change of step times in the course of a run."""
 
     change: float
-    """From the first to the last slot, relative: 0.05 is 5 % slower at the end."""
+    """Relative change from the first to the last slot: 0.05 is 5 % slower at the end."""
     p_value: float
-    """Of the hypothesis that there is none."""
+    """p-value of the hypothesis that there is no drift."""
 
     @property
     def found(self) -> bool:
@@ -123,11 +125,11 @@ class Modes:
     """The best split of values into two clusters."""
 
     ratio: float
-    """Centre of the upper over that of the lower."""
+    """Centre of the upper cluster over that of the lower."""
     share: float
-    """Of the values that are in the upper."""
+    """Share of the values in the upper cluster."""
     p_value: float
-    """Of the hypothesis that there is one mode."""
+    """p-value of the hypothesis that there is only one mode."""
 
     @property
     def found(self) -> bool:
@@ -135,9 +137,9 @@ class Modes:
 
 
 def outliers(values: Sequence[float]) -> list[int]:
-    """Indices of the values that are more than OUTLIER median absolute deviations from the median.
+    """Indices of the values more than OUTLIER median absolute deviations from the median.
 
-    They are reported and never dropped. None where more than half of the values are equal.
+    Outliers are reported, never dropped. Empty if more than half of the values are equal.
     """
     if not len(values):
         return []
@@ -147,10 +149,10 @@ def outliers(values: Sequence[float]) -> list[int]:
 
 
 def drift(slots: Sequence[float], medians: Sequence[float]) -> Drift:
-    """Change of a cell's trial medians over the order slots in which they ran.
+    """Change of a cell's trial medians over the slots in which the trials ran.
 
-    Theil and Sen's slope of the logarithms (Sen 1968) over the whole range of slots, with the p-value of Spearman's
-    rank correlation (Student's t with n - 2 degrees of freedom). Without at least 5 trials: no change, p = 1.
+    The Theil-Sen slope of the logarithms (Sen 1968) over the whole range of slots, with the p-value of Spearman's rank
+    correlation (Student's t with n - 2 degrees of freedom). With fewer than 5 trials: no change, p = 1.
     """
     x, y = np.asarray(slots, dtype=float), np.log(np.asarray(medians, dtype=float))
     if len(x) < 5 or np.ptp(x) == 0 or np.ptp(y) == 0:
@@ -162,10 +164,11 @@ def drift(slots: Sequence[float], medians: Sequence[float]) -> Drift:
 def bimodal(values: Sequence[float]) -> Modes | None:
     """Whether trial medians come from two modes, such as fast and slow placements; None with fewer than MIN_BIMODAL.
 
-    The logarithms are split where the sum of squares within the two clusters is least, each with at least two values
-    and a tenth of all. The statistic is Ashman's D, sqrt(2) |m1 - m2| / sqrt(s1^2 + s2^2) (Ashman, Bird and Zepf,
-    Astronomical Journal 108, 1994); its p-value is the largest of those under simulated normal noise, uniform noise,
-    and Student's t with 4 degrees of freedom, so that neither flat nor heavy tails pass for a second mode.
+    The logarithms are split where the sum of squares within the two clusters is least; each cluster has at least two
+    values and a tenth of all. The statistic is Ashman's D, sqrt(2) |m1 - m2| / sqrt(s1^2 + s2^2) (Ashman, Bird and
+    Zepf, Astronomical Journal 108, 1994); its p-value is the largest of those under simulated normal noise, uniform
+    noise and Student's t with 4 degrees of freedom, so that neither flat nor heavy-tailed noise passes for a second
+    mode.
     """
     n = len(values)
     if n < MIN_BIMODAL:
@@ -178,7 +181,7 @@ def bimodal(values: Sequence[float]) -> Modes | None:
 
 
 def _separation(ordered: Array) -> tuple[Array, Array]:
-    """Ashman's D at the best split of each sorted row, and where that split is."""
+    """Ashman's D at the best split of each sorted row, and the index of the split."""
     n = ordered.shape[1]
     least = max(2, math.ceil(n / 10))
     cuts = np.arange(least, n - least + 1)
@@ -196,16 +199,16 @@ def _separation(ordered: Array) -> tuple[Array, Array]:
 
 @cache
 def _nulls(n: int) -> tuple[Array, ...]:
-    """Ashman's D of samples with one mode, for each kind of noise."""
+    """Ashman's D of simulated unimodal samples, for each kind of noise."""
     rng = np.random.default_rng(SEED)
     kinds = rng.normal(size=(NULLS, n)), rng.uniform(size=(NULLS, n)), rng.standard_t(4, size=(NULLS, n))
     return tuple(_separation(np.sort(kind, axis=1))[0] for kind in kinds)
 
 
 def imbalance(steps_of_ranks: Sequence[Sequence[float]]) -> float:
-    """How much the slowest rank holds up the others: median over steps of the maximum over the median of the ranks.
+    """How much the slowest rank delays the others: the median over steps of the ratio of slowest to median rank.
 
-    Takes a list of step seconds per rank, all of equal length.
+    Takes a list of step times in seconds per rank, all of equal length.
     """
     ranks = np.asarray(steps_of_ranks, dtype=float)
     if ranks.ndim != 2 or not ranks.size:

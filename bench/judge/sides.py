@@ -1,4 +1,4 @@
-"""From the tables of a run to the sides of comparisons."""
+"""Builds the sides of comparisons from the tables of a run."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ COLUMNS = [
     "clock_slowdowns",
     "foreign_gpu_processes",
 ]
-"""Of the trials, that a side is made of."""
+"""Columns of trials that a side needs."""
 NUMBERS = ["optimizer_steps_observed", "peak_memory_bytes", "peak_memory_source"]
-"""What of good trials is compared beside their time."""
+"""Columns of good trials that are compared besides their time."""
 ROW = ["repeat", "status", "reason", "optimizer_steps_expected", *WORLD, "sm_clock_mhz"]
 
 
 def side(tables: Tables, cell_id: str) -> Side:
-    """The side of a comparison that a cell is, from tables that the gates have judged.
+    """A cell as one side of a comparison, from tables that the gates have judged.
 
-    A repeat is a block: the runner runs each cell once per repeat, in random order. Trials that did not end ``ok`` are
-    counted and not left out in silence; those that are invalid forbid the comparison, with their reason.
+    A repeat is a block: the runner runs each cell once per repeat, in random order. Failed trials are counted; invalid
+    ones forbid the comparison, with their reason.
     """
     trials, steps = (table[table["cell_id"] == cell_id] for table in (tables.trials[COLUMNS], tables.steps))
     return _side(trials, steps, cell_id)
 
 
 def _side(trials: pd.DataFrame, steps: pd.DataFrame, cell_id: str, label: str = "") -> Side:
-    """``side`` from the rows of the cell alone."""
+    """``side`` from only the rows of the cell."""
     if trials.empty:
         raise ValueError(f"the run has no cell {cell_id}")
     if not trials["repeat"].is_monotonic_increasing:
         trials = trials.sort_values("repeat")
-    # Plain lists: of a few rows each, frames of trials would take most of the time of a report.
+    # Plain lists: many frames of a few rows each would take most of the time of a report.
     timed: dict[int, list[tuple[int, float]]] = {}
     for repeat, step, second in zip(*(steps[name].tolist() for name in ("repeat", "step", "seconds")), strict=True):
         timed.setdefault(int(repeat), []).append((int(step), float(second)))
@@ -93,10 +93,10 @@ def _side(trials: pd.DataFrame, steps: pd.DataFrame, cell_id: str, label: str = 
 
 
 class Sides:
-    """The sides of a run's cells, each made once.
+    """The sides of a run's cells, cached.
 
-    Of two runs that stand ``apart``, a side is named with the letter of its run, and repeats are no common blocks: they
-    did not run next to each other. With ``force``, what a gate found wrong counts as good.
+    With ``apart``, for comparing two runs, labels start with the letter of the run, and repeats are not shared blocks,
+    since the runs were not interleaved. With ``force``, invalid trials count as good.
     """
 
     def __init__(self, tables: Tables, apart: bool = False, letter: str = "", force: bool = False) -> None:
@@ -105,7 +105,7 @@ class Sides:
             {str(cell_id): rows for cell_id, rows in table.groupby("cell_id", sort=False)}
             for table in (tables.trials[COLUMNS], tables.steps)
         )
-        # By cell, not by id: an id is calculated each time it is asked for.
+        # By cell, not by id: computing an id takes time.
         self._sides: dict[Cell, Side] = {}
         self._largest: dict[tuple[Cell, str], int | None] = {}
         self._sources: dict[Cell, frozenset[str]] = {}
@@ -126,7 +126,7 @@ class Sides:
         return self._sides[cell]
 
     def largest(self, cell: Cell, column: str) -> int | None:
-        """The largest value of a cell's good trials; of invalid ones too if forced."""
+        """The largest value among a cell's good trials, or also invalid ones with ``force``."""
         key = (cell, column)
         if key not in self._largest:
             values = self._good(cell)[column].dropna()
@@ -134,7 +134,7 @@ class Sides:
         return self._largest[key]
 
     def sources(self, cell: Cell) -> frozenset[str]:
-        """Where the cell's peak memory was read."""
+        """The sources of the cell's peak memory."""
         if cell not in self._sources:
             self._sources[cell] = frozenset(self._good(cell)["peak_memory_source"].dropna())
         return self._sources[cell]
@@ -148,14 +148,14 @@ class Sides:
 
 
 IDLE_SHARE = 0.1
-"""Of the CPUs that others may use before a machine is not called idle."""
+"""Largest share of the CPUs that others may use on an idle machine."""
 RESTLESS = "the machine was not idle"
 COOL = frozenset({"SwPowerCap"})
-"""Slowdowns that a GPU in full use has by itself. What they do to the clock is seen in the cycles."""
+"""Slowdowns that are normal on a fully used GPU. Their effect on the clock shows in the cycles."""
 
 
 def restless(trials: pd.DataFrame) -> list[str]:
-    """In what the machine was not idle, or did not keep its clocks, in half of a cell's good trials or more."""
+    """Disturbances in at least half of a cell's good trials: other load, lowered clocks, other GPU processes."""
     found: list[str] = []
     if trials[["num_cpus", "clock_slowdowns", "foreign_gpu_processes"]].isna().all(axis=None):
         return found
@@ -175,7 +175,7 @@ def restless(trials: pd.DataFrame) -> list[str]:
 
 
 def _wrong_steps(row: Any, numbers: list[int]) -> str:
-    """What is wrong with the steps of a good trial: one per optimizer step, from the first timed one to the last."""
+    """What is wrong with the steps of a good trial; it needs one per optimizer step, from the first timed one on."""
     if not numbers:
         world = world_of(row)
         return "no step was timed" if world.is_timed else world.caveat

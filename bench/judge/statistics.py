@@ -1,14 +1,14 @@
-"""Ratios of step times with intervals: the trial is the unit of replication, and drift is shared within a block.
+"""Ratios of step times with intervals: the trial is the unit of replication, and trials of a block share drift.
 
-How an interval is made, and why so; docs/statistics.md has the simulations behind each choice:
+How an interval is computed, and why; docs/statistics.md has the simulations behind each choice:
 
-1. A trial is reduced to the median of its steps after ``warmup``. Steps of one trial are no replicates of each other:
-   what a fresh process group adds (placement, neighbours) is the same for all of them.
+1. A trial is reduced to the median of its steps after ``warmup``. Steps of one trial are not independent: they
+   all share what varies between process groups (placement, neighbours).
 2. Logarithms of the medians are combined: log a - log b within each block if both cells ran in the same blocks, else
    each cell on its own. The centre is the 20 % trimmed mean, which costs 6 % more trials than the mean if the noise is
    normal, and fewer if it is not (a median of trials would cost 50 % more).
-3. ``scipy.stats.bootstrap`` resamples the trials. Steps are not resampled within them: a trial's median holds their
-   noise already, which a second level would count twice (Davison and Hinkley 1997, section 3.8).
+3. ``scipy.stats.bootstrap`` resamples the trials, but not the steps within them: a trial's median already contains
+   their noise, which a second level would count twice (Davison and Hinkley 1997, section 3.8).
 4. The percentile interval is expanded for few trials: Hesterberg, "What Teachers Should Know About the Bootstrap",
    The American Statistician 69(4), 2015: instead of alpha/2, the quantile
    Phi(-sqrt(n / (n - 1)) t(1 - alpha/2, n - 1)).
@@ -27,25 +27,25 @@ from bench.judge.bootstrap import (
     RESAMPLES,
     SEED,
     Bootstrap,
-    bootstrap,
-    bootstrap_many,
+    bootstrap_one_sample,
+    bootstrap_two_samples,
     difference_of_centres,
     trimmed_mean,
 )
 from bench.run.warmup import Array, warmup
 
 MIN_TRIALS = 5
-"""Trials, or blocks with both cells, below which there is no interval: four values have no 95 % to speak of."""
+"""Least number of trials, or of blocks with both cells, for an interval: four values do not support a 95 % level."""
 MIN_REPEATS, MAX_REPEATS = 10, 600
-"""Blocks that an adaptive run starts with and ends at, by default. The study finds what they cost."""
+"""Default numbers of blocks at which an adaptive run looks first and stops at the latest; docs/statistics.md."""
 
 MARGIN = 0.02
 """Two cells are the same if their ratio is between 1 / (1 + MARGIN) and 1 + MARGIN."""
 PRECISION = 0.02
-"""Whole width of an interval, relative to the ratio, at which a run stops."""
+"""A run stops when intervals are narrower than this, from end to end, relative to the ratio."""
 SAME_WIDTH = 0.65
-"""Of the margin: width w of an interval that shows a difference of half the margin to be inside it in five cases of
-six, being (margin/2 - w/2) / (w/2/1.96) = 1.06 standard errors away from not."""
+"""Width w of an interval, relative to the margin, that shows a difference of half the margin to be inside the margin in
+five cases of six: (margin/2 - w/2) / (w/2/1.96) = 1.06 standard errors to spare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Sample:
     """The step times of one cell."""
 
     trials: Sequence[Sequence[float]]
-    """Seconds of the optimizer steps of each trial, the maximum over ranks; a micro-batch is no step."""
+    """Seconds of the optimizer steps of each trial, the maximum over ranks."""
     blocks: Sequence[int] = ()
     """Block of each trial: trials of one block ran next to each other in time. Empty if there were no blocks."""
 
@@ -69,7 +69,7 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """How many times the step time of b that of a is, and how sure that is."""
+    """The step time of a relative to that of b, with its uncertainty."""
 
     ratio: float
     """Best estimate; below 1 if a is faster."""
@@ -81,9 +81,9 @@ class Interval:
     p_same: float | None = None
     """p-value of the hypothesis that the ratio is outside the margin: two one-sided tests (Schuirmann 1987)."""
     margin: float = MARGIN
-    """That ``p_same`` is about."""
+    """Margin of ``p_same``."""
     num_trials: int
-    """Trials, of the cell that has fewer, or blocks if paired."""
+    """Number of blocks if paired, else of trials of the cell with fewer."""
     paired: bool
     reason: str = ""
     """Why there is no interval."""
@@ -94,7 +94,7 @@ class Interval:
         return math.inf if self.low is None or self.high is None else self.high / self.low - 1
 
     def inverse(self) -> Interval:
-        """The same seen from b."""
+        """The interval of b relative to a."""
         low, high = (None if end is None else 1 / end for end in (self.high, self.low))
         return replace(self, ratio=1 / self.ratio, low=low, high=high)
 
@@ -108,23 +108,20 @@ def trial_median(seconds: Sequence[float]) -> float:
 
 
 def ratio(a: Sample, b: Sample, *, margin: float = MARGIN, resamples: int = RESAMPLES, seed: int = SEED) -> Interval:
-    """How many times the step time of ``b`` that of ``a`` is.
+    """The step time of ``a`` relative to that of ``b``.
 
-    Trials of a block that both ran in are paired, which removes the drift that they share; where that leaves fewer
-    than MIN_TRIALS pairs, all trials are used and none is paired. ``ratio(b, a)`` is exactly the inverse: of the two,
-    always the same one is resampled.
+    Trials of a common block are paired, which removes shared drift; with fewer than MIN_TRIALS such pairs, all trials
+    are used unpaired. ``ratio(b, a)`` is exactly the inverse, since the same direction of the two is resampled.
     """
-    ours, theirs, swap = _resampled(a, b, np.log(a.medians), np.log(b.medians))
-    found = _interval(ours, theirs, margin, resamples, seed)
-    return found.inverse() if swap else found
+    return ratios([(a, b)], margin=margin, resamples=resamples, seed=seed)[0]
 
 
 def ratios(
     pairs: Sequence[tuple[Sample, Sample]], *, margin: float = MARGIN, resamples: int = RESAMPLES, seed: int = SEED
 ) -> list[Interval]:
-    """``ratio`` of many pairs, up to rounding: those of equally many blocks are resampled together, equal ones once.
+    """``ratio`` of many pairs.
 
-    A pair and its inverse are equal: of both, the same one is resampled.
+    Pairs with the same number of blocks are resampled together; equal pairs, or a pair and its inverse, only once.
     """
     logs: dict[int, Array] = {}
     swapped: list[bool] = []
@@ -148,13 +145,13 @@ def ratios(
         each, names = max(1, BATCH // resamples), list(those)
         for start in range(0, len(names), each):
             part = names[start : start + each]
-            drawn = bootstrap_many(np.stack([those[name] for name in part]), resamples=resamples, seed=seed)
-            found |= zip([(size, name) for name in part], _intervals(drawn, size, margin), strict=True)
+            drawn = bootstrap_one_sample(np.stack([those[name] for name in part]), resamples=resamples, seed=seed)
+            found |= zip([(size, name) for name in part], _intervals(drawn, size, margin, paired=True), strict=True)
     return [found[key].inverse() if swap else found[key] for key, swap in zip(keys, swapped, strict=True)]
 
 
-def _intervals(drawn: Bootstrap, size: int, margin: float) -> list[Interval]:
-    """The interval of each row of paired samples of that many blocks."""
+def _intervals(drawn: Bootstrap, num_trials: int, margin: float, *, paired: bool) -> list[Interval]:
+    """The interval of each row."""
     columns = (np.exp(drawn.centres), *map(np.exp, drawn.interval()), drawn.p_different(), drawn.p_same(margin))
     return [
         Interval(
@@ -164,15 +161,15 @@ def _intervals(drawn: Bootstrap, size: int, margin: float) -> list[Interval]:
             p_different=different,
             p_same=same,
             margin=margin,
-            num_trials=size,
-            paired=True,
+            num_trials=num_trials,
+            paired=paired,
         )
         for centre, low, high, different, same in zip(*(column.tolist() for column in columns), strict=True)
     ]
 
 
 def _resampled(a: Sample, b: Sample, logs_a: Array, logs_b: Array) -> tuple[Array, Array | None, bool]:
-    """What is resampled: differences of logarithms by block, or both samples; and whether they are those of b to a."""
+    """Differences of logarithms by block, or both samples; and whether they describe b relative to a."""
     if not len(a.trials) or not len(b.trials):
         raise ValueError("a ratio needs a trial on either side")
     blocks = sorted(set(a.blocks) & set(b.blocks))
@@ -186,7 +183,7 @@ def _resampled(a: Sample, b: Sample, logs_a: Array, logs_b: Array) -> tuple[Arra
 
 
 def _by_block(values: Array, blocks: Sequence[int], wanted: Sequence[int]) -> Array:
-    """Mean of a cell's trials in each block: ABBA has two."""
+    """Mean over a cell's trials in each block; an ABBA block has two."""
     if list(blocks) == list(wanted):
         return values
     own = np.asarray(blocks)
@@ -194,31 +191,24 @@ def _by_block(values: Array, blocks: Sequence[int], wanted: Sequence[int]) -> Ar
 
 
 def too_few(n: int, what: str, which: str = "") -> str:
-    """Why n of something make no interval."""
+    """The reason why n values give no interval."""
     return f"no interval: {n} {what}{'' if n == 1 else 's'}{which}, and {MIN_TRIALS} are needed"
 
 
 def _interval(a: Array, b: Array | None, margin: float, resamples: int, seed: int) -> Interval:
+    """The interval of unpaired samples, or of too few blocks if ``b`` is None."""
+    if b is not None and (n := min(len(a), len(b))) >= MIN_TRIALS:
+        drawn = bootstrap_two_samples(a[None], b[None], resamples=resamples, seed=seed)
+        return _intervals(drawn, n, margin, paired=False)[0]
     paired = b is None
     n = len(a) if b is None else min(len(a), len(b))
     centre = float(trimmed_mean(a) if b is None else difference_of_centres(a, b))
-    found = Interval(ratio=math.exp(centre), num_trials=n, paired=paired, margin=margin)
-    if n < MIN_TRIALS:
-        what, which = ("block", " with both cells") if paired else ("trial", "")
-        return replace(found, reason=too_few(n, what, which))
-    drawn = bootstrap(a[None], None if b is None else b[None], resamples=resamples, seed=seed)
-    low, high = (float(end[0]) for end in drawn.interval())
-    return replace(
-        found,
-        low=math.exp(low),
-        high=math.exp(high),
-        p_different=float(drawn.p_different()[0]),
-        p_same=float(drawn.p_same(margin)[0]),
-    )
+    reason = too_few(n, "block", " with both cells") if paired else too_few(n, "trial")
+    return Interval(ratio=math.exp(centre), num_trials=n, paired=paired, margin=margin, reason=reason)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """p-values adjusted for how many there are: Holm, Scandinavian Journal of Statistics 6, 1979.
+    """p-values adjusted for multiple testing: Holm, Scandinavian Journal of Statistics 6, 1979.
 
     The i-th smallest of m is multiplied by m - i + 1, made monotone, and bounded by 1.
     """
@@ -234,8 +224,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
 def equivalent(interval: Interval, margin: float = MARGIN) -> bool:
     """Whether the whole 95 % interval is inside 1 / (1 + margin) ... 1 + margin.
 
-    The 95 % interval, not the 90 % one that would do for two one-sided tests at 5 %: it is the interval that is
-    printed, and a run that is extended once because it was ambiguous still stays below 5 % of false "same".
+    Two one-sided tests at 5 % need only the 90 % interval. The 95 % interval is the one that is printed, and keeps
+    false "same" verdicts below 5 % even if an ambiguous run is extended once.
     """
     if interval.low is None or interval.high is None:
         return False
@@ -243,15 +233,15 @@ def equivalent(interval: Interval, margin: float = MARGIN) -> bool:
 
 
 def enough(interval: Interval, precision: float = PRECISION) -> bool:
-    """Whether an interval is narrower than the precision, from end to end."""
+    """Whether the interval is narrower than the precision, from end to end."""
     return interval.width < precision
 
 
 def required_trials(interval: Interval, precision: float = PRECISION) -> int:
-    """How many more trials, or blocks, make the interval narrower than the precision; 0 if it is already.
+    """How many more trials, or blocks, will make the interval narrower than the precision; 0 if it already is.
 
-    The width falls with the square root of their number. At most as many as there are: with few trials the noise is
-    not known well enough to plan farther ahead, so look again then.
+    The width falls with the square root of their number. The result at most doubles the number: with few trials the
+    noise is not known well enough to plan further ahead.
     """
     if enough(interval, precision):
         return 0

@@ -1,4 +1,4 @@
-"""From the journal to tidy pandas tables: SI units, counts start with ``num_``, failed trials stay in."""
+"""Builds tidy pandas tables from the journal: SI units, counts start with ``num_``, failed trials are included."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from bench.plan.cell import Cell, Precision, Status
 from bench.plan.columns import COLUMNS, dtypes
 from bench.plan.estimates import peak_flops
 from bench.plan.world import World
-from bench.run.journal import Journal, read_manifest
 from bench.run.warmup import warmup
 
 
 def products_rate(entries: Iterable[Mapping[str, Any]], world_size: int, precision: str) -> float | None:
-    """FLOP/s that so many ranks reached together in matrix products; None if that was not measured.
+    """FLOP/s that ``world_size`` ranks together reached in matrix products; None if not measured.
 
     ``entries`` as run.json has them under ``matmul``; see ``bench.run.matmul.measure``.
     """
@@ -33,7 +32,7 @@ def products_rate(entries: Iterable[Mapping[str, Any]], world_size: int, precisi
 
 
 WORLD = ["virtual_world_size", "fake_tensors", "shared_gpu"]
-"""Columns of trials that say which world theirs is."""
+"""Columns of trials that identify their world."""
 
 
 @dataclass
@@ -47,7 +46,7 @@ class Tables:
     memory: pd.DataFrame
 
     def write(self, folder: Path) -> list[Path]:
-        """Write each table as parquet; returns the paths."""
+        """Write each table as a parquet file, atomically; return the paths."""
         paths = []
         for name in NAMES:
             path = folder / f"{name}.parquet"
@@ -59,20 +58,11 @@ class Tables:
 
 
 NAMES = tuple(field.name for field in fields(Tables))
-"""Names of the tables that come from the journal."""
-
-
-def load(folder: Path) -> Tables:
-    """The tables of a run's folder, built from its journal; the gates have not judged them yet.
-
-    Raises InputError if the folder holds no run.
-    """
-    manifest = read_manifest(folder)
-    return build(Journal(folder).read(), manifest)
+"""Names of the tables that are built from the journal."""
 
 
 def build(records: list[dict[str, Any]], manifest: dict[str, Any]) -> Tables:
-    """The tables of the journal's records. Of several records of one cell and repeat, the last counts."""
+    """The tables of the journal's records, not yet judged. Of several records of a cell and repeat, the last counts."""
     latest = {(record["cell_id"], record["repeat"]): record for record in records}
     once: dict[tuple[str, str], Any] = {}
     for record in latest.values():
@@ -89,14 +79,14 @@ def build(records: list[dict[str, Any]], manifest: dict[str, Any]) -> Tables:
 
 
 def frame_of(name: str, rows: Sequence[Mapping[Any, Any]]) -> pd.DataFrame:
-    """A frame with exactly the columns and dtypes of its name, empty values as NA."""
+    """A frame with the columns and dtypes of the named table; missing values are NA."""
     columns = dtypes(name)
     return pd.DataFrame(rows, columns=list(columns)).astype(columns)
 
 
 def _trial_row(record: dict[str, Any], manifest: dict[str, Any], once: dict[tuple[str, str], Any]) -> dict[str, Any]:
     cell = Cell.from_dict(record["cell"])
-    # Of the cell, not of the record: older ones lack fields.
+    # From the cell, not from the record, since older records lack fields.
     row: dict[str, Any] = {name: value for name, value in cell.to_dict().items() if name in COLUMNS["trials"]}
     described = manifest["backends"].get(cell.backend, {})
     row |= {name: described.get(name) for name in ("framework", "sharding", "sync")}
@@ -162,21 +152,21 @@ def worlds(trials: pd.DataFrame) -> pd.Series:
 
 
 def step_time(cell: Cell, timed: Mapping[str, Any] | None) -> float | None:
-    """A trial's step time: the median of its settled steps in seconds, from its record of the time pass, if any."""
+    """The median of a trial's steps after warm-up in seconds, from its time pass; None if it has no such times."""
     if not timed or not timed["step_seconds"] or not cell.world.is_timed:
         return None
     return float(statistics.median(timed["step_seconds"][_unsettled(timed) :]))
 
 
 def _share(value: float | None, parts: int) -> float | None:
-    """One of so many equal parts of a number, if there is one."""
+    """The value divided by ``parts``, if there is a value."""
     return None if value is None else value / parts
 
 
 def _timed_columns(
     record: dict[str, Any], cell: Cell, timed: dict[str, Any], manifest: dict[str, Any]
 ) -> dict[str, Any]:
-    """The columns that come from the time pass."""
+    """The columns from the time pass."""
     row: dict[str, Any] = {
         "num_micro_batches": timed["num_micro_batches"],
         "optimizer_steps_observed": timed["num_updates"],
@@ -209,7 +199,7 @@ def _timed_columns(
 
 
 def _gpu_columns(gpus: list[dict[str, Any]], num_steps: int, tokens_per_step: float) -> dict[str, Any]:
-    """Of what NVML saw: the slowest clock, the hottest GPU, the power and energy of all; None if one does not tell."""
+    """NVML's values over all GPUs: lowest clock, top temperature, total power and energy; None if any is missing."""
 
     def over(name: str, join: Callable[[list[Any]], Any]) -> Any:
         values = [gpu[name] for gpu in gpus]
@@ -235,14 +225,14 @@ def _gpu_columns(gpus: list[dict[str, Any]], num_steps: int, tokens_per_step: fl
 
 
 def _unsettled(timed: Mapping[str, Any]) -> int:
-    """How many of the timed steps are warm-up still. Older records do not say; it follows from the steps."""
+    """Number of timed steps that belong to the warm-up; for older records it is computed from the steps."""
     if "num_warmup" in timed:
         return int(timed["num_warmup"]) - len(timed["warmup_seconds"]) - 1
     return warmup(timed["step_seconds"])
 
 
 def _child_rows(record: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """The rows of the other tables."""
+    """The rows of all tables but the trials."""
     timed = record.get("time") or {}
     first = record["cell"]["warmup_windows"]
     settled = first + (_unsettled(timed) if timed else 0)

@@ -1,4 +1,4 @@
-"""What a formula gives: collectives of one settled window and bytes held per rank, as plain numbers."""
+"""Results of the formulas: collectives of one steady-state window and bytes held per rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "int64": 8, "uint8": 1}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collective:
-    """One operation on one dtype between two updates, on every rank."""
+    """The calls of one operation on one dtype in a window, on every rank."""
 
     op: str
     """As ``CollectiveCounter`` names it: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``broadcast``."""
@@ -24,30 +24,30 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Expectation:
-    """What a backend must do in one settled window, from one update to the next."""
+    """What a backend must do in one steady-state window, from one update to the next."""
 
     collectives: tuple[Collective, ...]
-    """Sorted by operation and dtype, as the counter's rows."""
+    """Sorted by operation and dtype, like the counter's rows."""
     held: dict[str, int]
-    """Bytes per rank between two micro-batches of a window, of tensors that outlive a micro-batch, by category:
+    """Bytes per rank of tensors that outlive a micro-batch, between two micro-batches of a window, by category:
     ``parameters``, ``gradients``, ``optimizer_state`` and ``communication``."""
 
 
 @dataclass
 class Tally:
-    """Collects calls of collectives."""
+    """Counts calls of collectives and their bytes."""
 
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def add(self, op: str, dtype: str, numels: Iterable[int], times: int = 1) -> None:
-        """One call per number of elements, all of that ``times`` times."""
+        """Add one call per number of elements, ``times`` times each."""
         for numel in numels:
             self.calls[op, dtype] += times
             self.bytes[op, dtype] += times * numel * BYTES[dtype]
 
     def rows(self) -> tuple[Collective, ...]:
-        """Sorted by operation and dtype."""
+        """The collectives, sorted by operation and dtype."""
         return tuple(
             Collective(op=op, dtype=dtype, calls=calls, payload_bytes=self.bytes[op, dtype])
             for (op, dtype), calls in sorted(self.calls.items())
@@ -56,17 +56,17 @@ class Tally:
 
 
 def ceil_to(numel: int, multiple: int) -> int:
-    """The smallest multiple that is not below ``numel``."""
+    """``numel`` rounded up to a multiple."""
     return -(-numel // multiple) * multiple
 
 
 def wire_bytes(op: str, payload_bytes: int, world_size: int) -> float:
-    """Derived, not measured: bytes that each rank sends in a ring algorithm.
+    """Bytes that each rank sends in a ring algorithm; derived, not measured.
 
-    (W-1)/W of the payload for all-gather and reduce-scatter, twice that for all-reduce, which is one after the other;
-    a broadcast's payload goes round once (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69 (2009) 117; NCCL's
-    ``doc/PERFORMANCE.md`` of nccl-tests has the same factors). Nothing at W = 1. What gloo really sends differs: its
-    reduce-scatter is an all-reduce.
+    (W-1)/W of the payload for all-gather and reduce-scatter, twice that for all-reduce, which consists of both, and the
+    payload once for broadcast (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69 (2009) 117; ``doc/PERFORMANCE.md``
+    of nccl-tests has the same factors). Nothing at W = 1. Gloo sends other amounts: its reduce-scatter is an
+    all-reduce.
     """
     if world_size == 1:
         return 0.0

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO stages 2 and 3 with the configuration of ``bench.backends.deepspeed.zero_config``."""
+"""Formulas for DeepSpeed's ZeRO stages 2 and 3 with the configuration of ``bench.backends.deepspeed.zero_config``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bench.workload.layout import Layout
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZeroSettings:
-    """What of DeepSpeed's configuration moves bytes; sizes in elements."""
+    """DeepSpeed's options that affect communication or memory; sizes in elements."""
 
     stage: int
     reduce_bucket: int
@@ -26,14 +26,14 @@ class ZeroSettings:
     overlap: bool
     """``overlap_comm``: two reduction buffers instead of one in stage 2."""
     sub_group: int = 10**9
-    """``sub_group_size``'s default: elements of one group of the optimizer in stage 3."""
+    """``sub_group_size`` at its default: elements per group of the optimizer in stage 3."""
 
 
 def buckets(layout: Layout, order: Iterable[int], size: int) -> list[list[int]]:
-    """The parameters of each bucket: one that does not fit any more closes the bucket and begins the next.
+    """The parameters of each bucket: one that does not fit closes the bucket and starts the next.
 
     deepspeed/runtime/zero/stage_1_and_2.py and stage3.py, both reduce_independent_p_g_buckets_and_remove_grads. A
-    parameter larger than a bucket has one of its own.
+    parameter larger than a bucket gets its own.
     """
     found: list[list[int]] = []
     filled = 0
@@ -48,7 +48,7 @@ def buckets(layout: Layout, order: Iterable[int], size: int) -> list[list[int]]:
 
 
 def _order(layout: Layout, sync: Sync) -> Iterable[int]:
-    """Eager: as backward finishes gradients. ``coalesce_grad_reduction`` goes through the parameters in their order.
+    """Eager: in the order in which backward finishes gradients. Deferred: in the order of the parameters.
 
     deepspeed/runtime/engine.py:coalesce_grad_reduction.
     """
@@ -64,7 +64,7 @@ def flat(layout: Layout, world_size: int) -> int:
 
 
 def ranks_of(layout: Layout, parameter: int, world_size: int) -> list[tuple[int, int]]:
-    """The ranks in whose partition of stage 2's flat parameters a parameter lies, and how many elements of it."""
+    """The ranks whose partitions of stage 2's flat parameters hold a parameter, with its elements in each."""
     partition = flat(layout, world_size) // world_size
     start = sum(p.numel for p in layout.parameters[:parameter])
     end = start + layout.parameters[parameter].numel
@@ -73,10 +73,10 @@ def ranks_of(layout: Layout, parameter: int, world_size: int) -> list[tuple[int,
 
 
 def stage2_reductions(layout: Layout, world_size: int, sync: Sync, size: int) -> list[int]:
-    """Elements of each all-reduce of one reduction of the gradient.
+    """Elements of each all-reduce in one reduction of the gradient.
 
     A bucket is one all-reduce (average_tensor; ``use_multi_rank_bucket_allreduce`` is on). A parameter larger than a
-    bucket is cut at the ranks' partitions, and pieces are sent together until they exceed the size of a bucket
+    bucket is split at the boundaries of partitions, and pieces are sent together once they exceed the bucket size
     (allreduce_and_scatter).
     """
     found: list[int] = []
@@ -96,11 +96,11 @@ def stage2_reductions(layout: Layout, world_size: int, sync: Sync, size: int) ->
 
 
 def stage2(layout: Layout, accumulate: int, world_size: int, *, sync: Sync, bf16: bool, zero: ZeroSettings) -> Tally:
-    """All-reduces of the buckets in fp32, of the norm and, in bf16, of the flag of overflow; one gather after the step.
+    """All-reduces of the buckets in fp32, of the norm and, in bf16, of the overflow flag; one gather after the step.
 
     stage_1_and_2.py: average_tensor (never a reduce-scatter, whatever the option ``reduce_scatter`` is), has_overflow
     (``check_grad_overflow`` is on for bf16), get_grad_norm_direct; runtime/utils.py:all_gather_into_tensor_dp_groups
-    (``allgather_bucket_size`` is not used, and nothing is gathered at W = 1). Research sheet of DeepSpeed, 3.4.
+    (``allgather_bucket_size`` is not used, and nothing is gathered at W = 1).
     """
     tally = Tally()
     times = accumulate if sync is Sync.EAGER else 1
@@ -116,10 +116,9 @@ def stage2(layout: Layout, accumulate: int, world_size: int, *, sync: Sync, bf16
 def stage3(layout: Layout, accumulate: int, world_size: int, *, sync: Sync, bf16: bool, zero: ZeroSettings) -> Tally:
     """Gathers of parameters in every forward and backward, reduce-scatters of buckets in fp32, all-reduces of norms.
 
-    Every parameter is padded to a multiple of W by itself (partition_parameters.py:_padding_size;
-    runtime/comm/coalesced_collectives.py:reduce_scatter_coalesced, which is called at W = 1 too). The norm is of fp64
-    and one per sub-group (stage3.py:get_grad_norm_direct, zero/utils.py:get_norm_dtype); overflow is looked for in
-    fp16 only. Research sheet of DeepSpeed, 3.4.
+    Every parameter is padded separately to a multiple of W (partition_parameters.py:_padding_size;
+    runtime/comm/coalesced_collectives.py:reduce_scatter_coalesced, which is called at W = 1 too). There is one fp64
+    norm per sub-group (stage3.py:get_grad_norm_direct, zero/utils.py:get_norm_dtype); only fp16 checks for overflow.
     """
     tally = Tally()
 
@@ -136,7 +135,7 @@ def stage3(layout: Layout, accumulate: int, world_size: int, *, sync: Sync, bf16
 
 
 def num_sub_groups(layout: Layout, world_size: int, zero: ZeroSettings) -> int:
-    """Groups into which stage 3 cuts the optimizer's parameters: a group is closed by the one that fills it.
+    """Number of groups into which stage 3 splits the optimizer's parameters: the one that fills a group closes it.
 
     stage3.py:_create_fp16_sub_groups; sizes are those of a rank's partitions, not of whole parameters.
     """
@@ -149,14 +148,14 @@ def num_sub_groups(layout: Layout, world_size: int, zero: ZeroSettings) -> int:
 
 
 def held(layout: Layout, world_size: int, rank: int, *, sync: Sync, bf16: bool, zero: ZeroSettings) -> dict[str, int]:
-    """Parameters in the dtype of computation and fp32 masters; gradients as the stage keeps them.
+    """Parameters in the compute dtype plus fp32 master weights, and gradients as the stage keeps them.
 
-    Stage 2: the flat parameters are whole on every rank, and the masters a partition. In bf16 the gradient is one
-    partition (_use_compact_grad_partition_buffer); in fp32 it is every parameter that overlaps the partition, whole
-    (copy_grads_in_partition); deferred all of it, in ``parameter.grad``. Stage 3: parameters and masters are
-    partitions; the gradient has a partition for good (``grad_partitions_flat_buffer``), and deferred sync holds the
-    whole one beside it. Its reduction buffer is made once (stage3.py:__init__); stage 2 frees its own after every
-    backward. Research sheet of DeepSpeed, 3.5.
+    Stage 2: every rank has the full flat parameters and a partition of the master weights. The gradient is one
+    partition in bf16 (_use_compact_grad_partition_buffer), in fp32 every parameter that overlaps the partition, in full
+    (copy_grads_in_partition), and under deferred sync the full gradient, in ``parameter.grad``. Stage 3: parameters and
+    master weights are partitions; a partition of the gradient is permanent (``grad_partitions_flat_buffer``), and
+    deferred sync adds the full gradient. The reduction buffer is permanent too (stage3.py:__init__); stage 2 frees its
+    own after every backward.
     """
     element = 2 if bf16 else 4
     whole = 4 * layout.num_parameters
@@ -177,7 +176,7 @@ def held(layout: Layout, world_size: int, rank: int, *, sync: Sync, bf16: bool, 
 
 
 def overlapping(layout: Layout, world_size: int, rank: int) -> int:
-    """Elements of the parameters that lie in the rank's partition of stage 2, at least in part."""
+    """Total elements of the parameters that overlap the rank's partition of stage 2."""
     partition = flat(layout, world_size) // world_size
     found, start = 0, 0
     for p in layout.parameters:
@@ -188,7 +187,7 @@ def overlapping(layout: Layout, world_size: int, rank: int) -> int:
 
 
 def masters(layout: Layout, world_size: int, zero: ZeroSettings) -> tuple[int, int]:
-    """Elements of a rank's fp32 masters, for which the optimizer keeps its state, and how many tensors they are."""
+    """Elements and number of tensors of a rank's fp32 master weights, for which the optimizer keeps state."""
     if zero.stage == 2:
         return flat(layout, world_size) // world_size, 1
     numel = sum(ceil_to(p.numel, world_size) for p in layout.parameters) // world_size

@@ -1,1 +1,1 @@
-"""A process group for one trial: started, watched, ended, and told how it ended. ``launcher`` is the way in."""
+"""Starts, watches and ends the process group of one trial, and reports how it ended. Entry point: ``launcher``."""

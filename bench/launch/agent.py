@@ -1,9 +1,9 @@
-"""Torch elastic's agent and rendezvous of one trial, on one machine.
+"""Torch elastic's agent and rendezvous for one trial, on one machine.
 
-Torch's own agent looks every ``monitor_interval`` seconds whether ranks have ended: many looks in a long trial, each of
-which takes a core that may be measured on, and half an interval lost at the end of a short one. This one hears of each
-rank that ends as soon as it does. Torch's own rendezvous handlers make stores that listen on all interfaces, and anyone
-who reaches such a port can write into it. This one's store listens on the loopback interface alone.
+Torch's own agent polls the ranks every ``monitor_interval`` seconds: each poll of a long trial takes CPU time from a
+core that may be under measurement, and a short trial loses half an interval at its end. This agent is woken as soon as
+a rank ends. Torch's own rendezvous handlers create stores that listen on all interfaces, and anyone who reaches such a
+port can write to it. This store listens on the loopback interface only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from bench.launch import stragglers
 
 LOOK_S, LOOK_BLIND_S = 2.0, 0.25
-"""How long the agent sleeps at most while nothing happens; the second, where torch hides what it could wait for."""
+"""Longest sleep of the agent; the second value where torch does not expose anything to wait for."""
 
 
 class Agent(LocalElasticAgent):
@@ -32,7 +32,7 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         signs = self._signs()
         ready = wait(signs, LOOK_S if signs else LOOK_BLIND_S)
-        # If a rank has ended, torch's own look ends the others.
+        # If a rank has ended, torch's own check ends the others.
         held = stragglers.mapped(self.pids) if any(isinstance(sign, int) for sign in ready) else set()
         result: RunResult = super()._monitor_workers(worker_group)
         stragglers.remove(held)
@@ -40,15 +40,15 @@ class Agent(LocalElasticAgent):
 
     @property
     def pids(self) -> list[int]:
-        """Of the ranks."""
+        """Process ids of the ranks."""
         return list(self._pcontext.pids().values()) if self._pcontext else []
 
     def _signs(self) -> list[Any]:
-        """What becomes readable when a rank returns, which its result's pipe tells, or ends, as its sentinel does."""
+        """Objects that become readable when a rank returns (the pipe of its result) or ends (its sentinel)."""
         context: Any = self._pcontext
         try:
             pipes = [queue._reader for rank, queue in context._ret_vals.items() if rank not in context._return_values]
-            return [*pipes, *context._pc.sentinels]  # without those of ranks that are known to have ended
+            return [*pipes, *context._pc.sentinels]  # sentinels of ranks that have not ended yet
         except AttributeError:
             return []
 
@@ -56,9 +56,10 @@ class Agent(LocalElasticAgent):
 def run(
     rank_main: Callable[[str], None], payload: str, world_size: int, folder: str, start_method: str
 ) -> dict[str, Any]:
-    """Run ``rank_main(payload)`` in so many ranks to their end: what failed, by rank and exit code or signal.
+    """Run ``rank_main(payload)`` in ``world_size`` ranks and return what failed: the rank, its exit code or signal.
 
-    Their logs go into the folder. The answer is that of ``server``; without an error it still lacks their word.
+    Their logs go into the folder. ``server`` sends the answer on. Without a failure of torch elastic's, the answer says
+    that a rank ended without a result; that counts only if a result is missing.
     """
     spec = WorkerSpec(
         role="rank",
@@ -67,7 +68,7 @@ def run(
         entrypoint=rank_main,
         args=(payload,),
         max_restarts=0,
-        monitor_interval=1e-3,  # of sleep before each wait
+        monitor_interval=1e-3,  # the sleep before each wait, in seconds
         local_addr=HOST,
     )
     logs = DefaultLogsSpecs(log_dir=folder, redirects=Std.ALL)
@@ -90,7 +91,7 @@ HOST = "127.0.0.1"
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """One node, which has always met itself."""
+    """A rendezvous of one node with itself."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
@@ -107,7 +108,7 @@ class LoopbackRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """The ranks use the same store, so that none of them opens another."""
+        """The ranks use this store too, so that none of them opens another."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -117,7 +118,7 @@ class LoopbackRendezvous(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """Nobody else could join."""
+        """Does nothing: no other node can join."""
 
     def num_nodes_waiting(self) -> int:
         return 0

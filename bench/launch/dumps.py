@@ -1,7 +1,7 @@
-"""Where every rank is when a trial is ended because it does not end: Python's stacks, and NCCL's Flight Recorder.
+"""Dumps of a trial that hangs, made before it is killed: Python stacks, and NCCL's Flight Recorder.
 
-A rank arms itself when it begins. Both dumps are made by C code inside the rank, in a signal handler and in NCCL's
-monitoring thread, so they also tell of a rank that never gets back to its interpreter.
+A rank sets both up when it starts. C code inside the rank makes the dumps, in a signal handler and in NCCL's monitoring
+thread, so they work even if the rank never returns to its interpreter.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ import psutil
 from bench.launch.stragglers import alive, send
 
 SIGNAL = signal.SIGUSR2
-"""Asks a rank for its stacks."""
+"""Makes a rank write its stacks."""
 STACKS_S = 2.0
-"""How long that may take."""
+"""Time limit for the stacks."""
 FLIGHT_S = 5.0
-"""How long the Flight Recorder may take: NCCL's monitoring thread looks once a second."""
+"""Time limit for the Flight Recorder: NCCL's monitoring thread polls once a second."""
 FLIGHT = "flight-rank"
-"""Beginning of the names of its files, and of the pipes that ask for them."""
+"""Prefix of the names of its files and of the pipes that trigger it."""
 BUFFER = "2000"
-"""Collectives that it keeps: torch's own default where it is on by default."""
+"""Number of collectives that it keeps; torch's default where it is on by default."""
 
 _files: list[IO[str]] = []
-"""Open for as long as the rank lives."""
+"""Files of stacks, open for as long as the rank lives."""
 
 
 def arm(folder: Path, rank: int) -> None:
-    """Let this rank write its stacks when it is asked, and to its log when it crashes."""
+    """Make this rank write its stacks to a file on SIGNAL, and to its log when it crashes."""
     faulthandler.enable()
     _files.append(stacks_of(folder, rank).open("w"))
     faulthandler.register(SIGNAL, file=_files[-1], all_threads=True)
 
 
 def arm_flight_recorder(folder: Path) -> None:
-    """Let NCCL's process group write its last collectives when it is asked; before the group is made.
+    """Make NCCL's process group write its last collectives on request. Call it before the group is created.
 
-    Under the names that torch 2.11 and later read: those with FR, and the older ones that its pipe goes by.
+    Sets the variables that torch 2.11 and later read: those with FR, and the older names, which its pipe still uses.
     """
     for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
         os.environ.setdefault(name, BUFFER)
@@ -55,17 +55,17 @@ def arm_flight_recorder(folder: Path) -> None:
 
 
 def stacks_of(folder: Path, rank: int) -> Path:
-    """The file of a rank's stacks in the folder of its trial."""
+    """The file for the stacks of a rank in the folder of its trial."""
     return folder / f"rank{rank}.stacks"
 
 
 def flights(folder: Path) -> list[Path]:
-    """The Flight Recorder's files in the folder of a trial, which are torch's (pickles): to be kept, never read."""
+    """The Flight Recorder's files in the folder of a trial. They are pickles: keep them, never read them."""
     return sorted(path for path in folder.glob(f"{FLIGHT}*") if path.suffix != ".pipe")
 
 
 def collect(folder: Path, stem: Path) -> list[Path]:
-    """Copy the dumps of a trial to files whose names begin with ``stem`` and go on as theirs; which there were."""
+    """Copy the dumps of a trial to ``<stem>.<name>`` and return their original paths."""
     found = [path for path in sorted(folder.glob("rank*.stacks")) if _size(path)] + flights(folder)
     for path in found:
         shutil.copyfile(path, f"{stem}.{path.name}")
@@ -73,9 +73,9 @@ def collect(folder: Path, stem: Path) -> list[Path]:
 
 
 def ask(folder: Path, ranks: Mapping[int, psutil.Process | None]) -> None:
-    """Have the ranks write their dumps; returns when they have, or will not.
+    """Make the ranks write their dumps; returns when they are written, or after the time limits.
 
-    A stopped rank writes when it is continued, so it is: its group is about to end.
+    A stopped rank is continued, since it cannot write otherwise; its group is about to be ended anyway.
     """
     pipes = [path for path in folder.glob(f"{FLIGHT}*.pipe") if _poke(path)]
     asked = []
@@ -91,7 +91,7 @@ def ask(folder: Path, ranks: Mapping[int, psutil.Process | None]) -> None:
 
 
 def _poke(pipe: Path) -> bool:
-    """Write into a pipe; whether somebody reads it."""
+    """Write to a pipe; return whether a process reads it."""
     try:
         number = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
     except OSError as error:
@@ -112,7 +112,7 @@ def _size(path: Path) -> int:
 
 
 def _wait(written: Callable[[], list[Path]], number: int, limit_s: float) -> None:
-    """Wait until so many files are there and none of them grows any more."""
+    """Wait until ``number`` files exist and none of them grows any more."""
     deadline = time.monotonic() + limit_s
     before: list[int] = []
     while time.monotonic() < deadline:

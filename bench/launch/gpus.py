@@ -1,4 +1,4 @@
-"""The GPUs and cores that are visible here, and the locks on those GPUs that other benches hold. Imports no torch."""
+"""The GPUs that are visible here, and locks that keep other benches off them. Does not import torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bench.files import held, private
 
 @contextlib.contextmanager
 def hold_gpus(uuids: Sequence[str]) -> Iterator[None]:
-    """Hold these GPUs against other benches of this user. Raises BusyError naming the holder of one of them."""
+    """Lock these GPUs against other benches of this user. Raises BusyError naming the holder of one of them."""
     with contextlib.ExitStack() as every:
         for uuid in sorted(set(uuids)):
             path = runtime_folder() / f"gpu-{re.sub(r'[^A-Za-z0-9-]', '_', uuid)}.lock"
@@ -25,7 +25,7 @@ def hold_gpus(uuids: Sequence[str]) -> Iterator[None]:
 
 
 def runtime_folder() -> Path:
-    """A folder of this user alone, for files that mean nothing after a reboot. Raises InputError if it is not."""
+    """A private folder for files that mean nothing after a reboot. Raises InputError if others can write to it."""
     given = os.environ.get("XDG_RUNTIME_DIR")
     folder = Path(tempfile.gettempdir()) / f"accumulation-bench-{os.getuid()}"
     if given and Path(given).is_dir() and os.access(given, os.W_OK):
@@ -41,15 +41,16 @@ def runtime_folder() -> Path:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """The NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves visible: name, uuid, memory_bytes. Initializes no CUDA.
+    """The NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves visible: index, name, uuid, memory_bytes, driver.
 
-    A MIG instance that is named there has its own name, memory and UUID, as ``mig``; ``uuid`` is its GPU's.
+    Does not initialize CUDA. A MIG instance that is named there has its own name and memory, and its UUID as ``mig``;
+    ``uuid`` is that of its GPU.
     """
     try:
         import pynvml
 
         pynvml.nvmlInit()
-    except Exception:  # no nvidia-ml-py or no driver: both mean that no GPU can be used
+    except Exception:  # no nvidia-ml-py or no driver: no GPU can be used
         return []
     found = []
     for index in range(pynvml.nvmlDeviceGetCount()):
@@ -57,13 +58,13 @@ def gpus() -> list[dict[str, Any]]:
         found.append(
             {
                 "index": index,
-                "name": _text(pynvml.nvmlDeviceGetName(handle)),
-                "uuid": _text(pynvml.nvmlDeviceGetUUID(handle)),
+                "name": text(pynvml.nvmlDeviceGetName(handle)),
+                "uuid": text(pynvml.nvmlDeviceGetUUID(handle)),
                 "memory_bytes": int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
                 "instances": _instances(pynvml, handle),
             }
         )
-    driver = _text(pynvml.nvmlSystemGetDriverVersion())
+    driver = text(pynvml.nvmlSystemGetDriverVersion())
     pynvml.nvmlShutdown()
     chosen = _visible(found, os.environ.get("CUDA_VISIBLE_DEVICES"))
     return [{key: value for key, value in gpu.items() if key != "instances"} | {"driver": driver} for gpu in chosen]
@@ -73,29 +74,29 @@ def _instances(nvml: Any, handle: Any) -> list[dict[str, Any]]:
     """The MIG instances of a GPU: name, memory_bytes, and its own UUID as ``mig``."""
     try:
         places = range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle) if nvml.nvmlDeviceGetMigMode(handle)[0] else 0)
-    except Exception:  # most GPUs have no such mode
+    except Exception:  # most GPUs do not support MIG
         return []
     found = []
     for place in places:
         try:
             instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, place)
-            name = _text(nvml.nvmlDeviceGetName(instance))
+            name = text(nvml.nvmlDeviceGetName(instance))
             found.append(
                 {
                     "name": name if "MIG" in name else f"{name} MIG",
                     "memory_bytes": int(nvml.nvmlDeviceGetMemoryInfo(instance).total),
-                    "mig": _text(nvml.nvmlDeviceGetUUID(instance)),
+                    "mig": text(nvml.nvmlDeviceGetUUID(instance)),
                 }
             )
-        except Exception:  # there is none in this place
+        except Exception:  # no instance at this index
             continue
     return found
 
 
 def _visible(found: list[dict[str, Any]], setting: str | None) -> list[dict[str, Any]]:
-    """Those of ``found`` that a value of CUDA_VISIBLE_DEVICES (indices or UUID prefixes) names, in its order.
+    """The GPUs that a value of CUDA_VISIBLE_DEVICES (indices or UUID prefixes) names, in its order.
 
-    A process sees one MIG instance and nothing else (NVIDIA's MIG user guide, "CUDA Device Enumeration").
+    A process that is given a MIG instance sees only that one (NVIDIA's MIG user guide, "CUDA Device Enumeration").
     """
     if setting is None:
         return found
@@ -106,10 +107,11 @@ def _visible(found: list[dict[str, Any]], setting: str | None) -> list[dict[str,
             return own[:1]
         match = [gpu for gpu in found if str(gpu["index"]) == entry or gpu["uuid"].startswith(entry)]
         if not match:
-            break  # as CUDA does: the first entry that is wrong ends the list
+            break  # as in CUDA, the first invalid entry ends the list
         chosen.append(match[0])
     return chosen
 
 
-def _text(value: str | bytes) -> str:
+def text(value: str | bytes) -> str:
+    """A string of NVML, which older versions of its library return as bytes."""
     return value.decode() if isinstance(value, bytes) else value

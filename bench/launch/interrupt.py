@@ -1,4 +1,4 @@
-"""Ending early, with everything cleaned up and nothing lost that is finished."""
+"""Interrupts: they clean up and keep every finished trial."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass
 class _State:
-    """Of this process."""
+    """Interrupt state of this process."""
 
     holding: int = 0
     pending: bool = False
@@ -23,10 +23,10 @@ _state = _State()
 
 @contextlib.contextmanager
 def terminate_as_interrupt() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end a command as Ctrl-C does: by KeyboardInterrupt, with everything cleaned up.
+    """Make SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does.
 
-    Under nohup SIGHUP is ignored, and stays so; SIGINT is, in a shell's background. Only the main thread gets signals;
-    in others this does nothing.
+    An ignored SIGHUP (nohup) or SIGINT (background jobs of a shell) stays ignored. Only the main thread gets signals;
+    in other threads this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -43,7 +43,7 @@ def terminate_as_interrupt() -> Iterator[None]:
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """Put an interrupt off until the end of this block, which must be short: a finished trial is being kept."""
+    """Delay an interrupt until the end of this block, which must be short."""
     _state.holding += 1
     try:
         yield

@@ -1,9 +1,9 @@
-"""A process group for one trial or audit: torch elastic on a loopback port, watched, always cleaned up.
+"""Runs a process group for one trial or audit under torch elastic, watches it and always cleans up.
 
-Two processes share the work. The bench's own process stays small and asleep: it holds a ``Launcher``, and looks now and
-then whether the ranks get on (``watchdog``). The launcher's process (``server``) imports torch, runs torch elastic's
-agent, and keeps a fork server whose children start with every framework imported. All that comes from it can be told
-from other processes (``stragglers``), so ending a trial means ending those, whatever state they are in.
+Two processes share the work. The bench's own process stays small and mostly asleep: it holds a ``Launcher`` and checks
+now and then that the ranks make progress (``watchdog``). The launcher's process (``server``) imports torch, runs torch
+elastic's agent, and keeps a fork server whose children start with every framework imported. Its descendants can be told
+from other processes (``stragglers``), so a trial is ended by ending those, whatever state they are in.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ import psutil
 from bench.backends.base import registry
 from bench.launch import gpus, interrupt, outcome, stragglers
 from bench.launch.outcome import Ending, Outcome, judge, written
-from bench.launch.watchdog import EndReason, Watch, said_of
+from bench.launch.watchdog import EndReason, Watch, silent_reason
 from bench.plan.cell import Device
 from bench.plan.task import Task
 
 GRACE_S = 5.0
 """How long a process group may take to end after SIGTERM, before SIGKILL."""
 LONGEST_TEMPORARY = 60
-"""Characters of a folder for temporary files that leave room for the fork server's socket: Linux allows it 107."""
+"""Longest path of the temporary folder that leaves room for the fork server's socket, whose limit is 107 on Linux."""
 START_TIMEOUT_S = 180.0
 """How long the launcher may take to import everything, on a slow disk."""
 
@@ -46,12 +46,12 @@ class LauncherError(RuntimeError):
 
 
 class Launcher:
-    """Starts trials, one at a time. Use as a context manager; ``close`` leaves no process behind.
+    """Runs trials, one at a time. Use as a context manager; ``close`` leaves no process behind.
 
-    As a context it holds the GPUs that it starts trials on, against other benches; raises InputError if one has them.
+    As a context it locks the visible GPUs against other benches, and raises InputError if another one uses them.
 
-    Backends that need different packages get different fork servers, so that no trial runs in a process into which
-    another framework was imported: some replace functions of torch when they are.
+    Backends that need different packages get different fork servers, so that no trial runs in a process that imported
+    another framework: some replace functions of torch on import.
     """
 
     def __init__(self, device: Device, *, cold: bool = False) -> None:
@@ -62,7 +62,7 @@ class Launcher:
 
     def __enter__(self) -> Self:
         visible = gpus.gpus() if self._device is Device.CUDA else []
-        # Of MIG instances torch does not ask NVML, but CUDA itself, how many there are: after that no fork can use it.
+        # Torch counts MIG instances with CUDA instead of NVML, and a forked process cannot use CUDA after that.
         self._cold = self._cold or any("mig" in gpu for gpu in visible)
         self._held.enter_context(gpus.hold_gpus([gpu["uuid"] for gpu in visible]))
         return self
@@ -72,11 +72,11 @@ class Launcher:
             self.close()
 
     def run(self, task: Task, timeout_s: float, inactivity_s: float = 0.0) -> Outcome:
-        """Run one trial to its end, or end it after ``timeout_s``, or once no rank got on for ``inactivity_s``.
+        """Run one trial to its end, or end it after ``timeout_s``, or after ``inactivity_s`` without progress.
 
-        The calling thread sleeps meanwhile. Raises LauncherError if the launcher's process does not come up.
+        The calling thread sleeps meanwhile. Raises LauncherError if the launcher's process does not start.
 
-        The outcome says whether the ranks started cold: where no forked process can use the device they do, unasked.
+        Ranks start cold wherever a forked process cannot use the device; the outcome says so.
         """
         packages = () if self._cold else registry([task.backend])[task.backend].requires
         server = self._servers.setdefault(packages, _Server(self._device, packages, cold=self._cold))
@@ -86,31 +86,31 @@ class Launcher:
             self._cold = True
             print(f"bench: {error}", file=sys.stderr)
             self.close()
-            self._servers.clear()  # also those that import less: trials that are compared start in one way
+            self._servers.clear()  # all of them: trials that are compared must start the same way
             return self.run(task, timeout_s, inactivity_s)
 
     def renew(self) -> None:
         """End every process, so that the next trials are forked from new ones.
 
-        What is forked from one process has its libraries at the same addresses, which can move times by per cents
-        (Mytkowicz et al., "Producing Wrong Data Without Doing Anything Obviously Wrong!", ASPLOS 2009); trials that are
-        to vary by that too need several.
+        All children of one process have their libraries at the same addresses, which can shift times by several per
+        cent (Mytkowicz et al., "Producing Wrong Data Without Doing Anything Obviously Wrong!", ASPLOS 2009). Several
+        fork servers let the trials sample that variation.
         """
         self.close()
 
     def close(self) -> None:
         """End every process; SIGTERM first, SIGKILL after a grace period."""
-        with contextlib.ExitStack() as every:  # one that fails, or is interrupted, keeps no other from ending
+        with contextlib.ExitStack() as every:  # all are closed, even if one fails or is interrupted
             for server in self._servers.values():
                 every.callback(server.close)
 
 
 class _ForkError(RuntimeError):
-    """What is forked could not use the device."""
+    """A forked process could not use the device."""
 
 
 class _Server:
-    """The launcher's process with one fork server, which has imported some packages."""
+    """A launcher's process with its fork server, which imports the given packages."""
 
     def __init__(self, device: Device, packages: tuple[str, ...], *, cold: bool) -> None:
         self._device = device
@@ -124,20 +124,20 @@ class _Server:
     def start(self) -> None:
         """Start the launcher's process and wait until its fork server has imported everything.
 
-        ``run`` does this itself when there is none. Raises LauncherError if it does not come up, and _ForkError if what
-        it imported initialized CUDA.
+        ``run`` calls this when needed. Raises LauncherError if the process does not start, and _ForkError if an import
+        initialized CUDA.
         """
         requests_read, self._requests = os.pipe()
         self._replies, replies_write = os.pipe()
         self._mark = uuid.uuid4().hex
         base = tempfile.gettempdir()
-        # The launcher's process makes it, which also removes it when this one is killed.
+        # The launcher's process creates it, and removes it even if this process is killed.
         self._temporary = str(Path(base if len(base) <= LONGEST_TEMPORARY else "/tmp") / f"bench-{self._mark[:12]}")
         command = [sys.executable, "-m", "bench.launch.server", str(requests_read), str(replies_write)]
         command.append("cold" if self._cold else "warm")
-        # A pipe would fill up, since nobody reads it meanwhile.
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
-        with interrupt.held():  # a process that is not yet known by its number could not be ended
+        # A pipe would fill up, since nobody reads it during a trial.
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process runs
+        with interrupt.held():  # otherwise an interrupt could leave a process whose pid is not known
             self._process = subprocess.Popen(
                 command,
                 env=_environment(self._device, self._packages)
@@ -163,17 +163,17 @@ class _Server:
             )
 
     def run(self, task: Task, timeout_s: float, inactivity_s: float, *, again: bool = True) -> Outcome:
-        """Run one trial to its end, or end it after a limit. The calling thread sleeps meanwhile.
+        """Run one trial as ``Launcher.run`` does.
 
-        With ``again`` it is tried once more if the launcher's process died before any rank began.
+        With ``again``, retry once if the launcher's process died before any rank started.
         """
         if self._process is not None and (self._process.poll() is not None or not Path(self._temporary).is_dir()):
-            self.close()  # since the trial before it was killed, or somebody tidied up its folder
+            self.close()  # it was killed after the last trial, or its temporary folder was removed
         if self._process is None:
             self.start()
         folder = Path(task.folder)
         folder.mkdir(parents=True, exist_ok=True)
-        for stale in folder.glob("rank*"):  # of another trial, which must not be taken for this one's
+        for stale in folder.glob("rank*"):  # files of an earlier trial
             stale.unlink()
         kills = outcome.counters()
         started = time.perf_counter()
@@ -193,15 +193,15 @@ class _Server:
             self.close()
             ending = Ending(failure=found.reason, status=found.status)
         elif found.get("died"):
-            ending = self._obituary(kills)
+            ending = self._launcher_death(kills)
             if again and not any(folder.glob("rank*.beat")):
                 return self.run(task, timeout_s, inactivity_s, again=False)
         else:
             ending = _ending(found, watch, outcome.moved(kills, outcome.counters()))
             if found.get("spent"):
                 self.close()
-        if said := watch.talkative():
-            ending = Ending(failure=said.reason, status=said.status, void=True)
+        if excess := watch.excessive_output():
+            ending = Ending(failure=excess.reason, status=excess.status, void=True)
         return judge(folder, task.num_processes, ending, wall_s, heard)
 
     def close(self) -> None:
@@ -221,12 +221,12 @@ class _Server:
             held = stragglers.mapped(one.pid for one in every())
             stragglers.terminate(others())
             stragglers.wait(others, GRACE_S)
-            stragglers.kill(others)  # while the launcher's process lives and adopts those that lose their parent
+            stragglers.kill(others)  # while the launcher's process is alive to adopt orphans
             process.terminate()
             process.send_signal(signal.SIGCONT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE_S)
-        finally:  # also when a second Ctrl-C ends the waiting; a third has to wait for this
+        finally:  # also after a second Ctrl-C, which ends the waiting; a third has to wait for this
             with interrupt.held():
                 stragglers.kill(others)
                 process.kill()
@@ -241,7 +241,7 @@ class _Server:
                 stragglers.remove(held)
 
     def _wait(self, timeout_s: float) -> dict[str, Any] | None:
-        """The launcher's next reply; None after ``timeout_s``; ``{"died": True}`` if it is gone."""
+        """The launcher's next reply; None after ``timeout_s``; ``{"died": True}`` if the launcher has ended."""
         deadline = time.monotonic() + timeout_s
         received = b""
         while not received.endswith(b"\n"):
@@ -256,17 +256,17 @@ class _Server:
         return reply
 
     def _watch(self, watch: Watch) -> dict[str, Any] | EndReason:
-        """The launcher's reply, or why the trial has to be ended before it."""
+        """The launcher's reply, or the reason to end the trial early."""
         while True:
             reply = self._wait(watch.interval_s)
             found = reply if reply is not None else watch.look()
             if found is not None:
                 return found
 
-    def _obituary(self, kills: dict[str, int]) -> Ending:
-        """What ended the launcher's process, after which all that is left of it is ended."""
+    def _launcher_death(self, kills: dict[str, int]) -> Ending:
+        """How the launcher's process died. Ends all of its descendants."""
         process = self._process
-        assert process is not None, "it was there when the trial began"
+        assert process is not None, "run has started it"
         words = self._last_words()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GRACE_S)
@@ -287,9 +287,9 @@ class _Server:
 
 
 def _ending(reply: dict[str, Any], watch: Watch, killed_for_memory: str) -> Ending:
-    """What the launcher's process and the watch saw of the end."""
+    """The end of a trial as the launcher's process and the watch saw it."""
     if watch.silent and reply.get("rank") not in watch.silent:
-        return Ending(failure=said_of(watch.silent), rank=watch.silent[0])
+        return Ending(failure=silent_reason(watch.silent), rank=watch.silent[0])
     return Ending(
         failure=str(reply.get("failure", "")),
         rank=reply.get("rank"),
@@ -309,28 +309,28 @@ def _environment(device: Device, packages: tuple[str, ...]) -> dict[str, str]:
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         # Read by bench.launch.preload in the fork server.
         "BENCH_PRELOAD": ",".join(packages),
-        # No model or data set is ever downloaded.
+        # Never download a model or data set.
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
-        # DeepSpeed imports torch.compile, which would keep a pool of idle compilers beside what is measured.
+        # DeepSpeed imports torch.compile, which would keep a pool of idle compiler processes during the measurement.
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        # Their files are pickles; and a trial would be compiled by what an earlier one has seen.
+        # Cache files are pickles, and earlier trials would influence how a trial is compiled.
         "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
         "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
         "TORCH_DYNAMO_AUTOMATIC_DYNAMIC_LOCAL_PGO": "0",
     }
-    # Whatever a framework asks for, torch.load reads no pickle that could run code.
+    # torch.load never reads a pickle that could run code, whatever a framework asks for.
     environment.setdefault("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    # Its default is inside the temporary folder, which is another one for every launcher.
+    # The default is inside the temporary folder, which differs for every launcher.
     cache = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     if device is Device.CPU:
         environment |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     else:
-        # As NVML numbers them, which names them by CUDA_VISIBLE_DEVICES; CUDA's own default is the fastest first.
+        # Number GPUs as NVML does; CUDA's default order puts the fastest first.
         environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-        environment["DS_ACCELERATOR"] = "cuda"  # DeepSpeed would take the CPU wherever it finds nothing
+        environment["DS_ACCELERATOR"] = "cuda"  # by default DeepSpeed falls back to the CPU
     return environment

@@ -1,6 +1,6 @@
-"""How a trial ended: told by what its ranks wrote, by exit codes and signals, and by the kernel; never by a log.
+"""How a trial ended, judged by the results of its ranks, exit codes, signals and the kernel's counters; never by logs.
 
-Evidence that a SIGKILL was the kernel's doing is how often it has ended a process for want of memory.
+A SIGKILL is attributed to the kernel if its counter of out-of-memory kills went up meanwhile.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 from bench.plan.cell import Status
 
 RESULT_BYTES = 256 * 2**20
-"""The largest result of a rank that is read."""
+"""Size limit of a rank's result."""
 LAST_LINES, LAST_BYTES = 20, 16_000
-"""Of the log of a rank that left no word, what is kept with the trial."""
+"""How much of a rank's log is kept with the trial if the rank reported nothing."""
 MODULES = "Extension modules:"
-"""Beginning of a line of faulthandler's that is long and says nothing."""
-WORDS = (Status.OOM, Status.UNSUPPORTED, Status.CRASHED)
-"""Statuses of a rank that says why it failed (``bench.launch.rank.failure``); the gravest first."""
+"""Prefix of a long line of faulthandler's that is of no use."""
+FAILURES = (Status.OOM, Status.UNSUPPORTED, Status.CRASHED)
+"""Statuses that a failed rank may report (``bench.launch.rank.failure``), by precedence."""
 
 
 @dataclass(kw_only=True)
@@ -32,45 +32,45 @@ class Outcome:
     status: Status
     reason: str
     ranks: list[dict[str, Any]]
-    """What each rank wrote, rank 0 first; empty unless all of them succeeded."""
+    """The result of each rank, rank 0 first; empty unless all of them succeeded."""
     wall_s: float
     traceback: str = ""
     last_lines: list[str] = field(default_factory=list)
-    """Of the traceback, or of the log of a rank that left no word."""
+    """Last lines of the traceback, or of the log of a rank that reported nothing."""
     cold: bool | None = None
-    """Whether its ranks started from new interpreters, not from the fork server; None if none was started."""
+    """Whether the ranks started in new interpreters instead of the fork server; None if no rank was started."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:
-    """What was seen of the end from outside."""
+    """The end of a trial as seen from outside its ranks."""
 
     failure: str = ""
-    """In one line; empty if all ended well."""
+    """One line; empty after a success."""
     rank: int | None = None
-    """Which rank failed first, if one did."""
+    """The rank that failed first, if any."""
     signal: int = 0
-    """Which signal ended it, if one did."""
+    """The signal that ended it, if any."""
     status: Status | None = None
-    """For a trial that was ended from outside: what it is to be called."""
+    """Status of a trial that the bench ended."""
     void: bool = False
-    """Whether what the ranks handed over, or said, does not count."""
+    """Whether to ignore the results and reports of the ranks."""
     killed_for_memory: str = ""
-    """Where the kernel ended a process for want of memory in the meantime, in words."""
+    """The counter of out-of-memory kills that went up meanwhile, in words; empty if none did."""
 
 
 def written(folder: Path, world_size: int) -> set[int]:
-    """The ranks that have handed over a result, or said why they failed."""
+    """The ranks that have written a result or a failure."""
     return {rank for rank in range(world_size) if (folder / f"rank{rank}.json").exists()}
 
 
 def judge(
     folder: Path, world_size: int, ending: Ending, wall_s: float, heard: Collection[int] | None = None
 ) -> Outcome:
-    """Judge a trial by what its ranks wrote; what was seen from outside counts only for ranks that wrote nothing.
+    """Judge a trial by what its ranks wrote; ``ending`` counts only for ranks that wrote nothing.
 
-    A rank that crashes after it handed over its result (gloo is known to abort at exit) spoils nothing. ``heard`` are
-    the ranks that had written when the trial was ended from outside: what others say later, that did.
+    A rank that crashes after it wrote its result (gloo is known to abort at exit) does no harm. ``heard`` are the ranks
+    that had written when the bench ended the trial: what others wrote later is an effect of that.
     """
     if ending.void:
         heard = ()
@@ -81,8 +81,8 @@ def judge(
         return Outcome(status=Status.OK, reason="", ranks=done, wall_s=wall_s)
     failed = [(rank, result) for rank, result in enumerate(results) if result is not None and result not in done]
     silent = ending.rank is not None and ending.rank < world_size and results[ending.rank] is None
-    if failed and not silent:  # a rank that died without a word, seen first, is the cause of all that others tell
-        rank, result = min(failed, key=lambda item: (WORDS.index(Status(item[1]["status"])), item[1]["time"]))
+    if failed and not silent:  # else a rank that died silently before caused the failures of the others
+        rank, result = min(failed, key=lambda item: (FAILURES.index(Status(item[1]["status"])), item[1]["time"]))
         traceback = result["traceback"]
         return Outcome(
             status=Status(result["status"]),
@@ -105,7 +105,7 @@ def judge(
 
 
 def read(path: Path) -> dict[str, Any] | None:
-    """A rank's result; None if it left none. A damaged one is a crash of that rank."""
+    """A rank's result; None if there is none. A damaged one counts as a crash of that rank."""
     try:
         if path.stat().st_size > RESULT_BYTES:
             return _damaged(f"it has more than {RESULT_BYTES // 2**20} MiB")
@@ -118,14 +118,14 @@ def read(path: Path) -> dict[str, Any] | None:
 
 
 def _is_result(value: Mapping[str, Any]) -> bool:
-    """Whether a rank's result says how it went; what a sound one holds is the task's to check."""
+    """Whether this is a success or a complete failure report. The task checks the content of a success."""
     status = value.get("status")
     if status == Status.OK:
         return True
     time = value.get("time")
     return (
         isinstance(status, str)
-        and status in WORDS
+        and status in FAILURES
         and isinstance(value.get("reason"), str)
         and isinstance(value.get("traceback"), str)
         and isinstance(time, int | float)
@@ -139,7 +139,7 @@ def _damaged(why: str) -> dict[str, Any]:
 
 
 def _last_lines(folder: Path, rank: int) -> list[str]:
-    """The last lines of a rank's standard error."""
+    """The last LAST_LINES lines of a rank's standard error."""
     for path in folder.glob(f"*/attempt_*/{rank}/stderr.log"):
         try:
             with path.open("rb") as file:
@@ -157,7 +157,7 @@ MACHINE = "the machine"
 
 
 def counters() -> dict[str, int]:
-    """The counters of this process's control groups (version 2 and 1), or of the machine if those cannot be read."""
+    """Out-of-memory kills in this process's control groups (version 2 or 1), or on the machine if none is readable."""
     try:
         lines = (PROC / "self/cgroup").read_text().splitlines()
     except OSError:
@@ -179,7 +179,7 @@ def counters() -> dict[str, int]:
 
 
 def moved(before: Mapping[str, int], after: Mapping[str, int]) -> str:
-    """Where the kernel killed in between, in words; empty if nowhere."""
+    """The first counter that went up, in words; empty if none did."""
     for name, count in after.items():
         if count > before.get(name, count):
             return f"oom_kill of {name} went from {before[name]} to {count}"

@@ -1,7 +1,7 @@
-"""Imported once by a fork server, so that no trial waits for imports. Should never initialize CUDA.
+"""Imported once by a fork server, so that trials need not wait for imports. Must not initialize CUDA.
 
-Beside what every trial needs, the packages named in BENCH_PRELOAD are imported, and no others. ``initialized`` tells
-whether this process has initialized CUDA: no child that is forked from it can use it then.
+Imports what every trial needs and the packages named in BENCH_PRELOAD, nothing else. If an import initializes CUDA, no
+forked child can use it; ``initialized_by`` names the culprit.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from contextlib import suppress
 from bench.launch import stragglers
 
 SUCCESS = 0
-"""What CUDA's driver says once ``cuInit`` was called, and not before (3, CUDA_ERROR_NOT_INITIALIZED)."""
+"""Return code of CUDA's driver after ``cuInit``; before, it is 3 (CUDA_ERROR_NOT_INITIALIZED)."""
 
 
 def initialized() -> bool:
-    """Whether ``cuInit`` was called here, by torch, the CUDA runtime or any other library. Initializes nothing."""
+    """Whether torch, the CUDA runtime or any other library has called ``cuInit`` in this process."""
     try:
         driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
     except OSError:
@@ -27,7 +27,7 @@ def initialized() -> bool:
     return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == SUCCESS)
 
 
-# Its children end with it, and would otherwise keep it alive when the launcher's process is gone.
+# Otherwise its children would keep it alive after the launcher's process has ended. They end with it.
 stragglers.signal_at_parents_end(signal.SIGKILL)
 
 _PARTS = {
@@ -35,11 +35,11 @@ _PARTS = {
     "deepspeed": ("deepspeed", "deepspeed.runtime.zero.muon.original_muon"),
     "lightning": ("lightning.pytorch", "lightning.fabric"),
 }
-"""What to import of a package of which the name alone would not do."""
+"""Modules to import for packages where importing the top module is not enough."""
 _packages = [name for name in os.environ.get("BENCH_PRELOAD", "").split(",") if name]
 
 initialized_by = ""
-"""The first module whose import initialized CUDA. There should be none: children of this process cannot use it then."""
+"""The first module whose import initialized CUDA; empty if none did."""
 
 for _module in (
     "torch.distributed.fsdp",
@@ -56,6 +56,6 @@ for _module in (
     if not initialized_by and initialized():
         initialized_by = _module
 
-# A collection would walk a million objects that never die, in every trial and perhaps in a timed window.
+# Otherwise the garbage collector would walk a million immortal objects in every trial, perhaps in a timed window.
 gc.collect()
 gc.freeze()

@@ -1,15 +1,15 @@
-"""One rank's frame around its work: the world that it joins, the result or the failure as a file, the end.
+"""The life of one rank: it joins its world, does its work, writes its result or failure to a file, and ends.
 
-Torch elastic starts a rank; what the rank found out, or what went wrong, it writes to ``rank<r>.json`` itself, so that
-nobody has to read logs. How it joins a world (``bench.plan.world``):
+Torch elastic starts a rank. The rank writes its result or failure to ``rank<r>.json`` itself, so that nobody has to
+parse logs. How it joins a world (``bench.plan.world``):
 
 - real: a process group over NCCL or gloo;
-- virtual, with fake tensors or without: torch's process group that only pretends to communicate (``FakeProcessGroup``
-  of torch >= 2.13: a gather repeats the own shard, a reduction keeps the own values, so all values are finite);
-- shared GPU: each rank is told of one GPU, which others may have too, and the group is gloo's, since NCCL refuses two
-  ranks on one device. Gloo takes tensors of a GPU through the host's memory: ``all_reduce``, ``broadcast``, ``reduce``,
-  ``all_gather``, ``all_gather_into_tensor``, ``reduce_scatter_tensor``, ``gather`` and ``scatter``, which is what the
-  built-in backends issue; not the coalesced ones (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp).
+- virtual, with fake tensors or without: torch's process group that does not communicate (``FakeProcessGroup`` of torch
+  >= 2.13: a gather repeats the rank's own shard, a reduction keeps its own values, so all values are finite);
+- shared GPU: each rank sees one GPU, which it may share with others. The group uses gloo, since NCCL refuses two ranks
+  on one device. Gloo copies GPU tensors through host memory in ``all_reduce``, ``broadcast``, ``reduce``,
+  ``all_gather``, ``all_gather_into_tensor``, ``reduce_scatter_tensor``, ``gather`` and ``scatter``, which the built-in
+  backends use; not in the coalesced collectives (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp).
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 AT_LIMIT_BYTES = 256 * 2**20
-"""Address space that is left to a process that has used up its own."""
+"""A process with less address space left than this counts as out of memory."""
 CUDA_OUT_OF_MEMORY = 2
-"""cudaErrorMemoryAllocation: what CUDA says when there is no memory for a context, or for a library's buffers."""
-LAST_WORDS_S = 2.0
-"""How long a failed rank stays after it wrote what went wrong: several times as long as the watchdog sleeps between
-two looks, since a busy machine wakes it late."""
+"""cudaErrorMemoryAllocation: no memory for a context or for a library's buffers."""
+FAILED_LINGER_S = 2.0
+"""How long a failed rank stays alive after it wrote its failure: several polls of the watchdog, which a busy machine
+may delay."""
 WAIT_S = 0.005
-"""How long a rank that is done sleeps between two looks whether the others are."""
+"""How often a finished rank checks whether the others are."""
 SHARED_GPU_GROUP = "cpu:gloo,cuda:gloo"
-"""Of the process group. Not plain ``gloo``: beside that, ``DeviceMesh`` of some versions makes a group of NCCL's."""
+"""Backend of the process group. With plain ``gloo``, some versions of ``DeviceMesh`` also create an NCCL group."""
 
 
 def pretend(world_size: int) -> None:
-    """Make this process rank 0 of ``world_size`` ranks, of which no other exists.
+    """Make this process rank 0 of a fake process group of ``world_size`` ranks.
 
-    The pretended ranks are on nodes of their own, one each: no framework then looks for their devices on this one.
+    The other ranks seem to be on other nodes, one each, so that no framework looks for their devices on this one.
     """
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    # Lightning and DeepSpeed ask the environment too, which says what torch elastic started: one process.
+    # Lightning and DeepSpeed also read the environment, which describes the one process that torch elastic started.
     alone = {"RANK": 0, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": 0}
     pretended = {"WORLD_SIZE": world_size, "GROUP_WORLD_SIZE": world_size, "ROLE_WORLD_SIZE": world_size}
     os.environ.update({name: str(value) for name, value in (alone | pretended).items()})
@@ -69,10 +69,10 @@ def pretend(world_size: int) -> None:
 
 
 def _teach_ddp() -> None:
-    """Let every DistributedDataParallel of this process get its reduced buckets.
+    """Make every DistributedDataParallel of this process work with the fake process group.
 
-    Its C++ reducer wants them as the result of the collective's future, and the pretended one's has none: it ends in an
-    internal assertion. A communication hook may bring a future of its own.
+    Its C++ reducer takes a bucket from the result of the collective's future. The fake collective's future has none,
+    which fails an internal assertion. A communication hook can return a future of its own.
     """
     from torch.nn.parallel import DistributedDataParallel
 
@@ -80,7 +80,7 @@ def _teach_ddp() -> None:
         return
     initialize = DistributedDataParallel.__init__
 
-    def __init__(ddp: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - it takes that name's place
+    def __init__(ddp: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - replaces that method
         initialize(ddp, *args, **kwargs)
         ddp.register_comm_hook(ddp.process_group, _all_reduce)
 
@@ -89,7 +89,7 @@ def _teach_ddp() -> None:
 
 
 def _all_reduce(group: Any, bucket: Any) -> Any:
-    """What DDP does without a hook, a division and an all-reduce in place; and the bucket as the result."""
+    """Divide and all-reduce the bucket in place, as DDP does without a hook; the future holds the bucket."""
     import torch
     import torch.distributed as dist
 
@@ -100,7 +100,7 @@ def _all_reduce(group: Any, bucket: Any) -> Any:
     return future
 
 
-_all_reduce.__annotations__.clear()  # torch wants its own types there or none, and ours are strings
+_all_reduce.__annotations__.clear()  # torch accepts its own types or none, and ours are strings
 
 
 def main(task_json: str) -> None:
@@ -117,55 +117,58 @@ def main(task_json: str) -> None:
 
 
 def live(folder: Path, work: Callable[[int], dict[str, Any]]) -> None:
-    """Do ``work(rank)`` and write its result, plain JSON, to ``folder / "rank<r>.json"``, whole or not at all.
+    """Do ``work(rank)`` and write its result, plain JSON, to ``folder / "rank<r>.json"``, atomically.
 
-    What went wrong is written there too, before the process ends.
+    After an exception, write the failure there instead and end the process.
     """
-    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])  # work may tell frameworks others
+    rank, num_ranks = (
+        int(os.environ["RANK"]),
+        int(os.environ["LOCAL_WORLD_SIZE"]),
+    )  # work may change both for the frameworks
     path = folder / f"rank{rank}.json"
     try:
-        _arm(folder, rank)
+        _prepare(folder, rank)
         result = json.dumps(work(rank))
     except BaseException as error:
         traceback.print_exc()
         _write(path, json.dumps({**failure(error), "time": time.monotonic()}))
-        # If a peer died without a word, let torch elastic notice that one first.
-        time.sleep(LAST_WORDS_S)
-        # No tidying up: ending a NCCL group whose other ranks are inside a collective may wait for ever.
+        # If a peer died silently, let torch elastic notice that one first.
+        time.sleep(FAILED_LINGER_S)
+        # No cleanup: destroying an NCCL group while other ranks are inside a collective may block for ever.
         sys.stderr.flush()
         os._exit(1)
     _write(path, result)
     try:
         _leave(folder, num_ranks)
     except BaseException:
-        # The result is safe. Torch's own way of telling the agent would be a pickle in a file.
+        # The result is safe. Torch's own error handler would send the agent a pickle in a file.
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
 
 
-def _arm(folder: Path, rank: int) -> None:
-    """End with whoever started this process, show signs of life, and tell where it is when asked."""
+def _prepare(folder: Path, rank: int) -> None:
+    """Set up the rank to end with its parent, send heartbeats, and dump its stacks on request."""
     stragglers.signal_at_parents_end(signal.SIGKILL)
-    dumps.arm(folder, rank)  # first: whoever has the sign of life may ask
+    dumps.arm(folder, rank)  # before the heartbeat: a process that sees one may ask for a dump
     heartbeat.begin(folder, rank)
     if os.environ.get("CUDA_VISIBLE_DEVICES") != "":  # as the launcher sets it for trials on the CPU
         dumps.arm_flight_recorder(folder)
 
 
 def join(task: Task) -> torch.device:
-    """Set up torch and the process group of this rank in the task's world; its device."""
+    """Set up torch and this rank's process group in the task's world; return the rank's device."""
     if task.world.shares_gpus:
         os.environ.update(shared_gpu_environment(int(os.environ["RANK"]), task.world_size, gpus.gpus()))
     import torch
     import torch.distributed as dist
 
-    # DeepSpeed calls deprecated names of torch.distributed: a warning per collective would be timed with it.
+    # DeepSpeed calls deprecated functions of torch.distributed: each collective would be timed with a warning.
     warnings.simplefilter("ignore", FutureWarning)
     torch.set_num_threads(task.threads)
     torch.manual_seed(task.seed)
-    # What is called fp32 is that: no TF32, which containers ask for (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE), and which torch
-    # itself takes for convolutions.
+    # fp32 means fp32, not TF32, which some containers enable (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE), as torch does by
+    # default for convolutions.
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     own = torch.device("cpu")
@@ -176,19 +179,19 @@ def join(task: Task) -> torch.device:
     if not task.world.has_all_ranks:
         pretend(task.world_size)
     elif task.device is Device.CUDA and not task.world.shares_gpus:
-        # DeepSpeed makes more groups: of a bound one rank NCCL would split them off, which can fail (its issue 8248).
+        # DeepSpeed creates more groups. NCCL would split a bound group of one rank, which can fail (DeepSpeed #8248).
         dist.init_process_group("nccl", device_id=own if task.world_size > 1 else None)
     else:
         dist.init_process_group(SHARED_GPU_GROUP if task.world.shares_gpus else "gloo")
-        dist.barrier()  # a rank that ended at once would fail those that are still connecting to it
+        dist.barrier()  # if a rank ended at once, ranks still connecting to it would fail
     heartbeat.beat()
     return own
 
 
 def _number_gpus() -> None:
-    """Name this rank's GPUs by NVML's indices in CUDA_VISIBLE_DEVICES, if it names them by UUIDs; CUDA has read it.
+    """Replace UUIDs in CUDA_VISIBLE_DEVICES by NVML's indices, after CUDA has read it.
 
-    DeepSpeed reads it again, to ask NVML for the free memory of its GPU, and takes indices only.
+    DeepSpeed reads it again to query NVML for free memory, and accepts indices only.
     """
     has_uuids = "-" in os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if has_uuids and (numbers := [str(gpu["index"]) for gpu in gpus.gpus()]):
@@ -196,7 +199,7 @@ def _number_gpus() -> None:
 
 
 def _leave(folder: Path, num_ranks: int) -> None:
-    """End the process group, once the results of all ranks are safe: a crash here would end the others."""
+    """Destroy the process group once the results of all ranks are written: a crash here would end the others."""
     import torch.distributed as dist
 
     while not all((folder / f"rank{rank}.json").exists() for rank in range(num_ranks)):
@@ -205,16 +208,16 @@ def _leave(folder: Path, num_ranks: int) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or not at all."""
+    """Write a file atomically."""
     draft = path.with_suffix(".tmp")
     draft.write_text(text)
     draft.replace(path)
 
 
 def _is_at_limit() -> bool:
-    """Whether this process has used up the address space that it may have (RLIMIT_AS), if there is such a limit.
+    """Whether this process has used up its address space (RLIMIT_AS), if that is limited.
 
-    Torch's allocator for the CPU raises a RuntimeError like any other when the system gives it nothing.
+    Torch's CPU allocator then raises a plain RuntimeError.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
@@ -223,7 +226,7 @@ def _is_at_limit() -> bool:
 
 
 def failure(error: BaseException) -> dict[str, Any]:
-    """What an exception means: status by its type, never by a word in its text; reason in one line; traceback."""
+    """The status (by the type of the exception, never by its text), the reason in one line, and the traceback."""
     import torch
 
     status = Status.CRASHED
@@ -243,10 +246,10 @@ def failure(error: BaseException) -> dict[str, Any]:
 
 
 def shared_gpu_environment(rank: int, world_size: int, gpus: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Environment variables of a rank, to be set before CUDA is used; ``gpus`` as ``bench.launch.gpus`` tells of them.
+    """Environment variables of a rank, to be set before CUDA is used; ``gpus`` as from ``bench.launch.gpus.gpus``.
 
-    Ranks are dealt out to the GPUs in turn. Each sees its own GPU alone, and is told that it is alone on its node: so
-    no framework counts the devices of the machine and finds too few. Raises RuntimeError if there is no GPU.
+    Ranks are assigned to the GPUs round-robin. Each rank sees only its own GPU and seems to be alone on its node, so
+    that no framework finds fewer devices than ranks. Raises RuntimeError if there is no GPU.
     """
     if not gpus:
         raise RuntimeError("no GPU is visible that ranks could share")

@@ -1,7 +1,7 @@
 """The launcher's process: torch elastic's agent, and a fork server for its ranks.
 
-``python -m bench.launch.server``, started by ``launcher``. It lives as long as the bench's own process: when that is
-gone, even by SIGKILL, this one ends everything that came from it, and itself.
+``launcher`` starts it as ``python -m bench.launch.server``. When the bench's own process ends, even by SIGKILL, this
+one ends all of its own descendants and itself.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from bench.launch import stragglers
 
 
 def serve(requests: int, replies: int, *, cold: bool) -> None:
-    """Trials as JSON lines from one pipe, one JSON line of answer each to the other."""
+    """Read trials as JSON lines from one pipe, run each, and answer with a JSON line on the other pipe."""
     import multiprocessing
 
-    from bench.launch import agent  # imports torch for torch elastic's agent itself
+    from bench.launch import agent  # imports torch
 
     start_method = "spawn" if cold else "forkserver"
     if not cold:
@@ -37,10 +37,10 @@ def serve(requests: int, replies: int, *, cold: bool) -> None:
     ours, theirs = context.Pipe(duplex=False)
     first = context.Process(target=_tell, args=(theirs,))
     first.start()
-    theirs.close()  # so that its end is seen here
+    theirs.close()  # so that recv fails if the child dies
     initialized_by = ours.recv()
     first.join()
-    helpers = _own()
+    helpers = _descendants()
     _reply(replies, {"ready": True, "initialized_by": initialized_by})
     with os.fdopen(requests) as lines:
         for line in lines:
@@ -48,21 +48,21 @@ def serve(requests: int, replies: int, *, cold: bool) -> None:
             module, _, function = entry.partition(":")
             rank_main = getattr(importlib.import_module(module), function)
             answer = agent.run(rank_main, payload, world_size, folder, start_method)
-            signal.signal(signal.SIGTERM, _end_quietly)  # torch elastic has set its own
-            # Torch elastic ends only the ranks themselves, and what they leave running would be measured next.
-            stragglers.kill(lambda: _own() - helpers)
+            signal.signal(signal.SIGTERM, _end_quietly)  # torch elastic has replaced the handler
+            # Torch elastic ends only the ranks; processes that they leave running would disturb the next trial.
+            stragglers.kill(lambda: _descendants() - helpers)
             answer["spent"] = not all(map(stragglers.alive, helpers))  # one of them was killed
             _reply(replies, answer)
 
 
 def _tell(pipe: Connection) -> None:
-    """Makes multiprocessing start its helpers, and the fork server import; tells what initialized CUDA in that."""
+    """Send the module that initialized CUDA, if any. As the first child it starts the helpers and the preload."""
     preload = sys.modules.get("bench.launch.preload")
     pipe.send(preload.initialized_by if preload else "")
 
 
-def _own() -> set[psutil.Process]:
-    """All that came from this process, without itself."""
+def _descendants() -> set[psutil.Process]:
+    """The descendants of this process."""
     return stragglers.family(os.getpid(), os.environ[stragglers.MARK]) - {psutil.Process()}
 
 
@@ -75,12 +75,12 @@ def _end_quietly(signum: int, frame: Any) -> None:
 
 
 def _end_with_parent(requests: int) -> None:
-    """Wait until nobody can send a request any more, which is when the bench's own process has ended; then end all."""
+    """Wait until the pipe of requests closes, which is when the bench's own process has ended; then end everything."""
     poll = select.poll()
-    poll.register(requests, 0)  # POLLHUP is told of unasked
+    poll.register(requests, 0)  # POLLHUP is always reported
     poll.poll()
     with contextlib.suppress(OSError):
-        stragglers.kill(lambda: stragglers.without_trackers(_own()))
+        stragglers.kill(lambda: stragglers.without_trackers(_descendants()))
     shutil.rmtree(os.environ["BENCH_TMPDIR"], ignore_errors=True)
     os._exit(1)
 
@@ -88,8 +88,8 @@ def _end_with_parent(requests: int) -> None:
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, _end_quietly)
     stragglers.adopt_orphans()
-    Path(os.environ["BENCH_TMPDIR"]).mkdir(mode=0o700)  # a name that nobody could foresee; taken, it is an error
-    # To be woken up, if somebody stopped it, and find that it is alone.
+    Path(os.environ["BENCH_TMPDIR"]).mkdir(mode=0o700)  # the name is random, so it must not exist yet
+    # So that this process is continued, if it was stopped, and notices that its parent has ended.
     stragglers.signal_at_parents_end(signal.SIGCONT)
     threading.Thread(target=_end_with_parent, args=(int(sys.argv[1]),), daemon=True).start()
     try:

@@ -1,17 +1,17 @@
-"""What a launcher's processes leave behind: processes, found wherever they went, and shared memory of NCCL.
+"""Cleans up what a launcher leaves behind: processes and NCCL's shared memory.
 
-psutil tells one process from another that has its number, by pid and start.
+psutil identifies a process by its pid and its start time, so a reused pid is not mistaken for the old process.
 
-A launcher's process and all that come from it are told by a mark in their environment, which children inherit, by their
-process group, and by whose children they are. So those are found that called setsid, or whose parents are gone. Not
-found are processes that took all three off: with an environment of their own, in a session of their own, and adopted by
-a process outside, because the launcher's process, which adopts orphans, was gone by then.
+Descendants of a launcher's process are recognized by a mark in their environment, which children inherit, by their
+process group, and by their parents. This finds processes that called setsid and orphans. It misses a process that has
+a new environment and a new session and was adopted by an outside process, because the launcher's process, which adopts
+orphans, had ended by then.
 
-NCCL's shared memory are files of random names in /dev/shm. NCCL unlinks one when its last peer has attached, so one is
-left where ranks are killed before. Whose it is can only be told while a process has it mapped; so what ranks have
-mapped is noted before they are ended. A segment belongs to one communicator, and all communicators of a trial's ranks
-lie within the trial, so nobody else waits for it. Those that only a rank had which ended by itself are not known, and
-stay.
+NCCL's shared memory consists of files with random names in /dev/shm. NCCL unlinks a file when its last peer has
+attached, so the file stays if ranks are killed before that. Its owner is known only while a process has it mapped, so
+the mappings of the ranks are recorded before they are ended. A segment belongs to one communicator, and a trial's
+communicators never leave the trial, so no other process needs it. A segment that was mapped only by a rank that ended
+on its own is not known, and stays.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from pathlib import Path
 import psutil
 
 MARK = "BENCH_LAUNCHER"
-"""Environment variable that names the launcher of a process."""
+"""Environment variable that identifies the launcher of a process."""
 KILLING_S = 5.0
-"""How long killed processes may take until they are gone: in a system call that cannot be interrupted, for ever."""
+"""How long to wait for killed processes: one in an uninterruptible system call may never end."""
 POLL_S = 0.01
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 """Options of prctl(2)."""
 TRACKER = "multiprocessing.resource_tracker"
-"""In the command of the process that removes named semaphores when all who used them have ended."""
+"""Part of the command of the process that removes named semaphores after all their users have ended."""
 
 
 def find(pid: int) -> psutil.Process | None:
-    """The process of that number; None if there is none. It stays that one when the number is another's."""
+    """The process with this pid; None if there is none. The object never refers to a later process of the same pid."""
     try:
         return psutil.Process(pid)
     except psutil.Error:
@@ -48,7 +48,7 @@ def find(pid: int) -> psutil.Process | None:
 
 
 def alive(process: psutil.Process | None) -> bool:
-    """Whether a process has not ended; a zombie has, as only its exit status is left."""
+    """Whether a process is running. A zombie is not: only its exit status is left."""
     try:
         return process is not None and process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
@@ -56,7 +56,7 @@ def alive(process: psutil.Process | None) -> bool:
 
 
 def is_stopped(process: psutil.Process | None) -> bool:
-    """Whether a signal or a debugger stopped a process."""
+    """Whether a process is stopped by a signal or a debugger."""
     try:
         return process is not None and process.status() in {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP}
     except psutil.Error:
@@ -64,8 +64,8 @@ def is_stopped(process: psutil.Process | None) -> bool:
 
 
 def family(launcher: int, mark: str) -> set[psutil.Process]:
-    """Live processes that come from a launcher's process, itself among them."""
-    psutil.process_iter.cache_clear()  # it would leave out a process whose number was another's the last time
+    """A launcher's process and its live descendants."""
+    psutil.process_iter.cache_clear()  # it would skip a process with a reused pid
     every = list(psutil.process_iter(["ppid", "status", "environ"]))
     found = {
         one for one in every if launcher in {one.pid, _group(one.pid)} or (one.info["environ"] or {}).get(MARK) == mark
@@ -89,31 +89,31 @@ def _group(pid: int) -> int | None:
 
 
 def kill(members: Callable[[], set[psutil.Process]]) -> set[psutil.Process]:
-    """Kill processes until ``members`` finds no more; those that are left after KILLING_S."""
+    """Kill processes until ``members`` finds no more; return those left after KILLING_S."""
     deadline = time.monotonic() + KILLING_S
     while (left := members()) and time.monotonic() < deadline:
         for process in left:
             send(process, signal.SIGKILL)
-        psutil.wait_procs(left, POLL_S)  # takes the exit status of children: a zombie keeps its number
+        psutil.wait_procs(left, POLL_S)  # reaps children
     return left
 
 
 def wait(members: Callable[[], set[psutil.Process]], seconds: float) -> None:
-    """Wait until ``members`` finds no more, but not longer than that."""
+    """Wait until ``members`` finds no more, for at most ``seconds``."""
     deadline = time.monotonic() + seconds
     while members() and time.monotonic() < deadline:
         time.sleep(5 * POLL_S)
 
 
 def terminate(processes: set[psutil.Process]) -> None:
-    """Ask processes to end; one that is stopped is continued, or it would not hear of it."""
+    """Send SIGTERM to processes, and SIGCONT, since a stopped process would not handle it."""
     for process in processes:
         send(process, signal.SIGTERM)
         send(process, signal.SIGCONT)
 
 
 def without_trackers(processes: set[psutil.Process]) -> set[psutil.Process]:
-    """Those that do not track the resources of others: such a process tidies up after them, and ends by itself."""
+    """All but multiprocessing's resource trackers, which clean up after the others and end by themselves."""
     return {process for process in processes if not _tracks(process)}
 
 
@@ -131,7 +131,7 @@ def send(process: psutil.Process, number: signal.Signals) -> None:
 
 
 def name(number: int) -> str:
-    """What a signal is called; those for real-time programs have only numbers."""
+    """The name of a signal; real-time signals have only numbers."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -139,12 +139,12 @@ def name(number: int) -> str:
 
 
 def signal_at_parents_end(number: signal.Signals) -> None:
-    """Get this signal when the thread that started this process ends."""
+    """Make the kernel send this signal when the thread that started this process ends."""
     _prctl(PR_SET_PDEATHSIG, number)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of all that come from this process and lose theirs."""
+    """Become the parent of all orphaned descendants."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -152,31 +152,31 @@ def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
-BEGINNING = "/dev/shm/nccl-"
+SEGMENT_PREFIX = "/dev/shm/nccl-"
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A file that was mapped; a name may be another file's by now."""
+    """A mapped file. The inode tells it from a later file of the same name."""
 
     path: str
     inode: int
 
 
 def mapped(pids: Iterable[int]) -> set[Segment]:
-    """The segments that these processes have mapped. psutil names no inode, and reads the far slower smaps."""
+    """NCCL's segments that these processes have mapped. psutil gives no inodes, and reads the far slower smaps."""
     found = set()
     for pid in pids:
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
                 fields = line.split(maxsplit=5)
-                if len(fields) == 6 and fields[5].startswith(BEGINNING) and not fields[5].endswith(" (deleted)"):
+                if len(fields) == 6 and fields[5].startswith(SEGMENT_PREFIX) and not fields[5].endswith(" (deleted)"):
                     found.add(Segment(fields[5], int(fields[4])))
     return found
 
 
 def remove(segments: Iterable[Segment]) -> None:
-    """Remove those of the segments that are still there, are this user's, and are mapped by no process any more."""
+    """Remove the segments that still exist, belong to this user and are no longer mapped by any process."""
     left = [one for one in segments if _is_there(one)]
     if not left:
         return

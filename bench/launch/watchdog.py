@@ -1,6 +1,6 @@
-"""Whether a trial gets on: its limits of time, inactivity and output, and ranks that have ended before it.
+"""Watches a trial: limits of time, inactivity and output, and ranks that end early.
 
-The bench's own process looks twice a second, at a few small files; the ranks know nothing of it.
+The bench's own process polls a few small files about twice a second, without disturbing the ranks.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from bench.measure import heartbeat
 from bench.plan.cell import Status
 
 POLL_S = 0.4
-"""A rank that failed with a word stays a bit longer (``rank.LAST_WORDS_S``), so one that left none is seen."""
+"""Shorter than a failed rank lingers (``rank.FAILED_LINGER_S``), so that a rank that died silently is seen first."""
 LOG_BYTES = 64 * 2**20
-"""The most that all ranks of a trial may write to their standard output and error."""
+"""Limit on the standard output and error of all ranks of a trial together."""
 PEERS_S = 5.0
-"""How long after the end of one rank the others may take to be ended by torch elastic, which sends SIGTERM: those that
-ignore it, or are stopped, would be waited for for half a minute."""
+"""How long torch elastic gets to end the other ranks after one has ended. It sends SIGTERM, and would wait half a
+minute for ranks that ignore it or are stopped."""
 LEAVING_S = 30.0
-"""How long ranks may take to end once all have handed over their results."""
+"""How long ranks may take to end once all have written their results."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EndReason:
-    """Why a trial is to be ended now."""
+    """Why to end a trial now."""
 
     status: Status
     reason: str
     dump: bool = False
-    """Whether it matters where the ranks are."""
+    """Whether to dump the stacks of the ranks first."""
 
 
 class Watch:
-    """Watches one trial from its start. ``look`` again and again, about every ``interval_s``."""
+    """Watches one trial from its start. Call ``look`` about every ``interval_s`` seconds."""
 
     def __init__(self, folder: Path, world_size: int, timeout_s: float, inactivity_s: float) -> None:
         self._folder = folder
@@ -51,11 +51,11 @@ class Watch:
         self._started = self._moved = time.monotonic()
         self._counts: dict[int, int] = {}
         self.ranks: dict[int, psutil.Process | None] = {}
-        """Processes of the ranks that have begun, by rank; None of one that had ended when it was first looked for."""
+        """Processes of the ranks that have started, by rank; None for one that ended before it was first looked up."""
         self._logs: list[Path] = []
         self._gone: float | None = None
         self.first: tuple[int, ...] = ()
-        """Ranks that were seen to have ended before the others."""
+        """Ranks that ended before the others."""
         self._done: set[int] = set()
         self._handed_over: float | None = None
         limits = [limit for limit in (timeout_s, inactivity_s) if limit]
@@ -63,15 +63,21 @@ class Watch:
 
     @property
     def silent(self) -> tuple[int, ...]:
-        """Ranks that ended before the others, and left no word."""
+        """Ranks that ended before the others without writing a result or failure."""
         some = 0 < len(self.first) < len(self.ranks)
         return tuple(rank for rank in self.first if some and rank not in written(self._folder, len(self._ranks)))
 
     def look(self) -> EndReason | None:
-        """Why the trial is to be ended; None if it may go on."""
+        """The reason to end the trial; None if it may go on."""
         now = time.monotonic()
         self._read_beats(now)
-        return self.talkative() or self._overdue(now) or self._idle(now) or self._leaving(now) or self._left(now)
+        return (
+            self.excessive_output()
+            or self._overdue(now)
+            or self._idle(now)
+            or self._slow_exit(now)
+            or self._early_end(now)
+        )
 
     def _read_beats(self, now: float) -> None:
         for rank in self._ranks:
@@ -84,19 +90,19 @@ class Watch:
     def _overdue(self, now: float) -> EndReason | None:
         if now - self._started < self._timeout_s:
             return None
-        reason = f"not finished after {self._timeout_s:g} s{self._whereabouts()}; raise --timeout"
+        reason = f"not finished after {self._timeout_s:g} s{self._rank_states()}; raise --timeout"
         return EndReason(status=Status.TIMEOUT, reason=reason, dump=True)
 
     def _idle(self, now: float) -> EndReason | None:
         if not self._inactivity_s or now - self._moved < self._inactivity_s:
             return None
         reason = (
-            f"no rank got on for {self._inactivity_s:g} s{self._whereabouts()}; raise --inactivity if it takes longer"
+            f"no rank got on for {self._inactivity_s:g} s{self._rank_states()}; raise --inactivity if it takes longer"
         )
         return EndReason(status=Status.HANG, reason=reason, dump=True)
 
-    def _whereabouts(self) -> str:
-        """What is known of the ranks, in brackets."""
+    def _rank_states(self) -> str:
+        """The state of each rank, in brackets."""
         if not self.ranks:
             return " (no rank has begun)"
         words = []
@@ -109,10 +115,10 @@ class Watch:
             words.append(f"rank {rank} after {self._counts[rank]} events{state}")
         return f" ({'; '.join(words)})"
 
-    def talkative(self) -> EndReason | None:
-        """Whether the ranks wrote too much: logs fill the disk before they tell anything more.
+    def excessive_output(self) -> EndReason | None:
+        """The reason to end the trial if its ranks wrote more than LOG_BYTES of logs.
 
-        To be asked once more when the trial has ended: what it is called must not depend on when somebody looked.
+        Check again when the trial has ended, so that its status does not depend on when this was polled.
         """
         if len(self._logs) < 2 * len(self._ranks):
             self._logs = list(self._folder.rglob("*.log"))
@@ -127,19 +133,19 @@ class Watch:
         reason = f"its ranks wrote more than {LOG_BYTES // 2**20} MiB to their standard output and error"
         return EndReason(status=Status.CRASHED, reason=reason)
 
-    def _leaving(self, now: float) -> EndReason | None:
-        """Whoever handed over its result has only to end."""
+    def _slow_exit(self, now: float) -> EndReason | None:
+        """The reason to end the trial if its ranks do not end within LEAVING_S of their results."""
         if self._handed_over is None:
             if len(written(self._folder, len(self._ranks))) == len(self._ranks):
                 self._handed_over = now
             return None
         if now - self._handed_over < LEAVING_S:
             return None
-        reason = f"its ranks did not end within {LEAVING_S:g} s of their results{self._whereabouts()}"
+        reason = f"its ranks did not end within {LEAVING_S:g} s of their results{self._rank_states()}"
         return EndReason(status=Status.HANG, reason=reason, dump=True)
 
-    def _left(self, now: float) -> EndReason | None:
-        """A rank that has ended ends the others: if not by torch elastic's SIGTERM, then so."""
+    def _early_end(self, now: float) -> EndReason | None:
+        """After a rank has ended early: kill the others if torch elastic has not, then end the trial."""
         running = {rank: one for rank, one in self.ranks.items() if alive(one)}
         ended = tuple(rank for rank in self.ranks if rank not in running and not self._is_done(rank))
         if not ended:
@@ -152,10 +158,10 @@ class Watch:
             for process in running.values():
                 send(process, signal.SIGKILL)
             return None
-        return EndReason(status=Status.CRASHED, reason=said_of(self.first))
+        return EndReason(status=Status.CRASHED, reason=silent_reason(self.first))
 
     def _is_done(self, rank: int) -> bool:
-        """Whether a rank that has ended was to end: its part is done, whatever the others still do."""
+        """Whether a rank that has ended wrote a good result first."""
         if rank not in self._done:
             result = read(self._folder / f"rank{rank}.json")
             if result is None or result["status"] != Status.OK:
@@ -164,10 +170,10 @@ class Watch:
         return True
 
     def dump(self) -> None:
-        """Have the ranks write where they are."""
+        """Make the ranks dump their stacks."""
         dumps.ask(self._folder, self.ranks)
 
 
-def said_of(ranks: Sequence[int]) -> str:
-    """The reason of a trial in which these ranks ended in silence."""
+def silent_reason(ranks: Sequence[int]) -> str:
+    """The reason of a trial in which these ranks ended without a result."""
     return f"rank {' and '.join(map(str, ranks))} ended without a result"

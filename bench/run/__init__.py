@@ -1,1 +1,1 @@
-"""Around trials: what starts a run, runs its trials in order, and keeps what they hand back."""
+"""Starts a run, runs its trials in order, and stores their results."""

@@ -1,7 +1,7 @@
-"""The truth on disk: one folder per run with a manifest and an append-only journal of trials.
+"""A run on disk: one folder with a manifest and an append-only journal of trials.
 
 A line of the journal is the JSON of a record with a last key ``sha256``: the first 16 hex digits of the SHA-256 of the
-line's JSON without that key, exactly as written. So a line that was changed is found, and named by its number.
+line's JSON without that key, exactly as written. So an edited line is detected and reported by its number.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from bench.run import manifest as run_manifest
 from bench.run.manifest import Manifest
 
 SCHEMA_VERSION = run_manifest.LATEST
-"""Of run.json and trials.jsonl together. Older ones are read (``bench.run.manifest``), and not written."""
+"""Version of run.json and trials.jsonl together. Older versions can be read (``bench.run.manifest``), not written."""
 MANIFEST = "run.json"
 JOURNAL = "trials.jsonl"
 TORN = "trials.torn-"
-"""Beginning of the names of files that keep what crashes in mid-write left of a line."""
+"""Prefix of files that keep torn lines, which a crash during a write left behind."""
 UPGRADED = "upgraded_from"
-"""Key of a manifest in memory that is of an older version on the disk; never written."""
+"""Key of a manifest in memory whose file has an older version; never written."""
 DIGITS = 16
 """Hex digits of a line's checksum."""
 _CHECKSUM = re.compile(rb'"sha256":"([0-9a-f]{%d})"}' % DIGITS)
@@ -37,7 +37,7 @@ _CHECKSUM_BYTES = len('"sha256":""}') + DIGITS
 
 
 def earlier_walls(results: Path) -> dict[str, float]:
-    """Median wall seconds of good trials by cell id, over all runs under ``results``."""
+    """Median wall time of good trials in seconds, by cell id, over all runs under ``results``."""
     walls: dict[str, list[float]] = defaultdict(list)
     for path in results.glob(f"*/{JOURNAL}"):
         for line in path.read_bytes().splitlines():
@@ -46,14 +46,14 @@ def earlier_walls(results: Path) -> dict[str, float]:
                 if record["status"] == "ok":
                     walls[record["cell_id"]].append(float(record["wall_s"]))
             except (ValueError, KeyError, TypeError):
-                continue  # only a better guess is lost
+                continue  # the estimate is only less precise
     return {cell_id: statistics.median(seconds) for cell_id, seconds in walls.items() if seconds}
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    """Write ``run.json`` whole or not at all, and on the disk when this returns.
+    """Write ``run.json`` atomically and durably.
 
-    Raises InputError for one that was read from an older version: such a run is only read.
+    Raises InputError if it was read from an older version: such a run is read-only.
     """
     if UPGRADED in manifest:
         raise InputError(f"{folder / MANIFEST}: is of schema version {manifest[UPGRADED]}, which is only read")
@@ -72,9 +72,9 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a run, as the latest schema version has it; one of an older version says so (``UPGRADED``).
+    """The manifest of a run, upgraded to the latest schema version; ``UPGRADED`` names an older one.
 
-    Raises InputError if the folder holds no run, or one of a version that is not known.
+    Raises InputError if the folder holds no run, or one of an unknown version.
     """
     path = folder / MANIFEST
     try:
@@ -98,14 +98,14 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def encode(record: dict[str, Any]) -> bytes:
-    """The journal's line of a record, with its checksum and its newline."""
+    """A record as a line of the journal, with its checksum and a newline."""
     assert "sha256" not in record, "the key is the line's own"
     text = json.dumps(record, separators=(",", ":"), allow_nan=True).encode()
     return b'%b%b"sha256":"%b"}\n' % (text[:-1], b"," if record else b"", _checksum(text))
 
 
 def decode(line: bytes) -> dict[str, Any]:
-    """The record of a line without its newline. Raises ValueError if it is not as it was written, with the reason."""
+    """The record in a line without its newline. Raises ValueError, with the reason, if the line was changed."""
     found = _CHECKSUM.fullmatch(line[-_CHECKSUM_BYTES:])
     if found is None:
         _object(line)
@@ -113,7 +113,7 @@ def decode(line: bytes) -> dict[str, Any]:
     text = line[:-_CHECKSUM_BYTES].removesuffix(b",") + b"}"
     if _checksum(text) != found[1]:
         _object(line)
-        raise ValueError("it is not as it was written: its checksum is another one")
+        raise ValueError("its checksum does not match")
     record = _object(line)
     del record["sha256"]
     return record
@@ -124,7 +124,7 @@ def _checksum(text: bytes) -> bytes:
 
 
 def _object(text: bytes) -> dict[str, Any]:
-    """The JSON object that a text is. Raises ValueError if it is none."""
+    """Parse a JSON object. Raises ValueError for anything else."""
     try:
         value = json.loads(text.decode())
     except RecursionError as error:
@@ -139,9 +139,9 @@ def _is_known(version: Any) -> TypeGuard[int]:
 
 
 class Journal:
-    """Trials as JSON lines. Each is one write, flushed to the disk before the next trial starts.
+    """Trials as JSON lines. Each line is synced to the disk before the next trial starts.
 
-    The journal of a run whose manifest is of an older schema version is read as that version wrote it.
+    If the run's manifest has an older schema version, the journal is read in that version.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -150,7 +150,7 @@ class Journal:
 
     @cached_property
     def version(self) -> int:
-        """The schema version that the manifest beside it names; the latest if there is no such manifest."""
+        """The schema version in the run's manifest; the latest if there is no valid manifest."""
         try:
             version = _object((self._folder / MANIFEST).read_bytes()).get("schema_version")
         except (OSError, ValueError):
@@ -158,9 +158,9 @@ class Journal:
         return version if _is_known(version) else SCHEMA_VERSION
 
     def append(self, record: dict[str, Any]) -> None:
-        """Add one trial. What a crash in mid-write left of the last line never counted, and is moved aside first.
+        """Append one trial, after moving a torn last line aside.
 
-        Raises OSError if the disk does not take it, with the journal as it was.
+        Raises OSError if the write fails, and leaves the journal unchanged.
         """
         if self.version != SCHEMA_VERSION:
             raise InputError(f"{self.path}: is of schema version {self.version}, which is only read")
@@ -172,7 +172,7 @@ class Journal:
             size = os.fstat(number).st_size
             try:
                 written = 0
-                while written < len(line):  # a full disk may take a part, and refuses the rest
+                while written < len(line):  # a full disk may accept only a part
                     written += os.write(number, line[written:])
                 os.fsync(number)
             except OSError:
@@ -185,9 +185,9 @@ class Journal:
             _sync_folder(self._folder)
 
     def read(self) -> list[dict[str, Any]]:
-        """All trials, in order of writing. Only a torn last line, without its newline, is forgiven.
+        """All trials, in the order of writing, without a torn last line.
 
-        Raises InputError naming any other line that is no record.
+        Raises InputError naming any other damaged line.
         """
         if not self.path.exists():
             return []
@@ -195,7 +195,7 @@ class Journal:
         with self.path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 text = line.removesuffix(b"\n")
-                if not text and self.version == 1:  # which forgave empty lines
+                if not text and self.version == 1:  # which ignored empty lines
                     continue
                 try:
                     records.append(self._decode(text))
@@ -206,14 +206,14 @@ class Journal:
         return records
 
     def is_torn(self) -> bool:
-        """Whether a crash in mid-write left a part of a line at the end."""
+        """Whether a crash during a write left part of a line at the end."""
         end = self._end()
         return bool(end) and self._is_torn(end)
 
     def mend(self) -> Path | None:
-        """Make the journal end with a newline: end a whole last line, move a torn one aside; the file it is in then.
+        """Make the journal end with a newline: complete a whole last line, or move a torn one to a file; return that.
 
-        Raises InputError if what is there is neither.
+        Raises InputError if the last line is neither.
         """
         end = self._end()
         if not end:
@@ -240,13 +240,13 @@ class Journal:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def _decode(self, text: bytes) -> dict[str, Any]:
-        """A line's record, as the latest version has it. Raises ValueError."""
+        """The record in a line, upgraded to the latest version. Raises ValueError."""
         if self.version == SCHEMA_VERSION:
             return decode(text)
         return run_manifest.apply(run_manifest.RECORD, _object(text), self.version)
 
     def _end(self) -> bytes:
-        """What stands after the last newline."""
+        """The bytes after the last newline."""
         if not self.path.exists() or self.path.stat().st_size == 0:
             return b""
         with self.path.open("rb") as file:
@@ -257,7 +257,7 @@ class Journal:
             return file.read().rpartition(b"\n")[2]
 
     def _is_torn(self, end: bytes) -> bool:
-        """Whether the end of the file is a part of a record: not a whole one, with or without something behind it."""
+        """Whether the end of the file is an incomplete record, not a whole one with at most one more byte."""
         for text in (end, end[:-1]):
             with contextlib.suppress(ValueError):
                 self._decode(text)
@@ -265,7 +265,7 @@ class Journal:
         return True
 
     def _keep(self, torn: bytes) -> Path:
-        """Write what is torn into a file of its own, on the disk when this returns."""
+        """Write a torn line to a new file, durably."""
         number = 1
         while (path := self._folder / f"{TORN}{number}").exists():
             number += 1
@@ -283,7 +283,7 @@ class Journal:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Have the names of new files on the disk too."""
+    """Sync a folder, so that the names of new files are on the disk."""
     number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(number)

@@ -1,7 +1,4 @@
-"""What machine this is, what is installed on it, and how two machines differ: stored with every run.
-
-Nothing here imports torch.
-"""
+"""Describes the machine and its software, stored with every run, and compares two machines. Does not import torch."""
 
 from __future__ import annotations
 
@@ -32,22 +29,22 @@ PACKAGES = (
     "pyarrow",
     "safetensors",
 )
-"""Packages whose versions are stored: all that can change a number."""
+"""Packages that can change a result; their versions are stored."""
 ENVIRONMENT_PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_", "MKL_", "CUDA_VISIBLE_DEVICES", "DS_")
-"""Environment variables that are stored; no others, so that no secret gets in."""
+"""Prefixes of the environment variables that are stored; an allowlist, to keep secrets out."""
 SECRET_NAMES = re.compile(r"TOKEN|SECRET|PASS|CREDENTIAL|PRIVATE|COOKIE|AUTH|SIGNATURE|(^|_)KEY(_|$)", re.IGNORECASE)
-"""Names of variables that are not stored even so."""
+"""Names of variables that are not stored, whatever their prefix."""
 SECRET_VALUES = re.compile(
     r"://[^/\s@]*@"  # a user, and perhaps a password, in an address
-    r"|\b(gh[opsur]_|github_pat_|glpat-|hf_|sk-|xox[abps]-|AKIA|eyJ)[\w-]{12}"  # how well-known tokens begin
+    r"|\b(gh[opsur]_|github_pat_|glpat-|hf_|sk-|xox[abps]-|AKIA|eyJ)[\w-]{12}"  # prefixes of well-known tokens
     r"|-----BEGIN |\b(bearer|basic) \S{8}",
     re.IGNORECASE,
 )
-"""Values that are not stored, whatever the variable is called."""
+"""Values that are not stored, whatever the name of the variable."""
 
 
 def num_cores() -> int:
-    """Cores that this process may use: by its affinity, and by the quota of its control group (version 2)."""
+    """Cores that this process may use, by its affinity and the quota of its control group (version 2)."""
     cores = len(os.sched_getaffinity(0))
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -57,14 +54,14 @@ def num_cores() -> int:
 
 
 def threads_per_rank(num_ranks: int, asked: int = 0) -> int:
-    """Threads of each of so many ranks: those asked for, or if that is 0 its share of the cores."""
+    """Threads per rank: ``asked``, or each rank's share of the cores if that is 0."""
     return asked or max(1, num_cores() // num_ranks)
 
 
 def peak_memory_bytes() -> int | None:
-    """The most memory that this process has had resident; None where the system does not tell.
+    """Peak resident memory of this process; None if the system does not report it.
 
-    Not getrusage: its maximum includes what the process that started this one had resident before the exec.
+    Not from getrusage, whose maximum includes the parent process before the exec.
     """
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -74,11 +71,11 @@ def peak_memory_bytes() -> int | None:
 
 
 def gpu_settings() -> list[dict[str, Any]]:
-    """Of each visible GPU, by its UUID: what moves its speed and does not change by itself.
+    """Static settings of each visible GPU that affect its speed, with its UUID.
 
-    Power limit in watts, highest SM clock in MHz, ECC, MIG, PCIe generation and lanes, NVLinks that are up, and the
-    topology level of the path to each other visible GPU (NVML's ``nvmlGpuTopologyLevel_t``; smaller is nearer). What a
-    card cannot tell is None.
+    Power limit in watts, highest SM clock in MHz, ECC, MIG, PCIe generation and lanes, number of active NVLinks, and
+    the topology level of the path to each other visible GPU (NVML's ``nvmlGpuTopologyLevel_t``; smaller is nearer).
+    Unknown values are None.
     """
     visible = gpus.gpus()
     try:
@@ -98,12 +95,10 @@ def gpu_settings() -> list[dict[str, Any]]:
 
 
 def _settings(nvml: Any, handle: Any, handles: list[Any]) -> dict[str, Any]:
-    """One GPU's row of ``gpu_settings``."""
-
     def ask(question: str, *arguments: Any) -> Any:
         try:
             return getattr(nvml, f"nvmlDeviceGet{question}")(handle, *arguments)
-        except Exception:  # this card, driver or version of the library has no answer
+        except Exception:  # not supported by this card, driver or version of the library
             return None
 
     power, ecc, mig = ask("EnforcedPowerLimit"), ask("EccMode"), ask("MigMode")
@@ -121,7 +116,7 @@ def _settings(nvml: Any, handle: Any, handles: list[Any]) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """The hardware and the system, as far as it does not change by itself; no host name and no path."""
+    """The hardware and the operating system: static facts, without host name or paths."""
     return {
         "cpu": _cpu_model(),
         "cores": num_cores(),
@@ -143,7 +138,7 @@ def _cpu_model() -> str:
 
 
 def governor() -> str | None:
-    """How the kernel chooses the first core's clock; None where the machine does not say (most virtual ones)."""
+    """The frequency governor of the first core; None if unknown, as on most virtual machines."""
     try:
         return Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor").read_text().strip()
     except OSError:
@@ -151,7 +146,7 @@ def governor() -> str | None:
 
 
 def torch_build() -> dict[str, str | None]:
-    """What torch was built with: ``cuda``, ``hip`` and ``git_version``, read from its version file, not by import."""
+    """``cuda``, ``hip`` and ``git_version`` of the torch build, read from its version file without importing it."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return {}
@@ -164,16 +159,16 @@ def torch_build() -> dict[str, str | None]:
 
 
 def distributions() -> dict[str, str]:
-    """Version of every installed package, NCCL's among them, by name."""
+    """Versions of all installed packages by name, including NCCL's."""
     found: dict[str, str] = {}
     for one in importlib.metadata.distributions():
-        # The first is imported: an environment on top of another hides what that has of the same name.
+        # The first one found is what gets imported: it shadows packages of the same name in a base environment.
         found.setdefault(str(one.metadata["Name"]).lower(), one.version)
     return dict(sorted(found.items()))
 
 
 def packages() -> dict[str, str]:
-    """Version of each package in PACKAGES that is installed."""
+    """Versions of the installed packages in PACKAGES."""
     found = {}
     for name in PACKAGES:
         try:
@@ -184,7 +179,7 @@ def packages() -> dict[str, str]:
 
 
 def environment() -> dict[str, str]:
-    """The environment variables that can change a number, without any that may hold a secret."""
+    """The environment variables that can change a result, without those that may hold a secret."""
     return {
         name: value
         for name, value in sorted(os.environ.items())
@@ -193,14 +188,14 @@ def environment() -> dict[str, str]:
 
 
 MEASURING = ("plan", "workload", "backends", "measure", "launch", "run")
-"""Stages that a measurement depends on: with other code in them no run is resumed."""
+"""Stages that a measurement depends on: if their code has changed, a run cannot be resumed."""
 
 
 def code(backends: Mapping[str, type[Any]], workloads: Mapping[str, Sequence[Path]]) -> dict[str, str]:
-    """SHA-256 of what is run, by name: of the bench's modules in MEASURING, and of what is from elsewhere.
+    """SHA-256 of the code that is run, by name: the bench's modules in MEASURING, external backends and workloads.
 
-    That is the file of a backend, and the files of a workload: its whole package, or its one module. What those import
-    from other places is not among it.
+    An external backend counts with its file, an external workload with its whole package or single module, without
+    what those import from elsewhere.
     """
     root = Path(__file__).resolve().parents[1]
     every = hashlib.sha256()
@@ -219,7 +214,7 @@ def code(backends: Mapping[str, type[Any]], workloads: Mapping[str, Sequence[Pat
 
 
 def git_state() -> dict[str, Any]:
-    """Commit of the bench's own checkout and whether its tree was clean; both None if it is not a checkout."""
+    """Commit of the bench's checkout and whether it is clean; both None if this is no checkout."""
     folder = Path(__file__).resolve().parent
 
     def git(*arguments: str) -> str | None:
@@ -234,14 +229,21 @@ def git_state() -> dict[str, Any]:
 
 
 FINGERPRINT = ("machine", "packages", "torch_build", "environment")
-"""Parts of a run's manifest that must be equal for its times to belong beside another's."""
+"""Parts of the manifest that must be equal in two runs for their times to be comparable."""
+
+
+def fingerprint() -> dict[str, Any]:
+    """The parts in FINGERPRINT, of this machine."""
+    parts = (machine(), packages(), torch_build(), environment())
+    return dict(zip(FINGERPRINT, parts, strict=True))
+
 
 NOT_STORED = "(not stored)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Changed:
-    """A key of the fingerprint that is not equal in both runs."""
+    """A key of the fingerprint that differs between two runs."""
 
     key: str
     a: Any
@@ -249,7 +251,7 @@ class Changed:
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Changed]:
-    """The keys of FINGERPRINT that are not equal in two manifests. What one of them lacks altogether is one key."""
+    """The keys of FINGERPRINT that differ between two manifests. A part that one of them lacks counts as one key."""
     found = []
     for part in FINGERPRINT:
         ours, theirs = (_flat(manifest.get(part, NOT_STORED), part) for manifest in (a, b))
@@ -266,7 +268,7 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Changed]:
 
 
 def _flat(value: Any, key: str) -> dict[str, Any]:
-    """Nested objects and lists as one level, with dots between the keys; an empty one counts as stored."""
+    """Flatten nested objects and lists, with dots between the keys. An empty one has no keys, but counts as stored."""
     items: Iterable[tuple[Any, Any]]
     if isinstance(value, dict):
         items = value.items()

@@ -1,7 +1,7 @@
-"""Whether a manifest holds what it may hold, and upgrades of older files: what was edited or is hostile is refused.
+"""The schema of run.json, which rejects edited or hostile files, and upgrades of older versions.
 
-Missing keys are allowed: older runs have fewer, and whoever needs one says so. Files of an older version are upgraded
-in memory, one version at a time, and never written: only the code that began a run goes on with it.
+Missing keys are allowed, since older runs have fewer; code that needs a key checks for it. Files of an older version
+are upgraded in memory, one version at a time, and never written: a run is resumed only by the code that started it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Predicted(TypedDict, total=False):
 
 
 class Manifest(TypedDict, total=False):
-    """What run.json holds. Older runs have fewer keys."""
+    """The content of run.json. Older runs have fewer keys."""
 
     run_id: str
     started: str
@@ -94,11 +94,11 @@ class Manifest(TypedDict, total=False):
 LATEST = 2
 
 Upgrade = Callable[[dict[str, Any]], dict[str, Any]]
-"""From one version to the next."""
+"""Converts one version to the next."""
 
 
 def _manifest_from_1(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Version 1 knew no limit of inactivity."""
+    """Version 1 had no limit of inactivity."""
     matrix = manifest.get("matrix")
     if isinstance(matrix, dict) and isinstance(matrix.get("values"), dict):
         matrix = matrix | {"values": {**matrix["values"], "inactivity_s": 0}}
@@ -112,13 +112,13 @@ def _record_from_1(record: dict[str, Any]) -> dict[str, Any]:
 
 
 MANIFEST: Mapping[int, Upgrade] = {1: _manifest_from_1}
-"""Upgrades of run.json, by the version that they start from."""
+"""Upgrades of run.json, by the version that they convert."""
 RECORD: Mapping[int, Upgrade] = {1: _record_from_1}
-"""Upgrades of a record of the journal."""
+"""Upgrades of journal records, by the version that they convert."""
 
 
 def apply(steps: Mapping[int, Upgrade], value: dict[str, Any], version: int) -> dict[str, Any]:
-    """The value of a version as the latest has it."""
+    """Upgrade a value from the given version to the latest."""
     for old in range(version, LATEST):
         value = steps[old](value)
     return value

@@ -1,7 +1,7 @@
-"""The rate of matrix products on the devices of a run, measured once before its first trial; stored in run.json.
+"""The rate of matrix products on the devices of a run, measured once before its first trial and stored in run.json.
 
-On as many ranks at once as the cells have, each with a cell's threads, in a process group of its own. MFU is held
-against it too: a datasheet's peak assumes clocks that a card under load does not keep, and says nothing of a CPU.
+Measured in a process group of its own, on as many ranks at once as the cells have, each with a cell's threads. It is a
+second reference for MFU: a datasheet's peak assumes clocks that a GPU under load does not keep, and CPUs have none.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ if TYPE_CHECKING:
     import torch
 
 TIMEOUT_S = 120.0
-"""For one process group, its start and its warm-up included."""
+"""Time limit of one process group, including start and warm-up."""
 SIZE = {"cuda": 8192, "cpu": 1024}
 """Rows and columns of both matrices, by device type: large enough that a product keeps the whole device busy."""
 WARM_S = {"cuda": 0.5, "cpu": 0.1}
-"""For which products run before the first that is timed: clocks settle, libraries choose their kernels."""
+"""Duration of the warm-up, in which clocks settle and libraries choose their kernels."""
 PRODUCTS = {"cuda": 25, "cpu": 5}
-"""That are timed one by one; their median counts."""
+"""Number of products that are timed one by one; the rate is that of the median."""
 
 
 @dataclass(kw_only=True)
 class MatmulTask(Task):
-    """Products in each precision, timed on all ranks at once."""
+    """Times matrix products in each precision, on all ranks at once."""
 
     work: ClassVar[str] = "bench.run.matmul:work"
 
     precisions: tuple[Precision, ...]
     backend: str = REFERENCE
-    """Whose packages the fork server imports: none but torch's."""
+    """Selects the fork server: the reference needs no packages besides torch."""
 
 
 def work(task: MatmulTask, rank: int, device: torch.device) -> dict[str, Any]:
-    """One rank's part, while all others do the same; see ``bench.plan.task.Task``."""
+    """The work of one rank (``bench.plan.task.Task``): measure its rates while all other ranks do the same."""
     import torch
     import torch.distributed as dist
 
@@ -58,9 +58,9 @@ def work(task: MatmulTask, rank: int, device: torch.device) -> dict[str, Any]:
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of this process on the device, with the threads that torch has; 2 n^3 FLOP per product of n x n matrices.
+    """FLOP/s of this process on the device, with torch's current threads; 2 n^3 FLOP per product of n x n matrices.
 
-    The numbers are drawn from a normal distribution: on a GPU zeros would take less power, and so be faster.
+    The elements are normally distributed: zeros would draw less power on a GPU and run faster.
     """
     import torch
 
@@ -87,10 +87,10 @@ class _Launcher(Protocol):
 
 
 def tasks(cells: Iterable[Cell], threads: int, folder: Path) -> list[MatmulTask]:
-    """One for each number of ranks that cells are timed on, with the precisions of those cells.
+    """One task for each number of ranks that cells are timed on, with the precisions of those cells.
 
-    The reference, virtual worlds and ranks that share a GPU are no part of it: nothing is said of their speed.
-    ``threads`` as ``machine.threads_per_rank`` takes them.
+    Leaves out the reference, virtual worlds and shared GPUs, whose speed is not reported. ``threads`` as in
+    ``machine.threads_per_rank``.
     """
     wanted: dict[tuple[Device, int], dict[Precision, None]] = {}
     for cell in cells:
@@ -109,22 +109,22 @@ def tasks(cells: Iterable[Cell], threads: int, folder: Path) -> list[MatmulTask]
 
 
 def measure(cells: Iterable[Cell], threads: int, folder: Path, launcher: _Launcher) -> list[dict[str, Any]]:
-    """For run.json, one entry per task, with its scratch files under ``folder``.
+    """The entries for run.json, one per task, with scratch files under ``folder``.
 
-    ``world_size``, ``threads``; ``flops_per_s``, by precision the rates of the ranks, rank 0 first; ``reason``, why
-    there are none, in which case MFU against them stays empty.
+    Keys: ``world_size``; ``threads``; ``flops_per_s``, the rates of the ranks by precision, rank 0 first; ``reason``,
+    why there are none, in which case MFU against them stays empty.
     """
     found = []
     for task in tasks(cells, threads, folder):
         outcome = launcher.run(task, TIMEOUT_S)
         rates = _rates(outcome, task)
-        reason = outcome.reason or ("" if rates else "a rank handed back no rates")
+        reason = outcome.reason or ("" if rates else "a rank returned no rates")
         found.append({"world_size": task.world_size, "threads": task.threads, "flops_per_s": rates, "reason": reason})
     return found
 
 
 def _rates(outcome: Outcome, task: MatmulTask) -> dict[str, list[float]]:
-    """By precision; none if a rank failed, or handed back what is no rate."""
+    """The rates of the ranks by precision; empty if a rank failed or returned an invalid rate."""
     ranks: list[Any] = [rank.get("flops_per_s") for rank in outcome.ranks]
     names = [str(precision) for precision in task.precisions]
     if outcome.status is not Status.OK or not all(
@@ -141,18 +141,18 @@ def _is_rate(value: Any) -> bool:
 def time_products(
     folder: Path, manifest: dict[str, Any], cells: Sequence[Cell], launcher: _Launcher, say: Callable[[str], None]
 ) -> None:
-    """Measure the rate of matrix products for a run's folder and store it in its run.json, unless it is there."""
+    """Measure the rate of matrix products for a run and store it in run.json, unless it is already there."""
     if "matmul" in manifest:
         return
     threads = int(manifest["matrix"]["values"].get("threads", 0))
     manifest["matmul"] = measure(cells, threads, folder / "scratch", launcher)
     write_manifest(folder, manifest)
-    for line in said(manifest["matmul"]):
+    for line in summary(manifest["matmul"]):
         say(line)
 
 
-def said(entries: Iterable[Mapping[str, Any]]) -> list[str]:
-    """A line for each number of ranks."""
+def summary(entries: Iterable[Mapping[str, Any]]) -> list[str]:
+    """One line of text per entry."""
     lines = []
     for entry in entries:
         ranks = f"{entry['world_size']} rank" + "s" * (entry["world_size"] > 1)

@@ -1,4 +1,4 @@
-"""From what the ranks handed back to one record of the journal: maximum over ranks, mean of losses."""
+"""Merges the results of all ranks into one record of the journal, and validates results and records."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bench.run.warmup import warmup
 
 
 class TimePass(TypedDict, total=False):
-    """The time pass. A loss may be anything, even NaN: the gates look at it."""
+    """Result of the time pass. A loss may be any number, even NaN: the gates check it."""
 
     warmup_seconds: list[Amount]
     step_seconds: list[Amount]
@@ -39,7 +39,7 @@ class TimePass(TypedDict, total=False):
 
 
 class MergedTime(TimePass, total=False):
-    """The time passes of all ranks as one."""
+    """The time passes of all ranks, merged."""
 
     num_warmup: Natural
     rank_step_seconds: list[list[Amount]]
@@ -63,7 +63,7 @@ class _Collective(TypedDict):
 
 
 def _sizes(sizes: dict[str, int]) -> dict[str, int]:
-    """What the allocator knows less of than the ledger is a difference, and may be below 0."""
+    """Reject negative sizes, except ``_untracked``: the allocator's total minus the ledger's."""
     if any(size < 0 and not name.endswith("_untracked") for name, size in sizes.items()):
         raise ValueError("below 0")
     return sizes
@@ -86,7 +86,7 @@ class _Exposure(TypedDict):
 
 
 class ResultFacts(TypedDict, total=False):
-    """What every rank hands back."""
+    """Facts that every rank returns."""
 
     num_parameters: Natural
     entropy_floor: Number | None
@@ -97,7 +97,7 @@ class ResultFacts(TypedDict, total=False):
 
 
 class Result(ResultFacts, total=False):
-    """What ranks hand back: facts, and the passes that they were asked for."""
+    """What a rank returns: facts, and the results of the requested passes."""
 
     time: MergedTime | None
     update: _Update | None
@@ -113,7 +113,7 @@ class _SampledGpus(TypedDict, total=False):
 
 
 class Record(Result, total=False):
-    """A record of the journal: one trial. Older ones have fewer keys, and failed ones none of the ranks'."""
+    """A record of the journal: one trial. Older records have fewer keys; failed trials have no results of ranks."""
 
     cell_id: Required[str]
     repeat: Required[Natural]
@@ -134,20 +134,19 @@ class Record(Result, total=False):
 
 
 NEVER_EMPTY = ("time", "collectives", "memory", "dispatch")
-"""Passes that have a result wherever they are asked for."""
+"""Passes that always have a result if requested."""
 
 
 def check(records: Sequence[Mapping[str, Any]], journal: Path) -> None:
-    """Raise InputError naming the journal, the record and the key if one holds what none can, as an edited one may."""
+    """Raise InputError naming the journal, the record and the key if a record has an impossible value."""
     for index, record in enumerate(records, start=1):
         fields.read(Record, record, f"{journal}: trial {index} was edited: ")
 
 
 def merge(ranks: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """One trial's ``memory`` from its ranks': each total with its parts from the rank that has most of it.
+    """Merge ``memory`` over ranks: each total is the maximum over ranks, with its parts from the same rank.
 
-    So parts add up to their total, and a total is the maximum over ranks. Whatever else there is, of the allocator,
-    comes from the rank with the largest peak.
+    So the parts add up to their total. The allocator's values come from the rank with the largest peak.
     """
     merged: dict[str, int] = {}
     fullest = max(ranks, key=lambda memory: memory.get(PEAK, 0))
@@ -158,17 +157,16 @@ def merge(ranks: Sequence[Mapping[str, int]]) -> dict[str, int]:
 
 
 def merge_ranks(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """One trial's facts from its ranks' results, rank 0 first.
+    """Merge the results of the ranks of one trial, rank 0 first.
 
-    A step takes as long as its slowest rank, and a rank that runs out of memory ends all, so times and memory are
-    maxima. The loss of a step is the mean over ranks, since all see equally many samples. Updates and collectives are
-    rank 0's. Memory's parts are those of the rank that has most, so that they add up; ``held`` may be missing. Times of
-    collectives are those of the rank with the most that is exposed, and none if a rank's were not seen. What a window
-    costs the host is the maximum too.
+    A step takes as long as its slowest rank, and one rank out of memory ends the trial, so times and memory are maxima
+    (memory: see ``merge``). The loss of a step is the mean over ranks, since all see equally many samples. Updates and
+    collectives are rank 0's. Times of collectives are those of the rank with the most exposed time, and missing if
+    any rank's are. Host costs of a window are maxima.
 
-    ``num_warmup`` are the first steps that are no steady state: the warm-up windows of the cell, and what
-    ``bench.run.warmup`` finds in the steps that follow. ``rank_step_seconds`` has the timed steps of every rank, and on
-    GPUs ``device_uuids`` says which each had.
+    ``num_warmup`` counts the first steps, before the steady state: the warm-up windows of the cell, and those that
+    ``bench.run.warmup`` finds in the following steps. ``rank_step_seconds`` has the timed steps of every rank, and on
+    GPUs ``device_uuids`` names the device of each.
     """
     first = ranks[0]
     merged = {key: value for key, value in first.items() if key not in ("time", "memory", "device_uuid")}
@@ -187,12 +185,11 @@ def merge_ranks(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _merge_times(times: list[dict[str, Any]]) -> dict[str, Any]:
-    """The time passes of all ranks as one."""
     merged = dict(times[0])
     for name in ("warmup_seconds", "step_seconds"):
         merged[name] = [max(step) for step in zip(*(t[name] for t in times), strict=False)]
     merged["rank_step_seconds"] = [[round(s, 9) for s in t["step_seconds"]] for t in times]
-    # Intervals are one fewer than updates, hence the one that is counted without a time of its own.
+    # There is one interval fewer than updates, hence the extra 1.
     merged["num_warmup"] = len(merged["warmup_seconds"]) + 1 + warmup(merged["step_seconds"])
     merged["host"] = host.merge([t["host"] for t in times])
     merged["began"] = max((t["began"] for t in times if t["began"] is not None), default=None)
@@ -209,9 +206,9 @@ def _maxima(dicts: list[dict[str, int]]) -> dict[str, int]:
 
 
 def wrong(ranks: Sequence[Mapping[str, Any]], passes: Sequence[str]) -> str:
-    """In words, which rank's result is not what a sound rank hands back after these passes; empty if all are.
+    """Describe the first result that is invalid or incomplete for these passes; empty if all are valid.
 
-    A result comes from another process, through a file: what is stored and computed with it must be what it seems.
+    Results come from other processes, through files, so they are validated before they are used.
     """
     for rank, result in enumerate(ranks):
         try:

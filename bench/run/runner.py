@@ -1,4 +1,4 @@
-"""Cells times repeats -> journal: the order of trials, what each is asked to do, and going on where a run stopped."""
+"""Runs the trials of a run in order, decides what each one does, and resumes where a run stopped."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ LOG_BYTES = 20_000
 """How much of the end of each rank's log is kept for a failed trial."""
 
 RENEWED_FOR_S = 30.0
-"""Least time between two renewals of the fork servers, which cost some seconds: they come between pairs of blocks."""
+"""Least time between two renewals of the fork servers, which take some seconds and happen between pairs of blocks."""
 
 
 class Observer(Protocol):
-    """Told what happens, for a display."""
+    """Receives events, for a display."""
 
     def say(self, message: str) -> None: ...
 
     def expect(self, trials: Sequence[Trial], *, more: bool, budget_left_s: float) -> None:
-        """These are left for now; ``more`` may follow.
+        """These trials are left so far; with ``more``, others may follow.
 
-        Once the budget is used up, one more block begins if the last initial one is still to come, and no other.
+        After the budget is used up, at most one more block starts: the last initial one.
         """
 
     def started(self, trial: Trial, done: int, total: int) -> None: ...
@@ -53,11 +53,11 @@ class Observer(Protocol):
 
 
 Judge = Callable[[list[dict[str, Any]], Mapping[str, Any], int], Look]
-"""Decides with which cells to go on, from the journal's records, the manifest and the number of blocks done."""
+"""Decides which cells to continue, from the journal's records, the manifest and the number of finished blocks."""
 
 
 class Runner:
-    """Runs the trials of one run that its journal does not have yet."""
+    """Runs the trials of a run that are not in its journal yet."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Runner:
         self._telemetry = Telemetry()
         self._scratch = folder / "scratch"
         self._life = uuid.uuid4().hex[:8]
-        """Part of the names of trials' folders: a rank that outlives a killed bench writes into nobody else's."""
+        """Makes names of trial folders unique: a rank that outlives a killed bench cannot write into another trial."""
         values = manifest["matrix"]["values"]
         self._timeout_s = float(values["timeout_s"])
         self._inactivity_s = float(values["inactivity_s"])
@@ -94,14 +94,14 @@ class Runner:
         self._done: set[tuple[str, int]] = set()
         self._num_run = self._total = 0
         self._spent_s = self._since = 0.0
-        self._renew_at = time.monotonic() + RENEWED_FOR_S  # the processes of a new launcher are new
+        self._renew_at = time.monotonic() + RENEWED_FOR_S  # a new launcher has new processes
         self._have: set[tuple[str, str]] = set()
-        """Cells and the extra passes that a good trial of theirs has run."""
+        """Pairs of a cell and an extra pass that a good trial has run."""
 
     def run(self) -> None:
-        """Run what is left, until the run has ended.
+        """Run the remaining trials until the run ends.
 
-        KeyboardInterrupt passes through, with all finished trials in the journal; so does OSError of a full disk.
+        Raises KeyboardInterrupt, or OSError if the disk is full; all finished trials are in the journal then.
         """
         self._take_stock()
         self._clear()
@@ -118,7 +118,7 @@ class Runner:
         write_manifest(self._folder, self._manifest)
 
     def _take_stock(self) -> None:
-        """Note what the journal has. Of several records of one trial the last counts."""
+        """Read the journal's finished trials. Of several records of one trial the last counts."""
         if moved := self._journal.mend():
             self._observer.say(
                 f"the last line of the journal was cut short, and never counted; the rest of it is in {moved}"
@@ -131,13 +131,13 @@ class Runner:
         again = set(Status) - {Status.OK} if self._retry_failed else {Status.INTERRUPTED}
         self._done = {key for key, status in latest.items() if status not in again}
         if self._retry_failed:
-            # A reference that failed left the updates of others unmeasured.
+            # Updates were not checked while their reference was failing.
             self._done -= {trial.key for trial in self.schedule.trials() if trial.extra and self._lacks_update(trial)}
         self._num_run = len(records)
         self._spent_s = sum(record["wall_s"] for record in records if record["status"] != Status.INTERRUPTED)
 
     def _clear(self) -> None:
-        """Remove what a killed bench left of its trials; the references' updates, whole or not there, are kept."""
+        """Remove trial folders that a killed bench left; keep the updates of references, which are complete."""
         for path in self._scratch.glob("*"):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
@@ -152,13 +152,13 @@ class Runner:
         )
 
     def _spent(self) -> float:
-        """Seconds of the budget that are used up, before a resume too."""
+        """Seconds of the budget that are used up, including those before a resume."""
         return self._spent_s + time.monotonic() - self._since
 
     def _run_block(self, repeat: int) -> bool:
-        """Run what is left of a block, unless the budget is used up before it begins: False then.
+        """Run the rest of a block. Returns False, without running it, if the budget is used up before it starts.
 
-        The first block is always run, and so is one with what every cell needs once to be judged: the last initial one.
+        The first and the last initial block always run: the latter has the passes that every cell needs once.
         """
         block = self.schedule.block(repeat)
         left = [trial for trial in block if trial.key not in self._done]
@@ -181,7 +181,7 @@ class Runner:
         return True
 
     def _end(self) -> bool:
-        """Whether the run ends here, after all known blocks; decides if that is not decided yet."""
+        """Whether the run ends after all known blocks; makes the decision if it is still open."""
         if self.schedule.ended:
             return True
         repeats = self.schedule.known
@@ -198,7 +198,7 @@ class Runner:
         return self.schedule.ended
 
     def _decide(self, look: Look, ended: Ended | None) -> None:
-        """Store a look, and what ended the run if it did."""
+        """Store a look, and what ended the run, if anything."""
         self.schedule.add(look)
         self._manifest["looks"] = self.schedule.stored()
         self._manifest["ended_by"] = ended
@@ -207,9 +207,9 @@ class Runner:
         self._expect()
 
     def _run_one(self, trial: Trial) -> dict[str, Any]:
-        """One trial's record, in the journal; when interrupted, one that says so, before the interrupt goes on.
+        """Run one trial and append its record to the journal; after an interrupt, record that and re-raise.
 
-        Raises OSError, without a record, for a trial that failed while the disk was full: it would not have otherwise.
+        Raises OSError, without a record, if a trial failed while the disk was full, which is taken for the cause.
         """
         cell = trial.cell
         backend = self._backends[cell.backend]
@@ -226,7 +226,7 @@ class Runner:
             with held():
                 self._keep(self._record(trial, passes, outcome))
             raise
-        with held():  # what has ended is kept, whatever comes
+        with held():  # an interrupt waits until the trial is stored
             if outcome.status is not Status.OK and start.is_short(self._folder):
                 shutil.rmtree(folder, ignore_errors=True)
                 raise start.full(self._folder)
@@ -239,7 +239,6 @@ class Runner:
         return record
 
     def _keep(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Add a record to the journal."""
         self._journal.append(record)
         self._num_run += 1
         return record
@@ -264,13 +263,13 @@ class Runner:
         return self._scratch / f"reference-{cell.reference().cell_id}.safetensors"
 
     def _ensure_reference(self, cell: Cell) -> None:
-        """After a resume the reference's trial is done but its update may be gone: make it again, unrecorded."""
+        """Recreate the reference's update, unrecorded, if it is gone though its trial is done, as after a resume."""
         reference = cell.reference()
         if (reference.cell_id, "update") in self._have and not self._reference_file(cell).exists():
             self._launch(reference, ("update",), self._scratch / f"reference-again-{self._life}")
 
     def _passes(self, trial: Trial) -> tuple[str, ...]:
-        """The time pass always; the others in one trial of the cell, and never again because they crashed."""
+        """Passes of a trial: the time pass always, the others in the first good trial of the cell that may run them."""
         cell, asked = trial.cell, self._asked[trial.cell.cell_id]
         wanted = [name for name in asked if trial.extra and name != "time" and (cell.cell_id, name) not in self._have]
         if "update" in wanted and cell != cell.reference():
@@ -280,7 +279,7 @@ class Runner:
         return (*(name for name in asked if name == "time"), *wanted)
 
     def _lacks_update(self, trial: Trial) -> bool:
-        """Whether the trial's cell should have an update to be checked, and has none."""
+        """Whether the cell of a trial still lacks the update to check."""
         cell_id = trial.cell.cell_id
         return "update" in self._asked.get(cell_id, ()) and (cell_id, "update") not in self._have
 
@@ -312,9 +311,9 @@ class Runner:
         } | ({} if outcome.cold is None else {"cold": outcome.cold})
 
     def _keep_logs(self, trial: Trial, outcome: Outcome) -> dict[str, Any]:
-        """Save what a failed trial left: by kind, the paths within the run's folder.
+        """Save the logs of a failed trial. Returns their paths within the run's folder.
 
-        ``log``: the traceback and the end of each rank's log. ``dumps``: where its ranks were, if they were asked.
+        ``log``: the traceback and the end of each rank's log. ``dumps``: dumps of the ranks, if any.
         """
         cell = trial.cell
         name = f"logs/{cell.backend}-{cell.cell_id}-{trial.repeat}"
@@ -330,7 +329,7 @@ class Runner:
 
 
 def _end_of(log: Path) -> str:
-    """The last LOG_BYTES of a file as text; it may be much larger than what fits into memory."""
+    """The last LOG_BYTES of a file as text; the file may not fit into memory."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - LOG_BYTES))
         return file.read().decode(errors="replace")

@@ -1,4 +1,4 @@
-"""A run begins, or goes on where it stopped: its folder, its manifest, and space on the disk."""
+"""Starts or resumes a run: its folder, its manifest, and the disk space that it needs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from bench.run.journal import JOURNAL, MANIFEST, SCHEMA_VERSION, UPGRADED, read_
 
 
 def describe(backends: Mapping[str, type[Backend]]) -> dict[str, dict[str, str]]:
-    """What run.json says of the backends."""
+    """Descriptions of the backends for run.json."""
     return {
         name: {
             "framework": backend.framework,
@@ -51,11 +51,11 @@ def create(
     skipped: Mapping[str, str] | None = None,
     peaks: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """Begin a run: make its folder and write its manifest. Raises InputError if the folder cannot hold it.
+    """Start a run: create its folder and write its manifest. Raises InputError if the folder cannot be used.
 
-    By id of cells: those of ``once`` have one trial, ``skipped`` says why one is not tried here, and
-    ``peaks`` are the predicted peaks of memory in bytes. They are stored with the time, which shows that they were
-    written down before anything was measured.
+    By cell id: cells in ``once`` get a single trial, ``skipped`` has reasons not to run a cell, and ``peaks`` has the
+    predicted peaks of memory in bytes. The predictions are stored with the time, to show that they were made before
+    any measurement.
     """
     if (folder / MANIFEST).exists() or (folder / JOURNAL).exists():
         raise InputError(f"--out {folder}: holds a run already; name another folder, or go on with --resume {folder}")
@@ -76,11 +76,8 @@ def create(
         "cold": cold,
         "code": code(cells, backends),
         "git": machine.git_state(),
-        "machine": machine.machine(),
-        "packages": machine.packages(),
         "distributions": machine.distributions(),
-        "torch_build": machine.torch_build(),
-        "environment": machine.environment(),
+        **machine.fingerprint(),
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -91,13 +88,13 @@ def create(
 
 
 def code(cells: Sequence[Cell], backends: Mapping[str, type[Backend]]) -> dict[str, str]:
-    """The code that these cells run, as ``bench.run.machine.code`` tells it."""
+    """SHA-256 of the code that these cells run, as from ``bench.run.machine.code``."""
     workloads = {cell.workload: sources(cell.workload) for cell in cells}
     return machine.code({cell.backend: backends[cell.backend] for cell in cells}, workloads)
 
 
 def cells_of(folder: Path, manifest: Mapping[str, Any]) -> list[Cell]:
-    """The cells of a run. Raises InputError if its manifest does not have them as they were written."""
+    """The cells of a run. Raises InputError if its manifest has none, or an unknown model."""
     cells = [Cell.from_dict(cell) for cell in manifest.get("cells", ())]
     if not cells:
         raise InputError(f"{folder / MANIFEST}: cells: there are none; restore the file")
@@ -107,7 +104,7 @@ def cells_of(folder: Path, manifest: Mapping[str, Any]) -> list[Cell]:
 
 
 def backends_of(folder: Path, manifest: Mapping[str, Any]) -> dict[str, type[Backend]]:
-    """The backends of a run's cells; a class that was named ``module:Class`` is loaded again. Raises InputError."""
+    """The backends of a run's cells; a class given as ``module:Class`` is loaded again. Raises InputError."""
     names = {cell.backend for cell in cells_of(folder, manifest)}
     described: Any = manifest.get("backends")
     for name in names - registry(names).keys() if isinstance(described, dict) else ():
@@ -117,9 +114,9 @@ def backends_of(folder: Path, manifest: Mapping[str, Any]) -> dict[str, type[Bac
 
 
 def reopen(folder: Path, backends: Mapping[str, type[Backend]]) -> dict[str, Any]:
-    """The manifest of a run to go on with. Raises InputError if this is not the machine and software it began on.
+    """The manifest of a run to resume. Raises InputError if the machine, the software or the code has changed.
 
-    The code is told by its content, not by a commit: an installed package has none, and uncommitted changes are seen.
+    Code is compared by content, not by commit: an installed package has no commit, and uncommitted changes count too.
     """
     manifest = read_manifest(folder)
     cells = cells_of(folder, manifest)
@@ -147,13 +144,7 @@ def reopen(folder: Path, backends: Mapping[str, type[Backend]]) -> dict[str, Any
             f"--resume {folder}: the code of the bench, of a backend or of the workload is not what it was when the "
             f"run began; trials of both do not belong in one run, so {back}, or start a new one"
         )
-    fingerprint = {
-        "machine": machine.machine(),
-        "packages": machine.packages(),
-        "torch_build": machine.torch_build(),
-        "environment": machine.environment(),
-    }
-    for name, now in fingerprint.items():
+    for name, now in machine.fingerprint().items():
         then = manifest.get(name, now)
         differing = sorted(key for key in now.keys() | then.keys() if now.get(key) != then.get(key))
         if differing:
@@ -173,18 +164,18 @@ def reopen(folder: Path, backends: Mapping[str, type[Backend]]) -> dict[str, Any
 
 
 def now() -> str:
-    """The time of day as a manifest and a record have it."""
+    """The current time (UTC) as in manifests and records."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 RESERVE_BYTES = 16 * 2**20
-"""What has to be free before a trial starts: logs, its record, and the tables and plots at the end."""
+"""Space that must be free before a trial starts: for logs, its record, and the tables and plots at the end."""
 RECORD_BYTES, STEP_BYTES, RANK_STEP_BYTES = 6_000, 60, 14
-"""Of a trial's record: what it has beside its steps, per step, and per step and rank. Rounded up."""
+"""Size of a trial's record: fixed part, per step, and per step and rank. Rounded up."""
 
 
 def needed(cells: Sequence[Cell], repeats: int) -> int:
-    """Bytes that a run will write, roughly. References of models that are not shipped are not known, and left out."""
+    """Rough number of bytes that a run will write, without the references of models that are not shipped."""
     total = RESERVE_BYTES
     for cell in cells:
         total += repeats * (RECORD_BYTES + cell.windows * (STEP_BYTES + RANK_STEP_BYTES * cell.world_size))
@@ -194,7 +185,7 @@ def needed(cells: Sequence[Cell], repeats: int) -> int:
 
 
 def free(folder: Path) -> int:
-    """Bytes that may be written into a folder, which need not exist yet."""
+    """Free bytes for a folder, which need not exist yet."""
     return shutil.disk_usage(existing(folder)).free
 
 
@@ -209,15 +200,15 @@ def require(folder: Path, cells: Sequence[Cell], repeats: int, place: str) -> No
 
 
 def is_short(folder: Path) -> bool:
-    """Whether too little is left for another trial."""
+    """Whether there is too little free space for another trial."""
     return free(folder) < RESERVE_BYTES
 
 
 def full(folder: Path) -> OSError:
-    """The error that a write there would end with."""
+    """The OSError of a write to a full disk."""
     return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
 
 
 def is_full(error: OSError) -> bool:
-    """Whether an error means that the disk, or this user's share of it, is full."""
+    """Whether an error means a full disk or an exceeded quota."""
     return error.errno in {errno.ENOSPC, errno.EDQUOT}

@@ -1,4 +1,4 @@
-"""What ``doctor`` looks at, gathered: plain facts of this machine, each None or empty where it cannot be told."""
+"""Gathers facts about this machine for ``doctor``; unknown ones are None or empty."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from bench.run import machine
 from bench.run.telemetry import Gpu
 
 PROBE_TIMEOUT_S = 180.0
-"""Of the process that asks torch, on a slow disk."""
+"""Time limit of the process that imports torch, on a slow disk."""
 LOOK_S = 1.0
-"""For which the machine is watched."""
+"""How long the load of the machine is observed."""
 COMPILERS = ("cc", "gcc", "clang")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Card:
-    """One NVIDIA GPU, as NVML tells of it."""
+    """One NVIDIA GPU, as NVML describes it."""
 
     name: str
     uuid: str
     visible: bool
-    """Whether CUDA_VISIBLE_DEVICES leaves it to the bench."""
+    """Whether CUDA_VISIBLE_DEVICES makes it visible to the bench."""
     num_processes: int | None
-    """That compute on it."""
+    """Compute processes on it."""
     mig: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Torch:
-    """What torch says, asked in a process of its own: ``bench.run.torchprobe``."""
+    """What torch reports in a separate process: ``bench.run.torchprobe``."""
 
     version: str
     built_for: str | None
@@ -53,11 +53,11 @@ class Torch:
     gloo_error: str
     cuda_error: str
     num_devices: int
-    """GPUs that it can use."""
+    """Number of usable GPUs."""
     capabilities: Sequence[Sequence[int]]
-    """Major and minor of each of them."""
+    """Compute capability (major, minor) of each usable GPU."""
     architectures: Sequence[str]
-    """Of its kernels: sm_90, compute_90."""
+    """Architectures of its kernels, such as sm_90 or compute_90."""
     no_peers: Sequence[Sequence[int]]
     """Pairs of GPUs that cannot read each other's memory."""
     nccl: bool
@@ -65,16 +65,16 @@ class Torch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """All that is looked at."""
+    """All facts."""
 
     python: tuple[int, int, int]
     packages: Mapping[str, str]
-    """Installed versions by name in small letters."""
+    """Installed versions by lower-case name."""
     torch: Torch | None
     torch_error: str
     """Why torch did not answer."""
     device_nodes: int
-    """GPUs of which the kernel's driver has made a device."""
+    """Number of GPUs with a device node from the kernel's driver."""
     nvml_error: str
     driver: str
     driver_cuda: tuple[int, int] | None
@@ -84,21 +84,21 @@ class Facts:
     num_cores: int
     governor: str | None
     memory_bytes: int
-    """That is available."""
+    """Available memory."""
     shm_bytes: int | None
     """Size of /dev/shm."""
     disk_bytes: int
-    """Free where runs go."""
+    """Free disk space in the folder of runs."""
     compiler: str
     loopback_error: str
     foreign_cores: float | None
     stolen_cores: float | None
     missing: Mapping[str, Mapping[str, str]]
-    """Of each device, why each backend cannot run on it; empty if it can."""
+    """By device and backend: why the backend cannot run on it; empty if it can."""
 
 
 def gather(folder: Path, missing: Mapping[str, Mapping[str, str]]) -> Facts:
-    """The facts of this machine, with runs under the folder; takes some seconds, most of them to import torch."""
+    """The facts of this machine, with runs under ``folder``. Takes some seconds, mostly to import torch."""
     torch, torch_error = ask_torch()
     load = _watch()
     driver = ask_nvml()
@@ -124,7 +124,7 @@ def gather(folder: Path, missing: Mapping[str, Mapping[str, str]]) -> Facts:
 
 
 def ask_torch(command: Sequence[str] = (), timeout_s: float = PROBE_TIMEOUT_S) -> tuple[Torch | None, str]:
-    """What torch says, or why it says nothing."""
+    """What torch reports, or why it does not answer."""
     asked = list(command) or [sys.executable, "-m", "bench.run.torchprobe"]
     root = str(Path(__file__).resolve().parent.parent.parent)
     paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
@@ -148,7 +148,7 @@ def ask_torch(command: Sequence[str] = (), timeout_s: float = PROBE_TIMEOUT_S) -
 
 
 def ask_nvml() -> dict[str, Any]:
-    """The fields of Facts that NVML tells."""
+    """The fields of Facts that come from NVML."""
     found: dict[str, Any] = {"nvml_error": "", "driver": "", "driver_cuda": None, "cards": ()}
     try:
         import pynvml
@@ -161,22 +161,22 @@ def ask_nvml() -> dict[str, Any]:
         version = int(pynvml.nvmlSystemGetCudaDriverVersion())
         every = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
         return found | {
-            "driver": _text(pynvml.nvmlSystemGetDriverVersion()),
+            "driver": gpus.text(pynvml.nvmlSystemGetDriverVersion()),
             "driver_cuda": (version // 1000, version % 1000 // 10),
             "cards": tuple(_card(pynvml, handle, visible) for handle in every),
         }
-    except Exception as error:  # a driver that answers some questions and not others
+    except Exception as error:  # a driver may answer some queries and not others
         return found | {"nvml_error": f"{type(error).__name__}: {error}"}
     finally:
         pynvml.nvmlShutdown()
 
 
 def _card(nvml: Any, handle: Any, visible: set[str]) -> Card:
-    uuid = _text(nvml.nvmlDeviceGetUUID(handle))
+    uuid = gpus.text(nvml.nvmlDeviceGetUUID(handle))
     gpu = Gpu(nvml, uuid, [])
     pids = gpu.sample(processes=True)["pids"]
     return Card(
-        name=_text(nvml.nvmlDeviceGetName(handle)),
+        name=gpus.text(nvml.nvmlDeviceGetName(handle)),
         uuid=uuid,
         visible=uuid in visible,
         num_processes=None if pids is None else len(pids),
@@ -184,12 +184,8 @@ def _card(nvml: Any, handle: Any, visible: set[str]) -> Card:
     )
 
 
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
-
-
 def loopback() -> str:
-    """Why a process cannot talk to itself over 127.0.0.1; empty if it can."""
+    """Why connections over 127.0.0.1 do not work; empty if they do."""
     try:
         with (
             socket.create_server(("127.0.0.1", 0)) as server,
@@ -202,7 +198,7 @@ def loopback() -> str:
 
 
 def _watch() -> dict[str, Any] | None:
-    """What others do on this machine while this process sleeps."""
+    """The load of other processes while this one sleeps."""
     with HostLoad() as load:
         time.sleep(LOOK_S)
     return host.merge([load.result])

@@ -1,13 +1,13 @@
-"""GPU telemetry by NVML, read by the bench's own process while the ranks train: clocks, power, throttling, energy.
+"""GPU telemetry from NVML, recorded by the bench's own process during training: clocks, power, throttling, energy.
 
-The ranks are not disturbed: one thread of the parent asks the driver ten times a second, GPU by GPU, by UUID. On a
-machine without a GPU nothing happens. Whatever NVML cannot tell is None with a note, and no error of it ends a run.
+The ranks are not disturbed: one thread of the bench queries the driver ten times a second for each GPU, by UUID.
+Without a GPU nothing happens. Values that NVML cannot give are None with a note, and no NVML error ends a run.
 
-Times are ``time.monotonic()``, which on Linux is one clock for all processes, so that ranks can say which part of a
-recording is their timed window (``summarize``). NVML's own limits: power is an average over one second on Ampere (other
-than GA100) and later (nvmlDeviceGetPowerUsage), so short windows are better described by the energy counter, which
-counts since the driver was loaded (nvmlDeviceGetTotalEnergyConsumption, Volta and later). With MIG on, power, energy,
-clocks and processes are those of the whole GPU.
+Times are ``time.monotonic()``, which on Linux is one clock for all processes, so that ranks can name the part of a
+recording that is their timed window (``summarize``). Limits of NVML: power is an average over one second on Ampere
+(other than GA100) and later (nvmlDeviceGetPowerUsage), so the energy counter describes short windows better; it counts
+since the driver was loaded (nvmlDeviceGetTotalEnergyConsumption, Volta and later). With MIG on, power, energy, clocks
+and processes are those of the whole GPU.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ import psutil
 from bench.launch import gpus
 
 INTERVAL_S = 0.1
-"""Between two samples of a GPU."""
+"""Interval between two samples of a GPU."""
 PROCESSES_EVERY = 5
-"""How many samples there are to one listing of processes, the costliest question."""
+"""Processes are listed in every n-th sample, since that is the costliest query."""
 STOP_S = 5.0
-"""How long a sample under way may take before it is given up, as when a driver hangs."""
+"""How long to wait for the last sample, in case the driver hangs."""
 REASONS = {
     0x1: "GpuIdle",
     0x2: "ApplicationsClocksSetting",
@@ -48,27 +48,26 @@ REASONS = {
 }
 """Names of NVML's bits, less the prefix ``nvmlClocksEventReason`` (in older versions ``nvmlClocksThrottleReason``)."""
 NO_SLOWDOWN = frozenset({"GpuIdle", "ApplicationsClocksSetting", "DisplayClockSetting"})
-"""Reasons that are no slowdown: there is no work, or somebody has set the clocks and they are as they were set.
+"""Reasons that are no slowdown: the GPU is idle, or runs at the clocks that a user has set.
 
-All others, by NVML's documentation, hold clocks below what was asked for: SwPowerCap (the power limit), HwSlowdown
-(temperature, an external power brake, or a fast trigger: clocks at most half; also seen for a moment when the P-state
-changes), SwThermalSlowdown and HwThermalSlowdown (GPU or memory too hot), HwPowerBrakeSlowdown (the power supply),
-SyncBoost (another GPU of the group is slow), BoardLimit, Reliability, Unknown, and bits that are newer than this list.
-SwPowerCap is common on a GPU that is well used; how much it matters is told by its share and the clocks.
+According to NVML's documentation, all others hold clocks below the requested ones: SwPowerCap (the power limit),
+HwSlowdown (temperature, an external power brake, or a fast trigger: clocks at most half; also seen briefly when the
+P-state changes), SwThermalSlowdown and HwThermalSlowdown (GPU or memory too hot), HwPowerBrakeSlowdown (the power
+supply), SyncBoost (another GPU of the group is slow), BoardLimit, Reliability, Unknown, and bits newer than this list.
+SwPowerCap is common on a busy GPU; its share of the samples and the clocks show how much it matters.
 """
-# Numbers of NVML's enumerations, which never change.
+# Values of NVML's enumerations.
 _CLOCK_SM, _CLOCK_MEMORY, _SENSOR_GPU = 1, 2, 0
 _LASTING = frozenset({3, 4, 13})
-"""Errors after which a question is not asked again: not supported, no permission, function not found."""
+"""Permanent errors, after which a query is not repeated: not supported, no permission, function not found."""
 
 
 class Telemetry:
     """Records all visible GPUs from ``start`` to ``stop``, or as a context manager; can be used again.
 
-    Start it before the ranks: processes that are on a GPU at the start and are not ours are foreign for certain.
-    ``recording`` is plain JSON for ``summarize``, None without a GPU: ``interval_s``; ``samples``, one per GPU and
-    moment, as ``bench.run.telemetry.Gpu.sample`` makes them; ``own_pids``, the processes seen that descend from this
-    one; ``notes``.
+    Start it before the ranks: other processes that are on a GPU at the start are certainly foreign. ``recording`` is
+    plain JSON for ``summarize``, None without a GPU: ``interval_s``; ``samples``, one per GPU and time, as from
+    ``Gpu.sample``; ``own_pids``, the processes seen that descend from this one; ``notes``.
     """
 
     def __init__(self, interval_s: float = INTERVAL_S) -> None:
@@ -90,7 +89,7 @@ class Telemetry:
         self.stop()
 
     def start(self) -> None:
-        """Take the first sample and go on in a thread. Does nothing without a GPU."""
+        """Take the first sample and continue in a thread. Does nothing without a GPU."""
         self.recording, self._notes, self._samples = None, [], []
         self._own, self._gpus, self._ended = {}, [], threading.Event()
         try:
@@ -112,7 +111,7 @@ class Telemetry:
                 note(self._notes, f"{uuid}: no telemetry: {error}")
         for gpu in self._gpus:
             if gpu.mig():
-                note(self._notes, f"{gpu.uuid}: MIG is on: all is of the whole GPU, not of an instance")
+                note(self._notes, f"{gpu.uuid}: MIG is on: values are those of the whole GPU, not of an instance")
         self._sample(processes=True)
         self._thread = threading.Thread(target=self._watch, args=[self._ended], name="telemetry", daemon=True)
         self._thread.start()
@@ -160,7 +159,7 @@ class Telemetry:
 
 
 def descends(pid: int, ancestor: int) -> bool:
-    """Whether a process is, or was started by, the ancestor or one of its descendants; False if that cannot be told."""
+    """Whether a process is the ancestor or one of its descendants; False if unknown."""
     try:
         process = psutil.Process(pid)
         return ancestor in {one.pid for one in (process, *process.parents())}
@@ -171,16 +170,16 @@ def descends(pid: int, ancestor: int) -> bool:
 def summarize(
     recording: dict[str, Any] | None, begin: float | None, end: float | None, uuids: Sequence[str] = ()
 ) -> dict[str, Any] | None:
-    """What the GPUs did between two moments of ``time.monotonic()``; None without a recording or such moments.
+    """Summarize the GPUs between two times of ``time.monotonic()``; None without a recording or without the times.
 
-    Only those with the ``uuids``, as the others idled; all if none of them was recorded, as where the ranks had MIG
-    instances, whose UUIDs are their own.
+    Covers only the GPUs with the ``uuids``, since the others idled; all if none of those was recorded, as with MIG
+    instances, which have UUIDs of their own.
 
     ``notes``, and ``gpus``, one each: ``uuid``; ``num_samples`` inside; the median ``sm_clock_mhz`` with
     ``sm_clock_min_mhz`` and ``sm_clock_max_mhz``; the median ``memory_clock_mhz`` and ``power_w``; the highest
     ``temperature_c``; ``throttle``, the share of samples with each reason; ``slowdowns``, those that are not in
     NO_SLOWDOWN; ``energy_j``, of the whole GPU, from the counter, interpolated; ``other_processes``, how many compute
-    processes were not ours. What is not known is None. A window too short for a sample is given its neighbours.
+    processes were foreign. Unknown values are None. A window too short for a sample uses the nearest samples.
     """
     if recording is None or begin is None or end is None:
         return None
@@ -218,7 +217,7 @@ def _summary(uuid: str, samples: list[dict[str, Any]], begin: float, end: float,
 
 
 def _within(samples: list[dict[str, Any]], name: str, begin: float, end: float) -> list[dict[str, Any]]:
-    """The samples of a window that have an answer to a question; if none has, the nearest before and after it."""
+    """The samples of a window with a value for ``name``; if there is none, the nearest before and after the window."""
     known = [sample for sample in samples if sample.get(name) is not None]
     inside = [sample for sample in known if begin <= sample["time"] <= end]
     before = [sample for sample in known if sample["time"] < begin]
@@ -227,7 +226,7 @@ def _within(samples: list[dict[str, Any]], name: str, begin: float, end: float) 
 
 
 def _energy(counter: list[tuple[float, float]], begin: float, end: float) -> float | None:
-    """Joules between two moments; None if the counter was not read around both, or began anew."""
+    """Joules between two times; None if the counter was not read around both, or was reset."""
     first, last = _at(counter, begin), _at(counter, end)
     if first is None or last is None or any(after < before for (_, before), (_, after) in pairwise(counter)):
         return None
@@ -235,7 +234,7 @@ def _energy(counter: list[tuple[float, float]], begin: float, end: float) -> flo
 
 
 def _at(counter: list[tuple[float, float]], moment: float) -> float | None:
-    """The counter at a moment, on a line from the reading before to the reading after."""
+    """The counter at a time, interpolated linearly between two readings."""
     for (left, low), (right, high) in pairwise(counter):
         if left <= moment <= right:
             return low + (high - low) * ((moment - left) / (right - left) if right > left else 0.0)
@@ -243,10 +242,10 @@ def _at(counter: list[tuple[float, float]], moment: float) -> float | None:
 
 
 def _num_foreign(samples: list[dict[str, Any]], begin: float, end: float, own: set[int]) -> int | None:
-    """How many processes of a window are not ours; None if processes cannot be listed.
+    """Number of foreign processes in a window; None if processes cannot be listed.
 
-    Where none of ours was ever recognised, NVML numbers processes as another namespace does (a container). Then ours
-    cannot be told from those that came later, and only those that were there at the start are foreign.
+    If none of our own was ever recognized, NVML reports pids of another namespace (containers). Then only processes
+    that were there at the start are known to be foreign.
     """
     listed = [sample for sample in samples if sample.get("pids") is not None]
     if not listed:
@@ -256,7 +255,7 @@ def _num_foreign(samples: list[dict[str, Any]], begin: float, end: float, own: s
 
 
 def _reasons(bits: int) -> list[str]:
-    """Names of the bits that are set, in their order; one without a name as its number."""
+    """Names of the set bits, in order; an unknown bit as a hex number."""
     return [REASONS.get(1 << i, hex(1 << i)) for i in range(bits.bit_length()) if bits >> i & 1]
 
 
@@ -274,22 +273,22 @@ QUESTIONS: dict[str, tuple[Callable[[Any], Any], tuple[tuple[Any, ...], ...]]] =
     "pids": (_pids, (("ComputeRunningProcesses",), ("ComputeRunningProcesses_v2",))),
     "mps_pids": (_pids, (("MPSComputeRunningProcesses",), ("MPSComputeRunningProcesses_v2",))),
 }
-"""Fields of a sample: what makes SI units of the answer, and the ways to ask: ``nvmlDeviceGet...``, arguments.
+"""Fields of a sample: conversion to SI units, and the queries to try: the rest of ``nvmlDeviceGet...``, arguments.
 
-The ways after the first are for other versions of the library or the driver. Only compute processes are listed, so one
-that also draws is counted once; clients of an MPS server have a list of their own.
+Queries after the first are for other versions of the library or the driver. Only compute processes are listed, so one
+that also does graphics is counted once; clients of an MPS server have a separate list.
 """
 PROCESS_FIELDS = ("pids", "mps_pids")
 
 
 def note(notes: list[str], text: str) -> None:
-    """Add a note unless it is there."""
+    """Add a note once."""
     if text not in notes:
         notes.append(text)
 
 
 class Gpu:
-    """One GPU and what is known of what it cannot tell."""
+    """One GPU, with the queries that it supports."""
 
     def __init__(self, nvml: Any, uuid: str, notes: list[str]) -> None:
         self.uuid = uuid
@@ -298,7 +297,7 @@ class Gpu:
         self._ways = {name: list(ways) for name, (_, ways) in QUESTIONS.items()}
 
     def sample(self, *, processes: bool) -> dict[str, Any]:
-        """Everything now. ``pids`` is missing where processes are not asked for, and None if they cannot be told."""
+        """Take a sample. ``pids`` is missing unless processes are requested, and None if they cannot be listed."""
         found: dict[str, Any] = {"uuid": self.uuid, "time": time.monotonic()}
         for name in QUESTIONS:
             if name not in PROCESS_FIELDS:
@@ -309,14 +308,14 @@ class Gpu:
         return found
 
     def mig(self) -> bool:
-        """Whether the GPU is cut into MIG instances."""
+        """Whether MIG is on."""
         try:
             return bool(self._nvml.nvmlDeviceGetMigMode(self._handle)[0])
         except Exception:  # most GPUs have no such mode
             return False
 
     def _ask(self, name: str) -> Any:
-        """The answer to a question; None if there is none, with a note that says why."""
+        """The result of a query; None, with a note, if it fails."""
         ways = self._ways[name]
         error: Exception | None = None
         while ways:
@@ -327,8 +326,8 @@ class Gpu:
             except Exception as problem:
                 error = problem
                 if not isinstance(error, AttributeError) and getattr(error, "value", None) not in _LASTING:
-                    break  # a passing error: the next sample asks again
+                    break  # a transient error: the next sample tries again
                 ways.pop(0)
-        if error is not None and name != "mps_pids":  # drivers need not know of MPS
+        if error is not None and name != "mps_pids":  # drivers need not support MPS
             note(self._notes, f"{self.uuid}: no {name}: {error}")
         return None

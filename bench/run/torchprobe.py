@@ -1,6 +1,6 @@
-"""``python -m bench.run.torchprobe``: what torch can do here, as one line of JSON.
+"""``python -m bench.run.torchprobe``: prints what torch can do here as one line of JSON.
 
-It runs in a process of its own, since importing torch may fail and a driver may hang; the caller has a time limit.
+It is a separate process, since importing torch may fail and a driver may hang; the caller sets a time limit.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ TIMEOUT_S = 60.0
 
 
 def gloo() -> str:
-    """Why two processes cannot add up over gloo on the loopback device; empty if they can.
+    """Why two processes cannot all-reduce over gloo on the loopback device; empty if they can.
 
-    They are forked, so CUDA must not have been touched before.
+    The processes are forked, so CUDA must not be initialized before.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -30,7 +30,7 @@ def gloo() -> str:
     for one in ranks:
         one.start()
     for _, writer in pipes:
-        writer.close()  # so that the end of a rank is the end of its pipe
+        writer.close()  # so that the pipe closes when a rank ends
     found = [_answer(reader) for reader, _ in pipes]
     return next(filter(None, found), "")
 
@@ -54,12 +54,12 @@ def _add(rank: int, port: int, writer: Connection) -> None:
         value = torch.ones(1)
         dist.all_reduce(value)
         writer.send("" if value.item() == RANKS else f"the sum of {RANKS} ones is {value.item():g}")
-    except Exception as error:  # whatever it is, it is the answer
+    except Exception as error:  # any error is the answer
         writer.send(" ".join(f"{type(error).__name__}: {error}".split()))
 
 
 def cuda() -> dict[str, Any]:
-    """What torch sees of CUDA."""
+    """What torch reports about CUDA."""
     import torch
     import torch.distributed as dist
 
@@ -89,7 +89,7 @@ def cuda() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print the facts."""
+    """Print the facts as JSON."""
     import torch
 
     about = {"version": torch.__version__, "built_for": torch.version.cuda}

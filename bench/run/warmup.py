@@ -1,4 +1,4 @@
-"""The warm-up of a trial, found in its step times. Needs numpy alone, since the runner stores what it finds."""
+"""Detects the warm-up of a trial from its step times. Needs only numpy, since the runner uses it."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ Array = NDArray[np.float64]
 
 
 def warmup(seconds: Sequence[float]) -> int:
-    """How many first steps of a trial to drop: never more than half.
+    """Number of first steps of a trial to drop, at most half.
 
     MSER (White, "An effective truncation heuristic for bias reduction in simulation output", Simulation 69(6), 1997):
     the number k that minimizes sum((x - mean)^2) / (n - k)^2 over the n - k steps kept. It is used on logarithms,
-    smoothed by a running median of three so that a single slow step is not taken for a warm-up (the first step is left
-    as it is). Warm-up is slow, so only those k count for which the first step and the median of the dropped steps are
-    above the upper quartile of those kept, and every dropped step is above their median; else nothing is dropped. Of
-    the rules that were simulated on 12 and 30 steps, pyperf's among them, it leaves the least bias behind;
-    docs/statistics.md has the table.
+    smoothed by a running median of three so that a single slow step is not taken for a warm-up (the first step is not
+    smoothed). Warm-up is slow, so k must satisfy: the first step and the median of the dropped steps are above the
+    upper quartile of those kept, and every dropped step is above their median. Otherwise nothing is dropped. Of the
+    rules simulated on 12 and 30 steps, pyperf's among them, this one leaves the least bias; docs/statistics.md has the
+    table.
     """
     return int(warmups(np.asarray([seconds], dtype=float))[0]) if len(seconds) else 0
 
 
 def warmups(seconds: Array) -> NDArray[np.intp]:
-    """``warmup`` of many trials of equal length, one a row."""
+    """``warmup`` of many trials of equal length, one per row."""
     logs = np.log(seconds)
     rows, n = logs.shape
     if n < 4:
         return np.zeros(rows, dtype=np.intp)
     smooth = logs.copy()
     smooth[:, 1:-1] = np.median(np.stack([logs[:, :-2], logs[:, 1:-1], logs[:, 2:]]), axis=0)
-    smooth -= smooth.mean(axis=1, keepdims=True)  # else the differences of sums below lose digits
+    smooth -= smooth.mean(axis=1, keepdims=True)  # else the differences of sums below lose precision
     kept = n - np.arange(n // 2 + 1)
     sums, squares = (_sums_from(values)[:, : n // 2 + 1] for values in (smooth, smooth**2))
     scores = (squares - sums**2 / kept) / kept**2
@@ -59,5 +59,5 @@ def _slow_start(logs: Array, k: int) -> NDArray[np.bool_]:
 
 
 def _sums_from(values: Array) -> Array:
-    """Sum of each row from each column to the last."""
+    """Sums of each row from each column to the last."""
     return np.asarray(values[:, ::-1].cumsum(axis=1)[:, ::-1])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy import special, stats
 
 from bench.judge import samples
-from bench.judge.bootstrap import bootstrap, bootstrap_many
+from bench.judge.bootstrap import SEED, bootstrap_one_sample, bootstrap_two_samples, trimmed_mean
 from bench.judge.statistics import (
     MIN_REPEATS,
     MIN_TRIALS,
@@ -104,21 +104,25 @@ class TestRatio:
 class TestBootstrap:
     def test_is_draw_for_draw_what_scipy_draws(self) -> None:
         rows = np.random.default_rng(0).normal(size=(5, 13))
-        one, many = bootstrap(rows, resamples=700), bootstrap_many(rows, resamples=700)
-        assert one.draws == pytest.approx(many.draws, abs=1e-12)
-        assert [e.tolist() for e in one.interval()] == [pytest.approx(e.tolist()) for e in many.interval()]
+        known = stats.bootstrap(
+            (np.sort(rows, axis=1),), trimmed_mean, n_resamples=700, axis=-1, rng=np.random.default_rng(SEED)
+        )
+        drawn = bootstrap_one_sample(rows, resamples=700)
+        assert drawn.draws == pytest.approx(known.bootstrap_distribution, abs=1e-12)
 
     def test_what_the_mean_leaves_out_does_not_widen_the_interval(self) -> None:
         values = np.random.default_rng(0).normal(size=(1, 20))
         values.sort()
         far = values.copy()
         far[0, -1] += 1000
-        (low, high), (far_low, far_high) = (bootstrap_many(one, resamples=1999).interval() for one in (values, far))
+        (low, high), (far_low, far_high) = (
+            bootstrap_one_sample(one, resamples=1999).interval() for one in (values, far)
+        )
         assert far_high - far_low < 1.5 * (high - low)
 
     @pytest.mark.parametrize("n", [5, 10, 30])
     def test_hesterbergs_expansion(self, n: int) -> None:
-        drawn = bootstrap_many(np.random.default_rng(n).normal(size=(1, n)), resamples=20_000)
+        drawn = bootstrap_one_sample(np.random.default_rng(n).normal(size=(1, n)), resamples=20_000)
         tail = special.ndtr(-math.sqrt(n / (n - 1)) * stats.t.ppf(0.975, n - 1))
         assert drawn.interval()[0][0] == np.quantile(drawn.draws[0], tail)
         known = {5: 0.00096, 10: 0.0086, 30: 0.0188}  # nominal 0.025; n = 10: Hesterberg's is 0.0086
@@ -129,13 +133,15 @@ class TestBootstrap:
     def test_intervals_cover_the_truth(self, n: int, paired: bool) -> None:
         rng = np.random.default_rng([n, paired])
         rows, other = rng.normal(size=(1500, n)), rng.normal(size=(1500, n))
-        drawn = bootstrap_many(rows, resamples=999) if paired else bootstrap(rows, other, resamples=999)
+        drawn = (
+            bootstrap_one_sample(rows, resamples=999) if paired else bootstrap_two_samples(rows, other, resamples=999)
+        )
         low, high = drawn.interval()
         share = ((low <= 0) & (high >= 0)).mean()
         assert 0.93 - 3 * 0.0066 < share < 0.97 + 3 * 0.0066
 
     def test_p_values_of_no_difference_are_uniform(self) -> None:
-        drawn = bootstrap_many(np.random.default_rng(1).normal(size=(3000, 20)), resamples=1999)
+        drawn = bootstrap_one_sample(np.random.default_rng(1).normal(size=(3000, 20)), resamples=1999)
         p_values = drawn.p_different()
         for level in (0.01, 0.05, 0.2):
             assert (p_values < level).mean() < level + 3 * math.sqrt(level * (1 - level) / 3000)

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.judge import gates
+from bench.judge.loading import load
 from bench.judge.sides import side
 from bench.judge.statistics import PRECISION, Interval, Sample, ratio
-from bench.judge.tables import Tables, load
+from bench.judge.tables import Tables
 from bench.judge.verdicts import (
     BLOCKS,
     MORE_HELPS,
@@ -65,7 +65,7 @@ def quiet_floor() -> Interval:
 
 @pytest.fixture(scope="module")
 def tables() -> Tables:
-    return gates.judge(load(REFERENCE_RUN))
+    return load(REFERENCE_RUN).tables
 
 
 @pytest.mark.parametrize(

@@ -308,7 +308,7 @@ def test_all_sockets_are_on_loopback(launcher: Launcher, tmp_path: Path) -> None
 
 
 def test_segments_of_a_rank_that_is_ended_are_removed(launcher: Launcher, tmp_path: Path) -> None:
-    segment = Path(f"{stragglers.BEGINNING}test-{os.getpid()}")
+    segment = Path(f"{stragglers.SEGMENT_PREFIX}test-{os.getpid()}")
     segment.write_bytes(bytes(4096))
     (tmp_path / "trial").mkdir()
     (tmp_path / "trial" / "segment").write_text(str(segment))

@@ -23,7 +23,7 @@ time.sleep(60)
 
 @pytest.fixture
 def files() -> Iterator[list[Path]]:
-    made = [Path(f"{stragglers.BEGINNING}test-{uuid.uuid4().hex}") for _ in range(2)]
+    made = [Path(f"{stragglers.SEGMENT_PREFIX}test-{uuid.uuid4().hex}") for _ in range(2)]
     for path in made:
         path.write_bytes(bytes(4096))
     yield made

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from bench.judge import expected
 from bench.judge.formulas import expect
 from bench.judge.tables import build
 from bench.measure.collectives import CollectiveCounter
-from bench.plan.cell import REFERENCE, REFERENCES, Cell, Device
+from bench.plan.cell import REFERENCES, Cell, Device
 from bench.workload.layout import Layout, Parameter
 from tests import worlds
 from tests.factories import make_cell, make_manifest, make_record
@@ -121,7 +120,7 @@ def test_expected_columns_are_filled_and_equal() -> None:
     cells = [make_cell(backend=name) for name in BACKENDS]
     filled = expected.fill(tables_of(*cells))
     frame = filled.tables.collectives
-    assert not filled.findings and not filled.explained
+    assert not filled.findings
     assert len(frame) > len(cells)
     assert (frame["calls"] == frame["expected_calls"]).all()
     assert (frame["payload_bytes"] == frame["expected_payload_bytes"]).all()
@@ -140,18 +139,6 @@ def test_a_call_too_few_is_a_finding() -> None:
     assert scatters == "reduce_scatter of float32: 0 calls and 0 bytes per window, not 20 and 49319936"
     row = filled.tables.collectives.set_index("op").loc["reduce_scatter"]
     assert (row["calls"], row["expected_calls"]) == (0, 20), "what is absent has a row"
-
-
-def test_a_known_difference_is_explained_and_no_finding() -> None:
-    cell = make_cell(backend=REFERENCE, accumulate=1, world_size=1)
-    row = {"op": "barrier", "dtype": "none", "calls": 1, "payload_bytes": 0}
-    known = expected.KnownDifference(backends=(REFERENCE,), op="barrier", reason="made for the test")
-    tables = tables_of(cell, changes={REFERENCE: [row]})
-    filled = expected.fill(tables, differences=(known,))
-    assert not filled.findings
-    assert filled.explained[cell.cell_id][0].endswith("not 0 and 0: made for the test")
-    elsewhere = replace(known, device="cuda")
-    assert expected.fill(tables, differences=(elsewhere,)).findings
 
 
 def test_other_models_and_backends_are_left_empty_unless_a_rank_tells() -> None:

@@ -15,7 +15,7 @@ from bench.launch.outcome import Outcome
 from bench.measure import clock
 from bench.plan.cell import Device, Precision, Status
 from bench.run import machine, matmul
-from bench.run.matmul import MatmulTask, matmul_rate, measure, said, tasks
+from bench.run.matmul import MatmulTask, matmul_rate, measure, summary, tasks
 from tests.factories import make_cell
 
 CPU = torch.device("cpu")
@@ -98,7 +98,7 @@ def test_a_failure_leaves_its_reason(tmp_path: Path) -> None:
     outcome = Outcome(status=Status.OOM, reason="rank 0: out of memory", ranks=[], wall_s=1.0)
     (entry,) = measure([make_cell(world_size=1)], 1, tmp_path, Answers(outcome))
     assert entry["flops_per_s"] == {}
-    assert said([entry]) == [
+    assert summary([entry]) == [
         "matrix products on 1 rank: not known, so neither is MFU against it: rank 0: out of memory"
     ]
 

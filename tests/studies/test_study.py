@@ -12,9 +12,10 @@ from scipy import stats
 import tests.studies.__main__ as command
 import tests.studies.page as report
 from bench.judge.statistics import MIN_REPEATS, PRECISION
-from bench.judge.tables import load
+from bench.judge.tables import Tables, build
 from bench.judge.verdicts import Verdict
 from bench.report import style
+from bench.run.journal import Journal, read_manifest
 from tests.legible import assert_legible
 from tests.studies import choices, rivals, study
 from tests.studies.simulation import FAMILIES, FITTED, Noise, fit, simulate
@@ -30,6 +31,11 @@ def rng(seed: int = 0) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
+def reference_run() -> Tables:
+    folder = ROOT / "results" / "cpu-reference"
+    return build(Journal(folder).read(), read_manifest(folder))
+
+
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, study.Outcome]:
     return {noise.name: study_noise(noise, REPORTS, seed=11) for noise in (FITTED, QUIET)}
@@ -42,7 +48,7 @@ def results() -> report.Results:
 
 class TestFit:
     def test_the_constants_are_those_of_the_run(self) -> None:
-        found = fit(load(ROOT / "results" / "cpu-reference"), FITTED.name)
+        found = fit(reference_run(), FITTED.name)
         for name in ("step", "step_freedom", "trial", "drift", "memory"):
             assert getattr(found, name) == pytest.approx(getattr(FITTED, name), rel=5e-3), name
 
@@ -55,7 +61,7 @@ class TestFit:
             {"cell_id": names[cells], "repeat": repeats, "step": steps, "seconds": np.exp(logs).ravel()}
         )
         trials = rows[["cell_id", "repeat"]].drop_duplicates().assign(status="ok")
-        found = fit(replace(load(ROOT / "results" / "cpu-reference"), trials=trials, steps=rows))
+        found = fit(replace(reference_run(), trials=trials, steps=rows))
         assert found.step == pytest.approx(0.04, rel=0.1)
         # The order within a block is not in this table, so what drift there is within one counts as noise of trials.
         assert math.hypot(found.trial, found.drift) == pytest.approx(0.05, rel=0.2)
