@@ -95,7 +95,7 @@ class FigureData:
         parts += [f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)] or ["no GPU"]
         torch = (self.manifest.get("packages") or {}).get("torch")
         footer = f"run {self.manifest.get('run_id', 'unnamed')}; machine: {', '.join(parts)}"
-        kinds = [world.word for world in self.others["world"]] or [""]
+        kinds = [world.label for world in self.others["world"]] or [""]
         is_virtual = set(kinds) == {"virtual"}
         caveats = filter(None, (world.caveat for world in self.others["world"].unique() if not timed))
         return FigureWords(
