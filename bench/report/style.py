@@ -152,11 +152,11 @@ def _line(sharding: str, alike: int) -> LineStyleType:
 
 
 def marks(look: Appearance, *, wrong: bool = False, hollow: bool = False, size: float = 5.5) -> dict[str, Any]:
-    """Keyword arguments of ``plot`` for a marker: an open ring for a wrong result."""
+    """Keyword arguments of ``plot`` for a marker: for a wrong result an open ring that no other marker covers."""
     base: dict[str, Any] = {"color": look.colour, "linestyle": "none", "markersize": size, "marker": look.marker}
     if wrong or hollow:
         base |= {"markerfacecolor": "none", "markeredgewidth": 1.3}
-    return base | ({"marker": "o"} if wrong else {})
+    return base | ({"marker": "o", "markersize": 1.8 * size} if wrong else {})
 
 
 def mark(axes: Axes, x: object, y: object, look: Appearance, **more: Any) -> None:
