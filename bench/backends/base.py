@@ -103,7 +103,7 @@ class Job:
     def each_window(self) -> Iterator[Window]:
         """The windows of the training. In scenarios (``bench.audit``) the last of an epoch may be smaller.
 
-        Dividing every loss by the *window's* size makes each update equal that of one big batch.
+        Dividing every loss by the *window's* size makes each update equal that of one full batch.
         """
         batches = iter(self.loader)
         for _ in range(self.windows):

@@ -320,7 +320,7 @@ def partnerless(a: Run, b: Run, pairs: Sequence[Pair], backends: tuple[str | Non
 
 
 def newly_failed(a: Run, b: Run, pairs: Sequence[Pair]) -> list[str]:
-    """The pairs in which trials of B did not end well, and all of A did: each with its name and how they ended."""
+    """The pairs in which trials failed in B but none in A: each with its name and statuses."""
     found = []
     for pair in pairs:
         before, after = _failures(a, pair.a), _failures(b, pair.b)

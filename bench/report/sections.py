@@ -201,7 +201,7 @@ def _operations(rows: pd.DataFrame) -> tuple[str, str | None]:
 
 
 def correctness(of: Material) -> PageSection:
-    """Whether the updates are those of the big batch."""
+    """Whether the updates equal those of the full batch."""
     cells = of.contestants
     fine = cells[cells["status"] == Status.OK]
     error = fine["update_error"].dropna()
@@ -217,7 +217,7 @@ def correctness(of: Material) -> PageSection:
     first = f"{len(fine)} of {plural(len(cells), 'cell')} passed every gate."
     return PageSection(
         key="correctness",
-        title="Does every update equal that of the big batch?",
+        title="Does every update equal that of the full batch?",
         sentences=tuple(filter(None, (first, second, extent(of.run.tables)))),
         plots=("loss_curves",),
         table=table("What the gates checked", of.cells, GATES, words=3),
@@ -269,7 +269,7 @@ def _counted(of: Material) -> Table:
 
 
 def failures(of: Material) -> Table:
-    """Every cell that did not end well, with its reason."""
+    """Every cell with a failed trial, with its reason."""
     rows = []
     for cell in of.bad.to_dict("records"):
         known = note(of.run.manifest, cell)

@@ -413,7 +413,7 @@ def test_the_hand_written_loops_are_right(suite: Suite, name: str) -> None:
 
 
 def test_sound_backends_conserve_weight(suite: Suite) -> None:
-    """Over an epoch of whole windows, each sample has the coefficient of the big batch, once."""
+    """Over an epoch of whole windows, each sample has the coefficient of the full batch, once."""
     for backend in verdicts(suite, "divisible"):
         if registry()[backend].defect:
             continue
