@@ -290,7 +290,7 @@ def _scope(of: Material) -> str:
     trials = " to ".join(dict.fromkeys(str(int(one)) for one in (counts.min(), counts.max()))) if len(counts) else "0"
     parts = [
         f"{', '.join(models)} on {ranks} rank{'' if ranks == '1' else 's'} of {_machine(of)}, {link}",
-        f"n = {trials} good trials per cell",
+        f"n = {trials} good {'trial' if trials == '1' else 'trials'} per cell",
         *([] if of.obstacle else [noise(of.standing.floor)]),  # what keeps times apart keeps the floor unknown
     ]
     if (wide := widest(of.standing.rows)) is not None:
