@@ -32,6 +32,11 @@ def size(number: float) -> str:
     return f"{number / 2**20:,.1f} MiB" if number >= 0.05 * 2**20 else f"{number:,.0f} bytes"
 
 
+def unit_of(most: float) -> tuple[float, str]:
+    """The unit in which sizes up to so many bytes are drawn: its bytes, and its name."""
+    return (2.0**30, "GiB") if most >= GIB_ABOVE else (2.0**20, "MiB")
+
+
 def digits(value: float) -> str:
     """A number with four significant digits and without an exponent."""
     if not (math.isfinite(value) and value):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
 
 from bench.backends.base import register
 from bench.errors import InputError
@@ -23,6 +24,18 @@ def backend_names(text: str) -> list[str]:
         return [register(name) if ":" in name else name for name in split_names(text)]
     except InputError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def integer_to(largest: int) -> Callable[[str], int]:
+    """A parser of integers from 1 to ``largest``, which has at most nine digits."""
+
+    def read(text: str) -> int:
+        number = int(text) if text.isascii() and text.isdecimal() and len(text) <= 9 else 0
+        if not 1 <= number <= largest:
+            raise argparse.ArgumentTypeError(f"'{text}' is not an integer from 1 to {largest}")
+        return number
+
+    return read
 
 
 def share(text: str) -> float:

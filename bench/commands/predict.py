@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.commands.options import share, split_names
+from bench.commands.options import integer_to, share, split_names
 from bench.errors import GOOD, InputError, suggest
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ RATES = {f"{unit}/s": size for unit, size in BYTES.items()}
 RATES |= {f"{p}{unit}": 1e3 ** (i + 1) / 8 for unit in ("bit/s", "b/s", "bps") for i, p in enumerate("kMGT")}
 FLOPS = {"TFLOP/s": 1e12, "PFLOP/s": 1e15}
 NUMBER = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z/]+)")
-LARGEST = 2**24
-"""Of the integers that are asked for; beyond it a step would be longer than any training."""
+INTEGER = integer_to(2**24)
+"""Beyond it a step would be longer than any training."""
 DESCRIPTION = (
     "By arithmetic, nothing is run: a rank's memory at its peak by category, the collectives of an optimizer step, and "
     "with --link and a time of compute the bounds of a step's time: max(compute, communication) and their sum. It ends "
@@ -62,12 +62,10 @@ def add(commands: Any) -> None:
         option(name, type=_quantity(units, example, **more), metavar=metavar, help=words)
 
     option("--model", required=True, metavar="M", help="a shipped model: tiny, 135m, 1b, 3b or 8b")
-    option("--world-size", type=_integer, required=True, metavar="W", help="ranks")
-    option("--accumulate", type=_integer, required=True, metavar="N", help="micro-batches per optimizer step on a rank")
-    option(
-        "--micro-batch", type=_integer, default=1, metavar="M", help="samples per micro-batch on a rank (default: 1)"
-    )
-    option("--sequence", type=_integer, required=True, metavar="S", help="tokens per sample")
+    option("--world-size", type=INTEGER, required=True, metavar="W", help="ranks")
+    option("--accumulate", type=INTEGER, required=True, metavar="N", help="micro-batches per optimizer step on a rank")
+    option("--micro-batch", type=INTEGER, default=1, metavar="M", help="samples per micro-batch on a rank (default: 1)")
+    option("--sequence", type=INTEGER, required=True, metavar="S", help="tokens per sample")
     option("--precision", choices=[str(p) for p in Precision], required=True, help="dtype of forward and backward")
     option("--optimizer", choices=OPTIMIZERS, default="adamw-foreach", help="(default: adamw-foreach)")
     option("--device", choices=[str(d) for d in Device], default="cuda", help="(default: cuda)")
@@ -89,13 +87,6 @@ def add(commands: Any) -> None:
     words = "write predict.md and, with bounds, a map of the best backends there"
     option("--out", type=Path, metavar="DIR", help=words)
     parser.set_defaults(command=run)
-
-
-def _integer(text: str) -> int:
-    number = int(text) if text.isascii() and text.isdecimal() and len(text) <= 9 else 0
-    if not 1 <= number <= LARGEST:
-        raise argparse.ArgumentTypeError(f"'{text}' is not an integer from 1 to {LARGEST}")
-    return number
 
 
 def _quantity(units: Mapping[str, float], example: str, *, zero: bool = False) -> Callable[[str], float]:

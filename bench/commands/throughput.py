@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench.commands.options import integer_to
 from bench.errors import BAD, GOOD, InputError
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ LOG_EVERY = [1, 2, 3, 5, 8, 50]
 """The last is Lightning's default."""
 WINDOW_SIZES = [2, 5, 9, 10, 17, 33, 97, 100]
 """The last is Lightning's default."""
+INTEGER = integer_to(999_999_999)
 MAY_BE_MISSING = ("true_samples_per_s", "reported_samples_per_s", "ratio_min", "ratio_median", "ratio_max")
 DESCRIPTION = (
     "Trains at every combination of accumulate_grad_batches, log_every_n_steps and window_size with the installed "
@@ -49,16 +51,16 @@ def add(commands: Any) -> None:
         metavar="E[,E]",
         help="whole (NB a multiple of N), partial (NB = 2N + N/2), short (NB = N/2); default: all three",
     )
-    option("--micro-batches", type=_integer, metavar="NB", help="NB, instead of --epoch")
+    option("--micro-batches", type=INTEGER, metavar="NB", help="NB, instead of --epoch")
     option(
         "--epochs",
-        type=_integer,
+        type=INTEGER,
         metavar="E",
         help="with --micro-batches: epochs of the training (default: enough for some rates)",
     )
     option(
         "--max-steps",
-        type=_integer,
+        type=INTEGER,
         metavar="K",
         help="with --micro-batches: optimizer steps after which training stops",
     )
@@ -103,13 +105,6 @@ def _integers(least: int) -> Callable[[str], list[int]]:
         return numbers
 
     return read
-
-
-def _integer(text: str) -> int:
-    number = int(text) if text.isascii() and text.isdecimal() and len(text) <= 9 else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not an integer from 1 to 999999999")
-    return number
 
 
 def _positive(text: str) -> float:

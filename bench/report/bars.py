@@ -20,7 +20,7 @@ from bench.report import sheet, style
 from bench.report.figure_data import FACTS, MEMORY, FigureData, floats, twins
 from bench.report.panels import CONTEXT, Drawing, Panel, paged, panel_grid
 from bench.report.style import GREY, SMALL, TINY, safe
-from bench.words import GIB_ABOVE, plural, size
+from bench.words import plural, size, unit_of
 
 ROW, MANY_ROWS, TITLE_AND_AXIS = 0.2, 0.15, 0.34
 """Inches of a bar, of one among more than eight, and of the words above and below a panel."""
@@ -136,10 +136,6 @@ def by_cell(memory: pd.DataFrame, total: str) -> pd.DataFrame:
     return wide.reindex(columns=list(names)).rename(columns=names).dropna().astype("Int64")
 
 
-def _unit(most: float) -> tuple[float, str]:
-    return (2.0**30, "GiB") if most >= GIB_ABOVE else (2.0**20, "MiB")
-
-
 def draw_memory_categories(run: FigureData) -> list[Drawing]:
     """A stacked bar per backend, a panel per N and W: what lives at the peak, on the rank that has most.
 
@@ -154,7 +150,7 @@ def draw_memory_categories(run: FigureData) -> list[Drawing]:
     if cells["live_bytes"].isna().all():
         return []
     cells[[*names, UNSPLIT]] = cells[[*names, UNSPLIT]].astype("Float64").fillna(0.0)
-    unit, unit_name = _unit(float(cells["live_bytes"].max()))
+    unit, unit_name = unit_of(float(cells["live_bytes"].max()))
     paints = {str(category): _paint(category) for category in Category if (cells[str(category)] > 0).any()}
     if (cells[UNSPLIT] > 0).any():
         paints[UNSPLIT] = {"facecolor": "#DDDDDD", "edgecolor": GREY, "linewidth": 0.3}
@@ -244,7 +240,7 @@ def draw_traffic(run: FigureData) -> list[Drawing]:
         for name in names
         if (cells[name] > 0).any()
     }
-    unit, unit_name = _unit(float(cells[SENT].max()))
+    unit, unit_name = unit_of(float(cells[SENT].max()))
     return stacked(
         run,
         "communication",

@@ -14,7 +14,7 @@ from bench.report import labels, sheet, style
 from bench.report.figure_data import FACTS, MEMORY, TIMES, FigureData, apart, fastest, leanest, lost, twins
 from bench.report.panels import CONTEXT, Drawing, Panel, paged, set_scale, title_lines
 from bench.report.style import INTERVAL, safe
-from bench.words import GIB_ABOVE
+from bench.words import unit_of
 
 MOST_SMALL = 4
 """Small multiples; the CSV has all N."""
@@ -71,7 +71,7 @@ def _draw(run: FigureData, panel: Panel, words: sheet.FigureWords, large_height:
     figure = sheet.sheet(words, [], sum(heights), sum(heights))
     rows = figure.add_gridspec(len(heights), 1, height_ratios=heights)
     large = figure.add_subplot(rows[0])
-    unit, name = (2.0**30, "GiB") if cells["peak_memory_bytes"].max() >= GIB_ABOVE else (2.0**20, "MiB")
+    unit, name = unit_of(cells["peak_memory_bytes"].max())
     source = ", ".join(cells["peak_memory_source"].dropna().unique())
     own = cells[cells["accumulate"] == most]
     _points(run, large, own, unit, size=6.5)
