@@ -30,12 +30,12 @@ NUMBERS = re.compile(r"\d[\d.e+-]*")
 OPEN = {
     Reason.INSIDE_FLOOR: "no farther from {} than the noise floor",
     Reason.WIDE: "the interval of the ratio to {} holds 1, and is too wide to call them the same",
-    Reason.MANY: "the evidence against {} would do for one comparison, not for as many as the run has",
+    Reason.MANY: "the evidence against {} suffices for one comparison, but not for as many as the run has",
     Reason.FLOOR_ABOVE_MARGIN: "seems the same as {}, but the noise floor is above the margin",
     Reason.NO_FLOOR: "not judged against {}: the run has no noise floor",
-    Reason.CLOCKS: "compares otherwise with {} in clock cycles than in seconds",
+    Reason.CLOCKS: "the verdict against {} in clock cycles differs from the one in seconds",
     Reason.FEW_TRIALS: "too few trials for an interval against {}",
-    Reason.FAILED_TRIALS: "some trials failed there or at {}, and the others may be the lucky ones",
+    Reason.FAILED_TRIALS: "some trials failed there or at {}; the rest may be a biased sample",
 }
 """Why a comparison with a baseline is open."""
 TRANSFER = "rankings of a {} model over gloo do not transfer to GPUs"
