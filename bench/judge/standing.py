@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bench.judge.loading import Run, run_of
-from bench.judge.pairs import ComparedPair, Pair, judge_pairs, judge_reports, pairs_of_backends
+from bench.judge.pairs import ComparedPair, Pair, judge_pairs, pairs_of_backends
 from bench.judge.remarks import remarks
 from bench.judge.statistics import MARGIN, Interval, ratio, required_trials
-from bench.judge.verdicts import Judgement, next_precision
+from bench.judge.verdicts import Judgement, band, next_precision
 from bench.plan.cell import REFERENCE, REFERENCES, Cell
 from bench.plan.schedule import Look
 
@@ -36,7 +36,7 @@ def baseline_of(manifest: Mapping[str, Any]) -> str:
     return min(others, key=lambda name: bool(others[name].get("defect")), default=REFERENCE)
 
 
-def noise_floor(run: Run, *, resamples: int | None = None) -> Floor | None:
+def noise_floor(run: Run) -> Floor | None:
     """The A/A pair of a run: the first twin in the order of labels; None if the run has none."""
     for cell, twin in _twins(run)[:1]:
         sides = [run.sides.side(one) for one in (twin, cell)]
@@ -44,8 +44,7 @@ def noise_floor(run: Run, *, resamples: int | None = None) -> Floor | None:
         bad += [f"{one.label}: {one.num_failed} of its trials are not ok" for one in sides if one.num_failed]
         if bad or not all(len(one.sample.trials) for one in sides):
             return Floor(cell=cell, twin=twin, interval=None, reason="; ".join(bad) or "no trial")
-        more = {} if resamples is None else {"resamples": resamples}
-        found = ratio(sides[0].sample, sides[1].sample, **more)
+        found = ratio(sides[0].sample, sides[1].sample)
         return Floor(cell=cell, twin=twin, interval=found, reason=found.reason)
     return None
 
@@ -112,18 +111,13 @@ def standings(run: Run, names: Sequence[str] = (), *, margin: float = MARGIN) ->
     every = dict.fromkeys([own, *(cell.backend for cell in run.cells.values() if not cell.is_reference)])
     chosen = list(names or every)
     floor = noise_floor(run)
-    reports = judge_reports(
-        run,
-        run,
-        [pairs_with_baseline(run, name) for name in chosen],
-        margin=margin,
-        floor=None if floor is None else floor.interval,
-    )
+    noise = None if floor is None else floor.interval
     said = remarks((run.manifest, cell) for cell in run.cells.values() if not cell.twin)
-    return {
-        name: Standing(baseline=name, floor=floor, rows=rows, remarks=said)
-        for name, rows in zip(chosen, reports, strict=True)
-    }
+    found = {}
+    for name in chosen:
+        rows = judge_pairs(run, run, pairs_with_baseline(run, name), margin=margin, floor=noise)
+        found[name] = Standing(baseline=name, floor=floor, rows=rows, remarks=said)
+    return found
 
 
 def look(records: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any], repeats: int) -> Look:
@@ -190,8 +184,6 @@ def _wanted(judgements: Sequence[Judgement], target: float) -> int:
 
 def floor_of_runs(a: Run, b: Run) -> tuple[Interval | None, list[str]]:
     """The noise floor of the runs, of two the higher one, and notes on it; None if one of them has none."""
-    from bench.judge.verdicts import band
-
     found, unsure = [], []
     for letter, one in (("A: ", a), ("B: ", b)) if a is not b else (("", a),):
         floor = noise_floor(one)

@@ -18,8 +18,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from bench.judge.bootstrap import RESAMPLES, SEED
-from bench.judge.statistics import MARGIN, MIN_TRIALS, SAME_WIDTH, Interval, Sample, equivalent, holm, ratios
+from bench.judge.sides import Side
+from bench.judge.statistics import MARGIN, MIN_TRIALS, SAME_WIDTH, Interval, equivalent, holm, ratio
 from bench.words import plural
 
 ALPHA = 0.05
@@ -93,38 +93,11 @@ NEXT: dict[Reason, str] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Side:
-    """One side of a comparison: what was measured, and what must be equal on both sides."""
-
-    label: str
-    sample: Sample
-    cycles: Sample | None = None
-    """The same trials in clock cycles: seconds times SM clock. None where no clock is known."""
-    num_failed: int = 0
-    """Trials that were run, or due, and did not end ``ok``."""
-    precision: str = ""
-    accumulation_dtype: str = ""
-    work: str = ""
-    """What is trained, in any form that is equal for equal work."""
-    failed_gates: Sequence[str] = ()
-    """What a gate found, in words."""
-    disturbed: Sequence[str] = ()
-    """In what the machine was disturbed, in words."""
-
-    @property
-    def obstacles(self) -> tuple[str, ...]:
-        """Why there is no number of this side, in words."""
-        return (*self.failed_gates, *self.disturbed)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """Two cells and the evidence about them."""
+    """The evidence on two cells."""
 
-    a: str
-    b: str
     time: Interval | None
-    """None if nothing can be said."""
+    """The ratio of their step times; None if there is none to be cited."""
     floor: Interval | None
     """Ratio of the run's A/A pair."""
     margin: float = MARGIN
@@ -162,58 +135,16 @@ MORE_HELPS = frozenset(
 """Reasons for which repeats can be added."""
 
 
-def compare(
-    a: Side,
-    b: Side,
-    floor: Interval | None,
-    margin: float = MARGIN,
-    *,
-    force: bool = False,
-    resamples: int = RESAMPLES,
-    seed: int = SEED,
-) -> Comparison:
+def compare(a: Side, b: Side, floor: Interval | None, margin: float = MARGIN, *, force: bool = False) -> Comparison:
     """The evidence on two cells, for ``judge_all``. The ratio is the step time of ``a`` over that of ``b``.
 
     With ``force`` the ratio of what is not comparable is calculated too, where it can be; it stays not comparable.
     """
-    return compare_all([(a, b)], floor, margin, force=force, resamples=resamples, seed=seed)[0]
-
-
-def compare_all(
-    pairs: Sequence[tuple[Side, Side]],
-    floor: Interval | None,
-    margin: float = MARGIN,
-    *,
-    force: bool = False,
-    resamples: int = RESAMPLES,
-    seed: int = SEED,
-) -> list[Comparison]:
-    """``compare`` of many pairs, whose ratios are calculated together."""
-    blocked = [_blocked(a, b) for a, b in pairs]
-    asked: list[tuple[Sample, Sample]] = []
-    places: list[tuple[int, str]] = []
-    for number, ((a, b), why) in enumerate(zip(pairs, blocked, strict=True)):
-        runs = bool(len(a.sample.trials) and len(b.sample.trials))
-        if not runs or (why is not None and why[0] in BLOCKS and not force):
-            continue
-        asked.append((a.sample, b.sample))
-        places.append((number, "time"))
-        if a.cycles is not None and b.cycles is not None:
-            asked.append((a.cycles, b.cycles))
-            places.append((number, "cycles"))
-    found = dict(zip(places, ratios(asked, margin=margin, resamples=resamples, seed=seed), strict=True))
-    return [
-        Comparison(
-            a=a.label,
-            b=b.label,
-            time=found.get((number, "time")),
-            floor=floor,
-            margin=margin,
-            cycles=found.get((number, "cycles")),
-            blocked=why,
-        )
-        for number, ((a, b), why) in enumerate(zip(pairs, blocked, strict=True))
-    ]
+    blocked, time, cycles = _blocked(a, b), None, None
+    if a.sample.trials and b.sample.trials and (force or blocked is None or blocked[0] not in BLOCKS):
+        time = ratio(a.sample, b.sample, margin)
+        cycles = ratio(a.cycles, b.cycles, margin) if a.cycles and b.cycles else None
+    return Comparison(time=time, floor=floor, margin=margin, cycles=cycles, blocked=blocked)
 
 
 def _blocked(a: Side, b: Side) -> tuple[Reason, str] | None:
@@ -333,18 +264,23 @@ class Exact(StrEnum):
     UNKNOWN = "unknown"
 
 
-@dataclass(frozen=True, slots=True)
-class ExactVerdict:
-    """Of the first number, against the second."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exactly:
+    """Bytes or steps on both sides, compared without statistics: one byte more is more."""
 
-    verdict: Exact
-    ratio: float | None
-    """None where one is not known or the second is 0."""
+    a: int | None = None
+    b: int | None = None
+    alike: bool = True
+    """Whether both sides were measured in the same way."""
 
+    @property
+    def verdict(self) -> Exact:
+        """The verdict on b."""
+        if self.a is None or self.b is None or not self.alike:
+            return Exact.UNKNOWN
+        return Exact.EQUAL if self.a == self.b else Exact.MORE if self.b > self.a else Exact.FEWER
 
-def exact(a: int | None, b: int | None) -> ExactVerdict:
-    """Compares peak memory in bytes, steps or calls: no statistics, one byte more is more."""
-    if a is None or b is None:
-        return ExactVerdict(Exact.UNKNOWN, None)
-    verdict = Exact.EQUAL if a == b else Exact.MORE if a > b else Exact.FEWER
-    return ExactVerdict(verdict, a / b if b else None)
+    @property
+    def ratio(self) -> float | None:
+        """b / a; None if one is not known, or a is 0."""
+        return None if self.verdict is Exact.UNKNOWN or not self.a or self.b is None else self.b / self.a
