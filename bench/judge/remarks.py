@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from bench.backends.base import BF16_AUTOCAST
-from bench.judge.causes import explain_update
+from bench.judge.gates import explain_update
 from bench.plan.cell import REFERENCE, Cell, Precision, Status
 from bench.words import some
 
