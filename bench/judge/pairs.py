@@ -1,8 +1,8 @@
 """Two runs, or two backends of one run, cell by cell: pairs, evidence, verdicts, regressions.
 
 B is compared with A, the baseline: a ratio above 1 says that B takes longer. Reference cells of two runs are left out:
-they are the truth for the gates, and no contestant. The noise floor is that of one run; between two runs nothing is
-known of it, nor of how the machine changed from one to the other.
+the gates need them, but they do not compete. A noise floor describes one run: it does not cover how the machine changed
+between two.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ class Pair:
     a: Cell
     b: Cell
     name: str = ""
-    """What tells the pair from the others of its report."""
+    """What distinguishes the pair from the others of its report."""
     group: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComparedPair:
-    """What is said of one pair."""
+    """A pair with its verdict, its exact numbers and its regressions."""
 
     pair: Pair
     judgement: Judgement
     memory: Exactly
     steps: Exactly
     forced: bool
-    """A ratio is given although the two are not comparable."""
+    """Whether a ratio is given although the two are not comparable."""
     regressions: tuple[str, ...] = ()
-    """Of METRICS: those that are certainly worse than the threshold allows."""
+    """The METRICS that are certainly worse than their threshold allows."""
     unchecked: tuple[str, ...] = ()
-    """Those with a threshold and nothing to hold against it."""
+    """The METRICS with a threshold that could not be checked."""
 
     @property
     def time(self) -> Interval | None:
@@ -69,7 +69,7 @@ def pairs_of_backends(run: Run, baseline: str, backend: str) -> list[Pair]:
 
 
 def pairs_of_runs(a: Run, b: Run) -> list[Pair]:
-    """The cells that both runs have, but for the references."""
+    """The cells that both runs have, without references and twins."""
     found = [
         Pair(a=cell, b=b.cells[cell_id])
         for cell_id, cell in a.cells.items()
@@ -79,7 +79,7 @@ def pairs_of_runs(a: Run, b: Run) -> list[Pair]:
 
 
 def pairs_apart(a: Run, b: Run) -> list[Pair]:
-    """Of the cells that one run lacks, those that differ from one of the other's only in NUMERIC fields."""
+    """The cells of one run that the other has only with different NUMERIC fields."""
     ours, theirs = (
         {_key(cell, *NUMERIC): cell for cell_id, cell in one.cells.items() if cell_id not in other.cells}
         for one, other in ((b, a), (a, b))
@@ -93,7 +93,7 @@ def _key(cell: Cell, *without: str) -> tuple[tuple[str, Any], ...]:
 
 
 def _named(pairs: list[Pair], by: Sequence[str], title: str) -> list[Pair]:
-    """The pairs in order, each with a name that no other has: N, W, precision, and what else is not equal in all."""
+    """The pairs in order, each with a unique name: N, W, precision, and whatever else differs between them."""
     rows = [pair.a.to_dict() | {n: _either(pair, n) for n in NUMERIC} for pair in pairs]
     shown = ["accumulate", "world_size", "precision"]
     varying = [f.name for f in fields(Cell) if len({repr(row[f.name]) for row in rows}) > 1]
@@ -113,7 +113,7 @@ def _either(pair: Pair, name: str) -> str:
 
 
 def measured(run: Run, cell: Cell) -> bool:
-    """Whether any trial of a cell was more than found to be unsupported here."""
+    """Whether a cell was run at all: any of its trials is not ``unsupported``."""
     trials = run.tables.trials
     return bool(((trials["cell_id"] == cell.cell_id) & (trials["status"] != Status.UNSUPPORTED)).any())
 
@@ -157,7 +157,7 @@ def _compared(
     thresholds: Mapping[str, float],
     force: bool,
 ) -> ComparedPair:
-    """What is said of a pair: bytes, steps and regressions too."""
+    """A judged pair with its bytes, steps and regressions."""
     blocked, time = judgement.comparison.blocked, judgement.comparison.time
     barred = judgement.verdict is Verdict.NOT_COMPARABLE
     # Bytes and counts have no noise: what others did on the machine does not matter to them.
@@ -253,14 +253,14 @@ def notes(a: Run, b: Run, rows: Sequence[ComparedPair], margin: float) -> list[s
         found.append(f"no interval for {few} of {plural(len(rows), 'cell')}: fewer than {MIN_TRIALS} trials")
     if rows:
         found.append(
-            f"same: a ratio within {1 / (1 + margin):.4g} and {1 + margin:.4g}; Holm's correction over {len(rows)} "
-            f"{'comparison' if len(rows) == 1 else 'comparisons'}"
+            f"same: a ratio between {1 / (1 + margin):.4g} and {1 + margin:.4g}; Holm's correction over "
+            f"{plural(len(rows), 'comparison')}"
         )
     return found
 
 
 def partnerless(a: Run, b: Run, pairs: Sequence[Pair], backends: tuple[str | None, str | None]) -> dict[str, list[str]]:
-    """The labels of the cells that have no partner; of one run, those of the two backends that are compared."""
+    """The labels of the cells without a partner; of one run, only those of the two backends that are compared."""
     found = {}
     paired = {cell.cell_id for pair in pairs for cell in (pair.a, pair.b)}
     for key, one, backend in zip(("only_a", "only_b"), (a, b), backends, strict=True):
@@ -270,7 +270,7 @@ def partnerless(a: Run, b: Run, pairs: Sequence[Pair], backends: tuple[str | Non
 
 
 def newly_failed(a: Run, b: Run, pairs: Sequence[Pair]) -> list[str]:
-    """The pairs in which trials failed in B but none in A: each with its name and statuses."""
+    """The pairs of which trials failed in B and none in A: name and statuses of each."""
     found = []
     for pair in pairs:
         before, after = _failures(a, pair.a), _failures(b, pair.b)
@@ -280,7 +280,7 @@ def newly_failed(a: Run, b: Run, pairs: Sequence[Pair]) -> list[str]:
 
 
 def _failures(run: Run, cell: Cell) -> dict[str, int]:
-    """How many trials of a cell ended in which status; an interruption says nothing of the cell."""
+    """How many trials of a cell failed, by status; an interruption is not the cell's failure."""
     trials = run.tables.trials
     ends = trials.loc[trials["cell_id"] == cell.cell_id, "status"].value_counts()
     return {str(status): int(n) for status, n in ends.items() if status not in {Status.OK, Status.INTERRUPTED}}

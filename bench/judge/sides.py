@@ -168,4 +168,4 @@ def _wrong_steps(row: Row, numbers: list[int]) -> str:
         world = world_of(row)
         return "no step was timed" if world.is_timed else world.caveat
     due = list(range(numbers[0], row["optimizer_steps_expected"]))
-    return "" if numbers == due else f"{len(numbers)} steps were timed, {len(due)} were due: a micro-batch is no step"
+    return "" if numbers == due else f"{len(numbers)} steps were timed, {len(due)} were due"

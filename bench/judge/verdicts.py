@@ -3,12 +3,12 @@
 A verdict starts as ambiguous, and evidence upgrades it:
 
 - same: the whole 95 % interval is inside the margin, the margin is no smaller than the noise floor, and Holm's
-  adjusted p-value of the equivalence is below 5 %. It comes first: a difference smaller than the margin is one that the
-  reader said does not matter.
+  adjusted p-value of the equivalence is below 5 %. It comes first, since a difference smaller than the
+  margin does not matter to the reader.
 - faster, slower: the interval has nothing in common with the band of the A/A noise floor, and Holm's adjusted p-value
   of the difference is below 5 %.
 
-The band reaches as far from 1, on either side, as the farther end of the interval of the run's A/A pair.
+The band reaches as far from 1, on either side, as the farther end of the A/A pair's interval.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ALPHA = 0.05
 
 
 class Verdict(StrEnum):
-    """Of the first cell, against the second."""
+    """How the first cell's step time compares with the second's."""
 
     FASTER = "faster"
     SLOWER = "slower"
@@ -43,13 +43,13 @@ class Reason(StrEnum):
     INSIDE_MARGIN = "inside margin"
     """The interval is inside the margin."""
     INSIDE_FLOOR = "inside floor"
-    """The interval and the band overlap, and the interval excludes 1: as large as what the machine does by itself."""
+    """The interval excludes 1 but overlaps the band: equal cells differ as much on this machine."""
     WIDE = "wide interval"
-    """The interval holds 1 and does not fit into the margin."""
+    """The interval contains 1 and does not fit into the margin."""
     MANY = "many verdicts"
-    """The evidence would do for one comparison, not for as many as the report has."""
+    """The evidence suffices for one comparison, but not for as many as the report has."""
     FLOOR_ABOVE_MARGIN = "floor above margin"
-    """Equal as far as can be seen, but a difference as large as the margin could not have been seen."""
+    """The interval is inside the margin, but the noise floor could hide a difference as large as the margin."""
     NO_FLOOR = "no floor"
     """The run has no A/A pair, or too few trials of it."""
     CLOCKS = "clocks"
@@ -57,7 +57,7 @@ class Reason(StrEnum):
     FEW_TRIALS = "few trials"
     """Too few trials for an interval."""
     FAILED_TRIALS = "failed trials"
-    """Some trials failed; the ones that passed may be a biased sample."""
+    """Some trials failed, so those that succeeded may be a biased sample."""
     NO_TRIALS = "no trials"
     """One side has no successful trial."""
     PRECISION = "precision"
@@ -69,25 +69,25 @@ class Reason(StrEnum):
     GATE = "gate"
     """A gate failed."""
     DISTURBED = "machine disturbed"
-    """Other programs took part of the machine, or it did not keep its clocks."""
+    """Other programs used the machine, or its clocks were held down."""
 
 
 NEXT: dict[Reason, str] = {
     Reason.OUTSIDE_FLOOR: "cite the ratio with its interval and the noise floor",
-    Reason.INSIDE_MARGIN: "cite the margin with it",
-    Reason.INSIDE_FLOOR: "quieten the machine (idle, fixed clocks), or add repeats: both shrink the floor",
+    Reason.INSIDE_MARGIN: "cite it together with the margin",
+    Reason.INSIDE_FLOOR: "make the machine quieter (idle, fixed clocks) or add repeats: both lower the noise floor",
     Reason.WIDE: "add repeats: --max-repeats, --budget, or a smaller --interval-width",
     Reason.MANY: "add repeats, or compare fewer cells",
-    Reason.FLOOR_ABOVE_MARGIN: "quieten the machine, add repeats, or ask for a wider --margin",
+    Reason.FLOOR_ABOVE_MARGIN: "make the machine quieter, add repeats, or give a wider --margin",
     Reason.NO_FLOOR: f"run again with the A/A pair and at least {MIN_TRIALS} repeats",
     Reason.CLOCKS: "lock the clocks, or let the machine cool down, and run again",
     Reason.FEW_TRIALS: f"run at least {MIN_TRIALS} repeats",
-    Reason.FAILED_TRIALS: "see the reasons of the failed trials; fix them and resume the run",
-    Reason.NO_TRIALS: "see the reasons of the failed trials; fix them and resume the run",
+    Reason.FAILED_TRIALS: "see why trials failed, fix it, and resume the run",
+    Reason.NO_TRIALS: "see why trials failed, fix it, and resume the run",
     Reason.PRECISION: "run both sides with the same precision",
     Reason.ACCUMULATION: "run both sides with the same accumulation dtype",
     Reason.WORK: "give both sides the same workload, batch, sequence length and optimizer",
-    Reason.GATE: "see which gate failed; there is no point in timing a wrong result",
+    Reason.GATE: "see which gate failed: the time of a wrong result means nothing",
     Reason.DISTURBED: "run again on an idle machine; doctor says what else runs there",
 }
 
@@ -103,7 +103,7 @@ class Comparison:
     margin: float = MARGIN
     cycles: Interval | None = None
     blocked: tuple[Reason, str] | None = None
-    """What forbids a verdict, with its words."""
+    """What forbids a verdict, and the details."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,7 +148,7 @@ def compare(a: Side, b: Side, floor: Interval | None, margin: float = MARGIN, *,
 
 
 def _blocked(a: Side, b: Side) -> tuple[Reason, str] | None:
-    """The gravest thing that forbids a verdict."""
+    """What forbids a verdict, the gravest reason first."""
     for reason, ours, theirs in (
         (Reason.WORK, a.work, b.work),
         (Reason.PRECISION, a.precision, b.precision),
@@ -162,9 +162,9 @@ def _blocked(a: Side, b: Side) -> tuple[Reason, str] | None:
         return Reason.GATE if wrong else Reason.DISTURBED, "; ".join(found)
     for side in (a, b):
         if not len(side.sample.trials):
-            return Reason.NO_TRIALS, f"{side.label}: {plural(side.num_failed, 'trial')}, none of them ok"
+            return Reason.NO_TRIALS, f"{side.label}: {plural(side.num_failed, 'trial')}, none of which succeeded"
     failed = [
-        f"{side.label}: {side.num_failed} of {plural(side.num_failed + len(side.sample.trials), 'trial')} are not ok"
+        f"{side.label}: {side.num_failed} of {plural(side.num_failed + len(side.sample.trials), 'trial')} failed"
         for side in (a, b)
         if side.num_failed
     ]
@@ -174,7 +174,7 @@ def _blocked(a: Side, b: Side) -> tuple[Reason, str] | None:
 def judge_all(comparisons: Iterable[Comparison]) -> list[Judgement]:
     """Verdicts on all comparisons of one report, corrected by Holm for how many there are.
 
-    All that were meant to be judged count: those that cannot be have a p-value of 1.
+    Those that cannot be judged count too, with a p-value of 1.
     """
     every = list(comparisons)
     different, same = (
@@ -216,7 +216,7 @@ def _verdict(comparison: Comparison, p_different: float, p_same: float) -> tuple
 
 
 def band(floor: Interval) -> float:
-    """How far from 1 the noise floor reaches: its band is from 1 / band to band."""
+    """Upper end of the noise floor's band, which begins at 1 / band."""
     assert floor.low is not None and floor.high is not None, "callers look first"
     return math.exp(max(abs(math.log(floor.low)), abs(math.log(floor.high))))
 

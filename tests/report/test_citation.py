@@ -239,11 +239,11 @@ def test_cells_are_found_by_id_beginning_and_label(run: Run) -> None:
         find_cell(run, "?")
     first = ids[0][0]
     if sum(one.startswith(first) for one in ids) > 1:
-        with pytest.raises(InputError, match="cells are called so"):
+        with pytest.raises(InputError, match="cells have this label"):
             find_cell(run, first)
     twins = make_cell(), make_cell(optimizer="sgd")
     both = run_of([make_record(one) for one in twins], make_manifest(twins))
-    with pytest.raises(InputError, match=r"2 cells are called so.*sgd"):
+    with pytest.raises(InputError, match=r"2 cells have this label.*sgd"):
         find_cell(both, twins[0].label)
 
 
