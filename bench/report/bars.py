@@ -13,7 +13,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from bench.judge.tally import wire_bytes
+from bench.judge.formulas import wire_bytes
 from bench.plan.categories import PEAK, Category
 from bench.plan.cell import Status
 from bench.report import sheet, style
@@ -215,7 +215,7 @@ def by_operation(collectives: pd.DataFrame, ranks: pd.Series | None = None) -> p
     """Payload bytes of a rank in one optimizer step: a row per cell_id, a column per operation, and their sum.
 
     ``collectives`` is the table of that name. Of several repeats the largest counts. With ``ranks``, the number of
-    ranks by cell_id, what a ring algorithm sends for these (``judge.tally.wire_bytes``).
+    ranks by cell_id, what a ring algorithm sends for these (``judge.formulas.wire_bytes``).
     """
     rows = collectives.assign(op=collectives["op"].where(collectives["op"].isin(list(TRAFFIC_COLOURS)), OTHER))
     if ranks is not None:

@@ -13,8 +13,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from bench.judge.pairs import ComparedPair, Number, record
-from bench.judge.verdicts import Exact, Reason, Verdict
+from bench.judge.pairs import ComparedPair, record
+from bench.judge.verdicts import Exact, Exactly, Reason, Verdict
 from bench.plan.columns import COLUMNS
 from bench.run.machine import Changed
 from bench.words import plural
@@ -100,15 +100,14 @@ def cells(row: ComparedPair) -> tuple[str, ...]:
     )
 
 
-def _memory(number: Number) -> str:
-    share = number.verdict.ratio
-    return "-" if share is None else f"{share:.4f}"
+def _memory(number: Exactly) -> str:
+    return "-" if number.ratio is None else f"{number.ratio:.4f}"
 
 
-def _steps(number: Number) -> str:
-    if number.verdict.verdict is Exact.UNKNOWN:
+def _steps(number: Exactly) -> str:
+    if number.verdict is Exact.UNKNOWN:
         return "-"
-    return f"{number.verdict.verdict}, {number.b}" + ("" if number.a == number.b else f" of {number.a}")
+    return f"{number.verdict}, {number.b}" + ("" if number.a == number.b else f" of {number.a}")
 
 
 def table(rows: Sequence[ComparedPair], width: int) -> Table:

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from bench.backends.base import registry
-from bench.judge.formulas import expect, layout_of
-from bench.judge.tally import Expectation, wire_bytes
+from bench.judge.formulas import Expectation, expect, layout_of, wire_bytes
 from bench.plan.cell import Precision
 from bench.plan.models import SIZES
 from bench.workload.layout import ROOT, Layout, Parameter, llama_layout

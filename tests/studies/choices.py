@@ -12,7 +12,7 @@ import pandas as pd
 from numpy.typing import NDArray
 from scipy import special, stats
 
-from bench.judge.bootstrap import LEVEL, TRIM, resampled_means, trimmed_mean
+from bench.judge.statistics import LEVEL, TRIM, resampled_means, trimmed_mean
 from bench.run.warmup import Array, warmups
 from tests.studies.simulation import FAMILIES, FITTED, Noise, simulate
 
