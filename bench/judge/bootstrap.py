@@ -8,9 +8,10 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy import special, stats
 
-from bench.run.warmup import Array
+Array = NDArray[np.float64]
 
 LEVEL = 0.95
 

@@ -14,10 +14,9 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from bench.judge.bootstrap import RESAMPLES, SEED, TRIM, bootstrap_one_sample, trimmed_mean
+from bench.judge.bootstrap import RESAMPLES, SEED, TRIM, Array, bootstrap_one_sample, trimmed_mean
 from bench.judge.statistics import MIN_TRIALS, too_few
 from bench.plan.cell import Status
-from bench.run.warmup import Array
 
 NAME = f"{100 * TRIM:g} % trimmed mean"
 """Name of the estimate in headers and captions. It is a mean of logarithms, so a geometric one."""

@@ -26,13 +26,14 @@ from bench.judge.bootstrap import (
     BATCH,
     RESAMPLES,
     SEED,
+    Array,
     Bootstrap,
     bootstrap_one_sample,
     bootstrap_two_samples,
     difference_of_centres,
     trimmed_mean,
 )
-from bench.run.warmup import Array, warmup
+from bench.run.record import warmup
 
 MIN_TRIALS = 5
 """Least number of trials, or of blocks with both cells, for an interval: four values do not support a 95 % level."""

@@ -16,7 +16,7 @@ from bench.plan.cell import Cell, Precision, Status
 from bench.plan.columns import COLUMNS, dtypes
 from bench.plan.world import World
 from bench.run.machine import peak_flops
-from bench.run.warmup import warmup
+from bench.run.record import warmup
 
 
 def products_rate(entries: Iterable[Mapping[str, Any]], world_size: int, precision: str) -> float | None:
