@@ -24,7 +24,7 @@ from bench.judge.statistics import (
     trial_median,
     trimmed_mean,
 )
-from bench.run.warmup import warmup
+from bench.run.record import warmup
 
 SECONDS = st.floats(min_value=1e-3, max_value=1e3)
 TRIALS = st.lists(st.lists(SECONDS, min_size=1, max_size=15), min_size=5, max_size=9)
