@@ -1,19 +1,19 @@
-"""Backends that misbehave on command: DDP, sound but for one fault, which comes in the second window on one rank.
+"""Backends that misbehave on command: sound DDP but for one fault, in the second window and mostly on one rank.
 
-The environment variable BENCH_BACKENDS adds them: ``named()`` is its value. What a fault needs to know comes from the
-environment too.
+The environment variable BENCH_BACKENDS adds them: ``named()`` is its value. Environment variables also tell a fault
+what it needs to know.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import os
 import resource
 import signal
 import socket
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -28,7 +28,7 @@ BYTES = "FAULT_BYTES"
 """How much ``f-prints`` prints."""
 FILL = "FAULT_FILL"
 """The file that ``f-fills-disk`` writes until the disk is full."""
-FOR_EVER_S = 3600
+FOREVER_S = 3600
 LATE_S = 6.5
 """Longer than the peers of a rank that failed may run on."""
 ROOM_BYTES = 2**29
@@ -48,10 +48,11 @@ class Null(Reference):
 
 
 class Faulty(DDPEager):
-    """Calls ``fail`` once, before the loss of the second window's first micro-batch."""
+    """Calls ``fail`` once in a process, before the loss of the second window's first micro-batch."""
 
     framework = "Faults"
     on_ranks: ClassVar[tuple[int, ...]] = (1,)
+    failed: ClassVar[set[str]] = set()
 
     def train(self, job: Job) -> None:
         if job.rank in self.on_ranks:
@@ -59,7 +60,8 @@ class Faulty(DDPEager):
 
             def trapped(model: nn.Module, batch: Tensor) -> Tensor:
                 self.num_losses += 1
-                if self.num_losses == job.accumulate + 1:
+                if self.num_losses == job.accumulate + 1 and self.name not in self.failed:
+                    self.failed.add(self.name)
                     self.fail(job)
                 return self.loss(model, batch)
 
@@ -74,22 +76,7 @@ class Sleeps(Faulty):
     name = "f-sleeps"
 
     def fail(self, job: Job) -> None:
-        time.sleep(FOR_EVER_S)
-
-
-class AllSleep(Sleeps):
-    """No rank waits for another one, so no collective can time out."""
-
-    name, on_ranks = "f-all-sleep", (0, 1)
-
-
-class StaysOut(Faulty):
-    """Rank 0 does not enter the all-reduce in which its peers wait."""
-
-    name, on_ranks = "f-stays-out", (0,)
-
-    def fail(self, job: Job) -> None:
-        threading.Event().wait()
+        time.sleep(FOREVER_S)
 
 
 class HoldsGil(Faulty):
@@ -98,7 +85,7 @@ class HoldsGil(Faulty):
     name = "f-holds-gil"
 
     def fail(self, job: Job) -> None:
-        ctypes.PyDLL(None).sleep(FOR_EVER_S)
+        ctypes.PyDLL(None).sleep(FOREVER_S)
 
 
 class Stops(Faulty):
@@ -141,13 +128,6 @@ class Exits(Faulty):
         os._exit(0)
 
 
-class Killed(Faulty):
-    name = "f-killed"
-
-    def fail(self, job: Job) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 class KillsForkServer(Faulty):
     """Its own parent, from which the next ranks would come."""
 
@@ -155,7 +135,7 @@ class KillsForkServer(Faulty):
 
     def fail(self, job: Job) -> None:
         os.kill(os.getppid(), signal.SIGKILL)
-        time.sleep(FOR_EVER_S)
+        time.sleep(FOREVER_S)
 
 
 class KillsLauncher(Faulty):
@@ -166,7 +146,7 @@ class KillsLauncher(Faulty):
     def fail(self, job: Job) -> None:
         fields = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
         os.kill(int(fields[1]), signal.SIGKILL)
-        time.sleep(FOR_EVER_S)
+        time.sleep(FOREVER_S)
 
 
 class Segfaults(Faulty):
@@ -188,9 +168,7 @@ class PythonOutOfMemory(Faulty):
 
     def fail(self, job: Job) -> None:
         limit_memory()
-        hoard = []
-        while True:
-            hoard.append(bytearray(2**26))
+        self.hoard = [bytearray(2**26) for _ in itertools.count()]
 
 
 class TorchOutOfMemory(Faulty):
@@ -200,9 +178,7 @@ class TorchOutOfMemory(Faulty):
         import torch
 
         limit_memory()
-        hoard = []
-        while True:
-            hoard.append(torch.ones(2**24))
+        self.hoard = [torch.ones(2**24) for _ in itertools.count()]
 
 
 class KernelOutOfMemory(Faulty):
@@ -214,21 +190,15 @@ class KernelOutOfMemory(Faulty):
         # Should the limit not hold, this does.
         most = 12 * 2**30
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
-        hoard = []
-        while True:
-            hoard.append(bytearray(os.urandom(2**12)) * 2**14)
+        self.hoard = [bytearray(os.urandom(2**12)) * 2**14 for _ in itertools.count()]
 
 
 class Prints(Faulty):
-    """Prints a great deal, once, and goes on."""
+    """Prints a great deal and goes on."""
 
     name = "f-prints"
-    done = False
 
     def fail(self, job: Job) -> None:
-        if Prints.done:
-            return
-        Prints.done = True
         for _ in range(int(os.environ[BYTES]) // 2**20):
             sys.stdout.write(f"{'x' * 1023}\n" * 2**10)
         sys.stdout.flush()
@@ -238,12 +208,8 @@ class LeavesChildren(Faulty):
     """Forks children that ignore SIGTERM: one in the rank's process group, one in a session of its own that listens."""
 
     name = "f-leaves-children"
-    done = False
 
     def fail(self, job: Job) -> None:
-        if LeavesChildren.done:
-            return
-        LeavesChildren.done = True
         if os.fork() == 0:
             self.stay()
         if os.fork() == 0:
@@ -293,15 +259,6 @@ class StepsOnceTooFew(DDPEager):
         super().train(job)
 
 
-class StepsOnceTooOften(DDPEager):
-    name, framework = "f-steps-too-often", "Faults"
-
-    def train(self, job: Job) -> None:
-        super().train(job)
-        job.loss(self.model, next(iter(job.loader))).backward()
-        self.optimizer.step()
-
-
 class Corrupts(DDPEager):
     """The result that one rank hands over is not what it should be."""
 
@@ -335,22 +292,10 @@ class CutsResult(Corrupts):
     name, content = "f-result-cut", b'{"status": "ok", "num_parameters": 115'
 
 
-class NoTextInResult(Corrupts):
-    name, content = "f-result-no-text", b"\xff\xfe\x00\x01"
-
-
-class OtherResult(Corrupts):
-    name, content = "f-result-list", b"[1, 2, 3]"
-
-
 class EmptyResult(Corrupts):
     """Says that all is well, and nothing else."""
 
     name, content = "f-result-empty", b'{"status": "ok"}'
-
-
-class StrangeStatus(Corrupts):
-    name, content = "f-result-strange", b'{"status": "great", "reason": "", "traceback": "", "time": 0}'
 
 
 class FillsDisk(Faulty):
@@ -362,21 +307,6 @@ class FillsDisk(Faulty):
         with Path(os.environ[FILL]).open("wb", buffering=0) as file:
             while file.write(b"x" * 2**12):
                 pass
-
-
-class MovesClock(Faulty):
-    """The clock on the wall goes a day back and forth, as seen from Python."""
-
-    name, on_ranks = "f-moves-clock", (0, 1)
-
-    def fail(self, job: Job) -> None:
-        true, sign = time.time, [1]
-
-        def moved() -> float:
-            sign[0] = -sign[0]
-            return true() + sign[0] * 86400
-
-        time.time = moved
 
 
 def every(kind: type[Any]) -> list[type[Any]]:

@@ -48,6 +48,7 @@ backend = {backend}
 accumulate = [{accumulate}]
 world_size = [{world_size}]
 """
+MATRIX_RUN = ("run", "--matrix", "matrix.toml", "--out", "run")
 
 
 @dataclass
@@ -98,7 +99,7 @@ class Place:
 
     def run(self, *arguments: str, timeout_s: float = 400) -> Run:
         """The same, to its end; without arguments, the matrix into the folder ``run``."""
-        process = self.start(*(arguments or ("run", "--matrix", "matrix.toml", "--out", "run")))
+        process = self.start(*(arguments or MATRIX_RUN))
         try:
             status = process.wait(timeout_s)
         finally:
@@ -115,6 +116,11 @@ class Place:
         """The journal's bytes; none if there is no journal yet."""
         path = self.folder / "run" / JOURNAL
         return path.read_bytes() if path.exists() else b""
+
+    @property
+    def whole_lines(self) -> bytes:
+        """The journal without a torn last line."""
+        return (journal := self.journal)[: journal.rfind(b"\n") + 1]
 
     @property
     def records(self) -> list[dict[str, Any]]:

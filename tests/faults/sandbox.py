@@ -8,7 +8,6 @@ import os
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,7 +77,6 @@ class Call:
     err: str
     outside: list[str]
     """What it changed outside of its folder."""
-    seconds: float
 
 
 def call(
@@ -98,7 +96,6 @@ def call(
     out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="strict")
     err = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="backslashreplace")
     status: int | None
-    began = time.monotonic()
     os.chdir(folder)
     temporary, tempfile.tempdir = tempfile.tempdir, str(folder / "tmp")
     _watch.root, _watch.outside = os.path.realpath(folder), []
@@ -117,4 +114,4 @@ def call(
     for stream in (out, err):
         stream.flush()
         texts.append(stream.buffer.getvalue().decode())  # type: ignore[attr-defined]
-    return Call(status, *texts, _watch.outside, time.monotonic() - began)
+    return Call(status, *texts, _watch.outside)

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import pytest
 from bench.errors import BAD, GOOD, INTERRUPTED
 from bench.run.journal import MANIFEST, read_manifest
 from tests.faults.form import FORM, rng
-from tests.faults.harness import Place, end, facts, place
+from tests.faults.harness import MATRIX_RUN, Place, end, facts, place
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 INTERRUPTS = {INTERRUPTED, -signal.SIGINT}
@@ -49,15 +49,7 @@ REAL = Kind(
     repeats=8,
     longest_s=16.0,
 )
-SHORT = Kind(
-    name="real",
-    what=REAL.what,
-    program=REAL.program,
-    backends=("ddp-eager",),
-    repeats=2,
-    longest_s=2.0,
-    after_first=True,
-)
+SHORT = replace(REAL, backends=("ddp-eager",), repeats=2, longest_s=2.0, after_first=True)
 SCRIPTED = Kind(
     name="scripted",
     what="trials that take no time, so that the journal is written all the while",
@@ -74,8 +66,6 @@ class Tally:
     """What came of the kills."""
 
     kills: int = 0
-    ended_by_itself: int = 0
-    """Lives that were over before the signal."""
     runs: int = 0
     """Runs that were brought to their end and compared with the unbroken one."""
     trials: int = 0
@@ -107,38 +97,26 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Kind], Facts
     return run
 
 
-def whole_lines(journal: bytes) -> bytes:
-    """A journal without a torn last line."""
-    return journal[: journal.rfind(b"\n") + 1]
-
-
 def next_life(here: Place) -> Sequence[str]:
     """The arguments that begin the run, or go on with it."""
     begun = (here.folder / "run" / MANIFEST).exists()
-    return ("run", "--resume", "run") if begun else ("run", "--matrix", "matrix.toml", "--out", "run")
+    return ("run", "--resume", "run") if begun else MATRIX_RUN
 
 
 def is_finished(here: Place) -> bool:
     return (here.folder / "run" / MANIFEST).exists() and "finished" in read_manifest(here.folder / "run")
 
 
-def wait_for_first(here: Place, process: subprocess.Popen[str]) -> None:
-    """Wait until a trial is in the journal."""
-    while not here.journal and process.poll() is None:
-        time.sleep(0.02)
-
-
 def kill_once(here: Place, kind: Kind, number: signal.Signals, moment_s: float, tally: Tally) -> None:
     """One life, ended after so many seconds."""
-    before = whole_lines(here.journal)
+    before = here.whole_lines
     process = here.start(*next_life(here))
-    if kind.after_first:
-        wait_for_first(here, process)
+    while kind.after_first and not here.journal and process.poll() is None:
+        time.sleep(0.02)
     try:
-        status = process.wait(moment_s)
-        tally.ended_by_itself += 1
+        status = process.wait(moment_s)  # over before the signal
     except subprocess.TimeoutExpired:
-        before = max(before, whole_lines(here.journal), key=len)
+        before = max(before, here.whole_lines, key=len)
         status, seconds = end(process, number, ENDS_IN_S)
         tally.kills += 1
         tally.slowest_s = max(tally.slowest_s, seconds)
@@ -191,7 +169,6 @@ def disturb(folder: Path, kind: Kind, number: signal.Signals, kills: int, expect
 
 
 def kill(folder: Path, kind: Kind, number: signal.Signals, kills: int, expected: Facts) -> None:
-    """Kill, note what came of it, and check it."""
     tally = disturb(folder, kind, number, kills, expected)
     FORM.note("kills", f"{kind.name} {number.name}", what=kind.what, signal=number.name, **vars(tally))
     assert tally.lost == 0

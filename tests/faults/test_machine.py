@@ -10,13 +10,14 @@ from bench.plan.cell import Status
 from tests.conftest import Run
 from tests.faults import backends
 from tests.faults.form import FORM, ROOT
-from tests.faults.harness import place, seed_that_puts_first
+from tests.faults.harness import TIMEOUT_S, place, seed_that_puts_first
 from tests.faults.machines import little_memory, small_disk
 from tests.faults.test_faults import Case, check, check_beside, measured
 
 CLOCK = Path(__file__).parent / "clock"
 DISK_BYTES = 2**26
 MEMORY_BYTES = 3 * 2**30
+DAY_S = 86400
 
 
 @pytest.mark.slow
@@ -66,11 +67,12 @@ def test_memory_used_up_is_told_from_other_kills(tmp_path: Path) -> None:
         what=f"rank 1 allocates until the kernel kills it (cgroup of {MEMORY_BYTES >> 30} GiB)",
         status=Status.OOM,
         reason="rank 1",
+        within_s=TIMEOUT_S,
     )
     with little_memory(MEMORY_BYTES) as before, place(tmp_path / "place") as here:
         here.before = before
         here.write(case.name, "f-sound", seed=seed_that_puts_first(case.name, "f-sound"))
-        run, left = measured(here, case)
+        run, left = measured(here, case, "--inactivity", "0")  # the kernel looks for pages to free first
         assert left == []
         check(case, run)
         check_beside(run)
@@ -89,5 +91,5 @@ def test_a_clock_that_jumps_moves_nothing(tmp_path: Path) -> None:
     check_beside(run)
     assert run.process.returncode == 0
     for record in run.records:
-        assert 0 < record["wall_s"] < 60
-        assert all(0 < seconds < 60 for seconds in record["time"]["step_seconds"])
+        assert 0 < record["wall_s"] < DAY_S
+        assert all(0 < seconds < DAY_S for seconds in record["time"]["step_seconds"])

@@ -15,7 +15,7 @@ from bench.errors import BAD, GOOD
 from bench.run.journal import MANIFEST, read_manifest
 from tests.faults import scripted
 from tests.faults.form import FORM
-from tests.faults.harness import Place, place
+from tests.faults.harness import MATRIX_RUN, Place, place
 
 OVERHEAD_S = 0.2
 """The most that the runner may add to a trial."""
@@ -50,7 +50,7 @@ class Samples:
 
 def watched(here: Place) -> Samples:
     """Run the matrix of the place; what was seen of its process until the run was finished."""
-    process = here.start("run", "--matrix", "matrix.toml", "--out", "run")
+    process = here.start(*MATRIX_RUN)
     samples, folder = Samples(), here.folder / "run"
     runner = psutil.Process(process.pid)
     done = threading.Event()
