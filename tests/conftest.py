@@ -145,7 +145,6 @@ def bench(*arguments: str, cwd: Path, pythonpath: Path | None = None, **environm
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | environment,
         capture_output=True,
         text=True,
-        timeout=1800,
     )
 
 

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ import pandas as pd
 import pytest
 
 from bench import files as bench_files
+from bench.backends.base import registry
 from bench.backends.plain import DDPDeferred
 from bench.cli import main
 from bench.commands import COMMANDS
@@ -37,27 +37,6 @@ from bench.run.journal import Journal, read_manifest, write_manifest
 from tests.factories import FakeLauncher, Script, failed, make_rank
 
 ROOT = Path(__file__).resolve().parent.parent
-BACKENDS = [
-    "reference",
-    "ddp-eager",
-    "ddp-deferred",
-    "fsdp2-eager",
-    "fsdp2-deferred",
-    "fsdp2-zero2-eager",
-    "fsdp2-zero2-deferred",
-    "fsdp2-deferred-resident",
-    "reference-sharded",
-    "deepspeed-zero2-eager",
-    "deepspeed-zero3-eager",
-    "deepspeed-zero2-deferred",
-    "deepspeed-zero3-deferred",
-    "lightning-ddp",
-    "lightning-fsdp2",
-    "lightning-deepspeed-zero2",
-    "lightning-deepspeed-zero3",
-    "lightning-deepspeed-zero2-corrected",
-    "fabric-fsdp2-deferred",
-]
 MATRIX = """
 device = "cpu"
 repeats = 2
@@ -79,18 +58,12 @@ class Place:
     capture: pytest.CaptureFixture[str]
     patch: pytest.MonkeyPatch
 
-    def write(self, name: str, content: str | bytes) -> Path:
-        path = self.folder / name
-        path.write_bytes(content.encode() if isinstance(content, str) else content)
-        return path
+    def write(self, name: str, content: str) -> None:
+        (self.folder / name).write_text(content)
 
-    def matrix(self, *changes: tuple[str, str]) -> str:
-        """Write a small matrix file with parts of its text replaced; its name."""
-        text = MATRIX
-        for old, new in changes:
-            assert old in text
-            text = text.replace(old, new)
-        self.write("mine.toml", text)
+    def matrix(self) -> str:
+        """Write a small matrix file; its name."""
+        self.write("mine.toml", MATRIX)
         return "mine.toml"
 
     def files(self) -> dict[str, bytes]:
@@ -126,11 +99,7 @@ def place(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     monkeypatch.chdir(folder)
     here = Place(folder, capsys, monkeypatch)
     here.gpus(0)
-
-    def forbidden(*arguments: Any, **options: Any) -> Any:
-        raise AssertionError("bad input starts no launcher")
-
-    monkeypatch.setattr(launch_launcher, "Launcher", forbidden)
+    monkeypatch.setattr(launch_launcher, "Launcher", lambda *_, **__: pytest.fail("bad input starts no launcher"))
     return here
 
 
@@ -141,24 +110,17 @@ BAD_OPTIONS: list[tuple[list[str], str]] = [
     (["--matrix", "cpuu"], r"--matrix cpuu: unknown; did you mean cpu\?"),
     (["--matrix", "xyzzy"], r"--matrix xyzzy: unknown; use one of auto, bytes, .*, smoke, a .toml file"),
     (["--matrix", "no.toml"], r"--matrix no.toml: cannot be read \(No such file or directory\); name a TOML file"),
-    ([*CPU, "--accumulate", "0"], r"--accumulate is \[0\]; it must be a list of integers of at least 1"),
     ([*CPU, "--accumulate", "abc"], r"--accumulate: 'abc' is not a list of integers such as 1,4,8; see .* --help"),
-    ([*CPU, "--accumulate"], r"--accumulate: expected one argument; see .* --help"),
     ([*CPU, "--repeats", "many"], r"--repeats: invalid int value: 'many'"),
     ([*CPU, "--batch", "30"], r"--batch is 30, .* = 2 x 2 = 4; the nearest that are: 28 and 32"),
-    ([*CPU, "--accumulate", "3"], r"cpu.toml: workload.global_batch_size is 16, .* = 3 x 2 = 6; .* 12 and 18"),
-    ([*CPU, "--model", "tinny"], r"--model: 'tinny' is unknown; did you mean tiny\?"),
     ([*CPU, "--workload", "no_such_module:f"], r"--workload: workload 'no_such_module:f': No module named"),
     ([*CPU, "--workload", "json:no_such"], r"--workload: workload 'json:no_such': .* has no attribute 'no_such'"),
     ([*CPU, "--precision", "fp8"], r"--precision is \['fp8'\]; it must be a list of fp32, bf16"),
-    ([*CPU, "--clip-norm", "much"], r"--clip-norm: 'much' is not a list of numbers such as 0,1.5; see .* --help"),
     ([*CPU, "--inactivity", "-1"], r"--inactivity is -1.0; it must be a positive number of seconds, or 0 for no limit"),
     ([*CPU, "--corpus", "missing.txt"], r"--corpus missing.txt: cannot be read \(No such file or directory\)"),
     ([*CPU, "--corpus", "short.txt"], r"--corpus short.txt: has 64 bytes; one sample needs .* = 65 bytes"),
-    ([*CPU, "--device", "tpu"], r"--device is 'tpu'; it must be one of cpu, cuda"),
     ([*CPU, "--device", "cuda"], r"--device is 'cuda', and no GPU is visible here; use --matrix cpu"),
     ([*CPU, "--colour", "red"], r"unrecognized arguments: --colour red; see .* --help"),
-    ([*CPU, "stray"], r"unrecognized arguments: stray; see .* --help"),
 ]
 
 
@@ -170,25 +132,19 @@ def test_bad_options(place: Place, command: str, arguments: list[str], words: st
     assert re.search(words, place.refused(command, *arguments))
 
 
-@pytest.mark.parametrize("command", ["run", "plan"])
 @pytest.mark.parametrize(
     ("content", "words"),
     [
         ("this is [no TOML", r"bad.toml: is not TOML \(.*line 1"),
-        (b"\xff\xfe\x00", r"bad.toml: is not TOML"),
         (MATRIX + "acumulate = [1]\n", r"bad.toml: axes.acumulate is unknown; did you mean axes.accumulate\?"),
-        ("repeat = 3\n" + MATRIX, r"bad.toml: repeat is unknown; did you mean repeats\?"),
-        (MATRIX.replace("[1, 2]", '"1"'), r"bad.toml: axes.accumulate is '1'; it must be a list of integers"),
         (MATRIX.replace("[1, 2]", "[0]"), r"bad.toml: axes.accumulate is \[0\]; it must be a list of integers"),
-        (MATRIX.replace("accumulate = [1, 2]\n", ""), r"bad.toml: axes.accumulate is missing; it must be a list"),
-        (MATRIX.replace("ddp-eager", "dpp-eager"), r"bad.toml: axes.backend: 'dpp-eager' is unknown; did you mean"),
         (MATRIX.replace("[2]\n", "[5]\n"), r"bad.toml: workload.global_batch_size is 16, .* the nearest"),
         ("", r"bad.toml: device is missing; it must be one of cpu, cuda"),
     ],
 )
-def test_bad_matrix_files(place: Place, command: str, content: str | bytes, words: str) -> None:
+def test_bad_matrix_files(place: Place, content: str, words: str) -> None:
     place.write("bad.toml", content)
-    assert re.search(words, place.refused(command, "--matrix", "bad.toml"))
+    assert re.search(words, place.refused("run", "--matrix", "bad.toml"))
 
 
 @pytest.mark.parametrize(
@@ -226,9 +182,11 @@ def test_a_reason_of_many_lines_becomes_one(place: Place) -> None:
     assert "first line second line" in place.refused("plan", *CPU, "--workload", "talkative_workload:factory")
 
 
-def test_resume_takes_no_other_options(place: Place) -> None:
+def test_a_finished_run_is_not_written_over_and_resumes_without_other_options(place: Place) -> None:
     finished_run(place)
     assert "--repeats" in place.refused("run", "--resume", "out", "--repeats", "9")
+    words = "--out out: holds a run already; name another folder, or go on with --resume out"
+    assert words in place.refused("run", "--matrix", "mine.toml", "--out", "out")
 
 
 def test_plan_shows_cells_skips_and_estimates(place: Place) -> None:
@@ -290,9 +248,7 @@ print(status, sorted(heavy & sys.modules.keys()), started, file=sys.stderr)
 
 def test_plan_imports_no_torch_and_starts_no_process(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", PLAN], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-c", PLAN], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.stderr.splitlines()[-1] == "0 [] []"
     assert "matrix cpu: " in done.stdout
     assert list(tmp_path.iterdir()) == []
@@ -411,9 +367,7 @@ def test_backends_lists_all(place: Place) -> None:
     lines = out.splitlines()
     assert status == GOOD
     assert lines[0].split()[:4] == ["backend", "framework", "sharding", "sync"]
-    listed = [line.split()[0] for line in lines[1:]]
-    assert len(BACKENDS) == len(set(listed)) == 19
-    assert sorted(listed) == sorted(BACKENDS)
+    assert [line.split()[0] for line in lines[1:]] == list(registry())
     assert all("no GPU here" in line for line in lines[1:])
     defects = {line.split()[0] for line in lines if "every update is 1/N of the right one" in line}
     assert defects == {"lightning-deepspeed-zero2", "lightning-deepspeed-zero3"}
@@ -509,19 +463,10 @@ def at(stop: int, action: Callable[[], None]) -> Script:
     return script
 
 
-def ctrl_c() -> None:
-    raise KeyboardInterrupt
-
-
-def sigterm() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(5)  # the signal is taken before this ends
-
-
-@pytest.mark.parametrize("action", [ctrl_c, sigterm])
-def test_an_interrupted_run_says_how_to_go_on_and_does(place: Place, action: Callable[[], None]) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_says_how_to_go_on_and_does(place: Place, number: signal.Signals) -> None:
     handler = signal.getsignal(signal.SIGTERM)
-    made = with_launcher(place, at(4, action))
+    made = with_launcher(place, at(4, lambda: signal.raise_signal(number)))
     status, out, _ = place.call("run", "--matrix", place.matrix(), "--out", "out")
     assert status == INTERRUPTED
     assert out.splitlines()[-1].endswith("go on with: python -m bench run --resume out")
@@ -536,18 +481,16 @@ def test_an_interrupted_run_says_how_to_go_on_and_does(place: Place, action: Cal
     assert pd.read_parquet("out/trials.parquet")["status"].tolist() == ["ok"] * 12
 
 
+def raises(error: Exception) -> Callable[..., Any]:
+    def fail(*_: Any) -> Any:
+        raise error
+
+    return fail
+
+
 def test_a_launcher_that_does_not_start(place: Place) -> None:
-    def fail() -> None:
-        raise LauncherError("the launcher did not start within 180 s: no message")
-
-    status, _, err = finished_run(place, at(0, fail))
-    assert (status, err) == (BAD, "bench: the launcher did not start within 180 s: no message\n")
-
-
-def test_a_second_run_into_the_same_folder(place: Place) -> None:
-    finished_run(place)
-    words = "--out out: holds a run already; name another folder, or go on with --resume out"
-    assert words in place.refused("run", "--matrix", "mine.toml", "--out", "out")
+    status, _, err = finished_run(place, at(0, raises(LauncherError("the launcher did not start"))))
+    assert (status, err) == (BAD, "bench: the launcher did not start\n")
 
 
 def test_a_run_whose_folder_is_in_use(place: Place) -> None:
@@ -586,12 +529,11 @@ def test_a_torn_line_is_moved_aside_and_told(place: Place) -> None:
     assert made[0].specs[0].passes == ("update",) and len(made[0].specs) == 2
 
 
-def no_space(*arguments: Any) -> Any:
-    raise OSError(errno.ENOSPC, "No space left on device")
+NO_SPACE = raises(OSError(errno.ENOSPC, "No space left on device"))
 
 
 def test_a_full_disk_ends_the_run_with_all_finished_trials(place: Place) -> None:
-    with_launcher(place, at(4, no_space))
+    with_launcher(place, at(4, NO_SPACE))
     status, _, err = place.call("run", "--matrix", place.matrix(), "--out", "out")
     assert status == WRONG
     assert err == (
@@ -615,7 +557,7 @@ def test_tables_are_rebuilt_from_the_journal_alone(place: Place) -> None:
     before = {path.name: pd.read_parquet(path) for path in Path("out").glob("*.parquet")}
     for path in Path("out").glob("*.parquet"):
         path.write_bytes(b"no parquet")
-    place.patch.setattr(figures, "draw", no_space)
+    place.patch.setattr(figures, "draw", NO_SPACE)
     status, out, _ = place.call("report", "out", "--rebuild")
     assert status == GOOD
     assert sorted(out.split()) == sorted(f"out/{name}" for name in before)
@@ -633,8 +575,6 @@ def test_as_a_program(tmp_path: Path) -> None:
         {sys.executable} -m bench plan --matrix cpu | head -1 > /dev/null; echo "status ${{PIPESTATUS[0]}}"
         """
     )
-    done = subprocess.run(
-        ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.stdout == "status 2\nstatus 0\n"
     assert done.stderr.startswith("bench: --matrix nope: unknown; ") and done.stderr.count("\n") == 1

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
-import zipfile
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -17,6 +16,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.cuda_stub import build
+from tests.plugin import make_wheel
 
 
 @pytest.fixture
@@ -78,25 +78,6 @@ def test_only_what_a_machine_lacks_skips_the_session_on_cuda(noxfile: Any, monke
     assert nox_cuda(0, "") == "python -m pytest tests/cuda --cuda-stub /elsewhere --all"
     assert nox_cuda(build.SKIPPED, "there is no C compiler\n") == "skipped: there is no C compiler"
     assert nox_cuda(1, "error: expected ';'").startswith("failed: ")
-
-
-def make_wheel(folder: Path, name: str, version: str = "1.0", *requires: str) -> Path:
-    path = folder / f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
-    lines = [
-        "Metadata-Version: 2.1",
-        f"Name: {name}",
-        f"Version: {version}",
-        *(f"Requires-Dist: {r}" for r in requires),
-    ]
-    described = {
-        "METADATA": "\n".join(lines) + "\n\n",
-        "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        "RECORD": "",
-    }
-    with zipfile.ZipFile(path, "w") as archive:
-        for file, text in described.items():
-            archive.writestr(f"{name.replace('-', '_')}-{version}.dist-info/{file}", text)
-    return path
 
 
 class Refused(Exception):  # noqa: N818 - as nox's own

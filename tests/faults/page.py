@@ -126,9 +126,9 @@ def _faults(faults: Mapping[str, Any], of_machine: Mapping[str, Any]) -> list[st
         "## Faults",
         f"A backend misbehaves on command in the second window of its trial (W = 2, gloo). The limit of inactivity is "
         f"{HANG_S} s, the limit of a trial {TIMEOUT_S} s. Each fault has a run of its own, with the reference before "
-        "it and a sound backend after it; both have to be ok. Seconds are from the trial's start to its end. Left behind "
-        "are processes, open ports, shared memory, semaphores, locks and temporary files of the run that are still "
-        f"there {ENDING_S:g} s after its end.",
+        "it and a sound backend after it; both have to be ok. Seconds are from the trial's start to its end. Left "
+        "behind are processes, open ports, shared memory, semaphores, locks and temporary files of the run that are "
+        f"still there {ENDING_S:g} s after its end.",
         _table(("what happens", "must be", "found", "seconds", "at most", "left behind"), rows),
     ]
     others = [(row["what"], row["must"], row["found"], _left(row["left"])) for row in of_machine.values()]

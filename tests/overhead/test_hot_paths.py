@@ -56,16 +56,6 @@ def drawn(run: Run, every: dict[str, Standing], tmp_path_factory: pytest.TempPat
     return figures.draw(run.tables, dict(run.manifest), folder, next(iter(every.values())))
 
 
-def test_thousand_tapped_losses(benchmark: Timed) -> None:
-    def record() -> Taps:
-        taps = Taps(mark=time.perf_counter)
-        for _ in range(EVENTS):
-            taps.record(EventKind.LOSS)
-        return taps
-
-    assert benchmark(record).count(EventKind.LOSS) == EVENTS
-
-
 def test_thousand_tapped_steps(benchmark: Timed) -> None:
     def record() -> Taps:
         taps = Taps(mark=time.perf_counter)
@@ -122,10 +112,6 @@ def test_judging_by_the_gates(benchmark: Timed, records: list[dict[str, Any]]) -
 
 def test_verdicts(benchmark: Timed, run: Run) -> None:
     assert len(benchmark(standing, run).rows) == 3 * (len(BACKENDS) - 1)
-
-
-def test_facts_of_every_cell(benchmark: Timed, run: Run, every: dict[str, Standing]) -> None:
-    assert len(benchmark(lambda: Material(folder=Path(), run=run, standings=every).cells)) == len(run.cells) - 1
 
 
 def test_citing_every_cell(benchmark: Timed, run: Run) -> None:
