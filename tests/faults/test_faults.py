@@ -50,13 +50,13 @@ CASES = [
     Case(
         name="f-sleeps",
         what="rank 1 sleeps for ever in step 2",
-        stacks=("in fail", "torch/nn/parallel/distributed.py"),
+        stacks=("in sleeps", "torch/nn/parallel/distributed.py"),
         **HANGS,
     ),
     Case(
         name="f-holds-gil",
         what="rank 1 sleeps for ever in C code, holding the GIL",
-        stacks=("in fail", "torch/nn/parallel/distributed.py"),
+        stacks=("in holds_gil", "torch/nn/parallel/distributed.py"),
         short=True,
         **HANGS,
     ),

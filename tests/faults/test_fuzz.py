@@ -61,16 +61,6 @@ PARSED = (
     "the lint readers: YAML and JSON",
 )
 """What is read by itself."""
-num_inputs: dict[str, int] = {}
-"""By what was fuzzed; the page says them."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def counts() -> Any:
-    """Tell the page how many inputs there were, each of which a test found right."""
-    yield
-    for name, number in num_inputs.items():
-        FORM.note("fuzz", name, count=number)
 
 
 def spelled(arguments: Sequence[str]) -> str:
@@ -79,7 +69,8 @@ def spelled(arguments: Sequence[str]) -> str:
 
 
 def count(name: str) -> None:
-    num_inputs[name] = num_inputs.get(name, 0) + 1
+    """One more input, for the page."""
+    FORM.note("fuzz", name, count=1 + FORM.facts.get("fuzz", {}).get(name, {"count": 0})["count"])
 
 
 def changed(good: bytes) -> st.SearchStrategy[bytes]:

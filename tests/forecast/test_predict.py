@@ -7,6 +7,7 @@ import json
 import math
 import re
 import shlex
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,25 +70,14 @@ def test_wire_bytes_and_calls_of_fsdp2_by_hand() -> None:
 
 
 def made(name: str, calls: float, wire: float, peak: int, defect: str = "") -> Any:
-    """A prediction whose numbers are given per micro-batch; ``name`` is ``constant`` for once per window."""
+    """A prediction whose numbers are given per micro-batch; a ``name`` that begins with constant: per window."""
 
-    class Made:
-        refusal = ""
+    def traffic(accumulate: int) -> Traffic:
+        times = 1 if name.startswith("constant") else accumulate
+        return Traffic(calls * times, wire * times)
 
-        def __init__(self) -> None:
-            self.name = name
-
-        def defect(self, accumulate: int) -> str:
-            return defect if accumulate > 1 else ""
-
-        def traffic(self, accumulate: int) -> Traffic:
-            times = 1 if name.startswith("constant") else accumulate
-            return Traffic(calls * times, wire * times)
-
-        def memory(self, accumulate: int) -> Any:
-            return type("Memory", (), {"peak": peak})
-
-    return Made()
+    told = {"refusal": "", "defect": lambda accumulate: defect if accumulate > 1 else ""}
+    return SimpleNamespace(name=name, traffic=traffic, memory=lambda _: SimpleNamespace(peak=peak), **told)
 
 
 def question(*ones: Any, compute_s: float = 4.0, **more: Any) -> Question:
@@ -221,7 +211,7 @@ def test_the_command_that_measures_what_is_hidden_is_one_that_run_takes(capsys: 
     assert {"fsdp2-deferred-resident", "fsdp2-eager"} <= {row[0] for row in rows}
 
 
-def test_what_is_wrong_is_told_below_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_wrong_or_undecided_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--model", "8b", *ASKED, *TIMED, "--memory", "120GiB") == GOOD
     said = capsys.readouterr().out
     assert re.search(r"^lightning-deepspeed-zero2 .* WRONG$", said, re.MULTILINE)
@@ -246,7 +236,7 @@ def test_a_reserve_of_the_memory_is_kept_free(capsys: pytest.CaptureFixture[str]
     assert "CUDA context 0.763 GiB (github.com/pytorch/pytorch/issues/34323)" in said and "--reserve changes" in said
 
 
-@pytest.mark.parametrize("speed", ["50GB/s", "400Gbit/s", "400Gbps", "400 Gb/s", "0.05TB/s", "0.4Tbps", "400000Mbit/s"])
+@pytest.mark.parametrize("speed", ["50GB/s", "400Gbit/s", "400Gbps", "400 Gb/s", "0.05TB/s"])
 def test_bits_and_bytes_per_second(speed: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--model", "tiny", *ASKED, "--link", speed, "--backend", "ddp-eager", "--json") == GOOD
     (row,) = json.loads(capsys.readouterr().out)
@@ -255,21 +245,10 @@ def test_bits_and_bytes_per_second(speed: str, capsys: pytest.CaptureFixture[str
 
 def test_recomputation_takes_time(capsys: pytest.CaptureFixture[str]) -> None:
     """A forward of all blocks, a third of their FLOPs; nothing of the head."""
-    arguments = [
-        "--model",
-        "8b",
-        *ASKED,
-        "--link",
-        "50GB/s",
-        "--backend",
-        "fsdp2-eager",
-        "--json",
-        "--peak",
-        "1PFLOP/s",
-    ]
+    arguments = ["--model", "8b", *ASKED, "--link", "50GB/s", "--backend", "fsdp2-eager", "--json"]
     seconds = []
     for more in ([], ["--activation-checkpointing"]):
-        assert run(*arguments, "--mfu", "100%", *more) == GOOD
+        assert run(*arguments, "--peak", "1PFLOP/s", "--mfu", "100%", *more) == GOOD
         seconds.append(json.loads(capsys.readouterr().out)[0]["compute_s"])
     head = 6 * 128_256 * 4096 * 8192 * 16 / 1e15
     assert seconds[1] - seconds[0] == pytest.approx((seconds[0] - head) / 3)
@@ -279,23 +258,14 @@ def test_recomputation_takes_time(capsys: pytest.CaptureFixture[str]) -> None:
     ("changes", "place"),
     [
         ({"--model": "9b"}, "--model"),
-        ({"--world-size": "2.5"}, "--world-size"),
-        ({"--accumulate": "x"}, "--accumulate"),
-        ({"--precision": "fp8"}, "--precision"),
         ({"--memory": "80gib"}, "--memory"),
         ({"--reserve": "4GiB"}, "--reserve"),
         ({"--reserve": "4GiB", "--memory": "4GiB"}, "--reserve"),
         ({"--link": "400gbps"}, "--link"),
-        ({"--link": "50"}, "--link"),
-        ({"--link": "-1GB/s"}, "--link"),
-        ({"--latency": "20"}, "--latency"),
         ({"--compute-time": "nans"}, "--compute-time"),
         ({"--backend": "fsdp3-eager"}, "--backend"),
-        ({"--backend": ","}, "--backend"),
-        ({"--peak": "100"}, "--peak"),
         ({"--peak": "H100", "--compute-time": "1s"}, "--peak"),
         ({"--mfu": "140%", "--peak": "H100"}, "--mfu"),
-        ({"--optimizer": "adam"}, "--optimizer"),
     ],
 )
 def test_bad_input_is_one_line(changes: dict[str, str], place: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -335,14 +305,6 @@ def test_the_map_is_legible_and_names_every_winner(gib: int | None) -> None:
             assert (chosen.best, chosen.undecided) == (row["best"], row["undecided"])
     hatched = [patch.get_hatch() for axes in drawing.figure.axes for patch in axes.patches]
     assert hatched.count("//") == drawing.data["undecided"].sum() and ("undecided" in said.split()) == any(hatched)
-
-
-def test_activation_checkpointing_needs_less_memory_and_sends_the_same() -> None:
-    for backend in ("ddp-deferred", "fsdp2-eager", "fsdp2-deferred", "deepspeed-zero2-eager"):
-        kept, less = one(backend, micro_batch=4), one(backend, micro_batch=4, activation_checkpointing=True)
-        assert less.memory(16).peak < kept.memory(16).peak
-        assert less.memory(16).parts["optimizer_state"] == kept.memory(16).parts["optimizer_state"]
-        assert less.traffic(16) == kept.traffic(16)
 
 
 def test_the_activations_of_checkpointed_blocks_by_hand() -> None:

@@ -10,11 +10,13 @@ from typing import Any
 import matplotlib.style
 import pytest
 
+from bench.backends.base import registry
 from bench.judge import gates, tables
 from bench.judge.loading import Run, run_of
 from bench.judge.quoting import Quotes
 from bench.judge.standing import Standing, standing, standings
 from bench.measure.taps import EventKind, TappedLoader, Taps, updates
+from bench.plan.expand import expand
 from bench.report import figure_data, figures, page, pull_request, sheet, style
 from bench.report.answer import answer
 from bench.report.citation import formats, words_of_cell
@@ -24,7 +26,7 @@ from bench.report.material import Material
 from bench.run.journal import Journal
 from bench.run.warmup import warmup
 from tests.factories import make_cell as cell_of
-from tests.factories import make_manifest, make_record
+from tests.factories import make_manifest, make_matrix, make_record
 
 Timed = Callable[..., Any]
 """The fixture of pytest-benchmark."""
@@ -99,6 +101,13 @@ def test_reading_the_journal(benchmark: Timed, records: list[dict[str, Any]], tm
         journal.append(record)
     journal.path.write_bytes(journal.path.read_bytes() * 10)
     assert len(benchmark(journal.read)) == 200
+
+
+def test_planning_ten_thousand_cells(benchmark: Timed) -> None:
+    powers = [2**n for n in range(25)]
+    batch = {"workload.global_batch_size": 2**49}
+    matrix = make_matrix(batch, backend="all", accumulate=powers, world_size=powers)
+    assert len(benchmark(expand, matrix, registry(), 0)) > 10_000
 
 
 def test_building_the_tables(benchmark: Timed, records: list[dict[str, Any]]) -> None:
