@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
-from tests.cuda_stub import build
 from tests.plugin import make_wheel
 
 
@@ -56,28 +55,6 @@ def test_minutes_of_pip_are_announced(noxfile: Any, tmp_path: Path, monkeypatch:
     said, then, again = done
     assert then == "pip" and "torch" in said and "minutes" in said, "before pip, what is installed"
     assert "are as they were" in again and "minutes" not in again, "nothing is installed twice"
-
-
-def test_only_what_a_machine_lacks_skips_the_session_on_cuda(noxfile: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[str] = []
-    session = SimpleNamespace(
-        posargs=["--all"],
-        skip=lambda why: done.append(f"skipped: {why}"),
-        error=lambda why: done.append(f"failed: {why}"),
-        run=lambda *command: done.append(" ".join(command)),
-    )
-
-    def nox_cuda(status: int, words: str) -> str:
-        answer = SimpleNamespace(returncode=status, stderr=words)
-        monkeypatch.setattr(noxfile.subprocess, "run", lambda *_, **__: answer)
-        done.clear()
-        noxfile.cuda(session)
-        return done[0]
-
-    monkeypatch.setenv("CUDA_STUB", "/elsewhere")
-    assert nox_cuda(0, "") == "python -m pytest tests/cuda --cuda-stub /elsewhere --all"
-    assert nox_cuda(build.SKIPPED, "there is no C compiler\n") == "skipped: there is no C compiler"
-    assert nox_cuda(1, "error: expected ';'").startswith("failed: ")
 
 
 class Refused(Exception):  # noqa: N818 - as nox's own

@@ -16,7 +16,7 @@ from typing import Any
 
 from bench.plan.cell import REFERENCE
 from bench.plan.schedule import block
-from bench.run.journal import JOURNAL, Journal
+from bench.run.journal import JOURNAL, MANIFEST, Journal, read_manifest
 from tests.conftest import Run
 from tests.factories import make_cell
 from tests.faults import backends
@@ -116,6 +116,11 @@ class Place:
         """The journal's bytes; none if there is no journal yet."""
         path = self.folder / "run" / JOURNAL
         return path.read_bytes() if path.exists() else b""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all trials are in the journal."""
+        return (self.folder / "run" / MANIFEST).exists() and "finished" in read_manifest(self.folder / "run")
 
     @property
     def whole_lines(self) -> bytes:

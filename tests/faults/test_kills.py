@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from bench.errors import BAD, GOOD, INTERRUPTED
-from bench.run.journal import MANIFEST, read_manifest
+from bench.run.journal import MANIFEST
 from tests.faults.form import FORM, rng
 from tests.faults.harness import MATRIX_RUN, Place, end, facts, place
 
@@ -103,10 +103,6 @@ def next_life(here: Place) -> Sequence[str]:
     return ("run", "--resume", "run") if begun else MATRIX_RUN
 
 
-def is_finished(here: Place) -> bool:
-    return (here.folder / "run" / MANIFEST).exists() and "finished" in read_manifest(here.folder / "run")
-
-
 def kill_once(here: Place, kind: Kind, number: signal.Signals, moment_s: float, tally: Tally) -> None:
     """One life, ended after so many seconds."""
     before = here.whole_lines
@@ -126,7 +122,7 @@ def kill_once(here: Place, kind: Kind, number: signal.Signals, moment_s: float, 
     out, err = here.said("out"), here.said("err")
     assert status in {GOOD, BAD, -number, *INTERRUPTS}, (status, out, err)
     # Before, Python itself is still starting; afterwards the report is written.
-    if "writing to" in out and not is_finished(here) and number is not signal.SIGKILL:
+    if "writing to" in out and not here.is_finished and number is not signal.SIGKILL:
         assert status in INTERRUPTS, (status, out, err)
         assert "Traceback" not in out + err, err
 
@@ -149,11 +145,11 @@ def disturb(folder: Path, kind: Kind, number: signal.Signals, kills: int, expect
         with place(folder / f"broken-{tally.runs}") as here:
             here.program = kind.program
             here.write(*kind.backends, repeats=kind.repeats)
-            while tally.kills < kills and not is_finished(here):
+            while tally.kills < kills and not here.is_finished:
                 assert time.monotonic() < deadline, "no progress"
                 kill_once(here, kind, number, random.uniform(0.0, kind.longest_s), tally)
                 tally.left += here.leaks.left()
-            if not is_finished(here):
+            if not here.is_finished:
                 run = here.run(*next_life(here))
                 assert run.process.returncode in {GOOD, BAD}, run.process.stderr
                 tally.left += here.leaks.left()

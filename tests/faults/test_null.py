@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
-import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +12,6 @@ import psutil
 import pytest
 
 from bench.errors import BAD, GOOD
-from bench.run.journal import MANIFEST, read_manifest
 from tests.faults import scripted
 from tests.faults.form import FORM
 from tests.faults.harness import MATRIX_RUN, Place, place
@@ -51,34 +50,14 @@ class Samples:
 def watched(here: Place) -> Samples:
     """Run the matrix of the place; what was seen of its process until the run was finished."""
     process = here.start(*MATRIX_RUN)
-    samples, folder = Samples(), here.folder / "run"
-    runner = psutil.Process(process.pid)
-    done = threading.Event()
-
-    def sample() -> None:
-        size, trials = 0, 0
-        while not done.wait(0.02):
-            try:
-                used = runner.memory_info().rss
-                content = here.journal
-                if (folder / MANIFEST).exists() and "finished" in read_manifest(folder):
-                    return
-            except (psutil.Error, OSError, ValueError):
-                return
-            if len(content) > size:
-                size, trials = len(content), content.count(b"\n")
-            samples.trials.append(trials)
-            samples.bytes.append(used)
+    samples, runner = Samples(), psutil.Process(process.pid)
+    while process.poll() is None and not here.is_finished:
+        with contextlib.suppress(psutil.Error):
+            samples.bytes.append(runner.memory_info().rss)
+            samples.trials.append(here.journal.count(b"\n"))
             samples.seconds.append(time.monotonic())
-
-    thread = threading.Thread(target=sample)
-    thread.start()
-    try:
-        status = process.wait(3600)
-    finally:
-        done.set()
-        thread.join()
-    assert status in {GOOD, BAD}, here.said("err")
+        time.sleep(0.02)
+    assert process.wait() in {GOOD, BAD}, here.said("err")
     return samples
 
 

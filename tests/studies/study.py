@@ -124,14 +124,9 @@ def run_until(differences: Array, start: Sequence[int] | NDArray[np.int_], preci
         widest = np.expm1(high - low).max(axis=1)
         wanted = np.minimum(np.ceil(n * (widest / precision) ** 2), 2 * n)
         goes_on = (widest >= precision) & (n < most)
-        at[group] = [_next_look(n, want, most) for want in wanted]
+        at[group] = [min(most, next_look(n, int(want))) for want in wanted]  # as the runner does it
         waiting = np.concatenate([np.setdiff1d(waiting, group), group[goes_on]])
     return stage
-
-
-def _next_look(n: int, wanted: float, most: int) -> int:
-    """The first look after n with at least as many blocks as wanted: as the runner does it."""
-    return min(most, next_look(n, int(wanted)))
 
 
 def verdicts(stage: Stage, effect: str) -> list[list[Verdict]]:
@@ -179,7 +174,7 @@ def study_noise(
     logs = simulate(noise, reports=reports, cells=comparisons + 2, blocks=most, steps=STEPS, rng=rng)
     differences = ratios(logs)
     first = run_until(differences, np.full(reports, MIN_REPEATS), PRECISION, seed)
-    more = [_next_look(n, 0, most) if n < most else n for n in first.blocks]
+    more = [min(most, next_look(n, 0)) if n < most else n for n in first.blocks]
     second = run_until(differences, more, min(PRECISION, SAME_WIDTH * MARGIN), seed)
     rates, counts = [], []
     for name, extended in ((BENCH, True), (PLAIN, False)):
