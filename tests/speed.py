@@ -21,11 +21,11 @@ import numpy as np
 from scipy.stats import bootstrap
 
 from bench.launch import gpus as launch_gpus
-from bench.plan.cell import Cell, Device
+from bench.plan.cell import Device
 from bench.plan.task import Spec
 from tests.conftest import ROOT
+from tests.factories import make_cell
 
-ACCUMULATE, MICRO_BATCH = 4, 2
 BOUND = 0.01
 """How far from 1 a ratio may be."""
 FREE = {"GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -33,16 +33,8 @@ FREE = {"GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_O
 
 def in_turn(device: Device, ranks: int, backend: str, kind: str, windows: int) -> list[float]:
     """Log ratios bench / bare of neighbouring windows, each the maximum over ranks, of one process group."""
-    cell = Cell(
-        backend=backend,
-        accumulate=ACCUMULATE,
-        world_size=ranks,
-        global_batch_size=MICRO_BATCH * ACCUMULATE * ranks,
-        sequence_length=64,
-        warmup_windows=3,
-        timed_windows=windows,
-        device=device,
-    )
+    sizes = {"world_size": ranks, "global_batch_size": 8 * ranks, "sequence_length": 64}
+    cell = make_cell(backend=backend, device=device, warmup_windows=3, timed_windows=windows, **sizes)
     with tempfile.TemporaryDirectory() as folder:
         spec = Spec(cell=cell, passes=("time",), folder=folder, reference=f"{folder}/none")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]

@@ -126,7 +126,10 @@ BAD_INPUT: list[tuple[list[str], str]] = [
     ([*CPU, "--repeats", "3", "--max-repeats", "2"], r"--max-repeats is 2; it must be at least --repeats, 3"),
     ([*CPU, "--budget", "3 minutes"], r"'3 minutes' is not a time above 0 with its unit, such as 90s, 20m or 1h"),
     ([*CPU, "--interval-width", "200%"], r"--interval-width is 2.0; it must be the width of an interval above 0 and"),
-    ([*CPU, "--baseline", "ddp-eage"], r"--baseline: 'ddp-eage' is not a backend of this matrix; did you mean ddp-eag"),
+    (
+        [*MINE, "--baseline", "ddp-eage"],
+        r"--baseline: 'ddp-eage' is not a backend of this matrix; did you mean ddp-eag",
+    ),
     ([*CPU, "--batch", "30"], r"--batch is 30, .* = 2 x 2 = 4; the nearest that are: 28 and 32"),
     ([*MINE, "--micro-batch", "3"], r"is 16, which is not divisible by micro-batch x world size = 3 x 2 = 6"),
     ([*CPU, "--micro-batch", "1", "--accumulate", "2", "--batch", "9"], r"--batch: follows from --micro-batch and"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -12,8 +11,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from bench.audit.job import ScenarioJob
-from bench.audit.scenario import Scenario
 from bench.backends.base import Backend, Job, registry
 from bench.backends.plain import DDPDeferred, DDPEager
 from bench.judge import gates, tables
@@ -271,16 +268,6 @@ def test_a_deferral_that_does_nothing_is_seen_in_the_collectives(tmp_path: Path)
         size[backend] = sum(row["payload_bytes"] for row in rows if row["op"] == "all_reduce")
     assert size[DDPDeferred] == 4 * trial.num_parameters
     assert size[DDPEager] == size[DefersInNameOnly] == 4 * size[DDPDeferred]
-
-
-@pytest.mark.parametrize(("length", "sizes"), [(8, [4, 4]), (9, [4, 4, 1]), (10, [4, 4, 2]), (3, [3])])
-def test_an_incomplete_window_is_a_window(length: int, sizes: list[int]) -> None:
-    scenario = Scenario(samples=2 * length, batch_size=1, accumulate=(4,))
-    given: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(ScenarioJob))
-    job = ScenarioJob(**given | {"loader": list(range(length)), "scenario": scenario})
-    windows = [[batch for batch, _ in window] for window in job.each_window()]
-    assert [len(window) for window in windows] == sizes
-    assert [batch for window in windows for batch in window] == list(range(length))
 
 
 class Spends(Sound):

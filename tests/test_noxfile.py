@@ -38,25 +38,6 @@ def noxfile(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
-def test_minutes_of_pip_are_announced(noxfile: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in noxfile.INSTALLED_FROM:
-        (tmp_path / name).write_text("made")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", "/usr/bin")
-    done: list[str] = []
-    session = SimpleNamespace(
-        bin=str(tmp_path),
-        virtualenv=SimpleNamespace(location=str(tmp_path)),
-        log=done.append,
-        install=lambda *_, **__: done.append("pip"),
-    )
-    for _ in range(2):
-        noxfile.install(session)
-    said, then, again = done
-    assert then == "pip" and "torch" in said and "minutes" in said, "before pip, what is installed"
-    assert "are as they were" in again and "minutes" not in again, "nothing is installed twice"
-
-
 class Refused(Exception):  # noqa: N818 - as nox's own
     """What ``session.error`` raises."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import re
+import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,15 +49,8 @@ def work(task: Cells, rank: int, device: Any) -> dict[str, Any]:
         except UnsupportedError:
             trials.append(None)
         else:
-            trials.append({**trial, "peak_rss": peak_rss()})
+            trials.append({**trial, "peak_rss": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss})
     return {"status": Status.OK, "trials": trials}
-
-
-def peak_rss() -> int:
-    """Bytes of memory that this process had at most."""
-    found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return 1024 * int(found[1])
 
 
 def world_cell(backend: str, world_size: int, **changes: Any) -> Cell:

@@ -38,11 +38,7 @@ class Form:
             derandomize=True,
             deadline=None,
             database=None,
-            suppress_health_check=[
-                HealthCheck.too_slow,
-                HealthCheck.function_scoped_fixture,
-                HealthCheck.data_too_large,
-            ],
+            suppress_health_check=list(HealthCheck),
         )
 
     def note(self, section: str, name: str, **facts: Any) -> None:

@@ -62,13 +62,8 @@ def test_a_full_disk_ends_the_run_and_costs_no_finished_trial(tmp_path: Path) ->
 @pytest.mark.slow
 def test_memory_used_up_is_told_from_other_kills(tmp_path: Path) -> None:
     """The kernel's SIGKILL is an oom, and costs neither the bench's own process nor the trials beside."""
-    case = Case(
-        name="f-oom-killer",
-        what=f"rank 1 allocates until the kernel kills it (cgroup of {MEMORY_BYTES >> 30} GiB)",
-        status=Status.OOM,
-        reason="rank 1",
-        within_s=TIMEOUT_S,
-    )
+    what = f"rank 1 allocates until the kernel kills it (cgroup of {MEMORY_BYTES >> 30} GiB)"
+    case = Case("f-oom-killer", what, Status.OOM, "rank 1", TIMEOUT_S)
     with little_memory(MEMORY_BYTES) as before, place(tmp_path / "place") as here:
         here.before = before
         here.write(case.name, "f-sound", seed=seed_that_puts_first(case.name, "f-sound"))
@@ -82,7 +77,7 @@ def test_memory_used_up_is_told_from_other_kills(tmp_path: Path) -> None:
 def test_a_clock_that_jumps_moves_nothing(tmp_path: Path) -> None:
     """In every process of the run, the bench's own too, time.time() jumps by two days from look to look."""
     path = {"PYTHONPATH": f"{CLOCK}:{ROOT}"}
-    case = Case(name="f-sound", what="the clock jumps by days in all processes of the run", status=Status.OK)
+    case = Case("f-sound", "the clock jumps by days in all processes of the run", Status.OK)
     with place(tmp_path / "place", **path) as here:
         here.write("f-sound")
         run, left = measured(here, case)
