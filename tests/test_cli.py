@@ -128,7 +128,7 @@ BAD_INPUT: list[tuple[list[str], str]] = [
     ([*CPU, "--interval-width", "200%"], r"--interval-width is 2.0; it must be the width of an interval above 0 and"),
     (
         [*MINE, "--baseline", "ddp-eage"],
-        r"--baseline: 'ddp-eage' is not a backend of this matrix; did you mean ddp-eag",
+        r"--baseline: 'ddp-eage' is not a backend of this matrix; did you mean ddp",
     ),
     ([*CPU, "--batch", "30"], r"--batch is 30, .* = 2 x 2 = 4; the nearest that are: 28 and 32"),
     ([*MINE, "--micro-batch", "3"], r"is 16, which is not divisible by micro-batch x world size = 3 x 2 = 6"),

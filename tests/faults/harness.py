@@ -159,16 +159,11 @@ def end(process: subprocess.Popen[str], number: signal.Signals, within_s: float)
 
 TIMES = {"wall_s", "ended", "training_s", "slot", "sha256", "log"}
 """Keys of a record that differ from run to run."""
-TIMES_OF_TIME = {
-    "began",
-    "ended",
-    "host",
-    "num_warmup",
-    "rank_step_seconds",
-    "step_seconds",
-    "warmup_seconds",
+TIMES_OF_PASSES = {
+    "time": {"began", "ended", "host", "num_warmup", "rank_step_seconds", "step_seconds", "warmup_seconds"},
+    "dispatch": {"cpu_s"},
 }
-"""The same of its time pass."""
+"""The same of its passes."""
 
 
 def facts(records: Sequence[dict[str, Any]]) -> dict[tuple[str, int], dict[str, Any]]:
@@ -180,9 +175,8 @@ def facts(records: Sequence[dict[str, Any]]) -> dict[tuple[str, int], dict[str, 
         key = (record["cell_id"], record["repeat"])
         assert key not in found, f"trial {key} is there twice"
         kept = {name: value for name, value in record.items() if name not in TIMES}
-        if kept.get("time"):
-            kept["time"] = {name: value for name, value in kept["time"].items() if name not in TIMES_OF_TIME}
-        if kept.get("dispatch"):
-            kept["dispatch"] = {name: value for name, value in kept["dispatch"].items() if name != "cpu_s"}
+        for of, times in TIMES_OF_PASSES.items():
+            if kept.get(of):
+                kept[of] = {name: value for name, value in kept[of].items() if name not in times}
         found[key] = kept
     return found
