@@ -273,7 +273,7 @@ class OneServer(dict[tuple[str, ...], _Server]):
 
 @pytest.fixture(scope="session")
 def launcher() -> Iterator[Launcher]:
-    """For all tests of a worker, since its processes take ten seconds of CPU time to start."""
+    """One launcher for all tests of a worker: its processes take ten seconds of CPU time to start."""
     with Launcher(Device.CPU) as made:
         made._servers = OneServer()
         yield made

@@ -34,9 +34,9 @@ from bench.plan.task import Spec
 from bench.report import figures
 from bench.run import start
 from bench.run.journal import Journal, read_manifest, write_manifest
+from tests.conftest import ROOT
 from tests.factories import FakeLauncher, Script, failed, make_rank
 
-ROOT = Path(__file__).resolve().parent.parent
 MATRIX = """
 device = "cpu"
 repeats = 2
@@ -291,7 +291,7 @@ class Mine(DDPEager):
 
 
 def test_a_class_of_ones_own_is_a_backend(place: Place) -> None:
-    """In a run, in its resumption, which finds it in run.json, and in the commands that look at backends."""
+    """It works in a run, in its resumption, which finds it in run.json, and in commands that look at backends."""
     place.patch.syspath_prepend(str(place.folder))
     place.patch.setattr(sys, "dont_write_bytecode", True)
     place.patch.delitem(sys.modules, "my_backends", raising=False)

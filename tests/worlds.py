@@ -63,7 +63,7 @@ def world_cell(backend: str, world_size: int, **changes: Any) -> Cell:
 def by_rank(
     launcher: Launcher, folder: Path, cells: Sequence[Cell], passes: tuple[str, ...] = ("collectives", "memory")
 ) -> list[list[Found | None]]:
-    """For each of the cells, which share a world, what each rank found out; None where a backend refused."""
+    """What each rank found out about each of the cells, which share a world; None where a backend refused."""
     first = cells[0]
     task = Cells(
         cells=tuple(cells),

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 from hypothesis import HealthCheck, settings
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 SEED = 20251
-"""Of all moments, places and values that are chosen at random."""
+"""The seed of all moments, places and values that are chosen at random."""
 T = TypeVar("T")
 
 
@@ -21,11 +19,11 @@ class Form:
 
     full: bool = False
     kills: int = 0
-    """By each signal, in the full form."""
+    """How many by each signal, in the full form."""
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Of each section of the page, its rows by name."""
+    """The rows of the page, by section and name."""
     outcomes: dict[str, str] = field(default_factory=dict)
-    """Of each test its outcome, and of a skipped one the reason, by its name."""
+    """The outcome of each test, with the reason if it was skipped."""
 
     def of(self, short: T, full: T) -> T:
         """The one that belongs to the form."""

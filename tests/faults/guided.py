@@ -21,7 +21,7 @@ TARGETS: dict[str, tuple[Callable[[Path, bytes], None], Callable[[Path], bytes]]
     "journal": (made.read_journal, made.journal),
     **{name: (partial(made.read_config, name), lambda _, name=name: made.CONFIGS[name]) for name in made.CONFIGS},  # type: ignore[misc]
 }
-"""By name: what reads an input, and a good input to begin with."""
+"""The reader of an input, and a good input to begin with, by name."""
 
 
 def main(name: str, folder: Path, options: list[str]) -> None:

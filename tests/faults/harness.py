@@ -17,10 +17,9 @@ from typing import Any
 from bench.plan.cell import REFERENCE
 from bench.plan.schedule import block
 from bench.run.journal import JOURNAL, MANIFEST, Journal, read_manifest
-from tests.conftest import Run
+from tests.conftest import ROOT, Run
 from tests.factories import make_cell
 from tests.faults import backends
-from tests.faults.form import ROOT
 from tests.faults.leaks import Leaks
 
 HANG_S = 8

@@ -19,7 +19,7 @@ from tests.studies import markdown as md
 
 SCHEMA = 1
 Facts = dict[str, dict[str, dict[str, Any]]]
-"""By section and name of the row."""
+"""Rows by section and name."""
 
 
 def write(page: Path, facts: Facts, outcomes: Mapping[str, str]) -> None:

@@ -9,9 +9,9 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from bench.cli import main
@@ -36,15 +36,8 @@ class ReachedError(BaseException):
     """The arguments were good, and work would begin that is not what is looked at here."""
 
 
-@dataclass
-class _Watch:
-    """What is watched now."""
-
-    root: str = ""
-    outside: list[str] = field(default_factory=list)
-
-
-_watch = _Watch()
+_watch = SimpleNamespace(root="", outside=[])
+"""The folder that is watched now, and what was changed outside of it."""
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:

@@ -251,7 +251,7 @@ GOOD_VALUES = {
     "SIZE": ["80GiB", "tiny"],
     "TIME": ["20us", "90s"],
 }
-"""By metavar; for others, a small number."""
+"""Good values by metavar; others take a small number."""
 
 
 def template(folder: Path) -> Path:
@@ -279,7 +279,7 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
 
 
 def values(action: argparse.Action) -> st.SearchStrategy[str]:
-    """Of an option or an argument: good ones, and nasty ones."""
+    """Good and nasty values of an option or an argument."""
     if action.dest in WRITES:
         return st.sampled_from(OUT)
     good = GOOD_VALUES.get(str(action.metavar), ["1", "2", "8"])

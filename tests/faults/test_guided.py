@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.form import FORM, ROOT, SEED
+from tests.conftest import ROOT
+from tests.faults.form import FORM, SEED
 from tests.faults.test_fuzz import CONFIGS
 
 SECONDS = 60
-"""For each target."""
+"""How long each target is tried."""
 NAMES = {
     "matrix": "the matrix parser, by atheris",
     "journal": "the journal reader, by atheris",

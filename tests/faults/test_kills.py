@@ -36,7 +36,7 @@ class Kind:
     backends: tuple[str, ...]
     repeats: int
     longest_s: float
-    """Of a life."""
+    """The longest life."""
     after_first: bool = False
     """Whether the life is counted from when the first trial is finished, and not from the start."""
 
@@ -69,13 +69,13 @@ class Tally:
     runs: int = 0
     """Runs that were brought to their end and compared with the unbroken one."""
     trials: int = 0
-    """Of those runs."""
+    """Trials of those runs."""
     lost: int = 0
     """Finished trials that were not there after a kill."""
     differing: int = 0
     """Trials of which anything but the timings differs from the unbroken run's."""
     how: list[str] = field(default_factory=list)
-    """For each of those, what differs."""
+    """What differs in each of those."""
     slowest_s: float = 0.0
     """The longest time from the signal to the runner's end."""
     left: list[str] = field(default_factory=list)
@@ -128,7 +128,7 @@ def kill_once(here: Place, kind: Kind, number: signal.Signals, moment_s: float, 
 
 
 def difference(found: dict[str, Any] | None, expected: dict[str, Any] | None) -> str:
-    """In words, what differs between a trial and that of the unbroken run; empty if nothing does."""
+    """What differs between a trial and that of the unbroken run, in words; empty if nothing does."""
     if found is None or expected is None:
         return "is missing" if found is None else "is not in the unbroken run"
     if found["status"] != expected["status"]:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from bench.plan.cell import Status
-from tests.conftest import Run
+from tests.conftest import ROOT, Run
 from tests.faults import backends
-from tests.faults.form import FORM, ROOT
+from tests.faults.form import FORM
 from tests.faults.harness import TIMEOUT_S, place, seed_that_puts_first
 from tests.faults.machines import little_memory, small_disk
 from tests.faults.test_faults import Case, check, check_beside, measured
@@ -75,7 +75,7 @@ def test_memory_used_up_is_told_from_other_kills(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_clock_that_jumps_moves_nothing(tmp_path: Path) -> None:
-    """In every process of the run, the bench's own too, time.time() jumps by two days from look to look."""
+    """time.time() jumps by two days between calls in every process of the run, the bench's own too."""
     path = {"PYTHONPATH": f"{CLOCK}:{ROOT}"}
     case = Case("f-sound", "the clock jumps by days in all processes of the run", Status.OK)
     with place(tmp_path / "place", **path) as here:

@@ -42,7 +42,7 @@ class Samples:
 
     @property
     def seconds_per_trial(self) -> float:
-        """From the first finished trial to the last."""
+        """The mean between the first finished trial and the last."""
         first, last = self.since(1), self.since(self.trials[-1])
         return (self.seconds[last] - self.seconds[first]) / (self.trials[last] - self.trials[first])
 

@@ -27,7 +27,7 @@ NEAR = 2e-3
 
 
 def cells(backend: str) -> list[Cell]:
-    """Of a backend: at several N and W, and in both precisions if it runs in both."""
+    """Cells of a backend at several N and W, in both precisions if it runs in both."""
     refused = BUILT_IN[backend].framework == "DeepSpeed" and BUILT_IN[backend].sync is Sync.DEFERRED
     precisions = [Precision.FP32] if refused else list(Precision)
     return [cell_of(backend, *at) for at in itertools.product((1, 2, 3, 5), (1, 2, 3, 8), precisions)]
@@ -96,7 +96,7 @@ def test_between_micro_batches_it_holds_what_the_formulas_say(backend: str, watc
 def test_the_replayed_peak_is_the_measured_one(
     request: pytest.FixtureRequest, launcher: Launcher, tmp_path: Path, precision: Precision, n: int
 ) -> None:
-    """Of backends on the tiny model in a virtual world; but for the tokens that the bench itself holds."""
+    """The tiny model in a virtual world; the tokens that the bench itself holds do not count."""
     chosen = [
         name for name in asked(request, CHOSEN, BACKENDS) if precision in {cell.precision for cell in cells(name)}
     ]

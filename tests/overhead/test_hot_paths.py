@@ -14,7 +14,7 @@ from bench.backends.base import registry
 from bench.judge import gates, tables
 from bench.judge.loading import Run, run_of
 from bench.judge.quoting import Quotes
-from bench.judge.standing import Standing, standing, standings
+from bench.judge.standing import Standing, standings
 from bench.measure.taps import EventKind, TappedLoader, Taps, updates
 from bench.plan.expand import expand
 from bench.report import figure_data, figures, page, pull_request, sheet, style
@@ -117,10 +117,6 @@ def test_building_the_tables(benchmark: Timed, records: list[dict[str, Any]]) ->
 def test_judging_by_the_gates(benchmark: Timed, records: list[dict[str, Any]]) -> None:
     built = tables.build(records, make_manifest())
     assert len(benchmark(gates.judge, built).trials) == len(records)
-
-
-def test_verdicts(benchmark: Timed, run: Run) -> None:
-    assert len(benchmark(standing, run).rows) == 3 * (len(BACKENDS) - 1)
 
 
 def test_citing_every_cell(benchmark: Timed, run: Run) -> None:

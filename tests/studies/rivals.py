@@ -24,7 +24,7 @@ class Called:
     """1 for slower, -1 for faster, 0 for not different."""
     low: Array | None = None
     high: Array | None = None
-    """Of the ratio, as far as the tool prints an interval."""
+    """The ends of the ratio's interval, if the tool prints one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from tests.studies.rivals import RULES
 from tests.studies.simulation import FAMILIES, FITTED, Noise, simulate
 
 COMPARISONS = 4
-"""Of a report, all with the baseline."""
+"""How many a report has, all with the baseline."""
 STEPS = 12
 RESAMPLES = 1999
 """Fewer than in a real report, for the time it takes."""
@@ -36,7 +36,7 @@ CHUNK = 100_000
 """Trials whose warm-up is looked for at a time: bounds the memory."""
 
 EFFECTS: dict[str, float] = {"A/A": 0.0, "1 %": math.log(1.01), "2 %": math.log(1.02), "5 %": math.log(1.05)}
-"""By which the first cell of a comparison is slower, as logarithms."""
+"""How much slower the first cell of a comparison is, as logarithms."""
 
 Row = dict[str, Any]
 Shares = dict[str, dict[Verdict, float]]

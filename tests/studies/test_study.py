@@ -16,13 +16,13 @@ from bench.judge.tables import Tables, build
 from bench.judge.verdicts import Verdict
 from bench.report import style
 from bench.run.journal import Journal, read_manifest
+from tests.conftest import ROOT
 from tests.legible import assert_legible
 from tests.studies import choices, rivals, study
 from tests.studies.simulation import FAMILIES, FITTED, Noise, fit, simulate
 from tests.studies.study import BENCH, PLAIN, TARGETS, study_noise
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parents[2]
 QUIET = FAMILIES[-1]
 REPORTS = 60
 
@@ -69,7 +69,7 @@ class TestFit:
 
 class TestStudy:
     def test_targets_are_met_and_no_verdict_is_wrong(self, outcomes: dict[str, study.Outcome]) -> None:
-        """Up to what luck can do to a small study: comparisons of a report share a baseline, so reports are counted."""
+        """Allows for luck in a small study: comparisons of a report share a baseline, so reports are counted."""
         for name, outcome in outcomes.items():
             row = outcome.rates[outcome.rates["rule"] == BENCH].iloc[0]
             for target in TARGETS:
@@ -111,10 +111,6 @@ class TestRivals:
         assert (called.sign == np.sign(by)).all()
         if called.low is not None and called.high is not None:
             assert ((called.low < math.exp(by)) & (math.exp(by) < called.high)).mean() > 0.8
-
-    def test_asvs_factor(self) -> None:
-        assert (rivals.asv(1.1)(*self.cells(0.05)).sign == 0).all()
-        assert (rivals.asv(1.02)(*self.cells(0.05)).sign == 1).all()
 
     def test_asvs_interval_of_a_median(self) -> None:
         low, high = rivals._median_interval(np.arange(20.0)[None])
