@@ -55,9 +55,7 @@ def test_failed_trials_keep_their_logs(faulty_run: Run) -> None:
 
 
 def test_interrupt_keeps_finished_trials_and_resume_goes_on(tmp_path: Path, here: Command) -> None:
-    (tmp_path / "matrix.toml").write_text(
-        MATRIX.format(backend='["ddp-deferred"]', precision="fp32", repeats=2, timeout_s=120)
-    )
+    (tmp_path / "matrix.toml").write_text(MATRIX.format(backend='["ddp-deferred"]', precision="fp32", repeats=2))
     command = [sys.executable, "-m", "bench", "run", "--matrix", "matrix.toml", "--out", "run"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "BENCH_TEST_TOKEN": "interrupted"}
     process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from hypothesis import HealthCheck, settings
 
 SEED = 20251
 """The seed of all moments, places and values that are chosen at random."""
-T = TypeVar("T")
 
 
 @dataclass
@@ -25,7 +24,7 @@ class Form:
     outcomes: dict[str, str] = field(default_factory=dict)
     """The outcome of each test, with the reason if it was skipped."""
 
-    def of(self, short: T, full: T) -> T:
+    def of(self, short: Any, full: Any) -> Any:
         """The one that belongs to the form."""
         return full if self.full else short
 
