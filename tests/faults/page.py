@@ -55,6 +55,7 @@ def due() -> list[tuple[str, str]]:
     from bench.commands import COMMANDS
     from tests.faults.test_faults import CASES
     from tests.faults.test_fuzz import PARSED, READERS, spelled
+    from tests.faults.test_guided import NAMES
     from tests.faults.test_kills import REAL, SCRIPTED, SIGNALS
 
     names: dict[str, Iterable[str]] = {
@@ -64,6 +65,7 @@ def due() -> list[tuple[str, str]]:
         "damage": ["cuts", "flips"],
         "fuzz": [
             *PARSED,
+            *NAMES.values(),
             *map(spelled, READERS),
             *(f"arguments of {command}" for command in chain(*COMMANDS.values())),
         ],
