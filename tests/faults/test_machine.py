@@ -14,7 +14,6 @@ from tests.faults.harness import TIMEOUT_S, place, seed_that_puts_first
 from tests.faults.machines import little_memory, small_disk
 from tests.faults.test_faults import Case, check, check_beside, measured
 
-CLOCK = Path(__file__).parent / "clock"
 DISK_BYTES = 2**26
 MEMORY_BYTES = 3 * 2**30
 DAY_S = 86400
@@ -76,9 +75,8 @@ def test_memory_used_up_is_told_from_other_kills(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_clock_that_jumps_moves_nothing(tmp_path: Path) -> None:
     """time.time() jumps by two days between calls in every process of the run, the bench's own too."""
-    path = {"PYTHONPATH": f"{CLOCK}:{ROOT}"}
     case = Case("f-sound", "the clock jumps by days in all processes of the run", Status.OK)
-    with place(tmp_path / "place", **path) as here:
+    with place(tmp_path / "place", PYTHONPATH=f"{ROOT}/tests/faults/clock:{ROOT}") as here:
         here.write("f-sound")
         run, left = measured(here, case)
     assert left == []
