@@ -147,6 +147,8 @@ def save(figure: Figure, stem: Path, words: FigureWords) -> list[Path]:
     if (layout := figure.get_layout_engine()) is not None:
         layout.execute(figure)
         figure.set_layout_engine(None)
+        for axes in figure.axes:  # The solver's last bits differ from one time to the next.
+            axes.set_position(tuple(round(edge, 6) for edge in axes.get_position().bounds))
     figure.savefig(png, dpi=DPI, metadata={"Software": None})
     about = {"Date": None, "Title": clean(words.title), "Description": clean(words.plain())}
     figure.savefig(svg, metadata=about)
