@@ -22,7 +22,7 @@ from bench.judge.verdicts import Verdict, band
 from bench.plan.cell import REFERENCES, Status
 from bench.plan.schedule import Ended
 from bench.run.journal import Journal
-from bench.run.warmup import warmup
+from bench.run.record import warmup
 from bench.words import plural
 
 TOLERANCE = 1e-9

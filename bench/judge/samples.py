@@ -14,9 +14,8 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from bench.judge.statistics import MIN_TRIALS, SEED, TRIM, bootstrap, too_few, trimmed_mean
+from bench.judge.statistics import MIN_TRIALS, SEED, TRIM, Array, bootstrap, too_few, trimmed_mean
 from bench.plan.cell import Status
-from bench.run.warmup import Array
 
 NAME = f"{100 * TRIM:g} % trimmed mean"
 """Name of the estimate in headers and captions. It is a mean of logarithms, so a geometric one."""

@@ -22,9 +22,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy import special
 
-from bench.run.warmup import Array, warmup
+from bench.run.record import warmup
+
+Array = NDArray[np.float64]
 
 LEVEL = 0.95
 TRIM = 0.2

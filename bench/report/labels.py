@@ -11,9 +11,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
+from bench.judge.statistics import Array
 from bench.report import style
 from bench.report.style import TINY, safe
-from bench.run.warmup import Array
 
 HEIGHT = 9.0
 """Of a line of words, in points."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.plan.estimates import peak_flops
+from bench.run.machine import peak_flops
 
 KNOWN = {
     "NVIDIA H100 80GB HBM3": 989e12,

@@ -22,7 +22,7 @@ from bench.report.inline import picture
 from bench.report.lines import draw_step_time
 from bench.report.material import Material
 from bench.run.journal import Journal
-from bench.run.warmup import warmup
+from bench.run.record import warmup
 from tests.factories import make_cell as cell_of
 from tests.factories import make_manifest, make_record
 

@@ -16,10 +16,10 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from bench.judge.statistics import MARGIN, MAX_REPEATS, MIN_REPEATS, PRECISION, SAME_WIDTH, Interval, bootstrap
+from bench.judge.statistics import MARGIN, MAX_REPEATS, MIN_REPEATS, PRECISION, SAME_WIDTH, Array, Interval, bootstrap
 from bench.judge.verdicts import Comparison, Verdict, judge_all
 from bench.plan.schedule import next_look
-from bench.run.warmup import Array, warmups
+from bench.run.record import warmups
 from tests.studies.rivals import RULES
 from tests.studies.simulation import FAMILIES, FITTED, Noise, simulate
 
