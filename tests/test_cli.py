@@ -363,6 +363,13 @@ def test_a_good_run(place: Place) -> None:
     } | {f"{name}.parquet" for name in ("trials", "steps", "losses", "collectives", "memory", "ratios")}
 
 
+def test_a_run_whose_baseline_is_the_reference_says_how_to_compare_times(place: Place) -> None:
+    both = ("--backend", "reference,ddp-deferred,fsdp2-deferred")
+    status, out, _ = finished_run(place, None, *both, "--baseline", "reference")
+    assert status == GOOD
+    assert "The baseline is a reference" in out and "--baseline ddp-deferred" in out
+
+
 def wrong_update(backend: str, scale: float, residual: float, **time: Any) -> Script:
     def script(spec: Spec, number: int) -> Outcome | None:
         if spec.cell.backend != backend or spec.cell.accumulate == 1:
