@@ -14,8 +14,9 @@ import torch
 from bench.backends.base import Backend, Job, registry
 from bench.backends.plain import DDPDeferred, DDPEager
 from bench.judge import gates, tables
+from bench.launch import rank
 from bench.measure.trial import RankTrial
-from bench.plan.cell import REFERENCE, Cell, Device, Sharding, Sync
+from bench.plan.cell import REFERENCE, Cell, Device, Sharding, Status, Sync
 from bench.plan.task import SETTLED_WINDOWS, Spec
 from bench.run.record import merge_ranks
 from tests.factories import make_cell, make_manifest, make_record
@@ -295,3 +296,15 @@ def test_peak_memory_is_of_a_settled_window_only(
     monkeypatch.setattr(Spends, "when", when, raising=False)
     peak = trial_of(tmp_path, small_cell("sound"), Spends, "memory").memory()["peak"]
     assert LARGE <= peak < 2 * LARGE if counts else 0 < peak < LARGE // 10
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), Status.CRASHED),
+        (torch.OutOfMemoryError("nothing left"), Status.OOM),
+        (MemoryError(), Status.OOM),
+    ],
+)
+def test_out_of_memory_is_a_type_and_no_word(error: Exception, status: Status) -> None:
+    assert rank.failure(error)["status"] == status

@@ -12,6 +12,7 @@ from bench.judge.loading import Run
 from bench.judge.standing import Standing
 from bench.judge.statistics import MIN_REPEATS, MIN_TRIALS
 from bench.judge.verdicts import MORE_HELPS, Reason, Verdict
+from bench.plan.cell import REFERENCES
 from bench.words import plural
 
 BENCH = ("python", "-m", "bench")
@@ -50,10 +51,13 @@ def obstacle(run: Run, found: Standing, folder: Path) -> Obstacle | None:
     rows = [row for row in found.rows if not row.pair.b.twin and row.pair.b.world.times_communication]
     if not rows:
         named = list(dict.fromkeys(cell.backend for cell in run.cells.values() if not cell.is_reference))
-        more = next(name for name in PARTNERS if name not in named)
+        if len(named) > 1 and run.manifest.get("baseline") in REFERENCES:
+            reason = "The baseline is a reference, with which no times are compared"
+            return Obstacle(reason=reason, command=again(run, **{"--baseline": named[0]}))
+        more = [name for name in PARTNERS if name not in named][:1]
         return Obstacle(
             reason="No two cells of the run differ in the backend alone",
-            command=again(run, **{"--backend": ",".join([*named, more])}),
+            command=again(run, **{"--backend": ",".join([*named, *more])}),
         )
     judged = (row for row in rows if row.judgement.verdict is not Verdict.NOT_COMPARABLE)
     if any(row.time is not None and row.time.low is not None for row in judged):

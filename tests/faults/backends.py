@@ -34,8 +34,6 @@ FILL = "FAULT_FILL"
 FOREVER_S = 3600
 LATE_S = 6.5
 """Longer than the peers of a rank that failed may run on."""
-ROOM_BYTES = 2**29
-"""What a rank may allocate before it runs out of memory."""
 
 
 class Sound(DDPEager):
@@ -150,18 +148,14 @@ def limit_memory(room: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (size, size))
 
 
-@fault("f-oom-python")
-def python_out_of_memory(self: Any, job: Job) -> None:
-    limit_memory(ROOM_BYTES)
-    self.hoard = [bytearray(2**26) for _ in itertools.count()]
-
-
 @fault("f-oom-torch")
 def torch_out_of_memory(self: Any, job: Job) -> None:
     import torch
 
-    limit_memory(ROOM_BYTES)
-    self.hoard = [torch.ones(2**24) for _ in itertools.count()]
+    limit_memory(2**29)
+    self.hoard = []  # which is still there when the failure is looked at
+    while True:
+        self.hoard.append(torch.ones(2**24))
 
 
 @fault("f-oom-killer")

@@ -70,8 +70,8 @@ class Leaks:
         pids = {process.pid for process in ours}
         found = [_spelled(process) for process in ours]
         found += [f"port {port} is open" for port in _ports(pids)]
-        if new := _shared() - self._shared:
-            found += [f"/dev/shm/{name}" for name in sorted(new - _open_elsewhere(pids))]
+        if new := {inode: name for inode, name in _shared().items() if inode not in self._shared}:
+            found += [new[inode] for inode in new.keys() - _mapped_elsewhere(pids)]
         found += [f"{path.name} is locked" for path in self._locked()]
         return found + [f"temporary {path.name}" for path in sorted(self._temporary.iterdir())]
 
@@ -100,9 +100,14 @@ def _spelled(process: psutil.Process) -> str:
     return f"process {process.pid}"
 
 
-def _shared() -> set[str]:
-    """Names of shared memory segments and semaphores of POSIX."""
-    return {str(path.relative_to(SHARED)) for path in SHARED.rglob("*") if path.is_file()}
+def _shared() -> dict[int, str]:
+    """Names of shared memory segments and semaphores of POSIX, by inode."""
+    found = {}
+    for path in SHARED.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            if path.is_file():
+                found[path.stat().st_ino] = str(path)
+    return found
 
 
 def _ports(pids: set[int]) -> list[int]:
@@ -115,13 +120,11 @@ def _ports(pids: set[int]) -> list[int]:
     return sorted(found)
 
 
-def _open_elsewhere(pids: set[int]) -> set[str]:
-    """Shared memory that a process has open or mapped that is none of these."""
+def _mapped_elsewhere(pids: set[int]) -> set[int]:
+    """Inodes of the shared memory that other processes have mapped; glibc maps a semaphore under another name."""
     found = set()
-    for process in psutil.process_iter():
-        if process.pid in pids:
-            continue
-        with contextlib.suppress(psutil.Error, OSError):
-            paths = [one.path for one in process.memory_maps(grouped=True)] + [one.path for one in process.open_files()]
-            found |= {path.removeprefix(f"{SHARED}/") for path in paths if path.startswith(f"{SHARED}/")}
+    for pid in set(psutil.pids()) - pids:
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            found |= {int(line.split()[4]) for line in lines if f" {SHARED}/" in line}
     return found

@@ -430,13 +430,6 @@ def test_no_arguments_fail(command: str, fuzzed: Callable[[list[str]], None]) ->
     fuzz()
 
 
-@pytest.mark.parametrize(
-    "arguments", [[], ["walk"], ["--version", "x"], ["\udcff"], ["run", "--matrix", "\udcff.toml"]]
-)
-def test_no_other_words_fail(arguments: list[str], fuzzed: Callable[[list[str]], None]) -> None:
-    fuzzed(arguments)
-
-
 def test_the_watch_sees_what_is_written_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fuzzing proves nothing if nothing would be noticed."""
     (tmp_path / "template").mkdir()
