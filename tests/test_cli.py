@@ -214,7 +214,7 @@ def test_a_defect_of_the_bench_is_one_line_that_says_where_to_report_it(place: P
     status, out, err = place.call("plan")
     assert (status, out, err.count("\n")) == (DEFECT, "", 1) and DEFECT not in (GOOD, BAD, WRONG, INTERRUPTED)
     assert err.startswith("bench: ZeroDivisionError: first line second line (test_cli.py:")
-    assert "report it in the issue tracker" in err and "--debug" in err
+    assert err.endswith("report it with the command and the traceback of --debug to the project's issue tracker\n")
     status, _, err = place.call("plan", "--debug")
     assert status == DEFECT and err.startswith("Traceback (most recent call last):") and "report it" in err
 
@@ -452,6 +452,16 @@ def test_a_good_run(place: Place) -> None:
     assert {path.name for path in Path("out").iterdir()} == {
         *("run.json", "trials.jsonl", "plots", "report.html", "report.md"),
     } | {f"{name}.parquet" for name in ("trials", "steps", "losses", "collectives", "memory", "ratios")}
+
+
+def test_a_quiet_run_prints_the_answer_alone(place: Place) -> None:
+    loud = finished_run(place)[1]
+    with_launcher(place)
+    status, out, err = place.call("run", "--matrix", place.matrix(), "--out", "other", "--quiet")
+    assert (status, err) == (GOOD, "")
+    assert "[12/12]" in loud and "run out: " in loud and "matrix products on" in loud
+    assert "/12]" not in out and "run other: " not in out and "matrix products on" not in out
+    assert out.replace("other/", "out/") == loud[-len(out) + 2 * out.count("other/") :], "the same answer"
 
 
 def test_a_failed_trial_makes_the_status_bad(place: Place) -> None:

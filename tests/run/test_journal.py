@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.errors import InputError
-from bench.run import manifest as run_manifest
 from bench.run.journal import (
     JOURNAL,
     MANIFEST,
+    OLDER_VERSION,
     SCHEMA_VERSION,
     UPGRADED,
     Journal,
@@ -175,8 +175,7 @@ def golden(version: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def test_there_is_a_golden_run_of_every_version() -> None:
-    assert VERSIONS == list(range(1, SCHEMA_VERSION + 1)) == [*sorted(run_manifest.MANIFEST), SCHEMA_VERSION]
-    assert run_manifest.MANIFEST.keys() == run_manifest.RECORD.keys()
+    assert VERSIONS == [OLDER_VERSION, SCHEMA_VERSION]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
