@@ -3,7 +3,7 @@
 Memory comes from ``bench.forecast.footprint``, collectives from ``bench.judge.formulas``. The rest is arithmetic:
 
 - communication in seconds = sum over the collectives of (latency + wire bytes / link); wire bytes are those of ring
-  algorithms, derived and not measured (``bench.judge.tally.wire_bytes``), and 0 at W = 1;
+  algorithms, derived and not measured (``bench.judge.formulas.wire_bytes``), and 0 at W = 1;
 - lower bound of a step = max(compute, communication), as if every collective could run beside every kernel; upper
   bound = compute + communication, with nothing hidden.
 
@@ -21,8 +21,7 @@ from typing import Any
 from bench.backends.base import Backend
 from bench.backends.deepspeed import DeepSpeedZero2Deferred
 from bench.forecast.footprint import Footprint, declined, footprint
-from bench.judge.formulas import BUILT_IN, expect, layout_of
-from bench.judge.tally import Expectation, wire_bytes
+from bench.judge.formulas import BUILT_IN, Expectation, expect, layout_of, wire_bytes
 from bench.plan.cell import REFERENCES, Cell, Precision
 from bench.plan.models import SIZES
 from bench.workload.layout import Layout

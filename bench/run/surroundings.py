@@ -35,7 +35,6 @@ LOOK_S = 1.0
 """How long the load of the machine is observed."""
 GLOO_RANKS, GLOO_TIMEOUT_S = 2, 60.0
 """Ranks of the test of gloo, and its time limit."""
-COMPILERS = ("cc", "gcc", "clang")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +96,6 @@ class Facts:
     """Size of /dev/shm."""
     disk_bytes: int
     """Free disk space in the folder of runs."""
-    compiler: str
     loopback_error: str
     foreign_cores: float | None
     stolen_cores: float | None
@@ -123,7 +121,6 @@ def gather(folder: Path, missing: Mapping[str, Mapping[str, str]]) -> Facts:
         memory_bytes=psutil.virtual_memory().available,
         shm_bytes=_size(Path("/dev/shm")),
         disk_bytes=shutil.disk_usage(existing(folder)).free,
-        compiler=next((path for name in COMPILERS if (path := shutil.which(name))), ""),
         loopback_error=loopback(),
         foreign_cores=None if load is None else load["foreign_cores"],
         stolen_cores=None if load is None else load["stolen_cores"],
