@@ -467,6 +467,16 @@ def test_a_run_whose_folder_is_in_use(place: Place) -> None:
     assert not (place.folder / "out" / bench_files.FILE).exists()
 
 
+def test_a_quiet_run_prints_the_answer_alone(place: Place) -> None:
+    loud = finished_run(place)[1]
+    with_launcher(place)
+    status, out, err = place.call("run", "--matrix", place.matrix(), "--out", "other", "--quiet")
+    assert (status, err) == (GOOD, "")
+    assert "[12/12]" in loud and "run out: " in loud and "matrix products on" in loud
+    assert "/12]" not in out and "run other: " not in out and "matrix products on" not in out
+    assert out.replace("other/", "out/") == loud[-len(out) + 2 * out.count("other/") :], "the same answer"
+
+
 def test_a_failed_trial_makes_the_status_bad_and_is_run_again_when_asked(place: Place) -> None:
     status, out, _ = finished_run(place, lambda spec, n: failed(Status.OOM, "rank 0: full") if n == 3 else None)
     assert status == BAD and "rank 0: full" in out
