@@ -10,21 +10,23 @@ from typing import Any
 import matplotlib.style
 import pytest
 
+from bench.backends.base import registry
 from bench.judge import gates, tables
 from bench.judge.loading import Run, run_of
 from bench.judge.quoting import Quotes
-from bench.judge.standing import Standing, standing, standings
+from bench.judge.standing import Standing, standings
 from bench.measure.taps import EventKind, TappedLoader, Taps, updates
+from bench.plan.expand import expand
 from bench.report import figure_data, figures, page, pull_request, sheet, style
 from bench.report.answer import answer
 from bench.report.citation import formats, words_of_cell
-from bench.report.inline import picture
 from bench.report.lines import draw_step_time
 from bench.report.material import Material
+from bench.report.page import picture
 from bench.run.journal import Journal
-from bench.run.warmup import warmup
+from bench.run.record import warmup
 from tests.factories import make_cell as cell_of
-from tests.factories import make_manifest, make_record
+from tests.factories import make_manifest, make_matrix, make_record
 
 Timed = Callable[..., Any]
 """The fixture of pytest-benchmark."""
@@ -54,16 +56,6 @@ def drawn(run: Run, every: dict[str, Standing], tmp_path_factory: pytest.TempPat
     """All plots of the run."""
     folder = tmp_path_factory.mktemp("run") / "plots"
     return figures.draw(run.tables, dict(run.manifest), folder, next(iter(every.values())))
-
-
-def test_thousand_tapped_losses(benchmark: Timed) -> None:
-    def record() -> Taps:
-        taps = Taps(mark=time.perf_counter)
-        for _ in range(EVENTS):
-            taps.record(EventKind.LOSS)
-        return taps
-
-    assert benchmark(record).count(EventKind.LOSS) == EVENTS
 
 
 def test_thousand_tapped_steps(benchmark: Timed) -> None:
@@ -111,6 +103,13 @@ def test_reading_the_journal(benchmark: Timed, records: list[dict[str, Any]], tm
     assert len(benchmark(journal.read)) == 200
 
 
+def test_planning_ten_thousand_cells(benchmark: Timed) -> None:
+    powers = [2**n for n in range(25)]
+    batch = {"workload.global_batch_size": 2**49}
+    matrix = make_matrix(batch, backend="all", accumulate=powers, world_size=powers)
+    assert len(benchmark(expand, matrix, registry(), 0)) > 10_000
+
+
 def test_building_the_tables(benchmark: Timed, records: list[dict[str, Any]]) -> None:
     assert len(benchmark(tables.build, records, make_manifest()).trials) == len(records)
 
@@ -118,14 +117,6 @@ def test_building_the_tables(benchmark: Timed, records: list[dict[str, Any]]) ->
 def test_judging_by_the_gates(benchmark: Timed, records: list[dict[str, Any]]) -> None:
     built = tables.build(records, make_manifest())
     assert len(benchmark(gates.judge, built).trials) == len(records)
-
-
-def test_verdicts(benchmark: Timed, run: Run) -> None:
-    assert len(benchmark(standing, run).rows) == 3 * (len(BACKENDS) - 1)
-
-
-def test_facts_of_every_cell(benchmark: Timed, run: Run, every: dict[str, Standing]) -> None:
-    assert len(benchmark(lambda: Material(folder=Path(), run=run, standings=every).cells)) == len(run.cells) - 1
 
 
 def test_citing_every_cell(benchmark: Timed, run: Run) -> None:
@@ -151,8 +142,7 @@ def test_verdicts_against_every_baseline(benchmark: Timed, run: Run) -> None:
 
 def test_putting_one_plot_into_a_page(benchmark: Timed, drawn: list[Path]) -> None:
     (path,) = [path for path in drawn if path.name == "step_time.svg"]
-    svg = path.read_text(encoding="utf-8")
-    assert benchmark(picture, svg, "step_time").markup.startswith("<svg")
+    assert benchmark(picture, path).title
 
 
 def test_writing_the_page(benchmark: Timed, run: Run, every: dict[str, Standing], drawn: list[Path]) -> None:
