@@ -24,8 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.backends.base import registry
 from bench.launch import rank
-from bench.measure.clock import Clock, clock_for
-from bench.measure.taps import EventKind, Taps, updates
+from bench.measure.taps import EventKind, HostClock, Taps, clock_for, updates
 from bench.measure.trial import RankTrial
 from bench.plan.task import Spec
 
@@ -65,7 +64,7 @@ class BareLoop:
 class InTurn(Taps):
     """Taps whose loader runs a bare window before each of the backend's; ``around`` has the clock before and after."""
 
-    def __init__(self, bare: BareLoop, accumulate: int, clock: Clock) -> None:
+    def __init__(self, bare: BareLoop, accumulate: int, clock: HostClock) -> None:
         super().__init__(mark=clock.mark)
         self.bare, self.accumulate, self.clock = bare, accumulate, clock
         self.around: list[tuple[Any, Any]] = []

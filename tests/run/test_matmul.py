@@ -10,7 +10,7 @@ import torch
 
 from bench.launch.launcher import Launcher
 from bench.launch.outcome import Outcome
-from bench.measure import clock
+from bench.measure import taps
 from bench.plan.cell import Device, Precision, Status
 from bench.run import machine, matmul
 from bench.run.matmul import MatmulTask, matmul_rate, measure, summary, tasks
@@ -32,7 +32,7 @@ def test_a_rate_is_flop_over_the_median_second(monkeypatch: pytest.MonkeyPatch) 
             return [9.0, 0.5, 0.25, 0.5, 0.5]
 
     monkeypatch.setitem(matmul.SIZE, "cpu", 10)
-    monkeypatch.setattr(clock, "clock_for", lambda device: Clock())
+    monkeypatch.setattr(taps, "clock_for", lambda device: Clock())
     assert matmul_rate(CPU, torch.float32) == 2 * 10**3 / 0.5
 
 
