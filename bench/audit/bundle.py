@@ -11,14 +11,14 @@ from typing import Any
 
 from bench.audit.semantics_files import OBSERVATIONS
 from bench.files import RESULTS
-from bench.report.epoch_end import FILE
+from bench.report.sections import EPOCH_END
 
 SCENARIO = "partial-window"
 PACKAGES = ("torch", "lightning", "deepspeed")
 
 
 def bundle(about: Mapping[str, Any], observations: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What ``bench.report.epoch_end`` shows of a suite's observations."""
+    """What ``bench.report.sections`` shows of a suite's observations."""
     chosen = [one for one in observations if one["scenario"]["name"] == SCENARIO]
     scenario = chosen[0]["scenario"]
     (n,) = scenario["accumulate"]
@@ -43,8 +43,8 @@ def main(folder: Path = RESULTS / "semantics") -> None:
     """Write the bundle from the folder of a suite."""
     stored = json.loads((folder / OBSERVATIONS).read_text(encoding="utf-8"))
     text = json.dumps(bundle(stored["about"], stored["observations"]), indent=1)
-    FILE.write_text(f"{text}\n", encoding="utf-8")
-    print(FILE)
+    EPOCH_END.write_text(f"{text}\n", encoding="utf-8")
+    print(EPOCH_END)
 
 
 if __name__ == "__main__":

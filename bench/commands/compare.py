@@ -244,7 +244,7 @@ def _show(report: Report) -> None:
     console.print(Text(comparison.headline(report)), soft_wrap=True)
     for line in comparison.alarm(report.differences):
         console.print(Text(line, style="bold red"), soft_wrap=True)
-    console.print(comparison.table(report.rows, console.width))
+    console.print(comparison.table(report.rows, console))
     for line in [*comparison.reasons(report.rows), "", *report.remarks, *report.notes]:
         console.print(Text(line), soft_wrap=True)
 
@@ -275,7 +275,7 @@ def _write(folder: Path, report: Report) -> None:
         with matplotlib.style.context(list(style.BASE)):
             for drawing in drawings:
                 written += sheet.save(drawing.figure, folder / drawing.stem, drawing.words)
-        page.write_text(comparison.markdown(report, [f"{one.stem}.png" for one in drawings]), encoding="utf-8")
+        page.write_text(comparison.page(report, [f"{one.stem}.png" for one in drawings]), encoding="utf-8")
     except OSError as error:
         raise _unwritable(folder, error) from error
     names = ", ".join(path.name for path in written)

@@ -19,8 +19,7 @@ from bench.forecast.best import Question, Stretch
 from bench.forecast.prediction_text import About, markdown, named, rate
 from bench.report import sheet, style
 from bench.report.formats import write_frame
-from bench.report.panels import Drawing
-from bench.report.sheet import FigureWords
+from bench.report.sheet import Drawing, FigureWords
 from bench.report.style import SMALL, Key, safe
 
 COLOURS = (

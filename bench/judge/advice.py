@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.judge.loading import Run
-from bench.judge.pairs import ComparedPair
 from bench.judge.standing import Standing
 from bench.judge.statistics import MIN_REPEATS, MIN_TRIALS
 from bench.judge.verdicts import MORE_HELPS, Reason, Verdict
@@ -60,7 +59,8 @@ def obstacle(run: Run, found: Standing, folder: Path) -> Obstacle | None:
             reason="No two cells of the run differ in the backend alone",
             command=again(run, **{"--backend": ",".join([*named, *more])}),
         )
-    if any(_is_measured(row) for row in rows):
+    judged = (row for row in rows if row.judgement.verdict is not Verdict.NOT_COMPARABLE)
+    if any(row.time is not None and row.time.low is not None for row in judged):
         return None
     reasons = Counter(row.judgement.reason for row in rows)
     details = {row.judgement.reason: row.judgement.detail.partition("; ")[0] for row in reversed(rows)}
@@ -71,11 +71,6 @@ def obstacle(run: Run, found: Standing, folder: Path) -> Obstacle | None:
     if Reason.FEW_TRIALS not in reasons and _repeats(run) < MIN_TRIALS:
         said.append(f"{plural(_repeats(run), 'repeat')}, and an interval needs {MIN_TRIALS}")
     return Obstacle(reason="; ".join(said), command=next_command(run, set(reasons), folder))
-
-
-def _is_measured(row: ComparedPair) -> bool:
-    time = row.time
-    return row.judgement.verdict is not Verdict.NOT_COMPARABLE and time is not None and time.low is not None
 
 
 def next_command(run: Run, reasons: Collection[Reason], folder: Path) -> str:

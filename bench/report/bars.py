@@ -13,12 +13,12 @@ from matplotlib.colors import to_rgb
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from bench.judge.tally import wire_bytes
+from bench.judge.formulas import wire_bytes
 from bench.plan.categories import PEAK, Category
 from bench.plan.cell import Status
 from bench.report import sheet, style
-from bench.report.figure_data import FACTS, MEMORY, FigureData, floats, twins
-from bench.report.panels import CONTEXT, Drawing, Panel, paged, panel_grid
+from bench.report.figure_data import CONTEXT, FACTS, MEMORY, FigureData, Panel, floats, twins
+from bench.report.sheet import Drawing, panel_grid
 from bench.report.style import GREY, SMALL, TINY, safe
 from bench.words import plural, size, unit_of
 
@@ -29,7 +29,7 @@ MARGIN_WORDS = 0.62
 SAME = 0.01
 """Relative difference below which two measurements of a peak are one."""
 PANELS_HEIGHT = 6.0
-"""Inches that the panels of one page may take."""
+"""Inches that all panels may take."""
 
 
 def stacked(
@@ -44,39 +44,35 @@ def stacked(
     unit: float,
     also: Sequence[str],
 ) -> list[Drawing]:
-    """The figures of a total and the columns that add up to it, by how each is painted.
+    """The figure of a total and the columns that add up to it, by how each is painted; none if no total is known.
 
-    ``unit`` is how much of the columns is 1 on the axis, and ``also`` are columns of the data beside the total.
+    ``unit`` is what is 1 on the axis, in the unit of the columns; ``also`` are further columns of the data.
     """
     cells = cells[[*FACTS, total, *also]]
-    panels = [panel for panel in run.panels(cells, [*CONTEXT, "accumulate"]) if panel.rows[total].notna().any()]
-    if not panels:
+    known = cells.groupby([*CONTEXT, "accumulate"], dropna=False)[total].transform("count") > 0
+    cells = cells[known]
+    if cells.empty:
         return []
-    shown = run.shown(panels)
+    shown = run.shown(cells)
     beside = max(style.text_width(style.fit(name, style.NAME_WIDTH), SMALL) for name in shown) + 0.15
-    fit = max(1, int((style.WIDTH - beside) / (1.2 + MARGIN_WORDS)))
-    most = min(fit, 3 if len(panels) == 3 else max(2, math.ceil(math.sqrt(len(panels)))), 3)
+    widest = min(3, max(1, int((style.WIDTH - beside) / (1.2 + MARGIN_WORDS))))
     row = MANY_ROWS if len(shown) > 8 else ROW
-    per_page = most * max(1, int(PANELS_HEIGHT / (row * len(shown) + TITLE_AND_AXIS)))
-    largest = float(cells[total].max()) / unit
-    drawings = []
-    for page in paged(stem, panels, per_page):
-        chunk = page.panels
-        lines = math.ceil(len(chunk) / most)
-        columns = math.ceil(len(chunk) / lines)
-        width = (style.WIDTH - 2 * style.MARGIN - beside) / columns
-        words = run.words(title)
-        words.notes[:0] = [*page.left_out, note]
-        height = lines * (row * len(shown) + TITLE_AND_AXIS) + 0.3
-        keys: list[style.Key] = [(Patch(**paint), part.replace("_", " ")) for part, paint in parts.items()]
-        figure = sheet.sheet(words, [keys], height, height)
-        grid = panel_grid(figure, chunk, columns, beside + 0.2 * columns, sharex=True, sharey=True)
-        for i, (axes, panel) in enumerate(zip(grid, chunk, strict=True)):
-            _bars(axes, panel, shown, total, parts, unit)
-            axes.set_xlim(0, largest * width / (width - MARGIN_WORDS) or 1)
-            axes.set_xlabel(label if i + columns >= len(chunk) else "")
-        drawings.append(Drawing(page.stem, figure, cells, words))
-    return drawings
+    line = row * len(shown) + TITLE_AND_AXIS
+    panels, left_out = run.panels(cells, [*CONTEXT, "accumulate"], widest * max(1, int(PANELS_HEIGHT / line)))
+    lines = math.ceil(len(panels) / (min(widest, 2) if len(panels) == 4 else widest))
+    columns = math.ceil(len(panels) / lines)
+    words = run.words(title)
+    words.notes[:0] = [*left_out, note]
+    keys: list[style.Key] = [(Patch(**paint), part.replace("_", " ")) for part, paint in parts.items()]
+    figure = sheet.sheet(words, [keys], lines * line + 0.3, lines * line + 0.3)
+    titles = [panel.title for panel in panels]
+    grid = panel_grid(figure, titles, columns, beside + 0.2 * columns, sharex=True, sharey=True)
+    for i, (axes, panel) in enumerate(zip(grid, panels, strict=True)):
+        _bars(axes, panel, shown, total, parts, unit)
+        axes.set_xlabel(label if i + columns >= len(panels) else "")
+    width = (style.WIDTH - 2 * style.MARGIN - beside) / columns
+    grid[0].set_xlim(0, float(cells[total].max()) / unit * width / (width - MARGIN_WORDS) or 1)
+    return [Drawing(stem, figure, cells, words)]
 
 
 def _bars(
@@ -118,9 +114,9 @@ CATEGORY_COLOURS = {
     Category.TEMPORARIES: "#BBBBBB",
     Category.OTHER: "#555555",
 }
-"""Okabe and Ito's hues; of parameters and gradients what is whole is the paler one, and hatched."""
+"""Okabe and Ito's hues; unsharded parameters and gradients are paler than sharded ones, and hatched."""
 UNSPLIT = "not_split"
-"""Column of the peak of a cell whose categories were not measured."""
+"""Column: the peak of a cell whose categories were not measured."""
 HATCHED = (Category.PARAMETERS_UNSHARDED, Category.GRADIENTS_UNSHARDED)
 
 
@@ -128,7 +124,7 @@ def by_cell(memory: pd.DataFrame, total: str) -> pd.DataFrame:
     """Bytes at a moment (``PEAK``): a row per cell_id, a column per category; only cells that have all of them.
 
     ``memory`` is the table of that name, whose categories are ``peak_activations`` and the like, with or without
-    ``tracked_`` before it. Of several repeats the largest counts.
+    ``tracked_`` before it. The largest of several repeats counts.
     """
     rows = memory.assign(category=memory["category"].str.removeprefix("tracked_"))
     wide = rows.pivot_table(index="cell_id", columns="category", values="bytes", aggfunc="max", observed=True)
@@ -139,7 +135,7 @@ def by_cell(memory: pd.DataFrame, total: str) -> pd.DataFrame:
 def draw_memory_categories(run: FigureData) -> list[Drawing]:
     """A stacked bar per backend, a panel per N and W: what lives at the peak, on the rank that has most.
 
-    Of a cell whose peak was not split, all of it; a black mark is what else measured the peak, if that differs.
+    A peak that was not split is one bar. A black mark is the allocator's peak, if that differs.
     """
     parts = by_cell(run.tables.memory, PEAK)
     cells = run.others.join(parts)
@@ -161,8 +157,8 @@ def draw_memory_categories(run: FigureData) -> list[Drawing]:
         "live_bytes",
         paints,
         _memory_title(cells),
-        "Each storage that lives at the peak of a settled window is in one category, on the rank with the largest "
-        "peak; right of a bar: the peak, and how the cell failed.",
+        "What is live at the peak of a window after warm-up, on the rank with the largest peak; each storage is in one "
+        "category. Right of a bar: the peak, and how the cell failed.",
         f"{unit_name} at the peak of a rank",
         unit,
         also=[*names, UNSPLIT, *MEMORY],
@@ -170,22 +166,22 @@ def draw_memory_categories(run: FigureData) -> list[Drawing]:
 
 
 def _memory_title(cells: pd.DataFrame) -> str:
-    """Who needs least and most memory at the largest N of the most ranks, and what makes most of the difference."""
+    """Who needs the least and the most memory at the most ranks and the largest N, and where the difference lies."""
     good = cells[(cells["status"] == Status.OK) & cells["live_bytes"].notna()]
     good = good[good["world_size"] == good["world_size"].max()]
     good = good[good["accumulate"] == good["accumulate"].max()].sort_values("live_bytes", kind="stable")
     if good.empty:
-        return "Memory at the peak, of cells of which none is correct"
+        return "Peak memory (no cell is correct)"
     least, most = good.iloc[0], good.iloc[-1]
     where = _where(cells, least)
     if most["live_bytes"] == least["live_bytes"]:
         alone = least["backend"] if len(good) == 1 else f"each of {plural(len(good), 'backend')}"
         return f"{where}, {alone} needs {size(float(least['live_bytes']))} per rank"
+    means = f"needs {float(most['live_bytes']) / float(least['live_bytes']):.2g}x the memory of {least['backend']}"
     away = pd.Series({str(name): float(most[str(name)]) - float(least[str(name)]) for name in Category})
     mostly = str(away.idxmax()).split("_")
     mostly = mostly[::-1] if "sharded" in mostly[-1] else mostly
-    means = f"needs {float(most['live_bytes']) / float(least['live_bytes']):.2g}x the memory of {least['backend']}"
-    return f"{where}, {most['backend']} {means}, mostly for {' '.join(mostly)}"
+    return f"{where}, {most['backend']} {means}" + (f", mostly for {' '.join(mostly)}" if away.max() > 0 else "")
 
 
 def _where(cells: pd.DataFrame, cell: Any) -> str:
@@ -215,7 +211,7 @@ def by_operation(collectives: pd.DataFrame, ranks: pd.Series | None = None) -> p
     """Payload bytes of a rank in one optimizer step: a row per cell_id, a column per operation, and their sum.
 
     ``collectives`` is the table of that name. Of several repeats the largest counts. With ``ranks``, the number of
-    ranks by cell_id, what a ring algorithm sends for these (``judge.tally.wire_bytes``).
+    ranks by cell_id, what a ring algorithm sends for these (``judge.formulas.wire_bytes``).
     """
     rows = collectives.assign(op=collectives["op"].where(collectives["op"].isin(list(TRAFFIC_COLOURS)), OTHER))
     if ranks is not None:
@@ -229,7 +225,7 @@ def by_operation(collectives: pd.DataFrame, ranks: pd.Series | None = None) -> p
 
 
 def draw_traffic(run: FigureData) -> list[Drawing]:
-    """A stacked bar per backend, a panel per N and W; nothing where no operation was counted."""
+    """A stacked bar per backend, a panel per N and W; nothing if no operation was counted."""
     parts = by_operation(run.tables.collectives, run.cells["world_size"]).rename(columns={TOTAL: SENT})
     if parts.empty or not float(parts[SENT].max()):
         return []
@@ -248,8 +244,8 @@ def draw_traffic(run: FigureData) -> list[Drawing]:
         SENT,
         paints,
         _traffic_title(cells),
-        "Bytes that a ring algorithm sends for the collectives counted between two updates, derived from their payload "
-        "(gloo's algorithms differ); right of a bar: their sum, and how the cell failed.",
+        "Bytes that a ring algorithm sends for the collectives counted between two updates, computed from their "
+        "payload (gloo uses other algorithms). Right of a bar: their sum, and how the cell failed.",
         f"{unit_name} sent per rank and step",
         unit,
         also=names,
@@ -257,12 +253,12 @@ def draw_traffic(run: FigureData) -> list[Drawing]:
 
 
 def _traffic_title(cells: pd.DataFrame) -> str:
-    """What deferring the sync saves at the largest N of the most ranks, or who sends least and most."""
+    """What deferring the sync saves at the most ranks and the largest N, or who sends the least and the most."""
     good = cells[(cells["status"] == Status.OK) & cells[SENT].notna() & (cells["world_size"] > 1)]
     good = good[good["world_size"] == good["world_size"].max()]
     good = good[good["accumulate"] == good["accumulate"].max()]
     if good.empty:
-        return "Bytes that a rank sends, of cells of which none is correct"
+        return "Bytes that a rank sends (no cell is correct)"
     where = _where(cells, good.iloc[0])
     saved = {eager["backend"]: (eager[SENT], deferred[SENT]) for eager, deferred in twins(good) if deferred[SENT]}
     best = max(saved, key=lambda name: saved[name][0] / saved[name][1], default=None)

@@ -1,36 +1,45 @@
-"""A comparison as a table in the terminal and as a page."""
+"""A comparison of two runs, or of two backends, as a table in the terminal and as a page."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pandas as pd
-from rich import box
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bench.judge.pairs import ComparedPair, Number, record
-from bench.judge.verdicts import Exact, Reason, Verdict
-from bench.plan.columns import COLUMNS
+from bench.judge.pairs import ComparedPair, record
+from bench.judge.verdicts import Exact, Exactly, Reason, Verdict
+from bench.plan.columns import COLUMNS, DASH
+from bench.report import pull_request, terminal
+from bench.report.ranking import TableColumn
 from bench.run.machine import Changed
-from bench.words import plural
+from bench.words import markdown, plural, some
 
 if TYPE_CHECKING:
     from bench.judge.loading import Run
     from bench.judge.pairs import Pair
 
-HEADER = ("cell", "verdict", "time B/A", "95 % interval", "n", "memory B/A", "steps", "reason")
-DROPPED = ("reason", "steps", "n", "95 % interval", "memory B/A")
-"""Columns that a narrow terminal does without, the first of them first; reasons stand below the table too."""
+TABLE = (
+    TableColumn("cell", "cell", is_number=False),
+    TableColumn("verdict", "verdict", is_number=False),
+    TableColumn("ratio", "time B/A"),
+    TableColumn("interval", "95 % interval", is_number=False, drop=2),
+    TableColumn("n", "n", drop=3),
+    TableColumn("memory", "memory B/A", drop=1),
+    TableColumn("steps", "steps", is_number=False, drop=4),
+    TableColumn("reason", "reason", is_number=False, drop=5),
+)
+"""Reasons also stand below the table."""
+FORCED = ("ratio", "interval", "n", "memory", "steps")
+"""Columns that are struck through in rows that are not comparable."""
 STYLES = {Verdict.FASTER: "bold blue", Verdict.SLOWER: "bold red", Verdict.SAME: "green", Verdict.AMBIGUOUS: ""}
 DECIDED = frozenset({Reason.OUTSIDE_FLOOR, Reason.INSIDE_MARGIN})
-"""Reasons whose details the table's columns say."""
-NAMED = 6
-"""Cells that are named where they have the same to be said of them."""
+"""Reasons whose details are columns of the table."""
 MOST_KEYS = 12
 """Differing keys of the fingerprint that are listed; ``--json`` has all."""
 
@@ -41,16 +50,16 @@ class Report:
 
     a: str
     b: str
-    """What A, the baseline, and B are called."""
+    """How A, the baseline, and B are called."""
     rows: Sequence[ComparedPair]
     differences: Sequence[Changed]
-    """Of the fingerprints."""
+    """Keys of the fingerprints that differ."""
     remarks: Sequence[str]
-    """On the cells (``bench.judge.remarks``), also below the plots."""
+    """On the cells (``bench.judge.remarks``); also said below the plots."""
     notes: Sequence[str]
     margin: float
     threshold: float | None = None
-    """Of ``--fail-on slower``."""
+    """The value of ``--fail-on slower``."""
 
 
 def frame(rows: Sequence[ComparedPair]) -> pd.DataFrame:
@@ -68,7 +77,7 @@ def headline(report: Report) -> str:
 
 
 def alarm(differences: Sequence[Changed]) -> list[str]:
-    """Says loudly that the fingerprints differ, and where; nothing if they do not."""
+    """A warning with the keys in which the fingerprints differ; nothing if there are none."""
     if not differences:
         return []
     count = "1 key of the fingerprint differs" if len(differences) == 1 else f"{len(differences)} keys differ"
@@ -82,60 +91,52 @@ def _value(value: object) -> str:
     return value if isinstance(value, str) and value.startswith("(") else json.dumps(value)
 
 
-def cells(row: ComparedPair) -> tuple[str, ...]:
-    """What the table says of a pair."""
+def texts(row: ComparedPair) -> dict[str, str]:
+    """The text of a pair in each column of TABLE."""
     time, judgement = row.time, row.judgement
-    interval = "-"
+    interval = DASH
     if time is not None:
         interval = "no interval" if time.low is None else f"{time.low:.4f} to {time.high:.4f}"
-    return (
-        row.pair.name,
-        f"{judgement.verdict}{' (forced)' * row.forced}{'; REGRESSED' if row.regressions else ''}",
-        "-" if time is None else f"{time.ratio:.4f}",
-        interval,
-        "-" if time is None else str(time.num_trials),
-        _memory(row.memory),
-        _steps(row.steps),
-        str(judgement.reason),
-    )
+    share = row.memory.ratio
+    return {
+        "cell": row.pair.name,
+        "verdict": f"{judgement.verdict}{' (forced)' * row.forced}{'; REGRESSED' if row.regressions else ''}",
+        "ratio": DASH if time is None else f"{time.ratio:.4f}",
+        "interval": interval,
+        "n": DASH if time is None else str(time.num_trials),
+        "memory": DASH if share is None else f"{share:.4f}",
+        "steps": _steps(row.steps),
+        "reason": str(judgement.reason),
+    }
 
 
-def _memory(number: Number) -> str:
-    share = number.verdict.ratio
-    return "-" if share is None else f"{share:.4f}"
+def _steps(number: Exactly) -> str:
+    if number.verdict is Exact.UNKNOWN:
+        return DASH
+    return f"{number.verdict}, {number.b}" + ("" if number.a == number.b else f" of {number.a}")
 
 
-def _steps(number: Number) -> str:
-    if number.verdict.verdict is Exact.UNKNOWN:
-        return "-"
-    return f"{number.verdict.verdict}, {number.b}" + ("" if number.a == number.b else f" of {number.a}")
-
-
-def table(rows: Sequence[ComparedPair], width: int) -> Table:
-    """The rows on a terminal of this width. What was forced is struck through, and the verdict says so."""
-    texts = [cells(row) for row in rows]
-    widths = {name: max(map(len, [name, *(row[i] for row in texts)])) + 1 for i, name in enumerate(HEADER)}
-    shown = list(HEADER)
-    for name in DROPPED:
-        if sum(widths[one] for one in shown) > width:
-            shown.remove(name)
-    found = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in shown:
-        found.add_column(name, justify="right" if name in {"time B/A", "n", "memory B/A"} else "left")
-    for row, words in zip(rows, texts, strict=True):
-        styled = {name: Text(word) for name, word in zip(HEADER, words, strict=True)}
-        if row.forced:
-            for name in HEADER[2:7]:
-                styled[name].stylize("strike")
+def table(rows: Sequence[ComparedPair], console: Console) -> Table:
+    """The rows, as many columns as the terminal has room for."""
+    found = []
+    for row in rows:
+        styled = {key: Text(text) for key, text in texts(row).items()}
+        for key in FORCED if row.forced else ():
+            styled[key].stylize("strike")
         barred = row.judgement.verdict is Verdict.NOT_COMPARABLE
         style = "dim" if barred else STYLES[row.judgement.verdict]
         styled["verdict"].stylize("bold red" if row.regressions else style)
-        found.add_row(*(styled[name] for name in shown))
-    return found
+        found.append(styled)
+    return terminal.fitted(console, TABLE, found)
+
+
+def _marked_up(row: ComparedPair) -> dict[str, str]:
+    found = {key: markdown(text) for key, text in texts(row).items()}
+    return found | ({key: f"~~{found[key]}~~" for key in FORCED} if row.forced else {})
 
 
 def reasons(rows: Sequence[ComparedPair]) -> list[str]:
-    """Each reason with what to do next, and the details that the table has no room for."""
+    """Each reason with what to do next, and the details for which the table has no room."""
     found = []
     for reason in Reason:
         those = [row for row in rows if row.judgement.reason is reason]
@@ -148,38 +149,22 @@ def reasons(rows: Sequence[ComparedPair]) -> list[str]:
         for row in those:
             details.setdefault(row.judgement.detail, []).append(row.pair.name)
         for detail, names in details.items():
-            who = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
-            found.append(f"  {detail}" if len(details) == 1 else f"  {who}: {detail}")
+            found.append(f"  {detail}" if len(details) == 1 else f"  {some(names)}: {detail}")
     return found
 
 
-def markdown(report: Report, pictures: Iterable[str]) -> str:
-    """The page: the same words and tables, and the plots beside it."""
-    lines = [f"# {_safe(report.b)} against {_safe(report.a)}", "", _safe(headline(report)) + ".", ""]
+def page(report: Report, pictures: Iterable[str]) -> str:
+    """The same words and table as Markdown, and the plots beside it."""
+    lines = [f"# {markdown(report.b)} against {markdown(report.a)}", "", f"{markdown(headline(report))}.", ""]
     if report.differences:
         first, *keys = alarm(report.differences)
-        lines += [f"**{first}**", "", *(f"- {_safe(key.strip())}" for key in keys), ""]
+        lines += [f"**{first}**", "", *(f"- {markdown(key)}" for key in keys), ""]
     lines += [f"![Ratios of step times with intervals]({name})" for name in pictures]
-    lines += ["", f"| {' | '.join(HEADER)} |", "|" + " --- |" * len(HEADER)]
-    for row in report.rows:
-        words = [_safe(word) for word in cells(row)]
-        if row.forced:
-            words[2:7] = [f"~~{word}~~" for word in words[2:7]]
-        lines.append(f"| {' | '.join(words)} |")
+    lines += ["", *pull_request.table(TABLE, [_marked_up(row) for row in report.rows])]
     lines += ["", "## Reasons, and what to do next", ""]
-    lines += [("  - " if line.startswith(" ") else "- ") + _safe(line.strip()) for line in reasons(report.rows)]
-    lines += ["", "## Notes", "", *(f"- {_safe(note)}" for note in (*report.remarks, *report.notes)), ""]
+    lines += [("  - " if line.startswith(" ") else "- ") + markdown(line) for line in reasons(report.rows)]
+    lines += ["", "## Notes", "", *(f"- {markdown(note)}" for note in (*report.remarks, *report.notes)), ""]
     return "\n".join(lines)
-
-
-def _safe(text: str) -> str:
-    """One line in which nothing is read as markup."""
-    plain = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
-    return re.sub(r"([\\`*\[\]|])", r"\\\1", plain)
-
-
-LISTED = 4
-"""Cells that are named where they have the same to be said of them; of more, the first ones."""
 
 
 def notes_on(
@@ -205,14 +190,11 @@ def notes_on(
         bad = [row for row in rows if metric in row.regressions]
         unknown = [row for row in rows if metric in row.unchecked]
         words = f"{metric}={_percent(limit)}: {len(bad)} of {plural(len(rows), 'cell')} regressed"
-        words += f": {_listed(bad)}" if bad else ""
-        found.append(words + (f"; {len(unknown)} NOT CHECKED: {_listed(unknown)}" if unknown else ""))
+        words += f": {some([row.pair.name for row in bad])}" if bad else ""
+        found.append(
+            words + (f"; {len(unknown)} NOT CHECKED: {some([row.pair.name for row in unknown])}" if unknown else "")
+        )
     return found
-
-
-def _listed(rows: list[ComparedPair]) -> str:
-    names = [row.pair.name for row in rows]
-    return ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
 
 
 def _percent(value: float) -> str:

@@ -1,11 +1,11 @@
-"""What the figures of a run draw and have in common: its cells in order, panels, and the words around them."""
+"""What the figures of a run have in common: its cells in order, their panels, and the words around them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -13,12 +13,15 @@ import pandas as pd
 from bench.judge.samples import step_times
 from bench.judge.tables import Tables, worlds
 from bench.plan.cell import REFERENCES, SGD, Status
-from bench.plan.columns import AXES, Axis, axes
+from bench.plan.columns import AXES, WAYS, Axis, axes, differing
 from bench.report import style
-from bench.report.panels import CONTEXT, Panel, of_one_process, varying_columns
+from bench.report.material import machine_words, parameters
 from bench.report.sheet import FigureWords
-from bench.words import plural, size, some
+from bench.words import size, some
 
+T = TypeVar("T")
+CONTEXT = [*WAYS, "world_size", "world", "precision"]
+"""Cells that differ in one of these are never in one panel."""
 FACTS = [
     "run_id",
     "cell_id",
@@ -37,10 +40,24 @@ FACTS = [
 TIMES = ["step_time_s", "step_time_low_s", "step_time_high_s"]
 """The step time that is cited of a cell, and the ends of its 95 % interval."""
 MEMORY = ["peak_memory_bytes", "peak_memory_source"]
+NOT_COMMUNICATION = "no bytes move between ranks: host overhead and memory policy, not communication"
+
+
+@dataclass
+class Panel:
+    """What shares one pair of axes."""
+
+    title: str
+    rows: pd.DataFrame
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """The most ranks, and the largest N."""
+        return int(self.rows["world_size"].max()), int(self.rows["accumulate"].max())
 
 
 class FigureData:
-    """The cells in the order of drawing, and what all figures say about them."""
+    """The cells in the order in which they are drawn, and what all figures say about them."""
 
     def __init__(
         self, tables: Tables, manifest: dict[str, Any], remarks: Sequence[str] = (), obstacle: str = ""
@@ -59,7 +76,7 @@ class FigureData:
     def cells(self) -> pd.DataFrame:
         """One row per cell, by ``cell_id``: how it ended, its step time if its world has one, and its peak memory.
 
-        A cell is ``invalid`` if one of its trials is, ``ok`` if another one is good. Of peaks the largest counts.
+        A cell is ``invalid`` if one of its trials is, and else ``ok`` if one is good. The largest peak counts.
         """
         trials = self.trials.sort_values("repeat", kind="stable")
         fine, ids = trials["status"] == Status.OK, trials["cell_id"]
@@ -87,20 +104,14 @@ class FigureData:
 
     def words(self, title: str, *, timed: bool = False) -> FigureWords:
         """The words around a figure; one of times says why they cannot be compared, if they cannot."""
-        machine = self.manifest.get("machine") or {}
-        gpus = [str(gpu.get("name", "GPU")) for gpu in machine.get("gpus") or []]
-        parts = [str(machine.get("cpu") or "unknown CPU")]
-        if machine.get("cores"):
-            parts.append(plural(machine["cores"], "core"))
-        parts += [f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)] or ["no GPU"]
         torch = (self.manifest.get("packages") or {}).get("torch")
-        footer = f"run {self.manifest.get('run_id', 'unnamed')}; machine: {', '.join(parts)}"
+        footer = f"run {self.manifest.get('run_id', 'unnamed')}; machine: {machine_words(self.manifest)}"
         kinds = [world.label for world in self.others["world"]] or [""]
         is_virtual = set(kinds) == {"virtual"}
         caveats = filter(None, (world.caveat for world in self.others["world"].unique() if not timed))
         return FigureWords(
             f"{title} (virtual world)" if is_virtual else title,
-            "; ".join(filter(None, [self._models(), self._batch(), of_one_process(self.others)])),
+            "; ".join(filter(None, [self._models(), self._batch(), self._alone()])),
             footer + (f"; torch {torch}" if torch else ""),
             [*(f"{text}." for text in self.remarks), *(f"{text[0].upper()}{text[1:]}." for text in caveats)],
             f"Times cannot be compared: {self.obstacle}" if timed and self.obstacle else "",
@@ -108,8 +119,15 @@ class FigureData:
 
     def _models(self) -> str:
         sizes = self.trials.groupby("model")["num_parameters"].max()
-        models = [f"{name} ({_count(sizes[name])} parameters)" for name in self.others["model"].unique()]
+        models = [f"{name} ({parameters(sizes[name])})" for name in self.others["model"].unique()]
         return f"model {', '.join(models)}"
+
+    def _alone(self) -> str:
+        """What has to be said of a run in which no rank has another one; empty for virtual worlds."""
+        real = self.others[[world.has_all_ranks for world in self.others["world"]]]
+        if real.empty or not (real["world_size"] == 1).all():
+            return ""
+        return f"one {'GPU' if (real['device'] == 'cuda').all() else 'process'}, {NOT_COMMUNICATION}"
 
     def _batch(self) -> str:
         def values(column: str) -> str:
@@ -137,15 +155,19 @@ class FigureData:
         clips = [_name("clip_norm", value) for value in sorted(self.others["clip_norm"].unique())]
         return f"; {', '.join(optimizers)}; gradients {', '.join(clips)}"
 
-    def panels(self, rows: pd.DataFrame, by: list[str]) -> list[Panel]:
-        """Rows about cells, split by these columns."""
-        varying = varying_columns(self.others, by)
+    def panels(self, rows: pd.DataFrame, by: list[str], most: int) -> tuple[list[Panel], list[str]]:
+        """Rows about cells, split by these columns, and a sentence on the panels for which there is no room, if any."""
+        kinds = self.others[list({*by, "optimizer", "learning_rate"})].drop_duplicates()
+        varying = differing(kinds.itertuples(index=False), by)
         groups = [part for _, part in rows.groupby(by, dropna=False, sort=True)]
-        return [Panel(", ".join(_name(c, part.iloc[0][c]) for c in varying), part) for part in groups]
+        every = [Panel(", ".join(_name(c, part.iloc[0][c]) for c in varying), part) for part in groups]
+        found = largest(every, most, lambda panel: panel.extent)
+        count, shown = (sum(panel.rows["cell_id"].nunique() for panel in some) for some in (every, found))
+        return found, left_out(count, shown, "cells")
 
-    def shown(self, panels: Sequence[Panel]) -> list[str]:
-        """The backends of these panels, in the order of drawing."""
-        found = {backend for panel in panels for backend in panel.rows["backend"]}
+    def shown(self, rows: pd.DataFrame) -> list[str]:
+        """The backends of these rows, in the order in which they are drawn."""
+        found = set(rows["backend"])
         return [backend for backend in self.looks if backend in found]
 
     def look(self, backend: str) -> style.Appearance:
@@ -154,8 +176,24 @@ class FigureData:
         return look if not self.obstacle else replace(look, colour=style.GREY)
 
 
+def largest(items: Sequence[T], most: int, extent: Callable[[T], tuple[int, int]]) -> list[T]:
+    """So many of the items, in their order: those of the most ranks and the largest N, which ``extent`` gives."""
+    chosen = sorted(range(len(items)), key=lambda place: extent(items[place]), reverse=True)[:most]
+    return [items[place] for place in sorted(chosen)]
+
+
+def left_out(every: int, shown: int, what: str) -> list[str]:
+    """What a figure says of those for which it has no room; nothing if it has all."""
+    if shown == every:
+        return []
+    return [
+        f"{every - shown} of {every} {what} are left out, those with the fewest ranks and the smallest N: the tables "
+        "of the run have all."
+    ]
+
+
 def lost(cells: pd.DataFrame, value: str) -> list[str]:
-    """A sentence on the cells that have no such value; none if all have it."""
+    """A sentence on the cells without such a value; none if all have one."""
     missing = cells[cells[value].isna()]
     rows = zip(missing["backend"], missing["accumulate"], missing["word"], strict=True)
     named = [f"{backend} at N = {n} ({word or 'not measured'})" for backend, n, word in rows]
@@ -163,9 +201,9 @@ def lost(cells: pd.DataFrame, value: str) -> list[str]:
 
 
 def twins(cells: pd.DataFrame) -> Iterator[tuple[Any, Any]]:
-    """Of cells at one N, the eager and the deferred row of each framework and sharding; by name if there are several.
+    """The eager and the deferred row of each framework and sharding among good cells at one N.
 
-    Both are good.
+    Of several, those whose names differ in that word alone.
     """
     for _, alike in cells[cells["status"] == Status.OK].groupby(["framework", "sharding"]):
         eager, deferred = (alike[alike["sync"] == sync] for sync in ("eager", "deferred"))
@@ -177,13 +215,13 @@ def twins(cells: pd.DataFrame) -> Iterator[tuple[Any, Any]]:
 
 
 def apart(one: Any, other: Any) -> bool:
-    """Whether the intervals of two step times have nothing in common."""
+    """Whether the intervals of two step times are disjoint."""
     ends = [one[TIMES[1]], one[TIMES[2]], other[TIMES[1]], other[TIMES[2]]]
     return not any(map(pd.isna, ends)) and (ends[0] > ends[3] or ends[2] > ends[1])
 
 
 def fastest(cells: pd.DataFrame) -> str:
-    """The backends that no other is certainly faster than, and the least step time."""
+    """The backends that none is certainly faster than, and the shortest step time."""
     rows = cells[cells["step_time_s"].notna()].sort_values("step_time_s", kind="stable")
     best = rows.iloc[0]
     alike = [row for _, row in rows.iterrows() if not (pd.isna(best[TIMES[1]]) or apart(row, best))]
@@ -195,7 +233,7 @@ def leanest(cells: pd.DataFrame, column: str = "peak_memory_bytes") -> str:
     """The backends with the least memory, and how much that is."""
     least = cells[column].min()
     names = [str(name) for name in cells.loc[cells[column] == least, "backend"]]
-    return f"{some(names)} {'needs' if len(names) == 1 else 'need'} least memory ({size(float(least))})"
+    return f"{some(names)} {'needs' if len(names) == 1 else 'need'} the least memory ({size(float(least))})"
 
 
 def without_reference(rows: pd.DataFrame) -> pd.DataFrame:
@@ -207,15 +245,6 @@ def without_reference(rows: pd.DataFrame) -> pd.DataFrame:
 def floats(values: pd.Series) -> Any:
     """An array in which what is missing is NaN."""
     return values.to_numpy(dtype=float, na_value=np.nan)
-
-
-def _count(value: Any) -> str:
-    if pd.isna(value):
-        return "unknown number of"
-    for scale, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
-        if value >= scale:
-            return f"{value / scale:.3g}{unit}"
-    return str(value)
 
 
 def _name(column: str, value: Any) -> str:

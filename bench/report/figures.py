@@ -1,12 +1,12 @@
 """The figures of a run, each as PNG and SVG with the plotted data beside it as CSV. Failed cells stay visible.
 
-Figures that an earlier report drew and this one does not are removed: they would tell of cells that are gone.
+Figures that an earlier report drew and this one does not are removed: they would show cells that are gone.
 """
 
 from __future__ import annotations
 
 import csv
-import shutil
+import re
 from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
@@ -25,9 +25,9 @@ from bench.report.comparison import Report
 from bench.report.figure_data import FigureData
 from bench.report.formats import guarded, write_frame
 from bench.report.lines import draw_loss_curves, draw_step_time
-from bench.report.panels import MOST_PAGES, Drawing
 from bench.report.rows import draw_held_gradients, draw_noise, draw_optimizer_steps
 from bench.report.scatter import draw_memory_vs_time
+from bench.report.sheet import Drawing
 
 KINDS = (
     "memory_vs_time",
@@ -40,30 +40,23 @@ KINDS = (
     "optimizer_steps",
     "held_gradients",
 )
-"""All figures that a run may have: a page of one has its number after the name."""
+"""All figures that a run may have."""
 FORMER = ("peak_memory", "speed_up")
-"""Figures that earlier versions drew."""
+"""Figures that earlier versions drew; they also drew several of a kind, with a number after the name."""
 
 
 def draw(tables: Tables, manifest: dict[str, Any], folder: Path, standing: Standing | None = None) -> list[Path]:
     """Write the figures of a judged run into the folder; returns the paths. Figures without data are not drawn.
 
     With its standing, also the ratios of step times to the baseline, and a banner where times cannot be compared.
-    Figures of an earlier report of the run that are not drawn again are removed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     paths: list[Path] = []
     with matplotlib.style.context(list(style.BASE)):
-        before: Drawing | None = None
         for drawing in figures(tables, manifest, standing):
-            written = paths[-1] if before is not None and before.data is drawing.data else None
             paths += sheet.save(drawing.figure, folder / drawing.stem, drawing.words)
             paths.append(folder / f"{drawing.stem}.csv")
-            if written is None:
-                write_frame(drawing.data, paths[-1])
-            else:  # pages of one figure have their data in common
-                shutil.copyfile(written, paths[-1])
-            before = drawing
+            write_frame(drawing.data, paths[-1])
     remove_leftovers(folder, str(manifest.get("run_id")), {*KINDS, *FORMER}, paths)
     return paths
 
@@ -92,19 +85,12 @@ def figures(tables: Tables, manifest: dict[str, Any], standing: Standing | None 
 def obstacle(standing: Standing) -> str:
     """Why no two times of a run can be compared; empty if there is a ratio with an interval, or nothing to compare."""
     rows = _timed(standing)
-    if any(row.time is not None and row.time.low is not None for row in rows if _is_comparable(row)):
+    comparable = (row for row in rows if row.judgement.verdict is not Verdict.NOT_COMPARABLE)
+    if any(row.time is not None and row.time.low is not None for row in comparable):
         return ""
     reasons = Counter(row.judgement.reason for row in rows)
-    few = f"fewer than {MIN_TRIALS} good trials of a cell"
-    return "; ".join(str(reason) if _bars(reason) else few for reason, _ in reasons.most_common(3))
-
-
-def _bars(reason: Reason) -> bool:
-    return reason not in (Reason.FEW_TRIALS, Reason.NO_FLOOR)
-
-
-def _is_comparable(row: ComparedPair) -> bool:
-    return row.judgement.verdict is not Verdict.NOT_COMPARABLE
+    few = dict.fromkeys((Reason.FEW_TRIALS, Reason.NO_FLOOR), f"fewer than {MIN_TRIALS} good trials of a cell")
+    return "; ".join(few.get(reason, str(reason)) for reason, _ in reasons.most_common(3))
 
 
 def _timed(standing: Standing) -> list[ComparedPair]:
@@ -123,29 +109,23 @@ def ratios(standing: Standing) -> list[Drawing]:
         notes=(),
         margin=MARGIN,
     )
-    return forest.draw(report, "step_time_ratio", MOST_PAGES)
+    return forest.draw(report, "step_time_ratio")
 
 
 SUFFIXES = (".png", ".svg", ".csv")
-"""Of the files of one figure; the last has its data."""
-
-
-def kind_of(stem: str) -> str:
-    """The name of a figure without the number of its page: ``noise`` of ``noise`` and of ``noise-2``."""
-    name, _, page = stem.rpartition("-")
-    return name if name and page.isdecimal() else stem
+"""Endings of the files of one figure; the last file has its data."""
 
 
 def remove_leftovers(folder: Path, run_id: str, kinds: Collection[str], drawn: Collection[Path]) -> list[Path]:
     """Remove the figures of this run and of these kinds that are not among the files drawn; returns their paths.
 
-    A figure is three files, the last of which names the run or its cells. All else in the folder may be a user's, and
-    stays. Raises OSError if a file cannot be read or removed.
+    A figure is three files, the last of which names the run or its cells. All other files may be a user's, and stay.
+    Raises OSError if a file cannot be read or removed.
     """
     removed = []
     for data in sorted(folder.glob("*" + SUFFIXES[-1])):
         files = [data.with_suffix(suffix) for suffix in SUFFIXES]
-        if kind_of(data.stem) not in kinds or not set(files).isdisjoint(drawn):
+        if re.sub(r"-\d+$", "", data.stem) not in kinds or not set(files).isdisjoint(drawn):
             continue
         if all(map(Path.is_file, files)) and _is_of(data, run_id):
             for path in files:
@@ -155,7 +135,7 @@ def remove_leftovers(folder: Path, run_id: str, kinds: Collection[str], drawn: C
 
 
 def _is_of(data: Path, run_id: str) -> bool:
-    """Whether the first row is one of the run; a row of ratios names no run but its two cells."""
+    """Whether the first row belongs to the run; a row of ratios names no run but its two cells."""
     try:
         with data.open(encoding="utf-8", errors="replace", newline="") as lines:
             first = next(csv.DictReader(lines), {})

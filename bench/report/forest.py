@@ -20,8 +20,8 @@ from bench.judge.verdicts import Verdict, band
 from bench.plan.columns import WAYS, differing, phrases
 from bench.report import sheet, style
 from bench.report.comparison import Report
-from bench.report.panels import Drawing, largest, left_out_words
-from bench.report.sheet import FigureWords
+from bench.report.figure_data import largest, left_out
+from bench.report.sheet import Drawing, FigureWords
 from bench.report.style import GREY, REFERENCE_COLOUR, TINY, Key, safe
 from bench.words import plural, some
 
@@ -31,46 +31,38 @@ PALEST = 0.65
 """How much of the way to white the dots of the smallest N are."""
 SLOWER_COLOUR, MARGIN_COLOUR, FLOOR_COLOUR = "#D55E00", "#d9e8f2", "#f3dfb4"
 DOT, ROW, HEADING = 0.1, 0.12, 0.75
-"""Inches of a dot's height within its row, of a row without its dots, and of the axis beneath the rows."""
+"""Inches of a dot's height within its row, of a row without its dots, and of the axis below the rows."""
 PAGE = 6.4
-"""Inches that the rows of a figure may take; more rows make more figures."""
+"""Inches that all rows may take."""
 WORD_WIDTH = 2.4
-"""Inches of the words at the right of the rows; longer ones are cut in the middle."""
+"""Inches of the words to the right of the rows; longer ones are cut in the middle."""
 LEAST_REACH = 1.05
-"""The axis shows at least 1 / LEAST_REACH to LEAST_REACH, so that a tiny difference does not look like a large one."""
+"""The axis reaches at least from 1 / LEAST_REACH to LEAST_REACH, so that a tiny difference does not look large."""
 NICE = tuple(digit * 10.0**power for power in range(-3, 4) for digit in (1, 1.5, 2, 3, 5, 7))
-"""Ticks of an axis that is too long for even ones."""
+"""Ticks of an axis that is too long for equidistant ones."""
 Row = tuple[str, list[ComparedPair]]
-"""Its name, and its pairs by N."""
+"""A name, and its pairs in order of N."""
 
 
-def draw(report: Report, stem: str = "compare", most_pages: int | None = None) -> list[Drawing]:
-    """The figures: one of that name, or several, ``-1`` and so on, where the rows do not fit into one.
-
-    Of more than fit into ``most_pages``, those of the most ranks are drawn; the CSV has all.
-    """
-    rows = _rows(report.rows)
-    if not rows:
+def draw(report: Report, stem: str = "compare") -> list[Drawing]:
+    """The figure; nothing of no pairs. Without room for all, first the smallest N and then the fewest ranks go."""
+    every = _rows(report.rows)
+    if not every:
         return []
-    room = int(PAGE / (ROW + DOT * max(len(pairs) for _, pairs in rows)))
-    most = len(rows) if most_pages is None else most_pages * room
-    shown = largest(rows, most, lambda row: (row[1][-1].pair.b.world_size, row[1][-1].pair.b.accumulate))
-    every, drawn = (sum(len(pairs) for _, pairs in some) for some in (rows, shown))
-    notes = left_out_words(every, drawn, "comparisons")
+    count = min(max(len(pairs) for _, pairs in every), max(1, int((PAGE / len(every) - ROW) / DOT)))
+    shown = largest(
+        every, int(PAGE / (ROW + DOT * count)), lambda row: (row[1][-1].pair.b.world_size, row[1][-1].pair.b.accumulate)
+    )
+    shown = [(name, pairs[-count:]) for name, pairs in shown]
+    drawn = sum(len(pairs) for _, pairs in shown)
+    words = _words(report, left_out(len(report.rows), drawn, "comparisons"))
     data = pd.DataFrame([record(row) for row in report.rows])
-    count = math.ceil(len(shown) / room)
-    size = math.ceil(len(shown) / count)
-    found = []
     with matplotlib.style.context(list(style.BASE)):
-        for i in range(count):
-            words = _words(report, notes)
-            figure = _draw(report, shown[i * size : (i + 1) * size], words)
-            found.append(Drawing(f"{stem}-{i + 1}" if count > 1 else stem, figure, data, words))
-    return found
+        return [Drawing(stem, _draw(report, shown, words), data, words)]
 
 
 def _rows(pairs: Sequence[ComparedPair]) -> list[Row]:
-    """The pairs that differ in N alone, with what tells them from other rows; the fastest of those alike first."""
+    """Pairs that differ in N alone make one row, with a name of its own; the fastest at the largest N comes first."""
     cells = [row.pair.b for row in pairs]
     ways = [name for name in differing(cells, ("precision", *WAYS)) if name not in ("accumulate", "global_batch_size")]
     worlds = {row.pair.b: f"W = {row.pair.b.world_size} {row.pair.b.world.label}".strip() for row in pairs}
@@ -101,12 +93,12 @@ def _words(report: Report, notes: Sequence[str]) -> FigureWords:
         subtitle += f". DIFFERENT MACHINES OR SOFTWARE: {keys}" + (" ..." if len(report.differences) > 4 else "")
     footer = "Below 1, B is faster. Hollow: no interval, or not comparable."
     if _floor(report) is None:
-        footer += " The noise floor is unknown, so no row is called faster, slower or the same."
+        footer += " The noise floor is unknown, so nothing is called faster, slower or the same."
     return FigureWords(_title(report), subtitle, footer, [*(f"{text}." for text in report.remarks), *notes])
 
 
 def _title(report: Report) -> str:
-    """What the verdicts at the largest N are."""
+    """The verdicts at the largest N."""
     n = max(row.pair.b.accumulate for row in report.rows)
     rows = [row for row in report.rows if row.pair.b.accumulate == n and not row.pair.b.twin]
     if not rows:
@@ -130,7 +122,7 @@ def _floor(report: Report) -> Interval | None:
 def _draw(report: Report, rows: Sequence[Row], words: FigureWords) -> Figure:
     floor = _floor(report)
     noise = None if floor is None else band(floor)
-    ns = sorted({pair.pair.b.accumulate for pair in report.rows})
+    ns = sorted({pair.pair.b.accumulate for _, pairs in rows for pair in pairs})
     colours = {n: _shade(i, len(ns)) for i, n in enumerate(ns)}
     heights = [ROW + DOT * len(pairs) for _, pairs in rows]
     inches = sum(heights) + HEADING
@@ -204,7 +196,7 @@ def _said(row: ComparedPair) -> str:
 
 
 def _reach(report: Report) -> tuple[float, float]:
-    """The least and the largest of all ratios and intervals, the margin and the threshold."""
+    """The smallest and the largest of all ratios, ends of intervals, margin and threshold."""
     ends = [1 + report.margin, 1 / (1 + report.margin), LEAST_REACH, 1 / LEAST_REACH, 1 + (report.threshold or 0)]
     for row in report.rows:
         if row.time is not None:
@@ -213,7 +205,7 @@ def _reach(report: Report) -> tuple[float, float]:
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Ratios at which the axis is marked, 1 among them, from one below to one above all that is drawn."""
+    """Ratios at which the axis is marked, including 1, from one below to one above all that is drawn."""
     if high / low < 2.2:
         step = MaxNLocator(nbins=6, steps=[1, 2, 5, 10]).tick_values(low, high)
         found = sorted({float(round(value, 6)) for value in step if value > 0} | {1.0})

@@ -13,15 +13,18 @@ from matplotlib.ticker import MaxNLocator
 from bench.plan.cell import REFERENCES, Status
 from bench.plan.columns import WORK
 from bench.report import sheet, style
-from bench.report.figure_data import FACTS, TIMES, FigureData, apart, floats, lost, twins
-from bench.report.panels import CONTEXT, Drawing, Panel, grid_shape, paged, panel_grid, set_scale, title_lines
+from bench.report.figure_data import CONTEXT, FACTS, TIMES, FigureData, Panel, apart, floats, lost, twins
+from bench.report.sheet import Drawing, panel_grid, set_scale, title_lines
 from bench.report.style import GREY, INTERVAL, REFERENCE_COLOUR, SMALL, TINY, Key, safe
 from bench.words import plural, some
 
 MAX_DIRECT = 18
-"""Lines that get labels of their own at the right."""
+"""Lines that get labels of their own at the right; more are in a legend."""
+BELOW = 0.5
+"""Inches of the x axis's words."""
+MOST_PANELS = 6
 End = tuple[str, float, float, str]
-"""Of a line: its label, last point and colour."""
+"""The label of a line, its last point and its colour."""
 
 
 def draw_step_time(run: FigureData) -> list[Drawing]:
@@ -30,39 +33,40 @@ def draw_step_time(run: FigureData) -> list[Drawing]:
     known = timed[timed["step_time_s"].notna()][[*FACTS, *TIMES]]
     if run.obstacle or known["accumulate"].nunique() < 2:
         return []
-    drawings = []
-    for page in paged("step_time", run.panels(known, CONTEXT), 4):
-        shown = run.shown(page.panels)
-        direct = len(page.panels) == 1 and len(shown) <= MAX_DIRECT
-        columns, lines = grid_shape(page.panels)
-        words = run.words(_saving(run, page.panels[0].rows), timed=True)
-        note = "Solid lines with triangles: deferred sync; dashed lines with squares: eager sync. Lines through points "
-        words.notes[:0] = [
-            *page.left_out,
-            f"{note}are 95 % intervals, rings are wrong results. B is the same at every N.",
-            *lost(timed, "step_time_s"),
-        ]
-        keys = [] if direct else [style.backend_key(name, run.looks[name], line=True) for name in shown]
-        figure = sheet.sheet(words, [keys], 4.0 if columns == 1 else 2.3 * lines + 0.5, max(2.6, 1.6 * lines))
-        grid = panel_grid(figure, page.panels, columns, sharex=True, sharey=True)
-        for i, (axes, panel) in enumerate(zip(grid, page.panels, strict=True)):
-            ends = _lines(run, axes, panel.rows)
-            set_scale(axes, "y", known["step_time_s"])
-            axes.set_ylabel("step time (s)" if i % columns == 0 else "")
-            axes.set_xlabel("N, micro-batches per optimizer step" if i + columns >= len(page.panels) else "")
-            if direct:
-                _label_ends(figure, axes, ends)
-        drawings.append(Drawing(page.stem, figure, known, words))
-    return drawings
+    panels, left_out = run.panels(known, CONTEXT, MOST_PANELS)
+    drawn = pd.concat([panel.rows for panel in panels])
+    shown = run.shown(drawn)
+    direct = len(panels) == 1 and len(shown) <= MAX_DIRECT
+    columns = min(len(panels), 2 if len(panels) == 4 else 3)
+    lines = math.ceil(len(panels) / columns)
+    words = run.words(_saving(panels[-1]), timed=True)
+    words.notes[:0] = [
+        *left_out,
+        "Solid lines with triangles: deferred sync; dashed lines with squares: eager sync. Vertical lines are 95 % "
+        "intervals, rings are wrong results. B is the same at every N.",
+        *lost(timed, "step_time_s"),
+    ]
+    keys = [] if direct else [style.line_key(name, run.looks[name]) for name in shown]
+    figure = sheet.sheet(words, [keys], 4.0 if columns == 1 else 2.3 * lines + 0.5, max(2.6, 1.6 * lines))
+    grid = panel_grid(figure, [panel.title for panel in panels], columns, sharex=True, sharey=True)
+    for i, (axes, panel) in enumerate(zip(grid, panels, strict=True)):
+        ends = _lines(run, axes, panel.rows)
+        set_scale(axes, "y", drawn["step_time_s"])
+        axes.set_ylabel("step time (s)" if i % columns == 0 else "")
+        axes.set_xlabel("N, micro-batches per optimizer step" if i + columns >= len(panels) else "")
+        if direct:
+            _label_ends(figure, axes, ends)
+    return [Drawing("step_time", figure, known, words)]
 
 
-def _saving(run: FigureData, cells: pd.DataFrame) -> str:
-    """What deferring the sync does at the largest N, or how far step times reach."""
-    n = cells["accumulate"].max()
-    own = cells[cells["accumulate"] == n]
+def _saving(panel: Panel) -> str:
+    """What deferring the sync saves at the largest N, or the range of step times."""
+    n = panel.rows["accumulate"].max()
+    own = panel.rows[panel.rows["accumulate"] == n]
     good = own[own["status"] == Status.OK]
     if good.empty:
         return "Step time against N"
+    where = ", ".join(filter(None, (f"At N = {n}", panel.title)))
     saved = {
         str(eager["backend"]).replace("-eager", ""): 100 * (1 - deferred["step_time_s"] / eager["step_time_s"])
         for eager, deferred in twins(own)
@@ -71,10 +75,10 @@ def _saving(run: FigureData, cells: pd.DataFrame) -> str:
     if saved:
         most = max(saved, key=lambda name: saved[name])
         if saved[most] > 0:
-            return f"At N = {n}, deferring the sync saves {saved[most]:.0f} % of a step with {most}"
-        return f"At N = {n}, deferring the sync saves no time"
+            return f"{where}, deferring the sync saves {saved[most]:.0f} % of a step with {most}"
+        return f"{where}, deferring the sync saves no time"
     least, longest = (good["step_time_s"].min(), good["step_time_s"].max())
-    return f"At N = {n}, a step takes {least:.3g} to {longest:.3g} s, depending on the backend"
+    return f"{where}, a step takes {least:.3g} to {longest:.3g} s, depending on the backend"
 
 
 def _lines(run: FigureData, axes: Axes, cells: pd.DataFrame) -> list[End]:
@@ -99,11 +103,12 @@ def _lines(run: FigureData, axes: Axes, cells: pd.DataFrame) -> list[End]:
 
 def _label_ends(figure: Figure, axes: Axes, ends: list[End]) -> None:
     """Labels at the right, in the order of the lines' ends, moved apart by as little as needed."""
-    figure.draw_without_rendering()
-    box = axes.get_window_extent()
-    gap = SMALL * 1.3 / 72 * figure.dpi / box.height
-    placed = sorted((float((axes.transData.transform((x, y))[1] - box.y0) / box.height), x, y, text, colour)
-                    for text, x, y, colour in ends)  # fmt: skip
+    layout = figure.get_layout_engine()
+    room = 1.0 if layout is None else layout.get()["rect"][3]
+    gap = SMALL * 1.3 / 72 / (room * figure.get_figheight() - BELOW)
+    axes.set_ylim(axes.get_ylim())  # asked for, limits are final
+    share = axes.transScale + axes.transLimits
+    placed = sorted((float(share.transform((x, y))[1]), x, y, text, colour) for text, x, y, colour in ends)
     wanted = np.array([end[0] for end in placed])
     up, down = wanted.copy(), wanted.copy()
     for i in range(1, len(wanted)):
@@ -119,52 +124,53 @@ def _label_ends(figure: Figure, axes: Axes, ends: list[End]) -> None:
                       "alpha": 0.6, "shrinkA": 1, "shrinkB": 3, "relpos": (0, 0.5)})  # fmt: skip
 
 
+MOST_LOSSES = 4
+"""Panels of losses."""
 SHORT = 0.25
-"""Share of the longest curve's steps below which a curve is not drawn beside it: timed cells have few."""
+"""A panel whose curves have less than this share of the longest curve's steps is not drawn: timed cells have few."""
 VISIBLE = 0.01
-"""Nats per token from the reference's loss from which the losses are drawn too: nearer ones are one line."""
+"""The losses themselves are drawn if they are so many nats per token from the reference's: nearer ones are one line."""
 LOSS_FLOOR = 1e-9
 """Where a loss equal to the reference's is drawn on a logarithmic axis."""
 
 
 def draw_loss_curves(run: FigureData) -> list[Drawing]:
-    """How far losses at the largest N are from the reference's; above that the losses, if that can be seen in them."""
+    """How far losses at the largest N are from the reference's, and above that the losses, if they visibly differ."""
     keyed = _losses(run)
     if keyed.empty:
         return []
-    panels, left_out = _longest(run.panels(keyed, CONTEXT))
+    keyed, short = _longest(keyed)
+    panels, left_out = run.panels(keyed, CONTEXT, MOST_LOSSES)
     facts = list(dict.fromkeys([*FACTS, "step", "loss", "reference_loss", "deviation", "entropy_floor"]))
-    drawings = []
-    for page in paged("loss_curves", panels, 4):
-        known = any(panel.rows["deviation"].notna().any() for panel in page.panels)
-        drawn = pd.concat([panel.rows for panel in page.panels])
-        kinds = ["loss"] * bool(not known or drawn["deviation"].max() > VISIBLE) + ["deviation"] * known
-        words = run.words(_deviating(drawn))
-        words.notes[:0] = [*page.left_out, *left_out, *["Dashed and black: the reference's loss."][: "loss" in kinds]]
-        keys: list[Key] = [style.backend_key(name, run.looks[name], line=True) for name in run.shown(page.panels)]
-        columns = 2 if len(page.panels) == 4 else len(page.panels)
-        lines = math.ceil(len(page.panels) / columns) * len(kinds)
-        figure = sheet.sheet(words, [keys], 2.5 * lines + 0.3, 1.8 * lines)
-        grid = figure.subplots(lines, columns, squeeze=False, sharex=True)
-        for i, panel in enumerate(page.panels):
-            for j, value in enumerate(kinds):
-                axes = grid[len(kinds) * (i // columns) + j, i % columns]
-                axes.sharey(grid[j, 0])
-                _curves(run, axes, panel, value)
-                if i % columns == 0:
-                    said = f"|loss - reference's|\n(0 drawn at 1e{math.log10(LOSS_FLOOR):.0f})"
-                    axes.set_ylabel("loss (nats/token)" if value == "loss" else said)
-            grid[len(kinds) * (i // columns), i % columns].set_title(title_lines(panel.title, style.WIDTH / columns))
-            lowest = grid[len(kinds) * (i // columns + 1) - 1, i % columns]
-            if i + columns >= len(page.panels):
-                lowest.set_xlabel("optimizer step")
-                lowest.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        drawings.append(Drawing(page.stem, figure, keyed[facts], words))
-    return drawings
+    drawn = pd.concat([panel.rows for panel in panels])
+    known = drawn["deviation"].notna().any()
+    kinds = ["loss"] * bool(not known or drawn["deviation"].max() > VISIBLE) + ["deviation"] * bool(known)
+    words = run.words(_deviating(drawn))
+    words.notes[:0] = [*left_out, *short, *["Dashed and black: the reference's loss."][: "loss" in kinds]]
+    keys: list[Key] = [style.line_key(name, run.looks[name]) for name in run.shown(drawn)]
+    columns = 2 if len(panels) == 4 else len(panels)
+    lines = math.ceil(len(panels) / columns) * len(kinds)
+    figure = sheet.sheet(words, [keys], 2.5 * lines + 0.3, 1.8 * lines)
+    grid = figure.subplots(lines, columns, squeeze=False, sharex=True)
+    for i, panel in enumerate(panels):
+        place, column = len(kinds) * (i // columns), i % columns
+        for j, value in enumerate(kinds):
+            axes = grid[place + j, column]
+            axes.sharey(grid[j, 0])
+            _curves(run, axes, panel, value)
+            if column == 0:
+                said = f"|loss - reference's|\n(0 drawn at 1e{math.log10(LOSS_FLOOR):.0f})"
+                axes.set_ylabel("loss (nats/token)" if value == "loss" else said)
+        grid[place, column].set_title(title_lines(panel.title, style.WIDTH / columns))
+        if i + columns >= len(panels):
+            lowest = grid[place + len(kinds) - 1, column]
+            lowest.set_xlabel("optimizer step")
+            lowest.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    return [Drawing("loss_curves", figure, keyed[facts], words)]
 
 
 def _losses(run: FigureData) -> pd.DataFrame:
-    """The losses of the first repeat of each backend's largest N, beside the reference's."""
+    """The losses of each backend at its largest N in the first repeat, beside the reference's."""
     cells = run.cells[list(dict.fromkeys([*FACTS, *WORK, "entropy_floor"]))]
     losses = run.tables.losses
     losses = losses[losses["repeat"] == losses.groupby("cell_id")["repeat"].transform("min")]
@@ -179,32 +185,29 @@ def _losses(run: FigureData) -> pd.DataFrame:
 
 
 def _deviating(rows: pd.DataFrame) -> str:
-    """Which backends leave the reference's loss, or how close all stay."""
+    """Which backends leave the reference's loss, or how close to it all stay."""
     wrong = rows[rows["status"] != Status.OK]["backend"].unique()
     if len(wrong):
         away = rows[rows["backend"].isin(wrong)]["deviation"].max()
         by = "" if pd.isna(away) else f" by up to {away:.2g} nats/token"
         return f"{some(list(wrong))} {'leaves' if len(wrong) == 1 else 'leave'} the reference's loss{by}"
     if rows["deviation"].isna().all():
-        return "Losses, without a reference to hold them against"
+        return "Losses, without a reference to compare them with"
     count = rows["backend"].nunique()
     whose = f"All {count} backends stay" if count > 1 else f"{rows['backend'].iloc[0]} stays"
     return f"{whose} within {rows['deviation'].max():.1g} nats/token of the reference's loss"
 
 
-def _longest(panels: list[Panel]) -> tuple[list[Panel], list[str]]:
-    """The panels whose curves are not much shorter than the longest, and what a figure says of the others."""
-    steps = [int(panel.rows["step"].max()) + 1 for panel in panels]
-    most = max(steps, default=0)
-    kept = [panel for panel, length in zip(panels, steps, strict=True) if length >= SHORT * most]
-    others = sum(panel.rows["cell_id"].nunique() for panel in panels) - sum(
-        panel.rows["cell_id"].nunique() for panel in kept
-    )
+def _longest(keyed: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
+    """The rows of panels whose curves are not much shorter than the longest, and a sentence on the others."""
+    steps = keyed.groupby(CONTEXT, dropna=False)["step"].transform("max") + 1
+    kept = keyed[steps >= SHORT * steps.max()]
+    others = keyed["cell_id"].nunique() - kept["cell_id"].nunique()
     if not others:
         return kept, []
     return kept, [
-        f"The curves of {plural(others, 'cell')} are left out of this picture: they have less than {100 * SHORT:.0f} % "
-        f"of the {plural(most, 'step')} of the longest. All are in the CSV beside it."
+        f"The curves of {plural(others, 'cell')} are left out: they have less than {100 * SHORT:.0f} % of the "
+        f"{plural(int(steps.max()), 'step')} of the longest."
     ]
 
 

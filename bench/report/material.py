@@ -1,7 +1,8 @@
-"""What every part of a report is made of: the run, its verdicts, and one row of facts per cell."""
+"""What every part of a report is made of: the run, its verdicts, one row of facts per cell, and words for both."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +18,7 @@ from bench.judge.pairs import ComparedPair
 from bench.judge.quoting import Quotes
 from bench.judge.standing import Standing
 from bench.plan.cell import REFERENCES, Status
+from bench.words import plural
 
 MEDIANS = (
     "mfu",
@@ -31,9 +33,9 @@ MEDIANS = (
     "final_loss",
     "update_scale",
 )
-"""Columns of trials of which a cell has the median over its good trials, or over all if none is good."""
+"""Columns of trials: a cell has their median over its good trials, or over all if none is good."""
 LARGEST = ("max_loss_deviation", "update_error", "num_warmup_steps")
-"""The largest over all trials."""
+"""A cell has the largest value of all its trials."""
 FIRST = (
     "accumulated_in",
     "optimizer_steps_expected",
@@ -43,7 +45,9 @@ FIRST = (
     "micro_batches_per_update",
     "ranks_agree",
 )
-"""What all trials of a cell have in common: the first that is known."""
+"""All trials of a cell have the same value: the first that is known."""
+
+SCALES = ((1e9, " G"), (1e6, " M"), (1e3, " k"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +55,7 @@ class Material:
     """What a report is made of."""
 
     folder: Path
-    """The run's."""
+    """Where the run is."""
     run: Run
     standings: Mapping[str, Standing]
     """The verdicts with each backend as the baseline, the run's own first."""
@@ -80,7 +84,7 @@ class Material:
     def cells(self) -> pd.DataFrame:
         """One row per cell, by ``cell_id``: ``bench.load(RUN).cells`` and what sections need beside it.
 
-        Twins have no row: they are their cells once more, and are there for the noise floor.
+        A/A twins have no row: they only serve to measure the noise floor.
         """
         found = cells_frame(self.quotes, self.standing).set_index("cell_id", drop=False)
         trials = self.run.tables.trials
@@ -99,7 +103,7 @@ class Material:
             ],
             axis=1,
         )
-        # What may not be cited is not spread out here either.
+        # A cell whose step time may not be cited shows no times at all.
         times = ["fastest_s", "slowest_s"]
         facts[times] = facts[times].where(found["step_time_s"].notna().reindex(facts.index))
         return found[found["twin"].fillna("") == ""].join(facts)
@@ -119,3 +123,24 @@ class Material:
 def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """The rows of a frame by the names of its columns."""
     return [{str(name): value for name, value in row.items()} for row in frame.to_dict("records")]
+
+
+def gpu_names(machine: Mapping[str, Any]) -> str:
+    """The GPUs of a machine with their number, ``8 x NVIDIA H200``; empty without any."""
+    counts = Counter(str(gpu.get("name", "GPU")) for gpu in machine.get("gpus") or [])
+    return ", ".join(f"{count} x {name}" for name, count in counts.items())
+
+
+def machine_words(manifest: Mapping[str, Any]) -> str:
+    """The CPU, its cores and the GPUs."""
+    machine = manifest.get("machine") or {}
+    cores = [plural(machine["cores"], "core")] if machine.get("cores") else []
+    return ", ".join([str(machine.get("cpu") or "unknown CPU"), *cores, gpu_names(machine) or "no GPU"])
+
+
+def parameters(count: Any) -> str:
+    """The number of a model's parameters: ``3.08 M parameters``."""
+    if pd.isna(count):
+        return "unknown number of parameters"
+    value, unit = next(((count / scale, name) for scale, name in SCALES if count >= scale), (count, ""))
+    return f"{value:.3g}{unit} parameters"

@@ -1,46 +1,45 @@
 """A run as one page that can be opened, sent, printed and cited: report.html.
 
-The page asks for nothing over a network: plots, style and script are in it. All words that come from a run are escaped
-by the template.
+The page asks for nothing over a network: plots, style and script are in it. The template escapes all words that come
+from a run, and nothing in a picture is run or loaded by a browser.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import re
 import urllib.parse
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import jinja2
 from markupsafe import Markup
 
-from bench.judge.bootstrap import LEVEL, RESAMPLES
 from bench.judge.pairs import ComparedPair
 from bench.judge.samples import NAME
 from bench.judge.standing import Standing
-from bench.judge.statistics import MARGIN, MIN_TRIALS
+from bench.judge.statistics import LEVEL, MARGIN, MIN_TRIALS, RESAMPLES
 from bench.judge.verdicts import NEXT, Reason, Verdict
-from bench.report import epoch_end
 from bench.report.answer import Answer
 from bench.report.citation import ESCAPES, Citation, cite_plot, formats, words_of_cell, words_of_ratio
-from bench.report.figures import kind_of
-from bench.report.inline import Picture, picture
-from bench.report.material import Material
+from bench.report.material import Material, gpu_names
 from bench.report.ranking import COLUMNS, DECIDED, TIMES
-from bench.report.sections import failures, sections
-from bench.report.terminal import legend
+from bench.report.sections import SCENARIOS, failures, sections
 from bench.words import digits, plain, plural
 
 PAGE = "report.html"
 FIRST_PLOT = "memory_vs_time"
 MOST_SWITCHES = 8
 """Values of N that a row of buttons offers; more are in a list."""
-PICTURE_BYTES = 400_000
-"""Of a figure that is unfolded on demand; a larger one is linked to. The first of a section is always shown."""
+DUBLIN_CORE = "{http://purl.org/dc/elements/1.1/}"
+DIGITS = re.compile(r"(?<!scale\()(-?\d+\.\d\d)\d+")
+"""Coordinates in hundredths of a point, and further digits that nobody sees; glyphs are scaled down exactly."""
 VERDICTS, REASONS = tuple(Verdict), tuple(Reason)
 RAW = {
     "run.json": "what ran where, with which versions",
@@ -56,27 +55,29 @@ RAW = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shown:
-    """The plots of one section."""
+class Picture:
+    """A plot of the page."""
 
-    pictures: tuple[Picture, ...]
-    linked: tuple[tuple[str, str], ...]
-    """Names and links of those that the page does not hold."""
+    stem: str
+    title: str
+    about: str
+    """All words around its panels, for readers who cannot see it."""
+    source: str
+    """The SVG as a data URL. A browser shows it as an image: nothing in it is run."""
 
 
 def render(of: Material, answer: Answer, plots: Sequence[Path]) -> str:
     """The page, as it stands in the run's folder; ``plots`` are the files that were drawn."""
     asked = sections(of)
-    first = _shown(of.folder, [] if of.obstacle else [FIRST_PLOT], plots)
-    shown = [_shown(of.folder, section.plots, plots) for section in asked]
-    pictures = [one for each in (first, *shown) for one in each.pictures]
+    pictures = {path.stem: picture(path) for path in plots if path.suffix == ".svg"}
+    shown = [[pictures[stem] for stem in section.plots if stem in pictures] for section in asked]
     timed = any(group.is_timed for group in answer.groups)
     return _template().render(
         run=of.run,
         title=plain(of.run.name),
         answer=answer,
         columns=[column for column in COLUMNS if timed or column.key not in TIMES],
-        legend=legend(answer, answer.groups[0]) if answer.groups else "",
+        legend=answer.groups[0].legend(answer.baseline) if answer.groups else "",
         is_timed=timed,
         choices={
             "place": list(dict.fromkeys(group.place for group in answer.groups)),
@@ -85,11 +86,11 @@ def render(of: Material, answer: Answer, plots: Sequence[Path]) -> str:
             "baseline": list(of.standings),
         },
         most_switches=MOST_SWITCHES,
-        first=first,
+        first=[] if of.obstacle else [pictures[FIRST_PLOT]] if FIRST_PLOT in pictures else [],
         sections=list(zip(asked, shown, strict=True)),
-        semantics=link(of.folder, epoch_end.PAGE) if epoch_end.PAGE.exists() else "",
+        semantics=link(of.folder, SCENARIOS) if SCENARIOS.exists() else "",
         failures=failures(of),
-        data=_data(of, answer, [one.stem for one in pictures]),
+        data=_data(of, answer, sorted(pictures)),
         raw=[(name, about) for name, about in RAW.items() if (of.folder / name).exists()],
         method={"level": LEVEL, "margin": MARGIN, "trials": MIN_TRIALS, "resamples": RESAMPLES, "name": NAME},
         facts=facts(of.run.manifest),
@@ -116,18 +117,17 @@ def _text(name: str) -> str:
     return (Path(__file__).parent / "templates" / name).read_text(encoding="utf-8")
 
 
-def _shown(folder: Path, stems: Iterable[str], plots: Sequence[Path]) -> Shown:
-    """The first page of each of these figures that was drawn, if it is not too large; links to the others."""
-    pictures: list[Picture] = []
-    linked: list[tuple[str, str]] = []
-    for stem in stems:
-        files = sorted(path for path in plots if path.suffix == ".svg" and kind_of(path.stem) == stem)
-        for path in files:
-            if path is files[0] and (not pictures or path.stat().st_size <= PICTURE_BYTES):
-                pictures.append(picture(path.read_text(encoding="utf-8"), path.stem))
-            else:
-                linked.append((path.stem, link(folder, path)))
-    return Shown(pictures=tuple(pictures), linked=tuple(linked))
+def picture(path: Path) -> Picture:
+    """The plot in an SVG file of ``bench.report.sheet``."""
+    svg = DIGITS.sub(r"\1", path.read_text(encoding="utf-8"))
+    metadata = ElementTree.fromstring(svg).find("{http://www.w3.org/2000/svg}metadata")
+    words = [
+        None if metadata is None else metadata.findtext(f".//{DUBLIN_CORE}{name}") for name in ("title", "description")
+    ]
+    source = base64.b64encode(svg.encode()).decode()
+    return Picture(
+        stem=path.stem, title=words[0] or "", about=words[1] or "", source=f"data:image/svg+xml;base64,{source}"
+    )
 
 
 def link(folder: Path, path: Path) -> str:
@@ -137,7 +137,7 @@ def link(folder: Path, path: Path) -> str:
 
 
 def _data(of: Material, answer: Answer, plots: Iterable[str]) -> Markup:
-    """What the script reads: ratios to every baseline; citations of cells, of ratios to the run's own, and of plots."""
+    """What the script reads: ratios to every baseline; citations of cells, ratios to the run's baseline, and plots."""
     ids = [row.cell_id for group in answer.groups for row in group.rows]
     cells = {cell_id: formats(words_of_cell(of.quotes, cell_id)) for cell_id in ids}
     ratios = {
@@ -160,12 +160,12 @@ def _data(of: Material, answer: Answer, plots: Iterable[str]) -> Markup:
         },
     }
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
-    # Inside a script nothing is an entity, and nothing may end it or open a comment.
+    # Inside a script element entities are not read, and nothing may end it or open a comment.
     return Markup(text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"))
 
 
 def packed(citations: Mapping[str, Citation]) -> dict[str, Any]:
-    """Citations by format: how all of them end, once, and what comes before it in each."""
+    """Citations by format: the ending that all have in common, once, and the rest of each."""
     found = {}
     for name in ESCAPES:
         texts = {key: str(getattr(citation, name)) for key, citation in citations.items()}
@@ -176,7 +176,7 @@ def packed(citations: Mapping[str, Citation]) -> dict[str, Any]:
 
 
 def _ratios(standings: Mapping[str, Standing], ids: frozenset[str]) -> dict[str, list[list[Any]]]:
-    """By cell: for each baseline with such a cell its place, ratio, low, high, and places of verdict and reason."""
+    """By cell: for each baseline with such a cell its index, ratio, low, high, and indices of verdict and reason."""
     found: dict[str, list[list[Any]]] = {}
     for place, standing in enumerate(standings.values()):
         for cell_id, row in standing.by_cell.items():
@@ -195,9 +195,8 @@ def _ratio(row: ComparedPair) -> list[Any]:
 def facts(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The run, its machine and its software, as names and values."""
     machine = manifest.get("machine") or {}
-    gpus = [str(gpu.get("name", "GPU")) for gpu in machine.get("gpus") or []]
     git = manifest.get("git") or {}
-    commit = str(git.get("commit") or "unknown: it was no checkout")
+    commit = str(git.get("commit") or "unknown: not run from a checkout")
     cores, memory = machine.get("cores"), machine.get("memory_bytes")
     found = [
         ("run", manifest.get("run_id")),
@@ -209,7 +208,7 @@ def facts(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("CPU", machine.get("cpu") or "unknown"),
         ("cores", cores),
         ("memory", f"{memory / 2**30:.1f} GiB" if memory else ""),
-        ("GPUs", ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)) or "none"),
+        ("GPUs", gpu_names(machine) or "none"),
         ("system", machine.get("system")),
         ("Python", machine.get("python")),
         ("packages", ", ".join(f"{name} {version}" for name, version in (manifest.get("packages") or {}).items())),

@@ -1,19 +1,18 @@
-"""A run in short, as Markdown for a pull request: the answer, the table for each N, and how to run it again."""
+"""A run in short, as Markdown for a pull request: the answer, a table for each N, and how to repeat the run."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 
 from bench.judge.loading import Run
 from bench.report.answer import Answer, Statement
-from bench.report.ranking import Group
-from bench.report.terminal import legend
+from bench.report.ranking import TableColumn
 from bench.words import markdown
 
 REPORT = "report.md"
 MOST_ROWS = 60
-"""Cells in all tables together: a comment on a pull request has 65,536 characters. That of the largest N is whole."""
+"""Cells in all tables, since a comment may have 65,536 characters. The largest N always has its table."""
 
 
 def render(run: Run, answer: Answer) -> str:
@@ -28,12 +27,18 @@ def render(run: Run, answer: Answer) -> str:
         if place and rows > MOST_ROWS:
             lines += ["", "The tables of smaller N are in report.html."]
             break
-        lines += ["", f"### {markdown(group.title)}", "", *_table(group), "", f"{markdown(legend(answer, group))}."]
+        lines += [
+            "",
+            f"### {markdown(group.title)}",
+            "",
+            *table(group.columns, [_escaped(row.texts) for row in group.rows]),
+        ]
+        lines += ["", f"{markdown(group.legend(answer.baseline))}."]
     return "\n".join([*lines, *_again(run)])
 
 
 def _statement(one: Statement) -> list[str]:
-    """As an item of a list, or an alert, with what to do about it."""
+    """A list item or an alert, with what to do about it."""
     said = f"**{markdown(one.title)}.** {markdown(one.sentence)}"
     command = code(one.command) if one.command else []
     if one.key == "alarm":
@@ -41,16 +46,20 @@ def _statement(one: Statement) -> list[str]:
     return [f"- {said}", *(f"  {line}" for line in command)]
 
 
-def _table(group: Group) -> Iterator[str]:
-    yield f"| {' | '.join(markdown(column.title) for column in group.columns)} |"
-    yield "|" + "".join(" ---: |" if column.is_number else " --- |" for column in group.columns)
-    for row in group.rows:
-        texts = row.texts
-        yield f"| {' | '.join(markdown(texts[column.key]) for column in group.columns)} |"
+def table(columns: Sequence[TableColumn], rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """A table; rows are Markdown by the keys of the columns."""
+    head = [markdown(column.title) for column in columns]
+    rules = ["---:" if column.is_number else "---" for column in columns]
+    lines = [[row[column.key] for column in columns] for row in rows]
+    return [f"| {' | '.join(line)} |" for line in (head, rules, *lines)]
+
+
+def _escaped(texts: Mapping[str, str]) -> dict[str, str]:
+    return {key: markdown(text) for key, text in texts.items()}
 
 
 def _again(run: Run) -> list[str]:
-    """Where the numbers come from, and the command that makes them again."""
+    """Where the numbers come from, and the command that measures them again."""
     manifest = run.manifest
     git = manifest.get("git") or {}
     changes = " with uncommitted changes" if git.get("clean") is False else ""
@@ -63,6 +72,6 @@ def _again(run: Run) -> list[str]:
 
 
 def code(command: str) -> list[str]:
-    """A command as a block of code, whatever is in it."""
+    """A command as a block of code, whatever it contains."""
     fence = "~~~" if "```" in command else "```"
     return [f"{fence}sh", " ".join(command.split()), fence]

@@ -1,4 +1,4 @@
-"""The table of a report: the backends that did the same work, the fastest first, one group for each N and world."""
+"""The table of a report: backends that did the same work, the fastest first, in one group for each N and world."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 
 from bench.judge.pairs import ComparedPair
+from bench.judge.samples import NAME
 from bench.judge.verdicts import Verdict
 from bench.plan.cell import Cell, Status
 from bench.plan.columns import DASH, WAYS, differing, phrases
@@ -21,29 +22,29 @@ DECIDED = frozenset({Verdict.FASTER, Verdict.SLOWER, Verdict.SAME})
 
 
 @dataclass(frozen=True, slots=True)
-class RankedColumn:
-    """One column of the table."""
+class TableColumn:
+    """One column of a table."""
 
     key: str
     title: str
     is_number: bool = True
     drop: int = 0
-    """When a narrow terminal leaves it out: the largest number first, 0 never."""
+    """In which order a narrow terminal leaves columns out: the largest number first, 0 never."""
 
 
 COLUMNS = (
-    RankedColumn("backend", "backend", is_number=False),
-    RankedColumn("seconds", "s/step"),
-    RankedColumn("seconds_ends", "95 %", drop=3),
-    RankedColumn("ratio", "ratio"),
-    RankedColumn("ratio_ends", "95 %", drop=1),
-    RankedColumn("verdict", "verdict", is_number=False, drop=4),
-    RankedColumn("memory", "memory"),
-    RankedColumn("memory_ratio", "ratio", drop=5),
-    RankedColumn("trials", "n"),
-    RankedColumn("correct", "correct?", is_number=False),
+    TableColumn("backend", "backend", is_number=False),
+    TableColumn("seconds", "s/step"),
+    TableColumn("seconds_ends", "95 %", drop=3),
+    TableColumn("ratio", "ratio"),
+    TableColumn("ratio_ends", "95 %", drop=1),
+    TableColumn("verdict", "verdict", is_number=False, drop=4),
+    TableColumn("memory", "memory"),
+    TableColumn("memory_ratio", "ratio", drop=5),
+    TableColumn("trials", "n"),
+    TableColumn("correct", "correct?", is_number=False),
 )
-"""In order; the ratios are to the baseline, below 1 is faster or less."""
+"""In order; ratios are to the baseline: below 1 is faster, or less memory."""
 TIMES = frozenset({"seconds", "seconds_ends", "ratio", "ratio_ends", "verdict"})
 
 
@@ -63,7 +64,7 @@ class Ranked:
     """The cell against the baseline's."""
     memory: int | None
     memory_ratio: float | None
-    """To the baseline's."""
+    """To the memory of the baseline."""
     num_ok: int
     num_trials: int
     status: str
@@ -82,7 +83,7 @@ class Ranked:
 
     @property
     def texts(self) -> dict[str, str]:
-        """What each of COLUMNS says of it."""
+        """Its text in each of COLUMNS."""
         ratio, ends, verdict = ratio_texts(self.pair, is_baseline=self.is_baseline)
         some = 0 < self.num_ok < self.num_trials
         return {
@@ -100,7 +101,7 @@ class Ranked:
 
     @property
     def values(self) -> dict[str, float | str | None]:
-        """By which columns are sorted; None comes last."""
+        """What the page sorts columns by; None comes last."""
         time = None if self.pair is None else self.pair.time
         return {
             "backend": self.backend,
@@ -114,12 +115,12 @@ class Ranked:
 
 
 def ends_of(low: float | None, high: float | None) -> str:
-    """An interval in the table."""
+    """An interval as the table shows it."""
     return DASH if low is None or high is None else f"{digits(low)}-{digits(high)}"
 
 
 def ratio_texts(row: ComparedPair | None, *, is_baseline: bool) -> tuple[str, str, str]:
-    """Ratio, interval and verdict; the page's script says the same of the baseline that a reader picks."""
+    """Ratio, interval and verdict; the page's script writes the same for the baseline that a reader picks."""
     if is_baseline:
         return "1", DASH, "baseline"
     if row is None:
@@ -139,7 +140,7 @@ class Group:
     cell: Cell
     """One of them."""
     place: str
-    """What tells the group from others but for N."""
+    """What tells the group from others, except N."""
     rows: tuple[Ranked, ...]
     is_timed: bool
     """Whether its times are shown."""
@@ -156,13 +157,19 @@ class Group:
 
     @property
     def where(self) -> str:
-        """The same within a sentence: ``N=8, W=2``."""
+        """N and place within a sentence: ``N=8, W=2``."""
         return f"N = {self.n}, {self.place}".replace(" = ", "=")
 
     @cached_property
-    def columns(self) -> tuple[RankedColumn, ...]:
+    def columns(self) -> tuple[TableColumn, ...]:
         """Those of COLUMNS that the group has."""
         return tuple(column for column in COLUMNS if self.is_timed or column.key not in TIMES)
+
+    def legend(self, baseline: str) -> str:
+        """What the columns are, in one line."""
+        if not self.is_timed:
+            return "memory is the largest peak of a rank"
+        return f"s/step: {NAME} of n trials; ratio to {baseline}: below 1 is faster"
 
     def share(self, value: float | None, key: str) -> float | None:
         """A value as a percentage of the largest in its column, for bars."""
@@ -173,7 +180,7 @@ class Group:
 
 
 def groups(of: Material) -> list[Group]:
-    """All groups: that of real ranks, the largest N and the most ranks first."""
+    """All groups: real ranks before others, then the largest N and the most ranks first."""
     kinds: dict[tuple[Any, ...], list[Cell]] = {}
     for cell in of.run.cells.values():
         if not cell.is_reference and not cell.twin:
@@ -185,7 +192,7 @@ def groups(of: Material) -> list[Group]:
 
 
 def _kind(cell: Cell) -> tuple[Any, ...]:
-    """What cells of a group have in common."""
+    """What the cells of a group have in common."""
     return tuple(replace(cell, backend="").to_dict().values())
 
 
@@ -211,7 +218,7 @@ def _group(of: Material, cells: list[Cell], ways: list[str]) -> Group:
 
 
 def _order(row: Ranked) -> tuple[float, float, str]:
-    """The fastest first; without times the least memory first; what has neither last."""
+    """The fastest first; without times the least memory first; cells with neither last."""
     seconds, memory = (math.inf if value is None else value for value in (row.seconds, row.memory))
     return seconds, memory, row.backend
 
@@ -242,7 +249,7 @@ def _ranked(of: Material, cell: Mapping[str, Any], base: int | None, *, is_timed
 
 
 def _correct(of: Material, cell: Mapping[str, Any]) -> str:
-    """Whether a cell passed every gate, and how it failed if not."""
+    """Whether a cell passed every gate; if not, how it failed."""
     if cell["status"] == Status.INVALID:
         return "no"
     if cell["status"] != Status.OK:

@@ -1,4 +1,4 @@
-"""Trials around the medians of their cells, and counts that are not what they should be."""
+"""Trials around the medians of their cells, and cells whose counts are not what they should be."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from bench.judge.statistics import Interval
 from bench.judge.verdicts import band
 from bench.plan.cell import REFERENCES, Status
 from bench.report import sheet, style
-from bench.report.figure_data import FACTS, FigureData, floats
-from bench.report.panels import CONTEXT, Drawing
+from bench.report.figure_data import CONTEXT, FACTS, FigureData, floats
+from bench.report.sheet import Drawing
 from bench.report.style import GREY, REFERENCE_COLOUR, Key, safe
 from bench.words import plural, some
 
@@ -33,11 +33,11 @@ MARKS: tuple[dict[str, Any], ...] = (
     {"marker": "o", "markersize": 5, "color": REFERENCE_COLOUR},
     {"marker": "o", "markersize": 9, "color": "#D55E00", "markerfacecolor": "none"},
 )
-"""Of what should be, of what was, and of what was reported."""
+"""How what should be, what was, and what was reported is drawn."""
 
 
 def draw_optimizer_steps(run: FigureData) -> list[Drawing]:
-    """The cells that took another number of optimizer steps than they should, or report one; nothing if none did."""
+    """The cells that took or report a wrong number of optimizer steps; nothing if there are none."""
     expected, observed, reported = (run.others[name] for name in STEPS.values())
     odd = (observed.notna() & (observed != expected)) | (reported.notna() & (reported != observed))
     cells = run.others[odd.fillna(False)]
@@ -46,24 +46,24 @@ def draw_optimizer_steps(run: FigureData) -> list[Drawing]:
 
 
 def held_gradients(memory: pd.DataFrame) -> pd.DataFrame:
-    """Of the table of that name, what cells hold of gradients between micro-batches, where a formula says how much."""
+    """The rows of the memory table on gradients held between micro-batches, where a formula gives their bytes."""
     return memory[(memory["category"] == "held_gradients") & memory["expected_bytes"].notna()]
 
 
 def held_sentence(memory: pd.DataFrame) -> str:
-    """Whether ranks hold the bytes of gradients that formulas say; empty where none says it."""
+    """How many cells hold the bytes of gradients that their formula gives; empty if there is no formula."""
     rows = held_gradients(memory)
     right = int((rows["bytes"] == rows["expected_bytes"]).sum())
     if rows.empty:
         return ""
     return (
         f"Between micro-batches, {right} of {plural(len(rows), 'cell')} hold exactly the bytes of gradients that their "
-        "formula says."
+        "formula gives."
     )
 
 
 def draw_held_gradients(run: FigureData) -> list[Drawing]:
-    """The cells that hold other bytes of gradients between micro-batches than their formula says; nothing if none."""
+    """The cells that do not hold the bytes of gradients that their formula gives; nothing if there are none."""
     rows = held_gradients(run.tables.memory)
     wrong = rows[rows["bytes"] != rows["expected_bytes"]].drop_duplicates("cell_id").set_index("cell_id")
     cells = run.others.join(wrong[["bytes", "expected_bytes"]], how="inner")
@@ -99,15 +99,18 @@ def _odd(
 
 FLOOR_COLOUR = "#f3dfb4"
 INSIDE, ROOM = 0.98, 1.4
-"""Share of the trials that the axis shows at their place, and how much farther than those it reaches."""
+"""Share of the trials that are drawn at their true place, and how much farther than these the axis reaches."""
+MOST_SHAPES = 1000
+"""Trials beyond which an SVG holds them as pixels, since each would be a shape of its own."""
 LEAST = 0.5
 """Per cent that the axis reaches to either side, at least."""
 DEVIATION = "deviation_percent"
+"""Column: how far a trial's step time is from the median of its cell."""
 COLUMNS = ["run_id", "cell_id", "repeat", "backend", "accumulate", *CONTEXT, "place", "step_time_s", DEVIATION]
 
 
 def deviations(trials: pd.DataFrame) -> pd.DataFrame:
-    """The good trials of cells that have two, in the order in which they ran, with DEVIATION from the cell's median."""
+    """The good trials of cells with at least two, in the order in which they ran, with DEVIATION."""
     good = trials[(trials["status"] == Status.OK) & trials["step_time_s"].notna() & ~trials["backend"].isin(REFERENCES)]
     times = good["step_time_s"].astype(float)
     middle = times.groupby(good["cell_id"]).transform("median")
@@ -158,12 +161,11 @@ def draw_noise(run: FigureData, floor: Interval | None) -> list[Drawing]:
 
 def _points(axes: Axes, trials: pd.DataFrame, colours: dict[str, str], reach: float) -> None:
     """Those beyond the axis's reach are triangles at its edge."""
+    many = len(trials) > MOST_SHAPES
     for framework, rows in trials.groupby("framework", sort=False):
         values, places = rows[DEVIATION].to_numpy(dtype=float), rows["place"].to_numpy(dtype=float)
         for marker, chosen in (("o", abs(values) <= reach), ("^", values > reach), ("v", values < -reach)):
             clipped = np.clip(values[chosen], -reach, reach)
             size = 2.4 if marker == "o" else 4.5
-            axes.plot(
-                places[chosen], clipped, linestyle="none", marker=marker, markersize=size, color=colours[str(framework)]
-            )
+            axes.plot(places[chosen], clipped, marker, markersize=size, color=colours[str(framework)], rasterized=many)
     axes.set_ylim(-1.06 * reach, 1.06 * reach)

@@ -1,98 +1,108 @@
-"""Peak memory against step time: the largest N with a name at each point, the other N as small multiples."""
+"""Peak memory against step time: the largest N with a name at each point, others as small multiples."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 
+from bench.judge.statistics import Array
 from bench.plan.cell import Status
-from bench.report import labels, sheet, style
-from bench.report.figure_data import FACTS, MEMORY, TIMES, FigureData, apart, fastest, leanest, lost, twins
-from bench.report.panels import CONTEXT, Drawing, Panel, paged, set_scale, title_lines
-from bench.report.style import INTERVAL, safe
+from bench.report import sheet, style
+from bench.report.figure_data import (
+    CONTEXT,
+    FACTS,
+    MEMORY,
+    TIMES,
+    FigureData,
+    Panel,
+    apart,
+    fastest,
+    leanest,
+    lost,
+    twins,
+)
+from bench.report.sheet import Drawing, set_scale, title_lines
+from bench.report.style import INTERVAL, TINY, safe
 from bench.words import unit_of
 
 MOST_SMALL = 4
-"""Small multiples; the CSV has all N."""
+"""Small multiples."""
 LARGE_HEIGHTS, SMALL_HEIGHT = (3.4, 5.0), 1.5
-"""Inches of the two rows of panels; the higher of the first where names have no room in the other."""
+"""Inches of the two rows of panels; the second of the first row where names have no room in the first."""
 ROOM = 0.16
-"""Of the axes, around the points: for names."""
+"""Share of the axes around the points that is left for names."""
 LEAST = 1.1
 """The axes reach at least so many times farther than their middle, to either side."""
 
 
 def draw_memory_vs_time(run: FigureData) -> list[Drawing]:
-    """A figure for each precision and number of ranks; nothing of cells that have no time."""
+    """The cells of the most ranks and the largest N, and smaller panels of others; nothing of cells without a time."""
     timed = run.others[[world.times_communication for world in run.others["world"]]]
     known = timed[timed["peak_memory_bytes"].notna() & timed["step_time_s"].notna()]
     every = known[[*FACTS, *TIMES, *MEMORY]]
-    drawings = []
-    for page in paged("memory_vs_time", run.panels(every, [*CONTEXT, "peak_memory_source"]), 1):
-        (panel,) = page.panels
-        words = run.words(_title(run, panel.rows), timed=True)
-        words.notes[:0] = [*page.left_out, *_notes(run, panel), *lost(timed, "step_time_s")]
-        low, high = LARGE_HEIGHTS
-        figure, unnamed = _draw(run, panel, words, low)
-        if unnamed:
-            figure, unnamed = _draw(run, panel, words, high)
-        drawings.append(Drawing(page.stem, figure, every, words))
-    return drawings
-
-
-def _title(run: FigureData, cells: pd.DataFrame) -> str:
-    n = cells["accumulate"].max()
-    good = cells[(cells["accumulate"] == n) & (cells["status"] == Status.OK)]
-    if good.empty:
-        return f"No backend is correct at N = {n}"
-    if run.obstacle:
-        return f"At N = {n}, {leanest(good)}"
-    return f"At N = {n}, {fastest(good)}, {leanest(good)}"
-
-
-def _notes(run: FigureData, panel: Panel) -> list[str]:
-    said = [f"{panel.title}."] if panel.title else []
-    said += ["Below and to the left is better."]
+    if every.empty:
+        return []
+    source = ["peak_memory_source"] if every["peak_memory_source"].nunique() > 1 else []
+    panels, left_out = run.panels(every, ["accumulate", *CONTEXT, *source], 1 + MOST_SMALL)
+    main = max(panels, key=lambda panel: panel.extent)
+    if not main.title.startswith("N = "):
+        main.title = ", ".join(filter(None, [f"N = {main.extent[1]}", main.title]))
+    words = run.words(_title(run, main), timed=True)
+    said = "Below and to the left is better."
     if not run.obstacle:
-        said += ["Lines are 95 % intervals of the time; arrows lead from eager to deferred sync where times differ."]
-    return [" ".join(said)]
+        said += " Lines are 95 % intervals of the time; arrows lead from eager to deferred sync where times differ."
+    words.notes[:0] = [*left_out, said, *lost(timed, "step_time_s")]
+    others = [panel for panel in panels if panel is not main]
+    low, high = LARGE_HEIGHTS
+    figure, has_all_names = _draw(run, main, others, words, low)
+    if not has_all_names:
+        figure, _ = _draw(run, main, others, words, high)
+    return [Drawing("memory_vs_time", figure, every, words)]
 
 
-def _draw(run: FigureData, panel: Panel, words: sheet.FigureWords, large_height: float) -> tuple[Figure, list[str]]:
-    """The figure, and the names that found no room in it."""
-    cells = panel.rows
-    *others, most = sorted({int(n) for n in cells["accumulate"]})
-    others = others[-MOST_SMALL:]
-    heights = [large_height, SMALL_HEIGHT] if others else [large_height]
+def _title(run: FigureData, panel: Panel) -> str:
+    good = panel.rows[panel.rows["status"] == Status.OK]
+    if good.empty:
+        return f"No backend is correct at {panel.title}"
+    return ", ".join([f"At {panel.title}", *([] if run.obstacle else [fastest(good)]), leanest(good)])
+
+
+def _draw(
+    run: FigureData, main: Panel, others: list[Panel], words: sheet.FigureWords, height: float
+) -> tuple[Figure, bool]:
+    """The figure, and whether every name found room in it."""
+    heights = [height, SMALL_HEIGHT] if others else [height]
     figure = sheet.sheet(words, [], sum(heights), sum(heights))
     rows = figure.add_gridspec(len(heights), 1, height_ratios=heights)
     large = figure.add_subplot(rows[0])
-    unit, name = unit_of(cells["peak_memory_bytes"].max())
-    source = ", ".join(cells["peak_memory_source"].dropna().unique())
-    own = cells[cells["accumulate"] == most]
-    _points(run, large, own, unit, size=6.5)
-    _reach(large, own, unit)
-    large.set_title(title_lines(f"N = {most}", style.WIDTH), weight="bold")
+    unit, name = unit_of(max(panel.rows["peak_memory_bytes"].max() for panel in (main, *others)))
+    source = ", ".join(main.rows["peak_memory_source"].dropna().unique())
+    _points(run, large, main.rows, unit, size=6.5)
+    _reach(large, main.rows, unit)
+    large.set_title(title_lines(main.title, style.WIDTH), weight="bold")
     large.set_xlabel("step time (s)")
     large.set_ylabel(f"peak memory of a rank ({name},\n{safe(source)})")
     if others:
         small = rows[1].subgridspec(1, len(others)).subplots(sharex=True, sharey=True, squeeze=False)[0]
-        for axes, n in zip(small, others, strict=True):
-            _points(run, axes, cells[cells["accumulate"] == n], unit, size=4.0)
-            _reach(axes, cells[cells["accumulate"].isin(others)], unit)
-            axes.set_title(f"N = {n}")
+        for axes, panel in zip(small, others, strict=True):
+            _points(run, axes, panel.rows, unit, size=4.0)
+            axes.set_title(title_lines(panel.title, style.WIDTH / len(others) - 0.4))
             axes.set_xlabel("step time (s)")
+        _reach(small[0], pd.concat([panel.rows for panel in others]), unit)
         small[0].set_ylabel(name)
-    figure.draw_without_rendering()
-    return figure, _names(run, large, own, unit)
+    sheet.freeze(figure)
+    return figure, _names(run, large, main.rows, unit)
 
 
 def _points(run: FigureData, axes: Axes, cells: pd.DataFrame, unit: float, size: float) -> None:
-    """Intervals, arrows from eager to deferred where these are certain, and points: rings for what is wrong."""
+    """Points with intervals, rings for what is wrong, and arrows from eager to deferred sync if their times differ."""
     for cell in cells.to_dict("records"):
         look, (x, y) = run.look(cell["backend"]), _place(cell, unit)
         if not pd.isna(cell["step_time_low_s"]):
@@ -129,20 +139,107 @@ def _reach(axes: Axes, cells: pd.DataFrame, unit: float) -> None:
         getattr(axes, f"set_{which}lim")(low, high)
 
 
-def _names(run: FigureData, axes: Axes, cells: pd.DataFrame, unit: float) -> list[str]:
-    """Write the name of each backend beside its point, with what is wrong with it; returns those without room."""
-    obstacles, wanted = labels.Obstacles(), []
+HEIGHT, MARKER = 9.0, 8.0
+"""Points of a line of words, and of the side of a square around a marker."""
+LEADER_FROM = 10
+"""Points of distance from which a thin line leads from the words to their marker."""
+TURNS = sorted(range(24), key=lambda turn: min(turn, 24 - turn))
+"""Directions from a marker, those to the right first."""
+SPOTS = np.array(
+    [
+        (radius * math.cos(math.pi * turn / 12), radius * math.sin(math.pi * turn / 12))
+        for radius in range(7, 160, 3)
+        for turn in TURNS
+    ]
+)
+"""Where words may stand beside a marker, in points, the nearest first."""
+LEADS = np.hypot(*SPOTS.T) >= LEADER_FROM
+ANCHORS = np.select([SPOTS[:, 0] > 0.3 * np.hypot(*SPOTS.T), SPOTS[:, 0] < -0.3 * np.hypot(*SPOTS.T)], [0.0, 1.0], 0.5)
+"""Where in the words their anchor is: 0 at their left end, 1 at their right end."""
+
+
+def _names(run: FigureData, axes: Axes, cells: pd.DataFrame, unit: float) -> bool:
+    """Write the name of each backend beside its point, with what is wrong with it, where no line and no other name is.
+
+    Returns whether there was room for all. Axes must be laid out, with their final limits. Words that are nearer to
+    another point would be read as that one's: they need a line that leads to their own. The most crowded points are
+    the first to choose.
+    """
+    point = axes.figure.dpi / 72
     rows = cells.to_dict("records")
-    for cell in rows:
-        x, y = _place(cell, unit)
-        word = f"{cell['backend']} ({cell['word']})" if cell["word"] else str(cell["backend"])
-        wanted.append(labels.Label(x, y, style.fit(word, style.NAME_WIDTH), run.look(cell["backend"]).colour))
-        obstacles.points.append((x, y, 7.0))
-        if not pd.isna(cell["step_time_low_s"]):
-            obstacles.lines.append(((cell["step_time_low_s"], y), (cell["step_time_high_s"], y)))
-    for eager, deferred in _arrows(run, cells):
-        obstacles.lines.append((_place(eager, unit), _place(deferred, unit)))
-    placed = labels.place(axes, wanted, obstacles)
-    labels.write(axes, placed)
-    there = {label for label, _ in placed}
-    return [label.text for label in wanted if label not in there]
+    centres = axes.transData.transform([_place(cell, unit) for cell in rows]) / point
+    ends = [(_place(eager, unit), _place(deferred, unit)) for eager, deferred in _arrows(run, cells)]
+    timed = [cell for cell in rows if not pd.isna(cell["step_time_low_s"])]
+    ends += [tuple((cell[name], _place(cell, unit)[1]) for name in TIMES[1:]) for cell in timed]  # type: ignore[misc]
+    lines = [_along(*(axes.transData.transform(line) / point)) for line in ends]
+    taken = np.vstack([_squares(centres, MARKER), *lines])
+    words = np.empty((0, 4))
+    distances = np.linalg.norm(centres[:, None] - centres[None], axis=2)
+    frame = np.array(axes.get_window_extent().extents) / point
+    for i in np.sort(distances, axis=1)[:, :3].sum(axis=1).argsort(kind="stable"):
+        text = style.fit(
+            " ".join([rows[i]["backend"], *([f"({rows[i]['word']})"] if rows[i]["word"] else [])]), style.NAME_WIDTH
+        )
+        boxes = _boxes(centres[i], style.text_width(text, TINY) * 72 + 1)
+        inside = (boxes[:, :2] > frame[:2]).all(axis=1) & (boxes[:, 2:] < frame[2:]).all(axis=1)
+        free = inside & ~_overlap(boxes, np.vstack([taken, words])).any(axis=1)
+        away = _distances(boxes, centres)
+        own = away[:, i] <= away.min(axis=1) + 0.5
+        others = _squares(centres[distances[i] > MARKER], MARKER)
+        for spot in [*np.flatnonzero(free & own), *np.flatnonzero(free & ~own & LEADS)]:
+            leader = _along(centres[i], centres[i] + SPOTS[spot], MARKER)[: None if LEADS[spot] else 0]
+            if not _overlap(leader, np.vstack([words, others])).any():
+                taken, words = np.vstack([taken, leader]), np.vstack([words, boxes[spot]])
+                _write(axes, text, _place(rows[i], unit), int(spot), run.look(rows[i]["backend"]).colour)
+                break
+    return len(words) == len(rows)
+
+
+def _write(axes: Axes, text: str, place: tuple[float, float], spot: int, colour: str) -> None:
+    """Black words, since not every colour can be read, and a line in the colour of the marker."""
+    anchor = float(ANCHORS[spot])
+    line = {"arrowstyle": "-", "linewidth": 0.3, "color": colour, "shrinkA": 0, "shrinkB": 1, "relpos": (anchor, 0.5)}
+    side = {0.0: "left", 0.5: "center", 1.0: "right"}[anchor]
+    axes.annotate(
+        safe(text),
+        place,
+        tuple(SPOTS[spot]),
+        textcoords="offset points",
+        size=TINY,
+        ha=side,
+        va="center_baseline",
+        arrowprops=line if LEADS[spot] else None,
+    )
+
+
+# A box is left, bottom, right and top, in points; several are rows of an array.
+
+
+def _boxes(centre: Array, width: float) -> Array:
+    """The boxes of words of that width at each of SPOTS."""
+    corners = SPOTS + centre - np.column_stack([ANCHORS * width, np.full(len(SPOTS), HEIGHT / 2)])
+    return np.hstack([corners, corners + np.array([width, HEIGHT])])
+
+
+def _squares(centres: Array, size: float) -> Array:
+    return np.hstack([centres - size / 2, centres + size / 2])
+
+
+def _along(tail: Array, head: Array, begin: float = 0.0) -> Array:
+    """Small squares along a line, from so many points after its tail."""
+    length = float(np.linalg.norm(head - tail))
+    return _squares(tail + (np.arange(begin, length + 1, 2.5) / max(length, 1))[:, None] * (head - tail), 1.5)
+
+
+def _overlap(boxes: Array, others: Array) -> NDArray[np.bool_]:
+    """Whether each box has something in common with each of the others: a row per box, a column per other."""
+    return np.asarray(
+        ((boxes[:, None, :2] < others[None, :, 2:]) & (boxes[:, None, 2:] > others[None, :, :2])).all(axis=2)
+    )
+
+
+def _distances(boxes: Array, points: Array) -> Array:
+    """The distance of each box from each point: a row per box, a column per point."""
+    return np.asarray(
+        np.linalg.norm(np.maximum(np.maximum(boxes[:, None, :2] - points, points - boxes[:, None, 2:]), 0.0), axis=2)
+    )

@@ -1,24 +1,25 @@
-"""The questions of a report, one section each: a few sentences written from the data, figures, and the table."""
+"""The questions of a report, one section each: a few sentences made from the data, figures, and a table."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from bench.judge.expected import cells_watched
+from bench.judge.expected import cells_watched, extent
 from bench.judge.gates import tolerance
-from bench.judge.losses import extent
 from bench.judge.remarks import note
 from bench.judge.samples import NAME
 from bench.judge.verdicts import Verdict
 from bench.plan.categories import PEAK, Category
 from bench.plan.cell import Device, Status
 from bench.plan.columns import COLUMNS, DASH, Column
-from bench.report import epoch_end
 from bench.report.bars import MIB, TOTAL, by_operation
 from bench.report.bars import by_cell as memory_by_cell
 from bench.report.material import Material, records
@@ -39,7 +40,7 @@ HERE = {
     "as_formula": Column("string", "", "", title="as the formula"),
     **{f"{name}_size": Column("string", "", "", title=name.replace("_", " ")) for name in ("peak", *Category)},
 }
-"""Columns of sections that frames do not have, or that are called otherwise there."""
+"""Columns that only sections have, or that have another title there."""
 TIMES = (
     *("label", "num_ok", "step_time_s", "step_time_low_s", "step_time_high_s", "fastest_s", "slowest_s"),
     *("tokens_per_s", "mfu", "mfu_of_matmul", "energy_j_per_step", "energy_j_per_token", "cpu_s_per_micro_batch"),
@@ -47,6 +48,15 @@ TIMES = (
 )
 GATES = ("label", "status", "accumulated_in", "update_scale", "update_error", "max_loss_deviation", "final_loss")
 STEPS = tuple(f"optimizer_steps_{name}" for name in ("expected", "observed", "reported", "reported_by"))
+EPOCH_END = Path(__file__).with_name("epoch_end.json")
+"""What the semantics suite found where an epoch ends within a window, which no timed trial shows.
+
+``python -m bench.audit.bundle`` writes it from results/semantics.
+"""
+SCENARIOS = Path(__file__).parents[2] / "docs" / "semantics.md"
+"""All scenarios of the suite; only in a checkout."""
+COUNTERS = ("trainer.global_step", "engine.global_steps")
+"""Frameworks' own counters of steps: the first that a framework has is shown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +85,7 @@ class PageSection:
 
 
 def table(caption: str, frame: pd.DataFrame, names: Sequence[str], words: int = 1) -> Table:
-    """These columns of a frame of cells; those but the first of which nothing is known are left out."""
+    """These columns of a frame of cells; empty ones are left out, except the first."""
     shown = [name for place, name in enumerate(names) if not place or frame[name].notna().any()]
     words -= sum(name not in shown for name in names[:words])
     columns = [HERE.get(name) or COLUMNS["trials"][name] for name in shown]
@@ -92,7 +102,7 @@ def table(caption: str, frame: pd.DataFrame, names: Sequence[str], words: int = 
 
 
 def sections(of: Material) -> list[PageSection]:
-    """All questions, in order; that of time only where times may be compared."""
+    """All questions, in order; the one on time only where times may be compared."""
     asked = (memory, communication, correctness, semantics)
     return [ask(of) for ask in (asked if of.obstacle else (speed, *asked))]
 
@@ -108,8 +118,8 @@ def speed(of: Material) -> PageSection:
     if not spread.empty:
         worst = str(spread.idxmax())
         second = (
-            f"From its fastest to its slowest trial the median cell spreads over {spread.median():.2g} %, and "
-            f"{of.run.labels[worst]}, the widest, over {spread.max():.2g} %."
+            f"In the median cell, the slowest trial takes {spread.median():.2g} % longer than the fastest; at most it "
+            f"is {spread.max():.2g} % ({of.run.labels[worst]})."
         )
     return PageSection(
         key="speed",
@@ -127,7 +137,7 @@ def memory(of: Material) -> PageSection:
     if not known.empty:
         ends = records(known.iloc[[0, -1]])
         least, most = (f"{size(row['peak_memory_bytes'])} ({row['label']})" for row in ends)
-        sentence = f"The least peak of a rank is {least}, the most {most}. Bytes have no noise."
+        sentence = f"The smallest peak of a rank is {least}, the largest {most}. Bytes have no noise."
     parts = memory_by_cell(of.run.tables.memory, PEAK)
     used = [str(one) for one in Category if str(one) in parts and (parts[str(one)] > 0).any()]
     frame = of.cells.assign(peak_size=of.cells["peak_memory_bytes"].map(_sized))
@@ -167,16 +177,16 @@ def communication(of: Material) -> PageSection:
     frame["operations"] = [operations(cell) for cell in records(of.cells)]
     frame["as_formula"] = [said.get(cell_id, ("", None))[1] for cell_id in of.cells.index]
     good = frame[(frame["status"] == Status.OK) & frame["sent"].notna()].sort_values("sent", kind="stable")
-    sentences = ["No valid cell's collectives were counted."]
+    sentences = ["The collectives of no valid cell were counted."]
     if not good.empty:
         least, most = (f"{row['sent']:,.2f} MiB ({row['label']})" for row in records(good.iloc[[0, -1]]))
-        sentences = [f"In an optimizer step a rank hands collectives {least} at least and {most} at most."]
+        sentences = [f"In an optimizer step, a rank hands between {least} and {most} to collectives."]
         due = counted.dropna(subset=["expected_calls"])
         if len(due):
             sentences.append(f"{_right(due)} of {len(due)} counts match their formula in calls and bytes.")
     return PageSection(
         key="communication",
-        title="What do ranks send?",
+        title="What do ranks communicate?",
         sentences=tuple(sentences),
         plots=("communication",),
         table=table(
@@ -194,26 +204,23 @@ def _right(rows: pd.DataFrame) -> int:
 
 
 def _operations(rows: pd.DataFrame) -> tuple[str, str | None]:
-    """What a cell's ranks hand to collectives, and how many of these counts are as their formula says."""
+    """What a cell's ranks hand to collectives, and how many of these counts match their formula."""
     said = (f"{r['op']} of {r['dtype']}: {r['calls']} x, {r['payload_bytes'] / MIB:,.2f} MiB" for r in records(rows))
     due = rows.dropna(subset=["expected_calls"])
     return "; ".join(said), f"{_right(due)} of {len(due)}" if len(due) else None
 
 
 def correctness(of: Material) -> PageSection:
-    """Whether the updates equal those of the full batch."""
+    """Whether every update equals that of the full batch."""
     cells = of.contestants
     fine = cells[cells["status"] == Status.OK]
     error = fine["update_error"].dropna()
-    second = "No valid cell's update was compared with the reference's."
+    second = "No update of a valid cell was compared with the reference's."
     if not error.empty:
         worst = fine.iloc[int(fine["update_error"].astype(float).argmax())]
         cell = of.run.cells[worst["cell_id"]]
         limit = tolerance(cell.precision, cell.workload, cell.model).update_error
-        second = (
-            f"Among them, the largest error of an update is {float(error.max()):.2g} ({worst['label']}; the limit is "
-            f"{limit:g})."
-        )
+        second = f"Their largest update error is {float(error.max()):.2g} ({worst['label']}; the limit is {limit:g})."
     first = f"{len(fine)} of {plural(len(cells), 'cell')} passed every gate."
     return PageSection(
         key="correctness",
@@ -244,24 +251,46 @@ def _steps(of: Material) -> Iterator[str]:
         return
     right = int((seen["optimizer_steps_observed"] == seen["optimizer_steps_expected"]).sum())
     yield (
-        f"A timed trial trains whole windows only: {right} of {plural(len(seen), 'cell')} took exactly as many "
-        "optimizer steps as these ask for."
+        f"A timed trial trains whole windows only: {right} of {plural(len(seen), 'cell')} took exactly one optimizer "
+        "step per window."
     )
     told = seen[seen["optimizer_steps_reported"].notna()]
     if len(told):
         honest = int((told["optimizer_steps_reported"] == told["optimizer_steps_observed"]).sum())
-        yield f"{honest} of {len(told)} frameworks' own counts agree with the inner optimizer."
+        yield f"{honest} of {plural(len(told), 'count')} that frameworks report agree with the inner optimizer's."
     yield (
-        "None of that tells what becomes of a window that the end of an epoch leaves incomplete: the table below does, "
-        "and docs/semantics.md has every scenario."
+        "These counts do not show what becomes of a window that the end of an epoch leaves incomplete: see the table "
+        "below, and docs/semantics.md for every scenario."
     )
+
+
+@cache
+def epoch_end() -> Mapping[str, Any]:
+    """``packages`` that were measured, ``scenario`` in words, ``due`` updates, and by backend what was found."""
+    found: dict[str, Any] = json.loads(EPOCH_END.read_text(encoding="utf-8"))
+    return found
 
 
 def _at_epoch_end(of: Material) -> Table | None:
     """What the semantics suite found of the run's backends; None if it knows none of them."""
-    rows = epoch_end.rows_of(list(dict.fromkeys(of.contestants["backend"])))
-    about = epoch_end.about(of.run.manifest.get("packages") or {})
-    return Table(caption=about, header=epoch_end.HEADER, rows=tuple(rows), words=2) if rows else None
+    suite, theirs = epoch_end(), of.run.manifest.get("packages") or {}
+    known = [name for name in dict.fromkeys(of.contestants["backend"]) if name in suite["backends"]]
+    rows = []
+    for name in known:
+        one = suite["backends"][name]
+        reported = next((str(one["reported"][key]) for key in COUNTERS if key in one["reported"]), "-")
+        rows.append((name, str(one["finding"]), str(suite["due"]), str(one["taken"]), reported))
+    measured = suite["packages"]
+    other = [
+        f"{name} {theirs[name]}"
+        for name in measured
+        if name in theirs and theirs[name].partition("+")[0] != measured[name].partition("+")[0]
+    ]
+    caption = f"{suite['scenario']}; measured by the semantics suite with "
+    caption += ", ".join(f"{name} {version}" for name, version in measured.items())
+    caption += f"; this run has {', '.join(other)}, which may differ" if other else ""
+    header = ("backend", "what becomes of the incomplete window", "updates due", "taken", "reported")
+    return Table(caption=caption, header=header, rows=tuple(rows), words=2) if rows else None
 
 
 def _counted(of: Material) -> Table:

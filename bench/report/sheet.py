@@ -1,17 +1,22 @@
-"""Sheets: a figure with its words and legends in place, on which no words collide, and how it is saved."""
+"""A figure with its words and legends in place, so that no words collide; its panels, and how it is saved."""
 
 from __future__ import annotations
 
+import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.legend_handler import HandlerTuple
 from matplotlib.text import Text
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from bench.report.style import (
     DPI,
@@ -26,12 +31,20 @@ from bench.report.style import (
     TITLE,
     WIDTH,
     Key,
-    Ruler,
     clean,
     fit,
+    safe,
+    text_width,
+    wrap,
 )
 
+FULL = WIDTH - 2 * MARGIN
+"""Inches of a line of words."""
 BANNER_INK, BANNER_PAPER = "#9B1C1C", "#FDE8E8"
+PANEL_TITLE = 8.0
+"""Font size in points."""
+LOG_ABOVE = 5.0
+"""Ratio of the largest to the smallest value above which an axis is logarithmic."""
 
 
 @dataclass
@@ -50,25 +63,33 @@ class FigureWords:
         return "\n".join(filter(None, [self.banner, self.subtitle, *self.notes, self.footer]))
 
 
+@dataclass
+class Drawing:
+    """One figure before it is saved."""
+
+    stem: str
+    figure: Figure
+    data: pd.DataFrame
+    words: FigureWords
+
+
 def sheet(words: FigureWords, legends: Sequence[Sequence[Key]], panels: float, least: float) -> Figure:
     """A figure with its words and legends in place and a free middle for the panels, of the height given in inches.
 
     Where the notes need the room the panels shrink to ``least``; then notes are cut, and the last line says how many.
     """
-    figure = Figure(figsize=(WIDTH, MAX_HEIGHT))
-    canvas = FigureCanvasAgg(figure)
-    ruler = Ruler(canvas)
-    full = WIDTH - 2 * MARGIN
-    title = _text(figure, ruler.wrap(words.title, full, TITLE, "bold"), TITLE, weight="bold")
-    subtitle = _text(figure, ruler.wrap(words.subtitle, full, SUBTITLE), SUBTITLE, color=GREY)
+    figure = Figure(figsize=(WIDTH, MAX_HEIGHT), dpi=DPI)
+    FigureCanvasAgg(figure)
+    title = _text(figure, wrap(words.title, FULL, TITLE, "bold"), TITLE, weight="bold")
+    subtitle = _text(figure, wrap(words.subtitle, FULL, SUBTITLE), SUBTITLE, color=GREY)
     boxed = {"facecolor": BANNER_PAPER, "edgecolor": "none", "boxstyle": "square,pad=0.25"}
-    banner = _text(figure, ruler.wrap(words.banner, full - 0.1, SUBTITLE, "bold"), SUBTITLE, weight="bold",
+    banner = _text(figure, wrap(words.banner, FULL - 0.1, SUBTITLE, "bold"), SUBTITLE, weight="bold",
                    color=BANNER_INK, **({"bbox": boxed} if words.banner else {}))  # fmt: skip
-    footer = _text(figure, ruler.wrap(words.footer, full, TINY), TINY, color=GREY)
-    drawn = [_legend(figure, ruler, keys) for keys in legends if keys]
+    footer = _text(figure, wrap(words.footer, FULL, TINY), TINY, color=GREY)
+    drawn = [_legend(figure, keys) for keys in legends if keys]
     heights = [_height(item) for item in (title, subtitle, banner, footer, *drawn)]
     taken = sum(heights) + 2 * MARGIN + GAP * (len(heights) + 2)
-    lines = [ruler.wrap(note, full, TINY, indent="   ") for note in words.notes]
+    lines = [wrap(note, FULL, TINY, indent="   ") for note in words.notes]
     notes = _text(figure, _cut(lines, MAX_HEIGHT - taken - least), TINY)
     taken += _height(notes)
     height = taken + max(least, min(panels, MAX_HEIGHT - taken))
@@ -87,7 +108,7 @@ def sheet(words: FigureWords, legends: Sequence[Sequence[Key]], panels: float, l
         else:
             below.set_bbox_to_anchor(anchor, transform=figure.transFigure)
         bottom += GAP
-    rect = (MARGIN / WIDTH, bottom / height, full / WIDTH, (top - bottom) / height)
+    rect = (MARGIN / WIDTH, bottom / height, FULL / WIDTH, (top - bottom) / height)
     figure.set_layout_engine(ConstrainedLayoutEngine(rect=rect, w_pad=0.03, h_pad=0.03, wspace=0.02, hspace=0.02))
     return figure
 
@@ -117,16 +138,16 @@ def _cut(notes: list[list[str]], height: float) -> list[str]:
     return kept
 
 
-def _legend(figure: Figure, ruler: Ruler, keys: Sequence[Key]) -> Any:
-    labels = [fit(label, WIDTH - 2 * MARGIN - KEY_WIDTH) for _, label in keys]
+def _legend(figure: Figure, keys: Sequence[Key]) -> Any:
+    labels = [fit(label, FULL - KEY_WIDTH) for _, label in keys]
     handles: list[Any] = [handle for handle, _ in keys]
-    column = max(ruler.width(label, SMALL) for label in labels) + KEY_WIDTH
+    column = max(text_width(label, SMALL) for label in labels) + KEY_WIDTH
     return figure.legend(
         handles,
         # A leading underscore would hide the entry.
         [(" " if label.startswith("_") else "") + label.replace("$", r"\$") for label in labels],
         loc="upper left",
-        ncols=max(1, min(len(keys), int((WIDTH - 2 * MARGIN) / column))),
+        ncols=max(1, min(len(keys), int(FULL / column))),
         frameon=False,
         borderpad=0,
         borderaxespad=0,
@@ -137,18 +158,54 @@ def _legend(figure: Figure, ruler: Ruler, keys: Sequence[Key]) -> Any:
     )
 
 
-def save(figure: Figure, stem: Path, words: FigureWords) -> list[Path]:
-    """Write PNG and SVG, the same bytes every time; returns the paths.
+def panel_grid(figure: Figure, titles: Sequence[str], columns: int, beside: float = 0.9, **share: Any) -> list[Axes]:
+    """One pair of axes per title, row by row; the lowest of each column has the tick labels of the x axis.
 
-    The figure is laid out once, at the resolution of the PNG: each file by itself would lay it out twice.
+    ``beside`` are the inches that the words at the left of all panels need.
     """
-    png, svg = stem.with_suffix(".png"), stem.with_suffix(".svg")
-    figure.set_dpi(DPI)
+    axes = figure.subplots(math.ceil(len(titles) / columns), columns, squeeze=False, **share).ravel()
+    for spare in axes[len(titles) :]:
+        spare.remove()
+    for i, title in enumerate(titles):
+        axes[i].set_title(title_lines(title, (WIDTH - beside) / columns))
+        if i + columns >= len(titles):
+            axes[i].tick_params(labelbottom=True)
+    return list(axes[: len(titles)])
+
+
+def title_lines(title: str, room: float) -> str:
+    """A panel's title, ready to be drawn, in as many lines as that many inches ask for."""
+    width = text_width(title, PANEL_TITLE)
+    lines = [title] if width <= room else textwrap.wrap(title, max(1, int(len(title) * room / width)))
+    return "\n".join(safe(line) for line in lines)
+
+
+def set_scale(axes: Axes, which: str, values: pd.Series) -> None:
+    """Linear, or logarithmic with plain numbers where values differ much."""
+    axis = getattr(axes, f"{which}axis")
+    if len(values) and values.min() > 0 and values.max() / values.min() > LOG_ABOVE:
+        getattr(axes, f"set_{which}scale")("log")
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_formatter(NullFormatter())
+    else:
+        axis.set_major_locator(MaxNLocator(5))
+
+
+def freeze(figure: Figure) -> None:
+    """Lay the figure out, once and for all: drawing it would lay it out again, once for each file."""
     if (layout := figure.get_layout_engine()) is not None:
         layout.execute(figure)
         figure.set_layout_engine(None)
         for axes in figure.axes:  # The solver's last bits differ from one time to the next.
             axes.set_position(tuple(round(edge, 6) for edge in axes.get_position().bounds))
+
+
+def save(figure: Figure, stem: Path, words: FigureWords) -> list[Path]:
+    """Write PNG and SVG, the same bytes every time; returns the paths."""
+    png, svg = stem.with_suffix(".png"), stem.with_suffix(".svg")
+    figure.set_dpi(DPI)
+    freeze(figure)
     figure.savefig(png, dpi=DPI, metadata={"Software": None})
     about = {"Date": None, "Title": clean(words.title), "Description": clean(words.plain())}
     figure.savefig(svg, metadata=about)

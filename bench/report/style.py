@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import colorsys
+import itertools
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
@@ -45,7 +45,7 @@ FRAMEWORK_COLOURS = {
 }
 """Okabe and Ito's palette, its yellow (too pale on paper) replaced by the wine of Paul Tol's muted one."""
 FURTHER_COLOURS = ("#332288", "#999933", "#AA4499", "#44AA99", "#661100", "#6699CC", "#888888", "#AA4466")
-"""Of Paul Tol's muted and safe palettes, for frameworks of users."""
+"""From Paul Tol's muted and safe palettes, for frameworks of users; a ninth one gets the first again."""
 SYNC_MARKERS = {"none": "o", "eager": "s", "deferred": "^"}
 OTHER_MARKER = "D"
 SHARDING_DASHES: dict[str, tuple[float, ...]] = {
@@ -112,14 +112,9 @@ def safe(text: object) -> str:
 
 
 def colours(frameworks: Iterable[str]) -> dict[str, str]:
-    """One colour per framework: fixed for the known ones, distinct and in order of name for others."""
+    """One colour per framework: fixed for the known ones, in order of name for others."""
     unknown = sorted(set(frameworks) - set(FRAMEWORK_COLOURS))
-    golden = 0.618034
-    further = list(FURTHER_COLOURS)
-    for i in range(len(further), len(unknown)):
-        red, green, blue = colorsys.hls_to_rgb(i * golden % 1, 0.35 + 0.15 * (i % 2), 0.6)
-        further.append(f"#{round(red * 255):02X}{round(green * 255):02X}{round(blue * 255):02X}")
-    return FRAMEWORK_COLOURS | dict(zip(unknown, further, strict=False))
+    return FRAMEWORK_COLOURS | dict(zip(unknown, itertools.cycle(FURTHER_COLOURS), strict=False))
 
 
 def looks(trials: pd.DataFrame) -> dict[str, Appearance]:
@@ -151,93 +146,80 @@ def _line(sharding: str, alike: int) -> LineStyleType:
     return (0, (dashes or (SOLID_LENGTH, DOT_GAP)) + (DOT, DOT_GAP) * alike)
 
 
-def marks(look: Appearance, *, wrong: bool = False, hollow: bool = False, size: float = 5.5) -> dict[str, Any]:
-    """Keyword arguments of ``plot`` for a marker: for a wrong result an open ring that no other marker covers."""
+def mark(
+    axes: Axes,
+    x: Any,
+    y: Any,
+    look: Appearance,
+    *,
+    wrong: bool = False,
+    hollow: bool = False,
+    size: float = 5.5,
+    **more: Any,
+) -> None:
+    """Draw markers at points; ``more`` are arguments of ``plot``. A wrong result is a ring that no marker covers."""
     base: dict[str, Any] = {"color": look.colour, "linestyle": "none", "markersize": size, "marker": look.marker}
     if wrong or hollow:
         base |= {"markerfacecolor": "none", "markeredgewidth": 1.3}
-    return base | ({"marker": "o", "markersize": 1.8 * size} if wrong else {})
+    axes.plot(x, y, **base | ({"marker": "o", "markersize": 1.8 * size} if wrong else {}) | more)
 
 
-def mark(axes: Axes, x: object, y: object, look: Appearance, **more: Any) -> None:
-    """Draw markers at points; ``more`` are arguments of ``marks`` and of ``plot``."""
-    own = {name: more.pop(name) for name in ("wrong", "hollow", "size") if name in more}
-    axes.plot(x, y, **marks(look, **own), **more)  # type: ignore[arg-type]  # the stubs know no arrays of pandas
-
-
-def backend_key(backend: str, look: Appearance, *, line: bool, label: str = "") -> Key:
-    """The legend's entry of a backend."""
-    style = marks(look) | {"linestyle": look.line if line else "none"}
-    return Line2D([], [], **style), label or backend
+def line_key(backend: str, look: Appearance) -> Key:
+    """The legend's entry of a backend that is drawn as a line with markers."""
+    return Line2D([], [], color=look.colour, linestyle=look.line, marker=look.marker, markersize=5.5), backend
 
 
 @lru_cache(maxsize=1 << 15)
-def _width(text: str, size: float, weight: str, dpi: float) -> float:
-    """Kept: the figures of a run have most of their words in common."""
-    widths = []
-    for finer in (1.0, DPI / dpi):
-        font = FontProperties(family=RC["font.family"], size=size * finer, weight=weight)
-        pixels = _renderer(dpi).get_text_width_height_descent(text, font, ismath=False)[0]
-        widths.append(float(pixels / (dpi * finer)))
-    return max(widths)
+def _width(text: str, size: float, weight: str) -> float:
+    font = FontProperties(family=RC["font.family"], size=size, weight=weight)
+    return float(_renderer().get_text_width_height_descent(text, font, ismath=False)[0] / DPI)
 
 
 @cache
-def _renderer(dpi: float) -> Any:
-    return FigureCanvasAgg(Figure(figsize=(1, 1), dpi=dpi)).get_renderer()
-
-
-class Ruler:
-    """Measures text in inches, as the figure will draw it."""
-
-    def __init__(self, canvas: FigureCanvasAgg) -> None:
-        self.canvas: Any = canvas
-
-    def width(self, text: str, size: float, weight: str = "normal") -> float:
-        """The largest of those at the resolutions of the figure and of its file: glyphs are hinted at each."""
-        return _width(text, size, weight, float(self.canvas.figure.dpi))
-
-    def wrap(self, text: str, width: float, size: float, weight: str = "normal", indent: str = "") -> list[str]:
-        """The lines of the text, none wider than the width; a word that is wider is cut."""
-        lines = [""]
-        for whole in clean(text).split():
-            word = whole
-            joined = f"{lines[-1]} {word}" if lines[-1].strip() else lines[-1] + word
-            if self.width(joined, size, weight) <= width:
-                lines[-1] = joined
-                continue
-            if lines[-1].strip():
-                lines.append(indent)
-            while self.width(lines[-1] + word, size, weight) > width and len(word) > 1:
-                fits = max(i for i in range(1, len(word)) if i == 1 or self.width(indent + word[:i], size) <= width)
-                lines[-1] += word[:fits]
-                lines.append(indent)
-                word = word[fits:]
-            lines[-1] += word
-        return lines
-
-
-@cache
-def _ruler() -> Ruler:
-    return Ruler(FigureCanvasAgg(Figure(figsize=(1, 1))))
+def _renderer() -> Any:
+    return FigureCanvasAgg(Figure(figsize=(1, 1), dpi=DPI)).get_renderer()
 
 
 def text_width(text: str, size: float, weight: str = "normal") -> float:
     """Width of a line of text in inches."""
-    return _ruler().width(clean(text), size, weight)
+    return _width(clean(text), size, weight)
 
 
-def wrap(text: str, width: float, size: float, weight: str = "normal") -> list[str]:
-    """The lines of the text, none wider than so many inches; a word that is wider is cut."""
-    return _ruler().wrap(text, width, size, weight)
+def wrap(text: str, width: float, size: float, weight: str = "normal", indent: str = "") -> list[str]:
+    """The lines of the text, none wider than so many inches; all but the first begin with ``indent``.
+
+    A word that is wider than a line is cut.
+    """
+    space = _width("n n", size, weight) - _width("nn", size, weight)
+    lines, used = [""], 0.0
+    for word in _words(text, width - space * len(indent), size, weight):
+        wide = _width(word, size, weight)
+        if used and used + space + wide > width:
+            lines.append(indent + word)
+            used = space * len(indent) + wide
+        else:
+            lines[-1] += f" {word}" if used else word
+            used += space + wide if used else wide
+    return lines
+
+
+def _words(text: str, width: float, size: float, weight: str) -> Iterator[str]:
+    """The words of the text; one that is wider than so many inches comes in parts that are not."""
+    for whole in clean(text).split():
+        word = whole
+        while word:
+            length = len(word)
+            while length > 1 and _width(word[:length], size, weight) > width:
+                length -= 1
+            yield word[:length]
+            word = word[length:]
 
 
 def fit(text: str, width: float, size: float = SMALL) -> str:
     """The text, cut in the middle if it is wider than so many inches."""
-    whole = clean(text)
+    whole = shown = clean(text)
     left = len(whole)
-    shown = whole
-    while left > 2 and _ruler().width(shown, size) > width:
+    while left > 2 and _width(shown, size, "normal") > width:
         left -= 1
         half = left // 2
         shown = f"{whole[: left - half]}…{whole[-half:]}"

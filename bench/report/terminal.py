@@ -1,9 +1,8 @@
-"""The answer in the terminal at the end of a run, fitted to its width, and findings of ``check`` and ``doctor``."""
+"""Tables that fit the terminal, the answer at the end of a run, and the findings of ``check`` and ``doctor``."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
 
 from rich import box
 from rich.console import Console
@@ -12,9 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from bench.judge.integrity import Finding, Level
-from bench.judge.samples import NAME
 from bench.report.answer import Answer, Statement
-from bench.report.ranking import Group, RankedColumn
+from bench.report.ranking import TableColumn
 
 PADDING = (0, 2, 0, 0)
 UNBOUNDED = 1000
@@ -23,10 +21,14 @@ UNBOUNDED = 1000
 def show(console: Console, answer: Answer) -> None:
     """Print the table of the largest N, then every statement."""
     for group in answer.groups[:1]:
-        console.print(_fitted(console, group))
-        console.print(Text(legend(answer, group), style="dim"))
+        rows = [
+            {key: Text(text, style="red" if row.is_wrong else "") for key, text in row.texts.items()}
+            for row in group.rows
+        ]
+        console.print(fitted(console, group.columns, rows, group.title))
+        console.print(Text(group.legend(answer.baseline), style="dim"))
     if others := [group.title for group in answer.groups[1:]]:
-        console.print(Text(f"report.md has the same table of {'; '.join(others)}", style="dim"))
+        console.print(Text(f"report.md has the same table for {'; '.join(others)}", style="dim"))
     console.print()
     width = max(len(one.title) for one in answer.all)
     for one in answer.all:
@@ -36,7 +38,7 @@ def show(console: Console, answer: Answer) -> None:
 
 
 def _say(console: Console, one: Statement, width: int) -> None:
-    """A statement under its title; a command has a line of its own, which is not wrapped: it is to be pasted."""
+    """A statement beside its title; a command has a line of its own, which is not wrapped: it is to be pasted."""
     grid = Table.grid(padding=PADDING)
     grid.add_column(width=width, no_wrap=True, style="bold red" if one.is_warning else "bold")
     grid.add_column(overflow="fold")
@@ -46,34 +48,28 @@ def _say(console: Console, one: Statement, width: int) -> None:
         console.print(Text(f"  {one.command}"), soft_wrap=True)
 
 
-def legend(answer: Answer, group: Group) -> str:
-    """What the columns of the table are, in one line."""
-    if not group.is_timed:
-        return "memory is the largest peak of a rank"
-    return f"s/step: {NAME} of n trials; ratio to {answer.baseline}: below 1 is faster"
+def fitted(
+    console: Console, columns: Sequence[TableColumn], rows: Sequence[Mapping[str, Text]], title: str = ""
+) -> Table:
+    """A table of as many columns as there is room for; the first one is folded if even the last have too little.
 
-
-def _fitted(console: Console, group: Group) -> Table:
-    """The table with as many columns as there is room for; names are folded if even the last have too little."""
-    columns = list(group.columns)
+    Rows are texts by the keys of the columns.
+    """
+    shown = list(columns)
     while True:
-        found = _table(group, columns)
-        needed = Measurement.get(console, console.options.update(max_width=UNBOUNDED), found).maximum
-        spare = max(columns, key=lambda column: column.drop)
+        table = Table(
+            title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
+        )
+        for column in shown:
+            side, wraps = "right" if column.is_number else "left", column is columns[0]
+            table.add_column(column.title, justify=side, no_wrap=not wraps, overflow="fold")  # type: ignore[arg-type]
+        for row in rows:
+            table.add_row(*(row[column.key] for column in shown))
+        needed = Measurement.get(console, console.options.update(max_width=UNBOUNDED), table).maximum
+        spare = max(shown, key=lambda column: column.drop)
         if needed <= console.width or not spare.drop:
-            return found
-        columns.remove(spare)
-
-
-def _table(group: Group, columns: Sequence[RankedColumn]) -> Table:
-    table = Table(title=group.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for column in columns:
-        justify: Literal["right", "left"] = "right" if column.is_number else "left"
-        table.add_column(column.title, justify=justify, no_wrap=column.key != "backend", overflow="fold")
-    for row in group.rows:
-        texts = row.texts
-        table.add_row(*(Text(texts[column.key]) for column in columns), style="red" if row.is_wrong else None)
-    return table
+            return table
+        shown.remove(spare)
 
 
 STYLES = {Level.ERROR: "bold red", Level.WARNING: "yellow", Level.GOOD: "green"}

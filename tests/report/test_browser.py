@@ -216,7 +216,7 @@ def test_accessibility(browser: Any, which: str, dark: bool, request: pytest.Fix
     assert found.violations_count == 0, found.generate_report()
     background = opened.page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert background == ("rgb(21, 23, 28)" if dark else "rgb(255, 255, 255)")
-    turned = opened.page.evaluate("getComputedStyle(document.querySelector('svg.plot')).filter")
+    turned = opened.page.evaluate("getComputedStyle(document.querySelector('img.plot')).filter")
     assert turned.startswith("invert(") == dark
     opened.context.close()
 
@@ -228,9 +228,9 @@ def test_no_table_is_cut_on_a4(browser: Any, which: str, request: pytest.Fixture
     opened.page.emulate_media(media="print", color_scheme="dark")
     opened.page.evaluate("dispatchEvent(new Event('beforeprint'))")
     wide = opened.page.evaluate(
-        """[...document.querySelectorAll('table, svg, dl, td, th')].filter(one => {
+        """[...document.querySelectorAll('table, img, dl, td, th')].filter(one => {
              const box = one.getBoundingClientRect();
-             const spills = one.tagName !== 'svg' && one.scrollWidth > one.clientWidth + 1;
+             const spills = one.tagName !== "IMG" && one.scrollWidth > one.clientWidth + 1;
              return box.width && (box.right > innerWidth + 1 || spills);
            }).map(one => one.outerHTML.slice(0, 200))"""
     )

@@ -16,12 +16,12 @@ import pytest
 
 from bench import cli
 from bench.errors import InputError
-from bench.judge.bootstrap import bootstrap_one_sample
 from bench.judge.integrity import Level
 from bench.judge.loading import Run, load, run_of
 from bench.judge.quoting import find_cell
 from bench.judge.samples import estimate
 from bench.judge.standing import standing
+from bench.judge.statistics import bootstrap
 from bench.plan.cell import Cell
 from bench.report.citation import cite, cite_plot
 from bench.report.cited import differences, verify
@@ -103,7 +103,7 @@ def test_a_cell_is_cited_with_all_that_it_needs(run: Run) -> None:
 def test_the_interval_is_that_of_the_bootstrap() -> None:
     medians = [1.0, 1.01, 0.98, 1.02, 1.05, 0.99, 1.0]
     found = estimate(medians)
-    low, high = bootstrap_one_sample(np.log(np.array([medians]))).interval()
+    low, high = bootstrap(np.log(np.array([medians]))).interval()
     assert found.low == pytest.approx(math.exp(low[0]), rel=1e-12)
     assert found.high == pytest.approx(math.exp(high[0]), rel=1e-12)
     assert found.low is not None and found.high is not None and found.low < found.seconds < found.high
@@ -239,11 +239,11 @@ def test_cells_are_found_by_id_beginning_and_label(run: Run) -> None:
         find_cell(run, "?")
     first = ids[0][0]
     if sum(one.startswith(first) for one in ids) > 1:
-        with pytest.raises(InputError, match="cells are called so"):
+        with pytest.raises(InputError, match="cells have this label"):
             find_cell(run, first)
     twins = make_cell(), make_cell(optimizer="sgd")
     both = run_of([make_record(one) for one in twins], make_manifest(twins))
-    with pytest.raises(InputError, match=r"2 cells are called so.*sgd"):
+    with pytest.raises(InputError, match=r"2 cells have this label.*sgd"):
         find_cell(both, twins[0].label)
 
 

@@ -11,7 +11,7 @@ from bench.judge import tables
 from bench.plan.categories import HELD, PEAK, Category
 from bench.report import bars, style
 from bench.report.figure_data import FigureData
-from bench.report.panels import Drawing
+from bench.report.sheet import Drawing
 from tests import legible
 from tests.factories import make_cell, make_failure, make_manifest, make_record
 

@@ -192,7 +192,7 @@ def drawn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_all_figures_are_written(drawn: tuple[str, Path, list[Path]]) -> None:
     name, folder, paths = drawn
     assert sorted(paths) == sorted(folder.iterdir())
-    stems = {path.name.split(".")[0].rsplit("-", 1)[0] for path in paths}
+    stems = {path.stem for path in paths}
     assert STEMS - ({"step_time"} if name in {"minimal", "two ways"} else set()) <= stems <= {*STEMS, "noise"}
     for stem in {path.with_suffix("") for path in paths}:
         assert all(stem.with_suffix(suffix) in paths for suffix in (".png", ".svg", ".csv")), (name, stem)

@@ -14,8 +14,7 @@ from bench.judge.tables import Tables
 from bench.report import bars as report_bars
 from bench.report import figures, rows, style
 from bench.report.figure_data import FigureData
-from bench.report.figures import kind_of
-from bench.report.panels import Drawing
+from bench.report.sheet import Drawing
 from tests import legible
 from tests.pages import MIB, write_run
 
@@ -70,7 +69,7 @@ def test_figures_of_an_earlier_report_are_removed(folder: Path, tmp_path: Path) 
     manifest = dict(run.manifest)
     before = figures.draw(run.tables, manifest, tmp_path, standing(run))
     stems = {path.stem for path in before}
-    assert {kind_of(stem) for stem in stems} == set(figures.KINDS) - {"optimizer_steps", "held_gradients"}
+    assert stems == set(figures.KINDS) - {"optimizer_steps", "held_gradients"}
     own = {
         "notes.txt": "a user's",
         "noise-9.png": "no picture",  # without the files beside it
@@ -87,7 +86,7 @@ def test_figures_of_an_earlier_report_are_removed(folder: Path, tmp_path: Path) 
 
     few = some_of(folder, {"made-0-eager", "made-0-deferred"})
     after = figures.draw(few, manifest, tmp_path)
-    assert "step_time_ratio" not in {kind_of(path.stem) for path in after}
+    assert "step_time_ratio" not in {path.stem for path in after}
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted({*own, *(path.name for path in after)})
     assert all((tmp_path / name).read_text() == text for name, text in own.items())
     assert figures.draw(few, manifest, tmp_path) == after

@@ -13,8 +13,7 @@ from matplotlib.patches import Patch
 from bench.judge.statistics import MARGIN, MAX_REPEATS, MIN_REPEATS, MIN_TRIALS, PRECISION, SAME_WIDTH, Interval
 from bench.judge.verdicts import Verdict
 from bench.report import sheet, style
-from bench.report.panels import Drawing
-from bench.report.sheet import FigureWords
+from bench.report.sheet import Drawing, FigureWords
 from tests.delayed import DELAY
 from tests.studies import choices, markdown, rivals, simulation, study
 from tests.studies.realtrials import Known

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from bench.run.warmup import Array
+from bench.judge.statistics import Array
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy import optimize, signal, stats
 
+from bench.judge.statistics import Array
 from bench.judge.tables import Tables
 from bench.plan.cell import Status
-from bench.run.warmup import Array
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

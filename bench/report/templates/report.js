@@ -1,6 +1,7 @@
 "use strict";
 (() => {
-  const data = JSON.parse(document.getElementById("data").textContent);
+  let parsed = null;
+  const data = () => (parsed ??= JSON.parse(at("data").textContent));  // megabytes, which nobody needs to read the page
   const table = document.getElementById("overview");
   const bodies = [...table.tBodies];
   const rows = [...table.querySelectorAll("tr[data-id]")];
@@ -26,21 +27,21 @@
   const name = (row) => row.cells[0].textContent;
   const against = () => {
     const picked = Number(baseline.value);
-    const chosen = data.baselines[picked];
+    const chosen = data().baselines[picked];
     for (const row of rows) {
-      const found = (data.ratios[row.dataset.id] || []).find((one) => one[0] === picked);
+      const found = (data().ratios[row.dataset.id] || []).find((one) => one[0] === picked);
       let ratio = "-", ends = "", verdict = "-";
       if (name(row) === chosen) [ratio, verdict] = ["1", "baseline"];
       else if (found) {
         const [, middle, low, high, word, reason] = found;
         if (middle !== null) [ratio, ends] = [middle, low === null ? "" : `${low}-${high}`];
-        verdict = data.verdicts[word] + (data.decided.includes(word) ? "" : `: ${data.reasons[reason]}`);
+        verdict = data().verdicts[word] + (data().decided.includes(word) ? "" : `: ${data().reasons[reason]}`);
       }
       const cell = put(row, "ratio", ratio === "-" ? null : ratio);
       cell.querySelector('[data-part="ratio"]').textContent = ratio;
       cell.querySelector('[data-part="ends"]').textContent = ends;
       put(row, "verdict", verdict).textContent = verdict;
-      field(row, "verdict").title = found ? data.next[found[5]] : "";
+      field(row, "verdict").title = found ? data().next[found[5]] : "";
       mark(row);
     }
     const shown = document.createElement("bdi");
@@ -87,22 +88,22 @@
   }
 
   const citation = (kind, key) => {
-    const format = data.citations[kind][at("format").value];
+    const format = data().citations[kind][at("format").value];
     return format.of[key] + format.end;
   };
   const cited = (button) => {
     if (button.dataset.plot) return ["the plot", citation("plot", button.dataset.plot)];
     const id = button.dataset.cell;
     const text = citation("cell", id);
-    const picked = baseline ? data.baselines[baseline.value] : null;
-    if (picked === null || picked === data.baselines[0]) {
-      if (!(id in data.citations.ratio.text.of)) return ["the cell", text];
-      return [`the cell and of its ratio to ${data.baselines[0]}`, `${text}\n\n${citation("ratio", id)}`];
+    const picked = baseline ? data().baselines[baseline.value] : null;
+    if (picked === null || picked === data().baselines[0]) {
+      if (!(id in data().citations.ratio.text.of)) return ["the cell", text];
+      return [`the cell and of its ratio to ${data().baselines[0]}`, `${text}\n\n${citation("ratio", id)}`];
     }
     // That to another baseline is cited on the command line: the page has the run's own.
     const other = [...button.closest("tbody").rows].find((row) => row.dataset.id && name(row) === picked);
     if (!other || other.dataset.id === id) return ["the cell", text];
-    const command = `python -m bench cite results/${data.run} ${id} ${other.dataset.id}`;
+    const command = `python -m bench cite results/${data().run} ${id} ${other.dataset.id}`;
     return [`the cell, and the command that cites its ratio to ${picked}`, `${text}\n\n${command}`];
   };
   const byHand = (text) => {
@@ -162,6 +163,5 @@
     else box.querySelector(`[value="${first.n}"]`).checked = true;
     if (place) place.value = first.place;
   }
-  if (baseline) rows.forEach(mark);
   filter();
 })();
