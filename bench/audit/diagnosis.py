@@ -168,20 +168,21 @@ def _last_only(reading: Reading) -> Iterator[AuditFinding]:
 def _lost(reading: Reading) -> Iterator[AuditFinding]:
     if not reading.lost or reading.scenario.fault is Fault.ZERO_GRAD:
         return
-    level, why = WRONG, "although updates followed"
+    by_fault = [use for use in reading.lost if use.fetch in reading.interrupted and reading.scenario.fault in RESTARTS]
+    others = [use for use in reading.lost if use not in by_fault]
+    level, why = WRONG, "since the checkpoint does not contain them"
     if reading.scenario.fault is Fault.EXCEPTION:
         level, why = DETAIL, "since the exception discarded their window"
-    elif reading.scenario.fault is Fault.CHECKPOINT:
-        why = "since the checkpoint does not contain them"
-    yield AuditFinding("lost", f"{samples(reading.lost)} reached no update, {why}", level)
+    if by_fault:
+        yield AuditFinding("lost", f"{samples(by_fault)} reached no update, {why}", level)
+    if others:
+        yield AuditFinding("lost", f"{samples(others)} reached no update, although updates followed")
 
 
 def _cleared(reading: Reading) -> Iterator[AuditFinding]:
     if reading.scenario.fault is not Fault.ZERO_GRAD or not reading.first["faults"] or reading.failure:
         return
-    at = reading.first["faults"][0]
-    opened = max((u.losses_before for u in reading.all_updates if u.losses_before <= at), default=0)
-    before = set(reading.computed[opened:at])
+    before = reading.interrupted
     kept = before & {fetch for update in reading.updates for fetch in update.fetches}
     if not before:
         yield AuditFinding("nothing open", "zero_grad was called between two windows and cleared nothing", DETAIL)
@@ -203,11 +204,12 @@ def _rest_of_cleared_window(reading: Reading) -> DecodedUpdate | None:
 
 def _mixed_epochs(reading: Reading) -> Iterator[AuditFinding]:
     mixed = [update for update in reading.updates if len(update.epochs) > 1]
-    if mixed and reading.scenario.fault is Fault.EXCEPTION:
-        text = f"the next update, whose sum is {mixed[0].sum:.3g}, contains the window that the exception interrupted"
-        leaks = mixed[0].ratio > 1 + TOLERANCE
+    aborted = [update for update in mixed if reading.aborted_epoch in update.epochs[:-1]]
+    if aborted:
+        text = f"the next update, whose sum is {aborted[0].sum:.3g}, contains the window that the exception interrupted"
+        leaks = aborted[0].ratio > 1 + TOLERANCE
         yield AuditFinding("leaks", text) if leaks else AuditFinding("carried over", text, NOTE)
-    elif mixed:
+    if mixed := [update for update in mixed if update not in aborted]:
         text = f"{share(mixed, reading.updates)} mixed the end of one epoch with the start of the next"
         yield AuditFinding("carried over", text, NOTE)
 
@@ -231,6 +233,22 @@ def _why_small(reading: Reading, update: DecodedUpdate) -> str:
     if all(_near(factor, 1 / n) for factor in update.factors.values()):
         return f"{micro_batches(len(update.fetches))} divided by N = {n} gave {size}"
     return size
+
+
+def _hidden_by_clipping(reading: Reading) -> Iterator[AuditFinding]:
+    free = reading.unclipped
+    if free is None or not reading.updates or not all(_is_clipped(update) for update in reading.updates):
+        return
+    if wrong := [update for update in free.updates if not _near(update.ratio, 1)]:
+        n, clip = max(reading.scenario.accumulate), reading.scenario.clip_norm
+        least, most = (f"{of(update.ratio for update in wrong):.3g}" for of in (min, max))
+        text = (
+            f"clipping hides a wrong scale: without it, {share(wrong, free.updates)} had "
+            f"{least if least == most else f'{least} to {most}'} of the right weight"
+        )
+        if _all_divided_twice(free):
+            text += f", since the loss is divided by N = {n} twice; clipping starts at a norm of {n} x {clip:g}"
+        yield AuditFinding("hidden by clipping", text, NOTE)
 
 
 def _mean_of_means(reading: Reading) -> Iterator[AuditFinding]:
@@ -262,13 +280,16 @@ def _repeated(reading: Reading) -> Iterator[AuditFinding]:
 
 
 def _never_fetched(reading: Reading) -> Iterator[AuditFinding]:
+    scenario = reading.scenario
     if reading.stopped != "ended":
         return
     dropped = min(reading.num_never_fetched, reading.num_dropped)
     if dropped:
-        yield AuditFinding("dropped", f"{plural(dropped, 'sample')} left out by drop_last, over all epochs", DETAIL)
+        given = [name for name in ("drop_last", "sampler_drop_last", "limit_batches") if getattr(scenario, name)]
+        text = f"{plural(dropped, 'sample')} left out by {' and '.join(given)}, over all epochs"
+        yield AuditFinding("dropped", text, DETAIL)
     if missing := reading.num_never_fetched - dropped:
-        level = NOTE if reading.scenario.fault is Fault.NONE else WRONG
+        level = NOTE if scenario.fault is Fault.NONE else WRONG
         yield AuditFinding("skipped", f"{plural(missing, 'sample')} never trained on, over all epochs", level)
 
 
@@ -291,7 +312,7 @@ def _counters(reading: Reading) -> Iterator[AuditFinding]:
         return
     taken, reported, fault = len(reading.updates), reading.reported, reading.scenario.fault
     observed = f"but {plural(taken, 'update')} {'was' if taken == 1 else 'were'} observed"
-    names = ["trainer.global_step", "engine.global_steps"]
+    names = ["trainer.global_step", "engine.global_steps", "trainer.step"]
     names += [] if fault in RESTARTS else ["lr_scheduler.last_epoch"]
     if wrong := [f"{name} = {reported[name]}" for name in names if reported.get(name, taken) != taken]:
         yield AuditFinding("miscounted", f"{', '.join(wrong)}, {observed}")
@@ -305,9 +326,12 @@ def _counters(reading: Reading) -> Iterator[AuditFinding]:
 
 
 def _empty_steps(reading: Reading) -> Iterator[AuditFinding]:
-    if reading.num_empty_steps:
-        text = f"{plural(reading.num_empty_steps, 'step')} of the inner optimizer changed nothing"
-        yield AuditFinding("empty step", text, DETAIL if reading.scenario.fault is Fault.CHECKPOINT else WRONG)
+    empty = [update for update in reading.all_updates if not update.coefficients]
+    why = ": no update, but what torch.distributed.checkpoint calls, with learning rate 0, to create optimizer state"
+    for is_of_restart, level, said in ((True, DETAIL, why), (False, WRONG, "")):
+        if number := sum(update.num_inner_steps for update in empty if update.is_of_restart == is_of_restart):
+            text = f"{plural(number, 'step')} of the inner optimizer changed nothing{said}"
+            yield AuditFinding("empty step", text, level)
 
 
 def _shuffled(reading: Reading) -> Iterator[AuditFinding]:
@@ -331,6 +355,7 @@ RULES: tuple[Callable[[Reading], Iterator[AuditFinding]], ...] = (
     _lost,
     _cleared,
     _wrong_sum,
+    _hidden_by_clipping,
     _too_late,
     _mean_of_means,
     _limit,

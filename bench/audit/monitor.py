@@ -2,7 +2,9 @@
 
 The workload takes known times per micro-batch and per optimizer step, on a clock that the monitor and the tap share. By
 default the clock is virtual and only the workload advances it, which is exact and takes no time. With the real clock
-the workload sleeps, and both numbers contain Lightning's own overhead.
+the workload sleeps, and both numbers contain Lightning's own overhead. Time in validation counts as none in both.
+
+On several ranks the monitor's ``samples_per_sec``, of all ranks, is compared, otherwise ``device/samples_per_sec``.
 
 Needs torch and any Lightning from 2.2.0 on.
 """
@@ -13,25 +15,37 @@ import contextlib
 import dataclasses
 import logging
 import statistics
+import tempfile
 import time
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench.audit.monitor_grid import Epoch, Point, RateVerdict
+from bench.audit.monitor_grid import VALIDATION_S, Epoch, Point, RateVerdict, Strategy
+from bench.launch.launcher import Launcher, LauncherError
 from bench.measure.taps import EventKind, Taps, updates
+from bench.plan.cell import Device, Status
+from bench.plan.task import Task
+
+if TYPE_CHECKING:
+    import torch
 
 TOLERANCE = 0.01
 """Default: how far from 1 a right ratio may be."""
 
+TIMEOUT_S = 60.0
+"""Of one point in a process group, which takes a second."""
+BACKENDS = {Strategy.DDP: "lightning-ddp", Strategy.DEEPSPEED: "lightning-deepspeed-zero2"}
+"""The backend whose packages a strategy needs."""
 MONITOR_MODULES = ("lightning.pytorch.callbacks.throughput_monitor", "lightning.fabric.utilities.throughput")
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """One ``device/samples_per_sec`` that the monitor logged, and the true rate for the same time."""
+    """One rate that the monitor logged, and the true rate for the same time."""
 
     update: int
     """Optimizer steps made so far, counted by the tap."""
@@ -79,6 +93,7 @@ class Measurement:
         given = row.pop("micro_batches")
         del row["num_epochs"], row["max_steps"]
         row |= {
+            "strategy": str(self.point.strategy),
             "epoch": f"NB = {given}" if given else str(self.point.epoch),
             "samples": ",".join(map(str, self.point.samples)),
             "num_micro_batches_per_epoch": per_epoch,
@@ -128,6 +143,7 @@ class VirtualClock:
 
     def __init__(self) -> None:
         self._now = 0.0
+        self.in_validation = 0.0
         self.num_reads = 0  # by the monitor
 
     def now(self) -> float:
@@ -155,6 +171,7 @@ class VirtualClock:
 class RealClock:
     """The host's clock; the workload sleeps."""
 
+    in_validation = 0.0
     now = staticmethod(time.perf_counter)
     spend = staticmethod(time.sleep)
 
@@ -163,13 +180,53 @@ class RealClock:
         return contextlib.nullcontext()
 
 
-def measure(point: Point, *, real_time: bool = False) -> Measurement:
-    """Train at one point of the grid with the installed Lightning, on the CPU, in this process.
+@dataclass(kw_only=True)
+class MonitorTask(Task):
+    """Points of the grid for one process group."""
+
+    work: ClassVar[str] = "bench.audit.monitor:work"
+
+    points: tuple[Point, ...]
+    real_time: bool
+    tolerance: float
+
+
+def work(task: MonitorTask, rank: int, device: torch.device) -> dict[str, Any]:
+    """One rank's part; see ``bench.plan.task.Task``. Rank 0 logs."""
+    measured = [measure(point, real_time=task.real_time, number=rank) for point in task.points]
+    return {"status": Status.OK, "rows": [one.row(task.tolerance) for one in measured]}
+
+
+def measure_all(points: Sequence[Point], tolerance: float, *, real_time: bool = False) -> Iterator[dict[str, Any]]:
+    """The row of each point, on the CPU; those of several ranks, or of DeepSpeed, in one process group.
+
+    Raises LauncherError if that fails.
+    """
+    if points[0].is_alone:
+        yield from (measure(point, real_time=real_time).row(tolerance) for point in points)
+        return
+    with Launcher(Device.CPU) as launcher, tempfile.TemporaryDirectory(prefix="accumulation-bench-") as folder:
+        task = MonitorTask(
+            backend=BACKENDS[points[0].strategy],
+            world_size=points[0].world_size,
+            folder=str(Path(folder) / "monitor"),
+            points=tuple(points),
+            real_time=real_time,
+            tolerance=tolerance,
+        )
+        outcome = launcher.run(task, TIMEOUT_S * len(points))
+        if outcome.status is not Status.OK:
+            raise LauncherError(f"the process group failed: {outcome.reason}")
+        yield from outcome.ranks[0]["rows"]
+
+
+def measure(point: Point, *, real_time: bool = False, number: int = 0) -> Measurement:
+    """Train at one point of the grid with the installed Lightning, on the CPU, in this process, as rank ``number``.
 
     An error of the monitor is a result; any other error is raised.
     """
     clock = RealClock() if real_time else VirtualClock()
-    taps = Taps(mark=clock.now)
+    taps = Taps(mark=lambda: clock.now() - clock.in_validation)
     logged: list[tuple[int, float | None]] = []
     error = ""
     try:
@@ -179,7 +236,7 @@ def measure(point: Point, *, real_time: bool = False) -> Measurement:
         if not any(frame.f_globals.get("__name__") in MONITOR_MODULES for frame, _ in frames):
             raise
         error = " ".join(f"{type(exception).__name__}: {exception}".split())
-    if isinstance(clock, VirtualClock) and not clock.num_reads and not error:
+    if isinstance(clock, VirtualClock) and not clock.num_reads and not error and number == 0:
         raise RuntimeError("this ThroughputMonitor did not read the virtual clock; measure with the real one")
     return _measurement(point, taps, logged, error)
 
@@ -198,8 +255,10 @@ def _train(point: Point, clock: VirtualClock | RealClock, taps: Taps, logged: li
             super().__init__(parameters, {"lr": 1e-3})
 
         def step(self, closure: Any = None) -> Any:
-            with torch.enable_grad():
-                loss = closure()
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
             for group in self.param_groups:
                 for parameter in group["params"]:
                     parameter.data.sub_(group["lr"] * parameter.grad)
@@ -208,17 +267,22 @@ def _train(point: Point, clock: VirtualClock | RealClock, taps: Taps, logged: li
 
     def slow_loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
         clock.spend(point.micro_batch_s)
-        return batch.mean() * model.weight  # type: ignore[no-any-return]
+        return batch.mean() * model.weight.sum()  # type: ignore[no-any-return]
 
     loss = taps.loss(slow_loss)
 
     class Model(LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.weight = torch.nn.Parameter(torch.zeros(()))
+            self.weight = torch.nn.Parameter(torch.zeros(1))
 
         def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
             return loss(self, batch)
+
+        def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+            before = clock.now()
+            clock.spend(VALIDATION_S)
+            clock.in_validation += clock.now() - before
 
         def configure_optimizers(self) -> Any:
             return taps.optimizer(SlowSGD(self.parameters()))
@@ -228,18 +292,24 @@ def _train(point: Point, clock: VirtualClock | RealClock, taps: Taps, logged: li
 
         def log_metrics(self, metrics: Any, step: int | None = None) -> None:
             if "train/batches" in metrics:
-                logged.append((taps.count(EventKind.LOSS), metrics.get("train/device/samples_per_sec")))
+                of = "train/device/samples_per_sec" if point.world_size == 1 else "train/samples_per_sec"
+                logged.append((taps.count(EventKind.LOSS), metrics.get(of)))
 
         def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
             pass
 
+    validates = point.validate_every is not None
     per_epoch, epochs = point.lengths
     sizes = [point.samples[i % len(point.samples)] for i in range(per_epoch)]
     with _quiet(), clock.shown_to(throughput_monitor):
         monitor = throughput_monitor.ThroughputMonitor(batch_size_fn=len, window_size=point.window_size)
         trainer = Trainer(
             accelerator="cpu",
-            devices=1,
+            devices=point.world_size,
+            **({} if point.is_alone else {"strategy": _strategy(point)}),
+            use_distributed_sampler=False,
+            num_sanity_val_steps=0,
+            **({"val_check_interval": point.validate_every, "check_val_every_n_epoch": None} if validates else {}),
             max_epochs=epochs,
             max_steps=point.max_steps or -1,
             accumulate_grad_batches=point.accumulate,
@@ -250,7 +320,26 @@ def _train(point: Point, clock: VirtualClock | RealClock, taps: Taps, logged: li
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(Model(), taps.loader([torch.ones(size) for size in sizes]))
+        batches = taps.loader([torch.ones(size) for size in sizes])
+        trainer.fit(Model(), batches, [torch.ones(1)] if validates else None)
+
+
+def _strategy(point: Point) -> Any:
+    from lightning.pytorch.strategies import DDPStrategy
+
+    if point.strategy is Strategy.DDP:
+        return DDPStrategy(process_group_backend="gloo")
+    from lightning.pytorch.strategies import DeepSpeedStrategy
+
+    from bench.backends import deepspeed, lightning
+
+    deepspeed.prepare()
+    config = {
+        "train_micro_batch_size_per_gpu": point.samples[0],
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": 2},
+    }
+    return lightning.on_cpu(DeepSpeedStrategy)(config=config)
 
 
 @contextlib.contextmanager
@@ -280,7 +369,7 @@ def _measurement(point: Point, taps: Taps, logged: Sequence[tuple[int, float | N
 
     def true(first: int, last: int) -> float:
         count = samples[batches[last]] - samples[batches[first]]
-        return float(count / (made[last - 1].mark - made[first - 1].mark))
+        return float(point.world_size * count / (made[last - 1].mark - made[first - 1].mark))
 
     rates = []
     for num_batches, reported in logged:

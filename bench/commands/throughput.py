@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,8 +24,8 @@ INTEGER = integer_to(999_999_999)
 MAY_BE_MISSING = ("true_samples_per_s", "reported_samples_per_s", "ratio_min", "ratio_median", "ratio_max")
 DESCRIPTION = (
     "Trains at every combination of accumulate_grad_batches, log_every_n_steps and window_size with the installed "
-    "Lightning, and compares the monitor's device/samples_per_sec with the rate measured at the optimizer. Exit "
-    "status 1 if a point is not right."
+    "Lightning, and compares the monitor's device/samples_per_sec (with several ranks, samples_per_sec) with the rate "
+    "measured at the optimizer. Exit status 1 if a point is not right."
 )
 
 
@@ -64,6 +65,15 @@ def add(commands: Any) -> None:
         metavar="K",
         help="with --micro-batches: optimizer steps after which training stops",
     )
+    option(
+        "--strategy",
+        type=monitor_grid.Strategy,
+        default=monitor_grid.Strategy.DDP,
+        metavar="|".join(monitor_grid.Strategy),
+        help="what the Trainer trains with (default: %(default)s)",
+    )
+    option("--world-size", type=INTEGER, default=1, metavar="W", help="ranks, on the CPU (default: %(default)s)")
+    option("--validate-every", type=INTEGER, metavar="K", help="micro-batches between validations (default: none)")
     option(
         "--micro-batch-time",
         type=_positive,
@@ -131,6 +141,7 @@ def run(arguments: argparse.Namespace) -> int:
     from bench.audit import monitor
     from bench.audit.monitor_grid import Epoch, RateVerdict
     from bench.audit.monitor_table import settings_of, show_table, write_files
+    from bench.launch.launcher import LauncherError
 
     given = arguments.micro_batches is not None
     _check(arguments, given=given)
@@ -144,6 +155,9 @@ def run(arguments: argparse.Namespace) -> int:
         micro_batches=arguments.micro_batches,
         num_epochs=arguments.epochs,
         max_steps=arguments.max_steps,
+        strategy=arguments.strategy,
+        world_size=arguments.world_size,
+        validate_every=arguments.validate_every,
     )
     if not points:
         raise InputError("--accumulate 1: has no partial and no short epoch; add --epoch whole or a larger N")
@@ -158,10 +172,13 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.progress import track
 
     notes = Console(stderr=True)
-    measured = [
-        monitor.measure(point, real_time=arguments.real_time).row(arguments.tolerance)
-        for point in track(points, "measuring", console=notes, transient=True, disable=not notes.is_terminal)
-    ]
+    rows_of = monitor.measure_all(points, arguments.tolerance, real_time=arguments.real_time)
+    bar = {"console": notes, "transient": True, "disable": not notes.is_terminal}
+    try:
+        measured = list(track(rows_of, "measuring", total=len(points), **bar))
+    except LauncherError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return BAD
     about = settings_of(arguments)
     # A column without a number in any row would otherwise have no dtype.
     rows = pd.DataFrame(measured).astype(dict.fromkeys(MAY_BE_MISSING, float))

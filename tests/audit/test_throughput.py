@@ -20,6 +20,7 @@ ABOUT = {
     "micro_batch_s": 0.01,
     "optimizer_s": 0.08,
     "tolerance": 0.01,
+    "training": "",
 }
 
 
