@@ -412,7 +412,7 @@ def test_backends_lists_all(place: Place) -> None:
     assert status == GOOD
     assert lines[0].split()[:4] == ["backend", "framework", "sharding", "sync"]
     listed = [line.split()[0] for line in lines[1:]]
-    assert len(BACKENDS) == len(set(listed)) == 19
+    assert len(BACKENDS) == len(set(listed)) == 20
     assert sorted(listed) == sorted(BACKENDS)
     assert all("no GPU here" in line for line in lines[1:])
     defects = {line.split()[0] for line in lines if "every update is 1/N of the right one" in line}

@@ -242,12 +242,13 @@ def _hidden_by_clipping(reading: Reading) -> Iterator[AuditFinding]:
     if wrong := [update for update in free.updates if not _near(update.ratio, 1)]:
         n, clip = max(reading.scenario.accumulate), reading.scenario.clip_norm
         least, most = (f"{of(update.ratio for update in wrong):.3g}" for of in (min, max))
-        text = (
-            f"clipping hides a wrong scale: without it, {share(wrong, free.updates)} had "
-            f"{least if least == most else f'{least} to {most}'} of the right weight"
-        )
+        weight = f"{least if least == most else f'{least} to {most}'} of the right weight"
+        text = f"clipping hides a wrong scale: without it, {share(wrong, free.updates)} had {weight}"
         if _all_divided_twice(free):
-            text += f", since the loss is divided by N = {n} twice; clipping starts at a norm of {n} x {clip:g}"
+            text = (
+                f"clipping hides that the loss was divided by N = {n} twice: without it, {share(wrong, free.updates)} "
+                f"had {weight}; only a right norm above {n} x {clip:g} is clipped, instead of {clip:g}"
+            )
         yield AuditFinding("hidden by clipping", text, NOTE)
 
 

@@ -207,10 +207,12 @@ class AuditedTrainer(LightningBackend):
         return strategy
 
     def continue_training(self, job: Any, **arguments: Any) -> None:
+        from torch.utils.data import DataLoader
+
         job = dataclasses.replace(job, loader=job.whole)
         if self.validates:
             self.module.validation_step = lambda batch, batch_idx: job.validate(self.module.model)
-            arguments["val_dataloaders"] = [0]  # one batch
+            arguments["val_dataloaders"] = DataLoader(range(1))  # type: ignore[arg-type]
         if job.resume:
             if "deepspeed" in self.requires:
                 trust_own_classes()

@@ -321,7 +321,8 @@ def _train(point: Point, clock: VirtualClock | RealClock, taps: Taps, logged: li
             enable_model_summary=False,
         )
         batches = taps.loader([torch.ones(size) for size in sizes])
-        trainer.fit(Model(), batches, [torch.ones(1)] if validates else None)
+        validation = torch.utils.data.DataLoader([torch.ones(1)], batch_size=None) if validates else None
+        trainer.fit(Model(), batches, validation)
 
 
 def _strategy(point: Point) -> Any:

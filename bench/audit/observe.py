@@ -383,7 +383,8 @@ def record(scenario: Scenario, stopped: str, failure: dict[str, Any] | None, **o
     ``stopped``: ``ended``, ``failed``, ``bound`` if training would not have ended, or ``lost`` with its process group;
     ``failure``: as from ``rank.failure``; ``fetches``: epoch and samples of each micro-batch; ``losses``: the fetch of
     each loss; ``faults``: the number of losses before each fault; ``events``: the taps' events in order, one letter
-    each, and RESTART; ``changes``: for each update, the coefficients by slot; ``digests``: of all weights after each update, equal
+    each, and RESTART; ``changes``: for each update, the coefficients by slot; ``digests``: of all weights after each
+    update, equal
     on all ranks if their replicas are; ``reported``: the framework's own counters; ``unclipped``, in a scenario that
     clips: the record of the same training without.
     """

@@ -16,7 +16,6 @@ from typing import Any
 from bench.audit.training import TrainingPlan, ceil
 from bench.plan.cell import Sharding, Stepping
 
-
 CARRIES = (Stepping.CARRY, Stepping.CANCEL, Stepping.SPLIT)
 """Rules by which a window may hold micro-batches of two epochs."""
 ESTIMATE = "trainer.estimated_stepping_batches"

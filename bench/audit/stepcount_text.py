@@ -85,7 +85,10 @@ def notes_on(training: TrainingPlan) -> list[str]:
         notes.append(
             f"DistributedSampler repeats {plural(padding, 'sample')} per epoch, so that all ranks have as many{fate}"
         )
-    if dropped := training.dropped_per_epoch:
+    by_sampler = max(0, training.samples - training.samples_per_rank * training.world_size)
+    if by_sampler:
+        notes.append(f"DistributedSampler leaves out {plural(by_sampler, 'sample')} in every epoch")
+    if dropped := training.dropped_per_epoch - by_sampler:
         notes.append(
             f"drop_last leaves out {plural(dropped, 'sample')} in every epoch, the incomplete micro-batch of "
             f"{training.samples_per_rank % training.batch_size} on each rank; it never leaves out an incomplete window"

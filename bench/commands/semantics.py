@@ -56,6 +56,10 @@ def add(commands: Any) -> None:
     one.add_argument("--epochs", type=int, metavar="E", help="default: 1, or no limit with --max-steps")
     one.add_argument("--world-size", type=int, metavar="W", help="ranks (default: 2)")
     one.add_argument("--drop-last", action="store_true", help="the loader drops an incomplete last micro-batch")
+    one.add_argument(
+        "--sampler-drop-last", action="store_true", help="DistributedSampler drops samples, not repeats some"
+    )
+    one.add_argument("--limit-batches", type=int, metavar="B", help="micro-batches of an epoch, as limit_train_batches")
     one.add_argument("--max-steps", type=int, metavar="K", help="the framework's limit of steps")
     one.add_argument("--token-weights", metavar="T[,T]", help="tokens of samples 0, 1, 2 ..., over and over")
     one.add_argument(
@@ -64,7 +68,7 @@ def add(commands: Any) -> None:
         help="the loss of a micro-batch: the mean over its tokens (default), or its share of the window's mean",
     )
     one.add_argument("--clip", type=float, metavar="C", help="the framework's clipping threshold")
-    one.add_argument("--fault", metavar="|".join(Fault), help="what happens in mid-window")
+    one.add_argument("--fault", metavar="|".join(Fault), help="what happens in mid-window or at an epoch's end")
     one.add_argument("--at", type=int, metavar="I", help="the micro-batch, from 1, at which it happens")
     one.add_argument("--split", metavar="|".join(Split), help="who splits the samples among the ranks")
 
@@ -100,6 +104,7 @@ SCENARIO_OPTIONS = {
     "engine_accumulate": "engine_accumulate",
     "epochs": "epochs",
     "world_size": "world_size",
+    "limit_batches": "limit_batches",
     "max_steps": "max_steps",
     "token_weights": "token_weights",
     "reduction": "reduction",
@@ -162,7 +167,8 @@ def _scenarios(arguments: argparse.Namespace) -> list[Scenario]:
     from bench.audit.scenario import Scenario
 
     given = [name for name in SCENARIO_OPTIONS if getattr(arguments, name) is not None]
-    given += ["drop_last"] if arguments.drop_last else []
+    flags = {name: getattr(arguments, name) for name in ("drop_last", "sampler_drop_last")}
+    given += [name for name, is_set in flags.items() if is_set]
     if arguments.suite or arguments.scenario:
         if given:
             raise InputError(f"--{given[0].replace('_', '-')}: describes one scenario; leave it out or --suite")
@@ -183,7 +189,7 @@ def _scenarios(arguments: argparse.Namespace) -> list[Scenario]:
     if arguments.max_steps is not None and arguments.epochs is None:
         values["epochs"] = None
     options = {field: f"--{name.replace('_', '-')}" for name, field in SCENARIO_OPTIONS.items()}
-    return [Scenario.from_dict({**values, "drop_last": arguments.drop_last}, "", lambda key: options.get(key, key))]
+    return [Scenario.from_dict(values | flags, "", lambda key: options.get(key, key))]
 
 
 def _of_suite(arguments: argparse.Namespace) -> list[Scenario]:

@@ -67,7 +67,6 @@ def add(commands: Any) -> None:
     )
     option(
         "--strategy",
-        type=monitor_grid.Strategy,
         default=monitor_grid.Strategy.DDP,
         metavar="|".join(monitor_grid.Strategy),
         help="what the Trainer trains with (default: %(default)s)",
@@ -200,7 +199,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace, *, given: bool) -> None:
-    """Raise InputError for options that do not go together."""
+    """Raise InputError for options that do not go together, and for an unknown strategy."""
+    from bench.audit.monitor_grid import Strategy
+
+    if arguments.strategy not in list(Strategy):
+        raise InputError(f"--strategy {arguments.strategy}: use {' or '.join(Strategy)}")
+    arguments.strategy = Strategy(arguments.strategy)
     for name in ("epochs", "max_steps"):
         if getattr(arguments, name) is not None and not given:
             raise InputError(f"--{name.replace('_', '-')}: goes with --micro-batches; add it")
