@@ -46,6 +46,7 @@ BACKENDS = [
     "fsdp2-zero2-eager",
     "fsdp2-zero2-deferred",
     "fsdp2-deferred-resident",
+    "fsdp2-torchtitan",
     "reference-sharded",
     "deepspeed-zero2-eager",
     "deepspeed-zero3-eager",

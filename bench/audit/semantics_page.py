@@ -114,8 +114,9 @@ def _limits(observations: Sequence[Observation]) -> list[str]:
 
 
 def _by_hand(observations: Sequence[Observation]) -> list[str]:
-    """The backends that report no counters, one line for those that behave alike."""
-    counting = {seen["backend"] for seen in observations if seen["steps_reported"]}
+    """The backends without a Trainer's or an engine's counter, one line for those that behave alike."""
+    counters = {GLOBAL_STEP, ENGINE_STEPS}
+    counting = {seen["backend"] for seen in observations if counters & seen["steps_reported"].keys()}
     lines = []
     for alike in groups([seen for seen in observations if seen["backend"] not in counting]):
         right = sum(seen["level"] == "detail" for seen in alike.cells.values())

@@ -319,8 +319,14 @@ KINDS: dict[str, dict[str, Callable[[Seen, dict[str, Any], str], None]]] = {
 
 def rank(number: int, framework: str, store: str) -> None:
     os.environ |= {"RANK": f"{number}", "LOCAL_RANK": f"{number}", "WORLD_SIZE": f"{W}", "LOCAL_WORLD_SIZE": f"{W}"}
+    os.environ["LOCAL_SIZE"] = f"{W}"  # or DeepSpeed calls numactl
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     dist.init_process_group("gloo", store=dist.FileStore(store, W), rank=number, world_size=W)
+    if framework != "torch":
+        import deepspeed.ops
+
+        vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False  # it would be compiled
+        deepspeed.comm.init_distributed(dist_init_required=False)
     found: dict[str, dict[str, Any]] = {}
     for kind, train in KINDS[framework].items():
         for name, given in SCENARIOS.items():

@@ -7,10 +7,12 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from bench.audit import monitor_table
+from bench.audit import monitor, monitor_table
 from bench.audit.monitor import Measurement, Rate, judge, measure, measure_all
 from bench.audit.monitor_grid import Epoch, Point, RateVerdict, Strategy
 from bench.cli import main
+from bench.launch.launcher import Launcher
+from tests.conftest import Lent
 
 ABOUT = {
     "lightning": "2.6.6",
@@ -109,7 +111,8 @@ def test_validation_does_not_count() -> None:
 
 
 @pytest.mark.parametrize("strategy", [Strategy.DDP, pytest.param(Strategy.DEEPSPEED, marks=pytest.mark.slow)])
-def test_two_ranks(strategy: Strategy) -> None:
+def test_two_ranks(strategy: Strategy, launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor, "Launcher", Lent(launcher))
     kinds = {"strategy": strategy, "world_size": 2}
     points = [Point(4, 1, 5, **kinds), Point(4, 1, 5, Epoch.PARTIAL, **kinds), Point(4, 1, 5, Epoch.SHORT, **kinds)]
     rows = list(measure_all(points, 1e-9))
