@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,17 +90,22 @@ def evaluate(backend: Backend, validate: Callable[[nn.Module], None]) -> None:
 
 
 class AuditedStream(FSDP2Torchtitan):
-    """torchtitan's loop over the epochs as one stream."""
+    """torchtitan's loop over the epochs as one stream; its ``training.steps`` are those of the naive formula."""
 
-    def continue_training(self, job: Any) -> None:
+    def train(self, job: Any) -> None:
         if len(job.scenario.accumulate) > 1:
             raise UnsupportedError("torchtitan's trainer has one N for the whole training")
+        if job.scenario.fault is Fault.EXCEPTION:
+            raise UnsupportedError("torchtitan's trainer does not survive an exception: it resumes from a checkpoint")
+        super().train(job)
+
+    def continue_training(self, job: Any) -> None:
         scenario, self.num_fetched = job.scenario, 0
         if job.resume:
             before = (job.first_epoch + 1) * scenario.micro_batches - len(job.loader)
             self.step = before // job.accumulate
-        limit = sys.maxsize if scenario.max_steps is None else scenario.max_steps
-        super().continue_training(dataclasses.replace(job, loader=self._batches(job), windows=limit))
+        steps = scenario.training.naive_steps
+        super().continue_training(dataclasses.replace(job, loader=self._batches(job), windows=steps))
 
     def _batches(self, job: ScenarioJob) -> Iterator[Tensor]:
         for _ in job.each_epoch():
@@ -211,8 +215,10 @@ class AuditedTrainer(LightningBackend):
 
         job = dataclasses.replace(job, loader=job.whole)
         if self.validates:
-            self.module.validation_step = lambda batch, batch_idx: job.validate(self.module.model)
-            arguments["val_dataloaders"] = DataLoader(range(1))  # type: ignore[arg-type]
+            module: Any = self.module
+            module.validation_step = lambda batch, batch_idx: job.validate(module.model)
+            one: Any = range(1)
+            arguments["val_dataloaders"] = DataLoader(one)
         if job.resume:
             if "deepspeed" in self.requires:
                 trust_own_classes()

@@ -306,10 +306,11 @@ def _train(point: Point, clock: VirtualClock | RealClock, taps: Taps, logged: li
         trainer = Trainer(
             accelerator="cpu",
             devices=point.world_size,
-            **({} if point.is_alone else {"strategy": _strategy(point)}),
+            strategy="auto" if point.is_alone else _strategy(point),
             use_distributed_sampler=False,
             num_sanity_val_steps=0,
-            **({"val_check_interval": point.validate_every, "check_val_every_n_epoch": None} if validates else {}),
+            val_check_interval=point.validate_every,
+            check_val_every_n_epoch=None if validates else 1,
             max_epochs=epochs,
             max_steps=point.max_steps or -1,
             accumulate_grad_batches=point.accumulate,
@@ -321,8 +322,8 @@ def _train(point: Point, clock: VirtualClock | RealClock, taps: Taps, logged: li
             enable_model_summary=False,
         )
         batches = taps.loader([torch.ones(size) for size in sizes])
-        validation = torch.utils.data.DataLoader([torch.ones(1)], batch_size=None) if validates else None
-        trainer.fit(Model(), batches, validation)
+        one: Any = range(1)
+        trainer.fit(Model(), batches, torch.utils.data.DataLoader(one) if validates else None)
 
 
 def _strategy(point: Point) -> Any:

@@ -130,8 +130,8 @@ def calculate(training: TrainingPlan, rule: StepRule) -> Steps | None:
       loops/training_epoch_loop.py, ``_should_accumulate``).
     - ``carry`` steps after N micro-batches counted over the whole training (DeepSpeed: runtime/engine.py,
       ``is_gradient_accumulation_boundary``).
-    - ``cancel`` steps as ``carry``, but counts the step that it begins and cancels when the data end (torchtitan:
-      trainer.py, ``train``).
+    - ``cancel`` steps as ``carry``, but counts the step that it begins and cancels when the data end before its
+      ``training.steps``, here those of the naive formula (torchtitan: trainer.py, ``train``).
     - ``split`` steps as ``carry``, but compares ``max_steps`` with ``trainer.global_step``, which counts every N-th
       micro-batch of an epoch (Lightning: the same ``_should_accumulate`` under a strategy that
       ``handles_gradient_accumulation``; loops/optimization/automatic.py, ``_optimizer_step``).
@@ -296,8 +296,8 @@ def _reported(training: TrainingPlan, rule: StepRule, consumed: int) -> dict[str
     if rule.stepping is Stepping.CARRY:
         return engine
     if rule.stepping is Stepping.CANCEL:
-        cancelled = training.max_steps is None or consumed < training.max_steps * training.accumulate
-        return {"trainer.step": consumed // training.accumulate + cancelled}
+        taken = consumed // training.accumulate
+        return {"trainer.step": taken + (taken < training.naive_steps)}
     if rule.stepping is Stepping.WINDOW:
         return {}
     finished, begun = divmod(consumed, training.micro_batches_per_epoch)

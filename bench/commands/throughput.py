@@ -172,9 +172,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     notes = Console(stderr=True)
     rows_of = monitor.measure_all(points, arguments.tolerance, real_time=arguments.real_time)
-    bar = {"console": notes, "transient": True, "disable": not notes.is_terminal}
+    quiet = not notes.is_terminal
     try:
-        measured = list(track(rows_of, "measuring", total=len(points), **bar))
+        measured = list(track(rows_of, "measuring", len(points), console=notes, transient=True, disable=quiet))
     except LauncherError as error:
         print(f"bench: {error}", file=sys.stderr)
         return BAD

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import sys
 import tempfile
@@ -139,12 +140,13 @@ def by_hand(seen: Seen, given: dict[str, Any], kind: str) -> None:
 
 
 def torchtitan(seen: Seen, given: dict[str, Any], kind: str) -> None:
-    """Windows are fetched before they are trained; the data of all epochs are one stream."""
+    """Windows are fetched before they are trained; all epochs are one stream; ``training.steps`` are due."""
+    due = math.ceil(given["samples"] / (W * M * N)) * given.get("epochs", EPOCHS)
     model: Any = fully_shard(Weights(given["samples"]), mesh=init_device_mesh("cpu", (W,)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     stream = (batch for _, batches, _ in epochs_of(given) for batch in batches)
     seen.counters["trainer.step"] = 0
-    while True:
+    while seen.counters["trainer.step"] < due:
         seen.counters["trainer.step"] += 1
         window = list(islice(stream, N))
         if len(window) < N:
@@ -163,7 +165,8 @@ def deepspeed_config(stage: int, given: dict[str, Any]) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": M,
         "gradient_clipping": given.get("clip", 0.0),
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        # A bucket as small as the model: with the default, the hooks that an exception leaves behind never reduce.
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 40, "stage3_param_persistence_threshold": 0},
     }
 
 
