@@ -11,21 +11,22 @@ from typing import Any
 
 from bench.audit.findings import (
     RIGHT,
+    TOLERANCE,
     AuditFinding,
     FindingLevel,
     count_range,
     micro_batches,
+    near,
     samples,
     share,
     verdict,
 )
 from bench.audit.reading import DecodedUpdate, Reading, Use
-from bench.audit.scenario import Fault, Reduction, Split
+from bench.audit.scale import all_divided_twice, divided_twice, hidden_by_clipping
+from bench.audit.scenario import Fault, Split
 from bench.plan.cell import Status
 from bench.words import plural
 
-TOLERANCE = 1e-4
-"""Relative. Coefficients are exact to 6e-8 (fp32); the smallest error that a backend makes here is 1e-2."""
 DETAIL, NOTE, WRONG = FindingLevel
 RESTARTS = {Fault.EXCEPTION, Fault.CHECKPOINT}
 """Faults after which training is started again: windows end early there, and there are two sets of counters."""
@@ -78,41 +79,6 @@ def _failure(failure: Mapping[str, Any], reading: Reading, done: str) -> AuditFi
     if reading.first["faults"]:
         return AuditFinding("cannot continue", f"training failed after the {reading.scenario.fault}: {reason}")
     return AuditFinding("crashed", f"training failed after {done}: {reason}")
-
-
-def _divided_twice(reading: Reading) -> Iterator[AuditFinding]:
-    if not _all_divided_twice(reading):
-        return
-    n, clip = max(reading.scenario.accumulate), reading.scenario.clip_norm
-    text = f"the loss was divided by N = {n} twice: a micro-batch weighs 1/{n * n} in its update instead of 1/{n}"
-    if n == reading.scenario.world_size:
-        text += f" (or it was divided by the number of ranks, also {n})"
-    if clip:
-        text += f"; clipping would start at a norm of {n} x {clip:g} instead of {clip:g}, and no update was clipped"
-    yield AuditFinding("divided twice", text)
-
-
-def _all_divided_twice(reading: Reading) -> bool:
-    """Whether each micro-batch of each update has the factor 1/N^2, or 1/N of the right one in an incomplete window.
-
-    Where losses are not means, sums are compared instead. An update at the clipping threshold tells nothing.
-    """
-    pairs = [(update, reading.scenario.accumulate_in(update.epochs[-1])) for update in reading.updates]
-    if not pairs or max(n for _, n in pairs) == 1 or any(_is_clipped(update) for update, _ in pairs):
-        return False
-    complete = any(update.num_losses == n for update, n in pairs)
-    if reading.scenario.reduction is Reduction.WINDOW:
-        return complete and all(_near(update.sum, 1 / n) for update, n in pairs)
-    return all(
-        _near(factor, 1 / n**2) or (complete and _near(factor, 1 / (n * update.num_losses)))
-        for update, n in pairs
-        for factor in update.factors.values()
-    )
-
-
-def _is_clipped(update: DecodedUpdate) -> bool:
-    norm = math.sqrt(math.fsum(coefficient**2 for coefficient in update.coefficients.values()))
-    return bool(update.clip_norm) and _near(norm, update.clip_norm)
 
 
 def _too_early(reading: Reading) -> Iterator[AuditFinding]:
@@ -217,7 +183,7 @@ def _mixed_epochs(reading: Reading) -> Iterator[AuditFinding]:
 def _wrong_sum(reading: Reading) -> Iterator[AuditFinding]:
     cleared = _rest_of_cleared_window(reading)
     small = [update for update in reading.updates if update is not cleared and update.ratio < 1 - TOLERANCE]
-    if small and not _all_divided_twice(reading):
+    if small and not all_divided_twice(reading):
         reasons = dict.fromkeys(_why_small(reading, update) for update in small)
         yield AuditFinding(
             "under-weighted", f"{share(small, reading.updates)} came out too small: {'; '.join(reasons)}"
@@ -230,26 +196,9 @@ def _wrong_sum(reading: Reading) -> Iterator[AuditFinding]:
 
 def _why_small(reading: Reading, update: DecodedUpdate) -> str:
     n, size = reading.scenario.accumulate_in(update.epochs[-1]), f"{update.ratio:.3g} of the right update"
-    if all(_near(factor, 1 / n) for factor in update.factors.values()):
+    if all(near(factor, 1 / n) for factor in update.factors.values()):
         return f"{micro_batches(len(update.fetches))} divided by N = {n} gave {size}"
     return size
-
-
-def _hidden_by_clipping(reading: Reading) -> Iterator[AuditFinding]:
-    free = reading.unclipped
-    if free is None or not reading.updates or not all(_is_clipped(update) for update in reading.updates):
-        return
-    if wrong := [update for update in free.updates if not _near(update.ratio, 1)]:
-        n, clip = max(reading.scenario.accumulate), reading.scenario.clip_norm
-        least, most = (f"{of(update.ratio for update in wrong):.3g}" for of in (min, max))
-        weight = f"{least if least == most else f'{least} to {most}'} of the right weight"
-        text = f"clipping hides a wrong scale: without it, {share(wrong, free.updates)} had {weight}"
-        if _all_divided_twice(free):
-            text = (
-                f"clipping hides that the loss was divided by N = {n} twice: without it, {share(wrong, free.updates)} "
-                f"had {weight}; only a right norm above {n} x {clip:g} is clipped, instead of {clip:g}"
-            )
-        yield AuditFinding("hidden by clipping", text, NOTE)
 
 
 def _mean_of_means(reading: Reading) -> Iterator[AuditFinding]:
@@ -348,7 +297,7 @@ def _shuffled(reading: Reading) -> Iterator[AuditFinding]:
 
 RULES: tuple[Callable[[Reading], Iterator[AuditFinding]], ...] = (
     _outcome,
-    _divided_twice,
+    divided_twice,
     _last_only,
     _too_early,
     _not_cleared,
@@ -356,7 +305,7 @@ RULES: tuple[Callable[[Reading], Iterator[AuditFinding]], ...] = (
     _lost,
     _cleared,
     _wrong_sum,
-    _hidden_by_clipping,
+    hidden_by_clipping,
     _too_late,
     _mean_of_means,
     _limit,
@@ -368,7 +317,3 @@ RULES: tuple[Callable[[Reading], Iterator[AuditFinding]], ...] = (
     _shuffled,
 )
 """In the order in which findings of one level are listed."""
-
-
-def _near(value: float, wanted: float) -> bool:
-    return math.isclose(value, wanted, rel_tol=TOLERANCE)

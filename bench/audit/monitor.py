@@ -15,20 +15,15 @@ import contextlib
 import dataclasses
 import logging
 import statistics
-import tempfile
 import time
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from bench.audit.monitor_grid import VALIDATION_S, Epoch, Point, RateVerdict, Strategy
-from bench.launch.launcher import Launcher, LauncherError
 from bench.measure.taps import EventKind, Taps, updates
-from bench.plan.cell import Device, Status
-from bench.plan.task import Task
 
 if TYPE_CHECKING:
     import torch
@@ -36,10 +31,6 @@ if TYPE_CHECKING:
 TOLERANCE = 0.01
 """Default: how far from 1 a right ratio may be."""
 
-TIMEOUT_S = 60.0
-"""Of one point in a process group, which takes a second."""
-BACKENDS = {Strategy.DDP: "lightning-ddp", Strategy.DEEPSPEED: "lightning-deepspeed-zero2"}
-"""The backend whose packages a strategy needs."""
 MONITOR_MODULES = ("lightning.pytorch.callbacks.throughput_monitor", "lightning.fabric.utilities.throughput")
 
 
@@ -178,46 +169,6 @@ class RealClock:
     def shown_to(self, module: Any) -> contextlib.AbstractContextManager[None]:
         """Nothing to do: the monitor reads this clock anyway."""
         return contextlib.nullcontext()
-
-
-@dataclass(kw_only=True)
-class MonitorTask(Task):
-    """Points of the grid for one process group."""
-
-    work: ClassVar[str] = "bench.audit.monitor:work"
-
-    points: tuple[Point, ...]
-    real_time: bool
-    tolerance: float
-
-
-def work(task: MonitorTask, rank: int, device: torch.device) -> dict[str, Any]:
-    """One rank's part; see ``bench.plan.task.Task``. Rank 0 logs."""
-    measured = [measure(point, real_time=task.real_time, number=rank) for point in task.points]
-    return {"status": Status.OK, "rows": [one.row(task.tolerance) for one in measured]}
-
-
-def measure_all(points: Sequence[Point], tolerance: float, *, real_time: bool = False) -> Iterator[dict[str, Any]]:
-    """The row of each point, on the CPU; those of several ranks, or of DeepSpeed, in one process group.
-
-    Raises LauncherError if that fails.
-    """
-    if points[0].is_alone:
-        yield from (measure(point, real_time=real_time).row(tolerance) for point in points)
-        return
-    with Launcher(Device.CPU) as launcher, tempfile.TemporaryDirectory(prefix="accumulation-bench-") as folder:
-        task = MonitorTask(
-            backend=BACKENDS[points[0].strategy],
-            world_size=points[0].world_size,
-            folder=str(Path(folder) / "monitor"),
-            points=tuple(points),
-            real_time=real_time,
-            tolerance=tolerance,
-        )
-        outcome = launcher.run(task, TIMEOUT_S * len(points))
-        if outcome.status is not Status.OK:
-            raise LauncherError(f"the process group failed: {outcome.reason}")
-        yield from outcome.ranks[0]["rows"]
 
 
 def measure(point: Point, *, real_time: bool = False, number: int = 0) -> Measurement:

@@ -1,29 +1,21 @@
-"""One rank's part in an audit: it trains the decoder in each scenario and records what passes the three taps.
-
-The scenarios of a backend follow each other in one process group, each on a fresh build. A test compares the results
-with those in process groups of their own.
-"""
+"""One rank's part in a scenario: it trains the decoder and records what passes the three taps."""
 
 from __future__ import annotations
 
-import dataclasses
-import gc
 import hashlib
 import math
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-from bench.audit.job import AuditedTrainer, ScenarioJob, audited, evaluate
+from bench.audit.job import AuditedTrainer, ScenarioJob, evaluate
 from bench.audit.scenario import RESTART, Fault, Reduction, Scenario, Split
-from bench.backends.base import Backend, registry
+from bench.backends.base import Backend
 from bench.launch.rank import failure as failure_of
 from bench.measure.taps import EventKind, Taps
-from bench.plan.cell import Cell, Device, Status
-from bench.plan.task import Task
+from bench.plan.cell import Cell, Device
 
 if TYPE_CHECKING:
     import torch
@@ -36,19 +28,6 @@ LETTERS = {EventKind.FETCH: "F", EventKind.LOSS: "L", EventKind.STEP: "S"}
 """A fetch, a loss, and an inner optimizer step, as they are recorded."""
 
 
-@dataclass(kw_only=True)
-class AuditTask(Task):
-    """Scenarios for one backend, all with one world size."""
-
-    work: ClassVar[str] = "bench.audit.observe:work"
-
-    scenarios: tuple[Scenario, ...]
-
-
-PEERS_S = 3.0
-"""How long a rank that failed waits for the others to fail too, or to finish."""
-
-
 class MicroBatchError(RuntimeError):
     """The exception of a scenario, raised in the loss of a micro-batch."""
 
@@ -59,52 +38,6 @@ class _BoundReached(Exception):  # noqa: N818 - no error: it stops a training th
 
 class _Saved(Exception):  # noqa: N818 - no error: it stops the first half of a training
     """The checkpoint is written."""
-
-
-def work(task: AuditTask, rank: int, device: torch.device) -> dict[str, Any]:
-    """One rank's part; see ``bench.plan.task.Task``."""
-    backend = audited(registry([task.backend])[task.backend])
-    audits = []
-    for index, scenario in enumerate(task.scenarios):
-        found = _audit(task, scenario, str(index), backend, rank, device)
-        if scenario.clip_norm:
-            unclipped = dataclasses.replace(scenario, clip_norm=0.0)
-            found["unclipped"] = _audit(task, unclipped, f"{index}-unclipped", backend, rank, device)
-        audits.append(found)
-    return {"status": Status.OK, "audits": audits}
-
-
-def _audit(
-    task: AuditTask, scenario: Scenario, name: str, backend: type[Backend], number: int, device: torch.device
-) -> dict[str, Any]:
-    """One scenario on this rank; see ``Audit.run``. All ranks share a folder for checkpoints.
-
-    Raises the error of a scenario that failed on this rank only, since the other ranks wait for it in a collective.
-    """
-    import torch.distributed as dist
-
-    gc.collect()  # frees the previous scenario, whose frameworks leave reference cycles
-    checkpoints = Path(task.folder) / f"checkpoints-{name}"
-    if number == 0:
-        checkpoints.mkdir()
-    dist.barrier()
-    audit = Audit(scenario, backend, number, device, checkpoints)
-    found = audit.run()
-    (Path(task.folder) / f"done-{name}-{number}").touch()
-    if audit.error is not None and not _all_done(task, name):
-        raise audit.error
-    dist.barrier()
-    return found
-
-
-def _all_done(task: AuditTask, name: str) -> bool:
-    """Whether all ranks finish a scenario or fail in it within ``PEERS_S``."""
-    deadline = time.monotonic() + PEERS_S
-    while time.monotonic() < deadline:
-        if all((Path(task.folder) / f"done-{name}-{rank}").exists() for rank in range(task.world_size)):
-            return True
-        time.sleep(0.02)
-    return False
 
 
 class _Part:

@@ -174,19 +174,15 @@ def by_epoch(training: TrainingPlan, rule: StepRule) -> Steps | None:
         assert part is not None
         parts.append(part)
         left = None if left is None else left - part.optimizer_steps
-    counters = Counter[str]()
-    for part in parts:
-        counters.update(part.steps_reported)
+    counters = {name: sum(part.steps_reported[name] for part in parts) for name in parts[0].steps_reported}
     if ESTIMATE in counters:  # by the N of the moment, before the first epoch
         counters[ESTIMATE] = _reported(training, rule, 0)[ESTIMATE]
-    scales = Counter[float]()
-    for part in parts:
-        scales.update(part.update_scales)
+    scales = sum((Counter(part.update_scales) for part in parts), Counter[float]())
     sums: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in ADDED}
     return Steps(
         stops=parts[-1].stops,
         steps_per_epoch=tuple(steps for part in parts for steps in part.steps_per_epoch),
-        steps_reported=dict(counters),
+        steps_reported=counters,
         equal_max_steps=None if training.epochs is None else equal,
         update_scales=dict(sorted(scales.items(), reverse=True)),
         **sums,

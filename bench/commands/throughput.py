@@ -139,6 +139,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure the grid and show it; 1 if a point is not right."""
     from bench.audit import monitor
     from bench.audit.monitor_grid import Epoch, RateVerdict
+    from bench.audit.monitor_ranks import measure_all
     from bench.audit.monitor_table import settings_of, show_table, write_files
     from bench.launch.launcher import LauncherError
 
@@ -171,7 +172,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.progress import track
 
     notes = Console(stderr=True)
-    rows_of = monitor.measure_all(points, arguments.tolerance, real_time=arguments.real_time)
+    rows_of = measure_all(points, arguments.tolerance, real_time=arguments.real_time)
     quiet = not notes.is_terminal
     try:
         measured = list(track(rows_of, "measuring", len(points), console=notes, transient=True, disable=quiet))

@@ -7,9 +7,10 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from bench.audit import monitor, monitor_table
-from bench.audit.monitor import Measurement, Rate, judge, measure, measure_all
+from bench.audit import monitor_ranks, monitor_table
+from bench.audit.monitor import Measurement, Rate, judge, measure
 from bench.audit.monitor_grid import Epoch, Point, RateVerdict, Strategy
+from bench.audit.monitor_ranks import measure_all
 from bench.cli import main
 from bench.launch.launcher import Launcher
 from tests.conftest import Lent
@@ -112,7 +113,7 @@ def test_validation_does_not_count() -> None:
 
 @pytest.mark.parametrize("strategy", [Strategy.DDP, pytest.param(Strategy.DEEPSPEED, marks=pytest.mark.slow)])
 def test_two_ranks(strategy: Strategy, launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(monitor, "Launcher", Lent(launcher))
+    monkeypatch.setattr(monitor_ranks, "Launcher", Lent(launcher))
     kinds = {"strategy": strategy, "world_size": 2}
     points = [Point(4, 1, 5, **kinds), Point(4, 1, 5, Epoch.PARTIAL, **kinds), Point(4, 1, 5, Epoch.SHORT, **kinds)]
     rows = list(measure_all(points, 1e-9))
