@@ -251,10 +251,10 @@ def _place(config: Config, key: str, other: ConfigPart | None) -> ConfigPart:
 def _dtype(config: Config, accumulate: int, place: ConfigPart, options: Options, dtype: str) -> Iterator[LintFinding]:
     own = config.section.at("data_types.grad_accum_dtype")
     if config.accumulation_dtype in FP32:
-        if config.stage == 0 and dtype == "bf16":
+        if config.stage == 0:
             yield own.finding(
                 "ACC02",
-                "DeepSpeed raises NotImplementedError: without ZeRO it cannot sum bf16 gradients in fp32",
+                f"DeepSpeed raises NotImplementedError: without ZeRO it cannot sum {dtype} gradients in fp32",
                 "set zero_optimization.stage to 1, 2 or 3",
                 proof.stops(f"{ENGINE} _do_optimizer_sanity_check"),
             )

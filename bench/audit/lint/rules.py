@@ -47,7 +47,7 @@ THROUGHPUT = "lightning/fabric/utilities/throughput.py Throughput"
 
 RULES: dict[str, Rule] = {
     "ACC01": Rule(WARNING, "gradients are summed in 16 bits", f"{ENGINE} get_data_types; DeepSpeed #1800"),
-    "ACC02": Rule(ERROR, "fp32 sum of bf16 gradients without ZeRO", f"{ENGINE} _do_optimizer_sanity_check"),
+    "ACC02": Rule(ERROR, "fp32 sum of 16-bit gradients without ZeRO", f"{ENGINE} _do_optimizer_sanity_check"),
     "AUT01": Rule(ERROR, "'auto' that nothing fills in", f"{STRATEGY}; Lightning #19891"),
     "BAT01": Rule(ERROR, "batch sizes do not multiply", f"{ENGINE_CONFIG} _batch_assertion"),
     "BAT02": Rule(INFO, "no batch size", f"{ENGINE_CONFIG} _set_batch_related_parameters"),
