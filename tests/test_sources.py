@@ -10,7 +10,7 @@ import pytest
 
 from tests.conftest import ROOT
 
-FORMULAS = ("formulas", "zero", "gathers", "tally")
+FORMULAS = ("formulas", "zero", "gathers")
 CITING = [*(ROOT / f"bench/judge/{name}.py" for name in FORMULAS), *(ROOT / "bench" / "forecast").glob("*.py")]
 CITED = re.compile(r"((?:\w+/)*\w+\.(?:py|hpp|cpp)): ?(\w+)")
 """A file and a name in it, as docstrings have them: ``stage3.py:get_grad_norm_direct``."""

@@ -17,7 +17,7 @@ from bench.measure.trial import RankTrial
 from bench.plan.cell import Cell, Status
 from bench.plan.task import Spec, Task
 from bench.workload import load
-from bench.workload.layout import Layout
+from bench.workload.layout import Layout, record
 from tests.factories import make_cell
 
 UNEVEN = "tests.own_workload:Uneven"
@@ -95,8 +95,6 @@ def layout(cell: Cell) -> Layout:
     """The layout of the cell's model: calculated for a shipped one, else read off the built model."""
     if found := layout_of(cell):
         return found
-    from bench.workload.structure import record
-
     workload = load(cell, None)
     model = workload.model()
     return record(model, workload.blocks(model), workload.loss, workload.data(1))

@@ -17,6 +17,9 @@ from bench.words import plural
 Observation = Mapping[str, Any]
 """One backend in one scenario (``bench.audit.diagnosis.observation``)."""
 
+Rows = Mapping[str, Sequence[Observation | None]]
+"""Rows of the conformance table by scenario."""
+
 COLUMNS = {
     "scenario": "string",
     "backend": "string",
@@ -48,6 +51,10 @@ KEY = (
     "A number alone is the sum of an update's coefficients divided by the right sum: 1 is right. After 'mean of means' "
     "it is the factor by which a weight differs from that in the full batch. +1 stands for one more wrong finding."
 )
+OF_LOSS = frozenset({"mean of means"})
+"""Findings that the reduction of the loss causes, whatever the backend."""
+CAUSES = ("What the backend does", "What the reduction of the loss does, whatever the backend")
+"""The two parts of the table."""
 FURTHER = 1
 """Further wrong findings that a cell of the Markdown table names; it counts the others."""
 
@@ -117,6 +124,34 @@ def scenarios(observations: Sequence[Observation]) -> dict[str, Mapping[str, Any
 def with_number(seen: Observation, word: str) -> str:
     """The word of a finding with its most telling number, if there is one."""
     return f"{word} {NUMBERS[word](seen)}".rstrip() if word in NUMBERS else word
+
+
+def by_backend(seen: Observation) -> Observation:
+    """The observation without what the reduction of the loss causes, and with the verdict on the rest."""
+    return _only(seen, [finding for finding in seen["findings"] if finding["word"] not in OF_LOSS])
+
+
+def by_loss(seen: Observation) -> Observation:
+    """The observation with only what the reduction of the loss causes."""
+    return _only(seen, [finding for finding in seen["findings"] if finding["word"] in OF_LOSS])
+
+
+def _only(seen: Observation, findings: Sequence[Mapping[str, str]]) -> Observation:
+    """The observation with these findings, which stand in order of their level, and the verdict that they give."""
+    first = next((f for f in findings if f["level"] != "detail"), {"word": "right", "level": "detail"})
+    return {**seen, "findings": findings, "verdict": first["word"], "level": first["level"]}
+
+
+def parts(observations: Sequence[Observation], found: Sequence[BackendGroup]) -> list[tuple[str, Rows]]:
+    """The table's two parts: the title of each, and by scenario what it says of each group, if that was measured."""
+    names = list(scenarios(observations))
+    lossy = [name for name in names if any(by_loss(g.cells[name])["findings"] for g in found if name in g.cells)]
+    rows = [(CAUSES[0], names, by_backend), (CAUSES[1], lossy, by_loss)]
+    return [
+        (title, {name: [only(g.cells[name]) if name in g.cells else None for g in found] for name in some})
+        for title, some, only in rows
+        if some
+    ]
 
 
 def summary(seen: Observation, further: int = FURTHER) -> list[str]:
@@ -209,9 +244,11 @@ def markdown(observations: Sequence[Observation]) -> str:
         f"| scenario | {' | '.join(words.markdown(group.name) for group in found)} |",
         "| --- |" + " --- |" * len(found),
     ]
-    for name in scenarios(observations):
-        cells = [_cell(group.cells[name]) if name in group.cells else "" for group in found]
-        lines.append(f"| {words.markdown(name)} | {' | '.join(cells)} |")
+    for title, rows in parts(observations, found):
+        lines.append(f"| *{title}* |" + " |" * len(found))
+        for name, row in rows.items():
+            cells = [_cell(seen) if seen else "" for seen in row]
+            lines.append(f"| {words.markdown(name)} | {' | '.join(cells)} |")
     several = [group for group in found if len(group.backends) > 1]
     legend = [words.markdown(f"{group.name}: {', '.join(group.backends)}") for group in several]
     return "\n".join([*lines, "", KEY, *([""] if legend else []), *(f"- {line}" for line in legend), ""])

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from bench.audit.conformance import KEY, BackendGroup, Observation, groups, scenarios, summary
+from bench.audit.conformance import KEY, BackendGroup, Observation, by_backend, groups, parts, scenarios, summary
 from bench.report import sheet, style
 from bench.report.sheet import FigureWords
 from bench.report.style import Key
@@ -33,7 +33,7 @@ MAX_GROUPS = 18
 
 @dataclass
 class TextCell:
-    """A text of the table; its level is empty for headings and for what was not run."""
+    """A text of the table; its level is ``title`` above a part, and empty for headings and for what was not run."""
 
     text: str
     level: str = ""
@@ -41,7 +41,7 @@ class TextCell:
     @property
     def weight(self) -> str:
         """Bold if it is wrong, so that the level is not told by colour alone."""
-        return "bold" if self.level == "wrong" else "normal"
+        return "bold" if self.level in {"wrong", "title"} else "normal"
 
     def lines(self, width: float, size: float) -> list[str]:
         """The text in lines of that width in inches; a line may end after a hyphen."""
@@ -64,8 +64,8 @@ def conformance_figure(observations: Sequence[Observation], *, footer: str = "")
     notes += [f"not drawn: {', '.join(group.backends)}" for group in every[MAX_GROUPS:]]
     words = FigureWords("What each backend does in each scenario", _counts(observations), footer, [*notes, KEY])
     with matplotlib.style.context(list(style.BASE)):
-        rows = _rows(list(scenarios(observations)), found)
-        first = min(1.3, max(style.text_width(row[0].text, CELL_SIZES[0]) for row in rows) + 0.08)
+        rows = _rows(observations, found)
+        first = min(1.3, max(style.text_width(row[0].text, CELL_SIZES[0]) for row in rows if len(row) > 1) + 0.08)
         other = (style.WIDTH - 2 * style.MARGIN - 0.1 - first) / len(found)
         widths = [first, *[other] * len(found)]
         size = next((size for size in CELL_SIZES if _fits(rows, widths, size)), CELL_SIZES[-1])
@@ -78,32 +78,37 @@ def conformance_figure(observations: Sequence[Observation], *, footer: str = "")
 
 
 def _counts(observations: Sequence[Observation]) -> str:
-    levels, names = [seen["level"] for seen in observations], ("right", "notes", "wrong")
+    levels, names = [by_backend(seen)["level"] for seen in observations], ("right", "notes", "wrong")
     counted = ", ".join(f"{levels.count(level)} {name}" for level, name in zip(LEVELS, names, strict=True))
     backends = len({seen["backend"] for seen in observations})
     return f"{len(scenarios(observations))} scenarios x {backends} backends: {counted}"
 
 
-def _rows(names: Sequence[str], found: Sequence[BackendGroup]) -> list[list[TextCell]]:
-    """The heading of groups, then a row per scenario."""
+def _rows(observations: Sequence[Observation], found: Sequence[BackendGroup]) -> list[list[TextCell]]:
+    """The heading of groups, then each part of the table: its title, alone in its row, and a row per scenario."""
     rows = [[TextCell(""), *(TextCell(style.clean(group.name)) for group in found)]]
-    for name in names:
-        seen = [group.cells.get(name) for group in found]
-        told = [TextCell(style.clean(" ".join(summary(one, 0))), one["level"]) if one else TextCell("") for one in seen]
-        rows.append([TextCell(style.clean(name)), *told])
+    for title, part in parts(observations, found):
+        rows.append([TextCell(style.clean(title), "title")])
+        for name, row in part.items():
+            told = [TextCell(style.clean(" ".join(summary(o, 0))), o["level"]) if o else TextCell("") for o in row]
+            rows.append([TextCell(style.clean(name)), *told])
     return rows
+
+
+def _cells(row: Sequence[TextCell], widths: Sequence[float]) -> list[tuple[TextCell, float]]:
+    """The cells of a row with their widths; the title of a part has the whole row."""
+    return list(zip(row, widths if len(row) > 1 else [sum(widths)], strict=True))
 
 
 def _heights(rows: Sequence[Sequence[TextCell]], widths: Sequence[float], size: float) -> list[float]:
     return [
-        max(len(cell.lines(width - 0.07, size)) for cell, width in zip(row, widths, strict=True)) * size * 1.2 / 72
-        + 0.08
+        max(len(cell.lines(width - 0.07, size)) for cell, width in _cells(row, widths)) * size * 1.2 / 72 + 0.08
         for row in rows
     ]
 
 
 def _fits(rows: Sequence[Sequence[TextCell]], widths: Sequence[float], size: float) -> bool:
-    cut = any(cell.is_cut(width - 0.07, size) for row in rows for cell, width in zip(row, widths, strict=True))
+    cut = any(cell.is_cut(width - 0.07, size) for row in rows for cell, width in _cells(row, widths))
     return not cut and sum(_heights(rows, widths, size)) <= TABLE_HEIGHT
 
 
@@ -113,9 +118,9 @@ def _draw(axes: Axes, rows: Sequence[Sequence[TextCell]], widths: Sequence[float
     axes.spines[:].set_visible(False)
     for row, (cells, height) in enumerate(zip(rows, heights, strict=True)):
         top = sum(heights[:row])
-        for column, (cell, width) in enumerate(zip(cells, widths, strict=True)):
+        for column, (cell, width) in enumerate(_cells(cells, widths)):
             left = sum(widths[:column])
-            if cell.level:
+            if cell.level in COLOURS:
                 axes.add_patch(Rectangle((left, top), width, height, facecolor=COLOURS[cell.level], **BORDER))
             axes.text(
                 left + width / 2 if column else left,

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from bench.audit.monitor import TOLERANCE
 from bench.audit.monitor_grid import Epoch, RateVerdict
 from bench.report import sheet, style
 from bench.report.sheet import FigureWords
@@ -50,10 +51,10 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
         "lightning": lightning.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "clock": "real" if arguments.real_time else "virtual",
+        "clock": "virtual",
         "micro_batch_s": arguments.micro_batch_time,
         "optimizer_s": arguments.optimizer_time,
-        "tolerance": arguments.tolerance,
+        "tolerance": TOLERANCE,
     }
 
 
@@ -130,10 +131,9 @@ def markdown(rows: pd.DataFrame, about: dict[str, Any]) -> str:
 
 def settings(about: dict[str, Any]) -> str:
     """How it was measured, in one paragraph."""
-    clock = "a virtual clock" if about["clock"] == "virtual" else "the real clock, by sleeping"
     return (
         f"Lightning {about['lightning']}, torch {about['torch']}, Python {about['python']}. A micro-batch takes "
-        f"{about['micro_batch_s']:g} s and an optimizer step {about['optimizer_s']:g} s more, on {clock}. "
+        f"{about['micro_batch_s']:g} s and an optimizer step {about['optimizer_s']:g} s more, on a virtual clock. "
         "ratio: the samples/s that the monitor logged, divided by those measured at the optimizer over the whole "
         f"windows that cover the monitor's; right: within {100 * about['tolerance']:g} % of 1."
     )

@@ -10,7 +10,17 @@ from typing import Any
 
 import jinja2
 
-from bench.audit.conformance import TOLERANCE, Observation, groups, markdown, mixed, ratios, scenarios, with_number
+from bench.audit.conformance import (
+    TOLERANCE,
+    Observation,
+    by_backend,
+    groups,
+    markdown,
+    mixed,
+    ratios,
+    scenarios,
+    with_number,
+)
 from bench.audit.scenario import Fault, Scenario
 from bench.words import markdown as escape
 from bench.words import plural, some
@@ -61,12 +71,13 @@ def page(
 
 def _best(observations: Sequence[Observation]) -> str:
     """The backends that are wrong in the fewest scenarios."""
-    wrong = Counter(seen["backend"] for seen in observations if seen["level"] == "wrong")
+    wrong = Counter(seen["backend"] for seen in observations if by_backend(seen)["level"] == "wrong")
     backends = _backends(observations)
     least = min((wrong[name] for name in backends), default=0)
     best = ", ".join(_code(name) for name in backends if wrong[name] == least)
     fewest = f"{least} of {len(scenarios(observations))}"
-    return f"Of {len(backends)} backends, these are wrong in the fewest scenarios, {fewest}: {best}."
+    rest = "The reduction of the loss, which is wrong under every backend alike, is not counted."
+    return f"Of {len(backends)} backends, these are wrong in the fewest scenarios, {fewest}: {best}. {rest}"
 
 
 def _lightning_deepspeed(observations: Sequence[Observation]) -> list[str]:
@@ -118,10 +129,11 @@ def _by_hand(observations: Sequence[Observation]) -> list[str]:
     counting = {seen["backend"] for seen in observations if seen["steps_reported"]}
     lines = []
     for alike in groups([seen for seen in observations if seen["backend"] not in counting]):
-        right = sum(seen["level"] == "detail" for seen in alike.cells.values())
+        cells = {name: by_backend(seen) for name, seen in alike.cells.items()}
+        right = sum(seen["level"] == "detail" for seen in cells.values())
         rest = [
             escape(f"{with_number(seen, seen['verdict'])} in {name}")
-            for name, seen in alike.cells.items()
+            for name, seen in cells.items()
             if seen["level"] != "detail"
         ]
         names = ", ".join(map(_code, alike.backends))

@@ -1,14 +1,28 @@
-"""The table of optimizer steps by rule, and the notes below it."""
+"""What ``steps`` says: the table of optimizer steps by rule, and the sentences below it.
+
+``document`` has these keys:
+
+- ``training``: the inputs, and what follows from them under every backend (bench.audit.training.TrainingPlan);
+- ``notes``: sentences that hold for all backends;
+- ``naive``: ``optimizer_steps`` by the naive formula, and ``wrong``: a sentence, empty if no rule differs from it;
+- ``rules``: one per rule that a chosen backend follows: its ``name``, ``stepping``, ``clears``, ``twice``
+  (bench.audit.stepcount.StepRule), the ``backends`` that follow it, ``steps`` (bench.audit.stepcount.Steps; null where
+  the rule is unknown) and ``differences``: sentences.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from bench.words import plural
+from bench.audit.stepcount import StepRule, Steps, calculate, reaches
+from bench.plan.cell import Stepping
+from bench.words import plural, table
 
 if TYPE_CHECKING:
-    from bench.audit.stepcount import StepRule, Steps
     from bench.audit.training import TrainingPlan
+    from bench.backends.base import Backend
 
 FEW = 4
 """Backends that are named in a sentence; with more, only their rules are named."""
@@ -16,23 +30,84 @@ SHOWN = 6
 """Epochs whose steps the table lists; ``--json`` has all."""
 
 
-def differences_in_words(training: TrainingPlan, wrong: str, rows: list[dict[str, Any]]) -> list[str]:
-    """One line per sentence, with the backends that it is about; none if nothing differs."""
-    lines = [f"all: {note}" for note in notes_on(training)] + [f"naive: {wrong}"] * bool(wrong)
-    said: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
+Rules = Mapping[StepRule, tuple[list[str], Steps | None]]
+"""The backends that follow a rule, and its steps if they can be calculated."""
+
+
+def by_rule(training: TrainingPlan, backends: Mapping[str, type[Backend]]) -> Rules:
+    """The rules that the backends follow."""
+    found: dict[StepRule, list[str]] = {}
+    for name, backend in backends.items():
+        # Lightning's backends may multiply the loss by N, which undoes one of the two divisions.
+        divides_once = getattr(backend, "loss_factor", "") == "N"
+        rule = StepRule.of(backend.stepping, backend.sharding, divides_once=divides_once)
+        found.setdefault(rule, []).append(name)
+    return {rule: (names, calculate(training, rule)) for rule, names in found.items()}
+
+
+def document(training: TrainingPlan, rules: Rules) -> dict[str, Any]:
+    """Everything as plain values for JSON."""
+    wrong = _wrong(training, {rule: steps for rule, (_, steps) in rules.items()})
+    return {
+        "training": training.to_dict(),
+        "notes": notes_on(training),
+        "naive": {"optimizer_steps": training.naive_steps, "wrong": wrong},
+        "rules": [
+            {
+                "name": title_of(rule),
+                **dataclasses.asdict(rule),
+                "backends": backends,
+                "steps": steps and steps.to_dict(),
+                "differences": _differences(training, rule, steps),
+            }
+            for rule, (backends, steps) in rules.items()
+        ],
+    }
+
+
+def lines(training: TrainingPlan, rules: Rules) -> Iterator[str]:
+    """The headline, the table, the backends of each rule, and one line per sentence."""
+    said = document(training, rules)
+    yield _headline(training)
+    yield ""
+    naive = ("naive formula", str(training.naive_steps), *["-"] * (len(HEADER) - 2))
+    rows = [row_of(rule, steps) for rule, (_, steps) in rules.items()]
+    yield table([HEADER, naive, *rows], right=range(1, len(HEADER)))
+    yield ""
+    for row in said["rules"]:
+        yield f"{row['name']}: {', '.join(row['backends'])}"
+    wrong = said["naive"]["wrong"]
+    sentences = [f"all: {note}" for note in said["notes"]] + [f"naive: {wrong}"] * bool(wrong)
+    together: dict[str, list[dict[str, Any]]] = {}
+    for row in said["rules"]:
         for sentence in row["differences"]:
-            said.setdefault(sentence, []).append(row)
-    for sentence, those in said.items():
+            together.setdefault(sentence, []).append(row)
+    for sentence, those in together.items():
         names = [name for row in those for name in row["backends"]]
-        lines.append(f"{', '.join(names if len(names) <= FEW else [row['name'] for row in those])}: {sentence}")
-    return ["", *lines] if lines else []
+        sentences.append(f"{', '.join(names if len(names) <= FEW else [row['name'] for row in those])}: {sentence}")
+    if sentences:
+        yield ""
+        yield from sentences
+
+
+def _headline(training: TrainingPlan) -> str:
+    until = [] if training.epochs is None else [plural(training.epochs, "epoch")]
+    until += [] if training.max_steps is None else [f"max_steps {training.max_steps}"]
+    return (
+        f"{plural(training.samples, 'sample')} on {plural(training.world_size, 'rank')}: "
+        f"{training.samples_per_rank} per rank and epoch = {_micro_batches(training.micro_batches_per_epoch)} of "
+        f"{training.batch_size} (the last has {training.last_micro_batch}) = "
+        f"{plural(training.full_windows, 'window')} of {training.accumulate} and {training.partial_window} over; "
+        f"effective batch {training.effective_batch}; until {' or '.join(until)}"
+    )
+
+
+def _micro_batches(number: int) -> str:
+    return plural(number, "micro-batch", "es")
 
 
 def title_of(rule: StepRule) -> str:
     """A rule in a few words."""
-    from bench.plan.cell import Stepping
-
     if rule.stepping is not Stepping.SPLIT:
         return str(rule.stepping)
     words = ["clearing"] * rule.clears + ["divided once"] * (not rule.twice)
@@ -97,3 +172,86 @@ def notes_on(training: TrainingPlan) -> list[str]:
             f"{training.batch_size / training.last_micro_batch:.4g} times as much"
         )
     return notes
+
+
+def _wrong(training: TrainingPlan, groups: Mapping[StepRule, Steps | None]) -> str:
+    """Why the naive formula is wrong, if a rule differs from it."""
+    naive = training.naive_steps
+    others = [
+        f"{title_of(rule)} {'never ends' if steps.stops == 'never' else f'takes {steps.optimizer_steps}'}"
+        for rule, steps in groups.items()
+        if steps is not None and (steps.optimizer_steps != naive or steps.stops == "never")
+    ]
+    if not others:
+        return ""
+    reasons = []
+    if training.max_steps == naive:
+        expected = f"max_steps {naive} should give {plural(naive, 'update')}"
+        reasons.append("a framework may count something else, or the epochs may end first")
+    else:
+        expected = f"ceil({training.samples} / {training.effective_batch}) x {training.epochs} = {naive}"
+        if training.dropped_per_epoch:
+            reasons.append("it counts samples that drop_last leaves out")
+        if training.partial_window and any(rule.stepping in ("carry", "split") for rule in groups):
+            reasons.append("it counts every epoch's incomplete window as an update")
+    return f"{expected}, but {'; '.join(others)}: {', and '.join(reasons)}"
+
+
+def _differences(training: TrainingPlan, rule: StepRule, steps: Steps | None) -> list[str]:
+    """One sentence for each unexpected thing that a backend of this rule does."""
+    if steps is None:
+        return ["declares no rule, so nothing is calculated; measure it with: python -m bench semantics"]
+    n, over = training.accumulate, training.partial_window
+    say: list[str] = []
+    if rule.stepping is Stepping.FLUSH and over:
+        tails = steps.micro_batches_consumed // training.micro_batches_per_epoch
+        say.append(
+            f"the last window of an epoch has {over} of {n} micro-batches, but its loss is still divided by {n}: "
+            f"{tails} of {plural(steps.optimizer_steps, 'update')} are {over / n:.4g} of the right one"
+        )
+    if rule.stepping is Stepping.CARRY and over:
+        say.append(f"the last {_micro_batches(over)} of an epoch start the first window of the next epoch")
+    taken = steps.optimizer_steps
+    if others := [f"{name} says {count}" for name, count in steps.steps_reported.items() if count != taken]:
+        say.append(f"{plural(taken, 'update')} taken, but {', and '.join(others)}")
+    if rule.twice and n > 1 and steps.optimizer_steps:
+        less = ", or less" if steps.micro_batches_lost_in_mid_run else ""
+        say.append(f"trainer and engine both divide the loss by {n}: every update is 1/{n} of the right one{less}")
+    if steps.micro_batches_lost_in_mid_run:
+        say.append(
+            f"{steps.micro_batches_lost_in_mid_run} of {_micro_batches(steps.micro_batches_consumed)} "
+            f"({steps.samples_lost_in_mid_run} samples over all ranks) are cleared in "
+            "mid-window by Lightning's zero_grad"
+        )
+    if steps.micro_batches_left_open:
+        say.append(
+            f"{_micro_batches(steps.micro_batches_left_open)} ({plural(steps.samples_left_open, 'sample')} over all "
+            "ranks) are left in an open window at the end and reach no update"
+        )
+    if training.epochs is not None and steps.equal_max_steps is None:
+        say.append(f"no max_steps gives the same updates as {plural(training.epochs, 'epoch')}")
+    return say + _about_max_steps(training, rule, steps)
+
+
+def _about_max_steps(training: TrainingPlan, rule: StepRule, steps: Steps) -> list[str]:
+    """Whether ``max_steps`` ends the training early, late or never."""
+    wanted = training.max_steps
+    if wanted is None:
+        return []
+    if reaches(training, rule, wanted) is None:
+        stays = (
+            f"an epoch has {_micro_batches(training.micro_batches_per_epoch)}, fewer than N = {training.accumulate}, "
+            f"so trainer.global_step stays 0 and max_steps {wanted} is never reached"
+        )
+        if training.epochs is None:
+            return [
+                f"{stays}: training never ends; it should end after {_micro_batches(steps.micro_batches_consumed)}, "
+                f"with {plural(wanted, 'update')} made"
+            ]
+        return [f"{stays}: the epochs end it, with {plural(steps.optimizer_steps, 'update')} taken"]
+    if steps.stops == "epochs":
+        return [f"the epochs end it before max_steps {wanted}, with {plural(steps.optimizer_steps, 'update')} taken"]
+    beyond = steps.optimizer_steps - wanted
+    if not beyond:
+        return []
+    return [f"max_steps {wanted} stops training {plural(beyond, 'update')} late, after {steps.optimizer_steps}"]

@@ -25,12 +25,10 @@ def run(
     *,
     device: Device,
     timeout_s: float,
-    shared: bool = True,
 ) -> Iterator[Observed]:
     """Every scenario under every backend, backend by backend; ``timeout_s`` is for one scenario.
 
-    With ``shared``, scenarios of equal world size share a process group. If it fails as a whole, each is run again in
-    a group of its own.
+    Scenarios of equal world size share a process group. If it fails as a whole, each is run again in its own.
     """
 
     def world_size(scenario: Scenario) -> int:
@@ -39,7 +37,7 @@ def run(
     for backend in backends:
         for _, group in groupby(sorted(scenarios, key=world_size), key=world_size):
             together = list(group)
-            if shared and len(together) > 1:
+            if len(together) > 1:
                 found = _observe(launcher, backend, together, device, timeout_s * len(together))
                 if not isinstance(found, Outcome):
                     yield from found

@@ -1,4 +1,4 @@
-"""The figure of a scenario's weight maps: one panel for each distinct map, updates downwards, samples to the right."""
+"""The figure of a scenario's weight maps: one strip for each distinct map, updates downwards, samples to the right."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from bench.audit.conformance import FURTHER, summary
 from bench.audit.weight_maps import (
     LEFT_OPEN,
     LOST,
@@ -38,9 +39,13 @@ MAX_COLUMNS, MAX_EPOCHS = 120, 10
 MAX_MAPS = 12
 COLOUR_LIMIT = 8.0
 """Weights below 1/8 and above 8 times the right one have the outermost colours."""
-ROW, AROUND, MAPS_HEIGHT = 0.135, 0.62, 6.0
-"""Inches: of an update, of the words around a map, and of all maps together."""
-BAR, BAR_WORDS = 0.1, 0.45
+ROW, BETWEEN, MAPS_HEIGHT = 0.135, 0.1, 6.0
+"""Inches: of an update, between two strips, and of all strips together."""
+NAMES, MAP = 2.35, style.WIDTH - 2 * style.MARGIN - 2.35
+"""Inches: of the words beside a map, and of the map with its numbers."""
+LINE = 1.34
+"""Height of a line of text, in font sizes."""
+BAR, BAR_WORDS = 0.1, 0.4
 """Inches of the colour bar and of its words."""
 RIGHT_COLOUR = "#3a3a3a"
 COLOURS = LinearSegmentedColormap.from_list(
@@ -58,6 +63,7 @@ COLOURS = LinearSegmentedColormap.from_list(
     N=1025,
 ).with_extremes(bad="white")
 """Dark grey where a weight is right (within 1 %), blue and paler below, orange to deep red above."""
+SCALE = LogNorm(1 / COLOUR_LIMIT, COLOUR_LIMIT)
 SIGNS: dict[str, dict[str, Any]] = {
     LOST: {"marker": "x", "color": "#D55E00", "markeredgewidth": 0.9},
     LEFT_OPEN: {"marker": "o", "color": "#0072B2", "markerfacecolor": "white", "markeredgewidth": 0.7},
@@ -79,20 +85,18 @@ def weight_figure(observations: Sequence[Observation], *, footer: str = "") -> t
     if not maps:
         return None
     scenario = maps[0].first["scenario"]
+    words = FigureWords(
+        scenario["title"] or scenario["name"],
+        f"{scenario['name']}: {_setting(scenario)}",
+        footer,
+        _notes(observations, maps[MAX_MAPS:]),
+    )
     with matplotlib.style.context(list(style.BASE)):
-        columns, extent = _shape(maps[:MAX_MAPS], int(scenario["samples"]))
-        width = (style.WIDTH - 0.3) / columns - 0.3
-        words = FigureWords(
-            f"Weight of each sample in each update: {scenario['name']}",
-            "; ".join(part for part in (scenario["title"], _setting(scenario)) if part),
-            footer,
-            _notes(observations, maps, width),
-        )
-        return _figure(maps[:MAX_MAPS], extent, columns, width, words), words
+        return _figure(maps[:MAX_MAPS], _extent(maps[:MAX_MAPS]), words), words
 
 
 def _setting(scenario: Mapping[str, Any]) -> str:
-    n = ", ".join(map(str, scenario["accumulate"]))
+    n = ", then ".join(map(str, scenario["accumulate"]))
     ranks = plural(scenario["world_size"], "rank")
     parts = [plural(scenario["samples"], "sample"), ranks, f"micro-batches of {scenario['batch_size']}", f"N = {n}"]
     if scenario["max_steps"] is not None:
@@ -102,96 +106,99 @@ def _setting(scenario: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _notes(observations: Sequence[Observation], maps: Sequence[WeightMap], width: float) -> list[str]:
-    """The backends of each map whose title does not tell them and their verdicts, and those without a map."""
-    drawn, not_drawn = maps[:MAX_MAPS], maps[MAX_MAPS:]
-    untold = [m for m in drawn if _num_named(m, width) < len(m.observations) or len(_verdicts(m)) > 1]
-    notes = [f"same map: {_by_verdict(found.observations)}" for found in untold]
-    notes += [f"not drawn: {_by_verdict(found.observations)}" for found in not_drawn]
+def _notes(observations: Sequence[Observation], not_drawn: Sequence[WeightMap]) -> list[str]:
+    """The backends that have no strip."""
+    untold = [observation for found in not_drawn for observation in found.observations]
     without = [observation for observation in observations if not observation["updates"]]
-    return [*notes, f"no update: {_by_verdict(without)}"] if without else notes
+    return [
+        f"{reason}: {outcome} under {_names(those)}"
+        for reason, some in (("not drawn", untold), ("no update", without))
+        for outcome, those in _outcomes(some).items()
+    ]
 
 
-def _by_verdict(observations: Sequence[Observation]) -> str:
-    verdicts: dict[str, list[str]] = {}
+def _names(observations: Sequence[Observation]) -> str:
+    return ", ".join(style.clean(observation["backend"]) for observation in observations)
+
+
+def _outcomes(observations: Sequence[Observation]) -> dict[str, list[Observation]]:
+    """What happened, as the verdict and one more finding with their numbers, and the backends under which it did."""
+    found: dict[str, list[Observation]] = {}
     for observation in observations:
-        verdicts.setdefault(observation["verdict"], []).append(observation["backend"])
-    return "; ".join(f"{', '.join(backends)} ({word})" for word, backends in verdicts.items())
+        found.setdefault(", ".join(summary(observation)[: 1 + FURTHER]), []).append(observation)
+    return found
 
 
-def _shape(maps: Sequence[WeightMap], samples: int) -> tuple[int, Extent]:
-    """Columns of panels, and the part of the maps that fits into them."""
-    most = min(MAX_EPOCHS, max(2, MAX_COLUMNS // samples))
-    epochs = min(most, max(found.epochs for found in maps))
-    columns = 1 if len(maps) == 1 or samples * epochs > MAX_COLUMNS else 2 if len(maps) <= 8 else 3
+def _extent(maps: Sequence[WeightMap]) -> Extent:
+    """The part of the maps that fits into the figure."""
+    samples = int(maps[0].first["scenario"]["samples"])
+    epochs = min(MAX_EPOCHS, max(2, MAX_COLUMNS // samples), max(found.epochs for found in maps))
     updates = MAX_UPDATES
-    while updates > MIN_UPDATES and _height(maps, columns, Extent(samples, epochs, updates)) > MAPS_HEIGHT:
+    while updates > MIN_UPDATES and sum(_heights(maps, Extent(samples, epochs, updates))) > MAPS_HEIGHT:
         updates -= 1
     drawn = {id(found): found.num_drawn(Extent(samples, epochs, updates)) for found in maps}
     if any(drawn[id(found)] < len(found.updates) for found in maps):
         epochs = min(epochs, 1 + max(e for found in maps for u, e, _ in found.weights if u < drawn[id(found)]))
-    return columns, Extent(samples, epochs, updates)
+    return Extent(samples, epochs, updates)
 
 
-def _rows(maps: Sequence[WeightMap], columns: int, extent: Extent) -> list[tuple[Sequence[WeightMap], int]]:
-    """The maps row by row, and the lines of each row: updates, and one for the samples that are in none."""
-    rows = [maps[start : start + columns] for start in range(0, len(maps), columns)]
-    return [(row, max(m.num_drawn(extent) + any(m.in_no_update(extent).values()) for m in row)) for row in rows]
+def _heights(maps: Sequence[WeightMap], extent: Extent) -> list[float]:
+    """Inches of each strip: those of its map or of the words beside it; the first one has a heading."""
+    return [
+        max(_lines(found, extent) * ROW, sum(_block_height(lines, size) for lines, size, _ in _words(found, extent)))
+        + BETWEEN
+        + (ROW if number == 0 else 0)
+        for number, found in enumerate(maps)
+    ]
 
 
-def _height(maps: Sequence[WeightMap], columns: int, extent: Extent) -> float:
-    return sum((lines + 1.2) * ROW + AROUND for _, lines in _rows(maps, columns, extent))
+def _lines(found: WeightMap, extent: Extent) -> int:
+    """Lines of a map: updates, and one for the samples that are in none."""
+    return found.num_drawn(extent) + any(found.in_no_update(extent).values())
 
 
-def _figure(maps: Sequence[WeightMap], extent: Extent, columns: int, width: float, words: FigureWords) -> Figure:
-    rows = _rows(maps, columns, extent)
-    inches = _height(maps, columns, extent) + BAR + BAR_WORDS
+def _words(found: WeightMap, extent: Extent) -> list[tuple[list[str], float, str]]:
+    """The words beside a map, as lines with their size and weight: what happened, under which backends."""
+    drawn, updates = found.num_drawn(extent), len(found.updates)
+    blocks = []
+    for outcome, observations in _outcomes(found.observations).items():
+        blocks.append((style.wrap(outcome, NAMES - 0.1, SMALL, "bold"), SMALL, "bold"))
+        blocks.append((style.wrap(_names(observations), NAMES - 0.1, TINY), TINY, "normal"))
+    if drawn < updates:
+        blocks.append(([f"first {drawn} of {updates} updates"], TINY, "normal"))
+    elif found.epochs > extent.epochs:
+        blocks.append(([f"first {extent.epochs} of {found.epochs} epochs"], TINY, "normal"))
+    return blocks
+
+
+def _block_height(lines: Sequence[str], size: float) -> float:
+    return len(lines) * size * LINE / 72
+
+
+def _figure(maps: Sequence[WeightMap], extent: Extent, words: FigureWords) -> Figure:
+    low, high = _used(maps, extent)
+    bar = [BAR] if low < high else []
+    heights = _heights(maps, extent)
+    inches = sum(heights) + 0.25 + (BAR + BAR_WORDS if bar else 0)
     figure = sheet.sheet(words, [_keys(maps, extent)], inches, inches)
-    heights = [(lines + 1.2) * ROW for _, lines in rows]
-    grid = figure.add_gridspec(len(rows) + 1, columns, height_ratios=[*heights, BAR])
-    for number, (row, lines) in enumerate(rows):
-        for column, found in enumerate(row):
-            axes = figure.add_subplot(grid[number, column])
-            _draw_map(axes, found, extent, lines, (style.WIDTH - 0.6) / columns)
-            axes.set_title(_title(found, extent, width), loc="left")
-            if column == 0:
-                axes.set_ylabel("update")
-            if (number + 1) * columns + column >= len(maps):
-                axes.set_xlabel("sample")
-    figure.align_ylabels()
-    _colour_bar(figure, figure.add_subplot(grid[len(rows), :]))
+    grid = figure.add_gridspec(len(maps) + len(bar), 2, width_ratios=[NAMES, MAP], height_ratios=[*heights, *bar])
+    for number, (found, height) in enumerate(zip(maps, heights, strict=True)):
+        _draw_words(figure.add_subplot(grid[number, 0]), found, extent, height, is_first=number == 0)
+        axes = figure.add_subplot(grid[number, 1])
+        _draw_map(axes, found, extent, height / ROW, is_first=number == 0, is_last=number == len(maps) - 1)
+    if bar:
+        _colour_bar(figure, figure.add_subplot(grid[len(maps), 1]), low, high)
     return figure
 
 
-def _title(found: WeightMap, extent: Extent, width: float) -> str:
-    """As many backends as fit on a line; then verdict, mean weight, and what is not drawn."""
-    drawn, updates = found.num_drawn(extent), len(found.updates)
-    about = f"{' / '.join(_verdicts(found))}; mean weight {_number(found.first['weight_ratio'])}"
-    if drawn < updates:
-        about += f"; first {drawn} of {updates} updates"
-    elif found.epochs > extent.epochs:
-        about += f"; first {extent.epochs} of {found.epochs} epochs"
-    size = style.RC["axes.titlesize"]
-    lines = [
-        line for text in (_named(found, _num_named(found, width)), about) for line in style.wrap(text, width, size)
-    ]
-    return "\n".join(line.replace("$", r"\$") for line in lines)
-
-
-def _verdicts(found: WeightMap) -> list[str]:
-    return list(dict.fromkeys(str(observation["verdict"]) for observation in found.observations))
-
-
-def _num_named(found: WeightMap, width: float) -> int:
-    """How many of the backends fit on one line of a title, at least 1."""
-    counts = range(len(found.observations), 1, -1)
-    size = style.RC["axes.titlesize"]
-    return next((count for count in counts if style.text_width(_named(found, count), size) <= width), 1)
-
-
-def _named(found: WeightMap, count: int) -> str:
-    names = [style.clean(observation["backend"]) for observation in found.observations]
-    return ", ".join(names[:count]) + (f" +{len(names) - count}" if count < len(names) else "")
+def _draw_words(axes: Axes, found: WeightMap, extent: Extent, height: float, *, is_first: bool) -> None:
+    axes.set(xlim=(0, 1), ylim=(height, 0))
+    axes.axis("off")
+    top = (ROW if is_first else 0.0) + 0.02
+    for lines, size, weight in _words(found, extent):
+        text = "\n".join(line.replace("$", r"\$") for line in lines)
+        axes.text(0, top, text, size=size, weight=weight, va="top", ha="left", linespacing=1.15)
+        top += _block_height(lines, size)
 
 
 def _number(value: float) -> str:
@@ -199,15 +206,15 @@ def _number(value: float) -> str:
     return f"{value:.2f}" if math.isclose(value, round(value, 2), rel_tol=TOLERANCE) else f"{value:.3g}"
 
 
-def _draw_map(axes: Axes, found: WeightMap, extent: Extent, lines: int, inches: float) -> None:
-    """One panel: a line of words, the updates, and the samples that are in none, with room for ``lines`` lines."""
+def _draw_map(axes: Axes, found: WeightMap, extent: Extent, lines: float, *, is_first: bool, is_last: bool) -> None:
+    """One map in a strip of so many lines: the updates, and the samples that are in none."""
     values = found.image(extent)
     last, right = len(values), extent.columns - 0.5
     clipped = np.where(values > 0, np.clip(values, 1 / COLOUR_LIMIT, COLOUR_LIMIT), 1 / COLOUR_LIMIT)
     axes.imshow(
         np.ma.masked_where(np.isnan(values), clipped),
         cmap=COLOURS,
-        norm=LogNorm(1 / COLOUR_LIMIT, COLOUR_LIMIT),
+        norm=SCALE,
         aspect="auto",
         interpolation="nearest",
         extent=(-0.5, right, last + 0.5, 0.5),
@@ -222,18 +229,26 @@ def _draw_map(axes: Axes, found: WeightMap, extent: Extent, lines: int, inches: 
         axes.fill_between([ran * extent.samples - 0.5, right], 0.5, last + 0.5, **ENDED)
     for number, update in enumerate(found.updates[:last], start=1):
         axes.text(right, number, f" {_sum(update)}", size=TINY, va="center", ha="left")
-    axes.text(right, 0, " sum", size=TINY, va="center", ha="left", color=GREY)
-    width = 0.85 * inches / extent.epochs
-    word = "epoch " if style.text_width(f"epoch {extent.epochs}", TINY) + 0.05 < width else ""
-    for epoch in range(extent.epochs):
-        middle = (epoch + 0.5) * extent.samples - 0.5
-        axes.text(middle, 0, f"{word}{epoch + 1}", size=TINY, va="center", ha="center", color=GREY)
-    points = min(4.0, 0.8 * 72 * 0.85 * inches / extent.columns)
+    points = min(4.0, 0.8 * 72 * 0.85 * MAP / extent.columns)
     for name, columns in marked.items():
         axes.plot(columns, [last + 1] * len(columns), linestyle="none", markersize=points, **SIGNS[name])
-    _ticks(axes, extent, last, any(marked.values()), width)
+    if is_first:
+        _heading(axes, extent)
+    _ticks(axes, extent, last, is_marked=any(marked.values()), has_samples=is_last)
     axes.set_xlim(-0.5, right)
-    axes.set_ylim(lines + 0.6, -0.6)
+    top = -0.5 if is_first else 0.5
+    axes.set_ylim(top + lines, top)
+
+
+def _heading(axes: Axes, extent: Extent) -> None:
+    """The line above the first map: update, epochs, and sum."""
+    look: dict[str, Any] = {"size": TINY, "va": "center", "color": GREY}
+    axes.text(-0.5, 0, "update ", ha="right", **look)
+    axes.text(extent.columns - 0.5, 0, " sum", ha="left", **look)
+    room = 0.85 * MAP / extent.epochs
+    word = "epoch " if style.text_width(f"epoch {extent.epochs}", TINY) + 0.05 < room else ""
+    for epoch in range(extent.epochs):
+        axes.text((epoch + 0.5) * extent.samples - 0.5, 0, f"{word}{epoch + 1}", ha="center", **look)
 
 
 def _sum(update: Mapping[str, Any]) -> str:
@@ -242,26 +257,29 @@ def _sum(update: Mapping[str, Any]) -> str:
     return _number(update["sum"]) + ("" if math.isclose(right, 1, rel_tol=TOLERANCE) else f" of {_number(right)}")
 
 
-def _ticks(axes: Axes, extent: Extent, last: int, marked: bool, width: float) -> None:
-    """Numbers of the samples in each epoch of so many inches, and of the updates."""
+def _ticks(axes: Axes, extent: Extent, last: int, *, is_marked: bool, has_samples: bool) -> None:
+    """Numbers of the updates, and below the last map those of the samples in each epoch."""
+    width = 0.85 * MAP / extent.epochs
     room = max(1, int(width / (style.text_width(str(extent.samples), SMALL) + 0.09)))
     ticks = MaxNLocator(room, integer=True, steps=[1, 2, 5, 10], min_n_ticks=1).tick_values(0, extent.samples)
     step = max(1, int(ticks[1] - ticks[0]))
     inner = [sample for sample in range(0, extent.samples, step) if sample == 0 or sample + step / 2 <= extent.samples]
     places = [epoch * extent.samples + sample for epoch in range(extent.epochs) for sample in inner]
-    axes.set_xticks(places, [str(place % extent.samples) for place in places])
-    numbers = list(range(1, last + 1 + marked))
+    axes.set_xticks(places if has_samples else [], [str(place % extent.samples) for place in places if has_samples])
+    numbers = list(range(1, last + 1 + is_marked))
     axes.set_yticks(numbers, [str(number) if number <= last else "in none" for number in numbers])
     axes.tick_params(length=0, pad=2)
     axes.tick_params(axis="x", length=2)
     axes.grid(visible=False)
     axes.spines[:].set_visible(False)
+    if has_samples:
+        axes.set_xlabel("sample", labelpad=1)
 
 
 def _keys(maps: Sequence[WeightMap], extent: Extent) -> list[Key]:
     """What the signs in these maps mean."""
     present = {name for found in maps for name, columns in found.in_no_update(extent).items() if columns}
-    keys: list[Key] = [(Patch(facecolor=RIGHT_COLOUR), "right, within 1 %")]
+    keys: list[Key] = [(Patch(facecolor=RIGHT_COLOUR), "the right weight, within 1 %; blank: not in the update")]
     keys += [
         (Line2D([], [], linestyle="none", markersize=4.5, **SIGNS[name]), label)
         for name, label in SIGN_LABELS.items()
@@ -272,11 +290,22 @@ def _keys(maps: Sequence[WeightMap], extent: Extent) -> list[Key]:
     return keys
 
 
-def _colour_bar(figure: Figure, axes: Axes) -> None:
-    ticks = [1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8]
-    mappable = ScalarMappable(LogNorm(1 / COLOUR_LIMIT, COLOUR_LIMIT), COLOURS)
-    bar = figure.colorbar(mappable, cax=axes, orientation="horizontal", extend="both", extendfrac=0.02)
-    bar.set_ticks(ticks, labels=["1/8", "1/4", "1/2", "1: right", "2", "4", "8"], minor=False)
+def _used(maps: Sequence[WeightMap], extent: Extent) -> tuple[float, float]:
+    """The part of the scale that these maps use, from one power of two to another; (1, 1) if all weights are right."""
+    drawn = np.concatenate([values[~np.isnan(values)] for values in (found.image(extent) for found in maps)])
+    wrong = [float(value) for value in drawn if not math.isclose(value, 1, rel_tol=0.01)]
+    ends = [2.0 ** (math.floor if value < 1 else math.ceil)(math.log2(value)) for value in wrong if value > 0]
+    ends += [1 / COLOUR_LIMIT for value in wrong if value <= 0]
+    return max(1 / COLOUR_LIMIT, min([1.0, *ends])), min(COLOUR_LIMIT, max([1.0, *ends]))
+
+
+def _colour_bar(figure: Figure, axes: Axes, low: float, high: float) -> None:
+    part = COLOURS(np.linspace(float(SCALE(low)), float(SCALE(high)), 513))
+    mappable = ScalarMappable(LogNorm(low, high), LinearSegmentedColormap.from_list("used", list(part), N=513))
+    bar = figure.colorbar(mappable, cax=axes, orientation="horizontal")
+    labels = {1 / 8: "1/8", 1 / 4: "1/4", 1 / 2: "1/2", 1.0: "1: right", 2.0: "2", 4.0: "4", 8.0: "8"}
+    shown = [tick for tick in labels if low <= tick <= high]
+    bar.set_ticks(shown, labels=[labels[tick] for tick in shown], minor=False)
     bar.minorticks_off()
-    bar.set_label("coefficient divided by its value in a full batch of the same samples; blank: not in the update")
+    bar.set_label("weight of a sample / its weight in a full batch of the same samples")
     axes.grid(visible=False)

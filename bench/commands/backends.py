@@ -11,17 +11,13 @@ from typing import Any
 from bench.backends.base import installed_backends, registry
 from bench.errors import GOOD, InputError, suggest
 from bench.plan.cell import Device
+from bench.words import table
 
 
 def add(commands: Any) -> None:
     """Add the command's parser."""
     parser = commands.add_parser("backends", help="list the backends, and whether this machine can run them")
-    parser.add_argument(
-        "names",
-        nargs="*",
-        metavar="B",
-        help="list these alone, and load those of installed packages",
-    )
+    parser.add_argument("names", nargs="*", metavar="B", help="list only these, and load those of installed packages")
     parser.set_defaults(command=run)
 
 
@@ -43,7 +39,5 @@ def run(arguments: argparse.Namespace) -> int:
         rows.append((name, backend.framework, str(backend.sharding), str(backend.sync), cpu, cuda, backend.defect))
     if not arguments.names:
         rows += [(name, f"not loaded: {value}", *[""] * 5) for name, value in others.items() if name not in known]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    for row in rows:
-        print("  ".join([*(text.ljust(width) for text, width in zip(row, widths, strict=False)), row[-1]]).rstrip())
+    print(table(rows))
     return GOOD

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.errors import GOOD, InputError, suggest
-from bench.words import plural
+from bench.words import plural, table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -84,10 +85,7 @@ def _described(name: str, frame: Any) -> Iterator[str]:
 
     yield f"{name}: {plural(len(frame), 'row')} x {plural(len(frame.columns), 'column')}: {FRAMES[name]}"
     rows = [(key, about.dtype, about.unit, about.meaning) for key, about in COLUMNS[name].items()]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    for row in rows:
-        words = "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=False))
-        yield f"  {words}  {row[-1]}"
+    yield textwrap.indent(table(rows), "  ")
 
 
 def _write(frames: Frames, form: str, out: Path) -> list[Path]:

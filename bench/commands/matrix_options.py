@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from bench.backends.base import Backend, registry
-from bench.commands.options import backend_names, duration, share, split_names
+from bench.backends.base import Backend, installed_backends, registry
+from bench.commands.options import backend_names, duration, list_of, share, split_names
 from bench.errors import InputError
-from bench.files import RESULTS
-from bench.plan import estimates as plan_estimates
+from bench.launch import gpus as launch_gpus
 from bench.plan import matrix as matrix_file
-from bench.plan import task
 from bench.plan.cell import Cell, Device, Precision
+from bench.plan.expand import expand, single_trial_ids
 from bench.plan.matrix import Matrix
 
 OPTIONS = {
@@ -79,7 +78,9 @@ def add_matrix_options(parser: argparse.ArgumentParser) -> None:
     switch("--fake-tensors", words)
     several("--precision", split_names, "P", f"dtypes of forward and backward: {', '.join(Precision)}")
     several("--optimizer", split_names, "O", ", ".join(matrix_file.OPTIMIZERS))
-    several("--clip-norm", _numbers, "C", "limits of the gradient's norm; 0 for no clipping")
+    several(
+        "--clip-norm", list_of(float, "numbers such as 0,1.5"), "C", "limits of the gradient's norm; 0 for no clipping"
+    )
     words = "blocks keep their input alone, and are recomputed in the backward"
     several("--activation-checkpointing", _switches, "on|off", words)
     several("--compiled", _switches, "on|off", "compile each block with torch.compile")
@@ -111,31 +112,55 @@ def _switches(text: str) -> list[bool]:
     return [word == "on" for word in words]
 
 
-def _integers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in split_names(text)]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a list of integers such as 1,4,8") from None
-
-
-def _numbers(text: str) -> list[float]:
-    try:
-        return [float(part) for part in split_names(text)]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a list of numbers such as 0,1.5") from None
+_integers = list_of(int, "integers such as 1,4,8")
 
 
 def _integers_or_all(text: str) -> list[Any]:
     return ["all"] if text.strip() == "all" else _integers(text)
 
 
-def chosen_matrix(arguments: argparse.Namespace) -> Matrix:
-    """The matrix of ``--matrix``, with the keys that other options override. Raises InputError."""
-    from bench.launch import gpus as launch_gpus
+@dataclass(frozen=True)
+class Planned:
+    """What a run would train: the matrix with all options applied, and what follows from it on these GPUs."""
 
-    name = arguments.matrix
-    if name == "auto":
-        name = "gpu" if getattr(arguments, "on", None) or launch_gpus.gpus() else "cpu"  # plan has --on
+    matrix: Matrix
+    backends: dict[str, type[Backend]]
+    gpus: Sequence[Mapping[str, Any]]
+    """Those that the cells run on, as ``bench.launch.gpus`` has them; none on the CPU."""
+    cells: list[Cell]
+    """Without the references that are too large for the GPUs."""
+    too_large: dict[str, str]
+    """Why cells do not fit into a GPU, by id."""
+    once: list[str]
+    """Ids of the cells with a single trial."""
+
+
+def planned(arguments: argparse.Namespace, pretended: Sequence[Mapping[str, Any]] = ()) -> Planned:
+    """The matrix of the options and its cells, on this machine or on ``pretended`` GPUs. Raises InputError."""
+    from bench.forecast import fit
+
+    matrix = _matrix(arguments, on_gpus=bool(pretended or launch_gpus.gpus()))
+    if pretended and matrix["device"] != Device.CUDA:
+        place = matrix.place("device")
+        raise InputError(f"--on: is for GPUs, and {place} is 'cpu'; give --device cuda, or leave it out")
+    named = [part["axes.backend"] for part in matrix.parts]
+    backends = registry([name for names in named for name in ([names] if isinstance(names, str) else names)])
+    gpus = pretended or (launch_gpus.gpus() if matrix["device"] == Device.CUDA else [])
+    asked = matrix["axes.world_size"]
+    if arguments.device == Device.CUDA and not (arguments.world_size or matrix["share_gpu"] or asked == "all") and gpus:
+        # The matrix was written for the CPU, perhaps with more ranks than there are GPUs.
+        fitting = [size for size in asked if size <= len(gpus)]
+        matrix = matrix.override("axes.world_size", fitting or "all", "--device")
+    cells = expand(matrix, backends, len(gpus), installed_backends())
+    memory = [int(gpu["memory_bytes"]) for gpu in gpus if not arguments.try_all]
+    too_large = fit.too_large(cells, min(memory), len(gpus)) if memory else {}
+    cells = [cell for cell in cells if not cell.is_reference or cell.cell_id not in too_large]
+    return Planned(matrix, backends, gpus, cells, too_large, single_trial_ids(matrix, backends, len(gpus)))
+
+
+def _matrix(arguments: argparse.Namespace, *, on_gpus: bool) -> Matrix:
+    """The matrix of ``--matrix``, with the keys that other options override. Raises InputError."""
+    name = arguments.matrix if arguments.matrix != "auto" else "gpu" if on_gpus else "cpu"
     chosen = matrix_file.load(name)
     alone = bool(arguments.virtual_world and not arguments.world_size)
     given = {**vars(arguments), "alone": alone or None}
@@ -171,70 +196,3 @@ def _repeats(arguments: argparse.Namespace, chosen: Matrix) -> dict[str, Any]:
     if repeats is None and most is not None:
         repeats = min(chosen["repeats"], most)
     return {"repeats": repeats, "max_repeats": repeats if most is None else most}
-
-
-def on_gpus(chosen: Matrix, arguments: argparse.Namespace, num_gpus: int) -> Matrix:
-    """A matrix for the CPU under ``--device cuda``: with the world sizes that these GPUs allow, or one rank per GPU."""
-    asked = chosen["axes.world_size"]
-    if arguments.device != Device.CUDA or arguments.world_size or chosen["share_gpu"] or asked == "all" or not num_gpus:
-        return chosen
-    fitting = [size for size in asked if size <= num_gpus]
-    return chosen.override("axes.world_size", fitting or "all", "--device")
-
-
-def backends_of(chosen: Matrix) -> dict[str, type[Backend]]:
-    """The backends that the matrix and its groups may name."""
-    named = [part["axes.backend"] for part in chosen.parts]
-    return registry([name for names in named for name in ([names] if isinstance(names, str) else names)])
-
-
-def visible_gpus(chosen: Matrix) -> list[dict[str, Any]]:
-    """The GPUs that a matrix runs on, as ``bench.launch.gpus`` has them; none if it runs on the CPU."""
-    from bench.launch import gpus as launch_gpus
-
-    return launch_gpus.gpus() if chosen["device"] == Device.CUDA else []
-
-
-def without_reference(cells: Sequence[Cell], skipped: Mapping[str, str]) -> list[Cell]:
-    """The cells without the references that are skipped: the cells that need them are skipped too."""
-    return [cell for cell in cells if not cell.is_reference or cell.cell_id not in skipped]
-
-
-def too_large(cells: Sequence[Cell], gpus: Sequence[Mapping[str, Any]], *, try_all: bool) -> dict[str, str]:
-    """Why cells do not fit into the smallest of these GPUs, by id (``bench.forecast.fit``); none if all are tried."""
-    from bench.forecast import fit
-
-    if try_all or not gpus:
-        return {}
-    return fit.too_large(cells, min(int(gpu["memory_bytes"]) for gpu in gpus), len(gpus))
-
-
-def costs(
-    cells: Sequence[Cell],
-    backends: Mapping[str, type[Backend]],
-    gpus: Sequence[Mapping[str, Any]],
-    skipped: Collection[str],
-) -> dict[str, plan_estimates.Cost]:
-    """What each cell will need, by id, if those in ``skipped`` are not run.
-
-    Time is that of earlier runs here, memory on GPUs that of ``bench.forecast.fit``; otherwise both are guesses.
-    """
-    from bench.forecast import fit
-    from bench.run import journal, machine
-
-    walls = journal.earlier_walls(RESULTS)
-    passes = task.passes([cell for cell in cells if cell.cell_id not in skipped])
-    name, cores = (str(gpus[0]["name"]) if gpus else "cpu"), machine.num_cores()
-    found = {}
-    for cell in cells:
-        guess = plan_estimates.estimate(
-            cell,
-            backends[cell.backend],
-            walls,
-            cores=cores,
-            device_name=name,
-            passes=passes.get(cell.cell_id, ()),
-        )
-        known = fit.predicted_bytes(cell) if cell.device is Device.CUDA else None
-        found[cell.cell_id] = guess if known is None else dataclasses.replace(guess, memory_bytes=known)
-    return found

@@ -1,16 +1,23 @@
-"""Types of options that several commands share."""
+"""Options that several commands share: their types, the backends of ``--backend``, and the folder of ``--out``."""
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+import re
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
-from bench.backends.base import register
-from bench.errors import InputError
+from bench.backends.base import Backend, installed_backends, register, registry
+from bench.errors import InputError, suggest
+from bench.plan.cell import REFERENCES, Device
 
-SECONDS = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600}
+NUMBER = re.compile(r"([+-]?[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z/]*)")
+SECONDS = {"s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 """Seconds per unit of time."""
+T = TypeVar("T")
 
 
 def split_names(text: str) -> list[str]:
@@ -18,21 +25,28 @@ def split_names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def backend_names(text: str) -> list[str]:
-    """The names in a comma-separated list; ``module:Class`` is loaded, and from then on known by its own name."""
-    try:
-        return [register(name) if ":" in name else name for name in split_names(text)]
-    except InputError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+def list_of(read: Callable[[str], T], what: str) -> Callable[[str], list[T]]:
+    """A parser of comma-separated lists; ``what`` names their content for the error."""
+
+    def parse(text: str) -> list[T]:
+        try:
+            found = [read(part) for part in split_names(text)]
+        except (ValueError, argparse.ArgumentTypeError):
+            found = []
+        if not found:
+            raise argparse.ArgumentTypeError(f"'{text}' is not a list of {what}")
+        return found
+
+    return parse
 
 
-def integer_to(largest: int) -> Callable[[str], int]:
-    """A parser of integers from 1 to ``largest``, which has at most nine digits."""
+def integer_to(largest: int, least: int = 1) -> Callable[[str], int]:
+    """A parser of integers from ``least`` to ``largest``, which has at most nine digits."""
 
     def read(text: str) -> int:
-        number = int(text) if text.isascii() and text.isdecimal() and len(text) <= 9 else 0
-        if not 1 <= number <= largest:
-            raise argparse.ArgumentTypeError(f"'{text}' is not an integer from 1 to {largest}")
+        number = int(text) if text.isascii() and text.isdecimal() and len(text) <= 9 else -1
+        if not least <= number <= largest:
+            raise argparse.ArgumentTypeError(f"'{text}' is not an integer from {least} to {largest}")
         return number
 
     return read
@@ -52,15 +66,71 @@ def share(text: str) -> float:
     return number
 
 
-def duration(text: str) -> float:
-    """Seconds for ``90s``, ``20m``, ``20 min`` or ``1.5h``. A number without a unit is refused as ambiguous."""
-    words = text.strip()
-    name = words.lstrip("0123456789.eE+-").strip()
-    unit = SECONDS.get(name)
+def quantity(units: Mapping[str, float], what: str, *, zero: bool = False) -> Callable[[str], float]:
+    """A parser of finite numbers above 0, or ``zero`` too, with a unit, which is required: it is not guessed."""
+
+    def read(text: str) -> float:
+        match = NUMBER.fullmatch(text.strip())
+        value = float(match[1]) * units[match[2]] if match and match[2] in units else math.nan
+        if not (math.isfinite(value) and (value > 0 or (zero and value == 0))):
+            raise argparse.ArgumentTypeError(f"'{text}' is not {what}")
+        return value
+
+    return read
+
+
+duration = quantity(SECONDS, "a time above 0 with its unit, such as 90s, 20m or 1h")
+
+
+def backend_names(text: str) -> list[str]:
+    """The names in a comma-separated list; ``module:Class`` is loaded, and from then on known by its own name."""
     try:
-        number = float(words.removesuffix(name)) if unit else math.nan
-    except ValueError:
-        number = math.nan
-    if unit is None or not (math.isfinite(number) and number > 0):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a time above 0 with its unit, such as 90s, 20m or 1h")
-    return number * unit
+        return [register(name) if ":" in name else name for name in split_names(text)]
+    except InputError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def add_backend(parser: Any) -> None:
+    """Add ``--backend``, of which ``chosen_backends`` reads the value."""
+    words = "only these backends, or module:Class for your own; see 'backends' (default: all)"
+    parser.add_argument("--backend", action="append", type=backend_names, metavar="B[,B]", help=words)
+
+
+def add_device(parser: Any, default: Device) -> None:
+    """Add ``--device``."""
+    words = f"what the ranks run on (default: {default})"
+    parser.add_argument("--device", choices=[str(one) for one in Device], default=str(default), help=words)
+
+
+def chosen_backends(given: Sequence[Sequence[str]] | None) -> dict[str, type[Backend]]:
+    """The backends of ``--backend``, in the registry's order; without it or with ``all``, all that are not references.
+
+    Raises InputError for a reference, which accumulates nothing, or an unknown name.
+    """
+    asked = [name for part in given or [["all"]] for name in part]
+    known = {name: backend for name, backend in registry(asked).items() if name not in REFERENCES}
+    if asked == ["all"]:
+        return known
+    if not asked:
+        raise InputError("--backend: no name is given; it must be 'all' or a list of backend names")
+    for name in asked:
+        if name in REFERENCES:
+            raise InputError(f"--backend: '{name}' accumulates nothing, the others are compared with it; leave it out")
+        if name not in known:
+            raise InputError(f"--backend: '{name}' is unknown; {suggest(name, [*known, *installed_backends()])}")
+    return {name: backend for name, backend in known.items() if name in asked}
+
+
+def writable(folder: Path, option: str = "--out") -> None:
+    """Create a folder if it is missing. Raises InputError naming the option if it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise unwritable(folder, error, option) from error
+
+
+def unwritable(folder: Path, error: OSError, option: str = "--out") -> InputError:
+    """The error for a folder that cannot be written."""
+    return InputError(f"{option} {folder}: cannot be written ({error.strerror or error}); name a folder that can")

@@ -1,31 +1,15 @@
-"""``predict``: memory, collectives and bounds of a step's time of every backend, by arithmetic alone.
-
-With ``--json`` a list, one object per backend:
-
-- ``backend``, ``framework``, ``sharding``, ``sync``; ``refusal``: why it does not run this (all numbers are then null
-  or empty), ``defect``: what is known to be wrong with its updates (such a backend never wins); empty if nothing is;
-- ``memory``: bytes of a rank at its peak by category (bench.forecast.footprint), which add up to
-  ``peak_memory_bytes``; ``peak_at``: the moment; ``held``: bytes between micro-batches by category, exact;
-- ``collectives``: per operation and dtype of one optimizer step ``op``, ``dtype``, ``calls``, ``payload_bytes`` and
-  ``wire_bytes`` (derived: what a rank sends in ring algorithms); ``num_calls`` and ``wire_bytes``: their sums;
-- ``communication_s``: null without ``--link``; ``compute_s``, ``lower_s``, ``upper_s``: null without a time of compute;
-- ``fits``: null without ``--memory``; ``best``: whether it is certainly the best here; ``recommended``: whether it is
-  that, or leads where it is undecided; ``may_be_fastest``: whether it may then be faster than what leads;
-  ``best_where``: ``accumulate`` and ``link``, lists of ranges [low, high] of N and of bytes/s in which it is certainly
-  the best, or as good. The last four are null without bounds.
-"""
+"""``predict``: memory, collectives and bounds of a step's time of every backend, by arithmetic alone."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.commands.options import integer_to, share, split_names
+from bench.commands.options import add_backend, add_device, chosen_backends, integer_to, quantity, share
 from bench.errors import GOOD, InputError, suggest
 
 if TYPE_CHECKING:
@@ -37,7 +21,6 @@ BYTES |= {f"{p}iB": 1024.0 ** (i + 1) for i, p in enumerate("KMGT")}
 RATES = {f"{unit}/s": size for unit, size in BYTES.items()}
 RATES |= {f"{p}{unit}": 1e3 ** (i + 1) / 8 for unit in ("bit/s", "b/s", "bps") for i, p in enumerate("kMGT")}
 FLOPS = {"TFLOP/s": 1e12, "PFLOP/s": 1e15}
-NUMBER = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z/]+)")
 INTEGER = integer_to(2**24)
 """Beyond it a step would be longer than any training."""
 DESCRIPTION = (
@@ -59,7 +42,7 @@ def add(commands: Any) -> None:
     option = parser.add_argument
 
     def amount(name: str, units: Mapping[str, float], example: str, metavar: str, words: str, **more: Any) -> None:
-        option(name, type=_quantity(units, example, **more), metavar=metavar, help=words)
+        option(name, type=_amount(units, example, **more), metavar=metavar, help=words)
 
     option("--model", required=True, metavar="M", help="a shipped model: tiny, 135m, 1b, 3b or 8b")
     option("--world-size", type=INTEGER, required=True, metavar="W", help="ranks")
@@ -68,8 +51,8 @@ def add(commands: Any) -> None:
     option("--sequence", type=INTEGER, required=True, metavar="S", help="tokens per sample")
     option("--precision", choices=[str(p) for p in Precision], required=True, help="dtype of forward and backward")
     option("--optimizer", choices=OPTIMIZERS, default="adamw-foreach", help="(default: adamw-foreach)")
-    option("--device", choices=[str(d) for d in Device], default="cuda", help="(default: cuda)")
-    option("--backend", action="append", type=split_names, metavar="B[,B]", help="only these (default: all built-in)")
+    add_device(parser, Device.CUDA)
+    add_backend(parser)
     option("--activation-checkpointing", action="store_true", help="blocks keep their input alone, and are recomputed")
     amount("--memory", BYTES, "80GiB", "SIZE", "memory of a device, such as 80GiB")
     words = "of that, kept free for what is not predicted (default: CUDA context, NCCL, the allocator's fragments)"
@@ -83,26 +66,15 @@ def add(commands: Any) -> None:
     option("--peak", metavar="GPU|RATE", help="instead of --compute-time: H100, H200, A100, or such as 989TFLOP/s")
     option("--mfu", type=_mfu, metavar="P", help="share of the peak that is reached (default: 35%%)")
     option("--margin", type=share, metavar="P", help="times this near to each other are the same (default: 2%%)")
-    option("--json", action="store_true", help="print a JSON list; its keys: see bench/commands/predict.py")
+    option("--json", action="store_true", help="print a JSON list; its keys: see bench/forecast/best.py")
     words = "write predict.md and, with bounds, a map of the best backends there"
     option("--out", type=Path, metavar="DIR", help=words)
     parser.set_defaults(command=run)
 
 
-def _quantity(units: Mapping[str, float], example: str, *, zero: bool = False) -> Callable[[str], float]:
-    """Reads a number above 0, or ``zero`` too, with its unit; none without one, since it may be meant in any."""
-
-    def read(text: str) -> float:
-        match = NUMBER.fullmatch(text.strip())
-        if match is None or match[2] not in units:
-            known = ", ".join(units)
-            raise argparse.ArgumentTypeError(f"'{text}' is not a number with its unit ({known}), such as {example}")
-        value = float(match[1]) * units[match[2]]
-        if not (math.isfinite(value) and (value > 0 or zero)):
-            raise argparse.ArgumentTypeError(f"'{text}' is not above 0 and finite; write it such as {example}")
-        return value
-
-    return read
+def _amount(units: Mapping[str, float], example: str, *, zero: bool = False) -> Callable[[str], float]:
+    what = f"a number {'from 0 on' if zero else 'above 0'} with its unit ({', '.join(units)}), such as {example}"
+    return quantity(units, what, zero=zero)
 
 
 def _mfu(text: str) -> float:
@@ -115,8 +87,8 @@ def _mfu(text: str) -> float:
 def run(arguments: argparse.Namespace) -> int:
     """Predict and show."""
     from bench.forecast import prediction_text
-    from bench.forecast.best import MARGIN, Question, Recommendation, where_best
-    from bench.forecast.prediction import Link, predict, record
+    from bench.forecast.best import MARGIN, Question, Recommendation, records
+    from bench.forecast.prediction import Link, predict
 
     cell = _cell(arguments)
     if arguments.latency is not None and arguments.link is None:
@@ -128,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     limit = None if arguments.memory is None else int(arguments.memory)
     reserve = _reserve(arguments, cell, limit)
-    predictions = predict(cell, _backends(arguments.backend), activations)
+    predictions = predict(cell, _backends(arguments), activations)
     link = None if arguments.link is None else Link(bytes_per_s=arguments.link, latency_s=arguments.latency or 0.0)
     compute_s, compute_from = _compute(arguments, cell)
     question = Question(
@@ -140,20 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     timed = link if compute_s is not None else None
     answer = None if timed is None else Recommendation.of(question, timed)
-    rows = []
-    for one in predictions:
-        bounds = None if timed is None or one.refusal else question.bounds(one, cell.accumulate, timed)
-        row = record(one, link, compute_s, bounds)
-        row["fits"] = None if limit is None or one.refusal else question.fits(one, cell.accumulate)
-        if answer is not None:
-            row["recommended"] = one.name in (answer.here.best, *answer.here.equal)
-            row["best"] = row["recommended"] and not answer.here.undecided
-            row["may_be_fastest"] = one.name in answer.rivals
-            row["best_where"] = {
-                "accumulate": where_best(one.name, answer.along_n),
-                "link": where_best(one.name, answer.along_link),
-            }
-        rows.append(row)
+    rows = records(question, link, compute_s, answer)
     about = prediction_text.About(
         cell=cell,
         link=link,
@@ -214,29 +173,21 @@ def _cell(arguments: argparse.Namespace) -> Cell:
     )
 
 
-def _backends(names: list[list[str]] | None) -> list[str]:
-    """The names that ``--backend`` gives, in the registry's order; of all, those with formulas."""
+def _backends(arguments: argparse.Namespace) -> list[str]:
+    """The chosen backends that have formulas."""
     from bench.judge.formulas import BUILT_IN
-    from bench.plan.cell import REFERENCES
 
-    known = [name for name in BUILT_IN if name not in REFERENCES]
-    asked = [name for part in names or [["all"]] for name in part]
-    if asked == ["all"]:
-        return known
-    if not asked:
-        raise InputError("--backend: no name is given; it must be 'all' or a list of backend names")
-    for name in asked:
-        if name in REFERENCES:
-            raise InputError(f"--backend: {name} accumulates nothing, so nothing is predicted; leave it out")
-        if name not in known:
-            raise InputError(f"--backend: '{name}' has no formulas; {suggest(name, known)}")
-    return [name for name in known if name in asked]
+    chosen = list(chosen_backends(arguments.backend))
+    if arguments.backend and (without := [name for name in chosen if name not in BUILT_IN]):
+        raise InputError(f"--backend: '{without[0]}' has no formulas, so nothing is predicted; leave it out")
+    return chosen
 
 
 def _compute(arguments: argparse.Namespace, cell: Cell) -> tuple[float | None, str]:
     """Seconds of compute per optimizer step on a rank, and where they are from; None if nothing says so."""
-    from bench.plan.estimates import GPU_EFFICIENCY, PEAK_FLOPS, peak_flops
-    from bench.plan.models import SIZES
+    from bench.forecast.estimate import GPU_EFFICIENCY
+    from bench.forecast.prediction import compute_seconds
+    from bench.run.machine import BF16_PEAK_FLOPS, peak_flops
 
     if arguments.peak is None:
         if arguments.mfu is not None:
@@ -246,24 +197,18 @@ def _compute(arguments: argparse.Namespace, cell: Cell) -> tuple[float | None, s
         raise InputError("--peak: cannot be combined with --compute-time; leave out one of them")
     if arguments.peak[:1].isdecimal():
         try:
-            peak = _quantity(FLOPS, "989TFLOP/s")(arguments.peak)
+            peak: float | None = _amount(FLOPS, "989TFLOP/s")(arguments.peak)
         except argparse.ArgumentTypeError as error:
             raise InputError(f"--peak: {error}") from error
+    elif arguments.peak not in BF16_PEAK_FLOPS:
+        hint = suggest(arguments.peak, [*BF16_PEAK_FLOPS, "a rate: 989TFLOP/s"])
+        raise InputError(f"--peak: '{arguments.peak}' is unknown; {hint}")
     else:
-        if arguments.peak not in PEAK_FLOPS:
-            hint = suggest(arguments.peak, [*PEAK_FLOPS, "a rate: 989TFLOP/s"])
-            raise InputError(f"--peak: '{arguments.peak}' is unknown; {hint}")
-        known = peak_flops(arguments.peak, cell.precision)
-        if known is None:
-            raise InputError(
-                f"--peak: no {cell.precision} peak of {arguments.peak} is known; give --compute-time, or a rate"
-            )
-        peak = known
+        peak = peak_flops(arguments.peak, cell.precision)
+    if peak is None:
+        raise InputError(
+            f"--peak: no {cell.precision} peak of {arguments.peak} is known; give --compute-time, or a rate"
+        )
     mfu = GPU_EFFICIENCY if arguments.mfu is None else arguments.mfu
-    tokens = cell.accumulate * cell.micro_batch_size * cell.sequence_length
-    size = SIZES[cell.model]
-    flops = size.flops_per_token(cell.sequence_length) * tokens
-    again = size.recomputed_flops_per_token(cell.sequence_length) * tokens * cell.activation_checkpointing
-    seconds: float = (flops + again) / (peak * mfu)
-    recomputed = f" and {again:.3g} recomputed" * cell.activation_checkpointing
-    return seconds, f"{flops:.3g} FLOP{recomputed} at {100 * mfu:g} % of {peak / 1e12:g} TFLOP/s"
+    seconds, flops = compute_seconds(cell, peak * mfu)
+    return seconds, f"{flops} at {100 * mfu:g} % of {peak / 1e12:g} TFLOP/s"

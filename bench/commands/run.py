@@ -9,22 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from bench import files
-from bench.backends.base import Backend, installed_backends
-from bench.commands.matrix_options import (
-    OPTIONS,
-    add_matrix_options,
-    backends_of,
-    chosen_matrix,
-    costs,
-    on_gpus,
-    too_large,
-    visible_gpus,
-    without_reference,
-)
+from bench.backends.base import Backend
+from bench.commands.matrix_options import OPTIONS, add_matrix_options, planned
 from bench.errors import BAD, EXIT_STATUS, INTERRUPTED, InputError
 from bench.files import new_folder, plots_folder
 from bench.plan.cell import Cell, Device, summarize
-from bench.plan.expand import expand, single_trial_ids
 
 DESCRIPTION = (
     "Every trial trains one cell of the matrix. Trials run in blocks, each in seeded random order. After --repeats "
@@ -73,29 +62,23 @@ def run(arguments: argparse.Namespace) -> int:
             return _train(folder, start.reopen(folder, backends), backends, arguments)
     if arguments.retry_failed:
         raise InputError("--retry-failed: works only with --resume RUN; add it")
-    chosen = chosen_matrix(arguments)
-    backends = backends_of(chosen)
-    gpus = visible_gpus(chosen)
-    chosen = on_gpus(chosen, arguments, len(gpus))
-    cells = expand(chosen, backends, len(gpus), installed_backends())
-    skipped = too_large(cells, gpus, try_all=arguments.try_all)
-    cells = without_reference(cells, skipped)
-    folder = arguments.out or new_folder(chosen.name)
-    start.require(folder, cells, chosen["repeats"], f"--out {folder}")
-    if gpus:
-        _require_usable(gpus, folder)
+    plan = planned(arguments)
+    folder = arguments.out or new_folder(plan.matrix.name)
+    start.require(folder, plan.cells, plan.matrix["repeats"], f"--out {folder}")
+    if plan.gpus:
+        _require_usable(plan.gpus, folder)
     with files.run_folder(folder, f"--out {folder}"):
         manifest = start.create(
             folder,
-            chosen,
-            cells,
-            backends,
+            plan.matrix,
+            plan.cells,
+            plan.backends,
             cold=arguments.cold,
-            once=single_trial_ids(chosen, backends, len(gpus)),
-            skipped=skipped,
-            peaks=fit.peaks(cells),
+            once=plan.once,
+            skipped=plan.too_large,
+            peaks=fit.peaks(plan.cells),
         )
-        return _train(folder, manifest, backends, arguments)
+        return _train(folder, manifest, plan.backends, arguments)
 
 
 def _require_usable(gpus: Sequence[Mapping[str, Any]], folder: Path) -> None:
@@ -118,6 +101,7 @@ def _train(
     """Run the trials that the journal lacks, and write the report."""
     from rich.console import Console
 
+    from bench.forecast.estimate import costs
     from bench.judge.standing import baseline_of, look
     from bench.launch import gpus as launch_gpus
     from bench.launch.launcher import Launcher, LauncherError

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.commands.options import integer_to
+from bench.commands.options import integer_to, list_of, unwritable, writable
 from bench.errors import BAD, GOOD, InputError
 
 if TYPE_CHECKING:
@@ -19,7 +19,8 @@ LOG_EVERY = [1, 2, 3, 5, 8, 50]
 """The last is Lightning's default."""
 WINDOW_SIZES = [2, 5, 9, 10, 17, 33, 97, 100]
 """The last is Lightning's default."""
-INTEGER = integer_to(999_999_999)
+LARGEST = 999_999_999
+INTEGER = integer_to(LARGEST)
 MAY_BE_MISSING = ("true_samples_per_s", "reported_samples_per_s", "ratio_min", "ratio_median", "ratio_max")
 DESCRIPTION = (
     "Trains at every combination of accumulate_grad_batches, log_every_n_steps and window_size with the installed "
@@ -30,88 +31,41 @@ DESCRIPTION = (
 
 def add(commands: Any) -> None:
     """Add the command's parser."""
-    from bench.audit import monitor, monitor_grid
+    from bench.audit.monitor_grid import MICRO_BATCH_S, OPTIMIZER_S
 
     parser = commands.add_parser(
         "throughput", help="audit Lightning's ThroughputMonitor under accumulation", description=DESCRIPTION
     )
-    option = parser.add_argument
-    option("--accumulate", type=_integers(1), default=ACCUMULATE, metavar="N[,N]", help="accumulate_grad_batches")
-    option("--log-every", type=_integers(1), default=LOG_EVERY, metavar="K[,K]", help="log_every_n_steps")
+
+    def option(name: str, read: Callable[[str], Any], metavar: str, words: str, default: Any = None) -> None:
+        parser.add_argument(name, type=read, metavar=metavar, help=words, default=default)
+
+    option("--accumulate", _integers(1), "N[,N]", "accumulate_grad_batches", ACCUMULATE)
+    option("--log-every", _integers(1), "K[,K]", "log_every_n_steps", LOG_EVERY)
+    option("--window-size", _integers(2), "S[,S]", "the monitor's window in micro-batches", WINDOW_SIZES)
+    words = "whole (NB a multiple of N), partial (NB = 2N + N/2), short (NB = N/2); default: all three"
+    option("--epoch", _epochs, "E[,E]", words)
+    option("--micro-batches", INTEGER, "NB", "NB, instead of --epoch")
+    option("--epochs", INTEGER, "E", "with --micro-batches: epochs of the training (default: enough for some rates)")
+    option("--max-steps", INTEGER, "K", "with --micro-batches: optimizer steps after which training stops")
+    words = "duration of a micro-batch (default: %(default)s)"
+    option("--micro-batch-time", _positive, "SECONDS", words, MICRO_BATCH_S)
     option(
-        "--window-size",
-        type=_integers(2),
-        default=WINDOW_SIZES,
-        metavar="S[,S]",
-        help="the monitor's window in micro-batches",
+        "--optimizer-time", _positive, "SECONDS", "duration of an optimizer step (default: %(default)s)", OPTIMIZER_S
     )
-    option(
-        "--epoch",
-        type=_epochs,
-        metavar="E[,E]",
-        help="whole (NB a multiple of N), partial (NB = 2N + N/2), short (NB = N/2); default: all three",
-    )
-    option("--micro-batches", type=INTEGER, metavar="NB", help="NB, instead of --epoch")
-    option(
-        "--epochs",
-        type=INTEGER,
-        metavar="E",
-        help="with --micro-batches: epochs of the training (default: enough for some rates)",
-    )
-    option(
-        "--max-steps",
-        type=INTEGER,
-        metavar="K",
-        help="with --micro-batches: optimizer steps after which training stops",
-    )
-    option(
-        "--micro-batch-time",
-        type=_positive,
-        default=monitor_grid.MICRO_BATCH_S,
-        metavar="SECONDS",
-        help="duration of a micro-batch (default: %(default)s)",
-    )
-    option(
-        "--optimizer-time",
-        type=_positive,
-        default=monitor_grid.OPTIMIZER_S,
-        metavar="SECONDS",
-        help="duration of an optimizer step (default: %(default)s)",
-    )
-    option(
-        "--tolerance",
-        type=_positive,
-        default=monitor.TOLERANCE,
-        metavar="R",
-        help="how far from 1 a right ratio may be (default: %(default)s)",
-    )
-    option("--real-time", action="store_true", help="sleep for these durations instead of advancing a virtual clock")
-    option("--json", action="store_true", help="print JSON instead of the table")
-    option("--out", type=Path, metavar="DIR", help="write throughput.parquet, .md, .png and .svg there")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    option("--out", Path, "DIR", "write throughput.parquet, .md, .png and .svg there")
     parser.set_defaults(command=run)
 
 
 def _integers(least: int) -> Callable[[str], list[int]]:
     """A parser of lists of integers from ``least`` on; sorted, each once."""
-
-    def read(text: str) -> list[int]:
-        try:
-            numbers = sorted({int(part) for part in text.split(",")})
-        except ValueError:
-            numbers = []
-        if not numbers or numbers[0] < least:
-            example = f"{least},{least + 3}"
-            raise argparse.ArgumentTypeError(f"'{text}' is not a list of integers from {least} on, such as {example}")
-        return numbers
-
-    return read
+    read = list_of(integer_to(LARGEST, least), f"integers from {least} on, such as {least},{least + 3}")
+    return lambda text: sorted({*read(text)})
 
 
 def _positive(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
+    number = float(text)
     if not 0 < number < float("inf"):
         raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0, such as 0.01")
     return number
@@ -148,10 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not points:
         raise InputError("--accumulate 1: has no partial and no short epoch; add --epoch whole or a larger N")
     if arguments.out:
-        try:
-            arguments.out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise _unwritable(arguments.out, error) from error
+        writable(arguments.out)
 
     import pandas as pd
     from rich.console import Console
@@ -159,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     notes = Console(stderr=True)
     measured = [
-        monitor.measure(point, real_time=arguments.real_time).row(arguments.tolerance)
+        monitor.measure(point).row()
         for point in track(points, "measuring", console=notes, transient=True, disable=not notes.is_terminal)
     ]
     about = settings_of(arguments)
@@ -175,7 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             written = write_files(arguments.out, rows, about)
         except OSError as error:
-            raise _unwritable(arguments.out, error) from error
+            raise unwritable(arguments.out, error) from error
         notes.print(
             f"written: {', '.join(path.name for path in written)} to {arguments.out}", highlight=False, soft_wrap=True
         )
@@ -201,7 +152,3 @@ def _run(row: dict[str, Any]) -> str:
         f"{row['window_size']}: {row['num_updates']} optimizer steps, {row['num_logs']} of them logged, "
         f"{row['num_rates_logged']} with a rate"
     )
-
-
-def _unwritable(folder: Path, error: OSError) -> InputError:
-    return InputError(f"--out {folder}: cannot be written ({error.strerror}); name a folder that can")

@@ -13,8 +13,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
-from bench.forecast.prediction import Bounds, Link, Prediction
+from bench.forecast.prediction import Bounds, Link, Prediction, record
 
 MARGIN = 0.02
 """Times this near to each other are the same, as ``compare`` calls it."""
@@ -200,3 +201,35 @@ class Recommendation:
         rivals = question.rivals(here.best, n, link) if here.best else []
         along_link = question.along_link(n, link.latency_s, link.bytes_per_s)
         return cls(here, rivals, question.along_n(link), along_link)
+
+
+def records(
+    question: Question, link: Link | None, compute_s: float | None, answer: Recommendation | None
+) -> list[dict[str, Any]]:
+    """The predictions as plain values for JSON, one per backend; bounds and what follows from them need an ``answer``.
+
+    - ``backend``, ``framework``, ``sharding``, ``sync``; ``refusal``: why it does not run this (all numbers are then
+      null or empty), ``defect``: what is known to be wrong with its updates (such a backend never wins); or empty;
+    - ``memory``: bytes of a rank at its peak by category (bench.forecast.footprint), which add up to
+      ``peak_memory_bytes``; ``peak_at``: the moment; ``held``: bytes between micro-batches by category, exact;
+    - ``collectives``: per operation and dtype of one optimizer step ``op``, ``dtype``, ``calls``, ``payload_bytes`` and
+      ``wire_bytes`` (derived: what a rank sends in ring algorithms); ``num_calls`` and ``wire_bytes``: their sums;
+    - ``communication_s``: null without a link; ``compute_s``, ``lower_s``, ``upper_s``: null without a time of compute;
+    - ``fits``: null without a limit of memory; ``best``: whether it is certainly the best here; ``recommended``:
+      whether it is that, or leads where it is undecided; ``may_be_fastest``: whether it may then be faster than what
+      leads; ``best_where``: ``accumulate`` and ``link``, lists of ranges [low, high] of N and of bytes/s in which it is
+      certainly the best, or as good. The last four are null without bounds.
+    """
+    n, found = question.accumulate, []
+    for one in question.predictions:
+        bounds = question.bounds(one, n, link) if answer is not None and link is not None and not one.refusal else None
+        row = record(one, link, compute_s, bounds)
+        row["fits"] = None if question.memory_bytes is None or one.refusal else question.fits(one, n)
+        if answer is not None:
+            row["recommended"] = one.name in (answer.here.best, *answer.here.equal)
+            row["best"] = row["recommended"] and not answer.here.undecided
+            row["may_be_fastest"] = one.name in answer.rivals
+            along = {"accumulate": answer.along_n, "link": answer.along_link}
+            row["best_where"] = {key: where_best(one.name, stretches) for key, stretches in along.items()}
+        found.append(row)
+    return found

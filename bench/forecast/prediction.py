@@ -3,7 +3,7 @@
 Memory comes from ``bench.forecast.footprint``, collectives from ``bench.judge.formulas``. The rest is arithmetic:
 
 - communication in seconds = sum over the collectives of (latency + wire bytes / link); wire bytes are those of ring
-  algorithms, derived and not measured (``bench.judge.tally.wire_bytes``), and 0 at W = 1;
+  algorithms, derived and not measured (``bench.judge.formulas.wire_bytes``), and 0 at W = 1;
 - lower bound of a step = max(compute, communication), as if every collective could run beside every kernel; upper
   bound = compute + communication, with nothing hidden.
 
@@ -21,9 +21,9 @@ from typing import Any
 from bench.backends.base import Backend
 from bench.backends.deepspeed import DeepSpeedZero2Deferred
 from bench.forecast.footprint import Footprint, declined, footprint
-from bench.judge.formulas import BUILT_IN, expect, layout_of
-from bench.judge.tally import Expectation, wire_bytes
+from bench.judge.formulas import BUILT_IN, Expectation, expect, layout_of, wire_bytes
 from bench.plan.cell import REFERENCES, Cell, Precision
+from bench.plan.models import SIZES
 from bench.workload.layout import Layout
 
 NOT_PREDICTED = "not predicted"
@@ -151,8 +151,18 @@ def predict(cell: Cell, backends: Sequence[str], activation_bytes: int | None = 
     ]
 
 
+def compute_seconds(cell: Cell, flops_per_s: float) -> tuple[float, str]:
+    """Seconds of an optimizer step's compute on a rank at this rate, and its FLOP in words."""
+    size = SIZES[cell.model]
+    tokens = cell.accumulate * cell.micro_batch_size * cell.sequence_length
+    flops = size.flops_per_token(cell.sequence_length) * tokens
+    again = size.recomputed_flops_per_token(cell.sequence_length) * tokens * cell.activation_checkpointing
+    recomputed = f" and {again:.3g} recomputed" * cell.activation_checkpointing
+    return (flops + again) / flops_per_s, f"{flops:.3g} FLOP{recomputed}"
+
+
 def record(one: Prediction, link: Link | None, compute_s: float | None, bounds: Bounds | None) -> dict[str, Any]:
-    """One backend as plain values for JSON; its keys: see bench/commands/predict.py."""
+    """One backend as plain values for JSON, without an answer; for the keys see ``bench.forecast.best.records``."""
     n, world_size = one.cell.accumulate, one.cell.world_size
     values: dict[str, Any] = {
         "backend": one.name,

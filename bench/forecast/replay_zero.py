@@ -10,8 +10,7 @@ from bench.forecast.live import Live
 from bench.forecast.replay_frameworks import Framework, new_gradient, whole_gradient
 from bench.judge import zero
 from bench.judge.gathers import Coordinator
-from bench.judge.tally import ceil_to
-from bench.judge.zero import ZeroSettings
+from bench.judge.zero import ZeroSettings, ceil_to
 from bench.plan.cell import Cell, Sync
 from bench.workload.layout import ROOT, Layout
 

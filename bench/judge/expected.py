@@ -1,8 +1,9 @@
-"""Compares counted collectives and held bytes with the formulas, and reports every difference."""
+"""What a trial is held against: the losses of its reference, and the collectives and held bytes of the formulas."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -11,18 +12,89 @@ import pandas as pd
 from bench.judge.formulas import expect, layout_of
 from bench.judge.tables import Tables, frame_of
 from bench.plan.categories import HELD, PEAK, Category
-from bench.plan.cell import ADDED_FIELDS, Cell, Device, Status
+from bench.plan.cell import ADDED_FIELDS, REFERENCES, Cell, Device, Status
+from bench.plan.columns import WORK
 from bench.workload.layout import Layout
+
+LONG_STEPS = 200
+"""A training of this many optimizer steps is long: rounding alone makes its losses diverge in the end."""
+COMPARED_STEPS = 50
+"""Number of first losses compared in a long training: correct backends differed by up to 2e-4 nats after 60 steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """Absolute differences between a trial's losses and the reference's, in nats per token."""
+
+    first: float
+    """At the first step."""
+    largest: float
+    """Over the compared steps; NaN if any loss is not finite."""
+    num_steps: int
+    """Number of compared first steps; at most as many as the reference has."""
+
+
+class Losses:
+    """The losses of a run."""
+
+    def __init__(self, tables: Tables) -> None:
+        self._of: dict[Any, Any] = {
+            key: group.to_numpy(dtype=float, na_value=math.nan)
+            for key, group in tables.losses.sort_values("step").groupby(["cell_id", "repeat"])["loss"]
+        }
+        """By cell id and repeat."""
+        self._references: dict[tuple[Any, ...], Sequence[float]] = {}
+        """Losses of the reference trained for most steps, from its first good trial."""
+        good = tables.trials[tables.trials["backend"].isin(REFERENCES) & (tables.trials["status"] == Status.OK)]
+        for _, row in good.sort_values("repeat").iterrows():
+            key = self._key(row, row["backend"], row["world_size"])
+            if len(self._complete(row)) > len(self._references.get(key, ())):
+                self._references[key] = self._complete(row)
+
+    def deviation(self, row: Any) -> Deviation | None:
+        """The deviation of a row of the trials table; None if it has not one loss per step, or no reference."""
+        reference = cell_of(row.to_dict()).reference()
+        own = self._complete(row)
+        expected = self._references.get(self._key(row, reference.backend, reference.world_size), ())
+        apart = [float(abs(a - b)) for a, b in zip(own, expected, strict=False)]
+        if not apart:
+            return None
+        compared = apart if len(own) < LONG_STEPS else apart[:COMPARED_STEPS]
+        finite = all(map(math.isfinite, [*own, *apart]))
+        return Deviation(apart[0], max(compared) if finite else math.nan, len(compared))
+
+    def _complete(self, row: Any) -> Sequence[float]:
+        """The losses of a trial; empty if any is missing."""
+        found = self._of.get((row["cell_id"], row["repeat"]), ())
+        return found if len(found) == row["optimizer_steps_expected"] else ()
+
+    @staticmethod
+    def _key(row: Any, backend: str, world_size: int) -> tuple[Any, ...]:
+        """Identifies a reference and its work."""
+        return (backend, world_size, *(row[name] for name in WORK))
+
+
+def extent(tables: Tables) -> str:
+    """A sentence on how many steps of losses were compared; empty if all were."""
+    losses = Losses(tables)
+    compared = tables.trials[tables.trials["max_loss_deviation"].notna()]
+    short: set[int] = set()
+    for _, row in compared.drop_duplicates("cell_id").iterrows():
+        found = losses.deviation(row)
+        short |= {found.num_steps} if found and found.num_steps < row["optimizer_steps_expected"] else set()
+    if not short:
+        return ""
+    steps = " or ".join(map(str, sorted(short)))
+    return f"Losses of longer trainings were compared over the first {steps} steps alone."
+
 
 TRACKED = "tracked"
 """Prefix of the ledger's categories in the memory table."""
-Operation = tuple[str, str]
-"""Name and dtype of a collective."""
-Amount = tuple[int, int]
-"""Calls and payload bytes of one window."""
+NONE = (0, 0)
+"""Calls and payload bytes of an operation that is not there."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Filled:
     """What ``fill`` returns."""
 
@@ -40,39 +112,49 @@ def fill(tables: Tables, layouts: Mapping[str, Layout] | None = None, peaks: Map
     a row with 0 calls; one that was seen but not expected has 0 expected calls. Without a formula (a plug-in backend, a
     model of unknown layout) the columns stay empty.
     """
-    frame = tables.collectives
-    rows: list[Mapping[Any, Any]] = []
-    held: list[Mapping[Any, Any]] = []
-    filled = Filled(tables)
-    counted_of: dict[tuple[str, int], dict[Operation, Amount]] = {}
-    for row in frame.to_dict("records"):
-        of_trial = counted_of.setdefault((row["cell_id"], row["repeat"]), {})
-        of_trial[row["op"], row["dtype"]] = (row["calls"], row["payload_bytes"])
+    collectives: dict[tuple[str, int], list[dict[Any, Any]]] = {}
+    for row in tables.collectives.to_dict("records"):
+        collectives.setdefault((row["cell_id"], row["repeat"]), []).append(row)
+    sizes: dict[tuple[str, int], dict[str, int]] = {}
+    for row in tables.memory.to_dict("records"):
+        sizes.setdefault((row["cell_id"], row["repeat"]), {})[row["category"]] = row["bytes"]
+    memory = tables.memory.to_dict("records")
+    filled: list[Mapping[Any, Any]] = []
     watched = cells_watched(tables)
-    done: set[tuple[str, int]] = set()
+    findings: dict[str, list[str]] = {}
     for trial in tables.trials.to_dict("records"):
-        key = (trial["cell_id"], trial["repeat"])
+        key = cell_id, repeat = trial["cell_id"], trial["repeat"]
         # All passes but the time pass run together, in one trial of a cell; on CUDA the counting ones only at one N.
-        unwatched = trial["num_passes"] == 1 or (trial["device"] == Device.CUDA and key[0] not in watched)
+        unwatched = trial["num_passes"] == 1 or (trial["device"] == Device.CUDA and cell_id not in watched)
         if trial["status"] not in (Status.OK, Status.INVALID) or unwatched:
             continue
         cell = cell_of(trial)
-        layout = (layouts or {}).get(key[0]) or layout_of(cell)
+        layout = (layouts or {}).get(cell_id) or layout_of(cell)
         expectation = expect(cell, layout) if layout else None
         if layout is None or expectation is None:
             continue
-        counted = counted_of.get(key, {})
-        expected = {(r.op, r.dtype): (r.calls, r.payload_bytes) for r in expectation.collectives}
-        rows += _rows(key, counted, expected)
-        held += _held(filled, key, tables.memory, _most_held(cell, layout, expectation.held))
-        held += _peak(key, tables.memory, (peaks or {}).get(key[0]))
-        done.add(key)
-        _compare(filled, key[0], counted, expected)
-    untouched = [r for r in frame.to_dict("records") if (r["cell_id"], r["repeat"]) not in done]
-    new = frame_of("collectives", [*untouched, *rows])
-    memory = frame_of("memory", [*tables.memory.to_dict("records"), *held])
-    filled.tables = replace(tables, collectives=new, memory=memory)
-    return filled
+        found = findings.setdefault(cell_id, [])
+        counted = collectives.pop(key, ())
+        seen = {(row["op"], row["dtype"]): (row["calls"], row["payload_bytes"]) for row in counted}
+        due = {(row.op, row.dtype): (row.calls, row.payload_bytes) for row in expectation.collectives}
+        for op, dtype in sorted(seen.keys() | due.keys()):
+            ours, theirs = seen.get((op, dtype), NONE), due.get((op, dtype), NONE)
+            row = {"cell_id": cell_id, "repeat": repeat, "op": op, "dtype": dtype}
+            row |= {"calls": ours[0], "payload_bytes": ours[1]}
+            filled.append(row | {"expected_calls": theirs[0], "expected_payload_bytes": theirs[1]})
+            if ours != theirs:
+                text = f"{ours[0]} calls and {ours[1]} bytes per window, not {theirs[0]} and {theirs[1]}"
+                found.append(f"{op} of {dtype}: {text}")
+        for category, size, should in _memory(sizes.get(key, {}), cell, layout, (peaks or {}).get(cell_id)):
+            row = {"cell_id": cell_id, "repeat": repeat, "category": category, "bytes": size, "expected_bytes": should}
+            memory.append(row)
+            if category != PEAK and size != should:
+                use = category.removeprefix(f"{HELD}_")
+                found.append(f"{use} held between micro-batches: {size} bytes, not {should}")
+    untouched = [row for rows in collectives.values() for row in rows]
+    frame = frame_of("collectives", [*untouched, *filled])
+    new = replace(tables, collectives=frame, memory=frame_of("memory", memory))
+    return Filled(new, {cell_id: texts for cell_id, texts in findings.items() if texts})
 
 
 def cells_watched(tables: Tables) -> set[str]:
@@ -81,50 +163,33 @@ def cells_watched(tables: Tables) -> set[str]:
     return {*tables.collectives["cell_id"], *tracked["cell_id"]}
 
 
-def _held(filled: Filled, key: tuple[str, int], memory: pd.DataFrame, due: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Rows ``held_<use>``: bytes held between micro-batches, measured and by formula; differences are findings.
+def _memory(
+    sizes: Mapping[str, int], cell: Cell, layout: Layout, predicted: int | None
+) -> Iterator[tuple[str, int, int]]:
+    """Categories with their measured and expected bytes; none for what was not measured or is already judged.
 
-    A use covers its sharded and unsharded categories. Empty if not measured (N = 1, older records) or already judged.
+    ``held_<use>`` is held between micro-batches, and covers the use's sharded and unsharded categories; it is not
+    measured at N = 1. ``peak`` is the peak without OTHER beside the prediction, and differs without being wrong.
     """
-    own = memory[(memory["cell_id"] == key[0]) & (memory["repeat"] == key[1])]
-    sizes = dict(zip(own["category"], own["bytes"], strict=True))
     parts = {category: f"{TRACKED}_{HELD}_{category}" for category in Category}
-    if not sizes.keys() >= set(parts.values()) or any(f"{HELD}_{use}" in sizes for use in due):
-        return []
-    rows = []
-    for use, size in due.items():
-        found = sum(int(sizes[name]) for category, name in parts.items() if category.startswith(use))
-        rows.append(
-            {"cell_id": key[0], "repeat": key[1], "category": f"{HELD}_{use}", "bytes": found, "expected_bytes": size}
-        )
-        if found != size:
-            words = f"{use} held between micro-batches: {found} bytes, not {size}"
-            filled.findings.setdefault(key[0], []).append(words)
-    return rows
+    if sizes.keys() >= set(parts.values()):
+        for use, size in _most_held(cell, layout).items():
+            if f"{HELD}_{use}" not in sizes:
+                own = [int(sizes[name]) for category, name in parts.items() if category.startswith(use)]
+                yield f"{HELD}_{use}", sum(own), size
+    total, other = f"{TRACKED}_{PEAK}", f"{TRACKED}_{PEAK}_{Category.OTHER}"
+    if predicted is not None and PEAK not in sizes and sizes.keys() >= {total, other}:
+        yield PEAK, int(sizes[total]) - int(sizes[other]), predicted
 
 
-def _most_held(cell: Cell, layout: Layout, first: Mapping[str, int]) -> Mapping[str, int]:
+def _most_held(cell: Cell, layout: Layout) -> Mapping[str, int]:
     """The held bytes of the rank that holds most, which is the one that a merged record shows.
 
     Ranks differ if parameters do not divide evenly: the last shards are shorter, and ZeRO-2's partitions overlap
     different parameters.
     """
-    others = (expect(cell, layout, rank=rank) for rank in range(1, cell.num_processes))
-    return max([first, *(one.held for one in others if one)], key=lambda held: sum(held.values()))
-
-
-def _peak(key: tuple[str, int], memory: pd.DataFrame, predicted: int | None) -> list[dict[str, Any]]:
-    """A row ``peak``: measured bytes at the peak without OTHER, and the prediction; no row without a prediction.
-
-    A difference here is never a finding.
-    """
-    own = memory[(memory["cell_id"] == key[0]) & (memory["repeat"] == key[1])]
-    sizes = dict(zip(own["category"], own["bytes"], strict=True))
-    total, other = f"{TRACKED}_{PEAK}", f"{TRACKED}_{PEAK}_{Category.OTHER}"
-    if predicted is None or PEAK in sizes or not sizes.keys() >= {total, other}:
-        return []
-    found = int(sizes[total]) - int(sizes[other])
-    return [{"cell_id": key[0], "repeat": key[1], "category": PEAK, "bytes": found, "expected_bytes": predicted}]
+    ranks = (expect(cell, layout, rank=rank) for rank in range(cell.num_processes))
+    return max((one.held for one in ranks if one), key=lambda held: sum(held.values()))
 
 
 def layouts_of(records: list[dict[str, Any]]) -> dict[str, Layout]:
@@ -137,31 +202,3 @@ def cell_of(trial: Mapping[Any, Any]) -> Cell:
     values = {f.name: trial[f.name] for f in fields(Cell) if f.name in trial and not pd.isna(trial[f.name])}
     values["virtual"] = not pd.isna(trial.get("virtual_world_size"))
     return Cell.from_dict({name: default for name, default in ADDED_FIELDS.items() if name not in values} | values)
-
-
-def _rows(
-    key: tuple[str, int], counted: dict[Operation, Amount], expected: dict[Operation, Amount]
-) -> list[dict[str, Any]]:
-    """The rows of the collectives table for one trial: every operation that was counted or expected."""
-    return [
-        {
-            "cell_id": key[0],
-            "repeat": key[1],
-            "op": operation[0],
-            "dtype": operation[1],
-            "calls": counted.get(operation, (0, 0))[0],
-            "payload_bytes": counted.get(operation, (0, 0))[1],
-            "expected_calls": expected.get(operation, (0, 0))[0],
-            "expected_payload_bytes": expected.get(operation, (0, 0))[1],
-        }
-        for operation in sorted(counted.keys() | expected.keys())
-    ]
-
-
-def _compare(filled: Filled, cell_id: str, counted: dict[Operation, Amount], expected: dict[Operation, Amount]) -> None:
-    """Add a finding for every operation whose calls or bytes are not the expected ones."""
-    for op, dtype in sorted(counted.keys() | expected.keys()):
-        seen, due = counted.get((op, dtype), (0, 0)), expected.get((op, dtype), (0, 0))
-        if seen != due:
-            text = f"{op} of {dtype}: {seen[0]} calls and {seen[1]} bytes per window, not {due[0]} and {due[1]}"
-            filled.findings.setdefault(cell_id, []).append(text)

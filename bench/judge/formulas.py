@@ -9,8 +9,11 @@ tensor, with each parameter padded in its first dimension.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -26,13 +29,37 @@ from bench.backends.lightning import LightningBackend, LightningDDP, LightningDe
 from bench.backends.plain import BACKENDS as PLAIN
 from bench.backends.plain import DDPEager, Reference
 from bench.judge import zero
-from bench.judge.tally import BYTES, Expectation, Tally, ceil_to
-from bench.judge.zero import ZeroSettings
+from bench.judge.zero import Call, ZeroSettings, ceil_to
 from bench.plan.cell import SGD, Cell, Device, Precision, Sharding, Sync
 from bench.plan.models import SIZES
 from bench.workload.layout import ROOT, Layout, Parameter, llama_layout
 
 BUILT_IN: dict[str, type[Backend]] = {b.name: b for b in (*PLAIN, *FSDP2, *DEEPSPEED, *LIGHTNING, *FABRIC)}
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "int64": 8, "uint8": 1}
+"""Bytes of one element by dtype."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Collective:
+    """The calls of one operation on one dtype in a window, on every rank."""
+
+    op: str
+    """As ``CollectiveCounter`` names it: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``broadcast``."""
+    dtype: str
+    calls: int
+    payload_bytes: int
+    """Bytes of the whole logical tensors, summed over the calls; see ``bench.measure.collectives.payload_bytes``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Expectation:
+    """What a backend must do in one steady-state window, from one update to the next."""
+
+    collectives: tuple[Collective, ...]
+    """Sorted by operation and dtype, like the counter's rows."""
+    held: dict[str, int]
+    """Bytes per rank of tensors that outlive a micro-batch, between two micro-batches of a window, by category:
+    ``parameters``, ``gradients``, ``optimizer_state`` and ``communication``."""
 
 
 def layout_of(cell: Cell) -> Layout | None:
@@ -58,22 +85,32 @@ def expect(cell: Cell, layout: Layout, *, rank: int = 0) -> Expectation | None:
         return None
     if (found := _of_backend(backend, cell, layout, rank)) is None:
         return None
-    tally, held = found
+    sent, held = found
     if issubclass(backend, LightningBackend) and cell.world_size > 1:
         # The Trainer broadcasts its SIGTERM flag once per micro-batch, with every strategy
         # (lightning/pytorch/loops/training_epoch_loop.py:_broadcast_sigterm_tensor).
-        tally.add("broadcast", "int64", [1], cell.accumulate)
-    return Expectation(collectives=tally.rows(), held=held)
+        sent = chain(sent, [("broadcast", "int64", 1, cell.accumulate)])
+    calls, sizes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    for op, dtype, numel, times in sent:
+        calls[op, dtype] += times
+        sizes[op, dtype] += times * numel * BYTES[dtype]
+    rows = [
+        Collective(op=key[0], dtype=key[1], calls=count, payload_bytes=sizes[key])
+        for key, count in sorted(calls.items())
+    ]
+    return Expectation(collectives=tuple(rows), held=held)
 
 
-def _of_backend(backend: type[Backend], cell: Cell, layout: Layout, rank: int) -> tuple[Tally, dict[str, int]] | None:
+def _of_backend(
+    backend: type[Backend], cell: Cell, layout: Layout, rank: int
+) -> tuple[Iterable[Call], dict[str, int]] | None:
     """The framework's collectives, and its held bytes by category. None for a class without a formula."""
     n, w = cell.accumulate, cell.world_size
     bf16, clip = cell.precision is Precision.BF16, bool(cell.clip_norm)
     if issubclass(backend, Reference):
         whole = 4 * layout.num_parameters
         held = {"parameters": whole, "gradients": whole, "communication": 0}
-        return Tally(), {**held, "optimizer_state": _moments(cell, layout.num_parameters, len(layout.parameters))}
+        return (), {**held, "optimizer_state": _moments(cell, layout.num_parameters, len(layout.parameters))}
     if issubclass(backend, DDPEager | LightningDDP):
         state = _moments(cell, layout.num_parameters, len(layout.parameters))
         return ddp_collectives(layout, n, backend.sync), {**ddp_held(layout), "optimizer_state": state}
@@ -82,14 +119,14 @@ def _of_backend(backend: type[Backend], cell: Cell, layout: Layout, rank: int) -
         held = zero.held(layout, w, rank, sync=backend.sync, bf16=bf16, zero=settings)
         stage = zero.stage2 if backend.stage == 2 else zero.stage3
         masters, tensors = zero.masters(layout, w, settings)
-        tally = stage(layout, n, w, sync=backend.sync, bf16=bf16, zero=settings)
-        return tally, {**held, "optimizer_state": _moments(cell, masters, tensors)}
+        sent = stage(layout, n, w, sync=backend.sync, bf16=bf16, zero=settings)
+        return sent, {**held, "optimizer_state": _moments(cell, masters, tensors)}
     if not issubclass(backend, FSDP2Eager | FabricFSDP2Deferred | LightningFSDP2):
         return None
-    tally = fsdp2_collectives(layout, n, w, sync=backend.sync, sharding=backend.sharding, bf16=bf16, clip=clip)
+    sent = fsdp2_collectives(layout, n, w, sync=backend.sync, sharding=backend.sharding, bf16=bf16, clip=clip)
     held = fsdp2_held(layout, w, sync=backend.sync, sharding=backend.sharding, bf16=bf16)
     state = _moments(cell, local(layout.parameters, w, rank), len(layout.parameters))
-    return tally, {**held, "optimizer_state": state}
+    return sent, {**held, "optimizer_state": state}
 
 
 def _moments(cell: Cell, numel: int, num_tensors: int) -> int:
@@ -147,22 +184,20 @@ def buckets(sizes: Sequence[int], limits: Sequence[int]) -> list[int]:
     return [*found, filled] if filled else found
 
 
-def ddp_collectives(layout: Layout, accumulate: int, sync: Sync) -> Tally:
+def ddp_collectives(layout: Layout, accumulate: int, sync: Sync) -> Iterator[Call]:
     """All-reduces of gradient buckets and broadcasts of buffers; DDP does both at W = 1 too.
 
     Buckets are in the order in which the first backward finished the gradients (reducer.cpp:rebuild_buckets), and in
     fp32 also under autocast. Buffers are broadcast before a forward, unless the previous forward was under ``no_sync``
     (distributed.py:_check_sync_bufs_pre_fwd and _post_forward), so a deferred window broadcasts them once.
     """
-    tally = Tally()
     times = accumulate if sync is Sync.EAGER else 1
-    sizes = [4 * layout.parameters[i].numel for i in layout.gradients]
-    found = buckets(sizes, (FIRST_BUCKET_BYTES, BUCKET_BYTES))
-    tally.add("all_reduce", "float32", [size // 4 for size in found], times)
+    for size in buckets([4 * layout.parameters[i].numel for i in layout.gradients], (FIRST_BUCKET_BYTES, BUCKET_BYTES)):
+        yield "all_reduce", "float32", size // 4, times
     for dtype in {dtype for dtype, _ in layout.buffers}:
         of_dtype = [size for other, size in layout.buffers if other == dtype]
-        tally.add("broadcast", dtype, [size // BYTES[dtype] for size in buckets(of_dtype, [BROADCAST_BYTES])], times)
-    return tally
+        for size in buckets(of_dtype, [BROADCAST_BYTES]):
+            yield "broadcast", dtype, size // BYTES[dtype], times
 
 
 def ddp_held(layout: Layout) -> dict[str, int]:
@@ -205,7 +240,7 @@ def fsdp2_collectives(
     sharding: Sharding,
     bf16: bool,
     clip: bool,
-) -> Tally:
+) -> Iterator[Call]:
     """Gathers in the compute dtype, reduce-scatters in fp32, and an all-reduce of the norm if clipped.
 
     With G units, one of them the root: all-gathers N(2G-1) if blocks are resharded after forward (the root never is),
@@ -215,20 +250,19 @@ def fsdp2_collectives(
     ``vector_norm`` makes the partial DTensor full). At W = 1 nothing is sent: gathers and scatters are copies
     (_fsdp_param_group.py:unshard).
     """
-    tally = Tally()
-    if world_size > 1:
-        for unit, parameters in layout.units.items():
-            gathers = accumulate
-            if sharding is Sharding.PARAMS and unit != ROOT:
-                gathers = 2 * accumulate
-            elif sharding is Sharding.OPTIMIZER:
-                gathers = 1
-            numel = padded(parameters, world_size)
-            tally.add("all_gather", "bfloat16" if bf16 else "float32", [numel], gathers)
-            tally.add("reduce_scatter", "float32", [numel], accumulate if sync is Sync.EAGER else 1)
-        if clip:
-            tally.add("all_reduce", "float32", [len(layout.parameters)])
-    return tally
+    if world_size == 1:
+        return
+    for unit, parameters in layout.units.items():
+        gathers = accumulate
+        if sharding is Sharding.PARAMS and unit != ROOT:
+            gathers = 2 * accumulate
+        elif sharding is Sharding.OPTIMIZER:
+            gathers = 1
+        numel = padded(parameters, world_size)
+        yield "all_gather", "bfloat16" if bf16 else "float32", numel, gathers
+        yield "reduce_scatter", "float32", numel, accumulate if sync is Sync.EAGER else 1
+    if clip:
+        yield "all_reduce", "float32", len(layout.parameters), 1
 
 
 def fsdp2_held(layout: Layout, world_size: int, *, sync: Sync, sharding: Sharding, bf16: bool) -> dict[str, int]:
@@ -243,3 +277,17 @@ def fsdp2_held(layout: Layout, world_size: int, *, sync: Sync, sharding: Shardin
     resident = shards * world_size if sharding is Sharding.OPTIMIZER else 0
     gradients = shards if sync is Sync.EAGER else layout.num_parameters
     return {"parameters": 4 * shards + (2 if bf16 else 4) * resident, "gradients": 4 * gradients, "communication": 0}
+
+
+def wire_bytes(op: str, payload_bytes: int, world_size: int) -> float:
+    """Bytes that each rank sends in a ring algorithm; derived, not measured.
+
+    (W-1)/W of the payload for all-gather and reduce-scatter, twice that for all-reduce, which consists of both, and the
+    payload once for broadcast (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69 (2009) 117; ``doc/PERFORMANCE.md``
+    of nccl-tests has the same factors). Nothing at W = 1. Gloo sends other amounts: its reduce-scatter is an
+    all-reduce.
+    """
+    if world_size == 1:
+        return 0.0
+    share = (world_size - 1) / world_size
+    return {"all_reduce": 2 * share, "broadcast": 1.0}.get(op, share) * payload_bytes

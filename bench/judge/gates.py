@@ -10,13 +10,15 @@ from typing import Any
 import pandas as pd
 
 from bench.judge import expected
-from bench.judge.causes import SAME_FACTOR, Clip, explain_clipping, explain_update
-from bench.judge.losses import Deviation, Losses
+from bench.judge.expected import Deviation, Losses
 from bench.judge.tables import Tables, world_of
 from bench.plan.cell import SGD, Precision, Status
 from bench.plan.models import SIZES
 from bench.words import plural
 from bench.workload.layout import Layout
+
+SAME_FACTOR = 0.05
+"""How near a scale must be to 1/N, N, 1/W or W to be called by that name. If several fit, all are named."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +30,7 @@ class Tolerance:
     first_loss: float
     """|loss - reference's loss| of the first step, before any update, in nats per token."""
     loss_deviation: float
-    """Largest |loss - reference's loss| over the compared steps (``bench.judge.losses``), in nats per token."""
+    """Largest |loss - reference's loss| over the compared steps (``bench.judge.expected``), in nats per token."""
     reason: str
 
 
@@ -87,28 +89,19 @@ def judge(
     """
     trials = tables.trials.copy()
     losses = Losses(tables)
-    deviations: dict[Any, Deviation | None] = {}
-    for index, row in trials.iterrows():
-        if row["status"] != Status.OK:
-            continue
+    found: dict[Any, list[str]] = {}
+    for index, row in trials[trials["status"] == Status.OK].iterrows():
         world = world_of(row)
-        if not world.has_values:
-            if reasons := _step_findings(row) if world.computes else []:
-                trials.loc[index, ["status", "reason"]] = [str(Status.INVALID), "; ".join(reasons)]
-            continue
-        deviations[index] = losses.deviation(row)
-        reasons = findings(row, deviations[index])
-        if reasons:
-            trials.loc[index, ["status", "reason"]] = [str(Status.INVALID), "; ".join(reasons)]
-    checked = trials.index.isin(list(deviations))
-    largest = [None if one is None else one.largest for one in deviations.values()]
-    trials.loc[checked, "max_loss_deviation"] = pd.array(largest, dtype="Float64")
+        if world.has_values:
+            deviation = losses.deviation(row)
+            trials.loc[index, "max_loss_deviation"] = pd.NA if deviation is None else deviation.largest
+            found[index] = findings(row, deviation)
+        else:
+            found[index] = _step_findings(row) if world.computes else []
     filled = expected.fill(replace(tables, trials=trials), layouts, peaks)
-    for cell_id, words in filled.findings.items():
-        for index, row in trials[trials["cell_id"] == cell_id].iterrows():
-            if row["status"] in {Status.OK, Status.INVALID}:
-                before = [row["reason"]] if row["status"] == Status.INVALID else []
-                trials.loc[index, ["status", "reason"]] = [str(Status.INVALID), "; ".join([*before, *words])]
+    for index, reasons in found.items():
+        if reasons := [*reasons, *filled.findings.get(trials.loc[index, "cell_id"], ())]:
+            trials.loc[index, ["status", "reason"]] = [str(Status.INVALID), "; ".join(reasons)]
     return replace(filled.tables, trials=trials)
 
 
@@ -202,3 +195,83 @@ def _clip(row: Any) -> Clip | None:
     facts = [row["clip_norm"], row["gradient_norm"], row["unclipped_scale"]]
     known = all(pd.notna(fact) and math.isfinite(fact) and fact > 0 for fact in facts)
     return Clip(*facts) if known else None
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """What is known of a clipped update."""
+
+    norm: float
+    """The largest norm that an update may have."""
+    gradient_norm: float
+    """The backend's, before clipping."""
+    unclipped_scale: float
+    """How many times the reference's update the backend's is if neither clips."""
+
+    @property
+    def right_norm(self) -> float:
+        """The norm of the reference's update, clipped."""
+        return min(self.gradient_norm / self.unclipped_scale, self.norm)
+
+    @property
+    def due_scale(self) -> float:
+        """How many times the reference's update the backend's should be, if both clip."""
+        return min(self.gradient_norm, self.norm) / self.right_norm
+
+    @property
+    def scale_if_not_clipped(self) -> float:
+        """How many times the reference's update the backend's would be, if only the reference clips."""
+        return self.gradient_norm / self.right_norm
+
+
+def explain_update(
+    scale: float,
+    residual: float,
+    accumulate: int,
+    world_size: int,
+    clip: Clip | None = None,
+    rounding: float = SAME_FACTOR,
+) -> str:
+    """The likeliest cause of a wrong update, from how it relates to the right one.
+
+    ``scale`` is the least-squares factor between the two and ``residual`` what it leaves unexplained, of which as much
+    as ``rounding`` may be the precision's. With ``clip``, both were clipped: what is f times a gradient of norm g
+    should then be min(f g, c) / min(g, c) times the right update, c being the largest norm allowed, and the cause is
+    read off f.
+    """
+    if pd.isna(scale):
+        return "it is not finite"
+    if scale == 0:
+        return "the parameters did not change in the right direction at all"
+    if residual > rounding or residual > abs(scale - 1):
+        return (
+            f"{scale:.3g} times the right one and {100 * residual:.2g}% of it pointing elsewhere: samples were lost, "
+            "repeated or weighted unequally"
+        )
+    if clip:
+        cause = explain_update(clip.unclipped_scale, residual, accumulate, world_size, None, rounding)
+        how = "too short to be clipped" if clip.gradient_norm <= clip.norm else "clipped"
+        due = "" if abs(scale / clip.due_scale - 1) < SAME_FACTOR else f" and not {clip.due_scale:.3g}"
+        return f"before clipping {cause}; after, {scale:.3g} times{due} ({how} to {clip.norm:g})"
+    causes = [
+        (1 / accumulate, f"1/{accumulate} of the right one: the loss is divided by N = {accumulate} twice"),
+        (accumulate, f"{accumulate} times the right one: the loss is not divided by N = {accumulate}"),
+        (1 / world_size, f"1/{world_size} of the right one: averaged over the {world_size} ranks twice"),
+        (world_size, f"{world_size} times the right one: summed over the {world_size} ranks, not averaged"),
+    ]
+    likely = [words for factor, words in causes if factor != 1 and abs(scale / factor - 1) < SAME_FACTOR]
+    if likely:
+        return ", or ".join(likely)
+    return f"{scale:.3g} times the right one, in the {'same' if scale > 0 else 'opposite'} direction"
+
+
+def explain_clipping(scale: float, residual: float, clip: Clip) -> str:
+    """The likeliest cause of an update that is right before it is clipped and wrong after."""
+    if pd.isna(scale):
+        return "it is not finite"
+    if residual > SAME_FACTOR or residual > abs(scale - 1):
+        return f"right before it is clipped: its parts are clipped one by one, not the whole to norm {clip.norm:g}"
+    if abs(scale / clip.scale_if_not_clipped - 1) < SAME_FACTOR:
+        return f"right but for its length: it is not clipped to norm {clip.norm:g}"
+    found = scale * clip.right_norm
+    return f"right but for its length: it is clipped to norm {found:.3g}, not to {clip.norm:g}"

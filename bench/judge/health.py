@@ -39,7 +39,6 @@ class Defect:
 
     package: str
     versions: str
-    level: Level
     text: str
     fix: str
 
@@ -48,21 +47,18 @@ DEFECTS = (
     Defect(
         "deepspeed",
         ">=0.17.6,<0.18.3",
-        Level.ERROR,
         "ZeRO-2 keeps only the last micro-batch's gradient of a window",
         "pip install 'deepspeed>=0.19.8'",
     ),
     Defect(
         "deepspeed",
         "<0.19.8",
-        Level.ERROR,
         "ZeRO-2 sums bf16 gradients in bf16, whatever grad_accum_dtype says",
         "pip install 'deepspeed>=0.19.8'",
     ),
     Defect(
         "lightning",
         "<2.2.1",
-        Level.ERROR,
         "ThroughputMonitor raises unless log_every_n_steps is divisible by N",
         "pip install 'lightning>=2.6'",
     ),
@@ -96,7 +92,7 @@ def packages(facts: Facts) -> Iterator[Finding]:
             continue
         known = [one for one in DEFECTS if one.package == name and _in(version, one.versions)]
         for one in known:
-            yield Finding(one.level, name, f"{installed}: {one.text} (docs/versions.md): {one.fix}")
+            yield error(name, f"{installed}: {one.text} (docs/versions.md): {one.fix}")
         if not _in(version, least):
             yield error(name, f"{installed} is too old: pip install '{name}{least}'")
         elif not _in(version, tested):
@@ -132,25 +128,14 @@ def loopback(facts: Facts) -> Iterator[Finding]:
         yield good("loopback", "127.0.0.1 works")
 
 
-def compiler(facts: Facts) -> Iterator[Finding]:
-    """Whether a compiler is installed; none is needed."""
-    there = f"{facts.compiler} is there" if facts.compiler else "there is none"
-    yield good("compiler", f"none is needed, since DeepSpeed runs without its compiled operators; {there}")
-
-
 def disk(facts: Facts) -> Iterator[Finding]:
     """Whether there is enough disk space for runs."""
-    free, fix = (
-        f"{facts.disk_bytes / GIB:.3g} GiB are free where runs go",
-        "free some, or name another folder with --out",
-    )
+    free = f"{facts.disk_bytes / GIB:.3g} GiB are free where runs go"
+    fix = "free some, or name another folder with --out"
     if facts.disk_bytes < DISK_LEAST_BYTES:
         yield error("disk", f"{free}: {fix}")
     elif facts.disk_bytes < DISK_BYTES:
-        yield warning(
-            "disk",
-            f"{free}: enough for small models; the reference's update takes 4 B a parameter: {fix}",
-        )
+        yield warning("disk", f"{free}: enough for small models; the reference's update takes 4 B a parameter: {fix}")
     else:
         yield good("disk", free)
 
@@ -211,7 +196,6 @@ CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     torch,
     *GPU_CHECKS,
     loopback,
-    compiler,
     cores,
     memory,
     disk,

@@ -22,7 +22,7 @@ from bench.judge.verdicts import Verdict, band
 from bench.plan.cell import REFERENCES, Status
 from bench.plan.schedule import Ended
 from bench.run.journal import Journal
-from bench.run.warmup import warmup
+from bench.run.record import warmup
 from bench.words import plural
 
 TOLERANCE = 1e-9
@@ -81,7 +81,7 @@ def journal_findings(folder: Path, run: Run, num_records: int) -> Iterator[Findi
     digest = Journal(folder).digest()
     noted = run.manifest.get("journal_sha256")
     if noted is None:
-        yield warning(topic, "its hash was not stored when the run ended, so later edits cannot be seen")
+        yield warning(topic, "its hash was not stored when the run ended, so later edits cannot be detected")
     elif noted != digest:
         yield error(topic, f"was changed after the run: its SHA-256 is {digest}, and was {noted}")
     else:
@@ -134,9 +134,9 @@ def _trials(run: Run, records: Sequence[Mapping[str, Any]]) -> Iterator[Finding]
     """Whether all trials are there, and their step times follow from those of the ranks."""
     topic = "trials"
     if "finished" not in run.manifest:
-        yield warning(topic, "the run has not ended: go on with run --resume")
+        yield warning(topic, "the run has not finished: continue it with run --resume")
     if missing := missing_trials(run):
-        yield error(topic, f"{missing} that were due are not in the journal")
+        yield error(topic, f"{missing} that were scheduled are not in the journal")
     trials = run.tables.trials
     bad = trials[~trials["status"].isin([Status.OK, Status.INVALID, Status.UNSUPPORTED])]
     for status, rows in bad.groupby("status"):
@@ -173,7 +173,7 @@ def _order(records: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     if rows > blocks and len(set(ids)) > 1:
         yield warning(topic, f"{plural(rows, 'trial')} followed one of the same cell, more than the blocks explain")
     else:
-        yield good(topic, f"{plural(blocks, 'block')}, each in an order of its own")
+        yield good(topic, f"{plural(blocks, 'block')}, each in its own order")
 
 
 def _starts(run: Run, records: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
@@ -184,19 +184,23 @@ def _starts(run: Run, records: Sequence[Mapping[str, Any]]) -> Iterator[Finding]
         text = f"{cold} of {all_of_them} new interpreters, the others from the fork server, which may differ in speed"
         yield warning(topic, text)
     elif cold and not run.manifest.get("cold"):
-        text = f"{all_of_them} new interpreters, unasked: forked processes could not use the device"
+        text = (
+            f"{all_of_them} new interpreters, although --cold was not given: forked processes could not use the device"
+        )
         yield warning(topic, text)
     elif told:
-        yield good(topic, f"{all_of_them} {'new interpreters' if cold else 'the fork server'}, as asked")
+        yield good(topic, f"{all_of_them} {'new interpreters' if cold else 'the fork server'}, as requested")
 
 
 def _surroundings(run: Run) -> Iterator[Finding]:
     """The commit, and the load and clocks of the machine."""
     topic, git = "code", run.manifest.get("git") or {}
     if git.get("commit") is None:
-        yield warning(topic, "the commit that was run is not known: it was no checkout")
+        yield warning(topic, "the commit is unknown: the code was not a git checkout")
     elif not git.get("clean"):
-        yield warning(topic, f"commit {git['commit'][:12]} with uncommitted changes: nobody can run it again")
+        yield warning(
+            topic, f"commit {git['commit'][:12]} with uncommitted changes: nobody can run the same code again"
+        )
     else:
         yield good(topic, f"commit {git['commit'][:12]}, without changes")
     topic, trials = "machine", run.tables.trials
@@ -204,7 +208,7 @@ def _surroundings(run: Run) -> Iterator[Finding]:
     for name, who in (("foreign_cores", "other programs"), ("stolen_cores", "the hypervisor")):
         seen = trials[name].dropna()
         if seen.empty:
-            yield warning(topic, f"what {who} took of it was not measured")
+            yield warning(topic, f"the share of its CPUs that {who} took was not measured")
             continue
         level = Level.WARNING if seen.median() > IDLE_SHARE * cores else Level.GOOD
         yield Finding(level, topic, f"{who} took {seen.median():.2g} of {cores} CPUs, at most {seen.max():.2g}")
@@ -263,7 +267,7 @@ def _gates(run: Run) -> Iterator[Finding]:
     for reason, rows in invalid.groupby("reason", sort=False):
         yield warning("gates", f"not comparable: {_cells(run, rows['cell_id'])}: {reason}")
     if invalid.empty:
-        yield good("gates", "step counts, updates and losses of all that ran are right")
+        yield good("gates", "step counts, updates and losses of all trials that ran are right")
 
 
 def _verdicts(run: Run, found: Standing) -> Iterator[Finding]:
@@ -279,7 +283,8 @@ def _verdicts(run: Run, found: Standing) -> Iterator[Finding]:
         if not interval.low <= 1 <= interval.high:
             yield warning(
                 "noise floor",
-                f"{words}: the machine made a difference of none; one interval in twenty does, but see drift and modes",
+                f"{words}: excludes 1, although both are the same cell; one interval in twenty does by chance, but see "
+                "drift and two modes",
             )
         elif band(interval) > 1 + MARGIN:
             yield warning("noise floor", f"{words}: wider than the margin of {100 * MARGIN:g} %")

@@ -1,8 +1,8 @@
 """Two runs, or two backends of one run, cell by cell: pairs, evidence, verdicts, regressions.
 
 B is compared with A, the baseline: a ratio above 1 says that B takes longer. Reference cells of two runs are left out:
-they are the truth for the gates, and no contestant. The noise floor is that of one run; between two runs nothing is
-known of it, nor of how the machine changed from one to the other.
+the gates need them, but they do not compete. A noise floor describes one run: it does not cover how the machine changed
+between two.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from bench.judge import verdicts
-from bench.judge.bootstrap import RESAMPLES
 from bench.judge.loading import Run
-from bench.judge.sides import Sides
+from bench.judge.sides import Side, Sides
 from bench.judge.statistics import MARGIN, MIN_TRIALS, Interval, Sample, holm, ratio
-from bench.judge.verdicts import ALPHA, BLOCKS, ExactVerdict, Judgement, Reason, Side, exact, judge_all
+from bench.judge.verdicts import ALPHA, Exactly, Judgement, Reason, Verdict, compare, judge_all
 from bench.plan.cell import Cell, Status
 from bench.words import plural
 
@@ -35,33 +33,24 @@ class Pair:
     a: Cell
     b: Cell
     name: str = ""
-    """What tells the pair from the others of its report."""
+    """What distinguishes the pair from the others of its report."""
     group: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Number:
-    """Bytes or steps on both sides, with the verdict on B."""
-
-    a: int | None
-    b: int | None
-    verdict: ExactVerdict
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ComparedPair:
-    """What is said of one pair."""
+    """A pair with its verdict, its exact numbers and its regressions."""
 
     pair: Pair
     judgement: Judgement
-    memory: Number
-    steps: Number
+    memory: Exactly
+    steps: Exactly
     forced: bool
-    """A ratio is given although the two are not comparable."""
+    """Whether a ratio is given although the two are not comparable."""
     regressions: tuple[str, ...] = ()
-    """Of METRICS: those that are certainly worse than the threshold allows."""
+    """The METRICS that are certainly worse than their threshold allows."""
     unchecked: tuple[str, ...] = ()
-    """Those with a threshold and nothing to hold against it."""
+    """The METRICS with a threshold that could not be checked."""
 
     @property
     def time(self) -> Interval | None:
@@ -80,7 +69,7 @@ def pairs_of_backends(run: Run, baseline: str, backend: str) -> list[Pair]:
 
 
 def pairs_of_runs(a: Run, b: Run) -> list[Pair]:
-    """The cells that both runs have, but for the references."""
+    """The cells that both runs have, without references and twins."""
     found = [
         Pair(a=cell, b=b.cells[cell_id])
         for cell_id, cell in a.cells.items()
@@ -90,7 +79,7 @@ def pairs_of_runs(a: Run, b: Run) -> list[Pair]:
 
 
 def pairs_apart(a: Run, b: Run) -> list[Pair]:
-    """Of the cells that one run lacks, those that differ from one of the other's only in NUMERIC fields."""
+    """The cells of one run that the other has only with different NUMERIC fields."""
     ours, theirs = (
         {_key(cell, *NUMERIC): cell for cell_id, cell in one.cells.items() if cell_id not in other.cells}
         for one, other in ((b, a), (a, b))
@@ -104,7 +93,7 @@ def _key(cell: Cell, *without: str) -> tuple[tuple[str, Any], ...]:
 
 
 def _named(pairs: list[Pair], by: Sequence[str], title: str) -> list[Pair]:
-    """The pairs in order, each with a name that no other has: N, W, precision, and what else is not equal in all."""
+    """The pairs in order, each with a unique name: N, W, precision, and whatever else differs between them."""
     rows = [pair.a.to_dict() | {n: _either(pair, n) for n in NUMERIC} for pair in pairs]
     shown = ["accumulate", "world_size", "precision"]
     varying = [f.name for f in fields(Cell) if len({repr(row[f.name]) for row in rows}) > 1]
@@ -124,7 +113,7 @@ def _either(pair: Pair, name: str) -> str:
 
 
 def measured(run: Run, cell: Cell) -> bool:
-    """Whether any trial of a cell was more than found to be unsupported here."""
+    """Whether a cell was run at all: any of its trials is not ``unsupported``."""
     trials = run.tables.trials
     return bool(((trials["cell_id"] == cell.cell_id) & (trials["status"] != Status.UNSUPPORTED)).any())
 
@@ -138,96 +127,66 @@ def judge_pairs(
     margin: float = MARGIN,
     force: bool = False,
     floor: Interval | None = None,
-    resamples: int = RESAMPLES,
 ) -> list[ComparedPair]:
     """The verdicts of one report, corrected by Holm for the number of pairs.
 
     ``thresholds`` says by how much each of METRICS may be worse: 0.05 for 5 %. A step time is certainly worse if the
     whole interval is, and Holm's adjusted p-value of the hypothesis that it is not, tested like a difference, is
-    below 5 %; peak memory is if it is in bytes. What is not comparable, or has failed trials, has no certain time.
+    below 5 %; peak memory is if it is in bytes. A time that is not comparable, or has failed trials, is never certain.
     """
-    more: dict[str, Any] = {"margin": margin, "force": force, "floor": floor, "resamples": resamples}
-    return judge_reports(a, b, [pairs], thresholds=thresholds, **more)[0]
-
-
-def judge_reports(
-    a: Run,
-    b: Run,
-    reports: Sequence[Sequence[Pair]],
-    *,
-    thresholds: Mapping[str, float] | None = None,
-    margin: float = MARGIN,
-    force: bool = False,
-    floor: Interval | None = None,
-    resamples: int = RESAMPLES,
-) -> list[list[ComparedPair]]:
-    """``judge_pairs`` of several reports on the same runs: each is corrected for its own number of pairs."""
-    apart = a is not b
-    ours = Sides(a.tables, apart, "A ", force) if apart or force else a.sides
-    theirs = Sides(b.tables, apart, "B ", force) if apart else ours
-    sides = [(ours.side(pair.a), theirs.side(pair.b)) for pairs in reports for pair in pairs]
-    evidence = verdicts.compare_all(
-        [(one, base) for base, one in sides], floor, margin, force=force, resamples=resamples
-    )
-    found, start = [], 0
-    for pairs in reports:
-        part = slice(start, start + len(pairs))
-        judged = judge_all(evidence[part])
-        found.append(_rows(ours, theirs, pairs, sides[part], judged, thresholds or {}, resamples))
-        start += len(pairs)
-    return found
-
-
-_STEPS = "optimizer_steps_observed"
-
-
-def _rows(
-    ours: Sides,
-    theirs: Sides,
-    pairs: Sequence[Pair],
-    sides: Sequence[tuple[Side, Side]],
-    judged: Sequence[Judgement],
-    thresholds: Mapping[str, float],
-    resamples: int,
-) -> list[ComparedPair]:
-    """What is said of the pairs of one report."""
+    apart, limits = a is not b, thresholds or {}
+    ours = Sides(a.tables, "A " if apart else "", force) if apart or force else a.sides
+    theirs = Sides(b.tables, "B ", force) if apart else ours
+    sides = [(ours.side(pair.a), theirs.side(pair.b)) for pair in pairs]
+    judged = judge_all(compare(one, base, floor, margin, force=force) for base, one in sides)
     slower = [False] * len(pairs)
-    if SLOWER in thresholds:
-        slower = _certainly_slower(sides, judged, thresholds[SLOWER], resamples)
-    rows = []
-    for pair, judgement, is_slower in zip(pairs, judged, slower, strict=True):
-        blocked = judgement.comparison.blocked
-        barred = blocked is not None and blocked[0] in BLOCKS
-        # Bytes and counts have no noise: what others did on the machine does not matter to them.
-        unlike = barred and blocked is not None and blocked[0] is not Reason.DISTURBED
-        memory, steps = (_numbers(ours, theirs, pair, name, unlike) for name in ("peak_memory_bytes", _STEPS))
-        share = memory.verdict.ratio
-        found, unchecked = [SLOWER] * is_slower, []
-        time = judgement.comparison.time
-        if SLOWER in thresholds and (blocked is not None or time is None or time.low is None):
-            unchecked.append(SLOWER)
-        if MEMORY in thresholds and (unlike or share is None):
-            unchecked.append(MEMORY)
-        elif MEMORY in thresholds and share is not None and share > 1 + thresholds[MEMORY]:
-            found.append(MEMORY)
-        forced = barred and judgement.comparison.time is not None
-        rows.append(
-            ComparedPair(
-                pair=pair,
-                judgement=judgement,
-                memory=memory,
-                steps=steps,
-                forced=forced,
-                regressions=tuple(found),
-                unchecked=tuple(unchecked),
-            )
-        )
-    return rows
+    if SLOWER in limits:
+        slower = _certainly_slower(sides, judged, limits[SLOWER])
+    return [
+        _compared(pair, one, base, judgement, [SLOWER] * is_slower, limits, force)
+        for pair, (base, one), judgement, is_slower in zip(pairs, sides, judged, slower, strict=True)
+    ]
 
 
-def _certainly_slower(
-    sides: Sequence[tuple[Side, Side]], judged: Sequence[Judgement], threshold: float, resamples: int
-) -> list[bool]:
+def _compared(
+    pair: Pair,
+    one: Side,
+    base: Side,
+    judgement: Judgement,
+    regressions: list[str],
+    thresholds: Mapping[str, float],
+    force: bool,
+) -> ComparedPair:
+    """A judged pair with its bytes, steps and regressions."""
+    blocked, time = judgement.comparison.blocked, judgement.comparison.time
+    barred = judgement.verdict is Verdict.NOT_COMPARABLE
+    # Bytes and counts have no noise: what others did on the machine does not matter to them.
+    unlike = barred and judgement.reason is not Reason.DISTURBED
+    memory, steps = Exactly(), Exactly()
+    if force or not unlike:
+        # What a ledger tracked is not what an allocator holds.
+        alike = len(base.peak_memory_sources | one.peak_memory_sources) <= 1
+        memory = Exactly(a=base.peak_memory_bytes, b=one.peak_memory_bytes, alike=alike)
+        steps = Exactly(a=base.optimizer_steps, b=one.optimizer_steps)
+    unchecked = []
+    if SLOWER in thresholds and (blocked is not None or time is None or time.low is None):
+        unchecked.append(SLOWER)
+    if MEMORY in thresholds and (unlike or memory.ratio is None):
+        unchecked.append(MEMORY)
+    elif MEMORY in thresholds and memory.ratio is not None and memory.ratio > 1 + thresholds[MEMORY]:
+        regressions = [*regressions, MEMORY]
+    return ComparedPair(
+        pair=pair,
+        judgement=judgement,
+        memory=memory,
+        steps=steps,
+        forced=barred and time is not None,
+        regressions=tuple(regressions),
+        unchecked=tuple(unchecked),
+    )
+
+
+def _certainly_slower(sides: Sequence[tuple[Side, Side]], judged: Sequence[Judgement], threshold: float) -> list[bool]:
     """Whether B takes longer than 1 + threshold times as long as A, of each pair."""
     values, beyond = [], []
     for (base, theirs), judgement in zip(sides, judged, strict=True):
@@ -237,20 +196,11 @@ def _certainly_slower(
             beyond.append(False)
             continue
         allowed = [[s * (1 + threshold) for s in trial] for trial in base.sample.trials]
-        shifted = ratio(theirs.sample, Sample(allowed, base.sample.blocks), resamples=resamples)
-        values.append(1.0 if shifted.p_different is None else shifted.p_different)
+        shifted = ratio(theirs.sample, Sample(allowed, base.sample.blocks))
+        assert shifted.p_different is not None, "there are as many trials as for the interval"
+        values.append(shifted.p_different)
         beyond.append(time.low > 1 + threshold)
     return [there and p < ALPHA for there, p in zip(beyond, holm(values), strict=True)]
-
-
-def _numbers(ours: Sides, theirs: Sides, pair: Pair, column: str, barred: bool) -> Number:
-    """The largest value of both sides; none if not comparable."""
-    if barred and not ours.force:
-        return Number(a=None, b=None, verdict=exact(None, None))
-    a, b = ours.largest(pair.a, column), theirs.largest(pair.b, column)
-    if column == "peak_memory_bytes" and len(ours.sources(pair.a) | theirs.sources(pair.b)) > 1:
-        return Number(a=a, b=b, verdict=exact(None, None))  # tracked tensors are not what an allocator has
-    return Number(a=a, b=b, verdict=exact(b, a))
 
 
 def record(row: ComparedPair) -> dict[str, Any]:
@@ -278,11 +228,11 @@ def record(row: ComparedPair) -> dict[str, Any]:
         "no_interval": "" if time is None else time.reason,
         "peak_memory_a_bytes": row.memory.a,
         "peak_memory_b_bytes": row.memory.b,
-        "peak_memory_verdict": str(row.memory.verdict.verdict),
-        "peak_memory_ratio": row.memory.verdict.ratio,
+        "peak_memory_verdict": str(row.memory.verdict),
+        "peak_memory_ratio": row.memory.ratio,
         "optimizer_steps_a": row.steps.a,
         "optimizer_steps_b": row.steps.b,
-        "optimizer_steps_verdict": str(row.steps.verdict.verdict),
+        "optimizer_steps_verdict": str(row.steps.verdict),
         "regressions": list(row.regressions),
         "unchecked": list(row.unchecked),
     }
@@ -303,14 +253,14 @@ def notes(a: Run, b: Run, rows: Sequence[ComparedPair], margin: float) -> list[s
         found.append(f"no interval for {few} of {plural(len(rows), 'cell')}: fewer than {MIN_TRIALS} trials")
     if rows:
         found.append(
-            f"same: a ratio within {1 / (1 + margin):.4g} and {1 + margin:.4g}; Holm's correction over {len(rows)} "
-            f"{'comparison' if len(rows) == 1 else 'comparisons'}"
+            f"same: a ratio between {1 / (1 + margin):.4g} and {1 + margin:.4g}; Holm's correction over "
+            f"{plural(len(rows), 'comparison')}"
         )
     return found
 
 
 def partnerless(a: Run, b: Run, pairs: Sequence[Pair], backends: tuple[str | None, str | None]) -> dict[str, list[str]]:
-    """The labels of the cells that have no partner; of one run, those of the two backends that are compared."""
+    """The labels of the cells without a partner; of one run, only those of the two backends that are compared."""
     found = {}
     paired = {cell.cell_id for pair in pairs for cell in (pair.a, pair.b)}
     for key, one, backend in zip(("only_a", "only_b"), (a, b), backends, strict=True):
@@ -320,7 +270,7 @@ def partnerless(a: Run, b: Run, pairs: Sequence[Pair], backends: tuple[str | Non
 
 
 def newly_failed(a: Run, b: Run, pairs: Sequence[Pair]) -> list[str]:
-    """The pairs in which trials failed in B but none in A: each with its name and statuses."""
+    """The pairs of which trials failed in B and none in A: name and statuses of each."""
     found = []
     for pair in pairs:
         before, after = _failures(a, pair.a), _failures(b, pair.b)
@@ -330,7 +280,7 @@ def newly_failed(a: Run, b: Run, pairs: Sequence[Pair]) -> list[str]:
 
 
 def _failures(run: Run, cell: Cell) -> dict[str, int]:
-    """How many trials of a cell ended in which status; an interruption says nothing of the cell."""
+    """How many trials of a cell failed, by status; an interruption is not the cell's failure."""
     trials = run.tables.trials
     ends = trials.loc[trials["cell_id"] == cell.cell_id, "status"].value_counts()
     return {str(status): int(n) for status, n in ends.items() if status not in {Status.OK, Status.INTERRUPTED}}

@@ -19,18 +19,18 @@ from bench.judge.standing import Floor, Standing, noise_floor, pairs_with_baseli
 from bench.plan.cell import Cell, Status
 
 SCHEME = "accumulation-bench"
-"""Of the ids that numbers are cited by."""
+"""Prefix of the ids by which numbers are cited."""
 CHOICES = 6
-"""Cells that are named where one has to be chosen."""
+"""Most cells that a message lists to choose from."""
 
 
 def place_of(run_id: str, name: str) -> str:
-    """The id that something of a run is cited by: ``accumulation-bench:RUN/NAME``."""
+    """The id by which a part of a run is cited: ``accumulation-bench:RUN/NAME``."""
     return f"{SCHEME}:{quoted(run_id)}/{name}"
 
 
 def quoted(name: str) -> str:
-    """A name as part of an id: letters, digits, ``-``, ``.``, ``_``, and the rest as ``%`` and two digits."""
+    """A name as part of an id: letters, digits, ``-``, ``.`` and ``_`` stay, the rest is percent-encoded."""
     return urllib.parse.quote(name, safe="").replace("~", "%7E")
 
 
@@ -40,18 +40,18 @@ class CellQuote:
 
     cell: Cell
     time: Estimate | None
-    """Of its good trials; None if no time may be cited."""
+    """From its good trials; None if no time may be cited."""
     barred: str
     """Why the cell is not comparable; empty if it is."""
     num_ok: int
     num_trials: int
     peak_memory_bytes: int | None
-    """The largest of its good trials."""
+    """The largest among its good trials."""
     peak_memory_source: str
     caveats: tuple[str, ...]
     """What must be said with the numbers, or instead of them."""
     trial: pd.Series
-    """A row of the trials table, for what is the same in all of them."""
+    """A row of the trials table, for the values that all trials of the cell share."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +60,7 @@ class RatioQuote:
 
     cell: Cell
     other: Cell
-    """The baseline: above 1, the cell takes longer than this one."""
+    """The baseline: a ratio above 1 says that the cell takes longer."""
     row: ComparedPair
     caveats: tuple[str, ...]
     trial: pd.Series
@@ -104,15 +104,14 @@ class Quotes:
         )
 
     def ratio(self, cell_id: str, other_id: str) -> RatioQuote:
-        """What may be said of a cell against another. Raises InputError if the run lacks one of the two.
+        """What may be said of a cell against another. Raises InputError if the run lacks one of them.
 
-        The verdict is that of the run's report with the other's backend as the baseline. Cells that no such report
-        holds together (of unequal N, say) were chosen by hand: Holm's correction is then over the run's own
-        comparisons and this one.
+        The verdict is that of the run's report with the other's backend as the baseline. No report compares cells that
+        differ otherwise (in N, for example): Holm's correction then covers the run's own comparisons and this one.
         """
         cell, other = self._known(cell_id), self._known(other_id)
         if cell_id == other_id:
-            raise InputError(f"{self.run.labels[cell_id]}: is named twice; name another cell, or one alone")
+            raise InputError(f"{self.run.labels[cell_id]}: is given twice; give two different cells, or one")
         row = self._row(cell, other)
         said = remarks((self.run.manifest, one) for one in (other, cell))
         caveats = [*_caveats(cell, other), *said, *self._of_run()]
@@ -145,11 +144,11 @@ class Quotes:
 
     def _known(self, cell_id: str) -> Cell:
         if cell_id not in self.run.cells:
-            raise InputError(f"{cell_id}: is no cell of the run {self.run.name}")
+            raise InputError(f"{cell_id}: is not a cell of the run {self.run.name}")
         return self.run.cells[cell_id]
 
     def _once(self, cell_id: str) -> tuple[pd.Series, list[str]]:
-        """The first trial of a cell, and what is to be said of those that failed: asked for once per comparison."""
+        """The first trial of a cell, and what must be said of those that failed; needed once per comparison."""
         if cell_id not in self._told:
             trials = self._trials[cell_id]
             self._told[cell_id] = trials.iloc[0], _failed(trials)
@@ -170,7 +169,7 @@ class Quotes:
         return self._standings[baseline]
 
     def _of_run(self) -> list[str]:
-        return [] if "finished" in self.run.manifest else ["the run has not ended, and the hash will change"]
+        return [] if "finished" in self.run.manifest else ["the run has not finished, so the hash will change"]
 
 
 def _by_pair(one: Standing) -> dict[tuple[Cell, Cell], ComparedPair]:
@@ -178,7 +177,7 @@ def _by_pair(one: Standing) -> dict[tuple[Cell, Cell], ComparedPair]:
 
 
 def _failed(trials: pd.DataFrame) -> list[str]:
-    """What to say of trials that ended neither well nor invalid, by status and reason."""
+    """What must be said of trials that failed, by status and reason."""
     bad = trials.loc[~trials["status"].isin([Status.OK, Status.INVALID]), ["status", "reason"]]
     if bad.empty:
         return []
@@ -189,12 +188,12 @@ def _failed(trials: pd.DataFrame) -> list[str]:
 
 
 def _caveats(*cells: Cell) -> list[str]:
-    """What the first world says that is not the usual one."""
+    """The caveat of the first of these cells whose world has one."""
     return [cell.world.caveat for cell in cells if cell.world.caveat][:1]
 
 
 def _short(text: str) -> str:
-    """What a gate found, without the numbers of all the repeats in which it did."""
+    """What a gate found, without the numbers of the repeats."""
     return re.sub(r"repeat \d+(?:, \d+)*: ", "", text)
 
 
@@ -209,7 +208,7 @@ def find_cell(run: Run, text: str) -> Cell:
     if len(named) == 1:
         return run.cells[named[0]]
     if named:
-        raise InputError(f"CELL '{text}': {len(named)} cells are called so; use the id: {_choices(run, named)}")
+        raise InputError(f"CELL '{text}': {len(named)} cells have this label; use an id: {_choices(run, named)}")
     near = difflib.get_close_matches(text, [*by_label, *run.cells], n=1)
     hint = f"did you mean '{near[0]}'?" if near else f"use one of {_choices(run, list(run.cells))}"
     raise InputError(f"CELL '{text}': is not in the run {run.name}; {hint}")

@@ -1,7 +1,7 @@
-"""What has to be said beside the numbers of cells, and beside a failure that was to be expected.
+"""What must be said beside the numbers of cells, and beside a failure that was expected.
 
-A remark is one sentence without its full stop, said once per place: among the answers, under a table, in a figure, in a
-citation. It comes from what run.json says of cells and backends, so nothing of a backend is imported.
+A remark is one sentence without its full stop, and appears once per place: among the answers, under a table, in a
+figure, in a citation. It comes from what run.json says of cells and backends, so no backend is imported.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from bench.backends.base import BF16_AUTOCAST
-from bench.judge.causes import explain_update
+from bench.judge.gates import explain_update
 from bench.plan.cell import REFERENCE, Cell, Precision, Status
 from bench.words import some
 
 EXPECTED = "a documented defect of the framework, which was expected"
-"""How such a failure is called; what the defect is follows it."""
+"""Introduces the description of the defect."""
 WAYS = "bf16 is computed in different ways, which by itself changes time and memory: "
-"""How the remark begins that names the ways."""
+"""Begins the remark that names the ways."""
 IMPLIES = {BF16_AUTOCAST: ", which keeps the residual stream and norms in fp32"}
-"""What else a way means."""
+"""What a way of computing bf16 implies."""
 
 
 def remarks(shown: Iterable[tuple[Mapping[str, Any], Cell]]) -> list[str]:
     """The remarks on cells that are shown together, each with the manifest of its run.
 
-    On single cells what their backends had to say when the run began (``Backend.remark``); on all of them how they
-    compute bf16, if not all do it alike.
+    They are the remarks of the cells' backends, as stored when the run began (``Backend.remark``), and how the cells
+    compute bf16, if they do not all do it in the same way.
     """
     cells = [(manifest, cell) for manifest, cell in shown if cell.backend != REFERENCE]
     is_one_run = len({id(manifest) for manifest, _ in cells}) == 1
@@ -47,7 +47,7 @@ def remarks(shown: Iterable[tuple[Mapping[str, Any], Cell]]) -> list[str]:
 
 
 def documented(manifest: Mapping[str, Any], judged: Mapping[Any, Any]) -> str:
-    """The defect in words, if a judged trial or cell is invalid by it and by nothing else; empty otherwise.
+    """The defect in words, if a judged trial or cell is invalid because of it alone; empty otherwise.
 
     ``judged`` has ``backend``, ``accumulate``, ``status`` and ``reason``, as rows of trials and cells do.
     """
@@ -59,13 +59,13 @@ def documented(manifest: Mapping[str, Any], judged: Mapping[Any, Any]) -> str:
 
 
 def note(manifest: Mapping[str, Any], judged: Mapping[Any, Any]) -> str:
-    """The same as a sentence to stand beside the reason; empty if there is nothing to say."""
+    """The same as a sentence beside the reason; empty if there is nothing to say."""
     defect = documented(manifest, judged)
     return f"{EXPECTED}: {defect}" if defect else ""
 
 
 def in_record(manifest: Mapping[str, Any], record: Mapping[str, Any]) -> str:
-    """As ``note``, of a trial that has just ended, if its own update already shows the defect; empty otherwise."""
+    """``note`` for a trial that has just ended, if its own update already shows the defect; empty otherwise."""
     cell, update = record["cell"], record.get("update")
     defect = _defect(manifest, cell["backend"])
     if not (defect and update and record["status"] == Status.OK):
@@ -80,5 +80,5 @@ def _defect(manifest: Mapping[str, Any], backend: str) -> str:
 
 
 def _cause(accumulate: int) -> str:
-    """As the gates say it."""
+    """The gates' words for the cause."""
     return f"the loss is divided by N = {accumulate} twice"

@@ -6,7 +6,7 @@ Summary, report, plots, frames and citations all show this step time.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -14,10 +14,8 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from bench.judge.bootstrap import RESAMPLES, SEED, TRIM, bootstrap_one_sample, trimmed_mean
-from bench.judge.statistics import MIN_TRIALS, too_few
+from bench.judge.statistics import MIN_TRIALS, SEED, TRIM, Array, bootstrap, too_few, trimmed_mean
 from bench.plan.cell import Status
-from bench.run.warmup import Array
 
 NAME = f"{100 * TRIM:g} % trimmed mean"
 """Name of the estimate in headers and captions. It is a mean of logarithms, so a geometric one."""
@@ -36,40 +34,20 @@ class Estimate:
     """Why there is no interval."""
 
 
-def estimate(medians: Sequence[float], *, resamples: int = RESAMPLES, seed: int = SEED) -> Estimate:
+def estimate(medians: Sequence[float]) -> Estimate:
     """The estimate from the seconds per step of each trial, at least one.
 
     The interval describes this run: it does not cover variation from day to day. Intervals of ratios are narrower than
     those of two cells suggest, since ratios are paired where possible.
     """
-    return estimates([medians], resamples=resamples, seed=seed)[0]
-
-
-def estimates(samples: Sequence[Sequence[float]], *, resamples: int = RESAMPLES, seed: int = SEED) -> list[Estimate]:
-    """``estimate`` of many cells, in order; cells with the same number of trials are resampled together."""
-    found: list[Estimate | None] = [None] * len(samples)
-    alike: dict[int, list[int]] = {}
-    for place, medians in enumerate(samples):
-        if not len(medians):
-            raise ValueError("an estimate needs a trial")
-        alike.setdefault(len(medians), []).append(place)
-    for n, places in alike.items():
-        logs = np.log(np.array([samples[place] for place in places], dtype=float))
-        for place, one in zip(places, _estimates(logs, n, resamples, seed), strict=True):
-            found[place] = one
-    return [one for one in found if one is not None]
-
-
-def _estimates(logs: Array, n: int, resamples: int, seed: int) -> list[Estimate]:
-    """Estimates from logarithms: one row per cell, one column per trial."""
-    seconds = [math.exp(float(centre)) for centre in trimmed_mean(logs)]
+    if not len(medians):
+        raise ValueError("an estimate needs a trial")
+    logs, n = np.log(np.array([medians], dtype=float)), len(medians)
+    seconds = math.exp(trimmed_mean(logs)[0])
     if n < MIN_TRIALS:
-        return [Estimate(seconds=one, num_trials=n, reason=too_few(n, "trial")) for one in seconds]
-    low, high = bootstrap_one_sample(logs, resamples=resamples, seed=seed).interval()
-    return [
-        Estimate(seconds=one, low=math.exp(float(least)), high=math.exp(float(most)), num_trials=n)
-        for one, least, most in zip(seconds, low, high, strict=True)
-    ]
+        return Estimate(seconds=seconds, num_trials=n, reason=too_few(n, "trial"))
+    (low,), (high,) = bootstrap(logs).interval()
+    return Estimate(seconds=seconds, low=math.exp(low), high=math.exp(high), num_trials=n)
 
 
 def step_times(trials: pd.DataFrame) -> dict[str, Estimate]:
@@ -82,11 +60,10 @@ def step_times(trials: pd.DataFrame) -> dict[str, Estimate]:
     known = trials[np.isfinite(seconds) & (seconds > 0)]
     fine = known["status"] == Status.OK
     used = known[fine | ~fine.groupby(known["cell_id"]).transform("any")]
-    samples: Mapping[str, Sequence[float]] = {
-        str(cell_id): values.astype(float).tolist()
+    return {
+        str(cell_id): estimate(values.astype(float).tolist())
         for cell_id, values in used.groupby("cell_id", sort=False)["step_time_s"]
     }
-    return dict(zip(samples, estimates(list(samples.values())), strict=True))
 
 
 def tokens_per_step(trials: pd.DataFrame) -> pd.Series:

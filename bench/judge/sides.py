@@ -1,23 +1,21 @@
-"""Builds the sides of comparisons from the tables of a run."""
+"""The sides of comparisons: what the tables of a run say of each cell, and what forbids comparing it."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
 from typing import Any
-
-import pandas as pd
 
 from bench.judge.statistics import Sample
 from bench.judge.tables import WORLD, Tables, world_of
-from bench.judge.verdicts import Side
 from bench.plan.cell import Cell, Status
-from bench.plan.columns import AXES, WORK
+from bench.plan.columns import WORK
 from bench.words import plural
 
 COLUMNS = [
     "cell_id",
     "repeat",
-    *AXES,
     "status",
     "reason",
     "optimizer_steps_expected",
@@ -33,118 +31,111 @@ COLUMNS = [
     "foreign_gpu_processes",
 ]
 """Columns of trials that a side needs."""
-NUMBERS = ["optimizer_steps_observed", "peak_memory_bytes", "peak_memory_source"]
-"""Columns of good trials that are compared besides their time."""
-ROW = ["repeat", "status", "reason", "optimizer_steps_expected", *WORLD, "sm_clock_mhz"]
+Row = Mapping[str, Any]
+"""A row of the trials table; missing values are None."""
 
 
-def side(tables: Tables, cell_id: str) -> Side:
-    """A cell as one side of a comparison, from tables that the gates have judged.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Side:
+    """One side of a comparison: what was measured, and what must be equal on both sides."""
 
-    A repeat is a block: the runner runs each cell once per repeat, in random order. Failed trials are counted; invalid
-    ones forbid the comparison, with their reason.
-    """
-    trials, steps = (table[table["cell_id"] == cell_id] for table in (tables.trials[COLUMNS], tables.steps))
-    return _side(trials, steps, cell_id)
+    label: str
+    sample: Sample
+    cycles: Sample | None = None
+    """The same trials in clock cycles: seconds times SM clock. None if a clock is not known."""
+    num_failed: int = 0
+    """Number of trials that ended neither ok nor invalid."""
+    precision: str = ""
+    accumulation_dtype: str = ""
+    work: str = ""
+    """What is trained, in any form that is equal for equal work."""
+    failed_gates: Sequence[str] = ()
+    """What each failed gate found."""
+    disturbed: Sequence[str] = ()
+    """How the machine was disturbed."""
+    peak_memory_bytes: int | None = None
+    """The largest of the good trials."""
+    peak_memory_sources: frozenset[str] = frozenset()
+    optimizer_steps: int | None = None
 
-
-def _side(trials: pd.DataFrame, steps: pd.DataFrame, cell_id: str, label: str = "") -> Side:
-    """``side`` from only the rows of the cell."""
-    if trials.empty:
-        raise ValueError(f"the run has no cell {cell_id}")
-    if not trials["repeat"].is_monotonic_increasing:
-        trials = trials.sort_values("repeat")
-    # Plain lists: many frames of a few rows each would take most of the time of a report.
-    timed: dict[int, list[tuple[int, float]]] = {}
-    for repeat, step, second in zip(*(steps[name].tolist() for name in ("repeat", "step", "seconds")), strict=True):
-        timed.setdefault(int(repeat), []).append((int(step), float(second)))
-    good: dict[int, list[float]] = {}
-    clocks: list[Any] = []
-    gates: dict[str, list[str]] = {}
-    for row in trials[ROW].to_dict("records"):
-        if row["status"] == Status.INVALID:
-            gates.setdefault(str(row["reason"]), []).append(str(row["repeat"]))
-        elif row["status"] == Status.OK:
-            own = sorted(timed.get(int(row["repeat"]), ()))
-            wrong = _wrong_steps(row, [step for step, _ in own])
-            if wrong:
-                gates.setdefault(wrong, []).append(str(row["repeat"]))
-            else:
-                good[int(row["repeat"])] = [second for _, second in own]
-                clocks.append(row["sm_clock_mhz"])
-    first = trials.iloc[0]
-    fine = trials["status"] == Status.OK
-    ok = trials if fine.all() else trials[fine]
-    cycles = None
-    if good and not any(pd.isna(clock) for clock in clocks):
-        scaled = (tuple(s * 1e6 * float(c) for s in steps) for steps, c in zip(good.values(), clocks, strict=True))
-        cycles = Sample(tuple(scaled), tuple(good))
-    return Side(
-        label=label or f"{first['backend']} N={first['accumulate']} W={first['world_size']} {first['precision']}",
-        sample=Sample(tuple(map(tuple, good.values())), tuple(good)),
-        cycles=cycles,
-        num_failed=len(trials) - len(good) - sum(map(len, gates.values())),
-        precision=str(first["precision"]),
-        accumulation_dtype=str(first["accumulation_dtype"]),
-        work=", ".join(f"{name} {first[name]}" for name in WORK),
-        failed_gates=tuple(f"repeat {', '.join(repeats)}: {text}" for text, repeats in gates.items()),
-        disturbed=tuple(restless(ok)),
-    )
+    @property
+    def obstacles(self) -> tuple[str, ...]:
+        """Why no time of this side may be compared."""
+        return (*self.failed_gates, *self.disturbed)
 
 
 class Sides:
-    """The sides of a run's cells, cached.
+    """The sides of a run's cells, from tables that the gates have judged; cached.
 
-    With ``apart``, for comparing two runs, labels start with the letter of the run, and repeats are not shared blocks,
-    since the runs were not interleaved. With ``force``, invalid trials count as good.
+    With a ``letter``, for comparing two runs, labels start with it, and repeats are not shared blocks, since the runs
+    were not interleaved. With ``force``, invalid trials count as good; the gates that they failed are still named.
     """
 
-    def __init__(self, tables: Tables, apart: bool = False, letter: str = "", force: bool = False) -> None:
-        self._tables, self._apart, self._letter, self.force = tables, apart, letter, force
-        self._trials, self._steps = (
-            {str(cell_id): rows for cell_id, rows in table.groupby("cell_id", sort=False)}
-            for table in (tables.trials[COLUMNS], tables.steps)
-        )
+    def __init__(self, tables: Tables, letter: str = "", force: bool = False) -> None:
+        self._letter, self._force = letter, force
+        # Plain rows: many frames of a few rows each would take most of the time of a report.
+        trials = tables.trials[COLUMNS].sort_values("repeat").astype(object)
+        self._trials: dict[str, list[dict[Any, Any]]] = {}
+        for row in trials.where(trials.notna(), None).to_dict("records"):
+            self._trials.setdefault(row["cell_id"], []).append(row)
+        self._steps: dict[tuple[str, int], list[tuple[int, float]]] = {}
+        steps = tables.steps
+        columns = (steps[name].tolist() for name in ("cell_id", "repeat", "step", "seconds"))
+        for cell_id, repeat, step, second in zip(*columns, strict=True):
+            self._steps.setdefault((cell_id, repeat), []).append((step, second))
         # By cell, not by id: computing an id takes time.
         self._sides: dict[Cell, Side] = {}
-        self._largest: dict[tuple[Cell, str], int | None] = {}
-        self._sources: dict[Cell, frozenset[str]] = {}
-        self._sound: dict[Cell, pd.DataFrame] = {}
 
     def side(self, cell: Cell) -> Side:
-        """The side of a cell."""
+        """The side of a cell. A repeat is a block: the runner runs each cell once per repeat, in random order.
+
+        Failed trials are counted; invalid ones forbid the comparison, with their reason.
+        """
         if cell not in self._sides:
-            cell_id = cell.cell_id
-            trials = self._trials.get(cell_id, self._tables.trials[COLUMNS].iloc[:0])
-            steps = self._steps.get(cell_id, self._tables.steps.iloc[:0])
-            found = _side(trials, steps, cell_id, self._letter + cell.label if self._apart else "")
-            if self.force and found.failed_gates:
-                forgiven = trials.copy()
-                forgiven.loc[forgiven["status"] == Status.INVALID, "status"] = str(Status.OK)
-                found = replace(found, sample=_side(forgiven, steps, cell_id).sample)
-            self._sides[cell] = replace(found, sample=Sample(found.sample.trials)) if self._apart else found
+            self._sides[cell] = self._side(cell)
         return self._sides[cell]
 
-    def largest(self, cell: Cell, column: str) -> int | None:
-        """The largest value among a cell's good trials, or also invalid ones with ``force``."""
-        key = (cell, column)
-        if key not in self._largest:
-            values = self._good(cell)[column].dropna()
-            self._largest[key] = None if values.empty else int(values.max())
-        return self._largest[key]
+    def _side(self, cell: Cell) -> Side:
+        trials = self._trials.get(cell.cell_id)
+        if not trials:
+            raise ValueError(f"the run has no cell {cell.cell_id}")
+        timed: dict[int, list[float]] = {}
+        gates: dict[str, list[str]] = {}
+        allowed = {Status.OK, Status.INVALID} if self._force else {Status.OK}
+        good = [row for row in trials if row["status"] in allowed]
+        for row in trials:
+            steps = sorted(self._steps.get((row["cell_id"], row["repeat"]), ()))
+            wrong = _wrong_steps(row, [step for step, _ in steps])
+            if row["status"] == Status.INVALID or (row["status"] == Status.OK and wrong):
+                gates.setdefault(row["reason"] or wrong, []).append(str(row["repeat"]))
+            if row["status"] in allowed and not wrong:
+                timed[row["repeat"]] = [second for _, second in steps]
+        clocks = {row["repeat"]: row["sm_clock_mhz"] for row in good if row["repeat"] in timed}
+        cycles = None
+        if clocks and None not in clocks.values():
+            cycles = self._sample({r: [s * 1e6 * clocks[r] for s in steps] for r, steps in timed.items()})
+        return Side(
+            label=self._letter + cell.label,
+            sample=self._sample(timed),
+            cycles=cycles,
+            num_failed=sum(row["status"] not in {Status.OK, Status.INVALID} for row in trials),
+            precision=cell.precision,
+            accumulation_dtype=cell.accumulation_dtype,
+            work=", ".join(f"{name} {getattr(cell, name)}" for name in WORK),
+            failed_gates=tuple(f"repeat {', '.join(repeats)}: {text}" for text, repeats in gates.items()),
+            disturbed=tuple(restless([row for row in trials if row["status"] == Status.OK])),
+            peak_memory_bytes=max(_known(good, "peak_memory_bytes"), default=None),
+            peak_memory_sources=frozenset(_known(good, "peak_memory_source")),
+            optimizer_steps=max(_known(good, "optimizer_steps_observed"), default=None),
+        )
 
-    def sources(self, cell: Cell) -> frozenset[str]:
-        """The sources of the cell's peak memory."""
-        if cell not in self._sources:
-            self._sources[cell] = frozenset(self._good(cell)["peak_memory_source"].dropna())
-        return self._sources[cell]
+    def _sample(self, timed: Mapping[int, Sequence[float]]) -> Sample:
+        return Sample(tuple(map(tuple, timed.values())), () if self._letter else tuple(timed))
 
-    def _good(self, cell: Cell) -> pd.DataFrame:
-        if cell not in self._sound:
-            allowed = [str(Status.OK), *([str(Status.INVALID)] if self.force else [])]
-            trials = self._trials[cell.cell_id]
-            self._sound[cell] = trials.loc[trials["status"].isin(allowed), NUMBERS]
-        return self._sound[cell]
+
+def _known(rows: Sequence[Row], name: str) -> list[Any]:
+    """The values of a column that are not missing."""
+    return [row[name] for row in rows if row[name] is not None]
 
 
 IDLE_SHARE = 0.1
@@ -154,30 +145,27 @@ COOL = frozenset({"SwPowerCap"})
 """Slowdowns that are normal on a fully used GPU. Their effect on the clock shows in the cycles."""
 
 
-def restless(trials: pd.DataFrame) -> list[str]:
+def restless(trials: Sequence[Row]) -> list[str]:
     """Disturbances in at least half of a cell's good trials: other load, lowered clocks, other GPU processes."""
     found: list[str] = []
-    if trials[["num_cpus", "clock_slowdowns", "foreign_gpu_processes"]].isna().all(axis=None):
-        return found
-    taken = (trials["foreign_cores"] + trials["stolen_cores"]) / trials["num_cpus"]
-    if taken.notna().any() and taken.median() > IDLE_SHARE:
-        found.append(f"{RESTLESS}: others took {100 * taken.median():.0f} % of its CPUs (limit {100 * IDLE_SHARE:g} %)")
-    slowed = trials["clock_slowdowns"].fillna("").map(lambda names: bool(set(filter(None, names.split(","))) - COOL))
-    if len(slowed) and slowed.mean() >= 0.5:
-        names = sorted(
-            {name for names in trials["clock_slowdowns"].dropna() for name in names.split(",")} - COOL - {""}
-        )
-        found.append(f"the GPU's clocks were held down: {', '.join(names)}")
-    others = trials["foreign_gpu_processes"].dropna()
-    if len(others) and (others > 0).mean() >= 0.5:
-        found.append(f"another process was on the GPU in {int((others > 0).sum())} of {plural(len(trials), 'trial')}")
+    loads = [[row[name] for name in ("foreign_cores", "stolen_cores", "num_cpus")] for row in trials]
+    shares = [(foreign + stolen) / cpus for foreign, stolen, cpus in (row for row in loads if None not in row)]
+    if shares and median(shares) > IDLE_SHARE:
+        found.append(f"{RESTLESS}: others took {100 * median(shares):.0f} % of its CPUs (limit {100 * IDLE_SHARE:g} %)")
+    slowed = [set((row["clock_slowdowns"] or "").split(",")) - COOL - {""} for row in trials]
+    if trials and sum(map(bool, slowed)) >= len(trials) / 2:
+        found.append(f"the GPU's clocks were held down: {', '.join(sorted(set().union(*slowed)))}")
+    others = _known(trials, "foreign_gpu_processes")
+    busy = sum(number > 0 for number in others)
+    if others and busy >= len(others) / 2:
+        found.append(f"another process was on the GPU in {busy} of {plural(len(trials), 'trial')}")
     return found
 
 
-def _wrong_steps(row: Any, numbers: list[int]) -> str:
+def _wrong_steps(row: Row, numbers: list[int]) -> str:
     """What is wrong with the steps of a good trial; it needs one per optimizer step, from the first timed one on."""
     if not numbers:
         world = world_of(row)
         return "no step was timed" if world.is_timed else world.caveat
-    due = list(range(numbers[0], int(row["optimizer_steps_expected"])))
-    return "" if numbers == due else f"{len(numbers)} steps were timed, {len(due)} were due: a micro-batch is no step"
+    due = list(range(numbers[0], row["optimizer_steps_expected"]))
+    return "" if numbers == due else f"{len(numbers)} steps were timed, {len(due)} were due"

@@ -8,17 +8,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bench.judge.loading import Run, run_of
-from bench.judge.pairs import ComparedPair, Pair, judge_pairs, judge_reports, pairs_of_backends
+from bench.judge.pairs import ComparedPair, Pair, judge_pairs, pairs_of_backends
 from bench.judge.remarks import remarks
 from bench.judge.statistics import MARGIN, Interval, ratio, required_trials
-from bench.judge.verdicts import Judgement, next_precision
+from bench.judge.verdicts import Judgement, band, next_precision
 from bench.plan.cell import REFERENCE, REFERENCES, Cell
 from bench.plan.schedule import Look
+from bench.words import plural
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Floor:
-    """What the machine makes of no difference at all: the A/A pair of a run."""
+    """The noise floor of a run: its A/A pair, the same cell twice."""
 
     cell: Cell
     twin: Cell
@@ -36,31 +37,30 @@ def baseline_of(manifest: Mapping[str, Any]) -> str:
     return min(others, key=lambda name: bool(others[name].get("defect")), default=REFERENCE)
 
 
-def noise_floor(run: Run, *, resamples: int | None = None) -> Floor | None:
+def noise_floor(run: Run) -> Floor | None:
     """The A/A pair of a run: the first twin in the order of labels; None if the run has none."""
     for cell, twin in _twins(run)[:1]:
         sides = [run.sides.side(one) for one in (twin, cell)]
         bad = [f"{one.label}: {text}" for one in sides for text in one.obstacles]
-        bad += [f"{one.label}: {one.num_failed} of its trials are not ok" for one in sides if one.num_failed]
+        bad += [f"{one.label}: {plural(one.num_failed, 'trial')} failed" for one in sides if one.num_failed]
         if bad or not all(len(one.sample.trials) for one in sides):
-            return Floor(cell=cell, twin=twin, interval=None, reason="; ".join(bad) or "no trial")
-        more = {} if resamples is None else {"resamples": resamples}
-        found = ratio(sides[0].sample, sides[1].sample, **more)
+            return Floor(cell=cell, twin=twin, interval=None, reason="; ".join(bad) or "no trial succeeded")
+        found = ratio(sides[0].sample, sides[1].sample)
         return Floor(cell=cell, twin=twin, interval=found, reason=found.reason)
     return None
 
 
 def _twins(run: Run) -> list[tuple[Cell, Cell]]:
-    """Cells that are there twice, each with its twin, by the twins' labels."""
+    """Cells that the run holds twice, each with its twin, sorted by the twins' labels."""
     twins = sorted((cell for cell in run.cells.values() if cell.twin), key=lambda cell: cell.twin)
     both = [(replace(twin, twin=""), twin) for twin in twins]
     return [(cell, twin) for cell, twin in both if cell.cell_id in run.cells]
 
 
 def pairs_with_baseline(run: Run, baseline: str = "") -> list[Pair]:
-    """Every cell with the one of the baseline, the run's own if none is named, that is equal but for the backend.
+    """Every cell with the cell of the baseline (by default the run's own) that differs in the backend alone.
 
-    Twins beyond the one of the noise floor are compared too: a run may hold more of them.
+    If a run has more twins than the noise floor needs, the others are compared too.
     """
     baseline = baseline or baseline_of(run.manifest)
     backends = dict.fromkeys(cell.backend for cell in run.cells.values())
@@ -75,7 +75,7 @@ def pairs_with_baseline(run: Run, baseline: str = "") -> list[Pair]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Standing:
-    """What a run says of its backends."""
+    """What a run shows about its backends."""
 
     baseline: str
     """The backend that all others are compared with."""
@@ -84,11 +84,11 @@ class Standing:
     rows: list[ComparedPair]
     """A verdict on each cell."""
     remarks: Sequence[str] = ()
-    """What has to be said beside the numbers of the run's cells (``bench.judge.remarks``)."""
+    """What must be said beside the numbers of the run's cells (``bench.judge.remarks``)."""
 
     @property
     def by_cell(self) -> dict[str, ComparedPair]:
-        """The rows by the id of the cell that is compared."""
+        """The rows by the id of the cell that is compared with the baseline."""
         return {row.pair.b.cell_id: row for row in self.rows}
 
 
@@ -104,26 +104,21 @@ def standing(run: Run, *, margin: float = MARGIN) -> Standing:
 
 
 def standings(run: Run, names: Sequence[str] = (), *, margin: float = MARGIN) -> dict[str, Standing]:
-    """The verdicts with each of these backends as the baseline; with every one, the run's own first, if none is named.
+    """The verdicts with each of these backends as the baseline; by default with every backend, the run's own first.
 
-    Those with one baseline are corrected for how many they are; not for the baselines that could have been chosen.
+    Holm's correction counts the comparisons with one baseline, not the baselines that could have been chosen.
     """
     own = baseline_of(run.manifest)
     every = dict.fromkeys([own, *(cell.backend for cell in run.cells.values() if not cell.is_reference)])
     chosen = list(names or every)
     floor = noise_floor(run)
-    reports = judge_reports(
-        run,
-        run,
-        [pairs_with_baseline(run, name) for name in chosen],
-        margin=margin,
-        floor=None if floor is None else floor.interval,
-    )
+    noise = None if floor is None else floor.interval
     said = remarks((run.manifest, cell) for cell in run.cells.values() if not cell.twin)
-    return {
-        name: Standing(baseline=name, floor=floor, rows=rows, remarks=said)
-        for name, rows in zip(chosen, reports, strict=True)
-    }
+    found = {}
+    for name in chosen:
+        rows = judge_pairs(run, run, pairs_with_baseline(run, name), margin=margin, floor=noise)
+        found[name] = Standing(baseline=name, floor=floor, rows=rows, remarks=said)
+    return found
 
 
 def look(records: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any], repeats: int) -> Look:
@@ -131,8 +126,8 @@ def look(records: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any], repe
 
     Cells that are equal but for the backend are one group, which stays open as a whole until the intervals of all its
     ratios to the baseline are narrow enough (``verdicts.next_precision``); the A/A pair's counts in its own group.
-    What cannot be compared, or has failed trials, is not waited for and gets no more trials; nor does a cell that is to
-    have one (``once`` of the manifest).
+    Cells that cannot be compared, or have failed trials, keep no group open and get no more trials; neither do cells
+    that need only one trial (``once`` of the manifest).
     """
     run = run_of(records, manifest)
     precision = float(manifest["matrix"]["values"]["precision"])
@@ -183,15 +178,13 @@ def _refusal(groups: Sequence[Sequence[ComparedPair]]) -> str:
 
 
 def _wanted(judgements: Sequence[Judgement], target: float) -> int:
-    """Blocks at which all these intervals may be narrower than the target."""
+    """Number of blocks with which all these intervals may be narrower than the target."""
     times = [one.comparison.time for one in judgements if one.comparison.time is not None]
     return max((time.num_trials + required_trials(time, target) for time in times), default=0)
 
 
 def floor_of_runs(a: Run, b: Run) -> tuple[Interval | None, list[str]]:
-    """The noise floor of the runs, of two the higher one, and notes on it; None if one of them has none."""
-    from bench.judge.verdicts import band
-
+    """The noise floor, the higher one of two runs, and notes on it; None if a run has none."""
     found, unsure = [], []
     for letter, one in (("A: ", a), ("B: ", b)) if a is not b else (("", a),):
         floor = noise_floor(one)

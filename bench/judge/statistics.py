@@ -7,8 +7,8 @@ How an interval is computed, and why; docs/statistics.md has the simulations beh
 2. Logarithms of the medians are combined: log a - log b within each block if both cells ran in the same blocks, else
    each cell on its own. The centre is the 20 % trimmed mean, which costs 6 % more trials than the mean if the noise is
    normal, and fewer if it is not (a median of trials would cost 50 % more).
-3. ``scipy.stats.bootstrap`` resamples the trials, but not the steps within them: a trial's median already contains
-   their noise, which a second level would count twice (Davison and Hinkley 1997, section 3.8).
+3. The bootstrap resamples the trials, but not the steps within them: a trial's median already contains their noise,
+   which a second level would count twice (Davison and Hinkley 1997, section 3.8).
 4. The percentile interval is expanded for few trials: Hesterberg, "What Teachers Should Know About the Bootstrap",
    The American Statistician 69(4), 2015: instead of alpha/2, the quantile
    Phi(-sqrt(n / (n - 1)) t(1 - alpha/2, n - 1)).
@@ -19,20 +19,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
+from scipy import special
 
-from bench.judge.bootstrap import (
-    BATCH,
-    RESAMPLES,
-    SEED,
-    Bootstrap,
-    bootstrap_one_sample,
-    bootstrap_two_samples,
-    difference_of_centres,
-    trimmed_mean,
-)
-from bench.run.warmup import Array, warmup
+from bench.run.record import warmup
+
+Array = NDArray[np.float64]
+
+LEVEL = 0.95
+TRIM = 0.2
+"""Share of the trials trimmed on each side: Wilcox, Introduction to Robust Estimation and Hypothesis Testing."""
+RESAMPLES = 9999
+SEED = 20
 
 MIN_TRIALS = 5
 """Least number of trials, or of blocks with both cells, for an interval: four values do not support a 95 % level."""
@@ -48,7 +49,7 @@ SAME_WIDTH = 0.65
 five cases of six: (margin/2 - w/2) / (w/2/1.96) = 1.06 standard errors to spare."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Sample:
     """The step times of one cell."""
 
@@ -61,7 +62,7 @@ class Sample:
         if self.blocks and len(self.blocks) != len(self.trials):
             raise ValueError(f"{len(self.trials)} trials have {len(self.blocks)} blocks")
 
-    @property
+    @cached_property
     def medians(self) -> Array:
         """Seconds per step of each trial: the median of its steps after warm-up."""
         return np.array([trial_median(trial) for trial in self.trials], dtype=float)
@@ -80,8 +81,6 @@ class Interval:
     """Two-sided p-value of the hypothesis that the ratio is 1: below 0.05 if and only if the interval excludes 1."""
     p_same: float | None = None
     """p-value of the hypothesis that the ratio is outside the margin: two one-sided tests (Schuirmann 1987)."""
-    margin: float = MARGIN
-    """Margin of ``p_same``."""
     num_trials: int
     """Number of blocks if paired, else of trials of the cell with fewer."""
     paired: bool
@@ -107,85 +106,49 @@ def trial_median(seconds: Sequence[float]) -> float:
     return float(np.median(steps[warmup(seconds) :]))
 
 
-def ratio(a: Sample, b: Sample, *, margin: float = MARGIN, resamples: int = RESAMPLES, seed: int = SEED) -> Interval:
+def ratio(a: Sample, b: Sample, margin: float = MARGIN) -> Interval:
     """The step time of ``a`` relative to that of ``b``.
 
     Trials of a common block are paired, which removes shared drift; with fewer than MIN_TRIALS such pairs, all trials
     are used unpaired. ``ratio(b, a)`` is exactly the inverse, since the same direction of the two is resampled.
     """
-    return ratios([(a, b)], margin=margin, resamples=resamples, seed=seed)[0]
-
-
-def ratios(
-    pairs: Sequence[tuple[Sample, Sample]], *, margin: float = MARGIN, resamples: int = RESAMPLES, seed: int = SEED
-) -> list[Interval]:
-    """``ratio`` of many pairs.
-
-    Pairs with the same number of blocks are resampled together; equal pairs, or a pair and its inverse, only once.
-    """
-    logs: dict[int, Array] = {}
-    swapped: list[bool] = []
-    keys: list[tuple[int, bytes]] = []
-    rows: dict[int, dict[bytes, Array]] = {}
-    found: dict[tuple[int, bytes], Interval] = {}
-    for number, (a, b) in enumerate(pairs):
-        for sample in (a, b):
-            if id(sample) not in logs:
-                logs[id(sample)] = np.log(sample.medians)
-        ours, theirs, swap = _resampled(a, b, logs[id(a)], logs[id(b)])
-        together = theirs is None and len(ours) >= MIN_TRIALS
-        key = (len(ours), np.sort(ours).tobytes()) if together else (-1, number.to_bytes(8, "big"))
-        if together:
-            rows.setdefault(len(ours), {})[key[1]] = ours
-        else:
-            found[key] = _interval(ours, theirs, margin, resamples, seed)
-        keys.append(key)
-        swapped.append(swap)
-    for size, those in rows.items():
-        each, names = max(1, BATCH // resamples), list(those)
-        for start in range(0, len(names), each):
-            part = names[start : start + each]
-            drawn = bootstrap_one_sample(np.stack([those[name] for name in part]), resamples=resamples, seed=seed)
-            found |= zip([(size, name) for name in part], _intervals(drawn, size, margin, paired=True), strict=True)
-    return [found[key].inverse() if swap else found[key] for key, swap in zip(keys, swapped, strict=True)]
-
-
-def _intervals(drawn: Bootstrap, num_trials: int, margin: float, *, paired: bool) -> list[Interval]:
-    """The interval of each row."""
-    columns = (np.exp(drawn.centres), *map(np.exp, drawn.interval()), drawn.p_different(), drawn.p_same(margin))
-    return [
-        Interval(
-            ratio=centre,
-            low=low,
-            high=high,
-            p_different=different,
-            p_same=same,
-            margin=margin,
-            num_trials=num_trials,
+    logs, swapped = _logs(a, b)
+    n, paired = min(map(len, logs)), len(logs) == 1
+    if n >= MIN_TRIALS:
+        drawn = bootstrap(*(values[None] for values in logs))
+        (low,), (high,) = drawn.interval()
+        found = Interval(
+            ratio=math.exp(drawn.centres[0]),
+            low=math.exp(low),
+            high=math.exp(high),
+            p_different=float(drawn.p_different()[0]),
+            p_same=float(drawn.p_same(margin)[0]),
+            num_trials=n,
             paired=paired,
         )
-        for centre, low, high, different, same in zip(*(column.tolist() for column in columns), strict=True)
-    ]
+    else:
+        centre = float(trimmed_mean(logs[0]) - (0 if paired else trimmed_mean(logs[1])))
+        reason = too_few(n, "block", " with both cells") if paired else too_few(n, "trial")
+        found = Interval(ratio=math.exp(centre), num_trials=n, paired=paired, reason=reason)
+    return found.inverse() if swapped else found
 
 
-def _resampled(a: Sample, b: Sample, logs_a: Array, logs_b: Array) -> tuple[Array, Array | None, bool]:
-    """Differences of logarithms by block, or both samples; and whether they describe b relative to a."""
+def _logs(a: Sample, b: Sample) -> tuple[list[Array], bool]:
+    """What is resampled: differences of logarithms by block, or both samples; and whether they describe b over a."""
     if not len(a.trials) or not len(b.trials):
         raise ValueError("a ratio needs a trial on either side")
+    ours, theirs = np.log(a.medians), np.log(b.medians)
     blocks = sorted(set(a.blocks) & set(b.blocks))
     if len(blocks) >= MIN_TRIALS or (blocks and max(len(a.trials), len(b.trials)) < MIN_TRIALS):
-        ours, theirs = (_by_block(values, s.blocks, blocks) for values, s in ((logs_a, a), (logs_b, b)))
-        apart = ours - theirs
+        apart = _by_block(ours, a.blocks, blocks) - _by_block(theirs, b.blocks, blocks)
         swap = sorted(apart.tolist()) > sorted((-apart).tolist())
-        return -apart if swap else apart, None, swap
-    swap = (len(a.trials), sorted(logs_a.tolist())) > (len(b.trials), sorted(logs_b.tolist()))
-    return (logs_b, logs_a, True) if swap else (logs_a, logs_b, False)
+        return [-apart if swap else apart], swap
+    swap = (len(ours), sorted(ours.tolist())) > (len(theirs), sorted(theirs.tolist()))
+    return ([theirs, ours] if swap else [ours, theirs]), swap
 
 
 def _by_block(values: Array, blocks: Sequence[int], wanted: Sequence[int]) -> Array:
     """Mean over a cell's trials in each block; an ABBA block has two."""
-    if list(blocks) == list(wanted):
-        return values
     own = np.asarray(blocks)
     return np.array([values[own == block].mean() for block in wanted])
 
@@ -195,16 +158,97 @@ def too_few(n: int, what: str, which: str = "") -> str:
     return f"no interval: {n} {what}{'' if n == 1 else 's'}{which}, and {MIN_TRIALS} are needed"
 
 
-def _interval(a: Array, b: Array | None, margin: float, resamples: int, seed: int) -> Interval:
-    """The interval of unpaired samples, or of too few blocks if ``b`` is None."""
-    if b is not None and (n := min(len(a), len(b))) >= MIN_TRIALS:
-        drawn = bootstrap_two_samples(a[None], b[None], resamples=resamples, seed=seed)
-        return _intervals(drawn, n, margin, paired=False)[0]
-    paired = b is None
-    n = len(a) if b is None else min(len(a), len(b))
-    centre = float(trimmed_mean(a) if b is None else difference_of_centres(a, b))
-    reason = too_few(n, "block", " with both cells") if paired else too_few(n, "trial")
-    return Interval(ratio=math.exp(centre), num_trials=n, paired=paired, margin=margin, reason=reason)
+def trimmed_mean(values: Array) -> Array:
+    """Mean along the last axis without the smallest and the largest TRIM share of the values."""
+    n = values.shape[-1]
+    out = int(TRIM * n)
+    return np.asarray(np.sort(values, axis=-1)[..., out : n - out].mean(axis=-1))
+
+
+@dataclass(frozen=True, slots=True)
+class Bootstrap:
+    """Resampled centres of many comparisons, as logarithms: one row per comparison."""
+
+    centres: Array
+    draws: Array
+    inflation: Array
+    """Factor by which the bootstrap underestimates the standard error, per comparison: sqrt(n / (n - 1)) if paired."""
+    freedom: Array
+    """Degrees of freedom of Student's t, per comparison."""
+
+    def interval(self) -> tuple[Array, Array]:
+        """Ends of the expanded percentile intervals."""
+        tails = special.ndtr(-self.inflation * special.stdtrit(self.freedom, (1 + LEVEL) / 2))
+        ends = [np.quantile(draws, (tail, 1 - tail)) for draws, tail in zip(self.draws, tails, strict=True)]
+        low, high = np.array(ends).reshape(-1, 2).T
+        return np.asarray(low), np.asarray(high)
+
+    def p_different(self) -> Array:
+        """Two-sided p-values of the hypothesis that the centre is 0; consistent with ``interval``."""
+        return np.asarray(np.minimum(1, 2 * np.minimum(self._p(0, 1), self._p(0, -1))))
+
+    def p_same(self, margin: float) -> Array:
+        """p-values of the hypothesis that the centre is outside the margin: the larger of two one-sided ones."""
+        edge = math.log1p(margin)
+        return np.asarray(np.maximum(self._p(-edge, 1), self._p(edge, -1)))
+
+    def shifted(self, by: float) -> Bootstrap:
+        """The same with all first cells slower by a factor of e^by."""
+        return replace(self, centres=self.centres + by, draws=self.draws + by)
+
+    def _p(self, value: float, sign: int) -> Array:
+        """One-sided p-values of the hypothesis that the centre is at most the value; with sign -1, at least.
+
+        From the share of draws on the wrong side, or from a normal tail if there are too few such draws.
+        """
+        tails = (sign * (self.draws - value) <= 0).mean(axis=1)
+        few = 5 / self.draws.shape[1]
+        distances, errors = sign * (self.centres - value), self.draws.std(axis=1)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            normal = np.nan_to_num(distances / errors, nan=0.0, posinf=np.inf, neginf=-np.inf)
+        reach = -special.ndtri(few)
+        scores = np.where(tails < few, np.maximum(normal, reach), -special.ndtri(np.maximum(tails, few)))
+        return np.asarray(special.stdtr(self.freedom, -scores / self.inflation))
+
+
+def bootstrap(a: Array, b: Array | None = None, *, resamples: int = RESAMPLES, seed: int = SEED) -> Bootstrap:
+    """Resample comparisons: one row per comparison, one column per trial or block.
+
+    The centre is the trimmed mean of ``a``, which has single samples or paired differences, or that mean minus the one
+    of ``b``. The draws are those of ``scipy.stats.bootstrap``, computed faster for thousands of rows. With two samples,
+    the degrees of freedom are Welch's, and the inflation is the ratio of the unbiased variance to the bootstrap's.
+    """
+    rows, n = a.shape
+    draws = resampled_means(a, int(TRIM * n), resamples, seed)
+    if b is None:
+        full = np.ones(rows)
+        return Bootstrap(trimmed_mean(a), draws, full * math.sqrt(n / (n - 1)), full * (n - 1))
+    draws = draws - resampled_means(b, int(TRIM * b.shape[1]), resamples, seed + 1)
+    sizes = n, b.shape[1]
+    parts = [np.maximum(s.var(axis=1, ddof=1), np.finfo(float).tiny) / s.shape[1] for s in (a, b)]
+    biased = sum(part * (size - 1) / size for part, size in zip(parts, sizes, strict=True))
+    welch = sum(part**2 / (size - 1) for part, size in zip(parts, sizes, strict=True))
+    both = sum(parts)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        freedom = np.where(welch > 0, np.square(both) / welch, min(sizes) - 1)
+    return Bootstrap(trimmed_mean(a) - trimmed_mean(b), draws, np.sqrt(both / biased), freedom)
+
+
+def resampled_means(a: Array, out: int, resamples: int, seed: int) -> Array:
+    """Means of resamples of each row without the ``out`` smallest and largest values.
+
+    All rows are resampled with the same random numbers, which pick the same order statistics of every row: the mean
+    of a resample is a weighted sum of the sorted row, with the same weights for every row.
+    """
+    return np.asarray(np.sort(a, axis=1) @ _weights(a.shape[1], out, resamples, seed).T)
+
+
+@lru_cache(maxsize=4)
+def _weights(n: int, out: int, resamples: int, seed: int) -> Array:
+    """Weights of the n order statistics in each resample without its ``out`` smallest and largest values."""
+    picked = np.sort(np.random.default_rng(seed).integers(0, n, (resamples, n)), axis=1)[:, out : n - out]
+    places = picked + n * np.arange(resamples)[:, None]
+    return np.asarray(np.bincount(places.ravel(), minlength=n * resamples).reshape(resamples, n) / (n - 2 * out))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -212,13 +256,11 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
     The i-th smallest of m is multiplied by m - i + 1, made monotone, and bounded by 1.
     """
-    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
-    adjusted = [1.0] * len(p_values)
-    largest = 0.0
-    for rank, i in enumerate(order):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[i]))
-        adjusted[i] = largest
-    return adjusted
+    values = np.asarray(p_values, dtype=float)
+    order = np.argsort(values, kind="stable")
+    adjusted = np.empty_like(values)
+    adjusted[order] = np.minimum(1, np.maximum.accumulate(values[order] * np.arange(len(values), 0, -1)))
+    return [float(value) for value in adjusted]
 
 
 def equivalent(interval: Interval, margin: float = MARGIN) -> bool:
@@ -227,14 +269,8 @@ def equivalent(interval: Interval, margin: float = MARGIN) -> bool:
     Two one-sided tests at 5 % need only the 90 % interval. The 95 % interval is the one that is printed, and keeps
     false "same" verdicts below 5 % even if an ambiguous run is extended once.
     """
-    if interval.low is None or interval.high is None:
-        return False
-    return 1 / (1 + margin) <= interval.low and interval.high <= 1 + margin
-
-
-def enough(interval: Interval, precision: float = PRECISION) -> bool:
-    """Whether the interval is narrower than the precision, from end to end."""
-    return interval.width < precision
+    low, high = interval.low, interval.high
+    return low is not None and high is not None and 1 / (1 + margin) <= low and high <= 1 + margin
 
 
 def required_trials(interval: Interval, precision: float = PRECISION) -> int:
@@ -243,7 +279,7 @@ def required_trials(interval: Interval, precision: float = PRECISION) -> int:
     The width falls with the square root of their number. The result at most doubles the number: with few trials the
     noise is not known well enough to plan further ahead.
     """
-    if enough(interval, precision):
+    if interval.width < precision:
         return 0
     n = interval.num_trials
     if interval.low is None:

@@ -14,9 +14,9 @@ import pandas as pd
 from bench.measure.dispatch import NUMBERS, OTHER_WORK
 from bench.plan.cell import Cell, Precision, Status
 from bench.plan.columns import COLUMNS, dtypes
-from bench.plan.estimates import peak_flops
 from bench.plan.world import World
-from bench.run.warmup import warmup
+from bench.run.machine import peak_flops
+from bench.run.record import warmup
 
 
 def products_rate(entries: Iterable[Mapping[str, Any]], world_size: int, precision: str) -> float | None:

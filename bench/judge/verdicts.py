@@ -3,12 +3,12 @@
 A verdict starts as ambiguous, and evidence upgrades it:
 
 - same: the whole 95 % interval is inside the margin, the margin is no smaller than the noise floor, and Holm's
-  adjusted p-value of the equivalence is below 5 %. It comes first: a difference smaller than the margin is one that the
-  reader said does not matter.
+  adjusted p-value of the equivalence is below 5 %. It comes first, since a difference smaller than the
+  margin does not matter to the reader.
 - faster, slower: the interval has nothing in common with the band of the A/A noise floor, and Holm's adjusted p-value
   of the difference is below 5 %.
 
-The band reaches as far from 1, on either side, as the farther end of the interval of the run's A/A pair.
+The band reaches as far from 1, on either side, as the farther end of the A/A pair's interval.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from bench.judge.bootstrap import RESAMPLES, SEED
-from bench.judge.statistics import MARGIN, MIN_TRIALS, SAME_WIDTH, Interval, Sample, equivalent, holm, ratios
+from bench.judge.sides import Side
+from bench.judge.statistics import MARGIN, MIN_TRIALS, SAME_WIDTH, Interval, equivalent, holm, ratio
 from bench.words import plural
 
 ALPHA = 0.05
 
 
 class Verdict(StrEnum):
-    """Of the first cell, against the second."""
+    """How the first cell's step time compares with the second's."""
 
     FASTER = "faster"
     SLOWER = "slower"
@@ -43,13 +43,13 @@ class Reason(StrEnum):
     INSIDE_MARGIN = "inside margin"
     """The interval is inside the margin."""
     INSIDE_FLOOR = "inside floor"
-    """The interval and the band overlap, and the interval excludes 1: as large as what the machine does by itself."""
+    """The interval excludes 1 but overlaps the band: equal cells differ as much on this machine."""
     WIDE = "wide interval"
-    """The interval holds 1 and does not fit into the margin."""
+    """The interval contains 1 and does not fit into the margin."""
     MANY = "many verdicts"
-    """The evidence would do for one comparison, not for as many as the report has."""
+    """The evidence suffices for one comparison, but not for as many as the report has."""
     FLOOR_ABOVE_MARGIN = "floor above margin"
-    """Equal as far as can be seen, but a difference as large as the margin could not have been seen."""
+    """The interval is inside the margin, but the noise floor could hide a difference as large as the margin."""
     NO_FLOOR = "no floor"
     """The run has no A/A pair, or too few trials of it."""
     CLOCKS = "clocks"
@@ -57,7 +57,7 @@ class Reason(StrEnum):
     FEW_TRIALS = "few trials"
     """Too few trials for an interval."""
     FAILED_TRIALS = "failed trials"
-    """Some trials failed; the ones that passed may be a biased sample."""
+    """Some trials failed, so those that succeeded may be a biased sample."""
     NO_TRIALS = "no trials"
     """One side has no successful trial."""
     PRECISION = "precision"
@@ -69,68 +69,41 @@ class Reason(StrEnum):
     GATE = "gate"
     """A gate failed."""
     DISTURBED = "machine disturbed"
-    """Other programs took part of the machine, or it did not keep its clocks."""
+    """Other programs used the machine, or its clocks were held down."""
 
 
 NEXT: dict[Reason, str] = {
     Reason.OUTSIDE_FLOOR: "cite the ratio with its interval and the noise floor",
-    Reason.INSIDE_MARGIN: "cite the margin with it",
-    Reason.INSIDE_FLOOR: "quieten the machine (idle, fixed clocks), or add repeats: both shrink the floor",
+    Reason.INSIDE_MARGIN: "cite it together with the margin",
+    Reason.INSIDE_FLOOR: "make the machine quieter (idle, fixed clocks) or add repeats: both lower the noise floor",
     Reason.WIDE: "add repeats: --max-repeats, --budget, or a smaller --interval-width",
     Reason.MANY: "add repeats, or compare fewer cells",
-    Reason.FLOOR_ABOVE_MARGIN: "quieten the machine, add repeats, or ask for a wider --margin",
+    Reason.FLOOR_ABOVE_MARGIN: "make the machine quieter, add repeats, or give a wider --margin",
     Reason.NO_FLOOR: f"run again with the A/A pair and at least {MIN_TRIALS} repeats",
     Reason.CLOCKS: "lock the clocks, or let the machine cool down, and run again",
     Reason.FEW_TRIALS: f"run at least {MIN_TRIALS} repeats",
-    Reason.FAILED_TRIALS: "see the reasons of the failed trials; fix them and resume the run",
-    Reason.NO_TRIALS: "see the reasons of the failed trials; fix them and resume the run",
+    Reason.FAILED_TRIALS: "see why trials failed, fix it, and resume the run",
+    Reason.NO_TRIALS: "see why trials failed, fix it, and resume the run",
     Reason.PRECISION: "run both sides with the same precision",
     Reason.ACCUMULATION: "run both sides with the same accumulation dtype",
     Reason.WORK: "give both sides the same workload, batch, sequence length and optimizer",
-    Reason.GATE: "see which gate failed; there is no point in timing a wrong result",
+    Reason.GATE: "see which gate failed: the time of a wrong result means nothing",
     Reason.DISTURBED: "run again on an idle machine; doctor says what else runs there",
 }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Side:
-    """One side of a comparison: what was measured, and what must be equal on both sides."""
-
-    label: str
-    sample: Sample
-    cycles: Sample | None = None
-    """The same trials in clock cycles: seconds times SM clock. None where no clock is known."""
-    num_failed: int = 0
-    """Trials that were run, or due, and did not end ``ok``."""
-    precision: str = ""
-    accumulation_dtype: str = ""
-    work: str = ""
-    """What is trained, in any form that is equal for equal work."""
-    failed_gates: Sequence[str] = ()
-    """What a gate found, in words."""
-    disturbed: Sequence[str] = ()
-    """In what the machine was disturbed, in words."""
-
-    @property
-    def obstacles(self) -> tuple[str, ...]:
-        """Why there is no number of this side, in words."""
-        return (*self.failed_gates, *self.disturbed)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """Two cells and the evidence about them."""
+    """The evidence on two cells."""
 
-    a: str
-    b: str
     time: Interval | None
-    """None if nothing can be said."""
+    """The ratio of their step times; None if there is none to be cited."""
     floor: Interval | None
     """Ratio of the run's A/A pair."""
     margin: float = MARGIN
     cycles: Interval | None = None
     blocked: tuple[Reason, str] | None = None
-    """What forbids a verdict, with its words."""
+    """What forbids a verdict, and the details."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,62 +135,20 @@ MORE_HELPS = frozenset(
 """Reasons for which repeats can be added."""
 
 
-def compare(
-    a: Side,
-    b: Side,
-    floor: Interval | None,
-    margin: float = MARGIN,
-    *,
-    force: bool = False,
-    resamples: int = RESAMPLES,
-    seed: int = SEED,
-) -> Comparison:
+def compare(a: Side, b: Side, floor: Interval | None, margin: float = MARGIN, *, force: bool = False) -> Comparison:
     """The evidence on two cells, for ``judge_all``. The ratio is the step time of ``a`` over that of ``b``.
 
     With ``force`` the ratio of what is not comparable is calculated too, where it can be; it stays not comparable.
     """
-    return compare_all([(a, b)], floor, margin, force=force, resamples=resamples, seed=seed)[0]
-
-
-def compare_all(
-    pairs: Sequence[tuple[Side, Side]],
-    floor: Interval | None,
-    margin: float = MARGIN,
-    *,
-    force: bool = False,
-    resamples: int = RESAMPLES,
-    seed: int = SEED,
-) -> list[Comparison]:
-    """``compare`` of many pairs, whose ratios are calculated together."""
-    blocked = [_blocked(a, b) for a, b in pairs]
-    asked: list[tuple[Sample, Sample]] = []
-    places: list[tuple[int, str]] = []
-    for number, ((a, b), why) in enumerate(zip(pairs, blocked, strict=True)):
-        runs = bool(len(a.sample.trials) and len(b.sample.trials))
-        if not runs or (why is not None and why[0] in BLOCKS and not force):
-            continue
-        asked.append((a.sample, b.sample))
-        places.append((number, "time"))
-        if a.cycles is not None and b.cycles is not None:
-            asked.append((a.cycles, b.cycles))
-            places.append((number, "cycles"))
-    found = dict(zip(places, ratios(asked, margin=margin, resamples=resamples, seed=seed), strict=True))
-    return [
-        Comparison(
-            a=a.label,
-            b=b.label,
-            time=found.get((number, "time")),
-            floor=floor,
-            margin=margin,
-            cycles=found.get((number, "cycles")),
-            blocked=why,
-        )
-        for number, ((a, b), why) in enumerate(zip(pairs, blocked, strict=True))
-    ]
+    blocked, time, cycles = _blocked(a, b), None, None
+    if a.sample.trials and b.sample.trials and (force or blocked is None or blocked[0] not in BLOCKS):
+        time = ratio(a.sample, b.sample, margin)
+        cycles = ratio(a.cycles, b.cycles, margin) if a.cycles and b.cycles else None
+    return Comparison(time=time, floor=floor, margin=margin, cycles=cycles, blocked=blocked)
 
 
 def _blocked(a: Side, b: Side) -> tuple[Reason, str] | None:
-    """The gravest thing that forbids a verdict."""
+    """What forbids a verdict, the gravest reason first."""
     for reason, ours, theirs in (
         (Reason.WORK, a.work, b.work),
         (Reason.PRECISION, a.precision, b.precision),
@@ -231,9 +162,9 @@ def _blocked(a: Side, b: Side) -> tuple[Reason, str] | None:
         return Reason.GATE if wrong else Reason.DISTURBED, "; ".join(found)
     for side in (a, b):
         if not len(side.sample.trials):
-            return Reason.NO_TRIALS, f"{side.label}: {plural(side.num_failed, 'trial')}, none of them ok"
+            return Reason.NO_TRIALS, f"{side.label}: {plural(side.num_failed, 'trial')}, none of which succeeded"
     failed = [
-        f"{side.label}: {side.num_failed} of {plural(side.num_failed + len(side.sample.trials), 'trial')} are not ok"
+        f"{side.label}: {side.num_failed} of {plural(side.num_failed + len(side.sample.trials), 'trial')} failed"
         for side in (a, b)
         if side.num_failed
     ]
@@ -243,7 +174,7 @@ def _blocked(a: Side, b: Side) -> tuple[Reason, str] | None:
 def judge_all(comparisons: Iterable[Comparison]) -> list[Judgement]:
     """Verdicts on all comparisons of one report, corrected by Holm for how many there are.
 
-    All that were meant to be judged count: those that cannot be have a p-value of 1.
+    Those that cannot be judged count too, with a p-value of 1.
     """
     every = list(comparisons)
     different, same = (
@@ -285,7 +216,7 @@ def _verdict(comparison: Comparison, p_different: float, p_same: float) -> tuple
 
 
 def band(floor: Interval) -> float:
-    """How far from 1 the noise floor reaches: its band is from 1 / band to band."""
+    """Upper end of the noise floor's band, which begins at 1 / band."""
     assert floor.low is not None and floor.high is not None, "callers look first"
     return math.exp(max(abs(math.log(floor.low)), abs(math.log(floor.high))))
 
@@ -333,18 +264,23 @@ class Exact(StrEnum):
     UNKNOWN = "unknown"
 
 
-@dataclass(frozen=True, slots=True)
-class ExactVerdict:
-    """Of the first number, against the second."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exactly:
+    """Bytes or steps on both sides, compared without statistics: one byte more is more."""
 
-    verdict: Exact
-    ratio: float | None
-    """None where one is not known or the second is 0."""
+    a: int | None = None
+    b: int | None = None
+    alike: bool = True
+    """Whether both sides were measured in the same way."""
 
+    @property
+    def verdict(self) -> Exact:
+        """The verdict on b."""
+        if self.a is None or self.b is None or not self.alike:
+            return Exact.UNKNOWN
+        return Exact.EQUAL if self.a == self.b else Exact.MORE if self.b > self.a else Exact.FEWER
 
-def exact(a: int | None, b: int | None) -> ExactVerdict:
-    """Compares peak memory in bytes, steps or calls: no statistics, one byte more is more."""
-    if a is None or b is None:
-        return ExactVerdict(Exact.UNKNOWN, None)
-    verdict = Exact.EQUAL if a == b else Exact.MORE if a > b else Exact.FEWER
-    return ExactVerdict(verdict, a / b if b else None)
+    @property
+    def ratio(self) -> float | None:
+        """b / a; None if one is not known, or a is 0."""
+        return None if self.verdict is Exact.UNKNOWN or not self.a or self.b is None else self.b / self.a

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
 from bench.judge import gathers
-from bench.judge.tally import Tally, ceil_to
 from bench.plan.cell import Sync
 from bench.workload.layout import Layout
+
+Call = tuple[str, str, int, int]
+"""A collective: operation, dtype, elements of the whole logical tensor, and how often it is called."""
+
+
+def ceil_to(numel: int, multiple: int) -> int:
+    """``numel`` rounded up to a multiple."""
+    return -(-numel // multiple) * multiple
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,43 +102,44 @@ def stage2_reductions(layout: Layout, world_size: int, sync: Sync, size: int) ->
     return found
 
 
-def stage2(layout: Layout, accumulate: int, world_size: int, *, sync: Sync, bf16: bool, zero: ZeroSettings) -> Tally:
+def stage2(
+    layout: Layout, accumulate: int, world_size: int, *, sync: Sync, bf16: bool, zero: ZeroSettings
+) -> Iterator[Call]:
     """All-reduces of the buckets in fp32, of the norm and, in bf16, of the overflow flag; one gather after the step.
 
     stage_1_and_2.py: average_tensor (never a reduce-scatter, whatever the option ``reduce_scatter`` is), has_overflow
     (``check_grad_overflow`` is on for bf16), get_grad_norm_direct; runtime/utils.py:all_gather_into_tensor_dp_groups
     (``allgather_bucket_size`` is not used, and nothing is gathered at W = 1).
     """
-    tally = Tally()
     times = accumulate if sync is Sync.EAGER else 1
-    tally.add("all_reduce", "float32", stage2_reductions(layout, world_size, sync, zero.reduce_bucket), times)
-    tally.add("all_reduce", "float32", [1])
+    for numel in stage2_reductions(layout, world_size, sync, zero.reduce_bucket):
+        yield "all_reduce", "float32", numel, times
+    yield "all_reduce", "float32", 1, 1
     if bf16:
-        tally.add("all_reduce", "uint8", [1])
+        yield "all_reduce", "uint8", 1, 1
     if world_size > 1:
-        tally.add("all_gather", "bfloat16" if bf16 else "float32", [flat(layout, world_size)])
-    return tally
+        yield "all_gather", "bfloat16" if bf16 else "float32", flat(layout, world_size), 1
 
 
-def stage3(layout: Layout, accumulate: int, world_size: int, *, sync: Sync, bf16: bool, zero: ZeroSettings) -> Tally:
+def stage3(
+    layout: Layout, accumulate: int, world_size: int, *, sync: Sync, bf16: bool, zero: ZeroSettings
+) -> Iterator[Call]:
     """Gathers of parameters in every forward and backward, reduce-scatters of buckets in fp32, all-reduces of norms.
 
     Every parameter is padded separately to a multiple of W (partition_parameters.py:_padding_size;
     runtime/comm/coalesced_collectives.py:reduce_scatter_coalesced, which is called at W = 1 too). There is one fp64
     norm per sub-group (stage3.py:get_grad_norm_direct, zero/utils.py:get_norm_dtype); only fp16 checks for overflow.
     """
-    tally = Tally()
 
     def padded(parameters: Iterable[int]) -> int:
         return sum(ceil_to(layout.parameters[p].numel, world_size) for p in parameters)
 
     if world_size > 1:
-        window = gathers.of_window(layout, accumulate, prefetch=zero.prefetch, max_live=zero.max_live)
-        tally.add("all_gather", "bfloat16" if bf16 else "float32", map(padded, window))
-    found = [padded(bucket) for bucket in buckets(layout, _order(layout, sync), zero.reduce_bucket)]
-    tally.add("reduce_scatter", "float32", found, accumulate if sync is Sync.EAGER else 1)
-    tally.add("all_reduce", "float64", [1], num_sub_groups(layout, world_size, zero))
-    return tally
+        for gathered in gathers.of_window(layout, accumulate, prefetch=zero.prefetch, max_live=zero.max_live):
+            yield "all_gather", "bfloat16" if bf16 else "float32", padded(gathered), 1
+    for bucket in buckets(layout, _order(layout, sync), zero.reduce_bucket):
+        yield "reduce_scatter", "float32", padded(bucket), accumulate if sync is Sync.EAGER else 1
+    yield "all_reduce", "float64", 1, num_sub_groups(layout, world_size, zero)
 
 
 def num_sub_groups(layout: Layout, world_size: int, zero: ZeroSettings) -> int:

@@ -1,54 +1,67 @@
 """Torch elastic's agent and rendezvous for one trial, on one machine.
 
 Torch's own agent polls the ranks every ``monitor_interval`` seconds: each poll of a long trial takes CPU time from a
-core that may be under measurement, and a short trial loses half an interval at its end. This agent is woken as soon as
-a rank ends. Torch's own rendezvous handlers create stores that listen on all interfaces, and anyone who reaches such a
-port can write to it. This store listens on the loopback interface only.
+core that may be under measurement, and a short trial loses half an interval at its end. It also takes a rank that exits
+with code 0 for a good one, and gives the others half a minute to end. This agent is woken as soon as a rank ends.
+
+Torch's own rendezvous handlers create stores that listen on all interfaces, and anyone who reaches such a port can
+write to it. This store listens on the loopback interface only.
 """
 
 from __future__ import annotations
 
+import signal
 import socket
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import wait
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from bench.launch import stragglers
+from bench.launch.outcome import written
 
-LOOK_S, LOOK_BLIND_S = 2.0, 0.25
-"""Longest sleep of the agent; the second value where torch does not expose anything to wait for."""
+LOOK_S = 0.25
+"""How often the agent looks at the ranks where torch does not expose anything to wait for."""
 
 
 class Agent(LocalElasticAgent):
-    """Sleeps until a rank has returned or ended."""
+    """Sleeps until a rank has returned or ended; one that ends before all have returned ends the others."""
+
+    exits: Mapping[int, int] = MappingProxyType({})
+    """Exit codes of the ranks that ended by themselves before all had returned; negative for signals."""
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         signs = self._signs()
-        ready = wait(signs, LOOK_S if signs else LOOK_BLIND_S)
-        # If a rank has ended, torch's own check ends the others.
-        held = stragglers.mapped(self.pids) if any(isinstance(sign, int) for sign in ready) else set()
-        result: RunResult = super()._monitor_workers(worker_group)
+        ready = wait(signs, None if signs else LOOK_S)
+        if not any(isinstance(sign, int) for sign in ready):
+            result: RunResult = super()._monitor_workers(worker_group)
+            return result
+        context: Any = self._pcontext
+        exits = {}
+        for rank, process in enumerate(context._pc.processes):
+            if process.sentinel in ready or not stragglers.alive(stragglers.find(process.pid)):
+                process.join()  # until its exit code is known
+                exits[rank] = process.exitcode
+        self.exits = exits
+        held = stragglers.mapped(context.pids().values())
+        context.close(signal.SIGKILL)
         stragglers.remove(held)
-        return result
-
-    @property
-    def pids(self) -> list[int]:
-        """Process ids of the ranks."""
-        return list(self._pcontext.pids().values()) if self._pcontext else []
+        return RunResult(state=WorkerState.FAILED)
 
     def _signs(self) -> list[Any]:
         """Objects that become readable when a rank returns (the pipe of its result) or ends (its sentinel)."""
         context: Any = self._pcontext
         try:
             pipes = [queue._reader for rank, queue in context._ret_vals.items() if rank not in context._return_values]
-            return [*pipes, *context._pc.sentinels]  # sentinels of ranks that have not ended yet
+            return [*pipes, *context._pc.sentinels]
         except AttributeError:
             return []
 
@@ -58,8 +71,8 @@ def run(
 ) -> dict[str, Any]:
     """Run ``rank_main(payload)`` in ``world_size`` ranks and return what failed: the rank, its exit code or signal.
 
-    Their logs go into the folder. ``server`` sends the answer on. Without a failure of torch elastic's, the answer says
-    that a rank ended without a result; that counts only if a result is missing.
+    Their logs go into the folder. ``server`` sends the answer on. Without a failure, the answer says that a rank ended
+    without a result; that counts only if a result is missing.
     """
     spec = WorkerSpec(
         role="rank",
@@ -72,18 +85,22 @@ def run(
         local_addr=HOST,
     )
     logs = DefaultLogsSpecs(log_dir=folder, redirects=Std.ALL)
+    agent = Agent(spec, logs, start_method=start_method)
     try:
-        result = Agent(spec, logs, start_method=start_method).run()
+        result = agent.run()
     except Exception as error:
         return {"failure": f"torch elastic: {type(error).__name__}: {error}"}
-    if not result.failures:
+    exits = agent.exits or {rank: failure.exitcode for rank, failure in result.failures.items()}
+    if not exits:
         return {"failure": "a rank ended without a result"}
-    # Seen together, a rank that a signal ended is why another one failed.
-    rank, first = min(result.failures.items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp))
-    if first.exitcode < 0:
-        name = stragglers.name(-first.exitcode)
-        return {"failure": f"rank {rank} was ended by {name}", "rank": rank, "signal": -first.exitcode}
-    return {"failure": f"rank {rank} ended with exit code {first.exitcode}", "rank": rank}
+    # Of several, one that a signal ended, or that reported nothing, is why the others failed.
+    reported = written(Path(folder), world_size)
+    rank = min(exits, key=lambda rank: (exits[rank] >= 0, rank in reported))
+    code = exits[rank]
+    if code < 0:
+        return {"failure": f"rank {rank} was ended by {stragglers.name(-code)}", "rank": rank, "signal": -code}
+    how = f"with exit code {code}" if code else "without a result"
+    return {"failure": f"rank {rank} ended {how}", "rank": rank}
 
 
 BACKEND = "bench-loopback"

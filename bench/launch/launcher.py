@@ -29,7 +29,7 @@ import psutil
 from bench.backends.base import registry
 from bench.launch import gpus, interrupt, outcome, stragglers
 from bench.launch.outcome import Ending, Outcome, judge, written
-from bench.launch.watchdog import EndReason, Watch, silent_reason
+from bench.launch.watchdog import EndReason, Watch
 from bench.plan.cell import Device
 from bench.plan.task import Task
 
@@ -197,8 +197,13 @@ class _Server:
             if again and not any(folder.glob("rank*.beat")):
                 return self.run(task, timeout_s, inactivity_s, again=False)
         else:
-            ending = _ending(found, watch, outcome.moved(kills, outcome.counters()))
-            if found.get("spent"):
+            ending = Ending(
+                failure=found["failure"],
+                rank=found.get("rank"),
+                signal=found.get("signal", 0),
+                killed_for_memory=outcome.moved(kills, outcome.counters()),
+            )
+            if found["spent"]:
                 self.close()
         if excess := watch.excessive_output():
             ending = Ending(failure=excess.reason, status=excess.status, void=True)
@@ -284,18 +289,6 @@ class _Server:
         self._stderr.seek(0)
         lines = self._stderr.read().decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else "no message"
-
-
-def _ending(reply: dict[str, Any], watch: Watch, killed_for_memory: str) -> Ending:
-    """The end of a trial as the launcher's process and the watch saw it."""
-    if watch.silent and reply.get("rank") not in watch.silent:
-        return Ending(failure=silent_reason(watch.silent), rank=watch.silent[0])
-    return Ending(
-        failure=str(reply.get("failure", "")),
-        rank=reply.get("rank"),
-        signal=int(reply.get("signal", 0)),
-        killed_for_memory=killed_for_memory,
-    )
 
 
 def _environment(device: Device, packages: tuple[str, ...]) -> dict[str, str]:

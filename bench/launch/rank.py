@@ -44,8 +44,8 @@ AT_LIMIT_BYTES = 256 * 2**20
 CUDA_OUT_OF_MEMORY = 2
 """cudaErrorMemoryAllocation: no memory for a context or for a library's buffers."""
 FAILED_LINGER_S = 2.0
-"""How long a failed rank stays alive after it wrote its failure: several polls of the watchdog, which a busy machine
-may delay."""
+"""How long a failed rank stays alive after it wrote its failure: time for a peer to end that failed silently before,
+and whose memory the kernel still releases."""
 WAIT_S = 0.005
 """How often a finished rank checks whether the others are."""
 SHARED_GPU_GROUP = "cpu:gloo,cuda:gloo"
@@ -132,8 +132,7 @@ def live(folder: Path, work: Callable[[int], dict[str, Any]]) -> None:
     except BaseException as error:
         traceback.print_exc()
         _write(path, json.dumps({**failure(error), "time": time.monotonic()}))
-        # If a peer died silently, let torch elastic notice that one first.
-        time.sleep(FAILED_LINGER_S)
+        time.sleep(FAILED_LINGER_S)  # if a peer that died silently is why, the agent must see that one too
         # No cleanup: destroying an NCCL group while other ranks are inside a collective may block for ever.
         sys.stderr.flush()
         os._exit(1)

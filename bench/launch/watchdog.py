@@ -1,31 +1,26 @@
-"""Watches a trial: limits of time, inactivity and output, and ranks that end early.
+"""Watches a trial: limits of time, inactivity and output, and ranks that do not end.
 
 The bench's own process polls a few small files about twice a second, without disturbing the ranks.
 """
 
 from __future__ import annotations
 
-import signal
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from bench.launch import dumps
-from bench.launch.outcome import read, written
-from bench.launch.stragglers import alive, find, is_stopped, send
+from bench.launch.outcome import written
+from bench.launch.stragglers import alive, find, is_stopped
 from bench.measure import heartbeat
 from bench.plan.cell import Status
 
 POLL_S = 0.4
-"""Shorter than a failed rank lingers (``rank.FAILED_LINGER_S``), so that a rank that died silently is seen first."""
+"""Seconds between two looks at a trial."""
 LOG_BYTES = 64 * 2**20
 """Limit on the standard output and error of all ranks of a trial together."""
-PEERS_S = 5.0
-"""How long torch elastic gets to end the other ranks after one has ended. It sends SIGTERM, and would wait half a
-minute for ranks that ignore it or are stopped."""
 LEAVING_S = 30.0
 """How long ranks may take to end once all have written their results."""
 
@@ -53,31 +48,15 @@ class Watch:
         self.ranks: dict[int, psutil.Process | None] = {}
         """Processes of the ranks that have started, by rank; None for one that ended before it was first looked up."""
         self._logs: list[Path] = []
-        self._gone: float | None = None
-        self.first: tuple[int, ...] = ()
-        """Ranks that ended before the others."""
-        self._done: set[int] = set()
         self._handed_over: float | None = None
         limits = [limit for limit in (timeout_s, inactivity_s) if limit]
         self.interval_s = min(POLL_S, *(limit / 4 for limit in limits))
-
-    @property
-    def silent(self) -> tuple[int, ...]:
-        """Ranks that ended before the others without writing a result or failure."""
-        some = 0 < len(self.first) < len(self.ranks)
-        return tuple(rank for rank in self.first if some and rank not in written(self._folder, len(self._ranks)))
 
     def look(self) -> EndReason | None:
         """The reason to end the trial; None if it may go on."""
         now = time.monotonic()
         self._read_beats(now)
-        return (
-            self.excessive_output()
-            or self._overdue(now)
-            or self._idle(now)
-            or self._slow_exit(now)
-            or self._early_end(now)
-        )
+        return self.excessive_output() or self._overdue(now) or self._idle(now) or self._slow_exit(now)
 
     def _read_beats(self, now: float) -> None:
         for rank in self._ranks:
@@ -144,36 +123,6 @@ class Watch:
         reason = f"its ranks did not end within {LEAVING_S:g} s of their results{self._rank_states()}"
         return EndReason(status=Status.HANG, reason=reason, dump=True)
 
-    def _early_end(self, now: float) -> EndReason | None:
-        """After a rank has ended early: kill the others if torch elastic has not, then end the trial."""
-        running = {rank: one for rank, one in self.ranks.items() if alive(one)}
-        ended = tuple(rank for rank in self.ranks if rank not in running and not self._is_done(rank))
-        if not ended:
-            return None
-        if self._gone is None:
-            self._gone, self.first = now, ended
-        if now - self._gone < PEERS_S:
-            return None
-        if running and now - self._gone < 2 * PEERS_S:
-            for process in running.values():
-                send(process, signal.SIGKILL)
-            return None
-        return EndReason(status=Status.CRASHED, reason=silent_reason(self.first))
-
-    def _is_done(self, rank: int) -> bool:
-        """Whether a rank that has ended wrote a good result first."""
-        if rank not in self._done:
-            result = read(self._folder / f"rank{rank}.json")
-            if result is None or result["status"] != Status.OK:
-                return False
-            self._done.add(rank)
-        return True
-
     def dump(self) -> None:
         """Make the ranks dump their stacks."""
         dumps.ask(self._folder, self.ranks)
-
-
-def silent_reason(ranks: Sequence[int]) -> str:
-    """The reason of a trial in which these ranks ended without a result."""
-    return f"rank {' and '.join(map(str, ranks))} ended without a result"

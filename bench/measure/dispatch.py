@@ -17,11 +17,14 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from bench.measure.exposure import WindowProfiler
 from bench.measure.taps import EventKind, Taps
 from bench.plan.task import CPU_WINDOWS, SETTLED_WINDOWS
+
+if TYPE_CHECKING:
+    from bench.measure.operators import OperatorCounter
 
 LAUNCHES = (
     "cudaLaunchKernel",
@@ -37,16 +40,6 @@ NUMBERS = ("cpu_s", "num_operators", "num_launches")
 OTHER_WORK = "other_work"
 """Another key: the first operator of forward or backward whose number of runs differs from the plain model's, in words;
 empty if there is none, absent if they were not compared."""
-
-
-class Instrument(Protocol):
-    """Measures one window."""
-
-    def start(self) -> None:
-        """Start when the window opens."""
-
-    def stop(self) -> None:
-        """Stop when it closes; called once per ``start``."""
 
 
 class CpuTime:
@@ -66,34 +59,6 @@ class CpuTime:
 
     def stop(self) -> None:
         self.seconds = time.process_time() - self._began
-
-
-class Operators:
-    """Dispatched operators, and those of forward and backward; None before the end of the window."""
-
-    def __init__(self, taps: Taps | None = None) -> None:
-        self.count: int | None = None
-        self.work: Counter[str] | None = None
-        self.micro_batches = 0
-        """Micro-batches in the window: more than N if the framework skipped a step."""
-        self._taps = taps
-        self._mode: Any = None
-
-    def start(self) -> None:
-        from bench.measure.operators import OperatorCounter
-
-        self._mode = OperatorCounter(self._taps)
-        self.micro_batches = -self._num_losses
-        self._mode.__enter__()
-
-    def stop(self) -> None:
-        self._mode.__exit__(None, None, None)
-        self.count, self.work = self._mode.count, self._mode.work
-        self.micro_batches += self._num_losses
-
-    @property
-    def _num_losses(self) -> int:
-        return len(self._taps.losses) if self._taps else 0
 
 
 class Launches(WindowProfiler):
@@ -120,16 +85,18 @@ class HostCost:
         taps: Taps | None = None,
         plain: tuple[Counter[str], Counter[str]] | None = None,
     ) -> None:
+        from bench.measure.operators import OperatorCounter
+
         self._cpu = [CpuTime(cuda=cuda) for _ in range(CPU_WINDOWS)]
-        self._operators = Operators(taps)
+        self._operators = OperatorCounter(taps)
         self._plain = plain
         self._launches = Launches() if cuda else None
-        self._instruments: list[Instrument] = [*self._cpu, self._operators]
+        self._instruments: list[CpuTime | OperatorCounter | Launches] = [*self._cpu, self._operators]
         if self._launches is not None:
             self._instruments.append(self._launches)
         self._accumulate = accumulate
         self._num_losses = self._num_windows = 0
-        self._running: Instrument | None = None
+        self._running: CpuTime | OperatorCounter | Launches | None = None
 
     @property
     def windows(self) -> int:
@@ -162,14 +129,15 @@ class HostCost:
 
     @property
     def result(self) -> dict[str, Any]:
-        seconds = [one.seconds for one in self._cpu if one.seconds is not None]
-        launches = None if self._launches is None else self._launches.count
-        values = (min(seconds, default=None), self._operators.count, launches)
-        found: dict[str, Any] = dict(zip(NUMBERS, values, strict=True))
-        operators = self._operators
-        if self._plain and operators.work is not None:
-            from bench.measure.operators import other_work
+        from bench.measure.operators import other_work
 
+        operators = self._operators
+        found: dict[str, Any] = {
+            "cpu_s": min((one.seconds for one in self._cpu if one.seconds is not None), default=None),
+            "num_operators": operators.count if operators.ended else None,
+            "num_launches": None if self._launches is None else self._launches.count,
+        }
+        if self._plain and operators.ended:
             found[OTHER_WORK] = other_work(*self._plain, operators.work, operators.micro_batches)
         return found
 

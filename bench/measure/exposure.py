@@ -7,6 +7,7 @@ other ranks, so their time includes waiting.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,49 +62,22 @@ def exposure(activities: Iterable[Activity]) -> Exposure:
     """
     on_device = [a for a in activities if a.category in DEVICE_CATEGORIES and a.duration > 0]
     collectives = [a for a in on_device if a.is_collective]
-    busy = union((a.start, a.end) for a in collectives)
-    compute = union((a.start, a.end) for a in on_device if not a.is_collective)
-    collective_s = length(busy)
+    compute_s = _covered([a for a in on_device if not a.is_collective])
     return Exposure(
-        collective_s=collective_s,
-        exposed_s=max(0.0, collective_s - length(intersection(busy, compute))),
-        compute_s=length(compute),
+        collective_s=_covered(collectives),
+        exposed_s=max(0.0, _covered(on_device) - compute_s),
+        compute_s=compute_s,
         num_collectives=len(collectives),
     )
 
 
-Interval = tuple[float, float]
-
-
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Sorted disjoint intervals that cover the same points."""
-    found: list[Interval] = []
-    for start, end in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
-        else:
-            found.append((start, end))
-    return found
-
-
-def intersection(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
-    """The intersection of two unions."""
-    found: list[Interval] = []
-    i = j = 0
-    while i < len(first) and j < len(second):
-        start, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
-        if start < end:
-            found.append((start, end))
-        if first[i][1] < second[j][1]:
-            i += 1
-        else:
-            j += 1
-    return found
-
-
-def length(intervals: Iterable[Interval]) -> float:
-    """Total length of disjoint intervals."""
-    return sum(end - start for start, end in intervals)
+def _covered(activities: Iterable[Activity]) -> float:
+    """Seconds in which at least one of the activities ran."""
+    seconds, until = 0.0, -math.inf
+    for start, end in sorted((a.start, a.end) for a in activities):
+        seconds += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return seconds
 
 
 def merge(ranks: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:

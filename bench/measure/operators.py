@@ -42,7 +42,24 @@ class OperatorCounter(TorchDispatchMode):
         self.count = 0
         self.work: Counter[str] = Counter()
         """Operators of forward and backward as compared by ``is_work``, in order of first occurrence."""
+        self.micro_batches = 0
+        """Micro-batches while the mode was active: more than N in a window if the framework skipped a step."""
+        self.ended = False
+        """Whether a window was counted to its end."""
         self._taps = taps
+
+    def start(self) -> None:
+        self.micro_batches -= self._num_losses
+        self.__enter__()
+
+    def stop(self) -> None:
+        self.__exit__(None, None, None)
+        self.micro_batches += self._num_losses
+        self.ended = True
+
+    @property
+    def _num_losses(self) -> int:
+        return len(self._taps.losses) if self._taps else 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -6,7 +6,7 @@ Fake tensors allow training a model of any size on a laptop: an operator only co
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, Self
 
@@ -18,7 +18,6 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import _disable_current_modes
 
-from bench.measure.views import loops, on_demand
 from bench.plan.cell import Cell
 from bench.plan.models import LLAMA
 
@@ -47,9 +46,9 @@ class RealTensors(nullcontext[None]):
         return make(num_samples).to(self._device)
 
 
-def tensors(cell: Cell, device: torch.device, packages: Sequence[str] = ()) -> RealTensors | FakeTensors:
-    """The tensors of a cell; ``packages`` are those that its backend requires."""
-    return RealTensors(device, cell.workload) if cell.world.computes else FakeTensors(device, packages)
+def tensors(cell: Cell, device: torch.device) -> RealTensors | FakeTensors:
+    """The tensors of a cell."""
+    return RealTensors(device, cell.workload) if cell.world.computes else FakeTensors(device)
 
 
 KEPT_ELEMENTS = 65_536
@@ -72,14 +71,10 @@ torch 2.11 also for the optimizer's foreach operators, which would count as if a
 
 
 class FakeTensors:
-    """Like ``RealTensors``, but tensors created while this context is open are fake.
+    """Like ``RealTensors``, but tensors created while this context is open are fake."""
 
-    ``packages`` are those that the backend under test requires.
-    """
-
-    def __init__(self, device: torch.device, packages: Sequence[str] = ()) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._packages = packages
         self._mode = _Mode(allow_non_fake_inputs=True)
 
     def __enter__(self) -> Self:
@@ -90,8 +85,6 @@ class FakeTensors:
         self._replace(_fsdp_param, "_chunk_with_empty", _first_chunk)
         # Hide its tensors from every mode: this one and the memory ledger.
         self._replace(ShardingPropagator, SHAPES, _within(_disable_current_modes, getattr(ShardingPropagator, SHAPES)))
-        for owner, name in loops(self._packages):
-            self._replace(owner, name, on_demand(getattr(owner, name)))
         self._open.enter_context(self._mode)
         return self
 

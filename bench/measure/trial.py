@@ -52,7 +52,7 @@ from bench.plan.cell import REFERENCE, SGD, Cell, Status
 from bench.plan.task import SETTLED_WINDOWS, Spec
 from bench.workload import load
 from bench.workload.batches import Loader, sliced
-from bench.workload.structure import record
+from bench.workload.layout import record
 
 
 def work(spec: Spec, rank: int, device: torch.device) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class RankTrial:
         if reason := blocks.refusal(spec.cell, backend):
             raise UnsupportedError(reason)
         self.workload = load(spec.cell, Path(spec.corpus) if spec.corpus else None)
-        self._tensors = tensors(spec.cell, device, backend.requires)
+        self._tensors = tensors(spec.cell, device)
         model = self._tensors.model(self.workload.model)
         self._unused_model: nn.Module | None = model
         self.num_parameters = sum(p.numel() for p in model.parameters())

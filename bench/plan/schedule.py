@@ -42,6 +42,22 @@ class Trial:
         return self.cell.cell_id, self.repeat
 
 
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The estimated cost of a cell."""
+
+    seconds: float | None
+    """Per trial; None if unknown."""
+    memory_bytes: int | None
+    """Peak of one rank; None if unknown."""
+    once_s: float = 0.0
+    """Seconds that the extra passes add to one trial of the cell, if they are expensive."""
+
+    def total(self, repeats: int) -> float:
+        """Seconds of this many trials, one of them with the extra passes; 0 if unknown."""
+        return 0.0 if self.seconds is None else self.seconds * repeats + self.once_s
+
+
 class Ended(StrEnum):
     """Why a run ended."""
 

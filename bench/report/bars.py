@@ -13,7 +13,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from bench.judge.tally import wire_bytes
+from bench.judge.formulas import wire_bytes
 from bench.plan.categories import PEAK, Category
 from bench.report import sheet, style
 from bench.report.figure_data import CONTEXT, FACTS, MEMORY, FigureData, Panel, floats, most_extreme, twins
@@ -208,7 +208,7 @@ def by_operation(collectives: pd.DataFrame, ranks: pd.Series | None = None) -> p
     """Payload bytes of a rank in one optimizer step: a row per cell_id, a column per operation, and their sum.
 
     ``collectives`` is the table of that name; the largest of several repeats counts. With ``ranks``, the number of
-    ranks by cell_id, the bytes that a ring algorithm sends for that payload (``judge.tally.wire_bytes``).
+    ranks by cell_id, the bytes that a ring algorithm sends for that payload (``judge.formulas.wire_bytes``).
     """
     rows = collectives.assign(op=collectives["op"].where(collectives["op"].isin(list(TRAFFIC_COLOURS)), OTHER))
     if ranks is not None:

@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from bench.judge.loading import Run, missing_trials
-from bench.judge.pairs import ComparedPair, Number, Pair, notes, record
+from bench.judge.pairs import ComparedPair, Pair, notes, record
 from bench.judge.statistics import MARGIN
-from bench.judge.verdicts import Exact, Reason, Verdict
+from bench.judge.verdicts import Exact, Exactly, Reason, Verdict
 from bench.plan.columns import COLUMNS, DASH
 from bench.report import pull_request, terminal
 from bench.report.ranking import TableColumn
@@ -94,7 +94,7 @@ def texts(row: ComparedPair) -> dict[str, str]:
     interval = DASH
     if time is not None:
         interval = "no interval" if time.low is None else f"{time.low:.4f} to {time.high:.4f}"
-    share = row.memory.verdict.ratio
+    share = row.memory.ratio
     return {
         "cell": row.pair.name,
         "verdict": f"{judgement.verdict}{' (forced)' * row.forced}{'; REGRESSED' if row.regressions else ''}",
@@ -107,10 +107,10 @@ def texts(row: ComparedPair) -> dict[str, str]:
     }
 
 
-def _steps(number: Number) -> str:
-    if number.verdict.verdict is Exact.UNKNOWN:
+def _steps(number: Exactly) -> str:
+    if number.verdict is Exact.UNKNOWN:
         return DASH
-    return f"{number.verdict.verdict}, {number.b}" + ("" if number.a == number.b else f" of {number.a}")
+    return f"{number.verdict}, {number.b}" + ("" if number.a == number.b else f" of {number.a}")
 
 
 def table(rows: Sequence[ComparedPair], console: Console) -> Table:

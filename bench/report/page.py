@@ -21,10 +21,9 @@ from xml.etree import ElementTree
 import jinja2
 from markupsafe import Markup
 
-from bench.judge.bootstrap import LEVEL, RESAMPLES
 from bench.judge.samples import NAME
 from bench.judge.standing import Standing
-from bench.judge.statistics import MARGIN, MIN_TRIALS
+from bench.judge.statistics import LEVEL, MARGIN, MIN_TRIALS, RESAMPLES
 from bench.judge.verdicts import NEXT, Reason, Verdict
 from bench.plan.columns import FRAMES
 from bench.report.answer import Answer

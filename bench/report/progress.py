@@ -17,8 +17,7 @@ from bench.judge.remarks import in_record
 from bench.judge.tables import step_time
 from bench.plan.cell import Cell
 from bench.plan.columns import labels
-from bench.plan.estimates import Cost
-from bench.plan.schedule import Look, Trial
+from bench.plan.schedule import Cost, Look, Trial
 from bench.words import plural
 
 REFRESH_PER_S = 1.0

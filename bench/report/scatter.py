@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from bench.judge.statistics import Array
 from bench.plan.cell import Status
 from bench.report import sheet, style
 from bench.report.figure_data import (
@@ -29,7 +30,6 @@ from bench.report.figure_data import (
 )
 from bench.report.sheet import Drawing, set_scale, title_lines
 from bench.report.style import INTERVAL, TINY, safe
-from bench.run.warmup import Array
 from bench.words import unit_of
 
 MOST_SMALL = 4

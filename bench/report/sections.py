@@ -12,9 +12,8 @@ from typing import Any
 
 import pandas as pd
 
-from bench.judge.expected import cells_watched
+from bench.judge.expected import cells_watched, extent
 from bench.judge.gates import tolerance
-from bench.judge.losses import extent
 from bench.judge.remarks import note
 from bench.judge.samples import NAME
 from bench.judge.verdicts import Verdict

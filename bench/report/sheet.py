@@ -195,6 +195,8 @@ def freeze(figure: Figure) -> None:
     if (layout := figure.get_layout_engine()) is not None:
         layout.execute(figure)
         figure.set_layout_engine(None)
+        for axes in figure.axes:  # the last bits of the solver's results differ from time to time
+            axes.set_position(tuple(round(edge, 6) for edge in axes.get_position().bounds))
 
 
 def save(figure: Figure, stem: Path, words: FigureWords) -> list[Path]:

@@ -27,7 +27,6 @@ PROBE_TIMEOUT_S = 180.0
 """Time limit of the process that imports torch, on a slow disk."""
 LOOK_S = 1.0
 """How long the load of the machine is observed."""
-COMPILERS = ("cc", "gcc", "clang")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +88,6 @@ class Facts:
     """Size of /dev/shm."""
     disk_bytes: int
     """Free disk space in the folder of runs."""
-    compiler: str
     loopback_error: str
     foreign_cores: float | None
     stolen_cores: float | None
@@ -115,7 +113,6 @@ def gather(folder: Path, missing: Mapping[str, Mapping[str, str]]) -> Facts:
         memory_bytes=psutil.virtual_memory().available,
         shm_bytes=_size(Path("/dev/shm")),
         disk_bytes=shutil.disk_usage(existing(folder)).free,
-        compiler=next((path for name in COMPILERS if (path := shutil.which(name))), ""),
         loopback_error=loopback(),
         foreign_cores=None if load is None else load["foreign_cores"],
         stolen_cores=None if load is None else load["stolen_cores"],

@@ -1,18 +1,22 @@
-"""The layout of a model: its parameters by sharding unit, and the order in which it uses them. No torch.
+"""The layout of a model: its parameters by sharding unit, and the order in which it uses them.
 
-For the shipped decoders it follows from their size, so a model of any size can be predicted without being built. For
-other workloads ``bench.workload.structure.record`` derives it from a built model.
+For the shipped decoders it follows from their size (``llama_layout``), so a model of any size can be predicted without
+torch and without being built. For other workloads ``record`` observes it on a built model.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench.plan.models import LlamaSize
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 ROOT = 0
 """The unit of everything outside the blocks; block i is unit i, counted from 1."""
@@ -212,3 +216,89 @@ def llama_layout(size: LlamaSize) -> Layout:
         forward=tuple(calls.forward),
         backward=tuple(calls.backward),
     )
+
+
+def record(
+    model: nn.Module, blocks: Sequence[nn.Module], loss: Callable[[nn.Module, Tensor], Tensor], batch: Tensor
+) -> Layout:
+    """Record the layout of a built model while it computes one loss and its backward.
+
+    Gradients are cleared and hooks are removed afterwards. Hooks are placed as in DeepSpeed's stage 3
+    (deepspeed/runtime/zero/parameter_offload.py:_register_deepspeed_module): on positional inputs and on all output
+    tensors.
+    """
+    named = dict(model.named_parameters())
+    unit_of = {id(p): i for i, block in enumerate(blocks, start=1) for p in block.parameters()}
+    index = {id(p): i for i, p in enumerate(named.values())}
+    recorder = _Recorder(index)
+    gradients: list[int] = []
+    handles = [h for module in model.modules() for h in recorder.hook(module)]
+    handles += [
+        p.register_post_accumulate_grad_hook(lambda p: gradients.append(index[id(p)]))
+        for p in named.values()
+        if p.requires_grad
+    ]
+    loss(model, batch).backward()
+    for handle in handles:
+        handle.remove()
+    model.zero_grad()
+    return Layout(
+        parameters=tuple(
+            Parameter(name=name, shape=tuple(p.shape), unit=unit_of.get(id(p), ROOT)) for name, p in named.items()
+        ),
+        buffers=tuple((str(b.dtype).removeprefix("torch."), b.nbytes) for b in model.buffers()),
+        gradients=tuple(gradients),
+        modules=tuple(recorder.modules),
+        forward=tuple(recorder.forward),
+        backward=tuple(recorder.backward),
+    )
+
+
+class _Recorder:
+    """Numbers modules in call order, and records what forward and backward do with them."""
+
+    def __init__(self, index: Mapping[int, int]) -> None:
+        self._index = index
+        self._numbers: dict[int, int] = {}
+        self._inputs: Counter[int] = Counter()
+        self.modules: list[tuple[int, ...]] = []
+        self.forward: list[int] = []
+        self.backward: list[int] = []
+
+    def hook(self, module: nn.Module) -> list[Any]:
+        """Hook a module; returns the handles."""
+        return [module.register_forward_pre_hook(self._enter), module.register_forward_hook(self._leave)]
+
+    def _enter(self, module: nn.Module, inputs: Any) -> Any:
+        if id(module) not in self._numbers:
+            self._numbers[id(module)] = len(self.modules)
+            self.modules.append(tuple(sorted({self._index[id(p)] for p in module.parameters(recurse=False)})))
+        number = self._numbers[id(module)]
+        self.forward.append(number)
+        self._inputs[number] = sum(getattr(leaf, "requires_grad", False) for leaf in inputs)
+        return _watched(inputs, lambda: self._finish(number))
+
+    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        number = self._numbers[id(module)]
+        self.forward.append(~number)
+        return _watched(output, lambda: self.backward.append(number))
+
+    def _finish(self, number: int) -> None:
+        self._inputs[number] -= 1
+        if self._inputs[number] == 0:
+            self.backward.append(~number)
+
+
+def _watched(value: Any, passed: Callable[[], None]) -> Any:
+    """The value with its tensors replaced by views that call ``passed`` when a gradient passes through them."""
+    import torch
+    from torch.utils._pytree import tree_map_only
+
+    def watch(tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        view = tensor.view_as(tensor)
+        view.register_hook(lambda _: passed())
+        return view
+
+    return tree_map_only(torch.Tensor, watch, value)

@@ -126,8 +126,18 @@ def test_backends_that_behave_alike_everywhere_are_one_column() -> None:
     assert len(conformance.groups(SOME[:-1])) == 3
     header, rule, *rows = cells(conformance.markdown(SOME))
     assert header == ["scenario", "loop-a +1", "twice", "once"] and set(rule) == {"---"}
-    assert [row[0] for row in rows] == ["whole", "partial", "limited", "clipped", "dropped"]
+    assert [row[0] for row in rows] == ["*What the backend does*", "whole", "partial", "limited", "clipped", "dropped"]
     assert "- loop-a +1: loop-a, loop-b" in conformance.markdown(SOME)
+
+
+def test_what_the_loss_causes_is_told_apart_from_what_the_backend_does() -> None:
+    findings = [("mean of means", "wrong"), ("under-weighted", "wrong")]
+    seen = [make_observation("loop", findings=findings[:1]), make_observation("trainer", findings=findings)]
+    _, _, backend, own, loss, common = cells(conformance.markdown(seen))
+    assert [backend[0], loss[0]] == [f"*{cause}*" for cause in conformance.CAUSES]
+    assert own[1] == "right" and own[2].startswith("**under-weighted")
+    assert [cell.startswith("**mean of means") for cell in common[1:]] == [True, True]
+    assert "wrong in the fewest scenarios, 0 of 1: `loop`" in page(seen)
 
 
 @pytest.mark.parametrize(

@@ -666,11 +666,20 @@ def test_the_calculator_says_what_the_backends_do(tables: list[str]) -> None:
     [
         (["--samples", "0", "--micro-batch", "1", "--accumulate", "2"], "--samples is 0; it must be an integer of"),
         (["--samples", "4", "--micro-batch", "1"], "--accumulate: is missing"),
-        (["--samples", "4", "--micro-batch", "1", "--accumulate", "x"], "--accumulate x: must be integers"),
+        (
+            ["--samples", "4", "--micro-batch", "1", "--accumulate", "x"],
+            "--accumulate: 'x' is not a list of integers such as 1,4,2",
+        ),
         (["--suite", "--samples", "4"], "--samples: describes one scenario"),
         (["--suite", "--scenario", "nope"], "--scenario nope: scenarios.toml has no such scenario; use one of"),
-        (["--samples", "4", "--micro-batch", "1", "--accumulate", "2", "--backend", "nope"], "--backend nope: unknown"),
-        (["--samples", "4", "--micro-batch", "1", "--accumulate", "2", "--device", "tpu"], "--device tpu: use cpu or"),
+        (
+            ["--samples", "4", "--micro-batch", "1", "--accumulate", "2", "--backend", "nope"],
+            "--backend: 'nope' is unknown",
+        ),
+        (
+            ["--samples", "4", "--micro-batch", "1", "--accumulate", "2", "--device", "tpu"],
+            "--device: invalid choice: 'tpu' (choose",
+        ),
         (["--samples", "4", "--micro-batch", "1", "--accumulate", "2", "--clip", "-1"], "--clip is -1.0; it must be"),
         (["--docs", "x.md", "--samples", "4"], "--docs x.md: is written from a suite; add --suite"),
     ],

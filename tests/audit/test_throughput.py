@@ -150,7 +150,6 @@ def test_command_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureF
         (["--log-every", "often"], "--log-every: 'often' is not"),
         (["--epoch", "half"], "--epoch: 'half' is not of whole, partial, short"),
         (["--optimizer-time", "-1"], "--optimizer-time: '-1' is not a number above 0"),
-        (["--tolerance", "nan"], "--tolerance: 'nan' is not a number above 0"),
         (["--accumulate", "1", "--epoch", "short"], "--accumulate 1: has no partial and no short epoch"),
         (["--out", "/dev/null/out"], "--out /dev/null/out: cannot be written"),
     ],

@@ -1,4 +1,4 @@
-"""Weight maps of handmade observations: one panel per distinct map, true to the coefficients, and legible."""
+"""Weight maps of handmade observations: one strip per distinct map, true to the coefficients, and legible."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def drawing(name: str) -> tuple[Figure, FigureWords]:
 
 
 def panels(name: str) -> list[Any]:
-    return drawing(name)[0].axes[:-1]
+    return [axes for axes in drawing(name)[0].axes if axes.images]
 
 
 def picture(axes: Any) -> np.ndarray[Any, Any]:

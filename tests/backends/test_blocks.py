@@ -115,15 +115,6 @@ def test_gradients_and_names_stay(checkpointing: bool, compiled: bool) -> None:
         torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_all_blocks_share_one_graph(checkpointing: bool) -> None:
-    """Six blocks that each had a graph of their own would soon be more than torch compiles of one function."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    gradients(stack(make_cell(compiled=True, activation_checkpointing=checkpointing)))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-
-
 def test_a_graph_that_breaks_is_an_error() -> None:
     class Breaking(Block):
         def forward(self, rows: Tensor, *, scale: float = 1.0) -> Tensor:
@@ -183,15 +174,6 @@ def test_compiled_backends_equal_the_reference(
     refused = run.trial("deepspeed-zero3-eager")
     assert refused["status"] == "unsupported"
     assert "cannot run with compiled blocks: stage 3 gathers parameters in hooks" in refused["reason"]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not HAS_COMPILER, reason="torch.compile needs a C++ compiler, and there is none")
-def test_what_is_compiled_again_in_a_timed_step_is_an_error(tmp_path: Path) -> None:
-    options = ("--compiled", "on", "--workload", "tests.own_workload:Shifting", "--model", "1")
-    trial = run_matrix(tmp_path, *options, backend=["ddp-deferred"]).trial("ddp-deferred")
-    assert trial["status"] == "crashed"
-    assert "Detected recompile" in trial["reason"] and trial["reason"].endswith("(in the time pass)")
 
 
 def test_nothing_is_compiled_again_between_the_end_of_warm_up_and_that_of_the_pass() -> None:

@@ -216,7 +216,7 @@ def test_the_command_that_measures_what_is_hidden_is_one_that_run_takes(capsys: 
     (command,) = re.findall(r"^How much each hides .*: python -m bench run (.*)$", said, re.MULTILINE)
     assert main(["plan", "--on", "8 x H100 80GiB", *command.split()]) == GOOD
     out = capsys.readouterr().out
-    rows = [line.split()[1:6] for line in out.splitlines() if " fsdp2-" in line]
+    rows = [line.split()[1:6] for line in out.splitlines() if "  fsdp2-" in line]
     assert {tuple(row[1:]) for row in rows} == {("16", "8", "1", "bf16")} and "skipped:" not in out
     assert {"fsdp2-deferred-resident", "fsdp2-eager"} <= {row[0] for row in rows}
 

@@ -121,7 +121,7 @@ def test_missing_trials_are_found(copy: Path) -> None:
     path = copy / JOURNAL
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-2]))
     errors = found(copy, Level.ERROR)
-    assert errors["trials"] == "2 that were due are not in the journal"
+    assert errors["trials"] == "2 that were scheduled are not in the journal"
     assert "journal" in errors
 
 
@@ -129,7 +129,7 @@ def test_an_unfinished_run_is_told(copy: Path) -> None:
     manifest = {key: value for key, value in read_manifest(copy).items() if key not in ("finished", "journal_sha256")}
     write_manifest(copy, manifest)
     warnings = found(copy, Level.WARNING)
-    assert "not ended" in warnings["trials"] and "was not stored" in warnings["journal"]
+    assert "not finished" in warnings["trials"] and "was not stored" in warnings["journal"]
 
 
 def test_uncommitted_changes_are_told(copy: Path) -> None:

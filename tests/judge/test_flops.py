@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.judge.tables import products_rate
-from bench.plan.estimates import peak_flops
+from bench.run.machine import peak_flops
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from bench.backends.base import registry
-from bench.judge.formulas import expect, layout_of
-from bench.judge.tally import Expectation, wire_bytes
+from bench.judge.formulas import Expectation, expect, layout_of, wire_bytes
 from bench.plan.cell import Precision
 from bench.plan.models import SIZES
-from bench.workload.layout import ROOT, Layout, Parameter, llama_layout
+from bench.workload.layout import ROOT, Layout, Parameter, llama_layout, record
 from tests import worlds
 from tests.factories import make_cell
 
@@ -45,7 +44,6 @@ def of_8b(backend: str, **changes: Any) -> Expectation:
 def test_the_layout_of_the_tiny_model_is_that_of_the_built_one(tied: bool) -> None:
     from bench.workload import WorkloadSpec
     from bench.workload.llama import LlamaWorkload
-    from bench.workload.structure import record
 
     workload = LlamaWorkload(WorkloadSpec(model="tiny", sequence_length=4, seed=0, corpus=None))
     workload._size = dataclasses.replace(SIZES["tiny"], num_layers=3, tied=tied)

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from bench.judge import tables
-from bench.judge.causes import explain_update
-from bench.judge.gates import TOLERANCES, judge
-from bench.judge.losses import COMPARED_STEPS, LONG_STEPS
+from bench.judge.expected import COMPARED_STEPS, LONG_STEPS
+from bench.judge.gates import TOLERANCES, explain_update, judge
 from bench.judge.tables import Tables
 from bench.measure import update
 from bench.plan.cell import Cell, Device, Precision

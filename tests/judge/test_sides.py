@@ -8,8 +8,8 @@ import pytest
 
 from bench.judge import tables
 from bench.judge.gates import judge
-from bench.judge.sides import IDLE_SHARE, side
-from bench.judge.verdicts import Reason, Side, Verdict, compare, judge_all
+from bench.judge.sides import IDLE_SHARE, Side, Sides
+from bench.judge.verdicts import Reason, Verdict, compare, judge_all
 from bench.plan.cell import Cell, Device
 from tests.factories import make_cell, make_manifest, make_record
 
@@ -42,7 +42,7 @@ def load(foreign: float, stolen: float = 0.0) -> dict[str, Any]:
 
 
 def sides(cell: Cell, *changes: dict[str, Any]) -> Side:
-    return side(built(cell, *changes), cell.cell_id)
+    return Sides(built(cell, *changes)).side(cell)
 
 
 def test_an_idle_machine_is_no_obstacle() -> None:
@@ -98,7 +98,7 @@ def test_a_faster_clock_cannot_fake_a_speed_up() -> None:
             facts = {"gpus": {"gpus": [gpu(sm_clock_mhz=clock)], "notes": []}}
             records.append(make_record(cell, repeat, time={"step_seconds": [seconds * wobble] * 3}, **facts))
     made = judge(tables.build(records, make_manifest()))
-    one, other = (side(made, cell.cell_id) for cell in (fast, slow))
+    one, other = map(Sides(made).side, (fast, slow))
     floor = compare(one, one, None).time
     (judgement,) = judge_all([compare(one, other, floor)])
     assert (judgement.verdict, judgement.reason) == (Verdict.AMBIGUOUS, Reason.CLOCKS)

@@ -1,4 +1,4 @@
-"""Torch elastic's agent: it hears of the end of its ranks, and does not look for it."""
+"""Torch elastic's agent: the end of a rank wakes it, and it says which rank failed first."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench.launch import agent
-
-SLEEP_S = 1.0
 
 
 @pytest.fixture(autouse=True)
@@ -28,44 +27,66 @@ def handlers() -> Iterator[None]:
 
 
 def act(task_json: str) -> None:
-    """What a rank does: sleeps, and ends as it is told."""
+    """What a rank does: it ends as it is told, or ignores SIGTERM and waits."""
     task = json.loads(task_json)
-    if os.environ["RANK"] != str(task.get("rank", os.environ["RANK"])):
+    how = task.get(os.environ["RANK"])
+    if how is None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        Path(task["folder"], "waiting").touch()
         time.sleep(3600)
-    time.sleep(SLEEP_S)
-    if "signal" in task:
-        os.kill(os.getpid(), task["signal"])
-    if "exit" in task:
-        os._exit(task["exit"])
+    while "0" not in task and not Path(task["folder"], "waiting").exists():
+        time.sleep(0.01)
+    if how == "report":
+        Path(task["folder"], f"rank{os.environ['RANK']}.json").touch()
+    if isinstance(how, int):
+        os._exit(how) if how >= 0 else os.kill(os.getpid(), -how)
+    os._exit(1)
 
 
 @pytest.mark.parametrize(
-    ("task", "answer"),
+    ("ranks", "answer"),
     [
-        ({"rank": 1, "exit": 7}, {"failure": "rank 1 ended with exit code 7", "rank": 1}),
-        ({"rank": 0, "signal": 9}, {"failure": "rank 0 was ended by SIGKILL", "rank": 0, "signal": 9}),
+        ({"1": 7}, {"failure": "rank 1 ended with exit code 7", "rank": 1}),
+        ({"1": 0}, {"failure": "rank 1 ended without a result", "rank": 1}),
+        ({"1": -9}, {"failure": "rank 1 was ended by SIGKILL", "rank": 1, "signal": 9}),
     ],
-    ids=["exit", "signal"],
+    ids=["exit", "silent", "signal"],
 )
-def test_it_sleeps_until_a_rank_returns_or_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: dict[str, Any], answer: dict[str, Any]
+def test_it_is_woken_by_the_end_of_a_rank_and_ends_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: dict[str, Any], answer: dict[str, Any]
 ) -> None:
-    looks = []
-    look = agent.LocalElasticAgent._monitor_workers
-
-    def counted(own: agent.Agent, group: Any) -> Any:
-        looks.append(time.monotonic())
-        return look(own, group)
-
-    monkeypatch.setattr(agent.LocalElasticAgent, "_monitor_workers", counted)
     monkeypatch.setattr(agent, "LOOK_S", 3600.0)
-    monkeypatch.setattr(agent, "LOOK_BLIND_S", 3600.0)
-    assert agent.run(act, json.dumps(task), 2, str(tmp_path), "spawn") == answer
-    assert 1 <= len(looks) <= 4, "one for each rank and pipe that tells something"
+    task = json.dumps({"folder": str(tmp_path), **ranks})
+    assert agent.run(act, task, 2, str(tmp_path), "spawn") == answer
     assert len(list(tmp_path.glob("*/attempt_0/*/stderr.log"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("ranks", "failure"),
+    [
+        ({"0": "report", "1": 0}, "rank 1 ended without a result"),
+        ({"0": 3, "1": -11}, "rank 1 was ended by SIGSEGV"),
+        ({"0": -9, "1": 0}, "rank 0 was ended by SIGKILL"),
+    ],
+)
+def test_an_agent_that_looks_late_blames_the_rank_that_failed_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: dict[str, Any], failure: str
+) -> None:
+    """As on a busy machine: all ranks have ended before it looks."""
+
+    def late(signs: list[Any], timeout: float | None = None) -> list[Any]:
+        for sign in signs:
+            if isinstance(sign, int):
+                wait([sign])
+        return wait(signs)
+
+    monkeypatch.setattr(agent, "wait", late)
+    task = json.dumps({"folder": str(tmp_path), **ranks})
+    assert agent.run(act, task, 2, str(tmp_path), "spawn")["failure"] == failure
 
 
 def test_where_torch_hides_what_it_could_wait_for_it_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent.Agent, "_signs", lambda _: [])
-    monkeypatch.setattr(agent, "LOOK_S", 3600.0)
-    assert agent.run(act, "{}", 1, str(tmp_path), "spawn") == {"failure": "a rank ended without a result"}
+    answer = {"failure": "rank 0 ended with exit code 7", "rank": 0}
+    task = json.dumps({"folder": str(tmp_path), "0": 7})
+    assert agent.run(act, task, 1, str(tmp_path), "spawn") == answer

@@ -58,33 +58,6 @@ def test_the_second_is_told_of_the_first_and_takes_over_when_it_is_dead(tmp_path
     assert list(folder.iterdir()) == []
 
 
-def test_one_process_does_not_hold_it_twice(tmp_path: Path) -> None:
-    with files.run_folder(tmp_path, "here"):
-        with pytest.raises(files.BusyError), files.run_folder(tmp_path, "there"):
-            pytest.fail("two hold it")
-        assert (tmp_path / files.FILE).exists(), "the refused one has taken nothing away"
-    with files.run_folder(tmp_path, "here"):
-        pass
-
-
-def test_a_lock_that_was_removed_while_it_was_waited_for_is_not_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flock, calls = fcntl.flock, []
-
-    def late(number: int, operation: int) -> None:
-        if not calls:
-            (tmp_path / files.FILE).unlink()  # its holder has ended between open and flock
-        calls.append(number)
-        flock(number, operation)
-
-    monkeypatch.setattr(fcntl, "flock", late)
-    with files.run_folder(tmp_path, "here"):
-        assert len(calls) == 2
-        with pytest.raises(files.BusyError), files.run_folder(tmp_path, "there"):
-            pytest.fail("two hold it")
-
-
 def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def flock(number: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
@@ -110,12 +83,6 @@ def test_gpus_are_held_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             names = {path.name for path in (tmp_path / "accumulation-bench").iterdir()}
     assert names == {"gpu-GPU-0.lock", "gpu-GPU-1.lock", "gpu-GPU-2.lock", "gpu-______GPU-3.lock"}
     assert list((tmp_path / "accumulation-bench").iterdir()) == []
-
-
-def test_a_cpu_needs_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "runtime_folder", lambda: pytest.fail("not asked for"))
-    with gpus.hold_gpus([]):
-        pass
 
 
 @pytest.mark.parametrize("spoil", ["link", "open", "file"])

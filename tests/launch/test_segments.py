@@ -64,12 +64,3 @@ def test_what_somebody_still_has_stays(files: list[Path]) -> None:
     end(peer)
     stragglers.remove(found)
     assert not files[0].exists()
-
-
-def test_a_name_that_is_another_files_by_now_stays(files: list[Path]) -> None:
-    own = mapping(files[0])
-    found = stragglers.mapped([own.pid])
-    end(own)
-    files[1].rename(files[0])
-    stragglers.remove(found)
-    assert files[0].exists()

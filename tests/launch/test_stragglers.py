@@ -96,12 +96,6 @@ def test_those_whose_parent_was_killed_are_found_by_their_mark(
     assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in left.values())
 
 
-def test_none_of_them_survives(launcher: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    everyone = pids(tmp_path)
-    assert stragglers.kill(lambda: stragglers.family(launcher.pid, MARK)) == set()
-    assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in everyone.values())
-
-
 def test_a_number_that_is_another_process_now_is_not_that_process(monkeypatch: pytest.MonkeyPatch) -> None:
     own = stragglers.find(os.getpid())
     assert stragglers.alive(own)
@@ -142,25 +136,3 @@ def test_a_child_gets_a_signal_at_its_parents_end(tmp_path: Path, number: signal
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, env=environment, timeout=60)
     pid = int((tmp_path / "pid").read_text())
     wait_for(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie")
-
-
-def test_a_subreaper_gets_orphans(tmp_path: Path) -> None:
-    code = """
-    import os, time
-    from bench.launch import stragglers
-    stragglers.adopt_orphans()
-    if os.fork() == 0:
-        if os.fork() == 0:
-            time.sleep(1)
-            open("parent", "w").write(str(os.getppid()))
-            os._exit(0)
-        os._exit(0)
-    time.sleep(2)
-    print(os.getpid(), open("parent").read())
-    """
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-    own, adopted = done.stdout.split()
-    assert own == adopted

@@ -99,21 +99,6 @@ def test_ranks_that_do_not_get_on_hang(ranks: Ranks) -> None:
     assert "events, is stopped by a signal; rank 1 after 1 events); raise --inactivity" in found.reason
 
 
-def test_peers_of_a_rank_that_ended_are_killed_if_nobody_ends_them(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(watchdog, "PEERS_S", 0.4)
-    ranks.start("get_on", "get_on")
-    watch = ranks.watch()
-    assert watch.look() is None
-    ranks.processes[1].kill()
-    ranks.processes[0].send_signal(signal.SIGSTOP)
-    found = until_verdict(watch)
-    assert watch.first == watch.silent == (1,)
-    assert ranks.processes[0].wait(5) == -signal.SIGKILL
-    assert found is not None and found.reason == "rank 1 ended without a result"
-
-
 def test_ranks_that_handed_over_have_to_end(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "LEAVING_S", 0.3)
     ranks.start("get_on", "get_on")

@@ -208,26 +208,6 @@ def test_other_work_is_seen(
 # The windows, and who measures which.
 
 
-class Noted:
-    """An instrument that says when it was started and stopped."""
-
-    def __init__(self, name: str, notes: list[str]) -> None:
-        self._name, self._notes = name, notes
-
-    def start(self) -> None:
-        self._notes.append(f"{self._name} starts")
-
-    def stop(self) -> None:
-        self._notes.append(f"{self._name} stops")
-
-
-def noted(accumulate: int, names: str = "abc") -> tuple[HostCost, list[str]]:
-    notes: list[str] = []
-    cost = HostCost(accumulate, cuda=False)
-    cost._instruments = [Noted(name, notes) for name in names]
-    return cost, notes
-
-
 def test_on_cuda_the_device_is_idle_at_the_start_and_launches_have_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     trace = [Event("cudaLaunchKernel", 1), gemm(1), Event("cudaLaunchKernel", 2), gemm(2)]

@@ -179,22 +179,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_a_recorded_trace_is_read_on_the_device_and_without_ranges() -> None:
-    assert exposure(from_kineto(TRACE)) == Exposure(
-        **{name: pytest.approx(value) for name, value in FOUND.items()}  # type: ignore[arg-type]
-    )
-
-
-def test_the_profiler_runs_while_the_window_is_open_and_the_device_has_nothing_else_to_do(calls: list[str]) -> None:
-    profiler = WindowProfiler()
-    for is_open in (False, False, True, True, True, False, False):
-        profiler.on_window(is_open)
-    assert calls == ["synchronize", "start", "synchronize", "stop"]
-    found = profiler.result()
-    assert found is not None
-    assert found.collective_s == pytest.approx(FOUND["collective_s"])
-
-
 @pytest.mark.usefixtures("lonely_group")
 def test_the_pass_profiles_one_settled_window(
     calls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -53,11 +53,6 @@ def test_a_reference_that_did_not_move_is_refused(tmp_path: Path) -> None:
         update.compare({"a": torch.ones(4)}, tmp_path / "truth.safetensors")
 
 
-def test_intervals_are_differences_of_neighbours() -> None:
-    assert HostClock().intervals([1.0, 1.5, 3.5]) == [0.5, 2.0]
-    assert HostClock().intervals([1.0]) == []
-
-
 def test_moments_are_on_the_clock_of_all_processes() -> None:
     clock = HostClock()
     before = time.monotonic()

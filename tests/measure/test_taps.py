@@ -32,24 +32,6 @@ def test_updates_against_a_naive_model(letters: str) -> None:
     assert updates(stream(letters)) == naive
 
 
-@pytest.mark.parametrize(
-    ("letters", "micro_batches", "inner_steps"),
-    [
-        ("flflsflfls", [2, 2], [1, 1]),
-        ("flflssflflss", [2, 2], [2, 2]),
-        ("ffl" + "sflfl" + "sfl" + "s", [1, 2, 1], [1, 1, 1]),
-        ("flfl", [], []),
-        ("", [], []),
-        ("sfls", [0, 1], [1, 1]),
-    ],
-    ids=["plain", "two inner steps", "fetched ahead", "no step", "nothing", "a step before any loss"],
-)
-def test_updates(letters: str, micro_batches: list[int], inner_steps: list[int]) -> None:
-    found = updates(stream(letters))
-    assert [update.num_micro_batches for update in found] == micro_batches
-    assert [update.num_inner_steps for update in found] == inner_steps
-
-
 def mean_of_squares(model: nn.Module, batch: Tensor) -> Tensor:
     loss: Tensor = model(batch).square().mean()
     return loss

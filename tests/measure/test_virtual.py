@@ -116,7 +116,7 @@ def test_a_virtual_world_takes_the_memory_of_a_real_one(
 def test_fake_tensors_count_as_real_ones(
     request: pytest.FixtureRequest, launcher: Launcher, tmp_path: Path, size: int
 ) -> None:
-    """DeepSpeed makes views of every rank, which fake tensors have on demand alone (``bench.measure.views``)."""
+    """DeepSpeed makes views for every rank, and FSDP2 shards."""
     names = asked(request, ("fsdp2-deferred", "deepspeed-zero2-eager", "deepspeed-zero3-eager"), FAKEABLE)
     real, fake = (
         measure(
@@ -176,13 +176,6 @@ def test_what_cannot_be_is_unsupported_in_one_line(launcher: Launcher, tmp_path:
     assert "ddp-eager cannot run on fake tensors: DDP's reducer" in outcome.reason
 
 
-def test_refusals_name_the_backend_and_the_reason() -> None:
-    backends, virtual = registry(), make_cell(virtual=True).world
-    assert "reference cannot be in a virtual world" in virtual.refusal(backends["reference"])
-    assert virtual.refusal(backends["ddp-eager"]) == ""
-    assert {make_cell().world.refusal(backend) for backend in backends.values()} == {""}
-
-
 def test_passes_that_compare_values_or_time_nothing_are_left_out() -> None:
     cells = [make_cell(), make_cell(virtual=True), make_cell(virtual=True, fake_tensors=True)]
     assert list(passes(cells).values()) == [ALL_PASSES, ("time", "collectives", "memory"), ("collectives", "memory")]
@@ -197,27 +190,6 @@ def large_cell(backend: str, world_size: int) -> Cell:
 def large(launcher: Launcher, folder: Path, world_size: int, *backends: str) -> dict[str, Any]:
     """What backends do with the 8b model."""
     return measure(launcher, folder, [large_cell(name, world_size) for name in backends])
-
-
-@pytest.mark.slow
-def test_8b_in_1024_ranks_takes_less_than_2_gib(launcher: Launcher, tmp_path: Path) -> None:
-    found = large(launcher, tmp_path, 1024, "fsdp2-deferred")["fsdp2-deferred"]
-    size = SIZES["8b"]
-    assert found["num_parameters"] == size.num_parameters
-    assert found["memory"]["held_gradients_unsharded"] == 4 * size.num_parameters
-    assert found["peak_rss"] < 2 * 2**30
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["deepspeed-zero2-eager", "deepspeed-zero3-eager"])
-def test_zero_at_8b_in_1024_ranks_takes_no_more_memory(launcher: Launcher, tmp_path: Path, backend: str) -> None:
-    found = large(launcher, tmp_path, 1024, backend)[backend]
-    cell = large_cell(backend, 1024)
-    expected = expect(cell, layout(cell))
-    assert expected is not None
-    assert found["collectives"] == [dataclasses.asdict(row) for row in expected.collectives]
-    assert found["memory"]["held_gradients_sharded"] == expected.held["gradients"]
-    assert found["peak_rss"] < 2 * 2**30
 
 
 @pytest.mark.slow

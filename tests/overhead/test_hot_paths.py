@@ -23,7 +23,7 @@ from bench.report.lines import draw_step_time
 from bench.report.material import Material
 from bench.report.page import picture
 from bench.run.journal import Journal
-from bench.run.warmup import warmup
+from bench.run.record import warmup
 from tests.factories import make_cell as cell_of
 from tests.factories import make_manifest, make_record
 from tests.pages import report, write_large_run

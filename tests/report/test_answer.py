@@ -184,7 +184,7 @@ def test_cells_that_differ_in_the_batch_alone_have_labels_of_their_own(tmp_path:
     run = load(written(tmp_path / "run", cells))
     assert find_cell(run, named[cells[1]]) == cells[1]
     assert named[cells[1]] in cite(run, cells[1].cell_id).text
-    with pytest.raises(InputError, match=r"2 cells are called so; use the id: .*B = 16\), .*B = 32\)"):
+    with pytest.raises(InputError, match=r"2 cells have this label; use an id: .*B = 16\), .*B = 32\)"):
         find_cell(run, "ddp-deferred N=4 W=2 fp32")
     assert [group.title for group in of(tmp_path / "run")[1].groups] == [
         "N = 4, W = 2, B = 16, micro-batch 2",

@@ -12,8 +12,7 @@ import pytest
 from rich.console import Console
 
 from bench.judge.tables import build
-from bench.plan.estimates import Cost
-from bench.plan.schedule import Trial
+from bench.plan.schedule import Cost, Trial
 from bench.report.progress import Display, JsonLines
 from tests.factories import make_cell, make_failure, make_manifest, make_record
 
@@ -31,7 +30,7 @@ def run(
     """What is written while these trials end with these records."""
     text = io.StringIO()
     console = Console(file=text, force_terminal=terminal, width=200)
-    guess = Cost(estimate, "rough", None, once_s=30.0)
+    guess = Cost(estimate, None, once_s=30.0)
     with Display(console, {trial.cell.cell_id: guess for trial in trials}) as display:
         display.expect(trials, more=budget_s < math.inf, budget_left_s=budget_s)
         for number, (trial, record) in enumerate(zip(trials, records, strict=False)):
@@ -78,7 +77,7 @@ def test_the_step_time_is_that_of_the_tables() -> None:
 def test_machines_read_each_event_as_a_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
     cells = [make_cell(global_batch_size=size) for size in (16, 32)]
     trials = [Trial(cell, 0) for cell in cells]
-    guesses = {cell.cell_id: Cost(2.0, "rough", None) for cell in cells}
+    guesses = {cell.cell_id: Cost(2.0, None) for cell in cells}
     with JsonLines(guesses, make_manifest(cells)) as display:
         display.say("run x")
         display.expect(trials, more=False)

@@ -85,8 +85,7 @@ def page(runs: Sequence[Run], accumulation: Sequence[Mapping[str, Any]]) -> str:
         "of the live tensors. Each count and each held byte is calculated too (`bench/judge/formulas.py`, with the "
         "source of each formula), and a difference makes a cell `invalid`. Real worlds are process groups over gloo. "
         "In a virtual one a single process is rank 0 of W, over a process group that only pretends to communicate; "
-        "with fake tensors nothing is allocated either, and of the views that a framework cuts for every rank only "
-        "those are made that rank 0 uses as tensors (`bench/measure/views.py`): a view has no memory of its own.",
+        "with fake tensors nothing is allocated either.",
         "",
         "## Measured against formula",
         "",

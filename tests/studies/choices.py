@@ -12,8 +12,8 @@ import pandas as pd
 from numpy.typing import NDArray
 from scipy import special, stats
 
-from bench.judge.bootstrap import LEVEL, TRIM, resampled_means, trimmed_mean
-from bench.run.warmup import Array, warmups
+from bench.judge.statistics import LEVEL, TRIM, Array, resampled_means, trimmed_mean
+from bench.run.record import warmups
 from tests.studies.simulation import FAMILIES, FITTED, Noise, simulate
 
 SIZES = (5, 7, 10, 20, 40)

@@ -10,10 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from bench.judge.bootstrap import Array
 from numpy.typing import NDArray
 from scipy import stats
-
-from bench.run.warmup import Array
 
 
 @dataclass(frozen=True, slots=True)

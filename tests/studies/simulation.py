@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass, replace
 
 import numpy as np
+from bench.judge.bootstrap import Array
 from scipy import optimize, signal, stats
 
 from bench.judge.tables import Tables
 from bench.plan.cell import Status
-from bench.run.warmup import Array
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,11 +16,10 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from bench.judge.bootstrap import bootstrap_one_sample
-from bench.judge.statistics import MARGIN, MAX_REPEATS, MIN_REPEATS, PRECISION, SAME_WIDTH, Interval
+from bench.judge.statistics import MARGIN, MAX_REPEATS, MIN_REPEATS, PRECISION, SAME_WIDTH, Array, Interval, bootstrap
 from bench.judge.verdicts import Comparison, Verdict, judge_all
 from bench.plan.schedule import next_look
-from bench.run.warmup import Array, warmups
+from bench.run.record import warmups
 from tests.studies.rivals import RULES
 from tests.studies.simulation import FAMILIES, FITTED, Noise, simulate
 
@@ -112,7 +111,7 @@ def run_until(differences: Array, start: Sequence[int] | NDArray[np.int_], preci
     while len(waiting):
         n = int(at[waiting].min())
         group = waiting[at[waiting] == n]
-        drawn = bootstrap_one_sample(differences[group, :, :n].reshape(-1, n), resamples=RESAMPLES, seed=seed + n)
+        drawn = bootstrap(differences[group, :, :n].reshape(-1, n), resamples=RESAMPLES, seed=seed + n)
         here = (len(group), ratios)
         low, high = (end.reshape(here) for end in drawn.interval())
         stage.low[group], stage.high[group], stage.centres[group] = low, high, drawn.centres.reshape(here)
@@ -152,7 +151,7 @@ def verdicts(stage: Stage, effect: str) -> list[list[Verdict]]:
             for j, shift in enumerate([0.0] + [by] * (stage.low.shape[1] - 1))
         ]
         floor, *others = intervals
-        compared = [Comparison(a=f"cell {j}", b="baseline", time=one, floor=floor) for j, one in enumerate(others)]
+        compared = [Comparison(time=one, floor=floor) for one in others]
         found.append([judgement.verdict for judgement in judge_all(compared)])
     return found
 

@@ -37,20 +37,6 @@ SIZES = {
 
 
 @given(**SIZES)
-def test_every_update_sees_its_samples_once(accumulate: int, world_size: int, micro_batch: int, windows: int) -> None:
-    batch = accumulate * world_size * micro_batch
-    shape = {"windows": windows, "accumulate": accumulate, "world_size": world_size, "global_batch_size": batch}
-    ranks = [list(make_loader(list, rank=rank, **shape)) for rank in range(world_size)]
-    for pieces in ranks:
-        assert len(pieces) == windows * accumulate
-        assert {len(piece) for piece in pieces} == {micro_batch}
-    for window in range(windows):
-        in_window = slice(window * accumulate, (window + 1) * accumulate)
-        seen = [sample for pieces in ranks for piece in pieces[in_window] for sample in piece]
-        assert sorted(seen) == list(range(window * batch, (window + 1) * batch))
-
-
-@given(**SIZES)
 def test_micro_batch_j_of_rank_r_is_piece_j_w_plus_r(
     accumulate: int, world_size: int, micro_batch: int, windows: int
 ) -> None:

@@ -6,9 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bench.workload import load
 from bench.workload.batches import SLICE_TOKENS, sliced
-from tests.factories import make_cell
 
 
 def mean_loss(model: nn.Module, batch: Tensor) -> Tensor:
@@ -38,17 +36,6 @@ def test_slices_are_the_whole(num_samples: int, tokens: int) -> None:
 def test_what_fits_into_a_slice_is_left_as_it_is() -> None:
     assert sliced(mean_loss, 32, SLICE_TOKENS // 32) is mean_loss
     assert sliced(mean_loss, 1, 10 * SLICE_TOKENS) is mean_loss
-
-
-def test_slices_of_the_shipped_model_are_its_batch() -> None:
-    cell = make_cell(model="micro", sequence_length=SLICE_TOKENS // 2)
-    workload = load(cell, None)
-    model, batch = workload.model(), workload.data(3)
-    parts = sliced(workload.loss, 3, workload.tokens_per_sample)(model, batch)
-    whole = workload.loss(model, batch)
-    assert parts.item() == pytest.approx(whole.item(), rel=1e-6)
-    for one, other in zip(grads(parts, model), grads(whole, model), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
 def test_only_one_slice_is_kept_for_the_backward() -> None:

@@ -1,4 +1,4 @@
-"""The plan: bytes of the model's state by hand, estimates, earlier measurements, and what is skipped."""
+"""Estimates of time, by hand and from earlier measurements, and what is skipped."""
 
 from __future__ import annotations
 
@@ -11,36 +11,15 @@ import pytest
 
 from bench.backends.base import registry
 from bench.backends.plain import DDPEager
-from bench.plan import estimates
-from bench.plan.cell import Cell, Device, Precision, Sharding, Sync
+from bench.forecast import estimate
+from bench.forecast.estimate import costs
+from bench.plan.cell import Device, Precision
 from bench.plan.models import SIZES
-from bench.plan.task import passes
+from bench.plan.schedule import Cost
 from bench.run import journal
 from tests.factories import make_cell, make_failure, make_record
 
 BACKENDS = registry()
-P = 1000
-
-
-def estimate(cell: Cell, walls: dict[str, float] | None = None, device_name: str = "cpu") -> estimates.Cost:
-    return estimates.estimate(cell, BACKENDS[cell.backend], walls or {}, cores=2, device_name=device_name)
-
-
-@pytest.mark.parametrize(
-    ("sharding", "sync", "accumulate", "expected"),
-    [
-        (Sharding.NONE, Sync.EAGER, 8, 16 * P),
-        (Sharding.NONE, Sync.DEFERRED, 8, 16 * P),
-        (Sharding.OPTIMIZER, Sync.EAGER, 8, 4 * P + 4 * P + 8 * P // 4),
-        (Sharding.GRADS, Sync.EAGER, 8, 4 * P + (4 + 8) * P // 4),
-        (Sharding.GRADS, Sync.DEFERRED, 8, 4 * P + 4 * P + 8 * P // 4),
-        (Sharding.GRADS, Sync.DEFERRED, 1, 4 * P + (4 + 8) * P // 4),
-        (Sharding.PARAMS, Sync.EAGER, 8, 16 * P // 4),
-        (Sharding.PARAMS, Sync.DEFERRED, 8, 4 * P + (4 + 8) * P // 4),
-    ],
-)
-def test_state_bytes_by_hand(sharding: Sharding, sync: Sync, accumulate: int, expected: int) -> None:
-    assert estimates.state_bytes(P, sharding, sync, 4, accumulate) == expected
 
 
 def test_earlier_walls_are_medians_of_good_trials(tmp_path: Path) -> None:
@@ -55,20 +34,13 @@ def test_earlier_walls_are_medians_of_good_trials(tmp_path: Path) -> None:
     assert journal.earlier_walls(tmp_path / "nothing here") == {}
 
 
-def on_gpu(**changes: Any) -> estimates.Cost:
+def on_gpu(**changes: Any) -> Cost:
     """Of a cell of the 135m model on one H100, with all passes that it has beside others of other N."""
     values: dict[str, Any] = {"model": "135m", "device": Device.CUDA, "precision": Precision.BF16, "world_size": 1}
     values |= {"sequence_length": 2048, "global_batch_size": 32} | changes
     cell = make_cell(**values)
     cells = {dataclasses.replace(cell, accumulate=n) for n in (1, 2, 32)} | {cell}
-    return estimates.estimate(
-        cell,
-        BACKENDS[cell.backend],
-        {},
-        cores=2,
-        device_name="NVIDIA H100 80GB HBM3",
-        passes=passes([*cells])[cell.cell_id],
-    )
+    return costs([*cells], BACKENDS, [{"name": "NVIDIA H100 80GB HBM3"}], ())[cell.cell_id]
 
 
 def test_the_estimate_on_a_gpu_by_hand() -> None:
@@ -100,6 +72,17 @@ def test_what_is_sent_is_in_the_estimate_of_several_gpus() -> None:
     assert step("fsdp2-deferred") == pytest.approx(max((32 * 4 + 4) * sent, launching))
     assert step("ddp-deferred") == pytest.approx(launching)
     assert step("ddp-eager") > step("fsdp2-eager")
+
+
+def test_a_model_of_ones_own_has_no_estimate_until_it_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell = make_cell(workload="mine:Own")
+    monkeypatch.setattr(estimate, "RESULTS", tmp_path)
+    assert costs([cell], BACKENDS, [], ()) == {cell.cell_id: Cost(None, None)}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "trials.jsonl").write_text(json.dumps(make_record(cell, wall_s=7.0)) + "\n")
+    assert costs([cell], BACKENDS, [], ()) == {cell.cell_id: Cost(7.0, None)}
 
 
 def test_missing_packages_are_named_with_the_remedy() -> None:

@@ -1,0 +1,389 @@
+"""The page that answers claims about gradient accumulation: each verdict is computed from measurements.
+
+``python -m tests.studies.claims`` writes docs/claims.md from the committed measurements, and ``--probes`` runs the
+probes of ``tests.studies.probes`` first. A claim whose measurement changes changes its verdict with it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+import bench
+from tests.conftest import ROOT
+
+DOCS, PROBES = ROOT / "docs" / "claims.md", ROOT / "docs" / "claims.json"
+RUN = "results/cpu-new"
+TRUE, FALSE, OUTSIDE = "true", "false", "not measured here"
+Answer = tuple[str, str]
+"""Verdict, and the numbers behind it in a sentence."""
+GLOBAL_STEP = "trainer.global_step"
+DIVIDED_TWICE, PLAIN, FIXED = "lightning-deepspeed-zero2", "lightning-ddp", "lightning-deepspeed-zero2-corrected"
+
+
+def only(condition: str) -> str:
+    """The verdict on a claim that holds under a condition."""
+    return f"true only {condition}"
+
+
+class Measured:
+    """The committed measurements that claims are held against."""
+
+    def __init__(self, suite: Mapping[str, Any], rates: pd.DataFrame, versions: Sequence[Any], probes: Any) -> None:
+        self.suite, self.rates, self.versions, self.probes = suite, rates, versions, probes
+        self.seen = {(one["scenario"]["name"], one["backend"]): one for one in suite["observations"]}
+
+    @classmethod
+    def load(cls) -> Measured:
+        """From results/ and docs/."""
+        return cls(
+            json.loads((ROOT / "results/semantics/observations.json").read_text()),
+            pd.read_parquet(ROOT / "results/throughput/throughput.parquet"),
+            json.loads((ROOT / "docs/versions.json").read_text())["versions"],
+            json.loads(PROBES.read_text()),
+        )
+
+    def updates(self, scenario: str, backend: str) -> int:
+        return int(self.seen[scenario, backend]["optimizer_steps_observed"])
+
+    def reported(self, scenario: str, backend: str, counter: str) -> int:
+        return int(self.seen[scenario, backend]["steps_reported"][counter])
+
+    def weights(self, scenario: str, backend: str) -> list[float]:
+        """The sum of the coefficients of each update divided by the right sum."""
+        return [round(update["sum"] / update["right_sum"], 4) for update in self.seen[scenario, backend]["updates"]]
+
+    @cached_property
+    def run(self) -> Any:
+        """The frames of the reference run."""
+        return bench.load(ROOT / RUN)
+
+    def window(self, backend: str, op: str, n: int) -> int:
+        """Payload bytes of the collectives of one window on one rank."""
+        return self._sum("collectives", backend, n, "payload_bytes", op=op)
+
+    def held(self, backend: str, n: int) -> int:
+        """Bytes of gradients that a rank holds between two micro-batches."""
+        return self._sum("memory", backend, n, "bytes", category="held_gradients")
+
+    def _sum(self, table: str, backend: str, n: int, column: str, **where: str) -> int:
+        trials = self.run.trials
+        chosen = trials[(trials["backend"] == backend) & (trials["accumulate"] == n) & (trials["status"] == "ok")]
+        rows = getattr(self.run, table).merge(chosen.head(1)[["cell_id", "repeat"]], on=["cell_id", "repeat"])
+        for name, value in where.items():
+            rows = rows[rows[name] == value]
+        return int(rows[column].sum())
+
+    def version(self, package: str, number: str) -> dict[str, str]:
+        """What was measured of one version, by question."""
+        (found,) = [one for one in self.versions if (one["package"], one["version"]) == (package, number)]
+        return {one["finding"]: one["measured"] for one in found["findings"]}
+
+
+def holds(condition: bool, text: str) -> Answer:
+    """True or false by the condition."""
+    return TRUE if condition else FALSE, text
+
+
+def completely(m: Measured) -> Answer:
+    weights = m.weights("divisible", DIVIDED_TWICE)
+    counted = m.reported("partial-window", DIVIDED_TWICE, GLOBAL_STEP)
+    engine = m.updates("partial-window", DIVIDED_TWICE)
+    lost = m.seen["partial-window", "lightning-deepspeed-zero3"]["samples_lost"]
+    hands_over = weights[0] == 1 and counted == engine and not lost
+    return holds(
+        hands_over,
+        "`handles_gradient_accumulation` is set and the engine decides when to step. But the Trainer still divides the "
+        f"loss by N (an update has {weights[0]:g} of its weight at N = 4), still counts windows of its own "
+        f"(`global_step` {counted} after {engine} updates), and still zeroes at them (ZeRO-3 lost {lost} samples of "
+        "two epochs of 40).",
+    )
+
+
+def every_batch(m: Measured) -> Answer:
+    calls = m.reported("divisible", DIVIDED_TWICE, "strategy.optimizer_step")
+    updates = m.updates("divisible", DIVIDED_TWICE)
+    plain = m.reported("divisible", PLAIN, "strategy.optimizer_step")
+    batches = m.seen["divisible", DIVIDED_TWICE]["micro_batches"]
+    return (only("under DeepSpeed") if calls == batches != updates and plain == updates else FALSE), (
+        f"{calls} calls for {batches} micro-batches and {updates} updates under DeepSpeed, {plain} calls under DDP. So "
+        "hooks such as `on_before_optimizer_step` run N times per update there."
+    )
+
+
+def equal_n(m: Measured) -> Answer:
+    error = m.probes["equal_n"]
+    return holds(
+        not error,
+        f"Lightning refuses `gradient_accumulation_steps` in DeepSpeed's config before the first batch, even if it "
+        f"equals `accumulate_grad_batches`, which sets both ({error})."
+        if error
+        else "Both may say the same N.",
+    )
+
+
+def configure_optimizers(m: Measured) -> Answer:
+    both = m.probes["both_defined"]
+    own, other = both["neither"], both["optimizer"]
+    replaced, ignored = other["optimizer"] != own["optimizer"], both["scheduler"]["scheduler"] == own["scheduler"]
+    scheduler = "is ignored" if ignored else "replaces the module's"
+    return holds(
+        replaced,
+        f"An optimizer in DeepSpeed's config replaces the module's {own['optimizer']} by its {other['optimizer']}, and "
+        f"the module's scheduler {'stays' if other['scheduler'] else 'is dropped'}, both without an error. A scheduler "
+        f"alone in that config {scheduler}.",
+    )
+
+
+def normal(m: Measured) -> Answer:
+    weights, fixed = m.weights("divisible", DIVIDED_TWICE), m.weights("divisible", FIXED)
+    return holds(
+        weights[0] == 1,
+        f"Every update has {weights[0]:g} of its weight at N = 4; the same training with the loss multiplied by N has "
+        f"{fixed[0]:g}. Adam hides most of it (see the last claim on FSDP2), SGD and clipping do not.",
+    )
+
+
+def ends_early(m: Measured) -> Answer:
+    wanted = m.seen["max-steps", PLAIN]["scenario"]["max_steps"]
+    ddp, engine = m.updates("max-steps", PLAIN), m.updates("max-steps", DIVIDED_TWICE)
+    never = m.updates("max-steps-short", DIVIDED_TWICE)
+    step = m.reported("max-steps-short", DIVIDED_TWICE, GLOBAL_STEP)
+    return holds(
+        ddp < wanted or engine < wanted,
+        f"With `max_steps={wanted}` DDP takes {ddp} updates and Lightning with DeepSpeed {engine}. With fewer "
+        f"micro-batches per epoch than N the latter does not stop at all: {never} updates when the bench stopped it, "
+        f"`global_step` {step}.",
+    )
+
+
+def drop_last(m: Measured) -> Answer:
+    without, dropped = m.weights("partial-window", PLAIN), m.weights("drop-last", PLAIN)
+    return holds(
+        min(without) == 1 != min(dropped),
+        f"The number of micro-batches per epoch decides, not `drop_last`: without it a partial window has "
+        f"{min(without):g} of its weight, with it {min(dropped):g} (a shorter rest), and both take "
+        f"{m.updates('drop-last', PLAIN)} updates under DDP.",
+    )
+
+
+def last_window(m: Measured) -> Answer:
+    ddp, engine = m.seen["partial-window", PLAIN], m.seen["partial-window", "deepspeed-zero2-eager"]
+    carried = sum(len(update["epochs"]) > 1 for update in engine["updates"])
+    return (FALSE if len(ddp["updates"]) == 6 and carried else TRUE), (
+        f"Lightning with DDP or FSDP2 steps at the end of each epoch ({len(ddp['updates'])} updates in two epochs of "
+        f"10 micro-batches at N = 4), with {min(m.weights('partial-window', PLAIN)):g} of the weight. DeepSpeed keeps "
+        f"the rest and fills the window in the next epoch ({len(engine['updates'])} updates, {carried} of them mixed)."
+    )
+
+
+def max_epochs(m: Measured) -> Answer:
+    counts = {name: m.updates("partial-window", name) for name in ("ddp-eager", PLAIN, DIVIDED_TWICE)}
+    same = len(set(counts.values())) == 1
+    return (TRUE if same else only("where N divides the micro-batches of an epoch")), (
+        "Two epochs of 10 micro-batches at N = 4 are "
+        + ", ".join(f"{count} updates under `{name}`" for name, count in counts.items())
+        + f"; whole windows are {m.updates('divisible', PLAIN)} under each. The partial window weighs "
+        f"{min(m.weights('partial-window', PLAIN)):g} under Lightning with DDP either way."
+    )
+
+
+def ceil_steps(m: Measured) -> Answer:
+    scenario = m.seen["partial-window", PLAIN]["scenario"]
+    per_epoch = scenario["samples"] // (scenario["batch_size"] * scenario["world_size"])
+    formula = scenario["epochs"] * math.ceil(per_epoch / scenario["accumulate"][0])
+    ddp, engine = m.updates("partial-window", PLAIN), m.updates("partial-window", DIVIDED_TWICE)
+    right = only("under DDP and FSDP2") if ddp == formula != engine else TRUE if ddp == engine == formula else FALSE
+    counted = f"Lightning takes {ddp} updates with DDP, {engine} with DeepSpeed"
+    return right, f"epochs x ceil(NB / N) is {formula}; {counted}."
+
+
+def inverted(m: Measured) -> Answer:
+    question = "log_every_n_steps at N = 4, window_size 5"
+    before, after = m.version("lightning", "2.2.0")[question], m.version("lightning", "2.2.1")[question]
+    raises = "raised" in before and "raised" not in after
+    return (only("in Lightning 2.2.0") if raises else FALSE), (
+        f"2.2.0: {before.split(': ValueError')[0]}. 2.2.1 and later have no check: {after}. So the check "
+        "the other way round would refuse settings that work, too."
+    )
+
+
+def multiple_of_n(m: Measured) -> Answer:
+    whole = m.rates[(m.rates["epoch"] == "whole") & (m.rates["accumulate"] > 1)]
+    multiple = whole["log_every_n_steps"] % whole["accumulate"] == 0
+    right = (whole["verdict"] == "right").groupby(multiple).agg(["sum", "size"])
+    wrong_all_the_same = right.loc[True, "sum"] < right.loc[True, "size"]
+    return holds(
+        not wrong_all_the_same,
+        f"With whole windows, {right.loc[True, 'sum']} of {right.loc[True, 'size']} settings are right where "
+        f"`log_every_n_steps` is a multiple of N, and {right.loc[False, 'sum']} of {right.loc[False, 'size']} where it "
+        "is not. It counts optimizer steps, and changes nothing.",
+    )
+
+
+def window_size(m: Measured) -> Answer:
+    whole = m.rates[(m.rates["epoch"] == "whole") & (m.rates["accumulate"] > 1)]
+    fits = (whole["window_size"] - 1) % whole["accumulate"] == 0
+    right = (whole["verdict"] == "right").groupby(fits).agg(["sum", "size"])
+    exact = right.loc[True, "sum"] == right.loc[True, "size"]
+    default = whole[(whole["window_size"] == 100) & (whole["accumulate"] == 8)].iloc[0]
+    return (only("if window_size - 1 is a multiple of N") if exact else FALSE), (
+        "Lightning always logs at a window's end. With whole windows the rate is right at "
+        f"{right.loc[True, 'sum']} of {right.loc[True, 'size']} settings if `window_size` - 1 is a multiple of N, and "
+        f"at {right.loc[False, 'sum']} of {right.loc[False, 'size']} otherwise, where a long window makes the error "
+        f"small. At N = 8 the default of 100 reports {default['ratio_median']:.3f} of the rate."
+    )
+
+
+def halves(m: Measured) -> Answer:
+    ratios = {}
+    for n in (2, 8):
+        deferred, eager = (
+            m.window(backend, "all_gather", n) + m.window(backend, "reduce_scatter", n)
+            for backend in ("fsdp2-deferred", "fsdp2-eager")
+        )
+        ratios[n] = deferred / eager
+    reduced = m.window("fsdp2-deferred", "reduce_scatter", 8) / m.window("fsdp2-eager", "reduce_scatter", 8)
+    return (FALSE if min(ratios.values()) > 0.55 else TRUE), (
+        f"It divides the reduce-scatters by N ({reduced:g} at N = 8) and leaves the all-gathers: in all "
+        + ", ".join(f"{ratio:.2f} of eager's payload at N = {n}" for n, ratio in ratios.items())
+        + ". The limit for large N is 2/3, since a block is gathered twice per micro-batch; with resident "
+        "parameters (`fsdp2-deferred-resident`) nothing but one of each per window is left."
+    )
+
+
+def unsharded(m: Measured) -> Answer:
+    eager, deferred = m.held("fsdp2-eager", 8), m.held("fsdp2-deferred", 8)
+    return holds(
+        deferred > eager,
+        f"Between micro-batches a rank of two holds {deferred / 1e6:.1f} MB of gradients deferred and "
+        f"{eager / 1e6:.1f} MB eager: all of them in fp32 instead of its share, whatever N.",
+    )
+
+
+def torchtitan(m: Measured) -> Answer:
+    return FALSE, (
+        "Its train loop never calls `set_requires_gradient_sync` (torchtitan 0.3.0, `torchtitan/train.py`): every "
+        "micro-batch reduces, as `fsdp2-eager` does."
+    )
+
+
+def overlaps(m: Measured) -> Answer:
+    return OUTSIDE, (
+        "FSDP2 issues one reduce-scatter per block from the block's backward hook, so it can. Whether it is hidden is "
+        "measured on CUDA by the exposure pass (`exposed_s`); nothing here has run on a GPU yet."
+    )
+
+
+def scaled(m: Measured) -> Answer:
+    sgd, adam = m.probes["unscaled"]["SGD"], m.probes["unscaled"]["AdamW"]
+    return holds(
+        sgd["distance"] > 0.01,
+        f"FSDP2 averages over ranks, not over micro-batches. Without the division the first update at N = 4 is "
+        f"{sgd['length']:.2f} times as long under SGD. Under AdamW it is {adam['length']:.4f} times as long (it "
+        "normalizes the gradient), so the loss curve hides the mistake until something clips or decays.",
+    )
+
+
+def stable(m: Measured) -> Answer:
+    start = m.probes["noise"]["after 0 steps"]
+    sizes = sorted(start["relative"], key=int)
+    small, large = start["relative"][sizes[0]], start["relative"][sizes[-1]]
+    return only("compared with a smaller batch"), (
+        f"On the shipped model the noise of the gradient, the mean of (g_B - g)² / g², falls from {small:.3g} at B = "
+        f"{sizes[0]} to {large:.3g} at B = {sizes[-1]}: with 1/B. Accumulation gives the gradient of the large batch "
+        f"(relative difference {start['error']:.1g}), so it is exactly as stable as that batch, and no more."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A claim as it is made, how it is judged, and which measurements judge it."""
+
+    text: str
+    judge: Callable[[Measured], Answer]
+    evidence: str
+
+
+SUITE, RATES, VERSIONS, REFERENCE, PROBE, SOURCE = "suite", "throughput", "versions", "run", "probes", "source"
+CLAIMS: dict[str, tuple[Claim, ...]] = {
+    "Lightning with DeepSpeed": (
+        Claim("Lightning hands control of accumulation completely to DeepSpeed.", completely, SUITE),
+        Claim("`strategy.optimizer_step` runs for every batch.", every_batch, SUITE),
+        Claim("Keep N equal in the Trainer and in DeepSpeed's config.", equal_n, PROBE),
+        Claim("Define optimizer and scheduler only in `configure_optimizers`.", configure_optimizers, PROBE),
+        Claim("It is normal cooperation of two frameworks, not a defect.", normal, SUITE),
+    ),
+    "max_steps and the end of an epoch": (
+        Claim("With N > 1, `max_steps` ends training early.", ends_early, SUITE),
+        Claim("`drop_last` is the cause.", drop_last, SUITE),
+        Claim("The last, partial window gets no step.", last_window, SUITE),
+        Claim("Use `max_epochs` instead.", max_epochs, SUITE),
+        Claim("Compute `max_steps` with ceil.", ceil_steps, SUITE),
+    ),
+    "ThroughputMonitor": (
+        Claim("Its check of `log_every_n_steps` is inverted.", inverted, VERSIONS),
+        Claim("Set `log_every_n_steps` to a multiple of N.", multiple_of_n, RATES),
+        Claim("Logging at the end of a window makes the rate exact.", window_size, RATES),
+    ),
+    "FSDP2": (
+        Claim("Deferred sync halves communication.", halves, REFERENCE),
+        Claim("Deferred sync holds unsharded gradients.", unsharded, REFERENCE),
+        Claim("torchtitan uses either.", torchtitan, SOURCE),
+        Claim("The reduce-scatter of a block overlaps with the next block.", overlaps, SOURCE),
+        Claim("The loss must be scaled by 1/N.", scaled, PROBE),
+    ),
+    "In general": (Claim("Accumulation makes training more stable.", stable, PROBE),),
+}
+
+
+def page(m: Measured) -> str:
+    """The page in Markdown."""
+    about = m.suite["about"]
+    versions = ", ".join(f"{name} {about['packages'][name]}" for name in ("torch", "lightning", "deepspeed"))
+    rates = m.rates.iloc[0]
+    evidence = {
+        SUITE: f"`{' '.join(about['command'])}`: [semantics](semantics.md), with {versions}, on {about['date']}",
+        RATES: "`python -m bench throughput --out results/throughput`: [every point]"
+        f"(../results/throughput/throughput.md), with Lightning {rates['lightning']} and torch {rates['torch']}",
+        VERSIONS: "`nox -s versions`: [versions](versions.md), one environment for each version",
+        REFERENCE: f"`{RUN}`, 2 ranks of a CPU, model of 3.1 M parameters: `python -m bench report {RUN}`",
+        PROBE: f"`python -m tests.studies.claims --probes`, with {m.probes['versions']}",
+        SOURCE: "read in the source, not measured",
+    }
+    lines = [
+        "# Claims about gradient accumulation",
+        "",
+        "Claims that articles, documentation and threads make, held against measurements. `nox -s docs` computes "
+        "each verdict from the numbers beside it, and writes this page. N is the number of micro-batches in a window, "
+        "NB that of an epoch. Other versions may do otherwise: measure yours with the commands below.",
+    ]
+    for topic, claims in CLAIMS.items():
+        lines += ["", f"## {topic}", "", "| claim | verdict | measured | by |", "| --- | --- | --- | --- |"]
+        for claim in claims:
+            verdict, text = claim.judge(m)
+            lines.append(f"| {claim.text} | **{verdict}** | {text} | {claim.evidence} |")
+    lines += ["", "## Measured by", "", *(f"- {name}: {text}." for name, text in evidence.items())]
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Write the page; with ``--probes`` measure what only this page needs before."""
+    if "--probes" in arguments:
+        from tests.studies import probes
+
+        PROBES.write_text(json.dumps(probes.measure(), indent=1) + "\n", encoding="utf-8")
+    DOCS.write_text(page(Measured.load()), encoding="utf-8")
+    print(Path(DOCS).relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
