@@ -40,8 +40,8 @@ def harmless(frame: pd.DataFrame) -> pd.DataFrame:
     found = frame.copy()
     for name in frame.columns:
         if not pd.api.types.is_numeric_dtype(frame[name].dtype):
-            texts = {text: guarded(plain(text)) for text in frame[name].dropna().unique()}
-            found[name] = frame[name].map(texts).astype("string")
+            texts = frame[name].astype("string")
+            found[name] = texts.map({text: guarded(plain(text)) for text in texts.dropna().unique()}).astype("string")
     return found
 
 

@@ -40,6 +40,8 @@ MOST_SWITCHES = 8
 DUBLIN_CORE = "{http://purl.org/dc/elements/1.1/}"
 DIGITS = re.compile(r"(?<!scale\()(-?\d+\.\d\d)\d+")
 """Coordinates in hundredths of a point, and further digits that nobody sees; glyphs are scaled down exactly."""
+SPARE = re.compile(r"<!--.*?-->|(?<=>)\s+(?=<)", re.DOTALL)
+"""Comments, and white space between elements."""
 VERDICTS, REASONS = tuple(Verdict), tuple(Reason)
 RAW = {
     "run.json": "what ran where, with which versions",
@@ -112,7 +114,7 @@ def _text(name: str) -> str:
 
 def picture(path: Path) -> Picture:
     """The plot in an SVG file of ``bench.report.sheet``."""
-    svg = DIGITS.sub(r"\1", path.read_text(encoding="utf-8"))
+    svg = DIGITS.sub(r"\1", SPARE.sub("", path.read_text(encoding="utf-8")))
     metadata = ElementTree.fromstring(svg).find("{http://www.w3.org/2000/svg}metadata")
     words = [
         None if metadata is None else metadata.findtext(f".//{DUBLIN_CORE}{name}") for name in ("title", "description")
