@@ -89,8 +89,8 @@ def _defect(error: Exception) -> str:
     words = " ".join(str(error).split())
     return (
         f"bench: {type(error).__name__}{': ' * bool(words)}{words} ({Path(place.filename).name}:{place.lineno}): a "
-        f"defect of accumulation-bench {__version__}; report it in the issue tracker of the repository that you have "
-        f"it from, with this command and what it prints with {DEBUG}"
+        f"defect of accumulation-bench {__version__}; report it with the command and the traceback of {DEBUG} to the "
+        "project's issue tracker"
     )
 
 

@@ -76,7 +76,7 @@ description = "for the tests"
 device = "cpu"
 repeats = {repeats}
 threads = 1
-timeout_s = {timeout_s}
+timeout_s = 900
 
 [workload]
 model = "micro"
@@ -145,7 +145,6 @@ def bench(*arguments: str, cwd: Path, pythonpath: Path | None = None, **environm
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | environment,
         capture_output=True,
         text=True,
-        timeout=1800,
     )
 
 
@@ -167,14 +166,13 @@ def run_matrix(
     backend: Sequence[str] = ("all",),
     precision: str = "fp32",
     repeats: int = 1,
-    timeout_s: int = 120,
     groups: str = "",
     command: Command | None = None,
     **environment: Any,
 ) -> Run:
     """Run a matrix of backends at N = 3 on two ranks into ``folder / "run"``; in a new process unless told how."""
     names = json.dumps("all" if backend == ("all",) else backend)
-    matrix = MATRIX.format(backend=names, precision=precision, repeats=repeats, timeout_s=timeout_s)
+    matrix = MATRIX.format(backend=names, precision=precision, repeats=repeats)
     (folder / "matrix.toml").write_text(matrix + groups)
     options = ("run", "--matrix", "matrix.toml", "--out", "run", *arguments)
     return Run(folder / "run", command(*options) if command else bench(*options, cwd=folder, **environment))
@@ -250,7 +248,7 @@ def faulty_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     """The extra package's backends, most of which fail in one way or another."""
     names = asked(request, FAULTY, plugin.NAMES)
     folder = tmp_path_factory.mktemp("faulty")
-    return run_matrix(folder, backend=names, timeout_s=90, pythonpath=extra_site, BENCH_TEST_TOKEN="faulty")
+    return run_matrix(folder, backend=names, pythonpath=extra_site, BENCH_TEST_TOKEN="faulty")
 
 
 class EveryServer(_Server):
@@ -274,7 +272,7 @@ class OneServer(dict[tuple[str, ...], _Server]):
 
 @pytest.fixture(scope="session")
 def launcher() -> Iterator[Launcher]:
-    """For all tests of a worker, since its processes take ten seconds of CPU time to start."""
+    """One launcher for all tests of a worker: its processes take ten seconds of CPU time to start."""
     with Launcher(Device.CPU) as made:
         made._servers = OneServer()
         yield made

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 DELAY = 0.05
-"""Of a step's time, slept after each of them."""
+"""The share of a step's time that is slept after it."""
 OVERSLEPT_S = 2e-4
-"""Of a sleep, spent awake instead: the system wakes a sleeper that much too late, which matters in a short step."""
+"""The end of a sleep that is spent awake: the system wakes a sleeper that much too late, much for a short step."""
 
 
 class Delayed(DDPDeferred):

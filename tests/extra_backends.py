@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 
 from bench.backends.plain import DDPEager
 from bench.errors import UnsupportedError
@@ -14,35 +13,39 @@ class Sound(DDPEager):
     name, framework = "x-sound", "Extra"
 
 
-class LastOnly(DDPEager):
-    """Keeps only the gradient of the window's last micro-batch."""
+class Extra(DDPEager):
+    framework = "Extra"
 
-    name, framework = "x-last-only", "Extra"
-
-    def train(self, job):
+    def setup(self, job):
         from torch.nn.parallel import DistributedDataParallel
 
         self.model = DistributedDataParallel(job.build())
-        optimizer = job.optimizer(self.model.parameters())
+        return self.model, job.optimizer(self.model.parameters())
+
+
+class LastOnly(Extra):
+    """Keeps only the gradient of the window's last micro-batch."""
+
+    name = "x-last-only"
+
+    def train(self, job):
+        model, optimizer = self.setup(job)
         for index, batch in enumerate(job.loader, start=1):
             optimizer.zero_grad()
-            (job.loss(self.model, batch) / job.accumulate).backward()
+            (job.loss(model, batch) / job.accumulate).backward()
             if index % job.accumulate == 0:
                 optimizer.step()
 
 
-class StepsTooOften(DDPEager):
+class StepsTooOften(Extra):
     """Steps after every micro-batch."""
 
-    name, framework = "x-steps-too-often", "Extra"
+    name = "x-steps-too-often"
 
     def train(self, job):
-        from torch.nn.parallel import DistributedDataParallel
-
-        self.model = DistributedDataParallel(job.build())
-        optimizer = job.optimizer(self.model.parameters())
+        model, optimizer = self.setup(job)
         for batch in job.loader:
-            job.loss(self.model, batch).backward()
+            job.loss(model, batch).backward()
             optimizer.step()
             optimizer.zero_grad()
 
@@ -58,16 +61,8 @@ class NotReduced(DDPEager):
         super().train(job)
 
 
-class Loop(DDPEager):
+class Loop(Extra):
     """Loops as they are found, each with one fault in it."""
-
-    framework = "Extra"
-
-    def setup(self, job):
-        from torch.nn.parallel import DistributedDataParallel
-
-        self.model = DistributedDataParallel(job.build())
-        return self.model, job.optimizer(self.model.parameters())
 
 
 class DividesTwice(Loop):
@@ -114,10 +109,13 @@ class Modulo(Loop):
     """Steps where the index divides, and lets what is left over wait for the next epoch."""
 
     name = "x-modulo"
+    clears = False
 
     def train(self, job):
         model, optimizer = self.setup(job)
         for _ in job.each_epoch():
+            if self.clears:
+                optimizer.zero_grad()
             for index, batch in enumerate(job.loader, start=1):
                 (job.loss(model, batch) / job.accumulate).backward()
                 if index % job.accumulate == 0:
@@ -125,20 +123,10 @@ class Modulo(Loop):
                     optimizer.zero_grad()
 
 
-class ClearsFirst(Loop):
+class ClearsFirst(Modulo, Loop):
     """As above, but clears at the beginning of an epoch: what is left over is lost."""
 
-    name = "x-clears-first"
-
-    def train(self, job):
-        model, optimizer = self.setup(job)
-        for _ in job.each_epoch():
-            optimizer.zero_grad()
-            for index, batch in enumerate(job.loader, start=1):
-                (job.loss(model, batch) / job.accumulate).backward()
-                if index % job.accumulate == 0:
-                    optimizer.step()
-                    optimizer.zero_grad()
+    name, clears = "x-clears-first", True
 
 
 class NeverClears(Loop):
@@ -154,9 +142,7 @@ class NeverClears(Loop):
             optimizer.step()
 
 
-class Faulty(DDPEager):
-    framework = "Extra"
-
+class Faulty(Extra):
     def train(self, job):
         if job.rank == 1:
             self.fail()
@@ -175,13 +161,6 @@ class Killed(Faulty):
 
     def fail(self):
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-class Hangs(Faulty):
-    name = "x-hangs"
-
-    def fail(self):
-        time.sleep(3600)
 
 
 class Unsupported(Faulty):

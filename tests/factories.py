@@ -194,9 +194,7 @@ class FakeLauncher:
 
     def __init__(self, script: Script | None = None) -> None:
         self.specs: list[Spec] = []
-        self.products: list[MatmulTask] = []
         self.timeouts: list[float] = []
-        self.inactivities: list[float] = []
         self.closed = self.renewed = 0
         self._script = script or (lambda spec, number: None)
 
@@ -208,14 +206,12 @@ class FakeLauncher:
 
     def run(self, spec: Spec | MatmulTask, timeout_s: float, inactivity_s: float = 0.0) -> Outcome:
         if isinstance(spec, MatmulTask):
-            self.products.append(spec)
             rates = {str(precision): 5e11 for precision in spec.precisions}
             ranks = [{"status": "ok", "flops_per_s": rates} for _ in range(spec.world_size)]
             return Outcome(status=Status.OK, reason="", ranks=ranks, wall_s=1.0)
         number = len(self.specs)
         self.specs.append(spec)
         self.timeouts.append(timeout_s)
-        self.inactivities.append(inactivity_s)
         logs = Path(spec.folder) / "attempt_0" / "0"
         logs.mkdir(parents=True)
         (logs / "stderr.log").write_text(f"the log of call {number}")

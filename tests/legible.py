@@ -29,7 +29,7 @@ def texts(figure: Figure) -> Iterator[tuple[str, Bbox]]:
 
 
 def leaders(figure: Figure) -> Iterator[tuple[str, list[tuple[float, float]]]]:
-    """Of every label with a leader its text, and points along the leader, in pixels."""
+    """The text of every label with a leader, and points along the leader in pixels."""
     for axes in figure.axes:
         for label in axes.texts:
             if isinstance(label, Annotation) and label.arrow_patch is not None and label.get_text().strip():

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from bench.workload import WorkloadSpec
 
 TOKENS, WIDTH, HIDDEN = 37, 9, 11
-"""Of the model that nothing divides."""
+"""Sizes of the model that nothing divides."""
 
 
 class Cycle:
@@ -95,7 +95,7 @@ class Uneven(Cycle):
 
 
 class Shifting(Uneven):
-    """From its thirteenth micro-batch on every block is another function, and has to be compiled again."""
+    """Every block becomes another function at the thirteenth micro-batch, and has to be compiled again."""
 
     def __init__(self, spec: WorkloadSpec) -> None:
         super().__init__(spec)

@@ -7,13 +7,13 @@ import random
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 from bench.judge.loading import Run, load
 from bench.judge.standing import look
 from bench.launch.outcome import Outcome
 from bench.plan.cell import REFERENCE, Cell, Status
 from bench.plan.expand import expand
-from bench.plan.schedule import Look, Trial
 from bench.plan.task import Spec
 from bench.report.finish import finish
 from bench.run import start
@@ -23,20 +23,6 @@ from tests.factories import FakeLauncher, make_backend, make_matrix, make_rank, 
 Change = Callable[[Cell, int, list[float]], list[float]]
 """From a cell, the number of the call and its step times to those that are handed back."""
 STEP_S = 0.1
-
-
-class Silent:
-    """An observer that listens to nothing."""
-
-    def expect(self, trials: Any, *, more: bool, budget_left_s: float) -> None: ...
-
-    def started(self, trial: Trial, done: int, total: int) -> None: ...
-
-    def finished(self, trial: Trial, record: Mapping[str, Any]) -> None: ...
-
-    def looked(self, look: Look) -> None: ...
-
-    def say(self, message: str) -> None: ...
 
 
 def simulate(
@@ -86,7 +72,7 @@ def simulate(
             results = ranks(cell, results)
         return Outcome(status=Status.OK, reason="", ranks=results, wall_s=1.0)
 
-    Runner(folder, manifest, backends, FakeLauncher(script), Silent(), look).run()  # type: ignore[arg-type]
+    Runner(folder, manifest, backends, FakeLauncher(script), Mock(), look).run()  # type: ignore[arg-type]
     return load(folder)
 
 

@@ -150,20 +150,7 @@ class NoStepLoop(Loop):
             self.backward(job, batch)
 
 
-LOOPS = {
-    cls.__name__: cls
-    for cls in (
-        Loop,
-        BF16Loop,
-        FP16Loop,
-        FP64Loop,
-        SumLoop,
-        TwiceDividedLoop,
-        LastOnlyLoop,
-        EveryMicroBatchLoop,
-        NoStepLoop,
-    )
-}
+LOOPS = {cls.__name__: cls for cls in (Loop, *Loop.__subclasses__())}
 
 
 @dataclass(kw_only=True)

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ import pandas as pd
 import pytest
 
 from bench import files as bench_files
+from bench.backends.base import registry
 from bench.backends.plain import DDPDeferred
 from bench.cli import main
 from bench.commands import COMMANDS
@@ -34,30 +34,9 @@ from bench.plan.task import Spec
 from bench.report import figures
 from bench.run import start
 from bench.run.journal import Journal, read_manifest, write_manifest
+from tests.conftest import ROOT
 from tests.factories import FakeLauncher, Script, failed, make_rank
 
-ROOT = Path(__file__).resolve().parent.parent
-BACKENDS = [
-    "reference",
-    "ddp-eager",
-    "ddp-deferred",
-    "fsdp2-eager",
-    "fsdp2-deferred",
-    "fsdp2-zero2-eager",
-    "fsdp2-zero2-deferred",
-    "fsdp2-deferred-resident",
-    "reference-sharded",
-    "deepspeed-zero2-eager",
-    "deepspeed-zero3-eager",
-    "deepspeed-zero2-deferred",
-    "deepspeed-zero3-deferred",
-    "lightning-ddp",
-    "lightning-fsdp2",
-    "lightning-deepspeed-zero2",
-    "lightning-deepspeed-zero3",
-    "lightning-deepspeed-zero2-corrected",
-    "fabric-fsdp2-deferred",
-]
 MATRIX = """
 device = "cpu"
 repeats = 2
@@ -79,18 +58,12 @@ class Place:
     capture: pytest.CaptureFixture[str]
     patch: pytest.MonkeyPatch
 
-    def write(self, name: str, content: str | bytes) -> Path:
-        path = self.folder / name
-        path.write_bytes(content.encode() if isinstance(content, str) else content)
-        return path
+    def write(self, name: str, content: str) -> None:
+        (self.folder / name).write_text(content)
 
-    def matrix(self, *changes: tuple[str, str]) -> str:
-        """Write a small matrix file with parts of its text replaced; its name."""
-        text = MATRIX
-        for old, new in changes:
-            assert old in text
-            text = text.replace(old, new)
-        self.write("mine.toml", text)
+    def matrix(self) -> str:
+        """Write a small matrix file; its name."""
+        self.write("mine.toml", MATRIX)
         return "mine.toml"
 
     def files(self) -> dict[str, bytes]:
@@ -126,83 +99,74 @@ def place(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     monkeypatch.chdir(folder)
     here = Place(folder, capsys, monkeypatch)
     here.gpus(0)
-
-    def forbidden(*arguments: Any, **options: Any) -> Any:
-        raise AssertionError("bad input starts no launcher")
-
-    monkeypatch.setattr(launch_launcher, "Launcher", forbidden)
+    monkeypatch.setattr(launch_launcher, "Launcher", lambda *_, **__: pytest.fail("bad input starts no launcher"))
     return here
 
 
-CPU = ["--matrix", "cpu"]
-BAD_OPTIONS: list[tuple[list[str], str]] = [
+CPU = ["run", "--matrix", "cpu"]
+MINE = ["run", "--matrix", "mine.toml"]
+FILES = {
+    "mine.toml": MATRIX,
+    "broken.toml": "this is [no TOML",
+    "unknown.toml": MATRIX + "acumulate = [1]\n",
+    "zero.toml": MATRIX.replace("[1, 2]", "[0]"),
+    "uneven.toml": MATRIX.replace("[2]\n", "[5]\n"),
+    "auto.toml": MATRIX.replace("[1, 2]", '"auto"'),
+    "empty.toml": "",
+    "short.txt": "x" * 64,
+}
+BAD_INPUT: list[tuple[list[str], str]] = [
     ([*CPU, "--backend", "fsdp2-eagre"], r"--backend: 'fsdp2-eagre' is unknown; did you mean fsdp2-eager\?"),
     ([*CPU, "--backend", "ddp-eager,xyzzy"], r"--backend: 'xyzzy' is unknown; use one of reference, ddp-eager, "),
-    (["--matrix", "cpuu"], r"--matrix cpuu: unknown; did you mean cpu\?"),
-    (["--matrix", "xyzzy"], r"--matrix xyzzy: unknown; use one of auto, bytes, .*, smoke, a .toml file"),
-    (["--matrix", "no.toml"], r"--matrix no.toml: cannot be read \(No such file or directory\); name a TOML file"),
-    ([*CPU, "--accumulate", "0"], r"--accumulate is \[0\]; it must be a list of integers of at least 1"),
+    (["run", "--matrix", "cpuu"], r"--matrix cpuu: unknown; did you mean cpu\?"),
+    (["plan", "--matrix", "xyzzy"], r"--matrix xyzzy: unknown; use one of auto, bytes, .*, smoke, a .toml file"),
+    (["plan", "--matrix", "no.toml"], r"--matrix no.toml: cannot be read \(No such file or directory\); name a TOML"),
     ([*CPU, "--accumulate", "abc"], r"--accumulate: 'abc' is not a list of integers such as 1,4,8; see .* --help"),
-    ([*CPU, "--accumulate"], r"--accumulate: expected one argument; see .* --help"),
     ([*CPU, "--repeats", "many"], r"--repeats: invalid int value: 'many'"),
+    ([*CPU, "--repeats", "3", "--max-repeats", "2"], r"--max-repeats is 2; it must be at least --repeats, 3"),
+    ([*CPU, "--budget", "3 minutes"], r"'3 minutes' is not a time above 0 with its unit, such as 90s, 20m or 1h"),
+    ([*CPU, "--interval-width", "200%"], r"--interval-width is 2.0; it must be the width of an interval above 0 and"),
+    (
+        [*MINE, "--baseline", "ddp-eage"],
+        r"--baseline: 'ddp-eage' is not a backend of this matrix; did you mean ddp",
+    ),
     ([*CPU, "--batch", "30"], r"--batch is 30, .* = 2 x 2 = 4; the nearest that are: 28 and 32"),
-    ([*CPU, "--accumulate", "3"], r"cpu.toml: workload.global_batch_size is 16, .* = 3 x 2 = 6; .* 12 and 18"),
-    ([*CPU, "--model", "tinny"], r"--model: 'tinny' is unknown; did you mean tiny\?"),
+    ([*MINE, "--micro-batch", "3"], r"is 16, which is not divisible by micro-batch x world size = 3 x 2 = 6"),
+    ([*CPU, "--micro-batch", "1", "--accumulate", "2", "--batch", "9"], r"--batch: follows from --micro-batch and"),
     ([*CPU, "--workload", "no_such_module:f"], r"--workload: workload 'no_such_module:f': No module named"),
     ([*CPU, "--workload", "json:no_such"], r"--workload: workload 'json:no_such': .* has no attribute 'no_such'"),
     ([*CPU, "--precision", "fp8"], r"--precision is \['fp8'\]; it must be a list of fp32, bf16"),
-    ([*CPU, "--clip-norm", "much"], r"--clip-norm: 'much' is not a list of numbers such as 0,1.5; see .* --help"),
     ([*CPU, "--inactivity", "-1"], r"--inactivity is -1.0; it must be a positive number of seconds, or 0 for no limit"),
     ([*CPU, "--corpus", "missing.txt"], r"--corpus missing.txt: cannot be read \(No such file or directory\)"),
     ([*CPU, "--corpus", "short.txt"], r"--corpus short.txt: has 64 bytes; one sample needs .* = 65 bytes"),
-    ([*CPU, "--device", "tpu"], r"--device is 'tpu'; it must be one of cpu, cuda"),
     ([*CPU, "--device", "cuda"], r"--device is 'cuda', and no GPU is visible here; use --matrix cpu"),
+    ([*CPU, "--fake-tensors"], r"--fake-tensors: is for a virtual world; give --virtual-world too"),
+    ([*MINE, "--virtual-world", "8", "--fake-tensors"], r"ddp-eager cannot run on fake tensors"),
+    (
+        [*MINE, "--share-gpu"],
+        r"--share-gpu: needs a GPU, and mine.toml: device is 'cpu'; leave it out, or use --matrix",
+    ),
+    ([*CPU, "--share-gpu", "--device", "cuda"], r"--share-gpu: needs a GPU, and none is visible here; leave it out"),
+    ([*CPU, "--share-gpu", "--virtual-world", "8"], r"--share-gpu: is for ranks that exist; give --world-size too"),
     ([*CPU, "--colour", "red"], r"unrecognized arguments: --colour red; see .* --help"),
-    ([*CPU, "stray"], r"unrecognized arguments: stray; see .* --help"),
+    (["run", "--matrix", "broken.toml"], r"broken.toml: is not TOML \(.*line 1"),
+    (["run", "--matrix", "unknown.toml"], r"unknown.toml: axes.acumulate is unknown; did you mean axes.accumulate\?"),
+    (["run", "--matrix", "zero.toml"], r"zero.toml: axes.accumulate is \[0\]; it must be a list of integers"),
+    (["run", "--matrix", "uneven.toml"], r"uneven.toml: workload.global_batch_size is 16, .* the nearest"),
+    (["run", "--matrix", "auto.toml"], r"axes.accumulate is 'auto', which needs axes.micro_batch_size"),
+    (["run", "--matrix", "empty.toml"], r"empty.toml: device is missing; it must be one of cpu, cuda"),
+    (["walk"], r"invalid choice: 'walk' .*run.*plan.*backends.*report"),
+    (["report", "nowhere"], r"nowhere: holds no run \(run.json: No such file or directory\); name a folder under"),
+    (["run", "--resume", "nowhere"], r"nowhere: holds no run \(run.json: No such file or directory\)"),
+    ([*CPU, "--out", "short.txt"], r"--out short.txt: cannot be written \(.*\); name a folder that can"),
+    ([*CPU, "--out", "short.txt/below"], r"--out short.txt/below: cannot be written \(.*\); name a folder that can"),
 ]
 
 
-@pytest.mark.parametrize("command", ["run", "plan"])
-@pytest.mark.parametrize(("arguments", "words"), BAD_OPTIONS)
-def test_bad_options(place: Place, command: str, arguments: list[str], words: str) -> None:
-    place.write("empty.txt", "")
-    place.write("short.txt", "x" * 64)
-    assert re.search(words, place.refused(command, *arguments))
-
-
-@pytest.mark.parametrize("command", ["run", "plan"])
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ("this is [no TOML", r"bad.toml: is not TOML \(.*line 1"),
-        (b"\xff\xfe\x00", r"bad.toml: is not TOML"),
-        (MATRIX + "acumulate = [1]\n", r"bad.toml: axes.acumulate is unknown; did you mean axes.accumulate\?"),
-        ("repeat = 3\n" + MATRIX, r"bad.toml: repeat is unknown; did you mean repeats\?"),
-        (MATRIX.replace("[1, 2]", '"1"'), r"bad.toml: axes.accumulate is '1'; it must be a list of integers"),
-        (MATRIX.replace("[1, 2]", "[0]"), r"bad.toml: axes.accumulate is \[0\]; it must be a list of integers"),
-        (MATRIX.replace("accumulate = [1, 2]\n", ""), r"bad.toml: axes.accumulate is missing; it must be a list"),
-        (MATRIX.replace("ddp-eager", "dpp-eager"), r"bad.toml: axes.backend: 'dpp-eager' is unknown; did you mean"),
-        (MATRIX.replace("[2]\n", "[5]\n"), r"bad.toml: workload.global_batch_size is 16, .* the nearest"),
-        ("", r"bad.toml: device is missing; it must be one of cpu, cuda"),
-    ],
-)
-def test_bad_matrix_files(place: Place, command: str, content: str | bytes, words: str) -> None:
-    place.write("bad.toml", content)
-    assert re.search(words, place.refused(command, "--matrix", "bad.toml"))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["walk"], r"invalid choice: 'walk' .*run.*plan.*backends.*report"),
-        (["report", "nowhere"], r"nowhere: holds no run \(run.json: No such file or directory\); name a folder under"),
-        (["run", "--resume", "nowhere"], r"nowhere: holds no run \(run.json: No such file or directory\)"),
-        (["run", *CPU, "--out", "file"], r"--out file: cannot be written \(.*\); name a folder that can"),
-        (["run", *CPU, "--out", "file/below"], r"--out file/below: cannot be written \(.*\); name a folder that can"),
-    ],
-)
-def test_bad_commands_and_folders(place: Place, arguments: list[str], words: str) -> None:
-    place.write("file", "")
+@pytest.mark.parametrize(("arguments", "words"), BAD_INPUT)
+def test_bad_input_is_one_line_and_writes_nothing(place: Place, arguments: list[str], words: str) -> None:
+    for name, content in FILES.items():
+        place.write(name, content)
     assert re.search(words, place.refused(*arguments))
 
 
@@ -214,21 +178,16 @@ def test_a_defect_of_the_bench_is_one_line_that_says_where_to_report_it(place: P
     status, out, err = place.call("plan")
     assert (status, out, err.count("\n")) == (DEFECT, "", 1) and DEFECT not in (GOOD, BAD, WRONG, INTERRUPTED)
     assert err.startswith("bench: ZeroDivisionError: first line second line (test_cli.py:")
-    assert "report it in the issue tracker" in err and "--debug" in err
+    assert err.endswith("report it with the command and the traceback of --debug to the project's issue tracker\n")
     status, _, err = place.call("plan", "--debug")
     assert status == DEFECT and err.startswith("Traceback (most recent call last):") and "report it" in err
 
 
-def test_a_reason_of_many_lines_becomes_one(place: Place) -> None:
-    place.patch.syspath_prepend(str(place.folder))
-    place.write("talkative_workload.py", "raise ImportError('first line\\n\\n  second line')\n")
-    place.patch.setattr(sys, "dont_write_bytecode", True)
-    assert "first line second line" in place.refused("plan", *CPU, "--workload", "talkative_workload:factory")
-
-
-def test_resume_takes_no_other_options(place: Place) -> None:
+def test_a_finished_run_is_not_written_over_and_resumes_without_other_options(place: Place) -> None:
     finished_run(place)
     assert "--repeats" in place.refused("run", "--resume", "out", "--repeats", "9")
+    words = "--out out: holds a run already; name another folder, or go on with --resume out"
+    assert words in place.refused("run", "--matrix", "mine.toml", "--out", "out")
 
 
 def test_plan_shows_cells_skips_and_estimates(place: Place) -> None:
@@ -292,12 +251,9 @@ print(status, sorted(heavy & sys.modules.keys()), started, file=sys.stderr)
 
 def test_plan_imports_no_torch_and_starts_no_process(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", PLAN], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-c", PLAN], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.stderr.splitlines()[-1] == "0 [] []"
     assert "matrix cpu: " in done.stdout
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_repeats_precision_and_budget(place: Place) -> None:
@@ -311,28 +267,6 @@ def test_repeats_precision_and_budget(place: Place) -> None:
     for spelt in ("20min", "20 min", "1200s", "1200 sec"):
         out = place.call("plan", "--matrix", name, "--max-repeats", "40", "--budget", spelt)[1]
         assert "as far as 20 min reach" in out, spelt
-    refused = [
-        (["--budget", "3 minutes"], "'3 minutes' is not a time above 0 with its unit, such as 90s, 20m or 1h"),
-        (["--repeats", "3", "--max-repeats", "2"], "--max-repeats is 2; it must be at least --repeats, 3"),
-        (["--precision", "2%"], "--precision is ['2%']; it must be a list of fp32, bf16"),
-        (
-            ["--interval-width", "200%"],
-            "--interval-width is 2.0; it must be the width of an interval above 0 and below 1",
-        ),
-        (["--budget", "20"], "'20' is not a time above 0 with its unit, such as 90s, 20m or 1h"),
-        (["--baseline", "ddp-eage"], "--baseline: 'ddp-eage' is not a backend of this matrix; did you mean ddp-eager?"),
-        (["--fake-tensors"], "--fake-tensors: is for a virtual world; give --virtual-world too"),
-        (
-            ["--share-gpu"],
-            "--share-gpu: needs a GPU, and mine.toml: device is 'cpu'; leave it out, or use --matrix gpu",
-        ),
-        (["--share-gpu", "--device", "cuda"], "--share-gpu: needs a GPU, and none is visible here; leave it out"),
-        (["--share-gpu", "--virtual-world", "8"], "--share-gpu: is for ranks that exist; give --world-size too"),
-        (["--virtual-world", "0"], "--virtual-world is [0]; it must be a list of integers of at least 1"),
-        (["--virtual-world", "8", "--fake-tensors"], "ddp-eager cannot run on fake tensors"),
-    ]
-    for options, words in refused:
-        assert words in place.refused("plan", "--matrix", name, *options)
 
 
 def test_micro_batches_are_an_axis(place: Place) -> None:
@@ -345,9 +279,8 @@ def test_micro_batches_are_an_axis(place: Place) -> None:
         return rows, next(line for line in out if line.startswith("the global batch"))
 
     rows, held = planned("--micro-batch", "1,4")
-    assert (
-        rows == [["8", "2", "1"], ["2", "2", "4"]] and held == "the global batch B is held: N = B / (micro-batch x W)"
-    )
+    assert rows == [["8", "2", "1"], ["2", "2", "4"]]
+    assert held == "the global batch B is held: N = B / (micro-batch x W)"
     assert planned("--micro-batch", "4", "--batch", "32")[0] == [["4", "2", "4"]]
     rows, held = planned("--micro-batch", "1,4", "--accumulate", "2,3")
     assert rows == [["2", "2", "1"], ["2", "2", "4"], ["3", "2", "1"], ["3", "2", "4"]]
@@ -355,23 +288,9 @@ def test_micro_batches_are_an_axis(place: Place) -> None:
     assert planned("--micro-batch", "3", "--virtual-world", "8")[0] == [["1", "8", "3"], ["2", "8", "3"]]
     place.write("held.toml", MATRIX.replace("accumulate = [1, 2]", 'accumulate = "auto"\nmicro_batch_size = [2]'))
     assert "  4  2            2  fp32" in place.call("plan", "--matrix", "held.toml")[1]
-    refused = [
-        (
-            ["--micro-batch", "3"],
-            "global_batch_size is 16, which is not divisible by micro-batch x world size = 3 x 2 = 6",
-        ),
-        (["--micro-batch", "0"], "--micro-batch is [0]; it must be a list of integers of at least 1"),
-        (["--micro-batch", "1", "--accumulate", "2", "--batch", "9"], "--batch: follows from --micro-batch and"),
-    ]
-    for options, words in refused:
-        assert words in place.refused("plan", "--matrix", name, *options)
-    place.write("bad.toml", MATRIX.replace("[1, 2]", '"auto"'))
-    assert "axes.accumulate is 'auto', which needs axes.micro_batch_size" in place.refused(
-        "plan", "--matrix", "bad.toml"
-    )
 
 
-MINE = """
+MY_BACKENDS = """
 from bench.backends.plain import DDPEager
 
 class Mine(DDPEager):
@@ -380,12 +299,12 @@ class Mine(DDPEager):
 
 
 def test_a_class_of_ones_own_is_a_backend(place: Place) -> None:
-    """In a run, in its resumption, which finds it in run.json, and in the commands that look at backends."""
+    """It works in a run, in its resumption, which finds it in run.json, and in commands that look at backends."""
     place.patch.syspath_prepend(str(place.folder))
     place.patch.setattr(sys, "dont_write_bytecode", True)
     place.patch.delitem(sys.modules, "my_backends", raising=False)
     place.patch.setenv("BENCH_BACKENDS", "")
-    place.write("my_backends.py", MINE)
+    place.write("my_backends.py", MY_BACKENDS)
     assert finished_run(place, None, "--backend", "ddp-eager,my_backends:Mine")[0] == GOOD
     trials = pd.read_parquet("out/trials.parquet")
     assert set(trials["backend"]) == {"reference", "ddp-eager", "mine"}
@@ -412,9 +331,7 @@ def test_backends_lists_all(place: Place) -> None:
     lines = out.splitlines()
     assert status == GOOD
     assert lines[0].split()[:4] == ["backend", "framework", "sharding", "sync"]
-    listed = [line.split()[0] for line in lines[1:]]
-    assert len(BACKENDS) == len(set(listed)) == 19
-    assert sorted(listed) == sorted(BACKENDS)
+    assert [line.split()[0] for line in lines[1:]] == list(registry())
     assert all("no GPU here" in line for line in lines[1:])
     defects = {line.split()[0] for line in lines if "every update is 1/N of the right one" in line}
     assert defects == {"lightning-deepspeed-zero2", "lightning-deepspeed-zero3"}
@@ -454,11 +371,11 @@ def test_a_good_run(place: Place) -> None:
     } | {f"{name}.parquet" for name in ("trials", "steps", "losses", "collectives", "memory", "ratios")}
 
 
-def test_a_failed_trial_makes_the_status_bad(place: Place) -> None:
-    status, out, _ = finished_run(place, lambda spec, n: failed(Status.OOM, "rank 0: full") if n == 3 else None)
-    assert status == BAD
-    assert "rank 0: full" in out
-    assert len(Journal(place.folder / "out").read()) == 12
+def test_a_run_whose_baseline_is_the_reference_says_how_to_compare_times(place: Place) -> None:
+    both = ("--backend", "reference,ddp-deferred,fsdp2-deferred")
+    status, out, _ = finished_run(place, None, *both, "--baseline", "reference")
+    assert status == GOOD
+    assert "The baseline is a reference" in out and "--baseline ddp-deferred" in out
 
 
 def wrong_update(backend: str, scale: float, residual: float, **time: Any) -> Script:
@@ -510,19 +427,10 @@ def at(stop: int, action: Callable[[], None]) -> Script:
     return script
 
 
-def ctrl_c() -> None:
-    raise KeyboardInterrupt
-
-
-def sigterm() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(5)  # the signal is taken before this ends
-
-
-@pytest.mark.parametrize("action", [ctrl_c, sigterm])
-def test_an_interrupted_run_says_how_to_go_on_and_does(place: Place, action: Callable[[], None]) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_says_how_to_go_on_and_does(place: Place, number: signal.Signals) -> None:
     handler = signal.getsignal(signal.SIGTERM)
-    made = with_launcher(place, at(4, action))
+    made = with_launcher(place, at(4, lambda: signal.raise_signal(number)))
     status, out, _ = place.call("run", "--matrix", place.matrix(), "--out", "out")
     assert status == INTERRUPTED
     assert out.splitlines()[-1].endswith("go on with: python -m bench run --resume out")
@@ -537,18 +445,16 @@ def test_an_interrupted_run_says_how_to_go_on_and_does(place: Place, action: Cal
     assert pd.read_parquet("out/trials.parquet")["status"].tolist() == ["ok"] * 12
 
 
+def raises(error: Exception) -> Callable[..., Any]:
+    def fail(*_: Any) -> Any:
+        raise error
+
+    return fail
+
+
 def test_a_launcher_that_does_not_start(place: Place) -> None:
-    def fail() -> None:
-        raise LauncherError("the launcher did not start within 180 s: no message")
-
-    status, _, err = finished_run(place, at(0, fail))
-    assert (status, err) == (BAD, "bench: the launcher did not start within 180 s: no message\n")
-
-
-def test_a_second_run_into_the_same_folder(place: Place) -> None:
-    finished_run(place)
-    words = "--out out: holds a run already; name another folder, or go on with --resume out"
-    assert words in place.refused("run", "--matrix", "mine.toml", "--out", "out")
+    status, _, err = finished_run(place, at(0, raises(LauncherError("the launcher did not start"))))
+    assert (status, err) == (BAD, "bench: the launcher did not start\n")
 
 
 def test_a_run_whose_folder_is_in_use(place: Place) -> None:
@@ -561,8 +467,19 @@ def test_a_run_whose_folder_is_in_use(place: Place) -> None:
     assert not (place.folder / "out" / bench_files.FILE).exists()
 
 
-def test_failed_trials_are_run_again_when_asked(place: Place) -> None:
-    assert finished_run(place, lambda spec, n: failed(Status.OOM, "rank 0: full") if n == 3 else None)[0] == BAD
+def test_a_quiet_run_prints_the_answer_alone(place: Place) -> None:
+    loud = finished_run(place)[1]
+    with_launcher(place)
+    status, out, err = place.call("run", "--matrix", place.matrix(), "--out", "other", "--quiet")
+    assert (status, err) == (GOOD, "")
+    assert "[12/12]" in loud and "run out: " in loud and "matrix products on" in loud
+    assert "/12]" not in out and "run other: " not in out and "matrix products on" not in out
+    assert out.replace("other/", "out/") == loud[-len(out) + 2 * out.count("other/") :], "the same answer"
+
+
+def test_a_failed_trial_makes_the_status_bad_and_is_run_again_when_asked(place: Place) -> None:
+    status, out, _ = finished_run(place, lambda spec, n: failed(Status.OOM, "rank 0: full") if n == 3 else None)
+    assert status == BAD and "rank 0: full" in out
     made = with_launcher(place)
     assert place.call("run", "--resume", "out")[0] == BAD
     assert made[0].specs == []
@@ -587,12 +504,11 @@ def test_a_torn_line_is_moved_aside_and_told(place: Place) -> None:
     assert made[0].specs[0].passes == ("update",) and len(made[0].specs) == 2
 
 
-def no_space(*arguments: Any) -> Any:
-    raise OSError(errno.ENOSPC, "No space left on device")
+NO_SPACE = raises(OSError(errno.ENOSPC, "No space left on device"))
 
 
 def test_a_full_disk_ends_the_run_with_all_finished_trials(place: Place) -> None:
-    with_launcher(place, at(4, no_space))
+    with_launcher(place, at(4, NO_SPACE))
     status, _, err = place.call("run", "--matrix", place.matrix(), "--out", "out")
     assert status == WRONG
     assert err == (
@@ -600,9 +516,6 @@ def test_a_full_disk_ends_the_run_with_all_finished_trials(place: Place) -> None
         "python -m bench run --resume out\n"
     )
     assert len(Journal(place.folder / "out").read()) == 4
-    made = with_launcher(place)
-    assert place.call("run", "--resume", "out")[0] == GOOD
-    assert len(made[0].specs) == 8
 
 
 def test_a_run_that_will_not_fit_is_not_begun(place: Place) -> None:
@@ -616,7 +529,7 @@ def test_tables_are_rebuilt_from_the_journal_alone(place: Place) -> None:
     before = {path.name: pd.read_parquet(path) for path in Path("out").glob("*.parquet")}
     for path in Path("out").glob("*.parquet"):
         path.write_bytes(b"no parquet")
-    place.patch.setattr(figures, "draw", no_space)
+    place.patch.setattr(figures, "draw", NO_SPACE)
     status, out, _ = place.call("report", "out", "--rebuild")
     assert status == GOOD
     assert sorted(out.split()) == sorted(f"out/{name}" for name in before)
@@ -634,8 +547,6 @@ def test_as_a_program(tmp_path: Path) -> None:
         {sys.executable} -m bench plan --matrix cpu | head -1 > /dev/null; echo "status ${{PIPESTATUS[0]}}"
         """
     )
-    done = subprocess.run(
-        ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.stdout == "status 2\nstatus 0\n"
     assert done.stderr.startswith("bench: --matrix nope: unknown; ") and done.stderr.count("\n") == 1

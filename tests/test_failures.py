@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,6 @@ def test_an_installed_package_adds_a_backend_that_runs(faulty_run: Run) -> None:
 CASES = {
     "x-raises": ("crashed", r"rank 1: KeyError: 'a key that says out of memory'"),
     "x-killed": ("crashed", r"rank 1 was ended by SIGKILL"),
-    "x-hangs": ("timeout", r"not finished after 90 s"),
     "x-unsupported": ("unsupported", r"rank 1: UnsupportedError: this framework cannot do that; use another"),
     "x-needs-missing": ("unsupported", r"needs no_such_package_at_all: pip install"),
     "x-last-only": ("invalid", r"pointing elsewhere: samples were lost"),
@@ -41,14 +39,12 @@ def test_each_failure_is_a_row_with_its_status_and_reason(faulty_run: Run, backe
     assert re.search(reason, trial["reason"])
 
 
-def test_a_crash_after_the_result_was_handed_over_spoils_nothing(faulty_run: Run) -> None:
-    assert faulty_run.trial("x-aborts-afterwards")["status"] == "ok"
-
-
-def test_failures_set_the_exit_status_and_are_shown(faulty_run: Run) -> None:
+def test_failures_set_the_exit_status_are_shown_and_leave_nothing_behind(faulty_run: Run) -> None:
     assert faulty_run.process.returncode == 1
     assert "x-killed" in faulty_run.process.stdout
     assert "Traceback" not in faulty_run.process.stdout + faulty_run.process.stderr
+    assert faulty_run.trial("x-aborts-afterwards")["status"] == "ok", "it had handed over its result"
+    assert processes_with("faulty") == []
 
 
 def test_failed_trials_keep_their_logs(faulty_run: Run) -> None:
@@ -58,25 +54,17 @@ def test_failed_trials_keep_their_logs(faulty_run: Run) -> None:
     assert "in fail" in text
 
 
-def test_no_process_is_left_behind(faulty_run: Run) -> None:
-    assert faulty_run.process.returncode == 1
-    assert processes_with("faulty") == []
-
-
 def test_interrupt_keeps_finished_trials_and_resume_goes_on(tmp_path: Path, here: Command) -> None:
-    (tmp_path / "matrix.toml").write_text(
-        MATRIX.format(backend='["ddp-deferred"]', precision="fp32", repeats=2, timeout_s=120)
-    )
+    (tmp_path / "matrix.toml").write_text(MATRIX.format(backend='["ddp-deferred"]', precision="fp32", repeats=2))
     command = [sys.executable, "-m", "bench", "run", "--matrix", "matrix.toml", "--out", "run"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "BENCH_TEST_TOKEN": "interrupted"}
     process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     while not (line := process.stdout.readline()).startswith("[1/6]"):
         assert line or process.poll() is None, "the run ended early"
-    time.sleep(0.3)  # into the second trial
     process.send_signal(signal.SIGINT)
     rest = process.stdout.read()
-    assert process.wait(300) == 130
+    assert process.wait() == 130
     assert "python -m bench run --resume run" in rest
     assert processes_with("interrupted") == []
 
@@ -107,14 +95,13 @@ def test_a_machine_without_a_compiler_runs_deepspeed(tmp_path: Path) -> None:
     nothing = tmp_path / "bin"
     nothing.mkdir()
     backends = ["deepspeed-zero2-eager", "deepspeed-zero3-eager"]
-    run = run_matrix(
-        tmp_path,
-        backend=backends,
-        CXX="false",
-        CC="false",
-        PATH=str(nothing),
-        TORCH_EXTENSIONS_DIR=str(tmp_path / "extensions"),
-    )
+    without = {
+        "CXX": "false",
+        "CC": "false",
+        "PATH": str(nothing),
+        "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions"),
+    }
+    run = run_matrix(tmp_path, backend=backends, **without)
     assert run.process.returncode == 0, run.process.stdout + run.process.stderr
     assert {record["status"] for record in run.records} == {"ok"}
     assert not (tmp_path / "extensions").exists(), "nothing was compiled"

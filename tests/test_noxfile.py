@@ -8,7 +8,6 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
-import zipfile
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
-from tests.cuda_stub import build
+from tests.plugin import make_wheel
 
 
 @pytest.fixture
@@ -37,66 +36,6 @@ def noxfile(monkeypatch: pytest.MonkeyPatch) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def test_minutes_of_pip_are_announced(noxfile: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in noxfile.INSTALLED_FROM:
-        (tmp_path / name).write_text("made")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", "/usr/bin")
-    done: list[str] = []
-    session = SimpleNamespace(
-        bin=str(tmp_path),
-        virtualenv=SimpleNamespace(location=str(tmp_path)),
-        log=done.append,
-        install=lambda *_, **__: done.append("pip"),
-    )
-    for _ in range(2):
-        noxfile.install(session)
-    said, then, again = done
-    assert then == "pip" and "torch" in said and "minutes" in said, "before pip, what is installed"
-    assert "are as they were" in again and "minutes" not in again, "nothing is installed twice"
-
-
-def test_only_what_a_machine_lacks_skips_the_session_on_cuda(noxfile: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[str] = []
-    session = SimpleNamespace(
-        posargs=["--all"],
-        skip=lambda why: done.append(f"skipped: {why}"),
-        error=lambda why: done.append(f"failed: {why}"),
-        run=lambda *command: done.append(" ".join(command)),
-    )
-
-    def nox_cuda(status: int, words: str) -> str:
-        answer = SimpleNamespace(returncode=status, stderr=words)
-        monkeypatch.setattr(noxfile.subprocess, "run", lambda *_, **__: answer)
-        done.clear()
-        noxfile.cuda(session)
-        return done[0]
-
-    monkeypatch.setenv("CUDA_STUB", "/elsewhere")
-    assert nox_cuda(0, "") == "python -m pytest tests/cuda --cuda-stub /elsewhere --all"
-    assert nox_cuda(build.SKIPPED, "there is no C compiler\n") == "skipped: there is no C compiler"
-    assert nox_cuda(1, "error: expected ';'").startswith("failed: ")
-
-
-def make_wheel(folder: Path, name: str, version: str = "1.0", *requires: str) -> Path:
-    path = folder / f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
-    lines = [
-        "Metadata-Version: 2.1",
-        f"Name: {name}",
-        f"Version: {version}",
-        *(f"Requires-Dist: {r}" for r in requires),
-    ]
-    described = {
-        "METADATA": "\n".join(lines) + "\n\n",
-        "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        "RECORD": "",
-    }
-    with zipfile.ZipFile(path, "w") as archive:
-        for file, text in described.items():
-            archive.writestr(f"{name.replace('-', '_')}-{version}.dist-info/{file}", text)
-    return path
 
 
 class Refused(Exception):  # noqa: N818 - as nox's own
@@ -153,8 +92,11 @@ def test_the_wheelhouse_holds_what_the_machine_lacks(noxfile: Any, project: Path
 
 
 @pytest.mark.slow
-def test_pip_leaves_there_what_is_new_enough_and_says_what_is_too_old(noxfile: Any, project: Path) -> None:
+def test_pip_leaves_there_what_is_new_enough_and_says_what_is_too_old(
+    noxfile: Any, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The one test with the real pip: a machine has b-c in another version than the one that is collected."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     noxfile.wheelhouse(FakeSession("--out", "out", "--exclude", "torch"))
     machine = project / "machine"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", machine], check=True)

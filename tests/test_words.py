@@ -9,17 +9,11 @@ import pytest
 
 from bench.cli import main
 from bench.judge.loading import load
-from bench.words import plural
 from tests.pages import report, write_run
 
 ONE_OF_MANY = re.compile(
     r"(?<![\d.,=/])\b1 (repeats|trials|blocks|cells|errors|warnings|rows|cores|comparisons|ranks|samples)\b"
 )
-
-
-def test_plural() -> None:
-    assert [plural(count, "repeat") for count in (0, 1, 2)] == ["0 repeats", "1 repeat", "2 repeats"]
-    assert plural(1, "micro-batch", "es") == "1 micro-batch" and plural(3, "micro-batch", "es") == "3 micro-batches"
 
 
 def test_one_of_a_thing_is_not_many(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import re
+import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,15 +49,8 @@ def work(task: Cells, rank: int, device: Any) -> dict[str, Any]:
         except UnsupportedError:
             trials.append(None)
         else:
-            trials.append({**trial, "peak_rss": peak_rss()})
+            trials.append({**trial, "peak_rss": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss})
     return {"status": Status.OK, "trials": trials}
-
-
-def peak_rss() -> int:
-    """Bytes of memory that this process had at most."""
-    found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return 1024 * int(found[1])
 
 
 def world_cell(backend: str, world_size: int, **changes: Any) -> Cell:
@@ -70,7 +63,7 @@ def world_cell(backend: str, world_size: int, **changes: Any) -> Cell:
 def by_rank(
     launcher: Launcher, folder: Path, cells: Sequence[Cell], passes: tuple[str, ...] = ("collectives", "memory")
 ) -> list[list[Found | None]]:
-    """For each of the cells, which share a world, what each rank found out; None where a backend refused."""
+    """What each rank found out about each of the cells, which share a world; None where a backend refused."""
     first = cells[0]
     task = Cells(
         cells=tuple(cells),

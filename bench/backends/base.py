@@ -117,24 +117,7 @@ BF16_PARAMETERS = "bf16 copies of fp32 parameters"
 class Backend(ABC):
     """One way to accumulate gradients. Subclass it, set the class variables, and implement ``train``.
 
-    A complete backend, data parallel with one reduction per micro-batch::
-
-        class DDPEager(Backend):
-            name, framework = "ddp-eager", "torch DDP"
-            sync, sharding = Sync.EAGER, Sharding.NONE
-
-            def train(self, job):
-                from torch.nn.parallel import DistributedDataParallel
-                self.model = DistributedDataParallel(job.build())
-                optimizer = job.optimizer(self.model.parameters())
-                for window in job.each_window():
-                    for batch, _ in window:
-                        (job.loss(self.model, batch) / window.size).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-
-            def full_parameters(self):
-                return self.model.module.state_dict()
+    CONTRIBUTING.md has a complete backend as an example.
     """
 
     name: ClassVar[str]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import statistics
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from bench.files import RESULTS
@@ -14,7 +18,7 @@ from bench.plan.task import CPU_WINDOWS, SETTLED_WINDOWS
 from bench.plan.task import passes as passes_of
 from bench.plan.world import Candidate
 from bench.run import machine
-from bench.run.journal import earlier_walls
+from bench.run.journal import JOURNAL
 from bench.run.machine import peak_flops
 
 CPU_FLOPS_PER_CORE = 2e10
@@ -42,6 +46,20 @@ LOOPBACK_BYTES_PER_S = 4e8
 """Assumed rate of gloo's reductions over loopback."""
 FIXED_S = 1.5
 """Assumed fixed cost of a trial."""
+
+
+def earlier_walls(results: Path) -> dict[str, float]:
+    """Median wall time of good trials in seconds, by cell id, over all runs under ``results``."""
+    walls: dict[str, list[float]] = defaultdict(list)
+    for path in results.glob(f"*/{JOURNAL}"):
+        for line in path.read_bytes().splitlines():
+            try:
+                record = json.loads(line)
+                if record["status"] == "ok":
+                    walls[record["cell_id"]].append(float(record["wall_s"]))
+            except (ValueError, KeyError, TypeError):
+                continue  # the estimate is only less precise
+    return {cell_id: statistics.median(seconds) for cell_id, seconds in walls.items() if seconds}
 
 
 def costs(

@@ -11,7 +11,7 @@ from bench.forecast.footprint import declined, footprint
 from bench.forecast.prediction import at
 from bench.judge.formulas import BUILT_IN, expect, layout_of
 from bench.plan.cell import REFERENCE, Cell, Device, Precision
-from bench.workload.batches import slice_size
+from bench.workload import slice_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def reserve_bytes(memory_bytes: int, *, nccl: bool, ranks: int = 1) -> int:
 def predicted_bytes(cell: Cell) -> int | None:
     """The peak of a rank's memory in bytes; None for what is not predicted.
 
-    A reference sees its batch in slices (``bench.workload.batches``), of which the largest counts.
+    A reference sees its batch in slices (``bench.workload``), of which the largest counts.
     """
     layout, backend = layout_of(cell), BUILT_IN.get(cell.backend)
     if layout is None or backend is None or declined(cell, backend):

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.judge.loading import Run
-from bench.judge.pairs import ComparedPair
 from bench.judge.standing import Standing
 from bench.judge.statistics import MIN_REPEATS, MIN_TRIALS
 from bench.judge.verdicts import MORE_HELPS, Reason, Verdict
+from bench.plan.cell import REFERENCES
 from bench.words import plural
 
 BENCH = ("python", "-m", "bench")
@@ -51,12 +51,16 @@ def obstacle(run: Run, found: Standing, folder: Path) -> Obstacle | None:
     rows = [row for row in found.rows if not row.pair.b.twin and row.pair.b.world.times_communication]
     if not rows:
         named = list(dict.fromkeys(cell.backend for cell in run.cells.values() if not cell.is_reference))
-        more = next(name for name in PARTNERS if name not in named)
+        if len(named) > 1 and run.manifest.get("baseline") in REFERENCES:
+            reason = "The baseline is a reference, with which no times are compared"
+            return Obstacle(reason=reason, command=again(run, **{"--baseline": named[0]}))
+        more = [name for name in PARTNERS if name not in named][:1]
         return Obstacle(
             reason="No two cells of the run differ in the backend alone",
-            command=again(run, **{"--backend": ",".join([*named, more])}),
+            command=again(run, **{"--backend": ",".join([*named, *more])}),
         )
-    if any(_is_measured(row) for row in rows):
+    judged = (row for row in rows if row.judgement.verdict is not Verdict.NOT_COMPARABLE)
+    if any(row.time is not None and row.time.low is not None for row in judged):
         return None
     reasons = Counter(row.judgement.reason for row in rows)
     details = {row.judgement.reason: row.judgement.detail.partition("; ")[0] for row in reversed(rows)}
@@ -67,11 +71,6 @@ def obstacle(run: Run, found: Standing, folder: Path) -> Obstacle | None:
     if Reason.FEW_TRIALS not in reasons and _repeats(run) < MIN_TRIALS:
         said.append(f"{plural(_repeats(run), 'repeat')}, and an interval needs {MIN_TRIALS}")
     return Obstacle(reason="; ".join(said), command=next_command(run, set(reasons), folder))
-
-
-def _is_measured(row: ComparedPair) -> bool:
-    time = row.time
-    return row.judgement.verdict is not Verdict.NOT_COMPARABLE and time is not None and time.low is not None
 
 
 def next_command(run: Run, reasons: Collection[Reason], folder: Path) -> str:

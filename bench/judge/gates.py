@@ -90,14 +90,16 @@ def judge(
     trials = tables.trials.copy()
     losses = Losses(tables)
     found: dict[Any, list[str]] = {}
+    largest: dict[Any, float | None] = {}
     for index, row in trials[trials["status"] == Status.OK].iterrows():
         world = world_of(row)
         if world.has_values:
             deviation = losses.deviation(row)
-            trials.loc[index, "max_loss_deviation"] = pd.NA if deviation is None else deviation.largest
+            largest[index] = None if deviation is None else deviation.largest
             found[index] = findings(row, deviation)
         else:
             found[index] = _step_findings(row) if world.computes else []
+    trials["max_loss_deviation"] = pd.Series(largest, dtype="Float64").reindex(trials.index)
     filled = expected.fill(replace(tables, trials=trials), layouts, peaks)
     for index, reasons in found.items():
         if reasons := [*reasons, *filled.findings.get(trials.loc[index, "cell_id"], ())]:
@@ -163,14 +165,9 @@ def _moves_losses(row: Any) -> bool:
     AdamW is invariant to the scale of gradients, unless they are clipped: its moments then weigh clipped and unclipped
     gradients wrongly.
     """
-    scales = [scale for scale in (row["update_scale"], row["unclipped_scale"]) if pd.notna(scale)]
-    multiple = any(_is_multiple(scale, row["update_residual"]) for scale in scales)
+    scales = (scale for scale in (row["update_scale"], row["unclipped_scale"]) if pd.notna(scale) and scale > 0)
+    multiple = any(row["update_residual"] <= min(SAME_FACTOR, abs(scale - 1)) for scale in scales)
     return bool(multiple and (row["optimizer"] == SGD or row["clip_norm"] > 0))
-
-
-def _is_multiple(scale: float, residual: float) -> bool:
-    """Whether an update is the right one times a factor other than 1, up to a small residual."""
-    return bool(scale > 0 and residual <= SAME_FACTOR and residual <= abs(scale - 1))
 
 
 def _step_findings(row: Any) -> list[str]:

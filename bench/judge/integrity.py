@@ -273,12 +273,11 @@ def _gates(run: Run) -> Iterator[Finding]:
 def _verdicts(run: Run, found: Standing) -> Iterator[Finding]:
     """The noise floor, what ended the run, and the counts of verdicts."""
     floor = found.floor
-    if floor is None or floor.interval is None or floor.interval.low is None or floor.interval.high is None:
+    interval = None if floor is None else floor.interval
+    if floor is None or interval is None or interval.low is None or interval.high is None:
         why = "the run has no A/A pair" if floor is None else floor.reason
         yield warning("noise floor", f"unknown: {why}; so no cell is called faster, slower or the same")
     else:
-        interval = floor.interval
-        assert interval.low is not None and interval.high is not None, "checked above"
         words = f"{floor.cell.label} against itself: {interval.ratio:.4f} ({interval.low:.4f} - {interval.high:.4f})"
         if not interval.low <= 1 <= interval.high:
             yield warning(

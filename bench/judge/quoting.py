@@ -7,6 +7,7 @@ import re
 import urllib.parse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import pandas as pd
 
@@ -71,19 +72,15 @@ class Quotes:
 
     def __init__(self, run: Run, standings: Mapping[str, Standing] | None = None) -> None:
         self.run = run
-        tables = run.tables
-        self._trials = {str(key): rows for key, rows in tables.trials.groupby("cell_id", sort=False)}
-        self._sides = run.sides
-        known = standings or {}
-        self._standings = {name: _by_pair(one) for name, one in known.items()}
-        self._floor: list[Floor | None] = [one.floor for one in known.values()][:1]
+        self._trials = {str(key): rows for key, rows in run.tables.trials.groupby("cell_id", sort=False)}
+        self._standings = {name: _by_pair(one) for name, one in (standings or {}).items()}
         self._told: dict[str, tuple[pd.Series, list[str]]] = {}
 
     def cell(self, cell_id: str) -> CellQuote:
         """What may be said of a cell. Raises InputError if the run has none of that id."""
         cell, trials = self._known(cell_id), self._trials[cell_id]
         sound = trials.loc[trials["status"] == Status.OK, ["peak_memory_bytes", "peak_memory_source"]]
-        found = self._sides.side(cell)
+        found = self.run.sides.side(cell)
         first, failed = self._once(cell_id)
         caveats = [*failed, *_caveats(cell), *remarks([(self.run.manifest, cell)]), *self._of_run()]
         # A cell of a world that is timed has failed a gate if it has no time.
@@ -135,12 +132,10 @@ class Quotes:
         """The rows of a cell in the trials table."""
         return self._trials[cell_id]
 
-    @property
+    @cached_property
     def floor(self) -> Floor | None:
         """The run's A/A pair."""
-        if not self._floor:
-            self._floor.append(noise_floor(self.run))
-        return self._floor[0]
+        return noise_floor(self.run)
 
     def _known(self, cell_id: str) -> Cell:
         if cell_id not in self.run.cells:

@@ -11,7 +11,7 @@ from bench.judge.loading import Run, run_of
 from bench.judge.pairs import ComparedPair, Pair, judge_pairs, pairs_of_backends
 from bench.judge.remarks import remarks
 from bench.judge.statistics import MARGIN, Interval, ratio, required_trials
-from bench.judge.verdicts import Judgement, band, next_precision
+from bench.judge.verdicts import band, next_precision
 from bench.plan.cell import REFERENCE, REFERENCES, Cell
 from bench.plan.schedule import Look
 from bench.words import plural
@@ -157,7 +157,8 @@ def look(records: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any], repe
         ]
         target = next_precision(asked, precision)
         if target is not None:
-            wanted = max(wanted, _wanted(asked, target))
+            times = [one.comparison.time for one in asked if one.comparison.time is not None]
+            wanted = max([wanted, *(time.num_trials + required_trials(time, target) for time in times)])
             still |= {base, *(row.pair.b.cell_id for row in alive)}
     chosen = tuple(cell_id for cell_id in run.cells if cell_id in still & was_open)
     return Look(
@@ -175,12 +176,6 @@ def _refusal(groups: Sequence[Sequence[ComparedPair]]) -> str:
     if any(row.judgement.comparison.blocked is None for row in rows):
         return ""
     return rows[0].judgement.detail if rows else "no two cells differ in the backend alone"
-
-
-def _wanted(judgements: Sequence[Judgement], target: float) -> int:
-    """Number of blocks with which all these intervals may be narrower than the target."""
-    times = [one.comparison.time for one in judgements if one.comparison.time is not None]
-    return max((time.num_trials + required_trials(time, target) for time in times), default=0)
 
 
 def floor_of_runs(a: Run, b: Run) -> tuple[Interval | None, list[str]]:

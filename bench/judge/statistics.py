@@ -58,10 +58,6 @@ class Sample:
     blocks: Sequence[int] = ()
     """Block of each trial: trials of one block ran next to each other in time. Empty if there were no blocks."""
 
-    def __post_init__(self) -> None:
-        if self.blocks and len(self.blocks) != len(self.trials):
-            raise ValueError(f"{len(self.trials)} trials have {len(self.blocks)} blocks")
-
     @cached_property
     def medians(self) -> Array:
         """Seconds per step of each trial: the median of its steps after warm-up."""

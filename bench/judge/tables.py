@@ -24,11 +24,9 @@ def products_rate(entries: Iterable[Mapping[str, Any]], world_size: int, precisi
 
     ``entries`` as run.json has them under ``matmul``; see ``bench.run.matmul.measure``.
     """
-    for entry in entries:
-        rates = entry["flops_per_s"]
-        if entry["world_size"] == world_size and precision in rates:
-            return math.fsum(rates[precision])
-    return None
+    known = (entry["flops_per_s"].get(precision) for entry in entries if entry["world_size"] == world_size)
+    rates = next(filter(None, known), None)
+    return None if rates is None else math.fsum(rates)
 
 
 WORLD = ["virtual_world_size", "fake_tensors", "shared_gpu"]
@@ -124,7 +122,9 @@ def _trial_row(record: dict[str, Any], manifest: dict[str, Any], once: dict[tupl
         row["accumulated_in"] = accumulation["dtype"]
     dispatch = once.get((record["cell_id"], "dispatch"))
     if dispatch and good:
-        row |= {f"{name}_per_micro_batch": _share(dispatch[name], cell.accumulate) for name in NUMBERS}
+        for name in NUMBERS:
+            if dispatch[name] is not None:
+                row[f"{name}_per_micro_batch"] = dispatch[name] / cell.accumulate
         row[OTHER_WORK] = dispatch.get(OTHER_WORK)
         if not cell.world.is_timed:
             row["cpu_s_per_micro_batch"] = None
@@ -156,11 +156,6 @@ def step_time(cell: Cell, timed: Mapping[str, Any] | None) -> float | None:
     if not timed or not timed["step_seconds"] or not cell.world.is_timed:
         return None
     return float(statistics.median(timed["step_seconds"][_unsettled(timed) :]))
-
-
-def _share(value: float | None, parts: int) -> float | None:
-    """The value divided by ``parts``, if there is a value."""
-    return None if value is None else value / parts
 
 
 def _timed_columns(

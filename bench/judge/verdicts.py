@@ -178,7 +178,7 @@ def judge_all(comparisons: Iterable[Comparison]) -> list[Judgement]:
     """
     every = list(comparisons)
     different, same = (
-        holm([1.0 if c.time is None else _or_one(getattr(c.time, name)) for c in every])
+        holm([1.0 if (p := getattr(c.time, name, None)) is None else p for c in every])
         for name in ("p_different", "p_same")
     )
     return [
@@ -186,10 +186,6 @@ def judge_all(comparisons: Iterable[Comparison]) -> list[Judgement]:
         for c, p, q in zip(every, different, same, strict=True)
         for verdict, reason, detail in [_verdict(c, p, q)]
     ]
-
-
-def _or_one(p_value: float | None) -> float:
-    return 1.0 if p_value is None else p_value
 
 
 def _verdict(comparison: Comparison, p_different: float, p_same: float) -> tuple[Verdict, Reason, str]:

@@ -5,7 +5,7 @@ core that may be under measurement, and a short trial loses half an interval at 
 with code 0 for a good one, and gives the others half a minute to end. This agent is woken as soon as a rank ends.
 
 Torch's own rendezvous handlers create stores that listen on all interfaces, and anyone who reaches such a port can
-write to it. This store listens on the loopback interface only.
+write to it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from bench.launch import stragglers
 from bench.launch.outcome import written
@@ -77,7 +77,7 @@ def run(
     spec = WorkerSpec(
         role="rank",
         local_world_size=world_size,
-        rdzv_handler=LoopbackRendezvous(uuid.uuid4().hex),
+        rdzv_handler=LoopbackRendezvous(),
         entrypoint=rank_main,
         args=(payload,),
         max_restarts=0,
@@ -103,45 +103,19 @@ def run(
     return {"failure": f"rank {rank} ended {how}", "rank": rank}
 
 
-BACKEND = "bench-loopback"
 HOST = "127.0.0.1"
 
 
-class LoopbackRendezvous(RendezvousHandler):
-    """A rendezvous of one node with itself."""
+class LoopbackRendezvous(StaticTCPRendezvous):
+    """A rendezvous of one node with itself, whose store listens on the loopback interface only.
 
-    def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
+    The ranks use this store too, so none of them opens another.
+    """
+
+    def __init__(self) -> None:
         listener = socket.socket()
         listener.bind((HOST, 0))
         listener.listen(socket.SOMAXCONN)
-        self._port = int(listener.getsockname()[1])
-        self._store = TCPStore(
-            HOST, self._port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
-
-    def get_backend(self) -> str:
-        return BACKEND
-
-    @property
-    def use_agent_store(self) -> bool:
-        """The ranks use this store too, so that none of them opens another."""
-        return True
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        return RendezvousInfo(PrefixStore(self._run_id, self._store), 0, 1, RendezvousStoreInfo(HOST, self._port))
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        """Does nothing: no other node can join."""
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        return True
+        port = int(listener.getsockname()[1])
+        super().__init__(HOST, port, 0, 1, uuid.uuid4().hex, 0)
+        self._store = TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

@@ -66,7 +66,7 @@ def flights(folder: Path) -> list[Path]:
 
 def collect(folder: Path, stem: Path) -> list[Path]:
     """Copy the dumps of a trial to ``<stem>.<name>`` and return their original paths."""
-    found = [path for path in sorted(folder.glob("rank*.stacks")) if _size(path)] + flights(folder)
+    found = [path for path in sorted(folder.glob("rank*.stacks")) if size(path)] + flights(folder)
     for path in found:
         shutil.copyfile(path, f"{stem}.{path.name}")
     return found
@@ -85,9 +85,9 @@ def ask(folder: Path, ranks: Mapping[int, psutil.Process | None]) -> None:
         send(process, SIGNAL)
         send(process, signal.SIGCONT)
         asked.append(stacks_of(folder, rank))
-    _wait(lambda: [path for path in asked if _size(path)], len(asked), STACKS_S)
+    _wait(lambda: [path for path in asked if size(path)], len(asked), STACKS_S)
     if pipes:
-        _wait(lambda: [path for path in flights(folder) if _size(path)], len(pipes), FLIGHT_S)
+        _wait(lambda: [path for path in flights(folder) if size(path)], len(pipes), FLIGHT_S)
 
 
 def _poke(pipe: Path) -> bool:
@@ -104,7 +104,8 @@ def _poke(pipe: Path) -> bool:
     return True
 
 
-def _size(path: Path) -> int:
+def size(path: Path) -> int:
+    """The size of a file in bytes; 0 if there is none."""
     try:
         return path.stat().st_size
     except OSError:
@@ -116,7 +117,7 @@ def _wait(written: Callable[[], list[Path]], number: int, limit_s: float) -> Non
     deadline = time.monotonic() + limit_s
     before: list[int] = []
     while time.monotonic() < deadline:
-        sizes = [_size(path) for path in written()]
+        sizes = [size(path) for path in written()]
         if len(sizes) >= number and sizes == before:
             return
         before = sizes

@@ -6,19 +6,14 @@ import contextlib
 import signal
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 
-@dataclass
 class _State:
     """Interrupt state of this process."""
 
-    holding: int = 0
-    pending: bool = False
-
-
-_state = _State()
+    holding = 0
+    pending = False
 
 
 @contextlib.contextmanager
@@ -44,18 +39,18 @@ def terminate_as_interrupt() -> Iterator[None]:
 @contextlib.contextmanager
 def held() -> Iterator[None]:
     """Delay an interrupt until the end of this block, which must be short."""
-    _state.holding += 1
+    _State.holding += 1
     try:
         yield
     finally:
-        _state.holding -= 1
-        if not _state.holding and _state.pending:
-            _state.pending = False
+        _State.holding -= 1
+        if not _State.holding and _State.pending:
+            _State.pending = False
             raise KeyboardInterrupt
 
 
 def _interrupt(signum: int, frame: Any) -> None:
-    if _state.holding:
-        _state.pending = True
+    if _State.holding:
+        _State.pending = True
         return
     raise KeyboardInterrupt

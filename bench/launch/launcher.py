@@ -221,7 +221,7 @@ class _Server:
         def others() -> set[psutil.Process]:
             return {one for one in stragglers.without_trackers(every()) if one.pid != process.pid}
 
-        held: set[stragglers.Segment] = set()
+        held: set[str] = set()
         try:
             held = stragglers.mapped(one.pid for one in every())
             stragglers.terminate(others())

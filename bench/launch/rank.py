@@ -76,8 +76,6 @@ def _teach_ddp() -> None:
     """
     from torch.nn.parallel import DistributedDataParallel
 
-    if getattr(DistributedDataParallel, "_knows_virtual_worlds", False):
-        return
     initialize = DistributedDataParallel.__init__
 
     def __init__(ddp: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - replaces that method
@@ -85,7 +83,6 @@ def _teach_ddp() -> None:
         ddp.register_comm_hook(ddp.process_group, _all_reduce)
 
     DistributedDataParallel.__init__ = __init__  # type: ignore[method-assign, assignment]
-    DistributedDataParallel._knows_virtual_worlds = True  # type: ignore[attr-defined]
 
 
 def _all_reduce(group: Any, bucket: Any) -> Any:
@@ -121,10 +118,7 @@ def live(folder: Path, work: Callable[[int], dict[str, Any]]) -> None:
 
     After an exception, write the failure there instead and end the process.
     """
-    rank, num_ranks = (
-        int(os.environ["RANK"]),
-        int(os.environ["LOCAL_WORLD_SIZE"]),
-    )  # work may change both for the frameworks
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])  # work may change both
     path = folder / f"rank{rank}.json"
     try:
         _prepare(folder, rank)

@@ -20,10 +20,8 @@ import contextlib
 import ctypes
 import os
 import signal
-import stat
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -155,41 +153,21 @@ def _prctl(option: int, value: int) -> None:
 SEGMENT_PREFIX = "/dev/shm/nccl-"
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A mapped file. The inode tells it from a later file of the same name."""
-
-    path: str
-    inode: int
-
-
-def mapped(pids: Iterable[int]) -> set[Segment]:
-    """NCCL's segments that these processes have mapped. psutil gives no inodes, and reads the far slower smaps."""
+def mapped(pids: Iterable[int]) -> set[str]:
+    """Paths of NCCL's segments that these processes have mapped. psutil would read the far slower smaps."""
     found = set()
     for pid in pids:
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
-                fields = line.split(maxsplit=5)
-                if len(fields) == 6 and fields[5].startswith(SEGMENT_PREFIX) and not fields[5].endswith(" (deleted)"):
-                    found.add(Segment(fields[5], int(fields[4])))
+                path = line.split(maxsplit=5)[-1]
+                if path.startswith(SEGMENT_PREFIX) and not path.endswith(" (deleted)"):
+                    found.add(path)
     return found
 
 
-def remove(segments: Iterable[Segment]) -> None:
-    """Remove the segments that still exist, belong to this user and are no longer mapped by any process."""
-    left = [one for one in segments if _is_there(one)]
-    if not left:
-        return
-    used = mapped(psutil.pids())
-    for one in left:
-        if one not in used:
-            with contextlib.suppress(OSError):
-                Path(one.path).unlink()
-
-
-def _is_there(segment: Segment) -> bool:
-    try:
-        found = os.lstat(segment.path)
-    except OSError:
-        return False
-    return stat.S_ISREG(found.st_mode) and found.st_ino == segment.inode and found.st_uid == os.getuid()
+def remove(segments: Iterable[str]) -> None:
+    """Remove the segments that still exist and that no process has mapped any more."""
+    left = {path for path in segments if os.path.lexists(path)}
+    for path in left - mapped(psutil.pids() if left else ()):
+        with contextlib.suppress(OSError):  # it belongs to another user
+            Path(path).unlink()

@@ -101,13 +101,7 @@ class Watch:
         """
         if len(self._logs) < 2 * len(self._ranks):
             self._logs = list(self._folder.rglob("*.log"))
-        total = 0
-        for path in self._logs:
-            try:
-                total += path.stat().st_size
-            except OSError:
-                continue
-        if total <= LOG_BYTES:
+        if sum(map(dumps.size, self._logs)) <= LOG_BYTES:
             return None
         reason = f"its ranks wrote more than {LOG_BYTES // 2**20} MiB to their standard output and error"
         return EndReason(status=Status.CRASHED, reason=reason)

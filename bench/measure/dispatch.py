@@ -26,13 +26,8 @@ from bench.plan.task import CPU_WINDOWS, SETTLED_WINDOWS
 if TYPE_CHECKING:
     from bench.measure.operators import OperatorCounter
 
-LAUNCHES = (
-    "cudaLaunchKernel",
-    "cudaLaunchCooperativeKernel",
-    "cudaGraphLaunch",
-    "cuLaunchKernel",
-    "cuLaunchCooperativeKernel",
-    "cuGraphLaunch",
+LAUNCHES = tuple(
+    f"{api}{call}" for api in ("cuda", "cu") for call in ("LaunchKernel", "LaunchCooperativeKernel", "GraphLaunch")
 )
 """Prefixes of calls that launch kernels; ``cudaLaunchKernelExC``, ``cuLaunchKernelEx`` and others match too."""
 NUMBERS = ("cpu_s", "num_operators", "num_launches")

@@ -52,17 +52,13 @@ class HostLoad:
         self.result: dict[str, Any] | None = None
 
     def __enter__(self) -> Self:
-        self.restart()
+        self._begin = self._read()  # less than a millisecond, more with many CPUs
         return self
 
     def __exit__(self, *exc: object) -> None:
         end = self._read()
         if self._begin is not None and end is not None:
             self.result = _between(self._begin, end)
-
-    def restart(self) -> None:
-        """Start again. Takes less than a millisecond, more with many CPUs."""
-        self._begin = self._read()
 
     def _read(self) -> _Reading | None:
         cpus = self._cpus()

@@ -15,9 +15,11 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from bench.backends import blocks
 from bench.measure.taps import Taps
+from bench.measure.tensors import FakeTensors
 from bench.plan.cell import Cell, Precision
 
 if TYPE_CHECKING:
@@ -122,11 +124,8 @@ def plain_work(
     fake tensors, for example because it reads values. Call this before any framework is used, because DeepSpeed
     replaces torch's linear function permanently.
     """
-    from torch.utils.checkpoint import set_checkpoint_early_stop
 
     def work(*, stops: bool) -> Counter[str]:
-        from bench.measure.tensors import FakeTensors
-
         fakes, taps = FakeTensors(samples.device), Taps(lambda: None)
         counter = OperatorCounter(taps)
         with fakes, set_checkpoint_early_stop(stops):

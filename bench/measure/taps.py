@@ -2,21 +2,23 @@
 
 Every framework must fetch micro-batches, compute a loss and apply updates, whoever owns the training loop. Everything
 is measured at these three places, never by asking the framework. The tap is on the innermost torch optimizer, where an
-update cannot be reported without being applied.
+update cannot be reported without being applied. A clock marks each of its steps.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from bench.measure import heartbeat
 from bench.plan.task import SETTLED_WINDOWS
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
@@ -165,3 +167,50 @@ class SettledWindow:
         self.num_fetched += self.open and kind is EventKind.FETCH
         if kind is EventKind.STEP:
             self.open = self._num_losses == SETTLED_WINDOWS * self._accumulate
+
+
+class HostClock:
+    """``time.perf_counter``, for devices whose calls return when the work is done, such as the CPU."""
+
+    def mark(self) -> Any:
+        """Mark the current time without synchronizing the device."""
+        return time.perf_counter()
+
+    def intervals(self, marks: Sequence[Any]) -> list[float]:
+        """Seconds between consecutive marks. May synchronize: call it after the pass."""
+        return [after - before for before, after in pairwise(marks)]
+
+    def moments(self, marks: Sequence[Any]) -> list[float]:
+        """The ``time.monotonic()`` of each mark. May synchronize: call it after the pass."""
+        since = time.monotonic() - time.perf_counter()  # on Linux both are one clock
+        return [mark + since for mark in marks]
+
+
+class CudaClock(HostClock):
+    """CUDA events on the current stream: device time, however far ahead the host runs."""
+
+    def mark(self) -> torch.cuda.Event:
+        import torch
+
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def intervals(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
+        import torch
+
+        torch.cuda.synchronize()
+        return [before.elapsed_time(after) / 1e3 for before, after in pairwise(marks)]
+
+    def moments(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
+        import torch
+
+        end = self.mark()
+        torch.cuda.synchronize()
+        now = time.monotonic()
+        return [now - mark.elapsed_time(end) / 1e3 for mark in marks]
+
+
+def clock_for(device: torch.device) -> HostClock:
+    """The clock for a device."""
+    return CudaClock() if device.type == "cuda" else HostClock()

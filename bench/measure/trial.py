@@ -37,7 +37,6 @@ from bench.backends import blocks
 from bench.backends.base import Backend, Job, registry
 from bench.errors import UnsupportedError
 from bench.measure import heartbeat
-from bench.measure.clock import clock_for
 from bench.measure.collectives import CollectiveCounter
 from bench.measure.dispatch import HostCost
 from bench.measure.exposure import WindowProfiler
@@ -45,13 +44,12 @@ from bench.measure.host import HostLoad
 from bench.measure.memory import MemoryProbe, cuda_peaks
 from bench.measure.operators import plain_work
 from bench.measure.summing import accumulator
-from bench.measure.taps import EventKind, SettledWindow, Taps, updates
+from bench.measure.taps import EventKind, SettledWindow, Taps, clock_for, updates
 from bench.measure.tensors import tensors
 from bench.measure.update import compare, save
 from bench.plan.cell import REFERENCE, SGD, Cell, Status
 from bench.plan.task import SETTLED_WINDOWS, Spec
-from bench.workload import load
-from bench.workload.batches import Loader, sliced
+from bench.workload import Loader, load, sliced
 from bench.workload.layout import record
 
 
@@ -138,9 +136,14 @@ class RankTrial:
 
         Optimizer and clipping default to the cell's. ``watch`` is called with the backend before it builds.
         """
-        cell, data = self.cell, self._samples(windows)
+        cell, data = self.cell, self.data
+
+        def fetch(samples: range) -> Tensor:
+            start = samples.start % len(data)  # passes of more windows than the time pass see samples again
+            return data[start : start + len(samples)]
+
         loader = Loader(
-            lambda samples: data[samples.start : samples.stop],
+            fetch,
             windows=windows,
             accumulate=cell.accumulate,
             world_size=cell.num_processes,
@@ -177,10 +180,6 @@ class RankTrial:
         heartbeat.beat()
         self.training_s += taps.training_seconds
         return backend
-
-    def _samples(self, windows: int) -> Tensor:
-        times = -(-windows * self._batch_size // len(self.data))
-        return self.data if times == 1 else self.data.repeat(times, *[1] * (self.data.dim() - 1))
 
     def _build(self, cell: Cell) -> nn.Module:
         """A new model with its blocks prepared; the first call uses the model whose parameters were counted."""

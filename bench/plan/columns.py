@@ -129,9 +129,7 @@ _TRIALS: dict[str, Column] = {
         title="checkpointed",
         phrasing=("activations kept", "activations checkpointed"),
     ),
-    "compiled": _flag(
-        "whether blocks are compiled by torch.compile", axis=Axis.WAY, phrasing=("not compiled", "blocks compiled")
-    ),
+    "compiled": _flag("whether blocks are compiled", axis=Axis.WAY, phrasing=("not compiled", "blocks compiled")),
     "seed": _count("", "of the initial weights and of the tokens", axis=Axis.WORK, phrasing=("seed {}",)),
     "device": _text("cpu or cuda", axis=Axis.WORK),
     "device_name": _text("device of the first rank"),

@@ -157,7 +157,7 @@ def _benchmark(cell: Cell, name: str, row: Mapping[str, Any], trials: pd.DataFra
         },
         "options": {
             "disable_gc": False,
-            "timer": "bench.measure.clock",
+            "timer": "bench.measure.taps",
             "min_rounds": len(medians),
             "max_time": None,
             "min_time": None,

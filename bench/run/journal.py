@@ -1,68 +1,51 @@
-"""A run on disk: one folder with a manifest and an append-only journal of trials.
+"""A run on disk: one folder with a manifest, ``run.json``, and an append-only journal of trials, ``trials.jsonl``.
 
 A line of the journal is the JSON of a record with a last key ``sha256``: the first 16 hex digits of the SHA-256 of the
 line's JSON without that key, exactly as written. So an edited line is detected and reported by its number.
+
+Runs of schema version 1 can be read, but not written or resumed. They had no limit of inactivity and no checksums.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import re
-import statistics
-from collections import defaultdict
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from bench import fields
 from bench.errors import InputError
-from bench.run import manifest as run_manifest
 from bench.run.manifest import Manifest
 
-SCHEMA_VERSION = run_manifest.LATEST
-"""Version of run.json and trials.jsonl together. Older versions can be read (``bench.run.manifest``), not written."""
+SCHEMA_VERSION, OLDER_VERSION = 2, 1
+"""Version of run.json and trials.jsonl together, and the older one that can be read."""
 MANIFEST = "run.json"
 JOURNAL = "trials.jsonl"
 TORN = "trials.torn-"
 """Prefix of files that keep torn lines, which a crash during a write left behind."""
 UPGRADED = "upgraded_from"
-"""Key of a manifest in memory whose file has an older version; never written."""
+"""Key of a manifest in memory whose file has the older version; never written."""
 DIGITS = 16
 """Hex digits of a line's checksum."""
 _CHECKSUM = re.compile(rb'"sha256":"([0-9a-f]{%d})"}' % DIGITS)
 _CHECKSUM_BYTES = len('"sha256":""}') + DIGITS
 
 
-def earlier_walls(results: Path) -> dict[str, float]:
-    """Median wall time of good trials in seconds, by cell id, over all runs under ``results``."""
-    walls: dict[str, list[float]] = defaultdict(list)
-    for path in results.glob(f"*/{JOURNAL}"):
-        for line in path.read_bytes().splitlines():
-            try:
-                record = json.loads(line)
-                if record["status"] == "ok":
-                    walls[record["cell_id"]].append(float(record["wall_s"]))
-            except (ValueError, KeyError, TypeError):
-                continue  # the estimate is only less precise
-    return {cell_id: statistics.median(seconds) for cell_id, seconds in walls.items() if seconds}
-
-
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """Write ``run.json`` atomically and durably.
 
-    Raises InputError if it was read from an older version: such a run is read-only.
+    Raises InputError if it was read from a file of the older version.
     """
     if UPGRADED in manifest:
         raise InputError(f"{folder / MANIFEST}: is of schema version {manifest[UPGRADED]}, which is only read")
     draft = folder / f"{MANIFEST}.tmp"
     try:
-        with draft.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(manifest, indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        _write(draft, (json.dumps(manifest, indent=2) + "\n").encode())
         draft.replace(folder / MANIFEST)
     except OSError:
         with contextlib.suppress(OSError):
@@ -72,7 +55,7 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a run, upgraded to the latest schema version; ``UPGRADED`` names an older one.
+    """The manifest of a run, in the latest schema version; one with the key ``UPGRADED`` is of the older.
 
     Raises InputError if the folder holds no run, or one of an unknown version.
     """
@@ -86,14 +69,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         raise InputError(f"{path}: is not a JSON object ({error})") from error
     version = manifest.get("schema_version")
-    if not _is_known(version):
+    if type(version) is not int or version not in (SCHEMA_VERSION, OLDER_VERSION):
         raise InputError(
-            f"{path}: schema_version is {version!r}; this bench reads {SCHEMA_VERSION} and, from before, "
-            f"{', '.join(map(str, sorted(run_manifest.MANIFEST)))}"
+            f"{path}: schema_version is {version!r}; this bench reads {SCHEMA_VERSION} and {OLDER_VERSION}"
         )
-    if version != SCHEMA_VERSION:
-        manifest = run_manifest.apply(run_manifest.MANIFEST, manifest, version) | {UPGRADED: version}
+    if version == OLDER_VERSION:
+        manifest |= {"schema_version": SCHEMA_VERSION, UPGRADED: version}
     fields.read(Manifest, manifest, f"{path}: ")
+    if version == OLDER_VERSION and "values" in manifest.get("matrix", {}):
+        manifest["matrix"]["values"]["inactivity_s"] = 0
     return manifest
 
 
@@ -134,14 +118,10 @@ def _object(text: bytes) -> dict[str, Any]:
     return value
 
 
-def _is_known(version: Any) -> TypeGuard[int]:
-    return type(version) is int and (version == SCHEMA_VERSION or version in run_manifest.MANIFEST)
-
-
 class Journal:
     """Trials as JSON lines. Each line is synced to the disk before the next trial starts.
 
-    If the run's manifest has an older schema version, the journal is read in that version.
+    If the run's manifest is of the older schema version, so is the journal.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -149,21 +129,20 @@ class Journal:
         self._folder = folder
 
     @cached_property
-    def version(self) -> int:
-        """The schema version in the run's manifest; the latest if there is no valid manifest."""
+    def is_older(self) -> bool:
+        """Whether the run's manifest is of the older schema version."""
         try:
-            version = _object((self._folder / MANIFEST).read_bytes()).get("schema_version")
+            return _object((self._folder / MANIFEST).read_bytes()).get("schema_version") == OLDER_VERSION
         except (OSError, ValueError):
-            return SCHEMA_VERSION
-        return version if _is_known(version) else SCHEMA_VERSION
+            return False
 
     def append(self, record: dict[str, Any]) -> None:
         """Append one trial, after moving a torn last line aside.
 
         Raises OSError if the write fails, and leaves the journal unchanged.
         """
-        if self.version != SCHEMA_VERSION:
-            raise InputError(f"{self.path}: is of schema version {self.version}, which is only read")
+        if self.is_older:
+            raise InputError(f"{self.path}: is of schema version {OLDER_VERSION}, which is only read")
         line = encode(record)
         self.mend()
         new = not self.path.exists()
@@ -195,7 +174,7 @@ class Journal:
         with self.path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 text = line.removesuffix(b"\n")
-                if not text and self.version == 1:  # which ignored empty lines
+                if not text and self.is_older:  # empty lines were ignored
                     continue
                 try:
                     records.append(self._decode(text))
@@ -240,10 +219,8 @@ class Journal:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def _decode(self, text: bytes) -> dict[str, Any]:
-        """The record in a line, upgraded to the latest version. Raises ValueError."""
-        if self.version == SCHEMA_VERSION:
-            return decode(text)
-        return run_manifest.apply(run_manifest.RECORD, _object(text), self.version)
+        """The record in a line. Raises ValueError."""
+        return _object(text) if self.is_older else decode(text)
 
     def _end(self) -> bytes:
         """The bytes after the last newline."""
@@ -266,13 +243,9 @@ class Journal:
 
     def _keep(self, torn: bytes) -> Path:
         """Write a torn line to a new file, durably."""
-        number = 1
-        while (path := self._folder / f"{TORN}{number}").exists():
-            number += 1
-        with path.open("xb") as file:
-            file.write(torn)
-            file.flush()
-            os.fsync(file.fileno())
+        paths = (self._folder / f"{TORN}{number}" for number in itertools.count(1))
+        path = next(path for path in paths if not path.exists())
+        _write(path, torn)
         _sync_folder(self._folder)
         return path
 
@@ -280,6 +253,14 @@ class Journal:
         return InputError(
             f"{self.path}:{number}: is not a JSON object as it was written ({error}); restore the line or the file"
         )
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a whole file durably."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _sync_folder(folder: Path) -> None:

@@ -1,12 +1,7 @@
-"""The schema of run.json, which rejects edited or hostile files, and upgrades of older versions.
-
-Missing keys are allowed, since older runs have fewer; code that needs a key checks for it. Files of an older version
-are upgraded in memory, one version at a time, and never written: a run is resumed only by the code that started it.
-"""
+"""The schema of run.json, which rejects edited or hostile files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 from typing_extensions import TypedDict
@@ -61,7 +56,7 @@ class _Predicted(TypedDict, total=False):
 
 
 class Manifest(TypedDict, total=False):
-    """The content of run.json. Older runs have fewer keys."""
+    """The content of run.json. Older runs have fewer keys; code that needs a key checks for it."""
 
     run_id: str
     started: str
@@ -89,36 +84,3 @@ class Manifest(TypedDict, total=False):
     noise_floor: dict[str, Annotated[str | Flag | Number | None, Must("a string, a number, true or false")]] | None
     parent_peak_bytes: Natural | None
     journal_sha256: str | None
-
-
-LATEST = 2
-
-Upgrade = Callable[[dict[str, Any]], dict[str, Any]]
-"""Converts one version to the next."""
-
-
-def _manifest_from_1(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Version 1 had no limit of inactivity."""
-    matrix = manifest.get("matrix")
-    if isinstance(matrix, dict) and isinstance(matrix.get("values"), dict):
-        matrix = matrix | {"values": {**matrix["values"], "inactivity_s": 0}}
-        manifest = manifest | {"matrix": matrix}
-    return manifest | {"schema_version": 2}
-
-
-def _record_from_1(record: dict[str, Any]) -> dict[str, Any]:
-    """Version 1 had no checksums; its records are the same."""
-    return record
-
-
-MANIFEST: Mapping[int, Upgrade] = {1: _manifest_from_1}
-"""Upgrades of run.json, by the version that they convert."""
-RECORD: Mapping[int, Upgrade] = {1: _record_from_1}
-"""Upgrades of journal records, by the version that they convert."""
-
-
-def apply(steps: Mapping[int, Upgrade], value: dict[str, Any], version: int) -> dict[str, Any]:
-    """Upgrade a value from the given version to the latest."""
-    for old in range(version, LATEST):
-        value = steps[old](value)
-    return value

@@ -64,7 +64,7 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     """
     import torch
 
-    from bench.measure.clock import clock_for
+    from bench.measure.taps import clock_for
 
     kind = device.type
     size, clock = SIZE[kind], clock_for(device)

@@ -1,14 +1,20 @@
-"""Gathers facts about this machine for ``doctor``; unknown ones are None or empty."""
+"""Gathers facts about this machine for ``doctor``; unknown ones are None or empty.
+
+Torch is asked in another process, ``python -m bench.run.surroundings``, because importing it may fail and a driver may
+hang.
+"""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
 import socket
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +33,8 @@ PROBE_TIMEOUT_S = 180.0
 """Time limit of the process that imports torch, on a slow disk."""
 LOOK_S = 1.0
 """How long the load of the machine is observed."""
+GLOO_RANKS, GLOO_TIMEOUT_S = 2, 60.0
+"""Ranks of the test of gloo, and its time limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +52,7 @@ class Card:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Torch:
-    """What torch reports in a separate process: ``bench.run.torchprobe``."""
+    """What torch reports in the other process."""
 
     version: str
     built_for: str | None
@@ -122,7 +130,7 @@ def gather(folder: Path, missing: Mapping[str, Mapping[str, str]]) -> Facts:
 
 def ask_torch(command: Sequence[str] = (), timeout_s: float = PROBE_TIMEOUT_S) -> tuple[Torch | None, str]:
     """What torch reports, or why it does not answer."""
-    asked = list(command) or [sys.executable, "-m", "bench.run.torchprobe"]
+    asked = list(command) or [sys.executable, "-m", "bench.run.surroundings"]
     root = str(Path(__file__).resolve().parent.parent.parent)
     paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
     try:
@@ -206,3 +214,69 @@ def _size(path: Path) -> int | None:
         return shutil.disk_usage(path).total
     except OSError:
         return None
+
+
+def gloo() -> str:
+    """Why forked processes cannot all-reduce over gloo on the loopback device; empty if they can."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with multiprocessing.get_context("fork").Pool(GLOO_RANKS) as pool:
+        try:
+            sums = pool.starmap_async(_sum_over_gloo, [(rank, port) for rank in range(GLOO_RANKS)]).get(GLOO_TIMEOUT_S)
+        except multiprocessing.TimeoutError:
+            return f"no answer within {GLOO_TIMEOUT_S:g} s"
+        except Exception as error:  # any error is the answer
+            return " ".join(f"{type(error).__name__}: {error}".split())
+    return "" if set(sums) == {GLOO_RANKS} else f"{GLOO_RANKS} ones add up to {sums}"
+
+
+def _sum_over_gloo(rank: int, port: int) -> float:
+    import datetime
+
+    import torch
+    import torch.distributed as dist
+
+    limit = datetime.timedelta(seconds=GLOO_TIMEOUT_S / 2)
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", timeout=limit, rank=rank, world_size=GLOO_RANKS)
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    return float(value)
+
+
+def cuda() -> dict[str, Any]:
+    """What torch reports about CUDA."""
+    import torch
+    import torch.distributed as dist
+
+    facts: dict[str, Any] = {
+        "cuda_error": "",
+        "num_devices": 0,
+        "capabilities": [],
+        "architectures": [],
+        "no_peers": [],
+        "nccl": dist.is_nccl_available(),
+    }
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        usable = torch.cuda.is_available()
+    if not usable:
+        facts["cuda_error"] = "; ".join(" ".join(str(one.message).split()) for one in caught)
+        return facts
+    try:
+        count = facts["num_devices"] = torch.cuda.device_count()
+        facts["architectures"] = torch.cuda.get_arch_list()
+        facts["capabilities"] = [list(torch.cuda.get_device_capability(i)) for i in range(count)]
+        pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
+        facts["no_peers"] = [[i, j] for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]
+    except (RuntimeError, AssertionError) as error:
+        facts["cuda_error"] = " ".join(str(error).split())
+    return facts
+
+
+if __name__ == "__main__":
+    import torch
+
+    # Gloo comes first: processes cannot be forked after CUDA was initialized.
+    about = {"version": torch.__version__, "built_for": torch.version.cuda, "gloo_error": gloo()}
+    print(json.dumps(about | cuda()))

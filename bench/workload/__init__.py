@@ -1,8 +1,8 @@
-"""Workloads: the same model, weights and tokens for every backend."""
+"""Workloads: the same model, weights and tokens for every backend, in the same order."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -59,3 +59,71 @@ def load(cell: Cell, corpus: Path | None) -> Workload:
     spec = WorkloadSpec(model=cell.model, sequence_length=cell.sequence_length, seed=cell.seed, corpus=corpus)
     workload: Workload = find_factory(cell.workload)(spec)
     return workload
+
+
+class Loader:
+    """The micro-batches of one rank in order; sized, and can be iterated repeatedly.
+
+    Update t uses samples t*B ... (t+1)*B - 1 for any N and W. Micro-batch j of rank r is contiguous piece j*W + r of
+    them, with B / (N*W) samples.
+    """
+
+    def __init__(
+        self,
+        fetch: Callable[[range], Tensor],
+        *,
+        windows: int,
+        accumulate: int,
+        world_size: int,
+        rank: int,
+        global_batch_size: int,
+    ) -> None:
+        micro_batch_size, rest = divmod(global_batch_size, accumulate * world_size)
+        assert rest == 0 and micro_batch_size > 0, "the matrix refuses a batch that is not divisible"
+        self._fetch = fetch
+        self._ranges = [
+            range(start, start + micro_batch_size)
+            for window in range(windows)
+            for piece in range(accumulate)
+            for start in [window * global_batch_size + (piece * world_size + rank) * micro_batch_size]
+        ]
+
+    def __len__(self) -> int:
+        return len(self._ranges)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return map(self._fetch, self._ranges)
+
+
+SLICE_TOKENS = 2048
+"""Maximum tokens of a slice, unless a single sample has more."""
+
+
+def slice_size(num_samples: int, tokens_per_sample: int) -> int:
+    """Samples per slice; all of them if they fit into SLICE_TOKENS."""
+    return min(num_samples, max(1, SLICE_TOKENS // tokens_per_sample))
+
+
+def sliced(
+    loss: Callable[[nn.Module, Tensor], Tensor], num_samples: int, tokens_per_sample: int
+) -> Callable[[nn.Module, Tensor], Tensor]:
+    """The mean loss of ``num_samples`` samples, computed slice by slice; ``loss`` itself if one slice holds them all.
+
+    It is the mean over slices, weighted by their samples. Every slice is checkpointed, so its activations are
+    recomputed in the backward. There is still one loss and one backward: nothing is accumulated by hand.
+    """
+    size = slice_size(num_samples, tokens_per_sample)
+    if size == num_samples:
+        return loss
+
+    def of_slices(model: nn.Module, batch: Tensor) -> Tensor:
+        import torch
+        from torch.utils.checkpoint import checkpoint
+
+        means = [
+            checkpoint(loss, model, part, use_reentrant=False, preserve_rng_state=False) * (len(part) / len(batch))
+            for part in batch.split(size)
+        ]
+        return torch.stack(means).sum()
+
+    return of_slices

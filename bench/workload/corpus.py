@@ -1,31 +1,19 @@
 """Token sources: a Markov chain with a known entropy rate, or the bytes of a file.
 
-Both use token ids below 256, which every model's vocabulary contains. Sample i does not depend on how many samples are
-requested.
+Both use token ids below 256, which every model's vocabulary contains. ``samples(count, length)`` returns samples 0 to
+``count`` - 1 as token ids of shape [count, length]; sample i does not depend on ``count``.
 """
 
 from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 MARKOV_TOKENS = 32
 """Number of distinct tokens of the Markov source: few, so that short runs already learn."""
-
-
-class Corpus(Protocol):
-    """A source of token samples."""
-
-    @property
-    def entropy_floor(self) -> float | None:
-        """Lowest expected loss of any model, in nats per token; None if unknown."""
-
-    def samples(self, count: int, length: int) -> NDArray[np.int64]:
-        """Samples 0 to ``count`` - 1: token ids, shape [count, length]."""
 
 
 class MarkovCorpus:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from bench import fields
 from bench.plan.models import LlamaSize
 
 if TYPE_CHECKING:
@@ -77,16 +78,8 @@ class Layout:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Layout:
-        """The inverse of ``to_json``; lists of a JSON document are accepted for tuples."""
-        parameters = tuple(Parameter(**{**p, "shape": tuple(p["shape"])}) for p in values["parameters"])
-        return cls(
-            parameters=parameters,
-            buffers=tuple((dtype, size) for dtype, size in values["buffers"]),
-            gradients=tuple(values["gradients"]),
-            modules=tuple(tuple(own) for own in values["modules"]),
-            forward=tuple(values["forward"]),
-            backward=tuple(values["backward"]),
-        )
+        """The inverse of ``to_json``. Raises InputError for other values."""
+        return fields.read(cls, values)
 
 
 def llama_parameters(size: LlamaSize) -> tuple[Parameter, ...]:
@@ -114,107 +107,54 @@ def llama_parameters(size: LlamaSize) -> tuple[Parameter, ...]:
     return tuple(found)
 
 
-class _Calls:
-    """Numbers modules by name, and records the order in which they are entered and left."""
+_Visit = tuple[str, bool]
+"""A module, and whether a pass leaves it (True) or enters it."""
 
-    def __init__(self, parameters: Sequence[Parameter], tied: dict[str, str]) -> None:
-        self._index = {p.name: i for i, p in enumerate(parameters)}
-        self._tied = tied
-        self._number: dict[str, int] = {}
-        self.modules: list[tuple[int, ...]] = []
-        self.forward: list[int] = []
-        self.backward: list[int] = []
 
-    def number(self, module: str) -> int:
-        if module not in self._number:
-            own = self._index.get(self._tied.get(module, f"{module}.weight"))
-            self._number[module] = len(self.modules)
-            self.modules.append(() if own is None else (own,))
-        return self._number[module]
-
-    def call(self, module: str, *inside: str) -> None:
-        """Run a module's forward, and in it that of leaf modules."""
-        self.enter(module)
-        for name in inside:
-            self.call(name)
-        self.leave(module)
-
-    def enter(self, module: str) -> None:
-        self.forward.append(self.number(module))
-
-    def leave(self, module: str) -> None:
-        self.forward.append(~self.number(module))
-
-    def reach(self, *modules: str) -> None:
-        """The backward reaches the outputs of these modules in turn."""
-        self.backward += [self.number(module) for module in modules]
-
-    def finish(self, *modules: str) -> None:
-        """The backward finishes the inputs of these modules."""
-        self.backward += [~self.number(module) for module in modules]
-
-    def through(self, *modules: str) -> None:
-        """The backward goes through these modules in turn, from output to input."""
-        for module in modules:
-            self.reach(module)
-            self.finish(module)
+def _through(*modules: str) -> list[_Visit]:
+    """Enter and leave each of these modules in turn."""
+    return [(module, leaves) for module in modules for leaves in (False, True)]
 
 
 def llama_layout(size: LlamaSize) -> Layout:
     """The layout of the shipped decoder, as transformers implements it."""
-    parameters = llama_parameters(size)
-    calls = _Calls(parameters, {"lm_head": "model.embed_tokens.weight"} if size.tied else {})
-    calls.enter("root")
-    calls.enter("model")
-    calls.call("model.embed_tokens")
-    calls.call("model.rotary_emb")
+    forward: list[_Visit] = [("root", False), ("model", False), *_through("model.embed_tokens", "model.rotary_emb")]
+    backward: list[_Visit] = [("root", False), *_through("lm_head"), ("model", False), *_through("model.norm")]
+    gradients = ["model.norm"] if size.tied else ["lm_head", "model.norm"]
     for layer in range(size.num_layers):
         block = f"model.layers.{layer}"
         attention, mlp = f"{block}.self_attn", f"{block}.mlp"
-        calls.enter(block)
-        calls.call(f"{block}.input_layernorm")
-        calls.call(attention, *(f"{attention}.{name}_proj" for name in "qkvo"))
-        calls.call(f"{block}.post_attention_layernorm")
-        calls.call(mlp, *(f"{mlp}.{name}" for name in ("gate_proj", "act_fn", "up_proj", "down_proj")))
-        calls.leave(block)
-    calls.call("model.norm")
-    calls.leave("model")
-    calls.call("lm_head")
-    calls.leave("root")
-
-    gradients: list[str] = [] if size.tied else ["lm_head"]
-    gradients.append("model.norm")
-    calls.reach("root")
-    calls.through("lm_head")
-    calls.reach("model")
-    calls.through("model.norm")
+        forward += [(block, False), *_through(f"{block}.input_layernorm"), (attention, False)]
+        forward += [*_through(*(f"{attention}.{name}_proj" for name in "qkvo")), (attention, True)]
+        forward += [*_through(f"{block}.post_attention_layernorm"), (mlp, False)]
+        forward += _through(*(f"{mlp}.{name}" for name in ("gate_proj", "act_fn", "up_proj", "down_proj")))
+        forward += [(mlp, True), (block, True)]
     for layer in reversed(range(size.num_layers)):
         block = f"model.layers.{layer}"
         attention, mlp = f"{block}.self_attn", f"{block}.mlp"
-        calls.reach(block, mlp)
-        calls.through(f"{mlp}.down_proj", f"{mlp}.up_proj", f"{mlp}.act_fn", f"{mlp}.gate_proj")
-        calls.finish(mlp)
-        calls.through(f"{block}.post_attention_layernorm")
-        calls.reach(attention)
-        calls.through(*(f"{attention}.{name}_proj" for name in "ovkq"))
-        calls.through(f"{block}.input_layernorm")
-        calls.finish(block)
+        of_attention = [f"{attention}.{name}_proj" for name in "ovkq"]
+        backward += [(block, False), (mlp, False)]
+        backward += _through(*(f"{mlp}.{name}" for name in ("down_proj", "up_proj", "act_fn", "gate_proj")))
+        backward += [(mlp, True), *_through(f"{block}.post_attention_layernorm"), (attention, False)]
+        backward += [*_through(*of_attention, f"{block}.input_layernorm"), (block, True)]
         gradients += [f"{mlp}.{name}_proj" for name in ("down", "up", "gate")]
-        gradients.append(f"{block}.post_attention_layernorm")
-        gradients += [f"{attention}.{name}_proj" for name in "ovkq"]
-        gradients.append(f"{block}.input_layernorm")
-    calls.reach("model.embed_tokens")
+        gradients += [f"{block}.post_attention_layernorm", *of_attention, f"{block}.input_layernorm"]
+    forward += [*_through("model.norm"), ("model", True), *_through("lm_head"), ("root", True)]
+    backward.append(("model.embed_tokens", False))
     gradients.append("model.embed_tokens")
 
-    index = {p.name: i for i, p in enumerate(parameters)}
+    parameters = llama_parameters(size)
+    index = {p.name.removesuffix(".weight"): i for i, p in enumerate(parameters)}
+    number = {module: i for i, module in enumerate(dict.fromkeys(module for module, _ in forward))}
+    weights = index | ({"lm_head": index["model.embed_tokens"]} if size.tied else {})
     rotary = 4 * (size.head_size // 2)
     return Layout(
         parameters=parameters,
         buffers=(("float32", rotary), ("float32", rotary)),  # inv_freq and original_inv_freq
-        gradients=tuple(index[f"{name}.weight"] for name in gradients),
-        modules=tuple(calls.modules),
-        forward=tuple(calls.forward),
-        backward=tuple(calls.backward),
+        gradients=tuple(index[module] for module in gradients),
+        modules=tuple((weights[module],) if module in weights else () for module in number),
+        forward=tuple(~number[module] if leaves else number[module] for module, leaves in forward),
+        backward=tuple(~number[module] if leaves else number[module] for module, leaves in backward),
     )
 
 

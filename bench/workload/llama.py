@@ -12,7 +12,7 @@ from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 from bench.plan.models import SIZES
 from bench.workload import WorkloadSpec
-from bench.workload.corpus import Corpus, FileCorpus, MarkovCorpus
+from bench.workload.corpus import FileCorpus, MarkovCorpus
 
 ATTENTION = "bench"
 """Name under which transformers finds ``attend``.
@@ -30,7 +30,9 @@ class LlamaWorkload:
     def __init__(self, spec: WorkloadSpec) -> None:
         self._spec = spec
         self._size = SIZES[spec.model]
-        self._corpus: Corpus = MarkovCorpus(spec.seed) if spec.corpus is None else FileCorpus(spec.corpus, spec.seed)
+        self._corpus: MarkovCorpus | FileCorpus = MarkovCorpus(spec.seed)
+        if spec.corpus is not None:
+            self._corpus = FileCorpus(spec.corpus, spec.seed)
         self.tokens_per_sample = spec.sequence_length
         self.entropy_floor = self._corpus.entropy_floor
         self.flops_per_sample: float | None = spec.sequence_length * self._size.flops_per_token(spec.sequence_length)

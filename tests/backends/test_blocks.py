@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from bench.backends import blocks
 from bench.backends.base import registry
-from bench.forecast.footprint import declined, footprint
+from bench.forecast.footprint import footprint
 from bench.judge.formulas import BUILT_IN, expect, layout_of
 from bench.launch.launcher import Launcher
 from bench.plan.cell import Cell, Device
@@ -50,16 +49,6 @@ def test_the_peak_with_checkpointing_is_predicted(
         peak = footprint(cell, layout, BUILT_IN[cell.backend], expectation.held).peak
         apart[cell.backend] = peak / (memory["peak"] - memory["peak_other"]) - 1
     assert apart == pytest.approx(dict.fromkeys(apart, 0.0), abs=NEAR)
-
-
-@pytest.mark.parametrize("backend", STAGE3)
-def test_zero_3_with_checkpointing_is_not_predicted(backend: str) -> None:
-    cell = make_cell(backend=backend, activation_checkpointing=True)
-    layout = layout_of(cell)
-    assert layout is not None
-    assert expect(cell, layout) is None
-    assert "not replayed" in declined(cell, BUILT_IN[backend])
-    assert expect(dataclasses.replace(cell, activation_checkpointing=False), layout) is not None
 
 
 class Block(nn.Module):

@@ -1,22 +1,25 @@
-"""Backends that misbehave on command: DDP, sound but for one fault, which comes in the second window on one rank.
+"""Backends that misbehave on command: sound DDP but for one fault, in the second window and mostly on one rank.
 
-The environment variable BENCH_BACKENDS adds them: ``named()`` is its value. What a fault needs to know comes from the
-environment too.
+The environment variable BENCH_BACKENDS adds them: ``named()`` is its value. Environment variables also tell a fault
+what it needs to know.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import os
 import resource
 import signal
 import socket
 import sys
-import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
+
+import psutil
 
 from bench.backends.base import Job
 from bench.backends.plain import DDPEager, Reference
@@ -28,11 +31,9 @@ BYTES = "FAULT_BYTES"
 """How much ``f-prints`` prints."""
 FILL = "FAULT_FILL"
 """The file that ``f-fills-disk`` writes until the disk is full."""
-FOR_EVER_S = 3600
+FOREVER_S = 3600
 LATE_S = 6.5
 """Longer than the peers of a rank that failed may run on."""
-ROOM_BYTES = 2**29
-"""What a rank may allocate before it runs out of memory."""
 
 
 class Sound(DDPEager):
@@ -48,10 +49,11 @@ class Null(Reference):
 
 
 class Faulty(DDPEager):
-    """Calls ``fail`` once, before the loss of the second window's first micro-batch."""
+    """Calls ``fail`` once in a process, before the loss of the second window's first micro-batch."""
 
     framework = "Faults"
-    on_ranks: ClassVar[tuple[int, ...]] = (1,)
+    on_ranks: ClassVar[tuple[int, ...]]
+    failed: ClassVar[set[str]] = set()
 
     def train(self, job: Job) -> None:
         if job.rank in self.on_ranks:
@@ -59,7 +61,8 @@ class Faulty(DDPEager):
 
             def trapped(model: nn.Module, batch: Tensor) -> Tensor:
                 self.num_losses += 1
-                if self.num_losses == job.accumulate + 1:
+                if self.num_losses == job.accumulate + 1 and self.name not in self.failed:
+                    self.failed.add(self.name)
                     self.fail(job)
                 return self.loss(model, batch)
 
@@ -70,219 +73,151 @@ class Faulty(DDPEager):
         raise NotImplementedError
 
 
-class Sleeps(Faulty):
-    name = "f-sleeps"
+def fault(name: str, *ranks: int) -> Callable[[Callable[[Any, Job], None]], type[Faulty]]:
+    """Makes a backend of what happens on the ranks, on rank 1 unless told."""
 
-    def fail(self, job: Job) -> None:
-        time.sleep(FOR_EVER_S)
+    def made(fail: Callable[[Any, Job], None]) -> type[Faulty]:
+        own = {"name": name, "on_ranks": ranks or (1,), "fail": fail, "__module__": __name__}
+        return type(fail.__name__, (Faulty,), own)
 
-
-class AllSleep(Sleeps):
-    """No rank waits for another one, so no collective can time out."""
-
-    name, on_ranks = "f-all-sleep", (0, 1)
+    return made
 
 
-class StaysOut(Faulty):
-    """Rank 0 does not enter the all-reduce in which its peers wait."""
-
-    name, on_ranks = "f-stays-out", (0,)
-
-    def fail(self, job: Job) -> None:
-        threading.Event().wait()
+@fault("f-sleeps")
+def sleeps(self: Any, job: Job) -> None:
+    time.sleep(FOREVER_S)
 
 
-class HoldsGil(Faulty):
+@fault("f-holds-gil")
+def holds_gil(self: Any, job: Job) -> None:
     """No Python code can run in the process any more, no thread and no handler of a signal."""
-
-    name = "f-holds-gil"
-
-    def fail(self, job: Job) -> None:
-        ctypes.PyDLL(None).sleep(FOR_EVER_S)
+    ctypes.PyDLL(None).sleep(FOREVER_S)
 
 
-class Stops(Faulty):
+@fault("f-stops")
+def stops(self: Any, job: Job) -> None:
     """A stopped process sees no SIGTERM."""
-
-    name = "f-stops"
-
-    def fail(self, job: Job) -> None:
-        os.kill(os.getpid(), signal.SIGSTOP)
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
-class NeverEnds(Faulty):
-    """Is busy for ever: tapped events go on, so it is no hang."""
+@fault("f-never-ends", 0, 1)
+def never_ends(self: Any, job: Job) -> None:
+    """Is busy forever: tapped events go on, so it is no hang."""
+    import torch
 
-    name, on_ranks = "f-never-ends", (0, 1)
-
-    def fail(self, job: Job) -> None:
-        import torch
-
-        batch = next(iter(job.loader))
-        with torch.no_grad():
-            while True:
-                self.loss(self.model.module, batch)
-                time.sleep(0.05)
+    batch = next(iter(job.loader))
+    with torch.no_grad():
+        while True:
+            self.loss(self.model.module, batch)
+            time.sleep(0.05)
 
 
-class Raises(Faulty):
-    name = "f-raises"
-
-    def fail(self, job: Job) -> None:
-        raise ValueError("no such thing: out of memory, SIGKILL, timeout")
+@fault("f-raises")
+def raises(self: Any, job: Job) -> None:
+    raise ValueError("no such thing: out of memory, SIGKILL, timeout")
 
 
-class Exits(Faulty):
+@fault("f-exits-0")
+def exits(self: Any, job: Job) -> None:
     """Ends as if all were well, but hands over no result."""
-
-    name = "f-exits-0"
-
-    def fail(self, job: Job) -> None:
-        os._exit(0)
+    os._exit(0)
 
 
-class Killed(Faulty):
-    name = "f-killed"
-
-    def fail(self, job: Job) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-class KillsForkServer(Faulty):
-    """Its own parent, from which the next ranks would come."""
-
-    name = "f-kills-fork-server"
-
-    def fail(self, job: Job) -> None:
-        os.kill(os.getppid(), signal.SIGKILL)
-        time.sleep(FOR_EVER_S)
+@fault("f-kills-fork-server")
+def kills_fork_server(self: Any, job: Job) -> None:
+    """Kills its own parent, from which the next ranks would come."""
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(FOREVER_S)
 
 
-class KillsLauncher(Faulty):
-    """The fork server's parent, with torch elastic's agent in it."""
-
-    name = "f-kills-launcher"
-
-    def fail(self, job: Job) -> None:
-        fields = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
-        os.kill(int(fields[1]), signal.SIGKILL)
-        time.sleep(FOR_EVER_S)
+@fault("f-kills-launcher")
+def kills_launcher(self: Any, job: Job) -> None:
+    """Kills the fork server's parent, with torch elastic's agent in it."""
+    psutil.Process(os.getppid()).parent().kill()
+    time.sleep(FOREVER_S)
 
 
-class Segfaults(Faulty):
-    name = "f-segfaults"
-
-    def fail(self, job: Job) -> None:
-        ctypes.string_at(0)
+@fault("f-segfaults")
+def segfaults(self: Any, job: Job) -> None:
+    ctypes.string_at(0)
 
 
-def limit_memory() -> None:
+def limit_memory(room: int) -> None:
     """Let this process allocate little more than it has."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    size = pages * resource.getpagesize() + ROOM_BYTES
+    size = psutil.Process().memory_info().vms + room
     resource.setrlimit(resource.RLIMIT_AS, (size, size))
 
 
-class PythonOutOfMemory(Faulty):
-    name = "f-oom-python"
+@fault("f-oom-torch")
+def torch_out_of_memory(self: Any, job: Job) -> None:
+    import torch
 
-    def fail(self, job: Job) -> None:
-        limit_memory()
-        hoard = []
-        while True:
-            hoard.append(bytearray(2**26))
-
-
-class TorchOutOfMemory(Faulty):
-    name = "f-oom-torch"
-
-    def fail(self, job: Job) -> None:
-        import torch
-
-        limit_memory()
-        hoard = []
-        while True:
-            hoard.append(torch.ones(2**24))
+    limit_memory(2**29)
+    self.hoard = []  # which is still there when the failure is looked at
+    while True:
+        self.hoard.append(torch.ones(2**24))
 
 
-class KernelOutOfMemory(Faulty):
+@fault("f-oom-killer")
+def kernel_out_of_memory(self: Any, job: Job) -> None:
     """Takes what there is until the kernel kills it; to be run inside a cgroup with a limit, never outside."""
-
-    name = "f-oom-killer"
-
-    def fail(self, job: Job) -> None:
-        # Should the limit not hold, this does.
-        most = 12 * 2**30
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
-        hoard = []
-        while True:
-            hoard.append(bytearray(os.urandom(2**12)) * 2**14)
+    limit_memory(12 * 2**30)  # should the cgroup's limit not hold
+    self.hoard = [bytearray(os.urandom(2**12)) * 2**14 for _ in itertools.count()]
 
 
-class Prints(Faulty):
-    """Prints a great deal, once, and goes on."""
-
-    name = "f-prints"
-    done = False
-
-    def fail(self, job: Job) -> None:
-        if Prints.done:
-            return
-        Prints.done = True
-        for _ in range(int(os.environ[BYTES]) // 2**20):
-            sys.stdout.write(f"{'x' * 1023}\n" * 2**10)
-        sys.stdout.flush()
+@fault("f-prints")
+def prints(self: Any, job: Job) -> None:
+    """Prints a great deal and goes on."""
+    for _ in range(int(os.environ[BYTES]) // 2**20):
+        sys.stdout.write(f"{'x' * 1023}\n" * 2**10)
+    sys.stdout.flush()
 
 
-class LeavesChildren(Faulty):
+@fault("f-leaves-children")
+def leaves_children(self: Any, job: Job) -> None:
     """Forks children that ignore SIGTERM: one in the rank's process group, one in a session of its own that listens."""
-
-    name = "f-leaves-children"
-    done = False
-
-    def fail(self, job: Job) -> None:
-        if LeavesChildren.done:
-            return
-        LeavesChildren.done = True
-        if os.fork() == 0:
-            self.stay()
-        if os.fork() == 0:
-            os.setsid()
-            if os.fork():
-                os._exit(0)
-            listening = socket.create_server(("127.0.0.1", 0))
-            self.stay(listening)
-
-    def stay(self, *_: Any) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
-        while True:
-            time.sleep(1)
+    if os.fork() == 0:
+        stay()
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork():
+            os._exit(0)
+        listening = socket.create_server(("127.0.0.1", 0))
+        stay(listening)
 
 
-class LeavesSharedMemory(Faulty):
+def stay(*_: Any) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    while True:
+        time.sleep(1)
+
+
+@fault("f-leaves-shared-memory")
+def leaves_shared_memory(self: Any, job: Job) -> None:
     """Dies without a chance to unlink its segment."""
+    from multiprocessing.shared_memory import SharedMemory
 
-    name = "f-leaves-shared-memory"
-
-    def fail(self, job: Job) -> None:
-        from multiprocessing.shared_memory import SharedMemory
-
-        segment = SharedMemory(create=True, size=2**20)
-        segment.buf[0] = 1
-        os.kill(os.getpid(), signal.SIGKILL)
+    segment = SharedMemory(create=True, size=2**20)
+    segment.buf[0] = 1
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-class NotANumber(Faulty):
+@fault("f-nan", 0, 1)
+def not_a_number(self: Any, job: Job) -> None:
     """A weight becomes NaN, and so do all losses after it."""
+    import torch
 
-    name, on_ranks = "f-nan", (0, 1)
+    with torch.no_grad():
+        next(self.model.parameters()).fill_(math.nan)
 
-    def fail(self, job: Job) -> None:
-        import torch
 
-        with torch.no_grad():
-            next(self.model.parameters()).fill_(math.nan)
+@fault("f-fills-disk")
+def fills_disk(self: Any, job: Job) -> None:
+    """Writes a file until the disk is full, and leaves it there."""
+    with Path(os.environ[FILL]).open("wb", buffering=0) as file:
+        while file.write(b"x" * 2**12):
+            pass
 
 
 class StepsOnceTooFew(DDPEager):
@@ -291,15 +226,6 @@ class StepsOnceTooFew(DDPEager):
     def train(self, job: Job) -> None:
         job.windows = max(1, job.windows - 1)
         super().train(job)
-
-
-class StepsOnceTooOften(DDPEager):
-    name, framework = "f-steps-too-often", "Faults"
-
-    def train(self, job: Job) -> None:
-        super().train(job)
-        job.loss(self.model, next(iter(job.loader))).backward()
-        self.optimizer.step()
 
 
 class Corrupts(DDPEager):
@@ -335,60 +261,13 @@ class CutsResult(Corrupts):
     name, content = "f-result-cut", b'{"status": "ok", "num_parameters": 115'
 
 
-class NoTextInResult(Corrupts):
-    name, content = "f-result-no-text", b"\xff\xfe\x00\x01"
-
-
-class OtherResult(Corrupts):
-    name, content = "f-result-list", b"[1, 2, 3]"
-
-
 class EmptyResult(Corrupts):
     """Says that all is well, and nothing else."""
 
     name, content = "f-result-empty", b'{"status": "ok"}'
 
 
-class StrangeStatus(Corrupts):
-    name, content = "f-result-strange", b'{"status": "great", "reason": "", "traceback": "", "time": 0}'
-
-
-class FillsDisk(Faulty):
-    """Writes a file until the disk is full, and leaves it there."""
-
-    name = "f-fills-disk"
-
-    def fail(self, job: Job) -> None:
-        with Path(os.environ[FILL]).open("wb", buffering=0) as file:
-            while file.write(b"x" * 2**12):
-                pass
-
-
-class MovesClock(Faulty):
-    """The clock on the wall goes a day back and forth, as seen from Python."""
-
-    name, on_ranks = "f-moves-clock", (0, 1)
-
-    def fail(self, job: Job) -> None:
-        true, sign = time.time, [1]
-
-        def moved() -> float:
-            sign[0] = -sign[0]
-            return true() + sign[0] * 86400
-
-        time.time = moved
-
-
-def every(kind: type[Any]) -> list[type[Any]]:
-    """The class if it has a name, and all below it."""
-    own = [kind] if "name" in vars(kind) and kind.__module__ == __name__ else []
-    return own + [one for below in kind.__subclasses__() for one in every(below)]
-
-
-ALL = {one.name: one for kind in (DDPEager, Reference) for one in every(kind)}
-"""The backends of this module by name."""
-
-
 def named() -> str:
-    """The value of BENCH_BACKENDS that adds them all."""
-    return ",".join(f"{__name__}:{one.__name__}" for one in ALL.values())
+    """The value of BENCH_BACKENDS that adds all backends of this module."""
+    classes = {name: value for name, value in globals().items() if getattr(value, "__module__", "") == __name__}
+    return ",".join(f"{__name__}:{name}" for name, value in classes.items() if "name" in vars(value))

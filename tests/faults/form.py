@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from hypothesis import HealthCheck, settings
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 SEED = 20251
-"""Of all moments, places and values that are chosen at random."""
-T = TypeVar("T")
+"""The seed of all moments, places and values that are chosen at random."""
 
 
 @dataclass
@@ -21,13 +18,13 @@ class Form:
 
     full: bool = False
     kills: int = 0
-    """By each signal, in the full form."""
+    """How many by each signal, in the full form."""
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Of each section of the page, its rows by name."""
+    """The rows of the page, by section and name."""
     outcomes: dict[str, str] = field(default_factory=dict)
-    """Of each test its outcome, and of a skipped one the reason, by its name."""
+    """The outcome of each test, with the reason if it was skipped."""
 
-    def of(self, short: T, full: T) -> T:
+    def of(self, short: Any, full: Any) -> Any:
         """The one that belongs to the form."""
         return full if self.full else short
 
@@ -38,11 +35,7 @@ class Form:
             derandomize=True,
             deadline=None,
             database=None,
-            suppress_health_check=[
-                HealthCheck.too_slow,
-                HealthCheck.function_scoped_fixture,
-                HealthCheck.data_too_large,
-            ],
+            suppress_health_check=list(HealthCheck),
         )
 
     def note(self, section: str, name: str, **facts: Any) -> None:

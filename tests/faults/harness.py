@@ -16,11 +16,10 @@ from typing import Any
 
 from bench.plan.cell import REFERENCE
 from bench.plan.schedule import block
-from bench.run.journal import JOURNAL, Journal
-from tests.conftest import Run
+from bench.run.journal import JOURNAL, MANIFEST, Journal, read_manifest
+from tests.conftest import ROOT, Run
 from tests.factories import make_cell
 from tests.faults import backends
-from tests.faults.form import ROOT
 from tests.faults.leaks import Leaks
 
 HANG_S = 8
@@ -48,6 +47,7 @@ backend = {backend}
 accumulate = [{accumulate}]
 world_size = [{world_size}]
 """
+MATRIX_RUN = ("run", "--matrix", "matrix.toml", "--out", "run")
 
 
 @dataclass
@@ -98,7 +98,7 @@ class Place:
 
     def run(self, *arguments: str, timeout_s: float = 400) -> Run:
         """The same, to its end; without arguments, the matrix into the folder ``run``."""
-        process = self.start(*(arguments or ("run", "--matrix", "matrix.toml", "--out", "run")))
+        process = self.start(*(arguments or MATRIX_RUN))
         try:
             status = process.wait(timeout_s)
         finally:
@@ -115,6 +115,16 @@ class Place:
         """The journal's bytes; none if there is no journal yet."""
         path = self.folder / "run" / JOURNAL
         return path.read_bytes() if path.exists() else b""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all trials are in the journal."""
+        return (self.folder / "run" / MANIFEST).exists() and "finished" in read_manifest(self.folder / "run")
+
+    @property
+    def whole_lines(self) -> bytes:
+        """The journal without a torn last line."""
+        return (journal := self.journal)[: journal.rfind(b"\n") + 1]
 
     @property
     def records(self) -> list[dict[str, Any]]:
@@ -148,16 +158,11 @@ def end(process: subprocess.Popen[str], number: signal.Signals, within_s: float)
 
 TIMES = {"wall_s", "ended", "training_s", "slot", "sha256", "log"}
 """Keys of a record that differ from run to run."""
-TIMES_OF_TIME = {
-    "began",
-    "ended",
-    "host",
-    "num_warmup",
-    "rank_step_seconds",
-    "step_seconds",
-    "warmup_seconds",
+TIMES_OF_PASSES = {
+    "time": {"began", "ended", "host", "num_warmup", "rank_step_seconds", "step_seconds", "warmup_seconds"},
+    "dispatch": {"cpu_s"},
 }
-"""The same of its time pass."""
+"""The same of its passes."""
 
 
 def facts(records: Sequence[dict[str, Any]]) -> dict[tuple[str, int], dict[str, Any]]:
@@ -169,9 +174,8 @@ def facts(records: Sequence[dict[str, Any]]) -> dict[tuple[str, int], dict[str, 
         key = (record["cell_id"], record["repeat"])
         assert key not in found, f"trial {key} is there twice"
         kept = {name: value for name, value in record.items() if name not in TIMES}
-        if kept.get("time"):
-            kept["time"] = {name: value for name, value in kept["time"].items() if name not in TIMES_OF_TIME}
-        if kept.get("dispatch"):
-            kept["dispatch"] = {name: value for name, value in kept["dispatch"].items() if name != "cpu_s"}
+        for of, times in TIMES_OF_PASSES.items():
+            if kept.get(of):
+                kept[of] = {name: value for name, value in kept[of].items() if name not in times}
         found[key] = kept
     return found

@@ -1,8 +1,8 @@
-"""What a run of the bench leaves on the machine: looked for before and after, by a mark of its own.
+"""What a run of the bench leaves on the machine, found by comparing before and after and by a mark.
 
-Other programs start and end meanwhile, so nothing is counted that is theirs: a process is the run's if it has inherited
-the mark in its environment or works in the run's folder, and shared memory is left behind if it is new and no program
-but the run's has it open.
+Other programs start and end meanwhile, and nothing of theirs may count. A process belongs to the run if it has
+inherited the mark in its environment or works in the run's folder. Shared memory is left behind if it is new and no
+other program has it open.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ MARK = "BENCH_TEST_TOKEN"
 ENDING_S = 30.0
 """How long what a killed run started may take to end: on a busy machine, the import of torch alone takes seconds."""
 SHARED = Path("/dev/shm")
-IPC = ("shm", "sem", "msg")
-"""Kinds of System V objects, each with a table in /proc/sysvipc."""
 
 
 class Leaks:
@@ -37,7 +35,6 @@ class Leaks:
         # Short, since the fork server's socket lies there and the kernel allows 107 bytes for its path.
         self._temporary = Path(tempfile.mkdtemp(prefix="faults-"))
         self._shared = _shared()
-        self._ipc = _ipc()
 
     def __enter__(self) -> Self:
         return self
@@ -73,9 +70,8 @@ class Leaks:
         pids = {process.pid for process in ours}
         found = [_spelled(process) for process in ours]
         found += [f"port {port} is open" for port in _ports(pids)]
-        if new := _shared() - self._shared:
-            found += [f"/dev/shm/{name}" for name in sorted(new - _open_elsewhere(pids))]
-        found += [f"System V {kind} {key}" for kind, key in sorted(_ipc() - self._ipc)]
+        if new := {inode: name for inode, name in _shared().items() if inode not in self._shared}:
+            found += [new[inode] for inode in new.keys() - _mapped_elsewhere(pids)]
         found += [f"{path.name} is locked" for path in self._locked()]
         return found + [f"temporary {path.name}" for path in sorted(self._temporary.iterdir())]
 
@@ -104,16 +100,14 @@ def _spelled(process: psutil.Process) -> str:
     return f"process {process.pid}"
 
 
-def _shared() -> set[str]:
-    """Names of shared memory segments and semaphores of POSIX."""
-    return {str(path.relative_to(SHARED)) for path in SHARED.rglob("*") if path.is_file()}
-
-
-def _ipc() -> set[tuple[str, str]]:
-    """Kind and id of what System V knows."""
-    return {
-        (kind, line.split()[1]) for kind in IPC for line in Path(f"/proc/sysvipc/{kind}").read_text().splitlines()[1:]
-    }
+def _shared() -> dict[int, str]:
+    """Names of shared memory segments and semaphores of POSIX, by inode."""
+    found = {}
+    for path in SHARED.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            if path.is_file():
+                found[path.stat().st_ino] = str(path)
+    return found
 
 
 def _ports(pids: set[int]) -> list[int]:
@@ -126,13 +120,11 @@ def _ports(pids: set[int]) -> list[int]:
     return sorted(found)
 
 
-def _open_elsewhere(pids: set[int]) -> set[str]:
-    """Shared memory that a process has open or mapped that is none of these."""
+def _mapped_elsewhere(pids: set[int]) -> set[int]:
+    """Inodes of the shared memory that other processes have mapped; glibc maps a semaphore under another name."""
     found = set()
-    for process in psutil.process_iter():
-        if process.pid in pids:
-            continue
-        with contextlib.suppress(psutil.Error, OSError):
-            paths = [one.path for one in process.memory_maps(grouped=True)] + [one.path for one in process.open_files()]
-            found |= {path.removeprefix(f"{SHARED}/") for path in paths if path.startswith(f"{SHARED}/")}
+    for pid in set(psutil.pids()) - pids:
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            found |= {int(line.split()[4]) for line in lines if f" {SHARED}/" in line}
     return found

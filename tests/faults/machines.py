@@ -61,13 +61,10 @@ def _memory_group() -> tuple[Path, str] | None:
         if controllers == "memory":
             return CGROUPS / "memory" / path.lstrip("/"), "memory.limit_in_bytes"
         own = CGROUPS / path.lstrip("/")
-        if not controllers and "memory" in _words(own / "cgroup.subtree_control"):
+        control = own / "cgroup.subtree_control"
+        if not controllers and control.exists() and "memory" in control.read_text().split():
             return own, "memory.max"
     return None
-
-
-def _words(path: Path) -> list[str]:
-    return path.read_text().split() if path.exists() else []
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import datetime
 import json
 import os
@@ -13,21 +14,23 @@ from pathlib import Path
 from typing import Any
 
 from bench.run import machine
+from bench.words import plural
+from tests.studies import markdown as md
 
 SCHEMA = 1
 Facts = dict[str, dict[str, dict[str, Any]]]
-"""By section and name of the row."""
+"""Rows by section and name."""
 
 
 def write(page: Path, facts: Facts, outcomes: Mapping[str, str]) -> None:
     """Write the page and, beside it, its data; rows that were not measured now are kept from before."""
-    data = page.with_suffix(".json")
+    data, git = page.with_suffix(".json"), machine.git_state()
     now = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "torch": version("torch"),
         "python": platform.python_version(),
         "cores": len(os.sched_getaffinity(0)),
-        "commit": _commit(),
+        "commit": str(git["commit"])[:12] if git["commit"] and git["clean"] else "",
     }
     sections: Facts = {}
     bad: dict[str, str] = {}
@@ -38,6 +41,8 @@ def write(page: Path, facts: Facts, outcomes: Mapping[str, str]) -> None:
     for section, rows in facts.items():
         for name, row in rows.items():
             sections.setdefault(section, {})[name] = {**row, "measured": now}
+    rows = due()
+    sections = {of: {name: row for name, row in own.items() if (of, name) in rows} for of, own in sections.items()}
     bad = {name: outcome for name, outcome in (bad | dict(outcomes)).items() if outcome != "passed"}
     page.parent.mkdir(parents=True, exist_ok=True)
     stored = {"schema": SCHEMA, "sections": sections, "not_passed": bad}
@@ -45,17 +50,12 @@ def write(page: Path, facts: Facts, outcomes: Mapping[str, str]) -> None:
     page.write_text(markdown(sections, bad), encoding="utf-8")
 
 
-def _commit() -> str:
-    """Of what was measured; empty if it is not a commit."""
-    git = machine.git_state()
-    return str(git["commit"])[:12] if git["commit"] and git["clean"] else ""
-
-
 def due() -> list[tuple[str, str]]:
     """Section and name of every row of a complete page."""
     from bench.commands import COMMANDS
     from tests.faults.test_faults import CASES
     from tests.faults.test_fuzz import PARSED, READERS, spelled
+    from tests.faults.test_guided import NAMES
     from tests.faults.test_kills import REAL, SCRIPTED, SIGNALS
 
     names: dict[str, Iterable[str]] = {
@@ -65,6 +65,7 @@ def due() -> list[tuple[str, str]]:
         "damage": ["cuts", "flips"],
         "fuzz": [
             *PARSED,
+            *NAMES.values(),
             *map(spelled, READERS),
             *(f"arguments of {command}" for command in chain(*COMMANDS.values())),
         ],
@@ -81,15 +82,13 @@ def markdown(sections: Facts, bad: Mapping[str, str]) -> str:
         "Written by `nox -s faults`, which runs tests/faults in their full form; `nox -s faults -- -k NAME` measures "
         "some rows again and keeps the others. `python -m pytest tests/faults` runs a short form of the same.",
         "\n".join(_when(sections)),
-        *(
-            [
-                "These tests did not pass:\n\n"
-                + "\n".join(f"- **{_cell(f'{name}: {how}')}**" for name, how in bad.items())
-            ]
-            if bad
-            else []
-        ),
-        *([f"**The page is not complete. Not measured: {_cell('; '.join(lacking))}.**"] if lacking else []),
+    ]
+    if bad:
+        lines = [f"- **{md.cell(f'{name}: {how}')}**" for name, how in bad.items()]
+        parts.append("\n".join(["These tests did not pass:", "", *lines]))
+    if lacking:
+        parts.append(f"**The page is not complete. Not measured: {md.cell('; '.join(lacking))}.**")
+    parts += [
         *_faults(sections.get("faults", {}), sections.get("machine", {})),
         *_kills(sections.get("kills", {})),
         *_damage(sections.get("damage", {})),
@@ -101,17 +100,13 @@ def markdown(sections: Facts, bad: Mapping[str, str]) -> str:
 
 def _when(sections: Facts) -> list[str]:
     """One line per date and environment."""
-    groups: dict[str, int] = {}
-    for rows in sections.values():
-        for row in rows.values():
-            about = row["measured"]
-            words = (
-                f"Measured on {about['date']} with torch {about['torch']} and Python {about['python']} on "
-                f"{about['cores']} cores, "
-                + (f"at commit {about['commit']}" if about["commit"] else "from code that is no commit")
-            )
-            groups[words] = groups.get(words, 0) + 1
-    return [f"- {words}: {number} row{'s' * (number != 1)}." for words, number in groups.items()]
+    groups = collections.Counter(
+        f"Measured on {about['date']} with torch {about['torch']} and Python {about['python']} on {about['cores']} "
+        f"cores, {'at commit ' + about['commit'] if about['commit'] else 'with changes that are not committed'}"
+        for rows in sections.values()
+        for about in (row["measured"] for row in rows.values())
+    )
+    return [f"- {words}: {plural(number, 'row')}." for words, number in groups.items()]
 
 
 def _faults(faults: Mapping[str, Any], of_machine: Mapping[str, Any]) -> list[str]:
@@ -131,9 +126,9 @@ def _faults(faults: Mapping[str, Any], of_machine: Mapping[str, Any]) -> list[st
     ]
     text = [
         "## Faults",
-        f"A backend misbehaves on command, in the second window of its trial (W = 2, gloo). The limit of inactivity is "
-        f"{HANG_S} s, that of a trial {TIMEOUT_S} s. Each fault is a run of its own, with the reference before it and "
-        "a sound backend after it, which both have to be ok. Seconds are from the trial's start to its end. Left "
+        f"A backend misbehaves on command in the second window of its trial (W = 2, gloo). The limit of inactivity is "
+        f"{HANG_S} s, the limit of a trial {TIMEOUT_S} s. Each fault has a run of its own, with the reference before "
+        "it and a sound backend after it; both have to be ok. Seconds are from the trial's start to its end. Left "
         "behind are processes, open ports, shared memory, semaphores, locks and temporary files of the run that are "
         f"still there {ENDING_S:g} s after its end.",
         _table(("what happens", "must be", "found", "seconds", "at most", "left behind"), rows),
@@ -161,10 +156,10 @@ def _kills(kills: Mapping[str, Any]) -> list[str]:
     ]
     return [
         "## Kills",
-        "The runner gets a signal at a seeded random moment of its life, is resumed, gets it again, and so on until "
-        "the run is finished. Then the journal is compared with that of a run that nobody disturbed: the same "
-        "trials, each once, and equal in all but timings. Lost is a finished trial that was not in the journal after "
-        "a kill. Seconds are the most that passed from the signal to the end of the runner.",
+        "The runner gets a signal at a seeded random moment, is resumed, gets the signal again, and so on until the "
+        "run is finished. Then its journal is compared with that of an undisturbed run: it must have the same trials, "
+        "each once, and equal in all but timings. A finished trial that was not in the journal after a kill is lost. "
+        "Seconds are the longest time from the signal to the end of the runner.",
         _table(
             ("signal", "of", "kills", "runs", "trials compared", "lost", "differing", "seconds", "left behind"), rows
         ),
@@ -183,14 +178,12 @@ def _fuzz(fuzz: Mapping[str, Any]) -> list[str]:
     rows = [(name, f"{row['count']:,}") for name, row in fuzz.items()]
     return [
         "## Hostile input",
-        "Made by hypothesis, the same every time; rows that name atheris have inputs chosen by the code that they "
-        "reach, for a minute each. Each input has to end in a result or in one line that says what is wrong, never in "
-        "a traceback, and nothing may be written outside of the folder that output was asked for in. One that did "
-        "otherwise would stand above, among the tests that did not pass.\n\n"
-        "No pickle that could run code is read from disk. Checkpoints are read by torch.load with `weights_only`, "
-        "which every rank is made to use; the `.metadata` of torch's distributed checkpoints, which is a pickle too, "
-        "by a reader that knows the names of plain data and no others; torch.compile's caches, which hold pickled "
-        "graphs, are off.",
+        "Inputs are made by hypothesis, the same ones every time. In the rows that name atheris they are chosen for "
+        "one minute by the code that they reach. Each input has to end in a result or in one line that says what is "
+        "wrong, never in a traceback, and nothing may be written outside of the output folder. A failure would stand "
+        "above, among the tests that did not pass.\n\n"
+        "No pickle that could run code is read from disk: every rank loads checkpoints with `weights_only`, and "
+        "torch.compile's caches, which hold pickled graphs, are off.",
         _table(("of", "inputs"), rows),
     ]
 
@@ -209,12 +202,12 @@ def _null(null: Mapping[str, Any]) -> list[str]:
     ]
     return [
         "## What the bench costs",
-        "The runner's own time is what passes between two lines of the journal beyond the trial itself, which lasts "
-        "from the request to the launcher until its answer: choosing the trial, looking at the disk, judging what the "
-        "ranks wrote, the record and its fsync, the display; and in real trials the start of new fork servers, at most "
-        "every 30 s. It has to stay under 0.2 s. In a trial, what is not training is forking the ranks, connecting "
-        "them, making the model and the tokens, ending the processes and looking that none is left; the median is "
-        "given. Memory is the resident size of the runner's process; growth is counted from a tenth of the trials on.",
+        "The runner's own time is the time between two lines of the journal without the trial itself, which lasts from "
+        "the request to the launcher until its answer. The runner chooses the trial, looks at the disk, judges what "
+        "the ranks wrote, writes the record with fsync, and updates the display; in real trials it also starts new "
+        "fork servers, at most every 30 s. Its time has to stay under 0.2 s. In a trial, ranks are forked and "
+        "connected, model and tokens are made, and processes are ended beside the training; the median is given. "
+        "Memory is the resident size of the runner's process; its growth is counted from a tenth of the trials on.",
         _table(("trials", "number", "runner, per trial", "in a trial, beside training", "growth", "largest"), rows),
     ]
 
@@ -228,9 +221,4 @@ def _marked(text: str, good: bool) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(_cell(text) for text in line)} |" for line in lines)
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.replace("|", r"\|").split())
+    return "\n".join(md.table(head, rows)[:-1])

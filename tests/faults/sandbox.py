@@ -8,11 +8,10 @@ import os
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from bench.cli import main
@@ -37,15 +36,8 @@ class ReachedError(BaseException):
     """The arguments were good, and work would begin that is not what is looked at here."""
 
 
-@dataclass
-class _Watch:
-    """What is watched now."""
-
-    root: str = ""
-    outside: list[str] = field(default_factory=list)
-
-
-_watch = _Watch()
+_watch = SimpleNamespace(root="", outside=[])
+"""The folder that is watched now, and what was changed outside of it."""
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
@@ -78,7 +70,6 @@ class Call:
     err: str
     outside: list[str]
     """What it changed outside of its folder."""
-    seconds: float
 
 
 def call(
@@ -98,7 +89,6 @@ def call(
     out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="strict")
     err = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="backslashreplace")
     status: int | None
-    began = time.monotonic()
     os.chdir(folder)
     temporary, tempfile.tempdir = tempfile.tempdir, str(folder / "tmp")
     _watch.root, _watch.outside = os.path.realpath(folder), []
@@ -117,4 +107,4 @@ def call(
     for stream in (out, err):
         stream.flush()
         texts.append(stream.buffer.getvalue().decode())  # type: ignore[attr-defined]
-    return Call(status, *texts, _watch.outside, time.monotonic() - began)
+    return Call(status, *texts, _watch.outside)

@@ -38,8 +38,6 @@ from tests.faults.form import FORM
 from tests.faults.sandbox import Call, ReachedError, call
 
 pytestmark = pytest.mark.timeout(3600)
-LONGEST_S = 30
-"""How long a command may take that starts no work."""
 ROOM_BYTES = 4 * 2**30
 """What this process may allocate beside what it has: no number in an argument may ask for more."""
 SCALARS = (
@@ -63,16 +61,6 @@ PARSED = (
     "the lint readers: YAML and JSON",
 )
 """What is read by itself."""
-num_inputs: dict[str, int] = {}
-"""By what was fuzzed; the page says them."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def counts() -> Any:
-    """Tell the page how many inputs there were, each of which a test found right."""
-    yield
-    for name, number in num_inputs.items():
-        FORM.note("fuzz", name, count=number)
 
 
 def spelled(arguments: Sequence[str]) -> str:
@@ -81,7 +69,8 @@ def spelled(arguments: Sequence[str]) -> str:
 
 
 def count(name: str) -> None:
-    num_inputs[name] = num_inputs.get(name, 0) + 1
+    """One more input, for the page."""
+    FORM.note("fuzz", name, count=1 + FORM.facts.get("fuzz", {}).get(name, {"count": 0})["count"])
 
 
 def changed(good: bytes) -> st.SearchStrategy[bytes]:
@@ -130,6 +119,20 @@ def edits(good: Mapping[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
     return st.lists(edit, min_size=1, max_size=3).map(apply)
 
 
+def read_matrix(folder: Path, content: bytes) -> None:
+    (folder / "fuzzed.toml").write_bytes(content)
+    with contextlib.suppress(InputError):
+        expand(matrix_file.load(str(folder / "fuzzed.toml")), registry(), 0)
+
+
+def read_journal(folder: Path, content: bytes) -> None:
+    (folder / JOURNAL).write_bytes(content)
+    with contextlib.suppress(InputError):
+        Journal(folder).read()
+    with contextlib.suppress(InputError):
+        Journal(folder).append(RECORDS[0])
+
+
 MATRIX = (Path(matrix_file.FOLDER) / "smoke.toml").read_bytes()
 DOCUMENT = make_document() | {"training": {"seed": 1}, "virtual": {"world_size": [8]}, "description": "d"}
 
@@ -137,11 +140,8 @@ DOCUMENT = make_document() | {"training": {"seed": 1}, "virtual": {"world_size":
 @FORM.examples(60, 3000)
 @given(content=st.binary(max_size=80) | st.text(max_size=80).map(lambda text: text.encode()) | changed(MATRIX))
 def test_no_matrix_file_fails(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
-    path = tmp_path_factory.getbasetemp() / "fuzzed.toml"
-    path.write_bytes(content)
     count("the matrix parser: files")
-    with contextlib.suppress(InputError):
-        expand(matrix_file.load(str(path)), registry(), 0)
+    read_matrix(tmp_path_factory.getbasetemp(), content)
 
 
 @FORM.examples(100, 5000)
@@ -181,13 +181,8 @@ def journal(folder: Path) -> bytes:
 def test_no_journal_fails(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder = tmp_path_factory.getbasetemp() / "fuzzed-journal"
     good = journal(folder)
-    content = data.draw(st.binary(max_size=60) | changed(good[:2000]) | changed(good))
-    (folder / JOURNAL).write_bytes(content)
     count("the journal reader: files")
-    with contextlib.suppress(InputError):
-        Journal(folder).read()
-    with contextlib.suppress(InputError):
-        Journal(folder).append(RECORDS[0])
+    read_journal(folder, data.draw(st.binary(max_size=60) | changed(good[:2000]) | changed(good)))
 
 
 @FORM.examples(40, 1500)
@@ -202,34 +197,31 @@ def test_no_edited_run_fails(tmp_path_factory: pytest.TempPathFactory, manifest:
         load(folder)
 
 
-YAML = json.dumps(lightning("deepspeed_stage_2"), indent=1).encode()
 CONFIGS = {
     "c.yaml": b"trainer:\n  devices: 2\n  strategy: ddp\n  accumulate_grad_batches: 4\n  callbacks:\n  - class_path: "
     b"lightning.pytorch.callbacks.ThroughputMonitor\n    init_args: &a {batch_size_fn: my.size}\ndata:\n  <<: *a\n",
-    "c.yml": YAML,
+    "c.yml": json.dumps(lightning("deepspeed_stage_2"), indent=1).encode(),
     "c.json": json.dumps(engine(), indent=1).encode(),
 }
 
 
-def never_fails(folder: Path, name: str, content: bytes, options: Options) -> None:
+def read_config(name: str, folder: Path, content: bytes) -> None:
     path = folder / name
     path.write_bytes(content)
-    refusal = ""
+    refusal, findings = str(path), []
     try:
-        findings = lint([path], options)
+        findings = lint([path], Options(samples=100, world_size=2, batch_size=2))
     except InputError as error:
-        findings, refusal = [], str(error)
-    assert not refusal or refusal.startswith(str(path))
-    for finding in findings:
-        assert len(str(finding).splitlines()) == 4 and finding.code in RULES
+        refusal = str(error)
+    assert refusal.startswith(str(path))
+    assert all(len(str(finding).splitlines()) == 4 and finding.code in RULES for finding in findings)
 
 
 @FORM.examples(80, 5000)
 @given(data=st.data(), name=st.sampled_from(sorted(CONFIGS)))
 def test_no_changed_config_fails(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, name: str) -> None:
     count("the lint readers: YAML and JSON")
-    content = data.draw(changed(CONFIGS[name]))
-    never_fails(tmp_path_factory.getbasetemp(), name, content, Options(samples=100, world_size=2, batch_size=2))
+    read_config(name, tmp_path_factory.getbasetemp(), data.draw(changed(CONFIGS[name])))
 
 
 NASTY = [
@@ -259,7 +251,7 @@ GOOD_VALUES = {
     "SIZE": ["80GiB", "tiny"],
     "TIME": ["20us", "90s"],
 }
-"""By metavar; for others, a small number."""
+"""Good values by metavar; others take a small number."""
 
 
 def template(folder: Path) -> Path:
@@ -287,7 +279,7 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
 
 
 def values(action: argparse.Action) -> st.SearchStrategy[str]:
-    """Of an option or an argument: good ones, and nasty ones."""
+    """Good and nasty values of an option or an argument."""
     if action.dest in WRITES:
         return st.sampled_from(OUT)
     good = GOOD_VALUES.get(str(action.metavar), ["1", "2", "8"])
@@ -356,7 +348,6 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Any:
         def check(arguments: list[str], files: Mapping[str, bytes] = MappingProxyType({})) -> Call:
             ended = call(arguments, folder / "place", source, files)
             assert ended.outside == [], arguments
-            assert ended.seconds < LONGEST_S
             assert "Traceback" not in ended.out + ended.err
             assert ended.status in {GOOD, BAD, WRONG, UNCHECKED, None}, ended.err
             if ended.status == WRONG:
@@ -437,13 +428,6 @@ def test_no_arguments_fail(command: str, fuzzed: Callable[[list[str]], None]) ->
         fuzzed(arguments)
 
     fuzz()
-
-
-@pytest.mark.parametrize(
-    "arguments", [[], ["walk"], ["--version", "x"], ["\udcff"], ["run", "--matrix", "\udcff.toml"]]
-)
-def test_no_other_words_fail(arguments: list[str], fuzzed: Callable[[list[str]], None]) -> None:
-    fuzzed(arguments)
 
 
 def test_the_watch_sees_what_is_written_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

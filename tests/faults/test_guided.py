@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.form import FORM, ROOT, SEED
+from tests.conftest import ROOT
+from tests.faults.form import FORM, SEED
 from tests.faults.test_fuzz import CONFIGS
 
 SECONDS = 60
-"""For each target."""
+"""How long each target is tried."""
 NAMES = {
     "matrix": "the matrix parser, by atheris",
     "journal": "the journal reader, by atheris",
@@ -27,20 +28,11 @@ pytestmark = [
 ]
 
 
-def fuzz(target: str, folder: Path, seconds: int) -> subprocess.CompletedProcess[str]:
-    options = (f"-max_total_time={seconds}", f"-seed={SEED}", "-timeout=30", "-rss_limit_mb=8192", "-verbosity=1")
-    return subprocess.run(
-        [sys.executable, "-m", "tests.faults.guided", target, str(folder / "fuzz"), *options],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 @pytest.mark.parametrize("target", NAMES)
 def test_no_input_that_reaches_new_code_fails(target: str, tmp_path: Path) -> None:
-    found = fuzz(target, tmp_path, FORM.of(5, SECONDS))
+    options = (f"-max_total_time={FORM.of(5, SECONDS)}", f"-seed={SEED}", "-timeout=30", "-rss_limit_mb=8192")
+    command = [sys.executable, "-m", "tests.faults.guided", target, str(tmp_path / "fuzz"), *options, "-verbosity=1"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stdout + found.stderr
     number = re.search(r"Done (\d+) runs in", found.stderr)
     assert number and int(number[1]) > 100, found.stderr

@@ -8,16 +8,16 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench.errors import BAD, GOOD, INTERRUPTED
-from bench.run.journal import MANIFEST, read_manifest
+from bench.run.journal import MANIFEST
 from tests.faults.form import FORM, rng
-from tests.faults.harness import Place, end, facts, place
+from tests.faults.harness import MATRIX_RUN, Place, end, facts, place
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 INTERRUPTS = {INTERRUPTED, -signal.SIGINT}
@@ -36,7 +36,7 @@ class Kind:
     backends: tuple[str, ...]
     repeats: int
     longest_s: float
-    """Of a life."""
+    """The longest life."""
     after_first: bool = False
     """Whether the life is counted from when the first trial is finished, and not from the start."""
 
@@ -49,15 +49,7 @@ REAL = Kind(
     repeats=8,
     longest_s=16.0,
 )
-SHORT = Kind(
-    name="real",
-    what=REAL.what,
-    program=REAL.program,
-    backends=("ddp-eager",),
-    repeats=2,
-    longest_s=2.0,
-    after_first=True,
-)
+SHORT = replace(REAL, backends=("ddp-eager",), repeats=2, longest_s=2.0, after_first=True)
 SCRIPTED = Kind(
     name="scripted",
     what="trials that take no time, so that the journal is written all the while",
@@ -74,18 +66,16 @@ class Tally:
     """What came of the kills."""
 
     kills: int = 0
-    ended_by_itself: int = 0
-    """Lives that were over before the signal."""
     runs: int = 0
     """Runs that were brought to their end and compared with the unbroken one."""
     trials: int = 0
-    """Of those runs."""
+    """Trials of those runs."""
     lost: int = 0
     """Finished trials that were not there after a kill."""
     differing: int = 0
     """Trials of which anything but the timings differs from the unbroken run's."""
     how: list[str] = field(default_factory=list)
-    """For each of those, what differs."""
+    """What differs in each of those."""
     slowest_s: float = 0.0
     """The longest time from the signal to the runner's end."""
     left: list[str] = field(default_factory=list)
@@ -107,38 +97,22 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Kind], Facts
     return run
 
 
-def whole_lines(journal: bytes) -> bytes:
-    """A journal without a torn last line."""
-    return journal[: journal.rfind(b"\n") + 1]
-
-
 def next_life(here: Place) -> Sequence[str]:
     """The arguments that begin the run, or go on with it."""
     begun = (here.folder / "run" / MANIFEST).exists()
-    return ("run", "--resume", "run") if begun else ("run", "--matrix", "matrix.toml", "--out", "run")
-
-
-def is_finished(here: Place) -> bool:
-    return (here.folder / "run" / MANIFEST).exists() and "finished" in read_manifest(here.folder / "run")
-
-
-def wait_for_first(here: Place, process: subprocess.Popen[str]) -> None:
-    """Wait until a trial is in the journal."""
-    while not here.journal and process.poll() is None:
-        time.sleep(0.02)
+    return ("run", "--resume", "run") if begun else MATRIX_RUN
 
 
 def kill_once(here: Place, kind: Kind, number: signal.Signals, moment_s: float, tally: Tally) -> None:
     """One life, ended after so many seconds."""
-    before = whole_lines(here.journal)
+    before = here.whole_lines
     process = here.start(*next_life(here))
-    if kind.after_first:
-        wait_for_first(here, process)
+    while kind.after_first and not here.journal and process.poll() is None:
+        time.sleep(0.02)
     try:
-        status = process.wait(moment_s)
-        tally.ended_by_itself += 1
+        status = process.wait(moment_s)  # over before the signal
     except subprocess.TimeoutExpired:
-        before = max(before, whole_lines(here.journal), key=len)
+        before = max(before, here.whole_lines, key=len)
         status, seconds = end(process, number, ENDS_IN_S)
         tally.kills += 1
         tally.slowest_s = max(tally.slowest_s, seconds)
@@ -148,13 +122,13 @@ def kill_once(here: Place, kind: Kind, number: signal.Signals, moment_s: float, 
     out, err = here.said("out"), here.said("err")
     assert status in {GOOD, BAD, -number, *INTERRUPTS}, (status, out, err)
     # Before, Python itself is still starting; afterwards the report is written.
-    if "writing to" in out and not is_finished(here) and number is not signal.SIGKILL:
+    if "writing to" in out and not here.is_finished and number is not signal.SIGKILL:
         assert status in INTERRUPTS, (status, out, err)
         assert "Traceback" not in out + err, err
 
 
 def difference(found: dict[str, Any] | None, expected: dict[str, Any] | None) -> str:
-    """In words, what differs between a trial and that of the unbroken run; empty if nothing does."""
+    """What differs between a trial and that of the unbroken run, in words; empty if nothing does."""
     if found is None or expected is None:
         return "is missing" if found is None else "is not in the unbroken run"
     if found["status"] != expected["status"]:
@@ -166,16 +140,14 @@ def difference(found: dict[str, Any] | None, expected: dict[str, Any] | None) ->
 def disturb(folder: Path, kind: Kind, number: signal.Signals, kills: int, expected: Facts) -> Tally:
     """Kill runs until there were so many kills; each is resumed to its end and compared."""
     random, tally = rng(f"{kind.name} {number.name}"), Tally()
-    deadline = time.monotonic() + kills * (kind.longest_s + ENDS_IN_S) + 600
     while tally.kills < kills:
         with place(folder / f"broken-{tally.runs}") as here:
             here.program = kind.program
             here.write(*kind.backends, repeats=kind.repeats)
-            while tally.kills < kills and not is_finished(here):
-                assert time.monotonic() < deadline, "no progress"
+            while tally.kills < kills and not here.is_finished:
                 kill_once(here, kind, number, random.uniform(0.0, kind.longest_s), tally)
                 tally.left += here.leaks.left()
-            if not is_finished(here):
+            if not here.is_finished:
                 run = here.run(*next_life(here))
                 assert run.process.returncode in {GOOD, BAD}, run.process.stderr
                 tally.left += here.leaks.left()
@@ -191,7 +163,6 @@ def disturb(folder: Path, kind: Kind, number: signal.Signals, kills: int, expect
 
 
 def kill(folder: Path, kind: Kind, number: signal.Signals, kills: int, expected: Facts) -> None:
-    """Kill, note what came of it, and check it."""
     tally = disturb(folder, kind, number, kills, expected)
     FORM.note("kills", f"{kind.name} {number.name}", what=kind.what, signal=number.name, **vars(tally))
     assert tally.lost == 0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
-import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,10 +12,9 @@ import psutil
 import pytest
 
 from bench.errors import BAD, GOOD
-from bench.run.journal import MANIFEST, read_manifest
 from tests.faults import scripted
 from tests.faults.form import FORM
-from tests.faults.harness import Place, place
+from tests.faults.harness import MATRIX_RUN, Place, place
 
 OVERHEAD_S = 0.2
 """The most that the runner may add to a trial."""
@@ -43,42 +42,22 @@ class Samples:
 
     @property
     def seconds_per_trial(self) -> float:
-        """From the first finished trial to the last."""
+        """The mean between the first finished trial and the last."""
         first, last = self.since(1), self.since(self.trials[-1])
         return (self.seconds[last] - self.seconds[first]) / (self.trials[last] - self.trials[first])
 
 
 def watched(here: Place) -> Samples:
     """Run the matrix of the place; what was seen of its process until the run was finished."""
-    process = here.start("run", "--matrix", "matrix.toml", "--out", "run")
-    samples, folder = Samples(), here.folder / "run"
-    runner = psutil.Process(process.pid)
-    done = threading.Event()
-
-    def sample() -> None:
-        size, trials = 0, 0
-        while not done.wait(0.02):
-            try:
-                used = runner.memory_info().rss
-                content = here.journal
-                if (folder / MANIFEST).exists() and "finished" in read_manifest(folder):
-                    return
-            except (psutil.Error, OSError, ValueError):
-                return
-            if len(content) > size:
-                size, trials = len(content), content.count(b"\n")
-            samples.trials.append(trials)
-            samples.bytes.append(used)
+    process = here.start(*MATRIX_RUN)
+    samples, runner = Samples(), psutil.Process(process.pid)
+    while process.poll() is None and not here.is_finished:
+        with contextlib.suppress(psutil.Error):
+            samples.bytes.append(runner.memory_info().rss)
+            samples.trials.append(here.journal.count(b"\n"))
             samples.seconds.append(time.monotonic())
-
-    thread = threading.Thread(target=sample)
-    thread.start()
-    try:
-        status = process.wait(3600)
-    finally:
-        done.set()
-        thread.join()
-    assert status in {GOOD, BAD}, here.said("err")
+        time.sleep(0.02)
+    assert process.wait() in {GOOD, BAD}, here.said("err")
     return samples
 
 

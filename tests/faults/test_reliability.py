@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from tests.conftest import alone
 from tests.faults import page
-from tests.faults.form import ROOT
 
 CUTS = {"what": "cut", "must": "every whole line is read", "count": 7, "wrong": 0, "more": ""}
 KILLS = {
@@ -39,17 +35,10 @@ def test_a_page_of_a_part_says_what_is_not_there(tmp_path: Path) -> None:
     assert "These tests did not pass" not in text
 
 
-def test_a_page_of_all_says_nothing_of_the_kind(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_page_of_all_says_nothing_of_the_kind_nor_of_rows_that_are_gone(tmp_path: Path, monkeypatch: Any) -> None:
+    file = tmp_path / "page.md"
+    page.write(file, {"damage": {"flips": CUTS | {"what": "gone"}}}, {})
     monkeypatch.setattr(page, "due", lambda: [("damage", "cuts")])
-    page.write(tmp_path / "page.md", {"damage": {"cuts": CUTS | {"wrong": 2}}}, {})
-    text = (tmp_path / "page.md").read_text()
-    assert "not complete" not in text and "**2**" in text
-
-
-def test_the_short_form_writes_no_page(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "tests/faults", "--collect-only", "--reliability"]
-    done = subprocess.run(
-        [*command, str(tmp_path / "page.md")], cwd=ROOT, env=alone(), capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 4 and "give --all too" in done.stdout + done.stderr
-    assert not (tmp_path / "page.md").exists()
+    page.write(file, {"damage": {"cuts": CUTS | {"wrong": 2}}}, {})
+    text = file.read_text()
+    assert "not complete" not in text and "**2**" in text and "gone" not in text

@@ -16,7 +16,6 @@ from bench.forecast.estimate import costs
 from bench.plan.cell import Device, Precision
 from bench.plan.models import SIZES
 from bench.plan.schedule import Cost
-from bench.run import journal
 from tests.factories import make_cell, make_failure, make_record
 
 BACKENDS = registry()
@@ -30,8 +29,8 @@ def test_earlier_walls_are_medians_of_good_trials(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (tmp_path / name / "trials.jsonl").write_text(text + '{"torn": ')
-    assert journal.earlier_walls(tmp_path) == {cell.cell_id: 2.0}
-    assert journal.earlier_walls(tmp_path / "nothing here") == {}
+    assert estimate.earlier_walls(tmp_path) == {cell.cell_id: 2.0}
+    assert estimate.earlier_walls(tmp_path / "nothing here") == {}
 
 
 def on_gpu(**changes: Any) -> Cost:

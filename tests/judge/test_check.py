@@ -66,16 +66,6 @@ def test_verdicts_of_a_run_against_its_baseline(sound: Path) -> None:
     assert stored["verdict"].to_dict() == {"equal": "same", "slow": "slower", "fast": "faster"}
 
 
-def test_a_wide_floor_lets_no_difference_be_one(tmp_path: Path) -> None:
-    def restless(cell: Cell, number: int, steps: list[float]) -> list[float]:
-        return [step * (1.3 if cell.twin else 1.0) for step in steps]
-
-    run = simulate(tmp_path / "run", {"base": 1.0, "slow": 1.2}, change=restless, repeats=10)
-    (row,) = standing(run).rows
-    assert row.judgement.verdict is Verdict.AMBIGUOUS
-    assert str(row.judgement.reason) == "inside floor"
-
-
 def test_a_sound_run_is_clean_but_for_what_was_not_measured(sound: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found(sound, Level.ERROR) == {}
     assert set(found(sound, Level.WARNING)) == {"machine"}, "the made-up ranks do not say how idle the machine was"
@@ -125,16 +115,12 @@ def test_missing_trials_are_found(copy: Path) -> None:
     assert "journal" in errors
 
 
-def test_an_unfinished_run_is_told(copy: Path) -> None:
+def test_an_unfinished_run_and_uncommitted_changes_are_told(copy: Path) -> None:
     manifest = {key: value for key, value in read_manifest(copy).items() if key not in ("finished", "journal_sha256")}
-    write_manifest(copy, manifest)
+    write_manifest(copy, manifest | {"git": {"commit": "0123456789abcdef", "clean": False}})
     warnings = found(copy, Level.WARNING)
     assert "not finished" in warnings["trials"] and "was not stored" in warnings["journal"]
-
-
-def test_uncommitted_changes_are_told(copy: Path) -> None:
-    write_manifest(copy, read_manifest(copy) | {"git": {"commit": "0123456789abcdef", "clean": False}})
-    assert "uncommitted" in found(copy, Level.WARNING)["code"]
+    assert "uncommitted" in warnings["code"]
 
 
 def warnings_of(tmp_path: Path, change: Any, **more: Any) -> dict[str, str]:

@@ -11,7 +11,7 @@ from bench.backends.base import registry
 from bench.judge.formulas import Expectation, expect, layout_of, wire_bytes
 from bench.plan.cell import Precision
 from bench.plan.models import SIZES
-from bench.workload.layout import ROOT, Layout, Parameter, llama_layout, record
+from bench.workload.layout import Layout, llama_layout, record
 from tests import worlds
 from tests.factories import make_cell
 
@@ -118,17 +118,6 @@ def test_held_bytes_at_8b_are_those_of_the_research() -> None:
     assert found == {"parameters": 3.74, "gradients": 3.74, "optimizer_state": 7.48, "communication": 0}
     resident = of_8b("fsdp2-deferred-resident").held["parameters"] - held["parameters"]
     assert resident == 2 * P_8B, "C10"
-
-
-UNEVEN = Layout(
-    parameters=(
-        Parameter(name="table", shape=(7, 3), unit=ROOT),
-        Parameter(name="a", shape=(5,), unit=1),
-        Parameter(name="b", shape=(1, 4), unit=1),
-        Parameter(name="c", shape=(6, 2), unit=2),
-    ),
-    gradients=(3, 2, 1, 0),
-)
 
 
 @pytest.mark.parametrize(

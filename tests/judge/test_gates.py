@@ -12,7 +12,7 @@ import torch
 
 from bench.judge import tables
 from bench.judge.expected import COMPARED_STEPS, LONG_STEPS
-from bench.judge.gates import TOLERANCES, explain_update, judge
+from bench.judge.gates import TOLERANCES, judge
 from bench.judge.tables import Tables
 from bench.measure import update
 from bench.plan.cell import Cell, Device, Precision
@@ -69,7 +69,6 @@ def test_of_a_long_run_only_the_first_losses_are_compared(steps: int, off_at: in
     ("time", "reason"),
     [
         ({"num_updates": 4}, "4 optimizer steps were taken, 5 were due"),
-        ({"num_updates": 40}, "40 optimizer steps were taken, 5 were due"),
         ({"num_micro_batches": 39}, "39 micro-batches were used, 40 were due"),
         ({"ranks_agree": False}, "the ranks took different numbers of steps"),
         ({"losses": [*LOSSES[:4], 3.25]}, "losses leave the reference's by 0.25 (limit 0.001 nats in fp32)"),
@@ -79,13 +78,8 @@ def test_of_a_long_run_only_the_first_losses_are_compared(steps: int, off_at: in
             "samples, or another mean of them",
         ),
         ({"losses": [*LOSSES[:4], math.nan]}, "a loss is not finite (limit 0.001 nats in fp32)"),
-        ({"losses": [math.inf, *LOSSES[1:]]}, "a loss is not finite (limit 0.001 nats in fp32)"),
         ({"losses": [-math.inf, *LOSSES[1:]]}, "a loss is not finite (limit 0.001 nats in fp32)"),
-        (
-            {"losses": LOSSES[:4]},
-            MISSING,
-        ),
-        ({"losses": []}, MISSING),
+        ({"losses": LOSSES[:4]}, MISSING),
     ],
 )
 def test_each_gate_of_the_time_pass_fires_alone(time: dict[str, Any], reason: str) -> None:
@@ -129,16 +123,7 @@ def test_a_missing_reference() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"seed": 1},
-        {"global_batch_size": 32},
-        {"model": "135m"},
-        {"learning_rate": 1.0},
-        {"optimizer": "adamw-fused"},
-        {"optimizer": "sgd"},
-        {"clip_norm": 0.5},
-        {"device": "cuda"},
-    ],
+    [{"seed": 1}, {"global_batch_size": 32}, {"model": "135m"}, {"optimizer": "sgd"}, {"clip_norm": 0.5}],
 )
 def test_a_reference_that_trained_something_else_is_none(changes: dict[str, Any]) -> None:
     other = make_cell(accumulate=8, **changes)
@@ -169,6 +154,7 @@ def test_one_reference_serves_other_n_w_and_precision() -> None:
         (1 / 2, "1/2 of the right one: averaged over the 2 ranks twice"),
         (2.0, "2 times the right one: summed over the 2 ranks, not averaged"),
         (0.7, "0.7 times the right one, in the same direction"),
+        (-1.0, "-1 times the right one, in the opposite direction"),
         (1 / 8 * 1.049, "1/8 of the right one: the loss is divided by N = 8 twice"),
         (1 / 8 * 1.051, "0.131 times the right one, in the same direction"),
     ],
@@ -220,12 +206,6 @@ def test_a_clipped_update_that_is_right() -> None:
             "the update is off by 0.5 (limit 1e-05 in fp32): before clipping 8 times the right one: the loss is not "
             "divided by N = 8; after, 1.5 times (clipped to 6)",
         ),
-        (
-            1 / 8,
-            5.0,
-            "the update is off by 0.88 (limit 1e-05 in fp32): before clipping 1/8 of the right one: the loss is "
-            "divided by N = 8 twice; after, 0.125 times (too short to be clipped to 5)",
-        ),
     ],
 )
 def test_a_wrong_gradient_is_told_from_what_clipping_made_of_it(factor: float, clip_norm: float, words: str) -> None:
@@ -274,24 +254,10 @@ def test_a_residual_means_lost_or_repeated_samples() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("scale", "residual", "words"),
-    [
-        pytest.param(1.0, 1e-3, "elsewhere", id="one sample of a thousand lost"),
-        pytest.param(-1.0, 0.0, "opposite", id="uphill"),
-    ],
-)
-def test_a_wrong_direction_is_not_called_the_same(scale: float, residual: float, words: str) -> None:
-    text = explain_update(scale, residual, 8, 2)
-    assert words in text
-    assert "same direction" not in text
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_an_update_that_is_not_finite_is_called_that(tmp_path: Path, value: float) -> None:
+def test_an_update_that_is_not_finite_is_called_that(tmp_path: Path) -> None:
     path = tmp_path / "reference.safetensors"
     update.save({"weight": torch.tensor([1.0, 2.0])}, path)
-    found = update.compare({"weight": torch.tensor([1.0, value])}, path)
+    found = update.compare({"weight": torch.tensor([1.0, math.nan])}, path)
     status, reason = verdict(record(update=found))
     assert status == "invalid"
     assert "not finite" in reason
@@ -315,16 +281,7 @@ def test_tolerances_hold_up_to_their_edge(precision: Precision) -> None:
 
 @pytest.mark.parametrize(
     ("model", "error", "wrong"),
-    [
-        ("tiny", 0.008, False),
-        ("tiny", 1 / 32, True),
-        ("135m", 0.014, False),
-        ("135m", 0.07, True),
-        ("1b", 0.036, False),
-        ("1b", 0.1, True),
-        ("8b", 0.072, False),
-        ("8b", 32**-0.5, True),
-    ],
+    [("tiny", 0.008, False), ("tiny", 1 / 32, True), ("8b", 0.072, False), ("8b", 32**-0.5, True)],
 )
 def test_bf16_rounds_more_in_wide_and_deep_models(model: str, error: float, wrong: bool) -> None:
     """What was measured, or follows from it, is right; one sample of 32 lost is wrong, if they agree in nothing."""

@@ -5,8 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from scipy import special, stats
 
 from bench.judge import samples
@@ -26,9 +24,6 @@ from bench.judge.statistics import (
 )
 from bench.run.record import warmup
 
-SECONDS = st.floats(min_value=1e-3, max_value=1e3)
-TRIALS = st.lists(st.lists(SECONDS, min_size=1, max_size=15), min_size=5, max_size=9)
-
 
 def sample(center: float = 1.0, trials: int = 12, seed: int = 0, *, blocks: bool = True, noise: float = 0.03) -> Sample:
     rng = np.random.default_rng(seed)
@@ -45,12 +40,6 @@ class TestWarmup:
     @pytest.mark.parametrize("seconds", [[], [1.0], [5.0, 1.0], [5.0, 1.0, 1.0]])
     def test_too_few_steps(self, seconds: list[float]) -> None:
         assert warmup(seconds) == 0
-
-    def test_a_long_warmup_leaves_little_bias(self) -> None:
-        rng = np.random.default_rng(0)
-        steps = np.exp(0.03 * rng.normal(size=(400, 30)) + 0.3 * np.exp(-np.arange(30) / 2))
-        found = np.mean([math.log(trial_median(row)) for row in steps.tolist()])
-        assert abs(found) < 0.3 * np.log(np.median(steps, axis=1)).mean()
 
 
 def test_a_trial_is_the_median_of_its_steps_and_not_their_sum_or_mean() -> None:
@@ -90,19 +79,13 @@ class TestRatio:
         here, there = ratio(sample(), other), ratio(other, sample())
         assert here.inverse() == there or there.inverse() == here
 
-    @given(TRIALS, TRIALS, st.booleans(), st.sampled_from([1e-6, 1e-3, 0.5, 1000.0]))
-    @settings(deadline=None, max_examples=40)
-    def test_unit_and_sides(self, a: list[list[float]], b: list[list[float]], paired: bool, unit: float) -> None:
-        ours, theirs = (Sample(x, list(range(len(x))) if paired else []) for x in (a, b))
-        found = ratio(ours, theirs)
-        assert found.low is not None and found.high is not None
-        assert found.low <= found.ratio * (1 + 1e-9) and found.ratio <= found.high * (1 + 1e-9)
-        back = ratio(theirs, ours).inverse()
-        assert (back.ratio, back.low, back.high) == pytest.approx((found.ratio, found.low, found.high))
-        assert back.p_different == pytest.approx(found.p_different, abs=2e-2)
-        medians = [Sample([[m * unit] for m in one.medians], one.blocks) for one in (ours, theirs)]
-        scaled = ratio(medians[0], medians[1])
+    @pytest.mark.parametrize("blocks", [True, False])
+    def test_the_unit_does_not_matter(self, blocks: bool) -> None:
+        sides = sample(1.2, seed=1, blocks=blocks), sample(seed=2, blocks=blocks)
+        found = ratio(*sides)
+        scaled = ratio(*(Sample([[1000 * s for s in trial] for trial in one.trials], one.blocks) for one in sides))
         assert (scaled.ratio, scaled.low, scaled.high) == pytest.approx((found.ratio, found.low, found.high))
+        assert found.low is not None and found.high is not None and found.low < found.ratio < found.high
 
 
 class TestBootstrap:
@@ -113,14 +96,6 @@ class TestBootstrap:
         )
         drawn = bootstrap(rows, resamples=700)
         assert drawn.draws == pytest.approx(known.bootstrap_distribution, abs=1e-12)
-
-    def test_what_the_mean_leaves_out_does_not_widen_the_interval(self) -> None:
-        values = np.random.default_rng(0).normal(size=(1, 20))
-        values.sort()
-        far = values.copy()
-        far[0, -1] += 1000
-        (low, high), (far_low, far_high) = (bootstrap(one, resamples=1999).interval() for one in (values, far))
-        assert far_high - far_low < 1.5 * (high - low)
 
     @pytest.mark.parametrize("n", [5, 10, 30])
     def test_hesterbergs_expansion(self, n: int) -> None:

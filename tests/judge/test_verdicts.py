@@ -105,13 +105,6 @@ class TestClocks:
         for other in (interval(0.99, 1.01), interval(1.05, 1.08), Interval(ratio=0.9, num_trials=2, paired=True)):
             assert judged(evidence(0.93, 0.96, cycles=other)) == (Verdict.AMBIGUOUS, Reason.CLOCKS)
 
-    def test_from_samples(self) -> None:
-        a, b = cell(0.9, seed=1), cell(1.0, seed=2)
-        slow_clock = Sample([[s / 0.9 for s in trial] for trial in a.trials], a.blocks)
-        sides = Side(label="a", sample=a, cycles=slow_clock), Side(label="b", sample=b, cycles=b)
-        assert judged(compare(*sides, quiet_floor())) == (Verdict.AMBIGUOUS, Reason.CLOCKS)
-        assert judged(compare(replace(sides[0], cycles=a), sides[1], quiet_floor()))[0] is Verdict.FASTER
-
 
 class TestCompare:
     def sides(self, **changes: Any) -> tuple[Side, Side]:
@@ -136,12 +129,6 @@ class TestCompare:
             assert (found.verdict, found.reason) == (Verdict.NOT_COMPARABLE, reason)
             assert found.comparison.time is None and found.detail and found.next == NEXT[reason]
 
-    def test_force_calculates_and_still_does_not_compare(self) -> None:
-        found = judge_all([compare(*self.sides(precision="bf16"), quiet_floor(), force=True)])[0]
-        assert found.verdict is Verdict.NOT_COMPARABLE and found.comparison.time is not None
-        empty = self.sides(sample=Sample([]), num_failed=1)
-        assert judge_all([compare(*empty, quiet_floor(), force=True)])[0].verdict is Verdict.NOT_COMPARABLE
-
     def test_failed_trials_are_not_dropped_in_silence(self) -> None:  # mutant 13
         a, b = self.sides(num_failed=2)
         for pair in ((a, b), (b, a)):
@@ -149,9 +136,9 @@ class TestCompare:
             assert (found.verdict, found.reason) == (Verdict.AMBIGUOUS, Reason.FAILED_TRIALS)
             assert "2 of 14 trials failed" in found.detail
 
-    @given(st.floats(0.85, 1.15), st.integers(0, 50), st.floats(0.001, 0.08), st.sampled_from([1e-3, 1.0, 60.0]))
+    @given(st.floats(0.85, 1.15), st.integers(0, 50), st.floats(0.001, 0.08))
     @settings(deadline=None, max_examples=40)
-    def test_from_the_other_side_and_in_another_unit(self, by: float, seed: int, noise: float, unit: float) -> None:
+    def test_from_the_other_side(self, by: float, seed: int, noise: float) -> None:
         a, b = (
             Side(label=name, sample=cell(c, 8, seed + i, noise)) for i, (name, c) in enumerate((("a", by), ("b", 1)))
         )
@@ -159,11 +146,6 @@ class TestCompare:
         here = judge_all([compare(a, b, floor)])[0]
         there = judge_all([compare(b, a, floor.inverse())])[0]
         assert there.verdict is OPPOSITE.get(here.verdict, here.verdict) and there.reason is here.reason
-        scaled = [
-            replace(one, sample=Sample([[s * unit for s in t] for t in one.sample.trials], one.sample.blocks))
-            for one in (a, b)
-        ]
-        assert judge_all([compare(*scaled, floor)])[0].verdict is here.verdict
 
 
 def test_every_reason_says_what_to_do_next() -> None:
@@ -192,7 +174,6 @@ class TestNextPrecision:
         (5, 10, Exact.FEWER, 0.5),
         (2**62 + 1, 2**62, Exact.MORE, 1.0),
         (0, 0, Exact.EQUAL, None),
-        (None, 10, Exact.UNKNOWN, None),
         (10, None, Exact.UNKNOWN, None),
     ],
 )
@@ -216,11 +197,6 @@ class TestSides:
         assert found.label == "fsdp2-deferred N=8 W=2 fp32" and found.num_failed == 0
         assert list(found.sample.blocks) == [0, 1, 2] and {len(trial) for trial in found.sample.trials} == {12}
         assert compare(found, other, None).blocked is None
-
-    def test_invalid_trials_are_a_failed_gate(self, run: Run) -> None:
-        found = run.sides.side(run.cells["d0d4fa8d4c55"])
-        assert found.num_failed == 0 and not found.sample.trials
-        assert len(found.failed_gates) == 1 and found.failed_gates[0].startswith("repeat 0, 1, 2: the update is off")
 
     def test_micro_batches_are_no_steps(self, run: Run) -> None:  # mutant 3
         steps = run.tables.steps

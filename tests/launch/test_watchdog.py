@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from bench.launch import dumps, watchdog
-from bench.launch.watchdog import EndReason, Watch
+from bench.launch.watchdog import Watch
 from bench.measure import heartbeat
 from bench.plan.cell import Status
 
@@ -28,22 +30,15 @@ import os
 folder, rank = Path(sys.argv[1]), int(sys.argv[2])
 heartbeat.begin(folder, rank)
 dumps.arm(folder, rank)
-heartbeat.beat()
 
 def wait_in_python():
+    heartbeat.beat()
     while True:
         time.sleep(60)
 
 def wait_with_the_interpreter_locked():
+    heartbeat.beat()
     ctypes.PyDLL(None).sleep(60)
-
-def get_on():
-    while True:
-        time.sleep(0.05)
-        heartbeat.beat()
-
-def leave():
-    pass
 
 globals()[sys.argv[3]]()
 """
@@ -60,12 +55,10 @@ class Ranks:
         for rank, behaviour in enumerate(behaviours):
             command = [sys.executable, "-c", RANK, str(self.folder), str(rank), behaviour]
             self.processes.append(subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}))
-        deadline = time.monotonic() + 120
         while not all((beat := heartbeat.read(self.folder, r)) and beat.count for r in range(len(behaviours))):
-            assert time.monotonic() < deadline
             time.sleep(0.02)
 
-    def watch(self, timeout_s: float = 60.0, inactivity_s: float = 0.0) -> Watch:
+    def watch(self, timeout_s: float = 3000.0, inactivity_s: float = 0.0) -> Watch:
         return Watch(self.folder, len(self.processes), timeout_s, inactivity_s)
 
 
@@ -78,53 +71,63 @@ def ranks(tmp_path: Path) -> Iterator[Ranks]:
         process.wait()
 
 
-def until_verdict(watch: Watch, seconds: float = 60.0) -> EndReason | None:
-    """What the watch says, looking as its owner does; None after some seconds."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if found := watch.look():
-            return found
-        time.sleep(watch.interval_s)
-    return None
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The watch's clock; ``now`` is set by the test."""
+    made = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: made.now))
+    return made
 
 
-def test_ranks_that_do_not_get_on_hang(ranks: Ranks) -> None:
-    ranks.start("get_on", "wait_in_python")
-    watch = ranks.watch(inactivity_s=0.4)
-    assert until_verdict(watch, 1.2) is None, "one that gets on is enough: the others may wait for it"
+def test_ranks_that_do_not_get_on_hang(ranks: Ranks, clock: SimpleNamespace) -> None:
+    ranks.start("wait_in_python", "wait_in_python")
+    watch = ranks.watch(timeout_s=600.0, inactivity_s=10.0)
+    assert watch.look() is None
     ranks.processes[0].send_signal(signal.SIGSTOP)
-    found = until_verdict(watch)
+    os.waitpid(ranks.processes[0].pid, os.WUNTRACED)
+    clock.now += 9
+    with heartbeat.path_of(ranks.folder, 1).open("r+b") as file:
+        file.write(struct.pack("=2Q", ranks.processes[1].pid, 2))
+    assert watch.look() is None
+    clock.now += 9
+    assert watch.look() is None, "one that gets on is enough: the others may wait for it"
+    clock.now += 1
+    found = watch.look()
     assert found is not None and (found.status, found.dump) == (Status.HANG, True)
-    assert found.reason.startswith("no rank got on for 0.4 s (rank 0 after ")
-    assert "events, is stopped by a signal; rank 1 after 1 events); raise --inactivity" in found.reason
+    assert found.reason == (
+        "no rank got on for 10 s (rank 0 after 1 events, is stopped by a signal; rank 1 after 2 events); raise "
+        "--inactivity if it takes longer"
+    )
+    clock.now = 700.0
+    late = watch.look()
+    assert late is not None and late.status is Status.TIMEOUT and late.reason.startswith("not finished after 600 s")
 
 
-def test_ranks_that_handed_over_have_to_end(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "LEAVING_S", 0.3)
-    ranks.start("get_on", "get_on")
-    (ranks.folder / "rank0.json").write_text("{}")
-    watch = ranks.watch()
-    assert until_verdict(watch, 0.8) is None
-    (ranks.folder / "rank1.json").write_text("{}")
-    found = until_verdict(watch)
-    assert found is not None and "did not end within 0.3 s of their results" in found.reason
+def test_ranks_that_handed_over_have_to_end(ranks: Ranks, clock: SimpleNamespace) -> None:
+    ranks.start("wait_in_python", "wait_in_python")
+    watch = ranks.watch(timeout_s=600.0)
+    for rank in range(2):
+        (ranks.folder / f"rank{rank}.json").write_text("{}")
+        assert watch.look() is None
+        clock.now += watchdog.LEAVING_S
+    found = watch.look()
+    assert found is not None and "did not end within 30 s of their results" in found.reason
 
 
 def test_every_rank_tells_where_it_is(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dumps, "STACKS_S", 60.0)
-    ranks.start("wait_in_python", "wait_with_the_interpreter_locked", "get_on")
+    monkeypatch.setattr(dumps, "STACKS_S", 3000.0)
+    ranks.start("wait_in_python", "wait_with_the_interpreter_locked", "wait_in_python")
     ranks.processes[2].send_signal(signal.SIGSTOP)
     watch = ranks.watch()
     watch.look()
-    began = time.monotonic()
     watch.dump()
-    assert time.monotonic() - began < dumps.STACKS_S
-    for rank, function in enumerate(("wait_in_python", "wait_with_the_interpreter_locked", "get_on")):
+    for rank, function in enumerate(("wait_in_python", "wait_with_the_interpreter_locked", "wait_in_python")):
         assert f"in {function}" in dumps.stacks_of(ranks.folder, rank).read_text()
 
 
-def test_the_flight_recorder_is_asked_through_its_pipe(tmp_path: Path) -> None:
+def test_the_flight_recorder_is_asked_through_its_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As NCCL's monitoring thread does: it reads a pipe of its own name, and writes a file beside it."""
+    monkeypatch.setattr(dumps, "FLIGHT_S", 3000.0)
     pipe, file = tmp_path / "flight-rank0.pipe", tmp_path / "flight-rank0"
     os.mkfifo(pipe)
     os.mkfifo(tmp_path / "flight-rank1.pipe")  # that of a rank that has ended: nobody reads it
@@ -133,7 +136,7 @@ def test_the_flight_recorder_is_asked_through_its_pipe(tmp_path: Path) -> None:
     def monitor() -> None:
         number = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
         ready.set()
-        for _ in range(200):
+        while True:
             try:
                 if os.read(number, 128):
                     file.write_bytes(b"what torch writes")

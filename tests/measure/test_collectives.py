@@ -59,23 +59,14 @@ def test_the_self_test_allows_for_how_nccl_averages(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("lonely_group")
-def test_what_sends_nothing_is_not_counted() -> None:
+def test_counter_counts_only_while_counting_and_by_dtype() -> None:
     from torch.distributed._functional_collectives import all_reduce, wait_tensor
 
     counter = CollectiveCounter()
     with counter:
-        counter.counting = True
-        wait_tensor(all_reduce(torch.ones(4), "sum", dist.group.WORLD))  # type: ignore[arg-type]
-    assert counter.rows() == [{"op": "all_reduce", "dtype": "float32", "calls": 1, "payload_bytes": 16}]
-
-
-@pytest.mark.usefixtures("lonely_group")
-def test_counter_counts_only_while_counting_and_by_dtype() -> None:
-    counter = CollectiveCounter()
-    with counter:
         dist.all_reduce(torch.zeros(10))
         counter.counting = True
-        dist.all_reduce(torch.zeros(10))
+        wait_tensor(all_reduce(torch.zeros(10), "sum", dist.group.WORLD))  # type: ignore[arg-type]
         dist.all_reduce(torch.zeros(10, dtype=torch.bfloat16))
         dist.all_reduce(torch.zeros(6))
         dist.broadcast(torch.zeros(3), src=0)
@@ -114,16 +105,6 @@ def tables_of(*cells: Cell, changes: dict[str, Any] | None = None) -> Any:
         rows = [{"op": o, "dtype": d, "calls": c, "payload_bytes": b} for (o, d), (c, b) in formula(cell).items()]
         records.append(make_record(cell, collectives=(changes or {}).get(cell.backend, rows)))
     return build(records, make_manifest(cells))
-
-
-def test_expected_columns_are_filled_and_equal() -> None:
-    cells = [make_cell(backend=name) for name in BACKENDS]
-    filled = expected.fill(tables_of(*cells))
-    frame = filled.tables.collectives
-    assert not filled.findings
-    assert len(frame) > len(cells)
-    assert (frame["calls"] == frame["expected_calls"]).all()
-    assert (frame["payload_bytes"] == frame["expected_payload_bytes"]).all()
 
 
 def test_a_call_too_few_is_a_finding() -> None:

@@ -93,27 +93,6 @@ def test_operators_are_counted_once_where_a_backend_gets_them() -> None:
     assert counter.count in {3, 4}
 
 
-def test_a_step_over_dtensors_is_counted_on_the_local_tensors(lonely_group: None) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
-    counts = []
-    mesh = init_device_mesh("cpu", (1,))
-    for spread in (False, True):
-        torch.manual_seed(0)
-        plain = [torch.randn(3), torch.randn(5)]
-        made = [distribute_tensor(one, mesh, [Replicate()]) if spread else one for one in plain]
-        parameters = [torch.nn.Parameter(one) for one in made]
-        optimizer = torch.optim.SGD(parameters, lr=0.1, foreach=True)
-        for parameter in parameters:
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()  # DTensor works out and keeps what is sharded how
-        with OperatorCounter() as counter:
-            optimizer.step()
-        counts.append(counter.count)
-    assert counts[0] == counts[1] > 0
-
-
 # Forward and backward, held against the plain model's.
 
 CHOSEN = ("ddp-eager", "fsdp2-deferred", "deepspeed-zero2-eager", "deepspeed-zero3-eager", "lightning-ddp")

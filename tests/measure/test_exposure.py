@@ -109,15 +109,6 @@ TRACES = {
         ],
         (120e-6, 40e-6, 91e-6, 2),
     ),
-    # One rank: NCCL copies, so that there is no communication; what it hides behind is not asked.
-    "one rank": (
-        [
-            Event("nccl:all_reduce", 0, 9_000, "gpu_user_annotation"),
-            Event("Memcpy DtoD (Device -> Device)", 0, 8_000, "gpu_memcpy"),
-            Event(GEMM, 20_000, 80_000),
-        ],
-        (0, 0, 88e-6, 0),
-    ),
     # DDP: buckets are reduced one after the other while the backward runs; the last one waits alone.
     "buckets": (
         [

@@ -156,17 +156,3 @@ def test_ranks_are_merged_so_that_parts_still_add_up() -> None:
         "peak": 10, "peak_activations": 10, "peak_other": 0, "held": 6, "held_other": 6,
     }  # fmt: skip
     assert record.merge([{"peak": 1}, {"peak": 2}]) == {"peak": 2}, "N = 1 holds nothing"
-
-
-def test_tensors_without_memory_are_counted_as_if_they_had_some() -> None:
-    """As in a virtual world with fake tensors."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode(), TensorLedger("cpu") as ledger:
-        weight = torch.nn.Parameter(torch.zeros(KIB))
-        ledger.reset_peak()
-        ledger.birth = Category.ACTIVATIONS
-        weight.exp().sum().backward()
-        parts = ledger.parts_at_peak()
-        assert parts[Category.PARAMETERS_UNSHARDED] == parts[Category.GRADIENTS_UNSHARDED] == 4 * KIB
-        assert ledger.live == 8 * KIB

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from bench.measure import update
-from bench.measure.clock import HostClock
 from bench.measure.ledger import TensorLedger
+from bench.measure.taps import HostClock
 
 KIB = 1024
 

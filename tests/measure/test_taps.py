@@ -64,13 +64,6 @@ def test_inner_steps_with_no_micro_batch_between_are_one_update() -> None:
     assert [trained.taps.count(kind) for kind in (EventKind.FETCH, EventKind.LOSS, EventKind.STEP)] == [12, 12, 6]
 
 
-def test_a_framework_that_steps_through_a_closure() -> None:
-    def step(optimizers: list[torch.optim.Optimizer]) -> None:
-        optimizers[0].step(lambda: 0.0)
-
-    assert [update.num_micro_batches for update in Trained(step).updates] == [4, 4, 4]
-
-
 def test_a_wrapped_optimizer_is_seen_where_it_steps() -> None:
     """A scheduler wraps ``step`` of the optimizer that it is given; the hook stands further inside."""
     schedulers: list[Any] = []

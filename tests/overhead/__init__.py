@@ -1,4 +1,1 @@
-"""What the bench itself costs: its hot paths, timed by pytest-benchmark.
-
-``nox -s overhead`` times them; the tests run each once, untimed. See ``tests/overhead/__main__.py``.
-"""
+"""What the bench itself costs: its hot paths, which ``nox -s overhead`` times with pytest-benchmark."""

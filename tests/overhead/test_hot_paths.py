@@ -11,11 +11,13 @@ from typing import Any
 import matplotlib.style
 import pytest
 
+from bench.backends.base import registry
 from bench.judge import gates, tables
 from bench.judge.loading import Run, run_of
 from bench.judge.quoting import Quotes
-from bench.judge.standing import Standing, standing, standings
+from bench.judge.standing import Standing, standings
 from bench.measure.taps import EventKind, TappedLoader, Taps, updates
+from bench.plan.expand import expand
 from bench.report import figure_data, figures, page, pull_request, sheet, style
 from bench.report.answer import answer
 from bench.report.citation import formats, words_of_cell
@@ -25,7 +27,7 @@ from bench.report.page import picture
 from bench.run.journal import Journal
 from bench.run.record import warmup
 from tests.factories import make_cell as cell_of
-from tests.factories import make_manifest, make_record
+from tests.factories import make_manifest, make_matrix, make_record
 from tests.pages import report, write_large_run
 
 Timed = Callable[..., Any]
@@ -61,16 +63,6 @@ def drawn(run: Run, every: dict[str, Standing], tmp_path_factory: pytest.TempPat
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_large_run(tmp_path_factory.mktemp("large") / "run")
-
-
-def test_thousand_tapped_losses(benchmark: Timed) -> None:
-    def record() -> Taps:
-        taps = Taps(mark=time.perf_counter)
-        for _ in range(EVENTS):
-            taps.record(EventKind.LOSS)
-        return taps
-
-    assert benchmark(record).count(EventKind.LOSS) == EVENTS
 
 
 def test_thousand_tapped_steps(benchmark: Timed) -> None:
@@ -118,6 +110,13 @@ def test_reading_the_journal(benchmark: Timed, records: list[dict[str, Any]], tm
     assert len(benchmark(journal.read)) == 200
 
 
+def test_planning_ten_thousand_cells(benchmark: Timed) -> None:
+    powers = [2**n for n in range(25)]
+    batch = {"workload.global_batch_size": 2**49}
+    matrix = make_matrix(batch, backend="all", accumulate=powers, world_size=powers)
+    assert len(benchmark(expand, matrix, registry(), 0)) > 10_000
+
+
 def test_building_the_tables(benchmark: Timed, records: list[dict[str, Any]]) -> None:
     assert len(benchmark(tables.build, records, make_manifest()).trials) == len(records)
 
@@ -125,14 +124,6 @@ def test_building_the_tables(benchmark: Timed, records: list[dict[str, Any]]) ->
 def test_judging_by_the_gates(benchmark: Timed, records: list[dict[str, Any]]) -> None:
     built = tables.build(records, make_manifest())
     assert len(benchmark(gates.judge, built).trials) == len(records)
-
-
-def test_verdicts(benchmark: Timed, run: Run) -> None:
-    assert len(benchmark(standing, run).rows) == 3 * (len(BACKENDS) - 1)
-
-
-def test_facts_of_every_cell(benchmark: Timed, run: Run, every: dict[str, Standing]) -> None:
-    assert len(benchmark(lambda: Material(folder=Path(), run=run, standings=every).cells)) == len(run.cells)
 
 
 def test_citing_every_cell(benchmark: Timed, run: Run) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import strategies as st
 
 from bench.errors import InputError
 from bench.plan.cell import ADDED_FIELDS, REFERENCE, SHARDED_REFERENCE, Cell, Device, Precision
@@ -22,31 +21,6 @@ CANONICAL = (
 )
 """What the golden cell's id is a hash of; if it changes, old runs cannot be compared with new ones."""
 
-CELLS = st.builds(
-    Cell,
-    backend=st.text(min_size=1),
-    accumulate=st.integers(1, 64),
-    world_size=st.integers(1, 64),
-    global_batch_size=st.integers(1, 10**6),
-    sequence_length=st.integers(1, 10**5),
-    workload=st.text(min_size=1),
-    model=st.text(min_size=1),
-    corpus=st.text(min_size=1),
-    precision=st.sampled_from(Precision),
-    optimizer=st.sampled_from(["adamw-foreach", "adamw-fused", "sgd"]),
-    learning_rate=st.floats(1e-9, 1.0),
-    warmup_windows=st.integers(1, 100),
-    timed_windows=st.integers(1, 100),
-    seed=st.integers(0, 2**63 - 1),
-    device=st.sampled_from(Device),
-    clip_norm=st.just(0.0) | st.floats(1e-9, 1e9),
-    twin=st.just("") | st.text(),
-    virtual=st.booleans(),
-    fake_tensors=st.booleans(),
-    shared_gpu=st.booleans(),
-    activation_checkpointing=st.booleans(),
-    compiled=st.booleans(),
-)
 OTHERS = {
     "backend": "fsdp2-eager",
     "accumulate": 2,

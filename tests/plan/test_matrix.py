@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import hashlib
 import itertools
 import json
 import re
@@ -41,66 +40,6 @@ def changed(key: str, value: Any) -> dict[str, Any]:
     else:
         place[last] = value
     return document
-
-
-def test_defaults() -> None:
-    values = parse(make_document()).values
-    assert values.keys() == set(matrix_file.KEYS)
-    assert (values["repeats"], values["timeout_s"], values["workload.model"]) == (3, 600, "tiny")
-    assert (values["training.warmup_windows"], values["training.timed_windows"]) == (3, 12)
-    assert values["axes.precision"] == ["fp32"]
-    cells = expand(parse(make_document()), BACKENDS, 0)
-    ways = {(cell.optimizer, cell.learning_rate, cell.clip_norm) for cell in cells}
-    assert ways == {("adamw-foreach", 1e-3, 0.0)}
-
-
-def test_every_key_can_be_given() -> None:
-    given_values = {
-        "description": "mine",
-        "device": "cuda",
-        "repeats": 5,
-        "max_repeats": 7,
-        "precision": 0.03,
-        "budget_s": 60,
-        "baseline": "ddp-eager",
-        "timeout_s": 1.5,
-        "inactivity_s": 0,
-        "threads": 2,
-        "once": True,
-        "share_gpu": True,
-        "workload.workload": "a.b:c",
-        "workload.model": "8b",
-        "workload.corpus": "text.txt",
-        "workload.sequence_length": 7,
-        "workload.global_batch_size": 24,
-        "workload.for_each_rank": True,
-        "training.learning_rate": 0.5,
-        "training.warmup_windows": 1,
-        "training.timed_windows": 1,
-        "training.seed": 0,
-        "axes.backend": "all",
-        "axes.accumulate": [3],
-        "axes.world_size": "all",
-        "axes.precision": ["bf16", "fp32"],
-        "axes.optimizer": ["sgd", "adamw-fused"],
-        "axes.clip_norm": [0, 0.5],
-        "axes.seed": [1, 2],
-        "axes.activation_checkpointing": [True, False],
-        "axes.compiled": [True],
-        "groups": [{"once": True}],
-        "virtual.world_size": [8, 64],
-        "virtual.micro_batch_size": 2,
-        "axes.micro_batch_size": [1, 2],
-        "virtual.fake_tensors": True,
-        "virtual.alone": True,
-    }
-    assert given_values.keys() | {"training.optimizer"} == set(matrix_file.KEYS)
-    document: dict[str, Any] = {}
-    for key, value in given_values.items():
-        table, _, inner = key.rpartition(".")
-        (document.setdefault(table, {}) if table else document)[inner] = value
-    assert parse(document).values == given_values | {"training.optimizer": "adamw-foreach"}
-    assert parse(changed("training.optimizer", "adamw-fused"))["training.optimizer"] == "adamw-fused"
 
 
 WRONG = [
@@ -345,22 +284,6 @@ def test_cells_of_several_groups_are_there_once_and_have_one_trial_if_all_say_so
 
 
 @pytest.mark.parametrize(
-    ("name", "first", "digest"),
-    [
-        ("cpu", "caf94305f5bd", "58d64de7434a"),
-        ("curves", None, "6db8ff3f8ac4"),
-    ],
-)
-def test_a_matrix_without_groups_has_the_cells_it_had(name: str, first: str | None, digest: str) -> None:
-    """Ids are for ever: these are from before there were groups, and axes of what is done to blocks."""
-    loaded = matrix_file.load(name)
-    ids = [cell.cell_id for cell in expand(loaded, BACKENDS, 0)]
-    assert hashlib.sha256(" ".join(ids).encode()).hexdigest()[:12] == digest
-    assert first in (None, ids[0])
-    assert single_trial_ids(loaded, BACKENDS, 0) == []
-
-
-@pytest.mark.parametrize(
     ("group", "words"),
     [
         ({"once": 1}, "once of group 2 is 1; it must be true or false: whether each cell runs a single trial"),
@@ -389,20 +312,6 @@ def test_the_batch_may_grow_with_the_ranks() -> None:
     ]
     with pytest.raises(InputError, match="is 16 for each rank, which is not divisible by N = 3; use a multiple of it"):
         expand(make_matrix({"workload.for_each_rank": True}, accumulate=[3]), BACKENDS, 0)
-
-
-def test_checkpointing_and_compiling_are_axes_with_one_reference() -> None:
-    made = make_matrix(
-        {"axes.activation_checkpointing": [False, True], "axes.compiled": [False, True]},
-        backend=["ddp-eager"],
-        accumulate=[2],
-    )
-    cells = expand(made, BACKENDS, 0)
-    found = [(cell.activation_checkpointing, cell.compiled) for cell in cells if cell.backend != REFERENCE]
-    assert found[:-1] == list(itertools.product((False, True), repeat=2))
-    assert len([cell for cell in cells if cell.backend == REFERENCE]) == 1
-    plain = expand(make_matrix(backend=["ddp-eager"], accumulate=[2]), BACKENDS, 0)
-    assert [cell.cell_id for cell in cells[:2]] == [cell.cell_id for cell in plain[:2]], "off is as it was"
 
 
 @pytest.mark.parametrize("num_gpus", [1, 2, 4, 8])

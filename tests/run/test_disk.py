@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-from pathlib import Path
-
 import pytest
 
 from bench.backends import base
@@ -26,23 +23,6 @@ def test_what_a_run_needs_grows_with_its_trials_and_references() -> None:
     reference = start.needed([cell.reference()], 1) - start.RESERVE_BYTES
     assert reference > 4 * SIZES["tiny"].num_parameters
     assert cell.reference().backend == REFERENCE
-
-
-def test_a_folder_that_does_not_exist_yet_has_the_space_of_the_one_above(tmp_path: Path) -> None:
-    assert abs(start.free(tmp_path / "a" / "b") - start.free(tmp_path)) < 2**30
-
-
-def test_too_little_space_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    start.require(tmp_path, [make_cell()], 1, "--out x")
-    monkeypatch.setattr(start, "free", lambda folder: 2**20)
-    assert start.is_short(tmp_path)
-    with pytest.raises(InputError, match=r"^--out x: the run needs about 16 MiB, and 1 MiB are free; "):
-        start.require(tmp_path, [make_cell()], 1, "--out x")
-
-
-def test_full_disks_are_told_from_other_errors() -> None:
-    assert start.is_full(start.full(Path("x"))) and start.is_full(OSError(errno.EDQUOT, "quota"))
-    assert not start.is_full(OSError(errno.EIO, "broken"))
 
 
 @pytest.mark.parametrize("name", ["", "../x", "a/b", "=1+1", "a|b", "<b>", "a\nb", "a b", ".x", "x" * 81, "-x", None])

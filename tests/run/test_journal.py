@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.errors import InputError
-from bench.run import manifest as run_manifest
 from bench.run.journal import (
     JOURNAL,
     MANIFEST,
+    OLDER_VERSION,
     SCHEMA_VERSION,
     UPGRADED,
     Journal,
@@ -34,20 +34,6 @@ RECORDS = st.lists(
     ),
     max_size=6,
 )
-
-
-def test_append_and_read(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    assert journal.read() == []
-    records: list[dict[str, Any]] = [
-        {"repeat": 0},
-        {"text": "line\nbreak \u2028 \x85 \u00e9", "numbers": [1, 2.5, None]},
-        {},
-    ]
-    for number, record in enumerate(records, start=1):
-        journal.append(record)
-        assert Journal(tmp_path).read() == records[:number]
-    assert (tmp_path / JOURNAL).read_bytes().count(b"\n") == len(records)
 
 
 @settings(max_examples=30, deadline=None)
@@ -175,8 +161,7 @@ def golden(version: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def test_there_is_a_golden_run_of_every_version() -> None:
-    assert VERSIONS == list(range(1, SCHEMA_VERSION + 1)) == [*sorted(run_manifest.MANIFEST), SCHEMA_VERSION]
-    assert run_manifest.MANIFEST.keys() == run_manifest.RECORD.keys()
+    assert VERSIONS == [OLDER_VERSION, SCHEMA_VERSION]
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -186,15 +185,3 @@ def test_the_code_is_told_by_its_content(monkeypatch: pytest.MonkeyPatch, tmp_pa
         machine.code({"b0": make_backend("b0")}, {})["b0"]
         == hashlib.sha256(Path(factories.__file__).read_bytes()).hexdigest()
     )
-
-
-def test_git_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = {"status": "", "rev-parse": "0123abcd\n"}
-
-    def git(command: list[str], **options: Any) -> Any:
-        return types.SimpleNamespace(stdout=next(text for verb, text in answers.items() if verb in command))
-
-    monkeypatch.setattr(subprocess, "run", git)
-    assert machine.git_state() == {"commit": "0123abcd", "clean": True}
-    answers["status"] = " M bench/plan/cell.py\n"
-    assert machine.git_state() == {"commit": "0123abcd", "clean": False}

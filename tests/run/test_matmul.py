@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import torch
 
 from bench.launch.launcher import Launcher
 from bench.launch.outcome import Outcome
-from bench.measure import clock
+from bench.measure import taps
 from bench.plan.cell import Device, Precision, Status
 from bench.run import machine, matmul
 from bench.run.matmul import MatmulTask, matmul_rate, measure, summary, tasks
@@ -34,28 +32,8 @@ def test_a_rate_is_flop_over_the_median_second(monkeypatch: pytest.MonkeyPatch) 
             return [9.0, 0.5, 0.25, 0.5, 0.5]
 
     monkeypatch.setitem(matmul.SIZE, "cpu", 10)
-    monkeypatch.setattr(clock, "clock_for", lambda device: Clock())
+    monkeypatch.setattr(taps, "clock_for", lambda device: Clock())
     assert matmul_rate(CPU, torch.float32) == 2 * 10**3 / 0.5
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_real_rate_is_warm_and_plausible(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    calls: list[tuple[torch.dtype, torch.Size]] = []
-    product = torch.mm
-
-    def mm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-        calls.append((a.dtype, a.shape))
-        return product(a, b, out=out)
-
-    monkeypatch.setitem(matmul.SIZE, "cpu", 128)
-    monkeypatch.setitem(matmul.WARM_S, "cpu", 0.05)
-    monkeypatch.setattr(torch, "mm", mm)
-    began = time.perf_counter()
-    rate = matmul_rate(CPU, dtype)
-    seconds = time.perf_counter() - began
-    assert set(calls) == {(dtype, torch.Size([128, 128]))}
-    assert seconds > 0.05 and len(calls) > matmul.PRODUCTS["cpu"]
-    assert 0 < rate < math.inf
 
 
 def test_there_is_a_task_for_each_number_of_ranks(tmp_path: Path) -> None:

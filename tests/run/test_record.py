@@ -6,8 +6,6 @@ import copy
 import math
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from bench.run.record import merge_ranks, wrong
 from tests.factories import ALL_PASSES, make_cell, make_rank, make_time
@@ -28,18 +26,6 @@ def test_slowest_rank_and_largest_memory_count() -> None:
     assert merged["memory"] == {"peak": 10, "held": 8}
     assert merged["update"] == first["update"], "rank 0 compares"
     assert merged["collectives"] == first["collectives"]
-
-
-@given(st.lists(st.lists(st.floats(0.001, 100), min_size=3, max_size=3), min_size=1, max_size=4))
-def test_maxima_and_means_over_any_number_of_ranks(times: list[list[float]]) -> None:
-    ranks = [
-        make_rank(CELL, ("time",), rank, time=make_time(CELL, step_seconds=seconds, losses=seconds))
-        for rank, seconds in enumerate(times)
-    ]
-    merged = merge_ranks(ranks)["time"]
-    for step in range(3):
-        assert merged["step_seconds"][step] == max(seconds[step] for seconds in times)
-        assert merged["losses"][step] == pytest.approx(sum(seconds[step] for seconds in times) / len(times))
 
 
 def test_cuda_memory_is_the_maximum_of_each_kind() -> None:

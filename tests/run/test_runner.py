@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from bench.plan.expand import expand
 from bench.plan.schedule import Look, Trial, block
 from bench.plan.task import EXTRA_PASSES, Spec
 from bench.run import machine, runner, start
-from bench.run.journal import MANIFEST, Journal, read_manifest, write_manifest
+from bench.run.journal import Journal, read_manifest, write_manifest
 from bench.run.runner import Runner
 from tests.factories import ALL_PASSES, FakeLauncher, Script, failed, make_backend, make_cell, make_matrix, make_rank
 
@@ -125,14 +124,6 @@ def cells(count: int = 20) -> list[Cell]:
     return [*made[:3], made[0].reference(), *made[3:]]
 
 
-def test_order_has_the_references_first_in_every_repeat() -> None:
-    trials = order([*cells(), make_cell(backend=REFERENCE, seed=1)], 3, seed=0)
-    for repeat in range(3):
-        names = [trial.cell.backend for trial in trials if trial.repeat == repeat]
-        assert names[:2] == [REFERENCE] * 2
-        assert REFERENCE not in names[2:]
-
-
 def test_order_is_seeded_and_differs_between_repeats() -> None:
     def ids(seed: int, repeat: int) -> list[str]:
         return [trial.cell.cell_id for trial in order(cells(), 3, seed) if trial.repeat == repeat]
@@ -180,18 +171,6 @@ def test_no_update_without_a_reference(tmp_path: Path) -> None:
     run.runner(again, retry_failed=True).run()
     assert passes_of(again, REFERENCE) == [ALL_PASSES]
     assert passes_of(again, "b0") == [("time", "update")], "the update is made up for"
-
-
-def test_failed_trials_are_rows_and_the_run_goes_on(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run")
-    launcher = run.go(when("b2", [0, 1, 2], failed(Status.TIMEOUT, "not finished after 77 s")))
-    assert len(launcher.specs) == len(run.records) == 21
-    assert run.statuses("b2") == ["timeout"] * 3
-    assert all(run.statuses(name) == ["ok"] * 3 for name in NAMES if name != "b2")
-    record = next(record for record in run.records if record["status"] == "timeout")
-    assert (record["reason"], record["wall_s"]) == ("not finished after 77 s", 1.5)
-    assert "time" not in record and "update" not in record
-    assert run.observer.statuses.count("timeout") == 3
 
 
 def test_dumps_of_a_hang_are_kept_beside_its_log(tmp_path: Path) -> None:
@@ -271,38 +250,11 @@ def test_a_trial_that_failed_on_a_full_disk_is_no_row(tmp_path: Path, monkeypatc
     assert len(run.go().specs) == 4
 
 
-def test_create_writes_the_manifest(tmp_path: Path) -> None:
-    folder = tmp_path / "a" / "b"
-    run = Run(folder)
-    manifest = json.loads((folder / MANIFEST).read_text())
-    assert manifest == run.manifest
-    assert manifest["run_id"] == "b"
-    assert [Cell.from_dict(cell) for cell in manifest["cells"]] == run.cells
-    assert manifest["matrix"] == run.matrix.to_dict()
-    assert manifest["backends"].keys() == set(BACKENDS)
-    assert manifest["backends"]["b0"] == {
-        "framework": "made",
-        "sync": "eager",
-        "sharding": "none",
-        "bf16_as": "autocast over fp32 parameters",
-        "defect": "",
-        "class": "tests.factories:Made",
-    }
-    assert {"machine", "packages", "environment", "git", "command", "started"} <= manifest.keys()
-
-
 def test_reopen_refuses_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path / "run")
     now = {**machine.machine(), "cpu": "Another CPU"}
     monkeypatch.setattr(machine, "machine", lambda: now)
     with pytest.raises(InputError, match=r"machine 'cpu' was .* and is 'Another CPU'; .* so start a new one"):
-        start.reopen(run.folder, BACKENDS)
-
-
-def test_reopen_refuses_other_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(tmp_path / "run")
-    monkeypatch.setattr(machine, "code", lambda *_: {"bench": "another"})
-    with pytest.raises(InputError, match="the code of the bench, of a backend or of the workload is not what it was"):
         start.reopen(run.folder, BACKENDS)
 
 

@@ -17,7 +17,7 @@ from bench.judge.formulas import layout_of
 from bench.judge.loading import Run, load
 from bench.judge.tables import world_of, worlds
 from bench.plan.categories import HELD, PEAK
-from bench.plan.cell import Cell, Status
+from bench.plan.cell import Status
 from bench.plan.world import World
 from tests.conftest import ROOT
 from tests.studies.markdown import table
@@ -31,8 +31,6 @@ NEAR = 0.03
 """Relative difference up to which a peak counts as the one that was estimated."""
 KINDS = {World.REAL: "real", World.VIRTUAL: "virtual", World.FAKE: "fake tensors"}
 """Worlds in words, in order."""
-DIFFERENCES: dict[str, str] = {}
-"""Documented differences of peaks, by backend, in words."""
 SHOWN_WORLD, SHOWN_N = 2, 4
 """World whose collectives the page lists, and N at which it lists what is held."""
 
@@ -108,7 +106,8 @@ def _agreement(measured: Measured) -> list[str]:
         same = (counted["calls"] == counted["expected_calls"]) & (
             counted["payload_bytes"] == counted["expected_payload_bytes"]
         )
-        apart = _apart(memory)
+        own = memory[memory["category"] == PEAK]
+        apart = own["expected_bytes"].astype(float) / own["bytes"].astype(float) - 1
         near = int((apart.abs() <= NEAR).sum())
         rows.append(
             (
@@ -128,27 +127,7 @@ def _agreement(measured: Measured) -> list[str]:
         "window, tensor by tensor (`bench/forecast/footprint.py`), in which nothing is fitted. The reference, one "
         "process that accumulates nothing, is among the cells and has no formulas.",
         "",
-        *_far(measured),
     ]
-
-
-def _apart(memory: pd.DataFrame) -> pd.Series[float]:
-    """How far the replayed peak is from the measured one, relative, by cell."""
-    own = memory[memory["category"] == PEAK].set_index("cell_id")
-    apart: pd.Series[float] = own["expected_bytes"].astype(float) / own["bytes"].astype(float) - 1
-    return apart
-
-
-def _far(measured: Measured) -> list[str]:
-    """The cells whose peak is not near, each with the reason; nothing if there is none."""
-    apart = _apart(measured.memory)
-    rows = []
-    for trial in measured.trials.to_dict("records"):
-        far = apart.get(trial["cell_id"], 0.0)
-        if abs(far) > NEAR:
-            why = DIFFERENCES.get(trial["backend"], "not understood")
-            rows.append((trial["backend"], trial["world"], str(trial["accumulate"]), f"{100 * far:+.1f} %", why))
-    return [] if not rows else ["Peaks farther away:", "", *table(("backend", "world", "N", "replay", "why"), rows)]
 
 
 def _collectives(measured: Measured) -> list[str]:
@@ -221,7 +200,9 @@ def _large(measured: Measured) -> list[str]:
         if pair[0] is None or pair[1] is None:
             continue
         cell = cell_of(fake[fake["world_size"] == world_size].iloc[0].to_dict())
-        whole = 4 * _parameters(cell)
+        layout = layout_of(cell)
+        assert layout is not None, "fake tensors are of shipped models"
+        whole = 4 * layout.num_parameters
         lines.append(
             f"- W = {world_size}: deferred holds {(pair[0] - pair[1]) / GIB:.4f} GiB more than eager; 4P(1 - 1/W), "
             f"without the padding of shards, is {whole * (1 - 1 / world_size) / GIB:.4f} GiB."
@@ -239,12 +220,6 @@ def _large(measured: Measured) -> list[str]:
         *lines,
         "",
     ]
-
-
-def _parameters(cell: Cell) -> int:
-    layout = layout_of(cell)
-    assert layout is not None, "fake tensors are of shipped models"
-    return layout.num_parameters
 
 
 def _accumulation(rows: Sequence[Mapping[str, Any]]) -> list[str]:

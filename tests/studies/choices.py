@@ -44,8 +44,14 @@ def intervals(samples: int, seed: int, families: Sequence[Noise] = FAMILIES[:4])
             logs = simulate(noise, reports=samples, cells=2, blocks=n, steps=STEPS, rng=rng)
             found = _methods(logs, seed)
             rows += [
-                {"method": name, "noise": noise.name, "blocks": n, "coverage": _covers(*ends), "width": _width(*ends)}
-                for name, ends in found.items()
+                {
+                    "method": name,
+                    "noise": noise.name,
+                    "blocks": n,
+                    "coverage": float(((low <= 0) & (high >= 0)).mean()),
+                    "width": float(np.median(high - low)),
+                }
+                for name, (low, high) in found.items()
             ]
     return pd.DataFrame(rows)
 
@@ -55,7 +61,8 @@ def _methods(logs: Array, seed: int) -> dict[str, tuple[Array, Array]]:
     cells = np.median(logs, axis=-1)
     a = cells[..., 0] - cells[..., 1]
     n = a.shape[1]
-    plain, wide = (1 - LEVEL) / 2, _expanded(n)
+    plain = (1 - LEVEL) / 2
+    wide = float(special.ndtr(-math.sqrt(n / (n - 1)) * stats.t.ppf((1 + LEVEL) / 2, n - 1)))
     by = {
         "mean": resampled_means(a, 0, RESAMPLES, seed),
         "median": resampled_means(a, (n - 1) // 2, RESAMPLES, seed),
@@ -73,21 +80,9 @@ def _methods(logs: Array, seed: int) -> dict[str, tuple[Array, Array]]:
     return found
 
 
-def _expanded(n: int) -> float:
-    return float(special.ndtr(-math.sqrt(n / (n - 1)) * stats.t.ppf((1 + LEVEL) / 2, n - 1)))
-
-
 def _ends(draws: Array, tail: float) -> tuple[Array, Array]:
     low, high = np.quantile(draws, [tail, 1 - tail], axis=1)
     return low, high
-
-
-def _covers(low: Array, high: Array) -> float:
-    return float(((low <= 0) & (high >= 0)).mean())
-
-
-def _width(low: Array, high: Array) -> float:
-    return float(np.median(high - low))
 
 
 def _two_levels(logs: Array, seed: int, resamples: int = 299) -> Array:
@@ -141,13 +136,8 @@ def mser(seconds: Array) -> NDArray[np.intp]:
     return np.asarray(np.argmin(scores, axis=0))
 
 
-def nothing(seconds: Array) -> NDArray[np.intp]:
-    """No step."""
-    return np.zeros(len(seconds), dtype=np.intp)
-
-
 WARMUP_RULES = {
-    "nothing dropped": nothing,
+    "nothing dropped": lambda seconds: np.zeros(len(seconds), dtype=np.intp),
     "outlier fence": fence,
     "pyperf's, adapted": pyperf_like,
     "MSER": mser,

@@ -1,4 +1,4 @@
-"""Tables of the pages that the studies write."""
+"""Tables of the pages that tests write."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return [
         f"| {' | '.join(header)} |",
         "|" + " --- |" * len(header),
-        *(f"| {' | '.join(row)} |" for row in rows),
+        *(f"| {' | '.join(map(cell, row))} |" for row in rows),
         "",
     ]
+
+
+def cell(text: str) -> str:
+    """The text in one line, which ends no cell."""
+    return " ".join(text.replace("|", r"\|").split())

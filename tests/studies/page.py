@@ -1,4 +1,4 @@
-"""The study of the statistics as a page, a table in the terminal, and a plot of the verdicts."""
+"""The study of the statistics as a page with a plot of the verdicts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from typing import Any
 import matplotlib.style
 import pandas as pd
 from matplotlib.patches import Patch
-from rich import box
-from rich.table import Table
-from rich.text import Text
 
 from bench.judge.statistics import MARGIN, MAX_REPEATS, MIN_REPEATS, MIN_TRIALS, PRECISION, SAME_WIDTH, Interval
 from bench.judge.verdicts import Verdict
@@ -19,7 +16,7 @@ from bench.report import sheet, style
 from bench.report.sheet import Drawing, FigureWords
 from tests.delayed import DELAY
 from tests.studies import choices, markdown, rivals, simulation, study
-from tests.studies.known import Known
+from tests.studies.realtrials import Known
 from tests.studies.study import BENCH, COMPARISONS, PLAIN, TARGETS
 
 COLOURS = {
@@ -28,9 +25,7 @@ COLOURS = {
     Verdict.SAME: "#009E73",
     Verdict.AMBIGUOUS: "#cccccc",
 }
-HEADER = (
-    "noise",
-    "rule",
+RATES = (
     "A/A called different",
     "5 % found",
     "1 % called same",
@@ -51,7 +46,6 @@ class Results:
     intervals: pd.DataFrame
     warmup: pd.DataFrame
     reports: int
-    seed: int
 
 
 def percent(value: Any) -> str:
@@ -67,11 +61,6 @@ def _trials(row: Any) -> str:
 def _line(row: Any) -> tuple[str, ...]:
     rates = [percent(row[name]) for name in ("false_different", "found", "same", "coverage", "same_at_margin")]
     return (*rates, _trials(row))
-
-
-def lines(outcome: study.Outcome) -> list[tuple[str, ...]]:
-    """The rows of the main table."""
-    return [(row["noise"], row["rule"], *_line(row)) for row in outcome.rates.to_dict("records")]
 
 
 def misses(outcome: study.Outcome) -> list[str]:
@@ -93,16 +82,6 @@ def _range(target: study.Target) -> str:
     return f"{100 * target.low:g} to {100 * target.high:g} %"
 
 
-def table(outcome: study.Outcome) -> Table:
-    """The main table in the terminal."""
-    found = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for i, name in enumerate(HEADER):
-        found.add_column(name, justify="left" if i < 2 else "right")
-    for line in lines(outcome):
-        found.add_row(*map(Text, line), style="bold" if line[1] == BENCH else None)
-    return found
-
-
 def page(results: Results, command: str, picture: str, known: Sequence[Known]) -> str:
     """The page; ``picture`` is the plot's file name beside it, ``known`` the runs on a real machine."""
     number = results.reports * COMPARISONS
@@ -111,7 +90,7 @@ def page(results: Results, command: str, picture: str, known: Sequence[Known]) -
     head = [
         "# How far the verdicts can be trusted",
         "",
-        f"Written by `{command}`; seed {results.seed}. Nothing here is edited by hand.",
+        f"Written by `{command}`; seed {study.SEED}. Nothing here is edited by hand.",
         "",
         f"{results.reports} reports of {COMPARISONS} comparisons, {number} comparisons per row, are simulated and go "
         "through the whole pipeline: warm-up, interleaved blocks with a baseline and its A/A twin, repeats until the "
@@ -188,13 +167,17 @@ def _rules(results: Results, picture: str) -> list[str]:
         "",
         f"![How often each verdict comes up]({picture})",
         "",
-        *markdown.table(HEADER, lines(results.outcome)),
-        "Trials per cell: the median number of blocks under A/A, with a true difference of 1 %, and of 5 %. What the "
-        "other rules do not call different counts as the same, a word that they do not have. 2 % called same: a "
-        'difference as large as the margin, where a wrong "same" is likeliest; up to 5 % would be right for a test at '
-        "that level. The other rules are given interleaved trials too, which their tools would run one cell after the "
-        "other: drift would hurt them more. hyperfine's interval is the scatter of single runs, and so is wider than "
-        "one of the mean; asv's runs from the lowest to the highest ratio of the ends of two 99 % intervals.",
+        *markdown.table(
+            ("noise", "rule", *RATES),
+            [(row["noise"], row["rule"], *_line(row)) for row in results.outcome.rates.to_dict("records")],
+        ),
+        "Trials per cell: the median number of blocks under A/A, with a true difference of 1 %, and of 5 %. The other "
+        "tools have no verdict of sameness; whatever they do not call different counts as the same here. 2 % called "
+        'same: the difference equals the margin, where a wrong "same" is likeliest; a test at the 5 % level may say so '
+        "in 5 % of the cases. The other rules see interleaved trials too. Their tools would run one cell after the "
+        "other, and drift would hurt them more. hyperfine's interval is the scatter of single runs, and so is wider "
+        "than an interval of the mean; asv's runs from the lowest to the highest ratio of the ends of two 99 % "
+        "intervals.",
         "",
         *about,
         "",
@@ -202,36 +185,35 @@ def _rules(results: Results, picture: str) -> list[str]:
 
 
 def _costs(results: Results) -> list[str]:
-    rates = ("A/A called different", "5 % found", "1 % called same", "intervals hold the truth", "2 % called same")
     return [
         "## What it costs",
         "",
-        "In the fitted noise, without the extension: the width of an interval decides how many trials it takes, and a "
-        "5 % difference is to be found beyond the reach of a noise floor as wide as the interval. So the precision is "
-        "the width from end to end: as half the width, 2 % would be the row 4 %, which finds too little. The simulated "
-        "runner looks after 10, 12, 16, 20, 24 ... blocks, and so runs up to a fifth more than it must. The trials are "
-        f"those of the table above: {100 * PRECISION:g} % is the row {PLAIN} of it.",
+        "In the fitted noise, without the extension. The width of the intervals decides how many trials are needed, "
+        "and a 5 % difference has to stand out from a noise floor as wide as the interval. That is why the precision "
+        "is the width from end to end: if it were half the width, 2 % would be the row 4 %, which finds too little. "
+        "The simulated runner looks after 10, 12, 16, 20, 24 ... blocks, and so runs up to a fifth more than it must. "
+        f'The trials are those of the table above, whose row "{PLAIN}" is that of {100 * PRECISION:g} %.',
         "",
         *markdown.table(
-            ("precision", *rates, "trials per cell"),
+            ("precision", *RATES),
             [(percent(row["precision"]), *_line(row)) for row in results.precisions.to_dict("records")],
         ),
         f'"Same" for a true 1 % with a margin of {100 * MARGIN:g} % needs more: the interval must fit between 1 % and '
-        f"{100 * MARGIN:g} %. So a comparison that is ambiguous at the precision is extended once, until its interval "
-        f"is narrower than {SAME_WIDTH:g} of the margin ({PLAIN}: the rows above). The width alone decides, not where "
-        "the interval lies, so that no wanted verdict is waited for.",
+        f"{100 * MARGIN:g} %. A comparison that is ambiguous at the precision is therefore extended once, until its "
+        f"interval is narrower than {SAME_WIDTH:g} of the margin; the rows here are without that. Only the width "
+        "decides, not where the interval lies, so the runner cannot wait for a verdict that somebody wants.",
         "",
-        "With a limit on the repeats, still in the fitted noise: verdicts become ambiguous, not wrong.",
+        "With a limit on the repeats, still in the fitted noise, verdicts become ambiguous, not wrong:",
         "",
         *markdown.table(
-            ("at most", *rates, "trials per cell"),
+            ("at most", *RATES),
             [(f"{row['limit']} repeats", *_line(row)) for row in results.limits.to_dict("records")],
         ),
-        "Reports of fewer and of more comparisons: Holm's correction and the widest interval, for which all others "
-        "wait, pull in opposite directions.",
+        "Reports with fewer and with more comparisons: Holm's correction makes verdicts rarer, and waiting for the "
+        "widest interval makes all others narrower.",
         "",
         *markdown.table(
-            ("comparisons per report", *rates, "trials per cell"),
+            ("comparisons per report", *RATES),
             [(str(row["comparisons"]), *_line(row)) for row in results.sizes.to_dict("records")],
         ),
     ]
@@ -254,12 +236,13 @@ def _methods(results: Results) -> list[str]:
     return [
         "## Which interval",
         "",
-        "Coverage of 95 % intervals for a fixed number of blocks, mean over four kinds of noise, and the least and the "
-        "most of any. The bench uses the one in bold: `scipy.stats.bootstrap` on the trimmed mean of paired logarithms "
-        "of trial medians, percentiles expanded for few trials (Hesterberg 2015). Fewer than "
+        "Coverage of 95 % intervals for a fixed number of blocks: the mean over four kinds of noise, and the least and "
+        "the most of any (all). The bench uses the one in bold: `scipy.stats.bootstrap` on the trimmed mean of paired "
+        "logarithms of trial medians, percentiles expanded for few trials (Hesterberg 2015). Fewer than "
         f"{MIN_TRIALS} blocks give no interval. Plain percentiles and BCa cover too little below 20 trials. Resampling "
-        "the steps within trials too makes plain percentiles wide enough in this noise by accident: a trial's median "
-        "holds its steps' noise already, which is then counted twice, so the width hangs on the number of steps.",
+        "the steps within trials too makes plain percentiles wide enough in this noise only by accident: a trial's "
+        "median already has the noise of its steps, which is then counted twice, so the width depends on the number of "
+        "steps.",
         "",
         *markdown.table(header, rows),
         *_warmup(results.warmup),
@@ -279,9 +262,9 @@ def _warmup(frame: pd.DataFrame) -> list[str]:
         "## Which warm-up rule",
         "",
         "Bias and root mean square error of a trial's median in per cent, in the fitted noise between steps. The bench "
-        "uses MSER with safeguards. No rule finds a warm-up that is as long as the trial: cells have warm-up windows "
-        "of their own before the first recorded step, and this rule only catches what those leave. The bias that is "
-        "left cancels in a ratio of cells that warm up alike.",
+        "uses MSER with safeguards. No rule finds a warm-up that is as long as the trial: each cell has warm-up "
+        "windows before the first recorded step, and this rule only catches what those leave. The remaining bias "
+        "cancels in a ratio of cells that warm up alike.",
         "",
         *markdown.table(("steps", "transient", *choices.WARMUP_RULES), rows),
     ]
@@ -291,18 +274,8 @@ def _noises() -> list[str]:
     def shown(value: float) -> str:
         return "-" if not value or value == float("inf") else f"{value:.3g}"
 
-    names = (
-        "step",
-        "step_freedom",
-        "trial",
-        "trial_freedom",
-        "drift",
-        "memory",
-        "trend",
-        "slow_share",
-        "slow_by",
-        "warm",
-    )
+    names = ("step", "step_freedom", "trial", "trial_freedom", "drift", "memory", "trend", "slow_share")
+    names += ("slow_by", "warm")
     return [
         "## The noise",
         "",
@@ -327,8 +300,8 @@ def draw(results: Results, noise: str) -> Drawing:
         words = FigureWords(
             "How often each verdict comes up on the same simulated trials",
             f"{results.reports * COMPARISONS} comparisons per bar; noise fitted to the run {noise}, see the page",
-            "Right: same without a difference; same, or slower, for 1 % (the margin is 2 %); slower for 5 %. What "
-            "other tools do not call different is drawn as same, a word that they do not have.",
+            "Right: same without a difference; same or slower for 1 % (the margin is 2 %); slower for 5 %. What "
+            "other tools do not call different is drawn as same, a verdict that they do not have.",
         )
         keys: list[style.Key] = [(Patch(color=colour), str(verdict)) for verdict, colour in COLOURS.items()]
         inches = 0.26 * len(rules) + 0.6

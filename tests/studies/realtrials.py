@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from bench import files
 from bench.backends.base import EXTRA_BACKENDS, registry
-from bench.judge.standing import look
+from bench.errors import InputError
+from bench.judge.loading import Run, load
+from bench.judge.pairs import ComparedPair
+from bench.judge.standing import Floor, look, noise_floor, standing
 from bench.launch.launcher import Launcher
 from bench.plan import matrix as matrix_file
 from bench.plan.cell import Cell, Device
@@ -19,9 +23,10 @@ from bench.run.journal import MANIFEST, read_manifest
 from bench.run.runner import Observer, Runner
 from tests.conftest import ROOT
 from tests.delayed import Delayed
-from tests.studies.known import THIRD
 
 RUNS = 10
+THIRD = "third"
+"""Label of the cell that is compared with itself; the noise floor is from another twin, as in any run."""
 DOCUMENT = {
     "description": "a cell against itself, and against itself with a sleep of 5 % per step",
     "device": "cpu",
@@ -35,9 +40,9 @@ DOCUMENT = {
     "training": {"timed_windows": 40, "warmup_windows": 3},
     "axes": {"backend": ["ddp-deferred", Delayed.name], "accumulate": [2], "world_size": [1]},
 }
-"""One rank of one thread, and a model that fits into a core's caches: a trial is short, and what is compared is the
-machine's noise alone. With two threads on two virtual cores the same small step takes one of two times, 1.5 apart,
-for as long as a process lives; that is real, but drowns 5 %."""
+"""One rank with one thread, and a model that fits into a core's caches: trials are short, and only the machine's noise
+is compared. With two threads on two virtual cores, the same small step takes one of two times, a factor of 1.5 apart,
+for as long as a process lives; that is real, but it drowns 5 %."""
 
 
 def measure(folder: Path, number: int, observer: Observer) -> None:
@@ -63,3 +68,27 @@ def cells(chosen: matrix_file.Matrix) -> Sequence[Cell]:
     found = expand(chosen, registry(), 0)
     (twin,) = [cell for cell in found if cell.twin]
     return [*found, dataclasses.replace(twin, twin=THIRD)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Known:
+    """One run, and what it said of what is known."""
+
+    run: Run
+    floor: Floor
+    same: ComparedPair
+    """The cell against itself, which must not be called faster or slower."""
+    slower: ComparedPair
+    """Against itself with the sleep, which must be called slower."""
+
+
+def read(folder: Path) -> Iterator[Known]:
+    """The runs that were measured. Raises InputError if one is not of this kind."""
+    for path in sorted(folder.glob("run-*"), key=lambda path: (len(path.name), path.name)):
+        run = load(path)
+        floor, rows = noise_floor(run), standing(run).rows
+        same = [row for row in rows if row.pair.b.twin == THIRD]
+        slower = [row for row in rows if row.pair.b.backend == Delayed.name]
+        if floor is None or len(same) != 1 or len(slower) != 1:
+            raise InputError(f"{path}: is not a run of the study; measure it again")
+        yield Known(run=run, floor=floor, same=same[0], slower=slower[0])

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from bench.judge.bootstrap import Array
 from numpy.typing import NDArray
 from scipy import stats
+
+from bench.judge.statistics import Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class Called:
     """1 for slower, -1 for faster, 0 for not different."""
     low: Array | None = None
     high: Array | None = None
-    """Of the ratio, as far as the tool prints an interval."""
+    """The ends of the ratio's interval, if the tool prints one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +50,11 @@ def one_mean(a: Array, b: Array) -> Called:
 def hyperfine(a: Array, b: Array) -> Called:
     """Means of 10 runs, with ratio * sqrt((s/m)^2 + (s/m)^2), the scatter of runs; different if 1 is beyond it."""
     runs = [cell[:, :10].mean(axis=2) for cell in (a, b)]
-    (mean_a, mean_b), (sd_a, sd_b) = ([f(r) for r in runs] for f in (_mean, _deviation))
+    mean_a, mean_b = (run.mean(axis=1) for run in runs)
+    sd_a, sd_b = (run.std(axis=1, ddof=1) for run in runs)
     ratio = mean_a / mean_b
     sigma = ratio * np.sqrt((sd_a / mean_a) ** 2 + (sd_b / mean_b) ** 2)
     return Called(_sign(ratio, np.abs(ratio - 1) > sigma), ratio - sigma, ratio + sigma)
-
-
-def _mean(values: Array) -> Array:
-    return np.asarray(values.mean(axis=1))
-
-
-def _deviation(values: Array) -> Array:
-    return np.asarray(values.std(axis=1, ddof=1))
 
 
 def pyperf(processes: int) -> Callable[[Array, Array], Called]:
@@ -68,7 +62,8 @@ def pyperf(processes: int) -> Callable[[Array, Array], Called]:
 
     def judge(a: Array, b: Array) -> Called:
         values = [cell[:, :processes, 1:4].reshape(len(cell), -1) for cell in (a, b)]
-        (mean_a, mean_b), (sd_a, sd_b) = ([f(v) for v in values] for f in (_mean, _deviation))
+        mean_a, mean_b = (value.mean(axis=1) for value in values)
+        sd_a, sd_b = (value.std(axis=1, ddof=1) for value in values)
         n = values[0].shape[1]
         error = np.sqrt((sd_a**2 + sd_b**2) / n)
         reach = error * stats.t.ppf(0.975, 2 * n - 2)

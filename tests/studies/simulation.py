@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass, replace
 
 import numpy as np
-from bench.judge.bootstrap import Array
 from scipy import optimize, signal, stats
 
+from bench.judge.statistics import Array
 from bench.judge.tables import Tables
 from bench.plan.cell import Status
 
@@ -20,20 +20,20 @@ class Noise:
     name: str
     about: str = ""
     step: float
-    """From step to step."""
+    """Between steps."""
     step_freedom: float = math.inf
-    """Of Student's t, which has heavy tails where this is small; infinite for the normal distribution."""
+    """Degrees of freedom of Student's t: heavy tails where this is small, the normal distribution where infinite."""
     trial: float
-    """From trial to trial, beyond drift."""
+    """Between trials, beyond drift."""
     trial_freedom: float = math.inf
     drift: float = 0.0
-    """Of what the machine does to all cells alike: an autoregressive process over the trials in their order."""
+    """What the machine does to all cells alike: an autoregressive process over the trials in their order."""
     memory: float = 0.0
     """Correlation of that between one trial and the next."""
     trend: float = 0.0
-    """By which the last of 100 blocks is slower than the first."""
+    """How much slower the last of 100 blocks is than the first."""
     slow_share: float = 0.0
-    """Of the trials that are in a second mode."""
+    """The share of trials in a second mode."""
     slow_by: float = 0.0
     """How much slower those are."""
     warm: float = 0.0
@@ -50,7 +50,7 @@ FITTED = Noise(
     drift=0.0271,
     memory=0.732,
 )
-"""By ``fit``; the test of this module fits it again."""
+"""Found by ``fit``; the test of this module fits it again."""
 
 FAMILIES: tuple[Noise, ...] = (
     FITTED,

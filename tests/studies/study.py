@@ -24,7 +24,7 @@ from tests.studies.rivals import RULES
 from tests.studies.simulation import FAMILIES, FITTED, Noise, simulate
 
 COMPARISONS = 4
-"""Of a report, all with the baseline."""
+"""How many a report has, all with the baseline."""
 STEPS = 12
 RESAMPLES = 1999
 """Fewer than in a real report, for the time it takes."""
@@ -35,9 +35,11 @@ CHUNK = 100_000
 """Trials whose warm-up is looked for at a time: bounds the memory."""
 
 EFFECTS: dict[str, float] = {"A/A": 0.0, "1 %": math.log(1.01), "2 %": math.log(1.02), "5 %": math.log(1.05)}
-"""By which the first cell of a comparison is slower, as logarithms."""
+"""How much slower the first cell of a comparison is, as logarithms."""
 
 Row = dict[str, Any]
+Shares = dict[str, dict[Verdict, float]]
+"""How often each verdict comes up, by effect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,14 +125,9 @@ def run_until(differences: Array, start: Sequence[int] | NDArray[np.int_], preci
         widest = np.expm1(high - low).max(axis=1)
         wanted = np.minimum(np.ceil(n * (widest / precision) ** 2), 2 * n)
         goes_on = (widest >= precision) & (n < most)
-        at[group] = [_next_look(n, want, most) for want in wanted]
+        at[group] = [min(most, next_look(n, int(want))) for want in wanted]  # as the runner does it
         waiting = np.concatenate([np.setdiff1d(waiting, group), group[goes_on]])
     return stage
-
-
-def _next_look(n: int, wanted: float, most: int) -> int:
-    """The first look after n with at least as many blocks as wanted: as the runner does it."""
-    return min(most, next_look(n, int(wanted)))
 
 
 def verdicts(stage: Stage, effect: str) -> list[list[Verdict]]:
@@ -178,7 +175,7 @@ def study_noise(
     logs = simulate(noise, reports=reports, cells=comparisons + 2, blocks=most, steps=STEPS, rng=rng)
     differences = ratios(logs)
     first = run_until(differences, np.full(reports, MIN_REPEATS), PRECISION, seed)
-    more = [_next_look(n, 0, most) if n < most else n for n in first.blocks]
+    more = [min(most, next_look(n, 0)) if n < most else n for n in first.blocks]
     second = run_until(differences, more, min(PRECISION, SAME_WIDTH * MARGIN), seed)
     rates, counts = [], []
     for name, extended in ((BENCH, True), (PLAIN, False)):
@@ -191,37 +188,43 @@ def study_noise(
     return Outcome(pd.DataFrame(rates), pd.DataFrame(counts))
 
 
-def _ours(first: Stage, second: Stage, *, extended: bool) -> tuple[Row, list[Row]]:
-    """Rates and counts of the bench's own rule, with or without the extension of what is ambiguous."""
-    shares: dict[str, dict[Verdict, float]] = {}
-    covered, blocks = [], {}
-    seen: list[Row] = []
-    for effect in EFFECTS:
-        early, late = verdicts(first, effect), verdicts(second, effect)
-        goes_on = np.array([extended and Verdict.AMBIGUOUS in report for report in early])
-        final = [late[i] if goes_on[i] else early[i] for i in range(len(early))]
-        flat = [one for report in final for one in report]
-        shares[effect] = {one: flat.count(one) / len(flat) for one in Verdict}
-        seen += [{"effect": effect, "verdict": str(one), "share": share} for one, share in shares[effect].items()]
-        low, high = (np.where(goes_on[:, None], b, a) for a, b in ((first.low, second.low), (first.high, second.high)))
-        covered.append(float(((low <= 0) & (high >= 0))[:, 1:].mean()))
-        used = np.where(goes_on, second.blocks, first.blocks)
-        blocks[effect] = float(np.median(used))
+def _rates(shares: Shares, coverage: float, trials: dict[str, float]) -> tuple[Row, list[Row]]:
+    """Rates of one rule, and how often each verdict came up, from the shares of verdicts by effect."""
     row: Row = {
         "false_different": shares["A/A"][Verdict.FASTER] + shares["A/A"][Verdict.SLOWER],
         "found": shares["5 %"][Verdict.SLOWER],
         "same": shares["1 %"][Verdict.SAME],
-        "coverage": float(np.mean(covered)),
+        "coverage": coverage,
         "wrong": shares["5 %"][Verdict.FASTER] + shares["5 %"][Verdict.SAME] + shares["1 %"][Verdict.FASTER],
         "same_at_margin": shares["2 %"][Verdict.SAME],
-        **{f"trials {effect}": n for effect, n in blocks.items()},
+        **{f"trials {effect}": number for effect, number in trials.items()},
     }
+    seen: list[Row] = [
+        {"effect": effect, "verdict": str(verdict), "share": share}
+        for effect, of in shares.items()
+        for verdict, share in of.items()
+    ]
     return row, seen
+
+
+def _ours(first: Stage, second: Stage, *, extended: bool) -> tuple[Row, list[Row]]:
+    """Rates and counts of the bench's own rule, with or without the extension of what is ambiguous."""
+    shares: Shares = {}
+    covered, trials = [], {}
+    for effect in EFFECTS:
+        early, late = verdicts(first, effect), verdicts(second, effect)
+        goes_on = np.array([extended and Verdict.AMBIGUOUS in report for report in early])
+        flat = [one for i in range(len(early)) for one in (late[i] if goes_on[i] else early[i])]
+        shares[effect] = {one: flat.count(one) / len(flat) for one in Verdict}
+        low, high = (np.where(goes_on[:, None], b, a) for a, b in ((first.low, second.low), (first.high, second.high)))
+        covered.append(float(((low <= 0) & (high >= 0))[:, 1:].mean()))
+        trials[effect] = float(np.median(np.where(goes_on, second.blocks, first.blocks)))
+    return _rates(shares, float(np.mean(covered)), trials)
 
 
 def _rivals(logs: Array) -> list[tuple[Row, list[Row]]]:
     """Rates and counts of the rules of other tools: every cell but the twin against the baseline."""
-    found: list[tuple[Row, list[Row]]] = []
+    found = []
     for rule in RULES:
         used = min(rule.trials, logs.shape[1])
         seconds = np.exp(logs[:, :used])
@@ -233,24 +236,11 @@ def _rivals(logs: Array) -> list[tuple[Row, list[Row]]]:
             for e, c in called.items()
             if c.low is not None and c.high is not None
         ]
-        signs = {effect: one.sign for effect, one in called.items()}
-        row: Row = {
-            "rule": rule.name,
-            "false_different": float((signs["A/A"] != 0).mean()),
-            "found": float((signs["5 %"] > 0).mean()),
-            "same": float((signs["1 %"] == 0).mean()),
-            "coverage": float(np.mean(covered)) if covered else math.nan,
-            "wrong": float((signs["5 %"] <= 0).mean() + (signs["1 %"] < 0).mean()),
-            "same_at_margin": float((signs["2 %"] == 0).mean()),
-            **{f"trials {effect}": float(used) for effect in EFFECTS},
-        }
-        words = ((1, Verdict.SLOWER), (-1, Verdict.FASTER), (0, Verdict.SAME))
-        seen: list[Row] = [
-            {"rule": rule.name, "effect": effect, "verdict": str(word), "share": float((sign == value).mean())}
-            for effect, sign in signs.items()
-            for value, word in words
-        ]
-        found.append((row, seen))
+        words = {Verdict.SLOWER: 1, Verdict.FASTER: -1, Verdict.SAME: 0}
+        shares = {e: {word: float((c.sign == sign).mean()) for word, sign in words.items()} for e, c in called.items()}
+        coverage = float(np.mean(covered)) if covered else math.nan
+        row, seen = _rates(shares, coverage, dict.fromkeys(EFFECTS, float(used)))
+        found.append(({"rule": rule.name, **row}, [{"rule": rule.name, **one} for one in seen]))
     return found
 
 

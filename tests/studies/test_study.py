@@ -16,13 +16,13 @@ from bench.judge.tables import Tables, build
 from bench.judge.verdicts import Verdict
 from bench.report import style
 from bench.run.journal import Journal, read_manifest
+from tests.conftest import ROOT
 from tests.legible import assert_legible
 from tests.studies import choices, rivals, study
 from tests.studies.simulation import FAMILIES, FITTED, Noise, fit, simulate
 from tests.studies.study import BENCH, PLAIN, TARGETS, study_noise
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parents[2]
 QUIET = FAMILIES[-1]
 REPORTS = 60
 
@@ -43,7 +43,7 @@ def outcomes() -> dict[str, study.Outcome]:
 
 @pytest.fixture(scope="module")
 def results() -> report.Results:
-    return command.simulate(10, 5)
+    return command.simulate(10)
 
 
 class TestFit:
@@ -68,19 +68,15 @@ class TestFit:
 
 
 class TestStudy:
-    def test_targets_are_met(self, outcomes: dict[str, study.Outcome]) -> None:
-        """Up to what luck can do to a small study: comparisons of a report share a baseline, so reports are counted."""
+    def test_targets_are_met_and_no_verdict_is_wrong(self, outcomes: dict[str, study.Outcome]) -> None:
+        """Allows for luck in a small study: comparisons of a report share a baseline, so reports are counted."""
         for name, outcome in outcomes.items():
             row = outcome.rates[outcome.rates["rule"] == BENCH].iloc[0]
             for target in TARGETS:
                 low = stats.binom.ppf(0.001, REPORTS, target.low) / REPORTS
                 high = stats.binom.ppf(0.999, REPORTS, target.high) / REPORTS
                 assert low <= row[target.column] <= high, (name, target.column, row[target.column])
-
-    def test_no_verdict_is_wrong(self, outcomes: dict[str, study.Outcome]) -> None:
-        for outcome in outcomes.values():
-            ours = outcome.rates[outcome.rates["rule"] == BENCH].iloc[0]
-            assert ours["wrong"] <= 0.01 and ours["same_at_margin"] <= 0.1
+            assert row["wrong"] <= 0.01 and row["same_at_margin"] <= 0.1
 
     def test_the_others_are_worse(self, outcomes: dict[str, study.Outcome]) -> None:
         rates = outcomes[FITTED.name].rates.set_index("rule")
@@ -116,10 +112,6 @@ class TestRivals:
         if called.low is not None and called.high is not None:
             assert ((called.low < math.exp(by)) & (math.exp(by) < called.high)).mean() > 0.8
 
-    def test_asvs_factor(self) -> None:
-        assert (rivals.asv(1.1)(*self.cells(0.05)).sign == 0).all()
-        assert (rivals.asv(1.02)(*self.cells(0.05)).sign == 1).all()
-
     def test_asvs_interval_of_a_median(self) -> None:
         low, high = rivals._median_interval(np.arange(20.0)[None])
         # P(X <= 3) = 0.0013 and P(X <= 4) = 0.0059 for 20 tosses: the 4th and the 17th value.
@@ -140,20 +132,17 @@ class TestChoices:
 
 
 class TestCommand:
-    def test_the_page_and_its_tables(self, results: report.Results, tmp_path: Path) -> None:
-        written = command.write(results, tmp_path / "statistics.md", tmp_path)
+    def test_the_page_and_its_picture(self, results: report.Results, tmp_path: Path) -> None:
+        written = command.write(results, tmp_path / "statistics.md")
         page = (tmp_path / "statistics.md").read_text(encoding="utf-8")
-        assert "(statistics.png)" in page and "nox -s study -- --scenarios 10 --seed 5" in page and "nan" not in page
+        assert "(statistics.png)" in page and "nox -s study -- --scenarios 10" in page and "nan" not in page
         assert "until the intervals were narrower than 3 %." in page, "those of the runs in results/noise"
-        assert f"2 % is the row {PLAIN} of it" in page
+        assert f'whose row "{PLAIN}" is that of 2 %' in page
         for rule in rivals.RULES:
             assert rule.name in page
+        assert len(results.outcome.rates) == len(FAMILIES) * (2 + len(rivals.RULES))
         assert {path.name for path in written} == {path.name for path in tmp_path.iterdir()}
-        assert len(pd.read_csv(tmp_path / "rates.csv")) == len(FAMILIES) * (2 + len(rivals.RULES))
-
-    def test_the_picture_is_legible(self, results: report.Results) -> None:
-        drawing = report.draw(results, FITTED.name)
-        assert_legible(drawing.figure, style.MAX_HEIGHT)
+        assert_legible(report.draw(results, FITTED.name).figure, style.MAX_HEIGHT)
 
     def test_a_missed_target_is_exit_status_1(
         self, results: report.Results, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.workload.batches import Loader
+from bench.workload import Loader
 
 
 class Fetch:

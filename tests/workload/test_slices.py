@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bench.workload.batches import SLICE_TOKENS, sliced
+from bench.workload import SLICE_TOKENS, sliced
 
 
 def mean_loss(model: nn.Module, batch: Tensor) -> Tensor:
