@@ -39,12 +39,15 @@ COLUMNS = {
     "reported_strategy_optimizer_step": "Int64",
     "reported_engine_global_steps": "Int64",
     "reported_lr_scheduler_last_epoch": "Int64",
+    "reported_trainer_step": "Int64",
     "steps_reported": "string",
     "diagnosis": "string",
 }
 """Columns of the table with their dtypes. ``weight_ratio`` is the mean over all updates of the sum of coefficients over
 the right sum, empty without an update; samples are counted over all epochs and ranks, micro-batches per rank;
 ``reported_*`` are the framework's own counters, empty where it has none; ``steps_reported`` has all of them as JSON."""
+STEP_COUNTERS = ("trainer.global_step", "engine.global_steps", "trainer.step", "lr_scheduler.last_epoch")
+"""Counters that should say how many updates were made."""
 TOLERANCE = 1e-3
 """Relative: smaller differences are no difference in behaviour."""
 KEY = (
@@ -199,7 +202,7 @@ def _miscounted(seen: Observation) -> str:
     """The first counter of steps that is wrong."""
     steps = seen["optimizer_steps_observed"]
     for name, value in seen["steps_reported"].items():
-        if name in {"trainer.global_step", "engine.global_steps", "lr_scheduler.last_epoch"} and value != steps:
+        if name in STEP_COUNTERS and value != steps:
             return f"({name.rsplit('.', 1)[-1]} {value}, not {steps})"
     return ""
 

@@ -11,21 +11,22 @@ from typing import Any
 
 from bench.audit.findings import (
     RIGHT,
+    TOLERANCE,
     AuditFinding,
     FindingLevel,
     count_range,
     micro_batches,
+    near,
     samples,
     share,
     verdict,
 )
 from bench.audit.reading import DecodedUpdate, Reading, Use
-from bench.audit.scenario import Fault, Reduction, Split
+from bench.audit.scale import all_divided_twice, divided_twice, hidden_by_clipping
+from bench.audit.scenario import Fault, Split
 from bench.plan.cell import Status
 from bench.words import plural
 
-TOLERANCE = 1e-4
-"""Relative. Coefficients are exact to 6e-8 (fp32); the smallest error that a backend makes here is 1e-2."""
 DETAIL, NOTE, WRONG = FindingLevel
 RESTARTS = {Fault.EXCEPTION, Fault.CHECKPOINT}
 """Faults after which training is started again: windows end early there, and there are two sets of counters."""
@@ -78,41 +79,6 @@ def _failure(failure: Mapping[str, Any], reading: Reading, done: str) -> AuditFi
     if reading.first["faults"]:
         return AuditFinding("cannot continue", f"training failed after the {reading.scenario.fault}: {reason}")
     return AuditFinding("crashed", f"training failed after {done}: {reason}")
-
-
-def _divided_twice(reading: Reading) -> Iterator[AuditFinding]:
-    if not _all_divided_twice(reading):
-        return
-    n, clip = max(reading.scenario.accumulate), reading.scenario.clip_norm
-    text = f"the loss was divided by N = {n} twice: a micro-batch weighs 1/{n * n} in its update instead of 1/{n}"
-    if n == reading.scenario.world_size:
-        text += f" (or it was divided by the number of ranks, also {n})"
-    if clip:
-        text += f"; clipping would start at a norm of {n} x {clip:g} instead of {clip:g}, and no update was clipped"
-    yield AuditFinding("divided twice", text)
-
-
-def _all_divided_twice(reading: Reading) -> bool:
-    """Whether each micro-batch of each update has the factor 1/N^2, or 1/N of the right one in an incomplete window.
-
-    Where losses are not means, sums are compared instead. An update at the clipping threshold tells nothing.
-    """
-    pairs = [(update, reading.scenario.accumulate_in(update.epochs[-1])) for update in reading.updates]
-    if not pairs or max(n for _, n in pairs) == 1 or any(_is_clipped(update) for update, _ in pairs):
-        return False
-    complete = any(update.num_losses == n for update, n in pairs)
-    if reading.scenario.reduction is Reduction.WINDOW:
-        return complete and all(_near(update.sum, 1 / n) for update, n in pairs)
-    return all(
-        _near(factor, 1 / n**2) or (complete and _near(factor, 1 / (n * update.num_losses)))
-        for update, n in pairs
-        for factor in update.factors.values()
-    )
-
-
-def _is_clipped(update: DecodedUpdate) -> bool:
-    norm = math.sqrt(math.fsum(coefficient**2 for coefficient in update.coefficients.values()))
-    return bool(update.clip_norm) and _near(norm, update.clip_norm)
 
 
 def _too_early(reading: Reading) -> Iterator[AuditFinding]:
@@ -168,20 +134,21 @@ def _last_only(reading: Reading) -> Iterator[AuditFinding]:
 def _lost(reading: Reading) -> Iterator[AuditFinding]:
     if not reading.lost or reading.scenario.fault is Fault.ZERO_GRAD:
         return
-    level, why = WRONG, "although updates followed"
+    by_fault = [use for use in reading.lost if use.fetch in reading.interrupted and reading.scenario.fault in RESTARTS]
+    others = [use for use in reading.lost if use not in by_fault]
+    level, why = WRONG, "since the checkpoint does not contain them"
     if reading.scenario.fault is Fault.EXCEPTION:
         level, why = DETAIL, "since the exception discarded their window"
-    elif reading.scenario.fault is Fault.CHECKPOINT:
-        why = "since the checkpoint does not contain them"
-    yield AuditFinding("lost", f"{samples(reading.lost)} reached no update, {why}", level)
+    if by_fault:
+        yield AuditFinding("lost", f"{samples(by_fault)} reached no update, {why}", level)
+    if others:
+        yield AuditFinding("lost", f"{samples(others)} reached no update, although updates followed")
 
 
 def _cleared(reading: Reading) -> Iterator[AuditFinding]:
     if reading.scenario.fault is not Fault.ZERO_GRAD or not reading.first["faults"] or reading.failure:
         return
-    at = reading.first["faults"][0]
-    opened = max((u.losses_before for u in reading.all_updates if u.losses_before <= at), default=0)
-    before = set(reading.computed[opened:at])
+    before = reading.interrupted
     kept = before & {fetch for update in reading.updates for fetch in update.fetches}
     if not before:
         yield AuditFinding("nothing open", "zero_grad was called between two windows and cleared nothing", DETAIL)
@@ -203,11 +170,12 @@ def _rest_of_cleared_window(reading: Reading) -> DecodedUpdate | None:
 
 def _mixed_epochs(reading: Reading) -> Iterator[AuditFinding]:
     mixed = [update for update in reading.updates if len(update.epochs) > 1]
-    if mixed and reading.scenario.fault is Fault.EXCEPTION:
-        text = f"the next update, whose sum is {mixed[0].sum:.3g}, contains the window that the exception interrupted"
-        leaks = mixed[0].ratio > 1 + TOLERANCE
+    aborted = [update for update in mixed if reading.aborted_epoch in update.epochs[:-1]]
+    if aborted:
+        text = f"the next update, whose sum is {aborted[0].sum:.3g}, contains the window that the exception interrupted"
+        leaks = aborted[0].ratio > 1 + TOLERANCE
         yield AuditFinding("leaks", text) if leaks else AuditFinding("carried over", text, NOTE)
-    elif mixed:
+    if mixed := [update for update in mixed if update not in aborted]:
         text = f"{share(mixed, reading.updates)} mixed the end of one epoch with the start of the next"
         yield AuditFinding("carried over", text, NOTE)
 
@@ -215,7 +183,7 @@ def _mixed_epochs(reading: Reading) -> Iterator[AuditFinding]:
 def _wrong_sum(reading: Reading) -> Iterator[AuditFinding]:
     cleared = _rest_of_cleared_window(reading)
     small = [update for update in reading.updates if update is not cleared and update.ratio < 1 - TOLERANCE]
-    if small and not _all_divided_twice(reading):
+    if small and not all_divided_twice(reading):
         reasons = dict.fromkeys(_why_small(reading, update) for update in small)
         yield AuditFinding(
             "under-weighted", f"{share(small, reading.updates)} came out too small: {'; '.join(reasons)}"
@@ -228,7 +196,7 @@ def _wrong_sum(reading: Reading) -> Iterator[AuditFinding]:
 
 def _why_small(reading: Reading, update: DecodedUpdate) -> str:
     n, size = reading.scenario.accumulate_in(update.epochs[-1]), f"{update.ratio:.3g} of the right update"
-    if all(_near(factor, 1 / n) for factor in update.factors.values()):
+    if all(near(factor, 1 / n) for factor in update.factors.values()):
         return f"{micro_batches(len(update.fetches))} divided by N = {n} gave {size}"
     return size
 
@@ -262,13 +230,16 @@ def _repeated(reading: Reading) -> Iterator[AuditFinding]:
 
 
 def _never_fetched(reading: Reading) -> Iterator[AuditFinding]:
+    scenario = reading.scenario
     if reading.stopped != "ended":
         return
     dropped = min(reading.num_never_fetched, reading.num_dropped)
     if dropped:
-        yield AuditFinding("dropped", f"{plural(dropped, 'sample')} left out by drop_last, over all epochs", DETAIL)
+        given = [name for name in ("drop_last", "sampler_drop_last", "limit_batches") if getattr(scenario, name)]
+        text = f"{plural(dropped, 'sample')} left out by {' and '.join(given)}, over all epochs"
+        yield AuditFinding("dropped", text, DETAIL)
     if missing := reading.num_never_fetched - dropped:
-        level = NOTE if reading.scenario.fault is Fault.NONE else WRONG
+        level = NOTE if scenario.fault is Fault.NONE else WRONG
         yield AuditFinding("skipped", f"{plural(missing, 'sample')} never trained on, over all epochs", level)
 
 
@@ -291,7 +262,7 @@ def _counters(reading: Reading) -> Iterator[AuditFinding]:
         return
     taken, reported, fault = len(reading.updates), reading.reported, reading.scenario.fault
     observed = f"but {plural(taken, 'update')} {'was' if taken == 1 else 'were'} observed"
-    names = ["trainer.global_step", "engine.global_steps"]
+    names = ["trainer.global_step", "engine.global_steps", "trainer.step"]
     names += [] if fault in RESTARTS else ["lr_scheduler.last_epoch"]
     if wrong := [f"{name} = {reported[name]}" for name in names if reported.get(name, taken) != taken]:
         yield AuditFinding("miscounted", f"{', '.join(wrong)}, {observed}")
@@ -305,9 +276,12 @@ def _counters(reading: Reading) -> Iterator[AuditFinding]:
 
 
 def _empty_steps(reading: Reading) -> Iterator[AuditFinding]:
-    if reading.num_empty_steps:
-        text = f"{plural(reading.num_empty_steps, 'step')} of the inner optimizer changed nothing"
-        yield AuditFinding("empty step", text, DETAIL if reading.scenario.fault is Fault.CHECKPOINT else WRONG)
+    empty = [update for update in reading.all_updates if not update.coefficients]
+    why = ": no update, but what torch.distributed.checkpoint calls, with learning rate 0, to create optimizer state"
+    for is_of_restart, level, said in ((True, DETAIL, why), (False, WRONG, "")):
+        if number := sum(update.num_inner_steps for update in empty if update.is_of_restart == is_of_restart):
+            text = f"{plural(number, 'step')} of the inner optimizer changed nothing{said}"
+            yield AuditFinding("empty step", text, level)
 
 
 def _shuffled(reading: Reading) -> Iterator[AuditFinding]:
@@ -323,7 +297,7 @@ def _shuffled(reading: Reading) -> Iterator[AuditFinding]:
 
 RULES: tuple[Callable[[Reading], Iterator[AuditFinding]], ...] = (
     _outcome,
-    _divided_twice,
+    divided_twice,
     _last_only,
     _too_early,
     _not_cleared,
@@ -331,6 +305,7 @@ RULES: tuple[Callable[[Reading], Iterator[AuditFinding]], ...] = (
     _lost,
     _cleared,
     _wrong_sum,
+    hidden_by_clipping,
     _too_late,
     _mean_of_means,
     _limit,
@@ -342,7 +317,3 @@ RULES: tuple[Callable[[Reading], Iterator[AuditFinding]], ...] = (
     _shuffled,
 )
 """In the order in which findings of one level are listed."""
-
-
-def _near(value: float, wanted: float) -> bool:
-    return math.isclose(value, wanted, rel_tol=TOLERANCE)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
 from bench.audit.reading import DecodedUpdate, Use
 from bench.words import plural
+
+TOLERANCE = 1e-4
+"""Relative. Coefficients are exact to 6e-8 (fp32); the smallest error that a backend makes here is 1e-2."""
 
 
 class FindingLevel(IntEnum):
@@ -62,3 +66,8 @@ def count_range(counts: Iterable[int]) -> str:
     """``4`` if all counts are equal, else ``2 to 4``."""
     ordered = sorted(counts)
     return f"{ordered[0]}" if ordered[0] == ordered[-1] else f"{ordered[0]} to {ordered[-1]}"
+
+
+def near(value: float, wanted: float) -> bool:
+    """Whether a value is the wanted one within TOLERANCE."""
+    return math.isclose(value, wanted, rel_tol=TOLERANCE)

@@ -14,14 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.audit.scenario import Scenario
+from bench.audit.scenario import Fault, Scenario, Split
 from bench.backends.base import Backend, Job, Window
 from bench.backends.deepspeed import DeepSpeedZero2Eager
+from bench.backends.fsdp2 import FSDP2Torchtitan
 from bench.backends.lightning import LightningBackend, count_engine_steps
+from bench.errors import UnsupportedError
 from bench.plan.cell import Sync
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
@@ -31,25 +33,32 @@ CHECKPOINT = "checkpoint"
 
 @dataclass(kw_only=True)
 class ScenarioJob(Job):
-    """A job of a scenario; its loader is iterable once per epoch."""
+    """A job of a scenario; its loader is iterable once per epoch, and ends at the scenario's ``limit_batches``."""
 
     scenario: Scenario
-    unsharded: Any
-    """A DataLoader of all ranks' samples, where a framework that can split it itself is to do so; else None."""
+    whole: Any
+    """A DataLoader for a framework that limits epochs itself, and splits samples itself if the scenario wants that."""
+    first_epoch: int
+    """The epoch to begin or go on with, from 0."""
     scheduler: Callable[[Optimizer], LRScheduler]
     """Makes a learning-rate scheduler that the framework is to step once per update."""
     resume: Path | None
     """The folder that ``Backend.save`` filled, to go on from."""
+    validate: Callable[[nn.Module], None]
+    """Evaluates a model that is in evaluation mode."""
+    epoch_ended: Callable[[], None]
+    """For a framework that owns the epochs, to be called where it writes an epoch's checkpoint."""
 
     def each_epoch(self) -> Iterable[int]:
-        """The numbers of the epochs, from 0."""
-        return itertools.count() if self.scenario.epochs is None else range(self.scenario.epochs)
+        """The numbers of the epochs that are left."""
+        end = self.scenario.epochs
+        return itertools.count(self.first_epoch) if end is None else range(self.first_epoch, end)
 
     def each_window(self) -> Iterator[Window]:
         """The windows of the training; what an epoch leaves over is one too."""
         num_windows = 0
         for epoch in self.each_epoch():
-            batches, left = iter(self.loader), len(self.loader)
+            left, batches = len(self.loader), iter(self.loader)
             while left > 0:
                 if num_windows == self.scenario.max_steps:
                     return
@@ -60,10 +69,53 @@ class ScenarioJob(Job):
 
 def audited(backend: type[Backend]) -> type[Backend]:
     """The backend as scenarios run it: the same class, over what its framework has to be told."""
-    for framework, kind in ((DeepSpeedZero2Eager, AuditedEngine), (LightningBackend, AuditedTrainer)):
+    kinds = {DeepSpeedZero2Eager: AuditedEngine, LightningBackend: AuditedTrainer, FSDP2Torchtitan: AuditedStream}
+    for framework, kind in kinds.items():
         if issubclass(backend, framework):
             return type(backend.__name__, (kind, backend), {})
     return backend
+
+
+def evaluate(backend: Backend, validate: Callable[[nn.Module], None]) -> None:
+    """Evaluate the model in the middle of a training, as user code would."""
+    from torch import nn, no_grad
+
+    model = getattr(backend, "engine", getattr(backend, "model", None))
+    if not isinstance(model, nn.Module):
+        raise UnsupportedError(f"{backend.name} has no model to evaluate: keep the wrapped one in self.model")
+    model.eval()
+    with no_grad():
+        validate(model)
+    model.train()
+
+
+class AuditedStream(FSDP2Torchtitan):
+    """torchtitan's loop over the epochs as one stream; its ``training.steps`` are those of the naive formula."""
+
+    def train(self, job: Any) -> None:
+        if len(job.scenario.accumulate) > 1:
+            raise UnsupportedError("torchtitan's trainer has one N for the whole training")
+        if job.scenario.fault is Fault.EXCEPTION:
+            raise UnsupportedError("torchtitan's trainer does not survive an exception: it resumes from a checkpoint")
+        super().train(job)
+
+    def continue_training(self, job: Any) -> None:
+        scenario, self.num_fetched = job.scenario, 0
+        if job.resume:
+            before = (job.first_epoch + 1) * scenario.micro_batches - len(job.loader)
+            self.step = before // job.accumulate
+        steps = scenario.training.naive_steps
+        super().continue_training(dataclasses.replace(job, loader=self._batches(job), windows=steps))
+
+    def _batches(self, job: ScenarioJob) -> Iterator[Tensor]:
+        for _ in job.each_epoch():
+            for batch in job.loader:
+                self.num_fetched += 1
+                yield batch
+
+    def save(self, folder: Path, seen: int, accumulate: int) -> int:
+        """torchtitan writes a checkpoint after a step, so that the window of the next one is fetched again."""
+        return seen - (self.num_fetched - (self.step - 1) * accumulate)
 
 
 class AuditedEngine(DeepSpeedZero2Eager):
@@ -123,6 +175,7 @@ class AuditedTrainer(LightningBackend):
 
     def train(self, job: Any) -> None:
         self.job: ScenarioJob = job
+        self.validates = job.scenario.fault is Fault.VALIDATION
 
         def optimizer(parameters: Any) -> Any:
             made = job.optimizer(parameters)
@@ -133,15 +186,18 @@ class AuditedTrainer(LightningBackend):
     def trainer_arguments(self, job: Job) -> dict[str, Any]:
         from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
-        scenario, callbacks = self.job.scenario, [_count(self.counters)]
+        scenario, callbacks = self.job.scenario, [_count(self.counters, self.job.epoch_ended)]
         if len(scenario.accumulate) > 1:
             callbacks.insert(0, GradientAccumulationScheduler(dict(enumerate(scenario.accumulate))))
         return super().trainer_arguments(job) | {
             "accumulate_grad_batches": job.accumulate if len(scenario.accumulate) == 1 else 1,
+            "limit_train_batches": scenario.limit_batches,
+            **({"val_check_interval": scenario.at, "check_val_every_n_epoch": None} if self.validates else {}),
+            "num_sanity_val_steps": 0,
             "callbacks": callbacks,
             "max_epochs": scenario.epochs or -1,
             "max_steps": scenario.max_steps or -1,
-            "use_distributed_sampler": self.job.unsharded is not None,
+            "use_distributed_sampler": scenario.split is Split.FRAMEWORK,
         }
 
     def strategy(self, job: Job) -> Any:
@@ -155,8 +211,14 @@ class AuditedTrainer(LightningBackend):
         return strategy
 
     def continue_training(self, job: Any, **arguments: Any) -> None:
-        if job.unsharded is not None:
-            job = dataclasses.replace(job, loader=job.unsharded)
+        from torch.utils.data import DataLoader
+
+        job = dataclasses.replace(job, loader=job.whole)
+        if self.validates:
+            module: Any = self.module
+            module.validation_step = lambda batch, batch_idx: job.validate(module.model)
+            one: Any = range(1)
+            arguments["val_dataloaders"] = DataLoader(one)
         if job.resume:
             if "deepspeed" in self.requires:
                 trust_own_classes()
@@ -168,7 +230,7 @@ class AuditedTrainer(LightningBackend):
         return 0  # what the loader does is the Trainer's business
 
 
-def _count(counters: dict[str, int]) -> Any:
+def _count(counters: dict[str, int], epoch_ended: Callable[[], None]) -> Any:
     """A callback: what the Trainer foresees, and how often it calls the strategy's step and the hook before it."""
     from lightning.pytorch import Callback
 
@@ -191,6 +253,9 @@ def _count(counters: dict[str, int]) -> Any:
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             count_engine_steps(trainer, counters)
+
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            epoch_ended()
 
     return Count()
 

@@ -2,7 +2,9 @@
 
 The workload takes known times per micro-batch and per optimizer step, on a clock that the monitor and the tap share. By
 default the clock is virtual and only the workload advances it, which is exact and takes no time. With the real clock
-the workload sleeps, and both numbers contain Lightning's own overhead.
+the workload sleeps, and both numbers contain Lightning's own overhead. Time in validation counts as none in both.
+
+On several ranks the monitor's ``samples_per_sec``, of all ranks, is compared, otherwise ``device/samples_per_sec``.
 
 Needs torch and any Lightning from 2.2.0 on.
 """
@@ -18,10 +20,13 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from bench.audit.monitor_grid import Epoch, Point, RateVerdict
+from bench.audit.monitor_grid import VALIDATION_S, Epoch, Point, RateVerdict, Strategy
 from bench.measure.taps import EventKind, Taps, updates
+
+if TYPE_CHECKING:
+    import torch
 
 TOLERANCE = 0.01
 """Default: how far from 1 a right ratio may be."""
@@ -31,7 +36,7 @@ MONITOR_MODULES = ("lightning.pytorch.callbacks.throughput_monitor", "lightning.
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """One ``device/samples_per_sec`` that the monitor logged, and the true rate for the same time."""
+    """One rate that the monitor logged, and the true rate for the same time."""
 
     update: int
     """Optimizer steps made so far, counted by the tap."""
@@ -79,6 +84,7 @@ class Measurement:
         given = row.pop("micro_batches")
         del row["num_epochs"], row["max_steps"]
         row |= {
+            "strategy": str(self.point.strategy),
             "epoch": f"NB = {given}" if given else str(self.point.epoch),
             "samples": ",".join(map(str, self.point.samples)),
             "num_micro_batches_per_epoch": per_epoch,
@@ -128,6 +134,7 @@ class VirtualClock:
 
     def __init__(self) -> None:
         self._now = 0.0
+        self.in_validation = 0.0
         self.num_reads = 0  # by the monitor
 
     def now(self) -> float:
@@ -155,6 +162,7 @@ class VirtualClock:
 class RealClock:
     """The host's clock; the workload sleeps."""
 
+    in_validation = 0.0
     now = staticmethod(time.perf_counter)
     spend = staticmethod(time.sleep)
 
@@ -163,13 +171,13 @@ class RealClock:
         return contextlib.nullcontext()
 
 
-def measure(point: Point, *, real_time: bool = False) -> Measurement:
-    """Train at one point of the grid with the installed Lightning, on the CPU, in this process.
+def measure(point: Point, *, real_time: bool = False, number: int = 0) -> Measurement:
+    """Train at one point of the grid with the installed Lightning, on the CPU, in this process, as rank ``number``.
 
     An error of the monitor is a result; any other error is raised.
     """
     clock = RealClock() if real_time else VirtualClock()
-    taps = Taps(mark=clock.now)
+    taps = Taps(mark=lambda: clock.now() - clock.in_validation)
     logged: list[tuple[int, float | None]] = []
     error = ""
     try:
@@ -179,7 +187,7 @@ def measure(point: Point, *, real_time: bool = False) -> Measurement:
         if not any(frame.f_globals.get("__name__") in MONITOR_MODULES for frame, _ in frames):
             raise
         error = " ".join(f"{type(exception).__name__}: {exception}".split())
-    if isinstance(clock, VirtualClock) and not clock.num_reads and not error:
+    if isinstance(clock, VirtualClock) and not clock.num_reads and not error and number == 0:
         raise RuntimeError("this ThroughputMonitor did not read the virtual clock; measure with the real one")
     return _measurement(point, taps, logged, error)
 
@@ -198,8 +206,10 @@ def _train(point: Point, clock: VirtualClock | RealClock, taps: Taps, logged: li
             super().__init__(parameters, {"lr": 1e-3})
 
         def step(self, closure: Any = None) -> Any:
-            with torch.enable_grad():
-                loss = closure()
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
             for group in self.param_groups:
                 for parameter in group["params"]:
                     parameter.data.sub_(group["lr"] * parameter.grad)
@@ -208,17 +218,22 @@ def _train(point: Point, clock: VirtualClock | RealClock, taps: Taps, logged: li
 
     def slow_loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
         clock.spend(point.micro_batch_s)
-        return batch.mean() * model.weight  # type: ignore[no-any-return]
+        return batch.mean() * model.weight.sum()  # type: ignore[no-any-return]
 
     loss = taps.loss(slow_loss)
 
     class Model(LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.weight = torch.nn.Parameter(torch.zeros(()))
+            self.weight = torch.nn.Parameter(torch.zeros(1))
 
         def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
             return loss(self, batch)
+
+        def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+            before = clock.now()
+            clock.spend(VALIDATION_S)
+            clock.in_validation += clock.now() - before
 
         def configure_optimizers(self) -> Any:
             return taps.optimizer(SlowSGD(self.parameters()))
@@ -228,18 +243,25 @@ def _train(point: Point, clock: VirtualClock | RealClock, taps: Taps, logged: li
 
         def log_metrics(self, metrics: Any, step: int | None = None) -> None:
             if "train/batches" in metrics:
-                logged.append((taps.count(EventKind.LOSS), metrics.get("train/device/samples_per_sec")))
+                of = "train/device/samples_per_sec" if point.world_size == 1 else "train/samples_per_sec"
+                logged.append((taps.count(EventKind.LOSS), metrics.get(of)))
 
         def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
             pass
 
+    validates = point.validate_every is not None
     per_epoch, epochs = point.lengths
     sizes = [point.samples[i % len(point.samples)] for i in range(per_epoch)]
     with _quiet(), clock.shown_to(throughput_monitor):
         monitor = throughput_monitor.ThroughputMonitor(batch_size_fn=len, window_size=point.window_size)
         trainer = Trainer(
             accelerator="cpu",
-            devices=1,
+            devices=point.world_size,
+            strategy="auto" if point.is_alone else _strategy(point),
+            use_distributed_sampler=False,
+            num_sanity_val_steps=0,
+            val_check_interval=point.validate_every,
+            check_val_every_n_epoch=None if validates else 1,
             max_epochs=epochs,
             max_steps=point.max_steps or -1,
             accumulate_grad_batches=point.accumulate,
@@ -250,7 +272,27 @@ def _train(point: Point, clock: VirtualClock | RealClock, taps: Taps, logged: li
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(Model(), taps.loader([torch.ones(size) for size in sizes]))
+        batches = taps.loader([torch.ones(size) for size in sizes])
+        one: Any = range(1)
+        trainer.fit(Model(), batches, torch.utils.data.DataLoader(one) if validates else None)
+
+
+def _strategy(point: Point) -> Any:
+    from lightning.pytorch.strategies import DDPStrategy
+
+    if point.strategy is Strategy.DDP:
+        return DDPStrategy(process_group_backend="gloo")
+    from lightning.pytorch.strategies import DeepSpeedStrategy
+
+    from bench.backends import deepspeed, lightning
+
+    deepspeed.prepare()
+    config = {
+        "train_micro_batch_size_per_gpu": point.samples[0],
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": 2},
+    }
+    return lightning.on_cpu(DeepSpeedStrategy)(config=config)
 
 
 @contextlib.contextmanager
@@ -280,7 +322,7 @@ def _measurement(point: Point, taps: Taps, logged: Sequence[tuple[int, float | N
 
     def true(first: int, last: int) -> float:
         count = samples[batches[last]] - samples[batches[first]]
-        return float(count / (made[last - 1].mark - made[first - 1].mark))
+        return float(point.world_size * count / (made[last - 1].mark - made[first - 1].mark))
 
     rates = []
     for num_batches, reported in logged:

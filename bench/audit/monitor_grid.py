@@ -11,6 +11,8 @@ MICRO_BATCH_S, OPTIMIZER_S = 0.01, 0.08
 
 SAMPLES = 2
 """Default samples per micro-batch."""
+VALIDATION_S = 0.05
+"""Seconds of a validation."""
 WANTED_RATES = 6
 """Rates that can be judged: a training is long enough for at least so many."""
 
@@ -29,6 +31,14 @@ class Epoch(StrEnum):
         """NB; for the one whole epoch, the length of a window."""
         half = accumulate // 2
         return {Epoch.WHOLE: accumulate, Epoch.PARTIAL: 2 * accumulate + half, Epoch.SHORT: half}[self]
+
+
+class Strategy(StrEnum):
+    """What the Trainer trains with."""
+
+    DDP = "ddp"
+    DEEPSPEED = "deepspeed"
+    """ZeRO-2."""
 
 
 class RateVerdict(StrEnum):
@@ -69,6 +79,16 @@ class Point:
     """Only with NB. None: enough for WANTED_RATES, or for ``max_steps``."""
     max_steps: int | None = None
     """Optimizer steps after which training stops, unless the epochs end before. Only with NB."""
+    strategy: Strategy = Strategy.DDP
+    world_size: int = 1
+    """Ranks, each with as many samples."""
+    validate_every: int | None = None
+    """Micro-batches between validations, of VALIDATION_S each; None for none."""
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether one process is enough."""
+        return self.world_size == 1 and self.strategy is Strategy.DDP
 
     @property
     def lengths(self) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bench.audit.monitor import TOLERANCE
-from bench.audit.monitor_grid import Epoch, RateVerdict
+from bench.audit.monitor_grid import VALIDATION_S, Epoch, RateVerdict, Strategy
 from bench.report import sheet, style
 from bench.report.sheet import FigureWords
 from bench.report.style import SMALL
@@ -55,7 +55,18 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
         "micro_batch_s": arguments.micro_batch_time,
         "optimizer_s": arguments.optimizer_time,
         "tolerance": TOLERANCE,
+        "training": _training(arguments),
     }
+
+
+def _training(arguments: argparse.Namespace) -> str:
+    """What differs from a training on one rank without validation."""
+    differs = arguments.world_size > 1 or arguments.strategy is not Strategy.DDP
+    name = {Strategy.DDP: "DDP", Strategy.DEEPSPEED: "DeepSpeed ZeRO-2"}[arguments.strategy]
+    words = [f"{plural(arguments.world_size, 'rank')} with {name}"] if differs else []
+    if arguments.validate_every:
+        words.append(f"a validation of {VALIDATION_S:g} s every {arguments.validate_every} micro-batches")
+    return ", ".join(words)
 
 
 def show_table(rows: pd.DataFrame, about: dict[str, Any]) -> None:
@@ -131,9 +142,11 @@ def markdown(rows: pd.DataFrame, about: dict[str, Any]) -> str:
 
 def settings(about: dict[str, Any]) -> str:
     """How it was measured, in one paragraph."""
+    training = f"Training: {about['training']}. " if about["training"] else ""
     return (
         f"Lightning {about['lightning']}, torch {about['torch']}, Python {about['python']}. A micro-batch takes "
         f"{about['micro_batch_s']:g} s and an optimizer step {about['optimizer_s']:g} s more, on a virtual clock. "
+        f"{training}"
         "ratio: the samples/s that the monitor logged, divided by those measured at the optimizer over the whole "
         f"windows that cover the monitor's; right: within {100 * about['tolerance']:g} % of 1."
     )

@@ -1,28 +1,21 @@
-"""One rank's part in an audit: it trains the decoder in each scenario and records what passes the three taps.
-
-The scenarios of a backend follow each other in one process group, each on a fresh build. A test compares the results
-with those in process groups of their own.
-"""
+"""One rank's part in a scenario: it trains the decoder and records what passes the three taps."""
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-from bench.audit.job import ScenarioJob, audited
-from bench.audit.scenario import Fault, Reduction, Scenario, Split
-from bench.backends.base import Backend, registry
+from bench.audit.job import AuditedTrainer, ScenarioJob, evaluate
+from bench.audit.scenario import RESTART, Fault, Reduction, Scenario, Split
+from bench.backends.base import Backend
 from bench.launch.rank import failure as failure_of
 from bench.measure.taps import EventKind, Taps
-from bench.plan.cell import Cell, Device, Status
-from bench.plan.task import Task
+from bench.plan.cell import Cell, Device
 
 if TYPE_CHECKING:
     import torch
@@ -33,19 +26,6 @@ if TYPE_CHECKING:
 
 LETTERS = {EventKind.FETCH: "F", EventKind.LOSS: "L", EventKind.STEP: "S"}
 """A fetch, a loss, and an inner optimizer step, as they are recorded."""
-
-
-@dataclass(kw_only=True)
-class AuditTask(Task):
-    """Scenarios for one backend, all with one world size."""
-
-    work: ClassVar[str] = "bench.audit.observe:work"
-
-    scenarios: tuple[Scenario, ...]
-
-
-PEERS_S = 3.0
-"""How long a rank that failed waits for the others to fail too, or to finish."""
 
 
 class MicroBatchError(RuntimeError):
@@ -60,41 +40,18 @@ class _Saved(Exception):  # noqa: N818 - no error: it stops the first half of a 
     """The checkpoint is written."""
 
 
-def work(task: AuditTask, rank: int, device: torch.device) -> dict[str, Any]:
-    """One rank's part; see ``bench.plan.task.Task``."""
-    backend = audited(registry([task.backend])[task.backend])
-    return {"status": Status.OK, "audits": [_audit(task, i, backend, rank, device) for i in range(len(task.scenarios))]}
+class _Part:
+    """A part of a sampler's positions, from the second pass on without its start skipped."""
 
+    def __init__(self, sampler: Iterable[int], skip: int, limit: int) -> None:
+        self._positions, self._skip = list(sampler)[:limit], skip
 
-def _audit(task: AuditTask, index: int, backend: type[Backend], number: int, device: torch.device) -> dict[str, Any]:
-    """One scenario on this rank; see ``Audit.run``. All ranks share a folder for checkpoints.
+    def __len__(self) -> int:
+        return len(self._positions) - self._skip
 
-    Raises the error of a scenario that failed on this rank only, since the other ranks wait for it in a collective.
-    """
-    import torch.distributed as dist
-
-    gc.collect()  # frees the previous scenario, whose frameworks leave reference cycles
-    checkpoints = Path(task.folder) / f"checkpoints-{index}"
-    if number == 0:
-        checkpoints.mkdir()
-    dist.barrier()
-    audit = Audit(task.scenarios[index], backend, number, device, checkpoints)
-    found = audit.run()
-    (Path(task.folder) / f"done-{index}-{number}").touch()
-    if audit.error is not None and not _all_done(task, index):
-        raise audit.error
-    dist.barrier()
-    return found
-
-
-def _all_done(task: AuditTask, index: int) -> bool:
-    """Whether all ranks finish a scenario or fail in it within ``PEERS_S``."""
-    deadline = time.monotonic() + PEERS_S
-    while time.monotonic() < deadline:
-        if all((Path(task.folder) / f"done-{index}-{rank}").exists() for rank in range(task.world_size)):
-            return True
-        time.sleep(0.02)
-    return False
+    def __iter__(self) -> Iterator[int]:
+        start, self._skip = self._skip, 0
+        return iter(self._positions[start:])
 
 
 class Audit:
@@ -120,8 +77,11 @@ class Audit:
         self.changes: list[dict[int, float]] = []
         self.digests: list[str] = []
         self.schedulers: list[LRScheduler] = []
-        self.skip = 0
-        """Micro-batches that the loader of a resumed training skips."""
+        self.first_epoch = self.skip = 0
+        """Where a resumed training goes on: the epoch, and the micro-batches of it that the loader skips."""
+        self.restart: int | None = None
+        """The number of events before the checkpoint."""
+        self.is_resuming = False
         self.error: Exception | None = None
         self._first_sample: int | None = None
         self._epoch = -1
@@ -150,7 +110,7 @@ class Audit:
             fetches=self.fetches,
             losses=self.losses,
             faults=self.faults,
-            events="".join(LETTERS[event.kind] for event in self.taps.events),
+            events=self._events(),
             changes=[sorted(change.items()) for change in self.changes],
             digests=self.digests,
             reported=reported,
@@ -162,10 +122,18 @@ class Audit:
         try:
             self.backend.train(self._job())
         except MicroBatchError:
+            self.first_epoch = self._epoch
             self.backend.continue_training(self._job())
         except _Saved:
+            self.is_resuming, self._epoch = True, self.first_epoch
             self.backend = self.backend_class()
             self.backend.train(self._job(resume=self.folder))
+
+    def _events(self) -> str:
+        letters = [LETTERS[event.kind] for event in self.taps.events]
+        if self.restart is not None:
+            letters.insert(self.restart, RESTART)
+        return "".join(letters)
 
     def _job(self, resume: Path | None = None) -> ScenarioJob:
         import torch
@@ -199,15 +167,18 @@ class Audit:
             block_parameters=self.num_slots,
             build=self._build,
             blocks=self.workload.blocks,
-            loader=self._loader(sharded=True),
+            loader=self._loader(limit=scenario.micro_batches),
             scenario=scenario,
-            unsharded=self._loader(sharded=False) if scenario.split is Split.FRAMEWORK else None,
+            whole=self._loader(),
+            first_epoch=self.first_epoch,
             loss=self._loss,
             optimizer=optimizer,
             keep_parameters=True,
             clip_norm=scenario.clip_norm,
             scheduler=scheduler,
             resume=resume,
+            validate=self._validate,
+            epoch_ended=self._end_epoch,
         )
 
     def _build(self) -> nn.Module:
@@ -216,17 +187,23 @@ class Audit:
         model.load_state_dict(self.weights)
         return model.to(self.device)
 
-    def _loader(self, *, sharded: bool) -> Any:
-        """A DataLoader over the numbers of this rank's samples, or of all samples, tapped where it collates."""
+    def _loader(self, limit: int | None = None) -> Any:
+        """A DataLoader over the numbers of samples, tapped where it collates.
+
+        With a limit, of this rank's samples in that many micro-batches, without those that a resumed training skips.
+        Otherwise of all samples of this rank, or of all ranks if the framework splits them.
+        """
         from torch.utils.data import DataLoader, DistributedSampler
 
         scenario = self.scenario
         data: Any = range(scenario.samples)
         sampler: Any = None
-        if sharded:
-            sampler = DistributedSampler(data, scenario.world_size, self.rank, shuffle=False)
-            if self.skip:
-                sampler, self.skip = list(sampler)[self.skip * scenario.batch_size :], 0
+        if limit or scenario.split is Split.GIVEN:
+            sampler = DistributedSampler(
+                data, scenario.world_size, self.rank, shuffle=False, drop_last=scenario.sampler_drop_last
+            )
+        if limit:
+            sampler = _Part(sampler, self.skip * scenario.batch_size, limit * scenario.batch_size)
         return DataLoader(
             data,
             batch_size=scenario.batch_size,
@@ -242,8 +219,7 @@ class Audit:
         self._read()
         if len(self.fetches) == self.scenario.bound:
             raise _BoundReached
-        if len(self.fetches) == self.scenario.at and not self.faults:
-            self._fault()
+        self._fault()
         self._count_epochs(samples[0])
         slot = self.rank * self.scenario.slots_per_rank + len(self.fetches) * self.scenario.largest_batch
         self.fetches.append({"epoch": self._epoch, "samples": samples})
@@ -256,13 +232,13 @@ class Audit:
     def _count_epochs(self, sample: int) -> None:
         """Notice a new epoch, which begins with the same sample as the first one.
 
-        A framework that splits the samples may shuffle them, so micro-batches are counted there. A resumed training is
-        in the same epoch, even if its loader starts over.
+        A framework that splits the samples may shuffle them, so micro-batches are counted there. A resumed training
+        goes on in the epoch of its checkpoint, even if its loader starts over.
         """
         if self.scenario.split is Split.FRAMEWORK:
             self._epoch = len(self.fetches) // self.scenario.micro_batches
-        elif self.scenario.fault is Fault.CHECKPOINT:
-            self._epoch = 0
+        elif self.is_resuming:
+            self.is_resuming = False
         elif self._first_sample in {None, sample}:
             self._first_sample = sample
             self._epoch += 1
@@ -276,22 +252,48 @@ class Audit:
         return sum(scenario.tokens(sample) for sample in range(start, start + size))
 
     def _loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-        if self.scenario.fault is Fault.EXCEPTION and len(self.fetches) == self.scenario.at and not self.faults:
+        number = (int(batch[0, 0]) - self.rank * self.scenario.slots_per_rank) // self.scenario.largest_batch
+        if self.scenario.fault is Fault.EXCEPTION and number + 1 == self.scenario.at and not self.faults:
             self.workload.loss(model, batch)
             self.faults.append(len(self.losses))
             raise MicroBatchError(f"micro-batch {self.scenario.at} of the scenario raises")
-        self.losses.append((int(batch[0, 0]) - self.rank * self.scenario.slots_per_rank) // self.scenario.largest_batch)
+        self.losses.append(number)
         return self.taps.loss(self.workload.loss)(model, batch)
 
     def _fault(self) -> None:
         """Do what the scenario has between two micro-batches, if anything."""
-        if self.scenario.fault is Fault.ZERO_GRAD:
-            self.faults.append(len(self.losses))
-            self.backend.zero_grad()
-        elif self.scenario.fault is Fault.CHECKPOINT:
-            self.faults.append(len(self.losses))
-            self.skip = self.backend.save(self.folder, self.scenario.at, self.scenario.accumulate[0])
-            raise _Saved
+        scenario, fetched = self.scenario, len(self.fetches)
+        if scenario.fault is Fault.VALIDATION and fetched and fetched % scenario.at == 0:
+            if not isinstance(self.backend, AuditedTrainer):  # which validates by itself
+                evaluate(self.backend, self._validate)
+        elif fetched == scenario.at and not self.faults:
+            if scenario.fault is Fault.ZERO_GRAD:
+                self.faults.append(len(self.losses))
+                self.backend.zero_grad()
+            elif scenario.fault is Fault.CHECKPOINT:
+                self._save()
+
+    def _save(self) -> None:
+        """Write a checkpoint and stop the training."""
+        self.faults.append(len(self.losses))
+        self.restart = len(self.taps.events)
+        epoch, seen = divmod(self.scenario.at, self.scenario.micro_batches)
+        skip = self.backend.save(self.folder, seen, self.scenario.accumulate[0])
+        self.first_epoch, self.skip = divmod(epoch * self.scenario.micro_batches + skip, self.scenario.micro_batches)
+        raise _Saved
+
+    def _end_epoch(self) -> None:
+        """The framework writes the checkpoint of an epoch here."""
+        if self.scenario.fault is Fault.CHECKPOINT and len(self.fetches) == self.scenario.at and not self.faults:
+            self._read()
+            self._save()
+
+    def _validate(self, model: nn.Module) -> None:
+        """Evaluate the model on the first sample of all, outside of the taps."""
+        import torch
+
+        self.faults.append(len(self.losses))
+        self.workload.loss(model, torch.tensor([(0, 1, 1)], device=self.device))
 
     def _read(self) -> None:
         """Record what the last update changed, if there was one since the last call. Collective."""
@@ -314,8 +316,10 @@ def record(scenario: Scenario, stopped: str, failure: dict[str, Any] | None, **o
     ``stopped``: ``ended``, ``failed``, ``bound`` if training would not have ended, or ``lost`` with its process group;
     ``failure``: as from ``rank.failure``; ``fetches``: epoch and samples of each micro-batch; ``losses``: the fetch of
     each loss; ``faults``: the number of losses before each fault; ``events``: the taps' events in order, one letter
-    each; ``changes``: for each update, the coefficients by slot; ``digests``: of all weights after each update, equal
-    on all ranks if their replicas are; ``reported``: the framework's own counters.
+    each, and RESTART; ``changes``: for each update, the coefficients by slot; ``digests``: of all weights after each
+    update, equal
+    on all ranks if their replicas are; ``reported``: the framework's own counters; ``unclipped``, in a scenario that
+    clips: the record of the same training without.
     """
     nothing: dict[str, Any] = {name: [] for name in ("fetches", "losses", "faults", "changes", "digests")}
     nothing |= {"events": "", "reported": {}}

@@ -6,6 +6,7 @@ an update is decoded into one coefficient per use, and everything below is arith
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any, TypeVar
 
-from bench.audit.scenario import Fault, Scenario
+from bench.audit.scenario import RESTART, Fault, Scenario
 
 Key = TypeVar("Key")
 
@@ -39,6 +40,10 @@ class DecodedUpdate:
     """Losses computed on each rank since the previous update."""
     losses_before: int
     """Losses computed on each rank before this update, in total."""
+    num_inner_steps: int
+    """Steps of the inner optimizer that it consists of."""
+    is_of_restart: bool
+    """Whether no micro-batch lies between these steps and the checkpoint."""
     clip_norm: float
 
     @property
@@ -116,6 +121,11 @@ class Reading:
         self.uses = self._uses(ranks)
         self.all_updates = self._updates()
         self.diverged_at = self._diverged_at(ranks)
+        self.unclipped: Reading | None = None
+        """The same training without clipping, if the scenario clips."""
+        if "unclipped" in self.first:
+            free = dataclasses.replace(scenario, clip_norm=0.0)
+            self.unclipped = Reading(backend, free, [record["unclipped"] for record in ranks])
 
     def _uses(self, ranks: Sequence[Mapping[str, Any]]) -> dict[int, Use]:
         """All uses by their slot."""
@@ -130,20 +140,24 @@ class Reading:
 
     def _updates(self) -> list[DecodedUpdate]:
         """All updates in order; inner steps with no micro-batch in between are one update (``taps.updates``)."""
-        before, numbers = 0, []
+        before, numbers, letters = 0, [], [""]
         for is_step, group in groupby(self.first["events"], key=lambda letter: letter == "S"):
+            last, letters = letters[-1], list(group)
             if is_step:
-                numbers.append(before)
-            else:
-                before += sum(letter == "L" for letter in group)
+                numbers.append((before, len(letters), last == RESTART))
+            before += letters.count("L")
         return [
             DecodedUpdate(
                 coefficients={self.uses[slot]: value for slot, value in change},
                 num_losses=number - previous,
                 losses_before=number,
+                num_inner_steps=steps,
+                is_of_restart=is_of_restart,
                 clip_norm=self.scenario.clip_norm,
             )
-            for change, number, previous in zip(self.first["changes"], numbers, [0, *numbers], strict=False)
+            for change, (number, steps, is_of_restart), (previous, *_) in zip(
+                self.first["changes"], numbers, [(0, 0, False), *numbers], strict=False
+            )
         ]
 
     @staticmethod
@@ -162,7 +176,7 @@ class Reading:
     @property
     def num_empty_steps(self) -> int:
         """Steps of the inner optimizer that changed nothing."""
-        return len(self.all_updates) - len(self.updates)
+        return sum(update.num_inner_steps for update in self.all_updates if not update.coefficients)
 
     @cached_property
     def computed(self) -> list[int]:
@@ -204,6 +218,23 @@ class Reading:
         return [use for use in self.unapplied if use not in late]
 
     @cached_property
+    def interrupted(self) -> set[int]:
+        """The fetches in the window that was open when the fault happened, with those that an exception left unused."""
+        if not self.first["faults"]:
+            return set()
+        at = self.first["faults"][0]
+        opened = max((u.losses_before for u in self.updates if u.losses_before <= at), default=0)
+        unused = set(range(self.num_micro_batches)) - set(self.computed)
+        return set(self.computed[opened:at]) | (unused if self.scenario.fault is Fault.EXCEPTION else set())
+
+    @property
+    def aborted_epoch(self) -> int | None:
+        """The epoch that an exception ended, if one did; it is trained again as the next one."""
+        if self.scenario.fault is not Fault.EXCEPTION or not self.first["faults"]:
+            return None
+        return int(self.first["fetches"][self.scenario.at - 1]["epoch"])
+
+    @cached_property
     def repeated(self) -> list[Use]:
         """Applied uses of a sample already applied in the same epoch: padding, or a loader that started over."""
         seen: set[tuple[int, int]] = set()
@@ -229,7 +260,7 @@ class Reading:
 
     @property
     def num_dropped(self) -> int:
-        """Samples that ``drop_last`` leaves out, over all epochs."""
+        """Samples that ``drop_last`` or ``limit_batches`` leave out, over all epochs."""
         return (self.scenario.samples - len(set(self._offered))) * (self.scenario.epochs or 0)
 
     @property
@@ -239,8 +270,7 @@ class Reading:
         cut = self.num_micro_batches < epochs * self.scenario.micro_batches
         if self.failure or not epochs or (self.scenario.max_steps is not None and cut):
             return 0
-        aborted = 1 if self.scenario.fault is Fault.EXCEPTION else 0
-        seen = {(use.epoch, use.sample) for use in self.uses.values() if use.epoch >= aborted}
+        seen = {(use.epoch, use.sample) for use in self.uses.values() if use.epoch != self.aborted_epoch}
         return self.scenario.samples * epochs - len(seen)
 
     @property

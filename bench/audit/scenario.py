@@ -16,6 +16,7 @@ from bench import fields, files
 from bench.audit.training import TrainingPlan
 from bench.errors import InputError, shown
 from bench.fields import Amount, Flag, MisfitError, Must, Natural, Positive
+from bench.words import plural
 
 SUITE = Path(__file__).parent / "scenarios.toml"
 """The shipped scenarios, in the order in which they are shown."""
@@ -25,8 +26,12 @@ MOST_RANKS = 64
 """Each is a process."""
 
 
+RESTART = "R"
+"""The letter of a restart from a checkpoint among the recorded events, before all that writing and loading it do."""
+
+
 class Fault(StrEnum):
-    """What happens in the middle of a window."""
+    """What happens in the middle of a window, or at an epoch's end."""
 
     NONE = "none"
     EXCEPTION = "exception"
@@ -35,6 +40,8 @@ class Fault(StrEnum):
     """Training is saved by the framework's means and stopped, and resumed from that by a fresh build."""
     ZERO_GRAD = "zero_grad"
     """The framework's gradients are cleared."""
+    VALIDATION = "validation"
+    """The model is evaluated, every ``at`` micro-batches."""
 
 
 class Reduction(StrEnum):
@@ -91,6 +98,10 @@ class Scenario:
     split: Annotated[Split, Must(f"one of {', '.join(Split)}")] = Split.GIVEN
     drop_last: Flag = False
     """Whether the loader drops an incomplete last micro-batch."""
+    sampler_drop_last: Flag = False
+    """Whether DistributedSampler drops samples instead of padding them to a multiple of the ranks."""
+    limit_batches: Positive | None = None
+    """Micro-batches after which an epoch ends, Lightning's ``limit_train_batches``."""
     max_steps: Positive | None = None
     """The limit of steps that is given to the framework."""
     token_weights: Annotated[Positives, Must("a list of integers of at least 1")] = ()
@@ -100,7 +111,10 @@ class Scenario:
     """The framework's limit for the gradient's L2 norm; 0 for none."""
     fault: Annotated[Fault, Must(f"one of {', '.join(Fault)}")] = Fault.NONE
     at: Natural = 0
-    """The micro-batch of the first epoch, counted from 1, after which (or in which, if it raises) the fault happens."""
+    """The micro-batch of the training, counted from 1, after which (or in which, if it raises) the fault happens.
+
+    A checkpoint after the last one of an epoch is written where the framework writes that of an epoch.
+    """
 
     def __post_init__(self) -> None:
         """Raises InputError for values that do not go together."""
@@ -114,6 +128,8 @@ class Scenario:
             )
         if self.reduction is Reduction.WINDOW and self.split is Split.FRAMEWORK:
             raise MisfitError("reduction", " is window; it needs windows of known samples; leave out split = framework")
+        if self.sampler_drop_last and self.split is Split.FRAMEWORK:
+            raise MisfitError("sampler_drop_last", " is that of the given sampler; leave out split = framework")
         if (self.fault is not Fault.NONE) != bool(self.at):
             raise MisfitError("at", ": goes with a fault, and a fault with it")
         if self.fault is not Fault.NONE:
@@ -127,16 +143,17 @@ class Scenario:
             )
 
     def _check_fault(self, micro_batches: int) -> None:
-        if self.epochs != 1 or self.max_steps is not None:
-            raise MisfitError(
-                "fault", f" is {self.fault}; it happens in a training of one epoch; leave out max_steps and epochs"
-            )
+        if self.epochs is None or self.max_steps is not None:
+            raise MisfitError("fault", f" is {self.fault}; it happens in a number of epochs; leave out max_steps")
+        if len(self.accumulate) > 1:
+            raise MisfitError("fault", f" is {self.fault}; it happens in a training with one N; give one")
         if self.split is Split.FRAMEWORK:
             raise MisfitError(
                 "fault", f" is {self.fault}; it needs the given order of samples; leave out split = framework"
             )
-        if self.at >= micro_batches:
-            raise MisfitError("at", f" is {self.at}; an epoch has {micro_batches} micro-batches; use 1 to one less")
+        if self.at >= micro_batches * self.epochs:
+            every = plural(micro_batches * self.epochs, "micro-batch", "es")
+            raise MisfitError("at", f" is {self.at}; the training has {every}; use 1 to one less")
 
     @property
     def largest_batch(self) -> int:
@@ -163,7 +180,7 @@ class Scenario:
 
     @property
     def training(self) -> TrainingPlan:
-        """What follows from the numbers alone, with the N of the first epoch."""
+        """What follows from the numbers alone."""
         return TrainingPlan(
             samples=self.samples,
             batch_size=self.batch_size,
@@ -172,6 +189,9 @@ class Scenario:
             epochs=self.epochs,
             max_steps=self.max_steps,
             drop_last=self.drop_last,
+            accumulate_later=self.accumulate[1:],
+            sampler_drop_last=self.sampler_drop_last,
+            limit_batches=self.limit_batches,
         )
 
     @property

@@ -58,7 +58,7 @@ def page(
         images=images,
         sections={
             "Lightning with DeepSpeed": _lightning_deepspeed(observations),
-            "max\\_steps and drop\\_last": _limits(observations),
+            "max\\_steps, drop\\_last and limit\\_train\\_batches": _limits(observations),
             "Loops written by hand": _by_hand(observations),
         },
         throughput=throughput,
@@ -116,17 +116,18 @@ def _first_plain(observations: Sequence[Observation], *, complete: bool) -> str:
 
 
 def _limits(observations: Sequence[Observation]) -> list[str]:
-    """What every backend does in the scenarios with ``max_steps`` or ``drop_last``."""
+    """What every backend does in the scenarios that leave something out."""
     lines = []
     for name, scenario in scenarios(observations).items():
-        if scenario["max_steps"] is not None or scenario["drop_last"]:
+        if any(scenario[key] for key in ("max_steps", "drop_last", "sampler_drop_last", "limit_batches")):
             lines += _behaviour(f"{_code(name)} ({escape(scenario['title'])})", observations, name, _facts)
     return lines
 
 
 def _by_hand(observations: Sequence[Observation]) -> list[str]:
-    """The backends that report no counters, one line for those that behave alike."""
-    counting = {seen["backend"] for seen in observations if seen["steps_reported"]}
+    """The backends without a Trainer's or an engine's counter, one line for those that behave alike."""
+    counters = {GLOBAL_STEP, ENGINE_STEPS}
+    counting = {seen["backend"] for seen in observations if counters & seen["steps_reported"].keys()}
     lines = []
     for alike in groups([seen for seen in observations if seen["backend"] not in counting]):
         cells = {name: by_backend(seen) for name, seen in alike.cells.items()}

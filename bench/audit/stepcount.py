@@ -16,6 +16,16 @@ from typing import Any
 from bench.audit.training import TrainingPlan, ceil
 from bench.plan.cell import Sharding, Stepping
 
+CARRIES = (Stepping.CARRY, Stepping.CANCEL, Stepping.SPLIT)
+"""Rules by which a window may hold micro-batches of two epochs."""
+ESTIMATE = "trainer.estimated_stepping_batches"
+ADDED = (
+    *("micro_batches_consumed", "epochs_begun", "epochs_consumed", "optimizer_steps"),
+    *("micro_batches_lost_in_mid_run", "micro_batches_left_open"),
+    *(f"samples_{fate}" for fate in ("used", "padded", "dropped", "lost_in_mid_run", "left_open", "unread")),
+)
+"""What a training has as often as its phases together."""
+
 
 class Stops(StrEnum):
     """What ends a training."""
@@ -69,15 +79,15 @@ class Steps:
     stops: Stops
     """What ends the training."""
     micro_batches_consumed: int
-    """Micro-batches trained on by each rank."""
+    """Micro-batches fetched by each rank."""
     epochs_begun: int
-    """Epochs with at least one micro-batch trained on."""
+    """Epochs with at least one micro-batch fetched."""
     epochs_consumed: float
     """Micro-batches consumed divided by micro-batches per epoch."""
     optimizer_steps: int
     """Real steps of the inner optimizer: parameter updates."""
     steps_per_epoch: tuple[int, ...]
-    """The steps in each whole epoch, as a pattern that repeats."""
+    """The steps in each whole epoch, as a pattern that repeats; with an N by epoch, its last number repeats."""
     steps_reported: dict[str, int]
     """The framework's own counters, and its estimate before training, by their names."""
     equal_max_steps: int | None
@@ -89,7 +99,7 @@ class Steps:
     samples_padded: int
     """Samples that the sampler repeats in the epochs begun."""
     samples_dropped: int
-    """Samples that ``drop_last`` leaves out of the epochs finished."""
+    """Samples that ``drop_last``, of loader or sampler, leaves out of the epochs finished."""
     micro_batches_lost_in_mid_run: int
     """Micro-batches cleared from a window that then led to an update."""
     samples_lost_in_mid_run: int
@@ -99,7 +109,7 @@ class Steps:
     samples_left_open: int
     """Samples of these micro-batches on all ranks, whether cleared or not."""
     samples_unread: int
-    """Samples left in an epoch that training did not finish."""
+    """Samples left in an epoch that training did not finish, or beyond ``limit_batches``."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; ``update_scales`` becomes a list of pairs."""
@@ -114,12 +124,14 @@ class Steps:
 
 
 def calculate(training: TrainingPlan, rule: StepRule) -> Steps | None:
-    """The training under a rule; None for ``Stepping.UNKNOWN``.
+    """The training under a rule; None where none is known, for ``Stepping.UNKNOWN`` and some N by epoch (``by_epoch``).
 
     - ``window`` and ``flush`` step after N micro-batches and at the end of the epoch (Lightning:
       loops/training_epoch_loop.py, ``_should_accumulate``).
     - ``carry`` steps after N micro-batches counted over the whole training (DeepSpeed: runtime/engine.py,
       ``is_gradient_accumulation_boundary``).
+    - ``cancel`` steps as ``carry``, but counts the step that it begins and cancels when the data end before its
+      ``training.steps``, here those of the naive formula (torchtitan: trainer.py, ``train``).
     - ``split`` steps as ``carry``, but compares ``max_steps`` with ``trainer.global_step``, which counts every N-th
       micro-batch of an epoch (Lightning: the same ``_should_accumulate`` under a strategy that
       ``handles_gradient_accumulation``; loops/optimization/automatic.py, ``_optimizer_step``).
@@ -129,6 +141,8 @@ def calculate(training: TrainingPlan, rule: StepRule) -> Steps | None:
     """
     if rule.stepping is Stepping.UNKNOWN:
         return None
+    if training.accumulate_later:
+        return by_epoch(training, rule)
     end = None if training.epochs is None else training.epochs * training.micro_batches_per_epoch
     reached = None if training.max_steps is None else reaches(training, rule, training.max_steps)
     if reached is not None and (end is None or reached <= end):
@@ -139,11 +153,47 @@ def calculate(training: TrainingPlan, rule: StepRule) -> Steps | None:
     return _after(training, rule, training.max_steps * training.accumulate, Stops.NEVER)
 
 
+def by_epoch(training: TrainingPlan, rule: StepRule) -> Steps | None:
+    """A training whose N changes: the sum of its phases, each of one N.
+
+    None where a window may hold micro-batches of two phases, and with ``split``: Lightning refuses
+    ``GradientAccumulationScheduler`` there (callbacks/gradient_accumulation_scheduler.py, ``on_train_start``).
+    """
+    phases, per_epoch = training.phases, training.micro_batches_per_epoch
+    is_whole = all(per_epoch % n == 0 for n, _ in phases)
+    if rule.stepping not in (Stepping.WINDOW, Stepping.FLUSH) and not (rule.stepping is Stepping.CARRY and is_whole):
+        return None
+    parts: list[Steps] = []
+    equal, left = 0, training.max_steps
+    for n, epochs in phases:
+        one = dataclasses.replace(training, accumulate=n, accumulate_later=(), epochs=epochs, max_steps=left)
+        equal += updates(one, rule, (epochs or 0) * per_epoch)
+        if parts and parts[-1].stops is Stops.MAX_STEPS:
+            continue
+        part = calculate(one, rule)
+        assert part is not None
+        parts.append(part)
+        left = None if left is None else left - part.optimizer_steps
+    counters = {name: sum(part.steps_reported[name] for part in parts) for name in parts[0].steps_reported}
+    if ESTIMATE in counters:  # by the N of the moment, before the first epoch
+        counters[ESTIMATE] = _reported(training, rule, 0)[ESTIMATE]
+    scales = sum((Counter(part.update_scales) for part in parts), Counter[float]())
+    sums: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in ADDED}
+    return Steps(
+        stops=parts[-1].stops,
+        steps_per_epoch=tuple(steps for part in parts for steps in part.steps_per_epoch),
+        steps_reported=counters,
+        equal_max_steps=None if training.epochs is None else equal,
+        update_scales=dict(sorted(scales.items(), reverse=True)),
+        **sums,
+    )
+
+
 def reaches(training: TrainingPlan, rule: StepRule, steps: int) -> int | None:
     """The micro-batches after which the counter compared with ``max_steps`` reaches ``steps``; None if never."""
     if steps == 0:
         return 0
-    if rule.stepping is Stepping.CARRY:
+    if rule.stepping in (Stepping.CARRY, Stepping.CANCEL):
         return steps * training.accumulate
     per_epoch = training.full_windows if rule.stepping is Stepping.SPLIT else training.windows
     if per_epoch == 0:
@@ -156,7 +206,7 @@ def reaches(training: TrainingPlan, rule: StepRule, steps: int) -> int | None:
 
 def updates(training: TrainingPlan, rule: StepRule, micro_batches: int) -> int:
     """Real optimizer steps in the first ``micro_batches`` micro-batches."""
-    if rule.stepping in (Stepping.CARRY, Stepping.SPLIT):
+    if rule.stepping in CARRIES:
         return micro_batches // training.accumulate
     finished, begun = divmod(micro_batches, training.micro_batches_per_epoch)
     return finished * training.windows + begun // training.accumulate
@@ -165,10 +215,9 @@ def updates(training: TrainingPlan, rule: StepRule, micro_batches: int) -> int:
 def _after(training: TrainingPlan, rule: StepRule, consumed: int, stops: Stops) -> Steps:
     """The state of a training that ends after ``consumed`` micro-batches."""
     per_epoch, n = training.micro_batches_per_epoch, training.accumulate
-    carries = rule.stepping in (Stepping.CARRY, Stepping.SPLIT)
     finished, begun = consumed // per_epoch, ceil(consumed, per_epoch)
     steps = updates(training, rule, consumed)
-    stepped = consumed - consumed % n if carries else consumed
+    stepped = consumed - consumed % n if rule.stepping in CARRIES else consumed
     cleared = _cleared(per_epoch, n, stepped) if rule.clears else Counter[int]()
     lost = sum(offset * windows for offset, windows in cleared.items())
     # The last micro-batch of an epoch has fewer samples. It is cleared if the next epoch begins in its window.
@@ -225,7 +274,7 @@ def _cleared(per_epoch: int, n: int, stepped: int) -> Counter[int]:
 
 def _pattern(training: TrainingPlan, rule: StepRule, epochs: int) -> tuple[int, ...]:
     """Optimizer steps in each whole epoch until the pattern repeats; one number if all are equal."""
-    if rule.stepping not in (Stepping.CARRY, Stepping.SPLIT):
+    if rule.stepping not in CARRIES:
         return (training.windows,)
     per_epoch, n = training.micro_batches_per_epoch, training.accumulate
     shown = range(min(epochs, _period(per_epoch, n)))
@@ -242,6 +291,9 @@ def _reported(training: TrainingPlan, rule: StepRule, consumed: int) -> dict[str
     engine = {"engine.global_steps": consumed // training.accumulate}
     if rule.stepping is Stepping.CARRY:
         return engine
+    if rule.stepping is Stepping.CANCEL:
+        taken = consumed // training.accumulate
+        return {"trainer.step": taken + (taken < training.naive_steps)}
     if rule.stepping is Stepping.WINDOW:
         return {}
     finished, begun = divmod(consumed, training.micro_batches_per_epoch)
@@ -252,7 +304,7 @@ def _reported(training: TrainingPlan, rule: StepRule, consumed: int) -> dict[str
         limits.append(training.windows * training.epochs)
     counters = {
         "trainer.global_step": finished * per_epoch + begun // training.accumulate,
-        "trainer.estimated_stepping_batches": min(limits),
+        ESTIMATE: min(limits),
     }
     return counters | engine if split else counters
 

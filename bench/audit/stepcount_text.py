@@ -93,12 +93,16 @@ def lines(training: TrainingPlan, rules: Rules) -> Iterator[str]:
 def _headline(training: TrainingPlan) -> str:
     until = [] if training.epochs is None else [plural(training.epochs, "epoch")]
     until += [] if training.max_steps is None else [f"max_steps {training.max_steps}"]
+    windows = (
+        f"{plural(training.full_windows, 'window')} of {training.accumulate} and {training.partial_window} over; "
+        f"effective batch {training.effective_batch}"
+    )
+    if training.accumulate_later:
+        windows = f"windows of {training.accumulate}, then {', then '.join(map(str, training.accumulate_later))}"
     return (
         f"{plural(training.samples, 'sample')} on {plural(training.world_size, 'rank')}: "
         f"{training.samples_per_rank} per rank and epoch = {_micro_batches(training.micro_batches_per_epoch)} of "
-        f"{training.batch_size} (the last has {training.last_micro_batch}) = "
-        f"{plural(training.full_windows, 'window')} of {training.accumulate} and {training.partial_window} over; "
-        f"effective batch {training.effective_batch}; until {' or '.join(until)}"
+        f"{training.batch_size} (the last has {training.last_micro_batch}) = {windows}; until {' or '.join(until)}"
     )
 
 
@@ -160,7 +164,10 @@ def notes_on(training: TrainingPlan) -> list[str]:
         notes.append(
             f"DistributedSampler repeats {plural(padding, 'sample')} per epoch, so that all ranks have as many{fate}"
         )
-    if dropped := training.dropped_per_epoch:
+    by_sampler = max(0, training.samples - training.samples_per_rank * training.world_size)
+    if by_sampler:
+        notes.append(f"DistributedSampler leaves out {plural(by_sampler, 'sample')} in every epoch")
+    if dropped := training.dropped_per_epoch - by_sampler:
         notes.append(
             f"drop_last leaves out {plural(dropped, 'sample')} in every epoch, the incomplete micro-batch of "
             f"{training.samples_per_rank % training.batch_size} on each rank; it never leaves out an incomplete window"
@@ -190,9 +197,13 @@ def _wrong(training: TrainingPlan, groups: Mapping[StepRule, Steps | None]) -> s
         reasons.append("a framework may count something else, or the epochs may end first")
     else:
         expected = f"ceil({training.samples} / {training.effective_batch}) x {training.epochs} = {naive}"
+        if training.accumulate_later:
+            expected = f"ceil({training.samples} / effective batch), summed over the epochs, is {naive}"
         if training.dropped_per_epoch:
             reasons.append("it counts samples that drop_last leaves out")
-        if training.partial_window and any(rule.stepping in ("carry", "split") for rule in groups):
+        if training.limit_batches:
+            reasons.append("it does not know the limit of micro-batches")
+        if training.partial_window and any(rule.stepping in ("carry", "cancel", "split") for rule in groups):
             reasons.append("it counts every epoch's incomplete window as an update")
     return f"{expected}, but {'; '.join(others)}: {', and '.join(reasons)}"
 
@@ -200,16 +211,29 @@ def _wrong(training: TrainingPlan, groups: Mapping[StepRule, Steps | None]) -> s
 def _differences(training: TrainingPlan, rule: StepRule, steps: Steps | None) -> list[str]:
     """One sentence for each unexpected thing that a backend of this rule does."""
     if steps is None:
-        return ["declares no rule, so nothing is calculated; measure it with: python -m bench semantics"]
-    n, over = training.accumulate, training.partial_window
+        why = {
+            Stepping.UNKNOWN: "declares no rule",
+            Stepping.SPLIT: "Lightning refuses an N by epoch where the strategy accumulates",
+            Stepping.CANCEL: "has one N for the whole training",
+        }.get(rule.stepping, "a window may hold micro-batches of epochs with different N")
+        return [f"{why}, so nothing is calculated; measure it with: python -m bench semantics"]
+    n, over = training.accumulate, 0 if training.accumulate_later else training.partial_window
     say: list[str] = []
-    if rule.stepping is Stepping.FLUSH and over:
+    if rule.stepping is Stepping.FLUSH and training.accumulate_later:
+        all_updates = plural(steps.optimizer_steps, "update")
+        small = [
+            f"{count} of {all_updates} at {scale:.4g}" for scale, count in steps.update_scales.items() if scale < 1
+        ]
+        if small:
+            text = "the loss of an incomplete last window of an epoch is still divided by N"
+            say.append(f"{text}: {', '.join(small)} of the right one")
+    elif rule.stepping is Stepping.FLUSH and over:
         tails = steps.micro_batches_consumed // training.micro_batches_per_epoch
         say.append(
             f"the last window of an epoch has {over} of {n} micro-batches, but its loss is still divided by {n}: "
             f"{tails} of {plural(steps.optimizer_steps, 'update')} are {over / n:.4g} of the right one"
         )
-    if rule.stepping is Stepping.CARRY and over:
+    if rule.stepping in (Stepping.CARRY, Stepping.CANCEL) and over:
         say.append(f"the last {_micro_batches(over)} of an epoch start the first window of the next epoch")
     taken = steps.optimizer_steps
     if others := [f"{name} says {count}" for name, count in steps.steps_reported.items() if count != taken]:
@@ -238,7 +262,7 @@ def _about_max_steps(training: TrainingPlan, rule: StepRule, steps: Steps) -> li
     wanted = training.max_steps
     if wanted is None:
         return []
-    if reaches(training, rule, wanted) is None:
+    if not training.accumulate_later and reaches(training, rule, wanted) is None:
         stays = (
             f"an epoch has {_micro_batches(training.micro_batches_per_epoch)}, fewer than N = {training.accumulate}, "
             f"so trainer.global_step stays 0 and max_steps {wanted} is never reached"

@@ -1,21 +1,92 @@
-"""Runs scenarios under backends in as few process groups as possible; one that fails spoils no other."""
+"""Runs scenarios under backends in as few process groups as possible; one that fails spoils no other.
+
+The scenarios of a backend follow each other in one process group, each on a fresh build. A test compares the results
+with those in process groups of their own.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench.audit.observe import AuditTask, record
+from bench.audit.job import audited
+from bench.audit.observe import Audit, record
 from bench.audit.scenario import Scenario
+from bench.backends.base import Backend, registry
 from bench.launch.launcher import Launcher
 from bench.launch.outcome import Outcome
 from bench.plan.cell import Device, Status
+from bench.plan.task import Task
 
+if TYPE_CHECKING:
+    import torch
+
+PEERS_S = 3.0
+"""How long a rank that failed waits for the others to fail too, or to finish."""
 Observed = tuple[str, Scenario, list[dict[str, Any]]]
 """Backend, scenario, and the record of each rank (``bench.audit.observe.Audit.run``), rank 0 first."""
+
+
+@dataclass(kw_only=True)
+class AuditTask(Task):
+    """Scenarios for one backend, all with one world size."""
+
+    work: ClassVar[str] = "bench.audit.suite:work"
+
+    scenarios: tuple[Scenario, ...]
+
+
+def work(task: AuditTask, rank: int, device: torch.device) -> dict[str, Any]:
+    """One rank's part; see ``bench.plan.task.Task``."""
+    backend = audited(registry([task.backend])[task.backend])
+    audits = []
+    for index, scenario in enumerate(task.scenarios):
+        found = _audit(task, scenario, str(index), backend, rank, device)
+        if scenario.clip_norm:
+            unclipped = dataclasses.replace(scenario, clip_norm=0.0)
+            found["unclipped"] = _audit(task, unclipped, f"{index}-unclipped", backend, rank, device)
+        audits.append(found)
+    return {"status": Status.OK, "audits": audits}
+
+
+def _audit(
+    task: AuditTask, scenario: Scenario, name: str, backend: type[Backend], number: int, device: torch.device
+) -> dict[str, Any]:
+    """One scenario on this rank; see ``Audit.run``. All ranks share a folder for checkpoints.
+
+    Raises the error of a scenario that failed on this rank only, since the other ranks wait for it in a collective.
+    """
+    import torch.distributed as dist
+
+    gc.collect()  # frees the previous scenario, whose frameworks leave reference cycles
+    checkpoints = Path(task.folder) / f"checkpoints-{name}"
+    if number == 0:
+        checkpoints.mkdir()
+    dist.barrier()
+    audit = Audit(scenario, backend, number, device, checkpoints)
+    found = audit.run()
+    (Path(task.folder) / f"done-{name}-{number}").touch()
+    if audit.error is not None and not _all_done(task, name):
+        raise audit.error
+    dist.barrier()
+    return found
+
+
+def _all_done(task: AuditTask, name: str) -> bool:
+    """Whether all ranks finish a scenario or fail in it within ``PEERS_S``."""
+    deadline = time.monotonic() + PEERS_S
+    while time.monotonic() < deadline:
+        if all((Path(task.folder) / f"done-{name}-{rank}").exists() for rank in range(task.world_size)):
+            return True
+        time.sleep(0.02)
+    return False
 
 
 def run(

@@ -246,7 +246,7 @@ class LightningDeepSpeedZero2(LightningBackend):
 
         ds.prepare()
         self.config = ds.zero_config(self.stage, job)
-        strategy = DeepSpeedStrategy if job.device.type == "cuda" else _on_cpu(DeepSpeedStrategy)
+        strategy = DeepSpeedStrategy if job.device.type == "cuda" else on_cpu(DeepSpeedStrategy)
         return strategy(config=dict(self.config))
 
     def continue_training(self, job: Job, **arguments: Any) -> None:
@@ -274,7 +274,7 @@ class LightningDeepSpeedZero2(LightningBackend):
         return {**super().settings(), **self.config}
 
 
-def _on_cpu(strategy: type[Any]) -> type[Any]:
+def on_cpu(strategy: type[Any]) -> type[Any]:
     """DeepSpeedStrategy without its check for CUDA; only the placement of ranks changes, not the training."""
     import torch
     from lightning.pytorch.strategies import DDPStrategy

@@ -38,7 +38,8 @@ def add(commands: Any) -> None:
     group = parser.add_argument_group("one scenario")
     for name, (_, read, metavar, words) in _scenario_options().items():
         group.add_argument(name, type=read, metavar=metavar, help=words)
-    group.add_argument("--drop-last", action="store_true", help="the loader drops an incomplete last micro-batch")
+    for name, words in FLAGS.items():
+        group.add_argument(name, action="store_true", help=words)
     group = parser.add_argument_group("the suite")
     words = "run the shipped scenarios, or those of a TOML file"
     group.add_argument("--suite", nargs="?", type=Path, const=SUITE, metavar="FILE", help=words)
@@ -51,6 +52,12 @@ def add(commands: Any) -> None:
     add_device(parser, Device.CPU)
     option("--timeout", type=float, default=TIMEOUT_S, metavar="SECONDS", help=f"per scenario (default: {TIMEOUT_S:g})")
     parser.set_defaults(command=run)
+
+
+FLAGS = {
+    "--drop-last": "the loader drops an incomplete last micro-batch",
+    "--sampler-drop-last": "DistributedSampler drops samples instead of repeating some",
+}
 
 
 def _scenario_options() -> dict[str, tuple[str, Any, str, str]]:
@@ -66,11 +73,12 @@ def _scenario_options() -> dict[str, tuple[str, Any, str, str]]:
         "--engine-accumulate": ("engine_accumulate", int, "N", "another N in DeepSpeed's config"),
         "--epochs": ("epochs", int, "E", "default: 1, or no limit with --max-steps"),
         "--world-size": ("world_size", int, "W", "ranks (default: 2)"),
+        "--limit-batches": ("limit_batches", int, "B", "micro-batches of an epoch, as limit_train_batches"),
         "--max-steps": ("max_steps", int, "K", "the framework's limit of steps"),
         "--token-weights": ("token_weights", integers, "T[,T]", "tokens of samples 0, 1, 2 ..., over and over"),
         "--reduction": ("reduction", str, "|".join(Reduction), reduction),
         "--clip": ("clip_norm", float, "C", "the framework's clipping threshold"),
-        "--fault": ("fault", str, "|".join(Fault), "what happens in mid-window"),
+        "--fault": ("fault", str, "|".join(Fault), "what happens in mid-window or at the end of an epoch"),
         "--at": ("at", int, "I", "the micro-batch, from 1, at which it happens"),
         "--split": ("split", str, "|".join(Split), "who splits the samples among the ranks"),
     }
@@ -116,15 +124,20 @@ def run(arguments: argparse.Namespace) -> int:
     return BAD if any(one["level"] == "wrong" for one in found) else GOOD
 
 
+def _field(option: str) -> str:
+    return option[2:].replace("-", "_")
+
+
 def _scenarios(arguments: argparse.Namespace) -> list[Scenario]:
     """The scenarios of the options. Raises InputError naming the option."""
     from bench.audit import scenario
 
     options = {field: name for name, (field, *_) in _scenario_options().items()}
-    values = {field: getattr(arguments, name[2:].replace("-", "_")) for field, name in options.items()}
+    values = {field: getattr(arguments, _field(name)) for field, name in options.items()}
     values = {field: value for field, value in values.items() if value is not None}
+    flags = {name: getattr(arguments, _field(name)) for name in FLAGS}
     if arguments.suite or arguments.scenario:
-        for name in (*(options[field] for field in values), *["--drop-last"] * arguments.drop_last):
+        for name in (*(options[field] for field in values), *(name for name, is_set in flags.items() if is_set)):
             raise InputError(f"{name}: describes one scenario; leave it out or --suite")
         path = arguments.suite or scenario.SUITE
         suite = scenario.load(path)
@@ -144,7 +157,7 @@ def _scenarios(arguments: argparse.Namespace) -> list[Scenario]:
             )
     if "max_steps" in values:
         values.setdefault("epochs", None)
-    values["drop_last"] = arguments.drop_last
+    values |= {_field(name): is_set for name, is_set in flags.items()}
     return [scenario.Scenario.from_dict(values, "", lambda key: options.get(key, key))]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,14 +25,14 @@ INTEGER = integer_to(LARGEST)
 MAY_BE_MISSING = ("true_samples_per_s", "reported_samples_per_s", "ratio_min", "ratio_median", "ratio_max")
 DESCRIPTION = (
     "Trains at every combination of accumulate_grad_batches, log_every_n_steps and window_size with the installed "
-    "Lightning, and compares the monitor's device/samples_per_sec with the rate measured at the optimizer. Exit "
-    "status 1 if a point is not right."
+    "Lightning, and compares the monitor's device/samples_per_sec (with several ranks, samples_per_sec) with the rate "
+    "measured at the optimizer. Exit status 1 if a point is not right."
 )
 
 
 def add(commands: Any) -> None:
     """Add the command's parser."""
-    from bench.audit.monitor_grid import MICRO_BATCH_S, OPTIMIZER_S
+    from bench.audit.monitor_grid import MICRO_BATCH_S, OPTIMIZER_S, Strategy
 
     parser = commands.add_parser(
         "throughput", help="audit Lightning's ThroughputMonitor under accumulation", description=DESCRIPTION
@@ -53,6 +54,10 @@ def add(commands: Any) -> None:
     option(
         "--optimizer-time", _positive, "SECONDS", "duration of an optimizer step (default: %(default)s)", OPTIMIZER_S
     )
+    words = "what the Trainer trains with (default: %(default)s)"
+    parser.add_argument("--strategy", choices=[str(one) for one in Strategy], default=str(Strategy.DDP), help=words)
+    option("--world-size", INTEGER, "W", "ranks, on the CPU (default: %(default)s)", 1)
+    option("--validate-every", INTEGER, "K", "micro-batches between validations (default: none)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     option("--out", Path, "DIR", "write throughput.parquet, .md, .png and .svg there")
     parser.set_defaults(command=run)
@@ -84,7 +89,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure the grid and show it; 1 if a point is not right."""
     from bench.audit import monitor
     from bench.audit.monitor_grid import Epoch, RateVerdict
+    from bench.audit.monitor_ranks import measure_all
     from bench.audit.monitor_table import settings_of, show_table, write_files
+    from bench.launch.launcher import LauncherError
 
     given = arguments.micro_batches is not None
     _check(arguments, given=given)
@@ -98,6 +105,9 @@ def run(arguments: argparse.Namespace) -> int:
         micro_batches=arguments.micro_batches,
         num_epochs=arguments.epochs,
         max_steps=arguments.max_steps,
+        strategy=arguments.strategy,
+        world_size=arguments.world_size,
+        validate_every=arguments.validate_every,
     )
     if not points:
         raise InputError("--accumulate 1: has no partial and no short epoch; add --epoch whole or a larger N")
@@ -109,10 +119,12 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.progress import track
 
     notes = Console(stderr=True)
-    measured = [
-        monitor.measure(point).row()
-        for point in track(points, "measuring", console=notes, transient=True, disable=not notes.is_terminal)
-    ]
+    rows_of, quiet = measure_all(points), not notes.is_terminal
+    try:
+        measured = list(track(rows_of, "measuring", len(points), console=notes, transient=True, disable=quiet))
+    except LauncherError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return BAD
     about = settings_of(arguments)
     # A column without a number in any row would otherwise have no dtype.
     rows = pd.DataFrame(measured).astype(dict.fromkeys(MAY_BE_MISSING, float))
@@ -134,7 +146,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace, *, given: bool) -> None:
-    """Raise InputError for options that do not go together."""
+    """Raise InputError for options that do not go together, and for an unknown strategy."""
+    from bench.audit.monitor_grid import Strategy
+
+    arguments.strategy = Strategy(arguments.strategy)
     for name in ("epochs", "max_steps"):
         if getattr(arguments, name) is not None and not given:
             raise InputError(f"--{name.replace('_', '-')}: goes with --micro-batches; add it")

@@ -77,7 +77,7 @@ class MemoryProbe:
         self.event(kind)
         if window.open is not self._is_open:
             (self.open if window.open else self.close)()
-        elif window.open and kind is EventKind.FETCH and window.num_fetched == 2:
+        elif window.open and kind is EventKind.FETCH and window.num_fetched == 2 and window.num_computed == 1:
             self.hold()
 
     def open(self) -> None:

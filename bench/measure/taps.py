@@ -160,11 +160,12 @@ class SettledWindow:
         self._accumulate = accumulate
         self._num_losses = 0
         self.open = False
-        self.num_fetched = 0
+        self.num_fetched = self.num_computed = 0
 
     def on_event(self, kind: EventKind) -> None:
         self._num_losses += kind is EventKind.LOSS
         self.num_fetched += self.open and kind is EventKind.FETCH
+        self.num_computed += self.open and kind is EventKind.LOSS
         if kind is EventKind.STEP:
             self.open = self._num_losses == SETTLED_WINDOWS * self._accumulate
 

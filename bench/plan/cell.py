@@ -75,6 +75,8 @@ class Stepping(StrEnum):
     """Step at the end of the epoch, but divide by N: the update is too small."""
     CARRY = "carry"
     """Do not step: keep counting into the next epoch. Micro-batches left at the end of training are lost."""
+    CANCEL = "cancel"
+    """As ``carry``, but a window is fetched as a whole first: one that the data do not fill is not trained on."""
     SPLIT = "split"
     """The engine that steps behaves as ``carry``, while the trainer above it restarts its count every epoch."""
     UNKNOWN = "unknown"

@@ -7,10 +7,13 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from bench.audit import monitor_table
+from bench.audit import monitor_ranks, monitor_table
 from bench.audit.monitor import Measurement, Rate, judge, measure
-from bench.audit.monitor_grid import Epoch, Point, RateVerdict
+from bench.audit.monitor_grid import Epoch, Point, RateVerdict, Strategy
+from bench.audit.monitor_ranks import measure_all
 from bench.cli import main
+from bench.launch.launcher import Launcher
+from tests.conftest import Lent
 
 ABOUT = {
     "lightning": "2.6.6",
@@ -20,6 +23,7 @@ ABOUT = {
     "micro_batch_s": 0.01,
     "optimizer_s": 0.08,
     "tolerance": 0.01,
+    "training": "",
 }
 
 
@@ -100,6 +104,27 @@ def test_trainings_of_a_given_length(
     assert row["epoch"] == f"NB = {lengths[0]}" and (row["num_micro_batches_per_epoch"], row["num_epochs"]) == lengths
 
 
+def test_validation_does_not_count() -> None:
+    """Every 3 micro-batches of 36 there is one; without the bench's clock it would be 0.05 s of 0.36 + 0.72 each."""
+    found = measure(Point(4, 1, 5, validate_every=3))
+    assert found.verdict(1e-9) is RateVerdict.RIGHT
+    assert found.true_samples_per_s == pytest.approx(2 * 4 / (4 * 0.01 + 0.08))
+
+
+@pytest.mark.parametrize("strategy", [Strategy.DDP, pytest.param(Strategy.DEEPSPEED, marks=pytest.mark.slow)])
+def test_two_ranks(strategy: Strategy, launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor_ranks, "Launcher", Lent(launcher))
+    kinds = {"strategy": strategy, "world_size": 2}
+    points = [Point(4, 1, 5, **kinds), Point(4, 1, 5, Epoch.PARTIAL, **kinds), Point(4, 1, 5, Epoch.SHORT, **kinds)]
+    rows = list(measure_all(points))
+    rate = 2 * 2 * 4 / (4 * 0.01 + 0.08)  # of both ranks
+    assert rows[0]["true_samples_per_s"] == pytest.approx(rate)
+    assert rows[0]["reported_samples_per_s"] == pytest.approx(rate)
+    # DeepSpeed steps after every fourth micro-batch, whatever the epochs, and the Trainer counts none in short ones.
+    wanted = ["right", "right", "silent"] if strategy is Strategy.DEEPSPEED else ["right", "unsteady", "right"]
+    assert [row["verdict"] for row in rows] == wanted
+
+
 @pytest.mark.slow  # a busy machine sleeps longer than it was told
 def test_real_and_virtual_time_agree() -> None:
     point = Point(8, 1, 10, micro_batch_s=0.003, optimizer_s=0.05)
@@ -150,6 +175,8 @@ def test_command_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureF
         (["--log-every", "often"], "--log-every: 'often' is not"),
         (["--epoch", "half"], "--epoch: 'half' is not of whole, partial, short"),
         (["--optimizer-time", "-1"], "--optimizer-time: '-1' is not a number above 0"),
+        (["--world-size", "0"], "--world-size: '0' is not an integer from 1"),
+        (["--strategy", "fsdp"], "--strategy: invalid choice: 'fsdp'"),
         (["--accumulate", "1", "--epoch", "short"], "--accumulate 1: has no partial and no short epoch"),
         (["--out", "/dev/null/out"], "--out /dev/null/out: cannot be written"),
     ],

@@ -1,0 +1,59 @@
+"""Measures points of the grid over ThroughputMonitor's settings, in a process group if a point needs one."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from bench.audit.monitor import measure
+from bench.audit.monitor_grid import Point, Strategy
+from bench.launch.launcher import Launcher, LauncherError
+from bench.plan.cell import Device, Status
+from bench.plan.task import Task
+
+if TYPE_CHECKING:
+    import torch
+
+TIMEOUT_S = 60.0
+"""Of one point in a process group, which takes a second."""
+BACKENDS = {Strategy.DDP: "lightning-ddp", Strategy.DEEPSPEED: "lightning-deepspeed-zero2"}
+"""The backend whose packages a strategy needs."""
+
+
+@dataclass(kw_only=True)
+class MonitorTask(Task):
+    """Points of the grid for one process group."""
+
+    work: ClassVar[str] = "bench.audit.monitor_ranks:work"
+
+    points: tuple[Point, ...]
+
+
+def work(task: MonitorTask, rank: int, device: torch.device) -> dict[str, Any]:
+    """One rank's part; see ``bench.plan.task.Task``. Rank 0 logs."""
+    measured = [measure(point, number=rank) for point in task.points]
+    return {"status": Status.OK, "rows": [one.row() for one in measured]}
+
+
+def measure_all(points: Sequence[Point]) -> Iterator[dict[str, Any]]:
+    """The row of each point, on the CPU; those of several ranks, or of DeepSpeed, in one process group.
+
+    Raises LauncherError if that fails.
+    """
+    if points[0].is_alone:
+        yield from (measure(point).row() for point in points)
+        return
+    with Launcher(Device.CPU) as launcher, tempfile.TemporaryDirectory(prefix="accumulation-bench-") as folder:
+        task = MonitorTask(
+            backend=BACKENDS[points[0].strategy],
+            world_size=points[0].world_size,
+            folder=str(Path(folder) / "monitor"),
+            points=tuple(points),
+        )
+        outcome = launcher.run(task, TIMEOUT_S * len(points))
+        if outcome.status is not Status.OK:
+            raise LauncherError(f"the process group failed: {outcome.reason}")
+        yield from outcome.ranks[0]["rows"]

@@ -1,0 +1,359 @@
+"""The newer scenarios written without the bench: ``python bare.py torch|deepspeed|lightning`` prints what happened.
+
+One weight per sample and SGD with learning rate 1, so an update lowers each weight by its sample's coefficient. Prints
+JSON by scenario and backend: the coefficients of every update by sample, the counters, and the inner steps of a load.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+W, M, N, EPOCHS = 2, 2, 4, 2
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "sampler-drop-last": {"samples": 37, "sampler_drop_last": True},
+    "limit-batches": {"samples": 40, "limit": 6},
+    "resume-epoch": {"samples": 40, "checkpoint": True},
+    "exception-epoch-2": {"samples": 32, "raises": 6},  # in the second epoch
+    "validation": {"samples": 32, "validate": 3},
+    "clip-hard": {"samples": 32, "clip": 0.05, "epochs": 1},
+}
+
+
+class Weights(nn.Module):
+    def __init__(self, samples: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(samples))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.weight[batch].mean()
+
+
+class Seen:
+    """The updates of one training."""
+
+    def __init__(self, samples: int) -> None:
+        self.before = torch.zeros(samples)
+        self.updates: list[dict[str, float]] = []
+        self.counters: dict[str, int] = {}
+        self.inner_steps = 0
+
+    def look(self, weight: Tensor) -> None:
+        """Note an update if the weights have changed."""
+        after = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        after = after.detach().float().cpu().clone()
+        change, self.before = self.before - after, after
+        if used := change.nonzero().flatten().tolist():
+            self.updates.append({str(sample): change[sample].item() for sample in used})
+
+
+def loader(given: dict[str, Any]) -> DataLoader[int]:
+    data: Any = range(given["samples"])
+    dropping = given.get("sampler_drop_last", False)
+    return DataLoader(data, M, sampler=DistributedSampler(data, shuffle=False, drop_last=dropping))
+
+
+class MicroBatchError(RuntimeError):
+    pass
+
+
+def epochs_of(given: dict[str, Any]) -> Iterator[tuple[int, Iterator[Tensor], int]]:
+    """Epoch, its micro-batches and their number; the second epoch comes again if it raises."""
+    whole = loader(given)
+    length = min(len(whole), given.get("limit", len(whole)))
+    numbers = [0, 1, 1] if "raises" in given else range(given.get("epochs", EPOCHS))
+    for epoch in numbers:
+        yield epoch, islice(iter(whole), length), length
+
+
+def by_hand(seen: Seen, given: dict[str, Any], kind: str) -> None:
+    """DDP with ``no_sync``, or FSDP2 with deferred reduction; the optimizer's state goes through torch's checkpoint."""
+
+    def build() -> tuple[Any, torch.optim.Optimizer]:
+        model: Any = Weights(given["samples"])
+        if kind == "ddp-deferred":
+            model = DistributedDataParallel(model)
+        else:
+            model = fully_shard(model, mesh=init_device_mesh("cpu", (W,)))
+        return model, torch.optim.SGD(model.parameters(), lr=1.0)
+
+    model, optimizer = build()
+    number, is_aborted = 0, False
+    for epoch, batches, length in epochs_of(given):
+        if epoch == 1 and given.get("checkpoint"):
+            saved, options = {name: value.clone() for name, value in model.state_dict().items()}, optimizer.param_groups
+            model, optimizer = build()
+            model.load_state_dict(saved)
+            optimizer.param_groups[0]["lr"] = options[0]["lr"]
+            optimizer.register_step_post_hook(lambda *_: setattr(seen, "inner_steps", seen.inner_steps + 1))
+            if kind != "ddp-deferred":
+                template = get_optimizer_state_dict(model, optimizer)
+                set_optimizer_state_dict(model, optimizer, template)
+            seen.counters["inner_steps_of_loading"] = seen.inner_steps
+        try:
+            for index, batch in enumerate(batches):
+                size = min(N, length - index // N * N)
+                is_last = index % N == size - 1
+                if kind == "ddp-deferred":
+                    model.require_backward_grad_sync = is_last
+                else:
+                    model.set_requires_gradient_sync(is_last)
+                loss = model(batch)
+                if epoch == 1 and index + 1 == given.get("raises") and not is_aborted:
+                    is_aborted = True
+                    raise MicroBatchError
+                (loss / size).backward()
+                if is_last:
+                    if "clip" in given:
+                        nn.utils.clip_grad_norm_(model.parameters(), given["clip"])
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    seen.look(next(model.parameters()))
+                number += 1
+                if number % given.get("validate", sys.maxsize) == 0:
+                    model.eval()
+                    with torch.no_grad():
+                        model(torch.tensor([0]))
+                    model.train()
+        except MicroBatchError:
+            optimizer.zero_grad()
+
+
+def torchtitan(seen: Seen, given: dict[str, Any], kind: str) -> None:
+    """Windows are fetched before they are trained; all epochs are one stream; ``training.steps`` are due."""
+    due = math.ceil(given["samples"] / (W * M * N)) * given.get("epochs", EPOCHS)
+    model: Any = fully_shard(Weights(given["samples"]), mesh=init_device_mesh("cpu", (W,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    stream = (batch for _, batches, _ in epochs_of(given) for batch in batches)
+    seen.counters["trainer.step"] = 0
+    while seen.counters["trainer.step"] < due:
+        seen.counters["trainer.step"] += 1
+        window = list(islice(stream, N))
+        if len(window) < N:
+            return
+        optimizer.zero_grad()
+        for batch in window:
+            (model(batch) / N).backward()
+        if "clip" in given:
+            nn.utils.clip_grad_norm_(model.parameters(), given["clip"])
+        optimizer.step()
+        seen.look(next(model.parameters()))
+
+
+def deepspeed_config(stage: int, given: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": M,
+        "gradient_clipping": given.get("clip", 0.0),
+        "zero_allow_untested_optimizer": True,
+        # A bucket as small as the model: with the default, the hooks that an exception leaves behind never reduce.
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 40, "stage3_param_persistence_threshold": 0},
+    }
+
+
+def whole_weight(engine: Any) -> Tensor:
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    return safe_get_full_fp32_param(next(engine.module.parameters()))
+
+
+def engine(seen: Seen, given: dict[str, Any], kind: str) -> None:
+    """DeepSpeed as documented; the exception is caught and the epoch trained again."""
+    import deepspeed
+
+    stage = 2 if "zero2" in kind else 3
+
+    def build() -> Any:
+        model = Weights(given["samples"])
+        config = deepspeed_config(stage, given) | {"gradient_accumulation_steps": N}
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        return deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)[0]
+
+    trained = build()
+    number, is_aborted = 0, False
+    for epoch, batches, _ in epochs_of(given):
+        if epoch == 1 and given.get("checkpoint"):
+            folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+            dist.broadcast_object_list(folder)
+            trained.save_checkpoint(folder[0], tag="epoch")
+            trained = build()
+            trained.load_checkpoint(folder[0], tag="epoch")
+        with contextlib.suppress(MicroBatchError):
+            for index, batch in enumerate(batches):
+                loss = trained(batch)
+                if epoch == 1 and index + 1 == given.get("raises") and not is_aborted:
+                    is_aborted = True
+                    raise MicroBatchError
+                trained.backward(loss)
+                trained.step()
+                seen.look(whole_weight(trained))
+                number += 1
+                if number % given.get("validate", sys.maxsize) == 0:
+                    trained.eval()
+                    with torch.no_grad():
+                        trained(torch.tensor([0]))
+                    trained.train()
+    seen.counters["engine.global_steps"] = trained.global_steps
+    trained.destroy()
+
+
+def lightning(seen: Seen, given: dict[str, Any], kind: str) -> None:
+    """The Trainer; an exception leaves ``fit``, which is called again. None where that fails."""
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
+
+    class OnCPU(DeepSpeedStrategy):
+        """Without the check for CUDA."""
+
+        def setup_environment(self) -> None:
+            DDPStrategy.setup_environment(self)
+
+        def setup_distributed(self) -> None:
+            self.parallel_devices = [torch.device("cpu", 0)] * self.num_processes
+            self.set_world_ranks()
+            self._init_deepspeed_distributed()
+
+        def _get_process_group_backend(self) -> str:
+            return "gloo"
+
+    class Module(LightningModule):
+        is_aborted = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Weights(given["samples"])
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            loss: Tensor = self.model(batch)
+            if self.current_epoch == 1 and batch_idx + 1 == given.get("raises") and not self.is_aborted:
+                self.is_aborted = True
+                raise MicroBatchError
+            return loss
+
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            self.model(batch)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    class Look(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            is_engine = "deepspeed" in kind
+            seen.look(whole_weight(trainer.strategy.model) if is_engine else next(trainer.model.parameters()))
+            seen.counters["trainer.global_step"] = trainer.global_step
+            if is_engine:
+                seen.counters["engine.global_steps"] = trainer.strategy.model.global_steps
+
+        def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
+            if given.get("checkpoint") and trainer.current_epoch == 1 and trainer.ckpt_path is None:
+                raise MicroBatchError  # the checkpoint of the first epoch is written
+
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+
+    def trainer() -> Any:
+        stage = 2 if "zero2" in kind else 3
+        strategy = OnCPU(config=deepspeed_config(stage, given)) if "deepspeed" in kind else DDPStrategy()
+        saves = [ModelCheckpoint(folder[0], filename="first", save_top_k=-1)] if given.get("checkpoint") else []
+        validation = {"val_check_interval": given.get("validate"), "check_val_every_n_epoch": None}
+        return Trainer(
+            accelerator="cpu",
+            devices=W,
+            strategy=strategy,
+            max_epochs=given.get("epochs", EPOCHS),
+            accumulate_grad_batches=N,
+            gradient_clip_val=given.get("clip"),
+            limit_train_batches=given.get("limit"),
+            use_distributed_sampler=False,
+            callbacks=[Look(), *saves],
+            enable_checkpointing=bool(saves),
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+            **(validation if "validate" in given else {}),
+        )
+
+    validation = DataLoader(range(1)) if "validate" in given else None
+    module, first = Module(), trainer()
+    try:
+        first.fit(module, loader(given), validation)
+    except MicroBatchError:
+        if given.get("checkpoint"):
+            from deepspeed.runtime.fp16.loss_scaler import LossScaler
+            from deepspeed.runtime.zero.config import ZeroStageEnum
+            from deepspeed.utils.tensor_fragment import fragment_address
+
+            torch.serialization.add_safe_globals([LossScaler, ZeroStageEnum, fragment_address])
+            dist.barrier()
+            path = str(next(Path(folder[0]).glob("first*.ckpt")))
+            trainer().fit(Module(), loader(given), ckpt_path=path)
+        else:
+            with contextlib.suppress(AssertionError, AttributeError):  # DeepSpeed's, after the exception
+                first.fit(module, loader(given))
+
+
+KINDS: dict[str, dict[str, Callable[[Seen, dict[str, Any], str], None]]] = {
+    "torch": {"ddp-deferred": by_hand, "fsdp2-deferred": by_hand, "fsdp2-torchtitan": torchtitan},
+    "deepspeed": {"deepspeed-zero2-eager": engine, "deepspeed-zero3-eager": engine},
+    "lightning": dict.fromkeys(("lightning-ddp", "lightning-deepspeed-zero2", "lightning-deepspeed-zero3"), lightning),
+}
+
+
+def rank(number: int, framework: str, store: str) -> None:
+    os.environ |= {"RANK": f"{number}", "LOCAL_RANK": f"{number}", "WORLD_SIZE": f"{W}", "LOCAL_WORLD_SIZE": f"{W}"}
+    os.environ["LOCAL_SIZE"] = f"{W}"  # or DeepSpeed calls numactl
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    dist.init_process_group("gloo", store=dist.FileStore(store, W), rank=number, world_size=W)
+    if framework != "torch":
+        import deepspeed.ops
+
+        vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False  # it would be compiled
+        deepspeed.comm.init_distributed(dist_init_required=False)
+    found: dict[str, dict[str, Any]] = {}
+    for kind, train in KINDS[framework].items():
+        for name, given in SCENARIOS.items():
+            if kind == "fsdp2-torchtitan" and ("raises" in given or given.get("checkpoint")):
+                continue  # torchtitan's trainer ends with the process, and writes no checkpoint within a window
+            seen = Seen(given["samples"])
+            train(seen, given, kind)
+            found.setdefault(name, {})[kind] = {"updates": seen.updates, "reported": seen.counters}
+    if number == 0:
+        Path(store + ".json").write_text(json.dumps(found))
+    dist.barrier()
+    os._exit(0)  # some frameworks' threads outlive the group
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    if sys.argv[1] != "torch":
+        import deepspeed  # noqa: F401 - once, before the fork
+    if sys.argv[1] == "lightning":
+        import lightning.pytorch
+
+        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    with tempfile.TemporaryDirectory() as temporary:
+        shared = str(Path(temporary) / "store")
+        torch.multiprocessing.start_processes(rank, (sys.argv[1], shared), nprocs=W, start_method="fork")
+        print(Path(shared + ".json").read_text())
