@@ -1,8 +1,7 @@
-"""Workloads of one's own, which count: a small perceptron, a model that nothing divides, and one that changes."""
+"""Workloads of one's own, which count: a small perceptron, and a model that nothing divides."""
 
 from __future__ import annotations
 
-import types
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -92,29 +91,3 @@ class Uneven(Cycle):
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         return list(model.blocks)  # type: ignore[arg-type]
-
-
-class Shifting(Uneven):
-    """Every block becomes another function at the thirteenth micro-batch, and has to be compiled again."""
-
-    def __init__(self, spec: WorkloadSpec) -> None:
-        super().__init__(spec)
-        self._num_losses = 0
-
-    def make(self) -> nn.Module:
-        made = super().make()
-        for block in self.blocks(made):
-            block.forward = types.MethodType(_shifted, block)  # type: ignore[method-assign]
-            block.shift = 0
-        return made
-
-    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-        self._num_losses += 1
-        for block in model.modules():
-            if isinstance(block, Block):
-                block.shift = int(self._num_losses > 12)  # type: ignore[assignment]
-        return super().loss(model, batch)
-
-
-def _shifted(block: Block, hidden: Tensor) -> Tensor:
-    return Block.forward(block, hidden) + block.shift
