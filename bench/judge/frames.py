@@ -78,17 +78,17 @@ def read(folder: str | Path) -> Frames:
 
 def cells_frame(quotes: Quotes, against: Standing) -> pd.DataFrame:
     """One row per cell: its quotable numbers, and its ratio to the baseline of ``against``."""
-    rows = against.by_cell
-    return frame_of("cells", [_cell_row(quotes, cell_id, rows.get(cell_id)) for cell_id in quotes.run.cells])
+    rows, tokens = against.by_cell, tokens_per_step(quotes.run.tables.trials)
+    cells = quotes.run.cells
+    return frame_of("cells", [_cell_row(quotes, cell_id, rows.get(cell_id), tokens[cell_id]) for cell_id in cells])
 
 
-def _cell_row(quotes: Quotes, cell_id: str, row: Any) -> dict[str, Any]:
+def _cell_row(quotes: Quotes, cell_id: str, row: Any, tokens: Any) -> dict[str, Any]:
     quote, trials = quotes.cell(cell_id), quotes.trials(cell_id)
-    bad = trials[trials["status"] != Status.OK]
-    first = (trials if bad.empty else bad).iloc[0]
+    bad = trials.loc[trials["status"] != Status.OK, ["status", "reason"]]
+    first = quote.trial if bad.empty else bad.iloc[0]
     time, ratio = quote.time, None if row is None else row.time
-    tokens = tokens_per_step(trials).iloc[0]
-    values = {name: trials.iloc[0][name] for name in COLUMNS["cells"] if name in trials.columns}
+    values = {name: quote.trial[name] for name in COLUMNS["cells"] if name in trials.columns}
     values |= {
         "label": quotes.run.labels[cell_id],
         "status": first["status"],
