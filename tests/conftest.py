@@ -246,7 +246,7 @@ FAULTY = ("x-sound", "x-raises", "x-killed", "x-unsupported", "x-needs-missing",
 @pytest.fixture(scope="session")
 def faulty_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, extra_site: Path) -> Run:
     """The extra package's backends, most of which fail in one way or another."""
-    names = asked(request, FAULTY, plugin.NAMES)
+    names = asked(request, FAULTY, (*FAULTY, "x-steps-too-often", "x-summed"))
     folder = tmp_path_factory.mktemp("faulty")
     return run_matrix(folder, backend=names, pythonpath=extra_site, BENCH_TEST_TOKEN="faulty")
 

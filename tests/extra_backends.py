@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 from bench.backends.plain import DDPEager
 from bench.errors import UnsupportedError
@@ -161,6 +162,13 @@ class Killed(Faulty):
 
     def fail(self):
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Hangs(Faulty):
+    name = "x-hangs"
+
+    def fail(self):
+        time.sleep(3600)
 
 
 class Unsupported(Faulty):

@@ -44,6 +44,15 @@ class Fault(StrEnum):
     """The model is evaluated, every ``at`` micro-batches."""
 
 
+WHEN = {
+    Fault.EXCEPTION: "micro-batch {} raises",
+    Fault.CHECKPOINT: "checkpoint after micro-batch {}",
+    Fault.ZERO_GRAD: "zero_grad after micro-batch {}",
+    Fault.VALIDATION: "validation every {} micro-batches",
+}
+"""When a fault happens, by ``at``."""
+
+
 class Reduction(StrEnum):
     """What the loss of a micro-batch is, when samples have different numbers of tokens."""
 
@@ -154,6 +163,28 @@ class Scenario:
         if self.at >= micro_batches * self.epochs:
             every = plural(micro_batches * self.epochs, "micro-batch", "es")
             raise MisfitError("at", f" is {self.at}; the training has {every}; use 1 to one less")
+
+    @property
+    def setting(self) -> str:
+        """The numbers of the training in words, and what happens in it."""
+        weights = [str(tokens) for tokens in self.token_weights]
+        told = {
+            plural(self.samples, "sample"): True,
+            f"samples of {', '.join(weights)} tokens": weights,
+            plural(self.world_size, "rank"): True,
+            f"{plural(self.micro_batches, 'micro-batch', 'es')} of {self.batch_size} per epoch": True,
+            f"N = {', then '.join(map(str, self.accumulate))}": True,
+            f"DeepSpeed's N = {self.engine_accumulate}": self.engine_accumulate,
+            plural(self.epochs or 0, "epoch"): self.epochs,
+            f"max_steps = {self.max_steps}": self.max_steps,
+            "drop_last": self.drop_last,
+            "DistributedSampler(drop_last=True)": self.sampler_drop_last,
+            f"limit_train_batches = {self.limit_batches}": self.limit_batches,
+            f"clipped to norm {self.clip_norm:g}": self.clip_norm,
+            WHEN.get(self.fault, "").format(self.at): self.at,
+            "the framework may split the samples": self.split is Split.FRAMEWORK,
+        }
+        return ", ".join(text for text, is_told in told.items() if is_told)
 
     @property
     def largest_batch(self) -> int:

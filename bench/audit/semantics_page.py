@@ -120,7 +120,9 @@ def _limits(observations: Sequence[Observation]) -> list[str]:
     lines = []
     for name, scenario in scenarios(observations).items():
         if any(scenario[key] for key in ("max_steps", "drop_last", "sampler_drop_last", "limit_batches")):
-            lines += _behaviour(f"{_code(name)} ({escape(scenario['title'])})", observations, name, _facts)
+            lines += _behaviour(
+                f"{_code(name)} ({escape(Scenario.from_dict(scenario).setting)})", observations, name, _facts
+            )
     return lines
 
 
@@ -149,6 +151,7 @@ def _map(observations: Sequence[Observation], name: str, path: str) -> dict[str,
     return {
         "name": _code(name),
         "title": escape(shown[0]["scenario"]["title"] or name),
+        "setting": escape(Scenario.from_dict(shown[0]["scenario"]).setting),
         "path": path,
         "verdicts": "; ".join(f"{escape(word)}: {_names(backends)}" for word, backends in verdicts.items()),
     }

@@ -17,6 +17,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from bench.audit.conformance import FURTHER, summary
+from bench.audit.scenario import Scenario
 from bench.audit.weight_maps import (
     LEFT_OPEN,
     LOST,
@@ -30,7 +31,6 @@ from bench.audit.weight_maps import (
 from bench.report import sheet, style
 from bench.report.sheet import FigureWords
 from bench.report.style import GREY, SMALL, TINY, Key
-from bench.words import plural
 
 MAX_UPDATES, MIN_UPDATES = 16, 3
 """Updates drawn in each map: at most, and at least even if many maps share the page."""
@@ -87,23 +87,12 @@ def weight_figure(observations: Sequence[Observation], *, footer: str = "") -> t
     scenario = maps[0].first["scenario"]
     words = FigureWords(
         scenario["title"] or scenario["name"],
-        f"{scenario['name']}: {_setting(scenario)}",
+        f"{scenario['name']}: {Scenario.from_dict(scenario).setting}",
         footer,
         _notes(observations, maps[MAX_MAPS:]),
     )
     with matplotlib.style.context(list(style.BASE)):
         return _figure(maps[:MAX_MAPS], _extent(maps[:MAX_MAPS]), words), words
-
-
-def _setting(scenario: Mapping[str, Any]) -> str:
-    n = ", then ".join(map(str, scenario["accumulate"]))
-    ranks = plural(scenario["world_size"], "rank")
-    parts = [plural(scenario["samples"], "sample"), ranks, f"micro-batches of {scenario['batch_size']}", f"N = {n}"]
-    if scenario["max_steps"] is not None:
-        parts.append(f"max_steps = {scenario['max_steps']}")
-    if scenario["epochs"] is not None:
-        parts.append(plural(scenario["epochs"], "epoch"))
-    return ", ".join(parts)
 
 
 def _notes(observations: Sequence[Observation], not_drawn: Sequence[WeightMap]) -> list[str]:

@@ -15,16 +15,14 @@ EPILOG = "Exit status: 0 nothing but infos found; 1 an error or a warning; 2 a c
 
 def add(commands: Any) -> None:
     """Add the command's parser."""
-    parser = commands.add_parser(
-        "lint", help="find accumulation mistakes in configs of Lightning and DeepSpeed", epilog=EPILOG
-    )
+    parser = commands.add_parser("lint", help="find accumulation mistakes in training configs", epilog=EPILOG)
     option = parser.add_argument
     option(
         "configs",
         nargs="*",
         type=Path,
         metavar="CONFIG",
-        help="a YAML of LightningCLI or a JSON of DeepSpeed",
+        help="a YAML or JSON of LightningCLI, DeepSpeed, Hugging Face's TrainingArguments or accelerate",
     )
     option("--samples", type=_positive, metavar="S", help="size of the training set; enables the rules about steps")
     option(
@@ -37,6 +35,7 @@ def add(commands: Any) -> None:
     option("--deepspeed-version", type=_version, metavar="V", help="instead of the installed one")
     option("--lightning-version", type=_version, metavar="V", help="instead of the installed one")
     option("--json", action="store_true", help="print a list of findings as JSON")
+    option("--sarif", type=Path, metavar="FILE", help="also write the findings as SARIF 2.1.0, for code hosts")
     option("--rules", action="store_true", help="list the rules and stop")
     parser.set_defaults(command=run)
 
@@ -59,7 +58,8 @@ def _version(text: str) -> tuple[int, ...]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Lint the configs; 1 if there is an error or a warning."""
-    from bench.audit.lint import lint
+    from bench.audit.lint import lint, sarif
+    from bench.audit.lint.config_file import EXPECTED
     from bench.audit.lint.known import Options, installed
     from bench.audit.lint.rules import RULES, Severity
     from bench.errors import InputError
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         print("\n".join(f"{code:7} {rule.title} ({rule.source})" for code, rule in RULES.items()))
         return GOOD
     if not arguments.configs:
-        raise InputError("lint: name at least one config: a YAML of LightningCLI or a JSON of DeepSpeed")
+        raise InputError(f"lint: name at least one config: {EXPECTED}")
     options = Options(
         samples=arguments.samples,
         batch_size=arguments.micro_batch,
@@ -77,12 +77,21 @@ def run(arguments: argparse.Namespace) -> int:
         lightning=arguments.lightning_version or installed("lightning"),
     )
     findings = lint(arguments.configs, options)
+    if arguments.sarif:
+        try:
+            arguments.sarif.write_text(json.dumps(sarif.log(findings), indent=2) + "\n")
+        except OSError as error:
+            raise InputError(
+                f"--sarif {arguments.sarif}: cannot be written ({error.strerror}); name a file in a folder that exists"
+            ) from error
     if arguments.json:
         print(json.dumps([finding.to_dict() for finding in findings], indent=2))
     else:
         for finding in findings:
             # The bytes of a file name may be no text.
             print(str(finding).encode(errors="backslashreplace").decode())
+    if any(finding.stops for finding in findings):
+        print("hint: training stops at once; fix that, and lint again to see what else it would do", file=sys.stderr)
     if options.wanted:
         missing = [option for option in ("--samples", "--micro-batch", "--world-size") if option in options.wanted]
         print(f"hint: {' and '.join(missing)} would enable the rules about windows, steps and logs", file=sys.stderr)

@@ -19,25 +19,25 @@ from bench.judge.remarks import documented
 from bench.judge.standing import Floor, widest
 from bench.judge.verdicts import Reason, Verdict, band
 from bench.plan.cell import Device, Status, summarize
-from bench.report.material import Material, records
-from bench.report.ranking import Group, Ranked, groups
+from bench.report.material import Material, cpu_name, gpu_names, parameters, records
+from bench.report.ranking import Group, Ranked, ends_of, groups
 from bench.words import digits, plural, size
 
 LONGEST = 240
-"""Characters of a reason; the whole of it is in the table of failed cells."""
+"""Characters of a reason; the table of failed cells has it in full."""
 REPEATS = re.compile(r"repeat [\d, ]+: ")
 NUMBERS = re.compile(r"\d[\d.e+-]*")
 OPEN = {
-    Reason.INSIDE_FLOOR: "no farther from {} than the noise floor",
-    Reason.WIDE: "the interval of the ratio to {} holds 1, and is too wide to call them the same",
-    Reason.MANY: "the evidence against {} suffices for one comparison, but not for as many as the run has",
+    Reason.INSIDE_FLOOR: "the difference from {} is not larger than the noise floor",
+    Reason.WIDE: "the interval of the ratio to {} contains 1 and is too wide to call them the same",
+    Reason.MANY: "the difference from {} is significant in one comparison, but not after correction for all of the run",
     Reason.FLOOR_ABOVE_MARGIN: "seems the same as {}, but the noise floor is above the margin",
-    Reason.NO_FLOOR: "not judged against {}: the run has no noise floor",
+    Reason.NO_FLOOR: "not compared with {}: the run has no noise floor",
     Reason.CLOCKS: "the verdict against {} in clock cycles differs from the one in seconds",
     Reason.FEW_TRIALS: "too few trials for an interval against {}",
-    Reason.FAILED_TRIALS: "some trials failed there or at {}; the rest may be a biased sample",
+    Reason.FAILED_TRIALS: "trials failed here or at {}; the others may be a biased sample",
 }
-"""Why a comparison with a baseline is open."""
+"""Why a comparison with a baseline stays undecided."""
 TRANSFER = "rankings of a {} model over gloo do not transfer to GPUs"
 
 
@@ -49,14 +49,14 @@ class Statement:
     title: str
     text: str
     lead: str = ""
-    """What it is about, before the text."""
+    """What the text is about; it stands before the text."""
     is_warning: bool = False
     command: str = ""
     """What to do about it, ready to paste."""
 
     @property
     def sentence(self) -> str:
-        """All of it but the title and the command."""
+        """The statement without title and command."""
         return f"{self.lead}: {self.text}" if self.lead else self.text
 
 
@@ -68,12 +68,12 @@ class Answer:
     """Why no times can be compared."""
     statements: tuple[Statement, ...]
     scope: Statement
-    """In one line: model, ranks, device, link, n, noise floor."""
+    """Model, ranks, device, link, n and noise floor in one line."""
     groups: tuple[Group, ...]
-    """The table: that of the largest N first."""
+    """The tables, the one of the largest N first."""
     baseline: str
     remarks: tuple[str, ...]
-    """What has to be said beside the numbers (``bench.judge.remarks``)."""
+    """What must be said beside the numbers (``bench.judge.remarks``)."""
 
     @property
     def all(self) -> tuple[Statement, ...]:
@@ -88,7 +88,7 @@ def answer(of: Material) -> Answer:
     if every:
         first = every[0]
         said += [*_fastest(of, first), *_least(of, first), *_twins(of, first)]
-    said += [*_wrong(of), *_failed(of), *_barred(of, every), *_undecided(of, every)]
+    said += [*_wrong(of), *_failed(of), *_open(of, every)]
     return Answer(
         alarm=_alarm(of),
         statements=tuple(said),
@@ -109,7 +109,7 @@ def _alarm(of: Material) -> Statement | None:
 
 
 def _fastest(of: Material, group: Group) -> Iterator[Statement]:
-    """The fastest correct backend, and those that are not told from it."""
+    """The fastest correct backend, and those that cannot be told apart from it."""
     timed = [row for row in group.rows if row.is_correct and row.seconds is not None]
     if not timed:
         return
@@ -117,16 +117,13 @@ def _fastest(of: Material, group: Group) -> Iterator[Statement]:
     text = f"{digits(best.seconds or 0)} s per step{_ends(best.low, best.high)} at {group.where}"
     against = of.standings.get(best.backend)
     rows = {} if against is None else against.by_cell
-    near = [row for row in others if not _is_slower(rows.get(row.cell_id))]
+    slower = {cell_id for cell_id, row in rows.items() if row.judgement.verdict is Verdict.SLOWER}
+    near = [row for row in others if row.cell_id not in slower]
     if near:
         text += f". Not told apart from it: {', '.join(_with_ratio(row, rows) for row in near)}"
     elif others:
         text += f". Next: {_with_ratio(others[0], rows)} times its time"
     yield Statement(key="fastest", title="Fastest correct backend", lead=best.backend, text=f"{text}.")
-
-
-def _is_slower(row: ComparedPair | None) -> bool:
-    return row is not None and row.judgement.verdict is Verdict.SLOWER
 
 
 def _with_ratio(row: Ranked, rows: Mapping[str, ComparedPair]) -> str:
@@ -137,11 +134,11 @@ def _with_ratio(row: Ranked, rows: Mapping[str, ComparedPair]) -> str:
 
 
 def _ends(low: float | None, high: float | None) -> str:
-    return "" if low is None or high is None else f" (95 % {digits(low)}-{digits(high)})"
+    return "" if low is None or high is None else f" (95 % {ends_of(low, high)})"
 
 
 def _least(of: Material, group: Group) -> Iterator[Statement]:
-    """The correct backends with the least memory, and what they take beside the fastest."""
+    """The correct backends with the least memory, and how they compare with the fastest."""
     known = [row for row in group.rows if row.memory is not None and row.correct in {"yes", "not checked"}]
     if not known:
         return
@@ -159,7 +156,7 @@ def _least(of: Material, group: Group) -> Iterator[Statement]:
 
 
 def _twins(of: Material, group: Group) -> Iterator[Statement]:
-    """Deferred against eager sync of one framework and sharding: FSDP2's, and that of all others that have both."""
+    """Deferred against eager sync wherever a framework and sharding have both; FSDP2 first."""
     about = of.run.manifest["backends"]
     rows = {row.backend: row for row in group.rows}
     said = []
@@ -184,7 +181,7 @@ def _twins(of: Material, group: Group) -> Iterator[Statement]:
 
 
 def _wrong(of: Material) -> Iterator[Statement]:
-    """What must not be used, and why: each reason once, with all its cells."""
+    """What must not be used: each reason once, with all its cells."""
     invalid = of.bad[of.bad["status"] == Status.INVALID]
     for reason, cells in _by_reason(of, invalid).items():
         yield Statement(
@@ -193,7 +190,7 @@ def _wrong(of: Material) -> Iterator[Statement]:
 
 
 def _failed(of: Material) -> Iterator[Statement]:
-    """What failed or could not run, each reason once."""
+    """What failed or could not run: each reason once."""
     others = of.bad[of.bad["status"] != Status.INVALID]
     for status, rows in others.groupby("status", sort=False):
         for reason, cells in _by_reason(of, rows).items():
@@ -208,7 +205,7 @@ def _sentence(text: str) -> str:
 
 
 def _by_reason(of: Material, rows: pd.DataFrame) -> dict[str, list[dict[str, Any]]]:
-    """The cells by why they failed; reasons that differ in numbers alone are one, with those of the first."""
+    """The cells by the reason why they failed; reasons that differ in numbers alone count as one, the first."""
     found: dict[str, list[dict[str, Any]]] = {}
     texts: dict[str, str] = {}
     for cell in records(rows):
@@ -220,7 +217,7 @@ def _by_reason(of: Material, rows: pd.DataFrame) -> dict[str, list[dict[str, Any
 
 
 def _cells(of: Material, cells: Sequence[Mapping[str, Any]]) -> str:
-    """The backends of these cells, each with the N at which it is among them unless it always is."""
+    """The backends of these cells, with their N where not all cells of a backend are among them."""
     everywhere = of.cells.groupby("backend")["accumulate"].agg(set)
     sizes = of.cells.groupby("backend").size()
     places: dict[str, list[str]] = {}
@@ -235,51 +232,37 @@ def _cells(of: Material, cells: Sequence[Mapping[str, Any]]) -> str:
     return "; ".join(f"{', '.join(names)}{f' ({where})' if where else ''}" for where, names in places.items())
 
 
-def _barred(of: Material, every: Sequence[Group]) -> Iterator[Statement]:
-    """The correct cells whose times are not compared, with the reason, where others are."""
-    if of.obstacle is not None:
-        return
-    found: dict[str, tuple[list[Ranked], ComparedPair]] = {}
-    for row in _pairs(every, Verdict.NOT_COMPARABLE):
-        if row.is_correct and row.pair is not None:
-            key = NUMBERS.sub("#", row.pair.judgement.detail.replace(row.label, ""))
-            found.setdefault(key, ([], row.pair))[0].append(row)
-    for rows, pair in found.values():
-        text = _sentence(cut(REPEATS.sub("", pair.judgement.detail)))
-        command = next_command(of.run, {pair.judgement.reason}, of.folder)
-        names = ", ".join(row.label for row in rows)
-        yield Statement(key="barred", title="Not compared", lead=names, text=text, command=command)
-
-
-def _undecided(of: Material, every: Sequence[Group]) -> Iterator[Statement]:
-    """The comparisons that remain open, by reason, with what would decide them."""
-    if of.obstacle is not None:
-        return
-    found: dict[Reason, list[Ranked]] = {}
-    for row in _pairs(every, Verdict.AMBIGUOUS):
-        if row.pair is not None:
-            found.setdefault(row.pair.judgement.reason, []).append(row)
-    for reason, rows in found.items():
-        names, text = ", ".join(row.label for row in rows), f"{OPEN[reason].format(of.standing.baseline)}."
+def _open(of: Material, every: Sequence[Group]) -> Iterator[Statement]:
+    """Why correct cells are not compared while others are, or comparisons are undecided, and the command that helps."""
+    found: dict[tuple[str, Reason, str], list[Ranked]] = {}
+    texts: dict[str, str] = {}
+    for row in (row for group in every for row in group.rows):
+        if row.pair is None or of.obstacle is not None:
+            continue
+        judgement = row.pair.judgement
+        if judgement.verdict is Verdict.AMBIGUOUS:
+            text = f"{OPEN[judgement.reason].format(of.standing.baseline)}."
+            found.setdefault(("undecided", judgement.reason, text), []).append(row)
+        elif judgement.verdict is Verdict.NOT_COMPARABLE and row.is_correct:
+            text = _sentence(cut(REPEATS.sub("", judgement.detail)))
+            first = texts.setdefault(NUMBERS.sub("#", text.replace(row.label, "")), text)
+            found.setdefault(("barred", judgement.reason, first), []).append(row)
+    for (key, reason, text), rows in sorted(found.items(), key=lambda one: one[0][0]):
+        title, names = ("Undecided" if key == "undecided" else "Not compared"), ", ".join(row.label for row in rows)
         command = next_command(of.run, {reason}, of.folder)
-        yield Statement(key="undecided", title="Undecided", lead=names, text=text, command=command)
-
-
-def _pairs(every: Sequence[Group], verdict: Verdict) -> Iterator[Ranked]:
-    for group in every:
-        for row in group.rows:
-            if row.pair is not None and row.pair.judgement.verdict is verdict:
-                yield row
+        yield Statement(key=key, title=title, lead=names, text=text, command=command)
 
 
 def _scope(of: Material) -> str:
-    """Model, ranks, device, link, counts, noise floor; and what cannot be concluded."""
+    """Model, ranks, device, link, counts and noise floor, and what does not follow from the run."""
     run, cells = of.run, [cell for cell in of.run.cells.values() if not cell.twin]
     own = [cell for cell in cells if not cell.is_reference] or cells
     sizes = run.tables.trials.groupby("model")["num_parameters"].max()
-    models = [f"{name} ({_parameters(sizes[name])} parameters)" for name in dict.fromkeys(c.model for c in own)]
+    models = [f"{name} ({parameters(sizes[name])})" for name in dict.fromkeys(c.model for c in own)]
     ranks = ", ".join(str(number) for number in sorted({cell.world_size for cell in own}))
     cpu = any(cell.device is Device.CPU for cell in own)
+    about = run.manifest.get("machine") or {}
+    machine = cpu_name(about) if cpu else gpu_names(about)
     link = "gloo over loopback" if cpu or any(cell.world.shares_gpus for cell in own) else "NCCL"
     if all(cell.world_size == 1 for cell in own):
         one = "one process" if cpu else "one GPU"
@@ -289,38 +272,20 @@ def _scope(of: Material) -> str:
     counts = of.contestants.loc[of.contestants["num_ok"] > 0, "num_ok"]
     trials = " to ".join(dict.fromkeys(str(int(one)) for one in (counts.min(), counts.max()))) if len(counts) else "0"
     parts = [
-        f"{', '.join(models)} on {ranks} rank{'' if ranks == '1' else 's'} of {_machine(of)}, {link}",
+        f"{', '.join(models)} on {ranks} rank{'' if ranks == '1' else 's'} of {machine}, {link}",
         f"n = {trials} good {'trial' if trials == '1' else 'trials'} per cell",
-        *([] if of.obstacle else [noise(of.standing.floor)]),  # what keeps times apart keeps the floor unknown
+        *([] if of.obstacle else [noise(of.standing.floor)]),  # an obstacle leaves the floor unknown too
     ]
     if (wide := widest(of.standing.rows)) is not None:
         parts.append(f"widest interval of a ratio {100 * wide:.2g} %")
     parts.append(summarize(run.cells.values(), of.standing.baseline))
     if cpu and not of.obstacle:
-        parts.append(TRANSFER.format(_parameters(sizes.max())))
+        parts.append(TRANSFER.format(parameters(sizes.max()).removesuffix(" parameters")))
     return f"{'; '.join(parts)}."
 
 
-def _machine(of: Material) -> str:
-    machine = of.run.manifest.get("machine") or {}
-    gpus = [str(gpu.get("name", "GPU")) for gpu in machine.get("gpus") or []]
-    if gpus and any(cell.device is Device.CUDA for cell in of.run.cells.values()):
-        return ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus))
-    cores = f" ({plural(machine['cores'], 'core')})" if machine.get("cores") else ""
-    return f"{machine.get('cpu') or 'an unknown CPU'}{cores}"
-
-
-def _parameters(value: Any) -> str:
-    if pd.isna(value):
-        return "unknown number of"
-    for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= unit:
-            return f"{value / unit:.3g} {name}"
-    return str(value)
-
-
 def noise(floor: Floor | None) -> str:
-    """The noise floor: what the machine makes of no difference at all."""
+    """The noise floor: how far two runs of the same cell are apart."""
     if floor is None:
         return "noise floor unknown: the run has no A/A pair"
     found = floor.interval

@@ -15,9 +15,8 @@ from matplotlib.ticker import MaxNLocator
 
 from bench.judge.formulas import wire_bytes
 from bench.plan.categories import PEAK, Category
-from bench.plan.cell import Status
 from bench.report import sheet, style
-from bench.report.figure_data import CONTEXT, FACTS, MEMORY, FigureData, Panel, floats, twins
+from bench.report.figure_data import CONTEXT, FACTS, MEMORY, FigureData, Panel, floats, most_extreme, twins
 from bench.report.sheet import Drawing, panel_grid
 from bench.report.style import GREY, SMALL, TINY, safe
 from bench.words import plural, size, unit_of
@@ -167,9 +166,7 @@ def draw_memory_categories(run: FigureData) -> list[Drawing]:
 
 def _memory_title(cells: pd.DataFrame) -> str:
     """Who needs the least and the most memory at the most ranks and the largest N, and where the difference lies."""
-    good = cells[(cells["status"] == Status.OK) & cells["live_bytes"].notna()]
-    good = good[good["world_size"] == good["world_size"].max()]
-    good = good[good["accumulate"] == good["accumulate"].max()].sort_values("live_bytes", kind="stable")
+    good = most_extreme(cells, "live_bytes")
     if good.empty:
         return "Peak memory (no cell is correct)"
     least, most = good.iloc[0], good.iloc[-1]
@@ -210,8 +207,8 @@ MIB = 2.0**20
 def by_operation(collectives: pd.DataFrame, ranks: pd.Series | None = None) -> pd.DataFrame:
     """Payload bytes of a rank in one optimizer step: a row per cell_id, a column per operation, and their sum.
 
-    ``collectives`` is the table of that name. Of several repeats the largest counts. With ``ranks``, the number of
-    ranks by cell_id, what a ring algorithm sends for these (``judge.formulas.wire_bytes``).
+    ``collectives`` is the table of that name; the largest of several repeats counts. With ``ranks``, the number of
+    ranks by cell_id, the bytes that a ring algorithm sends for that payload (``judge.formulas.wire_bytes``).
     """
     rows = collectives.assign(op=collectives["op"].where(collectives["op"].isin(list(TRAFFIC_COLOURS)), OTHER))
     if ranks is not None:
@@ -254,9 +251,7 @@ def draw_traffic(run: FigureData) -> list[Drawing]:
 
 def _traffic_title(cells: pd.DataFrame) -> str:
     """What deferring the sync saves at the most ranks and the largest N, or who sends the least and the most."""
-    good = cells[(cells["status"] == Status.OK) & cells[SENT].notna() & (cells["world_size"] > 1)]
-    good = good[good["world_size"] == good["world_size"].max()]
-    good = good[good["accumulate"] == good["accumulate"].max()]
+    good = most_extreme(cells[cells["world_size"] > 1], SENT)
     if good.empty:
         return "Bytes that a rank sends (no cell is correct)"
     where = _where(cells, good.iloc[0])
@@ -266,7 +261,7 @@ def _traffic_title(cells: pd.DataFrame) -> str:
         before, after = saved[best]
         family = str(best).replace("-eager", "")
         return f"{where}, deferring the sync cuts what {family} sends from {size(before)} to {size(after)} per rank"
-    least, most = good.loc[good[SENT].idxmin()], good.loc[good[SENT].idxmax()]
+    least, most = good.iloc[0], good.iloc[-1]
     if least[SENT] == most[SENT]:
         return f"{where}, a rank sends {size(least[SENT])} per step"
     return f"{where}, {most['backend']} sends {most[SENT] / least[SENT]:.2g}x the bytes of {least['backend']}"

@@ -1,4 +1,4 @@
-"""One number of a run as it is cited: value, interval, trials, machine, versions, commit and hash, in three formats.
+"""Citations of one number of a run: value, interval, trials, machine, versions, commit and hash, in three formats.
 
 Beside its sentences, which people read, a citation has one line that ``bench.report.cited`` reads again, for example
 ``accumulation-bench:RUN/CELL value=0.4022 low=0.3965 high=0.4081 n=19 sha256=...``. It begins with the permanent id,
@@ -13,7 +13,6 @@ import re
 import urllib.parse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import pandas as pd
@@ -23,13 +22,14 @@ from bench.judge.quoting import SCHEME, CellQuote, Quotes, RatioQuote, place_of,
 from bench.judge.statistics import Interval
 from bench.judge.verdicts import NEXT, Verdict, band
 from bench.plan.columns import AXES, WAYS, phrases
+from bench.report.material import machine_words
 from bench.words import bibtex, digits, markdown, plain, plural
 
 VERSIONS = ("torch", "lightning", "deepspeed", "transformers", "numpy")
-"""Packages that are named."""
+"""Packages whose versions are cited."""
 NOT_STORED = "not stored"
 NONE = "none"
-"""In place of a value that there is none of."""
+"""Stands for a value that does not exist."""
 HASH = re.compile(r"[0-9a-f]{64}")
 METHOD = "Method: 20 % trimmed geometric mean over trials of the median step after warm-up, the slowest rank's"
 AGAINST = " against "
@@ -50,7 +50,7 @@ class Citation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CitedWords:
-    """A citation before it is a format: parts of plain text."""
+    """A citation before it is formatted, as parts of plain text."""
 
     subject: str
     statement: str
@@ -58,7 +58,7 @@ class CitedWords:
     place: str
     """The id."""
     fields: Mapping[str, str]
-    """What stands behind the id in the line for machines."""
+    """What follows the id in the line for machines."""
     caveats: tuple[str, ...]
     details: tuple[str, ...]
     """Sentences on work, machine, versions and commit."""
@@ -71,32 +71,13 @@ def cite(run: Run, cell_id: str, other_id: str | None = None) -> Citation:
     A cell that is not comparable is cited with that said and without a number. Raises InputError if the run lacks one
     of the two.
     """
-    quotes = _quotes(_Same(run))
+    quotes = Quotes(run)
     return formats(words_of_cell(quotes, cell_id) if other_id is None else words_of_ratio(quotes, cell_id, other_id))
 
 
 def cite_plot(run: Run, name: str) -> Citation:
     """The citation of a figure of the run, by the name of its file without the ending."""
     return formats(words_of_plot(run, name))
-
-
-class _Same:
-    """A run by its identity, since its tables have no hash."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-
-    def __hash__(self) -> int:
-        return id(self.run)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.run is self.run
-
-
-@lru_cache(maxsize=1)
-def _quotes(same: _Same) -> Quotes:
-    """Kept for the last run: a page cites hundreds of cells of one."""
-    return Quotes(same.run)
 
 
 def words_of_cell(quotes: Quotes, cell_id: str) -> CitedWords:
@@ -143,7 +124,7 @@ def _words(
 
 
 def harmless(text: str) -> str:
-    """Text from outside, which cannot pass for a second id."""
+    """Foreign text, changed so that it cannot pass for another id."""
     return plain(text).replace(f"{SCHEME}:", f"{SCHEME} ")
 
 
@@ -164,7 +145,7 @@ def _time(quote: CellQuote) -> str:
 
 
 def _fields(quote: CellQuote) -> dict[str, str]:
-    """What the line for machines says of a cell."""
+    """The fields of a cell in the line for machines."""
     if quote.barred:
         return {"value": NONE, "n": "0"}
     time = quote.time
@@ -174,7 +155,7 @@ def _fields(quote: CellQuote) -> dict[str, str]:
 
 
 def fields_of(quote: RatioQuote) -> dict[str, str]:
-    """What the line for machines says of a ratio: its numbers with a fraction begin those of ``statement_of``."""
+    """The fields of a ratio in the line for machines."""
     time = _time_of(quote)
     if time is None:
         return {"value": NONE}
@@ -199,7 +180,7 @@ def _time_of(quote: RatioQuote) -> Interval | None:
 
 
 def statement_of(quote: RatioQuote) -> str:
-    """The numbers of a ratio, or that there are none."""
+    """The numbers of a ratio, or that it has none."""
     judgement, time = quote.row.judgement, _time_of(quote)
     if time is None:
         return f"NOT COMPARABLE ({judgement.reason}), no ratio of step times is given"
@@ -233,14 +214,9 @@ def _work(trial: pd.Series) -> str:
 
 def _machine(manifest: Mapping[str, Any]) -> str:
     machine = manifest.get("machine") or {}
-    gpus = [str(gpu.get("name", "GPU")) for gpu in machine.get("gpus") or []]
-    parts = [str(machine.get("cpu") or "unknown CPU")]
-    if machine.get("cores"):
-        parts.append(plural(machine["cores"], "core"))
-    parts += [f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)] or ["no GPU"]
     drivers = dict.fromkeys(gpu["driver"] for gpu in machine.get("gpus") or [] if gpu.get("driver"))
-    parts += [f"driver {driver}" for driver in drivers]
-    return f"Machine: {', '.join([*parts, *([machine['system']] if machine.get('system') else [])])}"
+    system = [str(machine["system"])] if machine.get("system") else []
+    return f"Machine: {', '.join([machine_words(manifest), *(f'driver {one}' for one in drivers), *system])}"
 
 
 def _versions(manifest: Mapping[str, Any]) -> str:
@@ -254,7 +230,7 @@ def _versions(manifest: Mapping[str, Any]) -> str:
 
 
 def commit(manifest: Mapping[str, Any]) -> str:
-    """The commit of the bench, and whether it is all that was run."""
+    """The commit of the bench, and whether there were changes on top of it."""
     git = manifest.get("git") or {}
     if not git.get("commit"):
         return "Commit: unknown"
@@ -280,12 +256,12 @@ def _render(form: str, words: CitedWords) -> str:
 
 
 def joined(fields: Mapping[str, str]) -> str:
-    """The fields of the line for machines, as they stand behind its id."""
+    """The fields of the line for machines, as they follow its id."""
     return " ".join(f"{name}={value}" for name, value in fields.items())
 
 
 def _entry(words: CitedWords, subject: str, text: str) -> str:
-    """As a BibTeX entry whose note is the text."""
+    """A BibTeX entry with the text as its note."""
     date = re.match(r"(\d{4})-(0[1-9]|1[0-2])-", words.started)
     fields = {
         "author": f"{{{{{AUTHORS}}}}}",

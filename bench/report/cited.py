@@ -1,7 +1,7 @@
-"""Citations read again and held against their run: whether every field of a citation's line follows from the journal.
+"""Checks citations: whether every field of a citation's line follows from the journal of the run.
 
-Read are the lines alone, not the sentences around them. Before there were such lines, the numbers stood in sentences
-that never changed, and ``OLD`` finds them there.
+Only these lines are read, not the sentences around them. Older citations have no such line: ``OLD`` finds the numbers
+in their sentences, which never changed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bench.run.journal import Journal
 
 TOPIC = "citation"
 MARKUP = re.compile(r"[^\w.,:;()/%=+\- ]")
-"""What is markup in one of the formats; a citation is read without it."""
+"""Markup of the formats, which is removed before a citation is read."""
 ID = re.compile(rf"{SCHEME}:([\w.%-]+)/(plots/[\w.%-]*[\w%]|[0-9a-f]+(?:/[0-9a-f]+)?)")
 FIELD = re.compile(r" ([a-z0-9]+)=([\w.-]*\w)")
 OLD = {
@@ -32,22 +32,22 @@ OLD = {
     "bytes": r"\((\d+) bytes",
     "verdict": r"verdict: ([a-z]+)",
 }
-"""Fields before the id of a citation without a line; its hash stands behind the id."""
+"""Fields before the id in a citation without a line; its hash follows the id."""
 OLD_HASH = re.compile(r", journal SHA-256 ([0-9a-f]{64})")
 
 
 def verify(folder: Path, text: str) -> list[Finding]:
-    """What was found of each citation in a text, in any of the formats. Raises InputError if the folder is no run."""
+    """The findings on each citation in a text, in any of the formats. Raises InputError if the folder is no run."""
     run = load(folder)
     journal = Journal(folder)
     found = list(journal_findings(folder, run, len(journal.read())))
-    # What was cited is held against the journal as it is, not as the manifest says it was.
+    # Citations are compared with the journal as it is, not as the manifest says it was.
     now = replace(run, manifest={**run.manifest, "journal_sha256": journal.digest()})
     return [*found, *differences(now, text)]
 
 
 def differences(run: Run, text: str) -> Iterator[Finding]:
-    """What was found of each citation in a text, held against the run as its manifest says that its journal is."""
+    """The findings on each citation in a text, compared with the run, whose manifest has the hash of the journal."""
     text = " ".join(MARKUP.sub("", " ".join(text.split())).split())
     ids = list(ID.finditer(text))
     if not ids:
@@ -70,7 +70,7 @@ def differences(run: Run, text: str) -> Iterator[Finding]:
 
 
 def _fields(text: str, begin: int) -> dict[str, str]:
-    """The fields that stand behind an id."""
+    """The fields that follow an id."""
     found = {}
     while match := FIELD.match(text, begin):
         found[match[1]] = "said twice" if match[1] in found else match[2]
@@ -79,7 +79,7 @@ def _fields(text: str, begin: int) -> dict[str, str]:
 
 
 def _old_fields(before: str, after: str) -> dict[str, str]:
-    """The same of a citation without a line: in the text before its id, and behind it."""
+    """The fields of a citation without a line, from the text before and after its id."""
     found = {name: said[-1] for name, pattern in OLD.items() if (said := re.findall(pattern, before))}
     digest = OLD_HASH.match(after)
     return found if digest is None else found | {"sha256": digest[1]}
@@ -96,10 +96,10 @@ def _words_of(quotes: Quotes, name: str, rest: str) -> CitedWords:
 
 
 def _same(name: str, ours: str, theirs: str) -> bool:
-    """Whether two values are the same as they are written.
+    """Whether two values are written the same.
 
-    Ends of an interval may differ by one in the last digit: they are resampled, and another version of numpy or scipy
-    may draw otherwise.
+    Ends of an interval may differ by one in the last digit: they are bootstrapped, and another version of numpy or
+    scipy may resample differently.
     """
     if ours == theirs or name not in {"low", "high"} or NONE in {ours, theirs}:
         return ours == theirs

@@ -5,24 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import pandas as pd
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bench.judge.pairs import ComparedPair, record
+from bench.judge.loading import Run, missing_trials
+from bench.judge.pairs import ComparedPair, Pair, notes, record
+from bench.judge.statistics import MARGIN
 from bench.judge.verdicts import Exact, Exactly, Reason, Verdict
 from bench.plan.columns import COLUMNS, DASH
 from bench.report import pull_request, terminal
 from bench.report.ranking import TableColumn
 from bench.run.machine import Changed
 from bench.words import markdown, plural, some
-
-if TYPE_CHECKING:
-    from bench.judge.loading import Run
-    from bench.judge.pairs import Pair
 
 TABLE = (
     TableColumn("cell", "cell", is_number=False),
@@ -52,12 +49,12 @@ class Report:
     b: str
     """How A, the baseline, and B are called."""
     rows: Sequence[ComparedPair]
-    differences: Sequence[Changed]
+    differences: Sequence[Changed] = ()
     """Keys of the fingerprints that differ."""
-    remarks: Sequence[str]
+    remarks: Sequence[str] = ()
     """On the cells (``bench.judge.remarks``); also said below the plots."""
-    notes: Sequence[str]
-    margin: float
+    notes: Sequence[str] = ()
+    margin: float = MARGIN
     threshold: float | None = None
     """The value of ``--fail-on slower``."""
 
@@ -171,12 +168,9 @@ def notes_on(
     a: Run, b: Run, rows: list[ComparedPair], never: list[Pair], thresholds: dict[str, float], margin: float
 ) -> list[str]:
     """What a reader should know, as sentences."""
-    from bench.judge import loading
-    from bench.judge import pairs as judge_pairs
-
-    found = judge_pairs.notes(a, b, rows, margin)
+    found = notes(a, b, rows, margin)
     for letter, one in (("A", a), ("B", b)) if a is not b else (("", a),):
-        if missing := loading.missing_trials(one):
+        if missing := missing_trials(one):
             found.append(f"{letter or 'the run'} lacks {missing} of its trials: it is not finished, or was truncated")
     if never:
         found.append(f"left out, unsupported on both sides: {', '.join(pair.name for pair in never)}")

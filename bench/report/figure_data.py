@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 
 from bench.judge.samples import step_times
+from bench.judge.standing import Standing
 from bench.judge.tables import Tables, worlds
 from bench.plan.cell import REFERENCES, SGD, Status
 from bench.plan.columns import AXES, WAYS, Axis, axes, differing
@@ -60,9 +61,12 @@ class FigureData:
     """The cells in the order in which they are drawn, and what all figures say about them."""
 
     def __init__(
-        self, tables: Tables, manifest: dict[str, Any], remarks: Sequence[str] = (), obstacle: str = ""
+        self, tables: Tables, manifest: dict[str, Any], standing: Standing | None = None, obstacle: str = ""
     ) -> None:
-        self.manifest, self.tables, self.remarks, self.obstacle = manifest, tables, remarks, obstacle
+        """``obstacle`` is why times cannot be compared; empty if they can."""
+        self.manifest, self.tables, self.obstacle = manifest, tables, obstacle
+        self.remarks = [] if standing is None else standing.remarks
+        self.floor = None if standing is None or standing.floor is None else standing.floor.interval
         trials = tables.trials[tables.trials["twin"].fillna("") == ""].copy()  # a twin is its cell once more
         for column in ("framework", "sharding", "sync"):
             known = {name: about.get(column) for name, about in manifest.get("backends", {}).items()}
@@ -99,8 +103,9 @@ class FigureData:
 
     @cached_property
     def others(self) -> pd.DataFrame:
-        """The cells of all but the reference."""
-        return without_reference(self.cells)
+        """The cells without the reference; all if there is nothing else."""
+        others = self.cells[~self.cells["backend"].isin(REFERENCES)]
+        return self.cells if others.empty else others
 
     def words(self, title: str, *, timed: bool = False) -> FigureWords:
         """The words around a figure; one of times says why they cannot be compared, if they cannot."""
@@ -214,6 +219,14 @@ def twins(cells: pd.DataFrame) -> Iterator[tuple[Any, Any]]:
                 yield own, other
 
 
+def most_extreme(cells: pd.DataFrame, value: str) -> pd.DataFrame:
+    """The good cells of the most ranks and the largest N that have such a value, the least of it first."""
+    good = cells[(cells["status"] == Status.OK) & cells[value].notna()]
+    for extent in ("world_size", "accumulate"):
+        good = good[good[extent] == good[extent].max()]
+    return good.sort_values(value, kind="stable")
+
+
 def apart(one: Any, other: Any) -> bool:
     """Whether the intervals of two step times are disjoint."""
     ends = [one[TIMES[1]], one[TIMES[2]], other[TIMES[1]], other[TIMES[2]]]
@@ -234,12 +247,6 @@ def leanest(cells: pd.DataFrame, column: str = "peak_memory_bytes") -> str:
     least = cells[column].min()
     names = [str(name) for name in cells.loc[cells[column] == least, "backend"]]
     return f"{some(names)} {'needs' if len(names) == 1 else 'need'} the least memory ({size(float(least))})"
-
-
-def without_reference(rows: pd.DataFrame) -> pd.DataFrame:
-    """All but the reference; the rows themselves if there is nothing else."""
-    others = rows[~rows["backend"].isin(REFERENCES)]
-    return rows if others.empty else others
 
 
 def floats(values: pd.Series) -> Any:

@@ -1,11 +1,9 @@
-"""All that is written after a run: tables, plots, summary and page, from its journal."""
+"""Everything that is written after a run, from its journal: tables, plots, short report and page."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def rebuild(folder: Path) -> int:
-    """The tables of a run, made anew from its journal alone; the exit status that its trials deserve."""
+    """Make the tables of a run from its journal alone; returns the exit status that its trials deserve."""
     from bench.judge.standing import standing
 
     manifest, run = _load(folder)
@@ -33,9 +31,9 @@ def rebuild(folder: Path) -> int:
 
 
 def finish(folder: Path, plots: Path, *, note_floor: bool = True, as_json: bool = False) -> int:
-    """Tables, plots, the answer and the page of a run; the exit status that its trials deserve.
+    """Write tables, plots, short report and page of a run; returns the exit status that its trials deserve.
 
-    With ``note_floor`` the A/A pair's ratio is noted in the manifest too; ``as_json`` prints the answer as one object.
+    ``note_floor`` also stores the ratio of the A/A pair in the manifest; ``as_json`` prints the answer as one object.
     """
     from rich.console import Console
 
@@ -57,9 +55,14 @@ def finish(folder: Path, plots: Path, *, note_floor: bool = True, as_json: bool 
         _write_tables(folder, judged, of.standing)
         if note_floor and UPGRADED not in manifest:
             _store_floor(folder, manifest, of.standing)
-        with _without_collector():
-            drawn = draw(judged, manifest, plots, of.standing)
         said = answer(of)
+        # Of a single backend there is nothing to compare, and its times are good.
+        compared = any(not row.pair.b.twin for row in of.standing.rows)
+        gc.disable()  # figures are hundreds of thousands of objects that refer to each other
+        try:
+            drawn = draw(judged, manifest, plots, of.standing, said.alarm.text if said.alarm and compared else "")
+        finally:
+            gc.enable()
         short = _replace(folder / pull_request.REPORT, pull_request.render(run, said))
         whole = _replace(folder / page.PAGE, page.render(of, said, drawn))
     except OSError as error:
@@ -90,25 +93,13 @@ def _replace(path: Path, text: str) -> Path:
     return draft.replace(path)
 
 
-@contextlib.contextmanager
-def _without_collector() -> Iterator[None]:
-    """Figures are hundreds of thousands of objects that refer to each other: looking for garbage takes a sixth."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
-
-
 def _load(folder: Path) -> tuple[dict[str, Any], Run]:
-    """The manifest and the judged run. Raises InputError if nothing has been run, or what there is was edited."""
+    """The manifest and the judged run. Raises InputError if no trial has finished, or the journal was edited."""
     from bench.judge.loading import load
 
     manifest = read_manifest(folder)
     journal = Journal(folder).path
-    if not journal.exists() or not journal.stat().st_size:  # one that holds no whole line is told by ``load``
+    if not journal.exists() or not journal.stat().st_size:  # ``load`` refuses one without a whole line
         raise InputError(f"{folder}: no trial has finished yet; go on with: python -m bench run --resume {folder}")
     return manifest, load(folder)
 
@@ -125,7 +116,7 @@ def _write_tables(folder: Path, judged: Tables, found: Standing) -> list[Path]:
 
 
 def _store_floor(folder: Path, manifest: dict[str, Any], found: Standing) -> None:
-    """Note the A/A pair's ratio in the manifest, if it is not there already."""
+    """Store the ratio of the A/A pair in the manifest, if it is not there already."""
     floor = found.floor
     if floor is None:
         return
@@ -136,7 +127,7 @@ def _store_floor(folder: Path, manifest: dict[str, Any], found: Standing) -> Non
 
 
 def _status(judged: Tables, manifest: dict[str, Any]) -> int:
-    """0 if every trial that could run is good, or invalid by a defect that its backend is known for; 1 otherwise."""
+    """0 if every trial that could run is good, or invalid by a documented defect of its backend; 1 otherwise."""
     from bench.judge.remarks import documented
 
     bad = judged.trials[~judged.trials["status"].isin([Status.OK, Status.UNSUPPORTED])]

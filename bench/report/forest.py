@@ -22,14 +22,14 @@ from bench.report import sheet, style
 from bench.report.comparison import Report
 from bench.report.figure_data import largest, left_out
 from bench.report.sheet import Drawing, FigureWords
-from bench.report.style import GREY, REFERENCE_COLOUR, TINY, Key, safe
+from bench.report.style import FLOOR_COLOUR, GREY, REFERENCE_COLOUR, TINY, Key, safe
 from bench.words import plural, some
 
 DARK = "#0B3C6F"
 """The dots of the largest N; smaller N are paler."""
 PALEST = 0.65
 """How much of the way to white the dots of the smallest N are."""
-SLOWER_COLOUR, MARGIN_COLOUR, FLOOR_COLOUR = "#D55E00", "#d9e8f2", "#f3dfb4"
+SLOWER_COLOUR, MARGIN_COLOUR = "#D55E00", "#d9e8f2"
 DOT, ROW, HEADING = 0.1, 0.12, 0.75
 """Inches of a dot's height within its row, of a row without its dots, and of the axis below the rows."""
 PAGE = 6.4
@@ -38,7 +38,7 @@ WORD_WIDTH = 2.4
 """Inches of the words to the right of the rows; longer ones are cut in the middle."""
 LEAST_REACH = 1.05
 """The axis reaches at least from 1 / LEAST_REACH to LEAST_REACH, so that a tiny difference does not look large."""
-NICE = tuple(digit * 10.0**power for power in range(-3, 4) for digit in (1, 1.5, 2, 3, 5, 7))
+NICE = tuple(round(digit * 10.0**power, 6) for power in range(-3, 4) for digit in (1, 1.5, 2, 3, 5, 7))
 """Ticks of an axis that is too long for equidistant ones."""
 Row = tuple[str, list[ComparedPair]]
 """A name, and its pairs in order of N."""
@@ -67,23 +67,19 @@ def _rows(pairs: Sequence[ComparedPair]) -> list[Row]:
     ways = [name for name in differing(cells, ("precision", *WAYS)) if name not in ("accumulate", "global_batch_size")]
     worlds = {row.pair.b: f"W = {row.pair.b.world_size} {row.pair.b.world.label}".strip() for row in pairs}
     several = len(set(worlds.values())) > 1
-    found: dict[tuple[str, ...], list[ComparedPair]] = {}
-    for row in pairs:
-        twin = ["again (A/A)"] if row.pair.b.twin else []
-        found.setdefault(
-            (
-                ", ".join([worlds[row.pair.b]] * several + phrases(row.pair.b, ways)),
-                " ".join([row.pair.b.backend, *twin]),
-            ),
-            [],
-        ).append(row)
-    rows = [(key, sorted(alike, key=lambda row: row.pair.b.accumulate)) for key, alike in found.items()]
-    rows.sort(key=lambda row: (row[0][0], -row[1][-1].pair.b.accumulate, _ratio(row[1][-1]), row[0][1]))
-    return [(" ".join(filter(None, reversed(key))), alike) for key, alike in rows]
+    found: dict[tuple[str, str], list[ComparedPair]] = {}
+    for row in sorted(pairs, key=lambda row: row.pair.b.accumulate):
+        cell = row.pair.b
+        context = ", ".join([worlds[cell]] * several + phrases(cell, ways))
+        found.setdefault((context, cell.backend + " again (A/A)" * bool(cell.twin)), []).append(row)
 
+    def order(item: tuple[tuple[str, str], list[ComparedPair]]) -> tuple[str, int, float, str]:
+        (context, name), alike = item
+        last = alike[-1]
+        return context, -last.pair.b.accumulate, last.time.ratio if last.time else math.inf, name
 
-def _ratio(row: ComparedPair) -> float:
-    return math.inf if row.time is None else row.time.ratio
+    rows = sorted(found.items(), key=order)
+    return [(" ".join(filter(None, (name, context))), alike) for (context, name), alike in rows]
 
 
 def _words(report: Report, notes: Sequence[str]) -> FigureWords:
@@ -142,7 +138,7 @@ def _draw(report: Report, rows: Sequence[Row], words: FigureWords) -> Figure:
     axes.grid(visible=False, axis="y")
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
-    marks = ticks(*_reach(report))
+    marks = _ticks(*_reach(report))
     axes.set_xscale("log")
     axes.set_xlim(marks[0], marks[-1])
     axes.xaxis.set_major_locator(FixedLocator(marks))
@@ -204,20 +200,15 @@ def _reach(report: Report) -> tuple[float, float]:
     return min(ends), max(ends)
 
 
-def ticks(low: float, high: float) -> list[float]:
-    """Ratios at which the axis is marked, including 1, from one below to one above all that is drawn."""
+def _ticks(low: float, high: float) -> list[float]:
+    """Ratios at which the axis is marked, from one below to one above all that is drawn."""
+    even = MaxNLocator(nbins=6, steps=[1, 2, 5, 10]).tick_values(low, high)
+    found = list(NICE if high / low < 30 else NICE[::2])
     if high / low < 2.2:
-        step = MaxNLocator(nbins=6, steps=[1, 2, 5, 10]).tick_values(low, high)
-        found = sorted({float(round(value, 6)) for value in step if value > 0} | {1.0})
-    else:
-        found = [float(round(value, 6)) for value in NICE]
-    low, high = low / 1.005, high * 1.005
-    first = max((value for value in found if value <= low), default=low)
-    last = min((value for value in found if value >= high), default=high)
-    inside = [value for value in found if first < value < last]
-    if last / first > 30:
-        inside = [value for value in inside if f"{value:e}"[0] in "125" and f"{value:e}"[2] == "0"]
-    return [first, *inside, last]
+        found = sorted({*(round(float(value), 6) for value in even), 1.0})
+    first = max((value for value in found if 0 < value <= low / 1.005), default=low / 1.005)
+    last = min((value for value in found if value >= high * 1.005), default=high * 1.005)
+    return [first, *(value for value in found if first < value < last), last]
 
 
 def _keys(report: Report, colours: dict[int, str], noise: float | None) -> Iterator[Key]:

@@ -26,22 +26,28 @@ from bench.plan.columns import COLUMNS, FRAMES
 from bench.words import plain
 
 FORMULA = tuple("=+-@\uff1d\uff0b\uff0d\uff20\t\r\n")
-"""Beginnings of a cell that spreadsheets read as a formula, in wide forms too, or skip to find one: OWASP, "CSV
+"""What spreadsheets read as the beginning of a formula, in wide forms too, or skip to find one: OWASP, "CSV
 Injection"."""
 
 
 def write_frame(frame: pd.DataFrame, path: Path) -> None:
-    """Write a table without its index. A text that a spreadsheet would run gets an apostrophe before it."""
-    named = frame.rename(columns=guarded)
-    for place, column in enumerate(frame.columns):
-        if not pd.api.types.is_numeric_dtype(frame[column].dtype):
-            named.isetitem(place, [guarded(value) for value in frame[column]])
-    named.to_csv(path, index=False)
+    """Write a table without its index."""
+    harmless(frame).to_csv(path, index=False, lineterminator="\n")
 
 
-def guarded(value: Any) -> Any:
-    """The same value, but for a text that begins as a formula does."""
-    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value
+def harmless(frame: pd.DataFrame) -> pd.DataFrame:
+    """The frame with text in one line, and with an apostrophe before what would be a formula; numbers as they are."""
+    found = frame.copy()
+    for name in frame.columns:
+        if not pd.api.types.is_numeric_dtype(frame[name].dtype):
+            texts = frame[name].astype("string")
+            found[name] = texts.map({text: guarded(plain(text)) for text in texts.dropna().unique()}).astype("string")
+    return found
+
+
+def guarded(text: str) -> str:
+    """The same text, with an apostrophe before it if it begins as a formula does."""
+    return f"'{text}" if text.startswith(FORMULA) else text
 
 
 COLUMNS_FILE = "columns.csv"
@@ -54,7 +60,7 @@ def write_csv(frames: Mapping[str, pd.DataFrame], folder: Path) -> list[Path]:
     paths = []
     for name in FRAMES:
         paths.append(folder / f"{name}.csv")
-        harmless(frames[name]).to_csv(paths[-1], index=False, lineterminator="\n")
+        write_frame(frames[name], paths[-1])
     paths.append(folder / COLUMNS_FILE)
     with paths[-1].open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
@@ -62,17 +68,6 @@ def write_csv(frames: Mapping[str, pd.DataFrame], folder: Path) -> list[Path]:
         for name, columns in COLUMNS.items():
             writer.writerows((name, key, about.dtype, about.unit, about.meaning) for key, about in columns.items())
     return paths
-
-
-def harmless(frame: pd.DataFrame) -> pd.DataFrame:
-    """The frame with text in one line, and with an apostrophe before what would be a formula; numbers as they are."""
-    texts = [name for name in frame.columns if pd.api.types.is_string_dtype(frame[name].dtype)]
-    return frame.assign(
-        **{
-            name: frame[name].map(lambda text: guarded(plain(text)), na_action="ignore").astype("string")
-            for name in texts
-        }
-    )
 
 
 def write_parquet(frames: Mapping[str, pd.DataFrame], folder: Path, run_id: str) -> list[Path]:
@@ -92,9 +87,9 @@ def write_parquet(frames: Mapping[str, pd.DataFrame], folder: Path, run_id: str)
 
 
 VERSION = "5.3.1"
-"""Of the pytest-benchmark whose format this is."""
+"""The version of pytest-benchmark whose format this is."""
 SPREAD = 1.5
-"""Of Tukey's fences, in interquartile ranges."""
+"""Interquartile ranges from the quartiles to Tukey's fences."""
 GATES = (
     "optimizer_steps_expected",
     "optimizer_steps_observed",
@@ -103,11 +98,11 @@ GATES = (
     "max_loss_deviation",
     "accumulated_in",
 )
-"""Columns of the trials that gates look at."""
+"""Columns of the trials that the gates check."""
 GPU = ("name", "memory_bytes", "driver")
-"""What is told of a GPU."""
+"""Keys of a GPU."""
 FACTS = tuple(itertools.dropwhile(lambda name: name != "num_ok", COLUMNS["cells"]))
-"""Columns of the cells that are told beside the statistics."""
+"""Columns of the cells that stand beside the statistics."""
 
 
 def document(frames: Frames) -> dict[str, Any]:
@@ -136,7 +131,7 @@ def document(frames: Frames) -> dict[str, Any]:
 
 
 def _fullname(cell: Cell, name: str) -> str:
-    """Equal for equal cells of all runs and machines, so that their histories are."""
+    """The same for equal cells of all runs and machines, so that they have one history."""
     return f"accumulation-bench/{cell.cell_id}::{name}"
 
 
@@ -180,9 +175,9 @@ def _plain(value: Any) -> Any:
 
 
 def stats(values: Sequence[float]) -> dict[str, Any]:
-    """What pytest-benchmark calculates from its rounds; at least one value."""
+    """What pytest-benchmark calculates from its rounds, at least one; quartiles are interpolated linearly."""
     data = sorted(values)
-    low, high = _lower_quartile(data), _lower_quartile(data[::-1])
+    low, _, high = statistics.quantiles(data, n=4, method="inclusive") if len(data) > 1 else data * 3
     mean, spread = statistics.mean(data), statistics.stdev(data) if len(data) > 1 else 0
     fences = low - SPREAD * (high - low), high + SPREAD * (high - low)
     beyond_deviation = sum(not mean - spread <= value <= mean + spread for value in data)
@@ -209,21 +204,8 @@ def stats(values: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def _lower_quartile(data: Sequence[float]) -> float:
-    """As pytest-benchmark has it, of sorted values; of reversed ones the upper quartile.
-
-    Of evenly many, the median of the first half; of oddly many, between two values, a quarter from one of them.
-    """
-    n, k = len(data), len(data) // 4
-    if n == 1:
-        return data[0]
-    if n % 2 == 0:
-        return statistics.median(data[: n // 2])
-    return 0.25 * data[k - 1] + 0.75 * data[k] if n % 4 == 1 else 0.75 * data[k] + 0.25 * data[k + 1]
-
-
 def _machine(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """As far as a run stores it: no host name, and no compiler."""
+    """What a run stores of it: neither host name nor compiler."""
     machine = manifest.get("machine") or {}
     system, _, rest = str(machine.get("system") or "").partition(" ")
     release, _, architecture = rest.rpartition(" ")

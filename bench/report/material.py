@@ -134,8 +134,13 @@ def gpu_names(machine: Mapping[str, Any]) -> str:
 def machine_words(manifest: Mapping[str, Any]) -> str:
     """The CPU, its cores and the GPUs."""
     machine = manifest.get("machine") or {}
+    return ", ".join([cpu_name(machine), gpu_names(machine) or "no GPU"])
+
+
+def cpu_name(machine: Mapping[str, Any]) -> str:
+    """The CPU and its cores: ``AMD EPYC, 2 cores``."""
     cores = [plural(machine["cores"], "core")] if machine.get("cores") else []
-    return ", ".join([str(machine.get("cpu") or "unknown CPU"), *cores, gpu_names(machine) or "no GPU"])
+    return ", ".join([str(machine.get("cpu") or "unknown CPU"), *cores])
 
 
 def parameters(count: Any) -> str:

@@ -21,15 +21,15 @@ from xml.etree import ElementTree
 import jinja2
 from markupsafe import Markup
 
-from bench.judge.pairs import ComparedPair
 from bench.judge.samples import NAME
 from bench.judge.standing import Standing
 from bench.judge.statistics import LEVEL, MARGIN, MIN_TRIALS, RESAMPLES
 from bench.judge.verdicts import NEXT, Reason, Verdict
+from bench.plan.columns import FRAMES
 from bench.report.answer import Answer
 from bench.report.citation import ESCAPES, Citation, cite_plot, formats, words_of_cell, words_of_ratio
 from bench.report.material import Material, gpu_names
-from bench.report.ranking import COLUMNS, DECIDED, TIMES
+from bench.report.ranking import DECIDED
 from bench.report.sections import SCENARIOS, failures, sections
 from bench.words import digits, plain, plural
 
@@ -40,18 +40,15 @@ MOST_SWITCHES = 8
 DUBLIN_CORE = "{http://purl.org/dc/elements/1.1/}"
 DIGITS = re.compile(r"(?<!scale\()(-?\d+\.\d\d)\d+")
 """Coordinates in hundredths of a point, and further digits that nobody sees; glyphs are scaled down exactly."""
+SPARE = re.compile(r"<!--.*?-->|(?<=>)\s+(?=<)", re.DOTALL)
+"""Comments, and white space between elements."""
 VERDICTS, REASONS = tuple(Verdict), tuple(Reason)
 RAW = {
     "run.json": "what ran where, with which versions",
-    "trials.jsonl": "the journal: a line per trial, from which everything else follows",
-    "trials.parquet": "a row per trial",
-    "steps.parquet": "a row per timed optimizer step",
-    "losses.parquet": "a row per optimizer step",
-    "collectives.parquet": "calls and bytes by operation",
-    "memory.parquet": "bytes by category",
-    "ratios.parquet": "ratios, intervals and verdicts against the run's own baseline",
+    "trials.jsonl": "the journal: one line per trial, from which everything else follows",
+    **{f"{name}.parquet": about for name, about in FRAMES.items()},
 }
-"""Files that a report links to, beside it."""
+"""Files that a report links to where they lie beside it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,8 +73,6 @@ def render(of: Material, answer: Answer, plots: Sequence[Path]) -> str:
         run=of.run,
         title=plain(of.run.name),
         answer=answer,
-        columns=[column for column in COLUMNS if timed or column.key not in TIMES],
-        legend=answer.groups[0].legend(answer.baseline) if answer.groups else "",
         is_timed=timed,
         choices={
             "place": list(dict.fromkeys(group.place for group in answer.groups)),
@@ -119,7 +114,7 @@ def _text(name: str) -> str:
 
 def picture(path: Path) -> Picture:
     """The plot in an SVG file of ``bench.report.sheet``."""
-    svg = DIGITS.sub(r"\1", path.read_text(encoding="utf-8"))
+    svg = DIGITS.sub(r"\1", SPARE.sub("", path.read_text(encoding="utf-8")))
     metadata = ElementTree.fromstring(svg).find("{http://www.w3.org/2000/svg}metadata")
     words = [
         None if metadata is None else metadata.findtext(f".//{DUBLIN_CORE}{name}") for name in ("title", "description")
@@ -181,15 +176,12 @@ def _ratios(standings: Mapping[str, Standing], ids: frozenset[str]) -> dict[str,
     for place, standing in enumerate(standings.values()):
         for cell_id, row in standing.by_cell.items():
             if cell_id in ids:
-                found.setdefault(cell_id, []).append([place, *_ratio(row)])
+                time, judgement = row.time, row.judgement
+                numbers = [None] * 3 if time is None else [time.ratio, time.low, time.high]
+                shown = [None if value is None else digits(value) for value in numbers]
+                places = VERDICTS.index(judgement.verdict), REASONS.index(judgement.reason)
+                found.setdefault(cell_id, []).append([place, *shown, *places])
     return found
-
-
-def _ratio(row: ComparedPair) -> list[Any]:
-    time, judgement = row.time, row.judgement
-    numbers = [None, None, None] if time is None else [time.ratio, time.low, time.high]
-    places = VERDICTS.index(judgement.verdict), REASONS.index(judgement.reason)
-    return [*(None if value is None else digits(value) for value in numbers), *places]
 
 
 def facts(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:

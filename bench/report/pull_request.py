@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from bench.judge.loading import Run
 from bench.report.answer import Answer, Statement
+from bench.report.citation import commit
 from bench.report.ranking import TableColumn
 from bench.words import markdown
 
@@ -27,12 +28,8 @@ def render(run: Run, answer: Answer) -> str:
         if place and rows > MOST_ROWS:
             lines += ["", "The tables of smaller N are in report.html."]
             break
-        lines += [
-            "",
-            f"### {markdown(group.title)}",
-            "",
-            *table(group.columns, [_escaped(row.texts) for row in group.rows]),
-        ]
+        texts = [{key: markdown(text) for key, text in row.texts.items()} for row in group.rows]
+        lines += ["", f"### {markdown(group.title)}", "", *table(group.columns, texts)]
         lines += ["", f"{markdown(group.legend(answer.baseline))}."]
     return "\n".join([*lines, *_again(run)])
 
@@ -54,18 +51,11 @@ def table(columns: Sequence[TableColumn], rows: Sequence[Mapping[str, str]]) -> 
     return [f"| {' | '.join(line)} |" for line in (head, rules, *lines)]
 
 
-def _escaped(texts: Mapping[str, str]) -> dict[str, str]:
-    return {key: markdown(text) for key, text in texts.items()}
-
-
 def _again(run: Run) -> list[str]:
     """Where the numbers come from, and the command that measures them again."""
     manifest = run.manifest
-    git = manifest.get("git") or {}
-    changes = " with uncommitted changes" if git.get("clean") is False else ""
-    commit = f"commit {git['commit']}{changes}" if git.get("commit") else "an unknown commit"
     digest = manifest.get("journal_sha256")
-    said = f"Made by accumulation-bench at {markdown(commit)}"
+    said = f"{markdown(commit(manifest))}"
     said += f"; SHA-256 of the journal: `{digest}`" if digest else ""
     command = shlex.join(map(str, manifest.get("command") or ["python", "-m", "bench", "run"]))
     return ["", f"**To reproduce.** {said}.", "", *code(command), ""]

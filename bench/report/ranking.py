@@ -100,18 +100,10 @@ class Ranked:
         }
 
     @property
-    def values(self) -> dict[str, float | str | None]:
-        """What the page sorts columns by; None comes last."""
+    def ratio(self) -> float | None:
+        """Of step times, to the baseline's."""
         time = None if self.pair is None else self.pair.time
-        return {
-            "backend": self.backend,
-            "seconds": self.seconds,
-            "ratio": 1.0 if self.is_baseline else None if time is None else time.ratio,
-            "memory": self.memory,
-            "memory_ratio": self.memory_ratio,
-            "trials": self.num_ok,
-            "correct": self.correct,
-        }
+        return 1.0 if self.is_baseline else None if time is None else time.ratio
 
 
 def ends_of(low: float | None, high: float | None) -> str:
@@ -184,20 +176,11 @@ def groups(of: Material) -> list[Group]:
     kinds: dict[tuple[Any, ...], list[Cell]] = {}
     for cell in of.run.cells.values():
         if not cell.is_reference and not cell.twin:
-            kinds.setdefault(_kind(cell), []).append(cell)
+            kinds.setdefault(tuple(replace(cell, backend="").to_dict().values()), []).append(cell)
     every = [cells[0] for cells in kinds.values()]
     ways = [name for name in differing(every, ("precision", *WAYS)) if name != "accumulate"]
     found = [_group(of, cells, ways) for cells in kinds.values()]
-    return sorted(found, key=_extent, reverse=True)
-
-
-def _kind(cell: Cell) -> tuple[Any, ...]:
-    """What the cells of a group have in common."""
-    return tuple(replace(cell, backend="").to_dict().values())
-
-
-def _extent(group: Group) -> tuple[bool, int, int, int]:
-    return group.cell.world.has_all_ranks, group.n, group.cell.world_size, len(group.rows)
+    return sorted(found, key=lambda one: (one.cell.world.has_all_ranks, one.n, one.cell.world_size), reverse=True)
 
 
 def _group(of: Material, cells: list[Cell], ways: list[str]) -> Group:

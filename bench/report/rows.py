@@ -12,13 +12,12 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from bench.judge.statistics import Interval
 from bench.judge.verdicts import band
 from bench.plan.cell import REFERENCES, Status
 from bench.report import sheet, style
 from bench.report.figure_data import CONTEXT, FACTS, FigureData, floats
 from bench.report.sheet import Drawing
-from bench.report.style import GREY, REFERENCE_COLOUR, Key, safe
+from bench.report.style import FLOOR_COLOUR, GREY, REFERENCE_COLOUR, Key, safe
 from bench.words import plural, some
 
 MOST_ODD = 30
@@ -97,7 +96,6 @@ def _odd(
     return [Drawing(stem, figure, cells[[*FACTS, *columns.values()]], words)]
 
 
-FLOOR_COLOUR = "#f3dfb4"
 INSIDE, ROOM = 0.98, 1.4
 """Share of the trials that are drawn at their true place, and how much farther than these the axis reaches."""
 MOST_SHAPES = 1000
@@ -121,13 +119,13 @@ def deviations(trials: pd.DataFrame) -> pd.DataFrame:
     return found.assign(place=np.arange(1, len(found) + 1))
 
 
-def draw_noise(run: FigureData, floor: Interval | None) -> list[Drawing]:
+def draw_noise(run: FigureData) -> list[Drawing]:
     """A point per trial; nothing if no cell has two good ones."""
     timed = [world.times_communication for world in run.trials["world"]]
     trials = deviations(run.trials[timed])
     if trials.empty:
         return []
-    noise = None if floor is None or floor.low is None else 100 * (band(floor) - 1)
+    noise = None if run.floor is None or run.floor.low is None else 100 * (band(run.floor) - 1)
     away = trials[DEVIATION].abs()
     reach = max(LEAST, noise or 0.0, float(away.quantile(INSIDE))) * ROOM
     beyond = int((away > reach).sum())

@@ -238,7 +238,8 @@ def semantics(of: Material) -> PageSection:
         title="Which optimizer steps were taken?",
         sentences=tuple(_steps(of)),
         plots=("optimizer_steps",),
-        table=_at_epoch_end(of) or _counted(of),
+        table=_at_epoch_end(of)
+        or table("Optimizer steps of the timed trials", of.cells, ("label", *STEPS, "ranks_agree")),
         is_open=True,
     )
 
@@ -291,10 +292,6 @@ def _at_epoch_end(of: Material) -> Table | None:
     caption += f"; this run has {', '.join(other)}, which may differ" if other else ""
     header = ("backend", "what becomes of the incomplete window", "updates due", "taken", "reported")
     return Table(caption=caption, header=header, rows=tuple(rows), words=2) if rows else None
-
-
-def _counted(of: Material) -> Table:
-    return table("Optimizer steps of the timed trials", of.cells, ("label", *STEPS, "ranks_agree"))
 
 
 def failures(of: Material) -> Table:

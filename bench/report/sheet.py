@@ -20,15 +20,11 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from bench.report.style import (
     DPI,
-    GAP,
     GREY,
-    KEY_WIDTH,
     MARGIN,
     MAX_HEIGHT,
     SMALL,
-    SUBTITLE,
     TINY,
-    TITLE,
     WIDTH,
     Key,
     clean,
@@ -38,11 +34,13 @@ from bench.report.style import (
     wrap,
 )
 
+TITLE, SUBTITLE, PANEL_TITLE = 10.5, 7.4, 8.0
+"""Font sizes in points."""
+GAP, KEY_WIDTH = 0.07, 0.62
+"""Inches between the blocks of words, and of a legend's entry beside its label."""
 FULL = WIDTH - 2 * MARGIN
 """Inches of a line of words."""
 BANNER_INK, BANNER_PAPER = "#9B1C1C", "#FDE8E8"
-PANEL_TITLE = 8.0
-"""Font size in points."""
 LOG_ABOVE = 5.0
 """Ratio of the largest to the smallest value above which an axis is logarithmic."""
 
@@ -197,7 +195,7 @@ def freeze(figure: Figure) -> None:
     if (layout := figure.get_layout_engine()) is not None:
         layout.execute(figure)
         figure.set_layout_engine(None)
-        for axes in figure.axes:  # The solver's last bits differ from one time to the next.
+        for axes in figure.axes:  # the last bits of the solver's results differ from time to time
             axes.set_position(tuple(round(edge, 6) for edge in axes.get_position().bounds))
 
 

@@ -22,16 +22,16 @@ from matplotlib.typing import LineStyleType
 WIDTH, MAX_HEIGHT = 7.5, 9.0
 """Of a figure in inches: fits on A4 with margins."""
 DPI = 150
-TITLE, SUBTITLE, SMALL, TINY = 10.5, 7.4, 7.0, 6.5
+SMALL, TINY = 7.0, 6.5
 """Font sizes in points; the base is 8."""
-MARGIN, GAP = 0.12, 0.07
-"""Inches around the figure, and between its blocks."""
+MARGIN = 0.12
+"""Inches around the figure."""
 INTERVAL = 0.8
 """Points of a line that is an interval."""
-KEY_WIDTH, NAME_WIDTH = 0.62, 2.8
-"""Inches of a legend's entry beside its label, and of a name beside the rows of a figure; longer ones are cut."""
+NAME_WIDTH = 2.8
+"""Inches of a name beside the rows of a figure; longer ones are cut."""
 REFERENCE_COLOUR = "#000000"
-GREY = "#555555"
+GREY, FLOOR_COLOUR = "#555555", "#f3dfb4"
 
 FRAMEWORK_COLOURS = {
     "torch": REFERENCE_COLOUR,

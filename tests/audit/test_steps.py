@@ -325,7 +325,7 @@ def test_a_backend_that_declares_no_rule_is_not_calculated(call: Any, monkeypatc
         ("--samples 9 --micro-batch 4 --accumulate 0", "--accumulate is 0; it must be an integer of at least 1"),
         (f"--samples 9 --micro-batch 4 --accumulate {LARGEST_ACCUMULATE + 1}", "it must be at most 1000000"),
         ("--samples 9 --micro-batch 4 --accumulate 1,0", "--accumulate has 0; each must be an integer of at least 1"),
-        ("--samples 9 --micro-batch 4 --accumulate 1,x", "--accumulate: 'x' is not an integer"),
+        ("--samples 9 --micro-batch 4 --accumulate 1,x", "--accumulate: '1,x' is not a list of integers such as 1,4,2"),
         ("--samples 9 --micro-batch 4 --limit-batches 0", "--limit-batches is 0; it must be an integer of at least 1"),
         ("--samples 2 --micro-batch 1 --world-size 3 --sampler-drop-last", "--samples is 2, fewer than --world-size 3"),
         ("--samples 9 --micro-batch 4 --world-size 0", "--world-size is 0; it must be an integer of at least 1"),

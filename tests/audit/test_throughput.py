@@ -116,7 +116,7 @@ def test_two_ranks(strategy: Strategy, launcher: Launcher, monkeypatch: pytest.M
     monkeypatch.setattr(monitor_ranks, "Launcher", Lent(launcher))
     kinds = {"strategy": strategy, "world_size": 2}
     points = [Point(4, 1, 5, **kinds), Point(4, 1, 5, Epoch.PARTIAL, **kinds), Point(4, 1, 5, Epoch.SHORT, **kinds)]
-    rows = list(measure_all(points, 1e-9))
+    rows = list(measure_all(points))
     rate = 2 * 2 * 4 / (4 * 0.01 + 0.08)  # of both ranks
     assert rows[0]["true_samples_per_s"] == pytest.approx(rate)
     assert rows[0]["reported_samples_per_s"] == pytest.approx(rate)
@@ -176,7 +176,7 @@ def test_command_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureF
         (["--epoch", "half"], "--epoch: 'half' is not of whole, partial, short"),
         (["--optimizer-time", "-1"], "--optimizer-time: '-1' is not a number above 0"),
         (["--world-size", "0"], "--world-size: '0' is not an integer from 1"),
-        (["--strategy", "fsdp"], "--strategy fsdp: use ddp or deepspeed"),
+        (["--strategy", "fsdp"], "--strategy: invalid choice: 'fsdp'"),
         (["--accumulate", "1", "--epoch", "short"], "--accumulate 1: has no partial and no short epoch"),
         (["--out", "/dev/null/out"], "--out /dev/null/out: cannot be written"),
     ],

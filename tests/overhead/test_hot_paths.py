@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,7 @@ from bench.run.journal import Journal
 from bench.run.record import warmup
 from tests.factories import make_cell as cell_of
 from tests.factories import make_manifest, make_matrix, make_record
+from tests.pages import report, write_large_run
 
 Timed = Callable[..., Any]
 """The fixture of pytest-benchmark."""
@@ -56,6 +58,11 @@ def drawn(run: Run, every: dict[str, Standing], tmp_path_factory: pytest.TempPat
     """All plots of the run."""
     folder = tmp_path_factory.mktemp("run") / "plots"
     return figures.draw(run.tables, dict(run.manifest), folder, next(iter(every.values())))
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_large_run(tmp_path_factory.mktemp("large") / "run")
 
 
 def test_thousand_tapped_steps(benchmark: Timed) -> None:
@@ -153,3 +160,29 @@ def test_writing_the_page(benchmark: Timed, run: Run, every: dict[str, Standing]
 def test_writing_the_short_report(benchmark: Timed, run: Run, every: dict[str, Standing]) -> None:
     of = Material(folder=Path(), run=run, standings=every)
     assert benchmark(lambda: pull_request.render(run, answer(of))).startswith(f"## {run.name}")
+
+
+@pytest.mark.benchmark(timer=time.process_time)
+def test_report_of_500_cells_in_cpu_seconds(benchmark: Timed, large: Path) -> None:
+    status, _ = benchmark.pedantic(report, (large,), rounds=1)
+    assert status == 0
+
+
+def test_opening_the_page_of_500_cells_until_it_can_be_used(benchmark: Timed, large: Path) -> None:
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: nox -s browser installs it")
+    program = shutil.which("chromium") or pytest.skip("there is no chromium: nox -s browser installs it")
+    if not (large / "report.html").exists():
+        report(large)
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+
+        def use() -> str:
+            page = browser.new_page(offline=True)
+            page.goto((large / "report.html").as_uri())
+            page.select_option("#by-backend", label="backend-0-eager")
+            found = str(page.locator("#overview tr[data-id]:visible").first.get_attribute("data-id"))
+            page.close()
+            return found
+
+        assert benchmark.pedantic(use, rounds=5, warmup_rounds=1)
+        browser.close()

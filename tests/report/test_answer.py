@@ -15,7 +15,7 @@ from bench.judge.integrity import check
 from bench.judge.loading import Run, hashed, load
 from bench.judge.quoting import find_cell
 from bench.judge.standing import standings
-from bench.plan.cell import Cell, summarize
+from bench.plan.cell import Cell
 from bench.plan.columns import labels
 from bench.report.answer import Answer, Statement, answer
 from bench.report.citation import cite
@@ -190,13 +190,6 @@ def test_cells_that_differ_in_the_batch_alone_have_labels_of_their_own(tmp_path:
         "N = 4, W = 2, B = 16, micro-batch 2",
         "N = 4, W = 2, B = 32, micro-batch 4",
     ]
-
-
-def test_cells_are_counted_by_what_they_are_for() -> None:
-    cells = [make_cell(backend=name) for name in ("ddp-deferred", "ddp-eager")]
-    every = [cells[0].reference(), *cells, dataclasses.replace(cells[0], twin="again")]
-    words = "4 cells: 1 compared with ddp-deferred, 1 of ddp-deferred itself, 1 reference, 1 A/A twin"
-    assert summarize(every, "ddp-deferred") == words
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 200])

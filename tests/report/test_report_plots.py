@@ -1,4 +1,4 @@
-"""The figures of communication and noise, of made runs: true to the tables, and legible."""
+"""The figures of memory, communication and noise, of made runs: true to the tables, and legible."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import matplotlib.style
 import pytest
 
 from bench.judge.loading import load
-from bench.judge.standing import noise_floor, standing
-from bench.judge.tables import Tables
+from bench.judge.standing import standing
+from bench.plan.categories import Category
 from bench.report import bars as report_bars
 from bench.report import figures, rows, style
 from bench.report.figure_data import FigureData
@@ -26,13 +26,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(tmp_path_factory.mktemp("plots") / "run", FACTORS, accumulate=(1, 2, 8), world_size=(1, 2))
 
 
-def drawn(folder: Path) -> tuple[list[Drawing], list[Drawing]]:
+def drawn(folder: Path) -> list[list[Drawing]]:
     run = load(folder)
-    found = FigureData(run.tables, dict(run.manifest))
-    floor = noise_floor(run)
+    found = FigureData(run.tables, dict(run.manifest), standing(run))
     with matplotlib.style.context(list(style.BASE)):
-        sent = report_bars.draw_traffic(found)
-        return sent, rows.draw_noise(found, None if floor is None else floor.interval)
+        return [report_bars.draw_traffic(found), report_bars.draw_memory_categories(found), rows.draw_noise(found)]
 
 
 def test_they_can_be_read(folder: Path) -> None:
@@ -57,10 +55,14 @@ def test_bars_are_the_bytes_sent_by_operation(folder: Path) -> None:
     assert max(ends) == pytest.approx(97)
 
 
-def some_of(folder: Path, names: set[str]) -> Tables:
-    """The tables of a run, of these backends alone."""
-    tables = load(folder).tables
-    return dataclasses.replace(tables, trials=tables.trials[tables.trials["backend"].isin(names)])
+def test_a_bar_is_as_long_as_the_peak_and_has_every_category(folder: Path) -> None:
+    (drawing,) = drawn(folder)[1]
+    bars = [bar for axes in drawing.figure.axes for bar in axes.patches]
+    ends = [bar.get_x() + bar.get_width() for bar in bars]  # type: ignore[attr-defined]
+    cells = drawing.data.drop_duplicates("cell_id")
+    parts = cells[[str(category) for category in Category]].sum(axis=1)
+    assert len(Category) == 9 and (parts == cells["live_bytes"]).all()
+    assert max(ends) == pytest.approx(float(cells["peak_memory_bytes"].max()) / MIB)
 
 
 @pytest.mark.slow
@@ -84,7 +86,8 @@ def test_figures_of_an_earlier_report_are_removed(folder: Path, tmp_path: Path) 
             (tmp_path / stem).with_suffix(suffix).write_text("a user's")
     own |= {path.name: path.read_text() for path in tmp_path.iterdir() if path not in before}
 
-    few = some_of(folder, {"made-0-eager", "made-0-deferred"})
+    trials = run.tables.trials
+    few = dataclasses.replace(run.tables, trials=trials[trials["backend"].str.startswith("made-0-")])
     after = figures.draw(few, manifest, tmp_path)
     assert "step_time_ratio" not in {path.stem for path in after}
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted({*own, *(path.name for path in after)})

@@ -1,4 +1,4 @@
-"""What a config's numbers give: steps by ``bench.audit.stepcount``'s rules, and the error of a sum in bf16.
+"""What a config's numbers give: steps by ``bench.audit.stepcount``'s rules, and the error of a sum in 16 bits.
 
 The end of an epoch may leave a window incomplete. Lightning then steps (FLUSH), DeepSpeed continues the window in the
 next epoch (CARRY), and under Lightning with DeepSpeed the engine continues it while the trainer starts anew (SPLIT).
@@ -6,15 +6,13 @@ next epoch (CARRY), and under Lightning with DeepSpeed the engine continues it w
 
 from __future__ import annotations
 
-import dataclasses
+import math
 
-from bench.audit.stepcount import StepRule, calculate
+from bench.audit.stepcount import StepRule
 from bench.audit.training import TrainingPlan
 from bench.errors import InputError
 from bench.plan.cell import Stepping
 
-MAX_EPOCHS = 1000
-"""Epochs that are looked at: Lightning's default."""
 FLUSH, CARRY = StepRule(stepping=Stepping.FLUSH), StepRule(stepping=Stepping.CARRY)
 SPLIT = StepRule(stepping=Stepping.SPLIT, clears=True, twice=True)
 
@@ -34,22 +32,39 @@ def windows_of(num_batches: int, accumulate: int) -> TrainingPlan:
     return TrainingPlan(samples=num_batches, batch_size=1, accumulate=accumulate)
 
 
-def num_lost(plan: TrainingPlan, epochs: int) -> int:
-    """Micro-batches in no update of the first epochs, where the trainer's ``zero_grad`` clears the engine's gradients.
+BITS = {"bf16": 8, "fp16": 11}
+"""Significant bits of a dtype, the hidden one included."""
+SMALLEST = {"bf16": -133, "fp16": -24}
+"""The power of two that is a dtype's smallest positive number."""
 
-    Those in the window that is open at the end are counted too.
+
+def equal_sum(accumulate: int, dtype: str) -> float:
+    """The sum of N gradients of 1/N, each added in the dtype; 1 would be right."""
+    addend, total = _rounded(1 / accumulate, dtype), 0.0
+    for _ in range(accumulate):
+        before, total = total, _rounded(total + addend, dtype)
+        if total == before:  # all further addends are lost
+            break
+    return total
+
+
+def _rounded(number: float, dtype: str) -> float:
+    """The nearest number that the dtype has, ties to even."""
+    unit = max(math.frexp(number)[1] - BITS[dtype], SMALLEST[dtype])
+    return math.ldexp(round(math.ldexp(number, -unit)), unit)
+
+
+def sum_error(accumulate: int, dtype: str) -> str:
+    """What becomes of the sum of N gradients in a dtype of 16 bits.
+
+    Each of the N - 1 additions after the first rounds by at most half a unit in the last place.
     """
-    found = calculate(dataclasses.replace(plan, epochs=min(epochs, MAX_EPOCHS)), SPLIT)
-    assert found is not None
-    return found.micro_batches_lost_in_mid_run + found.micro_batches_left_open
+    total = equal_sum(accumulate, dtype)
+    if total != 1:
+        return f"{accumulate} equal gradients of 1/{accumulate} sum to {total:.4g} instead of 1"
+    return f"the sum may be off by {accumulate - 1} x 2^-{BITS[dtype] + 1} = {worst_error(accumulate, dtype):.2%}"
 
 
-EXACT = 256
-"""Equal addends that bf16 sums without error: 8 significant bits."""
-
-
-def bf16_error(accumulate: int) -> str:
-    """What becomes of the sum of ``accumulate`` gradients that are added in bf16."""
-    if accumulate > EXACT:
-        return f"{accumulate} equal gradients sum to {EXACT}/{accumulate} = {EXACT / accumulate:.3g} of the truth"
-    return f"the sum may be off by {accumulate - 1} x 2^-9 = {(accumulate - 1) / 512:.2%}"
+def worst_error(accumulate: int, dtype: str) -> float:
+    """The largest relative error of a sum of N gradients of one sign."""
+    return (accumulate - 1) / float(2 ** (BITS[dtype] + 1))

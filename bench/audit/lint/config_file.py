@@ -12,12 +12,12 @@ from typing import Any
 
 from bench import files
 from bench.audit.lint import yaml_values
-from bench.audit.lint.yaml_values import MAX_DEPTH, Path, too_deep
+from bench.audit.lint.yaml_values import MAX_DEPTH, Path, deep_line, too_deep
 from bench.errors import InputError
 
 MAX_BYTES = 1 << 18
 """Size of a config file; a larger one is no config."""
-EXPECTED = "a .yaml of LightningCLI or a .json of DeepSpeed"
+EXPECTED = "a .yaml or .json of LightningCLI, DeepSpeed, Hugging Face's TrainingArguments or accelerate"
 
 
 class ConfigKind(StrEnum):
@@ -27,6 +27,10 @@ class ConfigKind(StrEnum):
     """YAML (or JSON) of LightningCLI."""
     DEEPSPEED = "deepspeed"
     """JSON of DeepSpeed."""
+    HUGGING_FACE = "hugging-face"
+    """YAML or JSON with the fields of transformers.TrainingArguments."""
+    ACCELERATE = "accelerate"
+    """YAML or JSON that ``accelerate config`` writes."""
 
 
 DEEPSPEED_KEYS = {
@@ -38,6 +42,15 @@ DEEPSPEED_KEYS = {
 }
 """Every DeepSpeed config has one of these; other JSON may have gradient_accumulation_steps too."""
 DEEPSPEED_TABLES = {"bf16", "fp16"}
+ACCELERATE_KEYS = {"compute_environment", "distributed_type"}
+HUGGING_FACE_KEYS = {
+    "per_device_train_batch_size",
+    "per_device_eval_batch_size",
+    "num_train_epochs",
+    "average_tokens_across_devices",
+    "accelerator_config",
+}
+"""A config of TrainingArguments is known by one of these; those of other programs share further fields with it."""
 
 
 @dataclass(frozen=True)
@@ -63,20 +76,21 @@ def load(file: FilePath) -> Document:
     """
     suffix = file.suffix.lower()
     if suffix == ".toml":
-        raise InputError(f"{file}: TOML is not read: torchtitan v0.2.2 was the last to use it; give {EXPECTED}")
+        raise InputError(f"{file}:1: TOML is not read: torchtitan v0.2.2 was the last to use it; give {EXPECTED}")
     text = _read(file)
     if suffix in {".yaml", ".yml"}:
         values, lines = yaml_values.parse(text, str(file))
     elif suffix == ".json":
         values, lines = _json(text, str(file))
     else:
-        raise InputError(f"{file}: is not a known kind of config; give {EXPECTED}")
+        raise InputError(f"{file}:1: is not a known kind of config; give {EXPECTED}")
     _check_mapping(values, file)
     kind, root = _recognise(values, suffix)
     if kind is None:
         raise InputError(
-            f"{file}: is not a known kind of config; a LightningCLI config has 'trainer', a DeepSpeed one "
-            "'train_micro_batch_size_per_gpu' or 'zero_optimization'"
+            f"{file}:1: is not a known kind of config; a LightningCLI config has 'trainer', a DeepSpeed one (JSON) "
+            "'train_micro_batch_size_per_gpu' or 'zero_optimization', TrainingArguments 'per_device_train_batch_size' "
+            "or 'num_train_epochs', an accelerate one 'distributed_type'"
         )
     return Document(str(file), kind, values, lines, root)
 
@@ -91,7 +105,7 @@ def load_deepspeed(file: FilePath) -> Document:
 def _check_mapping(values: Any, file: FilePath) -> None:
     if not isinstance(values, dict):
         found = "is empty" if values is None else "has no keys at the top level"
-        raise InputError(f"{file}: {found}; it must be a mapping with the keys of a training config")
+        raise InputError(f"{file}:1: {found}; it must be a mapping with the keys of a training config")
 
 
 def _recognise(values: Mapping[str, Any], suffix: str) -> tuple[ConfigKind | None, Path]:
@@ -104,17 +118,22 @@ def _recognise(values: Mapping[str, Any], suffix: str) -> tuple[ConfigKind | Non
     is_deepspeed = values.keys() & DEEPSPEED_KEYS or any(
         isinstance(values.get(name), dict) for name in DEEPSPEED_TABLES
     )
-    return (ConfigKind.DEEPSPEED if suffix == ".json" and is_deepspeed else None), ()
+    if values.keys() & ACCELERATE_KEYS:
+        return ConfigKind.ACCELERATE, ()
+    if suffix == ".json" and is_deepspeed:
+        return ConfigKind.DEEPSPEED, ()
+    return (ConfigKind.HUGGING_FACE if values.keys() & HUGGING_FACE_KEYS else None), ()
 
 
 def _read(file: FilePath) -> str:
     content = files.read(file, str(file), "name a config file")
     if len(content) > MAX_BYTES:
-        raise InputError(f"{file}: is larger than {MAX_BYTES >> 10} KiB; a config must be smaller")
+        raise InputError(f"{file}:1: is larger than {MAX_BYTES >> 10} KiB; a config must be smaller")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise InputError(f"{file}: is not UTF-8 text (byte {error.start}); name a config file") from error
+        line = content.count(b"\n", 0, error.start) + 1
+        raise InputError(f"{file}:{line}: is not UTF-8 text (byte {error.start}); name a config file") from error
 
 
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]:,]|\n|[^\s{}\[\]:,"]+')
@@ -126,9 +145,9 @@ def _json(text: str, file: str) -> tuple[Any, dict[Path, int]]:
     except json.JSONDecodeError as error:
         raise InputError(f"{file}:{error.lineno}: is not JSON ({error.msg}); comments are not allowed") from error
     except RecursionError:
-        raise too_deep(file) from None
+        raise too_deep(file, deep_line(text)) from None
     except ValueError as error:  # an integer of more than 4300 digits
-        raise InputError(f"{file}: is not JSON ({error})") from error
+        raise InputError(f"{file}:1: is not JSON ({error})") from error
     return values, _json_lines(text, file)
 
 
@@ -169,6 +188,6 @@ def _json_lines(text: str, file: str) -> dict[Path, int]:
                 places.append(here)
                 counts.append(None if token == "{" else 0)
                 if len(places) > MAX_DEPTH:
-                    raise too_deep(file)
+                    raise too_deep(file, line)
                 key_follows = token == "{"
     return lines

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
-from bench.audit.lint import arithmetic, proof
+from bench.audit.lint import arithmetic, keys, proof
 from bench.audit.lint.arithmetic import CARRY, batches_per_epoch, windows_of
-from bench.audit.lint.known import Options, written
+from bench.audit.lint.config_file import load_deepspeed
+from bench.audit.lint.known import Options, Version, written
 from bench.audit.lint.proof import SmallRun
 from bench.audit.lint.rules import ENGINE, ENGINE_CONFIG, LintFinding
 from bench.audit.lint.section import AUTO, ConfigPart
@@ -16,6 +18,10 @@ from bench.audit.stepcount import updates
 from bench.audit.training import LARGEST_ACCUMULATE
 
 FP32 = {"fp32", "float32", "torch.float32", "float"}
+NAMES = {"bf16": ("bf16", "bfloat16", "torch.bfloat16"), "fp16": ("fp16", "float16", "torch.float16", "half")}
+"""How DeepSpeed's config may name a dtype of 16 bits."""
+FP16_ERROR = 0.01
+"""Sums in fp16 are found from this error on: from N = 42."""
 LAST_ONLY = (0, 17, 6), (0, 18, 3)
 """From the first, below the second: ZeRO-2 keeps only the last micro-batch of a window (#7509, fixed by #7665)."""
 MISSED_AVERAGE = (0, 18, 6), (0, 19, 0)
@@ -38,6 +44,7 @@ class Config:
     stage: int = 0
     offload: bool = False
     bf16: bool = False
+    fp16: bool = False
     accumulation_dtype: str | None = None
     drop_last: bool = False
     managed: bool = True
@@ -60,7 +67,7 @@ AUTO_KEYS = (
 
 def read(section: ConfigPart) -> Config:
     """What a DeepSpeed config says, with DeepSpeed's defaults. Raises InputError naming the key of a wrong value."""
-    for name in ("zero_optimization", "bf16", "data_types"):
+    for name in ("zero_optimization", "bf16", "fp16", "data_types"):
         section.at(name).mapping()
     stage = section.at("zero_optimization.stage").integer(least=0, also=AUTO) or 0
     if stage > 3:
@@ -76,15 +83,40 @@ def read(section: ConfigPart) -> Config:
         stage=stage,
         offload=offload.given and offload.at("device").word() not in {None, "none"},
         bf16=section.at("bf16.enabled").flag(default=False, also=AUTO),
+        fp16=section.at("fp16.enabled").flag(default=False, also=AUTO),
         accumulation_dtype=None if dtype == AUTO else dtype,
         drop_last=section.at("dataloader_drop_last").flag(default=False, also=AUTO),
         managed=section.at("managed_gradient_accumulation").flag(default=True),
     )
 
 
+def part_of(place: ConfigPart) -> ConfigPart | None:
+    """The DeepSpeed config that another config contains here, or names by path; None if there is nothing here.
+
+    Raises InputError if it cannot be read.
+    """
+    if isinstance(place.value, Mapping):
+        return place
+    name = place.word()
+    if name is None:
+        return None
+    path = Path(name)
+    beside = Path(place.document.file).parent / name
+    if "\0" in name:
+        place.refuse("the path of a DeepSpeed JSON")
+    try:
+        found = next((file for file in (path, beside) if file.is_file()), None)
+    except OSError:  # too long a name
+        found = None
+    if found is None:
+        place.refuse("the path of a DeepSpeed JSON, from here or from beside the config")
+    return ConfigPart(load_deepspeed(found))
+
+
 def check(section: ConfigPart, options: Options) -> Iterator[LintFinding]:
     """Findings in a config for ``deepspeed.initialize``. Raises InputError for a wrong value."""
     config = read(section)
+    yield from unknown(section)
     yield from _batches(config, options.world_size)
     accumulate = _accumulate(config, options.world_size)
     yield from _silent_clip(config, options)
@@ -93,9 +125,7 @@ def check(section: ConfigPart, options: Options) -> Iterator[LintFinding]:
         # A config with 'auto' is for Hugging Face's Trainer, which makes the engine step at the end of an epoch.
         if config.managed and not config.autos:
             yield from _carried(config, accumulate, options, backend)
-        yield from bf16(config, accumulate, section.at("bf16.enabled"), options, is_bf16=config.bf16)
-        stage = section.at("zero_optimization.stage")
-        yield from versions(config, accumulate, stage, options, world_size=options.world_size, is_bf16=config.bf16)
+        yield from sums(config, accumulate, options, world_size=options.world_size)
 
 
 def _accumulate(config: Config, world_size: int | None) -> int | None:
@@ -186,26 +216,50 @@ def _carried(config: Config, accumulate: int, options: Options, backend: str) ->
     )
 
 
+def unknown(section: ConfigPart) -> Iterator[LintFinding]:
+    """Keys that DeepSpeed does not know: it ignores them at the top, and refuses them below."""
+    yield from keys.ignored(section, "deepspeed", "DeepSpeed")
+    for name in ("zero_optimization", "bf16", "fp16"):
+        yield from keys.refused(section.at(name), name, f"DeepSpeed raises ValidationError for {name}")
+
+
 NEEDS_FP32_SUM = "DeepSpeed 0.19.8 or newer, or ZeRO-3"
 
 
-def bf16(
-    config: Config, accumulate: int, place: ConfigPart, options: Options, *, is_bf16: bool
+def sums(
+    config: Config, accumulate: int, options: Options, *, world_size: int | None, place: ConfigPart | None = None
 ) -> Iterator[LintFinding]:
-    """Accumulation in bf16; ``place`` is the key that enables bf16."""
-    if not is_bf16:
+    """What adds the gradients of a window wrongly: a dtype of 16 bits, and defects of the DeepSpeed version.
+
+    ``place`` is the key that sets dtype and stage where the DeepSpeed config itself does not.
+    """
+    if accumulate <= 1:
         return
-    dtype = config.section.at("data_types.grad_accum_dtype")
+    dtype = "bf16" if config.bf16 else "fp16" if config.fp16 else ""
+    if dtype:
+        yield from _dtype(config, accumulate, _place(config, f"{dtype}.enabled", place), options, dtype)
+    if options.deepspeed is not None:
+        stage = _place(config, "zero_optimization.stage", place)
+        yield from _versions(config, accumulate, stage, options.deepspeed, world_size=world_size)
+
+
+def _place(config: Config, key: str, other: ConfigPart | None) -> ConfigPart:
+    own = config.section.at(key)
+    return own if own.given or other is None else other
+
+
+def _dtype(config: Config, accumulate: int, place: ConfigPart, options: Options, dtype: str) -> Iterator[LintFinding]:
+    own = config.section.at("data_types.grad_accum_dtype")
     if config.accumulation_dtype in FP32:
         if config.stage == 0:
-            yield dtype.finding(
+            yield own.finding(
                 "ACC02",
-                "DeepSpeed raises NotImplementedError: without ZeRO it cannot sum bf16 gradients in fp32",
+                f"DeepSpeed raises NotImplementedError: without ZeRO it cannot sum {dtype} gradients in fp32",
                 "set zero_optimization.stage to 1, 2 or 3",
                 proof.stops(f"{ENGINE} _do_optimizer_sanity_check"),
             )
         return
-    if accumulate <= 1 or config.accumulation_dtype not in {None, "bf16", "bfloat16", "torch.bfloat16"}:
+    if config.accumulation_dtype not in {None, *NAMES[dtype]}:
         return
     fix = 'add "data_types": {"grad_accum_dtype": "fp32"} to the DeepSpeed config'
     number = options.deepspeed
@@ -214,24 +268,28 @@ def bf16(
     elif config.stage == 2 and (number is None or number < BF16_SUM):
         fix += (
             f", and use {NEEDS_FP32_SUM}: with ZeRO-2, DeepSpeed "
-            f"{'below 0.19.8' if number is None else written(number)} still sums in bf16 (VER03)"
+            f"{'below 0.19.8' if number is None else written(number)} still sums in {dtype} (VER03)"
         )
-    yield (dtype if dtype.given else place).finding(
+    yield from summed(own if own.given else place, accumulate, dtype, fix)
+
+
+def summed(place: ConfigPart, accumulate: int, dtype: str, fix: str) -> Iterator[LintFinding]:
+    """The finding that N gradients are added in bf16 or fp16; fp16 is exact enough for a small N."""
+    if dtype == "fp16" and arithmetic.worst_error(accumulate, dtype) <= FP16_ERROR:
+        return
+    yield place.finding(
         "ACC01",
-        f"each of the {accumulate} micro-batches' gradients is added in bf16, which keeps 8 significant bits: "
-        f"{arithmetic.bf16_error(accumulate)}",
+        f"each of the {accumulate} micro-batches' gradients is added in {dtype}, which keeps "
+        f"{arithmetic.BITS[dtype]} significant bits: {arithmetic.sum_error(accumulate, dtype)}",
         fix,
-        proof.BF16_SUM,
+        proof.sum_in(dtype, accumulate),
     )
 
 
-def versions(
-    config: Config, accumulate: int, place: ConfigPart, options: Options, *, world_size: int | None, is_bf16: bool
+def _versions(
+    config: Config, accumulate: int, place: ConfigPart, number: Version, *, world_size: int | None
 ) -> Iterator[LintFinding]:
     """Defects of the DeepSpeed version, installed or given; ``place`` is the key that sets the stage."""
-    number = options.deepspeed
-    if number is None or accumulate <= 1:
-        return
     if config.stage == 2 and not config.offload and LAST_ONLY[0] <= number < LAST_ONLY[1]:
         yield place.finding(
             "VER01",
@@ -240,7 +298,7 @@ def versions(
             "use DeepSpeed 0.17.5 or older, or 0.18.3 or newer",
             proof.deepspeed(number),
         )
-    is_fp32_sum = is_bf16 and config.accumulation_dtype in FP32
+    is_fp32_sum = config.bf16 and config.accumulation_dtype in FP32
     if config.stage == 1 and is_fp32_sum and world_size != 1 and MISSED_AVERAGE[0] <= number < MISSED_AVERAGE[1]:
         yield place.finding(
             "VER02",
@@ -253,7 +311,7 @@ def versions(
         yield config.section.at("data_types.grad_accum_dtype").finding(
             "VER03",
             f"DeepSpeed {written(number)} with ZeRO-2 adds the {accumulate} micro-batches' gradients in bf16, whatever "
-            f"grad_accum_dtype says: {arithmetic.bf16_error(accumulate)}",
+            f"grad_accum_dtype says: {arithmetic.sum_error(accumulate, 'bf16')}",
             f"use {NEEDS_FP32_SUM}",
             proof.deepspeed(number),
         )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
-from bench.audit.lint import deepspeed_rules, logging_rules, proof, window_rules
+from bench.audit.lint import deepspeed_rules, keys, logging_rules, proof, window_rules
 from bench.audit.lint.known import Options
 from bench.audit.lint.proof import SmallRun
-from bench.audit.lint.rules import ENGINE_CONFIG, FORMATS, SCHEDULER, STRATEGY, LintFinding
+from bench.audit.lint.rules import ENGINE, ENGINE_CONFIG, FORMATS, SCHEDULER, STRATEGY, LintFinding
 from bench.audit.lint.section import AUTO, ConfigPart
 from bench.audit.lint.trainer import Family, TrainerConfig
 
@@ -17,7 +18,10 @@ LARGEST_CLIP = 1e6
 
 def check(training: TrainerConfig, options: Options) -> Iterator[LintFinding]:
     """Findings in a LightningCLI config."""
+    yield from keys.refused(training.trainer, "trainer", "LightningCLI stops with exit status 2")
     yield from _schedule(training)
+    if training.engine is None and training.schedule is None:
+        yield from _sums(training)
     if training.family is Family.FSDP:
         yield from _fsdp_clip(training)
     if training.engine is not None:
@@ -63,6 +67,15 @@ def _schedule(training: TrainerConfig) -> Iterator[LintFinding]:
         )
 
 
+def _sums(training: TrainerConfig) -> Iterator[LintFinding]:
+    """Parameters in 16 bits have gradients in 16 bits, under every strategy."""
+    dtype = {"bf16-true": "bf16", "16-true": "fp16"}.get(training.precision)
+    if dtype and training.accumulate > 1:
+        place = training.trainer.at("precision")
+        fix = "set precision to bf16-mixed or 32-true, whose parameters and gradients are in fp32"
+        yield from deepspeed_rules.summed(place, training.accumulate, dtype, fix)
+
+
 def _fsdp_clip(training: TrainerConfig) -> Iterator[LintFinding]:
     if training.clip and not training.clip_by_value:
         yield training.trainer.at("gradient_clip_val").finding(
@@ -86,18 +99,46 @@ def _engine(training: TrainerConfig, engine: deepspeed_rules.Config, options: Op
             proof.stops(f"{STRATEGY} init_deepspeed"),
         )
     if own is not None:
+        yield from deepspeed_rules.unknown(own)
+        yield from _optimizers(own)
         yield from _set_beside(training, own)
         yield from _autos(engine, own)
         yield from _batches(training, engine, own)
         yield from _two_clips(training, engine, own)
     if training.schedule is None:
         yield from _twice(training, engine, strategy)
-        is_bf16 = engine.bf16 if own and own.at("bf16").given else training.precision.startswith("bf16")
-        switch = own.at("bf16.enabled") if own and own.at("bf16").given else training.trainer.at("precision")
-        yield from deepspeed_rules.bf16(engine, training.accumulate, switch, options, is_bf16=is_bf16)
-        stage = own.at("zero_optimization.stage") if own else strategy
-        yield from deepspeed_rules.versions(
-            engine, training.accumulate, stage, options, world_size=training.world_size, is_bf16=is_bf16
+        yield from _engine_sums(training, engine, options)
+
+
+def _engine_sums(training: TrainerConfig, engine: deepspeed_rules.Config, options: Options) -> Iterator[LintFinding]:
+    """Sums under DeepSpeed, whose dtype is the Trainer's precision unless its own config has that dtype's part."""
+    own, place = training.engine_config, training.trainer.at("strategy")
+    is_bf16, is_fp16 = (training.precision.startswith(name) for name in ("bf16", "16"))
+    if (is_bf16 or is_fp16) and not (own and own.at("bf16" if is_bf16 else "fp16").given):
+        engine = dataclasses.replace(engine, bf16=is_bf16, fp16=is_fp16)
+        place = training.trainer.at("precision")
+    yield from deepspeed_rules.sums(engine, training.accumulate, options, world_size=training.world_size, place=place)
+
+
+def _optimizers(own: ConfigPart) -> Iterator[LintFinding]:
+    """DeepSpeed's optimizer, or its schedule, in place of the module's. Measured with Lightning 2.6.6."""
+    optimizer, scheduler = own.at("optimizer"), own.at("scheduler")
+    if optimizer.given:
+        schedule = "the schedule is the DeepSpeed config's" if scheduler.given else "there is no learning-rate schedule"
+        yield optimizer.finding(
+            "OPT01",
+            "Lightning does not call configure_optimizers: the module's optimizer and learning-rate schedule are "
+            f"ignored, the optimizer is DeepSpeed's {optimizer.at('type').value or ''}, and {schedule}",
+            "remove optimizer and scheduler from the DeepSpeed config, and define both in configure_optimizers",
+            "raise an exception in configure_optimizers: it is never raised",
+        )
+    elif scheduler.given:
+        yield scheduler.finding(
+            "OPT01",
+            "DeepSpeed's schedule is used, with interval step, only if configure_optimizers returns none; otherwise it "
+            "is ignored",
+            "remove scheduler from the DeepSpeed config, and define it in configure_optimizers",
+            f"{ENGINE} _configure_lr_scheduler takes the module's schedule if there is one",
         )
 
 

@@ -39,7 +39,7 @@ def _last_step(training: TrainerConfig, plan: TrainingPlan) -> float:
 
 
 def _trains(training: TrainerConfig) -> bool:
-    return bool(training.max_epochs) and training.max_steps != 0
+    return bool(training.max_epochs) and training.max_steps != 0 and not training.dev_run
 
 
 def _log_every(training: TrainerConfig) -> Iterator[LintFinding]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from bench.audit.lint.arithmetic import windows_of
+from bench.audit.lint.arithmetic import BITS, equal_sum, windows_of
 from bench.audit.lint.known import Version, written
+from bench.audit.lint.rules import STOPS
 
 MODULE = "python -m bench"
 LARGEST_N, SMALL_N = 8, 4
@@ -14,15 +15,20 @@ LARGEST_N, SMALL_N = 8, 4
 RANKS = 2
 """Of every scenario; the decoder then has an even number of weights, as DeepSpeed's buckets want it."""
 
-BF16_SUM = (
-    'python -c "import torch; s = torch.tensor(256., dtype=torch.bfloat16); print((s + 1 - 256).item())" '
-    "(0.0, where fp32 gives 1.0)"
-)
-
 
 def stops(where: str) -> str:
     """The proof of what a framework itself refuses, with the place in its source."""
-    return f"training stops before its first step: {where}"
+    return f"{STOPS}{where}"
+
+
+def sum_in(dtype: str, accumulate: int) -> str:
+    """The command that adds N equal gradients in a dtype, or two of different size where these are added exactly."""
+    name, size = {"bf16": "bfloat16", "fp16": "float16"}[dtype], 2 ** BITS[dtype]
+    if equal_sum(accumulate, dtype) == 1:
+        add = f"(torch.tensor({size}., dtype=torch.{name}) + 1 - {size}).item()"
+    else:
+        add = f"sum(torch.full(({accumulate},), 1 / {accumulate}, dtype=torch.{name})).item()"
+    return f'python -c "import torch; print({add})" (1 in fp32)'
 
 
 def deepspeed(number: Version) -> str:

@@ -6,19 +6,18 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
 from bench.audit.lint import deepspeed_rules
 from bench.audit.lint.arithmetic import FLUSH, SPLIT, batches_per_epoch, windows_of
-from bench.audit.lint.config_file import Document, load_deepspeed
+from bench.audit.lint.config_file import Document
 from bench.audit.lint.known import Options
 from bench.audit.lint.section import ConfigPart
 from bench.audit.stepcount import StepRule
 from bench.audit.training import LARGEST_ACCUMULATE, TrainingPlan
 
 DEFAULT_EPOCHS = 1000
-"""With neither max_epochs nor max_steps: lightning/pytorch/loops/utilities.py _parse_loop_limits."""
+"""With neither max_epochs nor max_steps nor a Timer: lightning/pytorch/loops/utilities.py _parse_loop_limits."""
 DEFAULT_LOG_EVERY = 50
 DEFAULT_WINDOW = 100
 """Micro-batches: lightning/fabric/utilities/throughput.py Throughput."""
@@ -57,6 +56,10 @@ class TrainerConfig:
     max_epochs: float
     """Infinite if only max_steps, or nothing, ends the training."""
     max_steps: int | None
+    dev_run: int
+    """Micro-batches of ``fast_dev_run``, which trains these and logs nothing; 0 if it is off."""
+    limit: ConfigPart
+    """What limits NB: overfit_batches or limit_train_batches."""
     log_every: int
     clip: float | None
     clip_by_value: bool
@@ -74,8 +77,8 @@ class TrainerConfig:
 
     @property
     def windows(self) -> TrainingPlan | None:
-        """The windows of an epoch; None if NB is unknown, or N changes."""
-        if self.num_batches is None or self.schedule is not None:
+        """The windows of an epoch; None if NB is unknown, N changes, or nothing is trained but a ``fast_dev_run``."""
+        if self.num_batches is None or self.schedule is not None or self.dev_run:
             return None
         return windows_of(self.num_batches, self.accumulate)
 
@@ -93,14 +96,16 @@ def read(document: Document, options: Options) -> TrainerConfig:
     """What a LightningCLI config says. Raises InputError naming the key of a wrong value."""
     root = ConfigPart(document, document.root)
     trainer = root.at("trainer").mapping()
-    family, engine, own = _strategy(trainer.at("strategy"), document)
+    family, engine, own = _strategy(trainer.at("strategy"))
     world_size = options.world_size or _world_size(trainer)
     data = [part for part in (root.at("data"), root.at("model")) if isinstance(part.value, Mapping)]
     batch_size = options.batch_size or _first_integer(data, BATCH_SIZES)
     samples = options.samples or _first_integer([part for part in data if part.path[-1] == "data"], SAMPLES)
     drop_last = any(value is True for _, value in _named(data, ("drop_last",)))
     max_steps = trainer.at("max_steps").integer(least=-1)
-    schedule, monitor = _callbacks(trainer.at("callbacks"))
+    dev_run = trainer.at("fast_dev_run")
+    limit = trainer.at("overfit_batches" if trainer.at("overfit_batches").value else "limit_train_batches")
+    schedule, monitor, timer = _callbacks(trainer.at("callbacks"))
     algorithm = trainer.at("gradient_clip_algorithm")
     if algorithm.word() not in {None, "norm", "value"}:
         algorithm.refuse("norm or value")
@@ -115,10 +120,13 @@ def read(document: Document, options: Options) -> TrainerConfig:
         accumulate=trainer.at("accumulate_grad_batches").integer(most=LARGEST_ACCUMULATE) or 1,
         world_size=world_size,
         batch_size=batch_size,
-        num_batches=_num_batches(trainer, samples, batch_size, world_size, drop_last=drop_last),
+        num_batches=_num_batches(limit, samples, batch_size, world_size, drop_last=drop_last),
         drop_last=drop_last,
-        max_epochs=_max_epochs(trainer, max_steps),
+        max_epochs=_max_epochs(trainer, max_steps, has_timer=timer or trainer.at("max_time").given),
         max_steps=None if max_steps == -1 else max_steps,
+        # Lightning does not let it limit what overfit_batches limits (trainer/setup.py).
+        dev_run=0 if limit.path[-1] == "overfit_batches" else _dev_run(dev_run),
+        limit=limit,
         log_every=DEFAULT_LOG_EVERY if log_every is None else log_every,
         clip=trainer.at("gradient_clip_val").number(),
         clip_by_value=algorithm.value == "value",
@@ -135,7 +143,7 @@ def read(document: Document, options: Options) -> TrainerConfig:
     return training
 
 
-def _strategy(place: ConfigPart, document: Document) -> tuple[Family, deepspeed_rules.Config | None, ConfigPart | None]:
+def _strategy(place: ConfigPart) -> tuple[Family, deepspeed_rules.Config | None, ConfigPart | None]:
     """Family, what DeepSpeed is told, and the user's own DeepSpeed config."""
     value = place.value
     if value is None:
@@ -151,7 +159,7 @@ def _strategy(place: ConfigPart, document: Document) -> tuple[Family, deepspeed_
     lower = name.lower()
     if not lower.startswith("deepspeed"):
         return (Family.FSDP if lower.startswith("fsdp") else Family.NATIVE), None, None
-    own = _engine_config(arguments.at("config"), document)
+    own = deepspeed_rules.part_of(arguments.at("config"))
     if own is not None:
         return Family.DEEPSPEED, deepspeed_rules.read(own), own
     stage = arguments.at("stage").integer(least=0)
@@ -164,26 +172,6 @@ def _strategy(place: ConfigPart, document: Document) -> tuple[Family, deepspeed_
     offload = "offload" in lower or arguments.at("offload_optimizer").flag(default=False)
     stage = DEFAULT_STAGE if stage is None else stage
     return Family.DEEPSPEED, deepspeed_rules.Config(section=place, stage=stage, offload=offload), None
-
-
-def _engine_config(place: ConfigPart, document: Document) -> ConfigPart | None:
-    """The DeepSpeed config that the strategy contains or names by path."""
-    if isinstance(place.value, Mapping):
-        return place
-    name = place.word()
-    if name is None:
-        return None
-    path = Path(name)
-    beside = Path(document.file).parent / name
-    if "\0" in name:
-        place.refuse("the path of a DeepSpeed JSON")
-    try:
-        found = next((file for file in (path, beside) if file.is_file()), None)
-    except OSError:  # too long a name
-        found = None
-    if found is None:
-        place.refuse("the path of a DeepSpeed JSON, from here or from beside the config")
-    return ConfigPart(load_deepspeed(found))
 
 
 def _backend(family: Family, engine: deepspeed_rules.Config | None) -> str:
@@ -239,13 +227,12 @@ def _first_integer(parts: list[ConfigPart], names: tuple[str, ...]) -> int | Non
 
 
 def _num_batches(
-    trainer: ConfigPart, samples: int | None, batch_size: int | None, world_size: int | None, *, drop_last: bool
+    place: ConfigPart, samples: int | None, batch_size: int | None, world_size: int | None, *, drop_last: bool
 ) -> int | None:
-    """NB, limited by limit_train_batches; None if it is unknown."""
+    """NB, limited as ``place`` says; None if it is unknown."""
     num_batches = None
     if samples and batch_size and world_size:
         num_batches = batches_per_epoch(samples, batch_size, world_size, drop_last=drop_last)
-    place = trainer.at("limit_train_batches")
     limit = place.value
     if isinstance(limit, float):
         if not 0 <= limit <= 1:
@@ -256,15 +243,21 @@ def _num_batches(
     return num_batches or None
 
 
-def _max_epochs(trainer: ConfigPart, max_steps: int | None) -> float:
+def _dev_run(place: ConfigPart) -> int:
+    if isinstance(place.value, bool):
+        return int(place.value)
+    return place.integer(least=0) or 0
+
+
+def _max_epochs(trainer: ConfigPart, max_steps: int | None, *, has_timer: bool) -> float:
     epochs = trainer.at("max_epochs").integer(least=-1)
     if epochs is None:
-        return DEFAULT_EPOCHS if max_steps in {None, -1} else math.inf
+        return DEFAULT_EPOCHS if max_steps in {None, -1} and not has_timer else math.inf
     return math.inf if epochs == -1 else epochs
 
 
-def _callbacks(place: ConfigPart) -> tuple[ConfigPart | None, ConfigPart | None]:
-    """The GradientAccumulationScheduler and the ThroughputMonitor, if present."""
+def _callbacks(place: ConfigPart) -> tuple[ConfigPart | None, ConfigPart | None, bool]:
+    """The GradientAccumulationScheduler and the ThroughputMonitor, if present; and whether there is a Timer."""
     found: dict[str, ConfigPart] = {}
     for callback in place.items():
         name = callback.value
@@ -275,7 +268,7 @@ def _callbacks(place: ConfigPart) -> tuple[ConfigPart | None, ConfigPart | None]
         if name is not None and not isinstance(name, str):
             callback.refuse("a class_path, with init_args")
         found.setdefault((name or "").rpartition(".")[2], callback)
-    return found.get("GradientAccumulationScheduler"), found.get("ThroughputMonitor")
+    return found.get("GradientAccumulationScheduler"), found.get("ThroughputMonitor"), "Timer" in found
 
 
 def window_place(monitor: ConfigPart) -> ConfigPart:

@@ -18,9 +18,20 @@ MAX_NODES = 20_000
 MERGE = "tag:yaml.org,2002:merge"
 
 
-def too_deep(file: str) -> InputError:
+def deep_line(text: str) -> int:
+    """The line where more than MAX_DEPTH brackets are open; the first if there is none."""
+    depth, line = 0, 1
+    for character in text:
+        depth += (character in "[{") - (character in "]}")
+        line += character == "\n"
+        if depth > MAX_DEPTH:
+            return line
+    return 1
+
+
+def too_deep(file: str, line: int) -> InputError:
     """The error for a text that is nested deeper than MAX_DEPTH, or than its parser can follow."""
-    return InputError(f"{file}: is nested more than {MAX_DEPTH} levels deep; a config must be flatter")
+    return InputError(f"{file}:{line}: is nested more than {MAX_DEPTH} levels deep; a config must be flatter")
 
 
 def parse(text: str, file: str) -> tuple[Any, dict[Path, int]]:
@@ -41,12 +52,14 @@ def parse(text: str, file: str) -> tuple[Any, dict[Path, int]]:
         raise
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        place = f"{file}:{mark.line + 1}" if mark else file
+        place = f"{file}:{mark.line + 1}" if mark else f"{file}:1"
         raise InputError(f"{place}: is not plain YAML ({error.problem or error.context})") from error
     except RecursionError:
-        raise too_deep(file) from None
+        raise too_deep(file, deep_line(text)) from None
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # the last two: an escape beyond Unicode
-        raise InputError(f"{file}: is not plain YAML ({str(error).splitlines()[0]})") from error
+        # A control character is the reader's error, which knows its position.
+        line = text.count("\n", 0, getattr(error, "position", None) or 0) + 1
+        raise InputError(f"{file}:{line}: is not plain YAML ({str(error).splitlines()[0]})") from error
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
@@ -71,9 +84,10 @@ class _Lines:
         """Add what is below a node. Raises InputError for a repeated key, and for what is too large or too deep."""
         self.num_nodes += 1
         if self.num_nodes > MAX_NODES:
-            raise InputError(f"{self.file}: has more than {MAX_NODES} values with its aliases expanded; use fewer")
+            place = f"{self.file}:{_line(node)}"
+            raise InputError(f"{place}: has more than {MAX_NODES} values with its aliases expanded; use fewer")
         if depth > MAX_DEPTH:
-            raise too_deep(self.file)
+            raise too_deep(self.file, _line(node))
         if isinstance(node, yaml.SequenceNode):
             for index, item in enumerate(node.value):
                 self.found.setdefault((*path, str(index)), _line(item))
