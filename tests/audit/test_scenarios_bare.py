@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench.backends.base import EXTRA_BACKENDS
-from tests.conftest import ROOT, Command
+from tests.conftest import ROOT, bench
 
 OBSERVATIONS = json.loads((ROOT / "results/semantics/observations.json").read_text())["observations"]
 SUITE = {(one["scenario"]["name"], one["backend"]): one for one in OBSERVATIONS}
@@ -39,18 +38,13 @@ def test_loops_without_the_bench_compute_the_same(framework: str, tmp_path: Path
                 assert seen["steps_reported"][counter] == value, (name, backend, counter)
 
 
-def test_steps_that_load_an_optimizer_are_counted_and_are_no_updates(
-    here: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_that_load_an_optimizer_are_counted_and_are_no_updates(tmp_path: Path) -> None:
     """torch's distributed checkpoint makes two with SGD: as many as in the loop without the bench above."""
-    monkeypatch.setenv(EXTRA_BACKENDS, "tests.audit.dcp:WithDCP")
-    numbers = ["--samples", "40", "--micro-batch", "2", "--accumulate", "4", "--epochs", "2"]
-    for at in ("10", "14"):  # an epoch's end, and in mid-window
-        done = here("semantics", "--backend", "x-dcp", *numbers, "--fault", "checkpoint", "--at", at, "--json")
-        assert done.returncode == 0, done.stderr + done.stdout
-        seen = json.loads(done.stdout)
-        assert (seen["verdict"], seen["optimizer_steps_without_effect"]) == ("right", 2)
-        assert [update["sum"] for update in seen["updates"]] == pytest.approx([1] * 6)
-        assert (
-            "2 steps of the inner optimizer changed nothing: no update, but what torch.distributed" in seen["diagnosis"]
-        )
+    numbers = ["--samples", "40", "--micro-batch", "2", "--accumulate", "4", "--epochs", "2", "--json"]
+    fault = ["--fault", "checkpoint", "--at", "10"]  # an epoch's end
+    done = bench("semantics", "--backend", "tests.audit.dcp:WithDCP", *numbers, *fault, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr + done.stdout
+    seen = json.loads(done.stdout)
+    assert (seen["verdict"], seen["optimizer_steps_without_effect"]) == ("right", 2)
+    assert [update["sum"] for update in seen["updates"]] == pytest.approx([1] * 6)
+    assert "2 steps of the inner optimizer changed nothing: no update, but" in seen["diagnosis"]
