@@ -75,9 +75,15 @@ class Quotes:
         self._trials = {str(key): rows for key, rows in run.tables.trials.groupby("cell_id", sort=False)}
         self._standings = {name: _by_pair(one) for name, one in (standings or {}).items()}
         self._told: dict[str, tuple[pd.Series, list[str]]] = {}
+        self._cells: dict[str, CellQuote] = {}
 
     def cell(self, cell_id: str) -> CellQuote:
         """What may be said of a cell. Raises InputError if the run has none of that id."""
+        if cell_id not in self._cells:
+            self._cells[cell_id] = self._quoted(cell_id)
+        return self._cells[cell_id]
+
+    def _quoted(self, cell_id: str) -> CellQuote:
         cell, trials = self._known(cell_id), self._trials[cell_id]
         sound = trials.loc[trials["status"] == Status.OK, ["peak_memory_bytes", "peak_memory_source"]]
         found = self.run.sides.side(cell)

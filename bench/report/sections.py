@@ -163,7 +163,10 @@ def communication(of: Material) -> PageSection:
     totals = by_operation(counted)
     # Each cell is counted in one repeat; of several, the first.
     own = counted[counted["repeat"] == counted.groupby("cell_id")["repeat"].transform("min")]
-    said = {str(cell_id): _operations(rows) for cell_id, rows in own.groupby("cell_id", sort=False)}
+    by_cell: dict[str, list[dict[str, Any]]] = {}
+    for row in records(own):
+        by_cell.setdefault(row["cell_id"], []).append(row)
+    said = {cell_id: _operations(rows) for cell_id, rows in by_cell.items()}
     watched = cells_watched(of.run.tables)
 
     def operations(cell: Mapping[str, Any]) -> str:
@@ -181,9 +184,9 @@ def communication(of: Material) -> PageSection:
     if not good.empty:
         least, most = (f"{row['sent']:,.2f} MiB ({row['label']})" for row in records(good.iloc[[0, -1]]))
         sentences = [f"In an optimizer step, a rank hands between {least} and {most} to collectives."]
-        due = counted.dropna(subset=["expected_calls"])
-        if len(due):
-            sentences.append(f"{_right(due)} of {len(due)} counts match their formula in calls and bytes.")
+        right, due = _matching(records(counted))
+        if due:
+            sentences.append(f"{right} of {due} counts match their formula in calls and bytes.")
     return PageSection(
         key="communication",
         title="What do ranks communicate?",
@@ -198,16 +201,20 @@ def communication(of: Material) -> PageSection:
     )
 
 
-def _right(rows: pd.DataFrame) -> int:
-    same = (rows["calls"] == rows["expected_calls"]) & (rows["payload_bytes"] == rows["expected_payload_bytes"])
-    return int(same.sum())
+def _matching(rows: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
+    """How many of the counts match their formula, and how many have one."""
+    due = [row for row in rows if not pd.isna(row["expected_calls"])]
+    same = sum(
+        (row["calls"], row["payload_bytes"]) == (row["expected_calls"], row["expected_payload_bytes"]) for row in due
+    )
+    return same, len(due)
 
 
-def _operations(rows: pd.DataFrame) -> tuple[str, str | None]:
+def _operations(rows: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
     """What a cell's ranks hand to collectives, and how many of these counts match their formula."""
-    said = (f"{r['op']} of {r['dtype']}: {r['calls']} x, {r['payload_bytes'] / MIB:,.2f} MiB" for r in records(rows))
-    due = rows.dropna(subset=["expected_calls"])
-    return "; ".join(said), f"{_right(due)} of {len(due)}" if len(due) else None
+    said = (f"{r['op']} of {r['dtype']}: {r['calls']} x, {r['payload_bytes'] / MIB:,.2f} MiB" for r in rows)
+    right, due = _matching(rows)
+    return "; ".join(said), f"{right} of {due}" if due else None
 
 
 def correctness(of: Material) -> PageSection:
