@@ -311,6 +311,11 @@ def test_a_class_of_ones_own_is_a_backend(place: Place) -> None:
     place.patch.setenv("BENCH_BACKENDS", "")
     assert place.call("run", "--resume", "out")[0] == GOOD
     place.patch.setenv("BENCH_BACKENDS", "")
+    said = " ".join(
+        place.call("run", "--matrix", "mine.toml", "--out", "alone", "--backend", "my_backends:Mine")[1].split()
+    )
+    assert "--backend my_backends:Mine,ddp-deferred --repeats" in said, "the whole next command, ready to paste"
+    place.patch.setenv("BENCH_BACKENDS", "")
     plan = ["--samples", "8", "--micro-batch", "1", "--backend", "my_backends:Mine"]
     assert "mine" in place.call("steps", *plan)[1]
     for named, words in (("my_backends:Other", "has no attribute 'Other'"), ("json:loads", "is not a subclass of")):

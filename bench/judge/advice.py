@@ -54,10 +54,14 @@ def obstacle(run: Run, found: Standing, folder: Path) -> Obstacle | None:
         if len(named) > 1 and run.manifest.get("baseline") in REFERENCES:
             reason = "The baseline is a reference, with which no times are compared"
             return Obstacle(reason=reason, command=again(run, **{"--baseline": named[0]}))
+        classes = {name: facts.get("class") or name for name, facts in run.manifest["backends"].items()}
         more = [name for name in PARTNERS if name not in named][:1]
+        options = {"--backend": ",".join([*(classes.get(name, name) for name in named), *more])}
+        if _repeats(run) < MIN_TRIALS:
+            options["--repeats"] = str(MIN_REPEATS)
         return Obstacle(
             reason="No two cells of the run differ in the backend alone",
-            command=again(run, **{"--backend": ",".join([*named, *more])}),
+            command=again(run, **options),
         )
     judged = (row for row in rows if row.judgement.verdict is not Verdict.NOT_COMPARABLE)
     if any(row.time is not None and row.time.low is not None for row in judged):

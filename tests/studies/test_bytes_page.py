@@ -88,6 +88,7 @@ def test_the_predicted_peak_is_in_the_table_without_what_the_bench_holds() -> No
     row = memory[memory["category"] == PEAK].iloc[0]
     assert row["bytes"] == row["expected_bytes"]
 
+
 NEWER = {"fsdp2-torchtitan"}
 """Backends that are newer than the committed runs; it sends and holds what ``fsdp2-eager`` does."""
 
