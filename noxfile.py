@@ -125,7 +125,7 @@ def docs(session: nox.Session) -> None:
         ("semantics", "--suite", "--out", "results/semantics", "--docs", "docs/semantics.md"),
     ):
         session.run("python", "-m", "bench", *command, success_codes=[0, 1])
-    session.run("python", "-m", "bench.audit.bundle")
+    session.run("python", "-m", "tests.studies.bundle")
     session.run("python", "-m", "tests.studies.claims", "--probes")
 
 
@@ -155,7 +155,7 @@ def versions(session: nox.Session) -> None:
     """Measure versions of Lightning and DeepSpeed, or those given as PACKAGE==VERSION; writes docs/versions.md."""
     # Each gets a small environment of its own, made on top of the one of `install` and thrown away.
     try:
-        session.run("python", "-m", "bench.audit.versions", *session.posargs)
+        session.run("python", "-m", "tests.studies.versions", *session.posargs)
     except CommandFailed as failure:
         raise SystemExit(failure.return_code or 1) from None
 

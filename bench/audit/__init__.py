@@ -9,9 +9,8 @@ The path of a scenario from scenarios.toml to docs/semantics.md:
 4. ``diagnosis`` applies its rules to the reading; the gravest of the ``findings`` is the verdict.
 5. ``conformance`` puts the verdicts of all scenarios and backends into one table, ``weight_maps`` the coefficients of
    one scenario into maps; ``conformance_picture`` and ``weight_figure`` draw them.
-6. ``semantics_page`` fills semantics.md.jinja, and ``semantics_files`` writes everything; ``bundle`` stores what the
-   reports of timed runs say about the end of an epoch.
+6. ``semantics_page`` fills semantics.md.jinja, and ``semantics_files`` writes everything.
 
 The other commands: ``stepcount`` calculates the steps of a ``training`` plan, ``monitor`` measures ThroughputMonitor,
-``dtypes`` the precision of sums, ``lint/`` reads configs, and ``versions/`` measures releases of the frameworks.
+``dtypes`` the precision of sums, and ``lint/`` reads configs.
 """

@@ -51,7 +51,7 @@ STEPS = tuple(f"optimizer_steps_{name}" for name in ("expected", "observed", "re
 EPOCH_END = Path(__file__).with_name("epoch_end.json")
 """What the semantics suite found where an epoch ends within a window, which no timed trial shows.
 
-``python -m bench.audit.bundle`` writes it from results/semantics.
+``python -m tests.studies.bundle`` writes it from results/semantics.
 """
 SCENARIOS = Path(__file__).parents[2] / "docs" / "semantics.md"
 """All scenarios of the suite; only in a checkout."""

@@ -12,7 +12,6 @@ from xml.etree import ElementTree
 import pandas as pd
 import pytest
 
-from bench.audit.bundle import bundle
 from bench.files import RESULTS
 from bench.judge.loading import hashed, load
 from bench.judge.standing import standings
@@ -24,6 +23,7 @@ from bench.report.material import Material
 from bench.report.sections import epoch_end
 from bench.words import digits
 from tests.pages import HOSTILE, Element, data_of, read, report, write_large_run, write_run
+from tests.studies.bundle import bundle
 
 FACTORS = {"alpha-eager": 1.0, "alpha-deferred": 0.75, "beta": 1.2, "gamma": 1.001}
 SECTIONS = ["speed", "memory", "communication", "correctness", "semantics"]

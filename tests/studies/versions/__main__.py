@@ -1,4 +1,4 @@
-"""``python -m bench.audit.versions [PACKAGE==VERSION ...]``: measure versions; write versions.json and versions.md."""
+"""``python -m tests.studies.versions [PACKAGE==VERSION ...]``: measure versions; write versions.json and .md."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
-from bench.audit.versions import versions_page
-from bench.audit.versions.environment import EXTRAS, measure
 from bench.errors import GOOD, INTERRUPTED, WRONG, InputError
+from tests.studies.versions import versions_page
+from tests.studies.versions.environment import EXTRAS, measure
 
 VERSIONS = (
     "lightning==2.2.0",
@@ -45,7 +45,7 @@ def parsed(text: str) -> tuple[str, str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure the given versions, or all; the entries of other versions stay."""
-    parser = argparse.ArgumentParser(prog="python -m bench.audit.versions", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.studies.versions", description=__doc__)
     parser.add_argument("versions", nargs="*", metavar="PACKAGE==VERSION", help=f"default: {', '.join(VERSIONS)}")
     parser.add_argument("--out", type=Path, default=Path("docs"), metavar="DIR", help="default: %(default)s")
     arguments = parser.parse_args(argv)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from bench.audit.monitor import Measurement, measure
 from bench.audit.monitor_grid import Epoch, Point, RateVerdict
-from bench.audit.versions.versions_page import VersionFact
+from tests.studies.versions.versions_page import VersionFact
 
 LOG_EVERY = (1, 2, 3, 4, 5, 8, 50)
 """Values of ``log_every_n_steps``: divisors and multiples of N = 4, others, and Lightning's default."""

@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from bench.audit.versions.versions_page import Entry, VersionFact
+from tests.studies.versions.versions_page import Entry, VersionFact
 
 EXTRAS = {"lightning": ("setuptools<81",), "deepspeed": ()}
 """Installed too: pkg_resources, which old Lightning imports without requiring it, and which setuptools 81 dropped."""
@@ -72,9 +72,9 @@ def install(package: str, number: str, folder: Path) -> Path:
 
 
 def probe(package: str, python: Path, folder: Path) -> dict[str, Any]:
-    """What ``bench.audit.versions.probe`` found in the environment."""
+    """What ``tests.studies.versions.probe`` found in the environment."""
     answer = folder / "answer.json"
-    command = [str(python), "-m", "bench.audit.versions.probe", package, str(answer)]
+    command = [str(python), "-m", "tests.studies.versions.probe", package, str(answer)]
     variables = {
         "PYTHONPATH": str(Path(__file__).resolve().parents[3]),
         "PYTHONWARNINGS": "ignore",

@@ -11,8 +11,8 @@ from fractions import Fraction
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from bench.audit.versions.versions_page import VersionFact
 from bench.backends.deepspeed import prepare
+from tests.studies.versions.versions_page import VersionFact
 
 if TYPE_CHECKING:
     from torch import Tensor

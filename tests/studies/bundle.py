@@ -1,4 +1,4 @@
-"""``python -m bench.audit.bundle``: bundle what the suite found at an epoch's end for the report of timed runs."""
+"""``python -m tests.studies.bundle``: bundle what the suite found at an epoch's end for the report of timed runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``python -m bench.audit.versions.probe PACKAGE ANSWER``: measures the version in whose environment it runs."""
+"""``python -m tests.studies.versions.probe PACKAGE ANSWER``: measures the version in whose environment it runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def main(package: str, answer: Path) -> None:
     import torch
 
     module = importlib.import_module(package)
-    probes = importlib.import_module(f"bench.audit.versions.{package}_probe")
+    probes = importlib.import_module(f"tests.studies.versions.{package}_probe")
     found = {
         "version": module.__version__,
         # Rather than that of the environment below.

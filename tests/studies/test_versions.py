@@ -9,10 +9,10 @@ import pytest
 
 from bench.audit.monitor import Measurement, Rate
 from bench.audit.monitor_grid import Point
-from bench.audit.versions import __main__ as command
-from bench.audit.versions import environment, lightning_probe, probe, versions_page
-from bench.audit.versions.environment import FailedError
-from bench.audit.versions.versions_page import Entry, VersionFact
+from tests.studies.versions import __main__ as command
+from tests.studies.versions import environment, lightning_probe, probe, versions_page
+from tests.studies.versions.environment import FailedError
+from tests.studies.versions.versions_page import Entry, VersionFact
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "versions.md"
 
@@ -98,7 +98,7 @@ def test_command_keeps_other_versions_and_names_wrong_ones(
 def test_all_versions_can_be_named_and_probed() -> None:
     for name in command.VERSIONS:
         package, _ = command.parsed(name)
-        assert importlib.import_module(f"bench.audit.versions.{package}_probe").findings
+        assert importlib.import_module(f"tests.studies.versions.{package}_probe").findings
 
 
 @pytest.mark.slow
