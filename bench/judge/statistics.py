@@ -63,6 +63,17 @@ class Sample:
         """Seconds per step of each trial: the median of its steps after warm-up."""
         return np.array([trial_median(trial) for trial in self.trials], dtype=float)
 
+    @cached_property
+    def logs(self) -> Array:
+        """Logarithms of the medians."""
+        return np.log(self.medians)
+
+    @cached_property
+    def by_block(self) -> dict[int, float]:
+        """Mean of ``logs`` in each block; an ABBA block has two trials."""
+        own = np.asarray(self.blocks)
+        return {block: self.logs[own == block].mean() for block in sorted(set(self.blocks))}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
@@ -109,11 +120,19 @@ def ratio(a: Sample, b: Sample, margin: float = MARGIN) -> Interval:
     are used unpaired. ``ratio(b, a)`` is exactly the inverse, since the same direction of the two is resampled.
     """
     logs, swapped = _logs(a, b)
+    found = _interval(margin, *(tuple(values.tolist()) for values in logs))
+    return found.inverse() if swapped else found
+
+
+@lru_cache(maxsize=16384)  # every pair of a report comes twice, with either cell as the baseline
+def _interval(margin: float, *resampled: tuple[float, ...]) -> Interval:
+    """The interval of what ``_logs`` returns."""
+    logs = [np.array(values) for values in resampled]
     n, paired = min(map(len, logs)), len(logs) == 1
     if n >= MIN_TRIALS:
         drawn = bootstrap(*(values[None] for values in logs))
         (low,), (high,) = drawn.interval()
-        found = Interval(
+        return Interval(
             ratio=math.exp(drawn.centres[0]),
             low=math.exp(low),
             high=math.exp(high),
@@ -122,31 +141,23 @@ def ratio(a: Sample, b: Sample, margin: float = MARGIN) -> Interval:
             num_trials=n,
             paired=paired,
         )
-    else:
-        centre = float(trimmed_mean(logs[0]) - (0 if paired else trimmed_mean(logs[1])))
-        reason = too_few(n, "block", " with both cells") if paired else too_few(n, "trial")
-        found = Interval(ratio=math.exp(centre), num_trials=n, paired=paired, reason=reason)
-    return found.inverse() if swapped else found
+    centre = float(trimmed_mean(logs[0]) - (0 if paired else trimmed_mean(logs[1])))
+    reason = too_few(n, "block", " with both cells") if paired else too_few(n, "trial")
+    return Interval(ratio=math.exp(centre), num_trials=n, paired=paired, reason=reason)
 
 
 def _logs(a: Sample, b: Sample) -> tuple[list[Array], bool]:
     """What is resampled: differences of logarithms by block, or both samples; and whether they describe b over a."""
     if not len(a.trials) or not len(b.trials):
         raise ValueError("a ratio needs a trial on either side")
-    ours, theirs = np.log(a.medians), np.log(b.medians)
-    blocks = sorted(set(a.blocks) & set(b.blocks))
+    ours, theirs = a.logs, b.logs
+    blocks = [block for block in a.by_block if block in b.by_block]
     if len(blocks) >= MIN_TRIALS or (blocks and max(len(a.trials), len(b.trials)) < MIN_TRIALS):
-        apart = _by_block(ours, a.blocks, blocks) - _by_block(theirs, b.blocks, blocks)
+        apart = np.array([a.by_block[block] - b.by_block[block] for block in blocks])
         swap = sorted(apart.tolist()) > sorted((-apart).tolist())
         return [-apart if swap else apart], swap
     swap = (len(ours), sorted(ours.tolist())) > (len(theirs), sorted(theirs.tolist()))
     return ([theirs, ours] if swap else [ours, theirs]), swap
-
-
-def _by_block(values: Array, blocks: Sequence[int], wanted: Sequence[int]) -> Array:
-    """Mean over a cell's trials in each block; an ABBA block has two."""
-    own = np.asarray(blocks)
-    return np.array([values[own == block].mean() for block in wanted])
 
 
 def too_few(n: int, what: str, which: str = "") -> str:
