@@ -78,7 +78,9 @@ BIBTEX = {
 
 def plain(text: object) -> str:
     """One line of printable characters, without control sequences, invisible or bidirectional characters."""
-    shown = "".join(c for c in TERMINAL.sub("", str(text)) if c.isprintable() or c.isspace())
+    shown = TERMINAL.sub("", str(text))
+    if not shown.isprintable():
+        shown = "".join(c for c in shown if c.isprintable() or c.isspace())
     return " ".join(shown.split())
 
 
@@ -89,4 +91,4 @@ def markdown(text: object) -> str:
 
 def bibtex(text: object) -> str:
     """One line with all LaTeX escaped, for a BibTeX value in braces."""
-    return "".join(BIBTEX.get(c, c) for c in plain(text))
+    return plain(text).translate(str.maketrans(BIBTEX))

@@ -172,7 +172,7 @@ def trimmed_mean(values: Array) -> Array:
     return np.asarray(np.sort(values, axis=-1)[..., out : n - out].mean(axis=-1))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Bootstrap:
     """Resampled centres of many comparisons, as logarithms: one row per comparison."""
 
@@ -203,16 +203,22 @@ class Bootstrap:
         """The same with all first cells slower by a factor of e^by."""
         return replace(self, centres=self.centres + by, draws=self.draws + by)
 
+    @cached_property
+    def _errors(self) -> Array:
+        """Standard errors of the centres."""
+        return np.asarray(self.draws.std(axis=1))
+
     def _p(self, value: float, sign: int) -> Array:
         """One-sided p-values of the hypothesis that the centre is at most the value; with sign -1, at least.
 
         From the share of draws on the wrong side, or from a normal tail if there are too few such draws.
         """
-        tails = (sign * (self.draws - value) <= 0).mean(axis=1)
-        few = 5 / self.draws.shape[1]
-        distances, errors = sign * (self.centres - value), self.draws.std(axis=1)
+        wrong = self.draws <= value if sign > 0 else self.draws >= value
+        tails = np.count_nonzero(wrong, axis=1) / wrong.shape[1]
+        few = 5 / wrong.shape[1]
         with np.errstate(divide="ignore", invalid="ignore"):
-            normal = np.nan_to_num(distances / errors, nan=0.0, posinf=np.inf, neginf=-np.inf)
+            normal = sign * (self.centres - value) / self._errors
+        normal = np.where(np.isnan(normal), 0, normal)
         reach = -special.ndtri(few)
         scores = np.where(tails < few, np.maximum(normal, reach), -special.ndtri(np.maximum(tails, few)))
         return np.asarray(special.stdtr(self.freedom, -scores / self.inflation))
