@@ -91,4 +91,4 @@ def markdown(text: object) -> str:
 
 def bibtex(text: object) -> str:
     """One line with all LaTeX escaped, for a BibTeX value in braces."""
-    return plain(text).translate(str.maketrans(BIBTEX))
+    return "".join(BIBTEX.get(c, c) for c in plain(text))

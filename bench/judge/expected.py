@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import pandas as pd
@@ -98,23 +98,16 @@ NONE = (0, 0)
 """Calls and payload bytes of an operation that is not there."""
 
 
-@dataclass(frozen=True)
-class Filled:
-    """What ``fill`` returns."""
-
-    tables: Tables
-    """The tables with ``expected_calls`` and ``expected_payload_bytes`` filled in ``collectives``."""
-    findings: dict[str, list[str]] = field(default_factory=dict)
-    """By cell_id: one line per operation or category that differs."""
-
-
-def fill(tables: Tables, layouts: Mapping[str, Layout] | None = None, peaks: Mapping[str, int] | None = None) -> Filled:
+def fill(
+    tables: Tables, layouts: Mapping[str, Layout] | None = None, peaks: Mapping[str, int] | None = None
+) -> tuple[Tables, dict[str, list[str]]]:
     """Add the expected collectives to every successful trial that counted them.
 
-    By cell_id: ``layouts`` of models that are not shipped (``layouts_of`` finds them in a journal), and ``peaks``, the
-    peaks of memory in bytes that run.json predicted before the run. An operation that is expected but was not seen gets
-    a row with 0 calls; one that was seen but not expected has 0 expected calls. Without a formula (a plug-in backend, a
-    model of unknown layout) the columns stay empty.
+    Returns new tables, and by cell_id one line per operation or category that differs. Also by cell_id: ``layouts`` of
+    models that are not shipped (``layouts_of`` finds them in a journal), and ``peaks``, the peaks of memory in bytes
+    that run.json predicted before the run. An operation that is expected but was not seen gets a row with 0 calls; one
+    that was seen but not expected has 0 expected calls. Without a formula (a plug-in backend, a model of unknown
+    layout) the columns stay empty.
     """
     collectives: dict[tuple[str, int], list[dict[Any, Any]]] = {}
     for row in tables.collectives.to_dict("records"):
@@ -156,9 +149,8 @@ def fill(tables: Tables, layouts: Mapping[str, Layout] | None = None, peaks: Map
                 use = category.removeprefix(f"{HELD}_")
                 found.append(f"{use} held between micro-batches: {size} bytes, not {should}")
     untouched = [row for rows in collectives.values() for row in rows]
-    frame = frame_of("collectives", [*untouched, *filled])
-    new = replace(tables, collectives=frame, memory=frame_of("memory", memory))
-    return Filled(new, {cell_id: texts for cell_id, texts in findings.items() if texts})
+    new = replace(tables, collectives=frame_of("collectives", [*untouched, *filled]), memory=frame_of("memory", memory))
+    return new, {cell_id: texts for cell_id, texts in findings.items() if texts}
 
 
 def cells_watched(tables: Tables) -> set[str]:

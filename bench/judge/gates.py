@@ -101,11 +101,11 @@ def judge(
         else:
             found[index] = _step_findings(row) if world.computes else []
     trials["max_loss_deviation"] = pd.Series(largest, dtype="Float64").reindex(trials.index)
-    filled = expected.fill(replace(tables, trials=trials), layouts, peaks)
+    filled, wrong = expected.fill(replace(tables, trials=trials), layouts, peaks)
     for index, cell_id in good["cell_id"].items():
-        if reasons := [*found[index], *filled.findings.get(cell_id, ())]:
+        if reasons := [*found[index], *wrong.get(cell_id, ())]:
             trials.loc[index, ["status", "reason"]] = [str(Status.INVALID), "; ".join(reasons)]
-    return replace(filled.tables, trials=trials)
+    return replace(filled, trials=trials)
 
 
 def findings(row: Any, deviation: Deviation | None) -> list[str]:

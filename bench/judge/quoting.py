@@ -77,12 +77,11 @@ class Quotes:
     def __init__(self, run: Run, standings: Mapping[str, Standing] | None = None) -> None:
         self.run = run
         trials = run.tables.trials
-        shared = trials.drop_duplicates("cell_id").to_dict("records")
-        self._shared: dict[str, Any] = {row["cell_id"]: row for row in shared}
+        self._shared = {row["cell_id"]: row for row in trials.drop_duplicates("cell_id").to_dict("records")}
         self._trials: dict[str, list[Any]] = {}
         for row in trials[ENDS].to_dict("records"):
             self._trials.setdefault(row["cell_id"], []).append(row)
-        self._standings = {name: _by_pair(one) for name, one in (standings or {}).items()}
+        self._standings = dict(standings or {})
         self._cells: dict[str, CellQuote] = {}
 
     def cell(self, cell_id: str) -> CellQuote:
@@ -128,9 +127,8 @@ class Quotes:
         caveats = [*_caveats(cell, other), *said, *self._of_run()]
         for one_id in (cell_id, other_id):
             caveats += [f"{self.run.labels[one_id]}: {text}" for text in _failed(self._trials[one_id])]
-        detail = row.judgement.detail
         if row.judgement.comparison.blocked is not None:
-            caveats.insert(0, f"{row.judgement.reason}: {_short(detail)}")
+            caveats.insert(0, f"{row.judgement.reason}: {_short(row.judgement.detail)}")
         if (noise := row.judgement.comparison.floor) is None or noise.low is None:
             floor = self.floor
             caveats.append(f"noise floor: {'the run has no A/A pair' if floor is None else _short(floor.reason)}")
@@ -157,25 +155,17 @@ class Quotes:
         return self.run.cells[cell_id]
 
     def _row(self, cell: Cell, other: Cell) -> ComparedPair:
-        rows = self._standing(other.backend)
-        if (other, cell) in rows:
-            return rows[other, cell]
+        if other.backend not in self._standings:
+            self._standings |= standings(self.run, [other.backend])
+        row = self._standings[other.backend].by_cell.get(cell.cell_id)
+        if row is not None and row.pair.a == other:
+            return row
         pairs = [*pairs_with_baseline(self.run), Pair(a=other, b=cell, name=f"{cell.label} against {other.label}")]
         floor = self.floor
         return judge_pairs(self.run, self.run, pairs, floor=None if floor is None else floor.interval)[-1]
 
-    def _standing(self, baseline: str) -> dict[tuple[Cell, Cell], ComparedPair]:
-        """The verdicts with this backend as the baseline, by its cell and the other."""
-        if baseline not in self._standings:
-            self._standings[baseline] = _by_pair(standings(self.run, [baseline])[baseline])
-        return self._standings[baseline]
-
     def _of_run(self) -> list[str]:
         return [] if "finished" in self.run.manifest else ["the run has not finished, so the hash will change"]
-
-
-def _by_pair(one: Standing) -> dict[tuple[Cell, Cell], ComparedPair]:
-    return {(row.pair.a, row.pair.b): row for row in one.rows}
 
 
 def _failed(trials: Sequence[Any]) -> list[str]:

@@ -64,15 +64,10 @@ class Sample:
         return np.array([trial_median(trial) for trial in self.trials], dtype=float)
 
     @cached_property
-    def logs(self) -> Array:
-        """Logarithms of the medians."""
-        return np.log(self.medians)
-
-    @cached_property
     def by_block(self) -> dict[int, float]:
-        """Mean of ``logs`` in each block; an ABBA block has two trials."""
-        own = np.asarray(self.blocks)
-        return {block: self.logs[own == block].mean() for block in sorted(set(self.blocks))}
+        """Mean logarithm of the medians in each block; an ABBA block has two trials."""
+        logs, own = np.log(self.medians), np.asarray(self.blocks)
+        return {block: logs[own == block].mean() for block in sorted(set(self.blocks))}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,12 +145,12 @@ def _logs(a: Sample, b: Sample) -> tuple[list[Array], bool]:
     """What is resampled: differences of logarithms by block, or both samples; and whether they describe b over a."""
     if not len(a.trials) or not len(b.trials):
         raise ValueError("a ratio needs a trial on either side")
-    ours, theirs = a.logs, b.logs
     blocks = [block for block in a.by_block if block in b.by_block]
     if len(blocks) >= MIN_TRIALS or (blocks and max(len(a.trials), len(b.trials)) < MIN_TRIALS):
         apart = np.array([a.by_block[block] - b.by_block[block] for block in blocks])
         swap = sorted(apart.tolist()) > sorted((-apart).tolist())
         return [-apart if swap else apart], swap
+    ours, theirs = np.log(a.medians), np.log(b.medians)
     swap = (len(ours), sorted(ours.tolist())) > (len(theirs), sorted(theirs.tolist()))
     return ([theirs, ours] if swap else [ours, theirs]), swap
 
@@ -199,10 +194,6 @@ class Bootstrap:
         edge = math.log1p(margin)
         return np.asarray(np.maximum(self._p(-edge, 1), self._p(edge, -1)))
 
-    def shifted(self, by: float) -> Bootstrap:
-        """The same with all first cells slower by a factor of e^by."""
-        return replace(self, centres=self.centres + by, draws=self.draws + by)
-
     @cached_property
     def _errors(self) -> Array:
         """Standard errors of the centres."""
@@ -214,8 +205,7 @@ class Bootstrap:
         From the share of draws on the wrong side, or from a normal tail if there are too few such draws.
         """
         wrong = self.draws <= value if sign > 0 else self.draws >= value
-        tails = np.count_nonzero(wrong, axis=1) / wrong.shape[1]
-        few = 5 / wrong.shape[1]
+        tails, few = wrong.mean(axis=1), 5 / wrong.shape[1]
         with np.errstate(divide="ignore", invalid="ignore"):
             normal = sign * (self.centres - value) / self._errors
         normal = np.where(np.isnan(normal), 0, normal)

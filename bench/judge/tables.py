@@ -84,9 +84,7 @@ def frame_of(name: str, rows: Sequence[Mapping[Any, Any]]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(columns)).astype(columns)
 
 
-def _trial_row(
-    record: dict[str, Any], cell: Cell, manifest: dict[str, Any], once: dict[tuple[str, str], Any]
-) -> dict[str, Any]:
+def _trial_row(record: dict[str, Any], cell: Cell, manifest: dict[str, Any], once: Mapping[Any, Any]) -> dict[str, Any]:
     # From the cell, not from the record, since older records lack fields.
     row: dict[str, Any] = {name: value for name, value in cell.to_dict().items() if name in COLUMNS["trials"]}
     described = manifest["backends"].get(cell.backend, {})

@@ -82,10 +82,8 @@ def cite_plot(run: Run, name: str) -> Citation:
 
 def words_of_cell(quotes: Quotes, cell_id: str) -> CitedWords:
     """What is said of one cell."""
-    quote = quotes.cell(cell_id)
-    return _words(
-        quotes.run, cell_id, quotes.run.labels[cell_id], _time(quote), _fields(quote), quote.caveats, quote.trial
-    )
+    run, quote = quotes.run, quotes.cell(cell_id)
+    return _words(run, cell_id, run.labels[cell_id], _time(quote), _fields(quote), quote.caveats, quote.trial)
 
 
 def words_of_ratio(quotes: Quotes, cell_id: str, other_id: str) -> CitedWords:

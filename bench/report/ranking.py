@@ -186,9 +186,8 @@ def groups(of: Material) -> list[Group]:
 def _group(of: Material, cells: list[Cell], ways: list[str]) -> Group:
     first = cells[0]
     rows = [of.rows[cell.cell_id] for cell in cells]
-    baseline = of.standing.baseline
-    own = [row["peak_memory_bytes"] for row in rows if row["backend"] == baseline]
-    base = None if not own or pd.isna(own[0]) else int(own[0])
+    own = next((row["peak_memory_bytes"] for row in rows if row["backend"] == of.standing.baseline), None)
+    base = None if pd.isna(own) else own
     is_timed = first.world.times_communication and of.obstacle is None
     ranked = [_ranked(of, row, base, is_timed=is_timed) for row in rows]
     world = f"W = {first.world_size}" + (f" ({first.world.label})" if first.world.label else "")
