@@ -78,7 +78,9 @@ BIBTEX = {
 
 def plain(text: object) -> str:
     """One line of printable characters, without control sequences, invisible or bidirectional characters."""
-    shown = "".join(c for c in TERMINAL.sub("", str(text)) if c.isprintable() or c.isspace())
+    shown = TERMINAL.sub("", str(text))
+    if not shown.isprintable():
+        shown = "".join(c for c in shown if c.isprintable() or c.isspace())
     return " ".join(shown.split())
 
 

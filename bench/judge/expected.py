@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import pandas as pd
@@ -38,25 +38,29 @@ class Losses:
     """The losses of a run."""
 
     def __init__(self, tables: Tables) -> None:
-        self._of: dict[Any, Any] = {
-            key: group.to_numpy(dtype=float, na_value=math.nan)
-            for key, group in tables.losses.sort_values("step").groupby(["cell_id", "repeat"])["loss"]
-        }
+        self._of: dict[tuple[str, int], list[float]] = {}
         """By cell id and repeat."""
+        ordered = tables.losses.sort_values("step").astype({"loss": float})
+        columns = (ordered[name].tolist() for name in ("cell_id", "repeat", "loss"))
+        for cell_id, repeat, loss in zip(*columns, strict=True):
+            self._of.setdefault((cell_id, repeat), []).append(loss)
+        self._due: dict[str, Sequence[float]] = {}
+        """The reference's losses, by the id of the cell that is compared with it."""
         self._references: dict[tuple[Any, ...], Sequence[float]] = {}
         """Losses of the reference trained for most steps, from its first good trial."""
         good = tables.trials[tables.trials["backend"].isin(REFERENCES) & (tables.trials["status"] == Status.OK)]
-        for _, row in good.sort_values("repeat").iterrows():
+        for row in good.sort_values("repeat").to_dict("records"):
             key = self._key(row, row["backend"], row["world_size"])
             if len(self._complete(row)) > len(self._references.get(key, ())):
                 self._references[key] = self._complete(row)
 
     def deviation(self, row: Any) -> Deviation | None:
         """The deviation of a row of the trials table; None if it has not one loss per step, or no reference."""
-        reference = cell_of(row.to_dict()).reference()
+        if (cell_id := row["cell_id"]) not in self._due:
+            reference = cell_of(row).reference()
+            self._due[cell_id] = self._references.get(self._key(row, reference.backend, reference.world_size), ())
         own = self._complete(row)
-        expected = self._references.get(self._key(row, reference.backend, reference.world_size), ())
-        apart = [float(abs(a - b)) for a, b in zip(own, expected, strict=False)]
+        apart = [abs(a - b) for a, b in zip(own, self._due[cell_id], strict=False)]
         if not apart:
             return None
         compared = apart if len(own) < LONG_STEPS else apart[:COMPARED_STEPS]
@@ -79,7 +83,7 @@ def extent(tables: Tables) -> str:
     losses = Losses(tables)
     compared = tables.trials[tables.trials["max_loss_deviation"].notna()]
     short: set[int] = set()
-    for _, row in compared.drop_duplicates("cell_id").iterrows():
+    for row in compared.drop_duplicates("cell_id").to_dict("records"):
         found = losses.deviation(row)
         short |= {found.num_steps} if found and found.num_steps < row["optimizer_steps_expected"] else set()
     if not short:
@@ -94,39 +98,32 @@ NONE = (0, 0)
 """Calls and payload bytes of an operation that is not there."""
 
 
-@dataclass(frozen=True)
-class Filled:
-    """What ``fill`` returns."""
-
-    tables: Tables
-    """The tables with ``expected_calls`` and ``expected_payload_bytes`` filled in ``collectives``."""
-    findings: dict[str, list[str]] = field(default_factory=dict)
-    """By cell_id: one line per operation or category that differs."""
-
-
-def fill(tables: Tables, layouts: Mapping[str, Layout] | None = None, peaks: Mapping[str, int] | None = None) -> Filled:
+def fill(
+    tables: Tables, layouts: Mapping[str, Layout] | None = None, peaks: Mapping[str, int] | None = None
+) -> tuple[Tables, dict[str, list[str]]]:
     """Add the expected collectives to every successful trial that counted them.
 
-    By cell_id: ``layouts`` of models that are not shipped (``layouts_of`` finds them in a journal), and ``peaks``, the
-    peaks of memory in bytes that run.json predicted before the run. An operation that is expected but was not seen gets
-    a row with 0 calls; one that was seen but not expected has 0 expected calls. Without a formula (a plug-in backend, a
-    model of unknown layout) the columns stay empty.
+    Returns new tables, and by cell_id one line per operation or category that differs. Also by cell_id: ``layouts`` of
+    models that are not shipped (``layouts_of`` finds them in a journal), and ``peaks``, the peaks of memory in bytes
+    that run.json predicted before the run. An operation that is expected but was not seen gets a row with 0 calls; one
+    that was seen but not expected has 0 expected calls. Without a formula (a plug-in backend, a model of unknown
+    layout) the columns stay empty.
     """
     collectives: dict[tuple[str, int], list[dict[Any, Any]]] = {}
     for row in tables.collectives.to_dict("records"):
         collectives.setdefault((row["cell_id"], row["repeat"]), []).append(row)
     sizes: dict[tuple[str, int], dict[str, int]] = {}
-    for row in tables.memory.to_dict("records"):
-        sizes.setdefault((row["cell_id"], row["repeat"]), {})[row["category"]] = row["bytes"]
     memory = tables.memory.to_dict("records")
+    for row in memory:
+        sizes.setdefault((row["cell_id"], row["repeat"]), {})[row["category"]] = row["bytes"]
     filled: list[Mapping[Any, Any]] = []
     watched = cells_watched(tables)
     findings: dict[str, list[str]] = {}
-    for trial in tables.trials.to_dict("records"):
+    # All passes but the time pass run together, in one trial of a cell; on CUDA the counting ones only at one N.
+    counting = tables.trials["status"].isin([Status.OK, Status.INVALID]) & (tables.trials["num_passes"] != 1)
+    for trial in tables.trials[counting].to_dict("records"):
         key = cell_id, repeat = trial["cell_id"], trial["repeat"]
-        # All passes but the time pass run together, in one trial of a cell; on CUDA the counting ones only at one N.
-        unwatched = trial["num_passes"] == 1 or (trial["device"] == Device.CUDA and cell_id not in watched)
-        if trial["status"] not in (Status.OK, Status.INVALID) or unwatched:
+        if trial["device"] == Device.CUDA and cell_id not in watched:
             continue
         cell = cell_of(trial)
         layout = (layouts or {}).get(cell_id) or layout_of(cell)
@@ -152,9 +149,8 @@ def fill(tables: Tables, layouts: Mapping[str, Layout] | None = None, peaks: Map
                 use = category.removeprefix(f"{HELD}_")
                 found.append(f"{use} held between micro-batches: {size} bytes, not {should}")
     untouched = [row for rows in collectives.values() for row in rows]
-    frame = frame_of("collectives", [*untouched, *filled])
-    new = replace(tables, collectives=frame, memory=frame_of("memory", memory))
-    return Filled(new, {cell_id: texts for cell_id, texts in findings.items() if texts})
+    new = replace(tables, collectives=frame_of("collectives", [*untouched, *filled]), memory=frame_of("memory", memory))
+    return new, {cell_id: texts for cell_id, texts in findings.items() if texts}
 
 
 def cells_watched(tables: Tables) -> set[str]:

@@ -84,11 +84,10 @@ def cells_frame(quotes: Quotes, against: Standing) -> pd.DataFrame:
 
 
 def _cell_row(quotes: Quotes, cell_id: str, row: Any, tokens: Any) -> dict[str, Any]:
-    quote, trials = quotes.cell(cell_id), quotes.trials(cell_id)
-    bad = trials.loc[trials["status"] != Status.OK, ["status", "reason"]]
-    first = quote.trial if bad.empty else bad.iloc[0]
+    quote = quotes.cell(cell_id)
+    first = next((trial for trial in quotes.trials(cell_id) if trial["status"] != Status.OK), quote.trial)
     time, ratio = quote.time, None if row is None else row.time
-    values = {name: quote.trial[name] for name in COLUMNS["cells"] if name in trials.columns}
+    values = {name: quote.trial[name] for name in COLUMNS["cells"] if name in quote.trial}
     values |= {
         "label": quotes.run.labels[cell_id],
         "status": first["status"],

@@ -89,9 +89,10 @@ def judge(
     """
     trials = tables.trials.copy()
     losses = Losses(tables)
+    good = trials[trials["status"] == Status.OK]
     found: dict[Any, list[str]] = {}
     largest: dict[Any, float | None] = {}
-    for index, row in trials[trials["status"] == Status.OK].iterrows():
+    for index, row in zip(good.index, good.to_dict("records"), strict=True):
         world = world_of(row)
         if world.has_values:
             deviation = losses.deviation(row)
@@ -100,11 +101,11 @@ def judge(
         else:
             found[index] = _step_findings(row) if world.computes else []
     trials["max_loss_deviation"] = pd.Series(largest, dtype="Float64").reindex(trials.index)
-    filled = expected.fill(replace(tables, trials=trials), layouts, peaks)
-    for index, reasons in found.items():
-        if reasons := [*reasons, *filled.findings.get(trials.loc[index, "cell_id"], ())]:
+    filled, wrong = expected.fill(replace(tables, trials=trials), layouts, peaks)
+    for index, cell_id in good["cell_id"].items():
+        if reasons := [*found[index], *wrong.get(cell_id, ())]:
             trials.loc[index, ["status", "reason"]] = [str(Status.INVALID), "; ".join(reasons)]
-    return replace(filled.tables, trials=trials)
+    return replace(filled, trials=trials)
 
 
 def findings(row: Any, deviation: Deviation | None) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Any
 
 from bench.judge.loading import Run
@@ -88,13 +89,14 @@ def pairs_apart(a: Run, b: Run) -> list[Pair]:
     return _named(found, ("backend",), "{backend}")
 
 
+@lru_cache(maxsize=4096)
 def _key(cell: Cell, *without: str) -> tuple[tuple[str, Any], ...]:
     return tuple((name, value) for name, value in cell.to_dict().items() if name not in without)
 
 
 def _named(pairs: list[Pair], by: Sequence[str], title: str) -> list[Pair]:
     """The pairs in order, each with a unique name: N, W, precision, and whatever else differs between them."""
-    rows = [pair.a.to_dict() | {n: _either(pair, n) for n in NUMERIC} for pair in pairs]
+    rows = [dict(_key(pair.a)) | {n: _either(pair, n) for n in NUMERIC} for pair in pairs]
     shown = ["accumulate", "world_size", "precision"]
     varying = [f.name for f in fields(Cell) if len({repr(row[f.name]) for row in rows}) > 1]
     shown += [name for name in varying if name not in {*shown, "backend"}]

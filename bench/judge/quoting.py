@@ -5,9 +5,11 @@ from __future__ import annotations
 import difflib
 import re
 import urllib.parse
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import pandas as pd
 
@@ -21,6 +23,8 @@ from bench.plan.cell import Cell, Status
 
 SCHEME = "accumulation-bench"
 """Prefix of the ids by which numbers are cited."""
+ENDS = ["cell_id", "status", "reason", "peak_memory_bytes", "peak_memory_source"]
+"""Columns of trials in which the trials of a cell may differ, and of which a quote speaks."""
 CHOICES = 6
 """Most cells that a message lists to choose from."""
 
@@ -51,7 +55,7 @@ class CellQuote:
     peak_memory_source: str
     caveats: tuple[str, ...]
     """What must be said with the numbers, or instead of them."""
-    trial: pd.Series
+    trial: Any
     """A row of the trials table, for the values that all trials of the cell share."""
 
 
@@ -64,7 +68,7 @@ class RatioQuote:
     """The baseline: a ratio above 1 says that the cell takes longer."""
     row: ComparedPair
     caveats: tuple[str, ...]
-    trial: pd.Series
+    trial: Any
 
 
 class Quotes:
@@ -72,9 +76,12 @@ class Quotes:
 
     def __init__(self, run: Run, standings: Mapping[str, Standing] | None = None) -> None:
         self.run = run
-        self._trials = {str(key): rows for key, rows in run.tables.trials.groupby("cell_id", sort=False)}
-        self._standings = {name: _by_pair(one) for name, one in (standings or {}).items()}
-        self._told: dict[str, tuple[pd.Series, list[str]]] = {}
+        trials = run.tables.trials
+        self._shared = {row["cell_id"]: row for row in trials.drop_duplicates("cell_id").to_dict("records")}
+        self._trials: dict[str, list[Any]] = {}
+        for row in trials[ENDS].to_dict("records"):
+            self._trials.setdefault(row["cell_id"], []).append(row)
+        self._standings = dict(standings or {})
         self._cells: dict[str, CellQuote] = {}
 
     def cell(self, cell_id: str) -> CellQuote:
@@ -85,25 +92,25 @@ class Quotes:
 
     def _quoted(self, cell_id: str) -> CellQuote:
         cell, trials = self._known(cell_id), self._trials[cell_id]
-        sound = trials.loc[trials["status"] == Status.OK, ["peak_memory_bytes", "peak_memory_source"]]
+        sound = [row for row in trials if row["status"] == Status.OK]
         found = self.run.sides.side(cell)
-        first, failed = self._once(cell_id)
-        caveats = [*failed, *_caveats(cell), *remarks([(self.run.manifest, cell)]), *self._of_run()]
+        caveats = [*_failed(trials), *_caveats(cell), *remarks([(self.run.manifest, cell)]), *self._of_run()]
         # A cell of a world that is timed has failed a gate if it has no time.
         barred = "" if not cell.world.is_timed else "; ".join(_short(text) for text in found.obstacles)
-        medians = [] if barred or sound.empty else found.sample.medians.tolist()
+        medians = [] if barred or not sound else found.sample.medians.tolist()
         wrong = barred and found.failed_gates  # a busy machine takes time, and no memory
-        peaks = sound["peak_memory_bytes"].dropna() if not wrong else sound["peak_memory_bytes"].iloc[:0]
+        peaks = [] if wrong else [row["peak_memory_bytes"] for row in sound if pd.notna(row["peak_memory_bytes"])]
+        sources = [row["peak_memory_source"] for row in sound if pd.notna(row["peak_memory_source"])]
         return CellQuote(
             cell=cell,
             time=estimate(medians) if medians else None,
             barred=barred,
             num_ok=len(medians) if medians else len(sound),
             num_trials=len(trials),
-            peak_memory_bytes=None if peaks.empty else int(peaks.max()),
-            peak_memory_source="" if peaks.empty else str(sound["peak_memory_source"].dropna().iloc[0]),
+            peak_memory_bytes=max(peaks, default=None),
+            peak_memory_source=sources[0] if peaks else "",
             caveats=(*([f"not comparable: {barred}"] if barred else []), *caveats),
-            trial=first,
+            trial=self._shared[cell_id],
         )
 
     def ratio(self, cell_id: str, other_id: str) -> RatioQuote:
@@ -119,10 +126,9 @@ class Quotes:
         said = remarks((self.run.manifest, one) for one in (other, cell))
         caveats = [*_caveats(cell, other), *said, *self._of_run()]
         for one_id in (cell_id, other_id):
-            caveats += [f"{self.run.labels[one_id]}: {text}" for text in self._once(one_id)[1]]
-        detail = row.judgement.detail
+            caveats += [f"{self.run.labels[one_id]}: {text}" for text in _failed(self._trials[one_id])]
         if row.judgement.comparison.blocked is not None:
-            caveats.insert(0, f"{row.judgement.reason}: {_short(detail)}")
+            caveats.insert(0, f"{row.judgement.reason}: {_short(row.judgement.detail)}")
         if (noise := row.judgement.comparison.floor) is None or noise.low is None:
             floor = self.floor
             caveats.append(f"noise floor: {'the run has no A/A pair' if floor is None else _short(floor.reason)}")
@@ -131,11 +137,11 @@ class Quotes:
             other=other,
             row=row,
             caveats=tuple(dict.fromkeys(caveats)),
-            trial=self._once(cell_id)[0],
+            trial=self._shared[cell_id],
         )
 
-    def trials(self, cell_id: str) -> pd.DataFrame:
-        """The rows of a cell in the trials table."""
+    def trials(self, cell_id: str) -> Sequence[Any]:
+        """The rows of a cell in the trials table, of which each has ENDS."""
         return self._trials[cell_id]
 
     @cached_property
@@ -148,43 +154,27 @@ class Quotes:
             raise InputError(f"{cell_id}: is not a cell of the run {self.run.name}")
         return self.run.cells[cell_id]
 
-    def _once(self, cell_id: str) -> tuple[pd.Series, list[str]]:
-        """The first trial of a cell, and what must be said of those that failed; needed once per comparison."""
-        if cell_id not in self._told:
-            trials = self._trials[cell_id]
-            self._told[cell_id] = trials.iloc[0], _failed(trials)
-        return self._told[cell_id]
-
     def _row(self, cell: Cell, other: Cell) -> ComparedPair:
-        rows = self._standing(other.backend)
-        if (other, cell) in rows:
-            return rows[other, cell]
+        if other.backend not in self._standings:
+            self._standings |= standings(self.run, [other.backend])
+        row = self._standings[other.backend].by_cell.get(cell.cell_id)
+        if row is not None and row.pair.a == other:
+            return row
         pairs = [*pairs_with_baseline(self.run), Pair(a=other, b=cell, name=f"{cell.label} against {other.label}")]
         floor = self.floor
         return judge_pairs(self.run, self.run, pairs, floor=None if floor is None else floor.interval)[-1]
-
-    def _standing(self, baseline: str) -> dict[tuple[Cell, Cell], ComparedPair]:
-        """The verdicts with this backend as the baseline, by its cell and the other."""
-        if baseline not in self._standings:
-            self._standings[baseline] = _by_pair(standings(self.run, [baseline])[baseline])
-        return self._standings[baseline]
 
     def _of_run(self) -> list[str]:
         return [] if "finished" in self.run.manifest else ["the run has not finished, so the hash will change"]
 
 
-def _by_pair(one: Standing) -> dict[tuple[Cell, Cell], ComparedPair]:
-    return {(row.pair.a, row.pair.b): row for row in one.rows}
-
-
-def _failed(trials: pd.DataFrame) -> list[str]:
+def _failed(trials: Sequence[Any]) -> list[str]:
     """What must be said of trials that failed, by status and reason."""
-    bad = trials.loc[~trials["status"].isin([Status.OK, Status.INVALID]), ["status", "reason"]]
-    if bad.empty:
-        return []
+    bad = [row for row in trials if row["status"] not in {Status.OK, Status.INVALID}]
+    ends = Counter((row["status"], "" if pd.isna(row["reason"]) else row["reason"]) for row in bad)
     return [
-        f"{len(rows)} of {len(trials)} trials ended {status}: {str(reason) or 'no reason was recorded'}"
-        for (status, reason), rows in bad.fillna({"reason": ""}).groupby(["status", "reason"], sort=False)
+        f"{count} of {len(trials)} trials ended {status}: {reason or 'no reason was recorded'}"
+        for (status, reason), count in ends.items()
     ]
 
 

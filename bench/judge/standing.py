@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from bench.judge.loading import Run, run_of
@@ -73,7 +74,7 @@ def pairs_with_baseline(run: Run, baseline: str = "") -> list[Pair]:
     return others + [Pair(a=cell, b=twin, name=twin.label, group="A/A") for cell, twin in _twins(run)[1:]]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Standing:
     """What a run shows about its backends."""
 
@@ -86,7 +87,7 @@ class Standing:
     remarks: Sequence[str] = ()
     """What must be said beside the numbers of the run's cells (``bench.judge.remarks``)."""
 
-    @property
+    @cached_property
     def by_cell(self) -> dict[str, ComparedPair]:
         """The rows by the id of the cell that is compared with the baseline."""
         return {row.pair.b.cell_id: row for row in self.rows}

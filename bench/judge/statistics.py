@@ -63,6 +63,12 @@ class Sample:
         """Seconds per step of each trial: the median of its steps after warm-up."""
         return np.array([trial_median(trial) for trial in self.trials], dtype=float)
 
+    @cached_property
+    def by_block(self) -> dict[int, float]:
+        """Mean logarithm of the medians in each block; an ABBA block has two trials."""
+        logs, own = np.log(self.medians), np.asarray(self.blocks)
+        return {block: logs[own == block].mean() for block in sorted(set(self.blocks))}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
@@ -109,11 +115,19 @@ def ratio(a: Sample, b: Sample, margin: float = MARGIN) -> Interval:
     are used unpaired. ``ratio(b, a)`` is exactly the inverse, since the same direction of the two is resampled.
     """
     logs, swapped = _logs(a, b)
+    found = _interval(margin, *(tuple(values.tolist()) for values in logs))
+    return found.inverse() if swapped else found
+
+
+@lru_cache(maxsize=16384)  # every pair of a report comes twice, with either cell as the baseline
+def _interval(margin: float, *resampled: tuple[float, ...]) -> Interval:
+    """The interval of what ``_logs`` returns."""
+    logs = [np.array(values) for values in resampled]
     n, paired = min(map(len, logs)), len(logs) == 1
     if n >= MIN_TRIALS:
         drawn = bootstrap(*(values[None] for values in logs))
         (low,), (high,) = drawn.interval()
-        found = Interval(
+        return Interval(
             ratio=math.exp(drawn.centres[0]),
             low=math.exp(low),
             high=math.exp(high),
@@ -122,31 +136,23 @@ def ratio(a: Sample, b: Sample, margin: float = MARGIN) -> Interval:
             num_trials=n,
             paired=paired,
         )
-    else:
-        centre = float(trimmed_mean(logs[0]) - (0 if paired else trimmed_mean(logs[1])))
-        reason = too_few(n, "block", " with both cells") if paired else too_few(n, "trial")
-        found = Interval(ratio=math.exp(centre), num_trials=n, paired=paired, reason=reason)
-    return found.inverse() if swapped else found
+    centre = float(trimmed_mean(logs[0]) - (0 if paired else trimmed_mean(logs[1])))
+    reason = too_few(n, "block", " with both cells") if paired else too_few(n, "trial")
+    return Interval(ratio=math.exp(centre), num_trials=n, paired=paired, reason=reason)
 
 
 def _logs(a: Sample, b: Sample) -> tuple[list[Array], bool]:
     """What is resampled: differences of logarithms by block, or both samples; and whether they describe b over a."""
     if not len(a.trials) or not len(b.trials):
         raise ValueError("a ratio needs a trial on either side")
-    ours, theirs = np.log(a.medians), np.log(b.medians)
-    blocks = sorted(set(a.blocks) & set(b.blocks))
+    blocks = [block for block in a.by_block if block in b.by_block]
     if len(blocks) >= MIN_TRIALS or (blocks and max(len(a.trials), len(b.trials)) < MIN_TRIALS):
-        apart = _by_block(ours, a.blocks, blocks) - _by_block(theirs, b.blocks, blocks)
+        apart = np.array([a.by_block[block] - b.by_block[block] for block in blocks])
         swap = sorted(apart.tolist()) > sorted((-apart).tolist())
         return [-apart if swap else apart], swap
+    ours, theirs = np.log(a.medians), np.log(b.medians)
     swap = (len(ours), sorted(ours.tolist())) > (len(theirs), sorted(theirs.tolist()))
     return ([theirs, ours] if swap else [ours, theirs]), swap
-
-
-def _by_block(values: Array, blocks: Sequence[int], wanted: Sequence[int]) -> Array:
-    """Mean over a cell's trials in each block; an ABBA block has two."""
-    own = np.asarray(blocks)
-    return np.array([values[own == block].mean() for block in wanted])
 
 
 def too_few(n: int, what: str, which: str = "") -> str:
@@ -161,7 +167,7 @@ def trimmed_mean(values: Array) -> Array:
     return np.asarray(np.sort(values, axis=-1)[..., out : n - out].mean(axis=-1))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Bootstrap:
     """Resampled centres of many comparisons, as logarithms: one row per comparison."""
 
@@ -188,20 +194,21 @@ class Bootstrap:
         edge = math.log1p(margin)
         return np.asarray(np.maximum(self._p(-edge, 1), self._p(edge, -1)))
 
-    def shifted(self, by: float) -> Bootstrap:
-        """The same with all first cells slower by a factor of e^by."""
-        return replace(self, centres=self.centres + by, draws=self.draws + by)
+    @cached_property
+    def _errors(self) -> Array:
+        """Standard errors of the centres."""
+        return np.asarray(self.draws.std(axis=1))
 
     def _p(self, value: float, sign: int) -> Array:
         """One-sided p-values of the hypothesis that the centre is at most the value; with sign -1, at least.
 
         From the share of draws on the wrong side, or from a normal tail if there are too few such draws.
         """
-        tails = (sign * (self.draws - value) <= 0).mean(axis=1)
-        few = 5 / self.draws.shape[1]
-        distances, errors = sign * (self.centres - value), self.draws.std(axis=1)
+        wrong = self.draws <= value if sign > 0 else self.draws >= value
+        tails, few = wrong.mean(axis=1), 5 / wrong.shape[1]
         with np.errstate(divide="ignore", invalid="ignore"):
-            normal = np.nan_to_num(distances / errors, nan=0.0, posinf=np.inf, neginf=-np.inf)
+            normal = sign * (self.centres - value) / self._errors
+        normal = np.where(np.isnan(normal), 0, normal)
         reach = -special.ndtri(few)
         scores = np.where(tails < few, np.maximum(normal, reach), -special.ndtri(np.maximum(tails, few)))
         return np.asarray(special.stdtr(self.freedom, -scores / self.inflation))

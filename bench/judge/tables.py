@@ -67,11 +67,13 @@ def build(records: list[dict[str, Any]], manifest: dict[str, Any]) -> Tables:
         for name in ("update", "memory", "accumulation", "dispatch", "exposure"):
             if record.get(name):
                 once.setdefault((record["cell_id"], name), record[name])
-    trials = [_trial_row(record, manifest, once) for record in latest.values()]
+    contents = {record["cell_id"]: record["cell"] for record in latest.values()}
+    cells = {cell_id: Cell.from_dict(content) for cell_id, content in contents.items()}
+    trials = [_trial_row(record, cells[record["cell_id"]], manifest, once) for record in latest.values()]
     children: dict[str, list[dict[str, Any]]] = {name: [] for name in NAMES[1:]}
     for record in latest.values():
         key = {"cell_id": record["cell_id"], "repeat": record["repeat"]}
-        for name, rows in _child_rows(record).items():
+        for name, rows in _child_rows(record, cells[record["cell_id"]]).items():
             children[name].extend({**key, **row} for row in rows)
     return Tables(trials=frame_of("trials", trials), **{name: frame_of(name, rows) for name, rows in children.items()})
 
@@ -82,8 +84,7 @@ def frame_of(name: str, rows: Sequence[Mapping[Any, Any]]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(columns)).astype(columns)
 
 
-def _trial_row(record: dict[str, Any], manifest: dict[str, Any], once: dict[tuple[str, str], Any]) -> dict[str, Any]:
-    cell = Cell.from_dict(record["cell"])
+def _trial_row(record: dict[str, Any], cell: Cell, manifest: dict[str, Any], once: Mapping[Any, Any]) -> dict[str, Any]:
     # From the cell, not from the record, since older records lack fields.
     row: dict[str, Any] = {name: value for name, value in cell.to_dict().items() if name in COLUMNS["trials"]}
     described = manifest["backends"].get(cell.backend, {})
@@ -226,19 +227,18 @@ def _unsettled(timed: Mapping[str, Any]) -> int:
     return warmup(timed["step_seconds"])
 
 
-def _child_rows(record: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+def _child_rows(record: dict[str, Any], cell: Cell) -> dict[str, list[dict[str, Any]]]:
     """The rows of all tables but the trials."""
     timed = record.get("time") or {}
-    first = record["cell"]["warmup_windows"]
+    first = cell.warmup_windows
     settled = first + (_unsettled(timed) if timed else 0)
     memory = {f"tracked_{name}": size for name, size in (record.get("memory") or {}).items() if "retries" not in name}
     cuda = timed.get("cuda_memory") or {}
-    is_timed = Cell.from_dict(record["cell"]).world.is_timed
     memory |= {f"cuda_{name}": cuda[name] for name in ("allocated", "active", "reserved") if name in cuda}
     return {
         "steps": [
             {"step": step, "seconds": seconds, "kept": step >= settled}
-            for step, seconds in enumerate(timed.get("step_seconds", ()) if is_timed else (), start=first)
+            for step, seconds in enumerate(timed.get("step_seconds", ()) if cell.world.is_timed else (), start=first)
         ],
         "losses": [{"step": i, "loss": loss} for i, loss in enumerate(timed.get("losses", ()))],
         "collectives": record.get("collectives") or [],

@@ -239,7 +239,7 @@ class Cell:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; ``from_dict`` is the inverse."""
         # dataclasses.asdict makes deep copies, which dominate the time of planning many cells.
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values = {name: getattr(self, name) for name in self.__slots__}
         return {key: value.value if isinstance(value, StrEnum) else value for key, value in values.items()}
 
     @classmethod

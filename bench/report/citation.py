@@ -21,7 +21,7 @@ from bench.judge.loading import Run
 from bench.judge.quoting import SCHEME, CellQuote, Quotes, RatioQuote, place_of, quoted
 from bench.judge.statistics import Interval
 from bench.judge.verdicts import NEXT, Verdict, band
-from bench.plan.columns import AXES, WAYS, phrases
+from bench.plan.columns import AXES, WAYS
 from bench.report.material import machine_words
 from bench.words import bibtex, digits, markdown, plain, plural
 
@@ -82,10 +82,8 @@ def cite_plot(run: Run, name: str) -> Citation:
 
 def words_of_cell(quotes: Quotes, cell_id: str) -> CitedWords:
     """What is said of one cell."""
-    quote = quotes.cell(cell_id)
-    return _words(
-        quotes.run, cell_id, quotes.run.labels[cell_id], _time(quote), _fields(quote), quote.caveats, quote.trial
-    )
+    run, quote = quotes.run, quotes.cell(cell_id)
+    return _words(run, cell_id, run.labels[cell_id], _time(quote), _fields(quote), quote.caveats, quote.trial)
 
 
 def words_of_ratio(quotes: Quotes, cell_id: str, other_id: str) -> CitedWords:
@@ -108,7 +106,7 @@ def _words(
     statement: str,
     fields: Mapping[str, str],
     caveats: tuple[str, ...],
-    trial: pd.Series | None,
+    trial: Any,
 ) -> CitedWords:
     manifest = run.manifest
     details = [] if trial is None else [METHOD, _work(trial)]
@@ -200,11 +198,11 @@ def _interval(low: float | None, high: float | None, reason: str) -> str:
     return reason.replace(",", "") if low is None or high is None else f"95 % interval {digits(low)} - {digits(high)}"
 
 
-def _work(trial: pd.Series) -> str:
+def _work(trial: Any) -> str:
     size = trial["num_parameters"]
     parameters = "" if pd.isna(size) else f" ({digits(size / 1e6)} M parameters)"
     asked = [name for name in WAYS if len(AXES[name].phrasing) > 1 and pd.notna(trial[name]) and trial[name]]
-    how = "".join(f", {words}" for words in phrases(trial, asked))
+    how = "".join(f", {AXES[name].phrase(trial[name])}" for name in asked)
     return (
         f"Work: {trial['workload']} {trial['model']}{parameters}, {trial['global_batch_size']} samples of "
         f"{trial['sequence_length']} tokens per optimizer step, {trial['optimizer']}{how}, "

@@ -108,6 +108,11 @@ class Material:
         facts[times] = facts[times].where(found["step_time_s"].notna().reindex(facts.index))
         return found[found["twin"].fillna("") == ""].join(facts)
 
+    @cached_property
+    def rows(self) -> dict[str, dict[str, Any]]:
+        """The rows of ``cells`` as plain values, by id."""
+        return {row["cell_id"]: row for row in records(self.cells)}
+
     @property
     def contestants(self) -> pd.DataFrame:
         """The rows of all but the reference; all if there is nothing else."""

@@ -15,10 +15,10 @@ from bench.judge.samples import NAME
 from bench.judge.verdicts import Verdict
 from bench.plan.cell import Cell, Status
 from bench.plan.columns import DASH, WAYS, differing, phrases
-from bench.report.material import Material, records
+from bench.report.material import Material
 from bench.words import digits, size
 
-DECIDED = frozenset({Verdict.FASTER, Verdict.SLOWER, Verdict.SAME})
+DECIDED = (Verdict.FASTER, Verdict.SLOWER, Verdict.SAME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,12 +185,11 @@ def groups(of: Material) -> list[Group]:
 
 def _group(of: Material, cells: list[Cell], ways: list[str]) -> Group:
     first = cells[0]
-    rows = of.cells.loc[[cell.cell_id for cell in cells]]
-    baseline = of.standing.baseline
-    own = rows[rows["backend"] == baseline]["peak_memory_bytes"]
-    base = None if own.empty or pd.isna(own.iloc[0]) else int(own.iloc[0])
+    rows = [of.rows[cell.cell_id] for cell in cells]
+    own = next((row["peak_memory_bytes"] for row in rows if row["backend"] == of.standing.baseline), None)
+    base = None if pd.isna(own) else own
     is_timed = first.world.times_communication and of.obstacle is None
-    ranked = [_ranked(of, row, base, is_timed=is_timed) for row in records(rows)]
+    ranked = [_ranked(of, row, base, is_timed=is_timed) for row in rows]
     world = f"W = {first.world_size}" + (f" ({first.world.label})" if first.world.label else "")
     return Group(
         cell=first,

@@ -109,16 +109,16 @@ def tables_of(*cells: Cell, changes: dict[str, Any] | None = None) -> Any:
 
 def test_a_call_too_few_is_a_finding() -> None:
     cell = make_cell(backend="fsdp2-eager")
-    filled = expected.fill(
+    filled, findings = expected.fill(
         tables_of(
             cell,
             changes={"fsdp2-eager": [{"op": "all_gather", "dtype": "float32", "calls": 1, "payload_bytes": 8}]},
         )
     )
-    gathers, scatters = filled.findings[cell.cell_id]
+    gathers, scatters = findings[cell.cell_id]
     assert gathers == "all_gather of float32: 1 calls and 8 bytes per window, not 36 and 96538624"
     assert scatters == "reduce_scatter of float32: 0 calls and 0 bytes per window, not 20 and 49319936"
-    row = filled.tables.collectives.set_index("op").loc["reduce_scatter"]
+    row = filled.collectives.set_index("op").loc["reduce_scatter"]
     assert (row["calls"], row["expected_calls"]) == (0, 20), "what is absent has a row"
 
 
@@ -133,19 +133,19 @@ def test_other_models_and_backends_are_left_empty_unless_a_rank_tells() -> None:
     )
     records[0]["layout"] = json.loads(json.dumps(layout.to_json()))
     tables = build(records, make_manifest([own, plugin]))
-    assert expected.fill(tables).tables.collectives["expected_calls"].isna().all()
-    filled = expected.fill(tables, expected.layouts_of(records))
-    frame = filled.tables.collectives
+    assert expected.fill(tables)[0].collectives["expected_calls"].isna().all()
+    filled, findings = expected.fill(tables, expected.layouts_of(records))
+    frame = filled.collectives
     assert frame[frame["cell_id"] == plugin.cell_id]["expected_calls"].isna().all()
     row = frame[(frame["cell_id"] == own.cell_id) & (frame["op"] == "all_gather")].iloc[0]
     assert (row["expected_calls"], row["expected_payload_bytes"]) == (4 * 3, 4 * 4 * (8 + 2 * 6))
-    assert "all_gather" in filled.findings[own.cell_id][0]
+    assert "all_gather" in findings[own.cell_id][0]
 
 
 def test_on_cuda_what_was_not_counted_at_this_n_is_no_finding_and_what_sends_nothing_is() -> None:
     cell = make_cell(backend="fsdp2-eager", device=Device.CUDA)
     record = make_record(cell, passes=["time", "update", "exposure"])
     del record["collectives"], record["memory"]
-    assert not expected.fill(build([record], make_manifest([cell]))).findings
-    silent = expected.fill(build([make_record(cell, collectives=[])], make_manifest([cell])))
-    assert "all_gather of float32: 0 calls" in silent.findings[cell.cell_id][0]
+    assert not expected.fill(build([record], make_manifest([cell])))[1]
+    _, findings = expected.fill(build([make_record(cell, collectives=[])], make_manifest([cell])))
+    assert "all_gather of float32: 0 calls" in findings[cell.cell_id][0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -119,7 +119,7 @@ def run_until(differences: Array, start: Sequence[int] | NDArray[np.int_], preci
         stage.low[group], stage.high[group], stage.centres[group] = low, high, drawn.centres.reshape(here)
         stage.blocks[group] = n
         for name, by in EFFECTS.items():
-            moved = drawn.shifted(by)
+            moved = replace(drawn, centres=drawn.centres + by, draws=drawn.draws + by)
             stage.p_different[name][group] = moved.p_different().reshape(here)
             stage.p_same[name][group] = moved.p_same(MARGIN).reshape(here)
         widest = np.expm1(high - low).max(axis=1)
