@@ -154,7 +154,7 @@
   };
   const near = new IntersectionObserver((seen) => {
     for (const one of seen) if (one.isIntersecting) show(one.target);
-  }, { rootMargin: "100%" });
+  }, { rootMargin: "50%" });
   const figures = [...document.querySelectorAll("figure")];
   for (const one of figures) near.observe(one);
 
