@@ -27,8 +27,8 @@ MARGIN_WORDS = 0.62
 """Inches for the words at the right of a bar."""
 SAME = 0.01
 """Relative difference below which two measurements of a peak are one."""
-PANELS_HEIGHT = 6.0
-"""Inches that all panels may take."""
+PANELS_HEIGHT = 3.5
+"""Inches that all panels may take: half a page."""
 
 
 def stacked(

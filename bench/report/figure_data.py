@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -205,18 +205,20 @@ def lost(cells: pd.DataFrame, value: str) -> list[str]:
     return [f"Without a value: {some(named)}."] if named else []
 
 
-def twins(cells: pd.DataFrame) -> Iterator[tuple[Any, Any]]:
+def twins(cells: pd.DataFrame) -> Iterator[tuple[dict[Hashable, Any], dict[Hashable, Any]]]:
     """The eager and the deferred row of each framework and sharding among good cells at one N.
 
     Of several, those whose names differ in that word alone.
     """
-    for _, alike in cells[cells["status"] == Status.OK].groupby(["framework", "sharding"]):
-        eager, deferred = (alike[alike["sync"] == sync] for sync in ("eager", "deferred"))
-        for _, own in eager.iterrows():
-            named = deferred[deferred["backend"] == str(own["backend"]).replace("eager", "deferred")]
-            pair = named if len(named) or not len(eager) == len(deferred) == 1 else deferred
-            for _, other in pair.iterrows():
-                yield own, other
+    alike: dict[tuple[str, str], dict[str, list[dict[Hashable, Any]]]] = {}
+    for row in cells[cells["status"] == Status.OK].to_dict("records"):
+        alike.setdefault((row["framework"], row["sharding"]), {}).setdefault(row["sync"], []).append(row)
+    for _, syncs in sorted(alike.items()):
+        eager, deferred = syncs.get("eager", []), syncs.get("deferred", [])
+        for own in eager:
+            named = [row for row in deferred if row["backend"] == own["backend"].replace("eager", "deferred")]
+            pair = named if named or not len(eager) == len(deferred) == 1 else deferred
+            yield from ((own, other) for other in pair)
 
 
 def most_extreme(cells: pd.DataFrame, value: str) -> pd.DataFrame:

@@ -32,7 +32,7 @@ PALEST = 0.65
 SLOWER_COLOUR, MARGIN_COLOUR = "#D55E00", "#d9e8f2"
 DOT, ROW, HEADING = 0.1, 0.12, 0.75
 """Inches of a dot's height within its row, of a row without its dots, and of the axis below the rows."""
-PAGE = 6.4
+PAGE = 5.0
 """Inches that all rows may take."""
 WORD_WIDTH = 2.4
 """Inches of the words to the right of the rows; longer ones are cut in the middle."""

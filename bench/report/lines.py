@@ -22,7 +22,7 @@ MAX_DIRECT = 18
 """Lines that get labels of their own at the right; more are in a legend."""
 BELOW = 0.5
 """Inches of the x axis's words."""
-MOST_PANELS = 6
+MOST_PANELS = 3
 End = tuple[str, float, float, str]
 """The label of a line, its last point and its colour."""
 
@@ -124,7 +124,7 @@ def _label_ends(figure: Figure, axes: Axes, ends: list[End]) -> None:
                       "alpha": 0.6, "shrinkA": 1, "shrinkB": 3, "relpos": (0, 0.5)})  # fmt: skip
 
 
-MOST_LOSSES = 4
+MOST_LOSSES = 2
 """Panels of losses."""
 SHORT = 0.25
 """A panel whose curves have less than this share of the longest curve's steps is not drawn: timed cells have few."""

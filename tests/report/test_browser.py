@@ -243,7 +243,11 @@ def test_no_table_is_cut_on_a4(browser: Any, which: str, request: pytest.Fixture
 def test_the_pdf(browser: Any, folder: Path, tmp_path: Path) -> None:
     pypdf = pytest.importorskip("pypdf", reason="nox -s browser installs pypdf")
     opened = Visit(browser, folder)
+    figures = opened.page.locator("figure").count()
+    assert opened.page.locator("img").count() < figures  # pictures wait until they are near
     opened.page.pdf(path=tmp_path / "report.pdf", prefer_css_page_size=True, print_background=True)
+    drawn = opened.page.evaluate("[...document.images].filter(one => one.complete && one.naturalWidth).length")
+    assert drawn == figures
     opened.context.close()
     pdf = pypdf.PdfReader(tmp_path / "report.pdf")
     for sheet in pdf.pages:

@@ -147,8 +147,20 @@
   at("controls").addEventListener("submit", (event) => event.preventDefault());
   at("controls").hidden = false;
 
+  // A browser with scripts takes what is in noscript as text: pictures of megabytes cost nothing until they are near.
+  const show = (figure) => {
+    near.unobserve(figure);
+    for (const one of figure.querySelectorAll("noscript")) one.outerHTML = one.textContent;
+  };
+  const near = new IntersectionObserver((seen) => {
+    for (const one of seen) if (one.isIntersecting) show(one.target);
+  }, { rootMargin: "50%" });
+  const figures = [...document.querySelectorAll("figure")];
+  for (const one of figures) near.observe(one);
+
   let opened = [];
   addEventListener("beforeprint", () => {
+    figures.forEach(show);
     opened = [...document.querySelectorAll("details:not([open])")];
     for (const one of opened) one.open = true;
   });
