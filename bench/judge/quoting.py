@@ -82,15 +82,9 @@ class Quotes:
         for row in trials[ENDS].to_dict("records"):
             self._trials.setdefault(row["cell_id"], []).append(row)
         self._standings = dict(standings or {})
-        self._cells: dict[str, CellQuote] = {}
 
     def cell(self, cell_id: str) -> CellQuote:
         """What may be said of a cell. Raises InputError if the run has none of that id."""
-        if cell_id not in self._cells:
-            self._cells[cell_id] = self._quoted(cell_id)
-        return self._cells[cell_id]
-
-    def _quoted(self, cell_id: str) -> CellQuote:
         cell, trials = self._known(cell_id), self._trials[cell_id]
         sound = [row for row in trials if row["status"] == Status.OK]
         found = self.run.sides.side(cell)
