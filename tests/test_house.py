@@ -13,7 +13,7 @@ from tests.conftest import ROOT
 
 AT_MOST = {
     "modules": 181,
-    "lines": 30915,
+    "lines": 30916,
     "longest module": 350,
     "names of several modules": 0,
     "names of several classes": 0,

@@ -93,7 +93,8 @@ def _bars(
     for backend, word in zip(panel.rows["backend"], panel.rows["word"], strict=True):
         at = shown.index(backend)
         left = reached.get(at, 0.0)
-        words = f"{left:.3g} {word}".strip() if at in reached else word or "not measured"
+        sum_of = f"{left:,.0f}" if left >= 1000 else f"{left:.3g}"
+        words = f"{sum_of} {word}".strip() if at in reached else word or "not measured"
         axes.annotate(safe(words), (left, at), (3, 0), textcoords="offset points", va="center", size=TINY, color=GREY)
     if total == "live_bytes":
         other = known[(known["peak_memory_bytes"] - known[total]).abs() > SAME * known[total]]
