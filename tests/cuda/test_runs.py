@@ -74,7 +74,10 @@ def test_every_backend_runs_every_pass(machine: Machine, world_size: int) -> Non
         assert one["device_name"] == "NVIDIA H100 80GB HBM3" and len(one["time"]["step_seconds"]) == 3
         assert set(one) >= set(one["passes"])
         if "memory" in one["passes"]:
-            assert one["memory"]["peak_allocator_allocated"] > 0 and one["memory"]["held_allocator_reserved"] > 0
+            assert one["memory"]["peak_allocator_allocated"] > 0
+            # This loop fetches its window ahead, so nothing is held yet where that is read.
+            is_held = one["memory"].get("held_allocator_reserved", 0) > 0
+            assert is_held == (one["cell"]["backend"] != "fsdp2-torchtitan")
 
 
 def test_the_doctor_finds_the_gpus_good(machine: Machine) -> None:
