@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from bench.backends import deepspeed as ds
-from bench.backends.lightning import _on_cpu
+from bench.backends.lightning import on_cpu
 from bench.workload import Workload, WorkloadSpec
 from bench.workload.llama import LlamaWorkload
 
@@ -120,7 +120,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
 def _trained(config: Mapping[str, Any], **arguments: Any) -> lightning.Trainer:
     """A Trainer with DeepSpeed ZeRO-2 on the CPU, after two optimizer steps."""
     needed = {"train_micro_batch_size_per_gpu": 2, "zero_allow_untested_optimizer": True}
-    strategy = _on_cpu(DeepSpeedStrategy)(config={"zero_optimization": {"stage": 2}, **needed, **config})
+    strategy = on_cpu(DeepSpeedStrategy)(config={"zero_optimization": {"stage": 2}, **needed, **config})
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     quiet["enable_model_summary"] = False
     trainer = lightning.Trainer(strategy=strategy, accelerator="cpu", devices=1, max_steps=2, **quiet, **arguments)
