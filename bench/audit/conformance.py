@@ -12,6 +12,7 @@ from typing import Any
 import pandas as pd
 
 from bench import words
+from bench.audit.diagnosis import STEP_COUNTERS
 from bench.words import plural
 
 Observation = Mapping[str, Any]
@@ -46,8 +47,6 @@ COLUMNS = {
 """Columns of the table with their dtypes. ``weight_ratio`` is the mean over all updates of the sum of coefficients over
 the right sum, empty without an update; samples are counted over all epochs and ranks, micro-batches per rank;
 ``reported_*`` are the framework's own counters, empty where it has none; ``steps_reported`` has all of them as JSON."""
-STEP_COUNTERS = ("trainer.global_step", "engine.global_steps", "trainer.step", "lr_scheduler.last_epoch")
-"""Counters that should say how many updates were made."""
 TOLERANCE = 1e-3
 """Relative: smaller differences are no difference in behaviour."""
 KEY = (

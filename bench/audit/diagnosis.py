@@ -28,6 +28,8 @@ from bench.plan.cell import Status
 from bench.words import plural
 
 DETAIL, NOTE, WRONG = FindingLevel
+STEP_COUNTERS = ("trainer.global_step", "engine.global_steps", "trainer.step", "lr_scheduler.last_epoch")
+"""Counters that should say how many updates were made; the last one is of the scheduler."""
 RESTARTS = {Fault.EXCEPTION, Fault.CHECKPOINT}
 """Faults after which training is started again: windows end early there, and there are two sets of counters."""
 
@@ -262,8 +264,7 @@ def _counters(reading: Reading) -> Iterator[AuditFinding]:
         return
     taken, reported, fault = len(reading.updates), reading.reported, reading.scenario.fault
     observed = f"but {plural(taken, 'update')} {'was' if taken == 1 else 'were'} observed"
-    names = ["trainer.global_step", "engine.global_steps", "trainer.step"]
-    names += [] if fault in RESTARTS else ["lr_scheduler.last_epoch"]
+    names = STEP_COUNTERS[:-1] if fault in RESTARTS else STEP_COUNTERS
     if wrong := [f"{name} = {reported[name]}" for name in names if reported.get(name, taken) != taken]:
         yield AuditFinding("miscounted", f"{', '.join(wrong)}, {observed}")
     estimate = reported.get("trainer.estimated_stepping_batches", taken)

@@ -18,6 +18,8 @@ from typing import Any
 import pandas as pd
 
 import bench
+from bench.audit.conformance import ratios
+from bench.audit.semantics_page import GLOBAL_STEP, STRATEGY
 from tests.conftest import ROOT
 
 DOCS, PROBES = ROOT / "docs" / "claims.md", ROOT / "docs" / "claims.json"
@@ -25,7 +27,6 @@ RUN = "results/cpu-new"
 TRUE, FALSE, OUTSIDE = "true", "false", "not measured here"
 Answer = tuple[str, str]
 """Verdict, and the numbers behind it in a sentence."""
-GLOBAL_STEP = "trainer.global_step"
 DIVIDED_TWICE, PLAIN, FIXED = "lightning-deepspeed-zero2", "lightning-ddp", "lightning-deepspeed-zero2-corrected"
 
 
@@ -59,7 +60,7 @@ class Measured:
 
     def weights(self, scenario: str, backend: str) -> list[float]:
         """The sum of the coefficients of each update divided by the right sum."""
-        return [round(update["sum"] / update["right_sum"], 4) for update in self.seen[scenario, backend]["updates"]]
+        return [round(ratio, 4) for ratio in ratios(self.seen[scenario, backend])]
 
     @cached_property
     def run(self) -> Any:
@@ -109,9 +110,9 @@ def completely(m: Measured) -> Answer:
 
 
 def every_batch(m: Measured) -> Answer:
-    calls = m.reported("divisible", DIVIDED_TWICE, "strategy.optimizer_step")
+    calls = m.reported("divisible", DIVIDED_TWICE, STRATEGY)
     updates = m.updates("divisible", DIVIDED_TWICE)
-    plain = m.reported("divisible", PLAIN, "strategy.optimizer_step")
+    plain = m.reported("divisible", PLAIN, STRATEGY)
     batches = m.seen["divisible", DIVIDED_TWICE]["micro_batches"]
     return (only("under DeepSpeed") if calls == batches != updates and plain == updates else FALSE), (
         f"{calls} calls for {batches} micro-batches and {updates} updates under DeepSpeed, {plain} calls under DDP. So "
@@ -257,17 +258,17 @@ def window_size(m: Measured) -> Answer:
 
 
 def halves(m: Measured) -> Answer:
-    ratios = {}
+    payloads = {}
     for n in (2, 8):
         deferred, eager = (
             m.window(backend, "all_gather", n) + m.window(backend, "reduce_scatter", n)
             for backend in ("fsdp2-deferred", "fsdp2-eager")
         )
-        ratios[n] = deferred / eager
+        payloads[n] = deferred / eager
     reduced = m.window("fsdp2-deferred", "reduce_scatter", 8) / m.window("fsdp2-eager", "reduce_scatter", 8)
-    return (FALSE if min(ratios.values()) > 0.55 else TRUE), (
+    return (FALSE if min(payloads.values()) > 0.55 else TRUE), (
         f"It divides the reduce-scatters by N ({reduced:g} at N = 8) and leaves the all-gathers: in all "
-        + ", ".join(f"{ratio:.2f} of eager's payload at N = {n}" for n, ratio in ratios.items())
+        + ", ".join(f"{ratio:.2f} of eager's payload at N = {n}" for n, ratio in payloads.items())
         + ". The limit for large N is 2/3, since a block is gathered twice per micro-batch; with resident "
         "parameters (`fsdp2-deferred-resident`) nothing but one of each per window is left."
     )
