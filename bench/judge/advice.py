@@ -59,10 +59,8 @@ def obstacle(run: Run, found: Standing, folder: Path) -> Obstacle | None:
         options = {"--backend": ",".join([*(classes.get(name, name) for name in named), *more])}
         if _repeats(run) < MIN_TRIALS:
             options["--repeats"] = str(MIN_REPEATS)
-        return Obstacle(
-            reason="No two cells of the run differ in the backend alone",
-            command=again(run, **options),
-        )
+        reason = "No two cells of the run differ in the backend alone"
+        return Obstacle(reason=reason, command=again(run, **options))
     judged = (row for row in rows if row.judgement.verdict is not Verdict.NOT_COMPARABLE)
     if any(row.time is not None and row.time.low is not None for row in judged):
         return None

@@ -19,7 +19,7 @@ from bench.judge.remarks import documented
 from bench.judge.standing import Floor, widest
 from bench.judge.verdicts import Reason, Verdict, band
 from bench.plan.cell import Device, Status, summarize
-from bench.report.material import Material, cpu_name, gpu_names, parameters, records
+from bench.report.material import Material, cpu_name, eager_and_deferred, gpu_names, parameters, records
 from bench.report.ranking import Group, Ranked, ends_of, groups
 from bench.words import digits, plural, size
 
@@ -160,11 +160,7 @@ def _twins(of: Material, group: Group) -> Iterator[Statement]:
     about = of.run.manifest["backends"]
     rows = {row.backend: row for row in group.rows}
     said = []
-    for eager, deferred in ((a, b) for a in rows for b in rows):
-        kinds = about.get(eager, {}), about.get(deferred, {})
-        alike = all(kinds[0].get(key) == kinds[1].get(key) for key in ("framework", "sharding"))
-        if not alike or (kinds[0].get("sync"), kinds[1].get("sync")) != ("eager", "deferred"):
-            continue
+    for eager, deferred in eager_and_deferred({name: about.get(name, {}) for name in rows}):
         ours, theirs = rows[deferred], rows[eager]
         found = of.standings[eager].by_cell.get(ours.cell_id) if eager in of.standings else None
         parts = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ from bench.judge.tables import Tables, worlds
 from bench.plan.cell import REFERENCES, SGD, Status
 from bench.plan.columns import AXES, WAYS, Axis, axes, differing
 from bench.report import style
-from bench.report.material import machine_words, parameters
+from bench.report.material import eager_and_deferred, machine_words, parameters, records
 from bench.report.sheet import FigureWords
 from bench.words import size, some
 
@@ -205,20 +205,10 @@ def lost(cells: pd.DataFrame, value: str) -> list[str]:
     return [f"Without a value: {some(named)}."] if named else []
 
 
-def twins(cells: pd.DataFrame) -> Iterator[tuple[dict[Hashable, Any], dict[Hashable, Any]]]:
-    """The eager and the deferred row of each framework and sharding among good cells at one N.
-
-    Of several, those whose names differ in that word alone.
-    """
-    alike: dict[tuple[str, str], dict[str, list[dict[Hashable, Any]]]] = {}
-    for row in cells[cells["status"] == Status.OK].to_dict("records"):
-        alike.setdefault((row["framework"], row["sharding"]), {}).setdefault(row["sync"], []).append(row)
-    for _, syncs in sorted(alike.items()):
-        eager, deferred = syncs.get("eager", []), syncs.get("deferred", [])
-        for own in eager:
-            named = [row for row in deferred if row["backend"] == own["backend"].replace("eager", "deferred")]
-            pair = named if named or not len(eager) == len(deferred) == 1 else deferred
-            yield from ((own, other) for other in pair)
+def twins(cells: pd.DataFrame) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """The rows of each pair of ``eager_and_deferred`` backends among good cells at one N."""
+    rows = {row["backend"]: row for row in records(cells[cells["status"] == Status.OK])}
+    return ((rows[eager], rows[deferred]) for eager, deferred in eager_and_deferred(rows))
 
 
 def most_extreme(cells: pd.DataFrame, value: str) -> pd.DataFrame:

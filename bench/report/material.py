@@ -130,6 +130,20 @@ def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
     return [{str(name): value for name, value in row.items()} for row in frame.to_dict("records")]
 
 
+def eager_and_deferred(backends: Mapping[str, Mapping[Any, Any]]) -> list[tuple[str, str]]:
+    """The eager and the deferred backend of each framework and sharding; of several, those named alike but for that."""
+    alike: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for name, facts in backends.items():
+        kind = str(facts.get("framework")), str(facts.get("sharding"))
+        alike.setdefault(kind, {}).setdefault(str(facts.get("sync")), []).append(name)
+    found = []
+    for _, syncs in sorted(alike.items()):
+        eager, deferred = syncs.get("eager", []), syncs.get("deferred", [])
+        is_only = len(eager) == len(deferred) == 1
+        found += [(a, b) for a in eager for b in deferred if is_only or b == a.replace("eager", "deferred")]
+    return found
+
+
 def gpu_names(machine: Mapping[str, Any]) -> str:
     """The GPUs of a machine with their number, ``8 x NVIDIA H200``; empty without any."""
     counts = Counter(str(gpu.get("name", "GPU")) for gpu in machine.get("gpus") or [])

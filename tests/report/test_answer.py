@@ -19,7 +19,7 @@ from bench.plan.cell import Cell
 from bench.plan.columns import labels
 from bench.report.answer import Answer, Statement, answer
 from bench.report.citation import cite
-from bench.report.material import Material
+from bench.report.material import Material, eager_and_deferred
 from bench.report.terminal import show
 from bench.run.journal import JOURNAL, encode, write_manifest
 from tests.factories import make_cell, make_manifest, make_record
@@ -209,3 +209,11 @@ def test_one_trial_has_no_interval(tmp_path: Path) -> None:
     _, found = of(write_run(tmp_path / "few", FACTORS, repeats=3))
     assert found.alarm is not None and "3 blocks" in found.alarm.text
     assert all(row.low is None and row.texts["seconds_ends"] == "-" for row in found.groups[0].rows)
+
+
+def test_eager_and_deferred_are_paired_by_name_where_a_framework_has_several() -> None:
+    kind = {"framework": "FSDP2", "sharding": "params"}
+    eager, deferred = kind | {"sync": "eager"}, kind | {"sync": "deferred"}
+    several = {"fsdp2-torchtitan": eager, "fsdp2-eager": eager, "fsdp2-deferred": deferred}
+    assert eager_and_deferred(several) == [("fsdp2-eager", "fsdp2-deferred")]
+    assert eager_and_deferred({"mine": eager, "other": deferred}) == [("mine", "other")]
