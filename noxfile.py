@@ -35,7 +35,7 @@ def install(session: nox.Session) -> None:
     groups = ("--group", "test", "--group", "lint")
     session.log("installing torch, Lightning, DeepSpeed and the tools, maybe gigabytes: pip is silent for some minutes")
     # DeepSpeed comes as source; with its operators off, nothing is compiled, and torch need not be there first.
-    session.install("-c", "constraints.txt", "-e", ".", *groups, env={"DS_BUILD_OPS": "0"})
+    session.install("-c", "constraints.txt", "-e", ".[hf,torchtitan]", *groups, env={"DS_BUILD_OPS": "0"})
     stamp.write_text(digest)
 
 
