@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from bench.audit.findings import (
@@ -289,9 +290,9 @@ def _shuffled(reading: Reading) -> Iterator[AuditFinding]:
     scenario = reading.scenario
     if scenario.split is not Split.FRAMEWORK:
         return
-    fetched = [(use.rank, use.fetch % scenario.micro_batches, use.sample) for use in reading.uses.values()]
-    offered = [scenario.offered(rank) for rank in range(scenario.world_size)]
-    if any(sample not in offered[rank][number] for rank, number, sample in fetched):
+    fetched = [(use.fetch % scenario.micro_batches, use.sample) for use in reading.uses.values()]
+    offered = [set(chain(*together)) for together in zip(*map(scenario.offered, range(scenario.world_size)))]
+    if any(sample not in offered[number] for number, sample in fetched):
         text = "the framework shuffled the samples when it split them, although the loader was in order"
         yield AuditFinding("shuffled", text, NOTE)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.audit.scenario import Fault, Scenario, Split
+from bench.backends.accelerate import AccelerateBackend, Stream
 from bench.backends.base import Backend, Job, Window
 from bench.backends.deepspeed import DeepSpeedZero2Eager
 from bench.backends.fsdp2 import FSDP2Torchtitan
@@ -69,7 +70,12 @@ class ScenarioJob(Job):
 
 def audited(backend: type[Backend]) -> type[Backend]:
     """The backend as scenarios run it: the same class, over what its framework has to be told."""
-    kinds = {DeepSpeedZero2Eager: AuditedEngine, LightningBackend: AuditedTrainer, FSDP2Torchtitan: AuditedStream}
+    kinds: dict[type[Backend], type[Backend]] = {
+        DeepSpeedZero2Eager: AuditedEngine,
+        LightningBackend: AuditedTrainer,
+        FSDP2Torchtitan: AuditedStream,
+        AccelerateBackend: AuditedAccelerator,
+    }
     for framework, kind in kinds.items():
         if issubclass(backend, framework):
             return type(backend.__name__, (kind, backend), {})
@@ -154,6 +160,59 @@ class AuditedEngine(DeepSpeedZero2Eager):
     def save(self, folder: Path, seen: int, accumulate: int) -> int:
         self.engine.save_checkpoint(str(folder), tag=CHECKPOINT)
         return seen if self.sync is Sync.EAGER else seen - seen % accumulate
+
+
+class AuditedAccelerator(AccelerateBackend):
+    """Accelerate's loop over epochs, with the limit of updates that its examples write around it."""
+
+    def train(self, job: Any) -> None:
+        self.scenario, self.resume = job.scenario, job.resume
+        self.num_updates = 0
+
+        def optimizer(parameters: Any) -> Any:
+            self.inner = job.optimizer(parameters)
+            return self.inner
+
+        super().train(dataclasses.replace(job, optimizer=optimizer))
+
+    def plugin(self, job: Job, model: nn.Module) -> dict[str, Any]:
+        found = super().plugin(job, model)
+        if "deepspeed_plugin" in found and (n := self.scenario.engine_accumulate):
+            found["deepspeed_plugin"].deepspeed_config["gradient_accumulation_steps"] = n
+        return found
+
+    def prepare(self, job: Any, model: nn.Module) -> None:
+        super().prepare(job, model)
+        self.scheduler = None
+        if self.scenario.prepared_scheduler:
+            self.scheduler = self.accelerator.prepare_scheduler(job.scheduler(self.inner))
+        if self.resume:
+            if "deepspeed" in self.requires:
+                trust_own_classes()
+            self.accelerator.load_state(str(self.resume))
+
+    def batches(self, job: Any) -> Iterator[Tensor]:
+        """The micro-batches of all epochs, until ``max_steps`` updates are made."""
+        scenario, loader = self.scenario, job.loader
+        if scenario.split is Split.FRAMEWORK:
+            loader = self.accelerator.prepare_data_loader(job.whole)
+        elif not scenario.own_loader:
+            loader = self.prepared(Stream(job.loader, job.world_size))
+        for epoch in job.each_epoch():
+            if len(scenario.accumulate) > 1:
+                self.accelerator.gradient_accumulation_steps = scenario.accumulate_in(epoch)
+            for batch in loader:
+                yield batch
+                if self.scheduler:
+                    self.scheduler.step()
+                self.num_updates += self.accelerator.sync_gradients
+                if self.num_updates == scenario.max_steps:
+                    return
+
+    def save(self, folder: Path, seen: int, accumulate: int) -> int:
+        """A prepared loader has fetched one micro-batch that is not trained on yet, unless an epoch is over."""
+        self.accelerator.save_state(str(folder))
+        return seen if self.scenario.own_loader else max(0, seen - 1)
 
 
 def trust_own_classes() -> None:
