@@ -291,7 +291,8 @@ def _shuffled(reading: Reading) -> Iterator[AuditFinding]:
     if scenario.split is not Split.FRAMEWORK:
         return
     fetched = [(use.fetch % scenario.micro_batches, use.sample) for use in reading.uses.values()]
-    offered = [set(chain(*together)) for together in zip(*map(scenario.offered, range(scenario.world_size)))]
+    by_rank = map(scenario.offered, range(scenario.world_size))
+    offered = [set(chain(*together)) for together in zip(*by_rank, strict=True)]
     if any(sample not in offered[number] for number, sample in fetched):
         text = "the framework shuffled the samples when it split them, although the loader was in order"
         yield AuditFinding("shuffled", text, NOTE)

@@ -1,7 +1,7 @@
 """How many optimizer steps a training takes under each backend's rule, calculated without training.
 
 Micro-batches are counted per rank (all ranks have equally many), samples over all ranks. Sources are those of Lightning
-2.6 and DeepSpeed 0.19.
+2.6, DeepSpeed 0.19 and Accelerate 1.15.
 """
 
 from __future__ import annotations
@@ -48,9 +48,13 @@ class StepRule:
     """``split`` only: the trainer's ``zero_grad`` clears the gradients of the engine's open window."""
     twice: bool = False
     """``split`` only: trainer and engine both divide the loss by N."""
+    counted: bool = True
+    """False for ``flush`` without a trainer that counts steps and foresees their number, as Lightning's does."""
 
     @classmethod
-    def of(cls, stepping: Stepping, sharding: Sharding, *, divides_once: bool = False) -> StepRule:
+    def of(
+        cls, stepping: Stepping, sharding: Sharding, *, divides_once: bool = False, counted: bool = True
+    ) -> StepRule:
         """The rule of a backend.
 
         With ``split``, only ZeRO-2 keeps its gradients over a ``zero_grad``: it accumulates in ``all_grad_tensors``,
@@ -63,6 +67,7 @@ class StepRule:
             stepping=stepping,
             clears=split and sharding is not Sharding.GRADS,
             twice=split and not divides_once,
+            counted=counted or stepping is not Stepping.FLUSH,
         )
 
 
@@ -127,7 +132,7 @@ def calculate(training: TrainingPlan, rule: StepRule) -> Steps | None:
     """The training under a rule; None where none is known, for ``Stepping.UNKNOWN`` and some N by epoch (``by_epoch``).
 
     - ``window`` and ``flush`` step after N micro-batches and at the end of the epoch (Lightning:
-      loops/training_epoch_loop.py, ``_should_accumulate``).
+      loops/training_epoch_loop.py, ``_should_accumulate``; Accelerate: accelerator.py, ``_do_sync``).
     - ``carry`` steps after N micro-batches counted over the whole training (DeepSpeed: runtime/engine.py,
       ``is_gradient_accumulation_boundary``).
     - ``cancel`` steps as ``carry``, but counts the step that it begins and cancels when the data end before its
@@ -294,7 +299,7 @@ def _reported(training: TrainingPlan, rule: StepRule, consumed: int) -> dict[str
     if rule.stepping is Stepping.CANCEL:
         taken = consumed // training.accumulate
         return {"trainer.step": taken + (taken < training.naive_steps)}
-    if rule.stepping is Stepping.WINDOW:
+    if rule.stepping is Stepping.WINDOW or not rule.counted:
         return {}
     finished, begun = divmod(consumed, training.micro_batches_per_epoch)
     split = rule.stepping is Stepping.SPLIT
