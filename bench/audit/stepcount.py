@@ -49,12 +49,10 @@ class StepRule:
     twice: bool = False
     """``split`` only: trainer and engine both divide the loss by N."""
     counted: bool = True
-    """False for ``flush`` without a trainer that counts steps and foresees their number, as Lightning's does."""
+    """``flush`` only: a trainer counts the steps and foresees their number, as Lightning's does."""
 
     @classmethod
-    def of(
-        cls, stepping: Stepping, sharding: Sharding, *, divides_once: bool = False, counted: bool = True
-    ) -> StepRule:
+    def of(cls, stepping: Stepping, sharding: Sharding, *, divides_once: bool = False) -> StepRule:
         """The rule of a backend.
 
         With ``split``, only ZeRO-2 keeps its gradients over a ``zero_grad``: it accumulates in ``all_grad_tensors``,
@@ -63,12 +61,7 @@ class StepRule:
         (deepspeed/runtime/zero/stage3.py).
         """
         split = stepping is Stepping.SPLIT
-        return cls(
-            stepping=stepping,
-            clears=split and sharding is not Sharding.GRADS,
-            twice=split and not divides_once,
-            counted=counted or stepping is not Stepping.FLUSH,
-        )
+        return cls(stepping=stepping, clears=split and sharding is not Sharding.GRADS, twice=split and not divides_once)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,7 +28,7 @@ from bench.backends.deepspeed import DeepSpeedZero2Eager
 from bench.backends.lightning import LightningDeepSpeedZero2
 from bench.forecast.live import Live, Widths
 from bench.forecast.replay_decoder import Decoder
-from bench.forecast.replay_frameworks import DDP, FSDP2, AccelerateFSDP2, Framework, Whole
+from bench.forecast.replay_frameworks import DDP, FSDP2, CarvedFSDP2, Framework, Whole
 from bench.forecast.replay_zero import Stage2, Stage3
 from bench.judge.formulas import zero_settings
 from bench.plan.cell import REFERENCE, Cell, Device, Precision, Sharding
@@ -139,5 +139,5 @@ def _framework(live: Live, cell: Cell, layout: Layout, backend: type[Backend], s
         return Whole(live, cell, layout, backend, state)
     kind: type[Framework] = DDP if backend.sharding is Sharding.NONE else FSDP2
     if issubclass(backend, accelerate.AccelerateFSDP2) and not SIZES[cell.model].tied:
-        kind = AccelerateFSDP2
+        kind = CarvedFSDP2
     return kind(live, cell, layout, backend, state)

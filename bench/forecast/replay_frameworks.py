@@ -265,7 +265,7 @@ class FSDP2(Framework):
             self._reduced = None
 
 
-class AccelerateFSDP2(FSDP2):
+class CarvedFSDP2(FSDP2):
     """FSDP2 in Accelerate's units: the embedding is one, gathered and reduced as blocks are; norm and head are another.
 
     The latter is ROOT here (bench/judge/formulas.py:accelerate_units). No gradient passes the embedding's input, so

@@ -51,7 +51,7 @@ def test_ten_micro_batches_in_windows_of_four() -> None:
     assert found[WINDOW].update_scales == {1: 6}
     assert found[FLUSH].update_scales == {1: 4, 0.5: 2}
     assert found[FLUSH].steps_reported == {"trainer.global_step": 6, "trainer.estimated_stepping_batches": 6}
-    uncounted = calculated(plan(10, 4, 2), StepRule.of(Stepping.FLUSH, Sharding.NONE, counted=False))
+    uncounted = calculated(plan(10, 4, 2), StepRule(stepping=Stepping.FLUSH, counted=False))
     assert (uncounted.update_scales, uncounted.steps_reported) == (found[FLUSH].update_scales, {})
     assert found[CARRY].update_scales == {1: 5}
     assert found[CARRY].steps_reported == {"engine.global_steps": 5}

@@ -77,7 +77,9 @@ def test_what_is_sent_and_held_is_what_the_formulas_say(
                 assert cell.precision is BF16 and cell.backend.endswith("-deferred") and "deepspeed" in cell.backend
                 continue
             expected = expect(cell, layout(cell), rank=rank)
-            assert expected is not None
+            if expected is None:  # nobody knows which parts of a model of one's own Accelerate shards
+                assert cell.backend.startswith("accelerate-fsdp2")
+                continue
             held = categories.parts(found["memory"], HELD)
             by_use = {use: sum(held[c] for c in Category if c.startswith(use)) for use in expected.held if held}
             counted = [dataclasses.asdict(row) for row in expected.collectives]
