@@ -152,7 +152,10 @@ def test_json_is_a_list_with_one_object_per_backend(capsys: pytest.CaptureFixtur
     assert [row["backend"] for row in rows if row["recommended"]] == ["fsdp2-eager", "fsdp2-torchtitan"]
     assert not eager["best"]
     assert by["deepspeed-zero3-eager"]["may_be_fastest"] and not eager["may_be_fastest"]
-    assert eager["best_where"]["link"][0][0] == 1e8 and eager["best_where"]["accumulate"] == []
+    other = by["accelerate-fsdp2-eager"]  # gathers the embedding twice, which over slow links is less than the margin
+    assert other["peak_memory_bytes"] < eager["peak_memory_bytes"] and other["wire_bytes"] > eager["wire_bytes"]
+    assert other["best_where"]["link"] == [[1e8, eager["best_where"]["link"][0][0]]]
+    assert eager["best_where"]["accumulate"] == []
     assert by["fsdp2-deferred"]["best_where"]["link"] == []
     refused = by["deepspeed-zero2-deferred"]
     assert "bf16" in refused["refusal"] and refused["memory"] == {} and refused["upper_s"] is None
@@ -172,9 +175,9 @@ def test_it_ends_in_a_recommendation_with_its_reason(capsys: pytest.CaptureFixtu
         said.startswith("Recommendation: fsdp2-deferred-resident: ") and "no other can be more than 2 % faster" in said
     )
     said = last("--memory", "80GiB")
-    assert said.startswith("Recommendation: deepspeed-zero3-eager needs the least: 63.9 GiB of memory, of 74.6 GiB")
+    assert said.startswith("Recommendation: accelerate-fsdp2-eager needs the least: 63.9 GiB of memory, of 74.6 GiB")
     said = last(*TIMED, "--memory", "8GiB")
-    assert "none fits; deepspeed-zero3-eager needs the least" in said and "--activation-checkpointing" in said
+    assert "none fits; accelerate-fsdp2-eager needs the least" in said and "--activation-checkpointing" in said
     said = last("--backend", "lightning-deepspeed-zero2")
     assert said == (
         "Recommendation: none; every backend that was asked for is refused, not predicted, or known to be wrong."
