@@ -10,6 +10,8 @@ defer that; a deferred backend belongs here once a release has it.
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import math
 import sys
 import time
@@ -18,13 +20,19 @@ from functools import cache
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
+from packaging.version import Version
+
 from bench.backends import fsdp2
 from bench.backends.base import BF16_PARAMETERS, Backend, Job
 from bench.plan.categories import Category
-from bench.plan.cell import Sharding, Stepping, Sync
+from bench.plan.cell import Device, Sharding, Stepping, Sync
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+
+LEAST_TORCH = "2.13"
+"""The version that torchtitan 0.3.0 was tried with; torch 2.11 lacks what it imports (``DataParallelMeshDims``)."""
 
 
 @cache
@@ -32,16 +40,17 @@ def load() -> ModuleType:
     """The module ``torchtitan.trainer``, which imports seconds of torch.compile and of data sets.
 
     Two things are replaced that lie outside of the training loop: two seconds of sleep of rank 0 at the end, and new
-    time limits for the process groups after the first step, which are the bench's. A machine without a GPU needs two
-    stand-ins: without them torchtitan takes the device to be CUDA, and imports Triton for ``minimal_async_ep``, the
-    expert parallelism of its own models. On CUDA neither is used.
+    time limits for the process groups after the first step, which are the bench's. Two stand-ins are for machines
+    without a GPU alone: torchtitan would take the device to be CUDA, and import Triton, which torch's builds for CUDA
+    bring, for ``minimal_async_ep``, the expert parallelism of its own models.
     """
     import torch
 
     if not torch.cuda.is_available():
         import torch._utils
 
-        torch._utils._get_available_device_type = lambda: "cpu"  # type: ignore[attr-defined, no-untyped-call]
+        torch._utils._get_available_device_type = lambda: "cpu"  # type: ignore[no-untyped-call]
+    if importlib.util.find_spec("triton") is None:
         sys.modules["torchtitan.distributed.minimal_async_ep"] = cast("ModuleType", _Unused())
     from torchtitan import trainer
 
@@ -92,6 +101,14 @@ class TorchtitanEager(Backend):
     stepping = Stepping.CANCEL
     bf16_as = BF16_PARAMETERS
     not_fake = "torchtitan's trainer reads the number of tokens, which fake tensors do not have"
+
+    @classmethod
+    def missing(cls, device: Device) -> str:
+        if reason := super().missing(device):
+            return reason
+        torch = importlib.metadata.version("torch")  # of which torchtitan's metadata say nothing
+        is_old = Version(torch) < Version(LEAST_TORCH)
+        return f"needs torch>={LEAST_TORCH}, not {torch}: pip install 'torch>={LEAST_TORCH}'" if is_old else ""
 
     def train(self, job: Job) -> None:
         import gc

@@ -36,9 +36,7 @@ from bench.plan.cell import SGD, Cell, Device, Precision, Sharding, Sync
 from bench.plan.models import SIZES
 from bench.workload.layout import ROOT, Layout, Parameter, llama_layout
 
-BUILT_IN: dict[str, type[Backend]] = {
-    b.name: b for b in (*PLAIN, *FSDP2, *DEEPSPEED, *LIGHTNING, *FABRIC, *TORCHTITAN)
-}
+BUILT_IN: dict[str, type[Backend]] = {b.name: b for b in (*PLAIN, *FSDP2, *DEEPSPEED, *LIGHTNING, *FABRIC, *TORCHTITAN)}
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "int64": 8, "uint8": 1}
 """Bytes of one element by dtype."""
 

@@ -39,6 +39,7 @@ CHOSEN = (
     "deepspeed-zero2-deferred",
     "deepspeed-zero3-eager",
     "fabric-fsdp2-deferred",
+    "torchtitan-eager",
 )
 """One of every framework, sharding and sync."""
 N = 2
