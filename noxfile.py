@@ -189,13 +189,13 @@ def wheel(session: nox.Session) -> None:
     session.chdir(session.create_tmp())
     Path("config.yaml").write_text("trainer: {strategy: deepspeed_stage_2, accumulate_grad_batches: 4}\n")
     cells = [f"fsdp2-{sync} N=2 W=2 fp32" for sync in ("deferred", "eager")]
-    size = ("--model", "8b", "--world-size", "64", "--accumulate", "16")
+    size = ("--model", "8b", "--world-size", "64", "--accumulate", "16", "--sequence", "8192", "--precision", "bf16")
     for command in (
         ("run", "--matrix", "smoke", "--out", "smoke"),
         ("report", "smoke", "--rebuild"),
         ("check", "smoke"),
         ("cite", "smoke", *cells),
-        ("semantics", "--backend", "ddp-deferred,fsdp2-deferred"),
+        ("semantics", "--suite", "--backend", "ddp-deferred", "--out", "semantics"),
         ("lint", "config.yaml"),
         ("predict", *size),
     ):
