@@ -121,7 +121,8 @@ class AuditedStream(TorchtitanEager):
 
     def save(self, folder: Path, seen: int, accumulate: int) -> int:
         """torchtitan writes a checkpoint after a step, so that the window of the next one is fetched again."""
-        return seen - (self.num_fetched - (self.trainer.step - 1) * accumulate)
+        step: int = self.trainer.step
+        return seen - (self.num_fetched - (step - 1) * accumulate)
 
 
 class AuditedEngine(DeepSpeedZero2Eager):

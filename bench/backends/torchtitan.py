@@ -37,19 +37,19 @@ LEAST_TORCH = "2.13"
 
 @cache
 def load() -> ModuleType:
-    """The module ``torchtitan.trainer``, which imports seconds of torch.compile and of data sets.
+    """The module ``torchtitan.trainer``; importing it takes seconds.
 
-    Two things are replaced that lie outside of the training loop: two seconds of sleep of rank 0 at the end, and new
-    time limits for the process groups after the first step, which are the bench's. Two stand-ins are for machines
-    without a GPU alone: torchtitan would take the device to be CUDA, and import Triton, which torch's builds for CUDA
-    bring, for ``minimal_async_ep``, the expert parallelism of its own models.
+    Two calls of ``train`` that are in no timed window are left out: the timeouts that the process groups get after the
+    first step, which are the bench's, and the two seconds that rank 0 sleeps at the end. Two stand-ins are only for
+    machines without a GPU: torchtitan would take the device to be CUDA, and its ``minimal_async_ep``, the expert
+    parallelism of its own models, imports Triton, which comes with torch's builds for CUDA.
     """
     import torch
 
     if not torch.cuda.is_available():
         import torch._utils
 
-        torch._utils._get_available_device_type = lambda: "cpu"  # type: ignore[no-untyped-call]
+        torch._utils._get_available_device_type = lambda: "cpu"
     if importlib.util.find_spec("triton") is None:
         sys.modules["torchtitan.distributed.minimal_async_ep"] = cast("ModuleType", _Unused())
     from torchtitan import trainer

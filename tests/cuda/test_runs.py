@@ -68,16 +68,14 @@ def test_every_backend_runs_every_pass(machine: Machine, world_size: int) -> Non
     assert len(records) > 15, process.stdout + process.stderr
     assert not unexpected(records), process.stdout
     assert not judged(machine)
-    for one in records:
+    for one in (one for one in records if one["status"] == "ok"):
         allocator = one["time"]["cuda_memory"]
         assert 0 < allocator["allocated"] <= allocator["active"] <= allocator["reserved"]
         assert one["device_name"] == "NVIDIA H100 80GB HBM3" and len(one["time"]["step_seconds"]) == 3
         assert set(one) >= set(one["passes"])
         if "memory" in one["passes"]:
             assert one["memory"]["peak_allocator_allocated"] > 0
-            # This loop fetches its window ahead, so nothing is held yet where that is read.
-            is_held = one["memory"].get("held_allocator_reserved", 0) > 0
-            assert is_held == (one["cell"]["backend"] != "torchtitan-eager")
+            assert one["memory"]["held_allocator_reserved"] > 0
 
 
 def test_the_doctor_finds_the_gpus_good(machine: Machine) -> None:
