@@ -24,6 +24,8 @@ from bench.backends.fabric import BACKENDS as FABRIC
 from bench.backends.fabric import FabricFSDP2Deferred
 from bench.backends.fsdp2 import BACKENDS as FSDP2
 from bench.backends.fsdp2 import FSDP2Eager
+from bench.backends.hugging_face import BACKENDS as HUGGING_FACE
+from bench.backends.hugging_face import HuggingFaceDDP, HuggingFaceDeepSpeedZero2, HuggingFaceFSDP2, HuggingFaceTrainer
 from bench.backends.lightning import BACKENDS as LIGHTNING
 from bench.backends.lightning import LightningBackend, LightningDDP, LightningDeepSpeedZero2, LightningFSDP2
 from bench.backends.plain import BACKENDS as PLAIN
@@ -34,7 +36,9 @@ from bench.plan.cell import SGD, Cell, Device, Precision, Sharding, Sync
 from bench.plan.models import SIZES
 from bench.workload.layout import ROOT, Layout, Parameter, llama_layout
 
-BUILT_IN: dict[str, type[Backend]] = {b.name: b for b in (*PLAIN, *FSDP2, *DEEPSPEED, *LIGHTNING, *FABRIC)}
+BUILT_IN: dict[str, type[Backend]] = {
+    b.name: b for b in (*PLAIN, *FSDP2, *DEEPSPEED, *LIGHTNING, *FABRIC, *HUGGING_FACE)
+}
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "int64": 8, "uint8": 1}
 """Bytes of one element by dtype."""
 
@@ -90,6 +94,9 @@ def expect(cell: Cell, layout: Layout, *, rank: int = 0) -> Expectation | None:
         # The Trainer broadcasts its SIGTERM flag once per micro-batch, with every strategy
         # (lightning/pytorch/loops/training_epoch_loop.py:_broadcast_sigterm_tensor).
         sent = chain(sent, [("broadcast", "int64", 1, cell.accumulate)])
+    if issubclass(backend, HuggingFaceTrainer) and cell.world_size > 1:
+        # The labels of the window on each rank (transformers/trainer.py:_get_num_items_in_batch).
+        sent = chain(sent, [("all_gather", "int64", cell.world_size, 1)])
     calls, sizes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for op, dtype, numel, times in sent:
         calls[op, dtype] += times
@@ -111,18 +118,26 @@ def _of_backend(
         whole = 4 * layout.num_parameters
         held = {"parameters": whole, "gradients": whole, "communication": 0}
         return (), {**held, "optimizer_state": _moments(cell, layout.num_parameters, len(layout.parameters))}
-    if issubclass(backend, DDPEager | LightningDDP):
+    if issubclass(backend, DDPEager | LightningDDP | HuggingFaceDDP):
         state = _moments(cell, layout.num_parameters, len(layout.parameters))
-        return ddp_collectives(layout, n, backend.sync), {**ddp_held(layout), "optimizer_state": state}
-    if issubclass(backend, DeepSpeedZero2Eager | LightningDeepSpeedZero2):
+        sent, held = ddp_collectives(layout, n, backend.sync), ddp_held(layout)
+        if issubclass(backend, HuggingFaceDDP) and w == 1:
+            # accelerate/accelerator.py: no_sync does nothing on one rank, and prepare_model builds no DDP on a GPU.
+            sent = ddp_collectives(layout, n, Sync.EAGER)
+            if cell.device is Device.CUDA:
+                sent, held = iter(()), held | {"communication": 0}
+        return sent, {**held, "optimizer_state": state}
+    if issubclass(backend, DeepSpeedZero2Eager | LightningDeepSpeedZero2 | HuggingFaceDeepSpeedZero2):
         settings = zero_settings(cell, layout, backend.stage)
         held = zero.held(layout, w, rank, sync=backend.sync, bf16=bf16, zero=settings)
         stage = zero.stage2 if backend.stage == 2 else zero.stage3
         masters, tensors = zero.masters(layout, w, settings)
         sent = stage(layout, n, w, sync=backend.sync, bf16=bf16, zero=settings)
         return sent, {**held, "optimizer_state": _moments(cell, masters, tensors)}
-    if not issubclass(backend, FSDP2Eager | FabricFSDP2Deferred | LightningFSDP2):
+    if not issubclass(backend, FSDP2Eager | FabricFSDP2Deferred | LightningFSDP2 | HuggingFaceFSDP2):
         return None
+    # The norm of the gradient is computed in every window, clipped or not (transformers/trainer.py:_get_grad_norm).
+    clip = clip or issubclass(backend, HuggingFaceFSDP2)
     sent = fsdp2_collectives(layout, n, w, sync=backend.sync, sharding=backend.sharding, bf16=bf16, clip=clip)
     held = fsdp2_held(layout, w, sync=backend.sync, sharding=backend.sharding, bf16=bf16)
     state = _moments(cell, local(layout.parameters, w, rank), len(layout.parameters))
