@@ -220,7 +220,7 @@ class Backend(ABC):
         return ""
 
 
-BUILT_IN = ("plain", "fsdp2", "deepspeed", "lightning", "fabric", "hugging_face")
+BUILT_IN = ("plain", "fsdp2", "deepspeed", "lightning", "fabric", "accelerate", "hugging_face")
 """Modules of this package with backends."""
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench.backends import deepspeed as ds
 from bench.backends import fsdp2, plain
-from bench.backends.accelerate import DDP, DEEPSPEED, FSDP2, check, set_up_state
+from bench.backends.accelerate import DDP, DEEPSPEED, FSDP2, AccelerateFSDP2, check, set_up_state
 from bench.backends.base import BF16_PARAMETERS, Backend, Job
 from bench.plan.categories import Category
 from bench.plan.cell import Cell, Sharding, Stepping, Sync
@@ -81,8 +81,7 @@ class HuggingFaceTrainer(Backend):
 
     def begin(self, job: Job) -> None:
         """Called when the model is wrapped, before the first micro-batch."""
-        if job.world_size > 1 or self.wrapper != DDP:  # Accelerate wraps a single rank in DDP on the CPU only
-            check(self.trainer.accelerator, self.trainer.model_wrapped, self.wrapper, job)
+        check(self.trainer.accelerator, self.trainer.model_wrapped, self.wrapper, job)
 
     def continue_training(self, job: Job) -> None:
         self.trainer.train()
@@ -162,7 +161,7 @@ def _trainer(backend: HuggingFaceTrainer, job: Job) -> Trainer:
 
 
 class HuggingFaceDDP(HuggingFaceTrainer):
-    """The Trainer enters DDP's ``no_sync``. On one rank Accelerate enters none, and on a GPU builds no DDP."""
+    """``accelerator.no_sync`` defers the reduction, but on one rank, where it does nothing."""
 
     name, framework = "hf-trainer-ddp", "HF Trainer DDP"
     not_fake = plain.NO_FAKE_DDP
@@ -171,8 +170,7 @@ class HuggingFaceDDP(HuggingFaceTrainer):
 
     def begin(self, job: Job) -> None:
         super().begin(job)
-        if type(self.trainer.model_wrapped).__name__ == DDP:
-            plain.disable_runtime_statistics(self.trainer.model_wrapped)
+        plain.disable_runtime_statistics(self.trainer.model_wrapped)
 
     def settings(self) -> dict[str, Any]:
         return super().settings() | plain.DDP_SETTINGS | {"ddp_find_unused_parameters": False}
@@ -186,6 +184,7 @@ class HuggingFaceFSDP2(HuggingFaceTrainer):
     """
 
     name, framework = "hf-trainer-fsdp2", "HF Trainer FSDP2"
+    not_fake = AccelerateFSDP2.not_fake
     bf16_as = BF16_PARAMETERS
     sync, sharding = Sync.DEFERRED, Sharding.PARAMS
     wrapper = FSDP2

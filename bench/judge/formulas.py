@@ -120,13 +120,9 @@ def _of_backend(
         return (), {**held, "optimizer_state": _moments(cell, layout.num_parameters, len(layout.parameters))}
     if issubclass(backend, DDPEager | LightningDDP | HuggingFaceDDP):
         state = _moments(cell, layout.num_parameters, len(layout.parameters))
-        sent, held = ddp_collectives(layout, n, backend.sync), ddp_held(layout)
-        if issubclass(backend, HuggingFaceDDP) and w == 1:
-            # accelerate/accelerator.py: no_sync does nothing on one rank, and prepare_model builds no DDP on a GPU.
-            sent = ddp_collectives(layout, n, Sync.EAGER)
-            if cell.device is Device.CUDA:
-                sent, held = iter(()), held | {"communication": 0}
-        return sent, {**held, "optimizer_state": state}
+        # On one rank Accelerate does not enter no_sync (accelerate/accelerator.py:no_sync).
+        sync = Sync.EAGER if w == 1 and issubclass(backend, HuggingFaceDDP) else backend.sync
+        return ddp_collectives(layout, n, sync), {**ddp_held(layout), "optimizer_state": state}
     if issubclass(backend, DeepSpeedZero2Eager | LightningDeepSpeedZero2 | HuggingFaceDeepSpeedZero2):
         settings = zero_settings(cell, layout, backend.stage)
         held = zero.held(layout, w, rank, sync=backend.sync, bf16=bf16, zero=settings)
