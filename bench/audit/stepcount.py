@@ -128,6 +128,8 @@ def calculate(training: TrainingPlan, rule: StepRule) -> Steps | None:
 
     - ``window`` and ``flush`` step after N micro-batches and at the end of the epoch (Lightning:
       loops/training_epoch_loop.py, ``_should_accumulate``).
+    - ``override`` steps as ``window``, but ``max_steps`` overrides the epochs (Hugging Face's Trainer:
+      transformers/trainer.py, ``set_initial_training_values``).
     - ``carry`` steps after N micro-batches counted over the whole training (DeepSpeed: runtime/engine.py,
       ``is_gradient_accumulation_boundary``).
     - ``cancel`` steps as ``carry``, but counts the step that it begins and cancels when the data end before its
@@ -141,6 +143,8 @@ def calculate(training: TrainingPlan, rule: StepRule) -> Steps | None:
     """
     if rule.stepping is Stepping.UNKNOWN:
         return None
+    if rule.stepping is Stepping.OVERRIDE and training.max_steps is not None:
+        training = dataclasses.replace(training, epochs=None)
     if training.accumulate_later:
         return by_epoch(training, rule)
     end = None if training.epochs is None else training.epochs * training.micro_batches_per_epoch
@@ -296,6 +300,8 @@ def _reported(training: TrainingPlan, rule: StepRule, consumed: int) -> dict[str
         return {"trainer.step": taken + (taken < training.naive_steps)}
     if rule.stepping is Stepping.WINDOW:
         return {}
+    if rule.stepping is Stepping.OVERRIDE:
+        return {"state.global_step": updates(training, rule, consumed)}
     finished, begun = divmod(consumed, training.micro_batches_per_epoch)
     split = rule.stepping is Stepping.SPLIT
     per_epoch = training.full_windows if split else training.windows

@@ -32,11 +32,13 @@ class HuggingFaceTrainer(Backend):
     """
 
     requires = ("transformers", "accelerate")
-    stepping = Stepping.WINDOW
+    stepping = Stepping.OVERRIDE
     wrapper: ClassVar[str]
     """The class that Accelerate is to wrap the model in, as ``bench.backends.accelerate`` names it."""
     counts_labels = True
     """Whether the model takes ``num_items_in_batch``."""
+    resumes = False
+    """Whether ``Trainer.train`` goes on from the last checkpoint in ``output_dir``."""
 
     def train(self, job: Job) -> None:
         set_up_state(job, self.wrapper)
@@ -84,7 +86,7 @@ class HuggingFaceTrainer(Backend):
         check(self.trainer.accelerator, self.trainer.model_wrapped, self.wrapper, job)
 
     def continue_training(self, job: Job) -> None:
-        self.trainer.train()
+        self.trainer.train(resume_from_checkpoint=self.resumes)
 
     def zero_grad(self) -> None:
         self.trainer.model_wrapped.zero_grad()
