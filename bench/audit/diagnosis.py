@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from bench.audit.findings import (
@@ -303,9 +304,10 @@ def _shuffled(reading: Reading) -> Iterator[AuditFinding]:
     scenario = reading.scenario
     if scenario.split is not Split.FRAMEWORK:
         return
-    by_rank = [scenario.offered(rank) for rank in range(scenario.world_size)]
-    offered = [set().union(*batches) for batches in zip(*by_rank, strict=True)]  # whichever rank has them
-    if any(use.sample not in offered[use.fetch % scenario.micro_batches] for use in reading.uses.values()):
+    fetched = [(use.fetch % scenario.micro_batches, use.sample) for use in reading.uses.values()]
+    by_rank = map(scenario.offered, range(scenario.world_size))
+    offered = [set(chain(*together)) for together in zip(*by_rank, strict=True)]
+    if any(sample not in offered[number] for number, sample in fetched):
         text = "the framework shuffled the samples when it split them, although the loader was in order"
         yield AuditFinding("shuffled", text, NOTE)
 

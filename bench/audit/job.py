@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.audit.scenario import Fault, Reduction, Scenario, Split
+from bench.audit.scenario import Fault, Scenario, Split
+from bench.backends.accelerate import AccelerateBackend, Stream
 from bench.backends.base import Backend, Job, Window
 from bench.backends.deepspeed import DeepSpeedZero2Eager
 from bench.backends.fsdp2 import FSDP2Torchtitan
-from bench.backends.hugging_face import HuggingFaceTrainer
 from bench.backends.lightning import LightningBackend, count_engine_steps
 from bench.errors import UnsupportedError
 from bench.plan.cell import Sync
@@ -66,20 +66,6 @@ class ScenarioJob(Job):
                 size = min(self.scenario.accumulate_in(epoch), left)
                 yield Window(size, itertools.islice(batches, size))
                 num_windows, left = num_windows + 1, left - size
-
-
-def audited(backend: type[Backend]) -> type[Backend]:
-    """The backend as scenarios run it: the same class, over what its framework has to be told."""
-    kinds = {
-        DeepSpeedZero2Eager: AuditedEngine,
-        LightningBackend: AuditedTrainer,
-        FSDP2Torchtitan: AuditedStream,
-        HuggingFaceTrainer: AuditedHuggingFace,
-    }
-    for framework, kind in kinds.items():
-        if issubclass(backend, framework):
-            return type(backend.__name__, (kind, backend), {})
-    return backend
 
 
 def evaluate(backend: Backend, validate: Callable[[nn.Module], None]) -> None:
@@ -162,6 +148,59 @@ class AuditedEngine(DeepSpeedZero2Eager):
         return seen if self.sync is Sync.EAGER else seen - seen % accumulate
 
 
+class AuditedAccelerator(AccelerateBackend):
+    """Accelerate's loop over epochs, with the limit of updates that its examples write around it."""
+
+    def train(self, job: Any) -> None:
+        self.scenario, self.resume = job.scenario, job.resume
+        self.num_updates = 0
+
+        def optimizer(parameters: Any) -> Any:
+            self.inner = job.optimizer(parameters)
+            return self.inner
+
+        super().train(dataclasses.replace(job, optimizer=optimizer))
+
+    def plugin(self, job: Job, model: nn.Module) -> dict[str, Any]:
+        found = super().plugin(job, model)
+        if "deepspeed_plugin" in found and (n := self.scenario.engine_accumulate):
+            found["deepspeed_plugin"].deepspeed_config["gradient_accumulation_steps"] = n
+        return found
+
+    def prepare(self, job: Any, model: nn.Module) -> None:
+        super().prepare(job, model)
+        self.scheduler = None
+        if self.scenario.prepared_scheduler:
+            self.scheduler = self.accelerator.prepare_scheduler(job.scheduler(self.inner))
+        if self.resume:
+            if "deepspeed" in self.requires:
+                trust_own_classes()
+            self.accelerator.load_state(str(self.resume))
+
+    def batches(self, job: Any) -> Iterator[Tensor]:
+        """The micro-batches of all epochs, until ``max_steps`` updates are made."""
+        scenario, loader = self.scenario, job.loader
+        if scenario.split is Split.FRAMEWORK:
+            loader = self.accelerator.prepare_data_loader(job.whole)
+        elif not scenario.own_loader:
+            loader = self.prepared(Stream(job.loader, job.world_size))
+        for epoch in job.each_epoch():
+            if len(scenario.accumulate) > 1:
+                self.accelerator.gradient_accumulation_steps = scenario.accumulate_in(epoch)
+            for batch in loader:
+                yield batch
+                if self.scheduler:
+                    self.scheduler.step()
+                self.num_updates += self.accelerator.sync_gradients
+                if self.num_updates == scenario.max_steps:
+                    return
+
+    def save(self, folder: Path, seen: int, accumulate: int) -> int:
+        """A prepared loader has fetched one micro-batch that is not trained on yet, unless an epoch is over."""
+        self.accelerator.save_state(str(folder))
+        return seen if self.scenario.own_loader else max(0, seen - 1)
+
+
 def trust_own_classes() -> None:
     """Name to torch the classes that stand in DeepSpeed's checkpoints: no others are read from a file."""
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
@@ -234,68 +273,6 @@ class AuditedTrainer(LightningBackend):
     def save(self, folder: Path, seen: int, accumulate: int) -> int:
         self.trainer.save_checkpoint(folder / CHECKPOINT)
         return 0  # what the loader does is the Trainer's business
-
-
-class AuditedHuggingFace(HuggingFaceTrainer):
-    """Hugging Face's Trainer, told of epochs and limits. Its checkpoints are those that it writes after an update."""
-
-    def train(self, job: Any) -> None:
-        scenario, self.job = job.scenario, job
-        if len(scenario.accumulate) > 1:
-            raise UnsupportedError("the Trainer has one N for the whole training")
-        if scenario.epochs and scenario.max_steps:
-            raise UnsupportedError("the Trainer has one end: max_steps overrides num_train_epochs")
-        if scenario.fault is Fault.VALIDATION:
-            raise UnsupportedError("the Trainer evaluates after an update, not within a window")
-        self.counts_labels = scenario.reduction in {Reduction.COUNTED, Reduction.COUNTED_PER_RANK}
-
-        def optimizer(parameters: Any) -> Any:
-            made = job.optimizer(parameters)
-            self.trainer.lr_scheduler = job.scheduler(made)
-            return made
-
-        super().train(dataclasses.replace(job, optimizer=optimizer))
-
-    def arguments(self, job: Job) -> dict[str, Any]:
-        scenario, found = self.job.scenario, super().arguments(job)
-        if "deepspeed" in self.requires and (n := scenario.engine_accumulate):
-            found["deepspeed"]["gradient_accumulation_steps"] = n
-        return found | {
-            "average_tokens_across_devices": scenario.reduction is not Reduction.COUNTED_PER_RANK,
-            "max_steps": scenario.max_steps or -1,
-        }
-
-    def batches(self, job: Job) -> Any:
-        """A DataLoader, which the Trainer can begin in the middle, with labels for each token."""
-        from torch.utils.data import DataLoader
-
-        is_split = self.job.scenario.split is Split.FRAMEWORK
-        source = self.job.whole if is_split else self.job.loader
-
-        def collate(samples: list[int]) -> dict[str, Tensor]:
-            batch = source.collate_fn(samples)
-            return {"batch": batch, "labels": batch.new_zeros(int(batch[:, 1].sum()))}
-
-        loader = DataLoader(source.dataset, batch_sampler=source.batch_sampler, collate_fn=collate)
-        return self.trainer.accelerator.prepare(loader) if is_split else loader
-
-    def continue_training(self, job: Any) -> None:
-        self.job = job
-        self.trainer.args.num_train_epochs = (job.scenario.epochs or 1) - (0 if job.resume else job.first_epoch)
-        if job.resume:
-            if "deepspeed" in self.requires:
-                trust_own_classes()
-            self.trainer.args.output_dir = str(job.resume)
-        self.resumes = bool(job.resume)
-        super().continue_training(job)
-
-    def save(self, folder: Path, seen: int, accumulate: int) -> int:
-        import torch
-
-        self.trainer.args.output_dir = str(folder)
-        self.trainer._save_checkpoint(self.trainer.model_wrapped, trial=None)
-        torch.distributed.barrier()
-        return 0  # the Trainer skips what it has trained on
 
 
 def _count(counters: dict[str, int], epoch_ended: Callable[[], None]) -> Any:

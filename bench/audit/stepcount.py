@@ -128,8 +128,7 @@ def calculate(training: TrainingPlan, rule: StepRule) -> Steps | None:
 
     - ``window`` and ``flush`` step after N micro-batches and at the end of the epoch (Lightning:
       loops/training_epoch_loop.py, ``_should_accumulate``).
-    - ``override`` steps as ``window``, but ``max_steps`` overrides the epochs (Hugging Face's Trainer:
-      transformers/trainer.py, ``set_initial_training_values``).
+    - ``override``: as ``window``, but ``max_steps`` overrides the epochs (transformers: ``Trainer.train``).
     - ``carry`` steps after N micro-batches counted over the whole training (DeepSpeed: runtime/engine.py,
       ``is_gradient_accumulation_boundary``).
     - ``cancel`` steps as ``carry``, but counts the step that it begins and cancels when the data end before its
@@ -298,10 +297,8 @@ def _reported(training: TrainingPlan, rule: StepRule, consumed: int) -> dict[str
     if rule.stepping is Stepping.CANCEL:
         taken = consumed // training.accumulate
         return {"trainer.step": taken + (taken < training.naive_steps)}
-    if rule.stepping is Stepping.WINDOW:
-        return {}
-    if rule.stepping is Stepping.OVERRIDE:
-        return {"state.global_step": updates(training, rule, consumed)}
+    if rule.stepping in (Stepping.WINDOW, Stepping.OVERRIDE):
+        return {"state.global_step": updates(training, rule, consumed)} if rule.stepping is Stepping.OVERRIDE else {}
     finished, begun = divmod(consumed, training.micro_batches_per_epoch)
     split = rule.stepping is Stepping.SPLIT
     per_epoch = training.full_windows if split else training.windows

@@ -90,19 +90,17 @@ class Stream:
         return batch
 
 
-class AccelerateDDP(Backend):
-    """The documented loop: DDP under ``no_sync`` but in the last micro-batch of a window.
+class AccelerateBackend(Backend):
+    """The documented loop under ``accumulate()``. Subclasses choose the wrapper.
 
-    The loader is prepared, so Accelerate fetches one micro-batch ahead and steps at the end of an epoch too, but always
-    divides the loss by N.
+    The loader is prepared too: Accelerate then fetches one micro-batch ahead, sees the end of an epoch and steps there,
+    but divides the loss by N in a smaller window as well. Clipping is by ``clip_grad_norm_``, which under DeepSpeed
+    only asks the engine for the norm.
     """
 
-    name, framework = "accelerate-ddp", "Accelerate DDP"
-    not_fake = plain.NO_FAKE_DDP
-    sync, sharding = Sync.DEFERRED, Sharding.NONE
     stepping = Stepping.FLUSH
     requires = ("accelerate",)
-    wrapper: ClassVar[str] = DDP
+    wrapper: ClassVar[str]
 
     def train(self, job: Job) -> None:
         from accelerate import Accelerator
@@ -119,7 +117,6 @@ class AccelerateDDP(Backend):
             **self.plugin(job, model),
         )
         self.prepare(job, model)
-        check(self.accelerator, self.model, self.wrapper, job)
         self.continue_training(job)
 
     def plugin(self, job: Job, model: nn.Module) -> dict[str, Any]:
@@ -128,7 +125,7 @@ class AccelerateDDP(Backend):
 
     def prepare(self, job: Job, model: nn.Module) -> None:
         self.model, self.optimizer = self.accelerator.prepare(model, job.optimizer(model.parameters()))
-        plain.disable_runtime_statistics(self.model)
+        check(self.accelerator, self.model, self.wrapper, job)
 
     def continue_training(self, job: Job) -> None:
         for batch in self.batches(job):
@@ -148,6 +145,19 @@ class AccelerateDDP(Backend):
 
         return self.accelerator.prepare_data_loader(DataLoader(data, collate_fn=operator.itemgetter(0)))
 
+
+class AccelerateDDP(AccelerateBackend):
+    """DDP under ``no_sync`` but in the last micro-batch of a window; on one rank, without ``no_sync``."""
+
+    name, framework = "accelerate-ddp", "Accelerate DDP"
+    not_fake = plain.NO_FAKE_DDP
+    sync, sharding = Sync.DEFERRED, Sharding.NONE
+    wrapper = DDP
+
+    def prepare(self, job: Job, model: nn.Module) -> None:
+        super().prepare(job, model)
+        plain.disable_runtime_statistics(self.model)
+
     def full_parameters(self) -> Mapping[str, Tensor]:
         return dict(self.model.module.named_parameters())
 
@@ -162,7 +172,7 @@ class AccelerateDDPEager(AccelerateDDP):
     sync = Sync.EAGER
 
 
-class AccelerateFSDP2(AccelerateDDP):
+class AccelerateFSDP2(AccelerateBackend):
     """FSDP2, where ``accumulate()`` defers the reduction as under DDP (``set_requires_gradient_sync``).
 
     Accelerate shards the blocks, and of a transformers model also the embedding, and final norm and head together
@@ -171,7 +181,7 @@ class AccelerateFSDP2(AccelerateDDP):
 
     name, framework = "accelerate-fsdp2", "Accelerate FSDP2"
     not_fake = "Accelerate finds the sharded parameters by the addresses of the old ones, which fake tensors lack"
-    sharding = Sharding.PARAMS
+    sync, sharding = Sync.DEFERRED, Sharding.PARAMS
     bf16_as = BF16_PARAMETERS
     wrapper = FSDP2
 
@@ -193,9 +203,6 @@ class AccelerateFSDP2(AccelerateDDP):
         )
         return {"fsdp_plugin": plugin}
 
-    def prepare(self, job: Job, model: nn.Module) -> None:
-        self.model, self.optimizer = self.accelerator.prepare(model, job.optimizer(model.parameters()))
-
     def full_parameters(self) -> Mapping[str, Tensor]:
         return fsdp2.Gathered(self.model)
 
@@ -213,7 +220,7 @@ class AccelerateFSDP2Eager(AccelerateFSDP2):
     sync = Sync.EAGER
 
 
-class AccelerateDeepSpeedZero2(AccelerateDDP):
+class AccelerateDeepSpeedZero2(AccelerateBackend):
     """Stage 2 with the configuration of ``deepspeed-zero2-eager``; only DeepSpeed clips, and divides the loss.
 
     Accelerate tells the engine in every micro-batch whether the window is complete, and calls ``engine.step`` only
@@ -221,7 +228,6 @@ class AccelerateDeepSpeedZero2(AccelerateDDP):
     """
 
     name, framework = "accelerate-deepspeed-zero2", "Accelerate DeepSpeed"
-    not_fake = ""
     sync, sharding = Sync.EAGER, Sharding.GRADS
     requires = ("accelerate", "deepspeed")
     bf16_as = BF16_PARAMETERS
@@ -241,7 +247,7 @@ class AccelerateDeepSpeedZero2(AccelerateDDP):
     def prepare(self, job: Job, model: nn.Module) -> None:
         masters = ds.initial_masters(model) if job.bf16 else {}
         with ds.short_parameter_repr():
-            self.model, self.optimizer = self.accelerator.prepare(model, job.optimizer(model.parameters()))
+            super().prepare(job, model)
         if job.bf16:
             ds.restore_masters(self.model.module, masters)
 

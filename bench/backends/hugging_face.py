@@ -59,7 +59,6 @@ class HuggingFaceTrainer(Backend):
             "gradient_accumulation_steps": job.accumulate,
             "num_train_epochs": 1,
             "max_grad_norm": job.clip_norm,
-            "lr_scheduler_type": "constant",
             "average_tokens_across_devices": True,
             "ddp_find_unused_parameters": False,
             "logging_nan_inf_filter": False,
@@ -80,6 +79,12 @@ class HuggingFaceTrainer(Backend):
     def labels(self, batch: Tensor) -> Tensor:
         """What the Trainer counts in a micro-batch: its elements that are not -100."""
         return batch
+
+    def scheduler(self, optimizer: Any, job: Job) -> Any:
+        """The learning rate's scheduler, which the Trainer steps after every update."""
+        from transformers import get_constant_schedule
+
+        return get_constant_schedule(optimizer)
 
     def begin(self, job: Job) -> None:
         """Called when the model is wrapped, before the first micro-batch."""
@@ -154,6 +159,11 @@ def _trainer(backend: HuggingFaceTrainer, job: Job) -> Trainer:
             if self.optimizer is None:
                 self.optimizer = job.optimizer(self.model.parameters())
             return self.optimizer
+
+        def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+            if self.lr_scheduler is None:
+                self.lr_scheduler = backend.scheduler(self.optimizer, job)
+            return self.lr_scheduler
 
     arguments = TrainingArguments(**backend.arguments(job))
     backend.plugins(arguments, job)

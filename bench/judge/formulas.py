@@ -8,6 +8,7 @@ tensor, with each parameter padded in its first dimension.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,6 +18,8 @@ from itertools import chain
 from types import SimpleNamespace
 from typing import Any, cast
 
+from bench.backends.accelerate import BACKENDS as ACCELERATE
+from bench.backends.accelerate import AccelerateDDP, AccelerateDeepSpeedZero2, AccelerateFSDP2
 from bench.backends.base import Backend, Job
 from bench.backends.deepspeed import BACKENDS as DEEPSPEED
 from bench.backends.deepspeed import DeepSpeedZero2Eager, zero_config
@@ -37,8 +40,11 @@ from bench.plan.models import SIZES
 from bench.workload.layout import ROOT, Layout, Parameter, llama_layout
 
 BUILT_IN: dict[str, type[Backend]] = {
-    b.name: b for b in (*PLAIN, *FSDP2, *DEEPSPEED, *LIGHTNING, *FABRIC, *HUGGING_FACE)
+    b.name: b for b in (*PLAIN, *FSDP2, *DEEPSPEED, *LIGHTNING, *FABRIC, *ACCELERATE, *HUGGING_FACE)
 }
+ENGINES = (DeepSpeedZero2Eager, LightningDeepSpeedZero2, AccelerateDeepSpeedZero2, HuggingFaceDeepSpeedZero2)
+SHARDED = (FSDP2Eager, FabricFSDP2Deferred, LightningFSDP2, AccelerateFSDP2, HuggingFaceFSDP2)
+"""Families with the formulas of DeepSpeed, and of FSDP2."""
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "int64": 8, "uint8": 1}
 """Bytes of one element by dtype."""
 
@@ -118,21 +124,26 @@ def _of_backend(
         whole = 4 * layout.num_parameters
         held = {"parameters": whole, "gradients": whole, "communication": 0}
         return (), {**held, "optimizer_state": _moments(cell, layout.num_parameters, len(layout.parameters))}
-    if issubclass(backend, DDPEager | LightningDDP | HuggingFaceDDP):
+    if issubclass(backend, DDPEager | LightningDDP | AccelerateDDP | HuggingFaceDDP):
         state = _moments(cell, layout.num_parameters, len(layout.parameters))
-        # On one rank Accelerate does not enter no_sync (accelerate/accelerator.py:no_sync).
-        sync = Sync.EAGER if w == 1 and issubclass(backend, HuggingFaceDDP) else backend.sync
-        return ddp_collectives(layout, n, sync), {**ddp_held(layout), "optimizer_state": state}
-    if issubclass(backend, DeepSpeedZero2Eager | LightningDeepSpeedZero2 | HuggingFaceDeepSpeedZero2):
+        # Accelerate enters no_sync only on several ranks (accelerate/accelerator.py:no_sync).
+        is_eager = backend.sync is Sync.EAGER or (w == 1 and issubclass(backend, AccelerateDDP | HuggingFaceDDP))
+        sent = ddp_collectives(layout, n, Sync.EAGER if is_eager else Sync.DEFERRED)
+        return sent, {**ddp_held(layout), "optimizer_state": state}
+    if issubclass(backend, ENGINES):
         settings = zero_settings(cell, layout, backend.stage)
         held = zero.held(layout, w, rank, sync=backend.sync, bf16=bf16, zero=settings)
         stage = zero.stage2 if backend.stage == 2 else zero.stage3
         masters, tensors = zero.masters(layout, w, settings)
         sent = stage(layout, n, w, sync=backend.sync, bf16=bf16, zero=settings)
         return sent, {**held, "optimizer_state": _moments(cell, masters, tensors)}
-    if not issubclass(backend, FSDP2Eager | FabricFSDP2Deferred | LightningFSDP2 | HuggingFaceFSDP2):
+    if not issubclass(backend, SHARDED):
         return None
-    # The norm of the gradient is computed in every window, clipped or not (transformers/trainer.py:_get_grad_norm).
+    if issubclass(backend, AccelerateFSDP2):
+        if cell.workload != "llama":
+            return None  # what it shards depends on methods of the model
+        layout = accelerate_units(layout)
+    # HF Trainer computes the norm in every window, clipped or not (transformers/trainer.py:_get_grad_norm).
     clip = clip or issubclass(backend, HuggingFaceFSDP2)
     sent = fsdp2_collectives(layout, n, w, sync=backend.sync, sharding=backend.sharding, bf16=bf16, clip=clip)
     held = fsdp2_held(layout, w, sync=backend.sync, sharding=backend.sharding, bf16=bf16)
@@ -274,6 +285,19 @@ def fsdp2_collectives(
         yield "reduce_scatter", "float32", numel, accumulate if sync is Sync.EAGER else 1
     if clip:
         yield "all_reduce", "float32", len(layout.parameters), 1
+
+
+def accelerate_units(layout: Layout) -> Layout:
+    """The units in which Accelerate shards a decoder of transformers: blocks and embedding, then norm and head.
+
+    The last two are one unit, which stays gathered from forward to backward as the root does elsewhere; the root
+    itself has no parameters. A tied embedding is in that unit (accelerate/utils/fsdp_utils.py:fsdp2_prepare_model).
+    """
+    embedding, *_, last = layout.parameters
+    if last.unit != ROOT or not last.name.startswith("lm_head"):
+        return layout
+    own = dataclasses.replace(embedding, unit=max(layout.units) + 1)
+    return dataclasses.replace(layout, parameters=(own, *layout.parameters[1:]))
 
 
 def fsdp2_held(layout: Layout, world_size: int, *, sync: Sync, sharding: Sharding, bf16: bool) -> dict[str, int]:
