@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT, bench
+from bench.backends.base import registry
+from tests.conftest import ROOT, Command, asked, bench
 
 OBSERVATIONS = json.loads((ROOT / "results/semantics/observations.json").read_text())["observations"]
 SUITE = {(one["scenario"]["name"], one["backend"]): one for one in OBSERVATIONS}
@@ -48,3 +49,28 @@ def test_steps_that_load_an_optimizer_are_counted_and_are_no_updates(tmp_path: P
     assert (seen["verdict"], seen["optimizer_steps_without_effect"]) == ("right", 2)
     assert [update["sum"] for update in seen["updates"]] == pytest.approx([1] * 6)
     assert "2 steps of the inner optimizer changed nothing: no update, but" in seen["diagnosis"]
+
+
+TRAINERS = [name for name in registry() if name.startswith("hf-trainer")]
+
+
+def test_hugging_faces_trainer_alone_computes_the_same(
+    request: pytest.FixtureRequest, here: Command, tmp_path: Path
+) -> None:
+    """Tokens that are counted on all ranks, on each alone or not at all; a partial window; a checkpoint."""
+    backends = ",".join(asked(request, ("hf-trainer-ddp", "hf-trainer-fsdp2"), TRAINERS))
+    command = [sys.executable, str(Path(__file__).parent / "bare_trainer.py"), backends]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    bare = json.loads(done.stdout.splitlines()[-1])
+    options = ("--suite", "--scenario", ",".join(bare), "--backend", backends, "--json", "--out", "out")
+    measured = json.loads(here("semantics", *options).stdout)
+    assert len(measured) == len(bare) * len(backends.split(","))
+    for seen in measured:
+        alone = bare[seen["scenario"]["name"]][seen["backend"]]
+        found = [update["samples"] for update in seen["updates"]]
+        assert found == [pytest.approx(update, rel=1e-4) for update in alone["updates"]], seen["diagnosis"]
+        assert seen["steps_reported"].items() >= alone["reported"].items(), seen["diagnosis"]
+    verdicts = {(one["scenario"]["name"], one["verdict"]) for one in measured}
+    assert {word for name, word in verdicts if name in ("tokens-mean", "tokens-counted-per-rank")} == {"mean of means"}
+    assert {word for name, word in verdicts if name == "tokens-counted"} == {"right"}
