@@ -11,6 +11,7 @@ from bench.backends import deepspeed as ds
 from bench.backends import fsdp2, plain
 from bench.backends.accelerate import DDP, DEEPSPEED, FSDP2, AccelerateFSDP2, check, set_up_state
 from bench.backends.base import BF16_PARAMETERS, Backend, Job
+from bench.errors import UnsupportedError
 from bench.plan.categories import Category
 from bench.plan.cell import Cell, Sharding, Stepping, Sync
 
@@ -22,13 +23,14 @@ if TYPE_CHECKING:
 class HuggingFaceTrainer(Backend):
     """``Trainer.train()`` with ``gradient_accumulation_steps`` = N. Subclasses choose what wraps the model.
 
-    It fetches a window before its first forward. It counts the window's labels on all ranks (``num_items_in_batch``),
-    which the model divides by, as those of transformers do; a model that takes no such argument returns means, which
-    the Trainer divides by the window's size. Its norm of the gradient is computed in every window, clipped or not.
+    The Trainer fetches a whole window before its first forward, counts the window's labels on all ranks, and hands the
+    number to the model (``num_items_in_batch``). This model divides by it, as those of transformers do. The losses of
+    a model that does not take the number are divided by the window's size. The norm of the gradient is computed in
+    every window, clipped or not.
 
-    Logs, checkpoints and progress bar are off, and so is the filter of losses that are no numbers, for which the host
-    would wait for the device in every micro-batch. Unused parameters are not searched for, as the Trainer would in
-    every model that is no ``PreTrainedModel``.
+    Logs, checkpoints and progress bar are off. So are two defaults: ``logging_nan_inf_filter``, which makes the host
+    wait for the device in every micro-batch, and DDP's search for unused parameters, which the Trainer turns on for
+    models that are not a ``PreTrainedModel``.
     """
 
     requires = ("transformers", "accelerate")
@@ -41,15 +43,17 @@ class HuggingFaceTrainer(Backend):
     """Whether ``Trainer.train`` goes on from the last checkpoint in ``output_dir``."""
 
     def train(self, job: Job) -> None:
+        import logging
+
+        logging.getLogger("accelerate").setLevel(logging.ERROR)  # it warns of DeepSpeed's N, which is the Trainer's
         set_up_state(job, self.wrapper)
-        self.masters: dict[str, Tensor] = {}
         self.module = _model(self, job)
         self.inner: nn.Module = self.module.model
         self.trainer = _trainer(self, job)
         self.continue_training(job)
 
     def arguments(self, job: Job) -> dict[str, Any]:
-        """What ``TrainingArguments`` are made of."""
+        """The arguments of ``TrainingArguments``."""
         return {
             "output_dir": tempfile.gettempdir(),
             "accelerator_config": {"use_configured_state": True},
@@ -69,19 +73,19 @@ class HuggingFaceTrainer(Backend):
             "log_level": "error",
         }
 
-    def plugins(self, arguments: Any, job: Job) -> None:
-        """Change in the made arguments what their constructor does not take."""
+    def adjust(self, arguments: Any, job: Job) -> None:
+        """Set what the constructor of ``TrainingArguments`` does not take."""
 
     def batches(self, job: Job) -> Any:
-        """The training's dataloader."""
+        """The loader of ``Trainer.get_train_dataloader``."""
         return _Labeled(job.loader, self.labels)
 
     def labels(self, batch: Tensor) -> Tensor:
-        """What the Trainer counts in a micro-batch: its elements that are not -100."""
+        """The labels of a micro-batch; the Trainer counts those that are not -100."""
         return batch
 
     def scheduler(self, optimizer: Any, job: Job) -> Any:
-        """The learning rate's scheduler, which the Trainer steps after every update."""
+        """The scheduler that the Trainer steps after every update."""
         from transformers import get_constant_schedule
 
         return get_constant_schedule(optimizer)
@@ -110,7 +114,7 @@ class HuggingFaceTrainer(Backend):
 
 
 class _Labeled:
-    """The loader in the Trainer's terms: each micro-batch with the labels that it counts."""
+    """A loader of micro-batches with their labels, as the Trainer wants them."""
 
     def __init__(self, loader: Any, labels: Any) -> None:
         self._loader, self._labels = loader, labels
@@ -123,7 +127,7 @@ class _Labeled:
 
 
 def _model(backend: HuggingFaceTrainer, job: Job) -> Any:
-    """The workload's model under the tapped loss, with the signature that the Trainer looks for."""
+    """The workload's model and the tapped loss, with the signature of a model of transformers."""
     from torch import nn
 
     class Model(nn.Module):
@@ -141,7 +145,7 @@ def _model(backend: HuggingFaceTrainer, job: Job) -> Any:
 
 
 def _trainer(backend: HuggingFaceTrainer, job: Job) -> Trainer:
-    """The Trainer, with the tapped loader and optimizer where it makes its own."""
+    """The Trainer with the tapped loader and optimizer."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
     from transformers.trainer_callback import PrinterCallback
 
@@ -166,7 +170,7 @@ def _trainer(backend: HuggingFaceTrainer, job: Job) -> Trainer:
             return self.lr_scheduler
 
     arguments = TrainingArguments(**backend.arguments(job))
-    backend.plugins(arguments, job)
+    backend.adjust(arguments, job)
     trainer = TappedTrainer(model=backend.module, args=arguments, callbacks=[Begin()])
     trainer.remove_callback(PrinterCallback)
     return trainer
@@ -191,8 +195,8 @@ class HuggingFaceDDP(HuggingFaceTrainer):
 class HuggingFaceFSDP2(HuggingFaceTrainer):
     """``fsdp=True``: each block is a unit, and ``accelerator.no_sync`` defers the reduction.
 
-    In bf16 Accelerate would reduce in bf16 too, in which the whole gradients of a window would then be summed, so that
-    the plugin's policy is set to fp32. A model of transformers would have units of its embeddings and its head as well.
+    By default Accelerate's policy for bf16 would sum and reduce gradients in bf16, so it is replaced: in fp32, as under
+    ``fsdp2-deferred``. With a ``PreTrainedModel``, embedding and head would be units too.
     """
 
     name, framework = "hf-trainer-fsdp2", "HF Trainer FSDP2"
@@ -206,7 +210,7 @@ class HuggingFaceFSDP2(HuggingFaceTrainer):
         sharded = {"version": 2, "transformer_layer_cls_to_wrap": blocks, "reshard_after_forward": True}
         return super().arguments(job) | {"fsdp": True, "fsdp_config": sharded}
 
-    def plugins(self, arguments: Any, job: Job) -> None:
+    def adjust(self, arguments: Any, job: Job) -> None:
         import torch
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -220,7 +224,9 @@ class HuggingFaceFSDP2(HuggingFaceTrainer):
         super().begin(job)
         units = {module for module in self.inner.modules() if isinstance(module, FSDPModule)}
         if units != set(job.blocks(self.inner)):
-            raise RuntimeError(f"Accelerate sharded {len(units)} units, and not the model's blocks, by their classes")
+            raise UnsupportedError(
+                f"Accelerate shards by class: {len(units)} modules, which are not the model's blocks"
+            )
 
     def full_parameters(self) -> Mapping[str, Tensor]:
         return fsdp2.Gathered(self.inner)
@@ -235,7 +241,7 @@ class HuggingFaceFSDP2(HuggingFaceTrainer):
 class HuggingFaceDeepSpeedZero2(HuggingFaceTrainer):
     """DeepSpeed stage 2 with the configuration of ``deepspeed-zero2-eager``.
 
-    The Trainer divides the loss, and tells the engine where a window ends, so that the engine's N has no effect.
+    The Trainer divides the loss and tells the engine where a window ends; the engine's N has no effect.
     """
 
     name, framework = "hf-trainer-deepspeed-zero2", "HF Trainer DeepSpeed"

@@ -34,6 +34,8 @@ _PARTS = {
     # deepspeed.initialize imports the second one, and it imports all of torch.compile.
     "deepspeed": ("deepspeed", "deepspeed.runtime.zero.muon.original_muon"),
     "lightning": ("lightning.pytorch", "lightning.fabric"),
+    "transformers": ("transformers.trainer",),
+    "accelerate": ("accelerate", "deepspeed"),  # Accelerate imports DeepSpeed wherever it is installed
 }
 """Modules to import for packages where importing the top module is not enough."""
 _packages = [name for name in os.environ.get("BENCH_PRELOAD", "").split(",") if name]

@@ -22,6 +22,7 @@ PACKAGES = (
     "lightning",
     "deepspeed",
     "transformers",
+    "accelerate",
     "numpy",
     "pandas",
     "scipy",
