@@ -23,6 +23,7 @@ PACKAGES = (
     "deepspeed",
     "transformers",
     "accelerate",
+    "torchtitan",
     "numpy",
     "pandas",
     "scipy",
