@@ -74,3 +74,39 @@ def test_hugging_faces_trainer_alone_computes_the_same(
     verdicts = {(one["scenario"]["name"], one["verdict"]) for one in measured}
     assert {word for name, word in verdicts if name in ("tokens-mean", "tokens-counted-per-rank")} == {"mean of means"}
     assert {word for name, word in verdicts if name == "tokens-counted"} == {"right"}
+
+
+ACCELERATED = ("ddp", "ddp-eager", "fsdp2", "fsdp2-eager", "deepspeed-zero2", "deepspeed-zero3")
+
+
+def test_accelerate_without_the_bench_computes_and_sends_the_same(tmp_path: Path) -> None:
+    command = [sys.executable, str(Path(__file__).parent / "bare_accelerate.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    bare: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert bare.pop("fallbacks") == {"cpu=True": "DistributedDataParallel on 2", "neither": "Weights on 1"}
+    sent = {name.removeprefix("accelerate-"): calls for name, calls in bare.pop("collectives").items()}
+    assert sent == {  # N = 4, one parameter, one unit; ZeRO adds the norm, and stage 2 the gather after the step
+        "ddp": {"allreduce_": 1},
+        "ddp-eager": {"allreduce_": 4},
+        "fsdp2": {"_allgather_base_": 4, "_reduce_scatter_base_": 1},
+        "fsdp2-eager": {"_allgather_base_": 4, "_reduce_scatter_base_": 4},
+        "deepspeed-zero2": {"allreduce_": 4 + 1, "_allgather_base_": 1},
+        "deepspeed-zero3": {"_allgather_base_": 4, "_reduce_scatter_base_": 4, "allreduce_": 1},
+    }
+    options = ("--scenario", ",".join(bare), "--backend", ",".join(f"accelerate-{name}" for name in ACCELERATED))
+    done = bench("semantics", "--suite", *options, "--json", "--out", "seen", cwd=tmp_path)
+    suite = {(one["scenario"]["name"], one["backend"]): one for one in json.loads(done.stdout)}
+    assert len(suite) == len(bare) * len(ACCELERATED)
+    for (name, backend), seen in suite.items():
+        one = bare[name][backend]
+        assert len(seen["updates"]) == len(one["updates"]), (name, backend)
+        for update, coefficients in zip(seen["updates"], one["updates"], strict=True):
+            assert update["samples"] == pytest.approx(coefficients, rel=1e-4), (name, backend)
+        assert seen["steps_reported"] == one["reported"], (name, backend)
+        if name == "own-loader":
+            assert (len(seen["updates"]), seen["verdict"]) == (5, "carried over"), backend
+        if name == "prepared-scheduler":
+            assert (seen["verdict"], seen["steps_reported"]["lr_scheduler.last_epoch"]) == ("miscounted", 2 * 4), (
+                backend
+            )
