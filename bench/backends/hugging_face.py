@@ -17,7 +17,6 @@ from bench.plan.cell import Cell, Sharding, Stepping, Sync
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-    from transformers import Trainer
 
 
 class HuggingFaceTrainer(Backend):
@@ -33,7 +32,7 @@ class HuggingFaceTrainer(Backend):
     models that are not a ``PreTrainedModel``.
     """
 
-    requires = ("transformers", "accelerate")
+    requires: ClassVar[tuple[str, ...]] = ("transformers", "accelerate")
     stepping = Stepping.OVERRIDE
     wrapper: ClassVar[str]
     """The class that Accelerate is to wrap the model in, as ``bench.backends.accelerate`` names it."""
@@ -144,7 +143,7 @@ def _model(backend: HuggingFaceTrainer, job: Job) -> Any:
     return Model()
 
 
-def _trainer(backend: HuggingFaceTrainer, job: Job) -> Trainer:
+def _trainer(backend: HuggingFaceTrainer, job: Job) -> Any:
     """The Trainer with the tapped loader and optimizer."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
     from transformers.trainer_callback import PrinterCallback
@@ -161,7 +160,7 @@ def _trainer(backend: HuggingFaceTrainer, job: Job) -> Trainer:
 
         def create_optimizer(self, model: Any = None) -> Any:
             if self.optimizer is None:
-                self.optimizer = job.optimizer(self.model.parameters())
+                self.optimizer = job.optimizer(backend.module.parameters())
             return self.optimizer
 
         def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:

@@ -5,7 +5,6 @@ Where Accelerate knows no way to train on the CPU over gloo, its state is set up
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -19,12 +18,14 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 from bare import M, MicroBatchError, N, Seen, W, deepspeed_config, whole_weight
+from bare_accelerate import Calls
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
 LONGEST = 512
 FOUR, FIVE = [7, LONGEST, 64, 3], [7, LONGEST, 64, 3, 20]
+WINDOWS = {"samples": 4 * N * M * W, "counted": True}
 SCENARIOS: dict[str, dict[str, Any]] = {
     "partial-window": {"samples": 40, "epochs": 2},
     "max-steps-short": {"samples": 12, "max_steps": 2},
@@ -97,7 +98,8 @@ class OnCPU(PartialState):
         self.device = torch.device("cpu")
 
 
-def trainer(seen: Seen, given: dict[str, Any], kind: str, folder: str) -> Trainer:
+def trainer(seen: Seen, given: dict[str, Any], kind: str, folder: str, calls: Calls | None = None) -> Trainer:
+    """Notes every update, and all that the third window calls."""
     clip = given.get("clip", 0.0)
     how: dict[str, Any] = {"max_steps": given.get("max_steps", -1), "num_train_epochs": given.get("epochs", 1)}
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -129,9 +131,13 @@ def trainer(seen: Seen, given: dict[str, Any], kind: str, folder: str) -> Traine
     )
 
     class Look(TrainerCallback):
-        def on_step_end(self, *_: Any, **__: Any) -> None:
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if calls and state.global_step == 3:
+                calls.__exit__(None, None, None)
             parameter = next(made.model_wrapped.parameters())
             seen.look(whole_weight(made.model_wrapped) if "deepspeed" in kind else parameter)
+            if calls and state.global_step == 2:
+                calls.__enter__()
 
     class Given(Trainer):
         def get_train_dataloader(self) -> Any:
@@ -151,16 +157,15 @@ def run(seen: Seen, given: dict[str, Any], kind: str) -> None:
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder)
     made = trainer(seen, given, kind, folder[0])
-    with contextlib.redirect_stdout(sys.stderr):
-        try:
-            made.train()
-        except MicroBatchError:
-            dist.barrier()
-            for empty in Path(folder[0]).glob("*/optimizer.bin"):  # of SGD: torch could not load it for FSDP2
-                empty.unlink(missing_ok=True)
-            dist.barrier()
-            made = trainer(seen, {**given, "stops": sys.maxsize}, kind, folder[0])
-            made.train(resume_from_checkpoint=True)
+    try:
+        made.train()
+    except MicroBatchError:
+        dist.barrier()
+        for empty in Path(folder[0]).glob("*/optimizer.bin"):  # of SGD: torch could not load it for FSDP2
+            empty.unlink(missing_ok=True)
+        dist.barrier()
+        made = trainer(seen, {**given, "stops": sys.maxsize}, kind, folder[0])
+        made.train(resume_from_checkpoint=True)
     seen.counters["state.global_step"] = made.state.global_step
     if "deepspeed" in kind:
         seen.counters["engine.global_steps"] = made.model_wrapped.global_steps
@@ -181,8 +186,11 @@ def rank(number: int, kinds: str, store: str) -> None:
         torch.serialization.add_safe_globals([LossScaler, ZeroStageEnum, fragment_address])
         vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False  # it would be compiled
         deepspeed.comm.init_distributed(dist_init_required=False)
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, Any]] = {"collectives": {}}
     for kind in kinds.split(","):
+        calls = Calls()
+        trainer(Seen(WINDOWS["samples"]), WINDOWS, kind, tempfile.gettempdir(), calls).train()
+        found["collectives"][kind] = calls.calls
         for name, given in SCENARIOS.items():
             seen = Seen(given["samples"])
             run(seen, given, kind)
