@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.audit.scenario import Fault, Scenario, Split
-from bench.backends.accelerate import AccelerateBackend, Stream
+from bench.backends.accelerate import AccelerateBackend
 from bench.backends.base import Backend, Job, Window
 from bench.backends.deepspeed import DeepSpeedZero2Eager
 from bench.backends.fsdp2 import FSDP2Torchtitan
@@ -183,7 +183,7 @@ class AuditedAccelerator(AccelerateBackend):
         if scenario.split is Split.FRAMEWORK:
             loader = self.accelerator.prepare_data_loader(job.whole)
         elif not scenario.own_loader:
-            loader = self.prepared(Stream(job.loader, job.world_size))
+            loader = super().batches(job)
         for epoch in job.each_epoch():
             if len(scenario.accumulate) > 1:
                 self.accelerator.gradient_accumulation_steps = scenario.accumulate_in(epoch)

@@ -1,7 +1,7 @@
 """How many optimizer steps a training takes under each backend's rule, calculated without training.
 
 Micro-batches are counted per rank (all ranks have equally many), samples over all ranks. Sources are those of Lightning
-2.6 and DeepSpeed 0.19.
+2.6, DeepSpeed 0.19 and Accelerate 1.15.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ class StepRule:
     """``split`` only: the trainer's ``zero_grad`` clears the gradients of the engine's open window."""
     twice: bool = False
     """``split`` only: trainer and engine both divide the loss by N."""
+    counted: bool = True
+    """``flush`` only: a trainer counts the steps and foresees their number, as Lightning's does."""
 
     @classmethod
     def of(cls, stepping: Stepping, sharding: Sharding, *, divides_once: bool = False) -> StepRule:
@@ -59,11 +61,7 @@ class StepRule:
         (deepspeed/runtime/zero/stage3.py).
         """
         split = stepping is Stepping.SPLIT
-        return cls(
-            stepping=stepping,
-            clears=split and sharding is not Sharding.GRADS,
-            twice=split and not divides_once,
-        )
+        return cls(stepping=stepping, clears=split and sharding is not Sharding.GRADS, twice=split and not divides_once)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +125,7 @@ def calculate(training: TrainingPlan, rule: StepRule) -> Steps | None:
     """The training under a rule; None where none is known, for ``Stepping.UNKNOWN`` and some N by epoch (``by_epoch``).
 
     - ``window`` and ``flush`` step after N micro-batches and at the end of the epoch (Lightning:
-      loops/training_epoch_loop.py, ``_should_accumulate``).
+      loops/training_epoch_loop.py, ``_should_accumulate``; Accelerate: accelerator.py, ``_do_sync``).
     - ``override``: as ``window``, but ``max_steps`` overrides the epochs (transformers: ``Trainer.train``).
     - ``carry`` steps after N micro-batches counted over the whole training (DeepSpeed: runtime/engine.py,
       ``is_gradient_accumulation_boundary``).
@@ -297,8 +295,10 @@ def _reported(training: TrainingPlan, rule: StepRule, consumed: int) -> dict[str
     if rule.stepping is Stepping.CANCEL:
         taken = consumed // training.accumulate
         return {"trainer.step": taken + (taken < training.naive_steps)}
-    if rule.stepping in (Stepping.WINDOW, Stepping.OVERRIDE):
-        return {"state.global_step": updates(training, rule, consumed)} if rule.stepping is Stepping.OVERRIDE else {}
+    if rule.stepping is Stepping.OVERRIDE:
+        return {"state.global_step": updates(training, rule, consumed)}
+    if rule.stepping is Stepping.WINDOW or not rule.counted:
+        return {}
     finished, begun = divmod(consumed, training.micro_batches_per_epoch)
     split = rule.stepping is Stepping.SPLIT
     per_epoch = training.full_windows if split else training.windows

@@ -99,8 +99,9 @@ class AccelerateBackend(Backend):
     """
 
     stepping = Stepping.FLUSH
-    requires = ("accelerate",)
+    requires: ClassVar[tuple[str, ...]] = ("accelerate",)
     wrapper: ClassVar[str]
+    sync_each_batch: ClassVar[bool] = False
 
     def train(self, job: Job) -> None:
         from accelerate import Accelerator
@@ -112,7 +113,7 @@ class AccelerateBackend(Backend):
             device_placement=False,  # everything is on the device
             mixed_precision="bf16" if job.bf16 else "no",
             gradient_accumulation_plugin=GradientAccumulationPlugin(
-                num_steps=job.accumulate, sync_each_batch=self.sync is Sync.EAGER
+                num_steps=job.accumulate, sync_each_batch=self.sync_each_batch
             ),
             **self.plugin(job, model),
         )
@@ -136,14 +137,12 @@ class AccelerateBackend(Backend):
                 self.optimizer.step()
                 self.optimizer.zero_grad()
 
-    def batches(self, job: Job) -> Iterable[Tensor]:
-        return self.prepared(Stream(job.loader, job.world_size))
-
-    def prepared(self, data: Any) -> Any:
-        """A prepared DataLoader."""
+    def batches(self, job: Job) -> Any:
+        """The prepared loader of this rank's micro-batches."""
         from torch.utils.data import DataLoader
 
-        return self.accelerator.prepare_data_loader(DataLoader(data, collate_fn=operator.itemgetter(0)))
+        stream: Any = Stream(job.loader, job.world_size)
+        return self.accelerator.prepare_data_loader(DataLoader(stream, collate_fn=operator.itemgetter(0)))
 
 
 class AccelerateDDP(AccelerateBackend):
@@ -170,6 +169,7 @@ class AccelerateDDPEager(AccelerateDDP):
 
     name = "accelerate-ddp-eager"
     sync = Sync.EAGER
+    sync_each_batch = True
 
 
 class AccelerateFSDP2(AccelerateBackend):
@@ -218,6 +218,7 @@ class AccelerateFSDP2Eager(AccelerateFSDP2):
 
     name = "accelerate-fsdp2-eager"
     sync = Sync.EAGER
+    sync_each_batch = True
 
 
 class AccelerateDeepSpeedZero2(AccelerateBackend):

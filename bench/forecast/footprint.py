@@ -22,10 +22,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from bench.backends import accelerate
 from bench.backends.base import BF16_PARAMETERS, Backend
 from bench.forecast.live import Live, Widths
 from bench.forecast.replay_decoder import Decoder
-from bench.forecast.replay_frameworks import DDP, FSDP2, Framework, Whole
+from bench.forecast.replay_frameworks import DDP, FSDP2, CarvedFSDP2, Framework, Whole
 from bench.forecast.replay_zero import Stage2, Stage3
 from bench.judge.formulas import ENGINES, zero_settings
 from bench.plan.cell import REFERENCE, Cell, Device, Precision, Sharding
@@ -59,6 +60,8 @@ def declined(cell: Cell, backend: type[Backend]) -> str:
     """Why the memory of such a cell is not predicted; empty if it is."""
     if cell.compiled:
         return "the compiler decides what compiled blocks save and need"
+    if cell.replicate:
+        return "the memory of HSDP is not replayed"
     if cell.activation_checkpointing and getattr(backend, "stage", 2) == 3:
         return "the order in which ZeRO-3 gathers parameters for recomputation is not replayed"
     return ""
@@ -133,5 +136,7 @@ def _framework(live: Live, cell: Cell, layout: Layout, backend: type[Backend], s
         return Stage3(live, cell, layout, backend, state, settings)
     if backend.name == REFERENCE:
         return Whole(live, cell, layout, backend, state)
-    kind = DDP if backend.sharding is Sharding.NONE else FSDP2
+    kind: type[Framework] = DDP if backend.sharding is Sharding.NONE else FSDP2
+    if issubclass(backend, accelerate.AccelerateFSDP2) and not SIZES[cell.model].tied:
+        kind = CarvedFSDP2
     return kind(live, cell, layout, backend, state)

@@ -115,6 +115,4 @@ def test_accelerate_without_the_bench_computes_and_sends_the_same(tmp_path: Path
         if name == "own-loader":
             assert (len(seen["updates"]), seen["verdict"]) == (5, "carried over"), backend
         if name == "prepared-scheduler":
-            assert (seen["verdict"], seen["steps_reported"]["lr_scheduler.last_epoch"]) == ("miscounted", 2 * 4), (
-                backend
-            )
+            assert (seen["verdict"], seen["steps_reported"]["lr_scheduler.last_epoch"]) == ("miscounted", 2 * 4)

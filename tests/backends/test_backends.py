@@ -118,6 +118,12 @@ def calls(run: Run, backend: str, op: str, dtype: str = "float32") -> tuple[int,
         ("lightning-fsdp2", "reduce_scatter", N * 4 * P),
         ("fsdp2-deferred", "reduce_scatter", 4 * P),
         ("fsdp2-deferred-resident", "reduce_scatter", 4 * P),
+        ("hsdp-eager", "reduce_scatter", N * 4 * P),
+        ("hsdp-eager", "all_reduce", N * 2 * P),
+        ("hsdp-deferred-all-reduce", "reduce_scatter", N * 4 * P),
+        ("hsdp-deferred-all-reduce", "all_reduce", 2 * P),
+        ("hsdp-deferred", "reduce_scatter", 4 * P),
+        ("hsdp-deferred", "all_reduce", 2 * P),
         ("fabric-fsdp2-deferred", "reduce_scatter", 4 * P),
         ("hf-trainer-ddp", "all_reduce", 4 * P),
         ("hf-trainer-fsdp2", "reduce_scatter", 4 * P),
@@ -127,6 +133,12 @@ def calls(run: Run, backend: str, op: str, dtype: str = "float32") -> tuple[int,
         ("deepspeed-zero2-deferred", "all_reduce", 4 * P + 4),
         ("deepspeed-zero3-eager", "reduce_scatter", N * 4 * P),
         ("deepspeed-zero3-deferred", "reduce_scatter", 4 * P),
+        ("accelerate-ddp", "all_reduce", 4 * P),
+        ("accelerate-ddp-eager", "all_reduce", N * 4 * P),
+        ("accelerate-fsdp2", "reduce_scatter", 4 * P),
+        ("accelerate-fsdp2-eager", "reduce_scatter", N * 4 * P),
+        ("accelerate-deepspeed-zero2", "all_reduce", N * 4 * P + 4),
+        ("accelerate-deepspeed-zero3", "reduce_scatter", N * 4 * P),
     ],
 )
 def test_eager_backends_reduce_n_times_and_deferred_ones_once(
@@ -142,6 +154,8 @@ def test_eager_backends_reduce_n_times_and_deferred_ones_once(
         ("fsdp2-eager", N * (2 * GROUPS - 1)),
         ("fsdp2-zero2-eager", N * GROUPS),
         ("fsdp2-deferred-resident", GROUPS),
+        # Embedding, and norm with head, are units there; the embedding is gathered twice as well, the others once.
+        ("accelerate-fsdp2", N * (2 * GROUPS + 1)),
     ],
 )
 def test_fsdp2_all_gathers(fp32_run: Run, backend: str, expected: int) -> None:
@@ -170,6 +184,9 @@ def held(run: Run, backend: str) -> float:
         ("fsdp2-eager", 4 / W),  # parameters, gradients and two moments, all sharded
         ("fsdp2-deferred", 3 / W + 1),  # gradients whole
         ("fsdp2-deferred-resident", 3 / W + 2),  # the sharded parameters, and the gathered ones beside them
+        ("hsdp-eager", 4 / 2),  # sharded over two ranks of four
+        ("hsdp-deferred-all-reduce", 4 / 2),
+        ("hsdp-deferred", 3 / 2 + 1),
     ],
 )
 def test_held_memory_is_the_sum_of_its_parts(fp32_run: Run, backend: str, expected: float) -> None:
@@ -285,13 +302,17 @@ def test_fsdp2_gathers_a_parameter_when_it_is_looked_at(lonely_group: None, monk
     assert torch.equal(found["1.bias"], right["1.bias"]) and len(gathered) == 1
 
 
-@pytest.mark.parametrize("name", ["deepspeed-zero2-eager", "deepspeed-zero3-deferred", "lightning-deepspeed-zero3"])
+ENGINES = ["deepspeed-zero2-eager", "deepspeed-zero3-deferred", "lightning-deepspeed-zero3"]
+
+
+@pytest.mark.parametrize("name", [*ENGINES, "accelerate-deepspeed-zero2"])
 def test_an_engine_goes_with_its_backend(name: str) -> None:
     """On CUDA its hooks keep it, and the whole model's memory, from being freed: 31 MB a pass of the smallest model."""
     released: list[str] = []
     engine = SimpleNamespace(destroy=lambda: released.append(name))
     backend: Any = registry()[name]()
-    backend.engine, backend.trainer = engine, SimpleNamespace(strategy=SimpleNamespace(model=engine))
+    backend.engine = backend.model = engine
+    backend.trainer = SimpleNamespace(strategy=SimpleNamespace(model=engine))
     del backend
     assert released == [name]
     registry()[name]()  # one that failed before it had an engine has none to release

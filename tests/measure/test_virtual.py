@@ -36,6 +36,7 @@ CHOSEN = (
     "ddp-eager",
     "fsdp2-eager",
     "fsdp2-deferred-resident",
+    "hsdp-deferred-all-reduce",
     "deepspeed-zero2-deferred",
     "deepspeed-zero3-eager",
     "fabric-fsdp2-deferred",
@@ -62,7 +63,8 @@ def cells_of(request: pytest.FixtureRequest, kind: str, size: int, precision: Pr
     if precision is BF16 and kind == "gloo":  # its safe_set_full_fp32_param fails on what the ranks do not divide
         every = [name for name in every if not name.startswith("deepspeed-zero3")]
     changes = {"virtual": kind != "gloo", "fake_tensors": kind == "fake", "precision": precision}
-    return [world_cell(name, size, **changes) for name in asked(request, [n for n in CHOSEN if n in every], every)]
+    cells = [world_cell(name, size, **changes) for name in asked(request, [n for n in CHOSEN if n in every], every)]
+    return [cell for cell in cells if cell.fits_mesh]
 
 
 @pytest.mark.parametrize("world", first(DEFAULT, EVERY), ids=str)
@@ -78,7 +80,9 @@ def test_what_is_sent_and_held_is_what_the_formulas_say(
                 assert cell.precision is BF16 and cell.backend.endswith("-deferred") and "deepspeed" in cell.backend
                 continue
             expected = expect(cell, layout(cell), rank=rank)
-            assert expected is not None
+            if expected is None:  # nobody knows which parts of a model of one's own Accelerate shards
+                assert cell.backend.startswith("accelerate-fsdp2")
+                continue
             held = categories.parts(found["memory"], HELD)
             by_use = {use: sum(held[c] for c in Category if c.startswith(use)) for use in expected.held if held}
             counted = [dataclasses.asdict(row) for row in expected.collectives]
