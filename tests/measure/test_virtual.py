@@ -41,6 +41,7 @@ CHOSEN = (
     "deepspeed-zero3-eager",
     "fabric-fsdp2-deferred",
     "hf-trainer-fsdp2",
+    "torchtitan-eager",
 )
 """One of every framework, sharding and sync."""
 N = 2
