@@ -42,6 +42,7 @@ COLUMNS = {
     "reported_engine_global_steps": "Int64",
     "reported_lr_scheduler_last_epoch": "Int64",
     "reported_trainer_step": "Int64",
+    "reported_state_global_step": "Int64",
     "steps_reported": "string",
     "diagnosis": "string",
 }

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.audit.scenario import Fault, Reduction, Scenario, Split
+from bench.backends.accelerate import AccelerateBackend
 from bench.backends.base import Backend, Job, Window
 from bench.backends.deepspeed import DeepSpeedZero2Eager
 from bench.backends.lightning import LightningBackend, count_engine_steps
@@ -67,15 +68,6 @@ class ScenarioJob(Job):
                 num_windows, left = num_windows + 1, left - size
 
 
-def audited(backend: type[Backend]) -> type[Backend]:
-    """The backend as scenarios run it: the same class, over what its framework has to be told."""
-    kinds = {DeepSpeedZero2Eager: AuditedEngine, LightningBackend: AuditedTrainer, TorchtitanEager: AuditedStream}
-    for framework, kind in kinds.items():
-        if issubclass(backend, framework):
-            return type(backend.__name__, (kind, backend), {})
-    return backend
-
-
 def evaluate(backend: Backend, validate: Callable[[nn.Module], None]) -> None:
     """Evaluate the model in the middle of a training, as user code would."""
     from torch import nn, no_grad
@@ -115,9 +107,9 @@ class AuditedStream(TorchtitanEager):
                 yield batch
 
     def num_tokens(self, batch: Tensor) -> int:
-        """Those of its samples where the loss is a mean over them."""
-        is_mean = self.job.scenario.reduction is Reduction.MEAN
-        return int(batch[:, 1].sum()) if is_mean else len(batch)
+        """Those of its samples, unless the loss is already a share of its window's."""
+        is_share = self.job.scenario.reduction is Reduction.WINDOW
+        return len(batch) if is_share else int(batch[:, 1].sum())
 
     def save(self, folder: Path, seen: int, accumulate: int) -> int:
         """torchtitan writes a checkpoint after a step, so that the window of the next one is fetched again."""
@@ -161,6 +153,59 @@ class AuditedEngine(DeepSpeedZero2Eager):
     def save(self, folder: Path, seen: int, accumulate: int) -> int:
         self.engine.save_checkpoint(str(folder), tag=CHECKPOINT)
         return seen if self.sync is Sync.EAGER else seen - seen % accumulate
+
+
+class AuditedAccelerator(AccelerateBackend):
+    """Accelerate's loop over epochs, with the limit of updates that its examples write around it."""
+
+    def train(self, job: Any) -> None:
+        self.scenario, self.resume = job.scenario, job.resume
+        self.num_updates = 0
+
+        def optimizer(parameters: Any) -> Any:
+            self.inner = job.optimizer(parameters)
+            return self.inner
+
+        super().train(dataclasses.replace(job, optimizer=optimizer))
+
+    def plugin(self, job: Job, model: nn.Module) -> dict[str, Any]:
+        found = super().plugin(job, model)
+        if "deepspeed_plugin" in found and (n := self.scenario.engine_accumulate):
+            found["deepspeed_plugin"].deepspeed_config["gradient_accumulation_steps"] = n
+        return found
+
+    def prepare(self, job: Any, model: nn.Module) -> None:
+        super().prepare(job, model)
+        self.scheduler = None
+        if self.scenario.prepared_scheduler:
+            self.scheduler = self.accelerator.prepare_scheduler(job.scheduler(self.inner))
+        if self.resume:
+            if "deepspeed" in self.requires:
+                trust_own_classes()
+            self.accelerator.load_state(str(self.resume))
+
+    def batches(self, job: Any) -> Iterator[Tensor]:
+        """The micro-batches of all epochs, until ``max_steps`` updates are made."""
+        scenario, loader = self.scenario, job.loader
+        if scenario.split is Split.FRAMEWORK:
+            loader = self.accelerator.prepare_data_loader(job.whole)
+        elif not scenario.own_loader:
+            loader = super().batches(job)
+        for epoch in job.each_epoch():
+            if len(scenario.accumulate) > 1:
+                self.accelerator.gradient_accumulation_steps = scenario.accumulate_in(epoch)
+            for batch in loader:
+                yield batch
+                if self.scheduler:
+                    self.scheduler.step()
+                self.num_updates += self.accelerator.sync_gradients
+                if self.num_updates == scenario.max_steps:
+                    return
+
+    def save(self, folder: Path, seen: int, accumulate: int) -> int:
+        """A prepared loader has fetched one micro-batch that is not trained on yet, unless an epoch is over."""
+        self.accelerator.save_state(str(folder))
+        return seen if self.scenario.own_loader else max(0, seen - 1)
 
 
 def trust_own_classes() -> None:

@@ -222,7 +222,7 @@ class Backend(ABC):
         return ""
 
 
-BUILT_IN = ("plain", "fsdp2", "hsdp", "deepspeed", "lightning", "fabric", "torchtitan")
+BUILT_IN = ("plain", "fsdp2", "hsdp", "deepspeed", "lightning", "fabric", "accelerate", "hugging_face", "torchtitan")
 """Modules of this package with backends."""
 
 

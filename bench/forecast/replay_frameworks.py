@@ -225,7 +225,12 @@ class FSDP2(Framework):
         self.add(parameter, "gradients" if sums else "gradients_transient")
 
     def finish(self, unit: int) -> None:
-        """``post_backward``; the root's comes last, in the callback at the end of the backward."""
+        """The root's ``post_backward`` comes last, in the callback at the end of the backward."""
+        self._post_backward(unit)
+        if unit == ROOT:
+            self._free_reduced()
+
+    def _post_backward(self, unit: int) -> None:
         own = self.of_unit(unit)
         for p in own:  # accumulate_unsharded_grad_if_needed
             if _sum(p) in self.live:
@@ -239,8 +244,6 @@ class FSDP2(Framework):
                 if _sum(p) not in self.live:
                     self.live.make(_sum(p), "gradients", 4 * self.numel(p))
                     self.live.drop(whole_gradient(p))
-        if unit == ROOT:
-            self._free_reduced()
 
     def _reduce(self, unit: int, own: list[int]) -> None:
         """``foreach_reduce``: its fp32 input lives until that of the next unit, its output is the shards' gradient."""
@@ -260,6 +263,43 @@ class FSDP2(Framework):
         if self._reduced is not None:
             self.live.drop(f"reduce {self._reduced}")
             self._reduced = None
+
+
+class CarvedFSDP2(FSDP2):
+    """FSDP2 in Accelerate's units: the embedding is one, gathered and reduced as blocks are; norm and head are another.
+
+    The latter is ROOT here (bench/judge/formulas.py:accelerate_units). No gradient passes the embedding's input, so
+    that its ``post_backward`` is the last.
+    """
+
+    def __init__(self, live: Live, cell: Cell, layout: Layout, backend: type[Backend], state: int) -> None:
+        super().__init__(live, cell, formulas.accelerate_units(layout), backend, state)
+        *self._blocks, self._embedding = self._blocks
+
+    def enter(self, unit: int) -> None:
+        super().enter(self._embedding if unit == ROOT else unit)
+
+    def used(self, parameter: int) -> None:
+        if self.layout.parameters[parameter].unit == self._embedding:
+            self.leave(self._embedding)
+
+    def use(self, parameter: int) -> None:
+        if self.layout.parameters[parameter].unit == ROOT:
+            super().enter(ROOT)
+
+    def reach(self, unit: int) -> None:
+        if unit == self._blocks[-1]:
+            self._post_backward(ROOT)
+        super().reach(unit)
+        if unit == self._blocks[0]:
+            self._gather(self._embedding)
+
+    def finish(self, unit: int) -> None:
+        if unit == self._blocks[0]:
+            self._copy_out(self._embedding, forward=False)
+        self._post_backward(self._embedding if unit == ROOT else unit)
+        if unit == ROOT:
+            self._free_reduced()
 
 
 def _sum(parameter: int) -> str:

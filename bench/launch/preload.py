@@ -35,6 +35,8 @@ _PARTS = {
     # deepspeed.initialize imports the second one, and it imports all of torch.compile.
     "deepspeed": ("deepspeed", "deepspeed.runtime.zero.muon.original_muon"),
     "lightning": ("lightning.pytorch", "lightning.fabric"),
+    "transformers": ("transformers.trainer",),
+    "accelerate": ("accelerate", "deepspeed"),  # Accelerate imports DeepSpeed wherever it is installed
     "torchtitan": ("bench.backends.torchtitan:load",),
 }
 """Modules to import, or ``module:function`` to call, for packages where importing the top module is not enough."""

@@ -87,6 +87,8 @@ class Stepping(StrEnum):
 
     WINDOW = "window"
     """Step at the end of the epoch; divide by the number of micro-batches in the window (correct mean)."""
+    OVERRIDE = "override"
+    """As ``window``, but a limit of steps overrides the number of epochs."""
     FLUSH = "flush"
     """Step at the end of the epoch, but divide by N: the update is too small."""
     CARRY = "carry"

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from bench.audit.diagnosis import observation
 from bench.audit.reading import Reading
 from bench.audit.scenario import Fault, Reduction, Scenario, load
-from bench.audit.stepcount import StepRule, Steps, calculate
+from bench.audit.stepcount import Steps, calculate
+from bench.audit.stepcount_text import rule_of
 from bench.backends.base import EXTRA_BACKENDS, registry
 from bench.errors import InputError
 from bench.plan.cell import REFERENCES, Stepping
@@ -644,9 +645,7 @@ def test_a_backend_that_fails_spoils_no_other(tmp_path: Path, extra_site: Path) 
 
 
 def as_calculated(one: dict[str, Any]) -> Steps | None:
-    backend = registry()[one["backend"]]
-    rule = StepRule.of(backend.stepping, backend.sharding, divides_once=getattr(backend, "loss_factor", "") == "N")
-    return calculate(Scenario.from_dict(one["scenario"]).training, rule)
+    return calculate(Scenario.from_dict(one["scenario"]).training, rule_of(registry()[one["backend"]]))
 
 
 @st.composite
@@ -691,14 +690,16 @@ def test_the_calculator_says_what_the_backends_do(tables: list[str]) -> None:
         assert (told.stops == "never") == (one["stopped"] == "bound"), where
         if told.stops == "never":
             continue
-        assert told.micro_batches_consumed == one["micro_batches"], where
+        ahead = one["micro_batches"] - told.micro_batches_consumed
+        assert 0 <= ahead <= one["backend"].startswith("accelerate"), where  # its loader fetches one ahead
         assert told.optimizer_steps == one["optimizer_steps_observed"], where
         for name, value in told.steps_reported.items():
             if name in one["steps_reported"]:  # a loop of its own under DeepSpeed reports the engine's counter only
                 assert one["steps_reported"][name] == value, (name, where)
         missing = told.samples_lost_in_mid_run + told.samples_left_open
+        most = missing + ahead * one["scenario"]["batch_size"] * one["scenario"]["world_size"]
         # A padded sample counts as used if one of its two uses is.
-        assert missing - told.samples_padded <= one["samples_lost"] + one["samples_left_open"] <= missing, where
+        assert missing - told.samples_padded <= one["samples_lost"] + one["samples_left_open"] <= most, where
         scales = sorted(scale for scale, count in told.update_scales.items() for _ in range(count))
         assert sorted(update["sum"] for update in one["updates"]) == pytest.approx(scales, rel=1e-5), where
 
