@@ -36,6 +36,12 @@ BOUNDS = (
     "lower = max(compute, communication): all that can be hidden is hidden; upper = compute + communication: nothing "
     "is. communication = calls x latency + wire bytes / link, with the wire bytes of ring algorithms."
 )
+LEVELS = (
+    "intra, inter: GiB that a rank sends in one optimizer step within its node and to other nodes. inter is a rank's "
+    "share of its node's network cards, all of which NCCL's rings are assumed to use: of a group with m ranks per node "
+    "each sends 1/m of its bytes to another node. A collective takes as long as its slower level; in the lower bound "
+    "collectives of different levels run at once (docs/method.md)."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,13 +84,27 @@ class About:
         parts = []
         if self.link is not None:
             latency = f"{self.link.latency_s * 1e6:g} us" if self.latency_given else "no latency (none was given)"
-            parts.append(f"link {rate(self.link.bytes_per_s)} per rank, {latency} per call")
+            parts.append(f"link {self.speeds} per rank, {latency} per call")
         if self.compute_s is not None:
             parts.append(f"compute {self.compute_s:.4g} s per optimizer step ({self.compute_from})")
         if self.memory_bytes is not None:
             kept = f", {gib(self.reserve_bytes)} of it reserved" * bool(self.reserve_bytes)
             parts.append(f"memory {gib(self.memory_bytes)}{kept}")
         return "; ".join(parts)
+
+    @property
+    def two_levels(self) -> bool:
+        """Whether ranks of one node have a faster link."""
+        return self.link is not None and self.link.node_size > 1
+
+    @property
+    def speeds(self) -> str:
+        """The speed of the link, or that of both levels."""
+        assert self.link is not None
+        inter = rate(self.link.bytes_per_s)
+        if not self.two_levels:
+            return inter
+        return f"{rate(self.link.intra_bytes_per_s)} within nodes of {self.link.node_size} and {inter} between them"
 
     @property
     def usable_bytes(self) -> int | None:
@@ -109,6 +129,7 @@ def header(about: About) -> tuple[str, ...]:
     """The names of the table's columns; that of the remarks is empty."""
     names = ["backend", *COLUMNS, "peak"]
     names += ["fits"] if about.memory_bytes is not None else []
+    names += ["intra", "inter"] if about.two_levels else []
     names += ["comm/s"] if about.link is not None else []
     return (*names, *(("lower/s", "upper/s") if about.answer is not None else ()), "")
 
@@ -121,6 +142,8 @@ def cells_of(about: About, row: Mapping[str, Any]) -> tuple[str, ...]:
     found.append(_short(row["peak_memory_bytes"]))
     if about.memory_bytes is not None:
         found.append("yes" if row["fits"] else "NO")
+    if about.two_levels:
+        found += [_short(row["intra_bytes"]), _short(row["inter_bytes"])]
     if about.link is not None:
         found.append(f"{row['communication_s']:.4g}")
     if about.answer is not None:
@@ -206,16 +229,19 @@ def notes(about: About) -> list[str]:
         return found
     assert about.link is not None
     within = f"{100 * about.margin:g} %"
-    at = rate(about.link.bytes_per_s)
-    over_n = _flips("N", about.answer.along_n, lambda n: f"{n:.0f}", f"at {at}, with compute in proportion to N")
+    at, n = about.speeds, about.cell.accumulate
+    between = " between nodes" * about.two_levels
+    found += [LEVELS] * about.two_levels
+    over_w = [_flips("W", about.answer.along_w, _whole, f"at N = {n} and {at}")] if about.answer.along_w else []
     return [
         *found,
         BOUNDS,
         f"best: no other backend{' that fits' * (about.memory_bytes is not None)} can be more than {within} faster, "
         f"whatever is hidden, and of those within {within} it needs the least memory. Otherwise it is undecided, and "
         "the smallest upper bound leads.",
-        over_n,
-        _flips("the link", about.answer.along_link, rate, f"at N = {about.cell.accumulate}"),
+        _flips("N", about.answer.along_n, _whole, f"at {at}, with compute in proportion to N"),
+        *over_w,
+        _flips(f"the link{between}", about.answer.along_link, rate, f"at N = {n}"),
     ]
 
 
@@ -239,6 +265,10 @@ def named(choice: Choice) -> str:
         return "nothing fits"
     equal = f" (equal: {', '.join(choice.equal)})" if choice.equal else ""
     return f"undecided, {choice.best} leads{equal}" if choice.undecided else f"{choice.best}{equal}"
+
+
+def _whole(number: float) -> str:
+    return f"{number:.0f}"
 
 
 def _flips(what: str, stretches: Sequence[Stretch], show: Callable[[float], str], where: str) -> str:

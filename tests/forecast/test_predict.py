@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -17,7 +18,7 @@ from bench.cli import main
 from bench.errors import GOOD, WRONG
 from bench.forecast import prediction_map, prediction_text
 from bench.forecast.best import EXACT, Choice, Question, where_best
-from bench.forecast.prediction import Link, Prediction, Traffic, predict
+from bench.forecast.prediction import Bounds, Link, Prediction, Traffic, communication, predict
 from bench.plan.cell import REFERENCES, Cell, Device, Precision
 from bench.plan.models import SIZES
 from tests import legible
@@ -62,8 +63,26 @@ def test_deferred_holds_4p_less_a_shard_more_than_eager(model: str, world_size: 
 def test_wire_bytes_and_calls_of_fsdp2_by_hand() -> None:
     """Eager N reduce-scatters of 4P and, resident, one gather of 2P; times 63/64; 33 units."""
     parameters = SIZES["8b"].num_parameters
-    assert one("fsdp2-deferred-resident").traffic(16) == Traffic(66, 6 * parameters * 63 / 64)
-    assert one("fsdp2-zero2-eager").traffic(16) == Traffic(2 * 16 * 33, 16 * 6 * parameters * 63 / 64)
+    assert one("fsdp2-deferred-resident").traffic(16) == (Traffic(66, 6 * parameters * 63 / 64, 64),)
+    assert one("fsdp2-zero2-eager").traffic(16) == (Traffic(2 * 16 * 33, 16 * 6 * parameters * 63 / 64, 64),)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stride", "node_size"), [(16, 1, 8), (8, 1, 8), (4, 1, 8), (2, 8, 8), (8, 4, 8), (32, 1, 8), (6, 1, 1)]
+)
+def test_what_leaves_a_node_is_what_rings_over_all_its_network_cards_send(
+    ranks: int, stride: int, node_size: int
+) -> None:
+    """One ring for each rank that a group has in a node; in each another rank is the last before the next node."""
+    group = [stride * position for position in range(ranks)]
+    nodes = [list(inside) for _, inside in itertools.groupby(group, lambda rank: rank // node_size)]
+    sent = {(rank, inter): 0.0 for rank in group for inter in (False, True)}
+    for first in range(num_rings := len(nodes[0])):
+        ring = [rank for node in nodes for rank in (*node[first:], *node[:first])]
+        for rank, follower in itertools.pairwise([*ring, ring[0]]):
+            sent[rank, rank // node_size != follower // node_size] += 840.0 / num_rings
+    intra, inter = Traffic(1, 840.0, ranks, stride).levels(node_size)
+    assert sent == pytest.approx({(rank, way): inter if way else intra for rank in group for way in (False, True)})
 
 
 # Bounds and choice, on made-up traffic.
@@ -72,9 +91,9 @@ def test_wire_bytes_and_calls_of_fsdp2_by_hand() -> None:
 def made(name: str, calls: float, wire: float, peak: int) -> Any:
     """A prediction whose numbers are given per micro-batch; a ``name`` that begins with constant: per window."""
 
-    def traffic(accumulate: int) -> Traffic:
+    def traffic(accumulate: int) -> tuple[Traffic, ...]:
         times = 1 if name.startswith("constant") else accumulate
-        return Traffic(calls * times, wire * times)
+        return (Traffic(calls * times, wire * times, 8),)
 
     memory = SimpleNamespace(peak=peak)
     return SimpleNamespace(name=name, refusal="", defect=lambda _: "", traffic=traffic, memory=lambda _: memory)
@@ -92,8 +111,25 @@ def test_bounds_by_hand() -> None:
     assert (bounds.lower, bounds.upper) == (5.0, 9.0)
     bounds = question(slow).bounds(slow, 10, link)
     assert (bounds.lower, bounds.upper) == (10.0, 15.0), "compute grows with N"
-    assert question().hidden_from(slow, 4, 0.01) == pytest.approx(8e9 / 3)
-    assert question().hidden_from(slow, 4, 0.04) == math.inf
+    assert question().hidden_from(slow, 4, link) == pytest.approx(8e9 / 3)
+    assert question().hidden_from(slow, 4, Link(bytes_per_s=2e9, latency_s=0.04)) == math.inf
+
+
+def test_bounds_over_two_levels_by_hand() -> None:
+    """Groups of 4 in a node send 8 GB at 4 GB/s, and pairs of them 3 GB at 1 GB/s to the other node: 2 s and 3 s.
+
+    A group of all 8 ranks sends 1/4 of its 8 GB to the other node, 2 s, and meanwhile the rest in its own, 1.5 s.
+    """
+    link = Link(bytes_per_s=1e9, intra_bytes_per_s=4e9, node_size=4)
+    shards, replicas, everyone = Traffic(0, 8e9, 4), Traffic(0, 3e9, 2, 4), Traffic(0, 8e9, 8)
+    assert communication([shards, replicas], link) == Bounds(3.0, 5.0), "levels run at once, or in turn"
+    assert communication([everyone], link) == Bounds(2.0, 2.0)
+    assert communication([everyone, shards], link) == Bounds(3.5, 4.0), "1.5 s and 2 s within the node"
+    assert communication([everyone, shards], dataclasses.replace(link, latency_s=0.1)) == Bounds(3.5, 4.0)
+    hidden = Link(bytes_per_s=1.0, intra_bytes_per_s=4e9, node_size=4)
+    both = SimpleNamespace(traffic=lambda _: (shards, replicas))
+    assert question().hidden_from(both, 4, hidden) == pytest.approx(3e9 / 4)
+    assert question(compute_s=1.9).hidden_from(both, 4, hidden) == math.inf, "2 s within the node"
 
 
 def test_overlapping_bounds_are_undecided() -> None:
@@ -105,7 +141,7 @@ def test_overlapping_bounds_are_undecided() -> None:
     assert asks.rivals("constant", 4, middle) == ["each"]
     assert asks.choose(4, slow) == Choice("constant"), "40 to 44 s against 10 to 14 s"
     assert asks.choose(4, fast) == Choice("each"), "both within 2 % of 4 s, so the memory decides"
-    stretches = asks.along_link(4, 0.0)
+    stretches = asks.along_link(4, middle)
     assert [(one.choice.best, one.choice.undecided) for one in stretches] == [
         ("constant", False),
         ("constant", True),
@@ -118,12 +154,14 @@ def test_overlapping_bounds_are_undecided() -> None:
 def test_the_link_at_which_the_answer_flips() -> None:
     """1 call and 3 GB against 101 calls and 1 GB, 1 ms each: even where 2 GB take as long as 100 ms, at 20 GB/s."""
     few, many = made("constant few", 1, 3e9, 1), made("constant many", 101, 1e9, 1)
-    found = question(few, many, compute_s=0.0).along_link(4, 1e-3)
+    link = Link(bytes_per_s=1e9, latency_s=1e-3)
+    found = question(few, many, compute_s=0.0).along_link(4, link)
     assert [stretch.choice.best for stretch in found] == ["constant many", "constant few"]
     assert found[0].high == found[1].low == pytest.approx(2e10, rel=2 * EXACT)
     assert (found[0].low, found[-1].high) == (1e8, 1e12)
     assert where_best("constant few", found) == [(found[1].low, 1e12)]
-    assert question(few, many, compute_s=0.0).along_link(4, 1e-3, 1e7)[0].low == 1e7, "the asked one is always inside"
+    slow = dataclasses.replace(link, bytes_per_s=1e7)
+    assert question(few, many, compute_s=0.0).along_link(4, slow)[0].low == 1e7, "the asked one is always inside"
 
 
 # The command.
