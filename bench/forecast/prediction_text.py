@@ -12,6 +12,7 @@ from bench.forecast.footprint import ACCURACY
 from bench.forecast.prediction import NOT_PREDICTED, Link
 from bench.plan.cell import Cell
 from bench.plan.models import SIZES
+from bench.words import size, table
 
 GIB = 2**30
 COLUMNS = {
@@ -114,15 +115,15 @@ class About:
 
 def rate(bytes_per_s: float) -> str:
     """``50 GB/s``."""
-    for size, unit in ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s")):
-        if bytes_per_s >= size:
-            return f"{bytes_per_s / size:.3g} {unit}"
+    for one, unit in ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s")):
+        if bytes_per_s >= one:
+            return f"{bytes_per_s / one:.3g} {unit}"
     return f"{bytes_per_s:.3g} B/s"
 
 
-def gib(size: float) -> str:
+def gib(number: float) -> str:
     """``74.6 GiB``."""
-    return f"{size / GIB:.3g} GiB"
+    return f"{number / GIB:.3g} GiB"
 
 
 def header(about: About) -> tuple[str, ...]:
@@ -170,10 +171,10 @@ def _reasons(about: About, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"{', '.join(names)}: {why}." for why, names in groups.items()]
 
 
-def _short(size: float) -> str:
+def _short(number: float) -> str:
     """GiB with three digits, or as many as the whole part has; a dash for nothing."""
-    value = size / GIB
-    if not size:
+    value = number / GIB
+    if not number:
         return "-"
     if value < 0.01:
         return "<0.01"
@@ -182,14 +183,10 @@ def _short(size: float) -> str:
 
 def lines(about: About, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """All that is printed."""
-    table = [header(about), *(cells_of(about, row) for row in rows)]
-    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]) - 1)]
     found = [about.setting, *filter(None, [about.limits]), "", "GiB of a rank at its peak, and one optimizer step:"]
-    for row in table:
-        rest = [text.rjust(width) for text, width in zip(row[1:-1], widths[1:], strict=True)]
-        found.append("  ".join([row[0].ljust(widths[0]), *rest, row[-1]]).rstrip())
+    shown = [header(about), *(cells_of(about, row) for row in rows)]
     return [
-        *(*found, *_reasons(about, rows), ""),
+        *(*found, table(shown, right=range(1, len(shown[0]) - 1)), *_reasons(about, rows), ""),
         *(*collectives(rows), "", *notes(about), "", *recommendation(about, rows)),
     ]
 
@@ -201,19 +198,12 @@ def collectives(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         if row["refusal"]:
             continue
         said = "; ".join(
-            f"{one['op']} {one['dtype']} {one['calls']} x, {_size(one['payload_bytes'])} payload, "
-            f"{_size(one['wire_bytes'])} on the wire"
+            f"{one['op']} {one['dtype']} {one['calls']} x, {size(one['payload_bytes'])} payload, "
+            f"{size(one['wire_bytes'])} on the wire"
             for one in row["collectives"]
         )
         groups.setdefault(said or "none", []).append(row["backend"])
     return ["Collectives of a step:", *(f"  {', '.join(names)}: {said}" for said, names in groups.items())]
-
-
-def _size(size: float) -> str:
-    for unit, name in ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if size >= unit:
-            return f"{size / unit:.4g} {name}"
-    return f"{size:.4g} B"
 
 
 def notes(about: About) -> list[str]:
