@@ -30,6 +30,7 @@ OPTIONS = {
     "clip_norm": "axes.clip_norm",
     "activation_checkpointing": "axes.activation_checkpointing",
     "compiled": "axes.compiled",
+    "replicate": "axes.replicate",
     "repeats": "repeats",
     "max_repeats": "max_repeats",
     "interval_width": "precision",
@@ -84,6 +85,8 @@ def add_matrix_options(parser: argparse.ArgumentParser) -> None:
     words = "blocks keep their input alone, and are recomputed in the backward"
     several("--activation-checkpointing", _switches, "on|off", words)
     several("--compiled", _switches, "on|off", "compile each block with torch.compile")
+    words = "numbers of replicas of HSDP backends, each sharded over W / R ranks (default: 2)"
+    several("--replicate", _integers, "R", words)
     add("--repeats", type=int, metavar="R", help="trials per cell; more only if --max-repeats allows")
     words = "most trials per cell, while its interval is wider than --interval-width"
     add("--max-repeats", type=int, metavar="R", help=words)

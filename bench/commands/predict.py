@@ -109,8 +109,8 @@ def run(arguments: argparse.Namespace) -> int:
     from bench.forecast.best import MARGIN, Question, Recommendation, records
     from bench.forecast.prediction import predict
 
-    cell = _cell(arguments)
     link = _levels(arguments)
+    cell = _cell(arguments, link)
     activations = None if arguments.activations is None else int(arguments.activations)
     if activations is not None and arguments.activation_checkpointing:
         raise InputError(
@@ -118,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     limit = None if arguments.memory is None else int(arguments.memory)
     reserve = _reserve(arguments, cell, limit)
-    predictions = predict(cell, _backends(arguments), activations)
+    predictions = predict(cell, _backends(arguments, cell), activations)
     compute_s, compute_from = _compute(arguments, cell)
     question = Question(
         predictions=predictions,
@@ -191,7 +191,26 @@ def _reserve(arguments: argparse.Namespace, cell: Cell, limit: int | None) -> in
     return int(arguments.reserve)
 
 
-def _cell(arguments: argparse.Namespace) -> Cell:
+def _replicas(arguments: argparse.Namespace, link: Link | None) -> int:
+    """R of the HSDP backends, by default the number of nodes; 0 for none, and so no HSDP."""
+    ranks, node_size = arguments.world_size, 1 if link is None else link.node_size
+    if arguments.replicate is None:
+        return ranks // node_size if node_size > 1 and ranks > node_size else 0
+    shards, left = divmod(ranks, arguments.replicate)
+    if left or shards == 1 or arguments.replicate == 1:
+        raise InputError(
+            f"--replicate: {ranks} ranks are not {arguments.replicate} replicas of HSDP; both R and W / R must be "
+            "integers of at least 2"
+        )
+    if shards % node_size and node_size % shards:
+        raise InputError(
+            f"--replicate: leaves shard groups of {shards} ranks, which do not fill nodes of {node_size}; choose R so "
+            "that one divides the other"
+        )
+    return int(arguments.replicate)
+
+
+def _cell(arguments: argparse.Namespace, link: Link | None) -> Cell:
     """What is asked, as a cell; its backend is filled in later."""
     from bench.plan.cell import Cell, Device, Precision
     from bench.plan.models import SIZES
@@ -209,17 +228,20 @@ def _cell(arguments: argparse.Namespace) -> Cell:
         optimizer=arguments.optimizer,
         device=Device(arguments.device),
         activation_checkpointing=arguments.activation_checkpointing,
+        replicate=_replicas(arguments, link),
     )
 
 
-def _backends(arguments: argparse.Namespace) -> list[str]:
+def _backends(arguments: argparse.Namespace, cell: Cell) -> list[str]:
     """The chosen backends that have formulas."""
     from bench.judge.formulas import BUILT_IN
 
-    chosen = list(chosen_backends(arguments.backend))
+    chosen = chosen_backends(arguments.backend)
     if arguments.backend and (without := [name for name in chosen if name not in BUILT_IN]):
         raise InputError(f"--backend: '{without[0]}' has no formulas, so nothing is predicted; leave it out")
-    return chosen
+    if not cell.replicate and chosen and all(backend.replicate for backend in chosen.values()):
+        raise InputError(f"--backend: '{next(iter(chosen))}' trains replicas; say how many with --replicate")
+    return list(chosen)
 
 
 def _compute(arguments: argparse.Namespace, cell: Cell) -> tuple[float | None, str]:

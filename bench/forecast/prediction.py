@@ -14,6 +14,7 @@ Compute takes the same time on every backend.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,8 +24,8 @@ from typing import Any
 from bench.backends.base import Backend
 from bench.backends.deepspeed import DeepSpeedZero2Deferred
 from bench.forecast.footprint import Footprint, declined, footprint
-from bench.judge.formulas import BUILT_IN, Expectation, expect, layout_of, wire_bytes
-from bench.plan.cell import REFERENCES, Cell, Precision
+from bench.judge.formulas import BUILT_IN, Collective, Expectation, expect, layout_of, wire_bytes
+from bench.plan.cell import REFERENCES, Cell, Level, Precision
 from bench.plan.models import SIZES
 from bench.workload.layout import Layout
 
@@ -115,6 +116,11 @@ class Prediction:
     def on(self, world_size: int) -> Prediction | None:
         """The same on another number of ranks, with shards of HSDP as large as before; None if they do not fit."""
         cell = at(self.cell, self.cell.accumulate, world_size)
+        if cell.replicate:
+            replicas, left = divmod(world_size, self.cell.group_size(Level.SHARD))
+            if left or replicas < 2:
+                return None
+            cell = dataclasses.replace(cell, replicate=replicas)
         return dataclasses.replace(self, cell=cell)
 
     @property
@@ -159,12 +165,16 @@ class Prediction:
                 for half, most in both
             )
         if accumulate not in self._traffic:
-            world_size = self.cell.world_size
-            rows = self.expectation(accumulate).collectives if world_size > 1 else ()
-            wire = sum(wire_bytes(row.op, row.payload_bytes, world_size) for row in rows)
-            calls = sum(row.calls for row in rows)
-            self._traffic[accumulate] = (Traffic(calls, wire, world_size),) if rows else ()
+            rows = self.expectation(accumulate).collectives if self.cell.world_size > 1 else ()
+            by_group = itertools.groupby(sorted(rows, key=lambda row: row.group), key=lambda row: row.group)
+            self._traffic[accumulate] = tuple(self._of_group(Level(group), list(own)) for group, own in by_group)
         return self._traffic[accumulate]
+
+    def _of_group(self, group: Level, rows: Sequence[Collective]) -> Traffic:
+        """What a rank sends by these collectives; replicas have their ranks with the same shard in common."""
+        ranks, stride = self.cell.group_size(group), self.cell.group_size(Level.SHARD)
+        wire = sum(wire_bytes(row.op, row.payload_bytes, ranks) for row in rows)
+        return Traffic(sum(row.calls for row in rows), wire, ranks, stride if group is Level.REPLICATE else 1)
 
     @cached_property
     def _footprints(self) -> dict[int, Footprint]:
@@ -188,12 +198,14 @@ def at(cell: Cell, accumulate: int, world_size: int | None = None) -> Cell:
 
 
 def predict(cell: Cell, backends: Sequence[str], activation_bytes: int | None = None) -> list[Prediction]:
-    """One prediction per backend, references left out: they do not accumulate."""
+    """One prediction per backend; references are left out, and HSDP where the cell has no replicas."""
     layout = layout_of(cell)
     assert layout is not None, "the command checks the model's name"
-    names = [name for name in backends if name in BUILT_IN and name not in REFERENCES]
+    found = [BUILT_IN[name] for name in backends if name in BUILT_IN and name not in REFERENCES]
     return [
-        Prediction(dataclasses.replace(cell, backend=name), BUILT_IN[name], layout, activation_bytes) for name in names
+        Prediction(dataclasses.replace(cell, backend=one.name, replicate=replicas), one, layout, activation_bytes)
+        for one, replicas in ((one, cell.replicate if one.replicate else 0) for one in found)
+        if replicas or not one.replicate
     ]
 
 
@@ -209,7 +221,7 @@ def compute_seconds(cell: Cell, flops_per_s: float) -> tuple[float, str]:
 
 def record(one: Prediction, link: Link | None, compute_s: float | None, bounds: Bounds | None) -> dict[str, Any]:
     """One backend as plain values for JSON, without an answer; for the keys see ``bench.forecast.best.records``."""
-    n, world_size = one.cell.accumulate, one.cell.world_size
+    n = one.cell.accumulate
     values: dict[str, Any] = {
         "backend": one.name,
         "framework": one.backend.framework,
@@ -228,8 +240,10 @@ def record(one: Prediction, link: Link | None, compute_s: float | None, bounds: 
     if one.refusal:
         return values
     memory, traffic = one.memory(n), one.traffic(n)
-    rows = [{**dataclasses.asdict(row), "wire_bytes": wire_bytes(row.op, row.payload_bytes, world_size)} for row in
-            one.expectation(n).collectives]  # fmt: skip
+    rows = [
+        dataclasses.asdict(row) | {"wire_bytes": wire_bytes(row.op, row.payload_bytes, one.cell.group_size(row.group))}
+        for row in one.expectation(n).collectives
+    ]
     values |= {
         "memory": memory.parts,
         "peak_memory_bytes": memory.peak,

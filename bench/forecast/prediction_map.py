@@ -61,7 +61,7 @@ def draw(about: About, question: Question) -> Drawing:
     words = FigureWords(
         "Predicted best backend by N and speed of the link"
         + ", with activation checkpointing" * about.cell.activation_checkpointing,
-        f"{about.work}; W = {about.cell.world_size}; {about.limits}, at N = {about.cell.accumulate}",
+        f"{about.work}; {about.ranks}; {about.limits}, at N = {about.cell.accumulate}",
         f"Plain: no other backend that fits can be more than {100 * about.margin:g} % faster, whatever communication "
         "is hidden; of equally fast ones the one with the least memory. Hatched: undecided; the colour is that of the "
         "smallest upper bound (nothing hidden). Activations are estimated, wire bytes those of ring algorithms. The "

@@ -10,6 +10,7 @@ from bench.forecast.best import Choice, Recommendation, Stretch
 from bench.forecast.fit import reserves
 from bench.forecast.footprint import ACCURACY
 from bench.forecast.prediction import NOT_PREDICTED, Link
+from bench.judge.tables import among
 from bench.plan.cell import Cell
 from bench.plan.models import SIZES
 from bench.words import size, table
@@ -67,7 +68,13 @@ class About:
     def setting(self) -> str:
         """What is trained, on how many ranks."""
         cell = self.cell
-        return f"{self.work}; W = {cell.world_size}, N = {cell.accumulate}: B = {cell.global_batch_size} samples"
+        return f"{self.work}; {self.ranks}, N = {cell.accumulate}: B = {cell.global_batch_size} samples"
+
+    @property
+    def ranks(self) -> str:
+        """W and, for HSDP, R."""
+        cell = self.cell
+        return f"W = {cell.world_size}" + f", R = {cell.replicate} replicas in HSDP" * bool(cell.replicate)
 
     @property
     def work(self) -> str:
@@ -198,7 +205,7 @@ def collectives(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         if row["refusal"]:
             continue
         said = "; ".join(
-            f"{one['op']} {one['dtype']} {one['calls']} x, {size(one['payload_bytes'])} payload, "
+            f"{one['op']} {one['dtype']}{among(one['group'])} {one['calls']} x, {size(one['payload_bytes'])} payload, "
             f"{size(one['wire_bytes'])} on the wire"
             for one in row["collectives"]
         )

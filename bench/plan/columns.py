@@ -73,7 +73,7 @@ FRAMES = {
     "trials": "one row per trial, including failed ones",
     "steps": "one row per trial and timed optimizer step",
     "losses": "one row per trial and optimizer step",
-    "collectives": "one row per trial, operation and dtype, counted between two updates",
+    "collectives": "one row per trial, operation, group and dtype, counted between two updates",
     "memory": "one row per trial and category",
     "ratios": "one row per cell and baseline: the ratio of step times and the verdict",
 }
@@ -93,9 +93,16 @@ _TRIALS: dict[str, Column] = {
     "backend": _text("one way to accumulate gradients", axis=Axis.NAME),
     "framework": _text("framework of the backend"),
     "sharding": _text("what is split across ranks: none, optimizer, grads, params"),
-    "sync": _text("when gradients are reduced: none, eager, deferred"),
+    "sync": _text("when gradients are reduced: none, eager, deferred-all-reduce, deferred"),
     "accumulate": _count("micro-batches", "N, per window and rank", axis=Axis.NAME, title="N", phrasing=("N = {}",)),
     "world_size": _count("ranks", "W", axis=Axis.NAME, title="W", phrasing=("W = {}",)),
+    "replicate": _count(
+        "replicas",
+        "R of an HSDP mesh; 0 for other backends",
+        axis=Axis.WAY,
+        title="R",
+        phrasing=("no replicas", "{} replicas"),
+    ),
     "virtual_world_size": _count("ranks", "W of a virtual world; NA for a real one"),
     "fake_tensors": _flag("whether tensors have shapes but no values"),
     "shared_gpu": _flag("whether ranks shared a GPU over gloo; nothing is timed then"),
@@ -220,16 +227,21 @@ WORK, WAYS = axes(Axis.WORK), axes(Axis.WORK, Axis.WAY)
 """Axes that are equal if two cells do the same work in a step; and axes shown where cells differ in them."""
 
 
+FOLLOWS = {"learning_rate": "optimizer", "replicate": "backend"}
+"""Axes that usually have one value for each value of another: a rate per optimizer, replicas for HSDP alone."""
+
+
 def differing(cells: Iterable[Any], names: Iterable[str] = WAYS) -> list[str]:
     """The axes in which cells (or table rows with one attribute per column) differ.
 
-    A learning rate that only follows the optimizer is left out.
+    An axis that only follows another one is left out: FOLLOWS.
     """
     rows = list(cells)
     found = [name for name in names if len({getattr(row, name) for row in rows}) > 1]
-    rates = {(row.optimizer, row.learning_rate) for row in rows} if "learning_rate" in found else set()
-    if rates and len(rates) == len({optimizer for optimizer, _ in rates}):
-        found.remove("learning_rate")
+    for name, leader in FOLLOWS.items():
+        pairs = {(getattr(row, leader), getattr(row, name)) for row in rows} if name in found else set()
+        if pairs and len(pairs) == len({lead for lead, _ in pairs}):
+            found.remove(name)
     return found
 
 
@@ -293,6 +305,7 @@ COLUMNS: dict[str, dict[str, Column]] = {
     "collectives": {
         **_KEY,
         "op": _text("collective operation"),
+        "group": _text("ranks that take part: world, or the shard or replicate group of rank 0"),
         "dtype": _text("dtype of the payload"),
         "calls": _count("calls", "by rank 0 between two updates"),
         "payload_bytes": _count("B", "payload of these calls"),

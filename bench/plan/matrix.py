@@ -82,6 +82,9 @@ class AxesTable(MatrixTable):
     clip_norm: Annotated[list[Amount], SOME, Must("a list of positive numbers, or 0 for no clipping")] = [0.0]
     activation_checkpointing: Flags = [False]
     compiled: Flags = [False]
+    replicate: Annotated[
+        list[Annotated[int, Field(strict=True, ge=2)]], SOME, Must("a list of integers of at least 2: replicas of HSDP")
+    ] = []
 
 
 class VirtualTable(MatrixTable):

@@ -22,6 +22,7 @@ from bench.plan.expand import baseline, expand, single_trial_ids
 from tests.factories import make_backend, make_document, make_matrix
 
 BACKENDS = registry()
+HSDP = [name for name, backend in BACKENDS.items() if backend.replicate]
 
 
 def parse(document: dict[str, Any]) -> matrix_file.Matrix:
@@ -69,6 +70,7 @@ WRONG = [
     ("axes.clip_norm", [], "a list of positive numbers, or 0 for no clipping"),
     ("axes.clip_norm", [-1.0], "a list of positive numbers, or 0 for no clipping"),
     ("axes.activation_checkpointing", True, "a list of true and false"),
+    ("axes.replicate", [1], "a list of integers of at least 2: replicas of HSDP"),
     ("workload.for_each_rank", 1, "true or false"),
     ("groups", {}, "a list of tables, [[groups]]"),
     ("groups", [{}], "a list of tables, [[groups]]"),
@@ -113,7 +115,7 @@ def test_shipped_matrices(name: str) -> None:
 
 
 @given(
-    chosen=st.lists(st.sampled_from(sorted(BACKENDS)), min_size=1, max_size=5),
+    chosen=st.lists(st.sampled_from([name for name in sorted(BACKENDS) if name not in HSDP]), min_size=1, max_size=5),
     accumulate=st.lists(st.integers(1, 6), min_size=1, max_size=4),
     world_size=st.lists(st.integers(1, 4), min_size=1, max_size=3),
     precision=st.lists(st.sampled_from(["fp32", "bf16"]), min_size=1, max_size=3),
@@ -130,7 +132,7 @@ def test_expansion(
         precision=precision,
     )
     if set(chosen) == {SHARDED_REFERENCE} and set(world_size) == {1}:
-        with pytest.raises(InputError, match="reference-sharded alone needs a world of 2 ranks or more"):
+        with pytest.raises(InputError, match="nothing is left to run; reference-sharded needs 2 ranks or more"):
             expand(made, BACKENDS, 0)
         return
     cells = expand(made, BACKENDS, 0)
@@ -148,6 +150,37 @@ def test_expansion(
     for cell in cells:
         assert cell.micro_batch_size * cell.accumulate * cell.world_size == 720
         assert cell.seed == seed
+
+
+def meshes(matrix: matrix_file.Matrix, num_gpus: int = 0) -> set[tuple[str, int, int]]:
+    """Backend, W and R of each cell that is no reference."""
+    cells = expand(matrix, BACKENDS, num_gpus)
+    return {(cell.backend, cell.world_size, cell.replicate) for cell in cells if not cell.is_reference}
+
+
+def test_replicas_are_an_axis_of_hsdp_alone_and_meshes_that_do_not_fit_are_left_out_or_refused() -> None:
+    made = make_matrix({"workload.global_batch_size": 48}, backend=["fsdp2-eager", "hsdp-eager"], accumulate=[2])
+    assert meshes(made.override("axes.world_size", [4, 8], "")) == {
+        *(("fsdp2-eager", size, 0) for size in (4, 8)),
+        *(("hsdp-eager", size, 2) for size in (4, 8)),
+    }
+    several = made.override("axes.replicate", [2, 4], "--replicate")
+    assert meshes(several.override("axes.world_size", [8], "")) == {("fsdp2-eager", 8, 0)} | {
+        ("hsdp-eager", 8, replicas) for replicas in (2, 4)
+    }
+    with pytest.raises(InputError) as caught:
+        meshes(several.override("axes.world_size", [4], "--world-size"))
+    assert str(caught.value) == (
+        "--world-size is 4: hsdp-eager needs a multiple of its 4 replicas, at least 8 ranks; change it or --replicate"
+    )
+    with pytest.raises(InputError, match=r"^--world-size is 6: .* multiple of its 4 replicas"):
+        meshes(several.override("axes.world_size", [6], "--world-size"))
+    whole = made.override("axes.backend", "all", "").override("axes.world_size", [2, 4], "")
+    assert {(size, replicas) for name, size, replicas in meshes(whole) if name in HSDP} == {(4, 2)}
+    on_gpus = made.override("device", "cuda", "").override("axes.world_size", "all", "")
+    assert [("hsdp-eager", n, 2) in meshes(on_gpus, n) for n in (1, 2, 3, 4)] == [False, False, False, True]
+    with pytest.raises(InputError, match=r"^--backend: nothing is left to run; .* HSDP twice as many as replicas"):
+        meshes(on_gpus.override("axes.backend", ["hsdp-eager"], "--backend"), 2)
 
 
 def test_optimizers_and_clips_are_axes_with_a_reference_for_each() -> None:
