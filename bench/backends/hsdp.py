@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from bench.backends.base import Backend, Job
 from bench.backends.fsdp2 import FSDP2Eager
 from bench.errors import UnsupportedError
-from bench.plan.cell import Level, Sync
+from bench.plan.cell import RankGroup, Sync
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -29,7 +29,7 @@ class HSDPEager(FSDP2Eager):
         self.shape = (replicas := job.cell.replicate, job.world_size // replicas)
         if job.world_size % replicas:
             raise UnsupportedError(f"{replicas} replicas do not divide {job.world_size} ranks")
-        return init_device_mesh(job.device.type, self.shape, mesh_dim_names=(Level.REPLICATE, Level.SHARD))
+        return init_device_mesh(job.device.type, self.shape, mesh_dim_names=(RankGroup.REPLICATE, RankGroup.SHARD))
 
     def settings(self) -> dict[str, Any]:
         return super().settings() | {"mesh": list(self.shape)}

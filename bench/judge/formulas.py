@@ -32,7 +32,7 @@ from bench.backends.plain import BACKENDS as PLAIN
 from bench.backends.plain import DDPEager, Reference
 from bench.judge import zero
 from bench.judge.zero import Call, ZeroSettings, ceil_to
-from bench.plan.cell import SGD, Cell, Device, Level, Precision, Sharding, Sync
+from bench.plan.cell import SGD, Cell, Device, Precision, RankGroup, Sharding, Sync
 from bench.plan.models import SIZES
 from bench.workload.layout import ROOT, Layout, Parameter, llama_layout
 
@@ -48,7 +48,7 @@ class Collective:
     op: str
     """As ``CollectiveCounter`` names it: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``broadcast``."""
     group: str
-    """The ranks that take part, a ``Level``."""
+    """The ranks that take part, a ``RankGroup``."""
     dtype: str
     calls: int
     payload_bytes: int
@@ -95,15 +95,15 @@ def expect(cell: Cell, layout: Layout, *, rank: int = 0) -> Expectation | None:
         # (lightning/pytorch/loops/training_epoch_loop.py:_broadcast_sigterm_tensor).
         sent = chain(sent, [("broadcast", "int64", 1, cell.accumulate)])
     calls, sizes = Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]]()
-    inner = Level.SHARD if cell.replicate else Level.WORLD
+    inner = RankGroup.SHARD if cell.replicate else RankGroup.WORLD
     across = replica_collectives(backend.sync, cell, layout) if issubclass(backend, HSDPEager) else ()
-    for level, some in ((inner, sent), (Level.REPLICATE, across)):
+    for group, some in ((inner, sent), (RankGroup.REPLICATE, across)):
         for op, dtype, numel, times in some:
-            calls[op, level, dtype] += times
-            sizes[op, level, dtype] += times * numel * BYTES[dtype]
+            calls[op, group, dtype] += times
+            sizes[op, group, dtype] += times * numel * BYTES[dtype]
     rows = [
-        Collective(op=op, group=str(level), dtype=dtype, calls=count, payload_bytes=sizes[op, level, dtype])
-        for (op, level, dtype), count in sorted(calls.items())
+        Collective(op=op, group=str(group), dtype=dtype, calls=count, payload_bytes=sizes[op, group, dtype])
+        for (op, group, dtype), count in sorted(calls.items())
     ]
     return Expectation(collectives=tuple(rows), held=held)
 
@@ -281,7 +281,7 @@ def replica_collectives(sync: Sync, cell: Cell, layout: Layout) -> Iterator[Call
     in the shard group alone.
     """
     for parameters in layout.units.values():
-        numel = padded(parameters, shards := cell.group_size(Level.SHARD)) // shards
+        numel = padded(parameters, shards := cell.group_size(RankGroup.SHARD)) // shards
         yield "all_reduce", "float32", numel, cell.accumulate if sync is Sync.EAGER else 1
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from bench.measure.dispatch import NUMBERS, OTHER_WORK
-from bench.plan.cell import Cell, Level, Precision, Status
+from bench.plan.cell import Cell, Precision, RankGroup, Status
 from bench.plan.columns import COLUMNS, dtypes
 from bench.plan.world import World
 from bench.run.machine import peak_flops
@@ -61,7 +61,7 @@ NAMES = tuple(field.name for field in fields(Tables))
 
 def among(group: str) -> str:
     """The ranks of a collective in a sentence; nothing for all ranks."""
-    return "" if group == Level.WORLD else f" in the {group} group"
+    return "" if group == RankGroup.WORLD else f" in the {group} group"
 
 
 def build(records: list[dict[str, Any]], manifest: dict[str, Any]) -> Tables:
@@ -247,6 +247,6 @@ def _child_rows(record: dict[str, Any], cell: Cell) -> dict[str, list[dict[str, 
         ],
         "losses": [{"step": i, "loss": loss} for i, loss in enumerate(timed.get("losses", ()))],
         # Older records have no group: no backend had another than all ranks.
-        "collectives": [{"group": Level.WORLD, **row} for row in record.get("collectives") or ()],
+        "collectives": [{"group": RankGroup.WORLD, **row} for row in record.get("collectives") or ()],
         "memory": [{"category": name, "bytes": size} for name, size in memory.items()],
     }

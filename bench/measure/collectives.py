@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bench.measure.taps import EventKind, SettledWindow
-from bench.plan.cell import Level
+from bench.plan.cell import RankGroup
 
 NAMESPACES = ("c10d", "_c10d_functional")
 """Namespaces of collectives: methods of process groups, and DTensor's redistribution."""
@@ -61,7 +61,7 @@ def payload_bytes(*sides: Any) -> int:
     return max(sizes, default=0)
 
 
-def level_of(func: Any, args: tuple[Any, ...]) -> Level:
+def group_of(func: Any, args: tuple[Any, ...]) -> RankGroup:
     """Which ranks take part in a collective, from the process group among its arguments.
 
     Consecutive ranks form a shard group, as in torch's meshes, whose last dimension varies fastest; others a replicate
@@ -72,8 +72,8 @@ def level_of(func: Any, args: tuple[Any, ...]) -> Level:
     group = _resolve_process_group(given["group_name"]) if group is None else dist.ProcessGroup.unbox(group)
     ranks, world = (dist.get_process_group_ranks(some) for some in (group, None))
     if len(ranks) == len(world):
-        return Level.WORLD
-    return Level.SHARD if ranks[-1] - ranks[0] == len(ranks) - 1 else Level.REPLICATE
+        return RankGroup.WORLD
+    return RankGroup.SHARD if ranks[-1] - ranks[0] == len(ranks) - 1 else RankGroup.REPLICATE
 
 
 class CollectiveCounter(TorchDispatchMode):
@@ -95,7 +95,7 @@ class CollectiveCounter(TorchDispatchMode):
         if self.counting and func.namespace in NAMESPACES and operator not in SILENT:
             tensors = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
             dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else "none"
-            key = (NAMES.get(operator, operator), str(level_of(func, args)), dtype)
+            key = (NAMES.get(operator, operator), str(group_of(func, args)), dtype)
             # c10d's operators take outputs first and inputs second; functional ones return their output.
             sides = args[:2] if func.namespace == "c10d" else (args[0], result)
             self.calls[key] += 1

@@ -58,7 +58,7 @@ class Sync(StrEnum):
     """Once per window, after its last micro-batch."""
 
 
-class Level(StrEnum):
+class RankGroup(StrEnum):
     """The ranks that take part in a collective, as seen from one of them."""
 
     WORLD = "world"
@@ -181,11 +181,11 @@ class Cell:
     def world(self) -> World:
         return World.of(virtual=self.virtual, fake_tensors=self.fake_tensors, shared_gpu=self.shared_gpu)
 
-    def group_size(self, level: str) -> int:
+    def group_size(self, group: str) -> int:
         """Number of ranks in a group; W where a backend has groups of its own, whose sizes are not known."""
-        if not self.replicate or level == Level.WORLD:
+        if not self.replicate or group == RankGroup.WORLD:
             return self.world_size
-        return self.replicate if level == Level.REPLICATE else self.world_size // self.replicate
+        return self.replicate if group == RankGroup.REPLICATE else self.world_size // self.replicate
 
     @property
     def fits_mesh(self) -> bool:

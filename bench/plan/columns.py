@@ -97,11 +97,7 @@ _TRIALS: dict[str, Column] = {
     "accumulate": _count("micro-batches", "N, per window and rank", axis=Axis.NAME, title="N", phrasing=("N = {}",)),
     "world_size": _count("ranks", "W", axis=Axis.NAME, title="W", phrasing=("W = {}",)),
     "replicate": _count(
-        "replicas",
-        "R of an HSDP mesh; 0 for other backends",
-        axis=Axis.WAY,
-        title="R",
-        phrasing=("no replicas", "{} replicas"),
+        "replicas", "of HSDP; 0 for other backends", axis=Axis.WAY, title="R", phrasing=("no replicas", "{} replicas")
     ),
     "virtual_world_size": _count("ranks", "W of a virtual world; NA for a real one"),
     "fake_tensors": _flag("whether tensors have shapes but no values"),
@@ -149,24 +145,15 @@ _TRIALS: dict[str, Column] = {
     "tokens_per_s": _number("tokens/s", "over all ranks", title="tokens/s", form=",.0f"),
     "mfu": _number("1", "model FLOPs utilization against the datasheet's peak", title="MFU", form=".3g"),
     "mfu_of_matmul": _number(
-        "1",
-        "the same against the matrix-product rate measured in the run",
-        title="MFU of matmul",
-        form=".3g",
+        "1", "the same against the matrix-product rate measured in the run", title="MFU of matmul", form=".3g"
     ),
     "energy_j_per_step": _number("J", "of the GPUs in use, per optimizer step", title="J/step", form=".3g"),
     "energy_j_per_token": _number("J", "the same per predicted token", title="J/token", form=".3g"),
     "cpu_s_per_micro_batch": _number(
-        "s",
-        "CPU time of one rank's process, including the optimizer step's share",
-        title="CPU s/micro-batch",
-        form=".3g",
+        "s", "CPU time of one rank, including the optimizer step's share", title="CPU s/micro-batch", form=".3g"
     ),
     "num_operators_per_micro_batch": _number(
-        "operators",
-        "dispatched by torch, including the optimizer step's share",
-        title="operators/micro-batch",
-        form=",.0f",
+        "operators", "dispatched, including the optimizer step's share", title="operators/micro-batch", form=",.0f"
     ),
     "num_launches_per_micro_batch": _number(
         "launches", "of CUDA kernels, including the optimizer step's share", title="launches/micro-batch", form=",.0f"
@@ -228,7 +215,7 @@ WORK, WAYS = axes(Axis.WORK), axes(Axis.WORK, Axis.WAY)
 
 
 FOLLOWS = {"learning_rate": "optimizer", "replicate": "backend"}
-"""Axes that usually have one value for each value of another: a rate per optimizer, replicas for HSDP alone."""
+"""Axes that usually follow another: a rate for each optimizer, replicas for HSDP alone."""
 
 
 def differing(cells: Iterable[Any], names: Iterable[str] = WAYS) -> list[str]:
@@ -238,9 +225,9 @@ def differing(cells: Iterable[Any], names: Iterable[str] = WAYS) -> list[str]:
     """
     rows = list(cells)
     found = [name for name in names if len({getattr(row, name) for row in rows}) > 1]
-    for name, leader in FOLLOWS.items():
-        pairs = {(getattr(row, leader), getattr(row, name)) for row in rows} if name in found else set()
-        if pairs and len(pairs) == len({lead for lead, _ in pairs}):
+    for name in FOLLOWS.keys() & set(found):
+        pairs = {(getattr(row, FOLLOWS[name]), getattr(row, name)) for row in rows}
+        if len(pairs) == len({leader for leader, _ in pairs}):
             found.remove(name)
     return found
 
