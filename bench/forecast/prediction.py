@@ -25,7 +25,7 @@ from bench.backends.base import Backend
 from bench.backends.deepspeed import DeepSpeedZero2Deferred
 from bench.forecast.footprint import Footprint, declined, footprint
 from bench.judge.formulas import BUILT_IN, Collective, Expectation, expect, layout_of, wire_bytes
-from bench.plan.cell import REFERENCES, Cell, Level, Precision
+from bench.plan.cell import REFERENCES, Cell, Precision, RankGroup
 from bench.plan.models import SIZES
 from bench.workload.layout import Layout
 
@@ -117,7 +117,7 @@ class Prediction:
         """The same on another number of ranks, with shards of HSDP as large as before; None if they do not fit."""
         cell = at(self.cell, self.cell.accumulate, world_size)
         if cell.replicate:
-            replicas, left = divmod(world_size, self.cell.group_size(Level.SHARD))
+            replicas, left = divmod(world_size, self.cell.group_size(RankGroup.SHARD))
             if left or replicas < 2:
                 return None
             cell = dataclasses.replace(cell, replicate=replicas)
@@ -167,14 +167,14 @@ class Prediction:
         if accumulate not in self._traffic:
             rows = self.expectation(accumulate).collectives if self.cell.world_size > 1 else ()
             by_group = itertools.groupby(sorted(rows, key=lambda row: row.group), key=lambda row: row.group)
-            self._traffic[accumulate] = tuple(self._of_group(Level(group), list(own)) for group, own in by_group)
+            self._traffic[accumulate] = tuple(self._of_group(RankGroup(group), list(own)) for group, own in by_group)
         return self._traffic[accumulate]
 
-    def _of_group(self, group: Level, rows: Sequence[Collective]) -> Traffic:
+    def _of_group(self, group: RankGroup, rows: Sequence[Collective]) -> Traffic:
         """What a rank sends by these collectives; replicas have their ranks with the same shard in common."""
-        ranks, stride = self.cell.group_size(group), self.cell.group_size(Level.SHARD)
+        ranks, stride = self.cell.group_size(group), self.cell.group_size(RankGroup.SHARD)
         wire = sum(wire_bytes(row.op, row.payload_bytes, ranks) for row in rows)
-        return Traffic(sum(row.calls for row in rows), wire, ranks, stride if group is Level.REPLICATE else 1)
+        return Traffic(sum(row.calls for row in rows), wire, ranks, stride if group is RankGroup.REPLICATE else 1)
 
     @cached_property
     def _footprints(self) -> dict[int, Footprint]:

@@ -6,7 +6,7 @@ from bench.backends.base import Backend
 from bench.backends.lightning import LightningBackend
 from bench.forecast.live import Live
 from bench.judge import formulas
-from bench.plan.cell import Cell, Level, Precision, Sharding, Sync
+from bench.plan.cell import Cell, Precision, RankGroup, Sharding, Sync
 from bench.workload.layout import ROOT, Layout
 
 
@@ -145,7 +145,7 @@ class FSDP2(Framework):
 
     def __init__(self, live: Live, cell: Cell, layout: Layout, backend: type[Backend], state: int) -> None:
         super().__init__(live, cell, layout, backend, state)
-        self._ranks = cell.group_size(Level.SHARD)
+        self._ranks = cell.group_size(RankGroup.SHARD)
         units = {unit: formulas.padded(parameters, self._ranks) for unit, parameters in layout.units.items()}
         self._padded = units
         self._blocks = [unit for unit in units if unit != ROOT]
