@@ -10,8 +10,7 @@ from bench.forecast.best import Choice, Recommendation, Stretch
 from bench.forecast.fit import reserves
 from bench.forecast.footprint import ACCURACY
 from bench.forecast.prediction import NOT_PREDICTED, Link
-from bench.judge.tables import among
-from bench.plan.cell import Cell
+from bench.plan.cell import Cell, among
 from bench.plan.models import SIZES
 from bench.words import size, table
 

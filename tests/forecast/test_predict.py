@@ -413,6 +413,7 @@ def test_the_map_is_legible_and_names_every_winner(gib: int | None, link: Link, 
             middle = math.sqrt(row["link_low_bytes_per_s"] * row["link_high_bytes_per_s"])
             chosen = asks.choose(int(str(n)), dataclasses.replace(link, bytes_per_s=middle))
             assert (chosen.best, chosen.undecided) == (row["best"], row["undecided"])
+    assert any(name in HSDP for name in drawing.data["best"]) == bool(replicas)
     hatched = [patch.get_hatch() for axes in drawing.figure.axes for patch in axes.patches]
     assert hatched.count("//") == drawing.data["undecided"].sum() and ("undecided" in said.split()) == any(hatched)
 
