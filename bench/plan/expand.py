@@ -154,12 +154,12 @@ def _cells(
 def _check_mesh(matrix: Matrix, cell: Cell) -> None:
     """Raise InputError for an HSDP mesh that was asked for and does not fit the ranks.
 
-    One that follows from 'all' backends, or from 'all' ranks and no replicas, is left out.
+    It is left out if it follows from 'all' backends, from 'all' ranks, or from an option beside a file's backends.
     """
-    by_rank = matrix["axes.world_size"] == "all" and not matrix["axes.replicate"] and not cell.virtual
-    if matrix["axes.backend"] == "all" or by_rank:
+    key = "virtual.world_size" if cell.virtual else "axes.world_size"
+    place, named = matrix.place(key), matrix.place("axes.backend")
+    if "all" in (matrix["axes.backend"], matrix[key]) or (place.startswith("--") and not named.startswith("--")):
         return
-    place = matrix.place("virtual.world_size" if cell.virtual else "axes.world_size")
     raise InputError(
         f"{place} is {cell.world_size}: {cell.backend} needs a multiple of its {cell.replicate} replicas, at least "
         f"{SMALLEST_SHARDS * cell.replicate} ranks; change it or {matrix.place('axes.replicate')}"

@@ -165,16 +165,21 @@ def test_replicas_are_an_axis_of_hsdp_alone_and_meshes_that_do_not_fit_are_left_
         *(("hsdp-eager", size, 2) for size in (4, 8)),
     }
     several = made.override("axes.replicate", [2, 4], "--replicate")
-    assert meshes(several.override("axes.world_size", [8], "")) == {("fsdp2-eager", 8, 0)} | {
-        ("hsdp-eager", 8, replicas) for replicas in (2, 4)
+    assert meshes(several.override("axes.world_size", [8], "")) == {
+        ("fsdp2-eager", 8, 0),
+        *(("hsdp-eager", 8, replicas) for replicas in (2, 4)),
     }
-    with pytest.raises(InputError) as caught:
-        meshes(several.override("axes.world_size", [4], "--world-size"))
-    assert str(caught.value) == (
-        "--world-size is 4: hsdp-eager needs a multiple of its 4 replicas, at least 8 ranks; change it or --replicate"
-    )
-    with pytest.raises(InputError, match=r"^--world-size is 6: .* multiple of its 4 replicas"):
-        meshes(several.override("axes.world_size", [6], "--world-size"))
+    named = several.override("axes.backend", ["hsdp-eager"], "--backend")
+    for size in (4, 6):
+        with pytest.raises(InputError) as caught:
+            meshes(named.override("axes.world_size", [size], "--world-size"))
+        assert str(caught.value) == (
+            f"--world-size is {size}: hsdp-eager needs a multiple of its 4 replicas, at least 8 ranks; change it or "
+            "--replicate"
+        )
+    with pytest.raises(InputError, match=r"^made.toml: axes.world_size is 2: hsdp-eager needs a multiple of its 2"):
+        meshes(made)
+    assert meshes(made.override("axes.world_size", [2], "--world-size")) == {("fsdp2-eager", 2, 0)}
     whole = made.override("axes.backend", "all", "").override("axes.world_size", [2, 4], "")
     assert {(size, replicas) for name, size, replicas in meshes(whole) if name in HSDP} == {(4, 2)}
     on_gpus = made.override("device", "cuda", "").override("axes.world_size", "all", "")
@@ -364,6 +369,7 @@ def test_the_gpu_matrix_asks_what_the_bench_is_for(num_gpus: int) -> None:
         "lightning-ddp",
         "lightning-fsdp2",
         *(f"lightning-deepspeed-zero{stage}" for stage in (2, 3)),
+        *(HSDP if num_gpus >= 4 else ()),
     }
     assert {cell.world_size for cell in timed} == {num_gpus}
     assert len({(cell.model, cell.global_batch_size, cell.sequence_length) for cell in timed}) == 1, "one work"
@@ -376,6 +382,6 @@ def test_the_gpu_matrix_asks_what_the_bench_is_for(num_gpus: int) -> None:
     assert {cell.model for cell in others if cell.activation_checkpointing} == {"8b"}
     curves = [cell for cell in others if cell.windows >= 100]
     assert {cell.optimizer for cell in curves} == {"adamw-fused", "sgd"}
-    families = {cell.backend for cell in timed} - {"fsdp2-eager"} | {"lightning-deepspeed-zero2-corrected"}
+    families = {cell.backend for cell in timed} - {"fsdp2-eager", *HSDP} | {"lightning-deepspeed-zero2-corrected"}
     for optimizer in ("adamw-fused", "sgd"):
         assert {cell.backend for cell in curves if cell.optimizer == optimizer} == families
