@@ -60,12 +60,10 @@ def add(commands: Any) -> None:
     words = "of that, kept free for what is not predicted (default: CUDA context, NCCL, the allocator's fragments)"
     amount("--reserve", BYTES, "4GiB", "SIZE", words, zero=True)
     amount("--activations", BYTES, "20GiB", "SIZE", "activation memory of one micro-batch, if known")
-    words = (
-        "rate at which a rank can send, such as 50GB/s or 400Gbit/s (400Gbps); or one within nodes and one to other "
-    )
-    words += f"nodes, such as {TWO_LEVELS}: there a rank has its share of the node's network cards"
+    words = "rate at which a rank can send, such as 50GB/s or 400Gbit/s (400Gbps); with --node-size one rate within a "
+    words += f"node, and one to others, which is its share of the node's network cards: {TWO_LEVELS}"
     option("--link", type=_link, metavar="RATE", help=words)
-    option("--node-size", type=INTEGER, metavar="G", help="ranks of a node, for a --link of two rates")
+    option("--node-size", type=INTEGER, metavar="G", help="consecutive ranks that are a node")
     words = "replicas of HSDP backends, each sharded over W / R consecutive ranks (default: as many as nodes)"
     option("--replicate", type=INTEGER, metavar="R", help=words)
     amount("--latency", TIMES, "20us", "TIME", "latency of a collective call, such as 20us (default: 0)")

@@ -252,7 +252,8 @@ def _reserved(about: About) -> str:
         f"{one.what} {gib(one.num_bytes + one.share * about.memory_bytes)} ({one.source})"
         for one in reserves(nccl=about.cell.world_size > 1)
     )
-    return f"Reserve: {parts}. --reserve changes the sum."
+    second = "; the second communicator of HSDP is not counted" * bool(about.cell.replicate)
+    return f"Reserve: {parts}{second}. --reserve changes the sum."
 
 
 def named(choice: Choice) -> str:
