@@ -55,8 +55,8 @@ KEY = (
     "it is the factor by which a weight differs from that in the full batch. +1 stands for one more wrong finding."
 )
 OF_LOSS = frozenset({"mean of means"})
-"""Findings that the reduction of the loss causes, whatever the backend."""
-CAUSES = ("What the backend does", "What the reduction of the loss does, whatever the backend")
+"""Findings that the reduction of the loss causes, unless the trainer weighs tokens itself."""
+CAUSES = ("What the backend does", "What the reduction of the loss does")
 """The two parts of the table."""
 FAMILIES = {
     "PyTorch": ("ddp-", "fsdp2-", "hsdp-", "torchtitan-"),

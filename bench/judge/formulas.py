@@ -30,13 +30,17 @@ from bench.backends.lightning import BACKENDS as LIGHTNING
 from bench.backends.lightning import LightningBackend, LightningDDP, LightningDeepSpeedZero2, LightningFSDP2
 from bench.backends.plain import BACKENDS as PLAIN
 from bench.backends.plain import DDPEager, Reference
+from bench.backends.torchtitan import BACKENDS as TORCHTITAN
+from bench.backends.torchtitan import TorchtitanEager
 from bench.judge import zero
 from bench.judge.zero import Call, ZeroSettings, ceil_to
 from bench.plan.cell import SGD, Cell, Device, Precision, RankGroup, Sharding, Sync
 from bench.plan.models import SIZES
 from bench.workload.layout import ROOT, Layout, Parameter, llama_layout
 
-BUILT_IN: dict[str, type[Backend]] = {b.name: b for b in (*PLAIN, *FSDP2, *HSDP, *DEEPSPEED, *LIGHTNING, *FABRIC)}
+BUILT_IN: dict[str, type[Backend]] = {
+    b.name: b for b in (*PLAIN, *FSDP2, *HSDP, *DEEPSPEED, *LIGHTNING, *FABRIC, *TORCHTITAN)
+}
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "int64": 8, "uint8": 1}
 """Bytes of one element by dtype."""
 
@@ -94,6 +98,9 @@ def expect(cell: Cell, layout: Layout, *, rank: int = 0) -> Expectation | None:
         # The Trainer broadcasts its SIGTERM flag once per micro-batch, with every strategy
         # (lightning/pytorch/loops/training_epoch_loop.py:_broadcast_sigterm_tensor).
         sent = chain(sent, [("broadcast", "int64", 1, cell.accumulate)])
+    if issubclass(backend, TorchtitanEager) and cell.world_size > 1:
+        # The number of valid tokens of the window, over all ranks (torchtitan/trainer.py:train_step).
+        sent = chain(sent, [("all_reduce", "int64", 1, 1)])
     calls, sizes = Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]]()
     inner = RankGroup.SHARD if cell.replicate else RankGroup.WORLD
     across = replica_collectives(backend.sync, cell, layout) if issubclass(backend, HSDPEager) else ()
@@ -128,8 +135,10 @@ def _of_backend(
         masters, tensors = zero.masters(layout, w, settings)
         sent = stage(layout, n, w, sync=backend.sync, bf16=bf16, zero=settings)
         return sent, {**held, "optimizer_state": _moments(cell, masters, tensors)}
-    if not issubclass(backend, FSDP2Eager | FabricFSDP2Deferred | LightningFSDP2):
+    if not issubclass(backend, FSDP2Eager | FabricFSDP2Deferred | LightningFSDP2 | TorchtitanEager):
         return None
+    # torchtitan's trainer calls clip_grad_norm_ in every step, whatever the limit (torchtitan/trainer.py:train_step).
+    clip = clip or issubclass(backend, TorchtitanEager)
     w //= cell.replicate or 1
     sent = fsdp2_collectives(layout, n, w, sync=backend.sync, sharding=backend.sharding, bf16=bf16, clip=clip)
     held = fsdp2_held(layout, w, sync=backend.sync, sharding=backend.sharding, bf16=bf16)

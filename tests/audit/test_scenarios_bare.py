@@ -18,7 +18,7 @@ SUITE = {(one["scenario"]["name"], one["backend"]): one for one in OBSERVATIONS}
 
 
 @pytest.mark.parametrize(
-    "framework", ["torch", pytest.param("deepspeed", marks=pytest.mark.slow), pytest.param("lightning")]
+    "framework", ["torch", "torchtitan", pytest.param("deepspeed", marks=pytest.mark.slow), pytest.param("lightning")]
 )
 def test_loops_without_the_bench_compute_the_same(framework: str, tmp_path: Path) -> None:
     command = [sys.executable, str(Path(__file__).parent / "bare.py"), framework]

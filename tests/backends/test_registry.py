@@ -11,7 +11,9 @@ import pytest
 from bench.backends import base
 from bench.backends.base import EXTRA_BACKENDS, installed_backends, registry
 from bench.errors import InputError
+from bench.plan.cell import Device
 from tests.conftest import bench
+from tests.factories import make_cell
 
 CODE = """
 from pathlib import Path
@@ -61,6 +63,13 @@ def test_nothing_is_imported_that_is_not_named(site: Path, tmp_path: Path) -> No
     assert (tmp_path / "imported").exists()
     with pytest.raises(InputError, match=r"'bad' \(bad_package:Mine\) .* cannot be loaded \(needs a licence"):
         registry(["bad"])
+
+
+def test_what_has_never_run_must_be_named_and_says_so() -> None:
+    assert "megatron-fsdp" in installed_backends() and "megatron-fsdp" not in registry(["all"])
+    untried = registry(["megatron-fsdp"])["megatron-fsdp"]
+    assert "untried" in untried.framework and "never run" in untried.remark(make_cell(backend=untried.name))
+    assert untried.missing(Device.CPU) == "Megatron-FSDP needs CUDA: use --device cuda"
 
 
 @pytest.mark.parametrize(
