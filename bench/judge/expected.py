@@ -10,9 +10,9 @@ from typing import Any
 import pandas as pd
 
 from bench.judge.formulas import expect, layout_of
-from bench.judge.tables import Tables, among, frame_of
+from bench.judge.tables import Tables, frame_of
 from bench.plan.categories import HELD, PEAK, Category
-from bench.plan.cell import ADDED_FIELDS, REFERENCES, Cell, Device, Status
+from bench.plan.cell import ADDED_FIELDS, REFERENCES, Cell, Device, Status, among
 from bench.plan.columns import WORK
 from bench.workload.layout import Layout
 

@@ -59,11 +59,6 @@ NAMES = tuple(field.name for field in fields(Tables))
 """Names of the tables that are built from the journal."""
 
 
-def among(group: str) -> str:
-    """The ranks of a collective in a sentence; nothing for all ranks."""
-    return "" if group == RankGroup.WORLD else f" in the {group} group"
-
-
 def build(records: list[dict[str, Any]], manifest: dict[str, Any]) -> Tables:
     """The tables of the journal's records, not yet judged. Of several records of a cell and repeat, the last counts."""
     latest = {(record["cell_id"], record["repeat"]): record for record in records}

@@ -69,6 +69,11 @@ class RankGroup(StrEnum):
     """The ranks with the same shard of every replica."""
 
 
+def among(group: str) -> str:
+    """The ranks of a collective in a sentence; nothing for all ranks."""
+    return "" if group == RankGroup.WORLD else f" in the {group} group"
+
+
 class Sharding(StrEnum):
     """What is split across ranks between the micro-batches of a window."""
 

@@ -16,10 +16,9 @@ from bench.judge.expected import cells_watched, extent
 from bench.judge.gates import tolerance
 from bench.judge.remarks import note
 from bench.judge.samples import NAME
-from bench.judge.tables import among
 from bench.judge.verdicts import Verdict
 from bench.plan.categories import PEAK, Category
-from bench.plan.cell import Device, Status
+from bench.plan.cell import Device, Status, among
 from bench.plan.columns import COLUMNS, DASH, Column
 from bench.report.bars import MIB, TOTAL, by_operation
 from bench.report.bars import by_cell as memory_by_cell
