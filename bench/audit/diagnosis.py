@@ -29,7 +29,9 @@ from bench.plan.cell import Status
 from bench.words import plural
 
 DETAIL, NOTE, WRONG = FindingLevel
-STEP_COUNTERS = ("trainer.global_step", "engine.global_steps", "trainer.step", "lr_scheduler.last_epoch")
+STEP_COUNTERS = (
+    *("trainer.global_step", "state.global_step", "engine.global_steps", "trainer.step", "lr_scheduler.last_epoch"),
+)
 """Counters that should say how many updates were made; the last one is of the scheduler."""
 RESTARTS = {Fault.EXCEPTION, Fault.CHECKPOINT}
 """Faults after which training is started again: windows end early there, and there are two sets of counters."""
@@ -210,12 +212,24 @@ def _mean_of_means(reading: Reading) -> Iterator[AuditFinding]:
         return
     worst = max(update.distortion for update in uneven)
     unit = "token" if reading.scenario.token_weights else "sample"
+    where = "its rank's window" if all(map(_is_even_on_ranks, uneven)) else "its micro-batch"
     much = "without bound" if math.isinf(worst) else f"by a factor of up to {worst:.3g}"
     yield AuditFinding(
         "mean of means",
-        f"in {share(uneven, reading.updates)}, a {unit}'s weight depends on how many {unit}s its micro-batch has, and "
+        f"in {share(uneven, reading.updates)}, a {unit}'s weight depends on how many {unit}s {where} has, and "
         f"differs from that in the full batch {much}",
     )
+
+
+def _is_even_on_ranks(update: DecodedUpdate) -> bool:
+    """Whether the weights of an update are right within each rank, though its micro-batches differ in tokens."""
+    ratios: dict[int, list[float]] = {}
+    tokens: dict[tuple[int, int], int] = {}
+    for use, coefficient in update.coefficients.items():
+        ratios.setdefault(use.rank, []).append(coefficient / update.right[use])
+        tokens[use.rank, use.fetch] = tokens.get((use.rank, use.fetch), 0) + use.tokens
+    differ = {rank for rank in ratios if len({n for (of, _), n in tokens.items() if of == rank}) > 1}
+    return bool(differ) and all(near(max(of_rank), min(of_rank)) for of_rank in ratios.values())
 
 
 def _left_open(reading: Reading) -> Iterator[AuditFinding]:

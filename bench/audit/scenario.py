@@ -63,6 +63,10 @@ class Reduction(StrEnum):
 
     That is what frameworks that divide by N and average over W need, if all windows are whole.
     """
+    COUNTED = "counted"
+    """The sum over its tokens, over those of the window that the framework counts; ``mean`` where it counts none."""
+    COUNTED_PER_RANK = "counted-per-rank"
+    """As ``counted``, where the framework counts the window's tokens on each rank alone, and averages the ranks."""
 
 
 class Split(StrEnum):

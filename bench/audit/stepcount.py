@@ -124,7 +124,7 @@ class Steps:
 def calculate(training: TrainingPlan, rule: StepRule) -> Steps | None:
     """The training under a rule; None where none is known, for ``Stepping.UNKNOWN`` and some N by epoch (``by_epoch``).
 
-    - ``window`` and ``flush`` step after N micro-batches and at the end of the epoch (Lightning:
+    - ``window``, ``override`` and ``flush`` step after N micro-batches and at the end of the epoch (Lightning:
       loops/training_epoch_loop.py, ``_should_accumulate``; Accelerate: accelerator.py, ``_do_sync``).
     - ``carry`` steps after N micro-batches counted over the whole training (DeepSpeed: runtime/engine.py,
       ``is_gradient_accumulation_boundary``).
@@ -141,14 +141,14 @@ def calculate(training: TrainingPlan, rule: StepRule) -> Steps | None:
         return None
     if training.accumulate_later:
         return by_epoch(training, rule)
-    end = None if training.epochs is None else training.epochs * training.micro_batches_per_epoch
+    epochs = None if rule.stepping is Stepping.OVERRIDE and training.max_steps else training.epochs
+    end = None if epochs is None else epochs * training.micro_batches_per_epoch
     reached = None if training.max_steps is None else reaches(training, rule, training.max_steps)
     if reached is not None and (end is None or reached <= end):
         return _after(training, rule, reached, Stops.MAX_STEPS)
     if end is not None:
         return _after(training, rule, end, Stops.EPOCHS)
-    assert training.max_steps is not None
-    return _after(training, rule, training.max_steps * training.accumulate, Stops.NEVER)
+    return _after(training, rule, (training.max_steps or 0) * training.accumulate, Stops.NEVER)
 
 
 def by_epoch(training: TrainingPlan, rule: StepRule) -> Steps | None:
@@ -292,6 +292,8 @@ def _reported(training: TrainingPlan, rule: StepRule, consumed: int) -> dict[str
     if rule.stepping is Stepping.CANCEL:
         taken = consumed // training.accumulate
         return {"trainer.step": taken + (taken < training.naive_steps)}
+    if rule.stepping is Stepping.OVERRIDE:
+        return {"state.global_step": updates(training, rule, consumed)}
     if rule.stepping is Stepping.WINDOW or not rule.counted:
         return {}
     finished, begun = divmod(consumed, training.micro_batches_per_epoch)

@@ -221,6 +221,7 @@ def _differences(training: TrainingPlan, rule: StepRule, steps: Steps | None) ->
             Stepping.UNKNOWN: "declares no rule",
             Stepping.SPLIT: "Lightning refuses an N by epoch where the strategy accumulates",
             Stepping.CANCEL: "has one N for the whole training",
+            Stepping.OVERRIDE: "has one N for the whole training",
         }.get(rule.stepping, "a window may hold micro-batches of epochs with different N")
         return [f"{why}, so nothing is calculated; measure it with: python -m bench semantics"]
     n, over = training.accumulate, 0 if training.accumulate_later else training.partial_window

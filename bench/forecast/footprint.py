@@ -24,18 +24,15 @@ from dataclasses import dataclass
 
 from bench.backends import accelerate
 from bench.backends.base import BF16_PARAMETERS, Backend
-from bench.backends.deepspeed import DeepSpeedZero2Eager
-from bench.backends.lightning import LightningDeepSpeedZero2
 from bench.forecast.live import Live, Widths
 from bench.forecast.replay_decoder import Decoder
 from bench.forecast.replay_frameworks import DDP, FSDP2, CarvedFSDP2, Framework, Whole
 from bench.forecast.replay_zero import Stage2, Stage3
-from bench.judge.formulas import zero_settings
+from bench.judge.formulas import ENGINES, zero_settings
 from bench.plan.cell import REFERENCE, Cell, Device, Precision, Sharding
 from bench.plan.models import SIZES
 from bench.workload.layout import Layout
 
-ZERO = (DeepSpeedZero2Eager, LightningDeepSpeedZero2, accelerate.AccelerateDeepSpeedZero2)
 ACCURACY = "within 0.6 % of the measured one in every cell, tiny in fp32 and 8b in bf16 on fake tensors, on the CPU"
 """How far peaks are from measured ones: docs/memory-and-bytes.md, checked by tests/studies/test_bytes_page.py."""
 REPLAYED = 3
@@ -63,8 +60,6 @@ def declined(cell: Cell, backend: type[Backend]) -> str:
     """Why the memory of such a cell is not predicted; empty if it is."""
     if cell.compiled:
         return "the compiler decides what compiled blocks save and need"
-    if cell.replicate:
-        return "the memory of HSDP is not replayed"
     if cell.activation_checkpointing and getattr(backend, "stage", 2) == 3:
         return "the order in which ZeRO-3 gathers parameters for recomputation is not replayed"
     return ""
@@ -88,7 +83,7 @@ def footprint(
 
 def _ranks(cell: Cell, backend: type[Backend]) -> list[int]:
     """The ranks to replay: one, but several for ZeRO-2, whose partitions hold different parameters."""
-    is_stage2 = issubclass(backend, ZERO) and backend.stage == 2
+    is_stage2 = issubclass(backend, ENGINES) and backend.stage == 2
     ranks = range(cell.num_processes if is_stage2 else 1)
     return sorted({*ranks[:SEEN_RANKS], *ranks[-SEEN_RANKS:]})
 
@@ -132,7 +127,7 @@ def _replay(
 
 def _framework(live: Live, cell: Cell, layout: Layout, backend: type[Backend], state: int, rank: int) -> Framework:
     """The replay of the backend's framework."""
-    if issubclass(backend, ZERO):
+    if issubclass(backend, ENGINES):
         settings = zero_settings(cell, layout, backend.stage)
         if backend.stage == 2:
             return Stage2(live, cell, layout, backend, state, settings, rank)

@@ -28,7 +28,7 @@ from tests.factories import make_cell
 
 BACKENDS = sorted(registry())
 DEFECTIVE = [name for name, backend in registry().items() if backend.defect]
-DDP = ["ddp-eager", "ddp-deferred", "lightning-ddp"]
+DDP = ["ddp-eager", "ddp-deferred", "lightning-ddp", "hf-trainer-ddp"]
 NOT_IN_BF16 = ("deepspeed-zero2-deferred", "deepspeed-zero3-deferred")
 SOUND = [name for name in BACKENDS if name not in DEFECTIVE]
 P = SIZES["micro"].num_parameters
@@ -95,7 +95,7 @@ def test_every_step_is_taken_and_seen_at_the_inner_optimizer(fp32_run: Run, back
     assert timed["micro_batches_per_update"] == [accumulate]
     assert timed["ranks_agree"]
     assert all(steps == WINDOWS for steps in timed["reported"].values())
-    framework_counts = "deepspeed" in backend or backend.startswith("lightning") or backend == "fsdp2-torchtitan"
+    framework_counts = "deepspeed" in backend or backend.startswith(("lightning", "hf-trainer", "torchtitan"))
     assert bool(timed["reported"]) == framework_counts
     assert len(timed["step_seconds"]) == 2
     assert len(timed["losses"]) == WINDOWS
@@ -125,6 +125,9 @@ def calls(run: Run, backend: str, op: str, dtype: str = "float32") -> tuple[int,
         ("hsdp-deferred", "reduce_scatter", 4 * P),
         ("hsdp-deferred", "all_reduce", 2 * P),
         ("fabric-fsdp2-deferred", "reduce_scatter", 4 * P),
+        ("hf-trainer-ddp", "all_reduce", 4 * P),
+        ("hf-trainer-fsdp2", "reduce_scatter", 4 * P),
+        ("hf-trainer-deepspeed-zero3", "reduce_scatter", N * 4 * P),
         # Stage 2 all-reduces whole buckets; 4 bytes more are the overflow check.
         ("deepspeed-zero2-eager", "all_reduce", N * 4 * P + 4),
         ("deepspeed-zero2-deferred", "all_reduce", 4 * P + 4),
