@@ -29,7 +29,7 @@ def size(number: float) -> str:
     """A number of bytes with a unit: ``38.6 MiB``."""
     if number >= GIB_ABOVE:
         return f"{number / 2**30:,.2f} GiB"
-    return f"{number / 2**20:,.1f} MiB" if number >= 0.05 * 2**20 else f"{number:,.0f} bytes"
+    return f"{number / 2**20:,.1f} MiB" if number >= 0.05 * 2**20 else f"{number:,.0f} byte{'s' * (round(number) != 1)}"
 
 
 def unit_of(most: float) -> tuple[float, str]:

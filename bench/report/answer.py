@@ -17,9 +17,10 @@ from bench.judge.advice import next_command
 from bench.judge.pairs import ComparedPair
 from bench.judge.remarks import documented
 from bench.judge.standing import Floor, widest
+from bench.judge.tables import rows_of
 from bench.judge.verdicts import Reason, Verdict, band
 from bench.plan.cell import Device, Status, Sync, summarize
-from bench.report.material import Material, cpu_name, eager_and_deferred, gpu_names, parameters, records
+from bench.report.material import Material, cpu_name, eager_and_deferred, gpu_names, parameters
 from bench.report.ranking import Group, Ranked, ends_of, groups
 from bench.words import digits, plural, size
 
@@ -206,7 +207,7 @@ def _by_reason(of: Material, rows: pd.DataFrame) -> dict[str, list[dict[str, Any
     """The cells by the reason why they failed; reasons that differ in numbers alone count as one, the first."""
     found: dict[str, list[dict[str, Any]]] = {}
     texts: dict[str, str] = {}
-    for cell in records(rows):
+    for cell in rows_of(rows):
         defect = documented(of.run.manifest, cell)
         reason = f"{defect} (a documented defect of the framework)" if defect else cut(cell["reason"] or "no reason")
         key = texts.setdefault(NUMBERS.sub("#", reason), reason)

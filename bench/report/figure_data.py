@@ -12,11 +12,11 @@ import pandas as pd
 
 from bench.judge.samples import step_times
 from bench.judge.standing import Standing
-from bench.judge.tables import Tables, worlds
+from bench.judge.tables import Tables, rows_of, worlds
 from bench.plan.cell import REFERENCES, SGD, Status
 from bench.plan.columns import AXES, FOLLOWS, WAYS, Axis, axes, differing
 from bench.report import style
-from bench.report.material import eager_and_deferred, machine_words, parameters, records
+from bench.report.material import eager_and_deferred, machine_words, parameters
 from bench.report.sheet import FigureWords
 from bench.words import size, some
 
@@ -208,7 +208,7 @@ def lost(cells: pd.DataFrame, value: str) -> list[str]:
 
 def twins(cells: pd.DataFrame) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """The rows of each pair of ``eager_and_deferred`` backends among good cells at one N."""
-    rows = {row["backend"]: row for row in records(cells[cells["status"] == Status.OK])}
+    rows = {row["backend"]: row for row in rows_of(cells[cells["status"] == Status.OK])}
     return ((rows[eager], rows[deferred]) for eager, deferred in eager_and_deferred(rows))
 
 
