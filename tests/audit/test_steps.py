@@ -269,7 +269,9 @@ def test_all_backends_are_in_one_rule_each(call: Any) -> None:
     splits = ["split", "split (clearing)", "split (divided once)"]
     assert sorted(names) == ["cancel", "carry", "flush", "flush (no counter)", "override", *splits, "window"]
     assert answer["naive"]["optimizer_steps"] == 6
-    assert "ceil(40 / 16) x 2 = 6, but carry takes 5; split takes 5; split (clearing) takes 5" in answer["naive"]["wrong"]
+    assert (
+        "ceil(40 / 16) x 2 = 6, but carry takes 5; split takes 5; split (clearing) takes 5" in answer["naive"]["wrong"]
+    )
     for rule in answer["rules"]:
         assert rule.keys() == {"name", "stepping", "clears", "twice", "counted", "backends", "steps", "differences"}
         assert rule["steps"].keys() == set(Steps.__dataclass_fields__)
