@@ -91,8 +91,8 @@ def frame_of(name: str, rows: Sequence[Mapping[Any, Any]]) -> pd.DataFrame:
 
 def rows_of(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """The rows of a frame as plain values, by column; missing values are None. ``to_dict`` takes four times as long."""
-    names = list(frame)
-    columns = (frame[name].to_numpy(dtype=object, na_value=None) for name in names)
+    names = list(map(str, frame))
+    columns = (frame[name].to_numpy(object, na_value=None) for name in names)  # type: ignore[call-overload]
     return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
