@@ -212,7 +212,9 @@ def test_accessibility(browser: Any, which: str, dark: bool, request: pytest.Fix
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="nox -s browser installs axe-core")
     opened = Visit(browser, request.getfixturevalue(which), color_scheme="dark" if dark else "light")
     opened.page.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true })")
-    opened.page.wait_for_function("document.querySelector('details table') && !document.querySelector('details > noscript')")
+    opened.page.wait_for_function(
+        "document.querySelector('details table') && !document.querySelector('details > noscript')"
+    )
     found = axe.Axe().run(opened.page)
     assert found.violations_count == 0, found.generate_report()
     background = opened.page.evaluate("getComputedStyle(document.body).backgroundColor")
