@@ -58,6 +58,11 @@ def digits(value: float) -> str:
     return f"{round(value, decimals):.{max(0, decimals)}f}"
 
 
+def alike(value: float, least: float) -> bool:
+    """Whether two sizes tie: their ratio, in the digits that are shown, is 1."""
+    return digits(value / max(least, 1)) == "1.000"
+
+
 TERMINAL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 """ECMA-48 control sequences."""
 MARKDOWN = re.compile(r"([\\`*_{}\[\]<>#|~!$&])")

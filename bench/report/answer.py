@@ -22,7 +22,7 @@ from bench.judge.verdicts import Reason, Verdict, band
 from bench.plan.cell import Device, Status, Sync, summarize
 from bench.report.material import Material, cpu_name, eager_and_deferred, gpu_names, parameters
 from bench.report.ranking import Group, Ranked, ends_of, groups
-from bench.words import digits, plural, size
+from bench.words import alike, digits, plural, size
 
 LONGEST = 240
 """Characters of a reason; the table of failed cells has it in full."""
@@ -144,7 +144,7 @@ def _least(of: Material, group: Group) -> Iterator[Statement]:
     if not known:
         return
     least = min(row.memory or 0 for row in known)
-    best = [row for row in known if digits((row.memory or 0) / max(least, 1)) == "1.000"]
+    best = [row for row in known if alike(row.memory or 0, least)]
     names = ", ".join(row.backend for row in best)
     text = f"{size(least)} per rank at its peak, at {group.where}"
     fastest = known[0]
