@@ -16,7 +16,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench.audit.hugging_face import AuditedHuggingFace
+from bench.audit.hugging_face_job import AuditedHuggingFace
 from bench.audit.job import AuditedAccelerator, AuditedEngine, AuditedStream, AuditedTrainer
 from bench.audit.observe import Audit, record
 from bench.audit.scenario import Scenario

@@ -267,9 +267,11 @@ def test_all_backends_are_in_one_rule_each(call: Any) -> None:
     assert sorted(listed) == sorted(set(registry()) - set(REFERENCES))
     names = [rule["name"] for rule in answer["rules"]]
     splits = ["split", "split (clearing)", "split (divided once)"]
-    assert sorted(names) == ["cancel", "carry", "flush", "flush (no counter)", *splits, "window"]
+    assert sorted(names) == ["cancel", "carry", "flush", "flush (no counter)", "override", *splits, "window"]
     assert answer["naive"]["optimizer_steps"] == 6
-    assert "ceil(40 / 16) x 2 = 6, but cancel takes 5; carry takes 5; split takes 5" in answer["naive"]["wrong"]
+    assert (
+        "ceil(40 / 16) x 2 = 6, but carry takes 5; split takes 5; split (clearing) takes 5" in answer["naive"]["wrong"]
+    )
     for rule in answer["rules"]:
         assert rule.keys() == {"name", "stepping", "clears", "twice", "counted", "backends", "steps", "differences"}
         assert rule["steps"].keys() == set(Steps.__dataclass_fields__)
@@ -279,7 +281,7 @@ def test_table_and_sentences(call: Any) -> None:
     status, out, err = call(CASE)
     assert (status, err) == (GOOD, "")
     lines = out.splitlines()
-    table = {line[:20].strip(): line.split() for line in lines[3:12]}
+    table = {line[:20].strip(): line.split() for line in lines[3:13]}
     assert lines[2].split()[:4] == ["rule", "updates", "per", "epoch"]
     assert table["naive formula"][2] == "6"
     assert table["window"][1:3] == ["6", "3"]
@@ -291,13 +293,13 @@ def test_table_and_sentences(call: Any) -> None:
     assert "flush, flush (no counter): the last window of an epoch has 2 of 4 micro-batches" in out
     assert "2 of 6 updates are 0.5 of the right one" in out
     assert "no max_steps gives the same updates as 2 epochs" in out
-    assert "\nnaive: ceil(40 / 16) x 2 = 6, but cancel takes 5; carry takes 5;" in out
+    assert "\nnaive: ceil(40 / 16) x 2 = 6, but carry takes 5; split takes 5;" in out
 
 
 def test_n_by_epoch(call: Any) -> None:
     numbers = "--samples 32 --micro-batch 2 --accumulate 1,4,3 --world-size 2"
     _, out, _ = call(f"{numbers} --epochs 4")
-    table = {line[:20].strip(): line.split() for line in out.splitlines()[3:12]}
+    table = {line[:20].strip(): line.split() for line in out.splitlines()[3:13]}
     assert table["flush"][1:3] == table["window"][1:3] == ["16", "8,2,3"]  # 3 again in the last epoch
     assert table["split"][1] == table["cancel"][1] == table["carry"][1] == "unknown"
     assert "flush, flush (no counter): the loss of an incomplete last window of an epoch is still divided" in out

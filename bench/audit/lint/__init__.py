@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.audit.lint import accelerate_rules, deepspeed_rules, hugging_face, lightning_rules
+from bench.audit.lint import accelerate_rules, deepspeed_rules, hugging_face_rules, lightning_rules
 from bench.audit.lint import trainer as trainer_config
 from bench.audit.lint.config_file import ConfigKind, load
 from bench.audit.lint.known import Options
@@ -38,7 +38,7 @@ def lint(files: Sequence[Path], options: Options) -> list[LintFinding]:
         if document.kind is ConfigKind.LIGHTNING:
             findings += _from_start(lightning_rules.check(trainer_config.read(document, options), options))
     for part in trainer:
-        findings += _from_start(hugging_face.check(part, options))
+        findings += _from_start(hugging_face_rules.check(part, options))
     for part in launch:
         findings += _from_start(accelerate_rules.check(part, options, together))
     named = {
