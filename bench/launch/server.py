@@ -22,10 +22,14 @@ from typing import Any
 import psutil
 
 from bench.launch import stragglers
+from bench.launch.part import Part
 
 
 def serve(requests: int, replies: int, *, cold: bool) -> None:
-    """Read trials as JSON lines from one pipe, run each, and answer with a JSON line on the other pipe."""
+    """Read trials as JSON lines from one pipe and run each (``bench.launch.part.Part``).
+
+    Two JSON lines on the other pipe answer: the port of the trial's store when it listens, and what ended the trial.
+    """
     import multiprocessing
 
     from bench.launch import agent  # imports torch
@@ -44,10 +48,12 @@ def serve(requests: int, replies: int, *, cold: bool) -> None:
     _reply(replies, {"ready": True, "initialized_by": initialized_by})
     with os.fdopen(requests) as lines:
         for line in lines:
-            entry, world_size, folder, payload = json.loads(line)
-            module, _, function = entry.partition(":")
+            part = Part(**json.loads(line))
+            module, _, function = part.entry.partition(":")
             rank_main = getattr(importlib.import_module(module), function)
-            answer = agent.run(rank_main, payload, world_size, folder, start_method)
+            rendezvous = agent.Rendezvous(part)
+            _reply(replies, {"port": rendezvous.master_port})
+            answer = agent.run(rank_main, part, rendezvous, start_method)
             signal.signal(signal.SIGTERM, _end_quietly)  # torch elastic has replaced the handler
             # Torch elastic ends only the ranks; processes that they leave running would disturb the next trial.
             stragglers.kill(lambda: _descendants() - helpers)

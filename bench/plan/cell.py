@@ -38,6 +38,7 @@ ADDED_FIELDS: dict[str, Any] = {
     "shared_gpu": False,
     "activation_checkpointing": False,
     "compiled": False,
+    "ranks_per_node": 0,
 }
 """Fields added after the first release, with the default that stands for the earlier behaviour."""
 
@@ -158,6 +159,8 @@ class Cell:
     activation_checkpointing: Flag = False
     """Whether blocks keep only their input and recompute their forward in the backward."""
     compiled: Flag = False
+    ranks_per_node: Natural = 0
+    """Ranks on each of several nodes; 0 if all are on one."""
 
     @property
     def world(self) -> World:
@@ -167,6 +170,10 @@ class Cell:
     def num_processes(self) -> int:
         """Number of processes: W, or 1 (rank 0) in a virtual world."""
         return self.world_size if self.world.has_all_ranks else 1
+
+    @property
+    def num_nodes(self) -> int:
+        return self.world_size // self.ranks_per_node if self.ranks_per_node else 1
 
     @property
     def micro_batch_size(self) -> int:
@@ -191,7 +198,8 @@ class Cell:
     @property
     def label(self) -> str:
         """A short readable name: backend, N, W, precision, and whatever differs from the usual."""
-        named = f"{self.backend} N={self.accumulate} W={self.world_size} {self.precision} {self.world.label}".rstrip()
+        ranks = f"W={self.world_size}" + f" ({self.num_nodes}x{self.ranks_per_node})" * (self.num_nodes > 1)
+        named = f"{self.backend} N={self.accumulate} {ranks} {self.precision} {self.world.label}".rstrip()
         named += " checkpointed" * self.activation_checkpointing + " compiled" * self.compiled
         return named + (f" (A/A {self.twin})" if self.twin else "")
 
@@ -228,6 +236,7 @@ class Cell:
             shared_gpu=False,
             activation_checkpointing=sharded,
             compiled=False,
+            ranks_per_node=self.ranks_per_node if sharded else 0,
         )
         if size is None:
             return found

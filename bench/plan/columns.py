@@ -130,6 +130,13 @@ _TRIALS: dict[str, Column] = {
         phrasing=("activations kept", "activations checkpointed"),
     ),
     "compiled": _flag("whether blocks are compiled", axis=Axis.WAY, phrasing=("not compiled", "blocks compiled")),
+    "ranks_per_node": _count(
+        "ranks",
+        "on each of several nodes; 0 if all are on one",
+        axis=Axis.WAY,
+        title="ranks/node",
+        phrasing=("on one node", "{} ranks per node"),
+    ),
     "seed": _count("", "of the initial weights and of the tokens", axis=Axis.WORK, phrasing=("seed {}",)),
     "device": _text("cpu or cuda", axis=Axis.WORK),
     "device_name": _text("device of the first rank"),

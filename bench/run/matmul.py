@@ -93,13 +93,16 @@ def tasks(cells: Iterable[Cell], threads: int, folder: Path) -> list[MatmulTask]
     ``machine.threads_per_rank``.
     """
     wanted: dict[tuple[Device, int], dict[Precision, None]] = {}
+    num_nodes: dict[int, int] = {}
     for cell in cells:
         if not cell.is_reference and cell.world.times_communication:
             wanted.setdefault((cell.device, cell.world_size), {})[cell.precision] = None
+            num_nodes.setdefault(cell.world_size, cell.num_nodes)
     return [
         MatmulTask(
             world_size=world_size,
-            threads=machine.threads_per_rank(world_size, threads),
+            num_nodes=num_nodes[world_size],
+            threads=machine.threads_per_rank(world_size // num_nodes[world_size], threads),
             device=device,
             precisions=tuple(precisions),
             folder=str((folder / f"matmul-{world_size}").resolve()),
