@@ -82,9 +82,10 @@ class _Follower:
         self._channel = channel
         self._recorder = recorder
         self._node: Node | None = None
-        self._folder = Path(tempfile.mkdtemp(prefix="accumulation-bench-"))
         self._run_id = ""
         """Of the trial whose ranks run here; empty while none does."""
+        self._folder = Path()
+        """Of that trial; if this process is killed, the launcher's process removes it."""
 
     def __enter__(self) -> Self:
         return self
@@ -96,7 +97,7 @@ class _Follower:
                 self._node.release()
         finally:
             self._channel.close()
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._forget()
 
     def serve(self) -> None:
         """Do what the controller asks for until it says goodbye. Raises LostError if it is gone."""
@@ -137,18 +138,23 @@ class _Follower:
         node.ready()
 
     def do_begin(self, part: dict[str, Any]) -> None:
-        folder = self._folder / part["run_id"]
-        payload = json.dumps({**json.loads(part["payload"]), "folder": str(folder)})
-        self._opened().begin(Part(**{**part, "folder": str(folder), "payload": payload}))
-        self._run_id = part["run_id"]
+        self._folder, self._run_id = Path(tempfile.mkdtemp(prefix="accumulation-bench-")), part["run_id"]
+        payload = json.dumps({**json.loads(part["payload"]), "folder": str(self._folder)})
+        self._opened().begin(Part(**{**part, "folder": str(self._folder), "payload": payload}))
 
     def do_end(self, *, dump: bool) -> None:
         if self._run_id:  # else its report is on the way
             self._tell(self._opened(), self._opened().end(dump=dump))
 
     def do_close(self) -> None:
-        self._run_id = ""
         self._opened().close()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Remove what the last trial wrote."""
+        if self._run_id:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._run_id = ""
 
     def _opened(self) -> Node:
         if self._node is None:
@@ -160,12 +166,10 @@ class _Follower:
         self._channel.send({"sight": dataclasses.asdict(node.look()), "run_id": self._run_id})
         if report is None:
             return
-        folder = self._folder / self._run_id
         if not report.is_good:
-            report.files = {str(path.relative_to(folder)): _end_of(path) for path in _kept(folder)}
+            report.files = {str(path.relative_to(self._folder)): _end_of(path) for path in _kept(self._folder)}
         self._channel.send({"report": dataclasses.asdict(report), "run_id": self._run_id})
-        shutil.rmtree(folder, ignore_errors=True)
-        self._run_id = ""
+        self._forget()
 
 
 def _kept(folder: Path) -> list[Path]:

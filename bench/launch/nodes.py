@@ -277,7 +277,8 @@ class Nodes:
         if about.get("error"):
             return str(about["error"])
         if about.get("num_nodes") != self._place.num_nodes or not 0 < number < self._place.num_nodes:
-            return f"it was started as one of {about.get('num_nodes')} nodes, and node 0 of {self._place.num_nodes}"
+            own = self._place.num_nodes
+            return f"it was started as one of {about.get('num_nodes')} nodes, and node 0 as one of {own}"
         theirs, own = about.get("versions", {}), self._about["versions"]
         for name in own:
             if theirs.get(name) != own[name]:

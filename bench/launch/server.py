@@ -24,6 +24,9 @@ import psutil
 from bench.launch import stragglers
 from bench.launch.part import Part
 
+_scratch: list[str] = []
+"""The folder of the last trial, on all nodes but the first, whose folders lie in that of the run."""
+
 
 def serve(requests: int, replies: int, *, cold: bool) -> None:
     """Read trials as JSON lines from one pipe and run each (``bench.launch.part.Part``).
@@ -49,6 +52,7 @@ def serve(requests: int, replies: int, *, cold: bool) -> None:
     with os.fdopen(requests) as lines:
         for line in lines:
             part = Part(**json.loads(line))
+            _scratch[:] = [part.folder] * (part.node > 0)
             module, _, function = part.entry.partition(":")
             rank_main = getattr(importlib.import_module(module), function)
             rendezvous = agent.Rendezvous(part)
@@ -87,7 +91,8 @@ def _end_with_parent(requests: int) -> None:
     poll.poll()
     with contextlib.suppress(OSError):
         stragglers.kill(lambda: stragglers.without_trackers(_descendants()))
-    shutil.rmtree(os.environ["BENCH_TMPDIR"], ignore_errors=True)
+    for folder in (os.environ["BENCH_TMPDIR"], *_scratch):
+        shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
