@@ -173,6 +173,36 @@ def overhead(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", "tests/overhead", *(f"--benchmark-{o}" for o in options), *session.posargs)
 
 
+@nox.session(venv_backend="virtualenv", reuse_venv=True)
+def build(session: nox.Session) -> None:
+    """Build the wheel and the sdist in dist/."""
+    session.install("build")
+    shutil.rmtree("dist", ignore_errors=True)
+    session.run("python", "-m", "build", "--outdir", "dist")
+
+
+@nox.session(python=["3.11", "3.12", "3.13"], venv_backend="virtualenv", requires=["build"])
+def wheel(session: nox.Session) -> None:
+    """Install the wheel into an empty environment, and use it away from the checkout: run, report, cite and more."""
+    (built,) = Path("dist").resolve().glob("*.whl")
+    session.install("-c", str(Path("constraints.txt").resolve()), str(built))
+    session.chdir(session.create_tmp())
+    Path("config.yaml").write_text("trainer: {strategy: deepspeed_stage_2, accumulate_grad_batches: 4}\n")
+    cells = [f"fsdp2-{sync} N=2 W=2 fp32" for sync in ("deferred", "eager")]
+    size = ("--model", "8b", "--world-size", "64", "--accumulate", "16", "--sequence", "8192", "--precision", "bf16")
+    for command in (
+        ("run", "--matrix", "smoke", "--out", "smoke"),
+        ("report", "smoke", "--rebuild"),
+        ("check", "smoke"),
+        ("cite", "smoke", *cells),
+        ("semantics", "--suite", "--backend", "ddp-deferred", "--out", "semantics"),
+        ("lint", "config.yaml"),
+        ("predict", *size),
+    ):
+        # Exit status 1 says that something measured is wrong: known defects are among it.
+        session.run("accumulation-bench", *command, success_codes=[0, 1])
+
+
 @nox.session(default=False, venv_backend="virtualenv", reuse_venv=True)
 def wheelhouse(session: nox.Session) -> None:
     """Collect the wheels that a machine without network lacks: --python 3.12 --platform P --exclude torch."""

@@ -22,7 +22,7 @@ from bench.backends.base import EXTRA_BACKENDS, registry
 from bench.judge import gates, tables
 from bench.launch.launcher import Launcher
 from bench.launch.node import Node
-from bench.plan.cell import REFERENCES, SHARDED_REFERENCE, Device
+from bench.plan.cell import REFERENCES, SHARDED_REFERENCE, Device, Precision
 from bench.report import figures
 from bench.run.journal import Journal, read_manifest
 from tests import plugin
@@ -199,19 +199,31 @@ axes.clip_norm = [{clip}]
 [[groups]]
 axes.backend = {checkpointed}
 axes.activation_checkpointing = [true]
+
+[[groups]]
+axes.backend = {hsdp}
+axes.world_size = [4]
+axes.precision = {precisions}
 """
+HSDP = [name for name, backend in registry().items() if backend.replicate]
+ON_TWO_RANKS = [name for name in registry() if name not in HSDP]
 
 
 @pytest.fixture(scope="session")
 def real_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Every built-in backend in fp32, and some in bf16, with clipping, and with checkpointing; with --all more."""
+    """Every built-in backend in fp32, and some in bf16, with clipping, and with checkpointing; with --all more.
+
+    HSDP is on four ranks, with the same batch.
+    """
     groups = GROUPS.format(
-        bf16=json.dumps(asked(request, IN_BF16, registry())),
+        hsdp=json.dumps(HSDP),
+        precisions=json.dumps(asked(request, ("fp32",), Precision)),
+        bf16=json.dumps(asked(request, IN_BF16, ON_TWO_RANKS)),
         clipped=json.dumps(asked(request, CLIPPED, CLIPPING)),
         checkpointed=json.dumps(CHECKPOINTED),
         clip=CLIP,
     )
-    return run_matrix(tmp_path_factory.mktemp("real"), backend=list(registry()), groups=groups)
+    return run_matrix(tmp_path_factory.mktemp("real"), backend=ON_TWO_RANKS, groups=groups)
 
 
 @pytest.fixture(scope="session")

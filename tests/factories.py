@@ -10,7 +10,7 @@ from typing import Any, Self
 from bench.audit.scenario import Scenario
 from bench.backends.base import Backend, Job, registry
 from bench.errors import InputError
-from bench.judge.formulas import expect, layout_of
+from bench.judge.formulas import BUILT_IN, expect, layout_of
 from bench.launch.outcome import Outcome
 from bench.plan.cell import REFERENCE, Cell, Device, Sharding, Status, Sync
 from bench.plan.matrix import Matrix, parse
@@ -25,7 +25,7 @@ Script = Callable[[Spec, int], Outcome | None]
 
 
 def make_cell(**changes: Any) -> Cell:
-    """A small cell on two ranks of the CPU, ``ddp-deferred`` unless changed."""
+    """A small cell on two ranks of the CPU, ``ddp-deferred`` unless changed; HSDP with as many replicas as usual."""
     values: dict[str, Any] = {
         "backend": "ddp-deferred",
         "accumulate": 4,
@@ -34,8 +34,10 @@ def make_cell(**changes: Any) -> Cell:
         "sequence_length": 32,
         "warmup_windows": 2,
         "timed_windows": 3,
-    }
-    return Cell(**(values | changes))
+    } | changes
+    if (backend := BUILT_IN.get(values["backend"])) and backend.replicate:
+        values.setdefault("replicate", backend.replicate)
+    return Cell(**values)
 
 
 def make_time(cell: Cell, **changes: Any) -> dict[str, Any]:

@@ -170,10 +170,10 @@ def findings(task: Summing, rank: int, device: torch.device) -> dict[str, Any]:
     ds.prepare()
 
     def probe(backend: type[Backend], precision: Precision = Precision.FP32, **changes: Any) -> Any:
-        return accumulator(backend, make_cell(precision=precision, **changes), rank, device)
+        return accumulator(backend, make_cell(backend=backend.name, precision=precision, **changes), rank, device)
 
     def curve(backend: type[Backend], precision: Precision = Precision.FP32) -> list[Any]:
-        return [error(backend, make_cell(precision=precision), rank, device, n) for n in NS]
+        return [error(backend, make_cell(backend=backend.name, precision=precision), rank, device, n) for n in NS]
 
     found: dict[str, Any] = {}
 

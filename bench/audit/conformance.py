@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +58,14 @@ OF_LOSS = frozenset({"mean of means"})
 """Findings that the reduction of the loss causes, whatever the backend."""
 CAUSES = ("What the backend does", "What the reduction of the loss does, whatever the backend")
 """The two parts of the table."""
+FAMILIES = {
+    "PyTorch": ("ddp-", "fsdp2-", "hsdp-", "torchtitan-"),
+    "DeepSpeed": ("deepspeed-",),
+    "Lightning": ("lightning-", "fabric-"),
+    "Hugging Face": ("hf-", "accelerate-"),
+}
+"""How the names of a family's backends begin; each family has a table of its own."""
+OTHERS = "Others"
 FURTHER = 1
 """Further wrong findings that a cell of the Markdown table names; it counts the others."""
 
@@ -239,6 +248,30 @@ NUMBERS: dict[str, Callable[[Observation], str]] = {
 which is that of a complete window."""
 
 
+def families(observations: Sequence[Observation]) -> dict[str, list[Observation]]:
+    """The observations by family, in the order of FAMILIES; backends that are in none come last, as OTHERS."""
+    found: dict[str, list[Observation]] = {name: [] for name in (*FAMILIES, OTHERS)}
+    for seen in observations:
+        family = next((name for name, start in FAMILIES.items() if seen["backend"].startswith(start)), OTHERS)
+        found[family].append(seen)
+    return {family: own for family, own in found.items() if own}
+
+
+def overview(observations: Sequence[Observation]) -> str:
+    """Groups of backends by the number of scenarios in which they are right, and what is wrong in the others."""
+    lines = ["| backends that behave alike | right | notes | wrong | what is wrong, and in how many scenarios |"]
+    lines.append("| --- | ---: | ---: | ---: | --- |")
+    for own in families(observations).values():
+        for group in groups(own):
+            cells = [by_backend(seen) for seen in group.cells.values()]
+            levels = Counter(seen["level"] for seen in cells)
+            words_of = Counter(seen["verdict"] for seen in cells if seen["level"] == "wrong")
+            wrong = ", ".join(f"{word} {count}" for word, count in words_of.most_common())
+            counts = " | ".join(str(levels[level]) for level in ("detail", "note", "wrong"))
+            lines.append(f"| {words.markdown(', '.join(group.backends))} | {counts} | {words.markdown(wrong)} |")
+    return "\n".join([*lines, ""])
+
+
 def markdown(observations: Sequence[Observation]) -> str:
     """Scenarios by groups of backends that behave alike in every scenario, and the backends of each group."""
     found = groups(observations)
@@ -253,7 +286,7 @@ def markdown(observations: Sequence[Observation]) -> str:
             lines.append(f"| {words.markdown(name)} | {' | '.join(cells)} |")
     several = [group for group in found if len(group.backends) > 1]
     legend = [words.markdown(f"{group.name}: {', '.join(group.backends)}") for group in several]
-    return "\n".join([*lines, "", KEY, *([""] if legend else []), *(f"- {line}" for line in legend), ""])
+    return "\n".join([*lines, *([""] if legend else []), *(f"- {line}" for line in legend), ""])
 
 
 def _cell(seen: Observation) -> str:

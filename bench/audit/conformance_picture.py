@@ -54,15 +54,16 @@ class TextCell:
         return any(style.text_width(word, size, self.weight) > width for word in words)
 
 
-def conformance_figure(observations: Sequence[Observation], *, footer: str = "") -> tuple[Figure, FigureWords] | None:
-    """Scenarios by groups of backends, with the words around them; None without an observation."""
-    if not observations:
-        return None
+def conformance_figure(
+    observations: Sequence[Observation], family: str, *, footer: str = ""
+) -> tuple[Figure, FigureWords]:
+    """Scenarios by groups of backends of one family, with the words around them."""
     every = groups(observations)
     found = every[:MAX_GROUPS]
     notes = [f"{group.name}: {', '.join(group.backends)}" for group in found if len(group.backends) > 1]
     notes += [f"not drawn: {', '.join(group.backends)}" for group in every[MAX_GROUPS:]]
-    words = FigureWords("What each backend does in each scenario", _counts(observations), footer, [*notes, KEY])
+    title = f"What each backend does in each scenario: {family}"
+    words = FigureWords(style.clean(title), _counts(observations), footer, [*notes, KEY])
     with matplotlib.style.context(list(style.BASE)):
         rows = _rows(observations, found)
         first = min(1.3, max(style.text_width(row[0].text, CELL_SIZES[0]) for row in rows if len(row) > 1) + 0.08)

@@ -52,6 +52,7 @@ def _row(
         sequence_length=1,
         precision=precision,
         device=task.device,
+        replicate=backend.replicate,
     )
     gc.collect()  # frees the previous row, whose frameworks leave reference cycles
     row: dict[str, Any] = {"backend": task.backend, "precision": precision, "world_size": task.world_size}

@@ -148,6 +148,7 @@ class Audit:
             workload="decoder",
             model=str(self.num_slots),
             device=Device(self.device.type),
+            replicate=self.backend_class.replicate,
         )
 
         def optimizer(parameters: Iterable[Parameter]) -> Optimizer:

@@ -19,6 +19,7 @@ from bench.audit.weight_figure import weight_figure
 from bench.errors import InputError
 from bench.files import RESULTS
 from bench.report import sheet, style
+from bench.report.citation import VERSIONS
 from bench.run import machine
 from bench.words import plural
 
@@ -96,21 +97,24 @@ def write_tables(observations: Sequence[dict[str, Any]], about: Mapping[str, Any
     lines = ",\n".join(json.dumps(one) for one in observations)
     (folder / OBSERVATIONS).write_text(f"{head}\n{lines}\n]}}\n")
     conformance.table(observations).to_parquet(folder / TABLE)
-    (folder / MARKDOWN).write_text(conformance.markdown(observations))
+    tables = [f"## {name}\n\n{conformance.markdown(own)}" for name, own in conformance.families(observations).items()]
+    (folder / MARKDOWN).write_text("\n".join([conformance.overview(observations), *tables, conformance.KEY, ""]))
 
 
 def write_pictures(observations: Sequence[dict[str, Any]], about: Mapping[str, Any], plots: Path) -> dict[str, Path]:
-    """Write the weight maps and the table's picture; their paths by scenario, and under ``conformance``."""
+    """Write the weight maps and the tables' pictures; their paths by scenario and by family."""
     plots.mkdir(parents=True, exist_ok=True)
     footer = ", ".join(f"{name} {value}" for name, value in _facts(about).items() if name not in {"device", "date"})
-    figures = {"conformance": ("conformance", conformance_figure(observations, footer=footer))}
+    figures = {}
+    for family, own in conformance.families(observations).items():
+        slug = family.lower().replace(" ", "-")
+        figures[family] = (f"conformance-{slug}", conformance_figure(own, family, footer=footer))
     for name in conformance.scenarios(observations):
         own = [one for one in observations if one["scenario"]["name"] == name]
-        figures[name] = (f"weights-{name}", weight_figure(own, footer=footer))
+        if map_ := weight_figure(own, footer=footer):
+            figures[name] = (f"weights-{name}", map_)
     with matplotlib.style.context(list(style.BASE)):
-        return {
-            name: sheet.save(drawn[0], plots / stem, drawn[1])[0] for name, (stem, drawn) in figures.items() if drawn
-        }
+        return {name: sheet.save(figure, plots / stem, words)[0] for name, (stem, (figure, words)) in figures.items()}
 
 
 def write_page(
@@ -126,10 +130,11 @@ def write_page(
         return Path(os.path.relpath(target, path.parent)).as_posix()
 
     known = throughput if throughput and throughput.exists() else None
-    shown = [name for name in PICTURED if name in pictures] or [name for name in pictures if name != "conformance"]
+    families = list(conformance.families(observations))
+    shown = [name for name in PICTURED if name in pictures] or [name for name in pictures if name not in families]
     text = semantics_page.page(
         observations,
-        {name: link(pictures[name]) for name in ["conformance", *shown[: len(PICTURED)]] if name in pictures},
+        {name: link(pictures[name]) for name in [*families, *shown[: len(PICTURED)]] if name in pictures},
         command=" ".join(about["command"]),
         about=_facts(about),
         throughput=link(known) if known else "",
@@ -141,7 +146,5 @@ def write_page(
 
 def _facts(about: Mapping[str, Any]) -> dict[str, str]:
     """The versions, device and date that a reader must know."""
-    versions = {
-        name: about["packages"][name] for name in ("torch", "lightning", "deepspeed") if name in about["packages"]
-    }
+    versions = {name: about["packages"][name] for name in VERSIONS if name in about["packages"]}
     return {**versions, "python": about["machine"]["python"], "device": about["device"], "date": about["date"]}

@@ -11,12 +11,15 @@ from typing import Any
 import jinja2
 
 from bench.audit.conformance import (
+    KEY,
     TOLERANCE,
     Observation,
     by_backend,
+    families,
     groups,
     markdown,
     mixed,
+    overview,
     ratios,
     scenarios,
     with_number,
@@ -40,8 +43,8 @@ def page(
 ) -> str:
     """The page in Markdown.
 
-    ``images`` has the relative paths of the weight maps that are shown, by scenario, and of the table's picture, under
-    ``conformance``; ``about`` has versions and machine; ``throughput`` is the relative path of the page on
+    ``images`` has the relative paths of the weight maps that are shown, by scenario, and of the tables' pictures, by
+    family; ``about`` has versions and machine; ``throughput`` is the relative path of the page on
     ThroughputMonitor, if there is one, and ``throughput_findings`` are its list items.
     """
     environment = jinja2.Environment(
@@ -54,7 +57,9 @@ def page(
         command=command,
         about=", ".join(f"{escape(name)} {escape(value)}" for name, value in about.items()),
         best=_best(observations),
-        table=markdown(observations),
+        overview=overview(observations),
+        tables={family: markdown(own) for family, own in families(observations).items()},
+        key=KEY,
         images=images,
         sections={
             "Lightning with DeepSpeed": _lightning_deepspeed(observations),

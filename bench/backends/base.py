@@ -130,6 +130,8 @@ class Backend(ABC):
     defect: ClassVar[str] = ""
     """A known defect of the framework that the gates should catch when N > 1, in words; empty if none."""
 
+    replicate: ClassVar[int] = 0
+    """R where the matrix names none, for a backend that trains replicas of a sharded model (HSDP); 0 for all others."""
     not_virtual: ClassVar[str] = ""
     """Why the backend cannot run as rank 0 of a virtual world (``bench.launch.rank``); empty if it can."""
     not_fake: ClassVar[str] = ""
@@ -220,7 +222,7 @@ class Backend(ABC):
         return ""
 
 
-BUILT_IN = ("plain", "fsdp2", "deepspeed", "lightning", "fabric")
+BUILT_IN = ("plain", "fsdp2", "hsdp", "deepspeed", "lightning", "fabric")
 """Modules of this package with backends."""
 
 

@@ -62,7 +62,8 @@ def holdings(model: nn.Module) -> dict[Category, list[Tensor]]:
     """The shard, gathered copy and unsharded gradient of every ``FSDPParam`` of a sharded model.
 
     The gradient is in ``grad`` of the gathered copy or, if it is summed in another dtype, in
-    ``unsharded_accumulated_grad``.
+    ``unsharded_accumulated_grad``. Where only the all-reduce of HSDP is deferred, a unit keeps the sum of its
+    reduce-scatters in ``_partial_reduce_output`` (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py).
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -70,9 +71,12 @@ def holdings(model: nn.Module) -> dict[Category, list[Tensor]]:
         Category.PARAMETERS_SHARDED: [],
         Category.PARAMETERS_UNSHARDED: [],
         Category.GRADIENTS_UNSHARDED: [],
+        Category.GRADIENTS_SHARDED: [],
     }
     states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
     for group in (group for state in states for group in _groups(state)):
+        if (partial := getattr(group, "_partial_reduce_output", None)) is not None:
+            found[Category.GRADIENTS_SHARDED].append(partial)
         for parameter in group.fsdp_params:
             found[Category.PARAMETERS_SHARDED].append(parameter._sharded_param_data)
             gathered = getattr(parameter, "_unsharded_param", None)  # made by the first gather
@@ -101,20 +105,25 @@ class FSDP2Eager(Backend):
     """Whether parameters stay gathered between the micro-batches of a window."""
 
     def train(self, job: Job) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
-
-        mesh = init_device_mesh(job.device.type, (job.world_size,))
-        model = job.build()
+        mesh, model = self.mesh(job), job.build()
         reshard_after_forward = self.sharding is Sharding.PARAMS
         self.model = shard(model, job.blocks(model), mesh, bf16=job.bf16, reshard_after_forward=reshard_after_forward)
         self.optimizer = job.optimizer(model.parameters())
         self.continue_training(job)
+
+    def mesh(self, job: Job) -> DeviceMesh:
+        """The ranks over which ``fully_shard`` shards."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        return init_device_mesh(job.device.type, (job.world_size,))
 
     def continue_training(self, job: Job) -> None:
         model = cast("nn.Module", self.model)
         self.optimizer.zero_grad()
         for window in job.each_window():
             for batch, last in window:
+                if self.sync is Sync.DEFERRED_ALL_REDUCE:
+                    self.model.set_requires_all_reduce(last)
                 if self.sync is Sync.DEFERRED:
                     self.model.set_requires_gradient_sync(last)
                     # Not needed for correctness: skips the end-of-backward bookkeeping of all but the last.

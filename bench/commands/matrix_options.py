@@ -32,6 +32,7 @@ OPTIONS = {
     "activation_checkpointing": "axes.activation_checkpointing",
     "compiled": "axes.compiled",
     "ranks_per_node": "axes.ranks_per_node",
+    "replicate": "axes.replicate",
     "repeats": "repeats",
     "max_repeats": "max_repeats",
     "interval_width": "precision",
@@ -88,6 +89,8 @@ def add_matrix_options(parser: argparse.ArgumentParser) -> None:
     several("--compiled", _switches, "on|off", "compile each block with torch.compile")
     words = "ranks on each of several nodes; by default the GPUs of a node are filled before those of the next"
     several("--ranks-per-node", _integers, "R", words)
+    words = "numbers of replicas of HSDP backends, each sharded over W / R ranks (default: 2)"
+    several("--replicate", _integers, "R", words)
     add("--repeats", type=int, metavar="R", help="trials per cell; more only if --max-repeats allows")
     words = "most trials per cell, while its interval is wider than --interval-width"
     add("--max-repeats", type=int, metavar="R", help=words)

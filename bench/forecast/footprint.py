@@ -61,6 +61,8 @@ def declined(cell: Cell, backend: type[Backend]) -> str:
     """Why the memory of such a cell is not predicted; empty if it is."""
     if cell.compiled:
         return "the compiler decides what compiled blocks save and need"
+    if cell.replicate:
+        return "the memory of HSDP is not replayed"
     if cell.activation_checkpointing and getattr(backend, "stage", 2) == 3:
         return "the order in which ZeRO-3 gathers parameters for recomputation is not replayed"
     return ""

@@ -115,9 +115,8 @@ class Prediction:
                 most.wire_bytes + further * (most.wire_bytes - half.wire_bytes),
             )
         if accumulate not in self._traffic:
-            world_size = self.cell.world_size
-            rows = self.expectation(accumulate).collectives if world_size > 1 else ()
-            wire = sum(wire_bytes(row.op, row.payload_bytes, world_size) for row in rows)
+            rows = self.expectation(accumulate).collectives if self.cell.world_size > 1 else ()
+            wire = sum(wire_bytes(row.op, row.payload_bytes, self.cell.group_size(row.group)) for row in rows)
             self._traffic[accumulate] = Traffic(sum(row.calls for row in rows), wire)
         return self._traffic[accumulate]
 
@@ -147,7 +146,8 @@ def predict(cell: Cell, backends: Sequence[str], activation_bytes: int | None = 
     assert layout is not None, "the command checks the model's name"
     names = [name for name in backends if name in BUILT_IN and name not in REFERENCES]
     return [
-        Prediction(dataclasses.replace(cell, backend=name), BUILT_IN[name], layout, activation_bytes) for name in names
+        Prediction(dataclasses.replace(cell, backend=name, replicate=one.replicate), one, layout, activation_bytes)
+        for name, one in ((name, BUILT_IN[name]) for name in names)
     ]
 
 
@@ -163,7 +163,7 @@ def compute_seconds(cell: Cell, flops_per_s: float) -> tuple[float, str]:
 
 def record(one: Prediction, link: Link | None, compute_s: float | None, bounds: Bounds | None) -> dict[str, Any]:
     """One backend as plain values for JSON, without an answer; for the keys see ``bench.forecast.best.records``."""
-    n, world_size = one.cell.accumulate, one.cell.world_size
+    n = one.cell.accumulate
     values: dict[str, Any] = {
         "backend": one.name,
         "framework": one.backend.framework,
@@ -181,8 +181,10 @@ def record(one: Prediction, link: Link | None, compute_s: float | None, bounds: 
     if one.refusal:
         return values
     memory, traffic = one.memory(n), one.traffic(n)
-    rows = [{**dataclasses.asdict(row), "wire_bytes": wire_bytes(row.op, row.payload_bytes, world_size)} for row in
-            one.expectation(n).collectives]  # fmt: skip
+    rows = [
+        dataclasses.asdict(row) | {"wire_bytes": wire_bytes(row.op, row.payload_bytes, one.cell.group_size(row.group))}
+        for row in one.expectation(n).collectives
+    ]
     values |= {
         "memory": memory.parts,
         "peak_memory_bytes": memory.peak,

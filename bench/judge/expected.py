@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from bench.judge.formulas import expect, layout_of
-from bench.judge.tables import Tables, frame_of
+from bench.judge.tables import Tables, among, frame_of
 from bench.plan.categories import HELD, PEAK, Category
 from bench.plan.cell import ADDED_FIELDS, REFERENCES, Cell, Device, Status
 from bench.plan.columns import WORK
@@ -132,16 +132,17 @@ def fill(
             continue
         found = findings.setdefault(cell_id, [])
         counted = collectives.pop(key, ())
-        seen = {(row["op"], row["dtype"]): (row["calls"], row["payload_bytes"]) for row in counted}
-        due = {(row.op, row.dtype): (row.calls, row.payload_bytes) for row in expectation.collectives}
-        for op, dtype in sorted(seen.keys() | due.keys()):
-            ours, theirs = seen.get((op, dtype), NONE), due.get((op, dtype), NONE)
-            row = {"cell_id": cell_id, "repeat": repeat, "op": op, "dtype": dtype}
+        seen = {(row["op"], row["group"], row["dtype"]): (row["calls"], row["payload_bytes"]) for row in counted}
+        due = {(row.op, row.group, row.dtype): (row.calls, row.payload_bytes) for row in expectation.collectives}
+        for kind in sorted(seen.keys() | due.keys()):
+            op, group, dtype = kind
+            ours, theirs = seen.get(kind, NONE), due.get(kind, NONE)
+            row = {"cell_id": cell_id, "repeat": repeat, "op": op, "group": group, "dtype": dtype}
             row |= {"calls": ours[0], "payload_bytes": ours[1]}
             filled.append(row | {"expected_calls": theirs[0], "expected_payload_bytes": theirs[1]})
             if ours != theirs:
                 text = f"{ours[0]} calls and {ours[1]} bytes per window, not {theirs[0]} and {theirs[1]}"
-                found.append(f"{op} of {dtype}: {text}")
+                found.append(f"{op} of {dtype}{among(group)}: {text}")
         for category, size, should in _memory(sizes.get(key, {}), cell, layout, (peaks or {}).get(cell_id)):
             row = {"cell_id": cell_id, "repeat": repeat, "category": category, "bytes": size, "expected_bytes": should}
             memory.append(row)

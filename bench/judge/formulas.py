@@ -24,17 +24,19 @@ from bench.backends.fabric import BACKENDS as FABRIC
 from bench.backends.fabric import FabricFSDP2Deferred
 from bench.backends.fsdp2 import BACKENDS as FSDP2
 from bench.backends.fsdp2 import FSDP2Eager
+from bench.backends.hsdp import BACKENDS as HSDP
+from bench.backends.hsdp import HSDPEager
 from bench.backends.lightning import BACKENDS as LIGHTNING
 from bench.backends.lightning import LightningBackend, LightningDDP, LightningDeepSpeedZero2, LightningFSDP2
 from bench.backends.plain import BACKENDS as PLAIN
 from bench.backends.plain import DDPEager, Reference
 from bench.judge import zero
 from bench.judge.zero import Call, ZeroSettings, ceil_to
-from bench.plan.cell import SGD, Cell, Device, Precision, Sharding, Sync
+from bench.plan.cell import SGD, Cell, Device, Precision, RankGroup, Sharding, Sync
 from bench.plan.models import SIZES
 from bench.workload.layout import ROOT, Layout, Parameter, llama_layout
 
-BUILT_IN: dict[str, type[Backend]] = {b.name: b for b in (*PLAIN, *FSDP2, *DEEPSPEED, *LIGHTNING, *FABRIC)}
+BUILT_IN: dict[str, type[Backend]] = {b.name: b for b in (*PLAIN, *FSDP2, *HSDP, *DEEPSPEED, *LIGHTNING, *FABRIC)}
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "int64": 8, "uint8": 1}
 """Bytes of one element by dtype."""
 
@@ -45,6 +47,8 @@ class Collective:
 
     op: str
     """As ``CollectiveCounter`` names it: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``broadcast``."""
+    group: str
+    """The ranks that take part, a ``RankGroup``."""
     dtype: str
     calls: int
     payload_bytes: int
@@ -56,7 +60,7 @@ class Expectation:
     """What a backend must do in one steady-state window, from one update to the next."""
 
     collectives: tuple[Collective, ...]
-    """Sorted by operation and dtype, like the counter's rows."""
+    """Sorted by operation, group and dtype, like the counter's rows."""
     held: dict[str, int]
     """Bytes per rank of tensors that outlive a micro-batch, between two micro-batches of a window, by category:
     ``parameters``, ``gradients``, ``optimizer_state`` and ``communication``."""
@@ -90,13 +94,16 @@ def expect(cell: Cell, layout: Layout, *, rank: int = 0) -> Expectation | None:
         # The Trainer broadcasts its SIGTERM flag once per micro-batch, with every strategy
         # (lightning/pytorch/loops/training_epoch_loop.py:_broadcast_sigterm_tensor).
         sent = chain(sent, [("broadcast", "int64", 1, cell.accumulate)])
-    calls, sizes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
-    for op, dtype, numel, times in sent:
-        calls[op, dtype] += times
-        sizes[op, dtype] += times * numel * BYTES[dtype]
+    calls, sizes = Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]]()
+    inner = RankGroup.SHARD if cell.replicate else RankGroup.WORLD
+    across = replica_collectives(backend.sync, cell, layout) if issubclass(backend, HSDPEager) else ()
+    for group, some in ((inner, sent), (RankGroup.REPLICATE, across)):
+        for op, dtype, numel, times in some:
+            calls[op, group, dtype] += times
+            sizes[op, group, dtype] += times * numel * BYTES[dtype]
     rows = [
-        Collective(op=key[0], dtype=key[1], calls=count, payload_bytes=sizes[key])
-        for key, count in sorted(calls.items())
+        Collective(op=op, group=str(group), dtype=dtype, calls=count, payload_bytes=sizes[op, group, dtype])
+        for (op, group, dtype), count in sorted(calls.items())
     ]
     return Expectation(collectives=tuple(rows), held=held)
 
@@ -123,9 +130,10 @@ def _of_backend(
         return sent, {**held, "optimizer_state": _moments(cell, masters, tensors)}
     if not issubclass(backend, FSDP2Eager | FabricFSDP2Deferred | LightningFSDP2):
         return None
+    w //= cell.replicate or 1
     sent = fsdp2_collectives(layout, n, w, sync=backend.sync, sharding=backend.sharding, bf16=bf16, clip=clip)
     held = fsdp2_held(layout, w, sync=backend.sync, sharding=backend.sharding, bf16=bf16)
-    state = _moments(cell, local(layout.parameters, w, rank), len(layout.parameters))
+    state = _moments(cell, local(layout.parameters, w, rank % w), len(layout.parameters))
     return sent, {**held, "optimizer_state": state}
 
 
@@ -260,34 +268,47 @@ def fsdp2_collectives(
             gathers = 1
         numel = padded(parameters, world_size)
         yield "all_gather", "bfloat16" if bf16 else "float32", numel, gathers
-        yield "reduce_scatter", "float32", numel, accumulate if sync is Sync.EAGER else 1
+        yield "reduce_scatter", "float32", numel, 1 if sync is Sync.DEFERRED else accumulate
     if clip:
         yield "all_reduce", "float32", len(layout.parameters), 1
+
+
+def replica_collectives(sync: Sync, cell: Cell, layout: Layout) -> Iterator[Call]:
+    """HSDP's all-reduces of the shards of gradients across replicas, in fp32: one per unit and reduction.
+
+    With G units NG eager, G if deferred. Beside them, a shard group does what FSDP2 does over W / R ranks: with NG
+    reduce-scatters unless these are deferred too (_fsdp_collectives.py:foreach_reduce). The norm for clipping is summed
+    in the shard group alone.
+    """
+    for parameters in layout.units.values():
+        numel = padded(parameters, shards := cell.group_size(RankGroup.SHARD)) // shards
+        yield "all_reduce", "float32", numel, cell.accumulate if sync is Sync.EAGER else 1
 
 
 def fsdp2_held(layout: Layout, world_size: int, *, sync: Sync, sharding: Sharding, bf16: bool) -> dict[str, int]:
     """fp32 shards with padding; gradients as shards under eager sync, in full and unpadded under deferred sync.
 
     Eager: ``sharded_param.grad`` is a view of the reduce-scatter's padded output (_fsdp_collectives.py:foreach_reduce).
-    Deferred: full ``unsharded_param.grad`` in fp32; in bf16 ``unsharded_accumulated_grad``, in the reduction dtype,
-    fp32 (_fsdp_param.py:to_accumulated_grad_if_needed). Parameters that stay gathered for the window add their full
-    size, padded, in the compute dtype.
+    HSDP that defers only its all-reduce sums that output over micro-batches in ``_partial_reduce_output``. Deferred:
+    full ``unsharded_param.grad`` in fp32; in bf16 ``unsharded_accumulated_grad``, in the reduction dtype, fp32
+    (_fsdp_param.py:to_accumulated_grad_if_needed). Parameters that stay gathered for the window add their full size,
+    padded, in the compute dtype.
     """
     shards = padded(layout.parameters, world_size) // world_size
     resident = shards * world_size if sharding is Sharding.OPTIMIZER else 0
-    gradients = shards if sync is Sync.EAGER else layout.num_parameters
+    gradients = layout.num_parameters if sync is Sync.DEFERRED else shards
     return {"parameters": 4 * shards + (2 if bf16 else 4) * resident, "gradients": 4 * gradients, "communication": 0}
 
 
-def wire_bytes(op: str, payload_bytes: int, world_size: int) -> float:
-    """Bytes that each rank sends in a ring algorithm; derived, not measured.
+def wire_bytes(op: str, payload_bytes: int, group_size: int) -> float:
+    """Bytes that each of W ranks in a group sends in a ring algorithm; derived, not measured.
 
     (W-1)/W of the payload for all-gather and reduce-scatter, twice that for all-reduce, which consists of both, and the
     payload once for broadcast (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69 (2009) 117; ``doc/PERFORMANCE.md``
     of nccl-tests has the same factors). Nothing at W = 1. Gloo sends other amounts: its reduce-scatter is an
     all-reduce.
     """
-    if world_size == 1:
+    if group_size == 1:
         return 0.0
-    share = (world_size - 1) / world_size
+    share = (group_size - 1) / group_size
     return {"all_reduce": 2 * share, "broadcast": 1.0}.get(op, share) * payload_bytes

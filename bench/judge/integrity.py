@@ -19,7 +19,7 @@ from bench.judge.sides import IDLE_SHARE
 from bench.judge.standing import Standing, standing, widest
 from bench.judge.statistics import MARGIN, MIN_TRIALS
 from bench.judge.verdicts import Verdict, band
-from bench.plan.cell import REFERENCES, Status
+from bench.plan.cell import REFERENCES, RankGroup, Status
 from bench.plan.schedule import Ended
 from bench.run.journal import Journal
 from bench.run.record import warmup
@@ -29,6 +29,8 @@ TOLERANCE = 1e-9
 """Relative tolerance between a stored and a recomputed number."""
 IMBALANCE = 1.05
 """Ratio of the slowest to the median rank's step time from which a cell is reported."""
+EARLIER = {"replicate": 0, "ranks_per_node": 0, "group": RankGroup.WORLD}
+"""Columns that came later, with the value that they have for all runs from before."""
 NAMED = 3
 """Most cells named in one finding."""
 
@@ -98,8 +100,8 @@ def _tables(folder: Path, run: Run) -> Iterator[Finding]:
             yield warning(topic, f"{path.name} is missing; write it with: python -m bench report {folder}")
             continue
         stored, recomputed = pd.read_parquet(path), getattr(run.tables, field.name)
-        # A newer column for which the journal has no values may be missing.
-        values = recomputed.columns[recomputed.notna().any()]
+        # A newer column for which the journal has no values, or those of all earlier runs, may be missing.
+        values = [name for name in recomputed if set(recomputed[name].dropna()) - {EARLIER.get(name)}]
         if missing := [name for name in values if name not in stored.columns]:
             text = f"{path.name} has no column {', '.join(missing)}, as those of an earlier version of the bench"
             yield warning(topic, f"{text}; write it again with: python -m bench report {folder}")

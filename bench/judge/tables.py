@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from bench.measure.dispatch import NUMBERS, OTHER_WORK
-from bench.plan.cell import Cell, Precision, Status
+from bench.plan.cell import Cell, Precision, RankGroup, Status
 from bench.plan.columns import COLUMNS, dtypes
 from bench.plan.world import World
 from bench.run.machine import peak_flops
@@ -57,6 +57,11 @@ class Tables:
 
 NAMES = tuple(field.name for field in fields(Tables))
 """Names of the tables that are built from the journal."""
+
+
+def among(group: str) -> str:
+    """The ranks of a collective in a sentence; nothing for all ranks."""
+    return "" if group == RankGroup.WORLD else f" in the {group} group"
 
 
 def build(records: list[dict[str, Any]], manifest: dict[str, Any]) -> Tables:
@@ -241,6 +246,7 @@ def _child_rows(record: dict[str, Any], cell: Cell) -> dict[str, list[dict[str, 
             for step, seconds in enumerate(timed.get("step_seconds", ()) if cell.world.is_timed else (), start=first)
         ],
         "losses": [{"step": i, "loss": loss} for i, loss in enumerate(timed.get("losses", ()))],
-        "collectives": record.get("collectives") or [],
+        # Older records have no group: no backend had another than all ranks.
+        "collectives": [{"group": RankGroup.WORLD, **row} for row in record.get("collectives") or ()],
         "memory": [{"category": name, "bytes": size} for name, size in memory.items()],
     }

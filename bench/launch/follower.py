@@ -25,7 +25,7 @@ from bench.launch import places
 from bench.launch.channel import SILENT_S, Channel, LostError, SecretError
 from bench.launch.node import Node, Recorder
 from bench.launch.nodes import ANSWER_S, JOIN_S
-from bench.launch.part import Part, Report
+from bench.launch.part import NodeReport, Part
 from bench.launch.places import Place
 from bench.plan.cell import Device
 
@@ -161,7 +161,7 @@ class _Follower:
             raise LostError("it was not opened")
         return self._node
 
-    def _tell(self, node: Node, report: Report | None) -> None:
+    def _tell(self, node: Node, report: NodeReport | None) -> None:
         """Tell what is seen of the ranks, and report if they have ended."""
         self._channel.send({"sight": dataclasses.asdict(node.look()), "run_id": self._run_id})
         if report is None:

@@ -19,10 +19,11 @@ from typing import Any, Self
 from bench.backends.base import registry
 from bench.launch import places
 from bench.launch.channel import LostError
-from bench.launch.node import ForkError, LauncherError, Node, Recorder
+from bench.launch.node import ForkError, Node, Recorder
 from bench.launch.nodes import Nodes, RemoteNode
 from bench.launch.outcome import Ending, Outcome, judge
-from bench.launch.part import Part, Report
+from bench.launch.part import NodeReport, Part
+from bench.launch.process import LauncherError
 from bench.launch.watchdog import EndReason, Watch, excessive
 from bench.plan.cell import Device, Status
 from bench.plan.task import Task
@@ -127,7 +128,7 @@ class _Trial:
 
     def __init__(self, task: Task, nodes: Sequence[Node | RemoteNode], timeout_s: float, inactivity_s: float) -> None:
         self._nodes = nodes
-        self._reports: dict[int, Report] = {}
+        self._reports: dict[int, NodeReport] = {}
         """By the number of the node."""
         num_ranks = task.num_processes // len(nodes)
         names = [f"rank {rank}" for rank in range(task.num_processes)]

@@ -22,9 +22,10 @@ from bench.backends.base import EXTRA_BACKENDS
 from bench.errors import InputError
 from bench.launch import places
 from bench.launch.channel import PING_S, SILENT_S, Channel, LostError, SecretError
-from bench.launch.node import START_TIMEOUT_S, ForkError
-from bench.launch.part import Part, Report
+from bench.launch.node import ForkError
+from bench.launch.part import NodeReport, Part
 from bench.launch.places import Place
+from bench.launch.process import START_TIMEOUT_S
 from bench.launch.watchdog import Sight
 from bench.plan.cell import Device
 
@@ -53,7 +54,7 @@ class RemoteNode:
         self._folder = Path()
         self._run_id = ""
         self._sight = BLIND
-        self._report: Report | None = None
+        self._report: NodeReport | None = None
         self._heard = time.monotonic()
 
     def fileno(self) -> int:
@@ -78,7 +79,7 @@ class RemoteNode:
         self._answer(ANSWER_S)
         return 0
 
-    def poll(self) -> Report | None:
+    def poll(self) -> NodeReport | None:
         while self._report is None and self._read(0.0):
             pass
         if self._report is None and time.monotonic() - self._heard > SILENT_S:
@@ -88,7 +89,7 @@ class RemoteNode:
     def look(self) -> Sight:
         return self._sight
 
-    def end(self, *, dump: bool) -> Report:
+    def end(self, *, dump: bool) -> NodeReport:
         self._ask("end", dump=dump)
         self._answer(ANSWER_S)
         if self._report is None:
@@ -144,12 +145,12 @@ class RemoteNode:
                 if "sight" in message:
                     self._sight = Sight(**message["sight"])
                 else:
-                    self._report = self._unpacked(Report(**message["report"]))
+                    self._report = self._unpacked(NodeReport(**message["report"]))
             except (KeyError, TypeError, ValueError) as error:
                 self.lose(f"it does not speak as a bench does ({error})")
         return message
 
-    def _unpacked(self, report: Report) -> Report:
+    def _unpacked(self, report: NodeReport) -> NodeReport:
         """The report, after writing its files into the folder of the trial."""
         for name, content in report.files.items():
             path = PurePosixPath(name)

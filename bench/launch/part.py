@@ -34,7 +34,7 @@ class Part:
 
 
 @dataclass(kw_only=True, slots=True)
-class Report:
+class NodeReport:
     """How the ranks of one node ended."""
 
     results: Sequence[dict[str, Any] | None]

@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bench.measure.taps import EventKind, SettledWindow
+from bench.plan.cell import RankGroup
 
 NAMESPACES = ("c10d", "_c10d_functional")
 """Namespaces of collectives: methods of process groups, and DTensor's redistribution."""
@@ -59,14 +61,29 @@ def payload_bytes(*sides: Any) -> int:
     return max(sizes, default=0)
 
 
+def group_of(func: Any, args: tuple[Any, ...]) -> RankGroup:
+    """Which ranks take part in a collective, from the process group among its arguments.
+
+    Consecutive ranks form a shard group, as in torch's meshes, whose last dimension varies fastest; others a replicate
+    group.
+    """
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
+    group: Any = given.get("process_group")
+    group = _resolve_process_group(given["group_name"]) if group is None else dist.ProcessGroup.unbox(group)
+    ranks, world = (dist.get_process_group_ranks(some) for some in (group, None))
+    if len(ranks) == len(world):
+        return RankGroup.WORLD
+    return RankGroup.SHARD if ranks[-1] - ranks[0] == len(ranks) - 1 else RankGroup.REPLICATE
+
+
 class CollectiveCounter(TorchDispatchMode):
-    """Counts calls and payload bytes by operation and dtype while ``counting`` is set."""
+    """Counts calls and payload bytes by operation, group and dtype while ``counting`` is set."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counting = False
-        self.calls: Counter[tuple[str, str]] = Counter()
-        self.bytes: Counter[tuple[str, str]] = Counter()
+        self.calls: Counter[tuple[str, str, str]] = Counter()
+        self.bytes: Counter[tuple[str, str, str]] = Counter()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -78,7 +95,7 @@ class CollectiveCounter(TorchDispatchMode):
         if self.counting and func.namespace in NAMESPACES and operator not in SILENT:
             tensors = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
             dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else "none"
-            key = (NAMES.get(operator, operator), dtype)
+            key = (NAMES.get(operator, operator), str(group_of(func, args)), dtype)
             # c10d's operators take outputs first and inputs second; functional ones return their output.
             sides = args[:2] if func.namespace == "c10d" else (args[0], result)
             self.calls[key] += 1
@@ -97,7 +114,7 @@ class CollectiveCounter(TorchDispatchMode):
             probe.counting = True
             values = torch.full((2,), float(dist.get_rank()), device=device)
             dist.all_reduce(values, op=dist.ReduceOp.AVG)
-        seen = [{"op": "all_reduce", "dtype": "float32", "calls": 1, "payload_bytes": 8}]
+        seen = [{"op": "all_reduce", "group": "world", "dtype": "float32", "calls": 1, "payload_bytes": 8}]
         if probe.rows() != seen:
             raise RuntimeError(f"collectives cannot be counted: an all-reduce of 8 bytes is seen as {probe.rows()}")
         if "fake" in dist.get_backend():
@@ -113,8 +130,8 @@ class CollectiveCounter(TorchDispatchMode):
         self.counting = window.open
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row per operation and dtype: op, dtype, calls, payload_bytes."""
+        """One row per operation, group and dtype: op, group, dtype, calls, payload_bytes."""
         return [
-            {"op": op, "dtype": dtype, "calls": calls, "payload_bytes": self.bytes[op, dtype]}
-            for (op, dtype), calls in sorted(self.calls.items())
+            {"op": op, "group": group, "dtype": dtype, "calls": calls, "payload_bytes": self.bytes[op, group, dtype]}
+            for (op, group, dtype), calls in sorted(self.calls.items())
         ]

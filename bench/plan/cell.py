@@ -30,6 +30,8 @@ REFERENCE_WINDOWS = 2
 """Minimum number of windows that a reference trains: the loss before any update, and after one."""
 SGD = "sgd"
 """The optimizer whose step is proportional to the gradient, so that a wrong gradient scale shows in the losses."""
+SMALLEST_SHARDS = 2
+"""Fewest ranks over which a replica of HSDP is sharded; with one, nothing would be."""
 ADDED_FIELDS: dict[str, Any] = {
     "clip_norm": 0.0,
     "twin": "",
@@ -39,6 +41,7 @@ ADDED_FIELDS: dict[str, Any] = {
     "activation_checkpointing": False,
     "compiled": False,
     "ranks_per_node": 0,
+    "replicate": 0,
 }
 """Fields added after the first release, with the default that stands for the earlier behaviour."""
 
@@ -50,8 +53,21 @@ class Sync(StrEnum):
     """Never: there is only one rank."""
     EAGER = "eager"
     """After the backward of every micro-batch."""
+    DEFERRED_ALL_REDUCE = "deferred-all-reduce"
+    """Within a shard group after every micro-batch, across replicas once per window (HSDP)."""
     DEFERRED = "deferred"
     """Once per window, after its last micro-batch."""
+
+
+class RankGroup(StrEnum):
+    """The ranks that take part in a collective, as seen from one of them."""
+
+    WORLD = "world"
+    """All ranks."""
+    SHARD = "shard"
+    """The consecutive ranks that share one replica of a model (HSDP)."""
+    REPLICATE = "replicate"
+    """The ranks with the same shard of every replica."""
 
 
 class Sharding(StrEnum):
@@ -161,10 +177,25 @@ class Cell:
     compiled: Flag = False
     ranks_per_node: Natural = 0
     """Ranks on each of several nodes; 0 if all are on one."""
+    replicate: Natural = 0
+    """R: replicas of the model, each sharded over W / R ranks (HSDP); 0 for backends that do not combine the two."""
 
     @property
     def world(self) -> World:
         return World.of(virtual=self.virtual, fake_tensors=self.fake_tensors, shared_gpu=self.shared_gpu)
+
+    def group_size(self, group: str) -> int:
+        """Number of ranks in a group; W where a backend has groups of its own, whose sizes are not known."""
+        if not self.replicate or group == RankGroup.WORLD:
+            return self.world_size
+        return self.replicate if group == RankGroup.REPLICATE else self.world_size // self.replicate
+
+    @property
+    def fits_mesh(self) -> bool:
+        """Whether the replicas of HSDP divide the ranks into shard groups of at least two."""
+        return not self.replicate or (
+            self.world_size % self.replicate == 0 and self.world_size >= SMALLEST_SHARDS * self.replicate
+        )
 
     @property
     def num_processes(self) -> int:
@@ -199,6 +230,7 @@ class Cell:
     def label(self) -> str:
         """A short readable name: backend, N, W, precision, and whatever differs from the usual."""
         ranks = f"W={self.world_size}" + f" ({self.num_nodes}x{self.ranks_per_node})" * (self.num_nodes > 1)
+        ranks += f" R={self.replicate}" * bool(self.replicate)
         named = f"{self.backend} N={self.accumulate} {ranks} {self.precision} {self.world.label}".rstrip()
         named += " checkpointed" * self.activation_checkpointing + " compiled" * self.compiled
         return named + (f" (A/A {self.twin})" if self.twin else "")
@@ -237,6 +269,7 @@ class Cell:
             activation_checkpointing=sharded,
             compiled=False,
             ranks_per_node=self.ranks_per_node if sharded else 0,
+            replicate=0,
         )
         if size is None:
             return found

@@ -73,7 +73,7 @@ FRAMES = {
     "trials": "one row per trial, including failed ones",
     "steps": "one row per trial and timed optimizer step",
     "losses": "one row per trial and optimizer step",
-    "collectives": "one row per trial, operation and dtype, counted between two updates",
+    "collectives": "one row per trial, operation, group and dtype, counted between two updates",
     "memory": "one row per trial and category",
     "ratios": "one row per cell and baseline: the ratio of step times and the verdict",
 }
@@ -93,9 +93,12 @@ _TRIALS: dict[str, Column] = {
     "backend": _text("one way to accumulate gradients", axis=Axis.NAME),
     "framework": _text("framework of the backend"),
     "sharding": _text("what is split across ranks: none, optimizer, grads, params"),
-    "sync": _text("when gradients are reduced: none, eager, deferred"),
+    "sync": _text("when gradients are reduced: none, eager, deferred-all-reduce, deferred"),
     "accumulate": _count("micro-batches", "N, per window and rank", axis=Axis.NAME, title="N", phrasing=("N = {}",)),
     "world_size": _count("ranks", "W", axis=Axis.NAME, title="W", phrasing=("W = {}",)),
+    "replicate": _count(
+        "replicas", "of HSDP; 0 for other backends", axis=Axis.WAY, title="R", phrasing=("no replicas", "{} replicas")
+    ),
     "virtual_world_size": _count("ranks", "W of a virtual world; NA for a real one"),
     "fake_tensors": _flag("whether tensors have shapes but no values"),
     "shared_gpu": _flag("whether ranks shared a GPU over gloo; nothing is timed then"),
@@ -130,13 +133,7 @@ _TRIALS: dict[str, Column] = {
         phrasing=("activations kept", "activations checkpointed"),
     ),
     "compiled": _flag("whether blocks are compiled", axis=Axis.WAY, phrasing=("not compiled", "blocks compiled")),
-    "ranks_per_node": _count(
-        "ranks",
-        "on each of several nodes; 0 if all are on one",
-        axis=Axis.WAY,
-        title="ranks/node",
-        phrasing=("on one node", "{} ranks per node"),
-    ),
+    "ranks_per_node": _count("ranks", "0 if all are on one node", axis=Axis.WAY, phrasing=("one node", "{} per node")),
     "seed": _count("", "of the initial weights and of the tokens", axis=Axis.WORK, phrasing=("seed {}",)),
     "device": _text("cpu or cuda", axis=Axis.WORK),
     "device_name": _text("device of the first rank"),
@@ -149,24 +146,15 @@ _TRIALS: dict[str, Column] = {
     "tokens_per_s": _number("tokens/s", "over all ranks", title="tokens/s", form=",.0f"),
     "mfu": _number("1", "model FLOPs utilization against the datasheet's peak", title="MFU", form=".3g"),
     "mfu_of_matmul": _number(
-        "1",
-        "the same against the matrix-product rate measured in the run",
-        title="MFU of matmul",
-        form=".3g",
+        "1", "the same against the matrix-product rate measured in the run", title="MFU of matmul", form=".3g"
     ),
     "energy_j_per_step": _number("J", "of the GPUs in use, per optimizer step", title="J/step", form=".3g"),
     "energy_j_per_token": _number("J", "the same per predicted token", title="J/token", form=".3g"),
     "cpu_s_per_micro_batch": _number(
-        "s",
-        "CPU time of one rank's process, including the optimizer step's share",
-        title="CPU s/micro-batch",
-        form=".3g",
+        "s", "CPU time of one rank, including the optimizer step's share", title="CPU s/micro-batch", form=".3g"
     ),
     "num_operators_per_micro_batch": _number(
-        "operators",
-        "dispatched by torch, including the optimizer step's share",
-        title="operators/micro-batch",
-        form=",.0f",
+        "operators", "dispatched, including the optimizer step's share", title="operators/micro-batch", form=",.0f"
     ),
     "num_launches_per_micro_batch": _number(
         "launches", "of CUDA kernels, including the optimizer step's share", title="launches/micro-batch", form=",.0f"
@@ -227,16 +215,21 @@ WORK, WAYS = axes(Axis.WORK), axes(Axis.WORK, Axis.WAY)
 """Axes that are equal if two cells do the same work in a step; and axes shown where cells differ in them."""
 
 
+FOLLOWS = {"learning_rate": "optimizer", "replicate": "backend"}
+"""Axes that usually follow another: a rate for each optimizer, replicas for HSDP alone."""
+
+
 def differing(cells: Iterable[Any], names: Iterable[str] = WAYS) -> list[str]:
     """The axes in which cells (or table rows with one attribute per column) differ.
 
-    A learning rate that only follows the optimizer is left out.
+    An axis that only follows another one is left out: FOLLOWS.
     """
     rows = list(cells)
     found = [name for name in names if len({getattr(row, name) for row in rows}) > 1]
-    rates = {(row.optimizer, row.learning_rate) for row in rows} if "learning_rate" in found else set()
-    if rates and len(rates) == len({optimizer for optimizer, _ in rates}):
-        found.remove("learning_rate")
+    for name in FOLLOWS.keys() & set(found):
+        pairs = {(getattr(row, FOLLOWS[name]), getattr(row, name)) for row in rows}
+        if len(pairs) == len({leader for leader, _ in pairs}):
+            found.remove(name)
     return found
 
 
@@ -300,6 +293,7 @@ COLUMNS: dict[str, dict[str, Column]] = {
     "collectives": {
         **_KEY,
         "op": _text("collective operation"),
+        "group": _text("ranks that take part: world, or the shard or replicate group of rank 0"),
         "dtype": _text("dtype of the payload"),
         "calls": _count("calls", "by rank 0 between two updates"),
         "payload_bytes": _count("B", "payload of these calls"),

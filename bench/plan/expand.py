@@ -8,7 +8,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from bench.errors import InputError, suggest
-from bench.plan.cell import ADDED_FIELDS, REFERENCE, REFERENCES, SHARDED_REFERENCE, Cell, Device, Precision
+from bench.plan.cell import (
+    ADDED_FIELDS,
+    REFERENCE,
+    REFERENCES,
+    SHARDED_REFERENCE,
+    SMALLEST_SHARDS,
+    Cell,
+    Device,
+    Precision,
+)
 from bench.plan.matrix import KEYS, METHODS, Matrix
 from bench.plan.models import SIZES, describe_file, find_factory
 from bench.plan.world import Candidate
@@ -30,8 +39,8 @@ def expand(
     suggestions in errors.
 
     Raises InputError for an unknown backend, model or workload, an optimizer without a learning rate, a batch not
-    divisible by N x W or micro-batch x W, an unusable corpus, more ranks than GPUs unless they share them, no GPU to
-    share, a backend that cannot be virtual, or ranks that do not fit the nodes.
+    divisible by N x W or micro-batch x W, an HSDP mesh that does not fit W, an unusable corpus, more ranks than GPUs
+    unless they share them, no GPU to share, a backend that cannot be virtual, or ranks that do not fit the nodes.
     """
     parts = [_part_cells(part, backends, num_gpus, offered, num_nodes) for part in matrix.parts]
     found = list(itertools.chain(*parts))
@@ -42,7 +51,10 @@ def expand(
     cells = dict.fromkeys(cell.reference() for cell in checked)
     cells |= dict.fromkeys(cell for cell in [*checked, *found] if cell.backend != REFERENCE)
     if not cells:
-        raise InputError(f"{matrix.place('axes.backend')}: {SHARDED_REFERENCE} alone needs a world of 2 ranks or more")
+        raise InputError(
+            f"{matrix.place('axes.backend')}: nothing is left to run; {SHARDED_REFERENCE} needs 2 ranks or more, and "
+            "HSDP twice as many as replicas"
+        )
     base = baseline(matrix, backends)
     for part in parts:
         own = [cell for cell in part if cell.backend == base and cell.world.is_timed and not cell.is_reference]
@@ -82,11 +94,12 @@ def _part_cells(
     corpus = matrix["workload.corpus"]
     if corpus != "markov":
         corpus = describe_file(Path(corpus), matrix["workload.sequence_length"] + 1, matrix.place("workload.corpus"))
+    meshes = [(name, replicas) for name in chosen for replicas in _replicas(matrix, backends[name])]
     real = [
         dataclasses.replace(cell, ranks_per_node=_ranks_per_node(matrix, cell, num_gpus, num_nodes))
-        for cell in _cells(matrix, chosen, corpus, world_sizes, virtual=False)
+        for cell in _cells(matrix, meshes, corpus, world_sizes, virtual=False)
     ]
-    virtual = _cells(matrix, chosen, corpus, matrix["virtual.world_size"], virtual=True)
+    virtual = _cells(matrix, meshes, corpus, matrix["virtual.world_size"], virtual=True)
     if matrix["axes.backend"] != "all":
         for cell in virtual:
             if reason := cell.world.refusal(backends[cell.backend]):
@@ -100,18 +113,23 @@ def _chosen(matrix: Matrix, backends: Mapping[str, Candidate]) -> list[str]:
     return [name for name in backends if name != SHARDED_REFERENCE] if named == "all" else list(dict.fromkeys(named))
 
 
+def _replicas(matrix: Matrix, backend: Candidate) -> list[int]:
+    """The numbers of replicas of a backend: an axis of HSDP alone."""
+    return (matrix["axes.replicate"] or [backend.replicate]) if backend.replicate else [0]
+
+
 def _cells(
-    matrix: Matrix, backends: Sequence[str], corpus: str, world_sizes: Sequence[int], *, virtual: bool
+    matrix: Matrix, meshes: Sequence[tuple[str, int]], corpus: str, world_sizes: Sequence[int], *, virtual: bool
 ) -> list[Cell]:
-    """The product of the axes over real or virtual worlds, without duplicates."""
+    """The product of the axes over real or virtual worlds, without duplicates; ``meshes``: backends with replicas."""
     rates = _learning_rates(matrix)
     seeds = matrix["axes.seed"] or [matrix["training.seed"]]
-    more = [name for name in ADDED_FIELDS if f"axes.{name}" in KEYS]
+    more = [name for name in ADDED_FIELDS if f"axes.{name}" in KEYS and name != "replicate"]
     ways = itertools.product(*(matrix[f"axes.{name}"] for name in more))
     sizes = [(size, *window) for size in world_sizes for window in _windows(matrix, size, virtual=virtual)]
     cells: dict[Cell, None] = {}
-    for optimizer, way, seed, precision, (world_size, accumulate, batch), name in itertools.product(
-        rates, ways, seeds, matrix["axes.precision"], sizes, backends
+    for optimizer, way, seed, precision, (world_size, accumulate, batch), (name, replicas) in itertools.product(
+        rates, ways, seeds, matrix["axes.precision"], sizes, meshes
     ):
         if (virtual and name in REFERENCES) or (world_size == 1 and name == SHARDED_REFERENCE):
             continue
@@ -134,12 +152,31 @@ def _cells(
             virtual=virtual,
             fake_tensors=virtual and matrix["virtual.fake_tensors"],
             shared_gpu=matrix["share_gpu"] and not virtual,
+            replicate=replicas,
             **{field: type(ADDED_FIELDS[field])(value) for field, value in zip(more, way, strict=True)},
         )
         if virtual:
             cell = dataclasses.replace(cell, ranks_per_node=0)
-        cells.setdefault(cell.reference(sharded=True) if name == SHARDED_REFERENCE else cell)
+        if cell.fits_mesh:
+            cells.setdefault(cell.reference(sharded=True) if name == SHARDED_REFERENCE else cell)
+        else:
+            _check_mesh(matrix, cell)
     return list(cells)
+
+
+def _check_mesh(matrix: Matrix, cell: Cell) -> None:
+    """Raise InputError for an HSDP mesh that was asked for and does not fit the ranks.
+
+    It is left out if it follows from 'all' backends, from 'all' ranks, or from an option beside a file's backends.
+    """
+    key = "virtual.world_size" if cell.virtual else "axes.world_size"
+    place, named = matrix.place(key), matrix.place("axes.backend")
+    if "all" in (matrix["axes.backend"], matrix[key]) or (place.startswith("--") and not named.startswith("--")):
+        return
+    raise InputError(
+        f"{place} is {cell.world_size}: {cell.backend} needs a multiple of its {cell.replicate} replicas, at least "
+        f"{SMALLEST_SHARDS * cell.replicate} ranks; change it or {matrix.place('axes.replicate')}"
+    )
 
 
 def baseline(matrix: Matrix, backends: Mapping[str, Candidate]) -> str:

@@ -87,6 +87,9 @@ class AxesTable(MatrixTable):
         SOME,
         Must("a list of integers: ranks on each of several nodes, or 0 to fill the GPUs of a node before the next"),
     ] = [0]
+    replicate: Annotated[
+        list[Annotated[int, Field(strict=True, ge=2)]], SOME, Must("a list of integers of at least 2: replicas of HSDP")
+    ] = []
 
 
 class VirtualTable(MatrixTable):

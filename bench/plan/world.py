@@ -82,6 +82,7 @@ class Candidate(Protocol):
     name: str
     sync: Sync
     sharding: Sharding
+    replicate: int
     defect: str
     not_virtual: str
     not_fake: str

@@ -18,7 +18,7 @@ from bench.judge.pairs import ComparedPair
 from bench.judge.remarks import documented
 from bench.judge.standing import Floor, widest
 from bench.judge.verdicts import Reason, Verdict, band
-from bench.plan.cell import Device, Status, summarize
+from bench.plan.cell import Device, Status, Sync, summarize
 from bench.report.material import Material, cpu_name, eager_and_deferred, gpu_names, parameters, records
 from bench.report.ranking import Group, Ranked, ends_of, groups
 from bench.words import digits, plural, size
@@ -160,7 +160,9 @@ def _twins(of: Material, group: Group) -> Iterator[Statement]:
     about = of.run.manifest["backends"]
     rows = {row.backend: row for row in group.rows}
     said = []
-    for eager, deferred in eager_and_deferred({name: about.get(name, {}) for name in rows}):
+    shown = {name: about.get(name, {}) for name in rows}
+    pairs = [pair for how in (Sync.DEFERRED, Sync.DEFERRED_ALL_REDUCE) for pair in eager_and_deferred(shown, how)]
+    for eager, deferred in pairs:
         ours, theirs = rows[deferred], rows[eager]
         found = of.standings[eager].by_cell.get(ours.cell_id) if eager in of.standings else None
         parts = []

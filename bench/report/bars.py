@@ -13,10 +13,13 @@ from matplotlib.colors import to_rgb
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from bench.judge.expected import cell_of
 from bench.judge.formulas import wire_bytes
 from bench.plan.categories import PEAK, Category
+from bench.plan.cell import Cell
 from bench.report import sheet, style
 from bench.report.figure_data import CONTEXT, FACTS, MEMORY, FigureData, Panel, floats, most_extreme, twins
+from bench.report.material import records
 from bench.report.sheet import Drawing, panel_grid
 from bench.report.style import GREY, SMALL, TINY, safe
 from bench.words import plural, size, unit_of
@@ -205,17 +208,16 @@ TOTAL, SENT = "payload_bytes", "sent_bytes"
 MIB = 2.0**20
 
 
-def by_operation(collectives: pd.DataFrame, ranks: pd.Series | None = None) -> pd.DataFrame:
+def by_operation(collectives: pd.DataFrame, cells: Mapping[str, Cell] | None = None) -> pd.DataFrame:
     """Payload bytes of a rank in one optimizer step: a row per cell_id, a column per operation, and their sum.
 
-    ``collectives`` is the table of that name; the largest of several repeats counts. With ``ranks``, the number of
-    ranks by cell_id, the bytes that a ring algorithm sends for that payload (``judge.formulas.wire_bytes``).
+    ``collectives`` is the table of that name; the largest of several repeats counts. With ``cells``, by
+    id, the bytes that a ring algorithm sends for that payload (``judge.formulas.wire_bytes``).
     """
     rows = collectives.assign(op=collectives["op"].where(collectives["op"].isin(list(TRAFFIC_COLOURS)), OTHER))
-    if ranks is not None:
-        ranks = collectives["cell_id"].map(ranks).fillna(1).astype(int)
-        sent = zip(collectives["op"], collectives[TOTAL].astype(int), ranks, strict=True)
-        rows[TOTAL] = [wire_bytes(op, payload, count) for op, payload, count in sent]
+    if cells is not None:
+        each_row = zip(*(collectives[name] for name in ("cell_id", "op", "group", TOTAL)), strict=True)
+        rows[TOTAL] = [wire_bytes(op, int(size), cells[of].group_size(group)) for of, op, group, size in each_row]
     each = rows.groupby(["cell_id", "repeat", "op"], observed=True)[TOTAL].sum().reset_index()
     wide = each.pivot_table(index="cell_id", columns="op", values=TOTAL, aggfunc="max", observed=True)
     wide = wide.reindex(columns=[*TRAFFIC_COLOURS, OTHER]).astype("Float64").fillna(0.0)
@@ -224,7 +226,9 @@ def by_operation(collectives: pd.DataFrame, ranks: pd.Series | None = None) -> p
 
 def draw_traffic(run: FigureData) -> list[Drawing]:
     """A stacked bar per backend, a panel per N and W; nothing if no operation was counted."""
-    parts = by_operation(run.tables.collectives, run.cells["world_size"]).rename(columns={TOTAL: SENT})
+    trials = records(run.tables.trials.drop_duplicates("cell_id"))
+    known = {row["cell_id"]: cell_of(row) for row in trials}
+    parts = by_operation(run.tables.collectives, known).rename(columns={TOTAL: SENT})
     if parts.empty or not float(parts[SENT].max()):
         return []
     cells = run.others.join(parts)

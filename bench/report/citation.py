@@ -25,7 +25,7 @@ from bench.plan.columns import AXES, WAYS
 from bench.report.material import machine_words
 from bench.words import bibtex, digits, markdown, plain, plural
 
-VERSIONS = ("torch", "lightning", "deepspeed", "transformers", "numpy")
+VERSIONS = ("torch", "lightning", "deepspeed", "transformers", "accelerate", "torchtitan", "numpy")
 """Packages whose versions are cited."""
 NOT_STORED = "not stored"
 NONE = "none"

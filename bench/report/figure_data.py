@@ -14,7 +14,7 @@ from bench.judge.samples import step_times
 from bench.judge.standing import Standing
 from bench.judge.tables import Tables, worlds
 from bench.plan.cell import REFERENCES, SGD, Status
-from bench.plan.columns import AXES, WAYS, Axis, axes, differing
+from bench.plan.columns import AXES, FOLLOWS, WAYS, Axis, axes, differing
 from bench.report import style
 from bench.report.material import eager_and_deferred, machine_words, parameters, records
 from bench.report.sheet import FigureWords
@@ -162,9 +162,10 @@ class FigureData:
 
     def panels(self, rows: pd.DataFrame, by: list[str], most: int) -> tuple[list[Panel], list[str]]:
         """Rows about cells, split by these columns, and a sentence on the panels for which there is no room, if any."""
-        kinds = self.others[list({*by, "optimizer", "learning_rate"})].drop_duplicates()
+        kinds = self.others[list({*by, *FOLLOWS, *FOLLOWS.values()})].drop_duplicates()
         varying = differing(kinds.itertuples(index=False), by)
-        groups = [part for _, part in rows.groupby(by, dropna=False, sort=True)]
+        apart = [name for name in by if name in varying or name not in FOLLOWS]
+        groups = [part for _, part in rows.groupby(apart, dropna=False, sort=True)]
         every = [Panel(", ".join(_name(c, part.iloc[0][c]) for c in varying), part) for part in groups]
         found = largest(every, most, lambda panel: panel.extent)
         count, shown = (sum(panel.rows["cell_id"].nunique() for panel in some) for some in (every, found))

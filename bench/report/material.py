@@ -17,7 +17,7 @@ from bench.judge.loading import Run
 from bench.judge.pairs import ComparedPair
 from bench.judge.quoting import Quotes
 from bench.judge.standing import Standing
-from bench.plan.cell import REFERENCES, Status
+from bench.plan.cell import REFERENCES, Status, Sync
 from bench.words import plural
 
 MEDIANS = (
@@ -130,7 +130,7 @@ def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
     return [{str(name): value for name, value in row.items()} for row in frame.to_dict("records")]
 
 
-def eager_and_deferred(backends: Mapping[str, Mapping[Any, Any]]) -> list[tuple[str, str]]:
+def eager_and_deferred(backends: Mapping[str, Mapping[Any, Any]], how: Sync = Sync.DEFERRED) -> list[tuple[str, str]]:
     """The eager and the deferred backend of each framework and sharding; of several, those named alike but for that."""
     alike: dict[tuple[str, str], dict[str, list[str]]] = {}
     for name, facts in backends.items():
@@ -138,9 +138,9 @@ def eager_and_deferred(backends: Mapping[str, Mapping[Any, Any]]) -> list[tuple[
         alike.setdefault(kind, {}).setdefault(str(facts.get("sync")), []).append(name)
     found = []
     for _, syncs in sorted(alike.items()):
-        eager, deferred = syncs.get("eager", []), syncs.get("deferred", [])
+        eager, deferred = syncs.get(Sync.EAGER, []), syncs.get(how, [])
         is_only = len(eager) == len(deferred) == 1
-        found += [(a, b) for a in eager for b in deferred if is_only or b == a.replace("eager", "deferred")]
+        found += [(a, b) for a in eager for b in deferred if is_only or b == a.replace(Sync.EAGER, how)]
     return found
 
 

@@ -16,6 +16,7 @@ from bench.judge.expected import cells_watched, extent
 from bench.judge.gates import tolerance
 from bench.judge.remarks import note
 from bench.judge.samples import NAME
+from bench.judge.tables import among
 from bench.judge.verdicts import Verdict
 from bench.plan.categories import PEAK, Category
 from bench.plan.cell import Device, Status
@@ -212,7 +213,10 @@ def _matching(rows: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
 
 def _operations(rows: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
     """What a cell's ranks hand to collectives, and how many of these counts match their formula."""
-    said = (f"{r['op']} of {r['dtype']}: {r['calls']} x, {r['payload_bytes'] / MIB:,.2f} MiB" for r in rows)
+    said = (
+        f"{r['op']} of {r['dtype']}{among(r['group'])}: {r['calls']} x, {r['payload_bytes'] / MIB:,.2f} MiB"
+        for r in rows
+    )
     right, due = _matching(rows)
     return "; ".join(said), f"{right} of {due}" if due else None
 

@@ -37,6 +37,7 @@ FRAMEWORK_COLOURS = {
     "torch": REFERENCE_COLOUR,
     "torch DDP": "#0072B2",
     "FSDP2": "#D55E00",
+    "HSDP": "#661100",
     "DeepSpeed": "#009E73",
     "Lightning DDP": "#56B4E9",
     "Lightning FSDP2": "#E69F00",
@@ -44,9 +45,9 @@ FRAMEWORK_COLOURS = {
     "Fabric FSDP2": "#CC79A7",
 }
 """Okabe and Ito's palette, its yellow (too pale on paper) replaced by the wine of Paul Tol's muted one."""
-FURTHER_COLOURS = ("#332288", "#999933", "#AA4499", "#44AA99", "#661100", "#6699CC", "#888888", "#AA4466")
-"""From Paul Tol's muted and safe palettes, for frameworks of users; a ninth one gets the first again."""
-SYNC_MARKERS = {"none": "o", "eager": "s", "deferred": "^"}
+FURTHER_COLOURS = ("#332288", "#999933", "#AA4499", "#44AA99", "#6699CC", "#888888", "#AA4466")
+"""From Paul Tol's muted and safe palettes, for frameworks of users; an eighth one gets the first again."""
+SYNC_MARKERS = {"none": "o", "eager": "s", "deferred-all-reduce": "v", "deferred": "^"}
 OTHER_MARKER = "D"
 SHARDING_DASHES: dict[str, tuple[float, ...]] = {
     "none": (),

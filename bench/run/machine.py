@@ -22,6 +22,8 @@ PACKAGES = (
     "lightning",
     "deepspeed",
     "transformers",
+    "accelerate",
+    "torchtitan",
     "numpy",
     "pandas",
     "scipy",

@@ -102,6 +102,7 @@ class _Update(TypedDict):
 
 class _Collective(TypedDict):
     op: str
+    group: NotRequired[str]
     dtype: str
     calls: Natural
     payload_bytes: Natural

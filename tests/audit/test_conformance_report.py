@@ -104,9 +104,7 @@ def page(observations: list[dict[str, Any]], **changes: Any) -> str:
 
 
 def picture(observations: list[dict[str, Any]]) -> Figure:
-    drawn = conformance_picture.conformance_figure(observations)
-    assert drawn is not None
-    return drawn[0]
+    return conformance_picture.conformance_figure(observations, "Others")[0]
 
 
 def test_the_table_has_a_row_per_scenario_and_backend_and_the_documented_dtypes(tmp_path: Path) -> None:
@@ -128,6 +126,15 @@ def test_backends_that_behave_alike_everywhere_are_one_column() -> None:
     assert header == ["scenario", "loop-a +1", "twice", "once"] and set(rule) == {"---"}
     assert [row[0] for row in rows] == ["*What the backend does*", "whole", "partial", "limited", "clipped", "dropped"]
     assert "- loop-a +1: loop-a, loop-b" in conformance.markdown(SOME)
+
+
+def test_families_have_tables_of_their_own_below_one_overview() -> None:
+    seen = [*by_hand("hf-trainer-ddp"), *by_hand("ddp-eager"), *by_hand("mine"), *engine("lightning-x", 1.0, words=[])]
+    assert list(conformance.families(seen)) == ["PyTorch", "Lightning", "Hugging Face", "Others"]
+    _, _, *rows = cells(conformance.overview([*seen, *by_hand("accelerate-ddp")]))
+    assert rows[0] == ["ddp-eager", "4", "0", "1", "under-weighted 1"]
+    assert [row[0] for row in rows[1:]] == ["lightning-x", "hf-trainer-ddp, accelerate-ddp", "mine"]
+    assert [line for line in page(seen).splitlines() if line in {f"## {name}" for name in conformance.families(seen)}]
 
 
 def test_what_the_loss_causes_is_told_apart_from_what_the_backend_does() -> None:
@@ -185,20 +192,21 @@ def test_nothing_in_the_picture_overlaps_or_leaves_its_cell(name: str) -> None:
 def test_pictures_are_written_and_the_same_every_time(tmp_path: Path) -> None:
     about = {"packages": {"torch": "2.13"}, "machine": {"python": "3.11"}, "device": "cpu", "date": "2026-01-01"}
     written = [semantics_files.write_pictures(SOME, about, tmp_path / name) for name in "ab"]
-    assert sorted(written[0]) == ["clipped", "conformance", "dropped", "limited", "partial", "whole"]
+    assert sorted(written[0]) == ["Others", "clipped", "dropped", "limited", "partial", "whole"]
+    assert written[0]["Others"].name == "conformance-others.png"
     assert written[0]["partial"].name == "weights-partial.png"
     for name, first in written[0].items():
         assert first.read_bytes() == written[1][name].read_bytes()
         assert matplotlib.image.imread(first).shape[1] == round(style.WIDTH * style.DPI)
         ElementTree.parse(first.with_suffix(".svg"))
     nothing = semantics_files.write_pictures([make_observation(updates=[])], about, tmp_path / "c")
-    assert list(nothing) == ["conformance"]
+    assert list(nothing) == ["PyTorch"]
 
 
 def test_the_page_says_how_it_was_made_and_shows_what_is_given() -> None:
     text = page(
         SOME,
-        images={"partial": "plots/p.png", "conformance": "plots/c.png", "unknown": "plots/u.png"},
+        images={"partial": "plots/p.png", "Others": "plots/c.png", "unknown": "plots/u.png"},
         about={"torch": "2.11.0", "machine": "2 cores"},
         throughput="throughput.md",
         throughput_findings=["- N = 8: window_size right: 9"],

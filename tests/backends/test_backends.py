@@ -118,6 +118,12 @@ def calls(run: Run, backend: str, op: str, dtype: str = "float32") -> tuple[int,
         ("lightning-fsdp2", "reduce_scatter", N * 4 * P),
         ("fsdp2-deferred", "reduce_scatter", 4 * P),
         ("fsdp2-deferred-resident", "reduce_scatter", 4 * P),
+        ("hsdp-eager", "reduce_scatter", N * 4 * P),
+        ("hsdp-eager", "all_reduce", N * 2 * P),
+        ("hsdp-deferred-all-reduce", "reduce_scatter", N * 4 * P),
+        ("hsdp-deferred-all-reduce", "all_reduce", 2 * P),
+        ("hsdp-deferred", "reduce_scatter", 4 * P),
+        ("hsdp-deferred", "all_reduce", 2 * P),
         ("fabric-fsdp2-deferred", "reduce_scatter", 4 * P),
         # Stage 2 all-reduces whole buckets; 4 bytes more are the overflow check.
         ("deepspeed-zero2-eager", "all_reduce", N * 4 * P + 4),
@@ -167,6 +173,9 @@ def held(run: Run, backend: str) -> float:
         ("fsdp2-eager", 4 / W),  # parameters, gradients and two moments, all sharded
         ("fsdp2-deferred", 3 / W + 1),  # gradients whole
         ("fsdp2-deferred-resident", 3 / W + 2),  # the sharded parameters, and the gathered ones beside them
+        ("hsdp-eager", 4 / 2),  # sharded over two ranks of four
+        ("hsdp-deferred-all-reduce", 4 / 2),
+        ("hsdp-deferred", 3 / 2 + 1),
     ],
 )
 def test_held_memory_is_the_sum_of_its_parts(fp32_run: Run, backend: str, expected: float) -> None:

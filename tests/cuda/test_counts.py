@@ -73,7 +73,7 @@ def found_in(trial: dict[str, Any], cell: Cell) -> Found:
 def counted(request: pytest.FixtureRequest, shared_machine: Machine) -> list[Found]:
     """Every backend in a world of this size."""
     world_size: int = request.param
-    names = [name for name in registry() if name not in (*REFERENCES, *NEVER)]
+    names = [name for name, one in registry().items() if name not in (*REFERENCES, *NEVER) and not one.replicate]
     cells = [counted_cell(name, world_size) for name in names]
     trials = shared_machine.trials(cells, ("time",), gpus=world_size, counted=True, FAKE_WEIGHTS="none")
     bad = [f"{cell.backend}: {one['reason']}" for cell, one in zip(cells, trials, strict=True) if one["status"] != "ok"]

@@ -143,7 +143,8 @@ def test_json_is_a_list_with_one_object_per_backend(capsys: pytest.CaptureFixtur
     assert sum(eager["memory"].values()) == eager["peak_memory_bytes"]
     assert eager["fits"] and not by["fsdp2-deferred"]["fits"]
     assert eager["collectives"][1] == {
-        "op": "reduce_scatter", "dtype": "float32", "calls": 528, "payload_bytes": 16 * 4 * SIZES["8b"].num_parameters,
+        "op": "reduce_scatter", "group": "world", "dtype": "float32", "calls": 528,
+        "payload_bytes": 16 * 4 * SIZES["8b"].num_parameters,
         "wire_bytes": 16 * 4 * SIZES["8b"].num_parameters * 63 / 64,
     }  # fmt: skip
     assert eager["communication_s"] == pytest.approx(eager["num_calls"] * 20e-6 + eager["wire_bytes"] / 50e9)

@@ -68,6 +68,8 @@ def test_a_sound_trial_by_hand() -> None:
         "sync": "deferred",
         "accumulate": 4,
         "world_size": 2,
+        "replicate": 0,
+        "ranks_per_node": 0,
         "micro_batch_size": 2,
         "global_batch_size": 16,
         "sequence_length": 32,
@@ -126,6 +128,7 @@ def test_a_sound_trial_by_hand() -> None:
 
 
 def test_children_by_hand() -> None:
+    """The collectives are those of an older record, which has no groups."""
     counted = {"op": "all_reduce", "dtype": "float32", "calls": 1, "payload_bytes": 13_644_800}
     made = build(make_record(CELL, 1, time={"losses": [3.0, 2.0], "step_seconds": [0.5, 0.25]}, collectives=[counted]))
     key = {"cell_id": CELL.cell_id, "repeat": 1}
@@ -136,7 +139,7 @@ def test_children_by_hand() -> None:
     ]
     assert made.losses.to_dict("records") == [key | {"step": 0, "loss": 3.0}, key | {"step": 1, "loss": 2.0}]
     assert made.collectives.drop(columns=["expected_calls", "expected_payload_bytes"]).to_dict("records") == [
-        key | counted
+        key | counted | {"group": "world"}
     ]
     assert dict(zip(made.memory["category"], made.memory["bytes"], strict=True)) == {
         "tracked_peak": PEAK_BYTES,

@@ -72,29 +72,43 @@ def test_counter_counts_only_while_counting_and_by_dtype() -> None:
         dist.broadcast(torch.zeros(3), src=0)
         torch.zeros(5) + 1
     assert counter.rows() == [
-        {"op": "all_reduce", "dtype": "bfloat16", "calls": 1, "payload_bytes": 20},
-        {"op": "all_reduce", "dtype": "float32", "calls": 2, "payload_bytes": 64},
-        {"op": "broadcast", "dtype": "float32", "calls": 1, "payload_bytes": 12},
+        {"op": "all_reduce", "group": "world", "dtype": "bfloat16", "calls": 1, "payload_bytes": 20},
+        {"op": "all_reduce", "group": "world", "dtype": "float32", "calls": 2, "payload_bytes": 64},
+        {"op": "broadcast", "group": "world", "dtype": "float32", "calls": 1, "payload_bytes": 12},
     ]
 
 
-def test_counter_takes_the_whole_of_gathers_and_scatters() -> None:
+def test_counter_takes_the_whole_of_gathers_and_scatters_and_names_their_group() -> None:
     """On a fake group of four ranks, where shapes are true and values are not."""
+    from torch.distributed._functional_collectives import all_reduce, wait_tensor
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
+        mesh = init_device_mesh("cpu", (2, 2))
         counter = CollectiveCounter()
         counter.counting = True
         with counter:
             dist.all_gather_into_tensor(torch.zeros(40), torch.zeros(10))
             dist.reduce_scatter_tensor(torch.zeros(10), torch.zeros(40))
             dist.all_gather([torch.zeros(5) for _ in range(4)], torch.zeros(5))
+            for dimension in (0, 1):
+                group = mesh.get_group(dimension)
+                dist.reduce_scatter_tensor(torch.zeros(10), torch.zeros(20), group=group)
+                wait_tensor(all_reduce(torch.zeros(10), "sum", group))
     finally:
         dist.destroy_process_group()
     assert counter.rows() == [
-        {"op": "all_gather", "dtype": "float32", "calls": 2, "payload_bytes": 160 + 80},
-        {"op": "reduce_scatter", "dtype": "float32", "calls": 1, "payload_bytes": 160},
+        {"op": op, "group": group, "dtype": "float32", "calls": calls, "payload_bytes": size}
+        for op, group, calls, size in (
+            ("all_gather", "world", 2, 160 + 80),
+            ("all_reduce", "replicate", 1, 40),
+            ("all_reduce", "shard", 1, 40),
+            ("reduce_scatter", "replicate", 1, 80),
+            ("reduce_scatter", "shard", 1, 80),
+            ("reduce_scatter", "world", 1, 160),
+        )
     ]
 
 

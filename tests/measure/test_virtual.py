@@ -36,6 +36,7 @@ CHOSEN = (
     "ddp-eager",
     "fsdp2-eager",
     "fsdp2-deferred-resident",
+    "hsdp-deferred-all-reduce",
     "deepspeed-zero2-deferred",
     "deepspeed-zero3-eager",
     "fabric-fsdp2-deferred",
@@ -61,7 +62,8 @@ def cells_of(request: pytest.FixtureRequest, kind: str, size: int, precision: Pr
     if precision is BF16 and kind == "gloo":  # its safe_set_full_fp32_param fails on what the ranks do not divide
         every = [name for name in every if not name.startswith("deepspeed-zero3")]
     changes = {"virtual": kind != "gloo", "fake_tensors": kind == "fake", "precision": precision}
-    return [world_cell(name, size, **changes) for name in asked(request, [n for n in CHOSEN if n in every], every)]
+    cells = [world_cell(name, size, **changes) for name in asked(request, [n for n in CHOSEN if n in every], every)]
+    return [cell for cell in cells if cell.fits_mesh]
 
 
 @pytest.mark.parametrize("world", first(DEFAULT, EVERY), ids=str)

@@ -45,6 +45,8 @@ OTHERS = {
     "shared_gpu": True,
     "activation_checkpointing": True,
     "compiled": True,
+    "replicate": 2,
+    "ranks_per_node": 1,
 }
 COMMITTED = Path(__file__).parents[2] / "results" / "cpu-reference" / "trials.jsonl"
 
@@ -158,5 +160,7 @@ def test_cells_share_a_reference_only_if_they_train_the_same(name: str) -> None:
         "shared_gpu",
         "activation_checkpointing",
         "compiled",
+        "replicate",
+        "ranks_per_node",
     )
     assert shares == (name in alike)

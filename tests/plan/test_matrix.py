@@ -22,6 +22,7 @@ from bench.plan.expand import baseline, expand, single_trial_ids
 from tests.factories import make_backend, make_document, make_matrix
 
 BACKENDS = registry()
+HSDP = [name for name, backend in BACKENDS.items() if backend.replicate]
 
 
 def parse(document: dict[str, Any]) -> matrix_file.Matrix:
@@ -69,6 +70,7 @@ WRONG = [
     ("axes.clip_norm", [], "a list of positive numbers, or 0 for no clipping"),
     ("axes.clip_norm", [-1.0], "a list of positive numbers, or 0 for no clipping"),
     ("axes.activation_checkpointing", True, "a list of true and false"),
+    ("axes.replicate", [1], "a list of integers of at least 2: replicas of HSDP"),
     ("workload.for_each_rank", 1, "true or false"),
     ("groups", {}, "a list of tables, [[groups]]"),
     ("groups", [{}], "a list of tables, [[groups]]"),
@@ -113,7 +115,7 @@ def test_shipped_matrices(name: str) -> None:
 
 
 @given(
-    chosen=st.lists(st.sampled_from(sorted(BACKENDS)), min_size=1, max_size=5),
+    chosen=st.lists(st.sampled_from([name for name in sorted(BACKENDS) if name not in HSDP]), min_size=1, max_size=5),
     accumulate=st.lists(st.integers(1, 6), min_size=1, max_size=4),
     world_size=st.lists(st.integers(1, 4), min_size=1, max_size=3),
     precision=st.lists(st.sampled_from(["fp32", "bf16"]), min_size=1, max_size=3),
@@ -130,7 +132,7 @@ def test_expansion(
         precision=precision,
     )
     if set(chosen) == {SHARDED_REFERENCE} and set(world_size) == {1}:
-        with pytest.raises(InputError, match="reference-sharded alone needs a world of 2 ranks or more"):
+        with pytest.raises(InputError, match="nothing is left to run; reference-sharded needs 2 ranks or more"):
             expand(made, BACKENDS, 0)
         return
     cells = expand(made, BACKENDS, 0)
@@ -148,6 +150,42 @@ def test_expansion(
     for cell in cells:
         assert cell.micro_batch_size * cell.accumulate * cell.world_size == 720
         assert cell.seed == seed
+
+
+def meshes(matrix: matrix_file.Matrix, num_gpus: int = 0) -> set[tuple[str, int, int]]:
+    """Backend, W and R of each cell that is no reference."""
+    cells = expand(matrix, BACKENDS, num_gpus)
+    return {(cell.backend, cell.world_size, cell.replicate) for cell in cells if not cell.is_reference}
+
+
+def test_replicas_are_an_axis_of_hsdp_alone_and_meshes_that_do_not_fit_are_left_out_or_refused() -> None:
+    made = make_matrix({"workload.global_batch_size": 48}, backend=["fsdp2-eager", "hsdp-eager"], accumulate=[2])
+    assert meshes(made.override("axes.world_size", [4, 8], "")) == {
+        *(("fsdp2-eager", size, 0) for size in (4, 8)),
+        *(("hsdp-eager", size, 2) for size in (4, 8)),
+    }
+    several = made.override("axes.replicate", [2, 4], "--replicate")
+    assert meshes(several.override("axes.world_size", [8], "")) == {
+        ("fsdp2-eager", 8, 0),
+        *(("hsdp-eager", 8, replicas) for replicas in (2, 4)),
+    }
+    named = several.override("axes.backend", ["hsdp-eager"], "--backend")
+    for size in (4, 6):
+        with pytest.raises(InputError) as caught:
+            meshes(named.override("axes.world_size", [size], "--world-size"))
+        assert str(caught.value) == (
+            f"--world-size is {size}: hsdp-eager needs a multiple of its 4 replicas, at least 8 ranks; change it or "
+            "--replicate"
+        )
+    with pytest.raises(InputError, match=r"^made.toml: axes.world_size is 2: hsdp-eager needs a multiple of its 2"):
+        meshes(made)
+    assert meshes(made.override("axes.world_size", [2], "--world-size")) == {("fsdp2-eager", 2, 0)}
+    whole = made.override("axes.backend", "all", "").override("axes.world_size", [2, 4], "")
+    assert {(size, replicas) for name, size, replicas in meshes(whole) if name in HSDP} == {(4, 2)}
+    on_gpus = made.override("device", "cuda", "").override("axes.world_size", "all", "")
+    assert [("hsdp-eager", n, 2) in meshes(on_gpus, n) for n in (1, 2, 3, 4)] == [False, False, False, True]
+    with pytest.raises(InputError, match=r"^--backend: nothing is left to run; .* HSDP twice as many as replicas"):
+        meshes(on_gpus.override("axes.backend", ["hsdp-eager"], "--backend"), 2)
 
 
 def test_optimizers_and_clips_are_axes_with_a_reference_for_each() -> None:
@@ -331,6 +369,7 @@ def test_the_gpu_matrix_asks_what_the_bench_is_for(num_gpus: int) -> None:
         "lightning-ddp",
         "lightning-fsdp2",
         *(f"lightning-deepspeed-zero{stage}" for stage in (2, 3)),
+        *(HSDP if num_gpus >= 4 else ()),
     }
     assert {cell.world_size for cell in timed} == {num_gpus}
     assert len({(cell.model, cell.global_batch_size, cell.sequence_length) for cell in timed}) == 1, "one work"
@@ -343,6 +382,6 @@ def test_the_gpu_matrix_asks_what_the_bench_is_for(num_gpus: int) -> None:
     assert {cell.model for cell in others if cell.activation_checkpointing} == {"8b"}
     curves = [cell for cell in others if cell.windows >= 100]
     assert {cell.optimizer for cell in curves} == {"adamw-fused", "sgd"}
-    families = {cell.backend for cell in timed} - {"fsdp2-eager"} | {"lightning-deepspeed-zero2-corrected"}
+    families = {cell.backend for cell in timed} - {"fsdp2-eager", *HSDP} | {"lightning-deepspeed-zero2-corrected"}
     for optimizer in ("adamw-fused", "sgd"):
         assert {cell.backend for cell in curves if cell.optimizer == optimizer} == families

@@ -15,7 +15,7 @@ from bench.judge.integrity import check
 from bench.judge.loading import Run, hashed, load
 from bench.judge.quoting import find_cell
 from bench.judge.standing import standings
-from bench.plan.cell import Cell
+from bench.plan.cell import Cell, Sync
 from bench.plan.columns import labels
 from bench.report.answer import Answer, Statement, answer
 from bench.report.citation import cite
@@ -217,3 +217,6 @@ def test_eager_and_deferred_are_paired_by_name_where_a_framework_has_several() -
     several = {"fsdp2-torchtitan": eager, "fsdp2-eager": eager, "fsdp2-deferred": deferred}
     assert eager_and_deferred(several) == [("fsdp2-eager", "fsdp2-deferred")]
     assert eager_and_deferred({"mine": eager, "other": deferred}) == [("mine", "other")]
+    partly = {"hsdp-eager": eager, "hsdp-deferred-all-reduce": kind | {"sync": "deferred-all-reduce"}}
+    assert eager_and_deferred(partly) == []
+    assert eager_and_deferred(partly, Sync.DEFERRED_ALL_REDUCE) == [("hsdp-eager", "hsdp-deferred-all-reduce")]

@@ -1,0 +1,95 @@
+"""HSDP on four ranks without the bench: ``python bare_hsdp.py`` prints what torch does, as JSON by mode.
+
+One weight per sample and SGD with learning rate 1, so an update lowers each weight by its sample's coefficient. Two
+epochs of ten micro-batches of a sample per rank with N = 4, so the last window of an epoch has two.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+W, R, N, SAMPLES, EPOCHS = 4, 2, 4, 40, 2
+MODES = ("hsdp-eager", "hsdp-deferred-all-reduce", "hsdp-deferred")
+
+
+class Calls(TorchDispatchMode):
+    """Collectives by operator and description of the process group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            group = next(one for one in args if isinstance(one, torch.ScriptObject))
+            self.calls[f"{func.__name__.split('.')[0]} {dist.ProcessGroup.unbox(group).group_desc}"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def train(mode: str, rank: int) -> dict[str, Any]:
+    """The coefficients and the collectives of each window, and elements of gradients after the first micro-batch."""
+    weights: Any = nn.Embedding(SAMPLES, 1)
+    nn.init.zeros_(weights.weight)
+    fully_shard(weights, mesh=init_device_mesh("cpu", (R, W // R), mesh_dim_names=("replicate", "shard")))
+    optimizer = torch.optim.SGD(weights.parameters(), lr=1.0)
+    own = list(range(rank, SAMPLES, W))
+    found: dict[str, Any] = {"updates": [], "calls": []}
+    for first in [*range(0, len(own), N)] * EPOCHS:
+        window, counter, before = own[first : first + N], Calls(), weights.weight.full_tensor().detach().clone()
+        with counter:
+            for sample in window:
+                last = sample == window[-1]
+                if mode == "hsdp-deferred-all-reduce":
+                    weights.set_requires_all_reduce(last)
+                if mode == "hsdp-deferred":
+                    weights.set_requires_gradient_sync(last)
+                    weights.set_is_last_backward(last)
+                (weights(torch.tensor([sample])).mean() / len(window)).backward()
+                if "held" not in found:
+                    found["held"] = held(weights)
+        optimizer.step()
+        optimizer.zero_grad()
+        change = (before - weights.weight.full_tensor().detach()).flatten()
+        found["updates"].append({str(i): change[i].item() for i in change.nonzero().flatten().tolist()})
+        found["calls"].append(counter.calls)
+    return found
+
+
+def held(weights: Any) -> int:
+    """Elements of the gradient, wherever torch keeps it."""
+    (group,) = weights._get_fsdp_state()._fsdp_param_groups
+    (parameter,) = group.fsdp_params
+    sharded = [parameter.sharded_param.grad, group._partial_reduce_output]
+    whole = [parameter.unsharded_accumulated_grad, parameter._unsharded_param.grad]
+    local = [getattr(one, "_local_tensor", one) for one in (*sharded, *whole) if one is not None]
+    return sum(one.untyped_storage().nbytes() // 4 for one in local)
+
+
+def rank_main(rank: int, store: str) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", store=dist.FileStore(store, W), rank=rank, world_size=W)
+    found = {mode: train(mode, rank) for mode in MODES}
+    if rank == 0:
+        Path(store + ".json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as temporary:
+        shared = str(Path(temporary) / "store")
+        torch.multiprocessing.start_processes(rank_main, (shared,), nprocs=W, start_method="fork")
+        print(Path(shared + ".json").read_text())
