@@ -168,7 +168,7 @@ def planned(
         matrix = matrix.override("axes.world_size", fitting or "all", "--device")
     cells = expand(matrix, backends, len(gpus), installed_backends(), num_nodes)
     memory = [int(gpu["memory_bytes"]) for gpu in gpus if not arguments.try_all]
-    too_large = fit.too_large(cells, min(memory), len(gpus)) if memory else {}
+    too_large = fit.too_large(cells, min(memory), len(gpus) // num_nodes) if memory else {}
     cells = [cell for cell in cells if not cell.is_reference or cell.cell_id not in too_large]
     return Planned(matrix, backends, gpus, cells, too_large, single_trial_ids(matrix, backends, len(gpus), num_nodes))
 

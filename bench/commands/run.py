@@ -26,7 +26,8 @@ DESCRIPTION = (
 SIGNALS = (
     "Ctrl-C, SIGTERM and SIGHUP end the run and keep every finished trial; a second signal ends the current trial at "
     "once. A background shell ignores SIGINT, and nohup ignores SIGHUP: use SIGTERM there. --resume goes on after "
-    "these, and after a kill -9, a reboot or a full disk."
+    "these, and after a kill -9, a reboot or a full disk. On several hosts, start the same command once on each, with "
+    "srun, torchrun or another engine: docs/hosts.md."
 )
 
 

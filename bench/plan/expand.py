@@ -44,7 +44,7 @@ def expand(
     """
     parts = [_part_cells(part, backends, num_gpus, offered, num_nodes) for part in matrix.parts]
     found = list(itertools.chain(*parts))
-    if (used := max(cell.num_nodes for cell in found)) < num_nodes:
+    if (used := max((cell.num_nodes for cell in found), default=num_nodes)) < num_nodes:
         place = matrix.place("axes.ranks_per_node")
         raise InputError(f"{place}: no cell uses more than {used} of the {num_nodes} nodes; give fewer ranks per node")
     checked = [cell for cell in found if cell.world.has_values]

@@ -95,6 +95,14 @@ def test_ranks_on_the_same_cpus_saw_the_same_load() -> None:
     )
 
 
+def test_nodes_are_told_apart_by_their_kernels() -> None:
+    """Two containers on one machine saw the same load; two machines saw one each, on CPUs of the same numbers."""
+    shared = merge([_rank(kernel="a"), _rank(kernel="a")])
+    apart = merge([_rank(kernel="a"), _rank(kernel="b")])
+    assert shared is not None and shared["num_cpus"] == 4 and shared["foreign_cores"] == pytest.approx(3.0 - 1.8)
+    assert apart is not None and apart["num_cpus"] == 8 and apart["foreign_cores"] == pytest.approx(6.0 - 1.8)
+
+
 def test_the_real_files_see_this_process() -> None:
     with HostLoad() as load:
         until = time.process_time() + 0.3
