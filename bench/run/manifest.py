@@ -9,6 +9,7 @@ from typing_extensions import TypedDict
 from bench.fields import Flag, Must, Natural, Number
 from bench.plan.cell import Cell
 from bench.plan.schedule import Look
+from bench.run.links import Link
 
 
 class _Matrix(TypedDict, total=False):
@@ -45,6 +46,8 @@ class _Machine(TypedDict, total=False):
 
 class _Products(TypedDict, total=False):
     world_size: Natural
+    num_nodes: Natural
+    links: list[Link]
     threads: Natural
     flops_per_s: dict[str, list[Number]]
     reason: str
