@@ -1,4 +1,4 @@
-"""``nox -s hosts``: runs the bench on two hosts of the rig at several link rates, breaks it, and tells docs/hosts.md."""
+"""``nox -s hosts``: runs the bench on two hosts of the rig at several rates, breaks it, and tells docs/hosts.md."""
 
 from __future__ import annotations
 
