@@ -86,7 +86,7 @@ def _about() -> dict[str, Any]:
         error = str(found)
     code = machine.code({}, {})["bench"][:12]
     versions = {"accumulation-bench": __version__, "its code": code, **machine.packages()}
-    return {"versions": versions, "gpus": gpus, "error": error}
+    return {"versions": versions, "gpus": gpus, "error": error, "fingerprint": machine.fingerprint()}
 
 
 def _lead(arguments: argparse.Namespace, others: Nodes | None) -> int:
@@ -95,13 +95,14 @@ def _lead(arguments: argparse.Namespace, others: Nodes | None) -> int:
     from bench.run import start
     from bench.run.journal import read_manifest
 
+    nodes = [node.about["fingerprint"] for node in others.nodes] if others else []
     if arguments.resume:
         folder = arguments.resume
         _refuse_beside_resume(arguments)
         # Read before the lock is taken: nothing is written to a folder that holds no run.
         backends = start.backends_of(folder, read_manifest(folder))
         with files.run_folder(folder, f"--resume {folder}"):
-            return _train(folder, start.reopen(folder, backends), backends, arguments, others)
+            return _train(folder, start.reopen(folder, backends, nodes), backends, arguments, others)
     if arguments.retry_failed:
         raise InputError("--retry-failed: works only with --resume RUN; add it")
     plan = planned(arguments, others=others)
@@ -119,6 +120,7 @@ def _lead(arguments: argparse.Namespace, others: Nodes | None) -> int:
             once=plan.once,
             skipped=plan.too_large,
             peaks=fit.peaks(plan.cells),
+            nodes=nodes,
         )
         return _train(folder, manifest, plan.backends, arguments, others)
 
@@ -162,8 +164,6 @@ def _train(
     display = Display(Console(quiet=arguments.quiet), guesses, manifest)
     if arguments.json:
         display = JsonLines(guesses, manifest)
-    if (needed := max(cell.num_nodes for cell in cells)) > (num_nodes := 1 + len(others.nodes) if others else 1):
-        raise InputError(f"--resume {folder}: needs {needed} nodes, and this job has {num_nodes}; start it on as many")
     launcher = Launcher(cells[0].device, cold=manifest["cold"], others=others, recorder=Telemetry())
     work = runner.Runner(folder, manifest, backends, launcher, display, look, retry_failed=arguments.retry_failed)
     go_on = f"python -m bench run --resume {folder}"

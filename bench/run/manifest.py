@@ -53,6 +53,13 @@ class _Products(TypedDict, total=False):
     reason: str
 
 
+class _Node(TypedDict, total=False):
+    machine: _Machine
+    packages: dict[str, str]
+    torch_build: dict[str, str | None]
+    environment: dict[str, str]
+
+
 class _Predicted(TypedDict, total=False):
     made: str
     peak_bytes: dict[str, Natural]
@@ -76,6 +83,7 @@ class Manifest(TypedDict, total=False):
     code: dict[str, str]
     git: _Git | None
     machine: _Machine | None
+    nodes: list[_Node]
     matmul: list[_Products]
     packages: dict[str, str] | None
     distributions: dict[str, str] | None

@@ -16,6 +16,7 @@ from bench.errors import BAD, GOOD, WRONG, InputError
 from bench.launch import places
 from bench.launch.places import Place as Node
 from bench.plan.cell import Status
+from bench.run.journal import read_manifest
 from tests.faults.harness import MATRIX_RUN, Place, end, place
 
 HEAD = "127.0.0.2"
@@ -91,6 +92,12 @@ def test_two_nodes_train_what_one_does(tmp_path: Path) -> None:
             assert spread["time"]["losses"] == together["time"]["losses"]
             assert spread["collectives"] == together["collectives"]
         assert list((tmp_path / "node1").glob("run")) == [], "only node 0 writes"
+        assert len(read_manifest(first.folder / "run")["nodes"]) == 1
+        checked = first.run("check", "run").process.stdout
+        assert "2 nodes have the same hardware, packages and environment" in checked
+        first.environment["WORLD_SIZE"] = "1"
+        resumed = first.run("run", "--resume", "run").process
+        assert (resumed.returncode, "was begun on 2 nodes, and this job has 1" in resumed.stderr) == (WRONG, True)
 
 
 @pytest.mark.timeout(900)
