@@ -221,7 +221,9 @@ def wheelhouse(session: nox.Session) -> None:
     arguments = parser.parse_args(session.posargs)
     project = nox.project.load_toml("pyproject.toml")
     groups = project["dependency-groups"]
-    asked = [*project["project"]["dependencies"], *groups.pop("test")]  # its tests tell whether all is well there
+    extras = itertools.chain.from_iterable(project["project"]["optional-dependencies"].values())
+    # Its tests tell whether all is well there.
+    asked = [*project["project"]["dependencies"], *extras, *groups.pop("test")]
     lines = Path("constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = dict(line.split("==") for line in lines if not line.startswith("#"))
     excluded = arguments.exclude.lower().replace("_", "-").split(",") if arguments.exclude else []

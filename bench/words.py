@@ -29,7 +29,7 @@ def size(number: float) -> str:
     """A number of bytes with a unit: ``38.6 MiB``."""
     if number >= GIB_ABOVE:
         return f"{number / 2**30:,.2f} GiB"
-    return f"{number / 2**20:,.1f} MiB" if number >= 0.05 * 2**20 else f"{number:,.0f} bytes"
+    return f"{number / 2**20:,.1f} MiB" if number >= 0.05 * 2**20 else f"{number:,.0f} byte{'s' * (round(number) != 1)}"
 
 
 def unit_of(most: float) -> tuple[float, str]:
@@ -56,6 +56,11 @@ def digits(value: float) -> str:
         return f"{value:g}"
     decimals = 3 - math.floor(math.log10(abs(value)))
     return f"{round(value, decimals):.{max(0, decimals)}f}"
+
+
+def alike(value: float, least: float) -> bool:
+    """Whether two sizes tie: their ratio, in the digits that are shown, is 1."""
+    return digits(value / max(least, 1)) == "1.000"
 
 
 TERMINAL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")

@@ -19,7 +19,10 @@ from tests.conftest import ROOT
 PAGES = [
     "README.md",
     "CONTRIBUTING.md",
-    *(f"docs/{name}.md" for name in ("architecture", "commands", "gpu", "matrix", "method", "offline", "results")),
+    *(
+        f"docs/{name}.md"
+        for name in ("architecture", "commands", "gpu", "matrix", "method", "offline", "others", "results")
+    ),
 ]
 TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)

@@ -68,9 +68,10 @@ class FakeSession:
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the two files that say what is collected, and where it is."""
-    (tmp_path / "constraints.txt").write_text("# all\ntorch==2.0\ndeepspeed==0.19\nb-c==1.5\nlinter==9\n")
+    (tmp_path / "constraints.txt").write_text("# all\ntorch==2.0\ndeepspeed==0.19\nb-c==1.5\nextra==3\nlinter==9\n")
     (tmp_path / "pyproject.toml").write_text(
-        '[project]\ndependencies = ["torch>=2", "deepspeed"]\n[dependency-groups]\nlint = ["linter"]\ntest = ["b-c"]\n'
+        '[project]\ndependencies = ["torch>=2", "deepspeed"]\n[project.optional-dependencies]\nmore = ["extra"]\n'
+        '[dependency-groups]\nlint = ["linter"]\ntest = ["b-c"]\n'
     )
     (tmp_path / "out").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -82,8 +83,12 @@ def test_the_wheelhouse_holds_what_the_machine_lacks(noxfile: Any, project: Path
         "--out", "out", "--python", "3.12", "--platform", "manylinux_2_28_x86_64", "--exclude", "torch"
     )
     noxfile.wheelhouse(session)
-    assert sorted(path.name.partition("-")[0] for path in (project / "out").glob("*.whl")) == ["b_c", "deepspeed"]
-    assert (project / "out" / "requirements.txt").read_text() == "torch>=2\ndeepspeed\nb-c\n"
+    assert sorted(path.name.partition("-")[0] for path in (project / "out").glob("*.whl")) == [
+        "b_c",
+        "deepspeed",
+        "extra",
+    ]
+    assert (project / "out" / "requirements.txt").read_text() == "torch>=2\ndeepspeed\nextra\nb-c\n"
     (built, environment), (downloaded, _) = session.calls
     assert built[0] == "wheel" and built[-1] == "deepspeed==0.19" and environment == {"DS_BUILD_OPS": "0"}
     assert downloaded[:2] == ("download", "--no-deps") and "--only-binary=:all:" in downloaded
@@ -107,7 +112,12 @@ def test_pip_leaves_there_what_is_new_enough_and_says_what_is_too_old(
     told = [*pip, "install", "--no-index", "--find-links", "out", "-r", "out/requirements.txt"]
     subprocess.run(told, check=True)
     listed = subprocess.run([*pip, "freeze"], capture_output=True, text=True, check=True).stdout
-    assert {line.partition(" @ ")[0] for line in listed.split("\n") if line} == {"b-c", "torch", "deepspeed==0.19"}
+    assert {line.partition(" @ ")[0] for line in listed.split("\n") if line} == {
+        "b-c",
+        "torch",
+        "deepspeed==0.19",
+        "extra==3",
+    }
     assert [*machine.glob("lib/*/site-packages/b_c-1.4.dist-info")], listed
 
     subprocess.run([*install, make_wheel(project, "torch", "1.13")], check=True)
@@ -117,17 +127,18 @@ def test_pip_leaves_there_what_is_new_enough_and_says_what_is_too_old(
 
 @pytest.fixture(scope="module")
 def packages_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All that is installed but the bench itself: its metadata and what makes an editable install."""
+    """All that is installed but the bench's extras and the bench itself, with what makes an editable install."""
+    left_out = ("accumulation_bench", "_editable_impl", "__editable__", "bench", "accelerate", "torchtitan")
     folder = tmp_path_factory.mktemp("site")
     for place in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
         for path in Path(place).iterdir():
-            if not path.name.startswith(("accumulation_bench", "_editable_impl", "__editable__", "bench")):
+            if not path.name.startswith(left_out):
                 (folder / path.name).symlink_to(path)
     return folder
 
 
 @pytest.mark.parametrize("command", [["plan", "--matrix", "smoke"], ["backends"], ["--version"]])
-def test_a_checkout_runs_without_being_installed(packages_alone: Path, command: list[str]) -> None:
+def test_a_checkout_runs_without_being_installed_and_without_extras(packages_alone: Path, command: list[str]) -> None:
     """-S keeps the interpreter from its own packages, so that the bench has no metadata and no entry points."""
     asked = "import importlib.metadata as m; print([d.name for d in m.distributions() if 'accum' in d.name])"
     environment = os.environ | {"PYTHONPATH": str(packages_alone)}
@@ -136,4 +147,7 @@ def test_a_checkout_runs_without_being_installed(packages_alone: Path, command: 
     assert seen.stdout.strip() == "[]"
     done = subprocess.run([*run, "-m", "bench", *command], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "fsdp2-deferred" in done.stdout or command == ["--version"]
+    if command != ["--version"]:
+        assert "fsdp2-deferred" in done.stdout
+        about = [line for line in done.stdout.splitlines() if "torchtitan-eager" in line]
+        assert about and all("needs torchtitan: pip install torchtitan" in line for line in about)

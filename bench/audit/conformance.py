@@ -42,6 +42,7 @@ COLUMNS = {
     "reported_engine_global_steps": "Int64",
     "reported_lr_scheduler_last_epoch": "Int64",
     "reported_trainer_step": "Int64",
+    "reported_state_global_step": "Int64",
     "steps_reported": "string",
     "diagnosis": "string",
 }
@@ -55,8 +56,8 @@ KEY = (
     "it is the factor by which a weight differs from that in the full batch. +1 stands for one more wrong finding."
 )
 OF_LOSS = frozenset({"mean of means"})
-"""Findings that the reduction of the loss causes, whatever the backend."""
-CAUSES = ("What the backend does", "What the reduction of the loss does, whatever the backend")
+"""Findings that the reduction of the loss causes, unless the trainer weighs tokens itself."""
+CAUSES = ("What the backend does", "What the reduction of the loss does")
 """The two parts of the table."""
 FAMILIES = {
     "PyTorch": ("ddp-", "fsdp2-", "hsdp-", "torchtitan-"),

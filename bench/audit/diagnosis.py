@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from bench.audit.findings import (
@@ -28,7 +29,9 @@ from bench.plan.cell import Status
 from bench.words import plural
 
 DETAIL, NOTE, WRONG = FindingLevel
-STEP_COUNTERS = ("trainer.global_step", "engine.global_steps", "trainer.step", "lr_scheduler.last_epoch")
+STEP_COUNTERS = (
+    *("trainer.global_step", "state.global_step", "engine.global_steps", "trainer.step", "lr_scheduler.last_epoch"),
+)
 """Counters that should say how many updates were made; the last one is of the scheduler."""
 RESTARTS = {Fault.EXCEPTION, Fault.CHECKPOINT}
 """Faults after which training is started again: windows end early there, and there are two sets of counters."""
@@ -209,12 +212,24 @@ def _mean_of_means(reading: Reading) -> Iterator[AuditFinding]:
         return
     worst = max(update.distortion for update in uneven)
     unit = "token" if reading.scenario.token_weights else "sample"
+    where = "its rank's window" if all(map(_is_even_on_ranks, uneven)) else "its micro-batch"
     much = "without bound" if math.isinf(worst) else f"by a factor of up to {worst:.3g}"
     yield AuditFinding(
         "mean of means",
-        f"in {share(uneven, reading.updates)}, a {unit}'s weight depends on how many {unit}s its micro-batch has, and "
+        f"in {share(uneven, reading.updates)}, a {unit}'s weight depends on how many {unit}s {where} has, and "
         f"differs from that in the full batch {much}",
     )
+
+
+def _is_even_on_ranks(update: DecodedUpdate) -> bool:
+    """Whether the weights of an update are right within each rank, though its micro-batches differ in tokens."""
+    ratios: dict[int, list[float]] = {}
+    tokens: dict[tuple[int, int], int] = {}
+    for use, coefficient in update.coefficients.items():
+        ratios.setdefault(use.rank, []).append(coefficient / update.right[use])
+        tokens[use.rank, use.fetch] = tokens.get((use.rank, use.fetch), 0) + use.tokens
+    differ = {rank for rank in ratios if len({n for (of, _), n in tokens.items() if of == rank}) > 1}
+    return bool(differ) and all(near(max(of_rank), min(of_rank)) for of_rank in ratios.values())
 
 
 def _left_open(reading: Reading) -> Iterator[AuditFinding]:
@@ -289,9 +304,10 @@ def _shuffled(reading: Reading) -> Iterator[AuditFinding]:
     scenario = reading.scenario
     if scenario.split is not Split.FRAMEWORK:
         return
-    fetched = [(use.rank, use.fetch % scenario.micro_batches, use.sample) for use in reading.uses.values()]
-    offered = [scenario.offered(rank) for rank in range(scenario.world_size)]
-    if any(sample not in offered[rank][number] for rank, number, sample in fetched):
+    fetched = [(use.fetch % scenario.micro_batches, use.sample) for use in reading.uses.values()]
+    by_rank = map(scenario.offered, range(scenario.world_size))
+    offered = [set(chain(*together)) for together in zip(*by_rank, strict=True)]
+    if any(sample not in offered[number] for number, sample in fetched):
         text = "the framework shuffled the samples when it split them, although the loader was in order"
         yield AuditFinding("shuffled", text, NOTE)
 

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.audit.scenario import Fault, Scenario, Split
+from bench.audit.scenario import Fault, Reduction, Scenario, Split
+from bench.backends.accelerate import AccelerateBackend
 from bench.backends.base import Backend, Job, Window
 from bench.backends.deepspeed import DeepSpeedZero2Eager
-from bench.backends.fsdp2 import FSDP2Torchtitan
 from bench.backends.lightning import LightningBackend, count_engine_steps
+from bench.backends.torchtitan import TorchtitanEager
 from bench.errors import UnsupportedError
 from bench.plan.cell import Sync
 
@@ -67,15 +68,6 @@ class ScenarioJob(Job):
                 num_windows, left = num_windows + 1, left - size
 
 
-def audited(backend: type[Backend]) -> type[Backend]:
-    """The backend as scenarios run it: the same class, over what its framework has to be told."""
-    kinds = {DeepSpeedZero2Eager: AuditedEngine, LightningBackend: AuditedTrainer, FSDP2Torchtitan: AuditedStream}
-    for framework, kind in kinds.items():
-        if issubclass(backend, framework):
-            return type(backend.__name__, (kind, backend), {})
-    return backend
-
-
 def evaluate(backend: Backend, validate: Callable[[nn.Module], None]) -> None:
     """Evaluate the model in the middle of a training, as user code would."""
     from torch import nn, no_grad
@@ -89,23 +81,24 @@ def evaluate(backend: Backend, validate: Callable[[nn.Module], None]) -> None:
     model.train()
 
 
-class AuditedStream(FSDP2Torchtitan):
-    """torchtitan's loop over the epochs as one stream; its ``training.steps`` are those of the naive formula."""
+class AuditedStream(TorchtitanEager):
+    """torchtitan's trainer over the epochs as one stream; its ``training.steps`` are those of the naive formula."""
 
     def train(self, job: Any) -> None:
         if len(job.scenario.accumulate) > 1:
             raise UnsupportedError("torchtitan's trainer has one N for the whole training")
         if job.scenario.fault is Fault.EXCEPTION:
             raise UnsupportedError("torchtitan's trainer does not survive an exception: it resumes from a checkpoint")
-        super().train(job)
+        self.job: ScenarioJob = job
+        super().train(dataclasses.replace(job, windows=job.scenario.training.naive_steps))
 
     def continue_training(self, job: Any) -> None:
-        scenario, self.num_fetched = job.scenario, 0
+        self.trainer.lr_schedulers.step = job.scheduler(self.optimizer).step
+        self.num_fetched = 0
         if job.resume:
-            before = (job.first_epoch + 1) * scenario.micro_batches - len(job.loader)
-            self.step = before // job.accumulate
-        steps = scenario.training.naive_steps
-        super().continue_training(dataclasses.replace(job, loader=self._batches(job), windows=steps))
+            before = (job.first_epoch + 1) * job.scenario.micro_batches - len(job.loader)
+            self.trainer.step = before // job.accumulate
+        super().continue_training(dataclasses.replace(job, loader=self._batches(job)))
 
     def _batches(self, job: ScenarioJob) -> Iterator[Tensor]:
         for _ in job.each_epoch():
@@ -113,9 +106,15 @@ class AuditedStream(FSDP2Torchtitan):
                 self.num_fetched += 1
                 yield batch
 
+    def num_tokens(self, batch: Tensor) -> int:
+        """Those of its samples, unless the loss is already a share of its window's."""
+        is_share = self.job.scenario.reduction is Reduction.WINDOW
+        return len(batch) if is_share else int(batch[:, 1].sum())
+
     def save(self, folder: Path, seen: int, accumulate: int) -> int:
         """torchtitan writes a checkpoint after a step, so that the window of the next one is fetched again."""
-        return seen - (self.num_fetched - (self.step - 1) * accumulate)
+        step: int = self.trainer.step
+        return seen - (self.num_fetched - (step - 1) * accumulate)
 
 
 class AuditedEngine(DeepSpeedZero2Eager):
@@ -154,6 +153,59 @@ class AuditedEngine(DeepSpeedZero2Eager):
     def save(self, folder: Path, seen: int, accumulate: int) -> int:
         self.engine.save_checkpoint(str(folder), tag=CHECKPOINT)
         return seen if self.sync is Sync.EAGER else seen - seen % accumulate
+
+
+class AuditedAccelerator(AccelerateBackend):
+    """Accelerate's loop over epochs, with the limit of updates that its examples write around it."""
+
+    def train(self, job: Any) -> None:
+        self.scenario, self.resume = job.scenario, job.resume
+        self.num_updates = 0
+
+        def optimizer(parameters: Any) -> Any:
+            self.inner = job.optimizer(parameters)
+            return self.inner
+
+        super().train(dataclasses.replace(job, optimizer=optimizer))
+
+    def plugin(self, job: Job, model: nn.Module) -> dict[str, Any]:
+        found = super().plugin(job, model)
+        if "deepspeed_plugin" in found and (n := self.scenario.engine_accumulate):
+            found["deepspeed_plugin"].deepspeed_config["gradient_accumulation_steps"] = n
+        return found
+
+    def prepare(self, job: Any, model: nn.Module) -> None:
+        super().prepare(job, model)
+        self.scheduler = None
+        if self.scenario.prepared_scheduler:
+            self.scheduler = self.accelerator.prepare_scheduler(job.scheduler(self.inner))
+        if self.resume:
+            if "deepspeed" in self.requires:
+                trust_own_classes()
+            self.accelerator.load_state(str(self.resume))
+
+    def batches(self, job: Any) -> Iterator[Tensor]:
+        """The micro-batches of all epochs, until ``max_steps`` updates are made."""
+        scenario, loader = self.scenario, job.loader
+        if scenario.split is Split.FRAMEWORK:
+            loader = self.accelerator.prepare_data_loader(job.whole)
+        elif not scenario.own_loader:
+            loader = super().batches(job)
+        for epoch in job.each_epoch():
+            if len(scenario.accumulate) > 1:
+                self.accelerator.gradient_accumulation_steps = scenario.accumulate_in(epoch)
+            for batch in loader:
+                yield batch
+                if self.scheduler:
+                    self.scheduler.step()
+                self.num_updates += self.accelerator.sync_gradients
+                if self.num_updates == scenario.max_steps:
+                    return
+
+    def save(self, folder: Path, seen: int, accumulate: int) -> int:
+        """A prepared loader has fetched one micro-batch that is not trained on yet, unless an epoch is over."""
+        self.accelerator.save_state(str(folder))
+        return seen if self.scenario.own_loader else max(0, seen - 1)
 
 
 def trust_own_classes() -> None:

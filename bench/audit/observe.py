@@ -253,6 +253,7 @@ class Audit:
         return sum(scenario.tokens(sample) for sample in range(start, start + size))
 
     def _loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+        self._read()  # a loader that fetches ahead does not fetch between the last two updates of an epoch
         number = (int(batch[0, 0]) - self.rank * self.scenario.slots_per_rank) // self.scenario.largest_batch
         if self.scenario.fault is Fault.EXCEPTION and number + 1 == self.scenario.at and not self.faults:
             self.workload.loss(model, batch)

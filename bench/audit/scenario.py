@@ -63,6 +63,10 @@ class Reduction(StrEnum):
 
     That is what frameworks that divide by N and average over W need, if all windows are whole.
     """
+    COUNTED = "counted"
+    """The sum over its tokens, over those of the window that the framework counts; ``mean`` where it counts none."""
+    COUNTED_PER_RANK = "counted-per-rank"
+    """As ``counted``, where the framework counts the window's tokens on each rank alone, and averages the ranks."""
 
 
 class Split(StrEnum):
@@ -109,6 +113,10 @@ class Scenario:
     """Whether the loader drops an incomplete last micro-batch."""
     sampler_drop_last: Flag = False
     """Whether DistributedSampler drops samples instead of padding them to a multiple of the ranks."""
+    own_loader: Flag = False
+    """Whether Accelerate's loop goes over the loader as it is, instead of one that Accelerate has prepared."""
+    prepared_scheduler: Flag = False
+    """Whether Accelerate's loop has a scheduler, one that Accelerate has prepared."""
     limit_batches: Positive | None = None
     """Micro-batches after which an epoch ends, Lightning's ``limit_train_batches``."""
     max_steps: Positive | None = None
@@ -179,6 +187,8 @@ class Scenario:
             f"max_steps = {self.max_steps}": self.max_steps,
             "drop_last": self.drop_last,
             "DistributedSampler(drop_last=True)": self.sampler_drop_last,
+            "Accelerate does not prepare the loader": self.own_loader,
+            "Accelerate prepares the scheduler": self.prepared_scheduler,
             f"limit_train_batches = {self.limit_batches}": self.limit_batches,
             f"clipped to norm {self.clip_norm:g}": self.clip_norm,
             WHEN.get(self.fault, "").format(self.at): self.at,

@@ -81,7 +81,7 @@ def _best(observations: Sequence[Observation]) -> str:
     least = min((wrong[name] for name in backends), default=0)
     best = ", ".join(_code(name) for name in backends if wrong[name] == least)
     fewest = f"{least} of {len(scenarios(observations))}"
-    rest = "The reduction of the loss, which is wrong under every backend alike, is not counted."
+    rest = "What the reduction of the loss does is not counted."
     return f"Of {len(backends)} backends, these are wrong in the fewest scenarios, {fewest}: {best}. {rest}"
 
 

@@ -1,7 +1,7 @@
 """How many optimizer steps a training takes under each backend's rule, calculated without training.
 
 Micro-batches are counted per rank (all ranks have equally many), samples over all ranks. Sources are those of Lightning
-2.6 and DeepSpeed 0.19.
+2.6, DeepSpeed 0.19 and Accelerate 1.15.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ class StepRule:
     """``split`` only: the trainer's ``zero_grad`` clears the gradients of the engine's open window."""
     twice: bool = False
     """``split`` only: trainer and engine both divide the loss by N."""
+    counted: bool = True
+    """``flush`` only: a trainer counts the steps and foresees their number, as Lightning's does."""
 
     @classmethod
     def of(cls, stepping: Stepping, sharding: Sharding, *, divides_once: bool = False) -> StepRule:
@@ -59,11 +61,7 @@ class StepRule:
         (deepspeed/runtime/zero/stage3.py).
         """
         split = stepping is Stepping.SPLIT
-        return cls(
-            stepping=stepping,
-            clears=split and sharding is not Sharding.GRADS,
-            twice=split and not divides_once,
-        )
+        return cls(stepping=stepping, clears=split and sharding is not Sharding.GRADS, twice=split and not divides_once)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,8 +124,8 @@ class Steps:
 def calculate(training: TrainingPlan, rule: StepRule) -> Steps | None:
     """The training under a rule; None where none is known, for ``Stepping.UNKNOWN`` and some N by epoch (``by_epoch``).
 
-    - ``window`` and ``flush`` step after N micro-batches and at the end of the epoch (Lightning:
-      loops/training_epoch_loop.py, ``_should_accumulate``).
+    - ``window``, ``override`` and ``flush`` step after N micro-batches and at the end of the epoch (Lightning:
+      loops/training_epoch_loop.py, ``_should_accumulate``; Accelerate: accelerator.py, ``_do_sync``).
     - ``carry`` steps after N micro-batches counted over the whole training (DeepSpeed: runtime/engine.py,
       ``is_gradient_accumulation_boundary``).
     - ``cancel`` steps as ``carry``, but counts the step that it begins and cancels when the data end before its
@@ -143,14 +141,14 @@ def calculate(training: TrainingPlan, rule: StepRule) -> Steps | None:
         return None
     if training.accumulate_later:
         return by_epoch(training, rule)
-    end = None if training.epochs is None else training.epochs * training.micro_batches_per_epoch
+    epochs = None if rule.stepping is Stepping.OVERRIDE and training.max_steps else training.epochs
+    end = None if epochs is None else epochs * training.micro_batches_per_epoch
     reached = None if training.max_steps is None else reaches(training, rule, training.max_steps)
     if reached is not None and (end is None or reached <= end):
         return _after(training, rule, reached, Stops.MAX_STEPS)
     if end is not None:
         return _after(training, rule, end, Stops.EPOCHS)
-    assert training.max_steps is not None
-    return _after(training, rule, training.max_steps * training.accumulate, Stops.NEVER)
+    return _after(training, rule, (training.max_steps or 0) * training.accumulate, Stops.NEVER)
 
 
 def by_epoch(training: TrainingPlan, rule: StepRule) -> Steps | None:
@@ -294,7 +292,9 @@ def _reported(training: TrainingPlan, rule: StepRule, consumed: int) -> dict[str
     if rule.stepping is Stepping.CANCEL:
         taken = consumed // training.accumulate
         return {"trainer.step": taken + (taken < training.naive_steps)}
-    if rule.stepping is Stepping.WINDOW:
+    if rule.stepping is Stepping.OVERRIDE:
+        return {"state.global_step": updates(training, rule, consumed)}
+    if rule.stepping is Stepping.WINDOW or not rule.counted:
         return {}
     finished, begun = divmod(consumed, training.micro_batches_per_epoch)
     split = rule.stepping is Stepping.SPLIT

@@ -5,9 +5,9 @@
 - ``training``: the inputs, and what follows from them under every backend (bench.audit.training.TrainingPlan);
 - ``notes``: sentences that hold for all backends;
 - ``naive``: ``optimizer_steps`` by the naive formula, and ``wrong``: a sentence, empty if no rule differs from it;
-- ``rules``: one per rule that a chosen backend follows: its ``name``, ``stepping``, ``clears``, ``twice``
-  (bench.audit.stepcount.StepRule), the ``backends`` that follow it, ``steps`` (bench.audit.stepcount.Steps; null where
-  the rule is unknown) and ``differences``: sentences.
+- ``rules``: one per rule that a chosen backend follows: its ``name``, ``stepping``, ``clears``, ``twice``,
+  ``counted`` (bench.audit.stepcount.StepRule), the ``backends`` that follow it, ``steps``
+  (bench.audit.stepcount.Steps; null where the rule is unknown) and ``differences``: sentences.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from bench.audit.stepcount import StepRule, Steps, calculate, reaches
+from bench.backends.accelerate import AccelerateBackend
 from bench.plan.cell import Stepping
 from bench.words import plural, table
 
@@ -34,14 +35,19 @@ Rules = Mapping[StepRule, tuple[list[str], Steps | None]]
 """The backends that follow a rule, and its steps if they can be calculated."""
 
 
+def rule_of(backend: type[Backend]) -> StepRule:
+    """The rule that a backend follows."""
+    # Lightning's backends may multiply the loss by N, which undoes one of the two divisions.
+    divides_once = getattr(backend, "loss_factor", "") == "N"
+    rule = StepRule.of(backend.stepping, backend.sharding, divides_once=divides_once)
+    return dataclasses.replace(rule, counted=not issubclass(backend, AccelerateBackend))
+
+
 def by_rule(training: TrainingPlan, backends: Mapping[str, type[Backend]]) -> Rules:
     """The rules that the backends follow."""
     found: dict[StepRule, list[str]] = {}
     for name, backend in backends.items():
-        # Lightning's backends may multiply the loss by N, which undoes one of the two divisions.
-        divides_once = getattr(backend, "loss_factor", "") == "N"
-        rule = StepRule.of(backend.stepping, backend.sharding, divides_once=divides_once)
-        found.setdefault(rule, []).append(name)
+        found.setdefault(rule_of(backend), []).append(name)
     return {rule: (names, calculate(training, rule)) for rule, names in found.items()}
 
 
@@ -113,7 +119,7 @@ def _micro_batches(number: int) -> str:
 def title_of(rule: StepRule) -> str:
     """A rule in a few words."""
     if rule.stepping is not Stepping.SPLIT:
-        return str(rule.stepping)
+        return str(rule.stepping) + " (no counter)" * (not rule.counted)
     words = ["clearing"] * rule.clears + ["divided once"] * (not rule.twice)
     return f"split ({', '.join(words)})" if words else "split"
 
@@ -215,6 +221,7 @@ def _differences(training: TrainingPlan, rule: StepRule, steps: Steps | None) ->
             Stepping.UNKNOWN: "declares no rule",
             Stepping.SPLIT: "Lightning refuses an N by epoch where the strategy accumulates",
             Stepping.CANCEL: "has one N for the whole training",
+            Stepping.OVERRIDE: "has one N for the whole training",
         }.get(rule.stepping, "a window may hold micro-batches of epochs with different N")
         return [f"{why}, so nothing is calculated; measure it with: python -m bench semantics"]
     n, over = training.accumulate, 0 if training.accumulate_later else training.partial_window

@@ -16,7 +16,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench.audit.job import audited
+from bench.audit.hugging_face_job import AuditedHuggingFace
+from bench.audit.job import AuditedAccelerator, AuditedEngine, AuditedStream, AuditedTrainer
 from bench.audit.observe import Audit, record
 from bench.audit.scenario import Scenario
 from bench.backends.base import Backend, registry
@@ -28,6 +29,14 @@ from bench.plan.task import Task
 if TYPE_CHECKING:
     import torch
 
+AUDITED: tuple[type[Backend], ...] = (
+    AuditedEngine,
+    AuditedTrainer,
+    AuditedStream,
+    AuditedAccelerator,
+    AuditedHuggingFace,
+)
+"""What a framework's backends have to be told in scenarios; each class extends the framework's."""
 PEERS_S = 3.0
 """How long a rank that failed waits for the others to fail too, or to finish."""
 Observed = tuple[str, Scenario, list[dict[str, Any]]]
@@ -41,6 +50,14 @@ class AuditTask(Task):
     work: ClassVar[str] = "bench.audit.suite:work"
 
     scenarios: tuple[Scenario, ...]
+
+
+def audited(backend: type[Backend]) -> type[Backend]:
+    """The backend as scenarios run it."""
+    for kind in AUDITED:
+        if issubclass(backend, kind.__bases__[0]):
+            return type(backend.__name__, (kind, backend), {})
+    return backend
 
 
 def work(task: AuditTask, rank: int, device: torch.device) -> dict[str, Any]:

@@ -32,7 +32,7 @@ ENTRY_POINTS = "bench.backends"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,79}")
 """Allowed backend names: they become part of file names, table cells and pages."""
 ALL = "all"
-"""Selects all backends except those of installed packages, which must be named."""
+"""Selects all backends except UNTRIED and those of installed packages, which must be named."""
 EXTRA_BACKENDS = "BENCH_BACKENDS"
 """Environment variable with further backends: ``module:Class``, comma-separated."""
 
@@ -222,16 +222,20 @@ class Backend(ABC):
         return ""
 
 
-BUILT_IN = ("plain", "fsdp2", "hsdp", "deepspeed", "lightning", "fabric")
+BUILT_IN = ("plain", "fsdp2", "hsdp", "deepspeed", "lightning", "fabric", "accelerate", "hugging_face", "torchtitan")
 """Modules of this package with backends."""
 
 
+UNTRIED = (importlib.metadata.EntryPoint("megatron-fsdp", "bench.backends.megatron:UntriedMegatronFSDP", ENTRY_POINTS),)
+"""Backends of this package that have never run; like those of installed packages, they must be named."""
+
+
 def _entry_points() -> Iterable[importlib.metadata.EntryPoint]:
-    return importlib.metadata.entry_points(group=ENTRY_POINTS)
+    return (*UNTRIED, *importlib.metadata.entry_points(group=ENTRY_POINTS))
 
 
 def installed_backends() -> dict[str, str]:
-    """Backends of installed packages by name, as ``module:Class``, without importing them."""
+    """Backends that must be named, by name, as ``module:Class``, without importing them."""
     return {entry.name: entry.value for entry in _entry_points()}
 
 

@@ -1,11 +1,7 @@
-"""FSDP2 (``torch.distributed.fsdp.fully_shard``): each decoder block is a unit, everything else belongs to the root.
-
-``eager`` syncs gradients in every micro-batch, as torchtitan's trainer does, whose loop is ``fsdp2-torchtitan``.
-"""
+"""FSDP2 (``torch.distributed.fsdp.fully_shard``): each decoder block is a unit, everything else belongs to the root."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -179,36 +175,6 @@ class FSDP2DeferredResident(FSDP2Zero2Deferred):
     resident = True
 
 
-class FSDP2Torchtitan(FSDP2Eager):
-    """The loop of torchtitan's trainer (0.3.0, torchtitan/trainer.py: ``train`` and ``train_step``).
-
-    It fetches a window before the first forward, knows no epochs, and cancels the step for which the data do not
-    suffice, but counts it. Unlike torchtitan's, the loss is a mean over the micro-batch, divided by N, like everyone's
-    here; torchtitan divides sums by the tokens of the window on all ranks, for which it needs another all-reduce.
-    """
-
-    name, framework = "fsdp2-torchtitan", "FSDP2"
-    stepping = Stepping.CANCEL
-    step = 0
-    """Steps begun."""
-
-    def continue_training(self, job: Job) -> None:
-        model, batches = cast("nn.Module", self.model), iter(job.loader)
-        while self.step < job.windows:
-            self.step += 1
-            self.optimizer.zero_grad()
-            window = list(itertools.islice(batches, job.accumulate))
-            if len(window) < job.accumulate:
-                break
-            for batch in window:
-                (job.loss(model, batch) / job.accumulate).backward()
-            job.clip(model.parameters())
-            self.optimizer.step()
-
-    def reported(self) -> dict[str, int]:
-        return {"trainer.step": self.step}
-
-
 class ShardedReference(FSDP2Deferred):
     """The reference for models that do not fit on one GPU: each rank sees its share of the batch in one micro-batch.
 
@@ -226,6 +192,5 @@ BACKENDS: tuple[type[Backend], ...] = (
     FSDP2Zero2Eager,
     FSDP2Zero2Deferred,
     FSDP2DeferredResident,
-    FSDP2Torchtitan,
     ShardedReference,
 )

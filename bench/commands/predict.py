@@ -13,6 +13,7 @@ from bench.commands.options import add_backend, add_device, chosen_backends, int
 from bench.errors import GOOD, InputError, suggest
 
 if TYPE_CHECKING:
+    from bench.forecast.prediction import Link
     from bench.plan.cell import Cell
 
 TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -21,6 +22,7 @@ BYTES |= {f"{p}iB": 1024.0 ** (i + 1) for i, p in enumerate("KMGT")}
 RATES = {f"{unit}/s": size for unit, size in BYTES.items()}
 RATES |= {f"{p}{unit}": 1e3 ** (i + 1) / 8 for unit in ("bit/s", "b/s", "bps") for i, p in enumerate("kMGT")}
 FLOPS = {"TFLOP/s": 1e12, "PFLOP/s": 1e15}
+TWO_LEVELS = "intra=450GB/s,inter=50GB/s"
 INTEGER = integer_to(2**24)
 """Beyond it a step would be longer than any training."""
 DESCRIPTION = (
@@ -58,8 +60,12 @@ def add(commands: Any) -> None:
     words = "of that, kept free for what is not predicted (default: CUDA context, NCCL, the allocator's fragments)"
     amount("--reserve", BYTES, "4GiB", "SIZE", words, zero=True)
     amount("--activations", BYTES, "20GiB", "SIZE", "activation memory of one micro-batch, if known")
-    words = "rate at which a rank can send, such as 50GB/s or 400Gbit/s (400Gbps)"
-    amount("--link", RATES, "50GB/s", "RATE", words)
+    words = "rate at which a rank can send, such as 50GB/s or 400Gbit/s (400Gbps); with --node-size one rate within a "
+    words += f"node, and one to others, which is its share of the node's network cards: {TWO_LEVELS}"
+    option("--link", type=_link, metavar="RATE", help=words)
+    option("--node-size", type=INTEGER, metavar="G", help="consecutive ranks that are a node")
+    words = "replicas of HSDP backends, each sharded over W / R consecutive ranks (default: as many as nodes)"
+    option("--replicate", type=INTEGER, metavar="R", help=words)
     amount("--latency", TIMES, "20us", "TIME", "latency of a collective call, such as 20us (default: 0)")
     words = "compute time of one optimizer step, recomputation included, such as 1.9s"
     amount("--compute-time", TIMES, "1.9s", "TIME", words)
@@ -77,6 +83,17 @@ def _amount(units: Mapping[str, float], example: str, *, zero: bool = False) -> 
     return quantity(units, what, zero=zero)
 
 
+def _link(text: str) -> tuple[float, float | None]:
+    """The rate to other nodes and, of a link of two levels, that within a node, in bytes/s."""
+    if "=" not in text:
+        return _amount(RATES, f"50GB/s, or two of them: {TWO_LEVELS}")(text), None
+    rates = dict(part.split("=", 1) for part in text.split(",") if "=" in part)
+    if sorted(rates) != ["inter", "intra"]:
+        raise argparse.ArgumentTypeError(f"'{text}' does not name intra and inter, such as {TWO_LEVELS}")
+    read = _amount(RATES, "50GB/s")
+    return read(rates["inter"]), read(rates["intra"])
+
+
 def _mfu(text: str) -> float:
     number = share(text)
     if not 0 < number <= 1:
@@ -88,11 +105,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Predict and show."""
     from bench.forecast import prediction_text
     from bench.forecast.best import MARGIN, Question, Recommendation, records
-    from bench.forecast.prediction import Link, predict
+    from bench.forecast.prediction import predict
 
-    cell = _cell(arguments)
-    if arguments.latency is not None and arguments.link is None:
-        raise InputError("--latency: belongs to a link; give --link too, such as --link 50GB/s")
+    link = _levels(arguments)
+    cell = _cell(arguments, link)
     activations = None if arguments.activations is None else int(arguments.activations)
     if activations is not None and arguments.activation_checkpointing:
         raise InputError(
@@ -100,8 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     limit = None if arguments.memory is None else int(arguments.memory)
     reserve = _reserve(arguments, cell, limit)
-    predictions = predict(cell, _backends(arguments), activations)
-    link = None if arguments.link is None else Link(bytes_per_s=arguments.link, latency_s=arguments.latency or 0.0)
+    predictions = predict(cell, _backends(arguments, cell), activations)
     compute_s, compute_from = _compute(arguments, cell)
     question = Question(
         predictions=predictions,
@@ -137,6 +152,28 @@ def run(arguments: argparse.Namespace) -> int:
     return GOOD
 
 
+def _levels(arguments: argparse.Namespace) -> Link | None:
+    """The link between the ranks, of one level or two."""
+    from bench.forecast.prediction import Link
+
+    if arguments.link is None:
+        for name, value in (("--latency", arguments.latency), ("--node-size", arguments.node_size)):
+            if value is not None:
+                raise InputError(f"{name}: belongs to a link; give --link too, such as --link {TWO_LEVELS}")
+        return None
+    (inter, intra), node_size, latency_s = arguments.link, arguments.node_size, arguments.latency or 0.0
+    if intra is None and node_size is None:
+        return Link(bytes_per_s=inter, latency_s=latency_s)
+    if intra is None:
+        raise InputError(f"--node-size: belongs to a link of two rates, such as --link {TWO_LEVELS}")
+    if node_size is None:
+        raise InputError("--link: has one rate within nodes; give their size too, such as --node-size 8")
+    if arguments.world_size % node_size:
+        ranks = arguments.world_size
+        raise InputError(f"--node-size: {node_size} does not divide the {ranks} ranks of --world-size; change one")
+    return Link(bytes_per_s=inter, latency_s=latency_s, intra_bytes_per_s=intra, node_size=node_size)
+
+
 def _reserve(arguments: argparse.Namespace, cell: Cell, limit: int | None) -> int:
     """Bytes of a device's memory that are kept free."""
     from bench.forecast.fit import reserve_bytes
@@ -152,7 +189,26 @@ def _reserve(arguments: argparse.Namespace, cell: Cell, limit: int | None) -> in
     return int(arguments.reserve)
 
 
-def _cell(arguments: argparse.Namespace) -> Cell:
+def _replicas(arguments: argparse.Namespace, link: Link | None) -> int:
+    """R of the HSDP backends, by default the number of nodes; 0 for none, and so no HSDP."""
+    ranks, node_size = arguments.world_size, 1 if link is None else link.node_size
+    if arguments.replicate is None:
+        return ranks // node_size if node_size > 1 and ranks > node_size else 0
+    shards, left = divmod(ranks, arguments.replicate)
+    if left or shards == 1 or arguments.replicate == 1:
+        raise InputError(
+            f"--replicate: {ranks} ranks are not {arguments.replicate} replicas of HSDP; both R and W / R must be "
+            "integers of at least 2"
+        )
+    if shards % node_size and node_size % shards:
+        raise InputError(
+            f"--replicate: leaves shard groups of {shards} ranks, which do not fill nodes of {node_size}; choose R so "
+            "that one divides the other"
+        )
+    return int(arguments.replicate)
+
+
+def _cell(arguments: argparse.Namespace, link: Link | None) -> Cell:
     """What is asked, as a cell; its backend is filled in later."""
     from bench.plan.cell import Cell, Device, Precision
     from bench.plan.models import SIZES
@@ -170,17 +226,20 @@ def _cell(arguments: argparse.Namespace) -> Cell:
         optimizer=arguments.optimizer,
         device=Device(arguments.device),
         activation_checkpointing=arguments.activation_checkpointing,
+        replicate=_replicas(arguments, link),
     )
 
 
-def _backends(arguments: argparse.Namespace) -> list[str]:
+def _backends(arguments: argparse.Namespace, cell: Cell) -> list[str]:
     """The chosen backends that have formulas."""
     from bench.judge.formulas import BUILT_IN
 
-    chosen = list(chosen_backends(arguments.backend))
+    chosen = chosen_backends(arguments.backend)
     if arguments.backend and (without := [name for name in chosen if name not in BUILT_IN]):
         raise InputError(f"--backend: '{without[0]}' has no formulas, so nothing is predicted; leave it out")
-    return chosen
+    if not cell.replicate and chosen and all(backend.replicate for backend in chosen.values()):
+        raise InputError(f"--backend: '{next(iter(chosen))}' trains replicas; say how many with --replicate")
+    return list(chosen)
 
 
 def _compute(arguments: argparse.Namespace, cell: Cell) -> tuple[float | None, str]:

@@ -57,6 +57,8 @@ def add(commands: Any) -> None:
 FLAGS = {
     "--drop-last": "the loader drops an incomplete last micro-batch",
     "--sampler-drop-last": "DistributedSampler drops samples instead of repeating some",
+    "--own-loader": "Accelerate's loop goes over a loader that Accelerate has not prepared",
+    "--prepared-scheduler": "Accelerate's loop has a scheduler that Accelerate has prepared",
 }
 
 

@@ -1,4 +1,4 @@
-"""Which of the predicted backends is best, and at which N and speed of the link that changes.
+"""Which of the predicted backends is best, and at which N, W and speed of the link that changes.
 
 A backend may win if it fits, can run the cell and is not known to be wrong. It is certainly the best if its upper bound
 of a step's time is at most the margin above the lower bounds of all others: whatever they hide, none is faster by more.
@@ -9,13 +9,14 @@ not make each other uncertain.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from bench.forecast.prediction import Bounds, Link, Prediction, record
+from bench.forecast.prediction import Bounds, Link, Prediction, communication, record
 
 MARGIN = 0.02
 """Times this near to each other are the same, as ``compare`` calls it."""
@@ -23,6 +24,8 @@ LARGEST_N = 256
 """End of the sweep over N, unless the N that is asked for is larger."""
 LINKS = (1e8, 1e12)
 """Bytes/s between which the speed of the link is swept, extended to the one that is asked for."""
+LARGEST_NODES = 128
+"""End of the sweep over W in nodes, unless the W that is asked for is larger."""
 PER_DECADE = 25
 """Speeds tried per decade; an answer that holds for a shorter range may be missed."""
 EXACT = 1e-3
@@ -69,8 +72,8 @@ class Question:
 
     def bounds(self, one: Prediction, accumulate: int, link: Link) -> Bounds:
         """The bounds of a step's time."""
-        compute, communication = self.compute(accumulate), one.traffic(accumulate).seconds(link)
-        return Bounds(max(compute, communication), compute + communication)
+        compute, sent = self.compute(accumulate), communication(one.traffic(accumulate), link)
+        return Bounds(max(compute, sent.lower), compute + sent.upper)
 
     def fits(self, one: Prediction, accumulate: int) -> bool:
         """Whether a rank's peak is within the limit."""
@@ -113,14 +116,14 @@ class Question:
             if bounds != own and bounds.lower * (1 + self.margin) < own.upper
         ]
 
-    def along_link(self, accumulate: int, latency_s: float, asked: float | None = None) -> list[Stretch]:
-        """The answers over the speed of the link, from slow to fast; where they change is exact to EXACT."""
-        low, high = (min(LINKS[0], asked), max(LINKS[1], asked)) if asked else LINKS
+    def along_link(self, accumulate: int, link: Link) -> list[Stretch]:
+        """The answers over the speed of the link between nodes, from slow to fast, exact to EXACT where they change."""
+        low, high = min(LINKS[0], link.bytes_per_s), max(LINKS[1], link.bytes_per_s)
         steps = max(1, math.ceil(PER_DECADE * math.log10(high / low)))
         speeds = [low * (high / low) ** (i / steps) for i in range(steps + 1)]
 
         def answer(speed: float) -> Choice:
-            return self.choose(accumulate, Link(bytes_per_s=speed, latency_s=latency_s))
+            return self.choose(accumulate, dataclasses.replace(link, bytes_per_s=speed))
 
         return list(_stretches(speeds, answer))
 
@@ -145,15 +148,38 @@ class Question:
                 first = high
         return [*found, Stretch(first, powers[-1], answers[-1])]
 
+    def along_w(self, link: Link) -> list[Stretch]:
+        """The answers over W for whole nodes, tried at 1, 2, 4 ... of them and at the W that is asked for.
+
+        HSDP's shards stay as large as they are. Empty if no rank shares a node.
+        """
+        if link.node_size == 1 or not self.predictions:
+            return []
+        asked = self.predictions[0].cell.world_size
+        nodes = {2**i for i in range(math.ceil(math.log2(max(LARGEST_NODES, asked / link.node_size))) + 1)}
+        found: list[Stretch] = []
+        for world_size in sorted({asked, *(link.node_size * count for count in nodes)}):
+            own = [other for one in self.predictions if (other := one.on(world_size)) is not None]
+            choice = dataclasses.replace(self, predictions=own).choose(self.accumulate, link)
+            low = found.pop().low if found and found[-1].choice == choice else world_size
+            found.append(Stretch(low, world_size, choice))
+        return found
+
     def rows_of_map(self, link: Link) -> dict[int, list[Stretch]]:
         """``along_link`` for each N of the sweep."""
-        return {n: self.along_link(n, link.latency_s, link.bytes_per_s) for n in self.powers}
+        return {n: self.along_link(n, link) for n in self.powers}
 
-    def hidden_from(self, one: Prediction, accumulate: int, latency_s: float) -> float:
-        """Bytes/s from which a link could be hidden behind compute; infinite if the latency alone takes longer."""
-        traffic = one.traffic(accumulate)
-        room = self.compute(accumulate) - traffic.calls * latency_s
-        return traffic.wire_bytes / room if room > 0 else math.inf
+    def hidden_from(self, one: Prediction, accumulate: int, link: Link) -> float:
+        """Bytes/s from which the link between nodes could be hidden behind compute.
+
+        Infinite if the link within nodes or the latency alone takes longer.
+        """
+        traffic, compute = one.traffic(accumulate), self.compute(accumulate)
+        at_once = dataclasses.replace(link, bytes_per_s=math.inf)
+        if communication(traffic, at_once).lower >= compute:
+            return math.inf
+        latency = sum(part.seconds(at_once)[1] for part in traffic)
+        return sum(part.levels(link.node_size)[1] for part in traffic) / (compute - latency)
 
 
 def _stretches(speeds: Sequence[float], answer: Callable[[float], Choice]) -> Iterator[Stretch]:
@@ -191,7 +217,9 @@ class Recommendation:
     along_n: list[Stretch]
     """At the asked link."""
     along_link: list[Stretch]
-    """At the asked N, in bytes/s."""
+    """At the asked N, in bytes/s between nodes."""
+    along_w: list[Stretch]
+    """At the asked N and link; empty if ranks share no node."""
 
     @classmethod
     def of(cls, question: Question, link: Link) -> Recommendation:
@@ -199,8 +227,7 @@ class Recommendation:
         n = question.accumulate
         here = question.choose(n, link)
         rivals = question.rivals(here.best, n, link) if here.best else []
-        along_link = question.along_link(n, link.latency_s, link.bytes_per_s)
-        return cls(here, rivals, question.along_n(link), along_link)
+        return cls(here, rivals, question.along_n(link), question.along_link(n, link), question.along_w(link))
 
 
 def records(
@@ -214,11 +241,12 @@ def records(
       ``peak_memory_bytes``; ``peak_at``: the moment; ``held``: bytes between micro-batches by category, exact;
     - ``collectives``: per operation and dtype of one optimizer step ``op``, ``dtype``, ``calls``, ``payload_bytes`` and
       ``wire_bytes`` (derived: what a rank sends in ring algorithms); ``num_calls`` and ``wire_bytes``: their sums;
+      ``intra_bytes``, ``inter_bytes``: what of it stays within a node, or goes to other nodes; null with one level;
     - ``communication_s``: null without a link; ``compute_s``, ``lower_s``, ``upper_s``: null without a time of compute;
     - ``fits``: null without a limit of memory; ``best``: whether it is certainly the best here; ``recommended``:
       whether it is that, or leads where it is undecided; ``may_be_fastest``: whether it may then be faster than what
-      leads; ``best_where``: ``accumulate`` and ``link``, lists of ranges [low, high] of N and of bytes/s in which it is
-      certainly the best, or as good. The last four are null without bounds.
+      leads; ``best_where``: ``accumulate``, ``link`` and ``world_size``, lists of ranges [low, high] of N, of bytes/s
+      and of W in which it is certainly the best, or as good. The last four are null without bounds.
     """
     n, found = question.accumulate, []
     for one in question.predictions:
@@ -229,7 +257,7 @@ def records(
             row["recommended"] = one.name in (answer.here.best, *answer.here.equal)
             row["best"] = row["recommended"] and not answer.here.undecided
             row["may_be_fastest"] = one.name in answer.rivals
-            along = {"accumulate": answer.along_n, "link": answer.along_link}
+            along = {"accumulate": answer.along_n, "link": answer.along_link, "world_size": answer.along_w}
             row["best_where"] = {key: where_best(one.name, stretches) for key, stretches in along.items()}
         found.append(row)
     return found

@@ -99,7 +99,7 @@ def estimate(
     flops = size.flops_per_token(cell.sequence_length) * tokens
     if cell.device is Device.CUDA:
         return _on_gpu(cell, backend, size, flops, device_name, passes)
-    reductions = cell.accumulate if backend.sync is Sync.EAGER else 1
+    reductions = 1 if backend.sync is Sync.DEFERRED else cell.accumulate
     wire = 4 * size.num_parameters * (reductions + 2 * cell.accumulate * (backend.sharding is Sharding.PARAMS))
     sent = 0 if cell.num_processes == 1 else wire
     step = flops / (CPU_FLOPS_PER_CORE * cores) + sent / LOOPBACK_BYTES_PER_S
@@ -134,7 +134,7 @@ def _sent(cell: Cell, backend: Candidate, parameters: int) -> float:
     """Bytes that a rank on a GPU gathers and reduces per window: 2 per bf16 parameter, 4 per gradient."""
     if cell.num_processes == 1:
         return 0.0
-    reductions = cell.accumulate if backend.sync is Sync.EAGER else 1
+    reductions = 1 if backend.sync is Sync.DEFERRED else cell.accumulate
     gathers = 2 * cell.accumulate if backend.sharding is Sharding.PARAMS else 1  # forward and backward, or the update
     gathers *= 2 if cell.precision is Precision.BF16 else 4
     each = 4 * reductions * (2 if backend.sharding is Sharding.NONE else 1) + gathers

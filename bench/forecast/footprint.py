@@ -22,14 +22,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from bench.backends import accelerate
 from bench.backends.base import BF16_PARAMETERS, Backend
-from bench.backends.deepspeed import DeepSpeedZero2Eager
-from bench.backends.lightning import LightningDeepSpeedZero2
 from bench.forecast.live import Live, Widths
 from bench.forecast.replay_decoder import Decoder
-from bench.forecast.replay_frameworks import DDP, FSDP2, Framework, Whole
+from bench.forecast.replay_frameworks import DDP, FSDP2, CarvedFSDP2, Framework, Whole
 from bench.forecast.replay_zero import Stage2, Stage3
-from bench.judge.formulas import zero_settings
+from bench.judge.formulas import ENGINES, zero_settings
 from bench.plan.cell import REFERENCE, Cell, Device, Precision, Sharding
 from bench.plan.models import SIZES
 from bench.workload.layout import Layout
@@ -61,8 +60,6 @@ def declined(cell: Cell, backend: type[Backend]) -> str:
     """Why the memory of such a cell is not predicted; empty if it is."""
     if cell.compiled:
         return "the compiler decides what compiled blocks save and need"
-    if cell.replicate:
-        return "the memory of HSDP is not replayed"
     if cell.activation_checkpointing and getattr(backend, "stage", 2) == 3:
         return "the order in which ZeRO-3 gathers parameters for recomputation is not replayed"
     return ""
@@ -86,7 +83,7 @@ def footprint(
 
 def _ranks(cell: Cell, backend: type[Backend]) -> list[int]:
     """The ranks to replay: one, but several for ZeRO-2, whose partitions hold different parameters."""
-    is_stage2 = issubclass(backend, DeepSpeedZero2Eager | LightningDeepSpeedZero2) and backend.stage == 2
+    is_stage2 = issubclass(backend, ENGINES) and backend.stage == 2
     ranks = range(cell.num_processes if is_stage2 else 1)
     return sorted({*ranks[:SEEN_RANKS], *ranks[-SEEN_RANKS:]})
 
@@ -130,12 +127,14 @@ def _replay(
 
 def _framework(live: Live, cell: Cell, layout: Layout, backend: type[Backend], state: int, rank: int) -> Framework:
     """The replay of the backend's framework."""
-    if issubclass(backend, DeepSpeedZero2Eager | LightningDeepSpeedZero2):
+    if issubclass(backend, ENGINES):
         settings = zero_settings(cell, layout, backend.stage)
         if backend.stage == 2:
             return Stage2(live, cell, layout, backend, state, settings, rank)
         return Stage3(live, cell, layout, backend, state, settings)
     if backend.name == REFERENCE:
         return Whole(live, cell, layout, backend, state)
-    kind = DDP if backend.sharding is Sharding.NONE else FSDP2
+    kind: type[Framework] = DDP if backend.sharding is Sharding.NONE else FSDP2
+    if issubclass(backend, accelerate.AccelerateFSDP2) and not SIZES[cell.model].tied:
+        kind = CarvedFSDP2
     return kind(live, cell, layout, backend, state)

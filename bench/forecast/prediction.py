@@ -2,17 +2,20 @@
 
 Memory comes from ``bench.forecast.footprint``, collectives from ``bench.judge.formulas``. The rest is arithmetic:
 
-- communication in seconds = sum over the collectives of (latency + wire bytes / link); wire bytes are those of ring
-  algorithms, derived and not measured (``bench.judge.formulas.wire_bytes``), and 0 at W = 1;
-- lower bound of a step = max(compute, communication), as if every collective could run beside every kernel; upper
-  bound = compute + communication, with nothing hidden.
+- wire bytes are those of ring algorithms, derived and not measured (``bench.judge.formulas.wire_bytes``), and 0 at
+  W = 1. A rank sends a share of them within its node and the rest to other nodes (``Traffic``);
+- a collective takes latency + the longer of (bytes within the node / intra, bytes to other nodes / inter);
+- lower bound of a step = max(compute, busiest level), as if every collective could run beside every kernel and beside
+  those of the other level; upper bound = compute + the sum over all collectives, with nothing hidden.
 
-Every rank has a link of the same speed to itself, and compute takes the same time on every backend.
+Compute takes the same time on every backend.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,8 +24,8 @@ from typing import Any
 from bench.backends.base import Backend
 from bench.backends.deepspeed import DeepSpeedZero2Deferred
 from bench.forecast.footprint import Footprint, declined, footprint
-from bench.judge.formulas import BUILT_IN, Expectation, expect, layout_of, wire_bytes
-from bench.plan.cell import REFERENCES, Cell, Precision
+from bench.judge.formulas import BUILT_IN, Collective, Expectation, expect, layout_of, wire_bytes
+from bench.plan.cell import REFERENCES, Cell, Precision, RankGroup
 from bench.plan.models import SIZES
 from bench.workload.layout import Layout
 
@@ -34,33 +37,66 @@ COUNTED_N = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """What connects the ranks."""
+    """What connects the ranks: one link for all, or a faster one within nodes.
+
+    Every rank has links of its own. Ranks that share a network card (NIC) have a part of its rate each.
+    """
 
     bytes_per_s: float
-    """What a rank can send, while it receives as much."""
+    """What a rank can send to other nodes, while it receives as much."""
     latency_s: float = 0.0
     """Seconds per collective call, whatever its size."""
+    intra_bytes_per_s: float = math.inf
+    """What a rank can send within its node."""
+    node_size: int = 1
+    """Ranks of a node. With 1 there is only one level: every rank is a node."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What a rank sends in one optimizer step."""
+    """What a rank sends in one optimizer step, to the ranks of one kind of group.
+
+    NCCL splits a payload over several rings, so that each network card of a node is used: a ring enters and leaves a
+    node once, by another rank in each of m rings, where m ranks of the group are in the node. So a rank sends 1/m of
+    its bytes to another node, and the rest within its own (NCCL's maintainers: github.com/NVIDIA/nccl-tests/issues/277,
+    github.com/NVIDIA/nccl/issues/412). With trees, which NCCL may prefer on two nodes, it can send less.
+    """
 
     calls: float
     wire_bytes: float
     """Derived for ring algorithms."""
+    ranks: int
+    """Ranks of a group."""
+    stride: int = 1
+    """Distance between neighbouring ranks of a group."""
 
-    def seconds(self, link: Link) -> float:
-        """Seconds of the communication alone."""
-        return self.calls * link.latency_s + self.wire_bytes / link.bytes_per_s
+    def levels(self, node_size: int) -> tuple[float, float]:
+        """Bytes sent within a node, and to other nodes."""
+        inside = min(self.ranks, max(1, node_size // self.stride))
+        inter = self.wire_bytes / inside if inside < self.ranks else 0.0
+        return self.wire_bytes - inter, inter
+
+    def seconds(self, link: Link) -> tuple[float, float]:
+        """Seconds for which it uses the link within a node, and the one between nodes, with the latency of each."""
+        latency, (intra, inter) = self.calls * link.latency_s, self.levels(link.node_size)
+        return (
+            latency + intra / link.intra_bytes_per_s if intra else 0.0,
+            latency + inter / link.bytes_per_s if inter else 0.0,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Bounds of an optimizer step's time, in seconds."""
+    """Bounds of a time, in seconds."""
 
     lower: float
     upper: float
+
+
+def communication(traffic: Sequence[Traffic], link: Link) -> Bounds:
+    """Seconds of the communication alone: at least as long as the busiest level, at most all groups in turn."""
+    seconds = [one.seconds(link) for one in traffic]
+    return Bounds(max(map(sum, zip(*seconds, strict=True)), default=0.0), sum(map(max, seconds)))
 
 
 @dataclass(frozen=True)
@@ -76,6 +112,16 @@ class Prediction:
     @property
     def name(self) -> str:
         return self.backend.name
+
+    def on(self, world_size: int) -> Prediction | None:
+        """The same on another number of ranks, with shards of HSDP as large as before; None if they do not fit."""
+        cell = at(self.cell, self.cell.accumulate, world_size)
+        if cell.replicate:
+            replicas, left = divmod(world_size, self.cell.group_size(RankGroup.SHARD))
+            if left or replicas < 2:
+                return None
+            cell = dataclasses.replace(cell, replicate=replicas)
+        return dataclasses.replace(self, cell=cell)
 
     @property
     def refusal(self) -> str:
@@ -102,23 +148,33 @@ class Prediction:
         return self._expectations[accumulate]
 
     @cached_property
-    def _traffic(self) -> dict[int, Traffic]:
+    def _traffic(self) -> dict[int, tuple[Traffic, ...]]:
         return {}
 
-    def traffic(self, accumulate: int) -> Traffic:
-        """What a rank sends at this N."""
+    def traffic(self, accumulate: int) -> tuple[Traffic, ...]:
+        """What a rank sends at this N, by kind of group."""
         if accumulate > COUNTED_N:
-            half, most = self.traffic(COUNTED_N // 2), self.traffic(COUNTED_N)
             further = (accumulate - COUNTED_N) / (COUNTED_N - COUNTED_N // 2)
-            return Traffic(
-                most.calls + further * (most.calls - half.calls),
-                most.wire_bytes + further * (most.wire_bytes - half.wire_bytes),
+            both = zip(self.traffic(COUNTED_N // 2), self.traffic(COUNTED_N), strict=True)
+            return tuple(
+                dataclasses.replace(
+                    most,
+                    calls=most.calls + further * (most.calls - half.calls),
+                    wire_bytes=most.wire_bytes + further * (most.wire_bytes - half.wire_bytes),
+                )
+                for half, most in both
             )
         if accumulate not in self._traffic:
             rows = self.expectation(accumulate).collectives if self.cell.world_size > 1 else ()
-            wire = sum(wire_bytes(row.op, row.payload_bytes, self.cell.group_size(row.group)) for row in rows)
-            self._traffic[accumulate] = Traffic(sum(row.calls for row in rows), wire)
+            by_group = itertools.groupby(sorted(rows, key=lambda row: row.group), key=lambda row: row.group)
+            self._traffic[accumulate] = tuple(self._of_group(RankGroup(group), list(own)) for group, own in by_group)
         return self._traffic[accumulate]
+
+    def _of_group(self, group: RankGroup, rows: Sequence[Collective]) -> Traffic:
+        """What a rank sends by these collectives; replicas have their ranks with the same shard in common."""
+        ranks, stride = self.cell.group_size(group), self.cell.group_size(RankGroup.SHARD)
+        wire = sum(wire_bytes(row.op, row.payload_bytes, ranks) for row in rows)
+        return Traffic(sum(row.calls for row in rows), wire, ranks, stride if group is RankGroup.REPLICATE else 1)
 
     @cached_property
     def _footprints(self) -> dict[int, Footprint]:
@@ -134,20 +190,22 @@ class Prediction:
         return self._footprints[n]
 
 
-def at(cell: Cell, accumulate: int) -> Cell:
-    """The cell with another N and the same micro-batch."""
-    samples = accumulate * cell.micro_batch_size * cell.world_size
-    return dataclasses.replace(cell, accumulate=accumulate, global_batch_size=samples)
+def at(cell: Cell, accumulate: int, world_size: int | None = None) -> Cell:
+    """The cell with another N, and W if it is given, and the same micro-batch."""
+    ranks = cell.world_size if world_size is None else world_size
+    samples = accumulate * cell.micro_batch_size * ranks
+    return dataclasses.replace(cell, accumulate=accumulate, world_size=ranks, global_batch_size=samples)
 
 
 def predict(cell: Cell, backends: Sequence[str], activation_bytes: int | None = None) -> list[Prediction]:
-    """One prediction per backend, references left out: they do not accumulate."""
+    """One prediction per backend; references are left out, and HSDP where the cell has no replicas."""
     layout = layout_of(cell)
     assert layout is not None, "the command checks the model's name"
-    names = [name for name in backends if name in BUILT_IN and name not in REFERENCES]
+    found = [BUILT_IN[name] for name in backends if name in BUILT_IN and name not in REFERENCES]
     return [
-        Prediction(dataclasses.replace(cell, backend=name, replicate=one.replicate), one, layout, activation_bytes)
-        for name, one in ((name, BUILT_IN[name]) for name in names)
+        Prediction(dataclasses.replace(cell, backend=one.name, replicate=replicas), one, layout, activation_bytes)
+        for one, replicas in ((one, cell.replicate if one.replicate else 0) for one in found)
+        if replicas or not one.replicate
     ]
 
 
@@ -176,6 +234,7 @@ def record(one: Prediction, link: Link | None, compute_s: float | None, bounds: 
         "collectives": [],
         "compute_s": compute_s,
         **dict.fromkeys(("peak_memory_bytes", "peak_at", "num_calls", "wire_bytes", "communication_s")),
+        **dict.fromkeys(("intra_bytes", "inter_bytes")),
         **dict.fromkeys(("lower_s", "upper_s", "fits", "best", "recommended", "may_be_fastest", "best_where")),
     }
     if one.refusal:
@@ -192,9 +251,12 @@ def record(one: Prediction, link: Link | None, compute_s: float | None, bounds: 
         "held": one.expectation(n).held,
         "collectives": rows,
         "num_calls": sum(row["calls"] for row in rows),
-        "wire_bytes": traffic.wire_bytes,
-        "communication_s": None if link is None else traffic.seconds(link),
+        "wire_bytes": sum(part.wire_bytes for part in traffic),
+        "communication_s": None if link is None else communication(traffic, link).upper,
     }
+    if link is not None and link.node_size > 1:
+        levels = [part.levels(link.node_size) for part in traffic]
+        values |= {"intra_bytes": sum(intra for intra, _ in levels), "inter_bytes": sum(inter for _, inter in levels)}
     if bounds is not None:
         values |= {"lower_s": bounds.lower, "upper_s": bounds.upper}
     return values

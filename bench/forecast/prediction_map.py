@@ -61,7 +61,7 @@ def draw(about: About, question: Question) -> Drawing:
     words = FigureWords(
         "Predicted best backend by N and speed of the link"
         + ", with activation checkpointing" * about.cell.activation_checkpointing,
-        f"{about.work}; W = {about.cell.world_size}; {about.limits}, at N = {about.cell.accumulate}",
+        f"{about.work}; {about.ranks}; {about.limits}, at N = {about.cell.accumulate}",
         f"Plain: no other backend that fits can be more than {100 * about.margin:g} % faster, whatever communication "
         "is hidden; of equally fast ones the one with the least memory. Hatched: undecided; the colour is that of the "
         "smallest upper bound (nothing hidden). Activations are estimated, wire bytes those of ring algorithms. The "
@@ -71,7 +71,7 @@ def draw(about: About, question: Question) -> Drawing:
         inches = STRIP * len(strips) + FRAME
         figure = sheet.sheet(words, [_keys(names, strips)], inches, inches)
         axes = figure.subplots()
-        _strips(axes, strips, names, data)
+        _strips(axes, strips, names, data, " between nodes" * about.two_levels)
         _point(axes, about, list(strips))
     return Drawing(STEM, figure, data, words)
 
@@ -84,7 +84,7 @@ def table(about: About, question: Question, strips: Mapping[int, Sequence[Stretc
     for n, stretches in strips.items():
         for one in stretches:
             best = known.get(one.choice.best)
-            hidden = math.nan if best is None else question.hidden_from(best, n, about.link.latency_s)
+            hidden = math.nan if best is None else question.hidden_from(best, n, about.link)
             rows.append(
                 {
                     "accumulate": n,
@@ -128,8 +128,10 @@ def _star() -> Line2D:
     return Line2D([], [], color="black", marker="*", markersize=9, linestyle="none", markeredgecolor="white")
 
 
-def _strips(axes: Axes, strips: Mapping[int, Sequence[Stretch]], names: Sequence[str], data: pd.DataFrame) -> None:
-    """One strip per N, the smallest at the bottom."""
+def _strips(
+    axes: Axes, strips: Mapping[int, Sequence[Stretch]], names: Sequence[str], data: pd.DataFrame, between: str
+) -> None:
+    """One strip per N, the smallest at the bottom; ``between``: which of two links is swept."""
     for y, stretches in enumerate(strips.values()):
         for one in stretches:
             corner = (one.low, y - 0.5)
@@ -150,7 +152,7 @@ def _strips(axes: Axes, strips: Mapping[int, Sequence[Stretch]], names: Sequence
     axes.set_xticks(ticks, [rate(tick) for tick in ticks])
     axes.minorticks_off()
     axes.set_yticks(range(len(strips)), [str(n) for n in strips])
-    axes.set_xlabel("speed of the link per rank")
+    axes.set_xlabel("speed of the link per rank" + between)
     axes.set_ylabel("N, micro-batches per optimizer step")
     axes.grid(visible=False)
     for name in names:

@@ -10,8 +10,9 @@ from bench.forecast.best import Choice, Recommendation, Stretch
 from bench.forecast.fit import reserves
 from bench.forecast.footprint import ACCURACY
 from bench.forecast.prediction import NOT_PREDICTED, Link
-from bench.plan.cell import Cell
+from bench.plan.cell import Cell, among
 from bench.plan.models import SIZES
+from bench.words import size, table
 
 GIB = 2**30
 COLUMNS = {
@@ -35,6 +36,12 @@ ACCURATE = f"Accuracy of the peaks: {ACCURACY} (docs/memory-and-bytes.md); CUDA 
 BOUNDS = (
     "lower = max(compute, communication): all that can be hidden is hidden; upper = compute + communication: nothing "
     "is. communication = calls x latency + wire bytes / link, with the wire bytes of ring algorithms."
+)
+LEVELS = (
+    "intra, inter: GiB that a rank sends in one optimizer step within its node and to other nodes. inter is a rank's "
+    "share of its node's network cards, all of which NCCL's rings are assumed to use: of a group with m ranks per node "
+    "each sends 1/m of its bytes to another node. A collective takes as long as its slower level; in the lower bound "
+    "collectives of different levels run at once (docs/method.md)."
 )
 
 
@@ -60,7 +67,13 @@ class About:
     def setting(self) -> str:
         """What is trained, on how many ranks."""
         cell = self.cell
-        return f"{self.work}; W = {cell.world_size}, N = {cell.accumulate}: B = {cell.global_batch_size} samples"
+        return f"{self.work}; {self.ranks}, N = {cell.accumulate}: B = {cell.global_batch_size} samples"
+
+    @property
+    def ranks(self) -> str:
+        """W and, for HSDP, R."""
+        cell = self.cell
+        return f"W = {cell.world_size}" + f", R = {cell.replicate} replicas in HSDP" * bool(cell.replicate)
 
     @property
     def work(self) -> str:
@@ -78,13 +91,27 @@ class About:
         parts = []
         if self.link is not None:
             latency = f"{self.link.latency_s * 1e6:g} us" if self.latency_given else "no latency (none was given)"
-            parts.append(f"link {rate(self.link.bytes_per_s)} per rank, {latency} per call")
+            parts.append(f"link {self.speeds} per rank, {latency} per call")
         if self.compute_s is not None:
             parts.append(f"compute {self.compute_s:.4g} s per optimizer step ({self.compute_from})")
         if self.memory_bytes is not None:
             kept = f", {gib(self.reserve_bytes)} of it reserved" * bool(self.reserve_bytes)
             parts.append(f"memory {gib(self.memory_bytes)}{kept}")
         return "; ".join(parts)
+
+    @property
+    def two_levels(self) -> bool:
+        """Whether ranks of one node have a faster link."""
+        return self.link is not None and self.link.node_size > 1
+
+    @property
+    def speeds(self) -> str:
+        """The speed of the link, or that of both levels."""
+        assert self.link is not None
+        inter = rate(self.link.bytes_per_s)
+        if not self.two_levels:
+            return inter
+        return f"{rate(self.link.intra_bytes_per_s)} within nodes of {self.link.node_size} and {inter} between them"
 
     @property
     def usable_bytes(self) -> int | None:
@@ -94,21 +121,22 @@ class About:
 
 def rate(bytes_per_s: float) -> str:
     """``50 GB/s``."""
-    for size, unit in ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s")):
-        if bytes_per_s >= size:
-            return f"{bytes_per_s / size:.3g} {unit}"
+    for one, unit in ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s")):
+        if bytes_per_s >= one:
+            return f"{bytes_per_s / one:.3g} {unit}"
     return f"{bytes_per_s:.3g} B/s"
 
 
-def gib(size: float) -> str:
+def gib(number: float) -> str:
     """``74.6 GiB``."""
-    return f"{size / GIB:.3g} GiB"
+    return f"{number / GIB:.3g} GiB"
 
 
 def header(about: About) -> tuple[str, ...]:
     """The names of the table's columns; that of the remarks is empty."""
     names = ["backend", *COLUMNS, "peak"]
     names += ["fits"] if about.memory_bytes is not None else []
+    names += ["intra", "inter"] if about.two_levels else []
     names += ["comm/s"] if about.link is not None else []
     return (*names, *(("lower/s", "upper/s") if about.answer is not None else ()), "")
 
@@ -121,6 +149,8 @@ def cells_of(about: About, row: Mapping[str, Any]) -> tuple[str, ...]:
     found.append(_short(row["peak_memory_bytes"]))
     if about.memory_bytes is not None:
         found.append("yes" if row["fits"] else "NO")
+    if about.two_levels:
+        found += [_short(row["intra_bytes"]), _short(row["inter_bytes"])]
     if about.link is not None:
         found.append(f"{row['communication_s']:.4g}")
     if about.answer is not None:
@@ -147,10 +177,10 @@ def _reasons(about: About, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"{', '.join(names)}: {why}." for why, names in groups.items()]
 
 
-def _short(size: float) -> str:
+def _short(number: float) -> str:
     """GiB with three digits, or as many as the whole part has; a dash for nothing."""
-    value = size / GIB
-    if not size:
+    value = number / GIB
+    if not number:
         return "-"
     if value < 0.01:
         return "<0.01"
@@ -159,14 +189,10 @@ def _short(size: float) -> str:
 
 def lines(about: About, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """All that is printed."""
-    table = [header(about), *(cells_of(about, row) for row in rows)]
-    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]) - 1)]
     found = [about.setting, *filter(None, [about.limits]), "", "GiB of a rank at its peak, and one optimizer step:"]
-    for row in table:
-        rest = [text.rjust(width) for text, width in zip(row[1:-1], widths[1:], strict=True)]
-        found.append("  ".join([row[0].ljust(widths[0]), *rest, row[-1]]).rstrip())
+    shown = [header(about), *(cells_of(about, row) for row in rows)]
     return [
-        *(*found, *_reasons(about, rows), ""),
+        *(*found, table(shown, right=range(1, len(shown[0]) - 1)), *_reasons(about, rows), ""),
         *(*collectives(rows), "", *notes(about), "", *recommendation(about, rows)),
     ]
 
@@ -178,19 +204,12 @@ def collectives(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         if row["refusal"]:
             continue
         said = "; ".join(
-            f"{one['op']} {one['dtype']} {one['calls']} x, {_size(one['payload_bytes'])} payload, "
-            f"{_size(one['wire_bytes'])} on the wire"
+            f"{one['op']} {one['dtype']}{among(one['group'])} {one['calls']} x, {size(one['payload_bytes'])} payload, "
+            f"{size(one['wire_bytes'])} on the wire"
             for one in row["collectives"]
         )
         groups.setdefault(said or "none", []).append(row["backend"])
     return ["Collectives of a step:", *(f"  {', '.join(names)}: {said}" for said, names in groups.items())]
-
-
-def _size(size: float) -> str:
-    for unit, name in ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if size >= unit:
-            return f"{size / unit:.4g} {name}"
-    return f"{size:.4g} B"
 
 
 def notes(about: About) -> list[str]:
@@ -206,16 +225,19 @@ def notes(about: About) -> list[str]:
         return found
     assert about.link is not None
     within = f"{100 * about.margin:g} %"
-    at = rate(about.link.bytes_per_s)
-    over_n = _flips("N", about.answer.along_n, lambda n: f"{n:.0f}", f"at {at}, with compute in proportion to N")
+    at, n = about.speeds, about.cell.accumulate
+    between = " between nodes" * about.two_levels
+    found += [LEVELS] * about.two_levels
+    over_w = [_flips("W", about.answer.along_w, _whole, f"at N = {n} and {at}")] if about.answer.along_w else []
     return [
         *found,
         BOUNDS,
         f"best: no other backend{' that fits' * (about.memory_bytes is not None)} can be more than {within} faster, "
         f"whatever is hidden, and of those within {within} it needs the least memory. Otherwise it is undecided, and "
         "the smallest upper bound leads.",
-        over_n,
-        _flips("the link", about.answer.along_link, rate, f"at N = {about.cell.accumulate}"),
+        _flips("N", about.answer.along_n, _whole, f"at {at}, with compute in proportion to N"),
+        *over_w,
+        _flips(f"the link{between}", about.answer.along_link, rate, f"at N = {n}"),
     ]
 
 
@@ -230,7 +252,8 @@ def _reserved(about: About) -> str:
         f"{one.what} {gib(one.num_bytes + one.share * about.memory_bytes)} ({one.source})"
         for one in reserves(nccl=about.cell.world_size > 1)
     )
-    return f"Reserve: {parts}. --reserve changes the sum."
+    second = "; the second communicator of HSDP is not counted" * bool(about.cell.replicate)
+    return f"Reserve: {parts}{second}. --reserve changes the sum."
 
 
 def named(choice: Choice) -> str:
@@ -239,6 +262,10 @@ def named(choice: Choice) -> str:
         return "nothing fits"
     equal = f" (equal: {', '.join(choice.equal)})" if choice.equal else ""
     return f"undecided, {choice.best} leads{equal}" if choice.undecided else f"{choice.best}{equal}"
+
+
+def _whole(number: float) -> str:
+    return f"{number:.0f}"
 
 
 def _flips(what: str, stretches: Sequence[Stretch], show: Callable[[float], str], where: str) -> str:

@@ -6,7 +6,7 @@ from bench.backends.base import Backend
 from bench.backends.lightning import LightningBackend
 from bench.forecast.live import Live
 from bench.judge import formulas
-from bench.plan.cell import Cell, Precision, Sharding, Sync
+from bench.plan.cell import Cell, Precision, RankGroup, Sharding, Sync
 from bench.workload.layout import ROOT, Layout
 
 
@@ -140,18 +140,19 @@ class FSDP2(Framework):
     An all-gather has its own output, from which the unit's parameters are copied (_fsdp_collectives.py:
     foreach_all_gather, foreach_all_gather_copy_out). In the forward that output lives until the next unit is copied. In
     the backward it is freed at once, but the next unit is gathered ahead (_fsdp_param_group.py:wait_for_unshard,
-    _backward_prefetch). At W = 1 parameters are copied from the shards.
+    _backward_prefetch). At W = 1 parameters are copied from the shards. HSDP does the same in each shard group.
     """
 
     def __init__(self, live: Live, cell: Cell, layout: Layout, backend: type[Backend], state: int) -> None:
         super().__init__(live, cell, layout, backend, state)
-        units = {unit: formulas.padded(parameters, cell.world_size) for unit, parameters in layout.units.items()}
+        self._ranks = cell.group_size(RankGroup.SHARD)
+        units = {unit: formulas.padded(parameters, self._ranks) for unit, parameters in layout.units.items()}
         self._padded = units
         self._blocks = [unit for unit in units if unit != ROOT]
         self._gathering: set[int] = set()
         self._kept: int | None = None
         self._reduced: int | None = None
-        live.make("shards", "parameters", 4 * sum(units.values()) // cell.world_size)
+        live.make("shards", "parameters", 4 * sum(units.values()) // self._ranks)
         if self.zeroes_late:
             for unit in units:
                 live.make(f"shard gradients {unit}", "gradients", self._shard(unit))
@@ -159,11 +160,11 @@ class FSDP2(Framework):
     @property
     def _syncs(self) -> bool:
         """Whether this micro-batch's backward reduces."""
-        return self.last or self.backend.sync is Sync.EAGER
+        return self.last or self.backend.sync is not Sync.DEFERRED
 
     def _shard(self, unit: int) -> int:
         """Bytes of the shard of a unit's gradient, in fp32 and padded."""
-        return 4 * self._padded[unit] // self.cell.world_size
+        return 4 * self._padded[unit] // self._ranks
 
     def zero(self) -> None:
         if self._first and self.zeroes_late:
@@ -185,9 +186,9 @@ class FSDP2(Framework):
         if f"gathered {unit}" in self.live or unit in self._gathering:
             return
         self._gathering.add(unit)
-        if self.cell.world_size > 1:
+        if self._ranks > 1:
             size = self.element * self._padded[unit]
-            cast = size // self.cell.world_size if self.element < 4 else 0
+            cast = size // self._ranks if self.element < 4 else 0
             self.live.make("cast shards", "communication", cast)
             self.live.make(f"gather {unit}", "communication", size)
             self.live.drop("cast shards")
@@ -200,7 +201,7 @@ class FSDP2(Framework):
         held = self.backend.sharding is Sharding.OPTIMIZER  # for the window
         category = "parameters" if held else "parameters_transient"
         self.live.make(f"gathered {unit}", category, self.element * self._padded[unit])
-        if self.cell.world_size > 1 and forward:
+        if self._ranks > 1 and forward:
             self._free_kept()  # only now: ``prev_all_gather_state`` refers to it
             self._kept = unit
         else:
@@ -225,7 +226,12 @@ class FSDP2(Framework):
         self.add(parameter, "gradients" if sums else "gradients_transient")
 
     def finish(self, unit: int) -> None:
-        """``post_backward``; the root's comes last, in the callback at the end of the backward."""
+        """The root's ``post_backward`` comes last, in the callback at the end of the backward."""
+        self._post_backward(unit)
+        if unit == ROOT:
+            self._end_backward()
+
+    def _post_backward(self, unit: int) -> None:
         own = self.of_unit(unit)
         for p in own:  # accumulate_unsharded_grad_if_needed
             if _sum(p) in self.live:
@@ -239,8 +245,6 @@ class FSDP2(Framework):
                 if _sum(p) not in self.live:
                     self.live.make(_sum(p), "gradients", 4 * self.numel(p))
                     self.live.drop(whole_gradient(p))
-        if unit == ROOT:
-            self._free_reduced()
 
     def _reduce(self, unit: int, own: list[int]) -> None:
         """``foreach_reduce``: its fp32 input lives until that of the next unit, its output is the shards' gradient."""
@@ -248,18 +252,70 @@ class FSDP2(Framework):
         self.live.make(f"reduce {unit}", "communication", 4 * self._padded[unit])
         self._reduced = unit
         self.live.forget(*(name for p in own for name in (whole_gradient(p), _sum(p))))
-        name = f"shard gradients {unit}"
-        if name in self.live:
-            self.live.make("reduced", "communication", self._shard(unit))
-            self.live.drop("reduced")
-        else:
-            self.live.make(name, "gradients", self._shard(unit))
+        name, partial = f"shard gradients {unit}", f"partial {unit}"
+        if self.backend.sync is Sync.DEFERRED_ALL_REDUCE and not self.last:
+            name = partial  # ``partial_reduce_output``, to which the last micro-batch's output adds it
+        held = name in self.live
+        self.live.make(_summand(unit), "communication", self._shard(unit))
+        if not held:
+            self.live.rename(_summand(unit), name, "gradients")
+        elif not self.cell.replicate or name == partial:
+            self.live.drop(_summand(unit))
+        # Otherwise the all-reduce's input is kept until the end of the backward (``_all_reduce_state``).
+        if name != partial:
+            self.live.forget(partial)
+
+    def _end_backward(self) -> None:
+        self._free_reduced()
+        self.live.forget(*map(_summand, self._padded))
 
     def _free_reduced(self) -> None:
         """``comm_ctx.reduce_scatter_states``."""
         if self._reduced is not None:
             self.live.drop(f"reduce {self._reduced}")
             self._reduced = None
+
+
+class CarvedFSDP2(FSDP2):
+    """FSDP2 in Accelerate's units: the embedding is one, gathered and reduced as blocks are; norm and head are another.
+
+    The latter is ROOT here (bench/judge/formulas.py:accelerate_units). No gradient passes the embedding's input, so
+    that its ``post_backward`` is the last.
+    """
+
+    def __init__(self, live: Live, cell: Cell, layout: Layout, backend: type[Backend], state: int) -> None:
+        super().__init__(live, cell, formulas.accelerate_units(layout), backend, state)
+        *self._blocks, self._embedding = self._blocks
+
+    def enter(self, unit: int) -> None:
+        super().enter(self._embedding if unit == ROOT else unit)
+
+    def used(self, parameter: int) -> None:
+        if self.layout.parameters[parameter].unit == self._embedding:
+            self.leave(self._embedding)
+
+    def use(self, parameter: int) -> None:
+        if self.layout.parameters[parameter].unit == ROOT:
+            super().enter(ROOT)
+
+    def reach(self, unit: int) -> None:
+        if unit == self._blocks[-1]:
+            self._post_backward(ROOT)
+        super().reach(unit)
+        if unit == self._blocks[0]:
+            self._gather(self._embedding)
+
+    def finish(self, unit: int) -> None:
+        if unit == self._blocks[0]:
+            self._copy_out(self._embedding, forward=False)
+        self._post_backward(self._embedding if unit == ROOT else unit)
+        if unit == ROOT:
+            self._end_backward()
+
+
+def _summand(unit: int) -> str:
+    """The name of a reduce-scatter's output."""
+    return f"reduced {unit}"
 
 
 def _sum(parameter: int) -> str:

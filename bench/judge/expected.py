@@ -10,9 +10,9 @@ from typing import Any
 import pandas as pd
 
 from bench.judge.formulas import expect, layout_of
-from bench.judge.tables import Tables, among, frame_of
+from bench.judge.tables import Tables, frame_of, rows_of
 from bench.plan.categories import HELD, PEAK, Category
-from bench.plan.cell import ADDED_FIELDS, REFERENCES, Cell, Device, Status
+from bench.plan.cell import ADDED_FIELDS, REFERENCES, Cell, Device, Status, among
 from bench.plan.columns import WORK
 from bench.workload.layout import Layout
 
@@ -49,7 +49,7 @@ class Losses:
         self._references: dict[tuple[Any, ...], Sequence[float]] = {}
         """Losses of the reference trained for most steps, from its first good trial."""
         good = tables.trials[tables.trials["backend"].isin(REFERENCES) & (tables.trials["status"] == Status.OK)]
-        for row in good.sort_values("repeat").to_dict("records"):
+        for row in rows_of(good.sort_values("repeat")):
             key = self._key(row, row["backend"], row["world_size"])
             if len(self._complete(row)) > len(self._references.get(key, ())):
                 self._references[key] = self._complete(row)
@@ -83,7 +83,7 @@ def extent(tables: Tables) -> str:
     losses = Losses(tables)
     compared = tables.trials[tables.trials["max_loss_deviation"].notna()]
     short: set[int] = set()
-    for row in compared.drop_duplicates("cell_id").to_dict("records"):
+    for row in rows_of(compared.drop_duplicates("cell_id")):
         found = losses.deviation(row)
         short |= {found.num_steps} if found and found.num_steps < row["optimizer_steps_expected"] else set()
     if not short:
@@ -110,10 +110,10 @@ def fill(
     layout) the columns stay empty.
     """
     collectives: dict[tuple[str, int], list[dict[Any, Any]]] = {}
-    for row in tables.collectives.to_dict("records"):
+    for row in rows_of(tables.collectives):
         collectives.setdefault((row["cell_id"], row["repeat"]), []).append(row)
     sizes: dict[tuple[str, int], dict[str, int]] = {}
-    memory = tables.memory.to_dict("records")
+    memory = rows_of(tables.memory)
     for row in memory:
         sizes.setdefault((row["cell_id"], row["repeat"]), {})[row["category"]] = row["bytes"]
     filled: list[Mapping[Any, Any]] = []
@@ -121,11 +121,12 @@ def fill(
     findings: dict[str, list[str]] = {}
     # All passes but the time pass run together, in one trial of a cell; on CUDA the counting ones only at one N.
     counting = tables.trials["status"].isin([Status.OK, Status.INVALID]) & (tables.trials["num_passes"] != 1)
-    for trial in tables.trials[counting].to_dict("records"):
-        key = cell_id, repeat = trial["cell_id"], trial["repeat"]
-        if trial["device"] == Device.CUDA and cell_id not in watched:
+    trials = tables.trials[counting]
+    cells = {row["cell_id"]: cell_of(row) for row in rows_of(trials.drop_duplicates("cell_id"))}
+    for cell_id, repeat in zip(trials["cell_id"], trials["repeat"], strict=True):
+        key, cell = (cell_id, repeat), cells[cell_id]
+        if cell.device is Device.CUDA and cell_id not in watched:
             continue
-        cell = cell_of(trial)
         layout = (layouts or {}).get(cell_id) or layout_of(cell)
         expectation = expect(cell, layout) if layout else None
         if layout is None or expectation is None:

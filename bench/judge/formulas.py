@@ -8,6 +8,7 @@ tensor, with each parameter padded in its first dimension.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,26 +18,28 @@ from itertools import chain
 from types import SimpleNamespace
 from typing import Any, cast
 
+from bench.backends import accelerate, deepspeed, fabric, fsdp2, hsdp, hugging_face, lightning, plain, torchtitan
+from bench.backends.accelerate import AccelerateDDP, AccelerateDeepSpeedZero2, AccelerateFSDP2
 from bench.backends.base import Backend, Job
-from bench.backends.deepspeed import BACKENDS as DEEPSPEED
 from bench.backends.deepspeed import DeepSpeedZero2Eager, zero_config
-from bench.backends.fabric import BACKENDS as FABRIC
 from bench.backends.fabric import FabricFSDP2Deferred
-from bench.backends.fsdp2 import BACKENDS as FSDP2
 from bench.backends.fsdp2 import FSDP2Eager
-from bench.backends.hsdp import BACKENDS as HSDP
 from bench.backends.hsdp import HSDPEager
-from bench.backends.lightning import BACKENDS as LIGHTNING
+from bench.backends.hugging_face import HuggingFaceDDP, HuggingFaceDeepSpeedZero2, HuggingFaceFSDP2, HuggingFaceTrainer
 from bench.backends.lightning import LightningBackend, LightningDDP, LightningDeepSpeedZero2, LightningFSDP2
-from bench.backends.plain import BACKENDS as PLAIN
 from bench.backends.plain import DDPEager, Reference
+from bench.backends.torchtitan import TorchtitanEager
 from bench.judge import zero
 from bench.judge.zero import Call, ZeroSettings, ceil_to
 from bench.plan.cell import SGD, Cell, Device, Precision, RankGroup, Sharding, Sync
 from bench.plan.models import SIZES
 from bench.workload.layout import ROOT, Layout, Parameter, llama_layout
 
-BUILT_IN: dict[str, type[Backend]] = {b.name: b for b in (*PLAIN, *FSDP2, *HSDP, *DEEPSPEED, *LIGHTNING, *FABRIC)}
+_MODULES = (plain, fsdp2, hsdp, deepspeed, lightning, fabric, accelerate, hugging_face, torchtitan)
+BUILT_IN: dict[str, type[Backend]] = {backend.name: backend for module in _MODULES for backend in module.BACKENDS}
+ENGINES = (DeepSpeedZero2Eager, LightningDeepSpeedZero2, AccelerateDeepSpeedZero2, HuggingFaceDeepSpeedZero2)
+SHARDED = (FSDP2Eager, FabricFSDP2Deferred, LightningFSDP2, AccelerateFSDP2, HuggingFaceFSDP2, TorchtitanEager)
+"""Families with the formulas of DeepSpeed, and of FSDP2."""
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "int64": 8, "uint8": 1}
 """Bytes of one element by dtype."""
 
@@ -94,6 +97,12 @@ def expect(cell: Cell, layout: Layout, *, rank: int = 0) -> Expectation | None:
         # The Trainer broadcasts its SIGTERM flag once per micro-batch, with every strategy
         # (lightning/pytorch/loops/training_epoch_loop.py:_broadcast_sigterm_tensor).
         sent = chain(sent, [("broadcast", "int64", 1, cell.accumulate)])
+    if issubclass(backend, HuggingFaceTrainer) and cell.world_size > 1:
+        # The labels of the window on each rank (transformers/trainer.py:_get_num_items_in_batch).
+        sent = chain(sent, [("all_gather", "int64", cell.world_size, 1)])
+    if issubclass(backend, TorchtitanEager) and cell.world_size > 1:
+        # The number of valid tokens of the window, over all ranks (torchtitan/trainer.py:train_step).
+        sent = chain(sent, [("all_reduce", "int64", 1, 1)])
     calls, sizes = Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]]()
     inner = RankGroup.SHARD if cell.replicate else RankGroup.WORLD
     across = replica_collectives(backend.sync, cell, layout) if issubclass(backend, HSDPEager) else ()
@@ -118,18 +127,28 @@ def _of_backend(
         whole = 4 * layout.num_parameters
         held = {"parameters": whole, "gradients": whole, "communication": 0}
         return (), {**held, "optimizer_state": _moments(cell, layout.num_parameters, len(layout.parameters))}
-    if issubclass(backend, DDPEager | LightningDDP):
+    if issubclass(backend, DDPEager | LightningDDP | AccelerateDDP | HuggingFaceDDP):
         state = _moments(cell, layout.num_parameters, len(layout.parameters))
-        return ddp_collectives(layout, n, backend.sync), {**ddp_held(layout), "optimizer_state": state}
-    if issubclass(backend, DeepSpeedZero2Eager | LightningDeepSpeedZero2):
+        # Accelerate enters no_sync only on several ranks (accelerate/accelerator.py:no_sync).
+        is_eager = backend.sync is Sync.EAGER or (w == 1 and issubclass(backend, AccelerateDDP | HuggingFaceDDP))
+        sent = ddp_collectives(layout, n, Sync.EAGER if is_eager else Sync.DEFERRED)
+        return sent, {**ddp_held(layout), "optimizer_state": state}
+    if issubclass(backend, ENGINES):
         settings = zero_settings(cell, layout, backend.stage)
         held = zero.held(layout, w, rank, sync=backend.sync, bf16=bf16, zero=settings)
         stage = zero.stage2 if backend.stage == 2 else zero.stage3
         masters, tensors = zero.masters(layout, w, settings)
         sent = stage(layout, n, w, sync=backend.sync, bf16=bf16, zero=settings)
         return sent, {**held, "optimizer_state": _moments(cell, masters, tensors)}
-    if not issubclass(backend, FSDP2Eager | FabricFSDP2Deferred | LightningFSDP2):
+    if not issubclass(backend, SHARDED):
         return None
+    if issubclass(backend, AccelerateFSDP2):
+        if cell.workload != "llama":
+            return None  # what it shards depends on methods of the model
+        layout = accelerate_units(layout)
+    # Two trainers compute the norm in every window, clipped or not: transformers/trainer.py:_get_grad_norm and
+    # torchtitan/trainer.py:train_step.
+    clip = clip or issubclass(backend, HuggingFaceFSDP2 | TorchtitanEager)
     w //= cell.replicate or 1
     sent = fsdp2_collectives(layout, n, w, sync=backend.sync, sharding=backend.sharding, bf16=bf16, clip=clip)
     held = fsdp2_held(layout, w, sync=backend.sync, sharding=backend.sharding, bf16=bf16)
@@ -271,6 +290,19 @@ def fsdp2_collectives(
         yield "reduce_scatter", "float32", numel, 1 if sync is Sync.DEFERRED else accumulate
     if clip:
         yield "all_reduce", "float32", len(layout.parameters), 1
+
+
+def accelerate_units(layout: Layout) -> Layout:
+    """The units in which Accelerate shards a decoder of transformers: blocks and embedding, then norm and head.
+
+    The last two are one unit, which stays gathered from forward to backward as the root does elsewhere; the root
+    itself has no parameters. A tied embedding is in that unit (accelerate/utils/fsdp_utils.py:fsdp2_prepare_model).
+    """
+    embedding, *_, last = layout.parameters
+    if last.unit != ROOT or not last.name.startswith("lm_head"):
+        return layout
+    own = dataclasses.replace(embedding, unit=max(layout.units) + 1)
+    return dataclasses.replace(layout, parameters=(own, *layout.parameters[1:]))
 
 
 def replica_collectives(sync: Sync, cell: Cell, layout: Layout) -> Iterator[Call]:

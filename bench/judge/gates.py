@@ -11,7 +11,7 @@ import pandas as pd
 
 from bench.judge import expected
 from bench.judge.expected import Deviation, Losses
-from bench.judge.tables import Tables, world_of
+from bench.judge.tables import Tables, rows_of, world_of
 from bench.plan.cell import SGD, Precision, Status
 from bench.plan.models import SIZES
 from bench.words import plural
@@ -92,7 +92,7 @@ def judge(
     good = trials[trials["status"] == Status.OK]
     found: dict[Any, list[str]] = {}
     largest: dict[Any, float | None] = {}
-    for index, row in zip(good.index, good.to_dict("records"), strict=True):
+    for index, row in zip(good.index, rows_of(good), strict=True):
         world = world_of(row)
         if world.has_values:
             deviation = losses.deviation(row)

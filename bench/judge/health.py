@@ -29,8 +29,12 @@ PACKAGES = {
     "lightning": (">=2.6", "<2.7"),
     "deepspeed": (">=0.19.8", "<0.20"),
     "transformers": (">=5", "<6"),
+    "accelerate": (">=1.15", "<2"),
+    "torchtitan": (">=0.3", "<0.4"),
 }
 """Required versions (pyproject.toml), and the first versions that were not tested."""
+OPTIONAL = ("accelerate", "torchtitan")
+"""Packages without which some backends are left out, which ``backends`` says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,8 @@ def packages(facts: Facts) -> Iterator[Finding]:
     """Whether packages are installed in tested versions without known defects."""
     for name, (least, tested) in PACKAGES.items():
         installed = facts.packages.get(name)
+        if installed is None and name in OPTIONAL:
+            continue
         if installed is None:
             level = Level.ERROR if name == "torch" else Level.WARNING
             yield Finding(level, name, f"is not installed: pip install '{name}{least}'")

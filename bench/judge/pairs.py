@@ -60,12 +60,17 @@ class ComparedPair:
 
 
 def pairs_of_backends(run: Run, baseline: str, backend: str) -> list[Pair]:
-    """The cells of two backends of one run, matched by everything but the backend."""
-    ours, theirs = (
-        {_key(cell, "backend"): cell for cell in run.cells.values() if cell.backend == name}
-        for name in (backend, baseline)
-    )
-    found = [Pair(a=theirs[key], b=ours[key]) for key in ours if key in theirs]
+    """The cells of two backends of one run, matched by everything but the backend; HSDP's by replicas if both have."""
+    ours, theirs = ([cell for cell in run.cells.values() if cell.backend == name] for name in (backend, baseline))
+    alike: dict[Any, list[Cell]] = {}
+    for cell in theirs:
+        alike.setdefault(_key(cell, "backend", "replicate"), []).append(cell)
+    found = [
+        Pair(a=one, b=cell)
+        for cell in ours
+        for one in alike.get(_key(cell, "backend", "replicate"), ())
+        if one.replicate in (0, cell.replicate) or not cell.replicate
+    ]
     return _named(found, ("world_size", "precision"), "W={world_size} {precision}")
 
 
@@ -96,11 +101,16 @@ def _key(cell: Cell, *without: str) -> tuple[tuple[str, Any], ...]:
 
 def _named(pairs: list[Pair], by: Sequence[str], title: str) -> list[Pair]:
     """The pairs in order, each with a unique name: N, W, precision, and whatever else differs between them."""
-    rows = [dict(_key(pair.a)) | {n: _either(pair, n) for n in NUMERIC} for pair in pairs]
+    rows = [
+        dict(_key(pair.a))
+        | {n: _either(pair, n) for n in NUMERIC}
+        | {"replicate": max(pair.a.replicate, pair.b.replicate)}
+        for pair in pairs
+    ]
     shown = ["accumulate", "world_size", "precision"]
     varying = [f.name for f in fields(Cell) if len({repr(row[f.name]) for row in rows}) > 1]
     shown += [name for name in varying if name not in {*shown, "backend"}]
-    short = {"accumulate": "N={}", "world_size": "W={}", "precision": "{}"}
+    short = {"accumulate": "N={}", "world_size": "W={}", "precision": "{}", "replicate": "R={}"}
     found = []
     for pair, row in zip(pairs, rows, strict=True):
         words = " ".join(short.get(name, f"{name}={{}}").format(row[name]) for name in shown)

@@ -19,6 +19,7 @@ from bench.judge.pairs import ComparedPair, Pair, judge_pairs
 from bench.judge.remarks import remarks
 from bench.judge.samples import Estimate, estimate
 from bench.judge.standing import Floor, Standing, noise_floor, pairs_with_baseline, standings
+from bench.judge.tables import rows_of
 from bench.plan.cell import Cell, Status
 
 SCHEME = "accumulation-bench"
@@ -77,9 +78,9 @@ class Quotes:
     def __init__(self, run: Run, standings: Mapping[str, Standing] | None = None) -> None:
         self.run = run
         trials = run.tables.trials
-        self._shared = {row["cell_id"]: row for row in trials.drop_duplicates("cell_id").to_dict("records")}
+        self._shared = {row["cell_id"]: row for row in rows_of(trials.drop_duplicates("cell_id"))}
         self._trials: dict[str, list[Any]] = {}
-        for row in trials[ENDS].to_dict("records"):
+        for row in rows_of(trials[ENDS]):
             self._trials.setdefault(row["cell_id"], []).append(row)
         self._standings = dict(standings or {})
 
@@ -91,7 +92,7 @@ class Quotes:
         caveats = [*_failed(trials), *_caveats(cell), *remarks([(self.run.manifest, cell)]), *self._of_run()]
         # A cell of a world that is timed has failed a gate if it has no time.
         barred = "" if not cell.world.is_timed else "; ".join(_short(text) for text in found.obstacles)
-        medians = [] if barred or not sound else found.sample.medians.tolist()
+        medians = () if barred or not sound else tuple(found.sample.medians.tolist())
         wrong = barred and found.failed_gates  # a busy machine takes time, and no memory
         peaks = [] if wrong else [row["peak_memory_bytes"] for row in sound if pd.notna(row["peak_memory_bytes"])]
         sources = [row["peak_memory_source"] for row in sound if pd.notna(row["peak_memory_source"])]

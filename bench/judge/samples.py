@@ -8,11 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 import pandas as pd
-from scipy import stats
 
 from bench.judge.statistics import MIN_TRIALS, SEED, TRIM, Array, bootstrap, too_few, trimmed_mean
 from bench.plan.cell import Status
@@ -34,13 +33,14 @@ class Estimate:
     """Why there is no interval."""
 
 
-def estimate(medians: Sequence[float]) -> Estimate:
+@lru_cache(maxsize=4096)  # quotes, tables and figures of a report ask for the same cells
+def estimate(medians: tuple[float, ...]) -> Estimate:
     """The estimate from the seconds per step of each trial, at least one.
 
     The interval describes this run: it does not cover variation from day to day. Intervals of ratios are narrower than
     those of two cells suggest, since ratios are paired where possible.
     """
-    if not len(medians):
+    if not medians:
         raise ValueError("an estimate needs a trial")
     logs, n = np.log(np.array([medians], dtype=float)), len(medians)
     seconds = math.exp(trimmed_mean(logs)[0])
@@ -61,7 +61,7 @@ def step_times(trials: pd.DataFrame) -> dict[str, Estimate]:
     fine = known["status"] == Status.OK
     used = known[fine | ~fine.groupby(known["cell_id"]).transform("any")]
     return {
-        str(cell_id): estimate(values.astype(float).tolist())
+        str(cell_id): estimate(tuple(values.astype(float)))
         for cell_id, values in used.groupby("cell_id", sort=False)["step_time_s"]
     }
 
@@ -131,6 +131,8 @@ def drift(slots: Sequence[float], medians: Sequence[float]) -> Drift:
     The Theil-Sen slope of the logarithms (Sen 1968) over the whole range of slots, with the p-value of Spearman's rank
     correlation (Student's t with n - 2 degrees of freedom). With fewer than 5 trials: no change, p = 1.
     """
+    from scipy import stats  # takes half a second to import, and only ``check`` asks for drift
+
     x, y = np.asarray(slots, dtype=float), np.log(np.asarray(medians, dtype=float))
     if len(x) < 5 or np.ptp(x) == 0 or np.ptp(y) == 0:
         return Drift(0.0, 1.0)

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from bench.judge.statistics import Sample
-from bench.judge.tables import WORLD, Tables, world_of
+from bench.judge.tables import WORLD, Tables, rows_of, world_of
 from bench.plan.cell import Cell, Status
 from bench.plan.columns import WORK
 from bench.words import plural
@@ -74,9 +74,8 @@ class Sides:
     def __init__(self, tables: Tables, letter: str = "", force: bool = False) -> None:
         self._letter, self._force = letter, force
         # Plain rows: many frames of a few rows each would take most of the time of a report.
-        trials = tables.trials[COLUMNS].sort_values("repeat").astype(object)
-        self._trials: dict[str, list[dict[Any, Any]]] = {}
-        for row in trials.where(trials.notna(), None).to_dict("records"):
+        self._trials: dict[str, list[Row]] = {}
+        for row in rows_of(tables.trials[COLUMNS].sort_values("repeat")):
             self._trials.setdefault(row["cell_id"], []).append(row)
         self._steps: dict[tuple[str, int], list[tuple[int, float]]] = {}
         steps = tables.steps

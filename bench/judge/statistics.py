@@ -205,7 +205,7 @@ class Bootstrap:
         From the share of draws on the wrong side, or from a normal tail if there are too few such draws.
         """
         wrong = self.draws <= value if sign > 0 else self.draws >= value
-        tails, few = wrong.mean(axis=1), 5 / wrong.shape[1]
+        tails, few = np.count_nonzero(wrong, axis=1) / wrong.shape[1], 5 / wrong.shape[1]
         with np.errstate(divide="ignore", invalid="ignore"):
             normal = sign * (self.centres - value) / self._errors
         normal = np.where(np.isnan(normal), 0, normal)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib
 import os
 import signal
 from contextlib import suppress
@@ -34,8 +35,11 @@ _PARTS = {
     # deepspeed.initialize imports the second one, and it imports all of torch.compile.
     "deepspeed": ("deepspeed", "deepspeed.runtime.zero.muon.original_muon"),
     "lightning": ("lightning.pytorch", "lightning.fabric"),
+    "transformers": ("transformers.trainer",),
+    "accelerate": ("accelerate", "deepspeed"),  # Accelerate imports DeepSpeed wherever it is installed
+    "torchtitan": ("bench.backends.torchtitan:load",),
 }
-"""Modules to import for packages where importing the top module is not enough."""
+"""Modules to import, or ``module:function`` to call, for packages where importing the top module is not enough."""
 _packages = [name for name in os.environ.get("BENCH_PRELOAD", "").split(",") if name]
 
 initialized_by = ""
@@ -51,8 +55,11 @@ for _module in (
     "bench.workload.llama",
     "bench.measure.trial",
 ):
+    _name, _, _function = _module.partition(":")
     with suppress(ImportError):
-        __import__(_module)
+        _imported = importlib.import_module(_name)
+        if _function:
+            getattr(_imported, _function)()
     if not initialized_by and initialized():
         initialized_by = _module
 

@@ -339,4 +339,5 @@ class RankTrial:
             observe(kind, window)
 
         taps.on_event = on_event
-        self.train(taps, SETTLED_WINDOWS + 1, **how)
+        # A loader that fetches ahead has one fetch less in the last window, and the memory pass waits for the second.
+        self.train(taps, SETTLED_WINDOWS + 1 + (self.cell.accumulate == 2), **how)

@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import Any, ClassVar
 
 from pydantic import ConfigDict
@@ -70,6 +71,11 @@ class RankGroup(StrEnum):
     """The ranks with the same shard of every replica."""
 
 
+def among(group: str) -> str:
+    """The ranks of a collective in a sentence; nothing for all ranks."""
+    return "" if group == RankGroup.WORLD else f" in the {group} group"
+
+
 class Sharding(StrEnum):
     """What is split across ranks between the micro-batches of a window."""
 
@@ -88,6 +94,8 @@ class Stepping(StrEnum):
 
     WINDOW = "window"
     """Step at the end of the epoch; divide by the number of micro-batches in the window (correct mean)."""
+    OVERRIDE = "override"
+    """As ``window``, but a limit of steps overrides the number of epochs."""
     FLUSH = "flush"
     """Step at the end of the epoch, but divide by N: the update is too small."""
     CARRY = "carry"
@@ -130,7 +138,7 @@ class Status(StrEnum):
     INTERRUPTED = "interrupted"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Cell:
     """One configuration that a trial runs. Cells with equal content have equal ids on every machine."""
 
@@ -216,7 +224,7 @@ class Cell:
         """Optimizer steps of the time pass, including warm-up."""
         return self.warmup_windows + self.timed_windows
 
-    @property
+    @cached_property
     def cell_id(self) -> str:
         """The first 12 hex digits of the SHA-256 of the canonical JSON of all fields.
 
@@ -281,7 +289,7 @@ class Cell:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; ``from_dict`` is the inverse."""
         # dataclasses.asdict makes deep copies, which dominate the time of planning many cells.
-        values = {name: getattr(self, name) for name in self.__slots__}
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {key: value.value if isinstance(value, StrEnum) else value for key, value in values.items()}
 
     @classmethod

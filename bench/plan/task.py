@@ -47,11 +47,11 @@ def passes(cells: Sequence[Cell]) -> dict[str, tuple[str, ...]]:
     """
     found = {cell: (*["time"] * cell.world.computes, *extra_passes(cell)) for cell in cells}
     watched = [cell for cell in cells if "exposure" in found[cell]]
-    beside = Counter(dataclasses.replace(cell, backend="") for cell in watched)
+    beside = Counter(dataclasses.replace(cell, backend="", replicate=0) for cell in watched)
     chosen: dict[Cell, Cell] = {}
 
     def rank(cell: Cell) -> tuple[bool, int, int]:
-        return cell.accumulate == 1, -beside[dataclasses.replace(cell, backend="")], cell.accumulate
+        return cell.accumulate == 1, -beside[dataclasses.replace(cell, backend="", replicate=0)], cell.accumulate
 
     for cell in sorted(watched, key=rank):
         if chosen.setdefault(dataclasses.replace(cell, accumulate=1, twin=""), cell) != cell:

@@ -17,11 +17,12 @@ from bench.judge.advice import next_command
 from bench.judge.pairs import ComparedPair
 from bench.judge.remarks import documented
 from bench.judge.standing import Floor, widest
+from bench.judge.tables import rows_of
 from bench.judge.verdicts import Reason, Verdict, band
 from bench.plan.cell import Device, Status, Sync, summarize
-from bench.report.material import Material, cpu_name, eager_and_deferred, gpu_names, parameters, records
+from bench.report.material import Material, cpu_name, eager_and_deferred, gpu_names, parameters
 from bench.report.ranking import Group, Ranked, ends_of, groups
-from bench.words import digits, plural, size
+from bench.words import alike, digits, plural, size
 
 LONGEST = 240
 """Characters of a reason; the table of failed cells has it in full."""
@@ -143,7 +144,7 @@ def _least(of: Material, group: Group) -> Iterator[Statement]:
     if not known:
         return
     least = min(row.memory or 0 for row in known)
-    best = [row for row in known if digits((row.memory or 0) / max(least, 1)) == "1.000"]
+    best = [row for row in known if alike(row.memory or 0, least)]
     names = ", ".join(row.backend for row in best)
     text = f"{size(least)} per rank at its peak, at {group.where}"
     fastest = known[0]
@@ -206,7 +207,7 @@ def _by_reason(of: Material, rows: pd.DataFrame) -> dict[str, list[dict[str, Any
     """The cells by the reason why they failed; reasons that differ in numbers alone count as one, the first."""
     found: dict[str, list[dict[str, Any]]] = {}
     texts: dict[str, str] = {}
-    for cell in records(rows):
+    for cell in rows_of(rows):
         defect = documented(of.run.manifest, cell)
         reason = f"{defect} (a documented defect of the framework)" if defect else cut(cell["reason"] or "no reason")
         key = texts.setdefault(NUMBERS.sub("#", reason), reason)

@@ -15,14 +15,14 @@ from matplotlib.ticker import MaxNLocator
 
 from bench.judge.expected import cell_of
 from bench.judge.formulas import wire_bytes
+from bench.judge.tables import rows_of
 from bench.plan.categories import PEAK, Category
 from bench.plan.cell import Cell
 from bench.report import sheet, style
 from bench.report.figure_data import CONTEXT, FACTS, MEMORY, FigureData, Panel, floats, most_extreme, twins
-from bench.report.material import records
 from bench.report.sheet import Drawing, panel_grid
 from bench.report.style import GREY, SMALL, TINY, safe
-from bench.words import plural, size, unit_of
+from bench.words import alike, plural, size, unit_of
 
 ROW, MANY_ROWS, TITLE_AND_AXIS = 0.2, 0.15, 0.34
 """Inches of a bar, of one among more than eight, and of the words above and below a panel."""
@@ -175,7 +175,7 @@ def _memory_title(cells: pd.DataFrame) -> str:
         return "Peak memory (no cell is correct)"
     least, most = good.iloc[0], good.iloc[-1]
     where = _where(cells, least)
-    if most["live_bytes"] == least["live_bytes"]:
+    if alike(float(most["live_bytes"]), float(least["live_bytes"])):
         alone = least["backend"] if len(good) == 1 else f"each of {plural(len(good), 'backend')}"
         return f"{where}, {alone} needs {size(float(least['live_bytes']))} per rank"
     means = f"needs {float(most['live_bytes']) / float(least['live_bytes']):.2g}x the memory of {least['backend']}"
@@ -226,7 +226,7 @@ def by_operation(collectives: pd.DataFrame, cells: Mapping[str, Cell] | None = N
 
 def draw_traffic(run: FigureData) -> list[Drawing]:
     """A stacked bar per backend, a panel per N and W; nothing if no operation was counted."""
-    trials = records(run.tables.trials.drop_duplicates("cell_id"))
+    trials = rows_of(run.tables.trials.drop_duplicates("cell_id"))
     known = {row["cell_id"]: cell_of(row) for row in trials}
     parts = by_operation(run.tables.collectives, known).rename(columns={TOTAL: SENT})
     if parts.empty or not float(parts[SENT].max()):

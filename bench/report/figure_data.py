@@ -12,13 +12,13 @@ import pandas as pd
 
 from bench.judge.samples import step_times
 from bench.judge.standing import Standing
-from bench.judge.tables import Tables, worlds
+from bench.judge.tables import Tables, rows_of, worlds
 from bench.plan.cell import REFERENCES, SGD, Status
 from bench.plan.columns import AXES, FOLLOWS, WAYS, Axis, axes, differing
 from bench.report import style
-from bench.report.material import eager_and_deferred, machine_words, parameters, records
+from bench.report.material import eager_and_deferred, machine_words, parameters
 from bench.report.sheet import FigureWords
-from bench.words import size, some
+from bench.words import alike, size, some
 
 T = TypeVar("T")
 CONTEXT = [*WAYS, "world_size", "world", "precision"]
@@ -208,7 +208,7 @@ def lost(cells: pd.DataFrame, value: str) -> list[str]:
 
 def twins(cells: pd.DataFrame) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """The rows of each pair of ``eager_and_deferred`` backends among good cells at one N."""
-    rows = {row["backend"]: row for row in records(cells[cells["status"] == Status.OK])}
+    rows = {row["backend"]: row for row in rows_of(cells[cells["status"] == Status.OK])}
     return ((rows[eager], rows[deferred]) for eager, deferred in eager_and_deferred(rows))
 
 
@@ -237,9 +237,9 @@ def fastest(cells: pd.DataFrame) -> str:
 
 def leanest(cells: pd.DataFrame, column: str = "peak_memory_bytes") -> str:
     """The backends with the least memory, and how much that is."""
-    least = cells[column].min()
-    names = [str(name) for name in cells.loc[cells[column] == least, "backend"]]
-    return f"{some(names)} {'needs' if len(names) == 1 else 'need'} the least memory ({size(float(least))})"
+    least = float(cells[column].min())
+    names = [name for name, own in zip(cells["backend"], cells[column], strict=True) if alike(float(own), least)]
+    return f"{some(names)} {'needs' if len(names) == 1 else 'need'} the least memory ({size(least)})"
 
 
 def floats(values: pd.Series) -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +32,17 @@ def rebuild(folder: Path) -> int:
     return _status(run.tables, manifest)
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without Python's garbage collector, which would visit millions of objects that are all in use."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@_uncollected()
 def finish(folder: Path, plots: Path, *, note_floor: bool = True, as_json: bool = False) -> int:
     """Write tables, plots, short report and page of a run; returns the exit status that its trials deserve.
 
@@ -58,11 +71,7 @@ def finish(folder: Path, plots: Path, *, note_floor: bool = True, as_json: bool 
         said = answer(of)
         # Of a single backend there is nothing to compare, and its times are good.
         compared = any(not row.pair.b.twin for row in of.standing.rows)
-        gc.disable()  # figures are hundreds of thousands of objects that refer to each other
-        try:
-            drawn = draw(judged, manifest, plots, of.standing, said.alarm.text if said.alarm and compared else "")
-        finally:
-            gc.enable()
+        drawn = draw(judged, manifest, plots, of.standing, said.alarm.text if said.alarm and compared else "")
         short = _replace(folder / pull_request.REPORT, pull_request.render(run, said))
         whole = _replace(folder / page.PAGE, page.render(of, said, drawn))
     except OSError as error:
@@ -129,6 +138,7 @@ def _store_floor(folder: Path, manifest: dict[str, Any], found: Standing) -> Non
 def _status(judged: Tables, manifest: dict[str, Any]) -> int:
     """0 if every trial that could run is good, or invalid by a documented defect of its backend; 1 otherwise."""
     from bench.judge.remarks import documented
+    from bench.judge.tables import rows_of
 
     bad = judged.trials[~judged.trials["status"].isin([Status.OK, Status.UNSUPPORTED])]
-    return GOOD if all(documented(manifest, trial) for trial in bad.to_dict("records")) else BAD
+    return GOOD if all(documented(manifest, trial) for trial in rows_of(bad)) else BAD

@@ -21,6 +21,7 @@ from pyarrow import parquet
 
 from bench.judge.frames import Frames
 from bench.judge.gates import tolerance
+from bench.judge.tables import rows_of
 from bench.plan.cell import Cell
 from bench.plan.columns import COLUMNS, FRAMES
 from bench.words import plain
@@ -41,7 +42,8 @@ def harmless(frame: pd.DataFrame) -> pd.DataFrame:
     for name in frame.columns:
         if not pd.api.types.is_numeric_dtype(frame[name].dtype):
             texts = frame[name].astype("string")
-            found[name] = texts.map({text: guarded(plain(text)) for text in texts.dropna().unique()}).astype("string")
+            harmed = {text: shown for text in texts.dropna().unique() if (shown := guarded(plain(text))) != text}
+            found[name] = texts.replace(harmed) if harmed else texts
     return found
 
 
@@ -111,7 +113,7 @@ def document(frames: Frames) -> dict[str, Any]:
     trials = {str(key): rows for key, rows in frames.trials.groupby("cell_id", sort=False)}
     benchmarks, left_out = [], []
     labels = [cell.label for cell in cells.values()]
-    rows: Iterable[Any] = frames.cells.to_dict("records")
+    rows: Iterable[Any] = rows_of(frames.cells)
     for row in rows:
         cell = cells[row["cell_id"]]
         name = cell.label if labels.count(cell.label) == 1 else f"{cell.label} {row['cell_id']}"

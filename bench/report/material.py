@@ -17,6 +17,7 @@ from bench.judge.loading import Run
 from bench.judge.pairs import ComparedPair
 from bench.judge.quoting import Quotes
 from bench.judge.standing import Standing
+from bench.judge.tables import rows_of
 from bench.plan.cell import REFERENCES, Status, Sync
 from bench.words import plural
 
@@ -111,7 +112,7 @@ class Material:
     @cached_property
     def rows(self) -> dict[str, dict[str, Any]]:
         """The rows of ``cells`` as plain values, by id."""
-        return {row["cell_id"]: row for row in records(self.cells)}
+        return {row["cell_id"]: row for row in rows_of(self.cells)}
 
     @property
     def contestants(self) -> pd.DataFrame:
@@ -123,11 +124,6 @@ class Material:
     def bad(self) -> pd.DataFrame:
         """The rows of cells without a valid result."""
         return self.cells[self.cells["status"] != Status.OK]
-
-
-def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """The rows of a frame by the names of its columns."""
-    return [{str(name): value for name, value in row.items()} for row in frame.to_dict("records")]
 
 
 def eager_and_deferred(backends: Mapping[str, Mapping[Any, Any]], how: Sync = Sync.DEFERRED) -> list[tuple[str, str]]:

@@ -172,15 +172,25 @@ class Group:
 
 
 def groups(of: Material) -> list[Group]:
-    """All groups: real ranks before others, then the largest N and the most ranks first."""
+    """All groups: real ranks before others, then those with the baseline, the largest N and the most ranks first.
+
+    If HSDP runs with several numbers of replicas, each is a group of its own.
+    """
+    others = [cell for cell in of.run.cells.values() if not cell.is_reference and not cell.twin]
+    several = "replicate" in differing(others)
     kinds: dict[tuple[Any, ...], list[Cell]] = {}
-    for cell in of.run.cells.values():
-        if not cell.is_reference and not cell.twin:
-            kinds.setdefault(tuple(replace(cell, backend="").to_dict().values()), []).append(cell)
+    for cell in others:
+        replicas = cell.replicate if several else 0
+        kinds.setdefault(tuple(replace(cell, backend="", replicate=replicas).to_dict().values()), []).append(cell)
     every = [cells[0] for cells in kinds.values()]
     ways = [name for name in differing(every, ("precision", *WAYS)) if name != "accumulate"]
     found = [_group(of, cells, ways) for cells in kinds.values()]
-    return sorted(found, key=lambda one: (one.cell.world.has_all_ranks, one.n, one.cell.world_size), reverse=True)
+
+    def order(one: Group) -> tuple[bool, bool, int, int]:
+        compared = any(row.is_baseline for row in one.rows)
+        return one.cell.world.has_all_ranks, compared, one.n, one.cell.world_size
+
+    return sorted(found, key=order, reverse=True)
 
 
 def _group(of: Material, cells: list[Cell], ways: list[str]) -> Group:

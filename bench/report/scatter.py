@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from bench.judge.statistics import Array
+from bench.judge.tables import rows_of
 from bench.plan.cell import Status
 from bench.report import sheet, style
 from bench.report.figure_data import (
@@ -103,7 +104,7 @@ def _draw(
 
 def _points(run: FigureData, axes: Axes, cells: pd.DataFrame, unit: float, size: float) -> None:
     """Points with intervals, rings for what is wrong, and arrows from eager to deferred sync if their times differ."""
-    for cell in cells.to_dict("records"):
+    for cell in rows_of(cells):
         look, (x, y) = run.look(cell["backend"]), _place(cell, unit)
         if not pd.isna(cell["step_time_low_s"]):
             ends = [cell["step_time_low_s"], cell["step_time_high_s"]]
@@ -166,7 +167,7 @@ def _names(run: FigureData, axes: Axes, cells: pd.DataFrame, unit: float) -> boo
     the first to choose.
     """
     point = axes.figure.dpi / 72
-    rows = cells.to_dict("records")
+    rows = rows_of(cells)
     centres = axes.transData.transform([_place(cell, unit) for cell in rows]) / point
     ends = [(_place(eager, unit), _place(deferred, unit)) for eager, deferred in _arrows(run, cells)]
     timed = [cell for cell in rows if not pd.isna(cell["step_time_low_s"])]

@@ -16,14 +16,14 @@ from bench.judge.expected import cells_watched, extent
 from bench.judge.gates import tolerance
 from bench.judge.remarks import note
 from bench.judge.samples import NAME
-from bench.judge.tables import among
+from bench.judge.tables import rows_of
 from bench.judge.verdicts import Verdict
 from bench.plan.categories import PEAK, Category
-from bench.plan.cell import Device, Status
+from bench.plan.cell import Device, Status, among
 from bench.plan.columns import COLUMNS, DASH, Column
 from bench.report.bars import MIB, TOTAL, by_operation
 from bench.report.bars import by_cell as memory_by_cell
-from bench.report.material import Material, records
+from bench.report.material import Material
 from bench.report.rows import held_sentence
 from bench.run import links
 from bench.words import plural, size
@@ -137,7 +137,7 @@ def memory(of: Material) -> PageSection:
     known = of.contestants[of.contestants["peak_memory_bytes"].notna()].sort_values("peak_memory_bytes", kind="stable")
     sentence = "No cell has a measured peak memory."
     if not known.empty:
-        ends = records(known.iloc[[0, -1]])
+        ends = rows_of(known.iloc[[0, -1]])
         least, most = (f"{size(row['peak_memory_bytes'])} ({row['label']})" for row in ends)
         sentence = f"The smallest peak of a rank is {least}, the largest {most}. Bytes have no noise."
     parts = memory_by_cell(of.run.tables.memory, PEAK)
@@ -166,7 +166,7 @@ def communication(of: Material) -> PageSection:
     # Each cell is counted in one repeat; of several, the first.
     own = counted[counted["repeat"] == counted.groupby("cell_id")["repeat"].transform("min")]
     by_cell: dict[str, list[dict[str, Any]]] = {}
-    for row in records(own):
+    for row in rows_of(own):
         by_cell.setdefault(row["cell_id"], []).append(row)
     said = {cell_id: _operations(rows) for cell_id, rows in by_cell.items()}
     watched = cells_watched(of.run.tables)
@@ -179,14 +179,14 @@ def communication(of: Material) -> PageSection:
 
     sent = pd.Series(dtype=float) if totals.empty else totals[TOTAL] / MIB
     frame = of.cells.assign(sent=sent.reindex(of.cells.index))
-    frame["operations"] = [operations(cell) for cell in records(of.cells)]
+    frame["operations"] = [operations(cell) for cell in rows_of(of.cells)]
     frame["as_formula"] = [said.get(cell_id, ("", None))[1] for cell_id in of.cells.index]
     good = frame[(frame["status"] == Status.OK) & frame["sent"].notna()].sort_values("sent", kind="stable")
     sentences = ["The collectives of no valid cell were counted."]
     if not good.empty:
-        least, most = (f"{row['sent']:,.2f} MiB ({row['label']})" for row in records(good.iloc[[0, -1]]))
+        least, most = (f"{row['sent']:,.2f} MiB ({row['label']})" for row in rows_of(good.iloc[[0, -1]]))
         sentences = [f"In an optimizer step, a rank hands between {least} and {most} to collectives."]
-        right, due = _matching(records(counted))
+        right, due = _matching(rows_of(counted))
         if due:
             sentences.append(f"{right} of {due} counts match their formula in calls and bytes.")
     measured = [line for entry in of.run.manifest.get("matmul") or () for line in links.summary(entry)]
@@ -311,7 +311,7 @@ def _at_epoch_end(of: Material) -> Table | None:
 def failures(of: Material) -> Table:
     """Every cell with a failed trial, with its reason."""
     rows = []
-    for cell in of.bad.to_dict("records"):
+    for cell in rows_of(of.bad):
         known = note(of.run.manifest, cell)
         reason = (str(cell["reason"]) or "no reason was recorded") + (f". This is {known}" if known else "")
         status = f"{cell['status']}, {cell['num_trials'] - cell['num_ok']} of {cell['num_trials']}"

@@ -43,10 +43,11 @@ FRAMEWORK_COLOURS = {
     "Lightning FSDP2": "#E69F00",
     "Lightning DeepSpeed": "#882255",
     "Fabric FSDP2": "#CC79A7",
+    "torchtitan": "#AA4466",
 }
 """Okabe and Ito's palette, its yellow (too pale on paper) replaced by the wine of Paul Tol's muted one."""
-FURTHER_COLOURS = ("#332288", "#999933", "#AA4499", "#44AA99", "#6699CC", "#888888", "#AA4466")
-"""From Paul Tol's muted and safe palettes, for frameworks of users; an eighth one gets the first again."""
+FURTHER_COLOURS = ("#332288", "#999933", "#AA4499", "#44AA99", "#6699CC", "#888888")
+"""From Paul Tol's muted and safe palettes, for frameworks of users; a seventh one gets the first again."""
 SYNC_MARKERS = {"none": "o", "eager": "s", "deferred-all-reduce": "v", "deferred": "^"}
 OTHER_MARKER = "D"
 SHARDING_DASHES: dict[str, tuple[float, ...]] = {

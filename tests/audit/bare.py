@@ -1,4 +1,4 @@
-"""The newer scenarios written without the bench: ``python bare.py torch|deepspeed|lightning`` prints what happened.
+"""The newer scenarios written without the bench; ``python bare.py torch|torchtitan|deepspeed|lightning`` prints them.
 
 One weight per sample and SGD with learning rate 1, so an update lowers each weight by its sample's coefficient. Prints
 JSON by scenario and backend: the coefficients of every update by sample, the counters, and the inner steps of a load.
@@ -13,11 +13,14 @@ import math
 import os
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
 import torch.distributed as dist
@@ -31,6 +34,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 W, M, N, EPOCHS = 2, 2, 4, 2
 SCENARIOS: dict[str, dict[str, Any]] = {
+    "keep-last": {"samples": 37},
     "sampler-drop-last": {"samples": 37, "sampler_drop_last": True},
     "limit-batches": {"samples": 40, "limit": 6},
     "resume-epoch": {"samples": 40, "checkpoint": True},
@@ -139,25 +143,69 @@ def by_hand(seen: Seen, given: dict[str, Any], kind: str) -> None:
             optimizer.zero_grad()
 
 
+def titan_trainer() -> Any:
+    """The module ``torchtitan.trainer`` on a machine without a GPU and without Triton."""
+    torch._utils._get_available_device_type = lambda: "cpu"  # type: ignore[attr-defined]
+    sys.modules["torchtitan.distributed.minimal_async_ep"] = MagicMock()
+    from torchtitan import trainer
+
+    trainer.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None)
+    trainer.dist_utils.set_pg_timeouts = lambda **_: None  # a barrier with a device number, for NCCL alone
+    return trainer
+
+
 def torchtitan(seen: Seen, given: dict[str, Any], kind: str) -> None:
-    """Windows are fetched before they are trained; all epochs are one stream; ``training.steps`` are due."""
-    due = math.ceil(given["samples"] / (W * M * N)) * given.get("epochs", EPOCHS)
-    model: Any = fully_shard(Weights(given["samples"]), mesh=init_device_mesh("cpu", (W,)))
+    """torchtitan's own Trainer, its ``__init__`` left out; all epochs are one stream, whose number of steps it is told.
+
+    The loss is the sum over tokens, here one per sample, over the number of tokens in the window on all ranks.
+    """
+    from torchtitan.distributed.fsdp import disable_fsdp_gradient_division
+
+    titan = titan_trainer()
+
+    class PerSample(Weights):
+        def forward(self, batch: Tensor) -> Tensor:
+            return self.weight[batch]
+
+    trainer = titan.Trainer.__new__(titan.Trainer)
+    trainer.parallel_dims = dims = titan.ParallelDims(
+        dp_replicate=1, dp_shard=W, cp=1, tp=1, pp=1, ep=1, world_size=W, spmd_backend="partial_dtensor"
+    )
+    model: Any = fully_shard(PerSample(given["samples"]), mesh=dims.get_mesh("fsdp"))
+    disable_fsdp_gradient_division(model)
+    model.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    stream = (batch for _, batches, _ in epochs_of(given) for batch in batches)
-    seen.counters["trainer.step"] = 0
-    while seen.counters["trainer.step"] < due:
-        seen.counters["trainer.step"] += 1
-        window = list(islice(stream, N))
-        if len(window) < N:
-            return
-        optimizer.zero_grad()
-        for batch in window:
-            (model(batch) / N).backward()
-        if "clip" in given:
-            nn.utils.clip_grad_norm_(model.parameters(), given["clip"])
-        optimizer.step()
-        seen.look(next(model.parameters()))
+    optimizer.register_step_post_hook(lambda *_: seen.look(next(model.parameters())))
+    config = titan.Trainer.Config(
+        training=titan.TrainingConfig(
+            steps=math.ceil(given["samples"] / (W * M * N)) * given.get("epochs", EPOCHS),
+            max_norm=given.get("clip", 1e9),
+            disable_cuda_graphs=True,
+        ),
+        parallelism=titan.ParallelismConfig(spmd_backend="partial_dtensor"),
+    )
+    parts = {
+        "config": config,
+        "model_parts": [model],
+        "optimizers": optimizer,
+        "lr_schedulers": MagicMock(),
+        "metrics_processor": MagicMock(should_log=lambda step: False, ntokens_since_last_log=0),
+        "checkpointer": MagicMock(),
+        "gc_handler": MagicMock(),
+        "train_context": contextlib.nullcontext,
+        "loss_fn": lambda losses, labels, tokens: (losses.sum() / tokens, {}),
+        "fwd_bwd_fn": trainer._forward_backward_body,
+        "device": torch.device("cpu"),
+        "model_config": None,
+        "gradient_accumulation_steps": N,
+        "num_pipeline_parallel_microbatches": 1,
+        "step": 0,
+        "ntokens_seen": 0,
+        "dataloader": (({"input": b}, torch.ones_like(b)) for _, batches, _ in epochs_of(given) for b in batches),
+    }
+    vars(trainer).update(parts)
+    trainer.train()
+    seen.counters["trainer.step"] = trainer.step
 
 
 def deepspeed_config(stage: int, given: dict[str, Any]) -> dict[str, Any]:
@@ -314,7 +362,8 @@ def lightning(seen: Seen, given: dict[str, Any], kind: str) -> None:
 
 
 KINDS: dict[str, dict[str, Callable[[Seen, dict[str, Any], str], None]]] = {
-    "torch": {"ddp-deferred": by_hand, "fsdp2-deferred": by_hand, "fsdp2-torchtitan": torchtitan},
+    "torch": {"ddp-deferred": by_hand, "fsdp2-deferred": by_hand},
+    "torchtitan": {"torchtitan-eager": torchtitan},
     "deepspeed": {"deepspeed-zero2-eager": engine, "deepspeed-zero3-eager": engine},
     "lightning": dict.fromkeys(("lightning-ddp", "lightning-deepspeed-zero2", "lightning-deepspeed-zero3"), lightning),
 }
@@ -325,7 +374,7 @@ def rank(number: int, framework: str, store: str) -> None:
     os.environ["LOCAL_SIZE"] = f"{W}"  # or DeepSpeed calls numactl
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     dist.init_process_group("gloo", store=dist.FileStore(store, W), rank=number, world_size=W)
-    if framework != "torch":
+    if framework in ("deepspeed", "lightning"):
         import deepspeed.ops
 
         vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False  # it would be compiled
@@ -333,7 +382,7 @@ def rank(number: int, framework: str, store: str) -> None:
     found: dict[str, dict[str, Any]] = {}
     for kind, train in KINDS[framework].items():
         for name, given in SCENARIOS.items():
-            if kind == "fsdp2-torchtitan" and ("raises" in given or given.get("checkpoint")):
+            if framework == "torchtitan" and ("raises" in given or given.get("checkpoint")):
                 continue  # torchtitan's trainer ends with the process, and writes no checkpoint within a window
             seen = Seen(given["samples"])
             train(seen, given, kind)
@@ -347,8 +396,10 @@ def rank(number: int, framework: str, store: str) -> None:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    if sys.argv[1] != "torch":
+    if sys.argv[1] in ("deepspeed", "lightning"):
         import deepspeed  # noqa: F401 - once, before the fork
+    if sys.argv[1] == "torchtitan":
+        titan_trainer()
     if sys.argv[1] == "lightning":
         import lightning.pytorch
 

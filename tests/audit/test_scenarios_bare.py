@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT, bench
+from bench.backends.base import registry
+from tests.conftest import ROOT, Command, asked, bench
 
 OBSERVATIONS = json.loads((ROOT / "results/semantics/observations.json").read_text())["observations"]
 SUITE = {(one["scenario"]["name"], one["backend"]): one for one in OBSERVATIONS}
@@ -18,7 +19,7 @@ SUITE = {(one["scenario"]["name"], one["backend"]): one for one in OBSERVATIONS}
 
 
 @pytest.mark.parametrize(
-    "framework", ["torch", pytest.param("deepspeed", marks=pytest.mark.slow), pytest.param("lightning")]
+    "framework", ["torch", "torchtitan", pytest.param("deepspeed", marks=pytest.mark.slow), pytest.param("lightning")]
 )
 def test_loops_without_the_bench_compute_the_same(framework: str, tmp_path: Path) -> None:
     command = [sys.executable, str(Path(__file__).parent / "bare.py"), framework]
@@ -48,3 +49,70 @@ def test_steps_that_load_an_optimizer_are_counted_and_are_no_updates(tmp_path: P
     assert (seen["verdict"], seen["optimizer_steps_without_effect"]) == ("right", 2)
     assert [update["sum"] for update in seen["updates"]] == pytest.approx([1] * 6)
     assert "2 steps of the inner optimizer changed nothing: no update, but" in seen["diagnosis"]
+
+
+TRAINERS = [name for name in registry() if name.startswith("hf-trainer")]
+
+
+def test_hugging_faces_trainer_alone_computes_the_same(
+    request: pytest.FixtureRequest, here: Command, tmp_path: Path
+) -> None:
+    """Tokens that are counted on all ranks, on each alone or not at all; a partial window; a checkpoint."""
+    backends = ",".join(asked(request, ("hf-trainer-ddp", "hf-trainer-fsdp2"), TRAINERS))
+    command = [sys.executable, str(Path(__file__).parent / "bare_trainer.py"), backends]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    bare = json.loads(done.stdout.splitlines()[-1])
+    gathers, reduces, alone = "_allgather_base_", "_reduce_scatter_base_", {"allgather_": 1}  # of the counted tokens
+    sent = {  # N = 4, one parameter in one unit; DDP searches for unused parameters, which the bench turns off
+        "hf-trainer-ddp": alone | {"allreduce_": 1 + 1},
+        "hf-trainer-fsdp2": alone | {gathers: 2 * 4, reduces: 1},
+        "hf-trainer-deepspeed-zero2": alone | {"allreduce_": 4 + 1, gathers: 1},
+        "hf-trainer-deepspeed-zero3": alone | {gathers: 4, reduces: 4, "allreduce_": 1},
+    }
+    assert bare.pop("collectives") == {name: sent[name] for name in backends.split(",")}
+    options = ("--suite", "--scenario", ",".join(bare), "--backend", backends, "--json", "--out", "out")
+    measured = json.loads(here("semantics", *options).stdout)
+    assert len(measured) == len(bare) * len(backends.split(","))
+    for seen in measured:
+        one = bare[seen["scenario"]["name"]][seen["backend"]]
+        found = [update["samples"] for update in seen["updates"]]
+        assert found == [pytest.approx(update, rel=1e-4) for update in one["updates"]], seen["diagnosis"]
+        assert seen["steps_reported"].items() >= one["reported"].items(), seen["diagnosis"]
+    verdicts = {(one["scenario"]["name"], one["verdict"]) for one in measured}
+    assert {word for name, word in verdicts if name in ("tokens-mean", "tokens-counted-per-rank")} == {"mean of means"}
+    assert {word for name, word in verdicts if name == "tokens-counted"} == {"right"}
+
+
+ACCELERATED = ("ddp", "ddp-eager", "fsdp2", "fsdp2-eager", "deepspeed-zero2", "deepspeed-zero3")
+
+
+def test_accelerate_without_the_bench_computes_and_sends_the_same(tmp_path: Path) -> None:
+    command = [sys.executable, str(Path(__file__).parent / "bare_accelerate.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    bare: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert bare.pop("fallbacks") == {"cpu=True": "DistributedDataParallel on 2", "neither": "Weights on 1"}
+    sent = {name.removeprefix("accelerate-"): calls for name, calls in bare.pop("collectives").items()}
+    assert sent == {  # N = 4, one parameter, one unit; ZeRO adds the norm, and stage 2 the gather after the step
+        "ddp": {"allreduce_": 1},
+        "ddp-eager": {"allreduce_": 4},
+        "fsdp2": {"_allgather_base_": 4, "_reduce_scatter_base_": 1},
+        "fsdp2-eager": {"_allgather_base_": 4, "_reduce_scatter_base_": 4},
+        "deepspeed-zero2": {"allreduce_": 4 + 1, "_allgather_base_": 1},
+        "deepspeed-zero3": {"_allgather_base_": 4, "_reduce_scatter_base_": 4, "allreduce_": 1},
+    }
+    options = ("--scenario", ",".join(bare), "--backend", ",".join(f"accelerate-{name}" for name in ACCELERATED))
+    done = bench("semantics", "--suite", *options, "--json", "--out", "seen", cwd=tmp_path)
+    suite = {(one["scenario"]["name"], one["backend"]): one for one in json.loads(done.stdout)}
+    assert len(suite) == len(bare) * len(ACCELERATED)
+    for (name, backend), seen in suite.items():
+        one = bare[name][backend]
+        assert len(seen["updates"]) == len(one["updates"]), (name, backend)
+        for update, coefficients in zip(seen["updates"], one["updates"], strict=True):
+            assert update["samples"] == pytest.approx(coefficients, rel=1e-4), (name, backend)
+        assert seen["steps_reported"] == one["reported"], (name, backend)
+        if name == "own-loader":
+            assert (len(seen["updates"]), seen["verdict"]) == (5, "carried over"), backend
+        if name == "prepared-scheduler":
+            assert (seen["verdict"], seen["steps_reported"]["lr_scheduler.last_epoch"]) == ("miscounted", 2 * 4)

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from bench.audit.diagnosis import observation
 from bench.audit.reading import Reading
 from bench.audit.scenario import Fault, Reduction, Scenario, load
-from bench.audit.stepcount import StepRule, Steps, calculate
+from bench.audit.stepcount import Steps, calculate
+from bench.audit.stepcount_text import rule_of
 from bench.backends.base import EXTRA_BACKENDS, registry
 from bench.errors import InputError
 from bench.plan.cell import REFERENCES, Stepping
@@ -463,13 +464,14 @@ def test_clipping_hides_the_second_division(suite: Suite) -> None:
 
 
 def test_torchtitan_cancels_a_step_and_counts_it(suite: Suite) -> None:
-    """As its own trainer does: 5 updates of two epochs of 10 micro-batches with N = 4, and trainer.step is 6."""
+    """5 updates of two epochs of 10 micro-batches with N = 4, and trainer.step is 6."""
     for name, taken, counted in (("partial-window", 5, 6), ("limit-batches", 3, 4), ("divisible", 4, 4)):
-        one = suite[name, "fsdp2-torchtitan"]
+        one = suite[name, "torchtitan-eager"]
         assert one["verdict"] == ("miscounted" if counted > taken else "right")
-        assert (one["optimizer_steps_observed"], one["steps_reported"]) == (taken, {"trainer.step": counted})
-    assert suite["max-steps", "fsdp2-torchtitan"]["verdict"] == "carried over"
-    assert {suite[name, "fsdp2-torchtitan"]["verdict"] for name in ("n-by-epoch", "exception")} == {"unsupported"}
+        assert one["optimizer_steps_observed"] == taken
+        assert one["steps_reported"] == {"trainer.step": counted, "lr_scheduler.last_epoch": taken}
+    assert suite["max-steps", "torchtitan-eager"]["verdict"] == "carried over"
+    assert {suite[name, "torchtitan-eager"]["verdict"] for name in ("n-by-epoch", "exception")} == {"unsupported"}
 
 
 def test_an_epochs_checkpoint_loses_what_deepspeed_has_open(suite: Suite) -> None:
@@ -522,11 +524,9 @@ def test_what_an_exception_leaves_behind(suite: Suite) -> None:
     assert suite["exception", "fsdp2-deferred"]["updates"][1]["sum"] == pytest.approx(1.25)
 
 
-def test_mean_losses_are_wrong_under_all_and_window_shares_right_under_all_sound_ones(
-    suite: Suite,
-) -> None:
+def test_mean_losses_are_wrong_but_where_the_trainer_weighs_tokens_and_window_shares_right(suite: Suite) -> None:
     for backend in (name for name in verdicts(suite, "tokens-mean") if not registry()[name].defect):
-        assert suite["tokens-mean", backend]["verdict"] == "mean of means"
+        assert suite["tokens-mean", backend]["verdict"] == ("right" if "torchtitan" in backend else "mean of means")
         tokens = [7, 512, 64, 3] * 4
         wanted = {str(sample): count / sum(tokens) for sample, count in enumerate(tokens)}
         assert suite["tokens-window", backend]["updates"][0]["samples"] == pytest.approx(wanted, rel=1e-5), backend
@@ -645,9 +645,7 @@ def test_a_backend_that_fails_spoils_no_other(tmp_path: Path, extra_site: Path) 
 
 
 def as_calculated(one: dict[str, Any]) -> Steps | None:
-    backend = registry()[one["backend"]]
-    rule = StepRule.of(backend.stepping, backend.sharding, divides_once=getattr(backend, "loss_factor", "") == "N")
-    return calculate(Scenario.from_dict(one["scenario"]).training, rule)
+    return calculate(Scenario.from_dict(one["scenario"]).training, rule_of(registry()[one["backend"]]))
 
 
 @st.composite
@@ -692,14 +690,16 @@ def test_the_calculator_says_what_the_backends_do(tables: list[str]) -> None:
         assert (told.stops == "never") == (one["stopped"] == "bound"), where
         if told.stops == "never":
             continue
-        assert told.micro_batches_consumed == one["micro_batches"], where
+        ahead = one["micro_batches"] - told.micro_batches_consumed
+        assert 0 <= ahead <= one["backend"].startswith("accelerate"), where  # its loader fetches one ahead
         assert told.optimizer_steps == one["optimizer_steps_observed"], where
         for name, value in told.steps_reported.items():
             if name in one["steps_reported"]:  # a loop of its own under DeepSpeed reports the engine's counter only
                 assert one["steps_reported"][name] == value, (name, where)
         missing = told.samples_lost_in_mid_run + told.samples_left_open
+        most = missing + ahead * one["scenario"]["batch_size"] * one["scenario"]["world_size"]
         # A padded sample counts as used if one of its two uses is.
-        assert missing - told.samples_padded <= one["samples_lost"] + one["samples_left_open"] <= missing, where
+        assert missing - told.samples_padded <= one["samples_lost"] + one["samples_left_open"] <= most, where
         scales = sorted(scale for scale, count in told.update_scales.items() for _ in range(count))
         assert sorted(update["sum"] for update in one["updates"]) == pytest.approx(scales, rel=1e-5), where
 

@@ -51,6 +51,8 @@ def test_ten_micro_batches_in_windows_of_four() -> None:
     assert found[WINDOW].update_scales == {1: 6}
     assert found[FLUSH].update_scales == {1: 4, 0.5: 2}
     assert found[FLUSH].steps_reported == {"trainer.global_step": 6, "trainer.estimated_stepping_batches": 6}
+    uncounted = calculated(plan(10, 4, 2), StepRule(stepping=Stepping.FLUSH, counted=False))
+    assert (uncounted.update_scales, uncounted.steps_reported) == (found[FLUSH].update_scales, {})
     assert found[CARRY].update_scales == {1: 5}
     assert found[CARRY].steps_reported == {"engine.global_steps": 5}
     assert found[CARRY].steps_per_epoch == (2, 3)
@@ -265,11 +267,13 @@ def test_all_backends_are_in_one_rule_each(call: Any) -> None:
     assert sorted(listed) == sorted(set(registry()) - set(REFERENCES))
     names = [rule["name"] for rule in answer["rules"]]
     splits = ["split", "split (clearing)", "split (divided once)"]
-    assert sorted(names) == ["cancel", "carry", "flush", *splits, "window"]
+    assert sorted(names) == ["cancel", "carry", "flush", "flush (no counter)", "override", *splits, "window"]
     assert answer["naive"]["optimizer_steps"] == 6
-    assert "ceil(40 / 16) x 2 = 6, but cancel takes 5; carry takes 5; split takes 5" in answer["naive"]["wrong"]
+    assert (
+        "ceil(40 / 16) x 2 = 6, but carry takes 5; split takes 5; split (clearing) takes 5" in answer["naive"]["wrong"]
+    )
     for rule in answer["rules"]:
-        assert rule.keys() == {"name", "stepping", "clears", "twice", "backends", "steps", "differences"}
+        assert rule.keys() == {"name", "stepping", "clears", "twice", "counted", "backends", "steps", "differences"}
         assert rule["steps"].keys() == set(Steps.__dataclass_fields__)
 
 
@@ -277,7 +281,7 @@ def test_table_and_sentences(call: Any) -> None:
     status, out, err = call(CASE)
     assert (status, err) == (GOOD, "")
     lines = out.splitlines()
-    table = {line[:20].strip(): line.split() for line in lines[3:11]}
+    table = {line[:20].strip(): line.split() for line in lines[3:13]}
     assert lines[2].split()[:4] == ["rule", "updates", "per", "epoch"]
     assert table["naive formula"][2] == "6"
     assert table["window"][1:3] == ["6", "3"]
@@ -286,19 +290,19 @@ def test_table_and_sentences(call: Any) -> None:
         "lightning-deepspeed-zero3: 6 of 20 micro-batches (24 samples over all ranks) are cleared in mid-window" in out
     )
     assert "trainer.global_step says 4, and trainer.estimated_stepping_batches says 6" in out
-    assert "lightning-ddp, lightning-fsdp2: the last window of an epoch has 2 of 4 micro-batches" in out
+    assert "flush, flush (no counter): the last window of an epoch has 2 of 4 micro-batches" in out
     assert "2 of 6 updates are 0.5 of the right one" in out
     assert "no max_steps gives the same updates as 2 epochs" in out
-    assert "\nnaive: ceil(40 / 16) x 2 = 6, but cancel takes 5; carry takes 5;" in out
+    assert "\nnaive: ceil(40 / 16) x 2 = 6, but carry takes 5; split takes 5;" in out
 
 
 def test_n_by_epoch(call: Any) -> None:
     numbers = "--samples 32 --micro-batch 2 --accumulate 1,4,3 --world-size 2"
     _, out, _ = call(f"{numbers} --epochs 4")
-    table = {line[:20].strip(): line.split() for line in out.splitlines()[3:11]}
+    table = {line[:20].strip(): line.split() for line in out.splitlines()[3:13]}
     assert table["flush"][1:3] == table["window"][1:3] == ["16", "8,2,3"]  # 3 again in the last epoch
     assert table["split"][1] == table["cancel"][1] == table["carry"][1] == "unknown"
-    assert "lightning-ddp, lightning-fsdp2: the loss of an incomplete last window of an epoch is still divided" in out
+    assert "flush, flush (no counter): the loss of an incomplete last window of an epoch is still divided" in out
     assert "2 of 16 updates at 0.6667 of the right one" in out and "estimated_stepping_batches says 32" in out
     assert "Lightning refuses an N by epoch where the strategy accumulates" in out
     _, out, _ = call(f"{numbers.replace('1,4,3', '1,4,2')} --max-steps 11 --json")

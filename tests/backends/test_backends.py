@@ -28,7 +28,7 @@ from tests.factories import make_cell
 
 BACKENDS = sorted(registry())
 DEFECTIVE = [name for name, backend in registry().items() if backend.defect]
-DDP = ["ddp-eager", "ddp-deferred", "lightning-ddp"]
+DDP = ["ddp-eager", "ddp-deferred", "lightning-ddp", "hf-trainer-ddp"]
 NOT_IN_BF16 = ("deepspeed-zero2-deferred", "deepspeed-zero3-deferred")
 SOUND = [name for name in BACKENDS if name not in DEFECTIVE]
 P = SIZES["micro"].num_parameters
@@ -95,7 +95,7 @@ def test_every_step_is_taken_and_seen_at_the_inner_optimizer(fp32_run: Run, back
     assert timed["micro_batches_per_update"] == [accumulate]
     assert timed["ranks_agree"]
     assert all(steps == WINDOWS for steps in timed["reported"].values())
-    framework_counts = "deepspeed" in backend or backend.startswith("lightning") or backend == "fsdp2-torchtitan"
+    framework_counts = "deepspeed" in backend or backend.startswith(("lightning", "hf-trainer", "torchtitan"))
     assert bool(timed["reported"]) == framework_counts
     assert len(timed["step_seconds"]) == 2
     assert len(timed["losses"]) == WINDOWS
@@ -125,11 +125,20 @@ def calls(run: Run, backend: str, op: str, dtype: str = "float32") -> tuple[int,
         ("hsdp-deferred", "reduce_scatter", 4 * P),
         ("hsdp-deferred", "all_reduce", 2 * P),
         ("fabric-fsdp2-deferred", "reduce_scatter", 4 * P),
+        ("hf-trainer-ddp", "all_reduce", 4 * P),
+        ("hf-trainer-fsdp2", "reduce_scatter", 4 * P),
+        ("hf-trainer-deepspeed-zero3", "reduce_scatter", N * 4 * P),
         # Stage 2 all-reduces whole buckets; 4 bytes more are the overflow check.
         ("deepspeed-zero2-eager", "all_reduce", N * 4 * P + 4),
         ("deepspeed-zero2-deferred", "all_reduce", 4 * P + 4),
         ("deepspeed-zero3-eager", "reduce_scatter", N * 4 * P),
         ("deepspeed-zero3-deferred", "reduce_scatter", 4 * P),
+        ("accelerate-ddp", "all_reduce", 4 * P),
+        ("accelerate-ddp-eager", "all_reduce", N * 4 * P),
+        ("accelerate-fsdp2", "reduce_scatter", 4 * P),
+        ("accelerate-fsdp2-eager", "reduce_scatter", N * 4 * P),
+        ("accelerate-deepspeed-zero2", "all_reduce", N * 4 * P + 4),
+        ("accelerate-deepspeed-zero3", "reduce_scatter", N * 4 * P),
     ],
 )
 def test_eager_backends_reduce_n_times_and_deferred_ones_once(
@@ -145,6 +154,8 @@ def test_eager_backends_reduce_n_times_and_deferred_ones_once(
         ("fsdp2-eager", N * (2 * GROUPS - 1)),
         ("fsdp2-zero2-eager", N * GROUPS),
         ("fsdp2-deferred-resident", GROUPS),
+        # Embedding, and norm with head, are units there; the embedding is gathered twice as well, the others once.
+        ("accelerate-fsdp2", N * (2 * GROUPS + 1)),
     ],
 )
 def test_fsdp2_all_gathers(fp32_run: Run, backend: str, expected: int) -> None:
@@ -291,13 +302,17 @@ def test_fsdp2_gathers_a_parameter_when_it_is_looked_at(lonely_group: None, monk
     assert torch.equal(found["1.bias"], right["1.bias"]) and len(gathered) == 1
 
 
-@pytest.mark.parametrize("name", ["deepspeed-zero2-eager", "deepspeed-zero3-deferred", "lightning-deepspeed-zero3"])
+ENGINES = ["deepspeed-zero2-eager", "deepspeed-zero3-deferred", "lightning-deepspeed-zero3"]
+
+
+@pytest.mark.parametrize("name", [*ENGINES, "accelerate-deepspeed-zero2"])
 def test_an_engine_goes_with_its_backend(name: str) -> None:
     """On CUDA its hooks keep it, and the whole model's memory, from being freed: 31 MB a pass of the smallest model."""
     released: list[str] = []
     engine = SimpleNamespace(destroy=lambda: released.append(name))
     backend: Any = registry()[name]()
-    backend.engine, backend.trainer = engine, SimpleNamespace(strategy=SimpleNamespace(model=engine))
+    backend.engine = backend.model = engine
+    backend.trainer = SimpleNamespace(strategy=SimpleNamespace(model=engine))
     del backend
     assert released == [name]
     registry()[name]()  # one that failed before it had an engine has none to release

@@ -11,7 +11,9 @@ import pytest
 from bench.backends import base
 from bench.backends.base import EXTRA_BACKENDS, installed_backends, registry
 from bench.errors import InputError
+from bench.plan.cell import Device
 from tests.conftest import bench
+from tests.factories import make_cell
 
 CODE = """
 from pathlib import Path
@@ -63,6 +65,13 @@ def test_nothing_is_imported_that_is_not_named(site: Path, tmp_path: Path) -> No
         registry(["bad"])
 
 
+def test_what_has_never_run_must_be_named_and_says_so() -> None:
+    assert "megatron-fsdp" in installed_backends() and "megatron-fsdp" not in registry(["all"])
+    untried = registry(["megatron-fsdp"])["megatron-fsdp"]
+    assert "untried" in untried.framework and "never run" in untried.remark(make_cell(backend=untried.name))
+    assert untried.missing(Device.CPU) == "Megatron-FSDP needs CUDA: use --device cuda"
+
+
 @pytest.mark.parametrize(
     ("entries", "words"),
     [
@@ -99,7 +108,8 @@ def test_the_environment_names_backends_too(site: Path, monkeypatch: pytest.Monk
 def test_the_command_lists_what_it_does_not_load(site: Path, tmp_path: Path) -> None:
     listed = bench("backends", cwd=tmp_path, pythonpath=site)
     assert listed.returncode == 0, listed.stderr
-    assert {line.split()[0] for line in listed.stdout.splitlines() if "not loaded" in line} == {"mine", "bad"}
+    not_loaded = {line.split()[0] for line in listed.stdout.splitlines() if "not loaded" in line}
+    assert not_loaded == {"megatron-fsdp", "mine", "bad"}
     assert not (tmp_path / "imported").exists()
     shown = bench("backends", "mine", cwd=tmp_path, pythonpath=site)
     assert [line.split()[0] for line in shown.stdout.splitlines()] == ["backend", "mine"]

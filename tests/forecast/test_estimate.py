@@ -11,6 +11,8 @@ import pytest
 
 from bench.backends.base import registry
 from bench.backends.plain import DDPEager
+from bench.cli import main
+from bench.errors import GOOD
 from bench.forecast import estimate
 from bench.forecast.estimate import costs
 from bench.plan.cell import Device, Precision
@@ -91,3 +93,21 @@ def test_missing_packages_are_named_with_the_remedy() -> None:
     expected = "needs no_such_package_1, no_such_package_2: pip install no_such_package_1 no_such_package_2"
     assert Needs.missing(Device.CPU) == expected
     assert BACKENDS["ddp-eager"].missing(Device.CPU) == ""
+
+
+def test_plan_shows_what_hsdp_sends_in_each_group(capsys: pytest.CaptureFixture[str]) -> None:
+    """Half of each gather and reduction in groups of 2; all-reduces of half of the gradients, in fp32."""
+
+    def table(*names: str) -> str:
+        assert main(["plan", "--on", "4 x H100 80GiB", "--accumulate", "4", "--backend", ",".join(names)]) == GOOD
+        return capsys.readouterr().out
+
+    size = SIZES["1b"]
+    assert size.tied
+    parameters, root = size.num_parameters, (size.vocab_size + 1) * size.hidden_size
+    shard = 4 * (2 * (2 * parameters - root) + 4 * parameters) / 2
+    replicate = 4 * parameters / 2
+    said = table("fsdp2-eager", "hsdp-eager", "hsdp-deferred-all-reduce")
+    assert f"{shard / 2**30:.2f} GiB in the shard group, {4 * replicate / 2**30:.2f} GiB in the replicate group" in said
+    assert f"{shard / 2**30:.2f} GiB in the shard group, {replicate / 2**20:,.1f} MiB in the replicate group" in said
+    assert "sent per step" not in table("fsdp2-eager")

@@ -20,7 +20,10 @@ from tests.factories import make_cell
 from tests.worlds import measure
 
 BACKENDS = [name for name in BUILT_IN if name not in REFERENCES]
-CHOSEN = ("ddp-eager", "fsdp2-deferred", "fsdp2-deferred-resident", "deepspeed-zero2-deferred", "deepspeed-zero3-eager")
+CHOSEN = (
+    *("ddp-eager", "fsdp2-deferred", "fsdp2-deferred-resident", "hsdp-eager", "hsdp-deferred-all-reduce"),
+    *("deepspeed-zero2-deferred", "deepspeed-zero3-eager"),
+)
 """Every way to hold gradients and parameters."""
 NEAR = 2e-3
 """Relative difference of a replayed and a measured peak: scalars, and labels that a framework keeps."""
@@ -30,12 +33,14 @@ def cells(backend: str) -> list[Cell]:
     """Cells of a backend at several N and W, in both precisions if it runs in both."""
     refused = BUILT_IN[backend].framework == "DeepSpeed" and BUILT_IN[backend].sync is Sync.DEFERRED
     precisions = [Precision.FP32] if refused else list(Precision)
-    return [cell_of(backend, *at) for at in itertools.product((1, 2, 3, 5), (1, 2, 3, 8), precisions)]
+    worlds = (4, 6, 8) if BUILT_IN[backend].replicate else (1, 2, 3, 8)
+    return [cell_of(backend, *at) for at in itertools.product((1, 2, 3, 5), worlds, precisions)]
 
 
 def cell_of(backend: str, n: int, world_size: int, precision: Precision = Precision.FP32, **changes: Any) -> Cell:
-    """The tiny model with one sample of 16 tokens; virtual, so that there is only rank 0."""
+    """The tiny model with one sample of 16 tokens; virtual, so that there is only rank 0. HSDP has 2 replicas."""
     values: dict[str, Any] = {"model": "tiny", "sequence_length": 16, "virtual": True} | changes
+    values["replicate"] = BUILT_IN[backend].replicate
     batch = n * world_size * values.pop("samples", 1)
     return make_cell(
         backend=backend, accumulate=n, world_size=world_size, precision=precision, global_batch_size=batch, **values
@@ -101,7 +106,7 @@ def test_the_replayed_peak_is_the_measured_one(
     chosen = [
         name for name in asked(request, CHOSEN, BACKENDS) if precision in {cell.precision for cell in cells(name)}
     ]
-    made = [cell_of(name, n, 2, precision, samples=4) for name in chosen]
+    made = [cell_of(name, n, 4, precision, samples=4) for name in chosen]
     found = measure(launcher, tmp_path, made, "memory")
     apart = {}
     for cell in made:

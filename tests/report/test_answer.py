@@ -214,7 +214,7 @@ def test_one_trial_has_no_interval(tmp_path: Path) -> None:
 def test_eager_and_deferred_are_paired_by_name_where_a_framework_has_several() -> None:
     kind = {"framework": "FSDP2", "sharding": "params"}
     eager, deferred = kind | {"sync": "eager"}, kind | {"sync": "deferred"}
-    several = {"fsdp2-torchtitan": eager, "fsdp2-eager": eager, "fsdp2-deferred": deferred}
+    several = {"fsdp2-mine": eager, "fsdp2-eager": eager, "fsdp2-deferred": deferred}
     assert eager_and_deferred(several) == [("fsdp2-eager", "fsdp2-deferred")]
     assert eager_and_deferred({"mine": eager, "other": deferred}) == [("mine", "other")]
     partly = {"hsdp-eager": eager, "hsdp-deferred-all-reduce": kind | {"sync": "deferred-all-reduce"}}

@@ -212,6 +212,9 @@ def test_accessibility(browser: Any, which: str, dark: bool, request: pytest.Fix
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="nox -s browser installs axe-core")
     opened = Visit(browser, request.getfixturevalue(which), color_scheme="dark" if dark else "light")
     opened.page.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true })")
+    opened.page.wait_for_function(
+        "document.querySelector('details table') && !document.querySelector('details > noscript')"
+    )
     found = axe.Axe().run(opened.page)
     assert found.violations_count == 0, found.generate_report()
     background = opened.page.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -245,6 +248,7 @@ def test_the_pdf(browser: Any, folder: Path, tmp_path: Path) -> None:
     opened = Visit(browser, folder)
     figures = opened.page.locator("figure").count()
     assert opened.page.locator("img").count() < figures  # pictures wait until they are near
+    assert opened.page.locator("details table").count() == 0  # tables wait until they are opened
     opened.page.pdf(path=tmp_path / "report.pdf", prefer_css_page_size=True, print_background=True)
     drawn = opened.page.evaluate("[...document.images].filter(one => one.complete && one.naturalWidth).length")
     assert drawn == figures

@@ -226,6 +226,16 @@ def test_titles_are_findings_and_wrong_backends_are_named() -> None:
     assert not any(DEFECT.format(n=8) in note for drawing in drawn.values() for note in drawing.words.notes)
 
 
+def test_peaks_that_differ_by_bytes_tie() -> None:
+    tables, about = RUNS["realistic"]
+    trials = tables.trials.copy()
+    for backend, peak in (("ddp-eager", 10 * 2**20), ("fsdp2-deferred", 10 * 2**20 + 4)):
+        trials.loc[(trials["backend"] == backend) & (trials["status"] == "ok"), "peak_memory_bytes"] = peak
+    drawn = report_figures.figures(dataclasses.replace(tables, trials=trials), about)
+    (title,) = [one.words.title for one in drawn if one.stem == "memory_vs_time"]
+    assert title.endswith("ddp-eager, fsdp2-deferred need the least memory (10.0 MiB)")
+
+
 def test_optimizer_steps_are_drawn_only_if_some_are_wrong() -> None:
     tables, about = RUNS["realistic"]
     assert "optimizer_steps" not in by_stem("realistic")

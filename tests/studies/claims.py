@@ -286,7 +286,7 @@ def unsharded(m: Measured) -> Answer:
 def torchtitan(m: Measured) -> Answer:
     return FALSE, (
         "Its train loop (torchtitan 0.3.0, `torchtitan/trainer.py`) never calls `set_requires_gradient_sync`: every "
-        "micro-batch reduces, as in `fsdp2-torchtitan`. Only its chunked loss calls it, on the head, between the "
+        "micro-batch reduces, as in `torchtitan-eager`. Only its chunked loss calls it, on the head, between the "
         "chunks of one micro-batch."
     )
 

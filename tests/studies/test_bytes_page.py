@@ -89,8 +89,8 @@ def test_the_predicted_peak_is_in_the_table_without_what_the_bench_holds() -> No
     assert row["bytes"] == row["expected_bytes"]
 
 
-NEWER = {"fsdp2-torchtitan", "hsdp-eager", "hsdp-deferred-all-reduce", "hsdp-deferred"}
-"""Backends that are newer than the committed runs; the first sends and holds what ``fsdp2-eager`` does."""
+NEWER = {"torchtitan-eager", "hsdp-eager", "hsdp-deferred-all-reduce", "hsdp-deferred"}
+"""Backends that are newer than the committed runs."""
 
 
 @pytest.fixture(scope="module")

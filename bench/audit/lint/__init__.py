@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.audit.lint import accelerate, deepspeed_rules, hugging_face, lightning_rules
+from bench.audit.lint import accelerate_rules, deepspeed_rules, hugging_face_rules, lightning_rules
 from bench.audit.lint import trainer as trainer_config
 from bench.audit.lint.config_file import ConfigKind, load
 from bench.audit.lint.known import Options
@@ -32,15 +32,15 @@ def lint(files: Sequence[Path], options: Options) -> list[LintFinding]:
     launch, trainer = parts[ConfigKind.ACCELERATE], parts[ConfigKind.HUGGING_FACE]
     together = trainer[0] if len(launch) == len(trainer) == 1 else None
     if together is not None:
-        options = replace(options, world_size=accelerate.world_size(launch[0], options))
+        options = replace(options, world_size=accelerate_rules.world_size(launch[0], options))
     findings: list[LintFinding] = []
     for document in documents:
         if document.kind is ConfigKind.LIGHTNING:
             findings += _from_start(lightning_rules.check(trainer_config.read(document, options), options))
     for part in trainer:
-        findings += _from_start(hugging_face.check(part, options))
+        findings += _from_start(hugging_face_rules.check(part, options))
     for part in launch:
-        findings += _from_start(accelerate.check(part, options, together))
+        findings += _from_start(accelerate_rules.check(part, options, together))
     named = {
         (folder / text).resolve()
         for document in documents

@@ -147,20 +147,23 @@
   at("controls").addEventListener("submit", (event) => event.preventDefault());
   at("controls").hidden = false;
 
-  // A browser with scripts takes what is in noscript as text: pictures of megabytes cost nothing until they are near.
-  const show = (figure) => {
-    near.unobserve(figure);
-    for (const one of figure.querySelectorAll("noscript")) one.outerHTML = one.textContent;
+  // A browser with scripts takes what is in noscript as text: pictures cost nothing until they are near, nor tables
+  // until they are opened.
+  const show = (box) => {
+    for (const one of box.querySelectorAll(":scope > noscript")) one.outerHTML = one.textContent;
   };
   const near = new IntersectionObserver((seen) => {
     for (const one of seen) if (one.isIntersecting) show(one.target);
   }, { rootMargin: "50%" });
-  const figures = [...document.querySelectorAll("figure")];
-  for (const one of figures) near.observe(one);
+  const boxes = [...document.querySelectorAll("figure, details")];
+  for (const one of boxes) {
+    if (one.tagName === "FIGURE") near.observe(one);
+    else one.addEventListener("toggle", () => show(one));
+  }
 
   let opened = [];
   addEventListener("beforeprint", () => {
-    figures.forEach(show);
+    boxes.forEach(show);
     opened = [...document.querySelectorAll("details:not([open])")];
     for (const one of opened) one.open = true;
   });

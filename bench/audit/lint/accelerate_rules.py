@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from bench.audit.lint import deepspeed_rules, hugging_face, keys, proof
+from bench.audit.lint import deepspeed_rules, hugging_face_rules, keys, proof
 from bench.audit.lint.arithmetic import batches_per_epoch, windows_of
 from bench.audit.lint.deepspeed_rules import Config
 from bench.audit.lint.known import Options
@@ -62,7 +62,7 @@ def _deepspeed(
     yield from keys.ignored(inner, "deepspeed_config", "accelerate launch")
     named = inner.at("deepspeed_config_file")
     own = deepspeed_rules.part_of(named)
-    arguments = None if trainer is None else hugging_face.read(trainer, options)
+    arguments = None if trainer is None else hugging_face_rules.read(trainer, options)
     if own is None:
         engine, accumulate = _engine(inner), inner.at("gradient_accumulation_steps")
     else:
@@ -70,9 +70,9 @@ def _deepspeed(
         yield from deepspeed_rules.unknown(own)
         yield from _beside(section, inner, named)
     if arguments is not None:
-        yield from hugging_face.differs(accumulate, arguments.accumulate, "gradient_accumulation_steps")
+        yield from hugging_face_rules.differs(accumulate, arguments.accumulate, "gradient_accumulation_steps")
         clip = inner if own is None else own
-        yield from hugging_face.differs(clip.at("gradient_clipping"), arguments.clip, "max_grad_norm")
+        yield from hugging_face_rules.differs(clip.at("gradient_clipping"), arguments.clip, "max_grad_norm")
     elif own is not None and not accumulate.given:
         yield named.finding(
             "GAS02",

@@ -1,0 +1,78 @@
+"""Hugging Face's Trainer in scenarios."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.audit.job import trust_own_classes
+from bench.audit.scenario import Fault, Reduction, Split
+from bench.backends.accelerate import FSDP2
+from bench.backends.base import Job
+from bench.backends.hugging_face import HuggingFaceTrainer
+from bench.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class AuditedHuggingFace(HuggingFaceTrainer):
+    """Hugging Face's Trainer, told of epochs and limits. Its checkpoints are those that it writes after an update."""
+
+    def train(self, job: Any) -> None:
+        scenario, self.job = job.scenario, job
+        if len(scenario.accumulate) > 1:
+            raise UnsupportedError("the Trainer has one N for the whole training")
+        if scenario.epochs and scenario.max_steps:
+            raise UnsupportedError("the Trainer has one end: max_steps overrides num_train_epochs")
+        if scenario.fault is Fault.VALIDATION:
+            raise UnsupportedError("the Trainer evaluates after an update, not within a window")
+        self.counts_labels = scenario.reduction in {Reduction.COUNTED, Reduction.COUNTED_PER_RANK}
+        super().train(job)
+
+    def arguments(self, job: Job) -> dict[str, Any]:
+        scenario, found = self.job.scenario, super().arguments(job)
+        if "deepspeed" in self.requires and (n := scenario.engine_accumulate):
+            found["deepspeed"]["gradient_accumulation_steps"] = n
+        return found | {
+            "average_tokens_across_devices": scenario.reduction is not Reduction.COUNTED_PER_RANK,
+            "max_steps": scenario.max_steps or -1,
+        }
+
+    def batches(self, job: Job) -> Any:
+        """A DataLoader, which the Trainer can begin in the middle, with labels for each token."""
+        from torch.utils.data import DataLoader
+
+        is_split = self.job.scenario.split is Split.FRAMEWORK
+        source = self.job.whole if is_split else self.job.loader
+
+        def collate(samples: list[int]) -> dict[str, Tensor]:
+            batch = source.collate_fn(samples)
+            return {"batch": batch, "labels": batch.new_zeros(int(batch[:, 1].sum()))}
+
+        loader = DataLoader(source.dataset, batch_sampler=source.batch_sampler, collate_fn=collate)
+        return self.trainer.accelerator.prepare(loader) if is_split else loader
+
+    def scheduler(self, optimizer: Any, job: Any) -> Any:
+        return job.scheduler(optimizer)
+
+    def continue_training(self, job: Any) -> None:
+        self.job = job
+        self.trainer.args.num_train_epochs = (job.scenario.epochs or 1) - (0 if job.resume else job.first_epoch)
+        if job.resume:
+            if "deepspeed" in self.requires:
+                trust_own_classes()
+            self.trainer.args.output_dir = str(job.resume)
+        self.resumes = bool(job.resume)
+        super().continue_training(job)
+
+    def save(self, folder: Path, seen: int, accumulate: int) -> int:
+        import torch
+
+        self.trainer.args.output_dir = str(folder)
+        self.trainer._save_checkpoint(self.trainer.model_wrapped, trial=None)
+        if self.job.rank == 0 and self.wrapper == FSDP2:
+            for empty in folder.glob("*/optimizer.bin"):  # SGD has no state, which torch could not load
+                empty.unlink()
+        torch.distributed.barrier()
+        return 0  # the Trainer skips what it has trained on

@@ -1,0 +1,287 @@
+"""Accelerate's ``accumulate()`` with DDP, FSDP2 and DeepSpeed."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from bench.backends import deepspeed as ds
+from bench.backends import fsdp2, plain
+from bench.backends.base import BF16_PARAMETERS, Backend, Job
+from bench.errors import UnsupportedError
+from bench.plan.categories import Category
+from bench.plan.cell import Cell, Sharding, Stepping, Sync
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch import Tensor, nn
+
+DDP, FSDP2, DEEPSPEED = "DistributedDataParallel", "FSDPModule", "DeepSpeedEngine"
+"""What Accelerate may wrap a model in, by the name of the class."""
+_TYPES = {DDP: ("MULTI_CPU", "MULTI_GPU"), FSDP2: ("FSDP",), DEEPSPEED: ("DEEPSPEED",)}
+"""The values of ``Accelerator.distributed_type`` that go with them."""
+
+
+def set_up_state(job: Job, wrapper: str) -> None:
+    """Set up Accelerate's ``PartialState`` for the existing process group; call before every ``Accelerator``.
+
+    It first clears the singletons and variables of an earlier ``Accelerator`` in this process. On CUDA Accelerate then
+    finds device and group by itself. On the CPU it has public options for DDP (``cpu=True``) and for DeepSpeed (the
+    name of the group's backend), but knows no FSDP: beside an ``fsdp_plugin``, ``cpu=True`` trains DDP, and without it
+    nothing is reduced at all (accelerate/state.py: ``_prepare_backend`` and ``AcceleratorState``). There, and only
+    there, two methods are overridden: the ranks count as GPUs, while device and process group are the CPU's.
+    """
+    import torch
+    from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
+
+    class OnCPU(PartialState):  # type: ignore[misc]
+        def _prepare_backend(self, *args: Any, **kwargs: Any) -> tuple[str, DistributedType]:
+            return "gloo", DistributedType.MULTI_GPU
+
+        def set_device(self) -> None:
+            self.device = torch.device("cpu")
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    os.environ.pop("ACCELERATE_USE_FSDP", None)
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = str(wrapper == DEEPSPEED).lower()
+    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # or PartialState sets another number
+    if wrapper == DEEPSPEED:
+        ds.prepare()  # initializes its communication, or PartialState would
+    if job.device.type == "cuda":
+        PartialState()
+    elif wrapper == DDP:
+        PartialState(cpu=True)
+    elif wrapper == DEEPSPEED:
+        PartialState(backend="gloo")
+    else:
+        OnCPU()
+
+
+def check(accelerator: Accelerator, model: nn.Module, wrapper: str, job: Job) -> None:
+    """Raise RuntimeError unless the model is wrapped as asked and reduced over all ranks: Accelerate falls back."""
+    found = accelerator.distributed_type, accelerator.num_processes, type(model).__name__
+    is_wrapped = wrapper in {base.__name__ for base in type(model).__mro__}
+    if wrapper == DDP and job.world_size == 1 and job.device.type == "cuda":
+        raise UnsupportedError("Accelerate wraps no model in DDP on one GPU")
+    if found[0].name not in _TYPES[wrapper] or found[1] != job.world_size or not is_wrapped:
+        raise RuntimeError(f"Accelerate was to train {wrapper} on {job.world_size} ranks, but set up {found}")
+
+
+class Stream:
+    """A loader as the data set of a DataLoader that Accelerate can prepare, one item for each micro-batch of any rank.
+
+    A prepared DataLoader hands rank r every W-th item from r on (accelerate/data_loader.py: ``BatchSamplerShard``).
+    These are the rank's own micro-batches, in order.
+    """
+
+    def __init__(self, loader: Any, world_size: int) -> None:
+        self._loader, self._world_size = loader, world_size
+
+    def __len__(self) -> int:
+        return len(self._loader) * self._world_size
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index < self._world_size:  # an epoch begins
+            self._batches = iter(self._loader)
+        batch: Tensor = next(self._batches)
+        return batch
+
+
+class AccelerateBackend(Backend):
+    """The documented loop under ``accumulate()``. Subclasses choose the wrapper.
+
+    The loader is prepared too: Accelerate then fetches one micro-batch ahead, sees the end of an epoch and steps there,
+    but divides the loss by N in a smaller window as well. Clipping is by ``clip_grad_norm_``, which under DeepSpeed
+    only asks the engine for the norm.
+    """
+
+    stepping = Stepping.FLUSH
+    requires: ClassVar[tuple[str, ...]] = ("accelerate",)
+    wrapper: ClassVar[str]
+    sync_each_batch: ClassVar[bool] = False
+
+    def train(self, job: Job) -> None:
+        from accelerate import Accelerator
+        from accelerate.utils import GradientAccumulationPlugin
+
+        set_up_state(job, self.wrapper)
+        model = job.build()
+        self.accelerator = Accelerator(
+            device_placement=False,  # everything is on the device
+            mixed_precision="bf16" if job.bf16 else "no",
+            gradient_accumulation_plugin=GradientAccumulationPlugin(
+                num_steps=job.accumulate, sync_each_batch=self.sync_each_batch
+            ),
+            **self.plugin(job, model),
+        )
+        self.prepare(job, model)
+        self.continue_training(job)
+
+    def plugin(self, job: Job, model: nn.Module) -> dict[str, Any]:
+        """The argument of ``Accelerator`` that chooses the wrapper."""
+        return {}
+
+    def prepare(self, job: Job, model: nn.Module) -> None:
+        self.model, self.optimizer = self.accelerator.prepare(model, job.optimizer(model.parameters()))
+        check(self.accelerator, self.model, self.wrapper, job)
+
+    def continue_training(self, job: Job) -> None:
+        for batch in self.batches(job):
+            with self.accelerator.accumulate(self.model):
+                self.accelerator.backward(job.loss(self.model, batch))
+                if job.clip_norm and self.accelerator.sync_gradients:
+                    self.accelerator.clip_grad_norm_(self.model.parameters(), job.clip_norm)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+
+    def batches(self, job: Job) -> Any:
+        """The prepared loader of this rank's micro-batches."""
+        from torch.utils.data import DataLoader
+
+        stream: Any = Stream(job.loader, job.world_size)
+        return self.accelerator.prepare_data_loader(DataLoader(stream, collate_fn=operator.itemgetter(0)))
+
+
+class AccelerateDDP(AccelerateBackend):
+    """DDP under ``no_sync`` but in the last micro-batch of a window; on one rank, without ``no_sync``."""
+
+    name, framework = "accelerate-ddp", "Accelerate DDP"
+    not_fake = plain.NO_FAKE_DDP
+    sync, sharding = Sync.DEFERRED, Sharding.NONE
+    wrapper = DDP
+
+    def prepare(self, job: Job, model: nn.Module) -> None:
+        super().prepare(job, model)
+        plain.disable_runtime_statistics(self.model)
+
+    def full_parameters(self) -> Mapping[str, Tensor]:
+        return dict(self.model.module.named_parameters())
+
+    def settings(self) -> dict[str, Any]:
+        return dict(plain.DDP_SETTINGS)
+
+
+class AccelerateDDPEager(AccelerateDDP):
+    """``sync_each_batch=True``: every backward all-reduces."""
+
+    name = "accelerate-ddp-eager"
+    sync = Sync.EAGER
+    sync_each_batch = True
+
+
+class AccelerateFSDP2(AccelerateBackend):
+    """FSDP2, where ``accumulate()`` defers the reduction as under DDP (``set_requires_gradient_sync``).
+
+    Accelerate shards the blocks, and of a transformers model also the embedding, and final norm and head together
+    (accelerate/utils/fsdp_utils.py: ``fsdp2_prepare_model``). It does that by the addresses of parameters.
+    """
+
+    name, framework = "accelerate-fsdp2", "Accelerate FSDP2"
+    not_fake = "Accelerate finds the sharded parameters by the addresses of the old ones, which fake tensors lack"
+    sync, sharding = Sync.DEFERRED, Sharding.PARAMS
+    bf16_as = BF16_PARAMETERS
+    wrapper = FSDP2
+
+    def plugin(self, job: Job, model: nn.Module) -> dict[str, Any]:
+        import torch
+        from accelerate.utils import FullyShardedDataParallelPlugin
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        blocks = {type(block).__name__ for block in job.blocks(model)}
+        policy = MixedPrecisionPolicy()
+        if job.bf16:
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            reshard_after_forward=True,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=sorted(blocks),
+            mixed_precision_policy=policy,
+        )
+        return {"fsdp_plugin": plugin}
+
+    def full_parameters(self) -> Mapping[str, Tensor]:
+        return fsdp2.Gathered(self.model)
+
+    def holdings(self) -> Mapping[Category, Iterable[Tensor]]:
+        return fsdp2.holdings(self.model)
+
+    def settings(self) -> dict[str, Any]:
+        return {"reshard_after_forward": True, "reduce_dtype": "fp32"}
+
+
+class AccelerateFSDP2Eager(AccelerateFSDP2):
+    """FSDP2 with ``sync_each_batch=True``: every backward reduce-scatters."""
+
+    name = "accelerate-fsdp2-eager"
+    sync = Sync.EAGER
+    sync_each_batch = True
+
+
+class AccelerateDeepSpeedZero2(AccelerateBackend):
+    """Stage 2 with the configuration of ``deepspeed-zero2-eager``; only DeepSpeed clips, and divides the loss.
+
+    Accelerate tells the engine in every micro-batch whether the window is complete, and calls ``engine.step`` only
+    then, within ``Accelerator.backward``.
+    """
+
+    name, framework = "accelerate-deepspeed-zero2", "Accelerate DeepSpeed"
+    sync, sharding = Sync.EAGER, Sharding.GRADS
+    requires = ("accelerate", "deepspeed")
+    bf16_as = BF16_PARAMETERS
+    wrapper = DEEPSPEED
+    stage: ClassVar[int] = 2
+
+    @classmethod
+    def remark(cls, cell: Cell) -> str:
+        return ds.remark(cls.stage, cell)
+
+    def plugin(self, job: Job, model: nn.Module) -> dict[str, Any]:
+        from accelerate.utils import DeepSpeedPlugin
+
+        self.config = {**ds.zero_config(self.stage, job), "gradient_accumulation_steps": job.accumulate}
+        return {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=dict(self.config), zero3_init_flag=False)}
+
+    def prepare(self, job: Job, model: nn.Module) -> None:
+        masters = ds.initial_masters(model) if job.bf16 else {}
+        with ds.short_parameter_repr():
+            super().prepare(job, model)
+        if job.bf16:
+            ds.restore_masters(self.model.module, masters)
+
+    def __del__(self) -> None:
+        ds.release(getattr(self, "model", None))
+
+    def full_parameters(self) -> Mapping[str, Tensor]:
+        return ds.gather(self.model.module)
+
+    def reported(self) -> dict[str, int]:
+        return {"engine.global_steps": self.model.global_steps}
+
+    def holdings(self) -> Mapping[Category, Iterable[Tensor]]:
+        return ds.holdings(self.model)
+
+    def settings(self) -> dict[str, Any]:
+        return self.config
+
+
+class AccelerateDeepSpeedZero3(AccelerateDeepSpeedZero2):
+    """Stage 3."""
+
+    name = "accelerate-deepspeed-zero3"
+    not_compiled = ds.NO_COMPILED_STAGE3
+    sharding = Sharding.PARAMS
+    stage = 3
+
+
+BACKENDS: tuple[type[Backend], ...] = (
+    AccelerateDDP,
+    AccelerateDDPEager,
+    AccelerateFSDP2,
+    AccelerateFSDP2Eager,
+    AccelerateDeepSpeedZero2,
+    AccelerateDeepSpeedZero3,
+)
