@@ -99,7 +99,8 @@ def row(what: str, status: int, folder: Path) -> list[str]:
     good = sum(record["status"] == Status.OK for record in records)
     entry = next(one for one in manifest["matmul"] if one["num_nodes"] == 2)
     measured = bus_rate(entry["links"][-len(PASSES)], entry["world_size"]) / 1e6 if entry["links"] else None
-    times = {record["cell"]["backend"]: _median(record) for record in records if not record["cell"]["twin"]}
+    own = [record for record in records if not record["cell"]["twin"] and record["cell"]["ranks_per_node"] == 2]
+    times = {record["cell"]["backend"]: _median(record) for record in own}
     return [
         what,
         f"{good} of {len(records)}",

@@ -1,7 +1,7 @@
 """Hosts without a cluster: network namespaces of this machine, joined by links of any rate, under a real Slurm.
 
 Needs root, and Debian's packages iproute2, slurm-wlm and munge. Each host is a network namespace with the interface
-eth0 and an address of its own, and a name of its own. All are on a bridge in one more namespace, so nothing of the
+eth0 and an address, a name and cores of its own. All are on a bridge in one more namespace, so nothing of the
 machine's own network is touched. ``tc tbf`` limits what each host sends. Everything is removed at the end.
 """
 
@@ -63,6 +63,13 @@ class Rig:
 
     def address(self, host: str) -> str:
         return f"10.77.0.{self.hosts.index(host) + 1}"
+
+    def cores(self, host: str) -> list[int]:
+        """The cores of a host, which no other one has while there are enough of them."""
+        every = sorted(os.sched_getaffinity(0))
+        share = max(1, len(every) // len(self.hosts))
+        first = self.hosts.index(host) * share % len(every)
+        return every[first : first + share]
 
     def inside(self, host: str, *command: str) -> list[str]:
         """The command on a host. (``ip netns exec`` would mount /sys anew, and slurmd could not find its cgroups.)"""
@@ -129,7 +136,7 @@ class Rig:
         key = folder / "munge.key"
         key.write_bytes(secrets.token_bytes(128))
         key.chmod(0o600)
-        each = f"CPUs={os.cpu_count()} RealMemory=1000 State=UNKNOWN"
+        each = f"CPUs={len(self.cores(first))} RealMemory=1000 State=UNKNOWN"
         nodes = [f"NodeName={h} NodeHostname={h} NodeAddr={self.address(h)} {each}" for h in self.hosts]
         text = SLURM.format(control=first, head=self.address(first), folder=folder, nodes="\n".join(nodes))
         (folder / "slurm.conf").write_text(text)
@@ -143,7 +150,8 @@ class Rig:
         until(lambda: self._states() == ["idle"] * len(self.hosts))
 
     def start_slurmd(self, host: str) -> None:
-        self._start(*self.inside(host, "slurmd", "-D", "-N", host, "-f", str(self.folder / "slurm.conf")))
+        pinned = ["taskset", "--cpu-list", ",".join(map(str, self.cores(host)))]
+        self._start(*self.inside(host, *pinned, "slurmd", "-D", "-N", host, "-f", str(self.folder / "slurm.conf")))
 
     def _start(self, *command: str) -> None:
         with (self.folder / "daemons.log").open("ab") as log:
