@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import socket
 import sys
 import time
 import uuid
@@ -46,7 +47,8 @@ class Launcher:
         self._device = device
         self._cold = cold
         self._others = others
-        self._own = Node(device, others.address if others else places.LOOPBACK, recorder)
+        name = f"node 0 ({socket.gethostname()})" if others else ""
+        self._own = Node(device, others.address if others else places.LOOPBACK, recorder, name)
 
     @property
     def _nodes(self) -> list[Node | RemoteNode]:
@@ -55,8 +57,11 @@ class Launcher:
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
             stack.callback(self._own.release)
-            for node in self._nodes:
-                self._cold = node.open(self._device) or self._cold
+            try:
+                for node in self._nodes:
+                    self._cold = node.open(self._device) or self._cold
+            except LostError as error:
+                raise LauncherError(str(error)) from error
             stack.pop_all()
         return self
 
@@ -194,9 +199,10 @@ class _Trial:
 
         number = min(sorted(self._reports), key=precedence)
         report = self._reports[number]
-        of = names[report.rank] if report.rank is not None else self._nodes[number].name
+        name = self._nodes[number].name
+        of = f"{names[report.rank]} " if report.rank is not None else f"{name}: " * bool(name)
         return Ending(
-            failure=f"{of} {report.failure}".strip(),
+            failure=of + report.failure,
             rank=report.rank,
             signal=report.signal,
             killed_for_memory=report.killed_for_memory,

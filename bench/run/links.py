@@ -30,7 +30,7 @@ WARM, TIMED = 2, 5
 """Collectives of each kind and size before those that are timed, and those; the rate is that of the median."""
 
 
-class Link(TypedDict):
+class TimedCollective(TypedDict):
     """The seconds of one operation: on one rank, or the most of all ranks."""
 
     op: str
@@ -39,17 +39,17 @@ class Link(TypedDict):
 
 
 class _Rank(TypedDict):
-    links: list[Link]
+    links: list[TimedCollective]
 
 
-def measure(world_size: int, device: torch.device) -> list[Link]:
+def measure(world_size: int, device: torch.device) -> list[TimedCollective]:
     """Time collectives of every kind and size on this rank, while all other ranks take part."""
     import torch
     import torch.distributed as dist
 
     from bench.measure.taps import clock_for
 
-    found: list[Link] = []
+    found: list[TimedCollective] = []
     for num_bytes in SIZES[device.type]:
         part = torch.zeros(max(1, num_bytes // 4 // world_size), device=device)
         whole = torch.zeros(len(part) * world_size, device=device)
@@ -67,15 +67,15 @@ def measure(world_size: int, device: torch.device) -> list[Link]:
                 call()
             heartbeat.beat()
             seconds = median(clock.intervals(marks)[WARM:])
-            found.append(Link(op=op, bytes=len(whole) * 4, seconds=seconds))
+            found.append(TimedCollective(op=op, bytes=len(whole) * 4, seconds=seconds))
     return found
 
 
-def merge(ranks: Sequence[Any]) -> list[Link]:
+def merge(ranks: Sequence[Any]) -> list[TimedCollective]:
     """The rows of all ranks of one group, as from ``measure``; the slowest rank counts. Raises ValueError."""
     checked = [fields.read(_Rank, {"links": rank})["links"] for rank in ranks]
     return [
-        Link(op=rows[0]["op"], bytes=rows[0]["bytes"], seconds=max(row["seconds"] for row in rows))
+        TimedCollective(op=rows[0]["op"], bytes=rows[0]["bytes"], seconds=max(row["seconds"] for row in rows))
         for rows in zip(*checked, strict=True)
     ]
 

@@ -9,7 +9,7 @@ from typing_extensions import TypedDict
 from bench.fields import Flag, Must, Natural, Number
 from bench.plan.cell import Cell
 from bench.plan.schedule import Look
-from bench.run.links import Link
+from bench.run.links import TimedCollective
 
 
 class _Matrix(TypedDict, total=False):
@@ -47,7 +47,7 @@ class _Machine(TypedDict, total=False):
 class _Products(TypedDict, total=False):
     world_size: Natural
     num_nodes: Natural
-    links: list[Link]
+    links: list[TimedCollective]
     threads: Natural
     flops_per_s: dict[str, list[Number]]
     reason: str

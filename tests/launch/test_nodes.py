@@ -123,6 +123,26 @@ def test_a_node_that_is_killed_costs_its_trials_until_it_comes_back(tmp_path: Pa
 
 
 @pytest.mark.timeout(900)
+def test_what_a_rank_of_the_other_node_does_is_told_with_its_node_and_its_stacks(tmp_path: Path) -> None:
+    with job(tmp_path) as (first, other):
+        first.write("f-raises", "f-exits-0", "f-sleeps")
+        follower, leader = other.start("run"), first.start(*RUN)
+        assert (leader.wait(), follower.wait()) == (BAD, GOOD), first.said("err")
+        found = {record["cell"]["backend"]: record for record in first.records}
+        rank = f"rank 1 on node 1 ({socket.gethostname()})"
+        assert found["f-raises"]["reason"].startswith(f"{rank}: ValueError: no such thing")
+        assert found["f-exits-0"]["reason"] == f"{rank} ended without a result"
+        hang = found["f-sleeps"]
+        assert (hang["status"], hang["reason"][:23], rank in hang["reason"]) == (
+            Status.HANG,
+            "no rank got on for 8 s ",
+            True,
+        )
+        (stacks,) = [path for path in hang["dumps"] if path.endswith("rank1.stacks")]
+        assert "in sleeps" in (first.folder / "run" / stacks).read_text()
+
+
+@pytest.mark.timeout(900)
 def test_a_follower_ends_when_its_leader_is_killed(tmp_path: Path) -> None:
     with job(tmp_path) as (first, other):
         first.write("ddp-eager", repeats=3)
