@@ -58,9 +58,9 @@ def digits(value: float) -> str:
     return f"{round(value, decimals):.{max(0, decimals)}f}"
 
 
-def alike(value: float, least: float) -> bool:
+def alike(one: float, other: float) -> bool:
     """Whether two sizes tie: their ratio, in the digits that are shown, is 1."""
-    return digits(value / max(least, 1)) == "1.000"
+    return digits(max(one, other) / max(min(one, other), 1)) == "1.000"
 
 
 TERMINAL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")

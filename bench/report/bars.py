@@ -19,10 +19,10 @@ from bench.judge.tables import rows_of
 from bench.plan.categories import PEAK, Category
 from bench.plan.cell import Cell
 from bench.report import sheet, style
-from bench.report.figure_data import CONTEXT, FACTS, MEMORY, FigureData, Panel, floats, most_extreme, twins
+from bench.report.figure_data import CONTEXT, FACTS, MEMORY, FigureData, Panel, floats, most_extreme, tied, twins
 from bench.report.sheet import Drawing, panel_grid
 from bench.report.style import GREY, SMALL, TINY, safe
-from bench.words import alike, plural, size, unit_of
+from bench.words import alike, plural, size, some, unit_of
 
 ROW, MANY_ROWS, TITLE_AND_AXIS = 0.2, 0.15, 0.34
 """Inches of a bar, of one among more than eight, and of the words above and below a panel."""
@@ -178,11 +178,19 @@ def _memory_title(cells: pd.DataFrame) -> str:
     if alike(float(most["live_bytes"]), float(least["live_bytes"])):
         alone = least["backend"] if len(good) == 1 else f"each of {plural(len(good), 'backend')}"
         return f"{where}, {alone} needs {size(float(least['live_bytes']))} per rank"
-    means = f"needs {float(most['live_bytes']) / float(least['live_bytes']):.2g}x the memory of {least['backend']}"
+    means = _times(good, "live_bytes", "need", "memory")
     away = pd.Series({str(name): float(most[str(name)]) - float(least[str(name)]) for name in Category})
     mostly = str(away.idxmax()).split("_")
     mostly = mostly[::-1] if "sharded" in mostly[-1] else mostly
-    return f"{where}, {most['backend']} {means}" + (f", mostly for {' '.join(mostly)}" if away.max() > 0 else "")
+    return f"{where}, {means}" + (f", mostly for {' '.join(mostly)}" if away.max() > 0 else "")
+
+
+def _times(good: pd.DataFrame, value: str, verb: str, what: str) -> str:
+    """How many times the least of cells in order the most is, and of which backends; those that tie are all named."""
+    least, most = float(good[value].iloc[0]), float(good[value].iloc[-1])
+    those = tied(good, value, most)
+    verb += "s" * (len(those) == 1)
+    return f"{some(those)} {verb} {most / least:.2g}x the {what} of {some(tied(good, value, least))}"
 
 
 def _where(cells: pd.DataFrame, cell: Any) -> str:
@@ -269,4 +277,4 @@ def _traffic_title(cells: pd.DataFrame) -> str:
     least, most = good.iloc[0], good.iloc[-1]
     if least[SENT] == most[SENT]:
         return f"{where}, a rank sends {size(least[SENT])} per step"
-    return f"{where}, {most['backend']} sends {most[SENT] / least[SENT]:.2g}x the bytes of {least['backend']}"
+    return f"{where}, {_times(good, SENT, 'send', 'bytes')}"

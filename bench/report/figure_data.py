@@ -238,8 +238,13 @@ def fastest(cells: pd.DataFrame) -> str:
 def leanest(cells: pd.DataFrame, column: str = "peak_memory_bytes") -> str:
     """The backends with the least memory, and how much that is."""
     least = float(cells[column].min())
-    names = [name for name, own in zip(cells["backend"], cells[column], strict=True) if alike(float(own), least)]
+    names = tied(cells, column, least)
     return f"{some(names)} {'needs' if len(names) == 1 else 'need'} the least memory ({size(least)})"
+
+
+def tied(cells: pd.DataFrame, column: str, value: float) -> list[str]:
+    """The backends of the cells that have this size."""
+    return [name for name, own in zip(cells["backend"], cells[column], strict=True) if alike(float(own), value)]
 
 
 def floats(values: pd.Series) -> Any:

@@ -6,6 +6,7 @@ probes of ``tests.studies.probes`` first. A claim whose measurement changes chan
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import sys
@@ -20,6 +21,8 @@ import pandas as pd
 import bench
 from bench.audit.conformance import ratios
 from bench.audit.semantics_page import GLOBAL_STEP, STRATEGY
+from bench.judge.formulas import expect, layout_of
+from bench.plan.cell import Cell
 from tests.conftest import ROOT
 
 DOCS, PROBES = ROOT / "docs" / "claims.md", ROOT / "docs" / "claims.json"
@@ -27,6 +30,9 @@ RUN = "results/cpu-new"
 TRUE, FALSE, OUTSIDE = "true", "false", "not measured here"
 Answer = tuple[str, str]
 """Verdict, and the numbers behind it in a sentence."""
+PACKAGES = ("torch", "lightning", "deepspeed", "transformers", "accelerate", "torchtitan")
+TITAN, TRAINER, ACCELERATE = "torchtitan-eager", "hf-trainer-ddp", "accelerate-ddp"
+HSDP = ("hsdp-eager", "hsdp-deferred-all-reduce", "hsdp-deferred")
 DIVIDED_TWICE, PLAIN, FIXED = "lightning-deepspeed-zero2", "lightning-ddp", "lightning-deepspeed-zero2-corrected"
 
 
@@ -291,6 +297,81 @@ def torchtitan(m: Measured) -> Answer:
     )
 
 
+def counts_updates(m: Measured) -> Answer:
+    updates, step = (m.updates("partial-window", TITAN), m.reported("partial-window", TITAN, "trainer.step"))
+    return holds(
+        updates == step,
+        f"Two epochs of 10 micro-batches at N = 4 are {updates} updates, and `trainer.step` is {step}: a step that is "
+        "cancelled for want of data is counted. The updates themselves have the right weight.",
+    )
+
+
+def all_reduce_alone(m: Measured) -> Answer:
+    weights = {name: set(m.weights("partial-window", name)) for name in HSDP}
+    cell = Cell(
+        backend="", accumulate=4, world_size=4, replicate=2, global_batch_size=16, sequence_length=8, model="135m"
+    )
+    layout = layout_of(cell)
+    assert layout is not None
+    calls, held = {}, {}
+    for name in HSDP:
+        due = expect(dataclasses.replace(cell, backend=name), layout)
+        assert due is not None
+        by_op = {row.op: row.calls // len(layout.units) for row in due.collectives}
+        calls[name] = f"{by_op['reduce_scatter']} and {by_op['all_reduce']}"
+        held[name] = due.held["gradients"] / due.held["parameters"]
+    counted = ", ".join(f"{calls[name]} under `{name}`" for name in HSDP)
+    return holds(
+        all(found == {1.0} for found in weights.values()),
+        f"Every update of the three modes has its right weight. With 2 x 2 ranks at N = 4, a window has so many "
+        f"reduce-scatters and all-reduces per unit: {counted}. Between micro-batches a rank holds "
+        f"{held[HSDP[1]]:.2g} times its parameter shard as gradients with the all-reduce deferred, and "
+        f"{held[HSDP[2]]:.2g} times with both deferred.",
+    )
+
+
+def items_in_batch(m: Measured) -> Answer:
+    across, per_rank, without = (
+        max(update["distortion"] for update in m.seen[name, TRAINER]["updates"])
+        for name in ("tokens-counted", "tokens-counted-per-rank", "tokens-mean")
+    )
+    condition = "if the model takes `num_items_in_batch`, and it is counted over all ranks"
+    exact = math.isclose(across, 1, rel_tol=1e-3) and without > 1.001
+    return (only(condition) if exact else FALSE), (
+        f"The largest factor by which a token's weight differs from that in the full batch is {across:.3g} then. It is "
+        f"{per_rank:.3g} with `average_tokens_across_devices=False`, and {without:.3g} if the model's forward takes no "
+        "such argument: then the Trainer averages means."
+    )
+
+
+def accumulates(m: Measured) -> Answer:
+    whole, partial = m.weights("divisible", ACCELERATE), m.weights("partial-window", ACCELERATE)
+    condition = "where N divides the micro-batches of an epoch"
+    return (only(condition) if set(whole) == {1.0} and min(partial) < 1 else TRUE), (
+        f"`accumulate()` divides by N in a smaller window too: at an epoch's end an update has {min(partial):g} of its "
+        "weight with 2 of 4 micro-batches, under DDP, FSDP2 and DeepSpeed alike."
+    )
+
+
+def steps_at_the_end(m: Measured) -> Answer:
+    prepared, own = m.seen["partial-window", ACCELERATE], m.seen["own-loader", ACCELERATE]
+    mixed = [sum(len(update["epochs"]) > 1 for update in one["updates"]) for one in (prepared, own)]
+    return (only("with a prepared loader") if mixed[1] > mixed[0] == 0 else TRUE), (
+        f"Two epochs of 10 micro-batches at N = 4 are {len(prepared['updates'])} updates with a loader that Accelerate "
+        f"prepared. With one's own they are {len(own['updates'])}, {mixed[1]} of them with samples of two epochs."
+    )
+
+
+def scheduler(m: Measured) -> Answer:
+    updates = m.updates("prepared-scheduler", ACCELERATE)
+    stands = m.reported("prepared-scheduler", ACCELERATE, "lr_scheduler.last_epoch")
+    return holds(
+        stands == updates,
+        f"After {updates} updates on two ranks it stands at {stands}: Accelerate steps it W times per update, for "
+        "schedules that were written for one rank's number of batches.",
+    )
+
+
 def overlaps(m: Measured) -> Answer:
     return OUTSIDE, (
         "FSDP2 issues one reduce-scatter per block from the block's backward hook, so it can. Whether it is hidden is "
@@ -353,9 +434,17 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
     "FSDP2": (
         Claim("Deferred sync halves communication.", halves, REFERENCE),
         Claim("Deferred sync holds unsharded gradients.", unsharded, REFERENCE),
+        Claim("HSDP may defer the all-reduce alone.", all_reduce_alone, SUITE),
         Claim("torchtitan uses either.", torchtitan, SOURCE),
+        Claim("torchtitan's `step` counts optimizer steps.", counts_updates, SUITE),
         Claim("The reduce-scatter of a block overlaps with the next block.", overlaps, SOURCE),
         Claim("The loss must be scaled by 1/N.", scaled, PROBE),
+    ),
+    "Hugging Face": (
+        Claim("HF Trainer gives every token the weight that it has in the full batch.", items_in_batch, SUITE),
+        Claim("`accumulate()` takes care of the loss's division.", accumulates, SUITE),
+        Claim("Accelerate steps at the end of every epoch.", steps_at_the_end, SUITE),
+        Claim("A prepared scheduler steps once per update.", scheduler, SUITE),
     ),
     "In general": (Claim("Accumulation makes training more stable.", stable, PROBE),),
 }
@@ -364,7 +453,7 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
 def page(m: Measured) -> str:
     """The page in Markdown."""
     about = m.suite["about"]
-    versions = ", ".join(f"{name} {about['packages'][name]}" for name in ("torch", "lightning", "deepspeed"))
+    versions = ", ".join(f"{name} {about['packages'][name]}" for name in PACKAGES)
     rates = m.rates.iloc[0]
     evidence = {
         SUITE: f"`{' '.join(about['command'])}`: [semantics](semantics.md), with {versions}, on {about['date']}",
