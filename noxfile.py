@@ -108,6 +108,12 @@ def faults(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", requires=["install"])
+def hosts(session: nox.Session) -> None:
+    """Run the bench on two network namespaces under a real Slurm, and tell docs/hosts.md. Needs root and slurm-wlm."""
+    session.run("python", "-m", "tests.hosts", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["install"])
 def lint(session: nox.Session) -> None:
     """Check style, format, types, and what may import what."""
     session.run("ruff", "check")

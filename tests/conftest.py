@@ -20,7 +20,8 @@ import pytest
 from bench import cli
 from bench.backends.base import EXTRA_BACKENDS, registry
 from bench.judge import gates, tables
-from bench.launch.launcher import Launcher, _Server
+from bench.launch.launcher import Launcher
+from bench.launch.node import Node
 from bench.plan.cell import REFERENCES, SHARDED_REFERENCE, Device, Precision
 from bench.report import figures
 from bench.run.journal import Journal, read_manifest
@@ -263,30 +264,21 @@ def faulty_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return run_matrix(folder, backend=names, pythonpath=extra_site, BENCH_TEST_TOKEN="faulty")
 
 
-class EveryServer(_Server):
-    """A fork server that has imported all frameworks, and knows the backends of tests."""
+class OneServer(Node):
+    """A node with one fork server for all backends: it has imported all frameworks, and knows the backends of tests."""
 
-    def __init__(self) -> None:
-        super().__init__(Device.CPU, ("deepspeed", "lightning"), cold=False)
-
-    def start(self) -> None:
+    def start(self, packages: tuple[str, ...], *, cold: bool) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(EXTRA_BACKENDS, OWN)
-            super().start()
-
-
-class OneServer(dict[tuple[str, ...], _Server]):
-    """The launcher's fork servers, of which one does for all backends."""
-
-    def setdefault(self, packages: tuple[str, ...], server: _Server | None = None) -> _Server:  # type: ignore[override]
-        return super().setdefault((), EveryServer())
+            super().start(("deepspeed", "lightning"), cold=cold)
 
 
 @pytest.fixture(scope="session")
 def launcher() -> Iterator[Launcher]:
     """One launcher for all tests of a worker: its processes take ten seconds of CPU time to start."""
-    with Launcher(Device.CPU) as made:
-        made._servers = OneServer()
+    made = Launcher(Device.CPU)
+    made._own = OneServer(Device.CPU)
+    with made:
         yield made
 
 
@@ -296,7 +288,7 @@ class Lent:
     def __init__(self, launcher: Launcher) -> None:
         self.launcher = launcher
 
-    def __call__(self, device: Device, *, cold: bool = False) -> Self:
+    def __call__(self, device: Device, **options: Any) -> Self:
         return self
 
     def __enter__(self) -> Self:

@@ -346,7 +346,7 @@ def with_launcher(place: Place, script: Script | None = None) -> list[FakeLaunch
     """Let runs use a fake launcher and draw no plots; the launchers that will have been made."""
     made: list[FakeLauncher] = []
 
-    def launcher(device: Any, *, cold: bool = False) -> FakeLauncher:
+    def launcher(device: Any, **options: Any) -> FakeLauncher:
         made.append(FakeLauncher(script))
         return made[-1]
 

@@ -11,6 +11,7 @@ from bench.backends.base import Backend, installed_backends, registry
 from bench.commands.options import backend_names, duration, list_of, share, split_names
 from bench.errors import InputError
 from bench.launch import gpus as launch_gpus
+from bench.launch.nodes import Nodes
 from bench.plan import matrix as matrix_file
 from bench.plan.cell import Cell, Device, Precision
 from bench.plan.expand import expand, single_trial_ids
@@ -30,6 +31,7 @@ OPTIONS = {
     "clip_norm": "axes.clip_norm",
     "activation_checkpointing": "axes.activation_checkpointing",
     "compiled": "axes.compiled",
+    "ranks_per_node": "axes.ranks_per_node",
     "replicate": "axes.replicate",
     "repeats": "repeats",
     "max_repeats": "max_repeats",
@@ -85,6 +87,8 @@ def add_matrix_options(parser: argparse.ArgumentParser) -> None:
     words = "blocks keep their input alone, and are recomputed in the backward"
     several("--activation-checkpointing", _switches, "on|off", words)
     several("--compiled", _switches, "on|off", "compile each block with torch.compile")
+    words = "ranks on each of several nodes; by default the GPUs of a node are filled before those of the next"
+    several("--ranks-per-node", _integers, "R", words)
     words = "numbers of replicas of HSDP backends, each sharded over W / R ranks (default: 2)"
     several("--replicate", _integers, "R", words)
     add("--repeats", type=int, metavar="R", help="trials per cell; more only if --max-repeats allows")
@@ -138,8 +142,13 @@ class Planned:
     """Ids of the cells with a single trial."""
 
 
-def planned(arguments: argparse.Namespace, pretended: Sequence[Mapping[str, Any]] = ()) -> Planned:
-    """The matrix of the options and its cells, on this machine or on ``pretended`` GPUs. Raises InputError."""
+def planned(
+    arguments: argparse.Namespace, pretended: Sequence[Mapping[str, Any]] = (), others: Nodes | None = None
+) -> Planned:
+    """The matrix of the options and its cells, on this machine or on ``pretended`` GPUs. Raises InputError.
+
+    ``others`` are the other nodes of a job of several.
+    """
     from bench.forecast import fit
 
     matrix = _matrix(arguments, on_gpus=bool(pretended or launch_gpus.gpus()))
@@ -149,16 +158,19 @@ def planned(arguments: argparse.Namespace, pretended: Sequence[Mapping[str, Any]
     named = [part["axes.backend"] for part in matrix.parts]
     backends = registry([name for names in named for name in ([names] if isinstance(names, str) else names)])
     gpus = pretended or (launch_gpus.gpus() if matrix["device"] == Device.CUDA else [])
+    num_nodes = 1 + len(others.nodes) if others else 1
+    if gpus and others:
+        gpus = [*gpus, *(gpu for node in others.nodes for gpu in node.about["gpus"])]
     asked = matrix["axes.world_size"]
     if arguments.device == Device.CUDA and not (arguments.world_size or matrix["share_gpu"] or asked == "all") and gpus:
         # The matrix was written for the CPU, perhaps with more ranks than there are GPUs.
         fitting = [size for size in asked if size <= len(gpus)]
         matrix = matrix.override("axes.world_size", fitting or "all", "--device")
-    cells = expand(matrix, backends, len(gpus), installed_backends())
+    cells = expand(matrix, backends, len(gpus), installed_backends(), num_nodes)
     memory = [int(gpu["memory_bytes"]) for gpu in gpus if not arguments.try_all]
-    too_large = fit.too_large(cells, min(memory), len(gpus)) if memory else {}
+    too_large = fit.too_large(cells, min(memory), len(gpus) // num_nodes) if memory else {}
     cells = [cell for cell in cells if not cell.is_reference or cell.cell_id not in too_large]
-    return Planned(matrix, backends, gpus, cells, too_large, single_trial_ids(matrix, backends, len(gpus)))
+    return Planned(matrix, backends, gpus, cells, too_large, single_trial_ids(matrix, backends, len(gpus), num_nodes))
 
 
 def _matrix(arguments: argparse.Namespace, *, on_gpus: bool) -> Matrix:

@@ -6,14 +6,17 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from bench import files
+from bench import __version__, files
 from bench.backends.base import Backend
 from bench.commands.matrix_options import OPTIONS, add_matrix_options, planned
 from bench.errors import BAD, EXIT_STATUS, INTERRUPTED, InputError
-from bench.files import new_folder, plots_folder
+from bench.files import RESULTS, new_folder, plots_folder
 from bench.plan.cell import Cell, Device, summarize
+
+if TYPE_CHECKING:
+    from bench.launch.nodes import Nodes
 
 DESCRIPTION = (
     "Every trial trains one cell of the matrix. Trials run in blocks, each in seeded random order. After --repeats "
@@ -23,7 +26,8 @@ DESCRIPTION = (
 SIGNALS = (
     "Ctrl-C, SIGTERM and SIGHUP end the run and keep every finished trial; a second signal ends the current trial at "
     "once. A background shell ignores SIGINT, and nohup ignores SIGHUP: use SIGTERM there. --resume goes on after "
-    "these, and after a kill -9, a reboot or a full disk."
+    "these, and after a kill -9, a reboot or a full disk. On several hosts, start the same command once on each, with "
+    "srun, torchrun or another engine: docs/hosts.md."
 )
 
 
@@ -49,23 +53,62 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the matrix, or go on with a run; the exit status of its trials."""
+    from bench.launch import follower, places
+    from bench.launch.nodes import Nodes
+
+    place = places.here()
+    if place is None:
+        return _lead(arguments, None)
+    about = _about()
+    if not place.is_controller:
+        from bench.run.telemetry import Telemetry
+
+        return follower.follow(place, places.secret(), about, Telemetry())
+    if about["error"]:
+        raise InputError(f"node 0: {about['error']}")
+    with Nodes(place, places.secret(), about) as others:
+        others.gather()
+        return _lead(arguments, others)
+
+
+def _about() -> dict[str, Any]:
+    """What a node tells the controller: versions, which have to be equal, its GPUs, and why it cannot be used."""
+    from bench.launch import gpus as launch_gpus
+    from bench.launch import places
+    from bench.run import machine
+
+    gpus, error = launch_gpus.gpus(), ""
+    try:
+        places.check_interfaces()
+        if gpus:
+            _require_usable(gpus, RESULTS)
+    except InputError as found:
+        error = str(found)
+    code = machine.code({}, {})["bench"][:12]
+    versions = {"accumulation-bench": __version__, "its code": code, **machine.packages()}
+    return {"versions": versions, "gpus": gpus, "error": error, "fingerprint": machine.fingerprint()}
+
+
+def _lead(arguments: argparse.Namespace, others: Nodes | None) -> int:
+    """Run the matrix, or go on with a run, on this node and the others."""
     from bench.forecast import fit
     from bench.run import start
     from bench.run.journal import read_manifest
 
+    nodes = [node.about["fingerprint"] for node in others.nodes] if others else []
     if arguments.resume:
         folder = arguments.resume
         _refuse_beside_resume(arguments)
         # Read before the lock is taken: nothing is written to a folder that holds no run.
         backends = start.backends_of(folder, read_manifest(folder))
         with files.run_folder(folder, f"--resume {folder}"):
-            return _train(folder, start.reopen(folder, backends), backends, arguments)
+            return _train(folder, start.reopen(folder, backends, nodes), backends, arguments, others)
     if arguments.retry_failed:
         raise InputError("--retry-failed: works only with --resume RUN; add it")
-    plan = planned(arguments)
+    plan = planned(arguments, others=others)
     folder = arguments.out or new_folder(plan.matrix.name)
     start.require(folder, plan.cells, plan.matrix["repeats"], f"--out {folder}")
-    if plan.gpus:
+    if plan.gpus and others is None:
         _require_usable(plan.gpus, folder)
     with files.run_folder(folder, f"--out {folder}"):
         manifest = start.create(
@@ -77,8 +120,9 @@ def run(arguments: argparse.Namespace) -> int:
             once=plan.once,
             skipped=plan.too_large,
             peaks=fit.peaks(plan.cells),
+            nodes=nodes,
         )
-        return _train(folder, manifest, plan.backends, arguments)
+        return _train(folder, manifest, plan.backends, arguments, others)
 
 
 def _require_usable(gpus: Sequence[Mapping[str, Any]], folder: Path) -> None:
@@ -96,7 +140,11 @@ def _require_usable(gpus: Sequence[Mapping[str, Any]], folder: Path) -> None:
 
 
 def _train(
-    folder: Path, manifest: dict[str, Any], backends: dict[str, type[Backend]], arguments: argparse.Namespace
+    folder: Path,
+    manifest: dict[str, Any],
+    backends: dict[str, type[Backend]],
+    arguments: argparse.Namespace,
+    others: Nodes | None,
 ) -> int:
     """Run the trials that the journal lacks, and write the report."""
     from rich.console import Console
@@ -108,6 +156,7 @@ def _train(
     from bench.report.finish import finish
     from bench.report.progress import Display, JsonLines
     from bench.run import matmul, runner, start
+    from bench.run.telemetry import Telemetry
 
     cells = [Cell.from_dict(cell) for cell in manifest["cells"]]
     gpus = launch_gpus.gpus() if any(cell.device is Device.CUDA for cell in cells) else []
@@ -115,7 +164,7 @@ def _train(
     display = Display(Console(quiet=arguments.quiet), guesses, manifest)
     if arguments.json:
         display = JsonLines(guesses, manifest)
-    launcher = Launcher(cells[0].device, cold=manifest["cold"])
+    launcher = Launcher(cells[0].device, cold=manifest["cold"], others=others, recorder=Telemetry())
     work = runner.Runner(folder, manifest, backends, launcher, display, look, retry_failed=arguments.retry_failed)
     go_on = f"python -m bench run --resume {folder}"
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
@@ -19,9 +20,10 @@ from bench.judge.sides import IDLE_SHARE
 from bench.judge.standing import Standing, standing, widest
 from bench.judge.statistics import MARGIN, MIN_TRIALS
 from bench.judge.verdicts import Verdict, band
-from bench.plan.cell import REFERENCES, RankGroup, Status
+from bench.plan.cell import REFERENCES, Cell, RankGroup, Status
 from bench.plan.schedule import Ended
 from bench.run.journal import Journal
+from bench.run.machine import unlike_nodes
 from bench.run.record import warmup
 from bench.words import plural
 
@@ -29,7 +31,7 @@ TOLERANCE = 1e-9
 """Relative tolerance between a stored and a recomputed number."""
 IMBALANCE = 1.05
 """Ratio of the slowest to the median rank's step time from which a cell is reported."""
-EARLIER = {"replicate": 0, "group": RankGroup.WORLD}
+EARLIER = {"replicate": 0, "ranks_per_node": 0, "group": RankGroup.WORLD}
 """Columns that came later, with the value that they have for all runs from before."""
 NAMED = 3
 """Most cells named in one finding."""
@@ -217,6 +219,11 @@ def _surroundings(run: Run) -> Iterator[Finding]:
     slowed = trials[trials["clock_slowdowns"].fillna("") != ""]
     for reasons, rows in slowed.groupby("clock_slowdowns"):
         yield warning(topic, f"clocks were held down in {plural(len(rows), 'trial')}: {reasons}")
+    if others := run.manifest.get("nodes"):
+        unlike = list(unlike_nodes(run.manifest))
+        yield from (warning("nodes", text) for text in unlike)
+        if not unlike:
+            yield good("nodes", f"{1 + len(others)} nodes have the same hardware, packages and environment")
 
 
 def _samples(run: Run, records: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
@@ -243,6 +250,7 @@ def _samples(run: Run, records: Sequence[Mapping[str, Any]]) -> Iterator[Finding
         if apart and sorted(apart)[len(apart) // 2] > IMBALANCE:
             said["ranks"].append(
                 f"{label}: the slowest rank takes {sorted(apart)[len(apart) // 2]:.3g} x the median rank"
+                + _slowest_node(run.cells[str(cell_id)], [ranks[key] for key in keys if ranks.get(key)])
             )
     fine = {
         "drift": "no cell got faster or slower in the course of the run",
@@ -256,6 +264,15 @@ def _samples(run: Run, records: Sequence[Mapping[str, Any]]) -> Iterator[Finding
             yield warning(topic, "; ".join(texts[:NAMED]) + more)
         else:
             yield good(topic, fine[topic])
+
+
+def _slowest_node(cell: Cell, trials: Sequence[Sequence[Sequence[float]]]) -> str:
+    """The node of the rank that was the slowest in most trials, if the cell is on several nodes."""
+    if cell.num_nodes == 1:
+        return ""
+    slowest = Counter(max(range(len(ranks)), key=lambda rank: sum(ranks[rank])) for ranks in trials)
+    rank = slowest.most_common(1)[0][0]
+    return f" (mostly rank {rank}, on node {rank // cell.ranks_per_node})"
 
 
 def _farthest(values: Sequence[float]) -> float:

@@ -1,4 +1,4 @@
-"""Torch elastic's agent and rendezvous for one trial, on one machine.
+"""Torch elastic's agent and rendezvous for one trial, on one node.
 
 Torch's own agent polls the ranks every ``monitor_interval`` seconds: each poll of a long trial takes CPU time from a
 core that may be under measurement, and a short trial loses half an interval at its end. It also takes a rank that exits
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import signal
 import socket
-import uuid
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -27,7 +26,10 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from bench.launch import stragglers
 from bench.launch.outcome import written
+from bench.launch.part import Part
 
+JOIN_S = 60
+"""How long a node tries to reach the store of the first one, in seconds."""
 LOOK_S = 0.25
 """How often the agent looks at the ranks where torch does not expose anything to wait for."""
 
@@ -66,25 +68,23 @@ class Agent(LocalElasticAgent):
             return []
 
 
-def run(
-    rank_main: Callable[[str], None], payload: str, world_size: int, folder: str, start_method: str
-) -> dict[str, Any]:
-    """Run ``rank_main(payload)`` in ``world_size`` ranks and return what failed: the rank, its exit code or signal.
+def run(rank_main: Callable[[str], None], part: Part, rendezvous: Rendezvous, start_method: str) -> dict[str, Any]:
+    """Run ``rank_main`` in this node's ranks and return what failed: the rank, its exit code or signal.
 
     Their logs go into the folder. ``server`` sends the answer on. Without a failure, the answer says that a rank ended
-    without a result; that counts only if a result is missing.
+    without a result; that counts only if a result is missing. A failure with a ``rank`` lacks its name.
     """
     spec = WorkerSpec(
         role="rank",
-        local_world_size=world_size,
-        rdzv_handler=LoopbackRendezvous(),
+        local_world_size=part.num_ranks,
+        rdzv_handler=rendezvous,
         entrypoint=rank_main,
-        args=(payload,),
+        args=(part.payload,),
         max_restarts=0,
         monitor_interval=1e-3,  # the sleep before each wait, in seconds
-        local_addr=HOST,
+        local_addr=part.address,
     )
-    logs = DefaultLogsSpecs(log_dir=folder, redirects=Std.ALL)
+    logs = DefaultLogsSpecs(log_dir=part.folder, redirects=Std.ALL)
     agent = Agent(spec, logs, start_method=start_method)
     try:
         result = agent.run()
@@ -94,28 +94,30 @@ def run(
     if not exits:
         return {"failure": "a rank ended without a result"}
     # Of several, one that a signal ended, or that reported nothing, is why the others failed.
-    reported = written(Path(folder), world_size)
-    rank = min(exits, key=lambda rank: (exits[rank] >= 0, rank in reported))
+    first = part.ranks.start
+    reported = written(Path(part.folder), part.ranks)
+    rank = min(exits, key=lambda rank: (exits[rank] >= 0, first + rank in reported))
     code = exits[rank]
     if code < 0:
-        return {"failure": f"rank {rank} was ended by {stragglers.name(-code)}", "rank": rank, "signal": -code}
-    how = f"with exit code {code}" if code else "without a result"
-    return {"failure": f"rank {rank} ended {how}", "rank": rank}
+        return {"failure": f"was ended by {stragglers.name(-code)}", "rank": first + rank, "signal": -code}
+    return {"failure": f"ended with exit code {code}" if code else "ended without a result", "rank": first + rank}
 
 
-HOST = "127.0.0.1"
-
-
-class LoopbackRendezvous(StaticTCPRendezvous):
-    """A rendezvous of one node with itself, whose store listens on the loopback interface only.
+class Rendezvous(StaticTCPRendezvous):
+    """A rendezvous of nodes that are known beforehand. The store of the first listens on one address only.
 
     The ranks use this store too, so none of them opens another.
     """
 
-    def __init__(self) -> None:
-        listener = socket.socket()
-        listener.bind((HOST, 0))
-        listener.listen(socket.SOMAXCONN)
-        port = int(listener.getsockname()[1])
-        super().__init__(HOST, port, 0, 1, uuid.uuid4().hex, 0)
-        self._store = TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    def __init__(self, part: Part) -> None:
+        port, listener = part.port, None
+        if part.node == 0:
+            family = socket.AF_INET6 if ":" in part.address else socket.AF_INET
+            listener = socket.create_server((part.address, 0), family=family, backlog=socket.SOMAXCONN)
+            port = int(listener.getsockname()[1])
+        super().__init__(part.address, port, part.node, part.num_nodes, part.run_id, JOIN_S)
+        if listener is not None:
+            descriptor = listener.detach()
+            self._store = TCPStore(
+                part.address, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
+            )

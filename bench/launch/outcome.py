@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import signal
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,8 @@ class Outcome:
     """Last lines of the traceback, or of the log of a rank that reported nothing."""
     cold: bool | None = None
     """Whether the ranks started in new interpreters instead of the fork server; None if no rank was started."""
+    recordings: list[dict[str, Any] | None] = field(default_factory=list)
+    """What telemetry recorded of each node's GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,36 +59,36 @@ class Ending:
     """Whether to ignore the results and reports of the ranks."""
     killed_for_memory: str = ""
     """The counter of out-of-memory kills that went up meanwhile, in words; empty if none did."""
+    last_lines: Sequence[str] = ()
+    """The last lines that this rank wrote to its standard error."""
 
 
-def written(folder: Path, world_size: int) -> set[int]:
-    """The ranks that have written a result or a failure."""
-    return {rank for rank in range(world_size) if (folder / f"rank{rank}.json").exists()}
+def written(folder: Path, ranks: Iterable[int]) -> set[int]:
+    """Those of the ranks that have written a result or a failure."""
+    return {rank for rank in ranks if (folder / f"rank{rank}.json").exists()}
 
 
 def judge(
-    folder: Path, world_size: int, ending: Ending, wall_s: float, heard: Collection[int] | None = None
+    results: Sequence[dict[str, Any] | None], ending: Ending, wall_s: float, names: Sequence[str] = ()
 ) -> Outcome:
-    """Judge a trial by what its ranks wrote; ``ending`` counts only for ranks that wrote nothing.
+    """Judge a trial by what its ranks wrote, rank 0 first; ``ending`` counts only for ranks that wrote nothing.
 
-    A rank that crashes after it wrote its result (gloo is known to abort at exit) does no harm. ``heard`` are the ranks
-    that had written when the bench ended the trial: what others wrote later is an effect of that.
+    A rank that crashes after it wrote its result (gloo is known to abort at exit) does no harm. ``names`` are those of
+    the ranks, if they are on several nodes.
     """
     if ending.void:
-        heard = ()
-    heard = range(world_size) if heard is None else heard
-    results = [read(folder / f"rank{rank}.json") if rank in heard else None for rank in range(world_size)]
+        results = [None] * len(results)
     done = [result for result in results if result is not None and result["status"] == Status.OK]
-    if len(done) == world_size:
+    if len(done) == len(results):
         return Outcome(status=Status.OK, reason="", ranks=done, wall_s=wall_s)
     failed = [(rank, result) for rank, result in enumerate(results) if result is not None and result not in done]
-    silent = ending.rank is not None and ending.rank < world_size and results[ending.rank] is None
+    silent = ending.rank is not None and ending.rank < len(results) and results[ending.rank] is None
     if failed and not silent:  # else a rank that died silently before caused the failures of the others
         rank, result = min(failed, key=lambda item: (FAILURES.index(Status(item[1]["status"])), item[1]["time"]))
         traceback = result["traceback"]
         return Outcome(
             status=Status(result["status"]),
-            reason=f"rank {rank}: {result['reason']}",
+            reason=f"{names[rank] if names else f'rank {rank}'}: {result['reason']}",
             ranks=[],
             wall_s=wall_s,
             traceback=traceback,
@@ -95,13 +97,7 @@ def judge(
     status, reason = ending.status or Status.CRASHED, ending.failure or "a rank ended without a result"
     if ending.signal == signal.SIGKILL and ending.killed_for_memory:
         status, reason = Status.OOM, f"{reason}, by the kernel for want of memory ({ending.killed_for_memory})"
-    return Outcome(
-        status=status,
-        reason=reason,
-        ranks=[],
-        wall_s=wall_s,
-        last_lines=[] if ending.rank is None else _last_lines(folder, ending.rank),
-    )
+    return Outcome(status=status, reason=reason, ranks=[], wall_s=wall_s, last_lines=list(ending.last_lines))
 
 
 def read(path: Path) -> dict[str, Any] | None:
@@ -138,9 +134,9 @@ def _damaged(why: str) -> dict[str, Any]:
     return {"status": Status.CRASHED, "reason": reason, "traceback": "", "time": math.inf}
 
 
-def _last_lines(folder: Path, rank: int) -> list[str]:
-    """The last LAST_LINES lines of a rank's standard error."""
-    for path in folder.glob(f"*/attempt_*/{rank}/stderr.log"):
+def last_lines(folder: Path, local_rank: int) -> list[str]:
+    """The last LAST_LINES lines of the standard error of a rank, which counts from 0 on its node."""
+    for path in folder.glob(f"*/attempt_*/{local_rank}/stderr.log"):
         try:
             with path.open("rb") as file:
                 file.seek(max(0, path.stat().st_size - LAST_BYTES))

@@ -48,6 +48,8 @@ FAILED_LINGER_S = 2.0
 and whose memory the kernel still releases."""
 WAIT_S = 0.005
 """How often a finished rank checks whether the others are."""
+RESULTS = "bench/results"
+"""Key of the trial's store that counts the ranks with a result."""
 SHARED_GPU_GROUP = "cpu:gloo,cuda:gloo"
 """Backend of the process group. With plain ``gloo``, some versions of ``DeviceMesh`` also create an NCCL group."""
 
@@ -118,7 +120,7 @@ def live(folder: Path, work: Callable[[int], dict[str, Any]]) -> None:
 
     After an exception, write the failure there instead and end the process.
     """
-    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])  # work may change both
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # work may change both
     path = folder / f"rank{rank}.json"
     try:
         _prepare(folder, rank)
@@ -132,7 +134,7 @@ def live(folder: Path, work: Callable[[int], dict[str, Any]]) -> None:
         os._exit(1)
     _write(path, result)
     try:
-        _leave(folder, num_ranks)
+        _leave(num_ranks)
     except BaseException:
         # The result is safe. Torch's own error handler would send the agent a pickle in a file.
         traceback.print_exc()
@@ -191,12 +193,15 @@ def _number_gpus() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(numbers)
 
 
-def _leave(folder: Path, num_ranks: int) -> None:
-    """Destroy the process group once the results of all ranks are written: a crash here would end the others."""
+def _leave(num_ranks: int) -> None:
+    """Destroy the process group once all ranks, on all nodes, have results: a crash here would end the others."""
     import torch.distributed as dist
 
-    while not all((folder / f"rank{rank}.json").exists() for rank in range(num_ranks)):
-        time.sleep(WAIT_S)
+    if num_ranks > 1:
+        store = dist.distributed_c10d._get_default_store()
+        store.add(RESULTS, 1)
+        while store.add(RESULTS, 0) < num_ranks:
+            time.sleep(WAIT_S)
     dist.destroy_process_group()
 
 

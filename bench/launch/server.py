@@ -22,10 +22,17 @@ from typing import Any
 import psutil
 
 from bench.launch import stragglers
+from bench.launch.part import Part
+
+_scratch: list[str] = []
+"""The folder of the last trial, on all nodes but the first, whose folders lie in that of the run."""
 
 
 def serve(requests: int, replies: int, *, cold: bool) -> None:
-    """Read trials as JSON lines from one pipe, run each, and answer with a JSON line on the other pipe."""
+    """Read trials as JSON lines from one pipe and run each (``bench.launch.part.Part``).
+
+    Two JSON lines on the other pipe answer: the port of the trial's store when it listens, and what ended the trial.
+    """
     import multiprocessing
 
     from bench.launch import agent  # imports torch
@@ -44,10 +51,13 @@ def serve(requests: int, replies: int, *, cold: bool) -> None:
     _reply(replies, {"ready": True, "initialized_by": initialized_by})
     with os.fdopen(requests) as lines:
         for line in lines:
-            entry, world_size, folder, payload = json.loads(line)
-            module, _, function = entry.partition(":")
+            part = Part(**json.loads(line))
+            _scratch[:] = [part.folder] * (part.node > 0)
+            module, _, function = part.entry.partition(":")
             rank_main = getattr(importlib.import_module(module), function)
-            answer = agent.run(rank_main, payload, world_size, folder, start_method)
+            rendezvous = agent.Rendezvous(part)
+            _reply(replies, {"port": rendezvous.master_port})
+            answer = agent.run(rank_main, part, rendezvous, start_method)
             signal.signal(signal.SIGTERM, _end_quietly)  # torch elastic has replaced the handler
             # Torch elastic ends only the ranks; processes that they leave running would disturb the next trial.
             stragglers.kill(lambda: _descendants() - helpers)
@@ -81,7 +91,8 @@ def _end_with_parent(requests: int) -> None:
     poll.poll()
     with contextlib.suppress(OSError):
         stragglers.kill(lambda: stragglers.without_trackers(_descendants()))
-    shutil.rmtree(os.environ["BENCH_TMPDIR"], ignore_errors=True)
+    for folder in (os.environ["BENCH_TMPDIR"], *_scratch):
+        shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 

@@ -1,11 +1,13 @@
 """Watches a trial: limits of time, inactivity and output, and ranks that do not end.
 
-The bench's own process polls a few small files about twice a second, without disturbing the ranks.
+The bench's own process polls a few small files about twice a second, without disturbing the ranks. On other nodes their
+agents do, and send what they see.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,36 +37,85 @@ class EndReason:
     """Whether to dump the stacks of the ranks first."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sight:
+    """What is seen of the ranks of one node at one moment; plain JSON."""
+
+    counts: Sequence[int | None]
+    """Events of each rank; None before its first heartbeat."""
+    states: Sequence[str]
+    """Of each rank: empty, or why it cannot get on."""
+    written: Sequence[int]
+    """Ranks that have written a result or a failure."""
+    log_bytes: int
+
+
+class Ranks:
+    """The ranks of a trial on this node."""
+
+    def __init__(self, folder: Path, ranks: Sequence[int]) -> None:
+        self.folder, self.numbers = folder, ranks
+        self._processes: dict[int, psutil.Process | None] = {}
+        """Processes of the ranks that have started; None for one that ended before it was first looked up."""
+        self._logs: list[Path] = []
+
+    def look(self) -> Sight:
+        beats = {rank: heartbeat.read(self.folder, rank) for rank in self.numbers}
+        for rank, beat in beats.items():
+            if beat is not None and rank not in self._processes:
+                self._processes[rank] = find(beat.pid)
+        return Sight(
+            counts=[None if beat is None else beat.count for beat in beats.values()],
+            states=[self._state(rank) for rank in self.numbers],
+            written=sorted(written(self.folder, self.numbers)),
+            log_bytes=self.log_bytes(),
+        )
+
+    def _state(self, rank: int) -> str:
+        if rank not in self._processes:
+            return ""
+        process = self._processes[rank]
+        return "is stopped by a signal" if is_stopped(process) else "" if alive(process) else "has ended"
+
+    def log_bytes(self) -> int:
+        """Bytes that the ranks have written to their standard output and error."""
+        if len(self._logs) < 2 * len(self.numbers):
+            self._logs = list(self.folder.rglob("*.log"))
+        return sum(map(dumps.size, self._logs))
+
+    def dump(self) -> None:
+        """Make the ranks dump their stacks."""
+        dumps.ask(self.folder, self._processes)
+
+
 class Watch:
     """Watches one trial from its start. Call ``look`` about every ``interval_s`` seconds."""
 
-    def __init__(self, folder: Path, world_size: int, timeout_s: float, inactivity_s: float) -> None:
-        self._folder = folder
-        self._ranks = range(world_size)
+    def __init__(self, names: Sequence[str], timeout_s: float, inactivity_s: float) -> None:
+        self._names = names
         self._timeout_s = timeout_s
         self._inactivity_s = inactivity_s
         self._started = self._moved = time.monotonic()
-        self._counts: dict[int, int] = {}
-        self.ranks: dict[int, psutil.Process | None] = {}
-        """Processes of the ranks that have started, by rank; None for one that ended before it was first looked up."""
-        self._logs: list[Path] = []
+        self._counts: list[int | None] = [None] * len(names)
+        self._states: list[str] = []
         self._handed_over: float | None = None
         limits = [limit for limit in (timeout_s, inactivity_s) if limit]
         self.interval_s = min(POLL_S, *(limit / 4 for limit in limits))
 
-    def look(self) -> EndReason | None:
-        """The reason to end the trial; None if it may go on."""
+    def look(self, sights: Sequence[Sight]) -> EndReason | None:
+        """The reason to end the trial; None if it may go on. ``sights`` has the nodes in the order of their ranks."""
         now = time.monotonic()
-        self._read_beats(now)
-        return self.excessive_output() or self._overdue(now) or self._idle(now) or self._slow_exit(now)
-
-    def _read_beats(self, now: float) -> None:
-        for rank in self._ranks:
-            beat = heartbeat.read(self._folder, rank)
-            if beat is not None and self._counts.get(rank) != beat.count:
-                self._counts[rank], self._moved = beat.count, now
-                if rank not in self.ranks:
-                    self.ranks[rank] = find(beat.pid)
+        counts = [count for sight in sights for count in sight.counts]
+        self._states = [state for sight in sights for state in sight.states]
+        if counts != self._counts:
+            self._counts, self._moved = counts, now
+        num_written = sum(len(sight.written) for sight in sights)
+        return (
+            excessive(sum(sight.log_bytes for sight in sights))
+            or self._overdue(now)
+            or self._idle(now)
+            or self._slow_exit(now, num_written)
+        )
 
     def _overdue(self, now: float) -> EndReason | None:
         if now - self._started < self._timeout_s:
@@ -82,34 +133,18 @@ class Watch:
 
     def _rank_states(self) -> str:
         """The state of each rank, in brackets."""
-        if not self.ranks:
+        if not any(count is not None for count in self._counts):
             return " (no rank has begun)"
-        words = []
-        for rank in self._ranks:
-            if rank not in self.ranks:
-                words.append(f"rank {rank} has not begun")
-                continue
-            process = self.ranks[rank]
-            state = ", is stopped by a signal" if is_stopped(process) else "" if alive(process) else ", has ended"
-            words.append(f"rank {rank} after {self._counts[rank]} events{state}")
+        words = [
+            f"{name} has not begun" if count is None else f"{name} after {count} events{', ' * bool(state)}{state}"
+            for name, count, state in zip(self._names, self._counts, self._states, strict=True)
+        ]
         return f" ({'; '.join(words)})"
 
-    def excessive_output(self) -> EndReason | None:
-        """The reason to end the trial if its ranks wrote more than LOG_BYTES of logs.
-
-        Check again when the trial has ended, so that its status does not depend on when this was polled.
-        """
-        if len(self._logs) < 2 * len(self._ranks):
-            self._logs = list(self._folder.rglob("*.log"))
-        if sum(map(dumps.size, self._logs)) <= LOG_BYTES:
-            return None
-        reason = f"its ranks wrote more than {LOG_BYTES // 2**20} MiB to their standard output and error"
-        return EndReason(status=Status.CRASHED, reason=reason)
-
-    def _slow_exit(self, now: float) -> EndReason | None:
+    def _slow_exit(self, now: float, num_written: int) -> EndReason | None:
         """The reason to end the trial if its ranks do not end within LEAVING_S of their results."""
         if self._handed_over is None:
-            if len(written(self._folder, len(self._ranks))) == len(self._ranks):
+            if num_written == len(self._names):
                 self._handed_over = now
             return None
         if now - self._handed_over < LEAVING_S:
@@ -117,6 +152,13 @@ class Watch:
         reason = f"its ranks did not end within {LEAVING_S:g} s of their results{self._rank_states()}"
         return EndReason(status=Status.HANG, reason=reason, dump=True)
 
-    def dump(self) -> None:
-        """Make the ranks dump their stacks."""
-        dumps.ask(self._folder, self.ranks)
+
+def excessive(log_bytes: int) -> EndReason | None:
+    """The reason to end a trial whose ranks wrote more than LOG_BYTES of logs.
+
+    Check again when the trial has ended, so that its status does not depend on when this was polled.
+    """
+    if log_bytes <= LOG_BYTES:
+        return None
+    reason = f"its ranks wrote more than {LOG_BYTES // 2**20} MiB to their standard output and error"
+    return EndReason(status=Status.CRASHED, reason=reason)

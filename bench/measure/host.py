@@ -41,9 +41,9 @@ class _Reading:
 class HostLoad:
     """A context manager that measures this process; ``result`` is available afterwards.
 
-    ``result`` is plain JSON for ``merge``: ``wall_s``; ``cpus``, the numbers of the CPUs counted; their ``busy_cores``
-    and ``stolen_cores``; ``own_cores`` of all threads of this process without children. It is None without
-    ``/proc/stat``, and before the end.
+    ``result`` is plain JSON for ``merge``: ``wall_s``; ``kernel``, which tells machines apart; ``cpus``, the numbers of
+    the CPUs counted; their ``busy_cores`` and ``stolen_cores``; ``own_cores`` of all threads of this process without
+    children. It is None without ``/proc/stat``, and before the end.
     """
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
@@ -58,7 +58,14 @@ class HostLoad:
     def __exit__(self, *exc: object) -> None:
         end = self._read()
         if self._begin is not None and end is not None:
-            self.result = _between(self._begin, end)
+            self.result = {"kernel": self._kernel(), **_between(self._begin, end)}
+
+    def _kernel(self) -> str:
+        """The id that the kernel drew when it booted; empty if it is unknown (random(4))."""
+        try:
+            return (self._proc / "sys/kernel/random/boot_id").read_text().strip()
+        except OSError:
+            return ""
 
     def _read(self) -> _Reading | None:
         cpus = self._cpus()
@@ -106,21 +113,22 @@ def _between(begin: _Reading, end: _Reading) -> dict[str, Any]:
 def merge(ranks: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
     """Merge the ranks' results into ``num_cpus``, ``own_cores``, ``foreign_cores`` and ``stolen_cores``.
 
-    The bench's own watching processes count as foreign. None without ranks, or if one of them has no result.
+    The bench's own watching processes count as foreign. Ranks of several nodes that share a kernel, as containers do,
+    count as ranks of one. None without ranks, or if one of them has no result.
     """
     results = [rank for rank in ranks if rank is not None]
     if not results or len(results) < len(ranks):
         return None
     # Ranks on the same CPUs measured the same; pinned ranks measured their own CPUs.
-    groups: dict[tuple[int, ...], list[dict[str, Any]]] = {}
+    groups: dict[tuple[str, tuple[int, ...]], list[dict[str, Any]]] = {}
     for rank in results:
-        groups.setdefault(tuple(rank["cpus"]), []).append(rank)
+        groups.setdefault((rank.get("kernel", ""), tuple(rank["cpus"])), []).append(rank)
     busy, stolen = (
         sum(fmean(rank[name] for rank in group) for group in groups.values()) for name in ("busy_cores", "stolen_cores")
     )
     own = sum(rank["own_cores"] for rank in results)
     return {
-        "num_cpus": len({cpu for cpus in groups for cpu in cpus}),
+        "num_cpus": len({(kernel, cpu) for kernel, cpus in groups for cpu in cpus}),
         "own_cores": own,
         "foreign_cores": max(0.0, busy - own),
         "stolen_cores": stolen,

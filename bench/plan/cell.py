@@ -41,6 +41,7 @@ ADDED_FIELDS: dict[str, Any] = {
     "shared_gpu": False,
     "activation_checkpointing": False,
     "compiled": False,
+    "ranks_per_node": 0,
     "replicate": 0,
 }
 """Fields added after the first release, with the default that stands for the earlier behaviour."""
@@ -182,6 +183,8 @@ class Cell:
     activation_checkpointing: Flag = False
     """Whether blocks keep only their input and recompute their forward in the backward."""
     compiled: Flag = False
+    ranks_per_node: Natural = 0
+    """Ranks on each of several nodes; 0 if all are on one."""
     replicate: Natural = 0
     """R: replicas of the model, each sharded over W / R ranks (HSDP); 0 for backends that do not combine the two."""
 
@@ -208,6 +211,10 @@ class Cell:
         return self.world_size if self.world.has_all_ranks else 1
 
     @property
+    def num_nodes(self) -> int:
+        return self.world_size // self.ranks_per_node if self.ranks_per_node else 1
+
+    @property
     def micro_batch_size(self) -> int:
         """Samples per forward on one rank: B / (N x W)."""
         return self.global_batch_size // (self.accumulate * self.world_size)
@@ -230,8 +237,9 @@ class Cell:
     @property
     def label(self) -> str:
         """A short readable name: backend, N, W, precision, and whatever differs from the usual."""
-        mesh = f"W={self.world_size}" + f" R={self.replicate}" * bool(self.replicate)
-        named = f"{self.backend} N={self.accumulate} {mesh} {self.precision} {self.world.label}".rstrip()
+        ranks = f"W={self.world_size}" + f" ({self.num_nodes}x{self.ranks_per_node})" * (self.num_nodes > 1)
+        ranks += f" R={self.replicate}" * bool(self.replicate)
+        named = f"{self.backend} N={self.accumulate} {ranks} {self.precision} {self.world.label}".rstrip()
         named += " checkpointed" * self.activation_checkpointing + " compiled" * self.compiled
         return named + (f" (A/A {self.twin})" if self.twin else "")
 
@@ -268,6 +276,7 @@ class Cell:
             shared_gpu=False,
             activation_checkpointing=sharded,
             compiled=False,
+            ranks_per_node=self.ranks_per_node if sharded else 0,
             replicate=0,
         )
         if size is None:

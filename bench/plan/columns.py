@@ -133,6 +133,7 @@ _TRIALS: dict[str, Column] = {
         phrasing=("activations kept", "activations checkpointed"),
     ),
     "compiled": _flag("whether blocks are compiled", axis=Axis.WAY, phrasing=("not compiled", "blocks compiled")),
+    "ranks_per_node": _count("ranks", "0 if all are on one node", axis=Axis.WAY, phrasing=("one node", "{} per node")),
     "seed": _count("", "of the initial weights and of the tokens", axis=Axis.WORK, phrasing=("seed {}",)),
     "device": _text("cpu or cuda", axis=Axis.WORK),
     "device_name": _text("device of the first rank"),

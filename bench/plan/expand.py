@@ -26,21 +26,27 @@ TWIN = "again"
 """Label of the A/A twin."""
 
 
-def expand(matrix: Matrix, backends: Mapping[str, Candidate], num_gpus: int, offered: Iterable[str] = ()) -> list[Cell]:
+def expand(
+    matrix: Matrix, backends: Mapping[str, Candidate], num_gpus: int, offered: Iterable[str] = (), num_nodes: int = 1
+) -> list[Cell]:
     """The cells of a matrix and its groups without duplicates, references first.
 
     Cells in virtual worlds have no reference and come after the real ones; with ``virtual.alone`` there are no real
     ones. The A/A twin comes last: a copy of the baseline's cell with the most ranks and the largest N, taken from the
     matrix itself if it has one, otherwise from the first group that has one.
 
-    ``offered`` are names of further backends, for suggestions in errors.
+    ``num_gpus`` are those of all nodes, which have equally many. ``offered`` are names of further backends, for
+    suggestions in errors.
 
     Raises InputError for an unknown backend, model or workload, an optimizer without a learning rate, a batch not
     divisible by N x W or micro-batch x W, an HSDP mesh that does not fit W, an unusable corpus, more ranks than GPUs
-    unless they share them, no GPU to share, or a backend that cannot be virtual.
+    unless they share them, no GPU to share, a backend that cannot be virtual, or ranks that do not fit the nodes.
     """
-    parts = [_part_cells(part, backends, num_gpus, offered) for part in matrix.parts]
+    parts = [_part_cells(part, backends, num_gpus, offered, num_nodes) for part in matrix.parts]
     found = list(itertools.chain(*parts))
+    if (used := max((cell.num_nodes for cell in found), default=num_nodes)) < num_nodes:
+        place = matrix.place("axes.ranks_per_node")
+        raise InputError(f"{place}: no cell uses more than {used} of the {num_nodes} nodes; give fewer ranks per node")
     checked = [cell for cell in found if cell.world.has_values]
     cells = dict.fromkeys(cell.reference() for cell in checked)
     cells |= dict.fromkeys(cell for cell in [*checked, *found] if cell.backend != REFERENCE)
@@ -58,14 +64,14 @@ def expand(matrix: Matrix, backends: Mapping[str, Candidate], num_gpus: int, off
     return list(cells)
 
 
-def single_trial_ids(matrix: Matrix, backends: Mapping[str, Candidate], num_gpus: int) -> list[str]:
+def single_trial_ids(matrix: Matrix, backends: Mapping[str, Candidate], num_gpus: int, num_nodes: int = 1) -> list[str]:
     """Ids of the cells that run only one trial: groups with ``once``, and references on CUDA.
 
     A reference does the same in every trial, and on a GPU it may take longer than everything else.
     """
     found: dict[Cell, bool] = {}
     for part in matrix.parts:
-        for cell in _part_cells(part, backends, num_gpus, ()):
+        for cell in _part_cells(part, backends, num_gpus, (), num_nodes):
             found[cell] = found.get(cell, True) and part["once"]
     for cell in list(found):
         if cell.device is Device.CUDA and cell.world.has_values:
@@ -73,7 +79,9 @@ def single_trial_ids(matrix: Matrix, backends: Mapping[str, Candidate], num_gpus
     return [cell.cell_id for cell, alone in found.items() if alone]
 
 
-def _part_cells(matrix: Matrix, backends: Mapping[str, Candidate], num_gpus: int, offered: Iterable[str]) -> list[Cell]:
+def _part_cells(
+    matrix: Matrix, backends: Mapping[str, Candidate], num_gpus: int, offered: Iterable[str], num_nodes: int
+) -> list[Cell]:
     """The cells of a matrix without its groups, virtual worlds last. Raises as ``expand``."""
     chosen = _chosen(matrix, backends)
     for name in chosen:
@@ -87,7 +95,10 @@ def _part_cells(matrix: Matrix, backends: Mapping[str, Candidate], num_gpus: int
     if corpus != "markov":
         corpus = describe_file(Path(corpus), matrix["workload.sequence_length"] + 1, matrix.place("workload.corpus"))
     meshes = [(name, replicas) for name in chosen for replicas in _replicas(matrix, backends[name])]
-    real = _cells(matrix, meshes, corpus, world_sizes, virtual=False)
+    real = [
+        dataclasses.replace(cell, ranks_per_node=_ranks_per_node(matrix, cell, num_gpus, num_nodes))
+        for cell in _cells(matrix, meshes, corpus, world_sizes, virtual=False)
+    ]
     virtual = _cells(matrix, meshes, corpus, matrix["virtual.world_size"], virtual=True)
     if matrix["axes.backend"] != "all":
         for cell in virtual:
@@ -144,6 +155,8 @@ def _cells(
             replicate=replicas,
             **{field: type(ADDED_FIELDS[field])(value) for field, value in zip(more, way, strict=True)},
         )
+        if virtual:
+            cell = dataclasses.replace(cell, ranks_per_node=0)
         if cell.fits_mesh:
             cells.setdefault(cell.reference(sharded=True) if name == SHARDED_REFERENCE else cell)
         else:
@@ -226,6 +239,23 @@ def _check_sharing(matrix: Matrix, num_gpus: int) -> None:
             f"{matrix.place('axes.world_size')} is 'all', one rank per GPU; with {place} it must be a list of "
             "integers, such as --world-size 2,4"
         )
+
+
+def _ranks_per_node(matrix: Matrix, cell: Cell, num_gpus: int, num_nodes: int) -> int:
+    """Ranks on each node of a real cell; 0 if all are on one. Raises InputError if they do not fit."""
+    place, gpus = matrix.place("axes.ranks_per_node"), num_gpus // num_nodes
+    fills = cell.device is Device.CUDA and not cell.shared_gpu
+    found = cell.ranks_per_node or (gpus if fills else cell.world_size)
+    found = min(cell.world_size, found)
+    needed, rest = divmod(cell.world_size, found)
+    if rest:
+        raise InputError(f"{place}: {cell.world_size} ranks are not divisible by {found} on each node")
+    if needed > num_nodes:
+        here = f"this job has {num_nodes}"
+        raise InputError(f"{place}: {cell.world_size} ranks, {found} on each node, need {needed} nodes, and {here}")
+    if fills and found > gpus:
+        raise InputError(f"{place}: {found} ranks on a node need as many GPUs; each has {gpus}")
+    return found if needed > 1 else 0
 
 
 def _windows(matrix: Matrix, world_size: int, *, virtual: bool) -> list[tuple[int, int]]:

@@ -82,6 +82,11 @@ class AxesTable(MatrixTable):
     clip_norm: Annotated[list[Amount], SOME, Must("a list of positive numbers, or 0 for no clipping")] = [0.0]
     activation_checkpointing: Flags = [False]
     compiled: Flags = [False]
+    ranks_per_node: Annotated[
+        list[Natural],
+        SOME,
+        Must("a list of integers: ranks on each of several nodes, or 0 to fill the GPUs of a node before the next"),
+    ] = [0]
     replicate: Annotated[
         list[Annotated[int, Field(strict=True, ge=2)]], SOME, Must("a list of integers of at least 2: replicas of HSDP")
     ] = []

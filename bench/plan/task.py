@@ -88,6 +88,7 @@ class Task:
     """CPU threads per rank for operators."""
     seed: int = 0
     world: World = World.REAL
+    num_nodes: int = 1
 
     @property
     def num_processes(self) -> int:
@@ -123,8 +124,9 @@ class Spec(Task):
     device: Device = field(init=False)
     seed: int = field(init=False)
     world: World = field(init=False)
+    num_nodes: int = field(init=False)
 
     def __post_init__(self) -> None:
         cell = self.cell
         self.backend, self.device, self.seed = cell.backend, cell.device, cell.seed
-        self.world_size, self.world = cell.world_size, cell.world
+        self.world_size, self.world, self.num_nodes = cell.world_size, cell.world, cell.num_nodes

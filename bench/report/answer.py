@@ -262,7 +262,11 @@ def _scope(of: Material) -> str:
     cpu = any(cell.device is Device.CPU for cell in own)
     about = run.manifest.get("machine") or {}
     machine = cpu_name(about) if cpu else gpu_names(about)
-    link = "gloo over loopback" if cpu or any(cell.world.shares_gpus for cell in own) else "NCCL"
+    link = "NCCL"
+    num_nodes = max(cell.num_nodes for cell in own)
+    if cpu or any(cell.world.shares_gpus for cell in own):
+        link = "gloo" if num_nodes > 1 else "gloo over loopback"
+    link += f" between {num_nodes} nodes" * (num_nodes > 1)
     if all(cell.world_size == 1 for cell in own):
         one = "one process" if cpu else "one GPU"
         link = f"{one}, so no bytes move: times show host overhead and memory policy, not communication"

@@ -23,6 +23,7 @@ from bench.judge.statistics import Interval
 from bench.judge.verdicts import NEXT, Verdict, band
 from bench.plan.columns import AXES, WAYS
 from bench.report.material import machine_words
+from bench.run.machine import unlike_nodes
 from bench.words import bibtex, digits, markdown, plain, plural
 
 VERSIONS = ("torch", "lightning", "deepspeed", "transformers", "accelerate", "torchtitan", "numpy")
@@ -214,7 +215,9 @@ def _machine(manifest: Mapping[str, Any]) -> str:
     machine = manifest.get("machine") or {}
     drivers = dict.fromkeys(gpu["driver"] for gpu in machine.get("gpus") or [] if gpu.get("driver"))
     system = [str(machine["system"])] if machine.get("system") else []
-    return f"Machine: {', '.join([machine_words(manifest), *(f'driver {one}' for one in drivers), *system])}"
+    nodes = [f"node 0 of {1 + len(others)} nodes"] if (others := manifest.get("nodes")) else []
+    words = [machine_words(manifest), *(f"driver {one}" for one in drivers), *system, *nodes, *unlike_nodes(manifest)]
+    return f"Machine: {', '.join(words)}"
 
 
 def _versions(manifest: Mapping[str, Any]) -> str:

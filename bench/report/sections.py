@@ -25,6 +25,7 @@ from bench.report.bars import MIB, TOTAL, by_operation
 from bench.report.bars import by_cell as memory_by_cell
 from bench.report.material import Material
 from bench.report.rows import held_sentence
+from bench.run import links
 from bench.words import plural, size
 
 HERE = {
@@ -188,6 +189,8 @@ def communication(of: Material) -> PageSection:
         right, due = _matching(rows_of(counted))
         if due:
             sentences.append(f"{right} of {due} counts match their formula in calls and bytes.")
+    measured = [line for entry in of.run.manifest.get("matmul") or () for line in links.summary(entry)]
+    sentences += [f"Before the first trial, as nccl-tests defines it: {line}." for line in measured]
     return PageSection(
         key="communication",
         title="What do ranks communicate?",

@@ -10,7 +10,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -251,6 +251,8 @@ def git_state() -> dict[str, Any]:
     return {"commit": git("rev-parse", "HEAD"), "clean": None if status is None else not status}
 
 
+MOST_SAID = 3
+"""Most differences of a node that are said."""
 FINGERPRINT = ("machine", "packages", "torch_build", "environment")
 """Parts of the manifest that must be equal in two runs for their times to be comparable."""
 
@@ -262,6 +264,8 @@ def fingerprint() -> dict[str, Any]:
 
 
 NOT_STORED = "(not stored)"
+OF_ONE = re.compile(r"\.(uuid|mig|index|topology(\.\d+)?)$")
+"""Keys of the fingerprint that differ between any two machines."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -288,6 +292,16 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Changed]:
             if one != other:
                 found.append(Changed(key=key, a=one, b=other))
     return found
+
+
+def unlike_nodes(manifest: Mapping[str, Any]) -> Iterator[str]:
+    """For each node whose fingerprint differs from that of node 0: its number, and how they differ."""
+    for number, node in enumerate(manifest.get("nodes") or (), start=1):
+        changed = [one for one in differences(manifest, node) if not OF_ONE.search(one.key)]
+        words = [f"{one.key} is {one.b!r}, and {one.a!r} on node 0" for one in changed[:MOST_SAID]]
+        words += [f"{len(changed) - MOST_SAID} more"] * (len(changed) > MOST_SAID)
+        if words:
+            yield f"node {number}: {'; '.join(words)}"
 
 
 def _flat(value: Any, key: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing_extensions import TypedDict
 from bench.fields import Flag, Must, Natural, Number
 from bench.plan.cell import Cell
 from bench.plan.schedule import Look
+from bench.run.links import TimedCollective
 
 
 class _Matrix(TypedDict, total=False):
@@ -45,9 +46,18 @@ class _Machine(TypedDict, total=False):
 
 class _Products(TypedDict, total=False):
     world_size: Natural
+    num_nodes: Natural
+    links: list[TimedCollective]
     threads: Natural
     flops_per_s: dict[str, list[Number]]
     reason: str
+
+
+class _Node(TypedDict, total=False):
+    machine: _Machine
+    packages: dict[str, str]
+    torch_build: dict[str, str | None]
+    environment: dict[str, str]
 
 
 class _Predicted(TypedDict, total=False):
@@ -73,6 +83,7 @@ class Manifest(TypedDict, total=False):
     code: dict[str, str]
     git: _Git | None
     machine: _Machine | None
+    nodes: list[_Node]
     matmul: list[_Products]
     packages: dict[str, str] | None
     distributions: dict[str, str] | None

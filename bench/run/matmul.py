@@ -1,4 +1,4 @@
-"""The rate of matrix products on the devices of a run, measured once before its first trial and stored in run.json.
+"""The rates of matrix products and of collectives, measured once before a run's first trial and stored in run.json.
 
 Measured in a process group of its own, on as many ranks at once as the cells have, each with a cell's threads. It is a
 second reference for MFU: a datasheet's peak assumes clocks that a GPU under load does not keep, and CPUs have none.
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from bench.launch.outcome import Outcome
 from bench.plan.cell import REFERENCE, Cell, Device, Precision, Status
 from bench.plan.task import Task
-from bench.run import machine
+from bench.run import links, machine
 from bench.run.journal import write_manifest
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ PRODUCTS = {"cuda": 25, "cpu": 5}
 
 @dataclass(kw_only=True)
 class MatmulTask(Task):
-    """Times matrix products in each precision, on all ranks at once."""
+    """Times matrix products in each precision, on all ranks at once, and collectives between them."""
 
     work: ClassVar[str] = "bench.run.matmul:work"
 
@@ -54,7 +54,8 @@ def work(task: MatmulTask, rank: int, device: torch.device) -> dict[str, Any]:
     for precision in task.precisions:
         dist.barrier()
         rates[str(precision)] = matmul_rate(device, dtypes[precision])
-    return {"status": Status.OK, "flops_per_s": rates}
+    found = links.measure(task.world_size, device) if task.world_size > 1 else []
+    return {"status": Status.OK, "flops_per_s": rates, "links": found}
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
@@ -67,9 +68,9 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     from bench.measure.taps import clock_for
 
     kind = device.type
-    size, clock = SIZE[kind], clock_for(device)
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    product = torch.empty(size, size, device=device, dtype=dtype)
+    rows, clock = SIZE[kind], clock_for(device)
+    a, b = (torch.randn(rows, rows, device=device).to(dtype) for _ in range(2))
+    product = torch.empty(rows, rows, device=device, dtype=dtype)
     until = time.perf_counter() + WARM_S[kind]
     while time.perf_counter() < until:
         torch.mm(a, b, out=product)
@@ -79,7 +80,7 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     for _ in range(PRODUCTS[kind]):
         torch.mm(a, b, out=product)
         marks.append(clock.mark())
-    return 2 * size**3 / median(clock.intervals(marks))
+    return 2 * rows**3 / median(clock.intervals(marks))
 
 
 class _Launcher(Protocol):
@@ -87,39 +88,49 @@ class _Launcher(Protocol):
 
 
 def tasks(cells: Iterable[Cell], threads: int, folder: Path) -> list[MatmulTask]:
-    """One task for each number of ranks that cells are timed on, with the precisions of those cells.
+    """One task for each number of ranks and nodes that cells are timed on, with the precisions of those cells.
 
-    Leaves out the reference, virtual worlds and shared GPUs, whose speed is not reported. ``threads`` as in
+    Where cells have several ranks on each of several nodes, one is for the ranks of a single node. Leaves out the
+    reference, virtual worlds and shared GPUs, whose speed is not reported. ``threads`` as in
     ``machine.threads_per_rank``.
     """
-    wanted: dict[tuple[Device, int], dict[Precision, None]] = {}
+    wanted: dict[tuple[Device, int, int], dict[Precision, None]] = {}
     for cell in cells:
         if not cell.is_reference and cell.world.times_communication:
-            wanted.setdefault((cell.device, cell.world_size), {})[cell.precision] = None
+            wanted.setdefault((cell.device, cell.world_size, cell.num_nodes), {})[cell.precision] = None
+            if cell.ranks_per_node > 1:
+                wanted.setdefault((cell.device, cell.ranks_per_node, 1), {})[cell.precision] = None
     return [
         MatmulTask(
             world_size=world_size,
-            threads=machine.threads_per_rank(world_size, threads),
+            num_nodes=num_nodes,
+            threads=machine.threads_per_rank(world_size // num_nodes, threads),
             device=device,
             precisions=tuple(precisions),
-            folder=str((folder / f"matmul-{world_size}").resolve()),
+            folder=str((folder / f"matmul-{world_size}-{num_nodes}").resolve()),
         )
-        for (device, world_size), precisions in wanted.items()
+        for (device, world_size, num_nodes), precisions in wanted.items()
     ]
 
 
 def measure(cells: Iterable[Cell], threads: int, folder: Path, launcher: _Launcher) -> list[dict[str, Any]]:
     """The entries for run.json, one per task, with scratch files under ``folder``.
 
-    Keys: ``world_size``; ``threads``; ``flops_per_s``, the rates of the ranks by precision, rank 0 first; ``reason``,
-    why there are none, in which case MFU against them stays empty.
+    Keys: ``world_size``; ``num_nodes``; ``threads``; ``flops_per_s``, the rates of the ranks by precision, rank 0
+    first; ``links``, the seconds of collectives (``bench.run.links.merge``); ``reason``, why there are none, in which
+    case MFU against them stays empty.
     """
     found = []
     for task in tasks(cells, threads, folder):
         outcome = launcher.run(task, TIMEOUT_S)
         rates = _rates(outcome, task)
         reason = outcome.reason or ("" if rates else "a rank returned no rates")
-        found.append({"world_size": task.world_size, "threads": task.threads, "flops_per_s": rates, "reason": reason})
+        entry = {"world_size": task.world_size, "num_nodes": task.num_nodes, "threads": task.threads}
+        try:
+            seconds = links.merge([rank.get("links", []) for rank in outcome.ranks])
+        except ValueError as error:
+            seconds, reason = [], reason or f"a rank returned damaged rates: {error}"
+        found.append({**entry, "flops_per_s": rates, "links": seconds, "reason": reason})
     return found
 
 
@@ -155,8 +166,9 @@ def summary(entries: Iterable[Mapping[str, Any]]) -> list[str]:
     """One line of text per entry."""
     lines = []
     for entry in entries:
-        ranks = f"{entry['world_size']} rank" + "s" * (entry["world_size"] > 1)
+        ranks = links.ranks_of(entry)
         rates = [f"{sum(each) / 1e12:.3g} TFLOP/s in {name}" for name, each in entry["flops_per_s"].items()]
         what = " and ".join(rates) if rates else f"not known, so neither is MFU against it: {entry['reason']}"
         lines.append(f"matrix products on {ranks}: {what}")
+        lines += links.summary(entry)
     return lines

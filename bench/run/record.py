@@ -238,8 +238,6 @@ def _merge_times(times: list[dict[str, Any]]) -> dict[str, Any]:
     # There is one interval fewer than updates, hence the extra 1.
     merged["num_warmup"] = len(merged["warmup_seconds"]) + 1 + warmup(merged["step_seconds"])
     merged["host"] = host.merge([t["host"] for t in times])
-    merged["began"] = max((t["began"] for t in times if t["began"] is not None), default=None)
-    merged["ended"] = min(t["ended"] for t in times)
     merged["losses"] = [statistics.fmean(step) for step in zip(*(t["losses"] for t in times), strict=False)]
     merged["ranks_agree"] = len({(t["num_updates"], t["num_micro_batches"]) for t in times}) == 1
     if merged["cuda_memory"]:

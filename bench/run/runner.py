@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import shutil
@@ -25,7 +24,7 @@ from bench.plan.task import CUDA_PASSES, EXTRA_PASSES, Spec
 from bench.run import machine, start
 from bench.run.journal import Journal, write_manifest
 from bench.run.record import check, merge_ranks, wrong
-from bench.run.telemetry import Telemetry, summarize
+from bench.run.telemetry import summarize
 
 LOG_BYTES = 20_000
 """How much of the end of each rank's log is kept for a failed trial."""
@@ -78,7 +77,6 @@ class Runner:
         self._judge = judge
         self._retry_failed = retry_failed
         self._journal = Journal(folder)
-        self._telemetry = Telemetry()
         self._scratch = folder / "scratch"
         self._life = uuid.uuid4().hex[:8]
         """Makes names of trial folders unique: a rank that outlives a killed bench cannot write into another trial."""
@@ -254,10 +252,9 @@ class Runner:
             folder=str(folder.resolve()),
             reference=str(self._reference_file(cell).resolve()),
             corpus=self._corpus and str(Path(self._corpus).resolve()),
-            threads=machine.threads_per_rank(cell.num_processes, self._threads),
+            threads=machine.threads_per_rank(cell.num_processes // cell.num_nodes, self._threads),
         )
-        with self._telemetry if cell.device is Device.CUDA else contextlib.nullcontext():
-            return self._launcher.run(asked, self._timeout_s, self._inactivity_s)
+        return self._launcher.run(asked, self._timeout_s, self._inactivity_s)
 
     def _reference_file(self, cell: Cell) -> Path:
         return self._scratch / f"reference-{cell.reference().cell_id}.safetensors"
@@ -292,11 +289,8 @@ class Runner:
         if damage := wrong(outcome.ranks, passes):
             outcome.status, outcome.reason, outcome.ranks = Status.CRASHED, damage, []
         facts = merge_ranks(outcome.ranks) if outcome.ranks else {}
-        timed = facts.get("time")
-        if timed and trial.cell.device is Device.CUDA:
-            facts["gpus"] = summarize(
-                self._telemetry.recording, timed["began"], timed["ended"], facts.get("device_uuids", ())
-            )
+        if facts.get("time") and trial.cell.device is Device.CUDA:
+            facts["gpus"] = _gpus(outcome, facts.get("device_uuids", ()))
         return {
             **facts,
             "cell_id": trial.cell.cell_id,
@@ -326,6 +320,24 @@ class Runner:
         path.write_text("\n".join(parts))
         found = [f"{name}.{dump.name}" for dump in dumps.collect(folder, path.with_suffix(""))]
         return {"log": f"{name}.log"} | ({"dumps": found} if found else {})
+
+
+def _gpus(outcome: Outcome, uuids: Sequence[str]) -> dict[str, Any] | None:
+    """The GPUs of a good trial while its ranks timed their steps, by the clock of each node."""
+    found: list[dict[str, Any]] = []
+    num_ranks = len(outcome.ranks) // max(1, len(outcome.recordings))
+    for first, recording in zip(range(0, len(outcome.ranks), num_ranks), outcome.recordings, strict=False):
+        times = [rank["time"] for rank in outcome.ranks[first : first + num_ranks]]
+        began = max((time["began"] for time in times if time["began"] is not None), default=None)
+        ended = min(time["ended"] for time in times)
+        if summary := summarize(recording, began, ended, uuids[first : first + num_ranks]):
+            found.append(summary)
+    if not found:
+        return None
+    return {
+        "gpus": [gpu for summary in found for gpu in summary["gpus"]],
+        "notes": [note for summary in found for note in summary["notes"]],
+    }
 
 
 def _end_of(log: Path) -> str:

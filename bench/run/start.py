@@ -21,6 +21,7 @@ from bench.plan.models import SIZES, describe_file, sources
 from bench.plan.schedule import Schedule
 from bench.run import machine
 from bench.run.journal import JOURNAL, MANIFEST, SCHEMA_VERSION, UPGRADED, read_manifest, write_manifest
+from bench.words import plural
 
 
 def describe(backends: Mapping[str, type[Backend]]) -> dict[str, dict[str, str]]:
@@ -50,12 +51,13 @@ def create(
     once: Sequence[str] = (),
     skipped: Mapping[str, str] | None = None,
     peaks: Mapping[str, int] | None = None,
+    nodes: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """Start a run: create its folder and write its manifest. Raises InputError if the folder cannot be used.
 
     By cell id: cells in ``once`` get a single trial, ``skipped`` has reasons not to run a cell, and ``peaks`` has the
     predicted peaks of memory in bytes. The predictions are stored with the time, to show that they were made before
-    any measurement.
+    any measurement. ``nodes`` are the fingerprints of all nodes but this one.
     """
     if (folder / MANIFEST).exists() or (folder / JOURNAL).exists():
         raise InputError(f"--out {folder}: holds a run already; name another folder, or go on with --resume {folder}")
@@ -78,6 +80,7 @@ def create(
         "git": machine.git_state(),
         "distributions": machine.distributions(),
         **machine.fingerprint(),
+        **({"nodes": list(nodes)} if nodes else {}),
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -113,8 +116,10 @@ def backends_of(folder: Path, manifest: Mapping[str, Any]) -> dict[str, type[Bac
     return registry(names)
 
 
-def reopen(folder: Path, backends: Mapping[str, type[Backend]]) -> dict[str, Any]:
-    """The manifest of a run to resume. Raises InputError if the machine, the software or the code has changed.
+def reopen(
+    folder: Path, backends: Mapping[str, type[Backend]], nodes: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
+    """The manifest of a run to resume. Raises InputError if a machine, the software or the code has changed.
 
     Code is compared by content, not by commit: an installed package has no commit, and uncommitted changes count too.
     """
@@ -144,15 +149,13 @@ def reopen(folder: Path, backends: Mapping[str, type[Backend]]) -> dict[str, Any
             f"--resume {folder}: the code of the bench, of a backend or of the workload is not what it was when the "
             f"run began; trials of both do not belong in one run, so {back}, or start a new one"
         )
-    for name, now in machine.fingerprint().items():
-        then = manifest.get(name, now)
-        differing = sorted(key for key in now.keys() | then.keys() if now.get(key) != then.get(key))
-        if differing:
-            key = differing[0]
-            raise InputError(
-                f"--resume {folder}: {name} '{key}' was {then.get(key)!r} and is {now.get(key)!r}; timings of both do "
-                "not belong in one run, so start a new one"
-            )
+    needed = len(manifest.get("nodes") or ())
+    if needed != len(nodes):
+        begun = plural(1 + needed, "node")
+        raise InputError(f"--resume {folder}: was begun on {begun}, and this job has {1 + len(nodes)}; start as many")
+    _require_alike(manifest, machine.fingerprint(), f"--resume {folder}: ")
+    for number, node in enumerate(nodes, start=1):
+        _require_alike(manifest["nodes"][number - 1], node, f"--resume {folder}: on node {number}, ")
     values, cell = manifest["matrix"]["values"], cells[0]
     if cell.corpus != "markov":
         found = describe_file(Path(values["workload.corpus"]), cell.sequence_length + 1, f"--resume {folder}: corpus")
@@ -161,6 +164,19 @@ def reopen(folder: Path, backends: Mapping[str, type[Backend]]) -> dict[str, Any
                 f"--resume {folder}: the corpus was {cell.corpus} and is {found}; restore it, or start a new run"
             )
     return manifest
+
+
+def _require_alike(stored: Mapping[str, Any], found: Mapping[str, Any], place: str) -> None:
+    """Raise InputError if the fingerprint of a node is not the one that was stored."""
+    for name, now in found.items():
+        then = stored.get(name, now)
+        differing = sorted(key for key in now.keys() | then.keys() if now.get(key) != then.get(key))
+        if differing:
+            key = differing[0]
+            raise InputError(
+                f"{place}{name} '{key}' was {then.get(key)!r} and is {now.get(key)!r}; timings of both do "
+                "not belong in one run, so start a new one"
+            )
 
 
 def now() -> str:

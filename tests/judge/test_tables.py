@@ -69,6 +69,7 @@ def test_a_sound_trial_by_hand() -> None:
         "accumulate": 4,
         "world_size": 2,
         "replicate": 0,
+        "ranks_per_node": 0,
         "micro_batch_size": 2,
         "global_batch_size": 16,
         "sequence_length": 32,

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from bench.launch import agent
+from bench.launch.part import Part
 
 
 @pytest.fixture(autouse=True)
@@ -43,12 +44,26 @@ def act(task_json: str) -> None:
     os._exit(1)
 
 
+def run(task: str, num_ranks: int, folder: Path) -> dict[str, Any]:
+    """Run the ranks of a trial on one node."""
+    part = Part(
+        entry="",
+        payload=task,
+        folder=str(folder),
+        run_id="made",
+        num_ranks=num_ranks,
+        num_nodes=1,
+        address="127.0.0.1",
+    )
+    return agent.run(act, part, agent.Rendezvous(part), "spawn")
+
+
 @pytest.mark.parametrize(
     ("ranks", "answer"),
     [
-        ({"1": 7}, {"failure": "rank 1 ended with exit code 7", "rank": 1}),
-        ({"1": 0}, {"failure": "rank 1 ended without a result", "rank": 1}),
-        ({"1": -9}, {"failure": "rank 1 was ended by SIGKILL", "rank": 1, "signal": 9}),
+        ({"1": 7}, {"failure": "ended with exit code 7", "rank": 1}),
+        ({"1": 0}, {"failure": "ended without a result", "rank": 1}),
+        ({"1": -9}, {"failure": "was ended by SIGKILL", "rank": 1, "signal": 9}),
     ],
     ids=["exit", "silent", "signal"],
 )
@@ -57,7 +72,7 @@ def test_it_is_woken_by_the_end_of_a_rank_and_ends_the_others(
 ) -> None:
     monkeypatch.setattr(agent, "LOOK_S", 3600.0)
     task = json.dumps({"folder": str(tmp_path), **ranks})
-    assert agent.run(act, task, 2, str(tmp_path), "spawn") == answer
+    assert run(task, 2, tmp_path) == answer
     assert len(list(tmp_path.glob("*/attempt_0/*/stderr.log"))) == 2
 
 
@@ -82,11 +97,12 @@ def test_an_agent_that_looks_late_blames_the_rank_that_failed_first(
 
     monkeypatch.setattr(agent, "wait", late)
     task = json.dumps({"folder": str(tmp_path), **ranks})
-    assert agent.run(act, task, 2, str(tmp_path), "spawn")["failure"] == failure
+    found = run(task, 2, tmp_path)
+    assert f"rank {found['rank']} {found['failure']}" == failure
 
 
 def test_where_torch_hides_what_it_could_wait_for_it_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent.Agent, "_signs", lambda _: [])
-    answer = {"failure": "rank 0 ended with exit code 7", "rank": 0}
+    answer = {"failure": "ended with exit code 7", "rank": 0}
     task = json.dumps({"folder": str(tmp_path), "0": 7})
-    assert agent.run(act, task, 1, str(tmp_path), "spawn") == answer
+    assert run(task, 1, tmp_path) == answer

@@ -182,6 +182,7 @@ class Act:
     entry: ClassVar[str] = "acts:run"
     backend: str = "ddp-eager"
     num_processes: int = 2
+    num_nodes: ClassVar[int] = 1
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -318,7 +319,7 @@ def test_a_launcher_that_is_killed_is_told_and_replaced(launcher: Launcher, tmp_
     assert play(launcher, tmp_path, "end").status is Status.OK
     launcher_process().kill()  # between two trials
     assert play(launcher, tmp_path, "end").status is Status.OK
-    for server in launcher._servers.values():
+    for server in launcher._own._servers.values():
         shutil.rmtree(server._temporary)
     assert play(launcher, tmp_path, "end").status is Status.OK
     victim, joined = launcher_process(), tmp_path / "again" / "trial" / "joined1"
@@ -424,6 +425,6 @@ def test_a_package_that_initializes_cuda_is_not_forked_from(
             found = play(launcher, tmp_path, "end", backend=backend)
             assert (found.status, found.reason) == (Status.OK, "")
             cold.append(found.cold)
-        assert {server._cold for server in launcher._servers.values()} == {initializes}
+        assert {server.cold for server in launcher._own._servers.values()} == {initializes}
     assert cold == [False, initializes, initializes]
     assert capfd.readouterr().err.count("importing initializer initializes CUDA") == int(initializes)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bench.launch import outcome
-from bench.launch.outcome import Ending, judge
+from bench.launch.outcome import Ending, Outcome
 from bench.plan.cell import Status
 
 OK = {"status": "ok"}
@@ -25,6 +25,11 @@ def write(folder: Path, *results: Any) -> None:
         if result is not None:
             text = result if isinstance(result, bytes) else json.dumps(result).encode()
             (folder / f"rank{rank}.json").write_bytes(text)
+
+
+def judge(folder: Path, num_ranks: int, ending: Ending, wall_s: float) -> Outcome:
+    """Judge what ranks wrote into a folder."""
+    return outcome.judge([outcome.read(folder / f"rank{rank}.json") for rank in range(num_ranks)], ending, wall_s)
 
 
 @pytest.mark.parametrize(
@@ -53,19 +58,11 @@ def test_what_ended_it_from_outside_has_its_name(tmp_path: Path) -> None:
         assert (found.status, found.reason) == (status, "why")
 
 
-def test_what_is_said_after_a_trial_was_ended_does_not_count(tmp_path: Path) -> None:
-    write(tmp_path, OK)
-    heard = outcome.written(tmp_path, 2)
-    write(tmp_path, None, failure(reason="connection closed by peer"))
-    found = judge(tmp_path, 2, Ending(failure="why", status=Status.HANG), 1.0, heard)
-    assert (found.status, found.reason) == (Status.HANG, "why")
-
-
 @pytest.mark.parametrize("results", [(OK, OK), (OK, failure()), (failure("oom"), None), (None, None)])
 def test_an_end_that_voids_what_was_handed_over(tmp_path: Path, results: tuple[Any, ...]) -> None:
     write(tmp_path, *results)
     ended = {"failure": "its ranks wrote too much", "status": Status.CRASHED}
-    found = judge(tmp_path, 2, Ending(**ended, void=True), 1.0, heard={0, 1})
+    found = judge(tmp_path, 2, Ending(**ended, void=True), 1.0)
     assert (found.status, found.reason, found.ranks) == (Status.CRASHED, "its ranks wrote too much", [])
     sound = judge(tmp_path, 2, Ending(**ended), 1.0)
     assert (sound.status is Status.OK) == (results == (OK, OK)), "of others, what all handed over counts"

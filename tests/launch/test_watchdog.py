@@ -9,14 +9,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from bench.launch import dumps, watchdog
-from bench.launch.watchdog import Watch
+from bench.launch.watchdog import EndReason, Watch
 from bench.measure import heartbeat
 from bench.plan.cell import Status
 
@@ -58,8 +58,12 @@ class Ranks:
         while not all((beat := heartbeat.read(self.folder, r)) and beat.count for r in range(len(behaviours))):
             time.sleep(0.02)
 
-    def watch(self, timeout_s: float = 3000.0, inactivity_s: float = 0.0) -> Watch:
-        return Watch(self.folder, len(self.processes), timeout_s, inactivity_s)
+    def watch(self, timeout_s: float = 3000.0, inactivity_s: float = 0.0) -> Callable[[], EndReason | None]:
+        """Looks at the ranks, as those of two nodes."""
+        numbers = range(len(self.processes))
+        nodes = [watchdog.Ranks(self.folder, numbers[:1]), watchdog.Ranks(self.folder, numbers[1:])]
+        watch = Watch([f"rank {rank}" for rank in numbers], timeout_s, inactivity_s)
+        return lambda: watch.look([node.look() for node in nodes])
 
 
 @pytest.fixture
@@ -81,46 +85,46 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def test_ranks_that_do_not_get_on_hang(ranks: Ranks, clock: SimpleNamespace) -> None:
     ranks.start("wait_in_python", "wait_in_python")
-    watch = ranks.watch(timeout_s=600.0, inactivity_s=10.0)
-    assert watch.look() is None
+    look = ranks.watch(timeout_s=600.0, inactivity_s=10.0)
+    assert look() is None
     ranks.processes[0].send_signal(signal.SIGSTOP)
     os.waitpid(ranks.processes[0].pid, os.WUNTRACED)
     clock.now += 9
     with heartbeat.path_of(ranks.folder, 1).open("r+b") as file:
         file.write(struct.pack("=2Q", ranks.processes[1].pid, 2))
-    assert watch.look() is None
+    assert look() is None
     clock.now += 9
-    assert watch.look() is None, "one that gets on is enough: the others may wait for it"
+    assert look() is None, "one that gets on is enough: the others may wait for it"
     clock.now += 1
-    found = watch.look()
+    found = look()
     assert found is not None and (found.status, found.dump) == (Status.HANG, True)
     assert found.reason == (
         "no rank got on for 10 s (rank 0 after 1 events, is stopped by a signal; rank 1 after 2 events); raise "
         "--inactivity if it takes longer"
     )
     clock.now = 700.0
-    late = watch.look()
+    late = look()
     assert late is not None and late.status is Status.TIMEOUT and late.reason.startswith("not finished after 600 s")
 
 
 def test_ranks_that_handed_over_have_to_end(ranks: Ranks, clock: SimpleNamespace) -> None:
     ranks.start("wait_in_python", "wait_in_python")
-    watch = ranks.watch(timeout_s=600.0)
+    look = ranks.watch(timeout_s=600.0)
     for rank in range(2):
         (ranks.folder / f"rank{rank}.json").write_text("{}")
-        assert watch.look() is None
+        assert look() is None
         clock.now += watchdog.LEAVING_S
-    found = watch.look()
+    found = look()
     assert found is not None and "did not end within 30 s of their results" in found.reason
 
 
-def test_every_rank_tells_where_it_is(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_rank_tells_where_it_is(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dumps, "STACKS_S", 3000.0)
     ranks.start("wait_in_python", "wait_with_the_interpreter_locked", "wait_in_python")
     ranks.processes[2].send_signal(signal.SIGSTOP)
-    watch = ranks.watch()
-    watch.look()
-    watch.dump()
+    seen = watchdog.Ranks(tmp_path, range(3))
+    seen.look()
+    seen.dump()
     for rank, function in enumerate(("wait_in_python", "wait_with_the_interpreter_locked", "wait_in_python")):
         assert f"in {function}" in dumps.stacks_of(ranks.folder, rank).read_text()
 

@@ -49,7 +49,7 @@ def test_busy_stolen_and_own(proc: FakeProc) -> None:
         proc.cpus([16, 2, 6, 92, 3, 1, 1, 6, 5, 1], [22, 0, 6, 88, 0, 0, 0, 0, 0, 0])
     assert load.result is not None
     assert json.loads(json.dumps(load.result)) == load.result
-    assert load.result.pop("cpus") == [0, 1]
+    assert (load.result.pop("cpus"), load.result.pop("kernel")) == ([0, 1], "")
     assert load.result == pytest.approx(
         {
             "wall_s": 10.0,
@@ -93,6 +93,14 @@ def test_ranks_on_the_same_cpus_saw_the_same_load() -> None:
             "stolen_cores": 0.5,
         }
     )
+
+
+def test_nodes_are_told_apart_by_their_kernels() -> None:
+    """Two containers on one machine saw the same load; two machines saw one each, on CPUs of the same numbers."""
+    shared = merge([_rank(kernel="a"), _rank(kernel="a")])
+    apart = merge([_rank(kernel="a"), _rank(kernel="b")])
+    assert shared is not None and shared["num_cpus"] == 4 and shared["foreign_cores"] == pytest.approx(3.0 - 1.8)
+    assert apart is not None and apart["num_cpus"] == 8 and apart["foreign_cores"] == pytest.approx(6.0 - 1.8)
 
 
 def test_the_real_files_see_this_process() -> None:

@@ -46,6 +46,7 @@ OTHERS = {
     "activation_checkpointing": True,
     "compiled": True,
     "replicate": 2,
+    "ranks_per_node": 1,
 }
 COMMITTED = Path(__file__).parents[2] / "results" / "cpu-reference" / "trials.jsonl"
 
@@ -160,5 +161,6 @@ def test_cells_share_a_reference_only_if_they_train_the_same(name: str) -> None:
         "activation_checkpointing",
         "compiled",
         "replicate",
+        "ranks_per_node",
     )
     assert shares == (name in alike)

@@ -185,3 +185,15 @@ def test_the_code_is_told_by_its_content(monkeypatch: pytest.MonkeyPatch, tmp_pa
         machine.code({"b0": make_backend("b0")}, {})["b0"]
         == hashlib.sha256(Path(factories.__file__).read_bytes()).hexdigest()
     )
+
+
+def test_nodes_are_compared_without_what_is_each_ones_own() -> None:
+    def node(cpu: str, uuid: str, driver: str) -> dict[str, Any]:
+        about = {"cpu": cpu, "gpus": [{"uuid": uuid, "driver": driver, "name": "H100"}]}
+        return {"machine": about, "packages": {"torch": "2.13.0"}, "torch_build": {}, "environment": {}}
+
+    alike, unlike = node("EPYC", "GPU-2", "570.1"), node("Xeon", "GPU-3", "580.2")
+    assert list(machine.unlike_nodes(node("EPYC", "GPU-1", "570.1"))) == []
+    assert list(machine.unlike_nodes(node("EPYC", "GPU-1", "570.1") | {"nodes": [alike, unlike]})) == [
+        "node 2: machine.cpu is 'Xeon', and 'EPYC' on node 0; machine.gpus.0.driver is '580.2', and '570.1' on node 0"
+    ]

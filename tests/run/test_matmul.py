@@ -12,7 +12,7 @@ from bench.launch.launcher import Launcher
 from bench.launch.outcome import Outcome
 from bench.measure import taps
 from bench.plan.cell import Device, Precision, Status
-from bench.run import machine, matmul
+from bench.run import links, machine, matmul
 from bench.run.matmul import MatmulTask, matmul_rate, measure, summary, tasks
 from tests.factories import make_cell
 
@@ -47,6 +47,12 @@ def test_there_is_a_task_for_each_number_of_ranks(tmp_path: Path) -> None:
         make_cell(world_size=8, device=Device.CUDA, shared_gpu=True),
     ]
     two, four = tasks(cells, 0, tmp_path)
+    assert (two.num_nodes, four.num_nodes) == (1, 1)
+    spread = tasks([make_cell(world_size=4, ranks_per_node=2)], 0, tmp_path)
+    assert [(one.world_size, one.num_nodes, one.threads) for one in spread] == [
+        (4, 2, machine.threads_per_rank(2)),
+        (2, 1, machine.threads_per_rank(2)),
+    ]
     assert (two.world_size, two.precisions, two.device) == (2, (Precision.FP32, Precision.BF16), Device.CPU)
     assert (four.world_size, four.precisions) == (4, (Precision.FP32,))
     assert (two.threads, four.threads) == (machine.threads_per_rank(2), machine.threads_per_rank(4))
@@ -87,3 +93,25 @@ def test_ranks_of_a_real_process_group_are_timed(tmp_path: Path, launcher: Launc
     assert entry["reason"] == ""
     assert entry["flops_per_s"].keys() == {"fp32", "bf16"}
     assert all(len(rates) == 2 and min(rates) > 1e8 for rates in entry["flops_per_s"].values())
+    assert [row["op"] for row in entry["links"]] == [*links.PASSES] * len(links.SIZES["cpu"])
+    assert all(links.bus_rate(row, 2) > 1e5 for row in entry["links"])
+    assert len(summary([entry])) == 2
+
+
+def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
+    """By hand, from the examples of its doc/PERFORMANCE.md: an all-reduce sends twice what an all-gather does."""
+    row = {"op": "all_reduce", "bytes": 8e9, "seconds": 2.0}
+    assert links.bus_rate(row, 4) == 6e9
+    assert links.bus_rate(row | {"op": "reduce_scatter"}, 4) == 3e9
+    entry = {"world_size": 4, "num_nodes": 2, "links": [row | {"bytes": 2**20, "op": op} for op in links.PASSES]}
+    assert links.summary(entry) == [
+        "bus bandwidth between 4 ranks on 2 nodes, at 1.0 MiB: all-reduce 0.000786 GB/s, all-gather 0.000393 GB/s, "
+        "reduce-scatter 0.000393 GB/s"
+    ]
+
+
+def test_damaged_seconds_leave_their_reason(tmp_path: Path) -> None:
+    ranks = [{"status": "ok", "flops_per_s": {"fp32": 1e9}, "links": [{"op": "all_reduce"}]} for _ in range(2)]
+    outcome = Outcome(status=Status.OK, reason="", ranks=ranks, wall_s=1.0)
+    (entry,) = measure([make_cell()], 1, tmp_path, Answers(outcome))
+    assert entry["links"] == [] and entry["reason"].startswith("a rank returned damaged rates")

@@ -1,0 +1,97 @@
+"""Messages between the controller and the other nodes of a job: JSON over one TCP connection to each.
+
+Both ends prove that they know the job's secret before anything else is read: each answers the other's fresh random
+challenge by its HMAC (``multiprocessing.connection``). So nobody without the secret can hand a task to a node, which
+would run code there, or report results, or replay what was said before. The messages are not encrypted: whoever can
+change packets between the nodes can change them, as well as all that the ranks send each other over gloo, NCCL and
+torch's store, which know no secret. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import Any
+
+SILENT_S = 30.0
+"""After so long without a word a node counts as lost, and for a node so does the controller."""
+PING_S = 5.0
+"""How often the controller says that it is there."""
+HELLO_BYTES, MESSAGE_BYTES = 4096, 2**30
+"""Largest message before and after the proof."""
+
+
+class LostError(Exception):
+    """The other end is gone, or says nothing any more."""
+
+
+class SecretError(Exception):
+    """The other end has another secret."""
+
+
+class Channel:
+    """One end of a connection. ``multiprocessing.connection.wait`` can wait for it."""
+
+    def __init__(self, link: socket.socket) -> None:
+        link.settimeout(None)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            link.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(SILENT_S), 0))
+        self.own_address, self.address = str(link.getsockname()[0]), str(link.getpeername()[0])
+        self._connection = Connection(link.detach())
+        self._sending = threading.Lock()
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    def introduce(self, hello: dict[str, Any], secret: bytes) -> None:
+        """Say who this is, and prove it to the controller, who proves himself. Raises SecretError or LostError."""
+        self.send(hello)
+        self._prove(answer_challenge, deliver_challenge, secret)
+
+    def meet(self) -> dict[str, Any]:
+        """What the other end says of itself, before any proof. Raises LostError."""
+        return self._read(HELLO_BYTES)
+
+    def admit(self, secret: bytes) -> None:
+        """Let the other end prove itself, and prove it to him. Raises SecretError or LostError."""
+        self._prove(deliver_challenge, answer_challenge, secret)
+
+    def _prove(self, first: Any, second: Any, secret: bytes) -> None:
+        try:
+            first(self._connection, secret)
+            second(self._connection, secret)
+        except AuthenticationError as error:
+            raise SecretError(str(error)) from error
+        except (EOFError, OSError, ValueError, AssertionError) as error:
+            raise LostError(f"no proof: {error}") from error
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message. Raises LostError."""
+        try:
+            with self._sending:
+                self._connection.send_bytes(json.dumps(message).encode())
+        except OSError as error:
+            raise LostError(f"the connection to it broke ({error.strerror or error})") from error
+
+    def receive(self, timeout_s: float) -> dict[str, Any] | None:
+        """The next message; None if there is none within the time. Raises LostError."""
+        return self._read(MESSAGE_BYTES) if self._connection.poll(timeout_s) else None
+
+    def _read(self, most: int) -> dict[str, Any]:
+        try:
+            message = json.loads(self._connection.recv_bytes(most))
+        except EOFError as error:
+            raise LostError("its process ended") from error
+        except (OSError, ValueError, RecursionError) as error:
+            raise LostError(f"the connection to it broke ({error})") from error
+        if not isinstance(message, dict):
+            raise LostError("it does not speak as a bench does")
+        return message
+
+    def close(self) -> None:
+        self._connection.close()

@@ -1,0 +1,185 @@
+"""What ``bench run`` is on every node but the first: it runs its ranks of each trial as the controller says.
+
+It ends when the controller says so, or by itself when that is gone for ``SILENT_S``. It leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, Self
+
+from bench.backends.base import EXTRA_BACKENDS
+from bench.errors import BAD, GOOD, InputError
+from bench.launch import places
+from bench.launch.channel import SILENT_S, Channel, LostError, SecretError
+from bench.launch.node import Node, Recorder
+from bench.launch.nodes import ANSWER_S, JOIN_S
+from bench.launch.part import NodeReport, Part
+from bench.launch.places import Place
+from bench.plan.cell import Device
+
+SIGHT_S = 1.0
+"""How often it tells what it sees of its ranks."""
+RETRY_S = 0.5
+"""How often it tries to reach the controller."""
+FILE_BYTES = 2**20
+"""How much of the end of each log and dump travels to the controller."""
+
+
+def follow(place: Place, secret: bytes, about: Mapping[str, Any], recorder: Recorder | None = None) -> int:
+    """Join the job and do as the controller says; the exit status. Raises InputError if it cannot join."""
+    channel = _connect(place)
+    try:
+        channel.introduce({"node": place.node, "host": socket.gethostname()}, secret)
+        channel.send({**about, "num_nodes": place.num_nodes})
+        answer = channel.receive(ANSWER_S) or {}
+    except SecretError as error:
+        raise InputError(f"{places.SECRET}: node 0 at {channel.address} has another secret") from error
+    except LostError as error:
+        raise InputError(f"node 0 at {channel.address} did not let this node in ({error})") from error
+    if "welcome" not in answer:
+        raise InputError(str(answer.get("refused", f"node 0 at {channel.address} did not let this node in")))
+    print(f"bench: this is node {place.node} of {place.num_nodes}; node 0 at {channel.address} leads", file=sys.stderr)
+    with _Follower(channel, recorder) as follower:
+        try:
+            follower.serve()
+        except LostError as error:
+            print(f"bench: node {place.node} ends, since node 0 is gone: {error}", file=sys.stderr)
+            return BAD
+    return GOOD
+
+
+def _connect(place: Place) -> Channel:
+    """A connection to the controller, which may start later than this node."""
+    deadline = time.monotonic() + JOIN_S
+    while True:
+        try:
+            return Channel(socket.create_connection((places.address_of(place), place.port), timeout=RETRY_S * 10))
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise InputError(
+                    f"node {place.node} could not reach node 0 at {place.head} port {place.port} within {JOIN_S:g} s "
+                    f"({error.strerror or error}); is it started, and are MASTER_ADDR and MASTER_PORT its own?"
+                ) from error
+            time.sleep(RETRY_S)
+
+
+class _Follower:
+    """Runs the ranks of this node. As a context, it leaves no process and no file behind."""
+
+    def __init__(self, channel: Channel, recorder: Recorder | None) -> None:
+        self._channel = channel
+        self._recorder = recorder
+        self._node: Node | None = None
+        self._run_id = ""
+        """Of the trial whose ranks run here; empty while none does."""
+        self._folder = Path()
+        """Of that trial; if this process is killed, the launcher's process removes it."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        try:
+            if self._node is not None:
+                self._node.close()
+                self._node.release()
+        finally:
+            self._channel.close()
+            self._forget()
+
+    def serve(self) -> None:
+        """Do what the controller asks for until it says goodbye. Raises LostError if it is gone."""
+        heard, sight_at = time.monotonic(), 0.0
+        while True:
+            busy = [self._node.fileno()] if self._node is not None and self._run_id else []
+            wait([self._channel.fileno(), *busy], SIGHT_S)
+            while (message := self._channel.receive(0.0)) is not None:
+                heard = time.monotonic()
+                if message["do"] == "bye":
+                    return
+                if message["do"] != "ping":
+                    self._channel.send({"id": message["id"], **self._done(message)})
+            if time.monotonic() - heard > SILENT_S:
+                raise LostError(f"it has said nothing for {SILENT_S:g} s")
+            if self._node is not None and self._run_id:
+                report = self._node.poll()
+                if report is not None or time.monotonic() - sight_at > SIGHT_S:
+                    sight_at = time.monotonic()
+                    self._tell(self._node, report)
+
+    def _done(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Do what was asked; the answer, or the error."""
+        arguments = {name: value for name, value in message.items() if name not in ("do", "id")}
+        try:
+            return {"answer": getattr(self, f"do_{message['do']}")(**arguments)}
+        except Exception as error:
+            return {"error": str(error), "kind": type(error).__name__}
+
+    def do_open(self, device: str, backends: str) -> bool:
+        os.environ[EXTRA_BACKENDS] = backends
+        self._node = Node(Device(device), self._channel.own_address, self._recorder)
+        return self._node.open(Device(device))
+
+    def do_start(self, packages: list[str], *, cold: bool) -> None:
+        node = self._opened()
+        node.start(tuple(packages), cold=cold)
+        node.ready()
+
+    def do_begin(self, part: dict[str, Any]) -> None:
+        self._folder, self._run_id = Path(tempfile.mkdtemp(prefix="accumulation-bench-")), part["run_id"]
+        payload = json.dumps({**json.loads(part["payload"]), "folder": str(self._folder)})
+        self._opened().begin(Part(**{**part, "folder": str(self._folder), "payload": payload}))
+
+    def do_end(self, *, dump: bool) -> None:
+        if self._run_id:  # else its report is on the way
+            self._tell(self._opened(), self._opened().end(dump=dump))
+
+    def do_close(self) -> None:
+        self._opened().close()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Remove what the last trial wrote."""
+        if self._run_id:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._run_id = ""
+
+    def _opened(self) -> Node:
+        if self._node is None:
+            raise LostError("it was not opened")
+        return self._node
+
+    def _tell(self, node: Node, report: NodeReport | None) -> None:
+        """Tell what is seen of the ranks, and report if they have ended."""
+        self._channel.send({"sight": dataclasses.asdict(node.look()), "run_id": self._run_id})
+        if report is None:
+            return
+        if not report.is_good:
+            report.files = {str(path.relative_to(self._folder)): _end_of(path) for path in _kept(self._folder)}
+        self._channel.send({"report": dataclasses.asdict(report), "run_id": self._run_id})
+        self._forget()
+
+
+def _kept(folder: Path) -> list[Path]:
+    """The logs and dumps of a trial."""
+    paths = [*folder.rglob("*.log"), *folder.glob("rank*.stacks"), *folder.glob("flight-*")]
+    return [path for path in paths if path.is_file()]
+
+
+def _end_of(path: Path) -> str:
+    """The last FILE_BYTES of a file, in base 64."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - FILE_BYTES))
+        return base64.b64encode(file.read()).decode()

@@ -1,0 +1,159 @@
+"""The ranks of one node: its launcher's processes with their fork servers, and the part of a trial that they run.
+
+The bench's own process stays small and mostly asleep: it holds a ``Node`` and looks now and then at the ranks
+(``watchdog``). The launcher's process (``server``) imports torch, runs torch elastic's agent, and keeps a fork server
+whose children start with every framework imported. Its descendants can be told from other processes (``stragglers``),
+so a trial is ended by ending those, whatever state they are in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+from bench.launch import gpus, outcome, places
+from bench.launch.part import NodeReport, Part
+from bench.launch.process import LauncherProcess, environment_of
+from bench.launch.watchdog import Ranks, Sight
+from bench.plan.cell import Device, Status
+
+
+class ForkError(RuntimeError):
+    """A forked process could not use the device."""
+
+
+class Recorder(Protocol):
+    """Records the GPUs of a node during a trial, as plain JSON."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> dict[str, Any] | None: ...
+
+
+class Node:
+    """This node. Between ``open`` and ``release`` it locks the visible GPUs; ``close`` leaves no process behind.
+
+    Backends that need different packages get different fork servers, so that no trial runs in a process that imported
+    another framework: some replace functions of torch on import.
+    """
+
+    lost = ""
+
+    def __init__(
+        self, device: Device, address: str = places.LOOPBACK, recorder: Recorder | None = None, name: str = ""
+    ) -> None:
+        self.address, self.name = address, name
+        self._device = device
+        self._recorder = recorder if device is Device.CUDA else None
+        self._interface = places.interface_of(address)
+        self._servers: dict[tuple[str, ...], LauncherProcess] = {}
+        self._held = contextlib.ExitStack()
+        self._server: LauncherProcess
+        self._part: Part
+        self._ranks: Ranks
+        self._answer: dict[str, Any] | None = None
+
+    def open(self, device: Device) -> bool:
+        """Lock the GPUs against other benches; whether ranks can only start cold.
+
+        Raises InputError if another bench uses a GPU.
+        """
+        visible = gpus.gpus() if device is Device.CUDA else []
+        self._held.enter_context(gpus.hold_gpus([gpu["uuid"] for gpu in visible]))
+        # Torch counts MIG instances with CUDA instead of NVML, and a forked process cannot use CUDA after that.
+        return any("mig" in gpu for gpu in visible)
+
+    def release(self) -> None:
+        self._held.close()
+
+    def start(self, packages: tuple[str, ...], *, cold: bool) -> None:
+        """Start the launcher's process of these packages, unless it runs."""
+        if packages not in self._servers:
+            environment = environment_of(self._device, packages, self._interface)
+            self._servers[packages] = LauncherProcess(environment, cold=cold)
+        self._server = self._servers[packages]
+        self._server.start()
+
+    def ready(self) -> None:
+        """Wait until it has imported everything.
+
+        Raises LauncherError if it does not start, and ForkError if an import initialized CUDA.
+        """
+        by = self._server.ready()
+        if by and self._device is Device.CUDA:
+            raise ForkError(
+                f"importing {by} initializes CUDA here, and no forked process can use it then: "
+                "from now on every trial starts from a new interpreter, as with --cold, which takes some seconds more"
+            )
+
+    def begin(self, part: Part) -> int:
+        """Start the ranks of this part; the port of the trial's store."""
+        folder = Path(part.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        for stale in (*folder.glob("rank*"), *folder.rglob("*.log")):  # files of an earlier trial
+            stale.unlink()
+        if self._recorder:
+            self._recorder.start()
+        self._part, self._ranks, self._answer = part, Ranks(folder, part.ranks), None
+        self._kills, self._began = outcome.counters(), time.monotonic()
+        reply = self._server.ask(dataclasses.asdict(part)) or {"died": True}
+        if "port" not in reply:
+            self._answer = reply
+        return int(reply.get("port", 0))
+
+    def fileno(self) -> int:
+        """A file that becomes readable when the ranks have ended."""
+        return self._server.replies
+
+    def poll(self) -> NodeReport | None:
+        """The report, once the ranks have ended by themselves."""
+        self._answer = self._answer or self._server.wait(0.0)
+        return None if self._answer is None else self._report(self._answer)
+
+    def look(self) -> Sight:
+        return self._ranks.look()
+
+    def end(self, *, dump: bool) -> NodeReport:
+        """End the ranks now, after they have dumped their stacks if asked to."""
+        if dump:
+            self._ranks.dump()
+        self._server.close()
+        return self._report({"failure": ""})
+
+    def _report(self, answer: dict[str, Any]) -> NodeReport:
+        """The report of the ranks, after ending what has to end with them."""
+        part, folder = self._part, self._ranks.folder
+        report = NodeReport(results=[], failure=answer.get("failure", ""), rank=answer.get("rank"))
+        report.signal = answer.get("signal", 0)
+        if answer.get("died"):
+            report.failure, report.signal = self._server.death()
+            report.died_early = not any(folder.glob("rank*.beat"))
+        report.killed_for_memory = outcome.moved(self._kills, outcome.counters())
+        if answer.get("died") or answer.get("spent"):
+            self._server.close()
+        report.results = [self._result(rank) for rank in part.ranks]
+        if report.rank is not None:
+            report.last_lines = outcome.last_lines(folder, report.rank - part.ranks.start)
+        report.log_bytes = self._ranks.log_bytes()
+        if self._recorder:
+            report.recording = self._recorder.stop()
+        return report
+
+    def _result(self, rank: int) -> dict[str, Any] | None:
+        """What a rank wrote. The time of a failure counts from the begin of the trial: nodes have different clocks."""
+        result = outcome.read(self._ranks.folder / f"rank{rank}.json")
+        if result is not None and result["status"] != Status.OK:
+            result["time"] -= self._began
+        return result
+
+    def close(self) -> None:
+        """End every process; SIGTERM first, SIGKILL after a grace period."""
+        with contextlib.ExitStack() as every:  # all are closed, even if one fails or is interrupted
+            every.callback(self._servers.clear)
+            if self._recorder:
+                every.callback(self._recorder.stop)
+            for server in self._servers.values():
+                every.callback(server.close)

@@ -1,0 +1,289 @@
+"""The other nodes of a job, as the controller has them: who has joined, and what they report.
+
+On node 0 ``bench run`` is the controller; on each other node the same command follows it (``follower``). A node that is
+lost makes its trials ``interrupted``. It may come back at any time, and is used from the next trial on.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any, NoReturn, Self
+
+from bench.backends.base import EXTRA_BACKENDS
+from bench.errors import InputError
+from bench.launch import places
+from bench.launch.channel import PING_S, SILENT_S, Channel, LostError, SecretError
+from bench.launch.node import ForkError
+from bench.launch.part import NodeReport, Part
+from bench.launch.places import Place
+from bench.launch.process import START_TIMEOUT_S
+from bench.launch.watchdog import Sight
+from bench.plan.cell import Device
+
+JOIN_S = 50.0
+"""How long the controller waits for the other nodes at the start, and they for it."""
+ANSWER_S = 60.0
+"""How long another node may take to do as it is told."""
+ERRORS = {kind.__name__: kind for kind in (InputError, ForkError)}
+"""Errors that travel from another node; any other means that it is lost."""
+BLIND = Sight(counts=(), states=(), written=(), log_bytes=0)
+
+
+class RemoteNode:
+    """Another node. Its methods are those of ``bench.launch.node.Node``.
+
+    Every method raises LostError, with the node's name and the reason, if the node is gone or says nothing.
+    """
+
+    def __init__(self, number: int, host: str, channel: Channel, about: Mapping[str, Any]) -> None:
+        self.number, self.name, self.address = number, f"node {number} ({host})", channel.address
+        self.about = about
+        self.lost = ""
+        """Why it is lost, with its name; empty while it is there."""
+        self.channel = channel
+        self._asked = 0
+        self._folder = Path()
+        self._run_id = ""
+        self._sight = BLIND
+        self._report: NodeReport | None = None
+        self._heard = time.monotonic()
+
+    def fileno(self) -> int:
+        """A file that becomes readable when the node says something."""
+        return self.channel.fileno()
+
+    def open(self, device: Device) -> bool:
+        self._ask("open", device=device, backends=os.environ.get(EXTRA_BACKENDS, ""))
+        return bool(self._answer(ANSWER_S))
+
+    def start(self, packages: tuple[str, ...], *, cold: bool) -> None:
+        self._ask("start", packages=packages, cold=cold)
+
+    def ready(self) -> None:
+        self._answer(START_TIMEOUT_S + ANSWER_S)
+
+    def begin(self, part: Part) -> int:
+        self._folder, self._run_id = Path(part.folder), part.run_id
+        count = len(part.ranks)
+        self._sight, self._report = dataclasses.replace(BLIND, counts=[None] * count, states=[""] * count), None
+        self._ask("begin", part=dataclasses.asdict(part))
+        self._answer(ANSWER_S)
+        return 0
+
+    def poll(self) -> NodeReport | None:
+        while self._report is None and self._read(0.0):
+            pass
+        if self._report is None and time.monotonic() - self._heard > SILENT_S:
+            self.lose(f"it has said nothing for {SILENT_S:g} s")
+        return self._report
+
+    def look(self) -> Sight:
+        return self._sight
+
+    def end(self, *, dump: bool) -> NodeReport:
+        self._ask("end", dump=dump)
+        self._answer(ANSWER_S)
+        if self._report is None:
+            self.lose("it did not report")
+        return self._report
+
+    def close(self) -> None:
+        """End every process there. Does nothing if the node is lost, or gets lost."""
+        if not self.lost:
+            with contextlib.suppress(LostError):
+                self._ask("close")
+                self._answer(ANSWER_S)
+
+    def lose(self, why: str) -> NoReturn:
+        """Give the node up. Raises LostError."""
+        self.lost = f"{self.name} was lost: {why}"
+        self.channel.close()
+        raise LostError(self.lost)
+
+    def _ask(self, do: str, **arguments: Any) -> None:
+        self._asked += 1
+        try:
+            self.channel.send({"do": do, "id": self._asked, **arguments})
+        except LostError as error:
+            self.lose(str(error))
+
+    def _answer(self, limit_s: float) -> Any:
+        """The answer to what was last asked."""
+        deadline = time.monotonic() + limit_s
+        answer: dict[str, Any] | None = None
+        while answer is None or answer.get("id") != self._asked:
+            if (left := deadline - time.monotonic()) <= 0:
+                self.lose(f"it has not answered for {limit_s:g} s")
+            answer = self._read(left)
+        if "error" not in answer:
+            return answer["answer"]
+        text = " ".join(str(answer["error"]).split())
+        if answer["kind"] not in ERRORS:
+            self.lose(text)
+        raise ERRORS[answer["kind"]](f"{self.name}: {text}")
+
+    def _read(self, timeout_s: float) -> dict[str, Any] | None:
+        """Take in the next message, and return it; None if there is none."""
+        try:
+            message = self.channel.receive(timeout_s)
+        except LostError as error:
+            self.lose(str(error))
+        if message is None:
+            return None
+        self._heard = time.monotonic()
+        if message.get("run_id") == self._run_id:
+            try:
+                if "sight" in message:
+                    self._sight = Sight(**message["sight"])
+                else:
+                    self._report = self._unpacked(NodeReport(**message["report"]))
+            except (KeyError, TypeError, ValueError) as error:
+                self.lose(f"it does not speak as a bench does ({error})")
+        return message
+
+    def _unpacked(self, report: NodeReport) -> NodeReport:
+        """The report, after writing its files into the folder of the trial."""
+        for name, content in report.files.items():
+            path = PurePosixPath(name)
+            if path.is_absolute() or ".." in path.parts:
+                raise ValueError(f"a file named {name!r}")
+            own = len(path.parts) > 1
+            target = self._folder / f"node{self.number}" / path if own else self._folder / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(base64.b64decode(content))
+        return report
+
+
+class Nodes:
+    """The other nodes of a job. As a context, it listens on the head's address until the end."""
+
+    def __init__(self, place: Place, secret: bytes, about: Mapping[str, Any]) -> None:
+        self.address = places.address_of(place)
+        self.nodes: list[RemoteNode] = []
+        """Nodes 1, 2, ..., once ``gather`` has returned."""
+        self._place, self._secret, self._about = place, secret, about
+        self._arrived: queue.Queue[RemoteNode | InputError] = queue.Queue()
+        self._closed = threading.Event()
+        family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
+        try:
+            self._listener = socket.create_server((self.address, place.port), family=family)
+        except OSError as error:
+            raise InputError(
+                f"MASTER_ADDR, MASTER_PORT: node 0 cannot listen on {self.address} port {place.port} "
+                f"({error.strerror}); set them to an address of the first node and a free port"
+            ) from error
+        self._listener.settimeout(PING_S)
+        threading.Thread(target=self._listen, name="nodes", daemon=True).start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Let all nodes go."""
+        self._closed.set()
+        self._listener.close()
+        waiting = []
+        while not self._arrived.empty():
+            waiting.append(self._arrived.get())
+        for node in [*self.nodes, *waiting]:
+            if isinstance(node, RemoteNode) and not node.lost:
+                with contextlib.suppress(LostError):
+                    node.channel.send({"do": "bye"})
+                node.channel.close()
+
+    def gather(self) -> None:
+        """Wait until every node has joined. Raises InputError naming the node that did not, or cannot."""
+        deadline = time.monotonic() + JOIN_S
+        found: dict[int, RemoteNode] = {}
+        missing = set(range(1, self._place.num_nodes))
+        while missing:
+            try:
+                node = self._arrived.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise InputError(
+                    f"node {min(missing)} of {self._place.num_nodes} did not join within {JOIN_S:g} s; see what it "
+                    f"printed, and whether it can connect to {self.address} port {self._place.port}"
+                ) from None
+            if isinstance(node, InputError):
+                raise node
+            if node.number in found:
+                raise InputError(f"{node.name}: node {node.number} has joined already, as {found[node.number].name}")
+            found[node.number] = node
+            self.nodes = [found[number] for number in sorted(found)]
+            missing.discard(node.number)
+
+    def welcome_back(self, device: Device) -> None:
+        """Take in nodes that were lost and have come again."""
+        while not self._arrived.empty():
+            node = self._arrived.get()
+            if isinstance(node, InputError):
+                continue  # the trials of that node say why it was lost
+            index = node.number - 1
+            if not self.nodes[index].lost:
+                with contextlib.suppress(LostError):
+                    self.nodes[index].lose("another process took its number")
+            try:
+                node.open(device)
+            except (InputError, LostError) as error:
+                node.lost = str(error)
+            self.nodes[index] = node
+
+    def _listen(self) -> None:
+        """Answer whoever connects, and tell the nodes that the controller is there."""
+        ping = time.monotonic()
+        while not self._closed.is_set():
+            with contextlib.suppress(OSError):  # nobody came, or the end
+                link, _ = self._listener.accept()
+                threading.Thread(target=self._greet, args=[link], daemon=True).start()
+            if time.monotonic() - ping > PING_S:
+                ping = time.monotonic()
+                for node in list(self.nodes):
+                    with contextlib.suppress(LostError):
+                        node.channel.send({"do": "ping"})
+
+    def _greet(self, link: socket.socket) -> None:
+        """Let another node in, or say why not."""
+        channel = Channel(link)
+        number, host, who, about = 0, "", "", None
+        try:
+            hello = channel.meet()
+            number, host = int(hello["node"]), str(hello["host"])[:80]
+            who = f"node {number} ({host})"
+            channel.admit(self._secret)
+            about = channel.receive(ANSWER_S)
+            refusal = "it said nothing about itself" if about is None else self._refusal(number, about)
+            channel.send({"refused": f"{who}: {refusal}"} if refusal else {"welcome": True})
+        except SecretError:
+            refusal = f"its {places.SECRET} is not that of node 0; set the same on every node"
+        except (KeyError, TypeError, ValueError, LostError):
+            channel.close()  # whoever it was, no node of this job
+            return
+        if refusal or about is None:
+            channel.close()
+            self._arrived.put(InputError(f"{who}: {refusal}"))
+        else:
+            self._arrived.put(RemoteNode(number, host, channel, about))
+
+    def _refusal(self, number: int, about: Mapping[str, Any]) -> str:
+        """Why this node cannot take part; empty if it can."""
+        if about.get("error"):
+            return str(about["error"])
+        if about.get("num_nodes") != self._place.num_nodes or not 0 < number < self._place.num_nodes:
+            own = self._place.num_nodes
+            return f"it was started as one of {about.get('num_nodes')} nodes, and node 0 as one of {own}"
+        theirs, own = about.get("versions", {}), self._about["versions"]
+        for name in own:
+            if theirs.get(name) != own[name]:
+                return f"{name} is {theirs.get(name)}, and {own[name]} on node 0; install the same on every node"
+        if (num := len(about.get("gpus", ()))) != len(self._about["gpus"]):
+            return f"it has {num} GPUs, and node 0 has {len(self._about['gpus'])}; all nodes need equally many"
+        return ""

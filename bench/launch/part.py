@@ -1,0 +1,60 @@
+"""What one node does in a trial, and what it reports: the words between the launcher and its nodes, plain JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench.plan.cell import Status
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """The ranks of a trial that run on one node."""
+
+    entry: str
+    """``module:function``, called on every rank with the payload."""
+    payload: str
+    folder: str
+    run_id: str
+    num_ranks: int
+    """Ranks on each node."""
+    num_nodes: int
+    address: str
+    """Where the store of the first node listens."""
+    node: int = 0
+    port: int = 0
+    """The store's; 0 until the first node has opened it."""
+
+    @property
+    def ranks(self) -> range:
+        """The numbers of this node's ranks among all."""
+        return range(self.node * self.num_ranks, (self.node + 1) * self.num_ranks)
+
+
+@dataclass(kw_only=True, slots=True)
+class NodeReport:
+    """How the ranks of one node ended."""
+
+    results: Sequence[dict[str, Any] | None]
+    """What each rank wrote."""
+    failure: str = ""
+    """One line, without the name of the rank; empty if the bench ended them."""
+    rank: int | None = None
+    """The rank that failed first, if any."""
+    signal: int = 0
+    killed_for_memory: str = ""
+    last_lines: Sequence[str] = ()
+    log_bytes: int = 0
+    died_early: bool = False
+    """Whether the launcher's process died before any rank began."""
+    recording: dict[str, Any] | None = None
+    """What telemetry recorded of this node's GPUs."""
+    files: dict[str, str] = field(default_factory=dict)
+    """From another node, after a failure: the ends of its logs and its dumps, in base 64, by path."""
+
+    @property
+    def is_good(self) -> bool:
+        """Whether every rank succeeded."""
+        return all(result is not None and result["status"] == Status.OK for result in self.results)

@@ -1,0 +1,211 @@
+"""The launcher's process with its fork server (``server``), as the bench's own process holds it."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+
+from bench.launch import interrupt, places, stragglers
+from bench.plan.cell import Device
+
+GRACE_S = 5.0
+"""How long a process group may take to end after SIGTERM, before SIGKILL."""
+LONGEST_TEMPORARY = 60
+"""Longest path of the temporary folder that leaves room for the fork server's socket, whose limit is 107 on Linux."""
+START_TIMEOUT_S = 180.0
+"""How long the launcher may take to import everything, on a slow disk."""
+STORE_S = 30.0
+"""How long the launcher's process may take to open the store of a trial."""
+
+
+class LauncherError(RuntimeError):
+    """The launcher's process could not be started."""
+
+
+class LauncherProcess:
+    """A launcher's process with its fork server, which imports the packages that its environment names."""
+
+    def __init__(self, environment: Mapping[str, str], *, cold: bool) -> None:
+        self._environment = environment
+        self.cold = cold
+        self._process: subprocess.Popen[bytes] | None = None
+        self._requests = self.replies = -1
+        self._received = b""
+        self._is_ready = False
+        self._stderr: IO[bytes]
+        self._mark = self._temporary = ""
+
+    def start(self) -> None:
+        """Start the process if it does not run."""
+        if self._process is not None and (self._process.poll() is not None or not Path(self._temporary).is_dir()):
+            self.close()  # it was killed after the last trial, or its temporary folder was removed
+        if self._process is not None:
+            return
+        self._is_ready, self._received = False, b""
+        requests_read, self._requests = os.pipe()
+        self.replies, replies_write = os.pipe()
+        self._mark = uuid.uuid4().hex
+        base = tempfile.gettempdir()
+        # The launcher's process creates it, and removes it even if this process is killed.
+        self._temporary = str(Path(base if len(base) <= LONGEST_TEMPORARY else "/tmp") / f"bench-{self._mark[:12]}")
+        command = [sys.executable, "-m", "bench.launch.server", str(requests_read), str(replies_write)]
+        command.append("cold" if self.cold else "warm")
+        # A pipe would fill up, since nobody reads it during a trial.
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process runs
+        with interrupt.held():  # otherwise an interrupt could leave a process whose pid is not known
+            self._process = subprocess.Popen(
+                command,
+                env={
+                    **self._environment,
+                    stragglers.MARK: self._mark,
+                    "TMPDIR": self._temporary,
+                    "BENCH_TMPDIR": self._temporary,
+                },
+                pass_fds=(requests_read, replies_write),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._stderr,
+                start_new_session=True,
+            )
+            os.close(requests_read)
+            os.close(replies_write)
+
+    def ready(self) -> str:
+        """Wait until the fork server has imported everything; the module that initialized CUDA, if any."""
+        if self._is_ready:
+            return ""
+        reply = self.wait(START_TIMEOUT_S) or {}
+        if not reply.get("ready"):
+            detail = self._last_words()
+            self.close()
+            raise LauncherError(f"the launcher's process did not come up (limit {START_TIMEOUT_S:.0f} s): {detail}")
+        self._is_ready = True
+        return str(reply["initialized_by"])
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any] | None:
+        """Hand over a trial; the first reply, as from ``wait``."""
+        with contextlib.suppress(BrokenPipeError), os.fdopen(os.dup(self._requests), "wb") as pipe:
+            pipe.write((json.dumps(request) + "\n").encode())
+        return self.wait(STORE_S)
+
+    def close(self) -> None:
+        """End the launcher, the fork server and every rank; SIGTERM first, SIGKILL after a grace period."""
+        process = self._process
+        if process is None:
+            return
+
+        def every() -> set[psutil.Process]:
+            return stragglers.family(process.pid, self._mark)
+
+        def others() -> set[psutil.Process]:
+            return {one for one in stragglers.without_trackers(every()) if one.pid != process.pid}
+
+        held: set[str] = set()
+        try:
+            held = stragglers.mapped(one.pid for one in every())
+            stragglers.terminate(others())
+            stragglers.wait(others, GRACE_S)
+            stragglers.kill(others)  # while the launcher's process is alive to adopt orphans
+            process.terminate()
+            process.send_signal(signal.SIGCONT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_S)
+        finally:  # also after a second Ctrl-C, which ends the waiting; a third has to wait for this
+            with interrupt.held():
+                stragglers.kill(others)
+                process.kill()
+                process.wait()
+                stragglers.wait(every, GRACE_S)
+                stragglers.kill(every)
+                self._process = None
+                os.close(self._requests)
+                os.close(self.replies)
+                self._stderr.close()
+                shutil.rmtree(self._temporary, ignore_errors=True)
+                stragglers.remove(held)
+
+    def wait(self, timeout_s: float) -> dict[str, Any] | None:
+        """The launcher's next reply; None after ``timeout_s``; ``{"died": True}`` if the launcher has ended."""
+        deadline = time.monotonic() + timeout_s
+        while b"\n" not in self._received:
+            ready, _, _ = select.select([self.replies], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                return None
+            piece = os.read(self.replies, 65536)
+            if not piece:
+                return {"died": True}
+            self._received += piece
+        line, _, self._received = self._received.partition(b"\n")
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+    def death(self) -> tuple[str, int]:
+        """How the process died, and the signal that ended it or 0."""
+        process = self._process
+        assert process is not None, "start has started it"
+        words = self._last_words()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+        number = -process.returncode if process.returncode and process.returncode < 0 else 0
+        how = f"was ended by {stragglers.name(number)}" if number else f"died: {words}"
+        return f"the launcher's process {how}", number
+
+    def _last_words(self) -> str:
+        """The last line that the launcher's process wrote to its standard error."""
+        self._stderr.seek(0)
+        lines = self._stderr.read().decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "no message"
+
+
+def environment_of(device: Device, packages: tuple[str, ...], interface: str) -> dict[str, str]:
+    """The environment of the launcher and all ranks."""
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.environ.get("PYTHONPATH")
+    environment = os.environ | {
+        # bench must be importable in children when run from a checkout.
+        "PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root,
+        # torch.cuda.is_available() must not initialize CUDA in the fork server.
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        # Read by bench.launch.preload in the fork server.
+        "BENCH_PRELOAD": ",".join(packages),
+        # Never download a model or data set.
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+        # DeepSpeed imports torch.compile, which would keep a pool of idle compiler processes during the measurement.
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        # Cache files are pickles, and earlier trials would influence how a trial is compiled.
+        "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
+        "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
+        "TORCH_DYNAMO_AUTOMATIC_DYNAMIC_LOCAL_PGO": "0",
+    }
+    # torch.load never reads a pickle that could run code, whatever a framework asks for.
+    environment.setdefault("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
+    environment.setdefault("GLOO_SOCKET_IFNAME", interface)
+    environment.setdefault("NCCL_SOCKET_IFNAME", interface)
+    environment.pop(places.SECRET, None)
+    # The default is inside the temporary folder, which differs for every launcher.
+    cache = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    if device is Device.CPU:
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    else:
+        # Number GPUs as NVML does; CUDA's default order puts the fastest first.
+        environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+        environment["DS_ACCELERATOR"] = "cuda"  # by default DeepSpeed falls back to the CPU
+    return environment
