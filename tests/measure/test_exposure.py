@@ -182,7 +182,7 @@ def test_the_pass_profiles_one_settled_window(
     assert result["exposure"] == pytest.approx(FOUND)
     assert calls == ["synchronize", "start", "synchronize", "stop"]
     per_window = 2 * 2 + 1  # fetches and losses, and the step
-    assert seen == [n in range(SETTLED_WINDOWS * per_window - 1, 3 * per_window - 1) for n in range(3 * per_window)]
+    assert seen == [n in range(SETTLED_WINDOWS * per_window - 1, 3 * per_window - 1) for n in range(4 * per_window)]
 
 
 def test_on_cuda_what_watches_every_operator_runs_at_one_n() -> None:
