@@ -33,7 +33,7 @@ class UntriedMegatronFSDP(Backend):
 
     @classmethod
     def missing(cls, device: Device) -> str:
-        return "Megatron-FSDP needs CUDA: use --device cuda" if device is Device.CPU else super().missing(device)
+        return "needs CUDA: --device cuda" if device is Device.CPU else super().missing(device)
 
     @classmethod
     def remark(cls, cell: Cell) -> str:
