@@ -69,7 +69,7 @@ def test_what_has_never_run_must_be_named_and_says_so() -> None:
     assert "megatron-fsdp" in installed_backends() and "megatron-fsdp" not in registry(["all"])
     untried = registry(["megatron-fsdp"])["megatron-fsdp"]
     assert "untried" in untried.framework and "never run" in untried.remark(make_cell(backend=untried.name))
-    assert untried.missing(Device.CPU) == "Megatron-FSDP needs CUDA: use --device cuda"
+    assert untried.missing(Device.CPU) == "needs CUDA: --device cuda"
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_the_command_lists_what_it_does_not_load(site: Path, tmp_path: Path) -> 
     listed = bench("backends", cwd=tmp_path, pythonpath=site)
     assert listed.returncode == 0, listed.stderr
     not_loaded = {line.split()[0] for line in listed.stdout.splitlines() if "not loaded" in line}
-    assert not_loaded == {"megatron-fsdp", "mine", "bad"}
+    assert not_loaded == {"mine", "bad"}
     assert not (tmp_path / "imported").exists()
     shown = bench("backends", "mine", cwd=tmp_path, pythonpath=site)
     assert [line.split()[0] for line in shown.stdout.splitlines()] == ["backend", "mine"]
