@@ -44,7 +44,7 @@ LEAST = 1.1
 
 
 def draw_memory_vs_time(run: FigureData) -> list[Drawing]:
-    """The cells of the most ranks and the largest N, and smaller panels of others; nothing of cells without a time."""
+    """The cells of the largest N, most backends and most ranks, and smaller panels; nothing of cells without a time."""
     timed = run.others[[world.times_communication for world in run.others["world"]]]
     known = timed[timed["peak_memory_bytes"].notna() & timed["step_time_s"].notna()]
     every = known[[*FACTS, *TIMES, *MEMORY]]
@@ -52,7 +52,7 @@ def draw_memory_vs_time(run: FigureData) -> list[Drawing]:
         return []
     source = ["peak_memory_source"] if every["peak_memory_source"].nunique() > 1 else []
     panels, left_out = run.panels(every, ["accumulate", *CONTEXT, *source], 1 + MOST_SMALL)
-    main = max(panels, key=lambda panel: panel.extent)
+    main = max(panels, key=lambda panel: (panel.extent[1], len(panel.rows), panel.extent[0]))
     if not main.title.startswith("N = "):
         main.title = ", ".join(filter(None, [f"N = {main.extent[1]}", main.title]))
     words = run.words(_title(run, main), timed=True)
