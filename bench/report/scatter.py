@@ -163,8 +163,8 @@ def _names(run: FigureData, axes: Axes, cells: pd.DataFrame, unit: float) -> boo
     """Write the name of each backend beside its point, with what is wrong with it, where no line and no other name is.
 
     Returns whether there was room for all. Axes must be laid out, with their final limits. Words that are nearer to
-    another point would be read as that one's: they need a line that leads to their own. The most crowded points are
-    the first to choose.
+    another point would be read as that one's: they need a line that leads to their own. What is wrong chooses first,
+    then the most crowded points.
     """
     point = axes.figure.dpi / 72
     rows = rows_of(cells)
@@ -177,7 +177,8 @@ def _names(run: FigureData, axes: Axes, cells: pd.DataFrame, unit: float) -> boo
     words = np.empty((0, 4))
     distances = np.linalg.norm(centres[:, None] - centres[None], axis=2)
     frame = np.array(axes.get_window_extent().extents) / point
-    for i in np.sort(distances, axis=1)[:, :3].sum(axis=1).argsort(kind="stable"):
+    room = np.sort(distances, axis=1)[:, :3].sum(axis=1)
+    for i in sorted(range(len(rows)), key=lambda i: (not rows[i]["word"], room[i])):
         text = style.fit(
             " ".join([rows[i]["backend"], *([f"({rows[i]['word']})"] if rows[i]["word"] else [])]), style.NAME_WIDTH
         )
