@@ -13,7 +13,7 @@ from tests.conftest import ROOT
 
 AT_MOST = {
     "modules": 195,
-    "lines": 33996,
+    "lines": 33991,
     "longest module": 350,
     "names of several modules": 0,
     "names of several classes": 0,

@@ -186,20 +186,15 @@ class AccelerateFSDP2(AccelerateBackend):
     wrapper = FSDP2
 
     def plugin(self, job: Job, model: nn.Module) -> dict[str, Any]:
-        import torch
         from accelerate.utils import FullyShardedDataParallelPlugin
-        from torch.distributed.fsdp import MixedPrecisionPolicy
 
         blocks = {type(block).__name__ for block in job.blocks(model)}
-        policy = MixedPrecisionPolicy()
-        if job.bf16:
-            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             reshard_after_forward=True,
             auto_wrap_policy="transformer_based_wrap",
             transformer_cls_names_to_wrap=sorted(blocks),
-            mixed_precision_policy=policy,
+            mixed_precision_policy=fsdp2.mixed_precision(bf16=job.bf16),
         )
         return {"fsdp_plugin": plugin}
 

@@ -12,23 +12,27 @@ from bench.plan.cell import SHARDED_REFERENCE, Sharding, Stepping, Sync
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+
+def mixed_precision(*, bf16: bool) -> MixedPrecisionPolicy:
+    """With ``bf16``, parameters are gathered and gradients computed in bf16, and reduced and accumulated in fp32.
+
+    So eager and deferred sync accumulate in the same dtype.
+    """
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    return MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
 
 
 def shard(
     model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, *, bf16: bool, reshard_after_forward: bool
 ) -> FSDPModule:
-    """``fully_shard`` each block, then the root, in place; the root is never resharded after forward (the default).
+    """``fully_shard`` each block, then the root, in place; the root is never resharded after forward (the default)."""
+    from torch.distributed.fsdp import fully_shard
 
-    With ``bf16``, parameters are gathered and gradients computed in bf16, and reduced and accumulated in fp32, so that
-    eager and deferred sync accumulate in the same dtype.
-    """
-    import torch
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    policy = MixedPrecisionPolicy()
-    if bf16:
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = mixed_precision(bf16=bf16)
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=None if reshard_after_forward else False)

@@ -210,12 +210,8 @@ class HuggingFaceFSDP2(HuggingFaceTrainer):
         return super().arguments(job) | {"fsdp": True, "fsdp_config": sharded}
 
     def adjust(self, arguments: Any, job: Job) -> None:
-        import torch
-        from torch.distributed.fsdp import MixedPrecisionPolicy
-
         if job.bf16:
-            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-            arguments.fsdp_plugin_args["mixed_precision_policy"] = policy
+            arguments.fsdp_plugin_args["mixed_precision_policy"] = fsdp2.mixed_precision(bf16=True)
 
     def begin(self, job: Job) -> None:
         from torch.distributed.fsdp import FSDPModule
