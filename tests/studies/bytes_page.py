@@ -1,6 +1,6 @@
 """The page on memory and bytes: what was counted in real and virtual worlds, beside what formulas say.
 
-``python -m tests.studies.bytes_page`` writes it from the runs that ``nox -s bytes`` made; nothing is measured.
+``python -m tests.studies.bytes_page`` writes it from the runs in results; nothing is measured.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def page(runs: Sequence[Run], accumulation: Sequence[Mapping[str, Any]]) -> str:
     lines = [
         "# Where the memory and the bytes go",
         "",
-        "Written by `nox -s bytes`. Nothing here is edited by hand.",
+        "Written by `nox -s results -- memory`. Nothing here is edited by hand.",
         "",
         "Collectives are counted where they are handed to the process group, between two updates; memory is a ledger "
         "of the live tensors. Each count and each held byte is calculated too (`bench/judge/formulas.py`, with the "
