@@ -122,6 +122,20 @@ ROWS = (
         minutes=60,
     ),
     Made(
+        name="gpu",
+        paths=("docs/gpu.md",),
+        commands=("nox -s cuda -- --all -k counts --gpu-page docs/gpu.md",),
+        code=("tests/cuda", "tests/cuda_stub", *TRAINING),
+        minutes=15,
+    ),
+    Made(
+        name="hosts",
+        paths=("docs/hosts.md",),
+        commands=("nox -s hosts",),
+        code=("tests/hosts", "bench/launch", "bench/run"),
+        minutes=40,
+    ),
+    Made(
         name="epoch-end",
         paths=("bench/report/epoch_end.json",),
         commands=("python -m tests.studies.bundle",),

@@ -95,7 +95,7 @@ def make(names: Collection[str], every: bool) -> int:
 
 
 def _make(row: Made) -> bool:
-    begun, commit = time.monotonic(), _git("rev-parse", "HEAD").strip()
+    begun, commit = time.time(), _git("rev-parse", "HEAD").strip()
     for path in row.paths if row.is_run else ():
         shutil.rmtree(ROOT / path, ignore_errors=True)
     programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
@@ -111,12 +111,20 @@ def _make(row: Made) -> bool:
         if status not in ((GOOD, BAD) if command.startswith("python -m bench ") else (GOOD,)):
             print(f"exit status {status}: {command}", flush=True)
             return False
-    finished, minutes = datetime.now(UTC).isoformat(timespec="seconds"), (time.monotonic() - begun) / 60
+    if not any(one.stat().st_mtime > begun - 1 for one in _files(row)):
+        print(f"wrote nothing into {', '.join(row.paths)}: {'; '.join(row.commands)}", flush=True)
+        return False
+    finished, minutes = datetime.now(UTC).isoformat(timespec="seconds"), (time.time() - begun) / 60
     stored = _stored() | {row.name: {"commit": commit, "finished": finished, "minutes": round(minutes, 1)}}
     (ROOT / RECORDS).write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     paths = " ".join(path for path in row.paths if (ROOT / path).exists())
     print(f"took {minutes:.0f} min; to commit it: git add -f {paths} {RECORDS} ':!*.html'", flush=True)
     return True
+
+
+def _files(row: Made) -> list[Path]:
+    tops = [ROOT / path for path in row.paths]
+    return [one for top in tops for one in (top, *top.rglob("*")) if one.is_file()]
 
 
 def reasons(row: Made, late: Collection[str]) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -76,7 +78,9 @@ def test_a_page_is_made_and_stays_up_to_date_until_code_or_run_changes(root: Pat
     assert said() == (BAD, {"timed": "up to date", "page": "is made from timed, which is newer"})
 
 
-def test_what_cannot_be_made_or_trusted_is_said(root: Path, said: object, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_made_or_trusted_is_said(
+    root: Path, said: object, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     manifest = read_manifest(root / RUN)
     write_manifest(root / RUN, manifest | {"git": {"commit": "0" * 40, "clean": False}, "journal_sha256": "0" * 64})
     assert results.main([]) == BAD
@@ -86,6 +90,10 @@ def test_what_cannot_be_made_or_trusted_is_said(root: Path, said: object, capsys
     assert results.main(["timed", "page"]) == BAD
     out = capsys.readouterr().out
     assert "exit status 1: false" in out and "failed: timed" in out and (root / PAGE).exists()
+    monkeypatch.setattr(results, "ROWS", [dataclasses.replace(row, commands=("true",)) for row in results.ROWS])
+    os.utime(root / PAGE, (0, 0))
+    assert results.main(["page"]) == BAD
+    assert f"wrote nothing into {PAGE}: true" in capsys.readouterr().out
     assert said()[1]["timed"] == "is missing"
     (root / CODE).write_text("rate = 3\n", encoding="utf-8")
     assert results.main(["page"]) == WRONG
