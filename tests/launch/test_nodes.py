@@ -107,7 +107,7 @@ def test_a_node_that_is_killed_costs_its_trials_until_it_comes_back(tmp_path: Pa
         until(lambda: first.journal.count(b"\n") >= 3)
         follower.kill()
         follower.wait()
-        until(lambda: not other.leaks.left())
+        assert not other.leaks.left(ENDS_IN_S)
         assert leader.wait() == BAD, first.said("err")
         lost = [record for record in first.records if record["status"] != Status.OK]
         assert lost
