@@ -2,7 +2,7 @@
 
 Without a name it lists them all, with the errors and warnings of ``python -m bench check``; with names it makes these,
 with ``--all`` all that are out of date, each after what it is made from. Comments and docstrings count as no change.
-Exit status: 1 if something is out of date or has an error, or could not be made.
+Exit status: 1 if something is out of date, has an error or a warning without a known reason, or could not be made.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from typing import Any
 from bench.errors import BAD, GOOD, INTERRUPTED, WRONG, InputError
 from bench.judge.integrity import Finding, Level, check
 from bench.run.journal import JOURNAL, MANIFEST
+from bench.words import plural
 from tests.conftest import ROOT
 from tests.studies.made import ROWS, Made
 
@@ -54,30 +55,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 def show() -> int:
     """Print the state of everything."""
     late: dict[str, Made] = {}
-    errors = 0
+    bad = 0
     for row in ROWS:
         if why := reasons(row, late):
             late[row.name] = row
         print(f"{row.name:<11}  {_minutes(row):4.0f} min  {'; '.join(why) or 'up to date'}")
         found = [one for folder in _runs(row.paths) for one in check(folder)] if row.is_run else []
-        errors += _say(found)
+        bad += _say(found, row.warnings)
     for folder in _runs(["results/old"]):
         print(f"{folder.relative_to(ROOT)}: kept, as something still cites it")
-        errors += _say(check(folder))
+        bad += sum(one.level is Level.ERROR for one in check(folder))
     total = sum(map(_minutes, late.values()))
     print(f"out of date: {len(late)}; to make them, about {total:.0f} min: nox -s results -- --all" if late else "")
-    return BAD if late or errors else GOOD
+    return BAD if late or bad else GOOD
 
 
-def _say(found: Sequence[Finding]) -> int:
-    """Print errors in full, and how many warnings there are of each topic; returns the number of errors."""
-    errors = [one for one in found if one.level is Level.ERROR]
-    for one in errors:
-        print(f"{'':<23}check: ERROR {one.topic}: {one.text}")
-    topics = Counter(one.topic for one in found if one.level is Level.WARNING)
-    if topics:
-        print(f"{'':<23}check: warnings: {', '.join(f'{number} {topic}' for topic, number in topics.items())}")
-    return len(errors)
+def _say(found: Sequence[Finding], known: Mapping[str, str]) -> int:
+    """Print errors and warnings, those with a reason in short; returns how many there are without one."""
+    for topic, number in Counter(one.topic for one in found if one.level is Level.WARNING).items():
+        if topic in known:
+            print(f"{'':<23}{plural(number, 'warning')}, {topic}: {known[topic]}")
+    bad = [one for one in found if one.level is Level.ERROR or (one.level is Level.WARNING and one.topic not in known)]
+    for one in bad:
+        print(f"{'':<23}{one.level.upper()}, {one.topic}: {one.text}")
+    return len(bad)
 
 
 def make(names: Collection[str], every: bool) -> int:
