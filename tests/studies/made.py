@@ -137,6 +137,13 @@ ROWS = (
         minutes=60,
     ),
     Made(
+        name="performance",
+        paths=("docs/performance.md", "docs/performance.json"),
+        commands=("nox -s overhead",),
+        code=("tests/overhead", "bench"),
+        minutes=15,
+    ),
+    Made(
         name="gpu",
         paths=("docs/gpu.md",),
         commands=("nox -s cuda -- --all -k counts --gpu-page docs/gpu.md",),
