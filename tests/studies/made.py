@@ -127,7 +127,7 @@ ROWS = (
             "bench/run/record.py",
         ),
         sources=("noise",),
-        minutes=10,
+        minutes=5,
     ),
     Made(
         name="reliability",
