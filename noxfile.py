@@ -114,6 +114,12 @@ def hosts(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", requires=["install"])
+def links(session: nox.Session) -> None:
+    """Time steps at three rates of the link between two such hosts, for half an hour; writes results/links."""
+    session.run("python", "-m", "tests.studies.links", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["install"])
 def lint(session: nox.Session) -> None:
     """Check style, format, types, and what may import what."""
     session.run("ruff", "check")

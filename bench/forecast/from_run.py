@@ -149,13 +149,13 @@ def section(of: Material) -> PageSection | None:
         sentences.append(f"The link has {speeds(found.link)} per rank and {latency} per call, {found.source}.")
         for one in group:
             numbers = (one.measured, one.compute, one.communication.upper, one.bounds.lower, one.bounds.upper)
-            off = DASH if one is group[0] else f"{100 * one.deviation:+.1f}"
+            off = DASH if one is group[0] else f"{100 * one.deviation:+z.1f}"
             rows.append((labels[one.cell], *(f"{number:.4g}" for number in numbers), off))
     sentences.append(
         "Compute is the step of the cell that communicates least, of those with equal work, less its communication."
     )
     if bound := sorted(one.deviation for group in groups for one in group[1:] if one.is_bound):
-        low, middle, high = (f"{100 * share:+.0f} %" for share in (bound[0], median(bound), bound[-1]))
+        low, middle, high = (f"{100 * share:+z.0f} %" for share in (bound[0], median(bound), bound[-1]))
         sentences.append(
             f"Communication should take longer than compute in {plural(len(bound), 'cell')}: their steps are off the "
             f"upper bound, compute + communication, by {low} to {high}, in the median by {middle}."
