@@ -115,8 +115,8 @@ SIZES = {
         rope_theta=500_000.0,
     ),
 }
-"""``micro``, ``mini`` and ``tiny`` are our own; ``135m`` has the shape of SmolLM2-135M, ``1b`` and ``3b`` of Llama-3.2, ``8b`` of
-Llama-3.1."""
+"""``micro``, ``mini`` and ``tiny`` are our own; ``135m`` has the shape of SmolLM2-135M, ``1b`` and ``3b`` of Llama-3.2,
+``8b`` of Llama-3.1."""
 
 LLAMA = "llama"
 """The shipped workload."""
