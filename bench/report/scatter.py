@@ -210,7 +210,7 @@ def _names(run: FigureData, axes: Axes, cells: pd.DataFrame, unit: float) -> lis
                 words=text,
                 centre=centres[i],
                 boxes=boxes,
-                is_free=inside & ~_overlap(boxes, taken).any(axis=1),
+                is_free=np.asarray(inside & ~_overlap(boxes, taken).any(axis=1)),
                 is_near=away[:, i] <= away.min(axis=1) + 0.5,
                 others=_squares(centres[distances[i] > MARKER], MARKER),
             )
