@@ -241,23 +241,25 @@ def _cells(of: Material, cells: Sequence[Mapping[str, Any]]) -> str:
 
 def _open(of: Material, every: Sequence[Group]) -> Iterator[Statement]:
     """Why correct cells are not compared while others are, or comparisons are undecided, and the command that helps."""
-    found: dict[tuple[str, Reason, str], list[Ranked]] = {}
+    found: dict[tuple[str, Reason, str], dict[str, list[str]]] = {}
     texts: dict[str, str] = {}
-    for row in (row for group in every for row in group.rows):
+    for where, row in ((one.where, row) for one in every for row in one.rows):
         if row.pair is None or of.obstacle is not None:
             continue
         judgement = row.pair.judgement
         if judgement.verdict is Verdict.AMBIGUOUS:
-            text = f"{OPEN[judgement.reason].format(of.standing.baseline)}."
-            found.setdefault(("undecided", judgement.reason, text), []).append(row)
+            key, text = "undecided", f"{OPEN[judgement.reason].format(of.standing.baseline)}."
         elif judgement.verdict is Verdict.NOT_COMPARABLE and row.is_correct:
-            text = _sentence(cut(REPEATS.sub("", judgement.detail)))
-            first = texts.setdefault(NUMBERS.sub("#", text.replace(row.label, "")), text)
-            found.setdefault(("barred", judgement.reason, first), []).append(row)
-    for (key, reason, text), rows in sorted(found.items(), key=lambda one: one[0][0]):
-        title, names = ("Undecided" if key == "undecided" else "Not compared"), ", ".join(row.label for row in rows)
+            key, text = "barred", _sentence(cut(REPEATS.sub("", judgement.detail)))
+            text = texts.setdefault(NUMBERS.sub("#", text.replace(row.label, "")), text)
+        else:
+            continue
+        found.setdefault((key, judgement.reason, text), {}).setdefault(where, []).append(row.backend)
+    for (key, reason, text), places in sorted(found.items(), key=lambda one: one[0][0]):
+        title = "Undecided" if key == "undecided" else "Not compared"
+        lead = "; ".join(f"{', '.join(names)} at {place}" for place, names in places.items())
         command = next_command(of.run, {reason}, of.folder)
-        yield Statement(key=key, title=title, lead=names, text=text, command=command)
+        yield Statement(key=key, title=title, lead=lead, text=text, command=command)
 
 
 def _scope(of: Material) -> str:

@@ -173,7 +173,7 @@ def test_one_repeat_on_a_busy_machine_asks_for_both_in_one_command(tmp_path: Pat
 def test_what_stays_open_has_a_command_too(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", {"alpha": 1.0, "beta": 1.0}, accumulate=(2,), noise=0.2, twin=False)
     (found,) = said(of(folder)[1], "undecided")
-    assert found.lead == "beta N=2 W=2 fp32" and found.command == "python -m bench run --repeats 20"
+    assert found.lead == "beta at N=2, W=2" and found.command == "python -m bench run --repeats 20"
 
 
 def test_a_single_backend_is_told_what_to_add(tmp_path: Path) -> None:
