@@ -248,7 +248,7 @@ class AccelerateDeepSpeedZero2(ds.ZeroBackend, AccelerateBackend):
         return ds.gather(self.model.module)
 
 
-class AccelerateDeepSpeedZero3(ds.Stage3, AccelerateDeepSpeedZero2):
+class AccelerateDeepSpeedZero3(ds.ZeroStage3, AccelerateDeepSpeedZero2):
     """Stage 3."""
 
     name = "accelerate-deepspeed-zero3"

@@ -163,7 +163,7 @@ def holdings(engine: Any) -> dict[Category, list[Tensor]]:
 
 
 class ZeroBackend(Backend):
-    """What all backends with a DeepSpeed engine have in common, whoever owns the loop; stage 2 unless ``Stage3``."""
+    """What all backends with a DeepSpeed engine have in common, whoever owns the loop; stage 2 by default."""
 
     sharding = Sharding.GRADS
     bf16_as = BF16_PARAMETERS
@@ -215,7 +215,7 @@ class ZeroBackend(Backend):
         return super().settings() | self.config
 
 
-class Stage3:
+class ZeroStage3:
     """Turns a backend of stage 2 into one of stage 3: parameters are gathered module by module."""
 
     sharding: ClassVar[Sharding] = Sharding.PARAMS
@@ -298,13 +298,13 @@ class DeepSpeedZero2Deferred(DeepSpeedZero2Eager):
             self.engine.step()
 
 
-class DeepSpeedZero3Eager(Stage3, DeepSpeedZero2Eager):
+class DeepSpeedZero3Eager(ZeroStage3, DeepSpeedZero2Eager):
     """Stage 3, where every backward reduce-scatters gradients."""
 
     name = "deepspeed-zero3-eager"
 
 
-class DeepSpeedZero3Deferred(Stage3, DeepSpeedZero2Deferred):
+class DeepSpeedZero3Deferred(ZeroStage3, DeepSpeedZero2Deferred):
     """Stage 3 with ``engine.coalesce_grad_reduction``."""
 
     name = "deepspeed-zero3-deferred"

@@ -269,7 +269,7 @@ class HuggingFaceDeepSpeedZero2(ds.ZeroBackend, HuggingFaceTrainer):
         return ds.gather(self.inner)
 
 
-class HuggingFaceDeepSpeedZero3(ds.Stage3, HuggingFaceDeepSpeedZero2):
+class HuggingFaceDeepSpeedZero3(ds.ZeroStage3, HuggingFaceDeepSpeedZero2):
     """DeepSpeed stage 3."""
 
     name = "hf-trainer-deepspeed-zero3"

@@ -274,7 +274,7 @@ def on_cpu(strategy: type[Any]) -> type[Any]:
     return DeepSpeedStrategyOnCPU
 
 
-class LightningDeepSpeedZero3(ds.Stage3, LightningDeepSpeedZero2):
+class LightningDeepSpeedZero3(ds.ZeroStage3, LightningDeepSpeedZero2):
     """``DeepSpeedStrategy`` stage 3."""
 
     name = "lightning-deepspeed-zero3"
