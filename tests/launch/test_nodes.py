@@ -44,10 +44,10 @@ def job(folder: Path) -> Iterator[list[Place]]:
     with place(folder / "node0", **variables(0, port)) as first, place(folder / "node1", **variables(1, port)) as other:
         yield [first, other]
         for node in (first, other):
-            until(lambda node=node: not node.leaks.left())
+            assert not node.leaks.left(ENDS_IN_S)
 
 
-def until(condition: Callable[[], Any], seconds: float = 120.0) -> None:
+def until(condition: Callable[[], Any], seconds: float = 300.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it took too long"
@@ -67,8 +67,6 @@ def test_two_nodes_train_what_one_does(tmp_path: Path) -> None:
     """And a stranger who connects in between is not let in."""
     with job(tmp_path) as (first, other):
         first.write("ddp-eager", "fsdp2-deferred")
-        matrix = first.folder / "matrix.toml"
-        matrix.write_text(f"threads = 1\n{matrix.read_text()}")  # else a rank alone on its node would get more
         follower = other.start("run")
         leader = first.start(*MATRIX_RUN, "--ranks-per-node", "1,2")
         port = int(first.environment["MASTER_PORT"])
@@ -109,7 +107,7 @@ def test_a_node_that_is_killed_costs_its_trials_until_it_comes_back(tmp_path: Pa
         until(lambda: first.journal.count(b"\n") >= 3)
         follower.kill()
         follower.wait()
-        until(lambda: not other.leaks.left())
+        assert not other.leaks.left(ENDS_IN_S)
         assert leader.wait() == BAD, first.said("err")
         lost = [record for record in first.records if record["status"] != Status.OK]
         assert lost
