@@ -26,7 +26,7 @@ from bench.plan.cell import Cell, Precision
 from tests.conftest import ROOT
 
 DOCS, PROBES = ROOT / "docs" / "claims.md", ROOT / "docs" / "claims.json"
-RUN = "results/cpu-new"
+RUN = "results/cpu"
 TRUE, FALSE, OUTSIDE = "true", "false", "not measured here"
 Answer = tuple[str, str]
 """Verdict, and the numbers behind it in a sentence."""
@@ -513,9 +513,9 @@ def page(m: Measured) -> str:
     lines = [
         "# Claims about gradient accumulation",
         "",
-        "Claims that articles, documentation and threads make, held against measurements. `nox -s docs` computes "
-        "each verdict from the numbers beside it, and writes this page. N is the number of micro-batches in a window, "
-        "NB that of an epoch. Other versions may do otherwise: measure yours with the commands below.",
+        "Claims that articles, documentation and threads make, held against measurements. `nox -s results -- claims` "
+        "computes each verdict from the numbers beside it, and writes this page. N is the number of micro-batches in a "
+        "window, NB that of an epoch. Other versions may do otherwise: measure yours with the commands below.",
     ]
     for topic, claims in CLAIMS.items():
         lines += ["", f"## {topic}", "", "| claim | verdict | measured | by |", "| --- | --- | --- | --- |"]
