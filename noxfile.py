@@ -10,6 +10,7 @@ import platform
 import re
 import shutil
 import subprocess
+import zipfile
 from pathlib import Path
 
 import nox
@@ -181,17 +182,23 @@ def overhead(session: nox.Session) -> None:
 
 @nox.session(venv_backend="virtualenv", reuse_venv=True)
 def build(session: nox.Session) -> None:
-    """Build the wheel and the sdist in dist/."""
-    session.install("build")
+    """Build the sdist in dist/, and from it the wheel; check both."""
+    session.install("build", "twine")
     shutil.rmtree("dist", ignore_errors=True)
     session.run("python", "-m", "build", "--outdir", "dist")
+    session.run("python", "-m", "twine", "check", "--strict", *map(str, sorted(Path("dist").iterdir())))
+    (built,) = Path("dist").glob("*.whl")
+    names = {name.partition("/")[0] for name in zipfile.ZipFile(built).namelist()}
+    if others := {name for name in names if not name.endswith(".dist-info")} - {"bench"}:
+        session.error(f"{built} would install {', '.join(sorted(others))} beside bench")
 
 
 @nox.session(python=["3.11", "3.12", "3.13"], venv_backend="virtualenv", requires=["build"])
 def wheel(session: nox.Session) -> None:
-    """Install the wheel into an empty environment, and use it away from the checkout: run, report, cite and more."""
+    """Install the wheel and its extras into an empty environment without a compiler, and use it there."""
     (built,) = Path("dist").resolve().glob("*.whl")
-    session.install("-c", str(Path("constraints.txt").resolve()), str(built))
+    session.env.update(CC="false", CXX="false", DS_BUILD_OPS=None, PYTHONPATH=None)
+    session.install("-c", str(Path("constraints.txt").resolve()), f"{built}[hf,torchtitan]")
     session.chdir(session.create_tmp())
     Path("config.yaml").write_text("trainer: {strategy: deepspeed_stage_2, accumulate_grad_batches: 4}\n")
     cells = [f"fsdp2-{sync} N=2 W=2 fp32" for sync in ("deferred", "eager")]
