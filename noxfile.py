@@ -202,18 +202,19 @@ def wheel(session: nox.Session) -> None:
     session.chdir(session.create_tmp())
     Path("config.yaml").write_text("trainer: {strategy: deepspeed_stage_2, accumulate_grad_batches: 4}\n")
     cells = [f"fsdp2-{sync} N=2 W=2 fp32" for sync in ("deferred", "eager")]
+    scenarios = ("--scenario", "divisible,resume", "--backend", "ddp-deferred")
     size = ("--model", "8b", "--world-size", "64", "--accumulate", "16", "--sequence", "8192", "--precision", "bf16")
     for command in (
         ("run", "--matrix", "smoke", "--out", "smoke"),
         ("report", "smoke", "--rebuild"),
         ("check", "smoke"),
         ("cite", "smoke", *cells),
-        ("semantics", "--suite", "--backend", "ddp-deferred", "--out", "semantics"),
+        ("semantics", "--suite", *scenarios, "--out", "semantics"),
         ("lint", "config.yaml"),
         ("predict", *size),
     ):
-        # Exit status 1 says that something measured is wrong: known defects are among it.
-        session.run("accumulation-bench", *command, success_codes=[0, 1])
+        # lint finds that the loss is divided by N twice.
+        session.run("accumulation-bench", *command, success_codes=[int(command[0] == "lint")])
 
 
 @nox.session(default=False, venv_backend="virtualenv", reuse_venv=True)
