@@ -159,7 +159,7 @@ def study(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["install"])
 def versions(session: nox.Session) -> None:
-    """Measure versions of Lightning and DeepSpeed, or those given as PACKAGE==VERSION; writes docs/versions.md."""
+    """Measure versions of packages, or those given as PACKAGE==VERSION, or --smoke alone; writes docs/versions.md."""
     # Each gets a small environment of its own, made on top of the one of `install` and thrown away.
     try:
         session.run("python", "-m", "tests.studies.versions", *session.posargs)

@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 
 from bench.audit.monitor_grid import MICRO_BATCH_S, OPTIMIZER_S
 from bench.errors import InputError
+from tests.studies.markdown import table
 
 SCHEMA = 1
 INTRODUCTION = """# Versions, and what they do under accumulation
@@ -118,19 +119,14 @@ def markdown(entries: Sequence[Entry], smokes: Sequence[Smoke]) -> str:
         environments.setdefault(words, []).append(f"{entry.package} {entry.version}")
     header = [*(smokes[0].packages if smokes else ()), "Python", "date", "result", "good"]
     runs = [[*one.packages.values(), one.python, one.date, one.result, _yes(one.good)] for one in smokes]
-    lines = [INTRODUCTION, *_table(header, runs)]
-    lines += ["", ACCUMULATION, *(f"- {words}: {', '.join(names)}." for words, names in environments.items()), ""]
+    lines = [INTRODUCTION, *table(header, runs)]
+    lines += [ACCUMULATION, *(f"- {words}: {', '.join(names)}." for words, names in environments.items()), ""]
     # Neighbouring versions with the same measurement share a row.
     shared = []
     for (package, finding, *measured), alike in groupby(rows(entries), lambda row: (*row[:2], *row[3:])):
         shared.append([package, finding, ", ".join(row[2] for row in alike), *measured])
-    lines += _table(["package", "finding", "versions", "measured", "good"], shared)
-    return "\n".join([*lines, ""])
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    plain = [[" ".join(cell.replace("|", chr(92) + "|").split()) for cell in row] for row in rows]
-    return [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *plain)]
+    lines += table(["package", "finding", "versions", "measured", "good"], shared)
+    return "\n".join(lines)
 
 
 def _yes(good: bool) -> str:
