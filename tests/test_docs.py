@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+import bench
 from bench.cli import _parser, main
 from bench.commands import COMMANDS
 from bench.plan.columns import FRAMES
@@ -19,6 +21,8 @@ from tests.conftest import ROOT
 PAGES = [
     "README.md",
     "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "SECURITY.md",
     *(
         f"docs/{name}.md"
         for name in ("architecture", "commands", "gpu", "matrix", "method", "offline", "others", "results")
@@ -48,6 +52,13 @@ def anchors(text: str) -> set[str]:
 
 def test_the_readme_is_read_in_one_sitting() -> None:
     assert len(TEXTS["README.md"].split()) <= 900
+
+
+def test_version_and_date_of_a_release_agree() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == bench.__version__
+    newest = re.search(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert newest and newest[1] in {"[Unreleased]", f"[{bench.__version__}] - {citation['date-released']}"}
 
 
 def test_links_lead_somewhere() -> None:

@@ -237,7 +237,10 @@ def code(backends: Mapping[str, type[Any]], workloads: Mapping[str, Sequence[Pat
 
 
 def git_state() -> dict[str, Any]:
-    """Commit of the bench's checkout and whether it is clean; both None if this is no checkout."""
+    """Commit of the bench's checkout and whether it is clean; both None if git does not track this package.
+
+    An installed package may lie in an environment inside the checkout of something else.
+    """
     folder = Path(__file__).resolve().parent
 
     def git(*arguments: str) -> str | None:
@@ -247,6 +250,8 @@ def git_state() -> dict[str, Any]:
         except (OSError, subprocess.SubprocessError):
             return None
 
+    if git("ls-files", "--error-unmatch", "--", __file__) is None:
+        return {"commit": None, "clean": None}
     status = git("status", "--porcelain", "--", str(folder))
     return {"commit": git("rev-parse", "HEAD"), "clean": None if status is None else not status}
 

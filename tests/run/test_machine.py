@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -185,6 +186,24 @@ def test_the_code_is_told_by_its_content(monkeypatch: pytest.MonkeyPatch, tmp_pa
         machine.code({"b0": make_backend("b0")}, {})["b0"]
         == hashlib.sha256(Path(factories.__file__).read_bytes()).hexdigest()
     )
+
+
+def test_only_a_package_that_git_tracks_has_a_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def git(*arguments: str) -> None:
+        subprocess.run(["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", *arguments], check=True)
+
+    installed = tmp_path / "venv" / "machine.py"
+    installed.parent.mkdir()
+    installed.write_text("")
+    monkeypatch.setattr(machine, "__file__", str(installed))
+    git("init", "-q")
+    git("commit", "-q", "--allow-empty", "-m", "somebody's project")
+    assert machine.git_state() == {"commit": None, "clean": None}, "in an environment inside the project"
+    git("add", "venv")
+    git("commit", "-q", "-m", "a checkout of the bench")
+    assert len(str(machine.git_state()["commit"])) == 40 and machine.git_state()["clean"] is True
+    installed.write_text("changed")
+    assert machine.git_state()["clean"] is False
 
 
 def test_nodes_are_compared_without_what_is_each_ones_own() -> None:

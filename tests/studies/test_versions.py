@@ -10,9 +10,9 @@ import pytest
 from bench.audit.monitor import Measurement, Rate
 from bench.audit.monitor_grid import Point
 from tests.studies.versions import __main__ as command
-from tests.studies.versions import environment, lightning_probe, probe, versions_page
+from tests.studies.versions import bounds, environment, lightning_probe, probe, versions_page
 from tests.studies.versions.environment import FailedError
-from tests.studies.versions.versions_page import Entry, VersionFact
+from tests.studies.versions.versions_page import Entry, Smoke, VersionFact
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "versions.md"
 
@@ -36,7 +36,7 @@ def test_table_puts_the_versions_of_a_finding_together() -> None:
         ("lightning", "b", "2.2.0", "1", "yes"),
         ("deepspeed", "runs here", "0.18.2", "not installed: no", "**no**"),
     ]
-    page = versions_page.markdown(entries)
+    page = versions_page.markdown(entries, [])
     assert r"| lightning | a | 2.2.0 | raised: x\|y | **no** |" in page
     assert "- Measured on 2026-01-02 with torch 2.13.0 and Python 3.11.7: lightning 2.2.0, lightning 2.2.1," in page
 
@@ -65,8 +65,8 @@ def test_version_that_cannot_be_imported_is_an_entry(
         if "pip" not in command:
             real(command, *more)
 
-    real = environment._run
-    monkeypatch.setattr(environment, "_run", no_pip)
+    real = environment.run
+    monkeypatch.setattr(environment, "run", no_pip)
     install = environment.install
 
     def broken(*arguments: Any) -> Path:
@@ -93,6 +93,43 @@ def test_command_keeps_other_versions_and_names_wrong_ones(
         assert command.main([wrong, *out]) == 2
         said = capsys.readouterr().err
         assert f"'{wrong}' is no version of lightning or deepspeed" in said and said.count("\n") == 1
+
+
+ENDS = {"torch": ("2.11.0", "2.15.0"), "lightning": ("2.6.0", "2.6.6"), "transformers": ("5.0.0", "5.23.0")}
+
+
+def test_each_torch_runs_with_the_lowest_and_the_newest_of_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(command: list[str], *more: Any) -> None:
+        assert "torch==2.11.0" in command
+        raise FailedError("not installed: ERROR: none")
+
+    monkeypatch.setattr(bounds, "ends", lambda required: ENDS.get(required.name, ("1.0", "1.0")))
+    monkeypatch.setattr(bounds, "run", refuse)
+    real = bounds.smoke
+    assert real(tmp_path / "python", {"torch": "2.11.0"}, tmp_path / "run").result == "not installed: ERROR: none"
+    monkeypatch.setattr(bounds, "create", lambda folder: folder / "python")
+    monkeypatch.setattr(bounds, "smoke", lambda _, packages, folder: Smoke(packages, "3.11", "now", "a|b", True))
+    assert command.main(["--smoke", "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count("torch 2.15.0, lightning") == 2
+    page = (tmp_path / "versions.md").read_text()
+    for torch in ENDS["torch"]:
+        for end in (0, 1):
+            assert f"| {torch} | {ENDS['lightning'][end]} | 1.0 | {ENDS['transformers'][end]} |" in page
+    assert page.count(r"a\|b | yes |") == 4
+    assert command.main(["lightning==x", "--out", str(tmp_path)]) == 2, "the runs are read again"
+
+
+def test_what_a_backend_lacks_is_no_failure_of_a_smoke_run() -> None:
+    def trial(backend: str, status: str, reason: str = "") -> dict[str, Any]:
+        return {"backend": backend, "status": status, "reason": reason, "update_error": None}
+
+    trials = [trial("ddp-eager", "ok"), trial("torchtitan-eager", "unsupported", "needs torch>=2.13")]
+    said = "1 of 2 trials ok; torchtitan-eager unsupported: needs torch>=2.13"
+    assert bounds.outcome({}, trials) == (said, True)
+    crashed = [*trials, trial("hsdp-eager", "crashed", "raised in /a/b/c.py")]
+    assert bounds.outcome({}, crashed) == (f"{said.replace('of 2', 'of 3')}; hsdp-eager crashed: raised in c.py", False)
 
 
 def test_all_versions_can_be_named_and_probed() -> None:
@@ -124,7 +161,7 @@ def test_lightning_findings_are_worded_from_measurements() -> None:
 
 @pytest.mark.skipif(not PAGE.exists(), reason="the source distribution has no docs")
 def test_committed_page_is_what_its_data_says() -> None:
-    entries = versions_page.read(PAGE.with_suffix(".json"))
-    assert PAGE.read_text() == versions_page.markdown(entries)
+    entries, smokes = versions_page.read(PAGE.with_suffix(".json"))
+    assert PAGE.read_text() == versions_page.markdown(entries, smokes)
     assert {f"{e.package}=={e.version}" for e in entries} >= set(command.VERSIONS)
     assert environment.without_folders(PAGE.read_text()) == PAGE.read_text()

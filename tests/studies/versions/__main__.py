@@ -11,8 +11,9 @@ from pathlib import Path
 from packaging.version import InvalidVersion, Version
 
 from bench.errors import GOOD, INTERRUPTED, WRONG, InputError
-from tests.studies.versions import versions_page
-from tests.studies.versions.environment import EXTRAS, measure
+from tests.studies.versions import bounds, versions_page
+from tests.studies.versions.environment import EXTRAS, FailedError, measure
+from tests.studies.versions.versions_page import Smoke
 
 VERSIONS = (
     "lightning==2.2.0",
@@ -44,14 +45,16 @@ def parsed(text: str) -> tuple[str, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure the given versions, or all; the entries of other versions stay."""
+    """Measure the given versions, or all and the smoke runs; the entries of other versions stay."""
     parser = argparse.ArgumentParser(prog="python -m tests.studies.versions", description=__doc__)
     parser.add_argument("versions", nargs="*", metavar="PACKAGE==VERSION", help=f"default: {', '.join(VERSIONS)}")
+    parser.add_argument("--smoke", action="store_true", help="only run the lowest and the newest versions")
     parser.add_argument("--out", type=Path, default=Path("docs"), metavar="DIR", help="default: %(default)s")
     arguments = parser.parse_args(argv)
     try:
-        wanted = [parsed(text) for text in arguments.versions or VERSIONS]
-        entries = versions_page.read(arguments.out / "versions.json")
+        every = not (arguments.versions or arguments.smoke)
+        wanted = [parsed(text) for text in (VERSIONS if every else arguments.versions)]
+        entries, smokes = versions_page.read(arguments.out / "versions.json")
         for package, number in wanted:
             print(f"{package} {number}", flush=True)
             with tempfile.TemporaryDirectory(prefix="bench-versions-") as folder:
@@ -60,8 +63,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"  {'good' if good == 'yes' else 'BAD '}  {finding}: {measured}", flush=True)
             entries = versions_page.merged(entries, [entry])
             # After each version, so that an interrupted session loses none.
-            versions_page.write(entries, arguments.out)
-    except InputError as error:
+            versions_page.write(entries, smokes, arguments.out)
+        found: list[Smoke] = []
+        for one in bounds.smokes() if every or arguments.smoke else ():
+            found.append(one)
+            print(f"{', '.join(map(' '.join, one.packages.items()))}: {one.result}", flush=True)
+            versions_page.write(entries, found, arguments.out)
+    except (InputError, FailedError) as error:
         print(f"bench: {' '.join(str(error).split())}", file=sys.stderr)
         return WRONG
     except OSError as error:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from collections.abc import Container
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -55,20 +56,29 @@ def measure(package: str, number: str, folder: Path) -> Entry:
 
 def install(package: str, number: str, folder: Path) -> Path:
     """The interpreter of a new environment with this version, and everything else from the current environment."""
+    python = create(folder)
+    # --no-deps keeps torch and the other packages as they are, whatever the metadata requires; --ignore-installed,
+    # because the current environment may have this very version.
+    for requirement in (*EXTRAS[package], f"{package}=={number}"):
+        # DeepSpeed is a source package; with its operators off, nothing is compiled.
+        command = [*pip(python), "--no-deps", "--ignore-installed", requirement]
+        run(command, folder, TIMEOUT_S, "not installed", {"DS_BUILD_OPS": "0"})
+    return python
+
+
+def create(folder: Path) -> Path:
+    """The interpreter of a new environment, in which all packages of the current one can be imported."""
     venv.EnvBuilder(symlinks=True).create(folder)
     own = Path(sysconfig.get_path("purelib", "venv", vars={"base": str(folder)}))
     below = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
     # Read after the environment's own packages, which therefore come first.
     (own / "below.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in below))
-    python = folder / "bin" / "python"
-    # --no-deps keeps torch and the other packages as they are, whatever the metadata requires; --ignore-installed,
-    # because the current environment may have this very version.
-    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
-    for requirement in (*EXTRAS[package], f"{package}=={number}"):
-        # DeepSpeed is a source package; with its operators off, nothing is compiled.
-        command = [*pip, "--no-deps", "--ignore-installed", requirement]
-        _run(command, folder, TIMEOUT_S, "not installed", {"DS_BUILD_OPS": "0"})
-    return python
+    return folder / "bin" / "python"
+
+
+def pip(python: Path) -> list[str]:
+    """The command that installs into the environment of this interpreter."""
+    return [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
 
 
 def probe(package: str, python: Path, folder: Path) -> dict[str, Any]:
@@ -85,12 +95,20 @@ def probe(package: str, python: Path, folder: Path) -> dict[str, Any]:
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "1",
     }
-    _run(command, folder, TIMEOUT_S, "not probed", variables)
+    run(command, folder, TIMEOUT_S, "not probed", variables)
     found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
     return found
 
 
-def _run(command: list[str], folder: Path, timeout_s: float, failed: str, variables: dict[str, str]) -> None:
+def run(
+    command: list[str],
+    folder: Path,
+    timeout_s: float,
+    failed: str,
+    variables: dict[str, str],
+    statuses: Container[int] = (0,),
+) -> None:
+    """Run a program in a folder. Raises FailedError, which begins with ``failed``, for any other exit status."""
     environment = {**os.environ, **variables}
     try:
         done = subprocess.run(
@@ -98,7 +116,7 @@ def _run(command: list[str], folder: Path, timeout_s: float, failed: str, variab
         )
     except subprocess.TimeoutExpired:
         raise FailedError(f"{failed}: still running after {timeout_s:g} s") from None
-    if done.returncode:
+    if done.returncode not in statuses:
         raise FailedError(f"{failed}: {last_line(done.stderr or done.stdout)}")
 
 

@@ -1,4 +1,4 @@
-"""What was measured of each version: stored as JSON, shown as a page with one table."""
+"""What was measured of each version: stored as JSON, shown as a page with two tables."""
 
 from __future__ import annotations
 
@@ -13,16 +13,29 @@ from pydantic import TypeAdapter
 
 from bench.audit.monitor_grid import MICRO_BATCH_S, OPTIMIZER_S
 from bench.errors import InputError
+from tests.studies.markdown import table
 
 SCHEMA = 1
-INTRODUCTION = f"""# Versions and what they do under accumulation
+INTRODUCTION = """# Versions, and what they do under accumulation
 
-Written by `nox -s versions`; `nox -s versions -- lightning==2.2.0` measures one version again. Each version was \
-installed alone (`pip install --no-deps`) into an environment of its own on top of the project's, so all ran with the \
-same torch; Lightning also gets a setuptools below 81, for the pkg_resources that old versions import. The numbers of \
-ThroughputMonitor are from `bench/audit/monitor.py` (a micro-batch takes {MICRO_BATCH_S:g} s and an optimizer step \
-{OPTIMIZER_S:g} s, on a virtual clock; ratio: the logged samples/s divided by the measured ones). Those of DeepSpeed \
-are from a model with one weight per micro-batch, SGD with learning rate 1, one process, gloo, CPU.
+Written by `nox -s versions`; `nox -s versions -- --smoke` measures the first table again, and `nox -s versions -- \
+lightning==2.2.0` one version of the second.
+
+## Lowest and newest versions
+
+The matrix `smoke` runs every backend once. Here it ran with the lowest and the newest torch that `pyproject.toml` \
+allows, each with the lowest and the newest of the other packages. pip installed them, with all that they require, \
+into an environment on top of the project's. A backend whose packages are too old is `unsupported`, which is good: it \
+says so before it trains.
+"""
+ACCUMULATION = f"""## Behaviour under accumulation
+
+Each version was installed alone (`pip install --no-deps`) into an environment of its own on top of the project's, so \
+all ran with the same torch; Lightning also gets a setuptools below 81, for the pkg_resources that old versions \
+import. The numbers of ThroughputMonitor are from `bench/audit/monitor.py` (a micro-batch takes {MICRO_BATCH_S:g} s \
+and an optimizer step {OPTIMIZER_S:g} s, on a virtual clock; ratio: the logged samples/s divided by the measured \
+ones). Those of DeepSpeed are from a model with one weight per micro-batch, SGD with learning rate 1, one process, \
+gloo, CPU.
 """
 
 
@@ -55,15 +68,30 @@ class Entry:
     findings: tuple[VersionFact, ...] = ()
 
 
-def read(path: Path) -> list[Entry]:
-    """The entries of an earlier session; none without a file. Raises InputError for a file of something else."""
+@dataclass(frozen=True, slots=True)
+class Smoke:
+    """A run of every backend with certain versions."""
+
+    packages: dict[str, str]
+    """Versions by package, as imported."""
+    python: str
+    date: str
+    """Of the run, ISO 8601, UTC."""
+    result: str
+    """How the trials ended, or why there are none."""
+    good: bool
+
+
+def read(path: Path) -> tuple[list[Entry], list[Smoke]]:
+    """What earlier sessions measured; nothing without a file. Raises InputError for a file of something else."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         if stored["schema"] != SCHEMA:
             raise ValueError(f"its schema is {stored['schema']}, not {SCHEMA}")
-        return TypeAdapter(list[Entry]).validate_python(stored["versions"])
+        entries = TypeAdapter(list[Entry]).validate_python(stored["versions"])
+        return entries, TypeAdapter(list[Smoke]).validate_python(stored["smoke"])
     except FileNotFoundError:
-        return []
+        return [], []
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = " ".join(str(error).split())
         raise InputError(f"{path}: is no table of versions ({reason}); delete it and measure all again") from error
@@ -75,27 +103,34 @@ def merged(before: Iterable[Entry], now: Iterable[Entry]) -> list[Entry]:
     return [newest[key] for key in sorted(newest)]
 
 
-def write(entries: Sequence[Entry], folder: Path) -> None:
+def write(entries: Sequence[Entry], smokes: Sequence[Smoke], folder: Path) -> None:
     """Write ``versions.json`` and ``versions.md``."""
     folder.mkdir(parents=True, exist_ok=True)
-    stored = {"schema": SCHEMA, "versions": [asdict(entry) for entry in entries]}
+    stored = {"schema": SCHEMA, "versions": list(map(asdict, entries)), "smoke": list(map(asdict, smokes))}
     (folder / "versions.json").write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
-    (folder / "versions.md").write_text(markdown(entries), encoding="utf-8")
+    (folder / "versions.md").write_text(markdown(entries, smokes), encoding="utf-8")
 
 
-def markdown(entries: Sequence[Entry]) -> str:
-    """The page: how it was measured, and one table with a row per measurement."""
+def markdown(entries: Sequence[Entry], smokes: Sequence[Smoke]) -> str:
+    """The page: a table with a row per smoke run, and one with a row per measurement of a version."""
     environments: dict[str, list[str]] = {}
     for entry in entries:
         words = f"Measured on {entry.date} with torch {entry.torch} and Python {entry.python}"
         environments.setdefault(words, []).append(f"{entry.package} {entry.version}")
-    lines = [INTRODUCTION, *(f"- {words}: {', '.join(names)}." for words, names in environments.items()), ""]
-    lines += ["| package | finding | versions | measured | good |", "| --- | --- | --- | --- | --- |"]
+    header = [*(smokes[0].packages if smokes else ()), "Python", "date", "result", "good"]
+    runs = [[*one.packages.values(), one.python, one.date, one.result, _yes(one.good)] for one in smokes]
+    lines = [INTRODUCTION, *table(header, runs)]
+    lines += [ACCUMULATION, *(f"- {words}: {', '.join(names)}." for words, names in environments.items()), ""]
     # Neighbouring versions with the same measurement share a row.
+    shared = []
     for (package, finding, *measured), alike in groupby(rows(entries), lambda row: (*row[:2], *row[3:])):
-        cells = [package, finding, ", ".join(row[2] for row in alike), *measured]
-        lines.append(f"| {' | '.join(' '.join(cell.replace('|', chr(92) + '|').split()) for cell in cells)} |")
-    return "\n".join([*lines, ""])
+        shared.append([package, finding, ", ".join(row[2] for row in alike), *measured])
+    lines += table(["package", "finding", "versions", "measured", "good"], shared)
+    return "\n".join(lines)
+
+
+def _yes(good: bool) -> str:
+    return "yes" if good else "**no**"
 
 
 def rows(entries: Sequence[Entry]) -> list[tuple[str, str, str, str, str]]:
@@ -108,7 +143,7 @@ def rows(entries: Sequence[Entry]) -> list[tuple[str, str, str, str, str]]:
             found += [
                 (package, fact, entry.version) for entry in versions for fact in entry.findings if fact.finding == name
             ]
-    return [(p, fact.finding, v, fact.measured, "yes" if fact.good else "**no**") for p, fact, v in found]
+    return [(p, fact.finding, v, fact.measured, _yes(fact.good)) for p, fact, v in found]
 
 
 def _installed(entry: Entry) -> VersionFact:
