@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from bench.run.machine import git_state
 from tests.conftest import ROOT
 from tests.hosts import parts
 from tests.hosts.rig import alone
@@ -54,14 +54,18 @@ def every(rates: Sequence[str]) -> dict[str, Part]:
         "four": Part("All hosts", found, parts.four),
         "faults": Part("Harm to host b while a trial runs", ("harm", "what came of it"), parts.faults),
         "interrupts": Part("Interrupts at random moments, and `--resume`", found, parts.interrupts),
-        "refusals": Part("Jobs that cannot start, by what is wrong with node 1", found, parts.refusals),
+        "refusals": Part(
+            "Jobs that cannot start",
+            ("wrong with node 1", "node 0 says", "node 1 says", "exit status", "left behind"),
+            parts.refusals,
+        ),
     }
 
 
 def write(name: str, text: str) -> None:
     """Put a subsection into the page, in its place among those that are there."""
     head, _, section = PAGE.read_text(encoding="utf-8").partition(HEADING)
-    found = {one.partition(" (")[0]: one for one in section.split("\n### ")[1:]}
+    found = {one.partition("\n")[0]: one for one in section.split("\n### ")[1:]}
     found[every(RATES)[name].title] = text
     kept = [found[part.title] for part in every(RATES).values() if part.title in found]
     shown = "".join(f"\n### {one.strip()}\n" for one in kept)
@@ -79,10 +83,11 @@ def try_(name: str, part: Part, on: parts.Hosts) -> tuple[str, bool]:
     good = all(row.good for row in rows)
     cells = [part.header, ["---"] * len(part.header), *([*row.cells[:-1], _told(row)] for row in rows)]
     table = "\n".join(f"| {' | '.join(row)} |" for row in cells)
-    commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
-    when = f"{datetime.datetime.now(datetime.UTC).date()}, commit {commit.strip()}, {os.cpu_count()} cores"
-    minutes = f"{(time.monotonic() - began) / 60:.0f} min"
-    return f"{part.title} ({when}, {minutes})\n\n{table}\n" + f"\n{part.note}\n" * bool(part.note), good
+    git = git_state()
+    code = f"commit {str(git['commit'])[:12]}{'' if git['clean'] else ' with changes'}"
+    when = f"On {datetime.datetime.now(datetime.UTC).date()}, at {code}, on {os.cpu_count()} cores"
+    minutes = f"in {(time.monotonic() - began) / 60:.0f} minutes"
+    return "\n\n".join(filter(None, (part.title, f"{when}, {minutes}.", table, part.note))), good
 
 
 def _told(row: parts.Row) -> str:
@@ -94,7 +99,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="nox -s hosts --", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=names, default=names, help="the other parts of the page stay")
     parser.add_argument("--rates", nargs="+", default=RATES, help="of the links, as tc names them; '' for no limit")
-    parser.add_argument("--hosts", type=int, default=4, help="how many there are, for the part 'four'")
+    parser.add_argument("--hosts", type=int, choices=range(2, 9), default=4, help="how many; most parts use two")
     arguments = parser.parse_args()
     alone("-m", "tests.hosts", *sys.argv[1:])
     good = True

@@ -50,6 +50,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 UP_S = 300.0
 """How long Slurm may take to come up, on a busy machine."""
+PROGRAMS = ("ip", "tc", "unshare", "nsenter", "taskset", "munged", "slurmctld", "slurmd", "srun")
 PRIVATE = "/run"
 """Holds the names of network namespaces, and what ``alone`` keeps to itself."""
 
@@ -60,6 +61,8 @@ def alone(*command: str) -> None:
     However it ends, the kernel then ends all that it has started, and its hosts, temporary files and shared memory are
     gone.
     """
+    if lacking := [name for name in PROGRAMS if not shutil.which(name)] + ["root"] * (os.geteuid() != 0):
+        sys.exit(f"tests.hosts: needs {', '.join(lacking)}; as root: apt-get install slurm-wlm munge iproute2")
     if os.getpid() != 1:
         apart = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
         os.execvp(apart[0], [*apart, sys.executable, *command])
