@@ -40,9 +40,9 @@ class Part:
 
 def every(rates: Sequence[str]) -> dict[str, Part]:
     """All parts by name, in the order of the page."""
-    found = ("what", "what came of it")
+    found = ("what", "result")
     timed = ("link", "trials ok", "all-reduce, bus MB/s", *(f"{name}, s/step" for name in parts.TIMED))
-    once = "One trial of the smallest model each: shapes, not times to cite."
+    once = "One trial of the smallest model each: do not cite these times."
     return {
         "smoke": Part("Every backend", found, parts.smoke),
         "rates": Part("Links of several rates, 2 + 2 ranks", timed, partial(parts.rates, limits=rates), once),
@@ -52,7 +52,7 @@ def every(rates: Sequence[str]) -> dict[str, Part]:
             parts.bits,
         ),
         "four": Part("All hosts", found, parts.four),
-        "faults": Part("Harm to host b while a trial runs", ("harm", "what came of it"), parts.faults),
+        "faults": Part("Harm to host b while a trial runs", ("harm", "result"), parts.faults),
         "interrupts": Part("Interrupts at random moments, and `--resume`", found, parts.interrupts),
         "refusals": Part(
             "Jobs that cannot start",

@@ -254,6 +254,10 @@ def test_what_started_the_job_says_where_this_node_is(environment: dict[str, str
             {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "h", "LOCAL_WORLD_SIZE": "8"},
             "LOCAL_WORLD_SIZE is 8, and must be 1: start one process on each node",
         ),
+        (
+            {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "h"},
+            "LOCAL_WORLD_SIZE is not set, and must be 1: start one process on each node",
+        ),
         ({"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "h"}, "RANK is 'x', and must be a number"),
         ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "h"}, "RANK is 2, and WORLD_SIZE is 2; nodes count from 0"),
     ],
