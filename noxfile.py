@@ -10,6 +10,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import nox
@@ -127,37 +128,15 @@ def lint(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", requires=["install"])
-def docs(session: nox.Session) -> None:
-    """Measure what docs/semantics.md and docs/claims.md say, and write them again."""
-    # Exit status 1 says that something measured is wrong: known defects are among it.
-    for command in (
-        ("throughput", "--out", "results/throughput"),
-        ("semantics", "--suite", "--out", "results/semantics", "--docs", "docs/semantics.md"),
-    ):
-        session.run("python", "-m", "bench", *command, success_codes=[0, 1])
-    session.run("python", "-m", "tests.studies.bundle")
-    session.run("python", "-m", "tests.studies.claims", "--probes")
-
-
-@nox.session(venv_backend="none", requires=["install"])
-def bytes(session: nox.Session) -> None:  # noqa: A001 - what it is about
-    """Count collectives and memory in real, virtual and fake worlds, and write docs/memory-and-bytes.md again."""
-    folders = ("results/bytes", "results/bytes-8b")
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
-    # Exit status 1 says that something measured is wrong: known defects are among it.
-    for matrix, folder in zip(("bytes", "bytes-8b"), folders, strict=True):
-        session.run("python", "-m", "bench", "run", "--matrix", matrix, "--out", folder, success_codes=[0, 1])
-    probe = ("python", "-m", "bench", "accumulation", "--errors", "--json")
-    summed = Path("results/bytes/accumulation.jsonl")
-    summed.write_text(session.run(*probe, silent=True, stderr=None), encoding="utf-8")
-    session.run("python", "-m", "tests.studies.bytes_page")
-
-
-@nox.session(venv_backend="none", requires=["install"])
-def study(session: nox.Session) -> None:
-    """Simulate and measure how far verdicts can be trusted, and write docs/statistics.md again."""
-    session.run("python", "-m", "tests.studies", *session.posargs)
+def results(session: nox.Session) -> None:
+    """Say which committed runs and pages are out of date; make those that are named, or with --all all of them."""
+    # Some are made by other sessions.
+    path = os.pathsep.join([os.environ["PATH"], str(Path(sys.executable).parent)])
+    command = ("python", "-m", "tests.studies.results", *session.posargs)
+    try:
+        session.run(*command, env={"PATH": path}, interrupt_timeout=60, terminate_timeout=30)
+    except CommandFailed as failure:
+        raise SystemExit(failure.return_code or 1) from None
 
 
 @nox.session(venv_backend="none", requires=["install"])
