@@ -89,6 +89,11 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 @nox.session(venv_backend="none", requires=["install"])
 def browser(session: nox.Session) -> None:
     """Open, use and print reports in a real browser: Debian's Chromium is installed if there is none, as root."""
+    _install_browser(session)
+    session.run("python", "-m", "pytest", "--browser", "--all", *BROWSER_TESTS, *session.posargs)
+
+
+def _install_browser(session: nox.Session) -> None:
     session.run("python", "-m", "pip", "install", "-q", "-c", "constraints.txt", "--group", "browser")
     if not any(map(shutil.which, BROWSERS)):
         if shutil.which("apt-get") and os.geteuid() == 0:
@@ -97,7 +102,6 @@ def browser(session: nox.Session) -> None:
             session.run("apt-get", "install", "-q", "-y", "--no-install-recommends", *packages, external=True)
         else:
             session.warn(f"no browser: install one of {', '.join(BROWSERS)}; until then these tests are skipped")
-    session.run("python", "-m", "pytest", "--browser", "--all", *BROWSER_TESTS, *session.posargs)
 
 
 @nox.session(venv_backend="none", requires=["install"])
@@ -147,15 +151,9 @@ def versions(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["install"])
 def overhead(session: nox.Session) -> None:
-    """Time the bench's own hot paths, and print them beside the last committed times; no ratio fails.
-
-    The times are stored in results/overhead; ``git add -f`` makes them the ones to compare with.
-    """
-    last = ("git", "log", "-1", "--format=", "--name-only", "--", "results/overhead")
-    committed = subprocess.run(last, capture_output=True, text=True, check=False).stdout.split()
-    options = ("enable", "only", "disable-gc", "storage=results/overhead", "save=hot-paths", "group-by=name")
-    options += ("columns=min,median", *(f"compare={path}" for path in committed[:1]))
-    session.run("python", "-m", "pytest", "tests/overhead", *(f"--benchmark-{o}" for o in options), *session.posargs)
+    """Measure what the bench costs, beside bare loops and the last committed times; writes docs/performance.md."""
+    _install_browser(session)
+    session.run("python", "-m", "tests.overhead", *session.posargs)
 
 
 @nox.session(venv_backend="virtualenv", reuse_venv=True)

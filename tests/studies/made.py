@@ -60,12 +60,31 @@ def _studies(*names: str) -> tuple[str, ...]:
 DRAWN = ("cpu", "popular", "curves")
 """Runs whose plots are committed."""
 DTYPES = "python -m bench accumulation --errors --json > results/bytes/accumulation.jsonl"
+LINKS = "python -m tests.studies.links"
+"""Runs what is not finished, then draws."""
 ROWS = (
     _run("cpu", 40, options=" --budget 40m", warnings=TIMED),
     _run("popular", 45, warnings=TIMED),
     _run("curves", 9, warnings=TWICE | UNTIMED),
     _run("bytes", 75, "bench/forecast", "bench/audit/dtypes.py", also=(DTYPES,), warnings=TWICE | UNTIMED),
     _run("bytes-8b", 15, "bench/forecast", warnings=UNTIMED),
+    Made(
+        name="links",
+        paths=("results/links", "plots/links"),
+        commands=(LINKS,),
+        code=(*TRAINING, "tests/hosts", "tests/studies/links.toml"),
+        minutes=30,
+        is_run=True,
+        warnings=TWICE | UNTIMED,
+    ),
+    Made(
+        name="links-page",
+        paths=("results/links/links.md", "plots/links"),
+        commands=(LINKS,),
+        code=("bench/forecast", *_studies("links", "markdown")),
+        sources=("links",),
+        minutes=0.1,
+    ),
     Made(
         name="noise",
         paths=("results/noise",),
