@@ -8,6 +8,7 @@ import os
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -105,9 +106,13 @@ def main() -> None:
     good = True
     with tempfile.TemporaryDirectory(prefix="hosts-") as folder, parts.hosts(arguments.hosts, Path(folder)) as on:
         for name in arguments.only:
-            text, fine = try_(name, every(arguments.rates)[name], on)
-            write(name, text)
-            good = good and fine
+            try:
+                text, fine = try_(name, every(arguments.rates)[name], on)
+                write(name, text)
+                good = good and fine
+            except Exception:  # the other parts can still be tried
+                traceback.print_exc()
+                good = False
     sys.exit(not good)
 
 
