@@ -152,7 +152,7 @@ def _trials(what: str, status: int, folder: Path) -> Row:
     found = [f"`{one['backend']}` is {one['status']}: {one['reason']}" for one in bad]
     documented = "by documented defects" * (bool(bad) and status == 0)
     words = f"{len(trials) - len(bad)} of {len(trials)} trials pass all gates; exit status {status}"
-    return Row((what, "; ".join(filter(None, (words, documented, *found)))), status == 0)
+    return Row((what, "; ".join(filter(None, (words, documented, *dict.fromkeys(found))))), status == 0)
 
 
 def rates(on: Hosts, limits: Sequence[str]) -> Iterator[Row]:
