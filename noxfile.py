@@ -10,6 +10,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -89,6 +90,11 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 @nox.session(venv_backend="none", requires=["install"])
 def browser(session: nox.Session) -> None:
     """Open, use and print reports in a real browser: Debian's Chromium is installed if there is none, as root."""
+    _install_browser(session)
+    session.run("python", "-m", "pytest", "--browser", "--all", *BROWSER_TESTS, *session.posargs)
+
+
+def _install_browser(session: nox.Session) -> None:
     session.run("python", "-m", "pip", "install", "-q", "-c", "constraints.txt", "--group", "browser")
     if not any(map(shutil.which, BROWSERS)):
         if shutil.which("apt-get") and os.geteuid() == 0:
@@ -97,7 +103,6 @@ def browser(session: nox.Session) -> None:
             session.run("apt-get", "install", "-q", "-y", "--no-install-recommends", *packages, external=True)
         else:
             session.warn(f"no browser: install one of {', '.join(BROWSERS)}; until then these tests are skipped")
-    session.run("python", "-m", "pytest", "--browser", "--all", *BROWSER_TESTS, *session.posargs)
 
 
 @nox.session(venv_backend="none", requires=["install"])
@@ -124,37 +129,15 @@ def lint(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", requires=["install"])
-def docs(session: nox.Session) -> None:
-    """Measure what docs/semantics.md and docs/claims.md say, and write them again."""
-    # Exit status 1 says that something measured is wrong: known defects are among it.
-    for command in (
-        ("throughput", "--out", "results/throughput"),
-        ("semantics", "--suite", "--out", "results/semantics", "--docs", "docs/semantics.md"),
-    ):
-        session.run("python", "-m", "bench", *command, success_codes=[0, 1])
-    session.run("python", "-m", "tests.studies.bundle")
-    session.run("python", "-m", "tests.studies.claims", "--probes")
-
-
-@nox.session(venv_backend="none", requires=["install"])
-def bytes(session: nox.Session) -> None:  # noqa: A001 - what it is about
-    """Count collectives and memory in real, virtual and fake worlds, and write docs/memory-and-bytes.md again."""
-    folders = ("results/bytes", "results/bytes-8b")
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
-    # Exit status 1 says that something measured is wrong: known defects are among it.
-    for matrix, folder in zip(("bytes", "bytes-8b"), folders, strict=True):
-        session.run("python", "-m", "bench", "run", "--matrix", matrix, "--out", folder, success_codes=[0, 1])
-    probe = ("python", "-m", "bench", "accumulation", "--errors", "--json")
-    summed = Path("results/bytes/accumulation.jsonl")
-    summed.write_text(session.run(*probe, silent=True, stderr=None), encoding="utf-8")
-    session.run("python", "-m", "tests.studies.bytes_page")
-
-
-@nox.session(venv_backend="none", requires=["install"])
-def study(session: nox.Session) -> None:
-    """Simulate and measure how far verdicts can be trusted, and write docs/statistics.md again."""
-    session.run("python", "-m", "tests.studies", *session.posargs)
+def results(session: nox.Session) -> None:
+    """Say which committed runs and pages are out of date; make those that are named, or with --all all of them."""
+    # Some are made by other sessions.
+    path = os.pathsep.join([os.environ["PATH"], str(Path(sys.executable).parent)])
+    command = ("python", "-m", "tests.studies.results", *session.posargs)
+    try:
+        session.run(*command, env={"PATH": path}, interrupt_timeout=60, terminate_timeout=30)
+    except CommandFailed as failure:
+        raise SystemExit(failure.return_code or 1) from None
 
 
 @nox.session(venv_backend="none", requires=["install"])
@@ -169,15 +152,9 @@ def versions(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["install"])
 def overhead(session: nox.Session) -> None:
-    """Time the bench's own hot paths, and print them beside the last committed times; no ratio fails.
-
-    The times are stored in results/overhead; ``git add -f`` makes them the ones to compare with.
-    """
-    last = ("git", "log", "-1", "--format=", "--name-only", "--", "results/overhead")
-    committed = subprocess.run(last, capture_output=True, text=True, check=False).stdout.split()
-    options = ("enable", "only", "disable-gc", "storage=results/overhead", "save=hot-paths", "group-by=name")
-    options += ("columns=min,median", *(f"compare={path}" for path in committed[:1]))
-    session.run("python", "-m", "pytest", "tests/overhead", *(f"--benchmark-{o}" for o in options), *session.posargs)
+    """Measure what the bench costs, beside bare loops and the last committed times; writes docs/performance.md."""
+    _install_browser(session)
+    session.run("python", "-m", "tests.overhead", *session.posargs)
 
 
 @nox.session(venv_backend="virtualenv", reuse_venv=True)

@@ -280,7 +280,13 @@ def _counters(reading: Reading) -> Iterator[AuditFinding]:
     taken, reported, fault = len(reading.updates), reading.reported, reading.scenario.fault
     observed = f"but {plural(taken, 'update')} {'was' if taken == 1 else 'were'} observed"
     names = STEP_COUNTERS[:-1] if fault in RESTARTS else STEP_COUNTERS
-    if wrong := [f"{name} = {reported[name]}" for name in names if reported.get(name, taken) != taken]:
+    since = taken
+    if fault is Fault.EXCEPTION and reading.first["faults"]:
+        since = sum(update.losses_before > reading.first["faults"][0] for update in reading.updates)
+    if anew := [f"{name} = {since}" for name in names if reported.get(name, taken) == since != taken]:
+        text = f"{', '.join(anew)}: it counts from 0 again when training is started again after the exception"
+        yield AuditFinding("counted anew", text, NOTE)
+    if wrong := [f"{name} = {reported[name]}" for name in names if reported.get(name, taken) not in {taken, since}]:
         yield AuditFinding("miscounted", f"{', '.join(wrong)}, {observed}")
     estimate = reported.get("trainer.estimated_stepping_batches", taken)
     if estimate != taken and fault is Fault.NONE and reading.scenario.max_steps is None:

@@ -18,7 +18,7 @@ from bench.audit.scenario import Fault, Reduction, Scenario, Split
 from bench.backends.accelerate import AccelerateBackend
 from bench.backends.base import Backend, Job, Window
 from bench.backends.deepspeed import DeepSpeedZero2Eager
-from bench.backends.lightning import LightningBackend, count_engine_steps
+from bench.backends.lightning import LightningBackend
 from bench.backends.torchtitan import TorchtitanEager
 from bench.errors import UnsupportedError
 from bench.plan.cell import Sync
@@ -302,9 +302,6 @@ def _count(counters: dict[str, int], epoch_ended: Callable[[], None]) -> Any:
 
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
             counters["on_before_optimizer_step"] += 1
-
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            count_engine_steps(trainer, counters)
 
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             epoch_ended()

@@ -12,7 +12,7 @@ from bench.backends import fsdp2, plain
 from bench.backends.base import BF16_PARAMETERS, Backend, Job
 from bench.errors import UnsupportedError
 from bench.plan.categories import Category
-from bench.plan.cell import Cell, Sharding, Stepping, Sync
+from bench.plan.cell import Sharding, Stepping, Sync
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -216,7 +216,7 @@ class AccelerateFSDP2Eager(AccelerateFSDP2):
     sync_each_batch = True
 
 
-class AccelerateDeepSpeedZero2(AccelerateBackend):
+class AccelerateDeepSpeedZero2(ds.ZeroBackend, AccelerateBackend):
     """Stage 2 with the configuration of ``deepspeed-zero2-eager``; only DeepSpeed clips, and divides the loss.
 
     Accelerate tells the engine in every micro-batch whether the window is complete, and calls ``engine.step`` only
@@ -224,15 +224,12 @@ class AccelerateDeepSpeedZero2(AccelerateBackend):
     """
 
     name, framework = "accelerate-deepspeed-zero2", "Accelerate DeepSpeed"
-    sync, sharding = Sync.EAGER, Sharding.GRADS
+    sync = Sync.EAGER
     requires = ("accelerate", "deepspeed")
-    bf16_as = BF16_PARAMETERS
     wrapper = DEEPSPEED
-    stage: ClassVar[int] = 2
 
-    @classmethod
-    def remark(cls, cell: Cell) -> str:
-        return ds.remark(cls.stage, cell)
+    def wrapped(self) -> Any:
+        return self.model
 
     def plugin(self, job: Job, model: nn.Module) -> dict[str, Any]:
         from accelerate.utils import DeepSpeedPlugin
@@ -247,29 +244,14 @@ class AccelerateDeepSpeedZero2(AccelerateBackend):
         if job.bf16:
             ds.restore_masters(self.model.module, masters)
 
-    def __del__(self) -> None:
-        ds.release(getattr(self, "model", None))
-
     def full_parameters(self) -> Mapping[str, Tensor]:
         return ds.gather(self.model.module)
 
-    def reported(self) -> dict[str, int]:
-        return {"engine.global_steps": self.model.global_steps}
 
-    def holdings(self) -> Mapping[Category, Iterable[Tensor]]:
-        return ds.holdings(self.model)
-
-    def settings(self) -> dict[str, Any]:
-        return self.config
-
-
-class AccelerateDeepSpeedZero3(AccelerateDeepSpeedZero2):
+class AccelerateDeepSpeedZero3(ds.ZeroStage3, AccelerateDeepSpeedZero2):
     """Stage 3."""
 
     name = "accelerate-deepspeed-zero3"
-    not_compiled = ds.NO_COMPILED_STAGE3
-    sharding = Sharding.PARAMS
-    stage = 3
 
 
 BACKENDS: tuple[type[Backend], ...] = (

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench.backends.base import BF16_PARAMETERS, Backend, Job
@@ -13,8 +14,6 @@ from bench.plan.cell import Cell, Device, Sharding, Stepping, Sync
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-NO_COMPILED_STAGE3 = "stage 3 gathers parameters in hooks of the modules within a block, which a graph cannot contain"
 
 
 def zero_config(stage: int, job: Job) -> dict[str, Any]:
@@ -55,25 +54,6 @@ def zero_config(stage: int, job: Job) -> dict[str, Any]:
             "stage3_prefetch_bucket_size": job.block_parameters,
         },
     }
-
-
-def remark(stage: int, cell: Cell) -> str:
-    """``Backend.remark`` of every backend based on DeepSpeed.
-
-    deepspeed/runtime/zero/partition_parameters.py: for a group of one rank ``all_gather_coalesced`` calls
-    ``_no_gather_coalesced``, whose handles synchronize the gather stream in ``wait``; ``AllGatherHandle.wait`` does
-    not. linear.py: ``LinearFunctionForZeroStage3`` saves its input after the product, where checkpointing stops
-    recomputing.
-    """
-    said = []
-    if stage == 3 and cell.world_size == 1 and cell.device is Device.CUDA:
-        said.append(
-            "on one rank ZeRO-3 gathers nothing, and DeepSpeed makes the host wait for a CUDA stream at every fetch of "
-            "a module's parameters, which it does not on several ranks: this step time says nothing about larger worlds"
-        )
-    if stage == 3 and cell.activation_checkpointing:
-        said.append("under activation checkpointing ZeRO-3 recomputes the last product of every block, others do not")
-    return "; ".join(said)
 
 
 def prepare() -> None:
@@ -182,24 +162,76 @@ def holdings(engine: Any) -> dict[Category, list[Tensor]]:
     }
 
 
-def release(engine: Any) -> None:
-    """Remove an engine's hooks from its parameters, so that it can be freed.
+class ZeroBackend(Backend):
+    """What all backends with a DeepSpeed engine have in common, whoever owns the loop; stage 2 by default."""
 
-    On CUDA the garbage collector does not find these cycles.
-    """
-    if hasattr(engine, "destroy"):  # None if it could not be created
-        engine.destroy()
+    sharding = Sharding.GRADS
+    bf16_as = BF16_PARAMETERS
+    stage: ClassVar[int] = 2
+    config: dict[str, Any]
+    """That of ``zero_config``."""
+
+    @abstractmethod
+    def wrapped(self) -> Any:
+        """The engine. Raises AttributeError before there is one."""
+
+    def __del__(self) -> None:
+        """Remove the engine's hooks from its parameters: on CUDA the garbage collector does not find these cycles."""
+        engine: Any = None
+        with suppress(AttributeError):
+            engine = self.wrapped()
+        if hasattr(engine, "destroy"):  # None if it could not be created
+            engine.destroy()
+
+    @classmethod
+    def remark(cls, cell: Cell) -> str:
+        """What step time and memory of stage 3 do not show.
+
+        deepspeed/runtime/zero/partition_parameters.py: for a group of one rank ``all_gather_coalesced`` calls
+        ``_no_gather_coalesced``, whose handles synchronize the gather stream in ``wait``; ``AllGatherHandle.wait`` does
+        not. linear.py: ``LinearFunctionForZeroStage3`` saves its input after the product, where checkpointing stops
+        recomputing.
+        """
+        said = []
+        if cls.stage == 3 and cell.world_size == 1 and cell.device is Device.CUDA:
+            said.append(
+                "on one rank ZeRO-3 gathers nothing, and DeepSpeed makes the host wait for a CUDA stream at every "
+                "fetch of a module's parameters, which it does not on several ranks: this step time says nothing "
+                "about larger worlds"
+            )
+        if cls.stage == 3 and cell.activation_checkpointing:
+            said.append(
+                "under activation checkpointing ZeRO-3 recomputes the last product of every block, others do not"
+            )
+        return "; ".join(said)
+
+    def reported(self) -> dict[str, int]:
+        return super().reported() | {"engine.global_steps": self.wrapped().global_steps}
+
+    def holdings(self) -> Mapping[Category, Iterable[Tensor]]:
+        return holdings(self.wrapped())
+
+    def settings(self) -> dict[str, Any]:
+        return super().settings() | self.config
 
 
-class DeepSpeedZero2Eager(Backend):
+class ZeroStage3:
+    """Turns a backend of stage 2 into one of stage 3: parameters are gathered module by module."""
+
+    sharding: ClassVar[Sharding] = Sharding.PARAMS
+    not_compiled: ClassVar[str] = (
+        "stage 3 gathers parameters in hooks of the modules within a block, which a graph cannot contain"
+    )
+    stage: ClassVar[int] = 3
+
+
+class DeepSpeedZero2Eager(ZeroBackend):
     """Stage 2 as documented: ``engine.backward`` and ``engine.step`` per micro-batch, reducing each time."""
 
     name, framework = "deepspeed-zero2-eager", "DeepSpeed"
-    sync, sharding = Sync.EAGER, Sharding.GRADS
+    sync = Sync.EAGER
     stepping = Stepping.CARRY
     requires = ("deepspeed",)
-    bf16_as = BF16_PARAMETERS
-    stage: ClassVar[int] = 2
 
     def train(self, job: Job) -> None:
         self.initialize(job, gradient_accumulation_steps=job.accumulate)
@@ -211,9 +243,8 @@ class DeepSpeedZero2Eager(Backend):
             self.engine.backward(job.loss(self.engine, batch))
             self.engine.step()
 
-    @classmethod
-    def remark(cls, cell: Cell) -> str:
-        return remark(cls.stage, cell)
+    def wrapped(self) -> Any:
+        return self.engine
 
     def zero_grad(self) -> None:
         self.engine.optimizer.zero_grad()
@@ -236,20 +267,8 @@ class DeepSpeedZero2Eager(Backend):
 
         return deepspeed.initialize(dist_init_required=False, **arguments)[0]
 
-    def __del__(self) -> None:
-        release(getattr(self, "engine", None))
-
     def full_parameters(self) -> Mapping[str, Tensor]:
         return gather(self.engine.module)
-
-    def reported(self) -> dict[str, int]:
-        return {"engine.global_steps": self.engine.global_steps}
-
-    def holdings(self) -> Mapping[Category, Iterable[Tensor]]:
-        return holdings(self.engine)
-
-    def settings(self) -> dict[str, Any]:
-        return self.config
 
 
 class DeepSpeedZero2Deferred(DeepSpeedZero2Eager):
@@ -279,22 +298,16 @@ class DeepSpeedZero2Deferred(DeepSpeedZero2Eager):
             self.engine.step()
 
 
-class DeepSpeedZero3Eager(DeepSpeedZero2Eager):
-    """Stage 3: parameters are gathered module by module, and every backward reduce-scatters gradients."""
+class DeepSpeedZero3Eager(ZeroStage3, DeepSpeedZero2Eager):
+    """Stage 3, where every backward reduce-scatters gradients."""
 
     name = "deepspeed-zero3-eager"
-    not_compiled = NO_COMPILED_STAGE3
-    sharding = Sharding.PARAMS
-    stage = 3
 
 
-class DeepSpeedZero3Deferred(DeepSpeedZero2Deferred):
+class DeepSpeedZero3Deferred(ZeroStage3, DeepSpeedZero2Deferred):
     """Stage 3 with ``engine.coalesce_grad_reduction``."""
 
     name = "deepspeed-zero3-deferred"
-    not_compiled = NO_COMPILED_STAGE3
-    sharding = Sharding.PARAMS
-    stage = 3
 
 
 BACKENDS: tuple[type[Backend], ...] = (

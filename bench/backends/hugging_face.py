@@ -13,7 +13,7 @@ from bench.backends.accelerate import DDP, DEEPSPEED, FSDP2, AccelerateFSDP2, ch
 from bench.backends.base import BF16_PARAMETERS, Backend, Job
 from bench.errors import UnsupportedError
 from bench.plan.categories import Category
-from bench.plan.cell import Cell, Sharding, Stepping, Sync
+from bench.plan.cell import Sharding, Stepping, Sync
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -233,22 +233,19 @@ class HuggingFaceFSDP2(HuggingFaceTrainer):
         return super().settings() | {"reshard_after_forward": True, "reduce_dtype": "fp32"}
 
 
-class HuggingFaceDeepSpeedZero2(HuggingFaceTrainer):
+class HuggingFaceDeepSpeedZero2(ds.ZeroBackend, HuggingFaceTrainer):
     """DeepSpeed stage 2 with the configuration of ``deepspeed-zero2-eager``.
 
     The Trainer divides the loss and tells the engine where a window ends; the engine's N has no effect.
     """
 
     name, framework = "hf-trainer-deepspeed-zero2", "HF Trainer DeepSpeed"
-    sync, sharding = Sync.EAGER, Sharding.GRADS
+    sync = Sync.EAGER
     requires = ("transformers", "accelerate", "deepspeed")
-    bf16_as = BF16_PARAMETERS
     wrapper = DEEPSPEED
-    stage: ClassVar[int] = 2
 
-    @classmethod
-    def remark(cls, cell: Cell) -> str:
-        return ds.remark(cls.stage, cell)
+    def wrapped(self) -> Any:
+        return self.trainer.model_wrapped
 
     def arguments(self, job: Job) -> dict[str, Any]:
         self.config = ds.zero_config(self.stage, job) | {"gradient_accumulation_steps": job.accumulate}
@@ -265,33 +262,17 @@ class HuggingFaceDeepSpeedZero2(HuggingFaceTrainer):
             ds.restore_masters(self.inner, self.masters)
             self.masters = {}  # or their memory would be counted in every window
 
-    def __del__(self) -> None:
-        if hasattr(self, "trainer"):
-            ds.release(self.trainer.model_wrapped)
-
     def zero_grad(self) -> None:
-        self.trainer.model_wrapped.optimizer.zero_grad()
+        self.wrapped().optimizer.zero_grad()
 
     def full_parameters(self) -> Mapping[str, Tensor]:
         return ds.gather(self.inner)
 
-    def holdings(self) -> Mapping[Category, Iterable[Tensor]]:
-        return ds.holdings(self.trainer.model_wrapped)
 
-    def reported(self) -> dict[str, int]:
-        return super().reported() | {"engine.global_steps": self.trainer.model_wrapped.global_steps}
-
-    def settings(self) -> dict[str, Any]:
-        return super().settings() | self.config
-
-
-class HuggingFaceDeepSpeedZero3(HuggingFaceDeepSpeedZero2):
+class HuggingFaceDeepSpeedZero3(ds.ZeroStage3, HuggingFaceDeepSpeedZero2):
     """DeepSpeed stage 3."""
 
     name = "hf-trainer-deepspeed-zero3"
-    not_compiled = ds.NO_COMPILED_STAGE3
-    sharding = Sharding.PARAMS
-    stage = 3
 
 
 BACKENDS: tuple[type[Backend], ...] = (

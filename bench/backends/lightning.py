@@ -11,10 +11,10 @@ from bench.backends import deepspeed as ds
 from bench.backends import fsdp2, plain
 from bench.backends.base import BF16_PARAMETERS, Backend, Job
 from bench.plan.categories import Category
-from bench.plan.cell import Cell, Sharding, Stepping, Sync
+from bench.plan.cell import Sharding, Stepping, Sync
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import LightningModule
     from lightning.pytorch.strategies import Strategy
     from torch import Tensor, nn
     from torch.nn.parallel import DistributedDataParallel
@@ -115,13 +115,6 @@ class LightningBackend(Backend):
         return {"loss_factor": self.loss_factor or "1"}
 
 
-def count_engine_steps(trainer: Trainer, counters: dict[str, int]) -> None:
-    """Record the DeepSpeed engine's step counter, if the strategy has an engine."""
-    engine: Any = trainer.strategy.model
-    if hasattr(engine, "global_steps"):
-        counters["engine.global_steps"] = engine.global_steps
-
-
 def _model(module: LightningModule) -> nn.Module:
     return cast("nn.Module", module.model)
 
@@ -155,7 +148,6 @@ def _module(backend: LightningBackend, job: Job) -> LightningModule:
             initial.clear()  # or its memory would be counted in every window
 
         def on_train_end(self) -> None:
-            count_engine_steps(self.trainer, backend.counters)
             if job.keep_parameters:
                 backend.parameters_at_end = dict(backend.gather(self))
 
@@ -222,7 +214,7 @@ class LightningFSDP2(LightningBackend):
         return fsdp2.holdings(_model(self.module))
 
 
-class LightningDeepSpeedZero2(LightningBackend):
+class LightningDeepSpeedZero2(ds.ZeroBackend, LightningBackend):
     """``DeepSpeedStrategy`` stage 2 with the DeepSpeed configuration of ``deepspeed-zero2-eager``.
 
     The Trainer delegates accumulation (``handles_gradient_accumulation``): it calls ``engine.backward`` and
@@ -230,16 +222,13 @@ class LightningDeepSpeedZero2(LightningBackend):
     """
 
     name, framework = "lightning-deepspeed-zero2", "Lightning DeepSpeed"
-    sync, sharding = Sync.EAGER, Sharding.GRADS
+    sync = Sync.EAGER
     stepping = Stepping.SPLIT
     requires = ("lightning", "deepspeed")
-    bf16_as = BF16_PARAMETERS
-    stage: ClassVar[int] = 2
     defect = "Lightning divides the loss by N, and so does the DeepSpeed engine: every update is 1/N of the right one"
 
-    @classmethod
-    def remark(cls, cell: Cell) -> str:
-        return ds.remark(cls.stage, cell)
+    def wrapped(self) -> Any:
+        return self.trainer.strategy.model
 
     def strategy(self, job: Job) -> Strategy:
         from lightning.pytorch.strategies import DeepSpeedStrategy
@@ -253,10 +242,6 @@ class LightningDeepSpeedZero2(LightningBackend):
         with ds.short_parameter_repr():
             super().continue_training(job, **arguments)
 
-    def __del__(self) -> None:
-        if hasattr(self, "trainer"):
-            ds.release(self.trainer.strategy.model)
-
     def initial(self, module: LightningModule, job: Job) -> dict[str, Tensor]:
         return ds.initial_masters(_model(module)) if job.bf16 else {}
 
@@ -266,12 +251,6 @@ class LightningDeepSpeedZero2(LightningBackend):
 
     def gather(self, module: LightningModule) -> Mapping[str, Tensor]:
         return ds.gather(_model(module))
-
-    def holdings(self) -> Mapping[Category, Iterable[Tensor]]:
-        return ds.holdings(self.trainer.strategy.model)
-
-    def settings(self) -> dict[str, Any]:
-        return {**super().settings(), **self.config}
 
 
 def on_cpu(strategy: type[Any]) -> type[Any]:
@@ -295,13 +274,10 @@ def on_cpu(strategy: type[Any]) -> type[Any]:
     return DeepSpeedStrategyOnCPU
 
 
-class LightningDeepSpeedZero3(LightningDeepSpeedZero2):
+class LightningDeepSpeedZero3(ds.ZeroStage3, LightningDeepSpeedZero2):
     """``DeepSpeedStrategy`` stage 3."""
 
     name = "lightning-deepspeed-zero3"
-    not_compiled = ds.NO_COMPILED_STAGE3
-    sharding = Sharding.PARAMS
-    stage = 3
 
 
 class LightningDeepSpeedZero2Corrected(LightningDeepSpeedZero2):

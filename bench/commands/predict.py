@@ -63,6 +63,8 @@ def add(commands: Any) -> None:
     words = "rate at which a rank can send, such as 50GB/s or 400Gbit/s (400Gbps); with --node-size one rate within a "
     words += f"node, and one to others, which is its share of the node's network cards: {TWO_LEVELS}"
     option("--link", type=_link, metavar="RATE", help=words)
+    words = "instead of --link: the rates and the latency that this run measured before its first trial"
+    option("--from-run", type=Path, metavar="RUN", help=words)
     option("--node-size", type=INTEGER, metavar="G", help="consecutive ranks that are a node")
     words = "replicas of HSDP backends, each sharded over W / R consecutive ranks (default: as many as nodes)"
     option("--replicate", type=INTEGER, metavar="R", help=words)
@@ -107,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
     from bench.forecast.best import MARGIN, Question, Recommendation, records
     from bench.forecast.prediction import predict
 
-    link = _levels(arguments)
+    link, link_from = _measured(arguments) if arguments.from_run else (_levels(arguments), "")
     cell = _cell(arguments, link)
     activations = None if arguments.activations is None else int(arguments.activations)
     if activations is not None and arguments.activation_checkpointing:
@@ -131,7 +133,8 @@ def run(arguments: argparse.Namespace) -> int:
     about = prediction_text.About(
         cell=cell,
         link=link,
-        latency_given=arguments.latency is not None,
+        link_from=link_from,
+        latency_known=bool(link_from) or arguments.latency is not None,
         compute_s=compute_s,
         compute_from=compute_from,
         memory_bytes=limit,
@@ -172,6 +175,31 @@ def _levels(arguments: argparse.Namespace) -> Link | None:
         ranks = arguments.world_size
         raise InputError(f"--node-size: {node_size} does not divide the {ranks} ranks of --world-size; change one")
     return Link(bytes_per_s=inter, latency_s=latency_s, intra_bytes_per_s=intra, node_size=node_size)
+
+
+def _measured(arguments: argparse.Namespace) -> tuple[Link, str]:
+    """The link that a run measured, and where it comes from."""
+    from bench.forecast.from_run import measured_link
+    from bench.run.journal import MANIFEST, read_manifest
+
+    run, ranks = arguments.from_run, arguments.world_size
+    for name, value in (("link", arguments.link), ("latency", arguments.latency), ("node-size", arguments.node_size)):
+        if value is not None:
+            raise InputError(f"--{name}: cannot be combined with --from-run, which measured it; leave out one of them")
+    manifest = read_manifest(run)
+    found = measured_link(manifest)
+    if found is None:
+        raise InputError(
+            f"--from-run {run}: {MANIFEST} holds no rates of collectives, which runs with several ranks measure; "
+            "name another run, or give --link"
+        )
+    if found.device != arguments.device:
+        raise InputError(f"--from-run {run}: its ranks ran on {found.device}; add --device {found.device}")
+    if ranks % found.link.node_size:
+        raise InputError(
+            f"--world-size: {ranks} ranks do not fill nodes of {found.link.node_size}, as in --from-run; change it"
+        )
+    return found.link, found.source
 
 
 def _reserve(arguments: argparse.Namespace, cell: Cell, limit: int | None) -> int:

@@ -28,6 +28,7 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the report and show its summary."""
+    from bench.forecast import from_run
     from bench.report.finish import finish, rebuild
     from bench.run.journal import read_manifest
 
@@ -40,11 +41,12 @@ def run(arguments: argparse.Namespace) -> int:
                     f"--{name}: cannot be combined with --rebuild, which draws nothing; leave one of them out"
                 )
         return rebuild(folder)
+    plots = arguments.plots or plots_folder(folder)
     try:
         with files.run_folder(folder, str(folder)):
-            status = finish(folder, arguments.plots or plots_folder(folder))
+            status = finish(folder, plots, from_run.section)
     except files.BusyError:  # the run goes on: its trials so far can be shown, but only the runner writes run.json
-        status = finish(folder, arguments.plots or plots_folder(folder), note_floor=False)
+        status = finish(folder, plots, from_run.section, note_floor=False)
     if arguments.open:
         import webbrowser
 

@@ -189,7 +189,9 @@ def _train(
                 f"{folder}: the disk is full; the finished trials are kept: free some space, and go on with: {go_on}"
             ) from error
         raise InputError(f"{folder}: {error}; the finished trials are kept; go on with: {go_on}") from error
-    return finish(folder, plots_folder(folder), as_json=arguments.json)
+    from bench.forecast import from_run  # here, since it imports pandas
+
+    return finish(folder, plots_folder(folder), from_run.section, as_json=arguments.json)
 
 
 def _refuse_beside_resume(arguments: argparse.Namespace) -> None:

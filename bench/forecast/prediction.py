@@ -25,7 +25,7 @@ from bench.backends.base import Backend
 from bench.backends.deepspeed import DeepSpeedZero2Deferred
 from bench.forecast.footprint import Footprint, declined, footprint
 from bench.judge.formulas import BUILT_IN, Collective, Expectation, expect, layout_of, wire_bytes
-from bench.plan.cell import REFERENCES, Cell, Precision, RankGroup
+from bench.plan.cell import REFERENCES, Cell, Device, Precision, RankGroup
 from bench.plan.models import SIZES
 from bench.workload.layout import Layout
 
@@ -173,7 +173,7 @@ class Prediction:
     def _of_group(self, group: RankGroup, rows: Sequence[Collective]) -> Traffic:
         """What a rank sends by these collectives; replicas have their ranks with the same shard in common."""
         ranks, stride = self.cell.group_size(group), self.cell.group_size(RankGroup.SHARD)
-        wire = sum(wire_bytes(row.op, row.payload_bytes, ranks) for row in rows)
+        wire = sum(sent_bytes(row.op, row.payload_bytes, ranks, self.cell.device) for row in rows)
         return Traffic(sum(row.calls for row in rows), wire, ranks, stride if group is RankGroup.REPLICATE else 1)
 
     @cached_property
@@ -188,6 +188,16 @@ class Prediction:
             cell = at(self.cell, n)
             self._footprints[n] = footprint(cell, self.layout, self.backend, held, self.activation_bytes)
         return self._footprints[n]
+
+
+def sent_bytes(op: str, payload_bytes: int, ranks: int, device: Device) -> float:
+    """Bytes that a rank of a group sends, by ring algorithms.
+
+    On the CPU that is gloo, whose reduce-scatter is an all-reduce of which each rank keeps its part
+    (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp:reduce_scatter_tensor_coalesced).
+    """
+    is_whole = op == "reduce_scatter" and device is Device.CPU
+    return wire_bytes("all_reduce" if is_whole else op, payload_bytes, ranks)
 
 
 def at(cell: Cell, accumulate: int, world_size: int | None = None) -> Cell:
@@ -241,7 +251,8 @@ def record(one: Prediction, link: Link | None, compute_s: float | None, bounds: 
         return values
     memory, traffic = one.memory(n), one.traffic(n)
     rows = [
-        dataclasses.asdict(row) | {"wire_bytes": wire_bytes(row.op, row.payload_bytes, one.cell.group_size(row.group))}
+        dataclasses.asdict(row)
+        | {"wire_bytes": sent_bytes(row.op, row.payload_bytes, one.cell.group_size(row.group), one.cell.device)}
         for row in one.expectation(n).collectives
     ]
     values |= {

@@ -52,7 +52,9 @@ class About:
     cell: Cell
     """With an empty backend."""
     link: Link | None
-    latency_given: bool
+    link_from: str
+    """Where its rates and latency come from; empty if they were given."""
+    latency_known: bool
     compute_s: float | None
     compute_from: str
     memory_bytes: int | None
@@ -90,8 +92,9 @@ class About:
         """Link, compute and memory."""
         parts = []
         if self.link is not None:
-            latency = f"{self.link.latency_s * 1e6:g} us" if self.latency_given else "no latency (none was given)"
-            parts.append(f"link {self.speeds} per rank, {latency} per call")
+            latency = f"{self.link.latency_s * 1e6:.4g} us" if self.latency_known else "no latency (none was given)"
+            measured = f" ({self.link_from})" * bool(self.link_from)
+            parts.append(f"link {self.speeds} per rank, {latency} per call{measured}")
         if self.compute_s is not None:
             parts.append(f"compute {self.compute_s:.4g} s per optimizer step ({self.compute_from})")
         if self.memory_bytes is not None:
@@ -108,10 +111,7 @@ class About:
     def speeds(self) -> str:
         """The speed of the link, or that of both levels."""
         assert self.link is not None
-        inter = rate(self.link.bytes_per_s)
-        if not self.two_levels:
-            return inter
-        return f"{rate(self.link.intra_bytes_per_s)} within nodes of {self.link.node_size} and {inter} between them"
+        return speeds(self.link)
 
     @property
     def usable_bytes(self) -> int | None:
@@ -125,6 +125,14 @@ def rate(bytes_per_s: float) -> str:
         if bytes_per_s >= one:
             return f"{bytes_per_s / one:.3g} {unit}"
     return f"{bytes_per_s:.3g} B/s"
+
+
+def speeds(link: Link) -> str:
+    """``50 GB/s``, or the rates of both levels."""
+    between = rate(link.bytes_per_s)
+    if link.node_size == 1:
+        return between
+    return f"{rate(link.intra_bytes_per_s)} within nodes of {link.node_size} and {between} between them"
 
 
 def gib(number: float) -> str:

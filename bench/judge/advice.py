@@ -64,10 +64,12 @@ def obstacle(run: Run, found: Standing, folder: Path) -> Obstacle | None:
     judged = (row for row in rows if row.judgement.verdict is not Verdict.NOT_COMPARABLE)
     if any(row.time is not None and row.time.low is not None for row in judged):
         return None
-    reasons = Counter(row.judgement.reason for row in rows)
-    details = {row.judgement.reason: row.judgement.detail.partition("; ")[0] for row in reversed(rows)}
+    own = {Reason.GATE, Reason.NO_TRIALS}  # these cells are told of by themselves
+    tried = [row for row in rows if row.judgement.reason not in own] or rows
+    reasons = Counter(row.judgement.reason for row in tried)
+    details = {row.judgement.reason: row.judgement.detail.partition("; ")[0] for row in reversed(tried)}
     said = [
-        details[reason] + (f" ({count} of {plural(len(rows), 'comparison')})" if len(reasons) > 1 else "")
+        details[reason] + (f" ({count} of {plural(len(tried), 'comparison')})" if len(reasons) > 1 else "")
         for reason, count in reasons.most_common()
     ]
     if Reason.FEW_TRIALS not in reasons and _repeats(run) < MIN_TRIALS:

@@ -15,6 +15,7 @@ from bench.measure.dispatch import NUMBERS, OTHER_WORK
 from bench.plan.cell import Cell, Precision, RankGroup, Status
 from bench.plan.columns import COLUMNS, dtypes
 from bench.plan.world import World
+from bench.run.links import rate_between
 from bench.run.machine import peak_flops
 from bench.run.record import warmup
 
@@ -191,6 +192,7 @@ def _timed_columns(
         row["step_time_s"] = seconds
     if "step_time_s" in row and cell.world.times_communication:
         row["tokens_per_s"] = record["tokens_per_step"] / row["step_time_s"]
+        row["link_bytes_per_s"] = rate_between(manifest.get("matmul") or (), cell.world_size, cell.num_nodes)
         if record["flops_per_step"]:
             rate = record["flops_per_step"] / row["step_time_s"]
             peak = peak_flops(record["device_name"], cell.precision)

@@ -12,7 +12,6 @@ import os
 import shutil
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from multiprocessing.connection import wait
@@ -85,7 +84,7 @@ class _Follower:
         self._run_id = ""
         """Of the trial whose ranks run here; empty while none does."""
         self._folder = Path()
-        """Of that trial; if this process is killed, the launcher's process removes it."""
+        """Of that trial."""
 
     def __enter__(self) -> Self:
         return self
@@ -138,7 +137,8 @@ class _Follower:
         node.ready()
 
     def do_begin(self, part: dict[str, Any]) -> None:
-        self._folder, self._run_id = Path(tempfile.mkdtemp(prefix="accumulation-bench-")), part["run_id"]
+        self._folder, self._run_id = self._opened().scratch, part["run_id"]
+        self._folder.mkdir(mode=0o700)
         payload = json.dumps({**json.loads(part["payload"]), "folder": str(self._folder)})
         self._opened().begin(Part(**{**part, "folder": str(self._folder), "payload": payload}))
 

@@ -89,6 +89,11 @@ class Node:
                 "from now on every trial starts from a new interpreter, as with --cold, which takes some seconds more"
             )
 
+    @property
+    def scratch(self) -> Path:
+        """A folder for the trials of a follower, which does not exist yet; removed even if this process is killed."""
+        return Path(self._server.scratch)
+
     def begin(self, part: Part) -> int:
         """Start the ranks of this part; the port of the trial's store."""
         folder = Path(part.folder)

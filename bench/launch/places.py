@@ -120,7 +120,7 @@ def here(environment: Mapping[str, str] = os.environ) -> Place | None:
         if node >= num_nodes:
             raise InputError(f"{engine.node} is {node}, and {engine.num_nodes} is {num_nodes}; nodes count from 0")
         one = num_nodes if engine.in_all else 1
-        if engine.processes and (found := _number(environment, engine.processes)) != one:
+        if engine.processes and (found := get(engine.processes, "not set")) != str(one):
             raise InputError(f"{engine.processes} is {found}, and must be {one}: start one process on each node")
         head = get("MASTER_ADDR") or get("PET_MASTER_ADDR") or _first_host(environment[engine.head])
         return Place(node=node, num_nodes=num_nodes, head=head, port=_port(environment, engine))

@@ -49,6 +49,8 @@ class LauncherProcess:
         self._is_ready = False
         self._stderr: IO[bytes]
         self._mark = self._temporary = ""
+        self.scratch = ""
+        """See ``Node.scratch``."""
 
     def start(self) -> None:
         """Start the process if it does not run."""
@@ -63,6 +65,7 @@ class LauncherProcess:
         base = tempfile.gettempdir()
         # The launcher's process creates it, and removes it even if this process is killed.
         self._temporary = str(Path(base if len(base) <= LONGEST_TEMPORARY else "/tmp") / f"bench-{self._mark[:12]}")
+        self.scratch = f"{self._temporary}-trial"
         command = [sys.executable, "-m", "bench.launch.server", str(requests_read), str(replies_write)]
         command.append("cold" if self.cold else "warm")
         # A pipe would fill up, since nobody reads it during a trial.
@@ -75,6 +78,7 @@ class LauncherProcess:
                     stragglers.MARK: self._mark,
                     "TMPDIR": self._temporary,
                     "BENCH_TMPDIR": self._temporary,
+                    "BENCH_SCRATCH": self.scratch,
                 },
                 pass_fds=(requests_read, replies_write),
                 stdin=subprocess.DEVNULL,

@@ -1,7 +1,7 @@
 """The launcher's process: torch elastic's agent, and a fork server for its ranks.
 
-``launcher`` starts it as ``python -m bench.launch.server``. When the bench's own process ends, even by SIGKILL, this
-one ends all of its own descendants and itself.
+``launcher`` starts it as ``python -m bench.launch.server`` with two pipes. When the bench's own process ends, even by
+SIGKILL, this one ends all of its own descendants and itself, and removes their files.
 """
 
 from __future__ import annotations
@@ -23,9 +23,6 @@ import psutil
 
 from bench.launch import stragglers
 from bench.launch.part import Part
-
-_scratch: list[str] = []
-"""The folder of the last trial, on all nodes but the first, whose folders lie in that of the run."""
 
 
 def serve(requests: int, replies: int, *, cold: bool) -> None:
@@ -52,7 +49,6 @@ def serve(requests: int, replies: int, *, cold: bool) -> None:
     with os.fdopen(requests) as lines:
         for line in lines:
             part = Part(**json.loads(line))
-            _scratch[:] = [part.folder] * (part.node > 0)
             module, _, function = part.entry.partition(":")
             rank_main = getattr(importlib.import_module(module), function)
             rendezvous = agent.Rendezvous(part)
@@ -89,14 +85,25 @@ def _end_with_parent(requests: int) -> None:
     poll = select.poll()
     poll.register(requests, 0)  # POLLHUP is always reported
     poll.poll()
+    # The main thread could start another rank or write another file meanwhile; this program replaces all threads.
     with contextlib.suppress(OSError):
-        stragglers.kill(lambda: stragglers.without_trackers(_descendants()))
-    for folder in (os.environ["BENCH_TMPDIR"], *_scratch):
-        shutil.rmtree(folder, ignore_errors=True)
+        os.execv(sys.executable, [sys.executable, "-m", "bench.launch.server"])
+    _clean_up()
     os._exit(1)
 
 
+def _clean_up() -> None:
+    """Leave no descendant and no file behind."""
+    with contextlib.suppress(OSError):
+        stragglers.kill(lambda: stragglers.without_trackers(_descendants()))
+    for folder in ("BENCH_TMPDIR", "BENCH_SCRATCH"):
+        shutil.rmtree(os.environ[folder], ignore_errors=True)
+
+
 if __name__ == "__main__":
+    if len(sys.argv) == 1:
+        _clean_up()
+        sys.exit(1)
     signal.signal(signal.SIGTERM, _end_quietly)
     stragglers.adopt_orphans()
     Path(os.environ["BENCH_TMPDIR"]).mkdir(mode=0o700)  # the name is random, so it must not exist yet

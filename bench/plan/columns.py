@@ -148,6 +148,9 @@ _TRIALS: dict[str, Column] = {
     "mfu_of_matmul": _number(
         "1", "the same against the matrix-product rate measured in the run", title="MFU of matmul", form=".3g"
     ),
+    "link_bytes_per_s": _number(
+        "B/s", "bus bandwidth of all-reduces between as many ranks, measured in the run", title="link (B/s)", form=".3g"
+    ),
     "energy_j_per_step": _number("J", "of the GPUs in use, per optimizer step", title="J/step", form=".3g"),
     "energy_j_per_token": _number("J", "the same per predicted token", title="J/token", form=".3g"),
     "cpu_s_per_micro_batch": _number(

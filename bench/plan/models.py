@@ -68,6 +68,9 @@ SIZES = {
     "micro": LlamaSize(
         hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=176, vocab_size=256, tied=False
     ),
+    "mini": LlamaSize(
+        hidden_size=192, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=512, vocab_size=256, tied=False
+    ),
     "tiny": LlamaSize(
         hidden_size=256, num_layers=4, num_heads=4, num_kv_heads=2, intermediate_size=704, vocab_size=256, tied=False
     ),
@@ -112,8 +115,8 @@ SIZES = {
         rope_theta=500_000.0,
     ),
 }
-"""``micro`` and ``tiny`` are our own; ``135m`` has the shape of SmolLM2-135M, ``1b`` and ``3b`` of Llama-3.2, ``8b`` of
-Llama-3.1."""
+"""``micro``, ``mini`` and ``tiny`` are our own; ``135m`` has the shape of SmolLM2-135M, ``1b`` and ``3b`` of Llama-3.2,
+``8b`` of Llama-3.1."""
 
 LLAMA = "llama"
 """The shipped workload."""

@@ -39,6 +39,8 @@ OPEN = {
     Reason.FAILED_TRIALS: "trials failed here or at {}; the others may be a biased sample",
 }
 """Why a comparison with a baseline stays undecided."""
+FIRST_DEFERRED = "fsdp2-deferred"
+"""It is compared with its eager twin before all others are."""
 TRANSFER = "rankings of a {} model over gloo do not transfer to GPUs"
 
 
@@ -157,26 +159,32 @@ def _least(of: Material, group: Group) -> Iterator[Statement]:
 
 
 def _twins(of: Material, group: Group) -> Iterator[Statement]:
-    """Deferred against eager sync wherever a framework and sharding have both; FSDP2 first."""
+    """Deferred against eager sync, of FSDP2 in full; one line for all other frameworks and shardings that have both."""
     about = of.run.manifest["backends"]
     rows = {row.backend: row for row in group.rows}
-    said = []
     shown = {name: about.get(name, {}) for name in rows}
     pairs = [pair for how in (Sync.DEFERRED, Sync.DEFERRED_ALL_REDUCE) for pair in eager_and_deferred(shown, how)]
-    for eager, deferred in pairs:
+    full, short = [], []
+    for eager, deferred in sorted(pairs, key=lambda pair: pair[1] != FIRST_DEFERRED):
         ours, theirs = rows[deferred], rows[eager]
         found = of.standings[eager].by_cell.get(ours.cell_id) if eager in of.standings else None
-        parts = []
+        said, brief = [], []
         if group.is_timed and found is not None and found.time is not None:
             time, verdict = found.time, found.judgement.verdict
-            parts.append(f"time {digits(time.ratio)}{_ends(time.low, time.high)}, {verdict}")
+            said.append(f"time {digits(time.ratio)}{_ends(time.low, time.high)}, {verdict}")
+            brief.append(f"{digits(time.ratio)} ({verdict})")
         if ours.memory and theirs.memory:
-            sizes = f"{size(ours.memory)} / {size(theirs.memory)}"
-            parts.append(f"memory {digits(ours.memory / theirs.memory)} ({sizes})")
-        if parts:
-            said.append((f"{deferred} / {eager}", f"{'; '.join(parts)}."))
-    for lead, text in sorted(said, key=lambda one: not one[0].startswith("fsdp2-deferred ")):
+            ratio = digits(ours.memory / theirs.memory)
+            said.append(f"memory {ratio} ({size(ours.memory)} / {size(theirs.memory)})")
+            brief.append(ratio)
+        if said:
+            full.append((f"{deferred} / {eager}", f"{'; '.join(said)}."))
+            short.append(f"{deferred} {', '.join(brief)}")
+    for lead, text in full[:1]:
         yield Statement(key="sync", title="Deferred against eager", lead=lead, text=text)
+    if short[1:]:
+        text = f"{'time and ' * group.is_timed}memory, deferred / eager: {'; '.join(short[1:])}."
+        yield Statement(key="families", title="Other families", text=text)
 
 
 def _wrong(of: Material) -> Iterator[Statement]:
@@ -233,23 +241,25 @@ def _cells(of: Material, cells: Sequence[Mapping[str, Any]]) -> str:
 
 def _open(of: Material, every: Sequence[Group]) -> Iterator[Statement]:
     """Why correct cells are not compared while others are, or comparisons are undecided, and the command that helps."""
-    found: dict[tuple[str, Reason, str], list[Ranked]] = {}
+    found: dict[tuple[str, Reason, str], dict[str, list[str]]] = {}
     texts: dict[str, str] = {}
-    for row in (row for group in every for row in group.rows):
+    for where, row in ((one.where, row) for one in every for row in one.rows):
         if row.pair is None or of.obstacle is not None:
             continue
         judgement = row.pair.judgement
         if judgement.verdict is Verdict.AMBIGUOUS:
-            text = f"{OPEN[judgement.reason].format(of.standing.baseline)}."
-            found.setdefault(("undecided", judgement.reason, text), []).append(row)
+            key, text = "undecided", f"{OPEN[judgement.reason].format(of.standing.baseline)}."
         elif judgement.verdict is Verdict.NOT_COMPARABLE and row.is_correct:
-            text = _sentence(cut(REPEATS.sub("", judgement.detail)))
-            first = texts.setdefault(NUMBERS.sub("#", text.replace(row.label, "")), text)
-            found.setdefault(("barred", judgement.reason, first), []).append(row)
-    for (key, reason, text), rows in sorted(found.items(), key=lambda one: one[0][0]):
-        title, names = ("Undecided" if key == "undecided" else "Not compared"), ", ".join(row.label for row in rows)
+            key, text = "barred", _sentence(cut(REPEATS.sub("", judgement.detail)))
+            text = texts.setdefault(NUMBERS.sub("#", text.replace(row.label, "")), text)
+        else:
+            continue
+        found.setdefault((key, judgement.reason, text), {}).setdefault(where, []).append(row.backend)
+    for (key, reason, text), places in sorted(found.items(), key=lambda one: one[0][0]):
+        title = "Undecided" if key == "undecided" else "Not compared"
+        lead = "; ".join(f"{', '.join(names)} at {place}" for place, names in places.items())
         command = next_command(of.run, {reason}, of.folder)
-        yield Statement(key=key, title=title, lead=names, text=text, command=command)
+        yield Statement(key=key, title=title, lead=lead, text=text, command=command)
 
 
 def _scope(of: Material) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from bench.judge.loading import Run
     from bench.judge.standing import Standing
     from bench.judge.tables import Tables
+    from bench.report.material import Material
+    from bench.report.sections import PageSection
 
 
 def rebuild(folder: Path) -> int:
@@ -43,10 +45,18 @@ def _uncollected() -> Iterator[None]:
 
 
 @_uncollected()
-def finish(folder: Path, plots: Path, *, note_floor: bool = True, as_json: bool = False) -> int:
+def finish(
+    folder: Path,
+    plots: Path,
+    further: Callable[[Material], PageSection | None] | None = None,
+    *,
+    note_floor: bool = True,
+    as_json: bool = False,
+) -> int:
     """Write tables, plots, short report and page of a run; returns the exit status that its trials deserve.
 
-    ``note_floor`` also stores the ratio of the A/A pair in the manifest; ``as_json`` prints the answer as one object.
+    ``further`` makes the last section of the page, for a wing; ``note_floor`` also stores the ratio of the A/A pair in
+    the manifest; ``as_json`` prints the answer as one object.
     """
     from rich.console import Console
 
@@ -73,7 +83,7 @@ def finish(folder: Path, plots: Path, *, note_floor: bool = True, as_json: bool 
         compared = any(not row.pair.b.twin for row in of.standing.rows)
         drawn = draw(judged, manifest, plots, of.standing, said.alarm.text if said.alarm and compared else "")
         short = _replace(folder / pull_request.REPORT, pull_request.render(run, said))
-        whole = _replace(folder / page.PAGE, page.render(of, said, drawn))
+        whole = _replace(folder / page.PAGE, page.render(of, said, drawn, further and further(of)))
     except OSError as error:
         place = f"--plots {plots}" if str(error.filename).startswith(str(plots)) else str(folder)
         raise InputError(f"{place}: cannot be written ({error.strerror}); name a folder that can") from error

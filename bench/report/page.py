@@ -30,7 +30,7 @@ from bench.report.answer import Answer
 from bench.report.citation import ESCAPES, Citation, cite_plot, formats, words_of_cell, words_of_ratio
 from bench.report.material import Material, gpu_names
 from bench.report.ranking import DECIDED
-from bench.report.sections import SCENARIOS, failures, sections
+from bench.report.sections import SCENARIOS, PageSection, failures, sections
 from bench.words import digits, plain, plural
 
 PAGE = "report.html"
@@ -63,9 +63,9 @@ class Picture:
     """The SVG as a data URL. A browser shows it as an image: nothing in it is run."""
 
 
-def render(of: Material, answer: Answer, plots: Sequence[Path]) -> str:
-    """The page, as it stands in the run's folder; ``plots`` are the files that were drawn."""
-    asked = sections(of)
+def render(of: Material, answer: Answer, plots: Sequence[Path], further: PageSection | None = None) -> str:
+    """The page, as it stands in the run's folder; ``plots`` are the files that were drawn, ``further`` comes last."""
+    asked = [*sections(of), *filter(None, [further])]
     pictures = {path.stem: picture(path) for path in plots if path.suffix == ".svg"}
     shown = [[pictures[stem] for stem in section.plots if stem in pictures] for section in asked]
     timed = any(group.is_timed for group in answer.groups)

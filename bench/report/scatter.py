@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ from bench.report.figure_data import (
 )
 from bench.report.sheet import Drawing, set_scale, title_lines
 from bench.report.style import INTERVAL, TINY, safe
-from bench.words import unit_of
+from bench.words import size, unit_of
 
 MOST_SMALL = 4
 """Small multiples."""
@@ -62,8 +63,11 @@ def draw_memory_vs_time(run: FigureData) -> list[Drawing]:
     words.notes[:0] = [*left_out, said, *lost(timed, "step_time_s")]
     others = [panel for panel in panels if panel is not main]
     low, high = LARGE_HEIGHTS
-    figure, has_all_names = _draw(run, main, others, words, low)
-    if not has_all_names:
+    figure, unnamed = _draw(run, main, others, words, low)
+    if unnamed:
+        figure, unnamed = _draw(run, main, others, words, high)
+    if unnamed:
+        words.notes.append(f"No room for the names of {', '.join(unnamed)}.")
         figure, _ = _draw(run, main, others, words, high)
     return [Drawing("memory_vs_time", figure, every, words)]
 
@@ -77,15 +81,15 @@ def _title(run: FigureData, panel: Panel) -> str:
 
 def _draw(
     run: FigureData, main: Panel, others: list[Panel], words: sheet.FigureWords, height: float
-) -> tuple[Figure, bool]:
-    """The figure, and whether every name found room in it."""
+) -> tuple[Figure, list[str]]:
+    """The figure, and the backends whose names found no room in it, with their times and sizes."""
     heights = [height, SMALL_HEIGHT] if others else [height]
     figure = sheet.sheet(words, [], sum(heights), sum(heights))
     rows = figure.add_gridspec(len(heights), 1, height_ratios=heights)
     large = figure.add_subplot(rows[0])
     unit, name = unit_of(max(panel.rows["peak_memory_bytes"].max() for panel in (main, *others)))
     source = ", ".join(main.rows["peak_memory_source"].dropna().unique())
-    _points(run, large, main.rows, unit, size=6.5)
+    _points(run, large, main.rows, unit, marker=6.5)
     _reach(large, main.rows, unit)
     large.set_title(title_lines(main.title, style.WIDTH), weight="bold")
     large.set_xlabel("step time (s)")
@@ -93,23 +97,26 @@ def _draw(
     if others:
         small = rows[1].subgridspec(1, len(others)).subplots(sharex=True, sharey=True, squeeze=False)[0]
         for axes, panel in zip(small, others, strict=True):
-            _points(run, axes, panel.rows, unit, size=4.0)
+            _points(run, axes, panel.rows, unit, marker=4.0)
             axes.set_title(title_lines(panel.title, style.WIDTH / len(others) - 0.4))
             axes.set_xlabel("step time (s)")
         _reach(small[0], pd.concat([panel.rows for panel in others]), unit)
         small[0].set_ylabel(name)
     sheet.freeze(figure)
-    return figure, _names(run, large, main.rows, unit)
+    unnamed = _names(run, large, main.rows, unit)
+    return figure, [
+        f"{row['backend']} ({row['step_time_s']:.3g} s, {size(row['peak_memory_bytes'])})" for row in unnamed
+    ]
 
 
-def _points(run: FigureData, axes: Axes, cells: pd.DataFrame, unit: float, size: float) -> None:
+def _points(run: FigureData, axes: Axes, cells: pd.DataFrame, unit: float, marker: float) -> None:
     """Points with intervals, rings for what is wrong, and arrows from eager to deferred sync if their times differ."""
     for cell in rows_of(cells):
         look, (x, y) = run.look(cell["backend"]), _place(cell, unit)
         if not pd.isna(cell["step_time_low_s"]):
             ends = [cell["step_time_low_s"], cell["step_time_high_s"]]
             axes.plot(ends, [y, y], color=look.colour, linewidth=INTERVAL, zorder=2)
-        style.mark(axes, [x], [y], look, wrong=cell["status"] != Status.OK, hollow=bool(run.obstacle), size=size)
+        style.mark(axes, [x], [y], look, wrong=cell["status"] != Status.OK, hollow=bool(run.obstacle), size=marker)
     for eager, deferred in _arrows(run, cells):
         arrow = {"arrowstyle": "-|>", "color": run.look(eager["backend"]).colour, "shrinkA": 4, "shrinkB": 4}
         axes.annotate("", _place(deferred, unit), _place(eager, unit), arrowprops=arrow)
@@ -140,6 +147,8 @@ def _reach(axes: Axes, cells: pd.DataFrame, unit: float) -> None:
         getattr(axes, f"set_{which}lim")(low, high)
 
 
+NUM_ORDERS = 4
+"""In so many orders names are placed as long as not all have room."""
 HEIGHT, MARKER = 9.0, 8.0
 """Points of a line of words, and of the side of a square around a marker."""
 LEADER_FROM = 10
@@ -159,12 +168,26 @@ ANCHORS = np.select([SPOTS[:, 0] > 0.3 * np.hypot(*SPOTS.T), SPOTS[:, 0] < -0.3 
 """Where in the words their anchor is: 0 at their left end, 1 at their right end."""
 
 
-def _names(run: FigureData, axes: Axes, cells: pd.DataFrame, unit: float) -> bool:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Name:
+    """The words at one point. Arrays have a row per spot of SPOTS."""
+
+    words: str
+    centre: Array
+    boxes: Array
+    is_free: NDArray[np.bool_]
+    """Whether the words are within the axes, and on no marker, arrow or interval."""
+    is_near: NDArray[np.bool_]
+    """Whether they are not nearer to another point: those would be read as that one's without a line to their own."""
+    others: Array
+    """The markers that such a line must not cross."""
+
+
+def _names(run: FigureData, axes: Axes, cells: pd.DataFrame, unit: float) -> list[dict[str, Any]]:
     """Write the name of each backend beside its point, with what is wrong with it, where no line and no other name is.
 
-    Returns whether there was room for all. Axes must be laid out, with their final limits. Words that are nearer to
-    another point would be read as that one's: they need a line that leads to their own. What is wrong chooses first,
-    then the most crowded points.
+    Returns the rows of cells whose names found no room. Axes must be laid out, with their final limits. What is wrong
+    chooses first, then the most crowded points. Where names find no room, all are placed again, and those choose first.
     """
     point = axes.figure.dpi / 72
     rows = rows_of(cells)
@@ -174,27 +197,52 @@ def _names(run: FigureData, axes: Axes, cells: pd.DataFrame, unit: float) -> boo
     ends += [tuple((cell[name], _place(cell, unit)[1]) for name in TIMES[1:]) for cell in timed]  # type: ignore[misc]
     lines = [_along(*(axes.transData.transform(line) / point)) for line in ends]
     taken = np.vstack([_squares(centres, MARKER), *lines])
-    words = np.empty((0, 4))
     distances = np.linalg.norm(centres[:, None] - centres[None], axis=2)
     frame = np.array(axes.get_window_extent().extents) / point
-    room = np.sort(distances, axis=1)[:, :3].sum(axis=1)
-    for i in sorted(range(len(rows)), key=lambda i: (not rows[i]["word"], room[i])):
-        text = style.fit(
-            " ".join([rows[i]["backend"], *([f"({rows[i]['word']})"] if rows[i]["word"] else [])]), style.NAME_WIDTH
-        )
+    names = []
+    for i, row in enumerate(rows):
+        text = style.fit(" ".join([row["backend"], *([f"({row['word']})"] if row["word"] else [])]), style.NAME_WIDTH)
         boxes = _boxes(centres[i], style.text_width(text, TINY) * 72 + 1)
         inside = (boxes[:, :2] > frame[:2]).all(axis=1) & (boxes[:, 2:] < frame[2:]).all(axis=1)
-        free = inside & ~_overlap(boxes, np.vstack([taken, words])).any(axis=1)
         away = _distances(boxes, centres)
-        own = away[:, i] <= away.min(axis=1) + 0.5
-        others = _squares(centres[distances[i] > MARKER], MARKER)
-        for spot in [*np.flatnonzero(free & own), *np.flatnonzero(free & ~own & LEADS)]:
-            leader = _along(centres[i], centres[i] + SPOTS[spot], MARKER)[: None if LEADS[spot] else 0]
-            if not _overlap(leader, np.vstack([words, others])).any():
-                taken, words = np.vstack([taken, leader]), np.vstack([words, boxes[spot]])
-                _write(axes, text, _place(rows[i], unit), int(spot), run.look(rows[i]["backend"]).colour)
+        names.append(
+            _Name(
+                words=text,
+                centre=centres[i],
+                boxes=boxes,
+                is_free=np.asarray(inside & ~_overlap(boxes, taken).any(axis=1)),
+                is_near=away[:, i] <= away.min(axis=1) + 0.5,
+                others=_squares(centres[distances[i] > MARKER], MARKER),
+            )
+        )
+    room = np.sort(distances, axis=1)[:, :3].sum(axis=1)
+    order = sorted(range(len(rows)), key=lambda i: (not rows[i]["word"], room[i]))
+    best: dict[int, int] = {}
+    for _ in range(NUM_ORDERS):
+        found = _spots(names, order)
+        best = max(best, found, key=len)
+        if len(best) == len(names):
+            break
+        order.sort(key=found.__contains__)
+    for i, spot in best.items():
+        _write(axes, names[i].words, _place(rows[i], unit), spot, run.look(rows[i]["backend"]).colour)
+    return [row for i, row in enumerate(rows) if i not in best]
+
+
+def _spots(names: Sequence[_Name], order: Sequence[int]) -> dict[int, int]:
+    """The spot of each name that finds room, chosen in this order."""
+    words = leaders = np.empty((0, 4))
+    found = {}
+    for name, i in ((names[i], i) for i in order):
+        free = name.is_free & ~_overlap(name.boxes, np.vstack([words, leaders])).any(axis=1)
+        crossed = np.vstack([words, leaders, name.others])
+        for spot in [*np.flatnonzero(free & name.is_near), *np.flatnonzero(free & ~name.is_near & LEADS)]:
+            leader = _along(name.centre, name.centre + SPOTS[spot], MARKER)[: None if LEADS[spot] else 0]
+            if not _overlap(leader, crossed).any():
+                words, leaders = np.vstack([words, name.boxes[spot]]), np.vstack([leaders, leader])
+                found[i] = int(spot)
                 break
-    return len(words) == len(rows)
+    return found
 
 
 def _write(axes: Axes, text: str, place: tuple[float, float], spot: int, colour: str) -> None:
@@ -223,8 +271,8 @@ def _boxes(centre: Array, width: float) -> Array:
     return np.hstack([corners, corners + np.array([width, HEIGHT])])
 
 
-def _squares(centres: Array, size: float) -> Array:
-    return np.hstack([centres - size / 2, centres + size / 2])
+def _squares(centres: Array, side: float) -> Array:
+    return np.hstack([centres - side / 2, centres + side / 2])
 
 
 def _along(tail: Array, head: Array, begin: float = 0.0) -> Array:

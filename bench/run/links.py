@@ -7,7 +7,7 @@ link that all bytes have to pass, whatever W is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -84,6 +84,15 @@ def bus_rate(link: Mapping[str, Any], world_size: int) -> float:
     """Bus bandwidth in bytes per second of a row of ``merge``."""
     rate: float = PASSES[link["op"]] * (world_size - 1) / world_size * link["bytes"] / link["seconds"]
     return rate
+
+
+def rate_between(entries: Iterable[Mapping[str, Any]], world_size: int, num_nodes: int) -> float | None:
+    """Bus bandwidth of the largest all-reduce between so many ranks, of the entries of run.json's ``matmul``."""
+    for entry in entries:
+        largest = [link for link in entry.get("links", ()) if link["op"] == "all_reduce"][-1:]
+        if largest and (entry["world_size"], entry.get("num_nodes", 1)) == (world_size, num_nodes):
+            return bus_rate(largest[0], world_size)
+    return None
 
 
 def ranks_of(entry: Mapping[str, Any]) -> str:

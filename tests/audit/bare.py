@@ -348,11 +348,6 @@ def lightning(seen: Seen, given: dict[str, Any], kind: str) -> None:
         first.fit(module, loader(given), validation)
     except MicroBatchError:
         if given.get("checkpoint"):
-            from deepspeed.runtime.fp16.loss_scaler import LossScaler
-            from deepspeed.runtime.zero.config import ZeroStageEnum
-            from deepspeed.utils.tensor_fragment import fragment_address
-
-            torch.serialization.add_safe_globals([LossScaler, ZeroStageEnum, fragment_address])
             dist.barrier()
             path = str(next(Path(folder[0]).glob("first*.ckpt")))
             trainer().fit(Module(), loader(given), ckpt_path=path)
@@ -361,50 +356,71 @@ def lightning(seen: Seen, given: dict[str, Any], kind: str) -> None:
                 first.fit(module, loader(given))
 
 
-KINDS: dict[str, dict[str, Callable[[Seen, dict[str, Any], str], None]]] = {
-    "torch": {"ddp-deferred": by_hand, "fsdp2-deferred": by_hand},
-    "torchtitan": {"torchtitan-eager": torchtitan},
-    "deepspeed": {"deepspeed-zero2-eager": engine, "deepspeed-zero3-eager": engine},
-    "lightning": dict.fromkeys(("lightning-ddp", "lightning-deepspeed-zero2", "lightning-deepspeed-zero3"), lightning),
+KINDS: dict[str, tuple[Any, ...]] = {
+    "torch": (by_hand, "ddp-deferred", "fsdp2-deferred"),
+    "torchtitan": (torchtitan, "torchtitan-eager"),
+    "deepspeed": (engine, "deepspeed-zero2-eager", "deepspeed-zero3-eager"),
+    "lightning": (lightning, "lightning-ddp", "lightning-deepspeed-zero2", "lightning-deepspeed-zero3"),
 }
+"""Who trains, and the backends."""
 
 
-def rank(number: int, framework: str, store: str) -> None:
+def scenarios(kinds: Any, given: dict[str, dict[str, Any]], train: Callable[..., None]) -> dict[str, Any]:
+    """What each kind computes and counts, by scenario."""
+    found: dict[str, Any] = {}
+    for kind in kinds:
+        for name, one in given.items():
+            seen = Seen(one["samples"])
+            train(seen, one, kind)
+            found.setdefault(name, {})[kind] = {"updates": seen.updates, "reported": seen.counters}
+    return found
+
+
+def launch(work: Callable[[], dict[str, Any]], *, engine: bool) -> None:
+    """Print what ``work`` returns on the first of W ranks over gloo, forked from here; ``engine``: with DeepSpeed."""
+    torch.set_num_threads(1)
+    if engine:
+        import deepspeed  # noqa: F401 - once, before the fork
+    with tempfile.TemporaryDirectory() as temporary:
+        store = str(Path(temporary) / "store")
+        torch.multiprocessing.start_processes(_rank, (store, work, engine), nprocs=W, start_method="fork")
+        print(Path(store + ".json").read_text())
+
+
+def _rank(number: int, store: str, work: Callable[[], dict[str, Any]], engine: bool) -> None:
     os.environ |= {"RANK": f"{number}", "LOCAL_RANK": f"{number}", "WORLD_SIZE": f"{W}", "LOCAL_WORLD_SIZE": f"{W}"}
     os.environ["LOCAL_SIZE"] = f"{W}"  # or DeepSpeed calls numactl
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     dist.init_process_group("gloo", store=dist.FileStore(store, W), rank=number, world_size=W)
-    if framework in ("deepspeed", "lightning"):
+    if engine:
         import deepspeed.ops
+        from deepspeed.runtime.fp16.loss_scaler import LossScaler
+        from deepspeed.runtime.zero.config import ZeroStageEnum
+        from deepspeed.utils.tensor_fragment import fragment_address
 
+        torch.serialization.add_safe_globals([LossScaler, ZeroStageEnum, fragment_address])
         vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False  # it would be compiled
         deepspeed.comm.init_distributed(dist_init_required=False)
-    found: dict[str, dict[str, Any]] = {}
-    for kind, train in KINDS[framework].items():
-        for name, given in SCENARIOS.items():
-            if framework == "torchtitan" and ("raises" in given or given.get("checkpoint")):
-                continue  # torchtitan's trainer ends with the process, and writes no checkpoint within a window
-            seen = Seen(given["samples"])
-            train(seen, given, kind)
-            found.setdefault(name, {})[kind] = {"updates": seen.updates, "reported": seen.counters}
+    found = work()
     if number == 0:
         Path(store + ".json").write_text(json.dumps(found))
     dist.barrier()
     os._exit(0)  # some frameworks' threads outlive the group
 
 
-if __name__ == "__main__":
+def main(framework: str) -> None:
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    if sys.argv[1] in ("deepspeed", "lightning"):
-        import deepspeed  # noqa: F401 - once, before the fork
-    if sys.argv[1] == "torchtitan":
+    given = SCENARIOS
+    if framework == "torchtitan":  # its trainer ends with the process, and writes no checkpoint within a window
         titan_trainer()
-    if sys.argv[1] == "lightning":
-        import lightning.pytorch
+        given = {name: one for name, one in SCENARIOS.items() if not {"raises", "checkpoint"} & one.keys()}
+    if framework == "lightning":
+        import lightning.pytorch  # noqa: F401 - once, before the fork
 
         logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    with tempfile.TemporaryDirectory() as temporary:
-        shared = str(Path(temporary) / "store")
-        torch.multiprocessing.start_processes(rank, (sys.argv[1], shared), nprocs=W, start_method="fork")
-        print(Path(shared + ".json").read_text())
+    train, *kinds = KINDS[framework]
+    launch(lambda: scenarios(kinds, given, train), engine=framework in ("deepspeed", "lightning"))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

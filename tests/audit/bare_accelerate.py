@@ -7,12 +7,10 @@ window, and under ``fallbacks`` what Accelerate makes of an ``fsdp_plugin`` on t
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import tempfile
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +23,7 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
 )
-from bare import M, MicroBatchError, N, Seen, W, Weights, deepspeed_config, loader, whole_weight
+from bare import M, MicroBatchError, N, Seen, W, Weights, deepspeed_config, launch, loader, scenarios, whole_weight
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
@@ -39,7 +37,9 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "n-by-epoch": {"samples": 32, "n": [1, 4, 2]},
     "clip-hard": {"samples": 32, "n": [N], "clip": 0.05},
 }
-KINDS = ("ddp", "ddp-eager", "fsdp2", "fsdp2-eager", "deepspeed-zero2", "deepspeed-zero3")
+KINDS = [
+    f"accelerate-{name}" for name in ("ddp", "ddp-eager", "fsdp2", "fsdp2-eager", "deepspeed-zero2", "deepspeed-zero3")
+]
 ORIGINAL = {name: getattr(PartialState, name) for name in ("_prepare_backend", "set_device")}
 ON_CPU = {
     "_prepare_backend": lambda *_, **__: ("gloo", DistributedType.MULTI_GPU),
@@ -160,38 +160,11 @@ def fallbacks() -> dict[str, str]:
     return found
 
 
-def rank(number: int, store: str) -> None:
-    os.environ |= {"RANK": f"{number}", "LOCAL_RANK": f"{number}", "WORLD_SIZE": f"{W}", "LOCAL_WORLD_SIZE": f"{W}"}
-    os.environ |= {"LOCAL_SIZE": f"{W}", "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    dist.init_process_group("gloo", store=dist.FileStore(store, W), rank=number, world_size=W)
-    import deepspeed.ops
-    from deepspeed.runtime.fp16.loss_scaler import LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
-    torch.serialization.add_safe_globals([LossScaler, ZeroStageEnum, fragment_address])
-    vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False  # it would be compiled
-    deepspeed.comm.init_distributed(dist_init_required=False)
-    found: dict[str, Any] = {"fallbacks": fallbacks(), "collectives": {}}
-    for kind in KINDS:
-        found["collectives"][f"accelerate-{kind}"] = collectives(kind)
-        for name, given in SCENARIOS.items():
-            seen = Seen(given["samples"])
-            train(seen, given, kind)
-            one = {"updates": seen.updates, "reported": seen.counters}
-            found.setdefault(name, {})[f"accelerate-{kind}"] = one
-    if number == 0:
-        Path(store + ".json").write_text(json.dumps(found))
-    dist.barrier()
-    os._exit(0)  # some frameworks' threads outlive the group
+def work() -> dict[str, Any]:
+    found = {"fallbacks": fallbacks(), "collectives": {kind: collectives(kind) for kind in KINDS}}
+    return found | scenarios(KINDS, SCENARIOS, train)
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    import deepspeed  # noqa: F401 - once, before the fork
-
     logging.disable(logging.WARNING)
-    with tempfile.TemporaryDirectory() as temporary:
-        shared = str(Path(temporary) / "store")
-        torch.multiprocessing.start_processes(rank, (shared,), nprocs=W, start_method="fork")
-        print(Path(shared + ".json").read_text())
+    launch(work, engine=True)

@@ -5,7 +5,6 @@ Where Accelerate knows no way to train on the CPU over gloo, its state is set up
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, DistributedType, PartialState
-from bare import M, MicroBatchError, N, Seen, W, deepspeed_config, whole_weight
+from bare import M, MicroBatchError, N, Seen, W, deepspeed_config, launch, scenarios, whole_weight
 from bare_accelerate import Calls
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
@@ -172,42 +171,17 @@ def run(seen: Seen, given: dict[str, Any], kind: str) -> None:
         made.model_wrapped.destroy()
 
 
-def rank(number: int, kinds: str, store: str) -> None:
-    os.environ |= {"RANK": f"{number}", "LOCAL_RANK": f"{number}", "WORLD_SIZE": f"{W}", "LOCAL_WORLD_SIZE": f"{W}"}
-    os.environ["LOCAL_SIZE"] = f"{W}"  # or DeepSpeed calls numactl
-    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    dist.init_process_group("gloo", store=dist.FileStore(store, W), rank=number, world_size=W)
-    if "deepspeed" in kinds:
-        import deepspeed.ops
-        from deepspeed.runtime.fp16.loss_scaler import LossScaler
-        from deepspeed.runtime.zero.config import ZeroStageEnum
-        from deepspeed.utils.tensor_fragment import fragment_address
-
-        torch.serialization.add_safe_globals([LossScaler, ZeroStageEnum, fragment_address])
-        vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False  # it would be compiled
-        deepspeed.comm.init_distributed(dist_init_required=False)
-    found: dict[str, dict[str, Any]] = {"collectives": {}}
-    for kind in kinds.split(","):
-        calls = Calls()
-        trainer(Seen(WINDOWS["samples"]), WINDOWS, kind, tempfile.gettempdir(), calls).train()
-        found["collectives"][kind] = calls.calls
-        for name, given in SCENARIOS.items():
-            seen = Seen(given["samples"])
-            run(seen, given, kind)
-            found.setdefault(name, {})[kind] = {"updates": seen.updates, "reported": seen.counters}
-    if number == 0:
-        Path(store + ".json").write_text(json.dumps(found))
-    dist.barrier()
-    os._exit(0)  # some frameworks' threads outlive the group
+def collectives(kind: str) -> Calls:
+    calls = Calls()
+    trainer(Seen(WINDOWS["samples"]), WINDOWS, kind, tempfile.gettempdir(), calls).train()
+    return calls
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     logging.getLogger("accelerate").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    if "deepspeed" in sys.argv[1]:
-        import deepspeed  # noqa: F401 - once, before the fork
-    with tempfile.TemporaryDirectory() as temporary:
-        shared = str(Path(temporary) / "store")
-        torch.multiprocessing.start_processes(rank, (sys.argv[1], shared), nprocs=W, start_method="fork")
-        print(Path(shared + ".json").read_text())
+    kinds = sys.argv[1].split(",")
+    launch(
+        lambda: {"collectives": {kind: collectives(kind).calls for kind in kinds}} | scenarios(kinds, SCENARIOS, run),
+        engine="deepspeed" in sys.argv[1],
+    )

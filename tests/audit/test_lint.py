@@ -476,9 +476,6 @@ def test_wrong_values(tmp_path: Path, config: Any, words: str, capsys: pytest.Ca
 BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"{name}: &{name} [{','.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
 )
-MERGE_BOMB = "trainer: &a {x: 1}\n" + "".join(
-    f"k{n}: &m{n} {{<<: [{', '.join(['*a' if n == 0 else f'*m{n - 1}'] * 9)}]}}\n" for n in range(9)
-)
 
 HOSTILE = [
     (

@@ -266,6 +266,11 @@ def test_counters_that_disagree_are_named() -> None:
     seen = pretend.observe(reported={"trainer.global_step": 3, "engine.global_steps": 4})
     assert seen["verdict"] == "miscounted"
     assert "trainer.global_step = 3, but 4 updates were observed" in seen["diagnosis"]
+    # Training that is started again after an exception may count from 0 again, as transformers' Trainer does.
+    pretend.scenario = scenario(fault=Fault.EXCEPTION, at=9)
+    for counted, found in ((2, [("counted anew", "note")]), (3, [("miscounted", "wrong")]), (4, [])):
+        seen = pretend.observe(reported={"state.global_step": counted}, faults=[8], own_slots=pretend.own)
+        assert [(one["word"], one["level"]) for one in seen["findings"] if "count" in one["word"]] == found
 
 
 @pytest.mark.parametrize(

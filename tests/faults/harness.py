@@ -27,6 +27,7 @@ HANG_S = 8
 TIMEOUT_S = 25
 MATRIX = """
 device = "cpu"
+threads = 1
 repeats = {repeats}
 timeout_s = {timeout_s}
 inactivity_s = {inactivity_s}

@@ -392,7 +392,7 @@ def drawn(memory: int | None, link: Link = ONE_LEVEL, **changes: Any) -> tuple[A
     cell = asked(**changes)
     asks = Question(predictions=predict(cell, WITH_HSDP), compute_s=22.0, accumulate=16, memory_bytes=memory)
     about = prediction_text.About(
-        cell=cell, link=link, latency_given=True, compute_s=22.0,
+        cell=cell, link=link, link_from="", latency_known=True, compute_s=22.0,
         compute_from="as given", memory_bytes=memory, reserve_bytes=0, reserve_given=False, activations_given=False,
         margin=0.02, answer=None,
     )  # fmt: skip

@@ -150,8 +150,8 @@ def main() -> None:
     write(
         f"{WHERE.format(day=day, cores=os.cpu_count())}\n\n"
         + table(["ranks and link", "trials ok", "gates", "all-reduce, bus", *(f"{n} s/step" for n in TIMED)], rows)
-        + "\n\nOne trial of the smallest model each: shapes, not times to cite.\n\n"
-        + table(["in mid-run", "what came of it"], [[name, "; ".join(found)] for name, found in faults.items()])
+        + "\n\nOne trial of the smallest model each: do not cite these times.\n\n"
+        + table(["in mid-run", "result"], [[name, "; ".join(found)] for name, found in faults.items()])
     )
 
 

@@ -117,7 +117,7 @@ def test_a_sound_trial_by_hand() -> None:
     }
     empty = {"slot", "num_cpus", "foreign_cores", "stolen_cores", "sm_clock_mhz", "power_w", "temperature_c"}
     empty |= {"clock_slowdowns", "foreign_gpu_processes"}
-    empty |= {"virtual_world_size", "bf16_as", "mfu", "mfu_of_matmul", "max_loss_deviation"}
+    empty |= {"virtual_world_size", "bf16_as", "mfu", "mfu_of_matmul", "max_loss_deviation", "link_bytes_per_s"}
     empty |= {"energy_j_per_step", "energy_j_per_token"}
     empty |= {"collective_s", "exposed_s", "num_launches_per_micro_batch", "other_work"}
     empty |= {"optimizer_steps_reported", "optimizer_steps_reported_by"}
@@ -190,6 +190,20 @@ def test_what_is_measured_once_stands_on_every_trial_of_its_cell_only() -> None:
     assert failed[["update_error", "peak_memory_bytes"]].isna().all(axis=None), "a failed trial has no numbers"
     assert trials[trials["cell_id"] == other.cell_id][["update_error", "peak_memory_bytes"]].isna().all(axis=None)
     assert build(later, make_record(CELL, 0)).memory["repeat"].unique().tolist() == [0]
+
+
+def test_the_link_is_that_between_as_many_ranks_on_as_many_nodes() -> None:
+    """All-reduces of 4 MB between 2 ranks, 20 ms each: 4 MB over 20 ms, times 2 * 1/2."""
+    links = [
+        {"op": "all_reduce", "bytes": 4_000_000, "seconds": 0.02},
+        {"op": "all_gather", "bytes": 1, "seconds": 1.0},
+    ]
+    here = {"world_size": 2, "num_nodes": 1, "threads": 1, "flops_per_s": {}, "reason": "", "links": links}
+    between = {**here, "num_nodes": 2, "links": [{**links[0], "seconds": 0.4}]}
+    manifest = make_manifest(matmul=[between, here])
+    two_nodes = make_cell(ranks_per_node=1)
+    found = tables.build([make_record(CELL), make_record(two_nodes)], manifest).trials["link_bytes_per_s"]
+    assert found.tolist() == pytest.approx([2e8, 1e7])
 
 
 def test_mfu_against_the_matmul_rate_of_the_run() -> None:

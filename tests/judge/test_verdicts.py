@@ -30,7 +30,7 @@ from bench.judge.verdicts import (
 )
 
 OPPOSITE = {Verdict.FASTER: Verdict.SLOWER, Verdict.SLOWER: Verdict.FASTER}
-REFERENCE_RUN = Path(__file__).parents[2] / "results" / "cpu-reference"
+REFERENCE_RUN = Path(__file__).parents[2] / "results" / "old" / "cpu-reference"
 
 
 def interval(low: float, high: float, p_different: float = 1e-6, p_same: float = 1e-6) -> Interval:

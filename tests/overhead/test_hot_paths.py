@@ -12,12 +12,16 @@ import matplotlib.style
 import pytest
 
 from bench.backends.base import registry
+from bench.errors import BAD, GOOD
 from bench.judge import gates, tables
 from bench.judge.loading import Run, run_of
 from bench.judge.quoting import Quotes
 from bench.judge.standing import Standing, standings
+from bench.launch.launcher import Launcher
 from bench.measure.taps import EventKind, TappedLoader, Taps, updates
+from bench.plan.cell import Device, Status
 from bench.plan.expand import expand
+from bench.plan.task import Spec
 from bench.report import figure_data, figures, page, pull_request, sheet, style
 from bench.report.answer import answer
 from bench.report.citation import formats, words_of_cell
@@ -26,6 +30,7 @@ from bench.report.material import Material
 from bench.report.page import picture
 from bench.run.journal import Journal
 from bench.run.record import warmup
+from tests.conftest import bench
 from tests.factories import make_cell as cell_of
 from tests.factories import make_manifest, make_matrix, make_record
 from tests.pages import report, write_large_run
@@ -186,3 +191,24 @@ def test_opening_the_page_of_500_cells_until_it_can_be_used(benchmark: Timed, la
 
         assert benchmark.pedantic(use, rounds=5, warmup_rounds=1)
         browser.close()
+
+
+@pytest.mark.slow
+def test_warm_trial_of_two_small_windows(benchmark: Timed, tmp_path: Path) -> None:
+    cell = cell_of(model="micro", warmup_windows=1, timed_windows=1)
+    spec = Spec(cell=cell, passes=("time",), folder=str(tmp_path / "trial"), reference=str(tmp_path / "none"))
+    with Launcher(Device.CPU) as launcher:
+        outcome = benchmark.pedantic(launcher.run, (spec, 60.0), rounds=10, warmup_rounds=1)
+    assert outcome.status is Status.OK, outcome.reason
+
+
+@pytest.mark.slow
+def test_smoke_run(benchmark: Timed, tmp_path: Path) -> None:
+    done = benchmark.pedantic(bench, ("run", "--matrix", "smoke", "--out", "out"), {"cwd": tmp_path}, rounds=1)
+    assert done.returncode == GOOD, done.stderr
+
+
+@pytest.mark.slow
+def test_semantics_suite(benchmark: Timed, tmp_path: Path) -> None:
+    done = benchmark.pedantic(bench, ("semantics", "--suite", "--out", "out"), {"cwd": tmp_path}, rounds=1)
+    assert done.returncode == BAD, done.stderr  # it finds the known defects

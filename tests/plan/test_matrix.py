@@ -52,7 +52,7 @@ WRONG = [
     ("timeout_s", 0, "a positive number of seconds"),
     ("timeout_s", float("nan"), "a positive number of seconds"),
     ("workload.workload", "", "package.module:factory"),
-    ("workload.model", 1, "a model size: micro, tiny, 135m"),
+    ("workload.model", 1, "a model size: micro, mini, tiny, 135m"),
     ("workload.corpus", ["a"], "'markov' or the path of a text file"),
     ("workload.sequence_length", 0, "an integer of at least 1"),
     ("training.optimizer", "adam", "one of adamw-foreach, adamw-fused"),

@@ -112,6 +112,25 @@ def test_a_ratio_is_the_same_number_here_and_in_a_citation(folder: Path) -> None
     assert ", faster; memory 0.7500 (" in sync.text
 
 
+def test_one_pair_of_eager_and_deferred_has_a_statement_and_all_others_share_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bench.report.answer.FIRST_DEFERRED", "beta-deferred")  # for FSDP2, bytes would be checked too
+    factors = {f"{name}-{sync}": 1.0 for name in ("alpha", "beta", "gamma") for sync in ("eager", "deferred")}
+    folder = write_run(
+        tmp_path / "run",
+        {**factors, "wrong": 0.5},
+        accumulate=(4,),
+        repeats=1,
+        fate=lambda cell, _: ("invalid", "the loss is off") if cell.backend == "wrong" else None,
+    )
+    found = of(folder)[1]
+    (sync,), (others,) = said(found, "sync"), said(found, "families")
+    assert sync.lead == "beta-deferred / beta-eager"
+    assert others.text == "memory, deferred / eager: alpha-deferred 1.000; gamma-deferred 1.000."
+    assert found.alarm is not None and "the loss is off" not in found.alarm.text  # it is said of the cell
+
+
 def test_what_must_not_be_used_is_said_once_with_its_reason(folder: Path, printed: str) -> None:
     _, found = of(folder)
     (wrong,), (failed,) = said(found, "wrong"), said(found, "failed")
@@ -154,7 +173,7 @@ def test_one_repeat_on_a_busy_machine_asks_for_both_in_one_command(tmp_path: Pat
 def test_what_stays_open_has_a_command_too(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", {"alpha": 1.0, "beta": 1.0}, accumulate=(2,), noise=0.2, twin=False)
     (found,) = said(of(folder)[1], "undecided")
-    assert found.lead == "beta N=2 W=2 fp32" and found.command == "python -m bench run --repeats 20"
+    assert found.lead == "beta at N=2, W=2" and found.command == "python -m bench run --repeats 20"
 
 
 def test_a_single_backend_is_told_what_to_add(tmp_path: Path) -> None:

@@ -226,6 +226,14 @@ def test_titles_are_findings_and_wrong_backends_are_named() -> None:
     assert not any(DEFECT.format(n=8) in note for drawing in drawn.values() for note in drawing.words.notes)
 
 
+@pytest.mark.parametrize("name", ["realistic", "wide"])
+def test_every_point_of_memory_against_time_is_named(name: str) -> None:
+    drawing = by_stem(name)["memory_vs_time"]
+    cells = drawing.data[drawing.data["accumulate"] == drawing.data["accumulate"].max()]
+    words = "".join("".join(legible.words(drawing.figure)).split())
+    assert [one for one in cells["backend"][cells["status"] == "ok"] if one not in words] == []
+
+
 def test_peaks_that_differ_by_bytes_tie() -> None:
     tables, about = RUNS["realistic"]
     trials = tables.trials.copy()

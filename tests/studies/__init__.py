@@ -1,5 +1,4 @@
 """Studies of the bench itself, each with a page in docs.
 
-``nox -s study`` asks how far verdicts can be trusted (docs/statistics.md), ``nox -s bytes`` where memory and bytes go
-(docs/memory-and-bytes.md).
+``nox -s results`` says which pages and runs are out of date, and makes them again.
 """

@@ -2,8 +2,8 @@
 
 Simulates runs with noise fitted from a real journal, takes them through the whole pipeline of warm-up, repeats, noise
 floor, intervals and verdicts, and counts how often these are right, beside the rules of asv, hyperfine and pyperf on
-the same data. Real runs whose verdicts are known are measured first, unless results/noise has them already. The same
-seed gives the same numbers. The exit status is 1 if a target is missed.
+the same data. Beside it stand real runs whose verdicts are known, those of results/noise. The same seed gives the
+same numbers. The exit status is 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -18,20 +18,17 @@ from rich.console import Console
 
 from bench.errors import BAD, GOOD
 from bench.report import sheet, style
-from bench.report.progress import Display
 from tests.conftest import ROOT
 from tests.studies import choices, page, realtrials, study
 from tests.studies.page import Results
 from tests.studies.simulation import FITTED
 
 DOCS = ROOT / "docs" / "statistics.md"
-REAL = ROOT / "results" / "noise"
-"""Runs on a real machine, kept with the project; the page shows them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure what is missing, simulate, and write the page; 1 if a target is missed."""
-    parser = argparse.ArgumentParser(prog="nox -s study --", description=str(__doc__).partition("\n\n")[2])
+    """Simulate, and write the page; 1 if a target is missed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.studies", description=str(__doc__).partition("\n\n")[2])
     parser.add_argument(
         "--scenarios",
         type=int,
@@ -41,9 +38,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     reports = parser.parse_args(argv).scenarios
     notes = Console(stderr=True)
-    for number in range(realtrials.RUNS):
-        with Display(notes, {}) as display:
-            realtrials.measure(REAL, number, display)
     begun = time.perf_counter()
     results = simulate(reports)
     notes.print(f"took {time.perf_counter() - begun:.0f} s", highlight=False)
@@ -70,13 +64,13 @@ def simulate(reports: int) -> Results:
 
 def write(results: Results, docs: Path) -> list[Path]:
     """Write the page and the plot beside it; returns the paths."""
-    chosen = "" if results.reports == study.REPORTS else f" -- --scenarios {results.reports}"
+    chosen = "" if results.reports == study.REPORTS else f" --scenarios {results.reports}"
     drawing = page.draw(results, FITTED.name)
     with matplotlib.style.context(list(style.BASE)):
         pictures = sheet.save(drawing.figure, docs.with_suffix(""), drawing.words)
-    docs.write_text(
-        page.page(results, f"nox -s study{chosen}", pictures[0].name, list(realtrials.read(REAL))), encoding="utf-8"
-    )
+    known = list(realtrials.read(realtrials.REAL))
+    text = page.page(results, f"python -m tests.studies{chosen}", pictures[0].name, known)
+    docs.write_text(text, encoding="utf-8")
     return [docs, *pictures]
 
 

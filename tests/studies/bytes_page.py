@@ -1,23 +1,23 @@
 """The page on memory and bytes: what was counted in real and virtual worlds, beside what formulas say.
 
-``python -m tests.studies.bytes_page`` writes it from the runs that ``nox -s bytes`` made; nothing is measured.
+``python -m tests.studies.bytes_page`` writes it from the runs in results; nothing is measured.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
 from bench.judge.expected import cell_of
-from bench.judge.formulas import layout_of
+from bench.judge.formulas import BUILT_IN, layout_of
 from bench.judge.loading import Run, load
 from bench.judge.tables import world_of, worlds
 from bench.plan.categories import HELD, PEAK
-from bench.plan.cell import Status
+from bench.plan.cell import RankGroup, Status
 from bench.plan.world import World
 from tests.conftest import ROOT
 from tests.studies.markdown import table
@@ -31,7 +31,7 @@ NEAR = 0.03
 """Relative difference up to which a peak counts as the one that was estimated."""
 KINDS = {World.REAL: "real", World.VIRTUAL: "virtual", World.FAKE: "fake tensors"}
 """Worlds in words, in order."""
-SHOWN_WORLD, SHOWN_N = 2, 4
+SHOWN_WORLD, SHOWN_N = 4, 4
 """World whose collectives the page lists, and N at which it lists what is held."""
 
 
@@ -77,7 +77,7 @@ def page(runs: Sequence[Run], accumulation: Sequence[Mapping[str, Any]]) -> str:
     lines = [
         "# Where the memory and the bytes go",
         "",
-        "Written by `nox -s bytes`. Nothing here is edited by hand.",
+        "Written by `nox -s results -- memory`. Nothing here is edited by hand.",
         "",
         "Collectives are counted where they are handed to the process group, between two updates; memory is a ledger "
         "of the live tensors. Each count and each held byte is calculated too (`bench/judge/formulas.py`, with the "
@@ -134,25 +134,30 @@ def _collectives(measured: Measured) -> list[str]:
     own = measured.collectives
     own = own[(own["world"].str.startswith("real")) & (own["world_size"] == SHOWN_WORLD)]
     factors = sorted(own["accumulate"].unique())
-    rows = []
-    for (backend, op, dtype), part in own.groupby(["backend", "op", "dtype"], sort=False):
+    sent: dict[str, list[tuple[str, ...]]] = {}
+    for (backend, op, dtype, group), part in own.groupby(["backend", "op", "dtype", "group"]):
         by_n = part.set_index("accumulate")
-        rows.append(
-            (
-                str(backend),
-                f"{op} of {dtype}",
-                *(_amount(by_n.loc[n]) if n in by_n.index else "-" for n in factors),
-            )
-        )
-    rows.sort(key=lambda row: row[0])
+        amounts = (_amount(by_n.loc[n]) if n in by_n.index else "-" for n in factors)
+        ranks = "" if group == RankGroup.WORLD else f" in the {group} group"
+        sent.setdefault(str(backend), []).append((f"{op} of {dtype}{ranks}", *amounts))
+    merged = _merged((backend, *own) for backend, own in sent.items())
+    rows = [(backends, *one) for backends, *own in merged for one in own]
     return [
         f"## Collectives of one optimizer step, W = {SHOWN_WORLD}",
         "",
-        "Calls, and MiB of payload: the whole logical tensor, what all ranks hold together after a gather or before a "
-        "reduction.",
+        "Calls, and MiB of payload: the whole logical tensor, what all ranks of the group hold together after a gather "
+        "or before a reduction. HSDP has two replicas.",
         "",
         *table(("backend", "operation", *(f"N = {n}" for n in factors)), rows),
     ]
+
+
+def _merged(rows: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Rows of backends, those with equal values as one, in the order in which the bench lists backends."""
+    names: dict[tuple[Any, ...], list[str]] = {}
+    for backend, *values in sorted(rows, key=lambda row: list(BUILT_IN).index(row[0])):
+        names.setdefault(tuple(values), []).append(backend)
+    return [(", ".join(own), *values) for values, own in names.items()]
 
 
 def _amount(row: Any) -> str:
@@ -167,7 +172,7 @@ def _held(measured: Measured) -> list[str]:
     memory = memory[~memory["world"].str.startswith("fake")]
     worlds = sorted(memory["world"].unique(), key=_place)
     rows = []
-    for backend, part in memory.groupby("backend", sort=True):
+    for backend, part in memory.groupby("backend"):
         by_world = part.set_index("world")["bytes"]
         rows.append((str(backend), *(f"{by_world[w] / MIB:.2f}" if w in by_world else "-" for w in worlds)))
     return [
@@ -175,9 +180,11 @@ def _held(measured: Measured) -> list[str]:
         "",
         "Where gradients are sharded, eager sync holds a shard of them, deferred sync all of them (and DeepSpeed's "
         "ZeRO-3 a shard besides), however many ranks there are: that is the memory that it pays for one reduction per "
-        "step instead of N. DDP shards nothing, and holds all of them either way.",
+        "step instead of N. HSDP that defers the all-reduce alone holds a shard. DDP shards nothing, and holds all of "
+        "them either way. HF Trainer and torchtitan fetch a whole window before its first forward, so they have no "
+        "such moment that the bench could see.",
         "",
-        *table(("backend", *worlds), rows),
+        *table(("backend", *worlds), _merged(rows)),
     ]
 
 
@@ -239,7 +246,7 @@ def _accumulation(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         "Gradients whose sum an fp32 accumulator has exactly and a bf16 one loses (`python -m bench accumulation "
         "--errors`, W = 2); and the relative L2 error of the accumulated gradient against fp64, by N.",
         "",
-        *table(("backend", "precision", "summed in", *(f"N = {n}" for n in factors)), found),
+        *table(("backend", "precision", "summed in", *(f"N = {n}" for n in factors)), _merged(found)),
         *(f"- {reason}: {', '.join(who)}." for reason, who in without.items()),
         "",
     ]

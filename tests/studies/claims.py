@@ -22,11 +22,11 @@ import bench
 from bench.audit.conformance import ratios
 from bench.audit.semantics_page import GLOBAL_STEP, STRATEGY
 from bench.judge.formulas import expect, layout_of
-from bench.plan.cell import Cell
+from bench.plan.cell import Cell, Precision
 from tests.conftest import ROOT
 
 DOCS, PROBES = ROOT / "docs" / "claims.md", ROOT / "docs" / "claims.json"
-RUN = "results/cpu-new"
+RUN = "results/cpu"
 TRUE, FALSE, OUTSIDE = "true", "false", "not measured here"
 Answer = tuple[str, str]
 """Verdict, and the numbers behind it in a sentence."""
@@ -63,6 +63,10 @@ class Measured:
 
     def reported(self, scenario: str, backend: str, counter: str) -> int:
         return int(self.seen[scenario, backend]["steps_reported"][counter])
+
+    def step(self, scenario: str, backend: str) -> int:
+        """torchtitan's counter."""
+        return self.reported(scenario, backend, "trainer.step")
 
     def weights(self, scenario: str, backend: str) -> list[float]:
         """The sum of the coefficients of each update divided by the right sum."""
@@ -245,7 +249,7 @@ def multiple_of_n(m: Measured) -> Answer:
         not wrong_all_the_same,
         f"With whole windows, {right.loc[True, 'sum']} of {right.loc[True, 'size']} settings are right where "
         f"`log_every_n_steps` is a multiple of N, and {right.loc[False, 'sum']} of {right.loc[False, 'size']} where it "
-        "is not. It counts optimizer steps, and changes nothing.",
+        "is not. It counts optimizer steps, and changes nothing in whole windows.",
     )
 
 
@@ -258,8 +262,10 @@ def window_size(m: Measured) -> Answer:
     return (only("if window_size - 1 is a multiple of N") if exact else FALSE), (
         "Lightning always logs at a window's end. With whole windows the rate is right at "
         f"{right.loc[True, 'sum']} of {right.loc[True, 'size']} settings if `window_size` - 1 is a multiple of N, and "
-        f"at {right.loc[False, 'sum']} of {right.loc[False, 'size']} otherwise, where a long window makes the error "
-        f"small. At N = 8 the default of 100 reports {default['ratio_median']:.3f} of the rate."
+        f"at {right.loc[False, 'sum']} of {right.loc[False, 'size']} otherwise. At N = 8 the default of 100 reports "
+        f"{default['ratio_median']:.3f} of the rate. Here an optimizer step takes as long as "
+        f"{default['optimizer_s'] / default['micro_batch_s']:g} micro-batches; a shorter step makes the error smaller, "
+        "and so does a longer window."
     )
 
 
@@ -272,12 +278,26 @@ def halves(m: Measured) -> Answer:
         )
         payloads[n] = deferred / eager
     reduced = m.window("fsdp2-deferred", "reduce_scatter", 8) / m.window("fsdp2-eager", "reduce_scatter", 8)
-    return (FALSE if min(payloads.values()) > 0.55 else TRUE), (
-        f"It divides the reduce-scatters by N ({reduced:g} at N = 8) and leaves the all-gathers: in all "
-        + ", ".join(f"{ratio:.2f} of eager's payload at N = {n}" for n, ratio in payloads.items())
-        + ". The limit for large N is 2/3, since a block is gathered twice per micro-batch; with resident "
-        "parameters (`fsdp2-deferred-resident`) nothing but one of each per window is left."
+    mixed = {n: due_payload("fsdp2-deferred", n) / due_payload("fsdp2-eager", n) for n in (8, 64)}
+    halved = min(payloads.values()) < 0.55, mixed[64] < 0.51
+    return (TRUE if halved[0] else only("in bf16 and for large N") if halved[1] else FALSE), (
+        f"It divides the reduce-scatters by N ({reduced:g} at N = 8) and leaves the all-gathers. In fp32 the payload "
+        f"is {payloads[2]:.2f} of eager's at N = 2, {payloads[8]:.2f} at N = 8 and 2/3 for large N, since a block is "
+        "gathered twice per micro-batch. With parameters gathered in bf16 and gradients reduced in fp32, it is "
+        f"{mixed[8]:.2f} at N = 8 and {mixed[64]:.2f} at N = 64, by formula. With resident parameters "
+        "(`fsdp2-deferred-resident`) one gather and one reduction per window are left."
     )
+
+
+def due_payload(backend: str, n: int) -> int:
+    """Payload bytes of the collectives of one window in bf16, by the formulas."""
+    size = {"world_size": 2, "global_batch_size": 2 * n, "sequence_length": 8, "model": "tiny"}
+    cell = Cell(backend=backend, accumulate=n, precision=Precision.BF16, **size)
+    layout = layout_of(cell)
+    assert layout is not None
+    due = expect(cell, layout)
+    assert due is not None
+    return sum(row.payload_bytes for row in due.collectives)
 
 
 def unsharded(m: Measured) -> Answer:
@@ -291,18 +311,18 @@ def unsharded(m: Measured) -> Answer:
 
 def torchtitan(m: Measured) -> Answer:
     return FALSE, (
-        "Its train loop (torchtitan 0.3.0, `torchtitan/trainer.py`) never calls `set_requires_gradient_sync`: every "
+        "Its training loop (torchtitan 0.3.0, `torchtitan/trainer.py`) never calls `set_requires_gradient_sync`: every "
         "micro-batch reduces, as in `torchtitan-eager`. Only its chunked loss calls it, on the head, between the "
         "chunks of one micro-batch."
     )
 
 
 def counts_updates(m: Measured) -> Answer:
-    updates, step = (m.updates("partial-window", TITAN), m.reported("partial-window", TITAN, "trainer.step"))
-    return holds(
-        updates == step,
-        f"Two epochs of 10 micro-batches at N = 4 are {updates} updates, and `trainer.step` is {step}: a step that is "
-        "cancelled for want of data is counted. The updates themselves have the right weight.",
+    updates, step = ((of("partial-window", TITAN), of("max-steps", TITAN)) for of in (m.updates, m.step))
+    return (TRUE if updates == step else only("until the data ends") if updates[1] == step[1] else FALSE), (
+        f"Two epochs of 10 micro-batches at N = 4 are {updates[0]} updates, and then `trainer.step` is {step[0]}: the "
+        "step that is cancelled for want of data is counted, though neither logged nor saved. torchtitan's own loaders "
+        f"repeat their data by default (`infinite`). With such data and `steps` = {updates[1]} it is {step[1]}."
     )
 
 
@@ -323,8 +343,8 @@ def all_reduce_alone(m: Measured) -> Answer:
     counted = ", ".join(f"{calls[name]} under `{name}`" for name in HSDP)
     return holds(
         all(found == {1.0} for found in weights.values()),
-        f"Every update of the three modes has its right weight. With 2 x 2 ranks at N = 4, a window has so many "
-        f"reduce-scatters and all-reduces per unit: {counted}. Between micro-batches a rank holds "
+        f"Every update of the three modes has its right weight. With 2 x 2 ranks at N = 4, the reduce-scatters and "
+        f"all-reduces of a unit in a window are {counted}. Between micro-batches a rank holds "
         f"{held[HSDP[1]]:.2g} times its parameter shard as gradients with the all-reduce deferred, and "
         f"{held[HSDP[2]]:.2g} times with both deferred.",
     )
@@ -335,12 +355,12 @@ def items_in_batch(m: Measured) -> Answer:
         max(update["distortion"] for update in m.seen[name, TRAINER]["updates"])
         for name in ("tokens-counted", "tokens-counted-per-rank", "tokens-mean")
     )
-    condition = "if the model takes `num_items_in_batch`, and it is counted over all ranks"
+    condition = "if the model or `compute_loss_func` takes `num_items_in_batch`, counted over all ranks"
     exact = math.isclose(across, 1, rel_tol=1e-3) and without > 1.001
     return (only(condition) if exact else FALSE), (
-        f"The largest factor by which a token's weight differs from that in the full batch is {across:.3g} then. It is "
-        f"{per_rank:.3g} with `average_tokens_across_devices=False`, and {without:.3g} if the model's forward takes no "
-        "such argument: then the Trainer averages means."
+        "The largest factor by which a token's weight differs from that in the full batch, with samples of 3 to 512 "
+        f"tokens, is {across:.3g} then. It is {per_rank:.3g} with `average_tokens_across_devices=False`, which is not "
+        f"the default, and {without:.3g} if neither takes the argument: then the Trainer averages means."
     )
 
 
@@ -349,16 +369,27 @@ def accumulates(m: Measured) -> Answer:
     condition = "where N divides the micro-batches of an epoch"
     return (only(condition) if set(whole) == {1.0} and min(partial) < 1 else TRUE), (
         f"`accumulate()` divides by N in a smaller window too: at an epoch's end an update has {min(partial):g} of its "
-        "weight with 2 of 4 micro-batches, under DDP, FSDP2 and DeepSpeed alike."
+        "weight with 2 of 4 micro-batches, under DDP, FSDP2 and DeepSpeed alike. The loop that Accelerate's guide has "
+        "for samples of variable size divides by the samples of the window itself, and is right there."
     )
 
 
 def steps_at_the_end(m: Measured) -> Answer:
     prepared, own = m.seen["partial-window", ACCELERATE], m.seen["own-loader", ACCELERATE]
     mixed = [sum(len(update["epochs"]) > 1 for update in one["updates"]) for one in (prepared, own)]
-    return (only("with a prepared loader") if mixed[1] > mixed[0] == 0 else TRUE), (
+    return (only("with a prepared loader and `sync_with_dataloader`") if mixed[1] > mixed[0] == 0 else TRUE), (
         f"Two epochs of 10 micro-batches at N = 4 are {len(prepared['updates'])} updates with a loader that Accelerate "
-        f"prepared. With one's own they are {len(own['updates'])}, {mixed[1]} of them with samples of two epochs."
+        f"prepared. With one's own they are {len(own['updates'])}, {mixed[1]} of them with samples of two epochs, as "
+        "they are if `GradientAccumulationPlugin` turns off `sync_with_dataloader`, which is on by default."
+    )
+
+
+def changes_n(m: Measured) -> Answer:
+    engine, ddp = (max(m.weights("n-by-epoch", name)) for name in ("accelerate-deepspeed-zero2", ACCELERATE))
+    return (only("without DeepSpeed") if engine > ddp == 1 else TRUE if engine == 1 else FALSE), (
+        f"With N = 1, 4 and 2 in three epochs, updates have up to {engine:g} times their weight under DeepSpeed, whose "
+        "engine keeps dividing by its first N, and all are right under DDP. The engine's `set_train_batch_size` "
+        "changes its N too; with both set, all are right."
     )
 
 
@@ -368,7 +399,7 @@ def scheduler(m: Measured) -> Answer:
     return holds(
         stands == updates,
         f"After {updates} updates on two ranks it stands at {stands}: Accelerate steps it W times per update, for "
-        "schedules that were written for one rank's number of batches.",
+        "schedules that were written for one rank's number of batches. With `split_batches=True` it steps once.",
     )
 
 
@@ -386,6 +417,18 @@ def scaled(m: Measured) -> Answer:
         f"FSDP2 averages over ranks, not over micro-batches. Without the division the first update at N = 4 is "
         f"{sgd['length']:.2f} times as long under SGD. Under AdamW it is {adam['length']:.4f} times as long (it "
         "normalizes the gradient), so the loss curve hides the mistake until something clips or decays.",
+    )
+
+
+def discards(m: Measured) -> Answer:
+    kept = {deferred: of["reset_iter_state"] - 1 > 1e-3 for deferred, of in m.probes["recovered"].items()}
+    (before,) = {of["zero_grad"] for of in m.probes["recovered"].values()}
+    after = [f"{m.probes['recovered'][deferred]['reset_iter_state']:g}" for deferred in ("reductions", "all-reduce")]
+    return (TRUE if not any(kept.values()) else FALSE if all(kept.values()) else only("for a deferred all-reduce")), (
+        f"After an exception in the second of N = 4 micro-batches and `zero_grad`, the next update is {before:g} times "
+        "the right one, since `zero_grad` does not clear what is not reduced yet. PyTorch documents `reset_iter_state` "
+        f"for that. With it the next update is {after[1]} times the right one if only the all-reduce was deferred, but "
+        f"still {after[0]} times if the reduce-scatter was: it leaves the unsharded gradients."
     )
 
 
@@ -410,6 +453,7 @@ class Claim:
 
 
 SUITE, RATES, VERSIONS, REFERENCE, PROBE, SOURCE = "suite", "throughput", "versions", "run", "probes", "source"
+BOTH = f"{SUITE}, {SOURCE}"
 CLAIMS: dict[str, tuple[Claim, ...]] = {
     "Lightning with DeepSpeed": (
         Claim("Lightning hands control of accumulation completely to DeepSpeed.", completely, SUITE),
@@ -434,17 +478,19 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
     "FSDP2": (
         Claim("Deferred sync halves communication.", halves, REFERENCE),
         Claim("Deferred sync holds unsharded gradients.", unsharded, REFERENCE),
-        Claim("HSDP may defer the all-reduce alone.", all_reduce_alone, SUITE),
-        Claim("torchtitan uses either.", torchtitan, SOURCE),
-        Claim("torchtitan's `step` counts optimizer steps.", counts_updates, SUITE),
+        Claim("HSDP can defer the all-reduce alone.", all_reduce_alone, SUITE),
+        Claim("torchtitan defers the reduce-scatter or the all-reduce.", torchtitan, SOURCE),
+        Claim("torchtitan's `step` counts optimizer steps.", counts_updates, BOTH),
         Claim("The reduce-scatter of a block overlaps with the next block.", overlaps, SOURCE),
+        Claim("`reset_iter_state()` discards a window that an exception interrupted.", discards, PROBE),
         Claim("The loss must be scaled by 1/N.", scaled, PROBE),
     ),
     "Hugging Face": (
-        Claim("HF Trainer gives every token the weight that it has in the full batch.", items_in_batch, SUITE),
-        Claim("`accumulate()` takes care of the loss's division.", accumulates, SUITE),
-        Claim("Accelerate steps at the end of every epoch.", steps_at_the_end, SUITE),
-        Claim("A prepared scheduler steps once per update.", scheduler, SUITE),
+        Claim("HF Trainer gives every token the weight that it has in the full batch.", items_in_batch, BOTH),
+        Claim("`accumulate()` takes care of the loss's division.", accumulates, BOTH),
+        Claim("Accelerate steps at the end of every epoch.", steps_at_the_end, BOTH),
+        Claim("Set `accelerator.gradient_accumulation_steps` to change N.", changes_n, BOTH),
+        Claim("A prepared scheduler steps once per update.", scheduler, BOTH),
     ),
     "In general": (Claim("Accumulation makes training more stable.", stable, PROBE),),
 }
@@ -467,9 +513,9 @@ def page(m: Measured) -> str:
     lines = [
         "# Claims about gradient accumulation",
         "",
-        "Claims that articles, documentation and threads make, held against measurements. `nox -s docs` computes "
-        "each verdict from the numbers beside it, and writes this page. N is the number of micro-batches in a window, "
-        "NB that of an epoch. Other versions may do otherwise: measure yours with the commands below.",
+        "Claims that articles, documentation and threads make, held against measurements. `nox -s results -- claims` "
+        "computes each verdict from the numbers beside it, and writes this page. N is the number of micro-batches in a "
+        "window, NB that of an epoch. Other versions may do otherwise: measure yours with the commands below.",
     ]
     for topic, claims in CLAIMS.items():
         lines += ["", f"## {topic}", "", "| claim | verdict | measured | by |", "| --- | --- | --- | --- |"]

@@ -142,7 +142,7 @@ def _real(known: Sequence[Known]) -> list[str]:
         "## On real trials",
         "",
         f"{len(known)} runs on {machine['cpu']}, {machine['cores']} cores, kept in results/noise and measured with "
-        "`nox -s study`. Each holds `ddp-deferred` on one rank three times, as itself, as the twin of "
+        "`nox -s results -- noise`. Each holds `ddp-deferred` on one rank three times, as itself, as the twin of "
         f"the noise floor and as a third that is compared, and once more with a sleep of {100 * DELAY:g} % per step, "
         f"until the intervals were narrower than {100 * known[0].run.manifest['matrix']['values']['precision']:g} %. "
         f"Of {len(known)} comparisons of a cell with itself {wrong} were called different; the sleep was called slower "

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from bench.backends import deepspeed as ds
@@ -94,6 +95,44 @@ def unscaled() -> dict[str, Any]:
     return found
 
 
+class _Mean(nn.Module):
+    """A loss whose gradient sums to 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4))
+
+    def forward(self, _: Tensor) -> Tensor:
+        return self.weight.mean()
+
+
+def recovered() -> dict[str, dict[str, float]]:
+    """What FSDP2 keeps of a window that an exception interrupted: the next update divided by the right one.
+
+    By what is deferred, and by what is called after the exception, which comes after the first of N micro-batches.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for deferred, shape in (("reductions", (1,)), ("all-reduce", (1, 1))):
+        for recovery in ("zero_grad", "reset_iter_state"):
+            names = ("replicate", "shard")[-len(shape) :]
+            model = fully_shard(_Mean(), mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
+            (weight,) = model.parameters()
+            optimizer = torch.optim.SGD([weight], lr=1.0)
+            sync = model.set_requires_gradient_sync if deferred == "reductions" else model.set_requires_all_reduce
+            sync(False)
+            (model(torch.ones(1)) / ACCUMULATE).backward()
+            model(torch.ones(1))  # the exception comes before its backward
+            if recovery == "reset_iter_state":
+                model.reset_iter_state()
+            optimizer.zero_grad()
+            for number in range(1, ACCUMULATE + 1):
+                sync(number == ACCUMULATE)
+                (model(torch.ones(1)) / ACCUMULATE).backward()
+            optimizer.step()
+            found.setdefault(deferred, {})[recovery] = -float(weight.full_tensor().detach().sum())
+    return found
+
+
 class _Module(lightning.LightningModule):
     """One linear layer, with SGD and a constant learning rate of 1 from Lightning."""
 
@@ -161,6 +200,7 @@ def measure() -> dict[str, Any]:
         "versions": versions,
         "noise": noise(),
         "unscaled": unscaled(),
+        "recovered": recovered(),
         "both_defined": both_defined(),
         "equal_n": equal_n(),
     }

@@ -1,4 +1,7 @@
-"""Runs on this machine whose right verdicts are known: a cell against itself, and against itself with a sleep."""
+"""Runs on this machine whose right verdicts are known: a cell against itself, and against itself with a sleep.
+
+``python -m tests.studies.realtrials`` measures those that results/noise lacks.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from rich.console import Console
 
 from bench import files
 from bench.backends.base import EXTRA_BACKENDS, registry
@@ -18,12 +23,15 @@ from bench.launch.launcher import Launcher
 from bench.plan import matrix as matrix_file
 from bench.plan.cell import Cell, Device
 from bench.plan.expand import expand
+from bench.report.progress import Display
 from bench.run import start
 from bench.run.journal import MANIFEST, read_manifest
 from bench.run.runner import Observer, Runner
 from tests.conftest import ROOT
 from tests.delayed import Delayed
 
+REAL = ROOT / "results" / "noise"
+"""The runs that docs/statistics.md shows."""
 RUNS = 10
 THIRD = "third"
 """Label of the cell that is compared with itself; the noise floor is from another twin, as in any run."""
@@ -92,3 +100,9 @@ def read(folder: Path) -> Iterator[Known]:
         if floor is None or len(same) != 1 or len(slower) != 1:
             raise InputError(f"{path}: is not a run of the study; measure it again")
         yield Known(run=run, floor=floor, same=same[0], slower=slower[0])
+
+
+if __name__ == "__main__":
+    for number in range(RUNS):
+        with Display(Console(stderr=True), {}) as display:
+            measure(REAL, number, display)

@@ -43,7 +43,8 @@ class Noise:
 
 FITTED = Noise(
     name="cpu-reference",
-    about="fitted from the 84 trials of results/cpu-reference: 28 cells, 3 repeats, 12 timed steps, two shared cores",
+    about="fitted from the 84 trials of results/old/cpu-reference: "
+    "28 cells, 3 repeats, 12 timed steps, two shared cores",
     step=0.0516,
     step_freedom=5.14,
     trial=0.0248,

@@ -15,7 +15,7 @@ def measured() -> Measured:
 
 
 def test_the_page_is_what_the_committed_measurements_say(measured: Measured) -> None:
-    assert DOCS.read_text() == page(measured), "nox -s docs writes it again"
+    assert DOCS.read_text() == page(measured), "nox -s results -- claims writes it again"
 
 
 def test_a_verdict_follows_its_measurement(measured: Measured) -> None:

@@ -32,7 +32,7 @@ def rng(seed: int = 0) -> np.random.Generator:
 
 
 def reference_run() -> Tables:
-    folder = ROOT / "results" / "cpu-reference"
+    folder = ROOT / "results" / "old" / "cpu-reference"
     return build(Journal(folder).read(), read_manifest(folder))
 
 
@@ -135,7 +135,7 @@ class TestCommand:
     def test_the_page_and_its_picture(self, results: report.Results, tmp_path: Path) -> None:
         written = command.write(results, tmp_path / "statistics.md")
         page = (tmp_path / "statistics.md").read_text(encoding="utf-8")
-        assert "(statistics.png)" in page and "nox -s study -- --scenarios 10" in page and "nan" not in page
+        assert "(statistics.png)" in page and "python -m tests.studies --scenarios 10" in page and "nan" not in page
         assert "until the intervals were narrower than 3 %." in page, "those of the runs in results/noise"
         assert f'whose row "{PLAIN}" is that of 2 %' in page
         for rule in rivals.RULES:

@@ -1,0 +1,66 @@
+"""What the bench costs: trials beside bare loops, and the page on it (tests/overhead)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.launch.launcher import Launcher
+from tests.conftest import first
+from tests.overhead.bare import LOOPS
+from tests.overhead.in_turn import steps
+from tests.overhead.page import page
+
+
+@pytest.mark.parametrize("backend", first(["fsdp2-deferred"], LOOPS))
+def test_a_trial_and_a_bare_loop_train_the_same_windows_in_turn(
+    backend: str, launcher: Launcher, tmp_path: Path
+) -> None:
+    found = steps(launcher, backend, backend, 3, tmp_path)
+    assert [len(seconds) for seconds in found.values()] == [3, 3]
+    assert all(0 < second < 60 for seconds in found.values() for second in seconds)
+
+
+@pytest.mark.slow
+def test_another_sum_of_the_gradients_is_not_the_same_training(launcher: Launcher, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="did not train the same"):
+        steps(launcher, "ddp-eager", "fsdp2-deferred", 3, tmp_path)
+
+
+@pytest.fixture
+def measured() -> dict[str, Any]:
+    """Eight groups of two backends; one costs 0.5 % more than its bare loop, the other 3 %."""
+    bare = [0.1 + 0.01 * group for group in range(8)]
+    costs = {"ddp-deferred": 1.005, "lightning-ddp": 1.03}
+    return {
+        "date": "2025-01-02T00:00:00+00:00",
+        "git": {"commit": "0123456789abcdef", "clean": True},
+        "machine": {"cpu": "made", "cores": 2, "memory_bytes": 2**34, "system": "Linux", "python": "3.11.7"},
+        "packages": {"torch": "2.13.0"},
+        "busy": 0.02,
+        "minutes": 20.0,
+        "loops": {
+            name: {"bench": [cost * seconds for seconds in bare], "bare": bare, "watching": [0.001] * 8}
+            for name, cost in costs.items()
+        },
+        "times": {"smoke run": {"seconds": 100.0, "runs": 1}, "one append": {"seconds": 5e-5, "runs": 900}},
+    }
+
+
+def test_the_page_says_what_is_within_one_per_cent_and_what_changed(measured: dict[str, Any]) -> None:
+    last = {"date": "2025-01-01T00:00:00+00:00", "times": {"smoke run": {"seconds": 80.0, "runs": 1}}}
+    said = page(measured, last)
+    assert "| ddp-deferred | 135 ms | 1.0050 | 1.0050 to 1.0050 | 8 | yes |" in said
+    assert "| lightning-ddp | 135 ms | 1.0300 | 1.0300 to 1.0300 | 8 | **no** |" in said
+    assert "| smoke run | 100 s | 1 | 1.250 |" in said
+    assert "| one append | 50 µs | 900 | - |" in said
+    assert "not idle" not in said
+
+
+def test_a_page_from_a_busy_machine_says_so_and_few_groups_have_no_interval(measured: dict[str, Any]) -> None:
+    few = {name: {side: values[:2] for side, values in one.items()} for name, one in measured["loops"].items()}
+    said = page(measured | {"busy": 0.5, "loops": few}, {})
+    assert said.index("**The machine was not idle: others took 50.0 % of the CPUs.") < said.index("## A step")
+    assert said.count("| - | 2 | unknown |") == 2

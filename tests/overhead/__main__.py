@@ -1,0 +1,107 @@
+"""Measures what the bench costs and writes docs/performance.md: ``nox -s overhead``.
+
+Other arguments go to pytest, which times the fixed costs: ``-k journal`` times a few.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.launch.launcher import Launcher
+from bench.measure import host
+from bench.measure.host import HostLoad
+from bench.plan.cell import Device
+from bench.run import machine, start
+from tests.conftest import ROOT
+from tests.overhead import bare, in_turn
+from tests.overhead.page import page
+
+DATA, LOOK_S = "performance.json", 5.0
+
+
+def busy() -> float:
+    """Share of the CPUs that others take, over LOOK_S."""
+    with HostLoad() as load:
+        time.sleep(LOOK_S)
+    found = host.merge([load.result])
+    assert found is not None, "there is no /proc/stat"
+    return float((found["foreign_cores"] + found["stolen_cores"]) / found["num_cpus"])
+
+
+def beside_bare_loops(groups: int, windows: int) -> dict[str, dict[str, list[float]]]:
+    """By backend and side, the median step of each process group in seconds; and the share of a core that watches."""
+    found: dict[str, dict[str, list[float]]] = {name: {"bench": [], "bare": [], "watching": []} for name in bare.LOOPS}
+    with Launcher(Device.CPU) as launcher:
+        for number, (backend, one) in itertools.product(range(groups), found.items()):
+            began, used = time.monotonic(), time.process_time()
+            with tempfile.TemporaryDirectory() as folder:
+                steps = in_turn.steps(launcher, backend, backend, windows, Path(folder))
+            one["watching"].append((time.process_time() - used) / (time.monotonic() - began))
+            for side, seconds in steps.items():
+                one[side].append(statistics.median(seconds))
+            ratio = one["bench"][-1] / one["bare"][-1]
+            print(f"group {number + 1} of {groups}: {backend}: bench / bare {ratio:.4f}", flush=True)
+            launcher.renew()
+    return found
+
+
+def fixed(arguments: list[str]) -> dict[str, dict[str, Any]]:
+    """By name, the median seconds of what the tests of this folder time, and how often it was run."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "times.json")
+        options = ("enable", "only", "disable-gc", f"json={report}", "columns=median,rounds")
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "tests/overhead",
+            "--all",
+            *(f"--benchmark-{one}" for one in options),
+        ]
+        subprocess.run([*command, *arguments], check=True, cwd=ROOT)
+        timed = json.loads(report.read_text())["benchmarks"]
+    return {
+        one["name"].removeprefix("test_").replace("_", " "): {
+            "seconds": one["stats"]["median"],
+            "runs": one["stats"]["rounds"],
+        }
+        for one in timed
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="nox -s overhead --", description=__doc__)
+    option = parser.add_argument
+    option("--groups", type=int, default=8, help="process groups per bare loop and side (default: %(default)s)")
+    option("--windows", type=int, default=40, help="timed windows of each (default: %(default)s)")
+    option("--out", type=Path, default=ROOT / "docs", metavar="DIR", help="where to (default: docs)")
+    options, others = parser.parse_known_args()
+    began = time.monotonic()
+    os.environ["OMP_NUM_THREADS"] = "1"  # in all processes alike
+    data: dict[str, Any] = {"date": start.now(), "git": machine.git_state(), "busy": busy()}
+    data |= {"machine": machine.machine(), "packages": machine.packages()}
+    data["loops"] = beside_bare_loops(options.groups, options.windows)
+    data["times"] = fixed(others)
+    data["busy"] = max(data["busy"], busy())
+    data["minutes"] = (time.monotonic() - began) / 60
+    committed = ("git", "show", f"HEAD:docs/{DATA}")
+    last = subprocess.run(committed, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / DATA).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    text = page(data, json.loads(last or "{}"))
+    (options.out / "performance.md").write_text(text, encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

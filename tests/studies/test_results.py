@@ -1,0 +1,111 @@
+"""What is out of date, and what is made again, in a repository of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from bench.errors import BAD, GOOD, WRONG
+from bench.run.journal import read_manifest, write_manifest
+from tests.conftest import ROOT
+from tests.simulated import simulate
+from tests.studies import results
+from tests.studies.made import ROWS, Made
+
+CODE, RUN, PAGE = "bench/code.py", "results/timed", "page.md"
+WARNINGS = dict.fromkeys(("tables", "machine", "noise floor", "verdicts"), "it is simulated")
+
+
+def git(root: Path, *arguments: str) -> str:
+    who = ("-c", "user.name=Someone", "-c", "user.email=someone@example.org")
+    return subprocess.run(["git", *who, *arguments], cwd=root, check=True, capture_output=True, text=True).stdout
+
+
+def commit(root: Path, code: str) -> str:
+    (root / CODE).write_text(code, encoding="utf-8")
+    git(root, "add", CODE)
+    git(root, "commit", "-qm", "code")
+    return git(root, "rev-parse", "HEAD").strip()
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with a run of its only commit, and a page of that run that was never made."""
+    git(tmp_path, "init", "-q")
+    (tmp_path / "bench").mkdir()
+    first = commit(tmp_path, '"""What is run."""\nrate = 1\n')
+    simulate(tmp_path / RUN, {"a": 1.0, "b": 1.1}, repeats=2)
+    write_manifest(tmp_path / RUN, read_manifest(tmp_path / RUN) | {"git": {"commit": first, "clean": True}})
+    timed = Made(
+        name="timed", paths=(RUN,), commands=("false",), code=(CODE,), minutes=1, is_run=True, warnings=WARNINGS
+    )
+    made_by = (f"cp {CODE} {PAGE}",)
+    page = Made(name="page", paths=(PAGE,), commands=made_by, code=(CODE,), sources=("timed",), minutes=2)
+    monkeypatch.setattr(results, "ROWS", (timed, page))
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> object:
+    """What the list says of each, with its exit status."""
+
+    def listed() -> tuple[int, dict[str, str]]:
+        capsys.readouterr()
+        status = results.main([])
+        return status, dict(re.findall(r"^(timed|page) +\d+ min  (.*)$", capsys.readouterr().out, re.MULTILINE))
+
+    return listed
+
+
+def test_a_page_is_made_and_stays_up_to_date_until_code_or_run_changes(root: Path, said: object) -> None:
+    assert said() == (BAD, {"timed": "up to date", "page": "results/made.json does not say when it was made"})
+    assert results.main(["--all"]) == GOOD
+    fresh = (GOOD, {"timed": "up to date", "page": "up to date"})
+    assert said() == fresh and (root / PAGE).exists()
+    commit(root, '"""What is measured."""\nrate = 1  # per second\n')
+    assert said() == fresh, "words are no code"
+    first = read_manifest(root / RUN)["git"]["commit"]
+    last = commit(root, '"""What is measured."""\nrate = 2\n')
+    older = f"is older than {CODE} (made at "
+    status, states = said()
+    assert status == BAD and states["timed"] == f"{older}{first[:12]})"
+    assert states["page"].startswith(older) and states["page"].endswith("is made from timed, which is out of date")
+    write_manifest(root / RUN, read_manifest(root / RUN) | {"git": {"commit": last, "clean": True}, "finished": "3000"})
+    assert results.main(["page"]) == GOOD
+    assert said() == (BAD, {"timed": "up to date", "page": "is made from timed, which is newer"})
+
+
+def test_what_cannot_be_made_or_trusted_is_said(
+    root: Path, said: object, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = read_manifest(root / RUN)
+    write_manifest(root / RUN, manifest | {"git": {"commit": "0" * 40, "clean": False}, "journal_sha256": "0" * 64})
+    assert results.main([]) == BAD
+    out = capsys.readouterr().out
+    assert "at commit 000000000000, which is not in this repository; was made from code with uncommitted changes" in out
+    assert "ERROR, journal: was changed after the run" in out and "it is simulated" in out
+    assert "WARNING, code: commit 000000000000 with uncommitted changes" in out
+    assert results.main(["timed", "page"]) == BAD
+    out = capsys.readouterr().out
+    assert "exit status 1: false" in out and "failed: timed" in out and (root / PAGE).exists()
+    monkeypatch.setattr(results, "ROWS", [dataclasses.replace(row, commands=("true",)) for row in results.ROWS])
+    os.utime(root / PAGE, (0, 0))
+    assert results.main(["page"]) == BAD
+    assert f"wrote nothing into {PAGE}: true" in capsys.readouterr().out
+    assert said()[1]["timed"] == "is missing"
+    (root / CODE).write_text("rate = 3\n", encoding="utf-8")
+    assert results.main(["page"]) == WRONG
+    assert f"{CODE}: has changes that are not committed" in capsys.readouterr().err
+
+
+def test_what_the_table_names_is_there() -> None:
+    names = [row.name for row in ROWS]
+    for row in ROWS:
+        assert all((ROOT / path.removeprefix(":!")).exists() for path in row.code), row.name
+        assert set(row.sources) <= set(names[: names.index(row.name)]), row.name
