@@ -115,7 +115,7 @@ def faults(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["install"])
 def hosts(session: nox.Session) -> None:
-    """Run the bench on two network namespaces under a real Slurm, and tell docs/hosts.md. Needs root and slurm-wlm."""
+    """Run the bench on network namespaces under a real Slurm, and write docs/hosts.md; needs root and slurm-wlm."""
     session.run("python", "-m", "tests.hosts", *session.posargs)
 
 

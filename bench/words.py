@@ -32,6 +32,14 @@ def size(number: float) -> str:
     return f"{number / 2**20:,.1f} MiB" if number >= 0.05 * 2**20 else f"{number:,.0f} byte{'s' * (round(number) != 1)}"
 
 
+def rate(bytes_per_s: float) -> str:
+    """A rate with a unit: ``50 GB/s``."""
+    for one, unit in ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s")):
+        if bytes_per_s >= one:
+            return f"{bytes_per_s / one:.3g} {unit}"
+    return f"{bytes_per_s:.3g} B/s"
+
+
 def unit_of(most: float) -> tuple[float, str]:
     """The unit in which sizes up to so many bytes are drawn: its bytes, and its name."""
     return (2.0**30, "GiB") if most >= GIB_ABOVE else (2.0**20, "MiB")

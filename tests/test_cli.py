@@ -404,7 +404,6 @@ def test_a_known_defect_is_no_surprise(place: Place) -> None:
     status, out, _ = finished_run(place, wrong_update("lightning-deepspeed-zero2", 0.5, 0.0), *LIGHTNING)
     assert status == GOOD
     words = " ".join(out.split())
-    assert "invalid" in words and "the loss is divided by N = 2 twice" in words
     progress, summary = words.split("backend memory ratio n correct?", 1)
     assert f"s/step; invalid, {EXPECTED}: Lightning divides the loss by N" in progress
     assert "lightning-deepspeed-zero2 - - 0 no" in summary

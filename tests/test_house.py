@@ -12,8 +12,8 @@ from tests import house
 from tests.conftest import ROOT
 
 AT_MOST = {
-    "modules": 195,
-    "lines": 33991,
+    "modules": 196,
+    "lines": 34320,
     "longest module": 350,
     "names of several modules": 0,
     "names of several classes": 0,

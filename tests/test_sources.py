@@ -27,7 +27,7 @@ HOMES = (
     "transformers/models/llama",
 )
 """Folders from which files are named, within the installed packages."""
-NOT_INSTALLED = {"reducer.cpp", "engine.cpp"}
+NOT_INSTALLED = {"reducer.cpp", "engine.cpp", "ProcessGroupGloo.cpp"}
 """C++ of torch, of which only headers are installed."""
 
 

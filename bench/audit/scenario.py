@@ -170,7 +170,7 @@ class Scenario:
             )
         if self.at >= micro_batches * self.epochs:
             every = plural(micro_batches * self.epochs, "micro-batch", "es")
-            raise MisfitError("at", f" is {self.at}; the training has {every}; use 1 to one less")
+            raise MisfitError("at", f" is {self.at}; it must be less than the training's {every}")
 
     @property
     def setting(self) -> str:

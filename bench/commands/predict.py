@@ -190,8 +190,8 @@ def _measured(arguments: argparse.Namespace) -> tuple[Link, str]:
     found = measured_link(manifest)
     if found is None:
         raise InputError(
-            f"--from-run {run}: {MANIFEST} holds no rates of collectives, which runs with several ranks measure; "
-            "name another run, or give --link"
+            f"--from-run {run}: {MANIFEST} holds no rates of collectives; name a run of several ranks by this "
+            "version, or give --link"
         )
     if found.device != arguments.device:
         raise InputError(f"--from-run {run}: its ranks ran on {found.device}; add --device {found.device}")
@@ -225,8 +225,8 @@ def _replicas(arguments: argparse.Namespace, link: Link | None) -> int:
     shards, left = divmod(ranks, arguments.replicate)
     if left or shards == 1 or arguments.replicate == 1:
         raise InputError(
-            f"--replicate: {ranks} ranks are not {arguments.replicate} replicas of HSDP; both R and W / R must be "
-            "integers of at least 2"
+            f"--replicate is {arguments.replicate}: {ranks} ranks do not split into so many replicas of HSDP; both R "
+            "and W / R must be integers of at least 2"
         )
     if shards % node_size and node_size % shards:
         raise InputError(

@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     place = places.here()
     if place is None:
         return _lead(arguments, None)
-    about = _about()
+    about = _about(places.address_of(place))
     if not place.is_controller:
         from bench.run.telemetry import Telemetry
 
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _lead(arguments, others)
 
 
-def _about() -> dict[str, Any]:
+def _about(head: str) -> dict[str, Any]:
     """What a node tells the controller: versions, which have to be equal, its GPUs, and why it cannot be used."""
     from bench.launch import gpus as launch_gpus
     from bench.launch import places
@@ -86,7 +86,8 @@ def _about() -> dict[str, Any]:
         error = str(found)
     code = machine.code({}, {})["bench"][:12]
     versions = {"accumulation-bench": __version__, "its code": code, **machine.packages()}
-    return {"versions": versions, "gpus": gpus, "error": error, "fingerprint": machine.fingerprint()}
+    fingerprint = {**machine.fingerprint(), machine.CONNECTION: machine.connection(head)}
+    return {"versions": versions, "gpus": gpus, "error": error, "fingerprint": fingerprint}
 
 
 def _lead(arguments: argparse.Namespace, others: Nodes | None) -> int:
@@ -121,6 +122,7 @@ def _lead(arguments: argparse.Namespace, others: Nodes | None) -> int:
             skipped=plan.too_large,
             peaks=fit.peaks(plan.cells),
             nodes=nodes,
+            head=others.address if others else "",
         )
         return _train(folder, manifest, plan.backends, arguments, others)
 

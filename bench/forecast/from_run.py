@@ -19,7 +19,6 @@ import numpy as np
 from scipy.optimize import nnls
 
 from bench.forecast.prediction import Bounds, Link, Prediction, at, communication, sent_bytes
-from bench.forecast.prediction_text import speeds
 from bench.judge.formulas import BUILT_IN, expect, layout_of
 from bench.plan.cell import Cell, Device
 from bench.plan.columns import DASH
@@ -146,7 +145,7 @@ def section(of: Material) -> PageSection | None:
         found = measured_link(of.run.manifest, group[0].cell)
         assert found is not None, "without a link there is no group"
         latency = f"{1e6 * found.link.latency_s:.3g} us"
-        sentences.append(f"The link has {speeds(found.link)} per rank and {latency} per call, {found.source}.")
+        sentences.append(f"The link has {found.link} per rank and {latency} per call, {found.source}.")
         for one in group:
             numbers = (one.measured, one.compute, one.communication.upper, one.bounds.lower, one.bounds.upper)
             off = DASH if one is group[0] else f"{100 * one.deviation:+z.1f}"

@@ -27,6 +27,7 @@ from bench.forecast.footprint import Footprint, declined, footprint
 from bench.judge.formulas import BUILT_IN, Collective, Expectation, expect, layout_of, wire_bytes
 from bench.plan.cell import REFERENCES, Cell, Device, Precision, RankGroup
 from bench.plan.models import SIZES
+from bench.words import rate
 from bench.workload.layout import Layout
 
 NOT_PREDICTED = "not predicted"
@@ -50,6 +51,12 @@ class Link:
     """What a rank can send within its node."""
     node_size: int = 1
     """Ranks of a node. With 1 there is only one level: every rank is a node."""
+
+    def __str__(self) -> str:
+        between = rate(self.bytes_per_s)
+        if self.node_size == 1:
+            return between
+        return f"{rate(self.intra_bytes_per_s)} within nodes of {self.node_size} and {between} between them"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,12 @@ from matplotlib.patches import Patch, Rectangle
 
 from bench.errors import InputError
 from bench.forecast.best import Question, Stretch
-from bench.forecast.prediction_text import About, markdown, named, rate
+from bench.forecast.prediction_text import About, markdown, named
 from bench.report import sheet, style
 from bench.report.formats import write_frame
 from bench.report.sheet import Drawing, FigureWords
 from bench.report.style import SMALL, Key, safe
+from bench.words import rate
 
 COLOURS = (
     *("#56B4E9", "#E69F00", "#009E73", "#F0E442", "#CC79A7", "#0072B2", "#D55E00"),

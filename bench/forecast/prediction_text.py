@@ -12,7 +12,7 @@ from bench.forecast.footprint import ACCURACY
 from bench.forecast.prediction import NOT_PREDICTED, Link
 from bench.plan.cell import Cell, among
 from bench.plan.models import SIZES
-from bench.words import size, table
+from bench.words import rate, size, table
 
 GIB = 2**30
 COLUMNS = {
@@ -94,7 +94,7 @@ class About:
         if self.link is not None:
             latency = f"{self.link.latency_s * 1e6:.4g} us" if self.latency_known else "no latency (none was given)"
             measured = f" ({self.link_from})" * bool(self.link_from)
-            parts.append(f"link {self.speeds} per rank, {latency} per call{measured}")
+            parts.append(f"link {self.link} per rank, {latency} per call{measured}")
         if self.compute_s is not None:
             parts.append(f"compute {self.compute_s:.4g} s per optimizer step ({self.compute_from})")
         if self.memory_bytes is not None:
@@ -108,31 +108,9 @@ class About:
         return self.link is not None and self.link.node_size > 1
 
     @property
-    def speeds(self) -> str:
-        """The speed of the link, or that of both levels."""
-        assert self.link is not None
-        return speeds(self.link)
-
-    @property
     def usable_bytes(self) -> int | None:
         """What a prediction may fill; None for no limit."""
         return None if self.memory_bytes is None else self.memory_bytes - self.reserve_bytes
-
-
-def rate(bytes_per_s: float) -> str:
-    """``50 GB/s``."""
-    for one, unit in ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s")):
-        if bytes_per_s >= one:
-            return f"{bytes_per_s / one:.3g} {unit}"
-    return f"{bytes_per_s:.3g} B/s"
-
-
-def speeds(link: Link) -> str:
-    """``50 GB/s``, or the rates of both levels."""
-    between = rate(link.bytes_per_s)
-    if link.node_size == 1:
-        return between
-    return f"{rate(link.intra_bytes_per_s)} within nodes of {link.node_size} and {between} between them"
 
 
 def gib(number: float) -> str:
@@ -233,7 +211,7 @@ def notes(about: About) -> list[str]:
         return found
     assert about.link is not None
     within = f"{100 * about.margin:g} %"
-    at, n = about.speeds, about.cell.accumulate
+    at, n = str(about.link), about.cell.accumulate
     between = " between nodes" * about.two_levels
     found += [LEVELS] * about.two_levels
     over_w = [_flips("W", about.answer.along_w, _whole, f"at N = {n} and {at}")] if about.answer.along_w else []

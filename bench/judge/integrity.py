@@ -270,8 +270,7 @@ def _slowest_node(cell: Cell, trials: Sequence[Sequence[Sequence[float]]]) -> st
     """The node of the rank that was the slowest in most trials, if the cell is on several nodes."""
     if cell.num_nodes == 1:
         return ""
-    slowest = Counter(max(range(len(ranks)), key=lambda rank: sum(ranks[rank])) for ranks in trials)
-    rank = slowest.most_common(1)[0][0]
+    rank = Counter(map(samples.slowest, trials)).most_common(1)[0][0]
     return f" (mostly rank {rank}, on node {rank // cell.ranks_per_node})"
 
 

@@ -191,3 +191,8 @@ def imbalance(steps_of_ranks: Sequence[Sequence[float]]) -> float:
     """
     ranks = np.asarray(steps_of_ranks, dtype=float)
     return float(np.median(ranks.max(axis=0) / np.median(ranks, axis=0)))
+
+
+def slowest(steps_of_ranks: Sequence[Sequence[float]]) -> int:
+    """The rank whose steps took longest in all; takes the same lists."""
+    return max(range(len(steps_of_ranks)), key=lambda rank: sum(steps_of_ranks[rank]))

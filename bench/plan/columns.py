@@ -86,8 +86,7 @@ _KEY = {
 
 _TRIALS: dict[str, Column] = {
     "run_id": _text("id of the run"),
-    "cell_id": _KEY["cell_id"],
-    "repeat": _KEY["repeat"],
+    **_KEY,
     "twin": _text("label of the A/A copy of a cell; empty for all others"),
     "slot": _count("", "position in the order of execution"),
     "backend": _text("one way to accumulate gradients", axis=Axis.NAME),
@@ -148,9 +147,7 @@ _TRIALS: dict[str, Column] = {
     "mfu_of_matmul": _number(
         "1", "the same against the matrix-product rate measured in the run", title="MFU of matmul", form=".3g"
     ),
-    "link_bytes_per_s": _number(
-        "B/s", "bus bandwidth of all-reduces between as many ranks, measured in the run", title="link (B/s)", form=".3g"
-    ),
+    "link_bytes_per_s": _number("B/s", "bus bandwidth of all-reduces, measured in the run", title="link", form=".3g"),
     "energy_j_per_step": _number("J", "of the GPUs in use, per optimizer step", title="J/step", form=".3g"),
     "energy_j_per_token": _number("J", "the same per predicted token", title="J/token", form=".3g"),
     "cpu_s_per_micro_batch": _number(

@@ -15,7 +15,7 @@ import pandas as pd
 from bench.judge.expected import cells_watched, extent
 from bench.judge.gates import tolerance
 from bench.judge.remarks import note
-from bench.judge.samples import NAME
+from bench.judge.samples import NAME, slowest
 from bench.judge.tables import rows_of
 from bench.judge.verdicts import Verdict
 from bench.plan.categories import PEAK, Category
@@ -26,6 +26,8 @@ from bench.report.bars import by_cell as memory_by_cell
 from bench.report.material import Material
 from bench.report.rows import held_sentence
 from bench.run import links
+from bench.run.journal import Journal
+from bench.run.machine import unlike_nodes
 from bench.words import plural, size
 
 HERE = {
@@ -126,10 +128,25 @@ def speed(of: Material) -> PageSection:
     return PageSection(
         key="speed",
         title="How long does an optimizer step take?",
-        sentences=(first, second),
+        sentences=(first, second, *nodes(of)),
         plots=("step_time_ratio", "step_time", "noise"),
         table=table(f"Step times: {NAME} over the good trials of a cell, as they are cited", of.cells, TIMES),
     )
+
+
+def nodes(of: Material) -> Iterator[str]:
+    """Of a run on several nodes: how they differ, and on which the slowest ranks were."""
+    if not of.run.manifest.get("nodes"):
+        return
+    yield from (f"{text[:1].upper()}{text[1:]}." for text in unlike_nodes(of.run.manifest))
+    found: Counter[int] = Counter()
+    for record in Journal(of.folder).read():
+        cell, ranks = of.run.cells[record["cell_id"]], (record.get("time") or {}).get("rank_step_seconds")
+        if ranks and cell.num_nodes > 1:
+            found[slowest(ranks) // cell.ranks_per_node] += 1
+    if found:
+        ((node, count),) = found.most_common(1)
+        yield f"The slowest rank was on node {node} in {count} of {plural(found.total(), 'trial')} on several nodes."
 
 
 def memory(of: Material) -> PageSection:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
 import os
 import platform
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,7 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.launch import gpus
+import psutil
+
+from bench.errors import InputError
+from bench.launch import gpus, places
 
 PACKAGES = (
     "torch",
@@ -268,6 +273,29 @@ def fingerprint() -> dict[str, Any]:
     return dict(zip(FINGERPRINT, parts, strict=True))
 
 
+CONNECTION = "connection"
+"""Part of the manifest of a run on several nodes: ``connection`` of node 0."""
+
+
+def connection(head: str) -> dict[str, Any]:
+    """What else several nodes of a job should have in common: NUMA nodes, and the links that connect them.
+
+    Nominal Mbit/s (0 if unknown, as of virtual links) and MTU of the interface towards the address ``head``, and the
+    rates of the ports of InfiniBand or RoCE.
+    """
+    online = Path("/sys/devices/system/node/online")
+    ports = Path("/sys/class/infiniband").glob("*/ports/*/rate")
+    found: dict[str, Any] = {"numa_nodes": online.read_text().strip() if online.exists() else None}
+    found["infiniband"] = sorted(port.read_text().strip() for port in ports)
+    with contextlib.suppress(OSError, InputError):
+        family = socket.AF_INET6 if ":" in head else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((head, 9))  # sends nothing
+            link = psutil.net_if_stats()[places.interface_of(str(probe.getsockname()[0]))]
+        found |= {"mbit_per_s": link.speed, "mtu": link.mtu}
+    return found
+
+
 NOT_STORED = "(not stored)"
 OF_ONE = re.compile(r"\.(uuid|mig|index|topology(\.\d+)?)$")
 """Keys of the fingerprint that differ between any two machines."""
@@ -282,10 +310,10 @@ class Changed:
     b: Any
 
 
-def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Changed]:
-    """The keys of FINGERPRINT that differ between two manifests. A part that one of them lacks counts as one key."""
+def differences(a: Mapping[str, Any], b: Mapping[str, Any], parts: Sequence[str] = FINGERPRINT) -> list[Changed]:
+    """The keys of the parts that differ between two manifests. A part that one of them lacks counts as one key."""
     found = []
-    for part in FINGERPRINT:
+    for part in parts:
         ours, theirs = (_flat(manifest.get(part, NOT_STORED), part) for manifest in (a, b))
         if any(list(flat.values()) == [NOT_STORED] for flat in (ours, theirs)):
             if ours != theirs:
@@ -302,7 +330,8 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Changed]:
 def unlike_nodes(manifest: Mapping[str, Any]) -> Iterator[str]:
     """For each node whose fingerprint differs from that of node 0: its number, and how they differ."""
     for number, node in enumerate(manifest.get("nodes") or (), start=1):
-        changed = [one for one in differences(manifest, node) if not OF_ONE.search(one.key)]
+        every = differences(manifest, node, (*FINGERPRINT, CONNECTION))
+        changed = [one for one in every if not OF_ONE.search(one.key)]
         words = [f"{one.key} is {one.b!r}, and {one.a!r} on node 0" for one in changed[:MOST_SAID]]
         words += [f"{len(changed) - MOST_SAID} more"] * (len(changed) > MOST_SAID)
         if words:

@@ -58,6 +58,7 @@ class _Node(TypedDict, total=False):
     packages: dict[str, str]
     torch_build: dict[str, str | None]
     environment: dict[str, str]
+    connection: dict[str, Any]
 
 
 class _Predicted(TypedDict, total=False):
@@ -84,6 +85,7 @@ class Manifest(TypedDict, total=False):
     git: _Git | None
     machine: _Machine | None
     nodes: list[_Node]
+    connection: dict[str, Any]
     matmul: list[_Products]
     packages: dict[str, str] | None
     distributions: dict[str, str] | None

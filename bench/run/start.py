@@ -52,12 +52,13 @@ def create(
     skipped: Mapping[str, str] | None = None,
     peaks: Mapping[str, int] | None = None,
     nodes: Sequence[Mapping[str, Any]] = (),
+    head: str = "",
 ) -> dict[str, Any]:
     """Start a run: create its folder and write its manifest. Raises InputError if the folder cannot be used.
 
     By cell id: cells in ``once`` get a single trial, ``skipped`` has reasons not to run a cell, and ``peaks`` has the
     predicted peaks of memory in bytes. The predictions are stored with the time, to show that they were made before
-    any measurement. ``nodes`` are the fingerprints of all nodes but this one.
+    any measurement. ``nodes`` are the fingerprints of all nodes but this one, whose address is ``head``.
     """
     if (folder / MANIFEST).exists() or (folder / JOURNAL).exists():
         raise InputError(f"--out {folder}: holds a run already; name another folder, or go on with --resume {folder}")
@@ -80,7 +81,7 @@ def create(
         "git": machine.git_state(),
         "distributions": machine.distributions(),
         **machine.fingerprint(),
-        **({"nodes": list(nodes)} if nodes else {}),
+        **({"nodes": list(nodes), machine.CONNECTION: machine.connection(head)} if nodes else {}),
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -358,7 +358,7 @@ def test_the_suite_covers_what_it_should() -> None:
         ("[a]\nsamples = 4\nbatch_size = 1\naccumulate = 1\nfault = 'exception'", "at: goes with a fault"),
         (
             "[a]\nsamples = 4\nbatch_size = 1\naccumulate = 1\nepochs = 2\nfault = 'exception'\nat = 4",
-            "at is 4; the training has 4 micro-batches; use 1 to one less",
+            "at is 4; it must be less than the training's 4 micro-batches",
         ),
         (
             "[a]\nsamples = 4\nbatch_size = 1\naccumulate = [1, 2]\nfault = 'exception'\nat = 1",

@@ -2,7 +2,8 @@
 
 Needs root, and Debian's packages iproute2, slurm-wlm and munge. Each host is a network namespace with the interface
 eth0 and an address, a name and cores of its own. All are on a bridge in one more namespace, so nothing of the
-machine's own network is touched. ``tc tbf`` limits what each host sends. Everything is removed at the end.
+machine's own network is touched. ``tc tbf`` limits what each host sends. Everything is removed at the end; of a program
+that calls ``alone`` first, even if it is killed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import contextlib
 import os
 import secrets
 import shutil
+import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -45,8 +48,28 @@ JobAcctGatherType=jobacct_gather/none
 {nodes}
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
-UP_S = 60.0
-"""How long Slurm may take to come up."""
+UP_S = 300.0
+"""How long Slurm may take to come up, on a busy machine."""
+PROGRAMS = ("ip", "tc", "unshare", "nsenter", "taskset", "munged", "slurmctld", "slurmd", "srun")
+PRIVATE = "/run"
+"""Holds the names of network namespaces, and what ``alone`` keeps to itself."""
+
+
+def alone(*command: str) -> None:
+    """Start the Python program anew, in a process namespace and with mounts of its own.
+
+    However it ends, the kernel then ends all that it has started, and its hosts, temporary files and shared memory are
+    gone.
+    """
+    if lacking := [name for name in PROGRAMS if not shutil.which(name)] + ["root"] * (os.geteuid() != 0):
+        sys.exit(f"tests.hosts: needs {', '.join(lacking)}; as root: apt-get install slurm-wlm munge iproute2")
+    if os.getpid() != 1:
+        apart = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        os.execvp(apart[0], [*apart, sys.executable, *command])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # nothing else would end process 1
+    for folder in (PRIVATE, "/dev/shm"):
+        _run(["mount", "-t", "tmpfs", "none", folder])
+    tempfile.tempdir = os.environ["TMPDIR"] = PRIVATE
 
 
 class Rig:
@@ -81,9 +104,11 @@ class Rig:
         asked = [
             f"--nodes={num_hosts}",
             "--ntasks-per-node=1",
+            "--no-kill",
             "--kill-on-bad-exit=0",
             "--wait=0",
             "--quit-on-interrupt",
+            "--label",
         ]
         return self.inside(self.hosts[0], "srun", *asked, *command)
 
@@ -112,7 +137,7 @@ class Rig:
 
     def daemon(self, name: str, host: str = "") -> subprocess.Popen[bytes]:
         """The process of slurmctld, munged, or of the slurmd of a host."""
-        return next(one for one in self._daemons if name in str(one.args) and host in str(one.args))
+        return next(one for one in self._daemons if one.poll() is None and {name, host} <= {*one.args, ""})
 
     def start(self) -> None:
         switch = self.namespace("switch")
@@ -147,6 +172,10 @@ class Rig:
         self._start(*self.inside(first, "slurmctld", "-D", "-f", str(folder / "slurm.conf")))
         for host in self.hosts:
             self.start_slurmd(host)
+        self.ready()
+
+    def ready(self) -> None:
+        """Wait until Slurm could start a job on all hosts."""
         until(lambda: self._states() == ["idle"] * len(self.hosts))
 
     def start_slurmd(self, host: str) -> None:
@@ -200,7 +229,7 @@ def _run(command: Sequence[str]) -> None:
 @contextlib.contextmanager
 def rig(num_hosts: int) -> Iterator[Rig]:
     """Hosts under Slurm, which are gone afterwards, whatever happens."""
-    folder = Path(tempfile.mkdtemp(prefix="rig-", dir="/tmp"))
+    folder = Path(tempfile.mkdtemp(prefix="rig-"))
     made = Rig(folder, num_hosts)
     try:
         made.start()

@@ -17,6 +17,7 @@ from bench.launch import places
 from bench.launch.places import Place as Node
 from bench.plan.cell import Status
 from bench.run.journal import read_manifest
+from tests.conftest import ROOT
 from tests.faults.harness import MATRIX_RUN, Place, end, place
 
 HEAD = "127.0.0.2"
@@ -177,17 +178,24 @@ def test_an_interrupt_lets_all_nodes_go(tmp_path: Path) -> None:
             "node 1 (HOST): GLOO_SOCKET_IFNAME is 'none7', and the interfaces here are ",
         ),
         (
+            {"PYTHONPATH": f"FOLDER:{ROOT}"},
+            "node 1 (HOST): torch is 2.0.0, and ",
+            "node 1 (HOST): torch is 2.0.0, and ",
+        ),
+        (
             {"WORLD_SIZE": "3"},
             "node 1 (HOST): it was started as one of 3 nodes, and node 0 as one of 2",
             "node 1 (HOST): it was started as one of 3 nodes, and node 0 as one of 2",
         ),
     ],
-    ids=["secret", "interface", "count"],
+    ids=["secret", "interface", "version", "count"],
 )
 def test_a_node_that_cannot_take_part_is_named(tmp_path: Path, change: dict[str, str], node0: str, node1: str) -> None:
     with job(tmp_path) as (first, other):
         first.write("ddp-eager")
-        other.environment |= change
+        other.environment |= {name: value.replace("FOLDER", str(tmp_path)) for name, value in change.items()}
+        (tmp_path / "torch-2.0.0.dist-info").mkdir()
+        (tmp_path / "torch-2.0.0.dist-info" / "METADATA").write_text("Name: torch\nVersion: 2.0.0\n")
         follower, leader = other.start("run"), first.start(*RUN)
         assert (leader.wait(), follower.wait()) == (WRONG, WRONG)
         for node, expected in ((first, node0), (other, node1)):

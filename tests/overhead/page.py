@@ -24,9 +24,8 @@ def page(data: Mapping[str, Any], last: Mapping[str, Any]) -> str:
 def _machine(data: Mapping[str, Any]) -> Iterator[str]:
     machine, git, packages = data["machine"], data["git"], data["packages"]
     changed = "" if git["clean"] else ", changed since"
-    yield f"Written by `nox -s overhead` on {data['date'][:10]} at commit {git['commit'][:12]}{changed}, in "
-    yield f"{data['minutes']:.0f} minutes. Nothing here is edited by hand."
-    yield ""
+    made = f"on {data['date'][:10]} at commit {git['commit'][:12]}{changed}, in {data['minutes']:.0f} minutes"
+    yield from (f"Written by `nox -s overhead` {made}. Nothing here is edited by hand.", "")
     others = f"{100 * data['busy']:.1f} % of the CPUs"
     if data["busy"] > IDLE_SHARE:
         yield from (f"**The machine was not idle: others took {others}. Do not cite these times.**", "")
@@ -74,8 +73,8 @@ def _inside(low: float | None, high: float | None) -> str:
 
 def _times(data: Mapping[str, Any], last: Mapping[str, Any]) -> Iterator[str]:
     before = last.get("times", {})
-    yield from ("## All else", "")
-    since = f"The last column compares with the page of {last['date'][:10]}." if last else ""
+    yield from ("## Everything else", "")
+    since = f"The last column compares with {last['date'][:10]}, commit {last['git']['commit'][:12]}." if last else ""
     yield f"Medians by the clock, where nothing else is said; the longest first. {since}".rstrip()
     yield ""
     rows = [

@@ -13,15 +13,17 @@ import pandas as pd
 import pytest
 
 from bench.files import RESULTS
-from bench.judge.loading import hashed, load
+from bench.judge.loading import hashed, load, run_of
 from bench.judge.standing import standings
 from bench.report import page as pages
 from bench.report.answer import answer
 from bench.report.citation import cite
 from bench.report.figures import KINDS
 from bench.report.material import Material
-from bench.report.sections import epoch_end
+from bench.report.sections import epoch_end, nodes
+from bench.run.journal import Journal
 from bench.words import digits
+from tests.factories import make_cell, make_manifest, make_record
 from tests.pages import HOSTILE, Element, data_of, read, report, write_large_run, write_run
 from tests.studies.bundle import bundle
 
@@ -168,6 +170,21 @@ def test_it_is_the_same_every_time(folder: Path, page: Element) -> None:
     of = Material(folder=folder, run=run, standings=standings(run))
     again = pages.render(of, answer(of), sorted((folder / "plots").iterdir()))
     assert again == (folder / "report.html").read_text(encoding="utf-8")
+
+
+def test_it_says_how_nodes_differ_and_which_has_the_slowest_rank(tmp_path: Path) -> None:
+    cell = make_cell(ranks_per_node=1)
+    manifest = make_manifest([cell])
+    other = {**manifest, "machine": manifest["machine"] | {"cpu": "another"}}
+    steps = ([[0.5], [0.6]], [[0.6], [0.5]], [[0.5], [0.6]])
+    records = [make_record(cell, repeat, time={"rank_step_seconds": one}) for repeat, one in enumerate(steps)]
+    for record in records:
+        Journal(tmp_path).append(record)
+    run = run_of(records, manifest | {"nodes": [other]})
+    assert list(nodes(Material(folder=tmp_path, run=run, standings={}))) == [
+        "Node 1: machine.cpu is 'another', and 'made' on node 0.",
+        "The slowest rank was on node 1 in 2 of 3 trials on several nodes.",
+    ]
 
 
 class TestOddRuns:

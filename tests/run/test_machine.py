@@ -207,12 +207,19 @@ def test_only_a_package_that_git_tracks_has_a_commit(monkeypatch: pytest.MonkeyP
 
 
 def test_nodes_are_compared_without_what_is_each_ones_own() -> None:
-    def node(cpu: str, uuid: str, driver: str) -> dict[str, Any]:
-        about = {"cpu": cpu, "gpus": [{"uuid": uuid, "driver": driver, "name": "H100"}]}
-        return {"machine": about, "packages": {"torch": "2.13.0"}, "torch_build": {}, "environment": {}}
+    def node(uuid: str, driver: str = "570.1", mtu: int = 9000) -> dict[str, Any]:
+        about = {"gpus": [{"uuid": uuid, "driver": driver, "name": "H100"}]}
+        parts = {"machine": about, "packages": {"torch": "2.13.0"}, "torch_build": {}, "environment": {}}
+        return parts | {machine.CONNECTION: {"numa_nodes": "0-1", "mtu": mtu}}
 
-    alike, unlike = node("EPYC", "GPU-2", "570.1"), node("Xeon", "GPU-3", "580.2")
-    assert list(machine.unlike_nodes(node("EPYC", "GPU-1", "570.1"))) == []
-    assert list(machine.unlike_nodes(node("EPYC", "GPU-1", "570.1") | {"nodes": [alike, unlike]})) == [
-        "node 2: machine.cpu is 'Xeon', and 'EPYC' on node 0; machine.gpus.0.driver is '580.2', and '570.1' on node 0"
+    alike, unlike = node("GPU-2"), node("GPU-3", "580.2", 1500)
+    assert list(machine.unlike_nodes(node("GPU-1"))) == []
+    assert list(machine.unlike_nodes(node("GPU-1") | {"nodes": [alike, unlike]})) == [
+        "node 2: machine.gpus.0.driver is '580.2', and '570.1' on node 0; connection.mtu is 1500, and 9000 on node 0"
     ]
+
+
+def test_the_connection_of_a_node_is_that_of_the_interface_towards_the_head() -> None:
+    found = machine.connection("127.0.0.1")
+    assert found["mtu"] == int(Path("/sys/class/net/lo/mtu").read_text())
+    assert "mtu" not in machine.connection("no address")

@@ -31,13 +31,13 @@ from matplotlib.patches import Patch
 from bench.errors import BAD, GOOD, INTERRUPTED
 from bench.forecast.from_run import Predicted, measured_link, predicted_communication
 from bench.forecast.prediction import Bounds, Link
-from bench.forecast.prediction_text import rate
 from bench.judge.loading import Run, load
 from bench.plan.cell import Cell, Status
 from bench.report import sheet, style
 from bench.report.formats import write_frame
 from bench.report.sheet import Drawing, FigureWords
 from bench.run.journal import MANIFEST, read_manifest
+from bench.words import rate
 from tests.conftest import ROOT
 from tests.hosts.rig import rig
 from tests.studies.markdown import table
