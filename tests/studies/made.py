@@ -116,8 +116,8 @@ ROWS = (
         name="versions",
         paths=("docs/versions.md", "docs/versions.json"),
         commands=("nox -s versions",),
-        code=("tests/studies/versions", "bench/audit", ":!bench/audit/lint"),
-        minutes=15,
+        code=("tests/studies/versions", "pyproject.toml", "bench/matrices/smoke.toml", *SUITE),
+        minutes=50,
     ),
     Made(
         name="claims",

@@ -159,7 +159,6 @@ def test_lightning_findings_are_worded_from_measurements() -> None:
     assert lightning_probe.rates("x", at(1, error="E: y")) == VersionFact("x", "raised: E: y", False)
 
 
-@pytest.mark.skipif(not PAGE.exists(), reason="the source distribution has no docs")
 def test_committed_page_is_what_its_data_says() -> None:
     entries, smokes = versions_page.read(PAGE.with_suffix(".json"))
     assert PAGE.read_text() == versions_page.markdown(entries, smokes)

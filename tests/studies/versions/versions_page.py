@@ -23,10 +23,9 @@ lightning==2.2.0` one version of the second.
 
 ## Lowest and newest versions
 
-The matrix `smoke` runs every backend once. Here it ran with the lowest and the newest torch that `pyproject.toml` \
-allows, each with the lowest and the newest of the other packages. pip installed them, with all that they require, \
-into an environment on top of the project's. A backend whose packages are too old is `unsupported`, which is good: it \
-says so before it trains.
+The matrix `smoke` runs every backend once. Here it ran with torch at each end of what `pyproject.toml` allows, and \
+the other packages at one end or the other. pip installed them, with all that they require, into an environment on top \
+of the project's. A backend whose packages are too old is `unsupported`, which is good: it says so before it trains.
 """
 ACCUMULATION = f"""## Behaviour under accumulation
 
