@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -15,19 +15,15 @@ from bench.measure.dispatch import NUMBERS, OTHER_WORK
 from bench.plan.cell import Cell, Precision, RankGroup, Status
 from bench.plan.columns import COLUMNS, dtypes
 from bench.plan.world import World
-from bench.run.links import rate_between
+from bench.run.links import all_reduce_rate, between
 from bench.run.machine import peak_flops
 from bench.run.record import warmup
 
 
-def products_rate(entries: Iterable[Mapping[str, Any]], world_size: int, precision: str) -> float | None:
-    """FLOP/s that ``world_size`` ranks together reached in matrix products; None if not measured.
-
-    ``entries`` as run.json has them under ``matmul``; see ``bench.run.matmul.measure``.
-    """
-    known = (entry["flops_per_s"].get(precision) for entry in entries if entry["world_size"] == world_size)
-    rates = next(filter(None, known), None)
-    return None if rates is None else math.fsum(rates)
+def products_rate(entry: Mapping[str, Any] | None, precision: str) -> float | None:
+    """FLOP/s that the ranks of an entry of run.json's ``matmul`` reached in matrix products; None if not measured."""
+    rates = entry and entry["flops_per_s"].get(precision)
+    return math.fsum(rates) if rates else None
 
 
 WORLD = ["virtual_world_size", "fake_tensors", "shared_gpu"]
@@ -192,11 +188,12 @@ def _timed_columns(
         row["step_time_s"] = seconds
     if "step_time_s" in row and cell.world.times_communication:
         row["tokens_per_s"] = record["tokens_per_step"] / row["step_time_s"]
-        row["link_bytes_per_s"] = rate_between(manifest.get("matmul") or (), cell.world_size, cell.num_nodes)
+        ranks = between(manifest, cell.world_size, cell.num_nodes)
+        row["link_bytes_per_s"] = all_reduce_rate(ranks)
         if record["flops_per_step"]:
             rate = record["flops_per_step"] / row["step_time_s"]
             peak = peak_flops(record["device_name"], cell.precision)
-            products = products_rate(manifest.get("matmul") or (), cell.world_size, cell.precision)
+            products = products_rate(ranks, cell.precision)
             row["mfu"] = rate / (peak * cell.world_size) if peak else None
             row["mfu_of_matmul"] = rate / products if products else None
     if timed.get("cuda_memory"):

@@ -7,7 +7,7 @@ link that all bytes have to pass, whatever W is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -86,13 +86,18 @@ def bus_rate(link: Mapping[str, Any], world_size: int) -> float:
     return rate
 
 
-def rate_between(entries: Iterable[Mapping[str, Any]], world_size: int, num_nodes: int) -> float | None:
-    """Bus bandwidth of the largest all-reduce between so many ranks, of the entries of run.json's ``matmul``."""
-    for entry in entries:
-        largest = [link for link in entry.get("links", ()) if link["op"] == "all_reduce"][-1:]
-        if largest and (entry["world_size"], entry.get("num_nodes", 1)) == (world_size, num_nodes):
-            return bus_rate(largest[0], world_size)
-    return None
+def between(manifest: Mapping[str, Any], world_size: int, num_nodes: int) -> Mapping[str, Any] | None:
+    """The entry of run.json's ``matmul`` for so many ranks on so many nodes."""
+    ranks = (world_size, num_nodes)
+    return next(
+        (one for one in manifest.get("matmul") or () if (one["world_size"], one.get("num_nodes", 1)) == ranks), None
+    )
+
+
+def all_reduce_rate(entry: Mapping[str, Any] | None) -> float | None:
+    """Bus bandwidth of the largest all-reduce of an entry."""
+    largest = [link for link in (entry or {}).get("links", ()) if link["op"] == "all_reduce"][-1:]
+    return bus_rate(largest[0], entry["world_size"]) if entry and largest else None
 
 
 def ranks_of(entry: Mapping[str, Any]) -> str:
