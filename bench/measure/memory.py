@@ -22,6 +22,7 @@ from bench.plan.categories import HELD, PEAK, Category, named
 
 PHASES = {
     EventKind.FETCH: Category.ACTIVATIONS,
+    EventKind.FORWARD: Category.ACTIVATIONS,
     EventKind.LOSS: Category.TEMPORARIES,
     EventKind.STEP: Category.TEMPORARIES,
 }
@@ -67,6 +68,8 @@ class MemoryProbe:
     def event(self, kind: EventKind) -> None:
         """Enter the phase after an event; inside the window, also look at who holds what."""
         self.ledger.birth = PHASES[kind]
+        if kind is EventKind.FORWARD:
+            return
         if self._is_open:
             self._look()
         elif kind is EventKind.FETCH and self._last is EventKind.STEP:

@@ -28,6 +28,8 @@ class EventKind(StrEnum):
 
     FETCH = "fetch"
     """A micro-batch left the loader."""
+    FORWARD = "forward"
+    """The loss of a micro-batch is about to be computed. Not recorded: only ``on_event`` is called."""
     LOSS = "loss"
     """The loss of a micro-batch was computed."""
     STEP = "step"
@@ -110,6 +112,8 @@ class Taps:
 
         def tapped(model: nn.Module, batch: Tensor) -> Tensor:
             self.in_loss = True
+            if self.on_event is not None:
+                self.on_event(EventKind.FORWARD)
             loss = function(model, batch)
             self.in_loss = False
             self.losses.append(loss.detach())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from bench.measure.ledger import Evidence, TensorLedger
 from bench.measure.memory import MemoryProbe, reconcile
-from bench.measure.taps import EventKind
+from bench.measure.taps import EventKind, Taps
 from bench.plan import categories
 from bench.plan.categories import HELD, PEAK, Category
 from bench.run import record
@@ -22,23 +23,32 @@ def nonzero(parts: dict[Category, int]) -> dict[str, int]:
     return {str(category): size for category, size in parts.items() if size}
 
 
-def test_every_byte_of_a_loop_by_hand() -> None:
-    """exp keeps its result for the backward; SGD with momentum works in place: nothing else is made."""
-    probe = MemoryProbe("cpu")
+@pytest.mark.parametrize("ahead", [False, True], ids=["one", "window"])
+def test_every_byte_of_a_loop_by_hand(ahead: bool) -> None:
+    """exp keeps its result for the backward; SGD with momentum works in place: nothing else is made.
+
+    A loop that fetches a window ahead has the same activations.
+    """
+    probe, taps = MemoryProbe("cpu"), Taps(time.perf_counter)
+
+    def on_event(kind: EventKind) -> None:
+        taps.losses.clear()
+        probe.event(kind)
+
+    taps.on_event = on_event
+    loss_of = taps.loss(lambda *_: weight.exp().sum())
     with probe.ledger:
         weight = torch.nn.Parameter(torch.zeros(KIB))
         optimizer = probe.optimizer(torch.optim.SGD([weight], lr=0.1, momentum=0.9, foreach=False))
         for window in range(2):
             for micro_batch in range(2):
-                probe.event(EventKind.FETCH)
+                for _ in range(2 * (micro_batch == 0) if ahead else 1):
+                    taps.record(EventKind.FETCH)
                 if window == 1 and micro_batch == 1:
                     probe.hold()
-                loss = weight.exp().sum()
-                probe.event(EventKind.LOSS)
-                loss.backward()
-                del loss
+                loss_of(torch.nn.Identity(), torch.empty(0)).backward()
             optimizer.step()
-            probe.event(EventKind.STEP)
+            taps.record(EventKind.STEP)
             if window == 0:
                 weight.grad = None
                 probe.open()
