@@ -206,7 +206,8 @@ class ZeroBackend(Backend):
         return "; ".join(said)
 
     def reported(self) -> dict[str, int]:
-        return super().reported() | {"engine.global_steps": self.wrapped().global_steps}
+        steps = getattr(self.wrapped(), "global_steps", None)  # a Trainer may have refused before there is an engine
+        return super().reported() | ({} if steps is None else {"engine.global_steps": steps})
 
     def holdings(self) -> Mapping[Category, Iterable[Tensor]]:
         return holdings(self.wrapped())

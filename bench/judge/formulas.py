@@ -152,6 +152,9 @@ def _of_backend(
     w //= cell.replicate or 1
     sent = fsdp2_collectives(layout, n, w, sync=backend.sync, sharding=backend.sharding, bf16=bf16, clip=clip)
     held = fsdp2_held(layout, w, sync=backend.sync, sharding=backend.sharding, bf16=bf16)
+    if issubclass(backend, TorchtitanEager) and w > 1:
+        # The number of tokens of the window, summed over the ranks (int64), and on the CPU this rank's own.
+        held["communication"] += 8 * (2 if cell.device is Device.CPU else 1)
     state = _moments(cell, local(layout.parameters, w, rank % w), len(layout.parameters))
     return sent, {**held, "optimizer_state": state}
 

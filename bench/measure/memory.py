@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
@@ -27,6 +28,8 @@ PHASES = {
     EventKind.STEP: Category.TEMPORARIES,
 }
 """Category of storages allocated after each event, unless more is known."""
+NO_BACKWARD = -1
+"""What torch calls the backward where none runs."""
 LOOK_SHARE = 0.9
 """Share of the last window's peak above which every new peak is inspected."""
 ALLOCATOR = {"requested": "requested_bytes", "allocated": "allocated_bytes", "active": "active_bytes",
@@ -82,6 +85,8 @@ class MemoryProbe:
             (self.open if window.open else self.close)()
         elif window.open and kind is EventKind.FETCH and window.num_fetched == 2 and window.num_computed == 1:
             self.hold()
+        elif window.open and kind is EventKind.LOSS and window.num_fetched != window.num_computed == 1:
+            self._hold_before_forward()
 
     def open(self) -> None:
         gc.collect()
@@ -94,10 +99,23 @@ class MemoryProbe:
             torch.cuda.reset_peak_memory_stats()
 
     def hold(self) -> None:
-        """Record what is live at the second fetch: held between micro-batches."""
+        """Record what is live at the second fetch, or before the second forward: held between micro-batches."""
         self._held = (self.ledger.live, self.ledger.snapshot())
         if self._cuda:
             self.result |= reconcile(torch.cuda.memory_stats(), HELD, self.ledger.live)
+
+    def _hold_before_forward(self) -> None:
+        """``hold`` before the next forward, in a loop that fetches ahead; a forward in a backward recomputes blocks."""
+
+        def before(*_: object) -> None:
+            if torch._C._current_graph_task_id() == NO_BACKWARD:
+                handle.remove()
+                if self._is_open:
+                    self._look()
+                    self.hold()
+
+        # It is called before the hooks of the modules, which may gather parameters.
+        handle = register_module_forward_pre_hook(before)
 
     def close(self) -> None:
         """Stop measuring and compute ``result``."""

@@ -291,8 +291,8 @@ class RankTrial:
     def memory(self) -> dict[str, int]:
         """The memory pass: bytes by category of one settled window (keys of ``bench.plan.categories.named``).
 
-        ``peak`` and its parts belong to the moment of most live bytes; ``held`` and its parts to the second fetch, and
-        are absent if N = 1.
+        ``peak`` and its parts belong to the moment of most live bytes; ``held`` and its parts to the second fetch, or
+        where a loop fetches ahead to the moment before the second forward; they are absent if N = 1.
         """
         probe = MemoryProbe(self.device.type, fake=not self.cell.world.computes)
 

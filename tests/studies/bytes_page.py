@@ -181,8 +181,7 @@ def _held(measured: Measured) -> list[str]:
         "Where gradients are sharded, eager sync holds a shard of them, deferred sync all of them (and DeepSpeed's "
         "ZeRO-3 a shard besides), however many ranks there are: that is the memory that it pays for one reduction per "
         "step instead of N. HSDP that defers the all-reduce alone holds a shard. DDP shards nothing, and holds all of "
-        "them either way. HF Trainer and torchtitan fetch a whole window before its first forward, so they have no "
-        "such moment that the bench could see.",
+        "them either way.",
         "",
         *table(("backend", *worlds), _merged(rows)),
     ]
