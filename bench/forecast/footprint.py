@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from bench.backends import accelerate
+from bench.backends import accelerate, torchtitan
 from bench.backends.base import BF16_PARAMETERS, Backend
 from bench.forecast.live import Live, Widths
 from bench.forecast.replay_decoder import Decoder
@@ -74,8 +74,8 @@ def footprint(
 ) -> Footprint:
     """The memory of the rank with the highest peak.
 
-    ``held``: bytes by category, of which the optimizer's state is used. ``activation_bytes`` replaces the count of what
-    autograd saves in one micro-batch.
+    ``held``: bytes by category, of which the optimizer's state is used, and for torchtitan the number of tokens.
+    ``activation_bytes`` replaces the count of what autograd saves in one micro-batch.
     """
     found = [_replay(cell, layout, backend, held, activation_bytes, rank) for rank in _ranks(cell, backend)]
     return max(found, key=lambda one: one.peak)
@@ -112,6 +112,8 @@ def _replay(
         checkpointed=cell.activation_checkpointing,
         repeated=cell.device is Device.CUDA and not bf16,  # bench/workload/llama.py:attend
     )
+    if issubclass(backend, torchtitan.TorchtitanEager):
+        live.make("number of tokens", "communication", held["communication"])
     num_micro_batches = min(cell.accumulate, REPLAYED)
     for index in range(num_micro_batches):
         framework.start(first=index == 0, last=index == num_micro_batches - 1)

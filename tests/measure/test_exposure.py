@@ -181,7 +181,7 @@ def test_the_pass_profiles_one_settled_window(
     result = RankTrial(spec, 0, torch.device("cpu"), registry()["ddp-eager"]).run()
     assert result["exposure"] == pytest.approx(FOUND)
     assert calls == ["synchronize", "start", "synchronize", "stop"]
-    per_window = 2 * 2 + 1  # fetches and losses, and the step
+    per_window = 3 * 2 + 1  # fetches, forwards and losses, and the step
     assert seen == [n in range(SETTLED_WINDOWS * per_window - 1, 3 * per_window - 1) for n in range(4 * per_window)]
 
 
