@@ -22,8 +22,6 @@ from tests.factories import make_cell
 
 UNEVEN = "tests.own_workload:Uneven"
 """A model that nothing divides."""
-AHEAD = {"torchtitan-eager"} | {name for name in registry() if name.startswith("hf-trainer")}
-"""Backends that fetch a window before they compute, so that nothing is held yet between its first two fetches."""
 Found = dict[str, Any]
 """What a rank found out about a cell."""
 

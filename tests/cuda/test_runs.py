@@ -15,7 +15,6 @@ import pandas as pd
 import pytest
 
 from tests.cuda.conftest import Machine
-from tests.worlds import AHEAD
 
 SMOKE = ("run", "--matrix", "smoke", "--device", "cuda", "--timeout", "600")
 BATCH = ("--batch", "8")
@@ -79,8 +78,7 @@ def test_every_backend_runs_every_pass(machine: Machine, world_size: int) -> Non
         assert set(one) >= set(one["passes"])
         if "memory" in one["passes"]:
             assert one["memory"]["peak_allocator_allocated"] > 0
-            is_held = one["memory"].get("held_allocator_reserved", 0) > 0
-            assert is_held == (one["cell"]["backend"] not in AHEAD)
+            assert one["memory"]["held_allocator_reserved"] > 0
 
 
 def test_the_doctor_finds_the_gpus_good(machine: Machine) -> None:
