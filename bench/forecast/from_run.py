@@ -24,7 +24,7 @@ from bench.plan.cell import Cell, Device
 from bench.plan.columns import DASH
 from bench.report.material import Material
 from bench.report.sections import PageSection, Table
-from bench.run.links import ranks_of
+from bench.run.links import between, ranks_of
 from bench.words import plural
 
 HEADER = ("cell", "s/step", "compute", "communication", "lower bound", "upper bound", "off the upper bound (%)")
@@ -46,25 +46,25 @@ def measured_link(manifest: Mapping[str, Any], cell: Cell | None = None) -> Meas
 
     A node's rate to others is shared by its ranks.
     """
-    entries = {
-        (int(entry.get("num_nodes", 1)), int(entry["world_size"])): entry for entry in manifest.get("matmul") or ()
-    }
-    known = [ranks for ranks, entry in entries.items() if entry.get("links")]
-    if cell is not None:
-        known = [ranks for ranks in known if ranks == (cell.num_nodes, cell.world_size)]
-    if not known:
+    if cell is None:
+        timed = (one for one in manifest.get("matmul") or () if one.get("links"))
+        entry = max(timed, key=lambda one: (one.get("num_nodes", 1), one["world_size"]), default=None)
+    else:
+        entry = between(manifest, cell.world_size, cell.num_nodes)
+    if entry is None or not entry.get("links"):
         return None
     device = Cell.from_dict(manifest["cells"][0]).device
-    num_nodes, world_size = max(known)
-    share = world_size // num_nodes if num_nodes > 1 else 1
-    between = _fit(entries[num_nodes, world_size], device)
-    within = _fit(entries.get((1, share), {}), device) if share > 1 else (math.inf, 0.0)
-    if between is None or within is None:
+    num_nodes = entry.get("num_nodes", 1)
+    share = entry["world_size"] // num_nodes if num_nodes > 1 else 1
+    outer = _fit(entry, device)
+    inner = _fit(between(manifest, share, 1) or {}, device) if share > 1 else (math.inf, 0.0)
+    if outer is None or inner is None:
         return None
-    (rate, latency_s), (intra, _) = between, within
+    (rate, latency_s), (intra, _) = outer, inner
     link = Link(bytes_per_s=rate / share, latency_s=latency_s, intra_bytes_per_s=intra, node_size=share)
-    where = ranks_of(entries[num_nodes, world_size])
-    source = f"fitted to the collectives that {manifest['run_id']} timed between {where}, by the alpha-beta model"
+    source = (
+        f"fitted to the collectives that {manifest['run_id']} timed between {ranks_of(entry)}, by the alpha-beta model"
+    )
     return MeasuredLink(link=link, source=source, device=device)
 
 
