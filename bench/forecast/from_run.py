@@ -144,7 +144,7 @@ def section(of: Material) -> PageSection | None:
     for group in groups:
         found = measured_link(of.run.manifest, group[0].cell)
         assert found is not None, "without a link there is no group"
-        latency = f"{1e6 * found.link.latency_s:.3g} us"
+        latency = f"{1e6 * found.link.latency_s:.4g} us"
         sentences.append(f"The link has {found.link} per rank and {latency} per call, {found.source}.")
         for one in group:
             numbers = (one.measured, one.compute, one.communication.upper, one.bounds.lower, one.bounds.upper)

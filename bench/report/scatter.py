@@ -67,7 +67,7 @@ def draw_memory_vs_time(run: FigureData) -> list[Drawing]:
     if unnamed:
         figure, unnamed = _draw(run, main, others, words, high)
     if unnamed:
-        words.notes.append(f"No room for the names of {', '.join(unnamed)}.")
+        words.notes.append(f"No room to name {', '.join(unnamed)}.")
         figure, _ = _draw(run, main, others, words, high)
     return [Drawing("memory_vs_time", figure, every, words)]
 

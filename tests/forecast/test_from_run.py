@@ -100,7 +100,7 @@ def test_the_report_holds_steps_against_the_link(run: Path, capsys: pytest.Captu
     eager = [1.2 * (COMPUTE_S + sent), COMPUTE_S, sent, sent, COMPUTE_S + sent, 20.0]
     assert [float(text) for text in found["ddp-eager N=4 W=4 (2x2) fp32"]] == pytest.approx(eager, rel=1e-3)
     assert found["ddp-deferred N=4 W=4 (2x2) fp32"][-1] == "-", "compute is what is left of its own step"
-    assert "10 MB/s between them per rank and 5e+03 us per call" in section.text
+    assert "10 MB/s between them per rank and 5000 us per call" in section.text
     assert "by +0 % to +20 %" in section.text
 
 
