@@ -1,7 +1,14 @@
 """Where frameworks make the host wait inside a timed window, with torch 2.11, Lightning 2.6.6 and DeepSpeed 0.19.8."""
 
-FRAMEWORKS = ("torch/distributed/", "torch/nn/parallel/", "lightning/", "deepspeed/")
-"""Files that are a backend's framework; torch's others, and transformers, are called by the bench itself."""
+FRAMEWORKS = (
+    "torch/distributed/",
+    "torch/nn/parallel/",
+    "lightning/",
+    "deepspeed/",
+    "accelerate/",
+    "transformers/trainer",
+)
+"""Files that are a backend's framework; torch's others, and transformers' models, are called by the bench itself."""
 NATIVE_FRAMEWORKS = ("c10d::Reducer", "c10d::Logger", "c10d::CudaTimer")
 """The same in C++, where no Python runs."""
 
@@ -25,6 +32,8 @@ ZERO3_ALONE = {
 ZERO2_BESIDE = ZERO2 | {"device: deepspeed/accelerator/cuda_accelerator.py:89 synchronize": 4}
 """Where gradients go to other ranks, each micro-batch ends in a synchronization of the device."""
 ZERO3_BESIDE = {where: times for where, times in ZERO3_ALONE.items() if "partition_parameters" not in where}
+ASKED = {"stream: accelerate/utils/deepspeed.py:291 get_global_grad_norm": 1}
+"""HF Trainer reads the norm of the gradient at every update, to log it."""
 TRAINER = {
     "copy: lightning/pytorch/loops/training_epoch_loop.py:261 _broadcast_sigterm_tensor": 4,
     "stream: lightning/pytorch/loops/training_epoch_loop.py:261 _broadcast_sigterm_tensor": 4,
@@ -39,6 +48,10 @@ WAITS: dict[int, dict[str, dict[str, int]]] = {
         "lightning-deepspeed-zero2": ZERO2,
         "lightning-deepspeed-zero2-corrected": ZERO2,
         "lightning-deepspeed-zero3": ZERO3_ALONE,
+        "accelerate-deepspeed-zero2": ZERO2,
+        "accelerate-deepspeed-zero3": ZERO3_ALONE,
+        "hf-trainer-deepspeed-zero2": ZERO2 | ASKED,
+        "hf-trainer-deepspeed-zero3": ZERO3_ALONE | ASKED,
     },
     2: {
         "deepspeed-zero2-eager": ZERO2_BESIDE,
@@ -48,6 +61,10 @@ WAITS: dict[int, dict[str, dict[str, int]]] = {
         "lightning-deepspeed-zero2": ZERO2_BESIDE | TRAINER,
         "lightning-deepspeed-zero2-corrected": ZERO2_BESIDE | TRAINER,
         "lightning-deepspeed-zero3": ZERO3_BESIDE | TRAINER,
+        "accelerate-deepspeed-zero2": ZERO2_BESIDE,
+        "accelerate-deepspeed-zero3": ZERO3_BESIDE,
+        "hf-trainer-deepspeed-zero2": ZERO2_BESIDE | ASKED,
+        "hf-trainer-deepspeed-zero3": ZERO3_BESIDE | ASKED,
     },
 }
 """By world size and backend: for what the host waits, ``file:line function`` or C++, and how often per window of 4

@@ -13,7 +13,7 @@ from bench.backends.base import registry
 from bench.plan.cell import REFERENCES, Cell
 from tests.cuda import page
 from tests.cuda.allowed import FRAMEWORKS, NATIVE_FRAMEWORKS, WAITS
-from tests.cuda.cells import NEVER, counted_cell
+from tests.cuda.cells import NEVER, NEVER_ALONE, counted_cell
 from tests.cuda.conftest import Machine
 from tests.cuda_stub.counters import WAITING
 
@@ -73,7 +73,8 @@ def found_in(trial: dict[str, Any], cell: Cell) -> Found:
 def counted(request: pytest.FixtureRequest, shared_machine: Machine) -> list[Found]:
     """Every backend in a world of this size."""
     world_size: int = request.param
-    names = [name for name, one in registry().items() if name not in (*REFERENCES, *NEVER) and not one.replicate]
+    left_out = (*REFERENCES, *NEVER, *(NEVER_ALONE if world_size == 1 else ()))
+    names = [name for name, one in registry().items() if name not in left_out and not one.replicate]
     cells = [counted_cell(name, world_size) for name in names]
     trials = shared_machine.trials(cells, ("time",), gpus=world_size, counted=True, FAKE_WEIGHTS="none")
     bad = [f"{cell.backend}: {one['reason']}" for cell, one in zip(cells, trials, strict=True) if one["status"] != "ok"]

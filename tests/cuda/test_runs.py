@@ -14,6 +14,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from tests.cuda.cells import NEVER_ALONE
 from tests.cuda.conftest import Machine
 
 SMOKE = ("run", "--matrix", "smoke", "--device", "cuda", "--timeout", "600")
@@ -21,7 +22,7 @@ BATCH = ("--batch", "8")
 """Divides by two micro-batches on each of four GPUs."""
 DDP = ("--backend", "ddp-deferred")
 UNSUPPORTED: Mapping[str, str] = {
-    **dict.fromkeys(("accelerate-ddp", "accelerate-ddp-eager", "hf-trainer-ddp"), "wraps no model in DDP on one GPU"),
+    **dict.fromkeys(NEVER_ALONE, "wraps no model in DDP on one GPU"),
     "torchtitan-eager": r"needs torch>=2\.13, not 2\.11",
 }
 """Why a backend may be unsupported in the smoke matrix on CUDA: a pattern for its reason, by name."""

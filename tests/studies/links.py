@@ -32,6 +32,8 @@ from bench.errors import BAD, GOOD, INTERRUPTED
 from bench.forecast.from_run import Predicted, measured_link, predicted_communication
 from bench.forecast.prediction import Bounds, Link
 from bench.judge.loading import Run, load
+from bench.judge.samples import step_times
+from bench.judge.statistics import ratio
 from bench.plan.cell import Cell, Status
 from bench.report import sheet, style
 from bench.report.formats import write_frame
@@ -103,7 +105,7 @@ class Study:
     """The runs, the one without a limit first, and predictions for the cells that all of them have."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
-        self.names = [run.name for run in runs]
+        self.runs, self.names = runs, [run.name for run in runs]
         self.trials = pd.concat([run.tables.trials for run in runs])
         self.times = [_times(run) for run in runs]
         self.cells = [cell for cell in self.times[0] if all(cell in own for own in self.times)]
@@ -166,10 +168,9 @@ class Study:
 
 
 def _times(run: Run) -> dict[Cell, float]:
-    """The median step of each cell over its good trials, in order of N and backend."""
+    """Seconds per step of each cell, as the report has them over its good trials, in order of N and backend."""
     good = run.tables.trials[run.tables.trials["status"] == Status.OK]
-    medians = good.groupby("cell_id")["step_time_s"].median()
-    times = {run.cells[str(cell_id)]: float(seconds) for cell_id, seconds in medians.items()}
+    times = {run.cells[cell_id]: found.seconds for cell_id, found in step_times(good).items()}
     own = (cell for cell in times if not cell.twin and not cell.is_reference)
     return {cell: times[cell] for cell in sorted(own, key=lambda cell: (cell.accumulate, cell.backend))}
 
@@ -255,22 +256,30 @@ def page(study: Study, picture: str) -> Iterator[str]:
 def _crossover(study: Study) -> Iterator[str]:
     """Where deferred backends are faster than the eager one of their family."""
     yield from ("## When deferring pays", "")
-    yield "The step over that of the eager backend: measured, and in parentheses predicted. The last column is the"
-    yield f"highest rate at which deferring is predicted to save {100 * SAVED:g} % of a step."
+    yield "The step over that of the eager backend: measured with its 95 % interval, then predicted. The last column is"
+    yield f"the highest rate at which deferring is predicted to save {100 * SAVED:g} % of a step."
     yield ""
     eager = {(family(cell), cell.accumulate): cell for cell in study.cells if sync(cell) == "eager"}
-    runs, rows = [study.of_run(number) for number in range(len(study.names))], []
+    predicted, rows = [study.of_run(number) for number in range(len(study.names))], []
     for cell in study.cells:
         other = eager.get((family(cell), cell.accumulate), cell)
         if cell == other or cell.accumulate == 1:
             continue
-        both = [(own[cell], own[other]) for own in runs]
-        ratios = [f"{a.measured / b.measured:.2f} ({a.bounds.upper / b.bounds.upper:.2f})" for a, b in both]
+        ratios = [
+            f"{_ratio(run, cell, other)}; {own[cell].bounds.upper / own[other].bounds.upper:.2f}"
+            for run, own in zip(study.runs, predicted, strict=True)
+        ]
         curves = zip(study.sweep, study.curve(cell), study.curve(other), strict=True)
         paying = [speed for speed, a, b in curves if a.upper <= (1 - SAVED) * b.upper]
         most = "-" if not paying else "any" if paying[-1] == study.sweep[-1] else rate(paying[-1])
         rows.append((cell.backend, str(cell.accumulate), *ratios, most))
     yield from table(("backend", "N", *study.names, "pays up to"), rows)
+
+
+def _ratio(run: Run, cell: Cell, other: Cell) -> str:
+    """The measured ratio of two steps, as the report of the run has it."""
+    found = ratio(run.sides.side(cell).sample, run.sides.side(other).sample)
+    return f"{found.ratio:.2f}" + ("" if found.low is None else f" ({found.low:.2f} - {found.high:.2f})")
 
 
 def _accuracy(study: Study) -> Iterator[str]:

@@ -73,9 +73,9 @@ ROWS = (
         paths=("results/links", "plots/links"),
         commands=(LINKS,),
         code=(*TRAINING, "tests/hosts", "tests/studies/links.toml"),
-        minutes=30,
+        minutes=70,
         is_run=True,
-        warnings=TWICE | UNTIMED,
+        warnings=TIMED,
     ),
     Made(
         name="links-page",
