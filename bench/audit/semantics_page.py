@@ -25,6 +25,7 @@ from bench.audit.conformance import (
     with_number,
 )
 from bench.audit.scenario import Fault, Scenario
+from bench.plan.cell import Status
 from bench.words import markdown as escape
 from bench.words import plural, some
 
@@ -75,14 +76,16 @@ def page(
 
 
 def _best(observations: Sequence[Observation]) -> str:
-    """The backends that are wrong in the fewest scenarios."""
-    wrong = Counter(seen["backend"] for seen in observations if by_backend(seen)["level"] == "wrong")
-    backends = _backends(observations)
+    """The backends that are wrong in the fewest scenarios, of those that run them all."""
+    own = [by_backend(seen) for seen in observations]
+    wrong = Counter(seen["backend"] for seen in own if seen["level"] == "wrong")
+    partial = {seen["backend"] for seen in own if seen["verdict"] == Status.UNSUPPORTED}
+    backends = [name for name in _backends(observations) if name not in partial]
     least = min((wrong[name] for name in backends), default=0)
-    best = ", ".join(_code(name) for name in backends if wrong[name] == least)
-    fewest = f"{least} of {len(scenarios(observations))}"
-    rest = "What the reduction of the loss does is not counted."
-    return f"Of {len(backends)} backends, these are wrong in the fewest scenarios, {fewest}: {best}. {rest}"
+    best = ", ".join(_code(name) for name in backends if wrong[name] == least) or "none"
+    fewest = f"these are wrong in the fewest, {least} of {len(scenarios(observations))}: {best}"
+    every = f"Of {plural(len(backends), 'backend')} that can run every scenario"
+    return f"{every}, {fewest}. What the reduction of the loss does is not counted."
 
 
 def _lightning_deepspeed(observations: Sequence[Observation]) -> list[str]:
@@ -92,7 +95,6 @@ def _lightning_deepspeed(observations: Sequence[Observation]) -> list[str]:
     ours = [seen for seen in observations if seen["backend"] in both]
     if not ours:
         return []
-    counting = [seen for seen in observations if {GLOBAL_STEP, ENGINE_STEPS} & seen["steps_reported"].keys()]
     lines = [f"Backends with the counters of both the Trainer and the engine: {_names(both)}.", ""]
     counting = [seen for seen in observations if {GLOBAL_STEP, ENGINE_STEPS} & seen["steps_reported"].keys()]
     if whole := _first_plain(observations, complete=True):
@@ -133,8 +135,7 @@ def _limits(observations: Sequence[Observation]) -> list[str]:
 
 def _by_hand(observations: Sequence[Observation]) -> list[str]:
     """The backends without a Trainer's or an engine's counter, one line for those that behave alike."""
-    counters = {GLOBAL_STEP, ENGINE_STEPS}
-    counting = {seen["backend"] for seen in observations if counters & seen["steps_reported"].keys()}
+    counting = {one["backend"] for one in observations if {GLOBAL_STEP, ENGINE_STEPS} & one["steps_reported"].keys()}
     lines = []
     for alike in groups([seen for seen in observations if seen["backend"] not in counting]):
         cells = {name: by_backend(seen) for name, seen in alike.cells.items()}

@@ -128,8 +128,8 @@ def outliers(values: Sequence[float]) -> list[int]:
 def drift(slots: Sequence[float], medians: Sequence[float]) -> Drift:
     """Change of a cell's trial medians over the slots in which the trials ran.
 
-    The Theil-Sen slope of the logarithms (Sen 1968) over the whole range of slots, with the p-value of Spearman's rank
-    correlation (Student's t with n - 2 degrees of freedom). With fewer than 5 trials: no change, p = 1.
+    The Theil-Sen slope of the logarithms (Sen 1968) over the whole range of slots, with the p-value of Kendall's tau,
+    exact for few trials. With fewer than 5: no change, p = 1.
     """
     from scipy import stats  # takes half a second to import, and only ``check`` asks for drift
 
@@ -137,7 +137,7 @@ def drift(slots: Sequence[float], medians: Sequence[float]) -> Drift:
     if len(x) < 5 or np.ptp(x) == 0 or np.ptp(y) == 0:
         return Drift(0.0, 1.0)
     slope = float(stats.theilslopes(y, x)[0])
-    return Drift(math.expm1(slope * float(np.ptp(x))), float(stats.spearmanr(x, y)[1]))
+    return Drift(math.expm1(slope * float(np.ptp(x))), float(stats.kendalltau(x, y).pvalue))
 
 
 def bimodal(values: Sequence[float]) -> Modes | None:

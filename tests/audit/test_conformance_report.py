@@ -144,7 +144,8 @@ def test_what_the_loss_causes_is_told_apart_from_what_the_backend_does() -> None
     assert [backend[0], loss[0]] == [f"*{cause}*" for cause in conformance.CAUSES]
     assert own[1] == "right" and own[2].startswith("**under-weighted")
     assert [cell.startswith("**mean of means") for cell in common[1:]] == [True, True]
-    assert "wrong in the fewest scenarios, 0 of 1: `loop`" in page(seen)
+    seen.append(make_observation("picky", findings=[("unsupported", "note")]))
+    assert "Of 2 backends that can run every scenario, these are wrong in the fewest, 0 of 1: `loop`." in page(seen)
 
 
 @pytest.mark.parametrize(

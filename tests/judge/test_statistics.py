@@ -157,6 +157,8 @@ class TestQuality:
         found = samples.drift(slots, noise * np.exp(0.1 * np.arange(20) / 19))
         assert found.found and found.change == pytest.approx(math.expm1(0.1), abs=0.02)
         assert not samples.drift(slots, noise).found
+        # Of the 120 orders of five values, one rises and one falls throughout.
+        assert samples.drift(range(5), [1.0, 1.1, 1.2, 1.4, 1.5]).p_value == pytest.approx(2 / 120)
         assert samples.drift([1, 2], [1.0, 2.0]).p_value == samples.drift(slots, [1.0] * 20).p_value == 1
 
     @pytest.mark.parametrize("kind", ["normal", "heavy"])
