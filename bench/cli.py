@@ -61,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with terminate_as_interrupt():
             parser = _parser()
+            if mangled := [word for word in given if word.encode(errors="ignore").decode() != word]:
+                raise InputError(f"{mangled[0]!a}: this argument is not UTF-8; rename what it names")
             if not given:
                 parser.print_help()
                 return GOOD

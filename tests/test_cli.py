@@ -160,6 +160,7 @@ BAD_INPUT: list[tuple[list[str], str]] = [
     (["run", "--resume", "nowhere"], r"nowhere: holds no run \(run.json: No such file or directory\)"),
     ([*CPU, "--out", "short.txt"], r"--out short.txt: cannot be written \(.*\); name a folder that can"),
     ([*CPU, "--out", "short.txt/below"], r"--out short.txt/below: cannot be written \(.*\); name a folder that can"),
+    ([*CPU, "--out", "\udcff"], r"'.udcff': this argument is not UTF-8; rename what it names"),
 ]
 
 

@@ -128,8 +128,7 @@ def outliers(values: Sequence[float]) -> list[int]:
 def drift(slots: Sequence[float], medians: Sequence[float]) -> Drift:
     """Change of a cell's trial medians over the slots in which the trials ran.
 
-    The Theil-Sen slope of the logarithms (Sen 1968) over the whole range of slots, with the p-value of Kendall's tau,
-    exact for few trials. With fewer than 5: no change, p = 1.
+    Theil-Sen slope of the logarithms (Sen 1968) over all slots, p-value of Kendall's tau; p = 1 below 5 trials.
     """
     from scipy import stats  # takes half a second to import, and only ``check`` asks for drift
 

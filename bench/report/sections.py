@@ -144,8 +144,7 @@ def nodes(of: Material) -> Iterator[str]:
         cell, ranks = of.run.cells[record["cell_id"]], (record.get("time") or {}).get("rank_step_seconds")
         if ranks and cell.num_nodes > 1:
             found[slowest(ranks) // cell.ranks_per_node] += 1
-    if found:
-        ((node, count),) = found.most_common(1)
+    for node, count in found.most_common(1):
         yield f"The slowest rank was on node {node} in {count} of {plural(found.total(), 'trial')} on several nodes."
 
 
@@ -154,9 +153,8 @@ def memory(of: Material) -> PageSection:
     known = of.contestants[of.contestants["peak_memory_bytes"].notna()].sort_values("peak_memory_bytes", kind="stable")
     sentence = "No cell has a measured peak memory."
     if not known.empty:
-        ends = rows_of(known.iloc[[0, -1]])
-        least, most = (f"{size(row['peak_memory_bytes'])} ({row['label']})" for row in ends)
-        sentence = f"The smallest peak of a rank is {least}, the largest {most}. Bytes have no noise."
+        ends = (f"{size(row['peak_memory_bytes'])} ({row['label']})" for row in rows_of(known.iloc[[0, -1]]))
+        sentence = "The smallest peak of a rank is {}, the largest {}. Bytes have no noise.".format(*ends)
     parts = memory_by_cell(of.run.tables.memory, PEAK)
     used = [str(one) for one in Category if str(one) in parts and (parts[str(one)] > 0).any()]
     frame = of.cells.assign(peak_size=of.cells["peak_memory_bytes"].map(_sized))
