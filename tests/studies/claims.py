@@ -88,8 +88,9 @@ class Measured:
     def _sum(self, table: str, backend: str, n: int, column: str, **where: str) -> int:
         trials = self.run.trials
         chosen = trials[(trials["backend"] == backend) & (trials["accumulate"] == n) & (trials["status"] == "ok")]
-        rows = getattr(self.run, table).merge(chosen[["cell_id", "repeat"]], on=["cell_id", "repeat"])
-        rows = rows[rows["repeat"] == rows["repeat"].min()]  # some is measured once only
+        trial = ["cell_id", "repeat"]
+        rows = getattr(self.run, table).merge(chosen[trial], on=trial)
+        rows = rows.merge(rows.head(1)[trial], on=trial)  # the first that has any: some is measured once only
         for name, value in where.items():
             rows = rows[rows[name] == value]
         return int(rows[column].sum())

@@ -310,7 +310,7 @@ def _accuracy(study: Study) -> Iterator[str]:
         yield f"{100 * off[-1]:.0f} % at most. {sum(one <= GOAL for one in off)} reach the goal of {100 * GOAL:.0f} %."
     for name in study.names:
         if own := [one.deviation for run, one in found if run == name]:
-            yield f"In {name} the median is {100 * median(own):+z.0f} %."
+            yield f"In the run {name} they are off by {100 * median(own):+z.0f} % in the median."
     yield ""
     rows = [
         (
