@@ -33,8 +33,6 @@ from bench.plan.cell import REFERENCE, Cell, Device, Precision, Sharding
 from bench.plan.models import SIZES
 from bench.workload.layout import Layout
 
-ACCURACY = "within 0.6 % of the measured one in every cell, tiny in fp32 and 8b in bf16 on fake tensors, on the CPU"
-"""How far peaks are from measured ones: docs/memory-and-bytes.md, checked by tests/studies/test_bytes_page.py."""
 REPLAYED = 3
 """Micro-batches of a window that are replayed: the first, one in between, and the last; others are like the second."""
 SEEN_RANKS = 2

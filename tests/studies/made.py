@@ -66,14 +66,16 @@ def _studies(*names: str) -> tuple[str, ...]:
 DRAWN = ("cpu", "popular", "curves")
 """Runs whose plots are committed."""
 DTYPES = "python -m bench accumulation --errors --json > results/bytes/accumulation.jsonl"
+PREDICTED = ("bench/forecast", ":!bench/forecast/prediction_text.py")
+"""What a run's expected bytes are calculated with."""
 LINKS = "python -m tests.studies.links"
 """Runs what is not finished, then draws."""
 ROWS = (
     _run("cpu", 40, options=" --budget 40m", warnings=TIMED),
     _run("popular", 45, warnings=TIMED),
     _run("curves", 9, warnings=TWICE | UNTIMED),
-    _run("bytes", 75, "bench/forecast", "bench/audit/dtypes.py", also=(DTYPES,), warnings=TWICE | UNTIMED),
-    _run("bytes-8b", 15, "bench/forecast", warnings=UNTIMED),
+    _run("bytes", 75, *PREDICTED, "bench/audit/dtypes.py", also=(DTYPES,), warnings=TWICE | UNTIMED),
+    _run("bytes-8b", 15, *PREDICTED, warnings=UNTIMED),
     Made(
         name="links",
         paths=("results/links", "plots/links"),

@@ -7,7 +7,8 @@ import math
 import pytest
 
 from bench.forecast import fit
-from bench.forecast.footprint import ACCURACY, footprint
+from bench.forecast.footprint import footprint
+from bench.forecast.prediction_text import ACCURACY
 from bench.judge import gates
 from bench.judge.formulas import BUILT_IN, expect, layout_of
 from bench.judge.loading import Run, load
