@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from bench.report.answer import Answer, Statement, answer
 from bench.report.citation import cite
 from bench.report.material import Material, eager_and_deferred
 from bench.report.terminal import show
-from bench.run.journal import JOURNAL, encode, write_manifest
+from bench.run.journal import JOURNAL, encode, read_manifest, write_manifest
 from tests.factories import make_cell, make_manifest, make_record
 from tests.pages import read, report, write_run
 
@@ -174,6 +175,18 @@ def test_what_stays_open_has_a_command_too(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", {"alpha": 1.0, "beta": 1.0}, accumulate=(2,), noise=0.2, twin=False)
     (found,) = said(of(folder)[1], "undecided")
     assert found.lead == "beta at N=2, W=2" and found.command == "python -m bench run --repeats 20"
+
+
+def test_cells_that_run_once_by_their_matrix_are_not_open(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", {"alpha": 1.0, "beta": 1.2}, accumulate=(1, 2))
+    records = {line: json.loads(line) for line in (folder / JOURNAL).read_bytes().splitlines(keepends=True)}
+    single = {one["cell_id"] for one in records.values() if one["cell"]["accumulate"] == 1}
+    kept = [line for line, one in records.items() if one["repeat"] == 0 or one["cell_id"] not in single]
+    (folder / JOURNAL).write_bytes(b"".join(kept))
+    (found,) = said(of(folder)[1], "undecided")
+    assert found.lead == "beta at N=1, W=2" and "too few trials" in found.text
+    write_manifest(folder, read_manifest(folder) | {"once": sorted(single)})
+    assert not said(of(folder)[1], "undecided")
 
 
 def test_a_single_backend_is_told_what_to_add(tmp_path: Path) -> None:
