@@ -247,8 +247,7 @@ def _open(of: Material, every: Sequence[Group]) -> Iterator[Statement]:
         if row.pair is None or of.obstacle is not None:
             continue
         judgement = row.pair.judgement
-        few = judgement.reason is Reason.FEW_TRIALS and row.pair.pair.b.cell_id in of.run.manifest.get("once", ())
-        if judgement.verdict is Verdict.AMBIGUOUS and not few:
+        if judgement.verdict is Verdict.AMBIGUOUS:
             key, text = "undecided", f"{OPEN[judgement.reason].format(of.standing.baseline)}."
         elif judgement.verdict is Verdict.NOT_COMPARABLE and row.is_correct:
             key, text = "barred", _sentence(cut(REPEATS.sub("", judgement.detail)))

@@ -159,7 +159,7 @@ def draw_memory_categories(run: FigureData) -> list[Drawing]:
         cells,
         "live_bytes",
         paints,
-        _memory_title(cells),
+        _memory_title(run, cells),
         "What is live at the peak of a window after warm-up, on the rank with the largest peak; each storage is in one "
         "category. Right of a bar: the peak, and how the cell failed.",
         f"{unit_name} at the peak of a rank",
@@ -168,13 +168,13 @@ def draw_memory_categories(run: FigureData) -> list[Drawing]:
     )
 
 
-def _memory_title(cells: pd.DataFrame) -> str:
+def _memory_title(run: FigureData, cells: pd.DataFrame) -> str:
     """Who needs the least and the most memory at the most ranks and the largest N, and where the difference lies."""
     good = most_extreme(cells, "live_bytes")
     if good.empty:
         return "Peak memory (no cell is correct)"
     least, most = good.iloc[0], good.iloc[-1]
-    where = _where(cells, least)
+    where = run.where(least)
     if alike(float(most["live_bytes"]), float(least["live_bytes"])):
         alone = least["backend"] if len(good) == 1 else f"each of {plural(len(good), 'backend')}"
         return f"{where}, {alone} needs {size(float(least['live_bytes']))} per rank"
@@ -191,11 +191,6 @@ def _times(good: pd.DataFrame, value: str, verb: str, what: str) -> str:
     those = tied(good, value, most)
     verb += "s" * (len(those) == 1)
     return f"{some(those)} {verb} {most / least:.2g}x the {what} of {some(tied(good, value, least))}"
-
-
-def _where(cells: pd.DataFrame, cell: Any) -> str:
-    ranks = f", W = {cell['world_size']}" if cells["world_size"].nunique() > 1 else ""
-    return f"At N = {cell['accumulate']}{ranks}"
 
 
 def _paint(category: Category) -> dict[str, Any]:
@@ -253,7 +248,7 @@ def draw_traffic(run: FigureData) -> list[Drawing]:
         cells[cells["world_size"] > 1],
         SENT,
         paints,
-        _traffic_title(cells),
+        _traffic_title(run, cells),
         "Bytes that a ring algorithm sends for the collectives counted between two updates, computed from their "
         "payload (gloo uses other algorithms). Right of a bar: their sum, and how the cell failed.",
         f"{unit_name} sent per rank and step",
@@ -262,12 +257,12 @@ def draw_traffic(run: FigureData) -> list[Drawing]:
     )
 
 
-def _traffic_title(cells: pd.DataFrame) -> str:
+def _traffic_title(run: FigureData, cells: pd.DataFrame) -> str:
     """What deferring the sync saves at the most ranks and the largest N, or who sends the least and the most."""
     good = most_extreme(cells[cells["world_size"] > 1], SENT)
     if good.empty:
         return "Bytes that a rank sends (no cell is correct)"
-    where = _where(cells, good.iloc[0])
+    where = run.where(good.iloc[0])
     saved = {eager["backend"]: (eager[SENT], deferred[SENT]) for eager, deferred in twins(good) if deferred[SENT]}
     best = max(saved, key=lambda name: saved[name][0] / saved[name][1], default=None)
     if best is not None and saved[best][0] > saved[best][1]:

@@ -23,20 +23,8 @@ from bench.words import alike, size, some
 T = TypeVar("T")
 CONTEXT = [*WAYS, "world_size", "world", "precision"]
 """Cells that differ in one of these are never in one panel."""
-FACTS = [
-    "run_id",
-    "cell_id",
-    "backend",
-    "framework",
-    "sharding",
-    "sync",
-    "accumulate",
-    *CONTEXT,
-    "status",
-    "num_ok",
-    "num_trials",
-    "word",
-]
+FACTS = ["run_id", "cell_id", "backend", "framework", "sharding", "sync", "accumulate", *CONTEXT]
+FACTS += ["status", "num_ok", "num_trials", "word"]
 """Columns of every figure's data."""
 TIMES = ["step_time_s", "step_time_low_s", "step_time_high_s"]
 """The step time that is cited of a cell, and the ends of its 95 % interval."""
@@ -107,6 +95,13 @@ class FigureData:
         others = self.cells[~self.cells["backend"].isin(REFERENCES)]
         return self.cells if others.empty else others
 
+    @cached_property
+    def timed(self) -> pd.DataFrame:
+        """The cells that run for their times: with all ranks, and not just once beside others that are repeated."""
+        found = self.others[[world.times_communication for world in self.others["world"]]]
+        repeated = found[~found["cell_id"].isin(self.manifest.get("once") or ())]
+        return found if repeated.empty else repeated
+
     def words(self, title: str, *, timed: bool = False) -> FigureWords:
         """The words around a figure; one of times says why they cannot be compared, if they cannot."""
         torch = (self.manifest.get("packages") or {}).get("torch")
@@ -162,14 +157,21 @@ class FigureData:
 
     def panels(self, rows: pd.DataFrame, by: list[str], most: int) -> tuple[list[Panel], list[str]]:
         """Rows about cells, split by these columns, and a sentence on the panels for which there is no room, if any."""
-        kinds = self.others[list({*by, *FOLLOWS, *FOLLOWS.values()})].drop_duplicates()
-        varying = differing(kinds.itertuples(index=False), by)
+        varying = self._varying(by)
         apart = [name for name in by if name in varying or name not in FOLLOWS]
         groups = [part for _, part in rows.groupby(apart, dropna=False, sort=True)]
         every = [Panel(", ".join(_name(c, part.iloc[0][c]) for c in varying), part) for part in groups]
         found = largest(every, most, lambda panel: panel.extent)
         count, shown = (sum(panel.rows["cell_id"].nunique() for panel in some) for some in (every, found))
         return found, left_out(count, shown, "cells")
+
+    def where(self, cell: Any) -> str:
+        """N and what else tells the panel of a row of ``cells`` from others: ``At N = 4, W = 2``."""
+        return ", ".join([f"At N = {cell['accumulate']}", *(_name(c, cell[c]) for c in self._varying(CONTEXT))])
+
+    def _varying(self, by: list[str]) -> list[str]:
+        kinds = self.others[list({*by, *FOLLOWS, *FOLLOWS.values()})].drop_duplicates()
+        return differing(kinds.itertuples(index=False), by)
 
     def shown(self, rows: pd.DataFrame) -> list[str]:
         """The backends of these rows, in the order in which they are drawn."""
@@ -213,9 +215,11 @@ def twins(cells: pd.DataFrame) -> Iterator[tuple[dict[str, Any], dict[str, Any]]
 
 
 def most_extreme(cells: pd.DataFrame, value: str) -> pd.DataFrame:
-    """The good cells of the most ranks and the largest N that have such a value, the least of it first."""
+    """The good cells with a value in the panel of the most ranks, N and good trials, the least of it first."""
     good = cells[(cells["status"] == Status.OK) & cells[value].notna()]
-    for extent in ("world_size", "accumulate"):
+    panels = good.groupby(CONTEXT, dropna=False)
+    good = good.assign(trials=panels["num_ok"].transform("sum"), panel=panels.ngroup())
+    for extent in ("world_size", "accumulate", "trials", "panel"):
         good = good[good[extent] == good[extent].max()]
     return good.sort_values(value, kind="stable")
 

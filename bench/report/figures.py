@@ -69,13 +69,13 @@ def figures(
     run = FigureData(tables, manifest, standing, obstacle)
     with matplotlib.style.context(list(style.BASE)):
         found = [drawing for maker in MAKERS.values() for drawing in maker(run)]
-    return found if obstacle or standing is None else found + ratios(standing)
-
-
-def ratios(standing: Standing) -> list[Drawing]:
-    """Every cell against the baseline's: ratios of step times with intervals, and the noise floor."""
-    rows = [row for row in standing.rows if row.pair.b.world.times_communication]
-    return forest.draw(Report(a=standing.baseline, b="each other backend", rows=rows, remarks=standing.remarks), RATIOS)
+    if obstacle or standing is None:
+        return found
+    # Every cell against the baseline's, but those that run once, as their matrix wants it.
+    timed = [row for row in standing.rows if row.pair.b.world.times_communication]
+    rows = [row for row in timed if row.pair.b.cell_id not in (manifest.get("once") or ())]
+    report = Report(a=standing.baseline, b="each other backend", rows=rows, remarks=standing.remarks)
+    return found + forest.draw(report, RATIOS)
 
 
 SUFFIXES = (".png", ".svg", ".csv")

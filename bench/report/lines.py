@@ -29,8 +29,7 @@ End = tuple[str, float, float, str]
 
 def draw_step_time(run: FigureData) -> list[Drawing]:
     """Seconds per optimizer step against N; nothing if times cannot be compared, or all have one N."""
-    timed = run.others[[world.times_communication for world in run.others["world"]]]
-    known = timed[timed["step_time_s"].notna()][[*FACTS, *TIMES]]
+    known = run.timed[run.timed["step_time_s"].notna()][[*FACTS, *TIMES]]
     if run.obstacle or known["accumulate"].nunique() < 2:
         return []
     panels, left_out = run.panels(known, CONTEXT, MOST_PANELS)
@@ -44,7 +43,7 @@ def draw_step_time(run: FigureData) -> list[Drawing]:
         *left_out,
         "Solid lines with triangles: deferred sync; dashed lines with squares: eager sync. Vertical lines are 95 % "
         "intervals, rings are wrong results. B is the same at every N.",
-        *lost(timed, "step_time_s"),
+        *lost(run.timed, "step_time_s"),
     ]
     keys = [] if direct else [style.line_key(name, run.looks[name]) for name in shown]
     figure = sheet.sheet(words, [keys], 4.0 if columns == 1 else 2.3 * lines + 0.5, max(2.6, 1.6 * lines))

@@ -172,7 +172,7 @@ class Group:
 
 
 def groups(of: Material) -> list[Group]:
-    """All groups: real ranks before others, then those with the baseline, the largest N and the most ranks first.
+    """All groups: real ranks, times, the baseline, the largest N and the most ranks come first, in this order.
 
     If HSDP runs with several numbers of replicas, each is a group of its own.
     """
@@ -186,9 +186,9 @@ def groups(of: Material) -> list[Group]:
     ways = [name for name in differing(every, ("precision", *WAYS)) if name != "accumulate"]
     found = [_group(of, cells, ways) for cells in kinds.values()]
 
-    def order(one: Group) -> tuple[bool, bool, int, int]:
+    def order(one: Group) -> tuple[bool, bool, bool, int, int]:
         compared = any(row.is_baseline for row in one.rows)
-        return one.cell.world.has_all_ranks, compared, one.n, one.cell.world_size
+        return one.cell.world.has_all_ranks, one.is_timed, compared, one.n, one.cell.world_size
 
     return sorted(found, key=order, reverse=True)
 
@@ -198,7 +198,8 @@ def _group(of: Material, cells: list[Cell], ways: list[str]) -> Group:
     rows = [of.rows[cell.cell_id] for cell in cells]
     own = next((row["peak_memory_bytes"] for row in rows if row["backend"] == of.standing.baseline), None)
     base = None if pd.isna(own) else own
-    is_timed = first.world.times_communication and of.obstacle is None
+    once = of.run.manifest.get("once") or ()
+    is_timed = first.world.times_communication and of.obstacle is None and any(c.cell_id not in once for c in cells)
     ranked = [_ranked(of, row, base, is_timed=is_timed) for row in rows]
     world = f"W = {first.world_size}" + (f" ({first.world.label})" if first.world.label else "")
     return Group(

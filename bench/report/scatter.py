@@ -46,8 +46,7 @@ LEAST = 1.1
 
 def draw_memory_vs_time(run: FigureData) -> list[Drawing]:
     """The cells of the largest N, most backends and most ranks, and smaller panels; nothing of cells without a time."""
-    timed = run.others[[world.times_communication for world in run.others["world"]]]
-    known = timed[timed["peak_memory_bytes"].notna() & timed["step_time_s"].notna()]
+    known = run.timed[run.timed["peak_memory_bytes"].notna() & run.timed["step_time_s"].notna()]
     every = known[[*FACTS, *TIMES, *MEMORY]]
     if every.empty:
         return []
@@ -60,7 +59,7 @@ def draw_memory_vs_time(run: FigureData) -> list[Drawing]:
     said = "Below and to the left is better."
     if not run.obstacle:
         said += " Lines are 95 % intervals of the time; arrows lead from eager to deferred sync where times differ."
-    words.notes[:0] = [*left_out, said, *lost(timed, "step_time_s")]
+    words.notes[:0] = [*left_out, said, *lost(run.timed, "step_time_s")]
     others = [panel for panel in panels if panel is not main]
     low, high = LARGE_HEIGHTS
     figure, unnamed = _draw(run, main, others, words, low)

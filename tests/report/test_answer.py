@@ -7,6 +7,7 @@ import io
 import json
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from rich.console import Console
 
@@ -177,16 +178,21 @@ def test_what_stays_open_has_a_command_too(tmp_path: Path) -> None:
     assert found.lead == "beta at N=2, W=2" and found.command == "python -m bench run --repeats 20"
 
 
-def test_cells_that_run_once_by_their_matrix_are_not_open(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", {"alpha": 1.0, "beta": 1.2}, accumulate=(1, 2))
+def test_a_cell_that_runs_once_beside_others_has_no_time_to_compare(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", {"alpha": 1.0, "beta": 1.2}, accumulate=(1, 2), twin=False)
     records = {line: json.loads(line) for line in (folder / JOURNAL).read_bytes().splitlines(keepends=True)}
-    single = {one["cell_id"] for one in records.values() if one["cell"]["accumulate"] == 1}
+    single = {one["cell_id"] for one in records.values() if one["cell"]["accumulate"] == 2}
     kept = [line for line, one in records.items() if one["repeat"] == 0 or one["cell_id"] not in single]
     (folder / JOURNAL).write_bytes(b"".join(kept))
-    (found,) = said(of(folder)[1], "undecided")
-    assert found.lead == "beta at N=1, W=2" and "too few trials" in found.text
+    first, *_ = said(of(folder)[1], "undecided")
+    assert first.lead == "beta at N=2, W=2" and "too few trials" in first.text
     write_manifest(folder, read_manifest(folder) | {"once": sorted(single)})
-    assert not said(of(folder)[1], "undecided")
+    _, found = of(folder)
+    assert all("N=1" in one.lead for one in said(found, "undecided"))
+    assert [(group.n, group.is_timed) for group in found.groups] == [(1, True), (2, False)]
+    report(folder)
+    assert set(pd.read_csv(folder / "plots" / "memory_vs_time.csv")["accumulate"]) == {1}
+    assert list(pd.read_csv(folder / "plots" / "step_time_ratio.csv")["cell"]) == ["beta N=1 W=2 fp32"]
 
 
 def test_a_single_backend_is_told_what_to_add(tmp_path: Path) -> None:

@@ -245,6 +245,15 @@ def test_peaks_that_differ_by_bytes_tie() -> None:
     assert "x the memory of ddp-eager, fsdp2-deferred" in titles["memory_categories"]
 
 
+def test_the_title_on_memory_compares_cells_of_one_panel() -> None:
+    tables, about = RUNS["realistic"]
+    trials = tables.trials.copy()
+    trials.loc[trials["backend"] == "ddp-eager", ["optimizer", "peak_memory_bytes"]] = "sgd", 2**20
+    tables = dataclasses.replace(tables, trials=trials, memory=tables.memory[:0])
+    titles = {one.stem: one.words.title for one in report_figures.figures(tables, about)}
+    assert "adamw" in titles["memory_categories"] and "ddp-eager" not in titles["memory_categories"]
+
+
 def test_optimizer_steps_are_drawn_only_if_some_are_wrong() -> None:
     tables, about = RUNS["realistic"]
     assert "optimizer_steps" not in by_stem("realistic")
