@@ -195,8 +195,8 @@ def left_out(every: int, shown: int, what: str) -> list[str]:
     if shown == every:
         return []
     return [
-        f"{every - shown} of {every} {what} are left out, those with the fewest ranks and the smallest N: the tables "
-        "of the run have all."
+        f"{every - shown} of {every} {what} are left out, first those with the fewest ranks and the smallest N: the "
+        "tables of the run have all."
     ]
 
 

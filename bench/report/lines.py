@@ -123,7 +123,7 @@ def _label_ends(figure: Figure, axes: Axes, ends: list[End]) -> None:
                       "alpha": 0.6, "shrinkA": 1, "shrinkB": 3, "relpos": (0, 0.5)})  # fmt: skip
 
 
-MOST_LOSSES = 2
+MOST_LOSSES = 4
 """Panels of losses."""
 SHORT = 0.25
 """A panel whose curves have less than this share of the longest curve's steps is not drawn: timed cells have few."""

@@ -86,8 +86,9 @@ def test_figures_of_an_earlier_report_are_removed(folder: Path, tmp_path: Path) 
             (tmp_path / stem).with_suffix(suffix).write_text("a user's")
     own |= {path.name: path.read_text() for path in tmp_path.iterdir() if path not in before}
 
-    trials = run.tables.trials
-    few = dataclasses.replace(run.tables, trials=trials[trials["backend"].str.startswith("made-0-")])
+    trials, sent = run.tables.trials, run.tables.collectives
+    trials = trials[trials["backend"].str.startswith("made-0-")]
+    few = dataclasses.replace(run.tables, trials=trials, collectives=sent[sent["cell_id"].isin(trials["cell_id"])])
     after = figures.draw(few, manifest, tmp_path)
     assert "step_time_ratio" not in {path.stem for path in after}
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted({*own, *(path.name for path in after)})
