@@ -13,7 +13,7 @@ from tests.conftest import ROOT
 
 AT_MOST = {
     "modules": 196,
-    "lines": 34349,
+    "lines": 34350,
     "longest module": 350,
     "names of several modules": 0,
     "names of several classes": 0,

@@ -134,6 +134,7 @@ def link(folder: Path, path: Path) -> str:
 def _data(of: Material, answer: Answer, plots: Iterable[str]) -> Markup:
     """What the script reads: ratios to every baseline; citations of cells, ratios to the run's baseline, and plots."""
     ids = [row.cell_id for group in answer.groups for row in group.rows]
+    timed = frozenset(row.cell_id for group in answer.groups if group.is_timed for row in group.rows)
     cells = {cell_id: formats(words_of_cell(of.quotes, cell_id)) for cell_id in ids}
     ratios = {
         cell_id: formats(words_of_ratio(of.quotes, cell_id, of.pairs[cell_id].pair.a.cell_id))
@@ -147,7 +148,7 @@ def _data(of: Material, answer: Answer, plots: Iterable[str]) -> Markup:
         "decided": [VERDICTS.index(one) for one in DECIDED],
         "reasons": REASONS,
         "next": [NEXT[reason] for reason in REASONS],
-        "ratios": _ratios(of.standings, frozenset(ids)),
+        "ratios": _ratios(of.standings, timed),
         "citations": {
             "cell": packed(cells),
             "ratio": packed(ratios),
