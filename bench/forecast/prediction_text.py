@@ -31,7 +31,7 @@ REST = (
     "other, estimated too: gathered and cast parameters, new gradients, buffers and work space, in the loss three fp32 "
     "tensors of tokens x vocabulary. param, grad and optim are exact where they are held."
 )
-ACCURACY = "within 1.5 % of the measured one in every cell, tiny in fp32 and 8b in bf16 on fake tensors, on the CPU"
+ACCURACY = "within 2.3 % of the measured one in every cell, tiny in fp32 and 8b in bf16 on fake tensors, on the CPU"
 """How far peaks are from measured ones: docs/memory-and-bytes.md, checked by tests/studies/test_bytes_page.py."""
 ACCURATE = f"Accuracy of the peaks: {ACCURACY} (docs/memory-and-bytes.md); CUDA was not checked."
 BOUNDS = (

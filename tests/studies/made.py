@@ -98,7 +98,7 @@ ROWS = (
         paths=("results/noise",),
         commands=("python -m tests.studies.realtrials",),
         code=(*TRAINING, *_studies("realtrials"), "tests/delayed.py"),
-        minutes=9,
+        minutes=57,
         is_run=True,
         warnings={
             "tables": "only the journals are kept",
