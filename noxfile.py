@@ -20,8 +20,8 @@ from nox.command import CommandFailed
 nox.needs_version = ">=2026.7.11"
 nox.options.sessions = ["tests"]
 
-INSTALLED_FROM = ("pyproject.toml", "constraints.txt")
-"""Files that, changed, make the environment out of date."""
+INSTALLED_FROM = ("pyproject.toml", "constraints.txt", "bench/__init__.py")
+"""Files that, changed, make the environment out of date; the last has the version."""
 
 
 @nox.session(default=False, venv_backend="virtualenv", reuse_venv=True)
@@ -32,7 +32,7 @@ def install(session: nox.Session) -> None:
     digest = hashlib.sha256(b"".join(Path(name).read_bytes() for name in INSTALLED_FROM)).hexdigest()
     stamp = Path(session.virtualenv.location) / "installed.sha256"
     if stamp.exists() and stamp.read_text() == digest:
-        session.log(f"{' and '.join(INSTALLED_FROM)} are as they were when this environment was installed")
+        session.log(f"{', '.join(INSTALLED_FROM)} are as they were when this environment was installed")
         return
     groups = ("--group", "test", "--group", "lint")
     session.log("installing torch, Lightning, DeepSpeed and the tools, maybe gigabytes: pip is silent for some minutes")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -134,9 +135,10 @@ def _real(known: Sequence[Known]) -> list[str]:
         )
         for one in known
     ]
-    wrong = sum(one.same.judgement.verdict in {Verdict.FASTER, Verdict.SLOWER} for one in known)
-    seen = sum(one.slower.judgement.verdict is Verdict.SLOWER for one in known)
-    machine = known[0].run.manifest["machine"]
+    same = Counter(one.same.judgement.verdict for one in known)
+    slower = Counter(one.slower.judgement.verdict for one in known)
+    late = sum(one.run.manifest.get("ended_by") == "budget" for one in known)
+    machine, values = known[0].run.manifest["machine"], known[0].run.manifest["matrix"]["values"]
     taken = [t.tables.trials["foreign_cores"].dropna().median() for t in (one.run for one in known)]
     return [
         "## On real trials",
@@ -144,9 +146,12 @@ def _real(known: Sequence[Known]) -> list[str]:
         f"{len(known)} runs on {machine['cpu']}, {machine['cores']} cores, kept in results/noise and measured with "
         "`nox -s results -- noise`. Each holds `ddp-deferred` on one rank three times, as itself, as the twin of "
         f"the noise floor and as a third that is compared, and once more with a sleep of {100 * DELAY:g} % per step, "
-        f"until the intervals were narrower than {100 * known[0].run.manifest['matrix']['values']['precision']:g} %. "
-        f"Of {len(known)} comparisons of a cell with itself {wrong} were called different; the sleep was called slower "
-        f"{seen} times. Other programs took {min(taken):.2f} to {max(taken):.2f} cores meanwhile.",
+        f"until the intervals were narrower than {100 * values['precision']:g} % or {values['budget_s']:g} s had "
+        f"passed, as they had in {late} of the runs. Of {len(known)} comparisons of a cell with itself "
+        f"{same[Verdict.FASTER] + same[Verdict.SLOWER]} were called different and {same[Verdict.AMBIGUOUS]} ambiguous. "
+        f"The sleep was called slower {slower[Verdict.SLOWER]} times, ambiguous {slower[Verdict.AMBIGUOUS]} times, and "
+        f"faster or the same {slower[Verdict.FASTER] + slower[Verdict.SAME]} times. Other programs took "
+        f"{min(taken):.2f} to {max(taken):.2f} cores meanwhile.",
         "",
         *markdown.table(
             ("run", "repeats", "ended by", "noise floor", "itself", "verdict", "with the sleep", "verdict"), rows
