@@ -215,10 +215,10 @@ def twins(cells: pd.DataFrame) -> Iterator[tuple[dict[str, Any], dict[str, Any]]
 
 
 def most_extreme(cells: pd.DataFrame, value: str) -> pd.DataFrame:
-    """The good cells with a value in the panel of the most ranks, N and good trials, the least of it first."""
+    """The good cells with a value in the first panel of the most ranks, N and good trials, the least of it first."""
     good = cells[(cells["status"] == Status.OK) & cells[value].notna()]
     panels = good.groupby(CONTEXT, dropna=False)
-    good = good.assign(trials=panels["num_ok"].transform("sum"), panel=panels.ngroup())
+    good = good.assign(trials=panels["num_ok"].transform("sum"), panel=-panels.ngroup())
     for extent in ("world_size", "accumulate", "trials", "panel"):
         good = good[good[extent] == good[extent].max()]
     return good.sort_values(value, kind="stable")
