@@ -509,6 +509,23 @@ def test_a_torn_line_is_moved_aside_and_told(place: Place) -> None:
     assert made[0].specs[0].passes == ("update",) and len(made[0].specs) == 2
 
 
+def close_twice() -> None:
+    """What shutil.rmtree does if it is interrupted just after it has closed a folder."""
+    number = os.open(os.curdir, os.O_RDONLY)
+    try:
+        os.close(number)
+        raise KeyboardInterrupt
+    finally:
+        os.close(number)
+
+
+def test_an_interrupt_that_becomes_an_error_on_its_way_is_one(place: Place) -> None:
+    with_launcher(place, at(4, close_twice))
+    status, out, err = place.call("run", "--matrix", place.matrix(), "--out", "out")
+    assert (status, err) == (INTERRUPTED, "")
+    assert out.splitlines()[-1].endswith("go on with: python -m bench run --resume out")
+
+
 NO_SPACE = raises(OSError(errno.ENOSPC, "No space left on device"))
 
 
@@ -517,7 +534,7 @@ def test_a_full_disk_ends_the_run_with_all_finished_trials(place: Place) -> None
     status, _, err = place.call("run", "--matrix", place.matrix(), "--out", "out")
     assert status == WRONG
     assert err == (
-        "bench: out: the disk is full; the finished trials are kept: free some space, and go on with: "
+        "bench: out: the disk is full; free some space; the finished trials are kept; go on with: "
         "python -m bench run --resume out\n"
     )
     assert len(Journal(place.folder / "out").read()) == 4

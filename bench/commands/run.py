@@ -174,23 +174,22 @@ def _train(
             display.say(f"run {manifest['run_id']}: {summarize(cells, baseline_of(manifest))}; writing to {folder}")
             matmul.time_products(folder, manifest, cells, launcher, display.say)
             work.run()
-    except KeyboardInterrupt:
-        said = f"interrupted: the finished trials are kept; go on with: {go_on}"
-        display.say(said)
-        if arguments.quiet:
-            print(f"bench: {said}", file=sys.stderr)
-        return INTERRUPTED
     except LauncherError as error:
         print(f"bench: {error}", file=sys.stderr)
         return BAD
     except BrokenPipeError:
         raise
-    except OSError as error:
-        if start.is_full(error):
-            raise InputError(
-                f"{folder}: the disk is full; the finished trials are kept: free some space, and go on with: {go_on}"
-            ) from error
-        raise InputError(f"{folder}: {error}; the finished trials are kept; go on with: {go_on}") from error
+    except (KeyboardInterrupt, OSError) as error:
+        kept = f"the finished trials are kept; go on with: {go_on}"
+        is_full = isinstance(error, OSError) and start.is_full(error)
+        # An interrupt in shutil.rmtree may make it close a folder twice, and so end with an OSError.
+        if is_full or KeyboardInterrupt not in {type(error), type(error.__context__)}:
+            reason = "the disk is full; free some space" if is_full else error
+            raise InputError(f"{folder}: {reason}; {kept}") from error
+        display.say(f"interrupted: {kept}")
+        if arguments.quiet:
+            print(f"bench: interrupted: {kept}", file=sys.stderr)
+        return INTERRUPTED
     from bench.forecast import from_run  # here, since it imports pandas
 
     return finish(folder, plots_folder(folder), from_run.section, as_json=arguments.json)

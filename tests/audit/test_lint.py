@@ -414,6 +414,13 @@ def test_equal_gradients_are_added_as_torch_adds_them() -> None:
         assert equal_sum(accumulate, name) == total.item()
 
 
+def test_a_finding_has_four_lines_whatever_the_key(tmp_path: Path) -> None:
+    findings = found(tmp_path, engine(**{"gradient\r_clip\x1b[31mping": 1.0}))
+    assert findings and all(
+        len(str(each).splitlines()) == 4 and str(each).replace("\n", "").isprintable() for each in findings
+    )
+
+
 def test_hint_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = write(tmp_path, lightning("deepspeed"), "one.yaml"), write(tmp_path, lightning(), "two.yaml")
     assert cli.main(["lint", str(one), str(two)]) == BAD

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from bench.words import plain
+
 
 class Severity(StrEnum):
     """How bad a finding is. Errors and warnings make the exit status 1, an info does not."""
@@ -147,8 +149,7 @@ class LintFinding:
         return dataclasses.asdict(self) | {"title": rule.title, "source": rule.source}
 
     def __str__(self) -> str:
-        """The finding as a compiler would print it, in four lines."""
-        return (
-            f"{self.file}:{self.line}: {self.severity} {self.code} {self.key}: {RULES[self.code].title}\n"
-            f"    what happens: {self.what}\n    fix: {self.fix}\n    proof: {self.proof}"
-        )
+        """The finding as a compiler would print it, in four lines, whatever is in the config."""
+        key, what, fix, proof = map(plain, (self.key, self.what, self.fix, self.proof))
+        head = f"{self.file}:{self.line}: {self.severity} {self.code} {key}: {RULES[self.code].title}"
+        return f"{head}\n    what happens: {what}\n    fix: {fix}\n    proof: {proof}"
