@@ -526,6 +526,21 @@ def test_an_interrupt_that_becomes_an_error_on_its_way_is_one(place: Place) -> N
     assert out.splitlines()[-1].endswith("go on with: python -m bench run --resume out")
 
 
+def fail_at_the_end() -> None:
+    """The disk fails while an interrupted trial is recorded."""
+    try:
+        raise KeyboardInterrupt
+    finally:
+        raise OSError(errno.EIO, "Input/output error")
+
+
+def test_an_error_on_top_of_an_interrupt_is_told(place: Place) -> None:
+    with_launcher(place, at(4, fail_at_the_end))
+    status, _, err = place.call("run", "--matrix", place.matrix(), "--out", "out")
+    assert status == WRONG
+    assert err.startswith("bench: out: [Errno 5] Input/output error; the finished trials are kept; go on with: ")
+
+
 NO_SPACE = raises(OSError(errno.ENOSPC, "No space left on device"))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from errno import EBADF
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,10 +85,9 @@ def _about(head: str) -> dict[str, Any]:
             _require_usable(gpus, RESULTS)
     except InputError as found:
         error = str(found)
-    code = machine.code({}, {})["bench"][:12]
-    versions = {"accumulation-bench": __version__, "its code": code, **machine.packages()}
+    own = {"accumulation-bench": __version__, "its code": machine.code({}, {})["bench"][:12]}
     fingerprint = {**machine.fingerprint(), machine.CONNECTION: machine.connection(head)}
-    return {"versions": versions, "gpus": gpus, "error": error, "fingerprint": fingerprint}
+    return {"versions": own | machine.packages(), "gpus": gpus, "error": error, "fingerprint": fingerprint}
 
 
 def _lead(arguments: argparse.Namespace, others: Nodes | None) -> int:
@@ -181,10 +181,10 @@ def _train(
         raise
     except (KeyboardInterrupt, OSError) as error:
         kept = f"the finished trials are kept; go on with: {go_on}"
-        is_full = isinstance(error, OSError) and start.is_full(error)
-        # An interrupt in shutil.rmtree may make it close a folder twice, and so end with an OSError.
-        if is_full or KeyboardInterrupt not in {type(error), type(error.__context__)}:
-            reason = "the disk is full; free some space" if is_full else error
+        # An interrupt in shutil.rmtree may make it close a folder twice.
+        closed_twice = isinstance(error.__context__, KeyboardInterrupt) and getattr(error, "errno", None) == EBADF
+        if isinstance(error, OSError) and not closed_twice:
+            reason = "the disk is full; free some space" if start.is_full(error) else error
             raise InputError(f"{folder}: {reason}; {kept}") from error
         display.say(f"interrupted: {kept}")
         if arguments.quiet:

@@ -41,10 +41,15 @@ class Samples:
         return max(self.bytes[begin:]) - self.bytes[begin]
 
     @property
+    def timed(self) -> slice:
+        """The trials that ended between the first sample with a trial and the first with all that were seen."""
+        return slice(self.trials[self.since(1)], self.trials[-1])
+
+    @property
     def seconds_per_trial(self) -> float:
-        """The mean between the first finished trial and the last."""
-        first, last = self.since(1), self.since(self.trials[-1])
-        return (self.seconds[last] - self.seconds[first]) / (self.trials[last] - self.trials[first])
+        """The mean of the timed trials."""
+        first, last = self.since(self.timed.start), self.since(self.timed.stop)
+        return (self.seconds[last] - self.seconds[first]) / (self.timed.stop - self.timed.start)
 
 
 def watched(here: Place) -> Samples:
@@ -93,8 +98,7 @@ def test_what_a_real_trial_costs_beside_its_training(tmp_path: Path) -> None:
         samples = watched(here)
         records = here.records
     inside = statistics.median(record["wall_s"] - record["training_s"] for record in records)
-    # The time that was taken begins when the first trial is finished.
-    outside = samples.seconds_per_trial - statistics.fmean(record["wall_s"] for record in records[1:])
+    outside = samples.seconds_per_trial - statistics.fmean(record["wall_s"] for record in records[samples.timed])
     FORM.note(
         "null",
         "real",

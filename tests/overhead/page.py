@@ -55,7 +55,8 @@ def _loops(loops: Mapping[str, Any]) -> Iterator[str]:
         "bare, bare, bench, and so on): while the process group of one side trains, that of the other sleeps. The "
         "losses of all windows are equal in every bit. A group counts as its median step, and the ratio of two is "
         "estimated as in reports, paired by group. The process that watches the trial runs beside both sides; it took "
-        f"{100 * watching:.2f} % of one core at most."
+        f"{100 * watching:.2f} % of one core at most. The last column says whether the whole interval is within "
+        f"{100 * BOUND:g} % of 1: no, if all of it is outside, and undecided, if a part of it is."
     )
     yield ""
     header = ("backend", "bare loop", "bench / bare", "95 % interval", "groups", f"within {100 * BOUND:g} %")

@@ -13,6 +13,7 @@ from matplotlib.patches import Patch
 
 from bench.judge.statistics import MARGIN, MAX_REPEATS, MIN_REPEATS, MIN_TRIALS, PRECISION, SAME_WIDTH, Interval
 from bench.judge.verdicts import Verdict
+from bench.plan.schedule import Ended
 from bench.report import sheet, style
 from bench.report.sheet import Drawing, FigureWords
 from tests.delayed import DELAY
@@ -137,7 +138,7 @@ def _real(known: Sequence[Known]) -> list[str]:
     ]
     same = Counter(one.same.judgement.verdict for one in known)
     slower = Counter(one.slower.judgement.verdict for one in known)
-    late = sum(one.run.manifest.get("ended_by") == "budget" for one in known)
+    late = sum(one.run.manifest.get("ended_by") == Ended.BUDGET for one in known)
     machine, values = known[0].run.manifest["machine"], known[0].run.manifest["matrix"]["values"]
     taken = [t.tables.trials["foreign_cores"].dropna().median() for t in (one.run for one in known)]
     return [
