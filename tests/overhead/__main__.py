@@ -82,8 +82,8 @@ def fixed(arguments: list[str]) -> dict[str, dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="nox -s overhead --", description=__doc__)
     option = parser.add_argument
-    option("--groups", type=int, default=16, help="process groups per bare loop and side (default: %(default)s)")
-    option("--windows", type=int, default=40, help="timed windows of each (default: %(default)s)")
+    option("--groups", type=int, default=12, help="process groups per bare loop and side (default: %(default)s)")
+    option("--windows", type=int, default=150, help="timed windows of each (default: %(default)s)")
     option("--out", type=Path, default=ROOT / "docs", metavar="DIR", help="where to (default: docs)")
     options, others = parser.parse_known_args()
     began = time.monotonic()

@@ -29,7 +29,7 @@ from bench.workload.llama import LlamaWorkload
 
 RANKS, N, MICRO_BATCH, LENGTH, SEED, LEARNING_RATE = 2, 2, 2, 64, 0, 1e-3
 WARM_UP = 10
-"""Windows that do not count. DDP takes statistics of its first ten, and of every 100th, which is never reached."""
+"""Windows that do not count. DDP takes statistics of its first ten, and of every 100th, which medians ignore."""
 OURS, BARE = 0, 1
 
 

@@ -170,7 +170,7 @@ ROWS = (
         paths=("docs/performance.md", "docs/performance.json"),
         commands=("nox -s overhead",),
         code=("tests/overhead", "bench"),
-        minutes=40,
+        minutes=55,
     ),
     Made(
         name="gpu",
