@@ -8,13 +8,13 @@ import itertools
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from bench import __version__
 from bench.commands import COMMANDS
-from bench.errors import DEFECT, GOOD, INTERRUPTED, WRONG, InputError
+from bench.errors import DEFECT, GOOD, INTERRUPTED, WRONG, InputError, is_interrupt
 from bench.launch.interrupt import terminate_as_interrupt
 
 DEBUG = "--debug"
@@ -67,25 +67,24 @@ def main(argv: Sequence[str] | None = None) -> int:
                 parser.print_help()
                 return GOOD
             arguments = parser.parse_args(given)
-            command: Callable[[argparse.Namespace], int] = arguments.command
-            return command(arguments)
+            return int(arguments.command(arguments))
     except InputError as error:
         print(f"bench: {' '.join(str(error).split())}", file=sys.stderr)
         return WRONG
-    except KeyboardInterrupt:
-        return INTERRUPTED
     except BrokenPipeError:
         # The reader (head, less) has closed the pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return GOOD
-    except Exception as error:
+    except (KeyboardInterrupt, Exception) as error:
+        if is_interrupt(error):
+            return INTERRUPTED
         if DEBUG in given:
             traceback.print_exc()
         print(_defect(error), file=sys.stderr)
         return DEFECT
 
 
-def _defect(error: Exception) -> str:
+def _defect(error: BaseException) -> str:
     """Describe an unexpected exception in one line: what it is, where it was raised and where to report it."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     words = " ".join(str(error).split())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from errno import EBADF
 from typing import Any
 
 GOOD, BAD, WRONG, UNCHECKED, DEFECT, INTERRUPTED = 0, 1, 2, 3, 70, 130
@@ -23,6 +24,12 @@ class InputError(ValueError):
 
 class UnsupportedError(RuntimeError):
     """This machine or framework cannot run the cell; the trial gets the status ``unsupported``."""
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether it is one, or what Python makes of one: EBADF in shutil.rmtree, in __set_name__ a RuntimeError of it."""
+    closed_twice = isinstance(error, OSError) and error.errno == EBADF
+    return KeyboardInterrupt in map(type, (error, error.__cause__, error.__context__ if closed_twice else None))
 
 
 def shown(value: Any) -> str:

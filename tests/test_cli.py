@@ -519,11 +519,29 @@ def close_twice() -> None:
         os.close(number)
 
 
-def test_an_interrupt_that_becomes_an_error_on_its_way_is_one(place: Place) -> None:
-    with_launcher(place, at(4, close_twice))
+class Named:
+    """An interrupt comes while a class is made: Python 3.11 raises RuntimeError from it, later ones the interrupt."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        raise KeyboardInterrupt
+
+
+def make_a_class() -> None:
+    type("Owner", (), {"one": Named()})
+
+
+@pytest.mark.parametrize("action", [close_twice, make_a_class])
+def test_an_interrupt_that_becomes_an_error_on_its_way_is_one(place: Place, action: Callable[[], None]) -> None:
+    with_launcher(place, at(4, action))
     status, out, err = place.call("run", "--matrix", place.matrix(), "--out", "out")
     assert (status, err) == (INTERRUPTED, "")
     assert out.splitlines()[-1].endswith("go on with: python -m bench run --resume out")
+
+
+def test_an_interrupt_while_the_report_is_imported_is_one(place: Place) -> None:
+    place.patch.setattr("bench.report.finish.finish", lambda *given, **options: make_a_class())
+    with_launcher(place)
+    assert place.call("run", "--matrix", place.matrix(), "--out", "out")[::2] == (INTERRUPTED, "")
 
 
 def fail_at_the_end() -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from errno import EBADF
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench import __version__, files
 from bench.backends.base import Backend
 from bench.commands.matrix_options import OPTIONS, add_matrix_options, planned
-from bench.errors import BAD, EXIT_STATUS, INTERRUPTED, InputError
+from bench.errors import BAD, EXIT_STATUS, INTERRUPTED, InputError, is_interrupt
 from bench.files import RESULTS, new_folder, plots_folder
 from bench.plan.cell import Cell, Device, summarize
 
@@ -168,7 +167,7 @@ def _train(
         display = JsonLines(guesses, manifest)
     launcher = Launcher(cells[0].device, cold=manifest["cold"], others=others, recorder=Telemetry())
     work = runner.Runner(folder, manifest, backends, launcher, display, look, retry_failed=arguments.retry_failed)
-    go_on = f"python -m bench run --resume {folder}"
+    kept = f"the finished trials are kept; go on with: python -m bench run --resume {folder}"
     try:
         with display, launcher:
             display.say(f"run {manifest['run_id']}: {summarize(cells, baseline_of(manifest))}; writing to {folder}")
@@ -177,19 +176,16 @@ def _train(
     except LauncherError as error:
         print(f"bench: {error}", file=sys.stderr)
         return BAD
-    except BrokenPipeError:
-        raise
-    except (KeyboardInterrupt, OSError) as error:
-        kept = f"the finished trials are kept; go on with: {go_on}"
-        # An interrupt in shutil.rmtree may make it close a folder twice.
-        closed_twice = isinstance(error.__context__, KeyboardInterrupt) and getattr(error, "errno", None) == EBADF
-        if isinstance(error, OSError) and not closed_twice:
-            reason = "the disk is full; free some space" if start.is_full(error) else error
-            raise InputError(f"{folder}: {reason}; {kept}") from error
-        display.say(f"interrupted: {kept}")
-        if arguments.quiet:
-            print(f"bench: interrupted: {kept}", file=sys.stderr)
-        return INTERRUPTED
+    except (KeyboardInterrupt, OSError, RuntimeError) as error:
+        if is_interrupt(error):
+            display.say(f"interrupted: {kept}")
+            if arguments.quiet:
+                print(f"bench: interrupted: {kept}", file=sys.stderr)
+            return INTERRUPTED
+        if not isinstance(error, OSError) or isinstance(error, BrokenPipeError):
+            raise
+        reason = "the disk is full; free some space" if start.is_full(error) else error
+        raise InputError(f"{folder}: {reason}; {kept}") from error
     from bench.forecast import from_run  # here, since it imports pandas
 
     return finish(folder, plots_folder(folder), from_run.section, as_json=arguments.json)
@@ -201,7 +197,5 @@ def _refuse_beside_resume(arguments: argparse.Namespace) -> None:
     defaults = (("matrix", "auto"), ("cold", False), ("try_all", False))
     given += [name for name, default in defaults if getattr(arguments, name) != default]
     if given:
-        option = "--" + given[0].replace("_", "-")
-        raise InputError(
-            f"{option}: cannot be combined with --resume, which goes on as the run was begun; leave it out"
-        )
+        words = "cannot be combined with --resume, which goes on as the run was begun; leave it out"
+        raise InputError(f"--{given[0].replace('_', '-')}: {words}")
