@@ -15,10 +15,11 @@ from tests.overhead.page import page
 
 
 @pytest.mark.parametrize("backend", first(["fsdp2-deferred"], LOOPS))
+@pytest.mark.parametrize("is_bare", [False, True])
 def test_a_trial_and_a_bare_loop_train_the_same_windows_in_turn(
-    backend: str, launcher: Launcher, tmp_path: Path
+    backend: str, is_bare: bool, launcher: Launcher, tmp_path: Path
 ) -> None:
-    found = steps(launcher, backend, backend, 3, tmp_path)
+    found = steps(launcher, backend, backend, 3, tmp_path, is_bare=is_bare)
     assert [len(seconds) for seconds in found.values()] == [3, 3]
     assert all(0 < second < 60 for seconds in found.values() for second in seconds)
 

@@ -24,7 +24,7 @@ from bench.plan.cell import Device
 from bench.run import machine, start
 from tests.conftest import ROOT
 from tests.overhead import bare, in_turn
-from tests.overhead.page import page
+from tests.overhead.page import CONTROL, CONTROLLED, page
 
 DATA, LOOK_S = "performance.json", 5.0
 
@@ -39,13 +39,20 @@ def busy() -> float:
 
 
 def beside_bare_loops(groups: int, windows: int) -> dict[str, dict[str, list[float]]]:
-    """By backend and side, the median step of each process group in seconds; and the share of a core that watches."""
-    found: dict[str, dict[str, list[float]]] = {name: {"bench": [], "bare": [], "watching": []} for name in bare.LOOPS}
+    """By backend and side, the median step of each process group in seconds; and the share of a core that watches.
+
+    One more row, the control, is a bare loop beside itself in the processes of a trial.
+    """
+    found: dict[str, dict[str, list[float]]] = {
+        name: {"bench": [], "bare": [], "watching": []} for name in (*bare.LOOPS, CONTROL)
+    }
     with Launcher(Device.CPU) as launcher:
         for number, (backend, one) in itertools.product(range(groups), found.items()):
             began, used = time.monotonic(), time.process_time()
             with tempfile.TemporaryDirectory() as folder:
-                steps = in_turn.steps(launcher, backend, backend, windows, Path(folder))
+                is_bare = backend == CONTROL
+                loop = CONTROLLED if is_bare else backend
+                steps = in_turn.steps(launcher, loop, loop, windows, Path(folder), is_bare=is_bare)
             one["watching"].append((time.process_time() - used) / (time.monotonic() - began))
             for side, seconds in steps.items():
                 one[side].append(statistics.median(seconds))
@@ -82,8 +89,8 @@ def fixed(arguments: list[str]) -> dict[str, dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="nox -s overhead --", description=__doc__)
     option = parser.add_argument
-    option("--groups", type=int, default=12, help="process groups per bare loop and side (default: %(default)s)")
-    option("--windows", type=int, default=150, help="timed windows of each (default: %(default)s)")
+    option("--groups", type=int, default=24, help="process groups per bare loop and side (default: %(default)s)")
+    option("--windows", type=int, default=40, help="timed windows of each (default: %(default)s)")
     option("--out", type=Path, default=ROOT / "docs", metavar="DIR", help="where to (default: docs)")
     options, others = parser.parse_known_args()
     began = time.monotonic()

@@ -216,21 +216,27 @@ def means(losses: Sequence[Tensor]) -> list[float]:
     return torch.stack(list(losses)).double().view(-1, N).mean(dim=1).tolist()
 
 
-def main(backend: str, folder: str, port: str, windows: str) -> None:
-    """Train the windows, in turn with the bench."""
-    warnings.simplefilter("ignore", FutureWarning)  # DeepSpeed's collectives warn at every call
+def train(backend: str, rank: int, port: int, windows: int, side: int) -> dict[str, list[float]]:
+    """Train the windows in turn with the other side: by window, seconds, and mean losses in nats per token."""
     torch.set_num_threads(1)
-    torch.manual_seed(SEED)
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
     workload = LlamaWorkload(WorkloadSpec(model="tiny", sequence_length=LENGTH, seed=SEED, corpus=None))
-    tokens = workload.data(int(windows) * N * MICRO_BATCH * RANKS)
-    turns = Turns(batches(tokens, rank), int(port), BARE)
+    tokens = workload.data(windows * N * MICRO_BATCH * RANKS)
+    turns = Turns(batches(tokens, rank), port, side)
     loop = Loop(turns, workload)
     LOOPS[backend](loop)
     turns.end()
     seconds = [end - begin for begin, end in zip(turns.began, turns.ended, strict=True)]
-    Path(folder, f"bare{rank}.json").write_text(json.dumps({"seconds": seconds, "losses": means(loop.losses)}))
+    return {"seconds": seconds, "losses": means(loop.losses)}
+
+
+def main(backend: str, folder: str, port: str, windows: str) -> None:
+    """Train in turn with the bench, and write what came of it."""
+    warnings.simplefilter("ignore", FutureWarning)  # DeepSpeed's collectives warn at every call
+    torch.manual_seed(SEED)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    result = train(backend, rank, int(port), int(windows), BARE)
+    Path(folder, f"bare{rank}.json").write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -36,6 +36,8 @@ class InTurn(Spec):
 
     work: ClassVar[str] = "tests.overhead.in_turn:work"
     port: int
+    is_bare: bool
+    """Whether the bare loop is trained here too, in place of the trial."""
 
 
 class RankInTurn(RankTrial):
@@ -64,13 +66,18 @@ class RankInTurn(RankTrial):
 
 
 def work(task: InTurn, rank: int, device: torch.device) -> dict[str, Any]:
+    if task.is_bare:
+        found = bare.train(task.backend, rank, task.port, task.cell.warmup_windows + task.cell.timed_windows, bare.OURS)
+        return {"status": Status.OK, "time": found}
     return RankInTurn(task, rank, device, registry([task.backend])[task.backend]).run()
 
 
-def steps(launcher: Launcher, backend: str, loop: str, timed: int, folder: Path) -> dict[str, list[float]]:
+def steps(
+    launcher: Launcher, backend: str, loop: str, timed: int, folder: Path, *, is_bare: bool = False
+) -> dict[str, list[float]]:
     """Train in turn with a backend and with a bare loop; by side, the seconds of the timed steps, maxima over ranks.
 
-    The losses of both must be equal in every bit.
+    The losses of both must be equal in every bit. With ``is_bare``, the ranks of a trial train the bare loop too.
     """
     windows = bare.WARM_UP + timed
     cell = Cell(
@@ -86,7 +93,9 @@ def steps(launcher: Launcher, backend: str, loop: str, timed: int, folder: Path)
     )
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store.set("turn 0", "")
-    task = InTurn(cell=cell, passes=("time",), folder=str(folder), reference=f"{folder}/none", port=store.port)
+    task = InTurn(
+        cell=cell, passes=("time",), folder=str(folder), reference=f"{folder}/none", port=store.port, is_bare=is_bare
+    )
     command = (sys.executable, "-m", "tests.overhead.bare", loop, str(folder), str(store.port), str(windows))
     environment = environment_of(Device.CPU, (), interface_of(LOOPBACK))
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=sys.stderr, start_new_session=True) as other:

@@ -14,6 +14,9 @@ from tests.studies.markdown import table
 
 BOUND = 0.01
 """How far from 1 the ratio to a bare loop may be."""
+CONTROLLED = "ddp-deferred"
+CONTROL = f"bare {CONTROLLED} in a trial's processes"
+"""A bare loop beside itself."""
 
 
 def page(data: Mapping[str, Any], last: Mapping[str, Any]) -> str:
@@ -55,7 +58,8 @@ def _loops(loops: Mapping[str, Any]) -> Iterator[str]:
         "bare, bare, bench, and so on): while the process group of one side trains, that of the other sleeps. The "
         "losses of all windows are equal in every bit. A group counts as its median step, and the ratio of two is "
         "estimated as in reports, paired by group. The process that watches the trial runs beside both sides; it took "
-        f"{100 * watching:.2f} % of one core at most. The last column says whether the whole interval is within "
+        f"{100 * watching:.2f} % of one core at most. The last row is a control: both sides train the same bare loop, "
+        "one of them in the processes of a trial. The last column says whether the whole interval is within "
         f"{100 * BOUND:g} % of 1: no, if all of it is outside, and undecided, if a part of it is."
     )
     yield ""
