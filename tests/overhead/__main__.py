@@ -6,7 +6,6 @@ Other arguments go to pytest, which times the fixed costs: ``-k journal`` times 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import statistics
@@ -14,6 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
+from itertools import permutations, product
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from bench.plan.cell import Device
 from bench.run import machine, start
 from tests.conftest import ROOT
 from tests.overhead import bare, in_turn
-from tests.overhead.page import CONTROL, CONTROLLED, page
+from tests.overhead.page import page
 
 DATA, LOOK_S = "performance.json", 5.0
 
@@ -39,25 +40,23 @@ def busy() -> float:
 
 
 def beside_bare_loops(groups: int, windows: int) -> dict[str, dict[str, list[float]]]:
-    """By backend and side, the median step of each process group in seconds; and the share of a core that watches.
+    """By backend, the median step of each group in seconds, by loop and processes; and the share of a core to watch.
 
-    One more row, the control, is a bare loop beside itself in the processes of a trial.
+    Where a group begins with the bench, the next begins with the bare loop.
     """
-    found: dict[str, dict[str, list[float]]] = {
-        name: {"bench": [], "bare": [], "watching": []} for name in (*bare.LOOPS, CONTROL)
-    }
+    found: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in bare.LOOPS}
     with Launcher(Device.CPU) as launcher:
-        for number, (backend, one) in itertools.product(range(groups), found.items()):
+        for number, (backend, one) in product(range(groups), found.items()):
             began, used = time.monotonic(), time.process_time()
             with tempfile.TemporaryDirectory() as folder:
-                is_bare = backend == CONTROL
-                loop = CONTROLLED if is_bare else backend
-                steps = in_turn.steps(launcher, loop, loop, windows, Path(folder), is_bare=is_bare)
+                is_bench_first = number % 2 == 0
+                steps = in_turn.steps(launcher, backend, backend, windows, Path(folder), is_bench_first=is_bench_first)
             one["watching"].append((time.process_time() - used) / (time.monotonic() - began))
-            for side, seconds in steps.items():
-                one[side].append(statistics.median(seconds))
-            ratio = one["bench"][-1] / one["bare"][-1]
-            print(f"group {number + 1} of {groups}: {backend}: bench / bare {ratio:.4f}", flush=True)
+            for (processes, loop), seconds in steps.items():
+                one[f"{loop}, {processes}"].append(statistics.median(seconds))
+            ratios = (one[f"bench, {a}"][-1] / one[f"bare, {b}"][-1] for a, b in permutations(in_turn.PROCESSES))
+            said = " and ".join(f"{ratio:.4f}" for ratio in ratios)
+            print(f"group {number + 1} of {groups}: {backend}: bench / bare {said}", flush=True)
             launcher.renew()
     return found
 
@@ -89,8 +88,8 @@ def fixed(arguments: list[str]) -> dict[str, dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="nox -s overhead --", description=__doc__)
     option = parser.add_argument
-    option("--groups", type=int, default=24, help="process groups per bare loop and side (default: %(default)s)")
-    option("--windows", type=int, default=40, help="timed windows of each (default: %(default)s)")
+    option("--groups", type=int, default=10, help="groups of processes per bare loop and side (default: %(default)s)")
+    option("--windows", type=int, default=80, help="timed windows of each (default: %(default)s)")
     option("--out", type=Path, default=ROOT / "docs", metavar="DIR", help="where to (default: docs)")
     options, others = parser.parse_known_args()
     began = time.monotonic()

@@ -1,28 +1,22 @@
-"""Training loops without the bench, on the CPU: ``python -m tests.overhead.bare BACKEND FOLDER PORT WINDOWS``.
+"""Training loops without the bench, on the CPU.
 
-Of the bench they have only model, weights, tokens and loss (``LlamaWorkload``). Each rank writes the seconds and the
-mean loss of every window to ``FOLDER/bare<rank>.json``. A window lasts from when its turn comes until the first
-micro-batch of the next is asked for, so it has N micro-batches, the update and the zeroing of gradients. Garbage is
-collected as Python does by default; the bench restricts that to what a trial has made (``bench.launch.preload``).
+Of the bench they have only model, weights, tokens and loss (``LlamaWorkload``). A window lasts from when its turn comes
+until the first micro-batch of the next is asked for, so it has N micro-batches, the update and the zeroing of
+gradients. Garbage is collected as Python does by default; the bench restricts that to what a trial has made
+(``bench.launch.preload``).
 """
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from multiprocessing import set_forkserver_preload
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from bench.workload import WorkloadSpec
 from bench.workload.llama import LlamaWorkload
@@ -30,18 +24,22 @@ from bench.workload.llama import LlamaWorkload
 RANKS, N, MICRO_BATCH, LENGTH, SEED, LEARNING_RATE = 2, 2, 2, 64, 0, 1e-3
 WARM_UP = 10
 """Windows that do not count. DDP takes statistics of its first ten, and of every 100th, which medians ignore."""
-OURS, BARE = 0, 1
+
+
+def key(phase: int, turn: int) -> str:
+    """The key of the store that says whose turn it is."""
+    return f"{phase} turn {turn}"
 
 
 class Turns:
     """The micro-batches of one side of a comparison: each of its windows begins when the other side has paused.
 
-    The sides train in the order ours, bare, bare, ours, and so on. The store has a key ``turn <t>`` as soon as all
-    ranks have ended the turn before.
+    The first side trains windows 0, 3, 4, 7, 8 and so on of both together, the second side the others. The store has a
+    key ``<phase> turn <t>`` as soon as all ranks have ended the turn before.
     """
 
-    def __init__(self, batches: Any, port: int, side: int) -> None:
-        self._batches, self._side = batches, side
+    def __init__(self, batches: Any, port: int, side: int, phase: int) -> None:
+        self._batches, self._side, self._phase = batches, side, phase
         self._store = dist.TCPStore("127.0.0.1", port)
         self.began: list[float] = []
         self.ended: list[float] = []
@@ -53,7 +51,7 @@ class Turns:
         for index, batch in enumerate(self._batches):
             if index % N == 0:
                 self.end()
-                self._store.wait([f"turn {self._turn(len(self.began))}"])
+                self._store.wait([key(self._phase, self._turn(len(self.began)))])
                 self.began.append(time.perf_counter())
             yield batch
 
@@ -62,11 +60,11 @@ class Turns:
         if len(self.ended) < len(self.began):
             self.ended.append(time.perf_counter())
             turn = self._turn(len(self.ended) - 1)
-            if self._store.add(f"ended {turn}", 1) == RANKS:
-                self._store.set(f"turn {turn + 1}", "")
+            if self._store.add(f"{self._phase} ended {turn}", 1) == RANKS:
+                self._store.set(key(self._phase, turn + 1), "")
 
     def _turn(self, window: int) -> int:
-        return 2 * window + (window % 2 if self._side == OURS else 1 - window % 2)
+        return 2 * window + ((window + self._side) % 2)
 
 
 class Loop:
@@ -201,9 +199,6 @@ LOOPS: dict[str, Callable[[Loop], None]] = {
     "lightning-ddp": lightning,
 }
 """By the name of the bench's backend that does the same."""
-PRELOADED = ("torch.distributed.fsdp", "transformers.models.llama.modeling_llama", "bench.workload.llama")
-OWN = {"deepspeed-zero2-eager": ["deepspeed"], "lightning-ddp": ["lightning.pytorch"]}
-"""What the process imports from which the ranks are forked: for all, and for one."""
 
 
 def batches(tokens: Tensor, rank: int) -> list[Tensor]:
@@ -216,44 +211,12 @@ def means(losses: Sequence[Tensor]) -> list[float]:
     return torch.stack(list(losses)).double().view(-1, N).mean(dim=1).tolist()
 
 
-def train(backend: str, rank: int, port: int, windows: int, side: int) -> dict[str, list[float]]:
-    """Train the windows in turn with the other side: by window, seconds, and mean losses in nats per token."""
-    torch.set_num_threads(1)
+def train(backend: str, rank: int, windows: int, turns: Callable[[Any], Turns]) -> dict[str, list[float]]:
+    """Train the windows in turn with another group: by window, seconds, and mean losses in nats per token."""
     workload = LlamaWorkload(WorkloadSpec(model="tiny", sequence_length=LENGTH, seed=SEED, corpus=None))
     tokens = workload.data(windows * N * MICRO_BATCH * RANKS)
-    turns = Turns(batches(tokens, rank), port, side)
-    loop = Loop(turns, workload)
+    loop = Loop(turns(batches(tokens, rank)), workload)
     LOOPS[backend](loop)
-    turns.end()
-    seconds = [end - begin for begin, end in zip(turns.began, turns.ended, strict=True)]
+    loop.turns.end()
+    seconds = [end - begin for begin, end in zip(loop.turns.began, loop.turns.ended, strict=True)]
     return {"seconds": seconds, "losses": means(loop.losses)}
-
-
-def main(backend: str, folder: str, port: str, windows: str) -> None:
-    """Train in turn with the bench, and write what came of it."""
-    warnings.simplefilter("ignore", FutureWarning)  # DeepSpeed's collectives warn at every call
-    torch.manual_seed(SEED)
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    result = train(backend, rank, int(port), int(windows), BARE)
-    Path(folder, f"bare{rank}.json").write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    # As the bench's, the ranks are forked from a process that has imported everything, and share one session. torchrun
-    # gives each its own, and so each as much of a busy machine as both together get here (sched(7), autogroup).
-    set_forkserver_preload([*PRELOADED, *OWN.get(sys.argv[1], ())])
-    config = LaunchConfig(
-        1,
-        1,
-        RANKS,
-        run_id="bare",
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        start_method="forkserver",
-    )
-    elastic_launch(config, main)(*sys.argv[1:])

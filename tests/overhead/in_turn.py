@@ -1,15 +1,20 @@
 """The step time of a trial of the bench beside that of a bare loop: both train the same windows in turn.
 
-Two process groups are alive at once: the trial's, forked by the launcher as in any run, and that of ``bare.py``. While
-one trains a window the other sleeps, so both meet the same machine within the same second.
+Two process groups are alive at once. The ranks of one are a trial's, forked by the launcher as in any run; those of the
+other are forked by torch elastic alone. While one trains a window the other sleeps, so both meet the same machine
+within the same second. Each group trains both, one after the other, and never the same as the other group. So the
+product of the two ratios is free of what the processes differ in, and their quotient is free of what the loops do.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,28 +33,37 @@ from tests.overhead import bare
 from tests.overhead.bare import Turns
 
 TIMEOUT_S = 600.0
+PROCESSES = ("trial", "torchrun")
+"""Whose processes the two groups are."""
+LOOPS = ("bench", "bare")
+"""What each trains."""
 
 
 @dataclass(kw_only=True)
 class InTurn(Spec):
-    """A trial whose windows wait for their turns."""
+    """One of two groups that train in turn: a trial and a bare loop."""
 
     work: ClassVar[str] = "tests.overhead.in_turn:work"
+    loop: str
+    """The bare loop; a key of ``bare.LOOPS``."""
     port: int
-    is_bare: bool
-    """Whether the bare loop is trained here too, in place of the trial."""
+    """Of the store that says whose turn it is."""
+    side: int = 0
+    is_bench_first: bool
 
 
 class RankInTurn(RankTrial):
     """A rank of such a trial. Nothing but the loader differs from any other trial."""
 
-    spec: InTurn
+    def __init__(self, *arguments: Any, turns: Callable[[Any], Turns]) -> None:
+        super().__init__(*arguments)
+        self._in_turn = turns
 
     def train(self, taps: Any, windows: int, **others: Any) -> Backend:
         tapped = taps.loader
 
         def loader(batches: Any) -> Any:
-            self.turns = Turns(batches, self.spec.port, bare.OURS)
+            self.turns = self._in_turn(batches)
             return tapped(self.turns)
 
         taps.loader = loader
@@ -66,20 +80,29 @@ class RankInTurn(RankTrial):
 
 
 def work(task: InTurn, rank: int, device: torch.device) -> dict[str, Any]:
-    if task.is_bare:
-        found = bare.train(task.backend, rank, task.port, task.cell.warmup_windows + task.cell.timed_windows, bare.OURS)
-        return {"status": Status.OK, "time": found}
-    return RankInTurn(task, rank, device, registry([task.backend])[task.backend]).run()
+    """Train both; the result has the seconds and losses of their windows."""
+    found: dict[str, Any] = {}
+    for phase, loop in enumerate(LOOPS if task.is_bench_first else reversed(LOOPS)):
+        gc.collect()
+        turns = partial(Turns, port=task.port, side=task.side, phase=phase)
+        if loop == "bench":
+            backend = registry([task.backend])[task.backend]
+            found[loop] = RankInTurn(task, rank, device, backend, turns=turns).run()["time"]
+        else:
+            found[loop] = bare.train(task.loop, rank, task.cell.windows, turns)
+    return {"status": Status.OK, **found}
 
 
 def steps(
-    launcher: Launcher, backend: str, loop: str, timed: int, folder: Path, *, is_bare: bool = False
-) -> dict[str, list[float]]:
-    """Train in turn with a backend and with a bare loop; by side, the seconds of the timed steps, maxima over ranks.
+    launcher: Launcher, backend: str, loop: str, timed: int, folder: Path, *, is_bench_first: bool = True
+) -> dict[tuple[str, str], list[float]]:
+    """Train in turn with a backend and with a bare loop, in a trial's processes and in torch elastic's.
 
-    The losses of both must be equal in every bit. With ``is_bare``, the ranks of a trial train the bare loop too.
+    By processes and loop, the seconds of the timed steps, maxima over ranks.
+
+    A trial's processes begin with the bench, and the others with the bare loop, or the other way round. The losses of
+    all four must be equal in every bit.
     """
-    windows = bare.WARM_UP + timed
     cell = Cell(
         backend=backend,
         accumulate=bare.N,
@@ -92,27 +115,28 @@ def steps(
         timed_windows=timed,
     )
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    store.set("turn 0", "")
-    task = InTurn(
-        cell=cell, passes=("time",), folder=str(folder), reference=f"{folder}/none", port=store.port, is_bare=is_bare
+    for phase in range(len(LOOPS)):
+        store.set(bare.key(phase, 0), "")
+    task = partial(
+        InTurn, cell=cell, passes=("time",), folder=str(folder), reference=f"{folder}/none", loop=loop, port=store.port
     )
-    command = (sys.executable, "-m", "tests.overhead.bare", loop, str(folder), str(store.port), str(windows))
+    others = task(side=1, is_bench_first=not is_bench_first).to_json()
+    command = (sys.executable, "-m", "tests.overhead.torchrun", others)
     environment = environment_of(Device.CPU, (), interface_of(LOOPBACK))
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=sys.stderr, start_new_session=True) as other:
         try:
-            outcome = launcher.run(task, TIMEOUT_S)
+            outcome = launcher.run(task(is_bench_first=is_bench_first), TIMEOUT_S)
             if outcome.status is Status.OK:
                 other.wait(TIMEOUT_S)
         finally:
             other.terminate()
     assert outcome.status is Status.OK and other.returncode == 0, (outcome.reason, other.returncode)
-    sides = {
-        "bench": [rank["time"] for rank in outcome.ranks],
-        "bare": [json.loads((folder / f"bare{rank}.json").read_text()) for rank in range(bare.RANKS)],
-    }
-    losses, others = ([rank["losses"] for rank in side] for side in sides.values())
-    assert losses == others, f"{backend} and {loop} did not train the same"
+    theirs = [json.loads((folder / f"torchrun{rank}.json").read_text()) for rank in range(bare.RANKS)]
+    ranks = {"trial": outcome.ranks, "torchrun": theirs}
+    sides = {(processes, of): [rank[of] for rank in ranks[processes]] for processes in PROCESSES for of in LOOPS}
+    losses = [[rank["losses"] for rank in side] for side in sides.values()]
+    assert all(others == losses[0] for others in losses), f"{backend} and {loop} did not train the same"
     return {
-        name: [max(ranks) for ranks in zip(*(rank["seconds"][-timed:] for rank in side), strict=True)]
+        name: [max(ones) for ones in zip(*(rank["seconds"][-timed:] for rank in side), strict=True)]
         for name, side in sides.items()
     }

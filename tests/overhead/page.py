@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from bench.judge.sides import IDLE_SHARE
-from bench.judge.statistics import Sample, ratio
+from bench.judge.statistics import Interval, Sample, ratio
 from bench.words import digits
 from tests.overhead import bare
+from tests.overhead.in_turn import LOOPS, PROCESSES
 from tests.studies.markdown import table
 
 BOUND = 0.01
 """How far from 1 the ratio to a bare loop may be."""
-CONTROLLED = "ddp-deferred"
-CONTROL = f"bare {CONTROLLED} in a trial's processes"
-"""A bare loop beside itself."""
 
 
 def page(data: Mapping[str, Any], last: Mapping[str, Any]) -> str:
@@ -40,31 +38,46 @@ def _machine(data: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _loops(loops: Mapping[str, Any]) -> Iterator[str]:
-    rows, watching = [], 0.0
-    for backend, groups in loops.items():
-        blocks = range(len(groups["bench"]))
-        ours, theirs = (Sample([[seconds] for seconds in groups[side]], blocks) for side in ("bench", "bare"))
+    rows = []
+    for backend, one in loops.items():
+        ours, theirs = (_sample(one, [f"{loop}, {processes}" for processes in PROCESSES]) for loop in LOOPS)
         found = ratio(ours, theirs)
-        interval = "-" if found.low is None else f"{found.low:.4f} to {found.high:.4f}"
-        bare_loop = _seconds(statistics.median(groups["bare"]))
-        inside = _inside(found.low, found.high)
-        rows.append((backend, bare_loop, f"{found.ratio:.4f}", interval, str(len(blocks)), inside))
-        watching = max(watching, *groups["watching"])
+        beside = ratio(*(_sample(one, [f"{loop}, {processes}" for loop in LOOPS]) for processes in PROCESSES))
+        bare_loop = _seconds(statistics.median(one["bare, torchrun"]))
+        num_groups, inside = str(len(one["bare, torchrun"])), _inside(found.low, found.high)
+        rows.append((backend, bare_loop, *_cells(found), inside, *_cells(beside), num_groups))
+    watching = max(share for one in loops.values() for share in one["watching"])
     yield from ("## A step, beside a bare loop", "")
     yield (
         "The [bare loops](../tests/overhead/bare.py) use nothing of the bench but model, weights, tokens and loss. "
         f"Llama `tiny`, {bare.LENGTH} tokens, micro-batch {bare.MICRO_BATCH}, N = {bare.N}, fp32, {bare.RANKS} ranks "
-        "over gloo with one thread each. A trial of the bench and a bare loop train the same windows in turn (bench, "
-        "bare, bare, bench, and so on): while the process group of one side trains, that of the other sleeps. The "
-        "losses of all windows are equal in every bit. A group counts as its median step, and the ratio of two is "
-        "estimated as in reports, paired by group. The process that watches the trial runs beside both sides; it took "
-        f"{100 * watching:.2f} % of one core at most. The last row is a control: both sides train the same bare loop, "
-        "one of them in the processes of a trial. The last column says whether the whole interval is within "
-        f"{100 * BOUND:g} % of 1: no, if all of it is outside, and undecided, if a part of it is."
+        "over gloo with one thread each. Two groups of processes train the same windows in turn: while one trains, the "
+        "other sleeps. One has the processes of a trial, the other those of torch elastic alone. First one trains the "
+        "bench's loop and the other the bare loop, then they change places. So `bench / bare` compares the loops and "
+        "`trial / torchrun` the processes, and neither depends on the other. The losses of all windows are equal in "
+        "every bit. A group counts as its median step, and ratios are estimated as in reports, paired by group. The "
+        f"process that watches the trial runs all the time; it took {100 * watching:.2f} % of one core at most."
     )
     yield ""
-    header = ("backend", "bare loop", "bench / bare", "95 % interval", "groups", f"within {100 * BOUND:g} %")
-    yield from table(header, rows)
+    yield (
+        f"The column after the first interval says whether all of it is within {100 * BOUND:g} % of 1: no, if all of "
+        "it is outside, and undecided, if a part of it is."
+    )
+    yield ""
+    interval = "95 % interval"
+    header = ("backend", "bare loop", "bench / bare", interval, f"within {100 * BOUND:g} %")
+    yield from table((*header, "trial / torchrun", interval, "groups"), rows)
+
+
+def _sample(one: Mapping[str, Any], sides: Iterable[str]) -> Sample:
+    """The median steps of some sides; those of one group are a block."""
+    groups = [enumerate(one[side]) for side in sides]
+    blocks, seconds = zip(*(pair for group in groups for pair in group), strict=True)
+    return Sample([[median] for median in seconds], blocks)
+
+
+def _cells(found: Interval) -> tuple[str, str]:
+    return f"{found.ratio:.4f}", "-" if found.low is None else f"{found.low:.4f} to {found.high:.4f}"
 
 
 def _inside(low: float | None, high: float | None) -> str:
