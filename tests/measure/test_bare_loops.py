@@ -19,7 +19,7 @@ def test_a_trial_and_a_bare_loop_train_the_same_windows_in_turn(
     backend: str, launcher: Launcher, tmp_path: Path
 ) -> None:
     found = steps(launcher, backend, backend, 3, tmp_path, is_bench_first=False)
-    assert [len(seconds) for seconds in found.values()] == [3] * 4
+    assert [len(seconds) for seconds in found.values()] == [3] * 6
     assert all(0 < second < 60 for seconds in found.values() for second in seconds)
 
 
@@ -44,7 +44,7 @@ def measured() -> dict[str, Any]:
         "loops": {
             name: {
                 f"{loop}, {processes}": [seconds * part * whole for seconds in bare]
-                for loop, part in (("bench", cost), ("bare", 1))
+                for loop, part in (("bench", cost), ("bare", 1), ("step", cost**2))
                 for processes, whole in (("trial", 1.02), ("torchrun", 1))
             }
             | {"watching": [0.001] * 8}
@@ -59,6 +59,7 @@ def test_the_page_says_what_is_within_one_per_cent_and_what_changed(measured: di
     said = page(measured, measured | last)
     assert "| ddp-deferred | 135 ms | 1.0050 | 1.0050 to 1.0050 | yes | 1.0200 | 1.0200 to 1.0200 | 8 |" in said
     assert "| lightning-ddp | 135 ms | 1.0300 | 1.0300 to 1.0300 | **no** | 1.0200 | 1.0200 to 1.0200 | 8 |" in said
+    assert "from 1.0050 (ddp-deferred) to 1.0300 (lightning-ddp) of the window" in said
     assert "| smoke run | 100 s | 1 | 1.250 |" in said
     assert "| one append | 50 µs | 900 | - |" in said
     assert "not idle" not in said

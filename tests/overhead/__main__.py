@@ -40,7 +40,7 @@ def busy() -> float:
 
 
 def beside_bare_loops(groups: int, windows: int) -> dict[str, dict[str, list[float]]]:
-    """By backend, the median step of each group in seconds, by loop and processes; and the share of a core to watch.
+    """By backend, the median window of each group in seconds, by loop and processes; and the share of a core to watch.
 
     Where a group begins with the bench, the next begins with the bare loop.
     """
@@ -88,7 +88,7 @@ def fixed(arguments: list[str]) -> dict[str, dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="nox -s overhead --", description=__doc__)
     option = parser.add_argument
-    option("--groups", type=int, default=10, help="groups of processes per bare loop and side (default: %(default)s)")
+    option("--groups", type=int, default=16, help="groups of processes per bare loop and side (default: %(default)s)")
     option("--windows", type=int, default=80, help="timed windows of each (default: %(default)s)")
     option("--out", type=Path, default=ROOT / "docs", metavar="DIR", help="where to (default: docs)")
     options, others = parser.parse_known_args()

@@ -63,6 +63,10 @@ class Turns:
             if self._store.add(f"{self._phase} ended {turn}", 1) == RANKS:
                 self._store.set(key(self._phase, turn + 1), "")
 
+    def seconds(self) -> list[float]:
+        """The seconds of each window."""
+        return [end - begin for begin, end in zip(self.began, self.ended, strict=True)]
+
     def _turn(self, window: int) -> int:
         return 2 * window + ((window + self._side) % 2)
 
@@ -218,5 +222,4 @@ def train(backend: str, rank: int, windows: int, turns: Callable[[Any], Turns]) 
     loop = Loop(turns(batches(tokens, rank)), workload)
     LOOPS[backend](loop)
     loop.turns.end()
-    seconds = [end - begin for begin, end in zip(loop.turns.began, loop.turns.ended, strict=True)]
-    return {"seconds": seconds, "losses": means(loop.losses)}
+    return {"seconds": loop.turns.seconds(), "losses": means(loop.losses)}

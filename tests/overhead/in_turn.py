@@ -72,15 +72,16 @@ class RankInTurn(RankTrial):
         return backend
 
     def time(self) -> dict[str, Any]:
-        """The result of the time pass, and ``seconds``: its steps without the time that they waited for their turn."""
+        """The result of the time pass with the ``seconds`` of its windows, and of its ``steps`` without the waits."""
         result = super().time()
         steps = result["warmup_seconds"] + result["step_seconds"]
         waits = [began - ended for began, ended in zip(self.turns.began[1:], self.turns.ended[:-1], strict=True)]
-        return result | {"seconds": [step - wait for step, wait in zip(steps, waits, strict=True)]}
+        own = [step - wait for step, wait in zip(steps, waits, strict=True)]
+        return result | {"seconds": self.turns.seconds(), "steps": own}
 
 
 def work(task: InTurn, rank: int, device: torch.device) -> dict[str, Any]:
-    """Train both; the result has the seconds and losses of their windows."""
+    """Train both; the result has the seconds and losses of their windows, and the bench's own steps."""
     found: dict[str, Any] = {}
     for phase, loop in enumerate(LOOPS if task.is_bench_first else reversed(LOOPS)):
         gc.collect()
@@ -98,7 +99,9 @@ def steps(
 ) -> dict[tuple[str, str], list[float]]:
     """Train in turn with a backend and with a bare loop, in a trial's processes and in torch elastic's.
 
-    By processes and loop, the seconds of the timed steps, maxima over ranks.
+    By processes and loop, the seconds of the timed windows, maxima over ranks; and by processes and ``step`` those of
+    the steps from update to update that the bench reports. Both are without waits, and their sums are equal. But ranks
+    that leave an update at different times and meet after it (Lightning) have larger maxima of steps than of windows.
 
     A trial's processes begin with the bench, and the others with the bare loop, or the other way round. The losses of
     all four must be equal in every bit.
@@ -136,7 +139,9 @@ def steps(
     sides = {(processes, of): [rank[of] for rank in ranks[processes]] for processes in PROCESSES for of in LOOPS}
     losses = [[rank["losses"] for rank in side] for side in sides.values()]
     assert all(others == losses[0] for others in losses), f"{backend} and {loop} did not train the same"
+    sides = {name: [rank["seconds"] for rank in side] for name, side in sides.items()}
+    sides |= {(processes, "step"): [rank["bench"]["steps"] for rank in ranks[processes]] for processes in PROCESSES}
     return {
-        name: [max(ones) for ones in zip(*(rank["seconds"][-timed:] for rank in side), strict=True)]
+        name: [max(ones) for ones in zip(*(rank[-timed:] for rank in side), strict=True)]
         for name, side in sides.items()
     }

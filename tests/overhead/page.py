@@ -46,6 +46,10 @@ def _loops(loops: Mapping[str, Any]) -> Iterator[str]:
         bare_loop = _seconds(statistics.median(one["bare, torchrun"]))
         num_groups, inside = str(len(one["bare, torchrun"])), _inside(found.low, found.high)
         rows.append((backend, bare_loop, *_cells(found), inside, *_cells(beside), num_groups))
+    reported = {
+        backend: ratio(*(_sample(one, [f"{what}, trial"]) for what in ("step", "bench"))).ratio
+        for backend, one in loops.items()
+    }
     watching = max(share for one in loops.values() for share in one["watching"])
     yield from ("## A step, beside a bare loop", "")
     yield (
@@ -55,8 +59,16 @@ def _loops(loops: Mapping[str, Any]) -> Iterator[str]:
         "other sleeps. One has the processes of a trial, the other those of torch elastic alone. First one trains the "
         "bench's loop and the other the bare loop, then they change places. So `bench / bare` compares the loops and "
         "`trial / torchrun` the processes, and neither depends on the other. The losses of all windows are equal in "
-        "every bit. A group counts as its median step, and ratios are estimated as in reports, paired by group. The "
+        "every bit. A group counts as its median window, and ratios are estimated as in reports, paired by group. The "
         f"process that watches the trial runs all the time; it took {100 * watching:.2f} % of one core at most."
+    )
+    yield ""
+    least, most = min(reported, key=reported.__getitem__), max(reported, key=reported.__getitem__)
+    yield (
+        "A window of both loops lasts from its turn until the loop asks for the next micro-batch. The step that the "
+        "bench reports lasts from update to update; without the waits the sums are equal. Both are maxima over ranks, "
+        "so steps are longer where ranks leave an update at different times and meet again after it: here from "
+        f"{reported[least]:.4f} ({least}) to {reported[most]:.4f} ({most}) of the window."
     )
     yield ""
     yield (
