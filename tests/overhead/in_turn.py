@@ -100,8 +100,9 @@ def steps(
     """Train in turn with a backend and with a bare loop, in a trial's processes and in torch elastic's.
 
     By processes and loop, the seconds of the timed windows, maxima over ranks; and by processes and ``step`` those of
-    the steps from update to update that the bench reports. Both are without waits, and their sums are equal. But ranks
-    that leave an update at different times and meet after it (Lightning) have larger maxima of steps than of windows.
+    the steps from update to update that the bench reports. Both are without waits, and a rank's sums agree but for the
+    ends. Ranks that leave an update at different times and meet after it (Lightning) have larger maxima of
+    steps than of windows.
 
     A trial's processes begin with the bench, and the others with the bare loop, or the other way round. The losses of
     all four must be equal in every bit.
