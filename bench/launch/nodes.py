@@ -21,7 +21,7 @@ from typing import Any, NoReturn, Self
 from bench.backends.base import EXTRA_BACKENDS
 from bench.errors import InputError
 from bench.launch import places
-from bench.launch.channel import PING_S, SILENT_S, Channel, LostError, SecretError
+from bench.launch.channel import HELLO_BYTES, PING_S, SILENT_S, Channel, LostError, SecretError
 from bench.launch.node import ForkError
 from bench.launch.part import NodeReport, Part
 from bench.launch.places import Place
@@ -147,7 +147,7 @@ class RemoteNode:
                 else:
                     self._report = self._unpacked(NodeReport(**message["report"]))
             except (KeyError, TypeError, ValueError) as error:
-                self.lose(f"it does not speak as a bench does ({error})")
+                self.lose(f"its message is malformed ({error})")
         return message
 
     def _unpacked(self, report: NodeReport) -> NodeReport:
@@ -255,10 +255,10 @@ class Nodes:
         channel = Channel(link)
         number, host, who, about = 0, "", "", None
         try:
-            hello = channel.meet()
+            hello = channel.receive(ANSWER_S, HELLO_BYTES) or {}
             number, host = int(hello["node"]), str(hello["host"])[:80]
             who = f"node {number} ({host})"
-            channel.admit(self._secret)
+            channel.authenticate(self._secret, is_controller=True)
             about = channel.receive(ANSWER_S)
             refusal = "it said nothing about itself" if about is None else self._refusal(number, about)
             channel.send({"refused": f"{who}: {refusal}"} if refusal else {"welcome": True})
