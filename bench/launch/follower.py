@@ -20,12 +20,12 @@ from typing import Any, Self
 
 from bench.backends.base import EXTRA_BACKENDS
 from bench.errors import BAD, GOOD, InputError
-from bench.launch import places
+from bench.launch import job_nodes
 from bench.launch.channel import SILENT_S, Channel, LostError, SecretError
+from bench.launch.job_nodes import Place
 from bench.launch.node import Node, Recorder
+from bench.launch.node_task import NodeReport, NodeTask
 from bench.launch.nodes import ANSWER_S, JOIN_S
-from bench.launch.part import NodeReport, Part
-from bench.launch.places import Place
 from bench.plan.cell import Device
 
 SIGHT_S = 1.0
@@ -45,7 +45,7 @@ def follow(place: Place, secret: bytes, about: Mapping[str, Any], recorder: Reco
         channel.send({**about, "num_nodes": place.num_nodes})
         answer = channel.receive(ANSWER_S) or {}
     except SecretError as error:
-        raise InputError(f"{places.SECRET}: node 0 at {channel.address} has another secret") from error
+        raise InputError(f"{job_nodes.SECRET}: node 0 at {channel.address} has another secret") from error
     except LostError as error:
         raise InputError(f"node 0 at {channel.address} did not let this node in ({error})") from error
     if "welcome" not in answer:
@@ -65,7 +65,7 @@ def _connect(place: Place) -> Channel:
     deadline = time.monotonic() + JOIN_S
     while True:
         try:
-            return Channel(socket.create_connection((places.address_of(place), place.port), timeout=RETRY_S * 10))
+            return Channel(socket.create_connection((job_nodes.address_of(place), place.port), timeout=RETRY_S * 10))
         except OSError as error:
             if time.monotonic() > deadline:
                 raise InputError(
@@ -144,11 +144,11 @@ class _Follower:
         node.start(tuple(packages), cold=cold)
         node.ready()
 
-    def _begin(self, part: dict[str, Any]) -> None:
-        self._folder, self._run_id = self._opened().scratch, part["run_id"]
+    def _begin(self, node_task: dict[str, Any]) -> None:
+        self._folder, self._run_id = self._opened().scratch, node_task["run_id"]
         self._folder.mkdir(mode=0o700)
-        payload = json.dumps({**json.loads(part["payload"]), "folder": str(self._folder)})
-        self._opened().begin(Part(**{**part, "folder": str(self._folder), "payload": payload}))
+        payload = json.dumps({**json.loads(node_task["payload"]), "folder": str(self._folder)})
+        self._opened().begin(NodeTask(**{**node_task, "folder": str(self._folder), "payload": payload}))
 
     def _end(self, *, dump: bool) -> None:
         if self._run_id:  # else its report is on the way
