@@ -14,6 +14,7 @@ from bench.measure.memory import MemoryProbe, reconcile
 from bench.measure.taps import EventKind, Taps
 from bench.plan import categories
 from bench.plan.categories import HELD, PEAK, Category
+from bench.run import trial_record
 
 KIB = 1024
 
