@@ -18,7 +18,7 @@ from bench.launch import rank
 from bench.measure.trial import RankTrial
 from bench.plan.cell import REFERENCE, Cell, Device, Sharding, Status, Sync
 from bench.plan.task import SETTLED_WINDOWS, Spec
-from bench.run.record import merge_ranks
+from bench.run.trial_record import merge_ranks
 from tests.factories import make_cell, make_manifest, make_record
 
 LARGE = 2**26

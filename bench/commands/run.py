@@ -53,20 +53,20 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the matrix, or go on with a run; the exit status of its trials."""
-    from bench.launch import follower, places
+    from bench.launch import follower, job_nodes
     from bench.launch.nodes import Nodes
 
-    place = places.here()
+    place = job_nodes.here()
     if place is None:
         return _lead(arguments, None)
-    about = _about(places.address_of(place))
+    about = _about(job_nodes.address_of(place))
     if not place.is_controller:
         from bench.run.telemetry import Telemetry
 
-        return follower.follow(place, places.secret(), about, Telemetry())
+        return follower.follow(place, job_nodes.secret(), about, Telemetry())
     if about["error"]:
         raise InputError(f"node 0: {about['error']}")
-    with Nodes(place, places.secret(), about) as others:
+    with Nodes(place, job_nodes.secret(), about) as others:
         others.gather()
         return _lead(arguments, others)
 
@@ -74,12 +74,12 @@ def run(arguments: argparse.Namespace) -> int:
 def _about(head: str) -> dict[str, Any]:
     """What a node tells the controller: versions, which have to be equal, its GPUs, and why it cannot be used."""
     from bench.launch import gpus as launch_gpus
-    from bench.launch import places
+    from bench.launch import job_nodes
     from bench.run import machine
 
     gpus, error = launch_gpus.gpus(), ""
     try:
-        places.check_interfaces()
+        job_nodes.check_interfaces()
         if gpus:
             _require_usable(gpus, RESULTS)
     except InputError as found:

@@ -24,7 +24,7 @@ from bench.plan.cell import REFERENCES, Cell, RankGroup, Status
 from bench.plan.schedule import Ended
 from bench.run.journal import Journal
 from bench.run.machine import unlike_nodes
-from bench.run.record import warmup
+from bench.run.trial_record import warmup
 from bench.words import plural
 
 TOLERANCE = 1e-9

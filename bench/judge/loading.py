@@ -18,7 +18,7 @@ from bench.plan.cell import Cell
 from bench.plan.matrix import check_stored
 from bench.plan.schedule import Schedule
 from bench.run.journal import MANIFEST, Journal, read_manifest
-from bench.run.record import check
+from bench.run.trial_record import check
 
 
 def load(folder: Path) -> Run:

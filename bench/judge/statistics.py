@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
-from bench.run.record import warmup
+from bench.run.trial_record import warmup
 
 Array = NDArray[np.float64]
 

@@ -17,7 +17,7 @@ from bench.plan.columns import COLUMNS, dtypes
 from bench.plan.world import World
 from bench.run.links import all_reduce_rate, between
 from bench.run.machine import peak_flops
-from bench.run.record import warmup
+from bench.run.trial_record import warmup
 
 
 def products_rate(entry: Mapping[str, Any] | None, precision: str) -> float | None:

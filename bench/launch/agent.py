@@ -25,8 +25,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from bench.launch import stragglers
+from bench.launch.node_task import NodeTask
 from bench.launch.outcome import written
-from bench.launch.part import Part
 
 JOIN_S = 60
 """How long a node tries to reach the store of the first one, in seconds."""
@@ -68,7 +68,9 @@ class Agent(LocalElasticAgent):
             return []
 
 
-def run(rank_main: Callable[[str], None], part: Part, rendezvous: Rendezvous, start_method: str) -> dict[str, Any]:
+def run(
+    rank_main: Callable[[str], None], node_task: NodeTask, rendezvous: Rendezvous, start_method: str
+) -> dict[str, Any]:
     """Run ``rank_main`` in this node's ranks and return what failed: the rank, its exit code or signal.
 
     Their logs go into the folder. ``server`` sends the answer on. Without a failure, the answer says that a rank ended
@@ -76,15 +78,15 @@ def run(rank_main: Callable[[str], None], part: Part, rendezvous: Rendezvous, st
     """
     spec = WorkerSpec(
         role="rank",
-        local_world_size=part.num_ranks,
+        local_world_size=node_task.num_ranks,
         rdzv_handler=rendezvous,
         entrypoint=rank_main,
-        args=(part.payload,),
+        args=(node_task.payload,),
         max_restarts=0,
         monitor_interval=1e-3,  # the sleep before each wait, in seconds
-        local_addr=part.address,
+        local_addr=node_task.address,
     )
-    logs = DefaultLogsSpecs(log_dir=part.folder, redirects=Std.ALL)
+    logs = DefaultLogsSpecs(log_dir=node_task.folder, redirects=Std.ALL)
     agent = Agent(spec, logs, start_method=start_method)
     try:
         result = agent.run()
@@ -94,8 +96,8 @@ def run(rank_main: Callable[[str], None], part: Part, rendezvous: Rendezvous, st
     if not exits:
         return {"failure": "a rank ended without a result"}
     # Of several, one that a signal ended, or that reported nothing, is why the others failed.
-    first = part.ranks.start
-    reported = written(Path(part.folder), part.ranks)
+    first = node_task.ranks.start
+    reported = written(Path(node_task.folder), node_task.ranks)
     rank = min(exits, key=lambda rank: (exits[rank] >= 0, first + rank in reported))
     code = exits[rank]
     if code < 0:
@@ -109,15 +111,15 @@ class Rendezvous(StaticTCPRendezvous):
     The ranks use this store too, so none of them opens another.
     """
 
-    def __init__(self, part: Part) -> None:
-        port, listener = part.port, None
-        if part.node == 0:
-            family = socket.AF_INET6 if ":" in part.address else socket.AF_INET
-            listener = socket.create_server((part.address, 0), family=family, backlog=socket.SOMAXCONN)
+    def __init__(self, node_task: NodeTask) -> None:
+        port, listener = node_task.port, None
+        if node_task.node == 0:
+            family = socket.AF_INET6 if ":" in node_task.address else socket.AF_INET
+            listener = socket.create_server((node_task.address, 0), family=family, backlog=socket.SOMAXCONN)
             port = int(listener.getsockname()[1])
-        super().__init__(part.address, port, part.node, part.num_nodes, part.run_id, JOIN_S)
+        super().__init__(node_task.address, port, node_task.node, node_task.num_nodes, node_task.run_id, JOIN_S)
         if listener is not None:
             descriptor = listener.detach()
             self._store = TCPStore(
-                part.address, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
+                node_task.address, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
             )

@@ -22,7 +22,7 @@ SILENT_S = 30.0
 PING_S = 5.0
 """How often the controller says that it is there."""
 HELLO_BYTES, MESSAGE_BYTES = 4096, 2**30
-"""Largest message before and after the proof."""
+"""Largest message before and after authentication."""
 
 
 class LostError(Exception):
@@ -48,23 +48,15 @@ class Channel:
     def fileno(self) -> int:
         return self._connection.fileno()
 
-    def introduce(self, hello: dict[str, Any], secret: bytes) -> None:
-        """Say who this is, and prove it to the controller, who proves himself. Raises SecretError or LostError."""
-        self.send(hello)
-        self._prove(answer_challenge, deliver_challenge, secret)
+    def authenticate(self, secret: bytes, *, is_controller: bool) -> None:
+        """Prove to the other end that this one knows the secret, and let it do the same.
 
-    def meet(self) -> dict[str, Any]:
-        """What the other end says of itself, before any proof. Raises LostError."""
-        return self._read(HELLO_BYTES)
-
-    def admit(self, secret: bytes) -> None:
-        """Let the other end prove itself, and prove it to him. Raises SecretError or LostError."""
-        self._prove(deliver_challenge, answer_challenge, secret)
-
-    def _prove(self, first: Any, second: Any, secret: bytes) -> None:
+        Raises SecretError or LostError.
+        """
+        challenges = (deliver_challenge, answer_challenge) if is_controller else (answer_challenge, deliver_challenge)
         try:
-            first(self._connection, secret)
-            second(self._connection, secret)
+            for challenge in challenges:
+                challenge(self._connection, secret)
         except AuthenticationError as error:
             raise SecretError(str(error)) from error
         except (EOFError, OSError, ValueError, AssertionError) as error:
@@ -78,19 +70,18 @@ class Channel:
         except OSError as error:
             raise LostError(f"the connection to it broke ({error.strerror or error})") from error
 
-    def receive(self, timeout_s: float) -> dict[str, Any] | None:
+    def receive(self, timeout_s: float, max_bytes: int = MESSAGE_BYTES) -> dict[str, Any] | None:
         """The next message; None if there is none within the time. Raises LostError."""
-        return self._read(MESSAGE_BYTES) if self._connection.poll(timeout_s) else None
-
-    def _read(self, most: int) -> dict[str, Any]:
+        if not self._connection.poll(timeout_s):
+            return None
         try:
-            message = json.loads(self._connection.recv_bytes(most))
+            message = json.loads(self._connection.recv_bytes(max_bytes))
         except EOFError as error:
             raise LostError("its process ended") from error
         except (OSError, ValueError, RecursionError) as error:
             raise LostError(f"the connection to it broke ({error})") from error
         if not isinstance(message, dict):
-            raise LostError("it does not speak as a bench does")
+            raise LostError("its message is not a JSON object")
         return message
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What ``bench run`` is on every node but the first: it runs its ranks of each trial as the controller says.
+"""``bench run`` on every node but the first: runs this node's ranks of each trial on the controller's commands.
 
 It ends when the controller says so, or by itself when that is gone for ``SILENT_S``. It leaves nothing behind.
 """
@@ -13,19 +13,19 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Self
 
 from bench.backends.base import EXTRA_BACKENDS
 from bench.errors import BAD, GOOD, InputError
-from bench.launch import places
+from bench.launch import job_nodes
 from bench.launch.channel import SILENT_S, Channel, LostError, SecretError
+from bench.launch.job_nodes import Place
 from bench.launch.node import Node, Recorder
+from bench.launch.node_task import NodeReport, NodeTask
 from bench.launch.nodes import ANSWER_S, JOIN_S
-from bench.launch.part import NodeReport, Part
-from bench.launch.places import Place
 from bench.plan.cell import Device
 
 SIGHT_S = 1.0
@@ -40,11 +40,12 @@ def follow(place: Place, secret: bytes, about: Mapping[str, Any], recorder: Reco
     """Join the job and do as the controller says; the exit status. Raises InputError if it cannot join."""
     channel = _connect(place)
     try:
-        channel.introduce({"node": place.node, "host": socket.gethostname()}, secret)
+        channel.send({"node": place.node, "host": socket.gethostname()})
+        channel.authenticate(secret, is_controller=False)
         channel.send({**about, "num_nodes": place.num_nodes})
         answer = channel.receive(ANSWER_S) or {}
     except SecretError as error:
-        raise InputError(f"{places.SECRET}: node 0 at {channel.address} has another secret") from error
+        raise InputError(f"{job_nodes.SECRET}: node 0 at {channel.address} has another secret") from error
     except LostError as error:
         raise InputError(f"node 0 at {channel.address} did not let this node in ({error})") from error
     if "welcome" not in answer:
@@ -64,7 +65,7 @@ def _connect(place: Place) -> Channel:
     deadline = time.monotonic() + JOIN_S
     while True:
         try:
-            return Channel(socket.create_connection((places.address_of(place), place.port), timeout=RETRY_S * 10))
+            return Channel(socket.create_connection((job_nodes.address_of(place), place.port), timeout=RETRY_S * 10))
         except OSError as error:
             if time.monotonic() > deadline:
                 raise InputError(
@@ -109,7 +110,7 @@ class _Follower:
                 if message["do"] == "bye":
                     return
                 if message["do"] != "ping":
-                    self._channel.send({"id": message["id"], **self._done(message)})
+                    self._channel.send({"id": message["id"], **self._answer(message)})
             if time.monotonic() - heard > SILENT_S:
                 raise LostError(f"it has said nothing for {SILENT_S:g} s")
             if self._node is not None and self._run_id:
@@ -118,35 +119,42 @@ class _Follower:
                     sight_at = time.monotonic()
                     self._tell(self._node, report)
 
-    def _done(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Do what was asked; the answer, or the error."""
+    def _answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Carry out a command; its result, or the error."""
         arguments = {name: value for name, value in message.items() if name not in ("do", "id")}
+        commands: dict[str, Callable[..., Any]] = {
+            "open": self._open,
+            "start": self._start,
+            "begin": self._begin,
+            "end": self._end,
+            "close": self._close,
+        }
         try:
-            return {"answer": getattr(self, f"do_{message['do']}")(**arguments)}
+            return {"answer": commands[message["do"]](**arguments)}
         except Exception as error:
             return {"error": str(error), "kind": type(error).__name__}
 
-    def do_open(self, device: str, backends: str) -> bool:
+    def _open(self, device: str, backends: str) -> bool:
         os.environ[EXTRA_BACKENDS] = backends
         self._node = Node(Device(device), self._channel.own_address, self._recorder)
         return self._node.open(Device(device))
 
-    def do_start(self, packages: list[str], *, cold: bool) -> None:
+    def _start(self, packages: list[str], *, cold: bool) -> None:
         node = self._opened()
         node.start(tuple(packages), cold=cold)
         node.ready()
 
-    def do_begin(self, part: dict[str, Any]) -> None:
-        self._folder, self._run_id = self._opened().scratch, part["run_id"]
+    def _begin(self, node_task: dict[str, Any]) -> None:
+        self._folder, self._run_id = self._opened().scratch, node_task["run_id"]
         self._folder.mkdir(mode=0o700)
-        payload = json.dumps({**json.loads(part["payload"]), "folder": str(self._folder)})
-        self._opened().begin(Part(**{**part, "folder": str(self._folder), "payload": payload}))
+        payload = json.dumps({**json.loads(node_task["payload"]), "folder": str(self._folder)})
+        self._opened().begin(NodeTask(**{**node_task, "folder": str(self._folder), "payload": payload}))
 
-    def do_end(self, *, dump: bool) -> None:
+    def _end(self, *, dump: bool) -> None:
         if self._run_id:  # else its report is on the way
             self._tell(self._opened(), self._opened().end(dump=dump))
 
-    def do_close(self) -> None:
+    def _close(self) -> None:
         self._opened().close()
         self._forget()
 

@@ -18,14 +18,14 @@ from multiprocessing.connection import wait
 from typing import Any, Self
 
 from bench.backends.base import registry
-from bench.launch import places
+from bench.launch import job_nodes
 from bench.launch.channel import LostError
 from bench.launch.node import ForkError, Node, Recorder
+from bench.launch.node_task import NodeReport, NodeTask
 from bench.launch.nodes import Nodes, RemoteNode
 from bench.launch.outcome import Ending, Outcome, judge
-from bench.launch.part import NodeReport, Part
 from bench.launch.process import LauncherError
-from bench.launch.watchdog import EndReason, Watch, excessive
+from bench.launch.watchdog import Watch, excessive
 from bench.plan.cell import Device, Status
 from bench.plan.task import Task
 
@@ -48,7 +48,7 @@ class Launcher:
         self._cold = cold
         self._others = others
         name = f"node 0 ({socket.gethostname()})" if others else ""
-        self._own = Node(device, others.address if others else places.LOOPBACK, recorder, name)
+        self._own = Node(device, others.address if others else job_nodes.LOOPBACK, recorder, name)
 
     @property
     def _nodes(self) -> list[Node | RemoteNode]:
@@ -139,7 +139,7 @@ class _Trial:
         names = [f"rank {rank}" for rank in range(task.num_processes)]
         if len(nodes) > 1:
             names = [f"{name} on {nodes[rank // num_ranks].name}" for rank, name in enumerate(names)]
-        part = Part(
+        node_task = NodeTask(
             entry=task.entry,
             payload=task.to_json(),
             folder=task.folder,
@@ -151,27 +151,25 @@ class _Trial:
         started = time.perf_counter()
         watch = Watch(names, timeout_s, inactivity_s)
         for number, node in enumerate(nodes):
-            port = node.begin(replace(part, node=number))
-            part = replace(part, port=part.port or port)
-        reason = self._wait(watch)
+            port = node.begin(replace(node_task, node=number))
+            node_task = replace(node_task, port=node_task.port or port)
+        ending = self._wait(watch)
         wall_s = time.perf_counter() - started
         heard = {rank for node in nodes for rank in node.look().written}
         ended = [number for number in range(len(nodes)) if number not in self._reports]
         for number in reversed(ended):
-            self._reports[number] = nodes[number].end(dump=reason is not None and reason.dump)
+            self._reports[number] = nodes[number].end(dump=ending is not None and ending.dump)
         reports = [self._reports[number] for number in range(len(nodes))]
         self.died_early = any(report.died_early for report in reports)
         results = [result for report in reports for result in report.results]
         for rank in range(len(results)):
             if rank // num_ranks in ended and rank not in heard:  # an effect of its end
                 results[rank] = None
-        ending = self._ending(results, names) if reason is None else _ending_of(reason)
-        if excess := excessive(sum(report.log_bytes for report in reports)):
-            ending = replace(_ending_of(excess), void=True)
+        ending = excessive(sum(report.log_bytes for report in reports)) or ending or self._ending(results, names)
         self.outcome = judge(results, ending, wall_s, names)
         self.outcome.recordings = [report.recording for report in reports]
 
-    def _wait(self, watch: Watch) -> EndReason | None:
+    def _wait(self, watch: Watch) -> Ending | None:
         """Wait until all ranks have ended, or some have failed; or the reason to end the trial early."""
         settled = math.inf
         while True:
@@ -182,8 +180,8 @@ class _Trial:
                         settled = min(settled, time.monotonic() + SETTLE_S)
             if len(self._reports) == len(self._nodes) or time.monotonic() > settled:
                 return None
-            if reason := watch.look([node.look() for node in self._nodes]):
-                return reason
+            if ending := watch.look([node.look() for node in self._nodes]):
+                return ending
             running = [node.fileno() for number, node in enumerate(self._nodes) if number not in self._reports]
             wait(running, watch.interval_s)
 
@@ -208,7 +206,3 @@ class _Trial:
             killed_for_memory=report.killed_for_memory,
             last_lines=report.last_lines,
         )
-
-
-def _ending_of(reason: EndReason) -> Ending:
-    return Ending(failure=reason.reason, status=reason.status)

@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from bench.launch import gpus, outcome, places
-from bench.launch.part import NodeReport, Part
+from bench.launch import gpus, job_nodes, outcome
+from bench.launch.node_task import NodeReport, NodeTask
 from bench.launch.process import LauncherProcess, environment_of
 from bench.launch.watchdog import Ranks, Sight
 from bench.plan.cell import Device, Status
@@ -43,16 +43,16 @@ class Node:
     lost = ""
 
     def __init__(
-        self, device: Device, address: str = places.LOOPBACK, recorder: Recorder | None = None, name: str = ""
+        self, device: Device, address: str = job_nodes.LOOPBACK, recorder: Recorder | None = None, name: str = ""
     ) -> None:
         self.address, self.name = address, name
         self._device = device
         self._recorder = recorder if device is Device.CUDA else None
-        self._interface = places.interface_of(address)
+        self._interface = job_nodes.interface_of(address)
         self._servers: dict[tuple[str, ...], LauncherProcess] = {}
         self._held = contextlib.ExitStack()
         self._server: LauncherProcess
-        self._part: Part
+        self._node_task: NodeTask
         self._ranks: Ranks
         self._answer: dict[str, Any] | None = None
 
@@ -94,17 +94,17 @@ class Node:
         """A folder for the trials of a follower, which does not exist yet; removed even if this process is killed."""
         return Path(self._server.scratch)
 
-    def begin(self, part: Part) -> int:
+    def begin(self, node_task: NodeTask) -> int:
         """Start the ranks of this part; the port of the trial's store."""
-        folder = Path(part.folder)
+        folder = Path(node_task.folder)
         folder.mkdir(parents=True, exist_ok=True)
         for stale in (*folder.glob("rank*"), *folder.rglob("*.log")):  # files of an earlier trial
             stale.unlink()
         if self._recorder:
             self._recorder.start()
-        self._part, self._ranks, self._answer = part, Ranks(folder, part.ranks), None
+        self._node_task, self._ranks, self._answer = node_task, Ranks(folder, node_task.ranks), None
         self._kills, self._began = outcome.counters(), time.monotonic()
-        reply = self._server.ask(dataclasses.asdict(part)) or {"died": True}
+        reply = self._server.ask(dataclasses.asdict(node_task)) or {"died": True}
         if "port" not in reply:
             self._answer = reply
         return int(reply.get("port", 0))
@@ -130,7 +130,7 @@ class Node:
 
     def _report(self, answer: dict[str, Any]) -> NodeReport:
         """The report of the ranks, after ending what has to end with them."""
-        part, folder = self._part, self._ranks.folder
+        node_task, folder = self._node_task, self._ranks.folder
         report = NodeReport(results=[], failure=answer.get("failure", ""), rank=answer.get("rank"))
         report.signal = answer.get("signal", 0)
         if answer.get("died"):
@@ -139,9 +139,9 @@ class Node:
         report.killed_for_memory = outcome.moved(self._kills, outcome.counters())
         if answer.get("died") or answer.get("spent"):
             self._server.close()
-        report.results = [self._result(rank) for rank in part.ranks]
+        report.results = [self._result(rank) for rank in node_task.ranks]
         if report.rank is not None:
-            report.last_lines = outcome.last_lines(folder, report.rank - part.ranks.start)
+            report.last_lines = outcome.last_lines(folder, report.rank - node_task.ranks.start)
         report.log_bytes = self._ranks.log_bytes()
         if self._recorder:
             report.recording = self._recorder.stop()

@@ -20,11 +20,11 @@ from typing import Any, NoReturn, Self
 
 from bench.backends.base import EXTRA_BACKENDS
 from bench.errors import InputError
-from bench.launch import places
-from bench.launch.channel import PING_S, SILENT_S, Channel, LostError, SecretError
+from bench.launch import job_nodes
+from bench.launch.channel import HELLO_BYTES, PING_S, SILENT_S, Channel, LostError, SecretError
+from bench.launch.job_nodes import Place
 from bench.launch.node import ForkError
-from bench.launch.part import NodeReport, Part
-from bench.launch.places import Place
+from bench.launch.node_task import NodeReport, NodeTask
 from bench.launch.process import START_TIMEOUT_S
 from bench.launch.watchdog import Sight
 from bench.plan.cell import Device
@@ -71,11 +71,11 @@ class RemoteNode:
     def ready(self) -> None:
         self._answer(START_TIMEOUT_S + ANSWER_S)
 
-    def begin(self, part: Part) -> int:
-        self._folder, self._run_id = Path(part.folder), part.run_id
-        count = len(part.ranks)
+    def begin(self, node_task: NodeTask) -> int:
+        self._folder, self._run_id = Path(node_task.folder), node_task.run_id
+        count = len(node_task.ranks)
         self._sight, self._report = dataclasses.replace(BLIND, counts=[None] * count, states=[""] * count), None
-        self._ask("begin", part=dataclasses.asdict(part))
+        self._ask("begin", node_task=dataclasses.asdict(node_task))
         self._answer(ANSWER_S)
         return 0
 
@@ -147,7 +147,7 @@ class RemoteNode:
                 else:
                     self._report = self._unpacked(NodeReport(**message["report"]))
             except (KeyError, TypeError, ValueError) as error:
-                self.lose(f"it does not speak as a bench does ({error})")
+                self.lose(f"its message is malformed ({error})")
         return message
 
     def _unpacked(self, report: NodeReport) -> NodeReport:
@@ -167,7 +167,7 @@ class Nodes:
     """The other nodes of a job. As a context, it listens on the head's address until the end."""
 
     def __init__(self, place: Place, secret: bytes, about: Mapping[str, Any]) -> None:
-        self.address = places.address_of(place)
+        self.address = job_nodes.address_of(place)
         self.nodes: list[RemoteNode] = []
         """Nodes 1, 2, ..., once ``gather`` has returned."""
         self._place, self._secret, self._about = place, secret, about
@@ -255,15 +255,15 @@ class Nodes:
         channel = Channel(link)
         number, host, who, about = 0, "", "", None
         try:
-            hello = channel.meet()
+            hello = channel.receive(ANSWER_S, HELLO_BYTES) or {}
             number, host = int(hello["node"]), str(hello["host"])[:80]
             who = f"node {number} ({host})"
-            channel.admit(self._secret)
+            channel.authenticate(self._secret, is_controller=True)
             about = channel.receive(ANSWER_S)
             refusal = "it said nothing about itself" if about is None else self._refusal(number, about)
             channel.send({"refused": f"{who}: {refusal}"} if refusal else {"welcome": True})
         except SecretError:
-            refusal = f"its {places.SECRET} is not that of node 0; set the same on every node"
+            refusal = f"its {job_nodes.SECRET} is not that of node 0; set the same on every node"
         except (KeyError, TypeError, ValueError, LostError):
             channel.close()  # whoever it was, no node of this job
             return

@@ -55,6 +55,8 @@ class Ending:
     """The signal that ended it, if any."""
     status: Status | None = None
     """Status of a trial that the bench ended."""
+    dump: bool = False
+    """Whether the ranks dump their stacks before they are ended."""
     void: bool = False
     """Whether to ignore the results and reports of the ranks."""
     killed_for_memory: str = ""

@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import psutil
 
-from bench.launch import interrupt, places, stragglers
+from bench.launch import interrupt, job_nodes, stragglers
 from bench.plan.cell import Device
 
 GRACE_S = 5.0
@@ -202,7 +202,7 @@ def environment_of(device: Device, packages: tuple[str, ...], interface: str) ->
     environment.setdefault("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
     environment.setdefault("GLOO_SOCKET_IFNAME", interface)
     environment.setdefault("NCCL_SOCKET_IFNAME", interface)
-    environment.pop(places.SECRET, None)
+    environment.pop(job_nodes.SECRET, None)
     # The default is inside the temporary folder, which differs for every launcher.
     cache = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))

@@ -22,11 +22,11 @@ from typing import Any
 import psutil
 
 from bench.launch import stragglers
-from bench.launch.part import Part
+from bench.launch.node_task import NodeTask
 
 
 def serve(requests: int, replies: int, *, cold: bool) -> None:
-    """Read trials as JSON lines from one pipe and run each (``bench.launch.part.Part``).
+    """Read trials as JSON lines from one pipe and run each (``bench.launch.node_task.NodeTask``).
 
     Two JSON lines on the other pipe answer: the port of the trial's store when it listens, and what ended the trial.
     """
@@ -48,12 +48,12 @@ def serve(requests: int, replies: int, *, cold: bool) -> None:
     _reply(replies, {"ready": True, "initialized_by": initialized_by})
     with os.fdopen(requests) as lines:
         for line in lines:
-            part = Part(**json.loads(line))
-            module, _, function = part.entry.partition(":")
+            node_task = NodeTask(**json.loads(line))
+            module, _, function = node_task.entry.partition(":")
             rank_main = getattr(importlib.import_module(module), function)
-            rendezvous = agent.Rendezvous(part)
+            rendezvous = agent.Rendezvous(node_task)
             _reply(replies, {"port": rendezvous.master_port})
-            answer = agent.run(rank_main, part, rendezvous, start_method)
+            answer = agent.run(rank_main, node_task, rendezvous, start_method)
             signal.signal(signal.SIGTERM, _end_quietly)  # torch elastic has replaced the handler
             # Torch elastic ends only the ranks; processes that they leave running would disturb the next trial.
             stragglers.kill(lambda: _descendants() - helpers)

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from bench.launch import dumps
-from bench.launch.outcome import written
+from bench.launch.outcome import Ending, written
 from bench.launch.stragglers import alive, find, is_stopped
 from bench.measure import heartbeat
 from bench.plan.cell import Status
@@ -25,16 +25,6 @@ LOG_BYTES = 64 * 2**20
 """Limit on the standard output and error of all ranks of a trial together."""
 LEAVING_S = 30.0
 """How long ranks may take to end once all have written their results."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EndReason:
-    """Why to end a trial now."""
-
-    status: Status
-    reason: str
-    dump: bool = False
-    """Whether to dump the stacks of the ranks first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +92,7 @@ class Watch:
         limits = [limit for limit in (timeout_s, inactivity_s) if limit]
         self.interval_s = min(POLL_S, *(limit / 4 for limit in limits))
 
-    def look(self, sights: Sequence[Sight]) -> EndReason | None:
+    def look(self, sights: Sequence[Sight]) -> Ending | None:
         """The reason to end the trial; None if it may go on. ``sights`` has the nodes in the order of their ranks."""
         now = time.monotonic()
         counts = [count for sight in sights for count in sight.counts]
@@ -117,19 +107,19 @@ class Watch:
             or self._slow_exit(now, num_written)
         )
 
-    def _overdue(self, now: float) -> EndReason | None:
+    def _overdue(self, now: float) -> Ending | None:
         if now - self._started < self._timeout_s:
             return None
         reason = f"not finished after {self._timeout_s:g} s{self._rank_states()}; raise --timeout"
-        return EndReason(status=Status.TIMEOUT, reason=reason, dump=True)
+        return Ending(status=Status.TIMEOUT, failure=reason, dump=True)
 
-    def _idle(self, now: float) -> EndReason | None:
+    def _idle(self, now: float) -> Ending | None:
         if not self._inactivity_s or now - self._moved < self._inactivity_s:
             return None
         reason = (
             f"no rank got on for {self._inactivity_s:g} s{self._rank_states()}; raise --inactivity if it takes longer"
         )
-        return EndReason(status=Status.HANG, reason=reason, dump=True)
+        return Ending(status=Status.HANG, failure=reason, dump=True)
 
     def _rank_states(self) -> str:
         """The state of each rank, in brackets."""
@@ -141,7 +131,7 @@ class Watch:
         ]
         return f" ({'; '.join(words)})"
 
-    def _slow_exit(self, now: float, num_written: int) -> EndReason | None:
+    def _slow_exit(self, now: float, num_written: int) -> Ending | None:
         """The reason to end the trial if its ranks do not end within LEAVING_S of their results."""
         if self._handed_over is None:
             if num_written == len(self._names):
@@ -150,10 +140,10 @@ class Watch:
         if now - self._handed_over < LEAVING_S:
             return None
         reason = f"its ranks did not end within {LEAVING_S:g} s of their results{self._rank_states()}"
-        return EndReason(status=Status.HANG, reason=reason, dump=True)
+        return Ending(status=Status.HANG, failure=reason, dump=True)
 
 
-def excessive(log_bytes: int) -> EndReason | None:
+def excessive(log_bytes: int) -> Ending | None:
     """The reason to end a trial whose ranks wrote more than LOG_BYTES of logs.
 
     Check again when the trial has ended, so that its status does not depend on when this was polled.
@@ -161,4 +151,4 @@ def excessive(log_bytes: int) -> EndReason | None:
     if log_bytes <= LOG_BYTES:
         return None
     reason = f"its ranks wrote more than {LOG_BYTES // 2**20} MiB to their standard output and error"
-    return EndReason(status=Status.CRASHED, reason=reason)
+    return Ending(status=Status.CRASHED, failure=reason, void=True)

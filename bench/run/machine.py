@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from bench.errors import InputError
-from bench.launch import gpus, places
+from bench.launch import gpus, job_nodes
 
 PACKAGES = (
     "torch",
@@ -291,7 +291,7 @@ def connection(head: str) -> dict[str, Any]:
         family = socket.AF_INET6 if ":" in head else socket.AF_INET
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((head, 9))  # sends nothing
-            link = psutil.net_if_stats()[places.interface_of(str(probe.getsockname()[0]))]
+            link = psutil.net_if_stats()[job_nodes.interface_of(str(probe.getsockname()[0]))]
         found |= {"mbit_per_s": link.speed, "mtu": link.mtu}
     return found
 

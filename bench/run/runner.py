@@ -23,8 +23,8 @@ from bench.plan.schedule import Ended, Look, Schedule, Trial
 from bench.plan.task import CUDA_PASSES, EXTRA_PASSES, Spec
 from bench.run import machine, start
 from bench.run.journal import Journal, write_manifest
-from bench.run.record import check, merge_ranks, wrong
 from bench.run.telemetry import summarize
+from bench.run.trial_record import check, merge_ranks, wrong
 
 LOG_BYTES = 20_000
 """How much of the end of each rank's log is kept for a failed trial."""

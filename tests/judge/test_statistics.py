@@ -22,7 +22,7 @@ from bench.judge.statistics import (
     trial_median,
     trimmed_mean,
 )
-from bench.run.record import warmup
+from bench.run.trial_record import warmup
 
 
 def sample(center: float = 1.0, trials: int = 12, seed: int = 0, *, blocks: bool = True, noise: float = 0.03) -> Sample:

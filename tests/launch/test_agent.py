@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from bench.launch import agent
-from bench.launch.part import Part
+from bench.launch.node_task import NodeTask
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,7 @@ def act(task_json: str) -> None:
 
 def run(task: str, num_ranks: int, folder: Path) -> dict[str, Any]:
     """Run the ranks of a trial on one node."""
-    part = Part(
+    node_task = NodeTask(
         entry="",
         payload=task,
         folder=str(folder),
@@ -55,7 +55,7 @@ def run(task: str, num_ranks: int, folder: Path) -> dict[str, Any]:
         num_nodes=1,
         address="127.0.0.1",
     )
-    return agent.run(act, part, agent.Rendezvous(part), "spawn")
+    return agent.run(act, node_task, agent.Rendezvous(node_task), "spawn")
 
 
 @pytest.mark.parametrize(

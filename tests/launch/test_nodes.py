@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from bench.errors import BAD, GOOD, WRONG, InputError
-from bench.launch import places
-from bench.launch.places import Place as Node
+from bench.launch import job_nodes
+from bench.launch.job_nodes import Place as Node
 from bench.plan.cell import Status
 from bench.run.journal import read_manifest
 from tests.conftest import ROOT
@@ -34,7 +34,7 @@ def free_port() -> int:
 
 def variables(node: int, port: int, **more: str) -> dict[str, str]:
     """The variables that PyTorchJob sets."""
-    job = {"RANK": node, "WORLD_SIZE": 2, "MASTER_ADDR": HEAD, "MASTER_PORT": port, places.SECRET: SECRET}
+    job = {"RANK": node, "WORLD_SIZE": 2, "MASTER_ADDR": HEAD, "MASTER_PORT": port, job_nodes.SECRET: SECRET}
     return {name: str(value) for name, value in job.items()} | more
 
 
@@ -168,7 +168,7 @@ def test_an_interrupt_lets_all_nodes_go(tmp_path: Path) -> None:
     ("change", "node0", "node1"),
     [
         (
-            {places.SECRET: "another secret than that"},
+            {job_nodes.SECRET: "another secret than that"},
             "node 1 (HOST): its BENCH_SECRET is not that of node 0; set the same on every node",
             f"BENCH_SECRET: node 0 at {HEAD} has another secret",
         ),
@@ -234,16 +234,16 @@ def test_a_node_that_cannot_take_part_is_named(tmp_path: Path, change: dict[str,
         ),
         (
             {"SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.9\n"},
-            (0, 2, "10.0.0.7", places.PORT),
+            (0, 2, "10.0.0.7", job_nodes.PORT),
         ),
         (
             {"DSTACK_NODE_RANK": "1", "DSTACK_NODES_NUM": "2", "DSTACK_MASTER_NODE_IP": "10.0.0.7"},
-            (1, 2, "10.0.0.7", places.PORT),
+            (1, 2, "10.0.0.7", job_nodes.PORT),
         ),
     ],
 )
 def test_what_started_the_job_says_where_this_node_is(environment: dict[str, str], expected: Any) -> None:
-    found = places.here(environment)
+    found = job_nodes.here(environment)
     assert found == (expected and Node(node=expected[0], num_nodes=expected[1], head=expected[2], port=expected[3]))
 
 
@@ -264,7 +264,7 @@ def test_what_started_the_job_says_where_this_node_is(environment: dict[str, str
 )
 def test_a_job_that_was_started_wrongly(environment: dict[str, str], error: str) -> None:
     with pytest.raises(InputError) as found:
-        places.here(environment)
+        job_nodes.here(environment)
     assert str(found.value) == error
 
 
@@ -272,8 +272,13 @@ def test_the_secret_is_long_and_nobody_else_can_read_its_file(tmp_path: Path) ->
     path = tmp_path / "secret"
     path.write_text("0123456789abcdef\n")
     path.chmod(0o600)
-    assert places.secret({places.SECRET: str(path)}) == b"0123456789abcdef"
+    assert job_nodes.secret({job_nodes.SECRET: str(path)}) == b"0123456789abcdef"
     path.chmod(0o640)
-    for wrong in ({}, {places.SECRET: "short"}, {places.SECRET: str(path)}, {places.SECRET: str(tmp_path / "none")}):
-        with pytest.raises(InputError, match=places.SECRET):
-            places.secret(wrong)
+    for wrong in (
+        {},
+        {job_nodes.SECRET: "short"},
+        {job_nodes.SECRET: str(path)},
+        {job_nodes.SECRET: str(tmp_path / "none")},
+    ):
+        with pytest.raises(InputError, match=job_nodes.SECRET):
+            job_nodes.secret(wrong)

@@ -16,7 +16,8 @@ from types import SimpleNamespace
 import pytest
 
 from bench.launch import dumps, watchdog
-from bench.launch.watchdog import EndReason, Watch
+from bench.launch.outcome import Ending
+from bench.launch.watchdog import Watch
 from bench.measure import heartbeat
 from bench.plan.cell import Status
 
@@ -58,7 +59,7 @@ class Ranks:
         while not all((beat := heartbeat.read(self.folder, r)) and beat.count for r in range(len(behaviours))):
             time.sleep(0.02)
 
-    def watch(self, timeout_s: float = 3000.0, inactivity_s: float = 0.0) -> Callable[[], EndReason | None]:
+    def watch(self, timeout_s: float = 3000.0, inactivity_s: float = 0.0) -> Callable[[], Ending | None]:
         """Looks at the ranks, as those of two nodes."""
         numbers = range(len(self.processes))
         nodes = [watchdog.Ranks(self.folder, numbers[:1]), watchdog.Ranks(self.folder, numbers[1:])]
@@ -98,13 +99,13 @@ def test_ranks_that_do_not_get_on_hang(ranks: Ranks, clock: SimpleNamespace) -> 
     clock.now += 1
     found = look()
     assert found is not None and (found.status, found.dump) == (Status.HANG, True)
-    assert found.reason == (
+    assert found.failure == (
         "no rank got on for 10 s (rank 0 after 1 events, is stopped by a signal; rank 1 after 2 events); raise "
         "--inactivity if it takes longer"
     )
     clock.now = 700.0
     late = look()
-    assert late is not None and late.status is Status.TIMEOUT and late.reason.startswith("not finished after 600 s")
+    assert late is not None and late.status is Status.TIMEOUT and late.failure.startswith("not finished after 600 s")
 
 
 def test_ranks_that_handed_over_have_to_end(ranks: Ranks, clock: SimpleNamespace) -> None:
@@ -115,7 +116,7 @@ def test_ranks_that_handed_over_have_to_end(ranks: Ranks, clock: SimpleNamespace
         assert look() is None
         clock.now += watchdog.LEAVING_S
     found = look()
-    assert found is not None and "did not end within 30 s of their results" in found.reason
+    assert found is not None and "did not end within 30 s of their results" in found.failure
 
 
 def test_every_rank_tells_where_it_is(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

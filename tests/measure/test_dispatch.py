@@ -23,7 +23,7 @@ from bench.measure.trial import RankTrial
 from bench.plan import task
 from bench.plan.cell import Device, Precision, Sync
 from bench.plan.task import Spec
-from bench.run.record import merge_ranks, wrong
+from bench.run.trial_record import merge_ranks, wrong
 from tests.conftest import asked, first
 from tests.factories import make_cell, make_failure, make_manifest, make_rank, make_record
 from tests.worlds import measure

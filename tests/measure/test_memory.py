@@ -14,7 +14,7 @@ from bench.measure.memory import MemoryProbe, reconcile
 from bench.measure.taps import EventKind, Taps
 from bench.plan import categories
 from bench.plan.categories import HELD, PEAK, Category
-from bench.run import record
+from bench.run import trial_record
 
 KIB = 1024
 
@@ -162,7 +162,7 @@ def test_the_allocator_is_reconciled_with_the_sum_of_the_categories() -> None:
 def test_ranks_are_merged_so_that_parts_still_add_up() -> None:
     first = {"peak": 10, "peak_activations": 10, "peak_other": 0, "held": 5, "held_other": 5}
     second = {"peak": 9, "peak_activations": 0, "peak_other": 9, "held": 6, "held_other": 6}
-    assert record.merge([first, second]) == {
+    assert trial_record.merge([first, second]) == {
         "peak": 10, "peak_activations": 10, "peak_other": 0, "held": 6, "held_other": 6,
     }  # fmt: skip
-    assert record.merge([{"peak": 1}, {"peak": 2}]) == {"peak": 2}, "N = 1 holds nothing"
+    assert trial_record.merge([{"peak": 1}, {"peak": 2}]) == {"peak": 2}, "N = 1 holds nothing"

@@ -22,8 +22,8 @@ import torch
 from torch.distributed import TCPStore
 
 from bench.backends.base import Backend, registry
+from bench.launch.job_nodes import LOOPBACK, interface_of
 from bench.launch.launcher import Launcher
-from bench.launch.places import LOOPBACK, interface_of
 from bench.launch.process import environment_of
 from bench.measure.trial import RankTrial
 from bench.plan.cell import Cell, Device, Status

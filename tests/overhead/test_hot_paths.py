@@ -29,7 +29,7 @@ from bench.report.lines import draw_step_time
 from bench.report.material import Material
 from bench.report.page import picture
 from bench.run.journal import Journal
-from bench.run.record import warmup
+from bench.run.trial_record import warmup
 from tests.conftest import bench
 from tests.factories import make_cell as cell_of
 from tests.factories import make_manifest, make_matrix, make_record

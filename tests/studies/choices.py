@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from scipy import special, stats
 
 from bench.judge.statistics import LEVEL, TRIM, Array, resampled_means, trimmed_mean
-from bench.run.record import warmups
+from bench.run.trial_record import warmups
 from tests.studies.simulation import FAMILIES, FITTED, Noise, simulate
 
 SIZES = (5, 7, 10, 20, 40)

@@ -153,7 +153,7 @@ ROWS = (
             *_studies("__main__", "choices", "page", "rivals", "simulation", "study"),
             *(f"bench/judge/{name}.py" for name in ("pairs", "sides", "standing", "statistics", "verdicts")),
             "bench/plan/schedule.py",
-            "bench/run/record.py",
+            "bench/run/trial_record.py",
         ),
         sources=("noise",),
         minutes=5,

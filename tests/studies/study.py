@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from bench.judge.statistics import MARGIN, MAX_REPEATS, MIN_REPEATS, PRECISION, SAME_WIDTH, Array, Interval, bootstrap
 from bench.judge.verdicts import Comparison, Verdict, judge_all
 from bench.plan.schedule import next_look
-from bench.run.record import warmups
+from bench.run.trial_record import warmups
 from tests.studies.rivals import RULES
 from tests.studies.simulation import FAMILIES, FITTED, Noise, simulate
 

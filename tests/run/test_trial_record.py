@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from bench.run.record import merge_ranks, wrong
+from bench.run.trial_record import merge_ranks, wrong
 from tests.factories import ALL_PASSES, make_cell, make_rank, make_time
 
 CELL = make_cell()

@@ -10,7 +10,7 @@ from bench.plan.cell import Status
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class NodeTask:
     """The ranks of a trial that run on one node."""
 
     entry: str
