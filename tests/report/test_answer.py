@@ -17,8 +17,8 @@ from bench.judge.integrity import check
 from bench.judge.loading import Run, hashed, load
 from bench.judge.quoting import find_cell
 from bench.judge.standing import standings
+from bench.plan.axes import labels
 from bench.plan.cell import Cell, Sync
-from bench.plan.columns import labels
 from bench.report.answer import Answer, Statement, answer
 from bench.report.citation import cite
 from bench.report.material import Material, eager_and_deferred
