@@ -28,7 +28,7 @@ def cells_frame(quotes: Quotes, against: Standing) -> pd.DataFrame:
     found.loc[found["step_time_s"].isna(), ["fastest_s", "slowest_s"]] = None
     tokens = (trials["tokens_per_s"] * trials["step_time_s"]).groupby(trials["cell_id"]).first().round()
     found["tokens_per_s"] = tokens / found["step_time_s"].astype("Float64")
-    return frame_of("cells", found)
+    return frame_of("cells", found.reset_index(drop=True))
 
 
 def _over_trials(trials: pd.DataFrame) -> pd.DataFrame:

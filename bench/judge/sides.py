@@ -71,7 +71,7 @@ class Sides:
         self._trials: dict[str, list[Row]] = {}
         for row in rows_of(tables.trials.sort_values("repeat", kind="stable")):
             self._trials.setdefault(row["cell_id"], []).append(row)
-        self._num_steps: dict[tuple[str, int], int] = tables.steps.groupby(["cell_id", "repeat"]).size().to_dict()
+        self._num_steps = tables.steps.groupby(["cell_id", "repeat"]).size().to_dict()
         # By cell, not by id: computing an id takes time.
         self._sides: dict[Cell, Side] = {}
 

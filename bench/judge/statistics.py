@@ -62,7 +62,7 @@ class Sample:
         seconds = np.asarray(self.trials, dtype=float)
         if not (np.isfinite(seconds) & (seconds > 0)).all():
             raise ValueError("step times must be above 0 s")
-        return np.log(seconds)
+        return np.asarray(np.log(seconds))
 
     @cached_property
     def by_block(self) -> dict[int, float]:

@@ -61,7 +61,6 @@ def finish(
     from rich.console import Console
 
     from bench.judge.loading import hashed
-    from bench.judge.standing import standings
     from bench.report import page, pull_request
     from bench.report.answer import answer
     from bench.report.figures import draw
@@ -71,8 +70,7 @@ def finish(
 
     manifest, run = _load(folder)
     run = hashed(run, folder)
-    judged, every = run.tables, standings(run)
-    of = Material(folder=folder, run=run, standings=every)
+    judged, of = run.tables, Material(folder=folder, run=run)
     try:
         plots.mkdir(parents=True, exist_ok=True)
         _write_tables(folder, judged, of.standing)

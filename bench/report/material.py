@@ -16,7 +16,7 @@ from bench.judge.cells import cells_frame
 from bench.judge.loading import Run
 from bench.judge.pairs import ComparedPair
 from bench.judge.quoting import Quotes
-from bench.judge.standing import Standing
+from bench.judge.standing import Standing, standings
 from bench.judge.tables import rows_of
 from bench.plan.cell import REFERENCES, Status, Sync
 from bench.words import plural
@@ -28,11 +28,14 @@ SCALES = ((1e9, " G"), (1e6, " M"), (1e3, " k"))
 class Material:
     """What a report is made of."""
 
-    folder: Path
-    """Where the run is."""
     run: Run
-    standings: Mapping[str, Standing]
-    """The verdicts with each backend as the baseline, the run's own first."""
+    folder: Path = Path()
+    """Where the run is."""
+
+    @cached_property
+    def standings(self) -> dict[str, Standing]:
+        """The verdicts with each backend as the baseline, the run's own first."""
+        return standings(self.run)
 
     @cached_property
     def quotes(self) -> Quotes:
