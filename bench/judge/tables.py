@@ -80,10 +80,16 @@ def build(records: list[dict[str, Any]], manifest: dict[str, Any]) -> Tables:
     return Tables(trials=frame_of("trials", trials), **{name: frame_of(name, rows) for name, rows in children.items()})
 
 
-def frame_of(name: str, rows: Sequence[Mapping[Any, Any]]) -> pd.DataFrame:
+def frame_of(name: str, rows: pd.DataFrame | Sequence[Mapping[Any, Any]]) -> pd.DataFrame:
     """A frame with the columns and dtypes of the named table; missing values are NA."""
     columns = dtypes(name)
     return pd.DataFrame(rows, columns=list(columns)).astype(columns)
+
+
+def good_trials(trials: pd.DataFrame) -> pd.DataFrame:
+    """The ok trials of each cell, or all of a cell that has none, which is shown with its status."""
+    fine = trials["status"] == Status.OK
+    return trials[fine | ~fine.groupby(trials["cell_id"]).transform("any")]
 
 
 def rows_of(frame: pd.DataFrame) -> list[dict[str, Any]]:

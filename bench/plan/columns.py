@@ -7,66 +7,15 @@ Missing values are NA.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from enum import IntEnum
 from functools import partial
-from typing import Any
 
-DASH = "-"
-"""Shown for a value that is unknown or does not apply."""
-
-
-class Axis(IntEnum):
-    """The role of a cell's field, in the order in which titles list them."""
-
-    WORK = 1
-    """What a step trains: equal in cells that are compared, and in a cell and its reference."""
-    WAY = 2
-    """An option of how the backend trains it."""
-    NAME = 3
-    """Part of every cell's label."""
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """One column of a frame."""
-
-    dtype: str
-    """Nullable pandas dtype."""
-    unit: str
-    """Empty if the column has none."""
-    meaning: str
-    axis: Axis | None = None
-    """None if the column is not a field of a cell."""
-    title: str = ""
-    """Column heading in tables; empty to use the name."""
-    form: str = ""
-    """Format specification for numbers in tables."""
-    phrasing: tuple[str, ...] = ("{}",)
-    """Templates for a value in a title or sentence: the first for false and 0, the last for everything else."""
-
-    @property
-    def is_number(self) -> bool:
-        return self.dtype in {"Int64", "Float64"}
-
-    def shown(self, value: Any) -> str:
-        """A value as a table shows it; None is unknown."""
-        if value is None:
-            return DASH
-        if self.dtype == "boolean":
-            return "yes" if value else "no"
-        if self.is_number:
-            return format(int(value), self.form) if self.dtype == "Int64" else format(float(value), self.form or "g")
-        return str(value) or DASH
-
-    def phrase(self, value: Any) -> str:
-        """A value as a title or sentence shows it; None is unknown."""
-        return "unknown" if value is None else self.phrasing[-1 if value else 0].format(value)
-
+from bench.plan.column import Axis, Column, Over
 
 _text, _flag = partial(Column, "string", ""), partial(Column, "boolean", "")
 _number, _count = partial(Column, "Float64"), partial(Column, "Int64")
+FIRST, MEDIAN, MAX = Over
+SPEED, MEMORY, COMMUNICATION, CORRECTNESS, SEMANTICS = "speed", "memory", "communication", "correctness", "semantics"
+"""Keys of the page's sections."""
 
 FRAMES = {
     "cells": "one row per cell: its step time with the interval, and its verdict against the baseline",
@@ -85,14 +34,14 @@ _KEY = {
 }
 
 _TRIALS: dict[str, Column] = {
-    "run_id": _text("id of the run"),
+    "run_id": _text("id of the run", over=FIRST),
     **_KEY,
-    "twin": _text("label of the A/A copy of a cell; empty for all others"),
+    "twin": _text("label of the A/A copy of a cell; empty for all others", over=FIRST),
     "slot": _count("", "position in the order of execution"),
     "backend": _text("one way to accumulate gradients", axis=Axis.NAME),
-    "framework": _text("framework of the backend"),
-    "sharding": _text("what is split across ranks: none, optimizer, grads, params"),
-    "sync": _text("when gradients are reduced: none, eager, deferred-all-reduce, deferred"),
+    "framework": _text("framework of the backend", over=FIRST),
+    "sharding": _text("what is split across ranks: none, optimizer, grads, params", over=FIRST),
+    "sync": _text("when gradients are reduced: none, eager, deferred-all-reduce, deferred", over=FIRST),
     "accumulate": _count("micro-batches", "N, per window and rank", axis=Axis.NAME, title="N", phrasing=("N = {}",)),
     "world_size": _count("ranks", "W", axis=Axis.NAME, title="W", phrasing=("W = {}",)),
     "replicate": _count(
@@ -101,20 +50,22 @@ _TRIALS: dict[str, Column] = {
     "virtual_world_size": _count("ranks", "W of a virtual world; NA for a real one"),
     "fake_tensors": _flag("whether tensors have shapes but no values"),
     "shared_gpu": _flag("whether ranks shared a GPU over gloo; nothing is timed then"),
-    "micro_batch_size": _count("samples", "per forward on one rank"),
+    "micro_batch_size": _count("samples", "per forward on one rank", over=FIRST),
     "global_batch_size": _count(
         "samples", "per optimizer step over all ranks", axis=Axis.WORK, title="B", phrasing=("B = {}",)
     ),
     "sequence_length": _count("tokens", "per sample", axis=Axis.WORK, title="tokens", phrasing=("{} tokens",)),
     "workload": _text("what is trained", axis=Axis.WORK),
     "model": _text("size of the model", axis=Axis.WORK),
-    "num_parameters": _count("parameters", "of the model"),
+    "num_parameters": _count("parameters", "of the model", over=FIRST),
     "precision": _text("dtype of forward and backward", axis=Axis.NAME, title="dtype"),
     "bf16_as": _text("how a bf16 cell computes"),
     "accumulation_dtype": _text(
         "dtype in which gradients should be summed", axis=Axis.WAY, title="summed in", phrasing=("summed in {}",)
     ),
-    "accumulated_in": _text("dtype in which they were measured to be summed", title="gradients summed in"),
+    "accumulated_in": _text(
+        "dtype in which they were measured to be summed", title="gradients summed in", over=FIRST, section=CORRECTNESS
+    ),
     "corpus": _text("where the tokens come from", axis=Axis.WORK),
     "optimizer": _text("optimizer of the time pass", axis=Axis.WORK),
     "learning_rate": _number("", "of the optimizer", axis=Axis.WORK, title="lr", phrasing=("lr {:g}",)),
@@ -138,56 +89,130 @@ _TRIALS: dict[str, Column] = {
     "device_name": _text("device of the first rank"),
     "status": _text("ok, or how the trial ended: oom, timeout, hang, crashed, unsupported, invalid, interrupted"),
     "reason": _text("why the status is not ok"),
-    "num_warmup_steps": _count("steps", "excluded at the beginning"),
+    "num_warmup_steps": _count(
+        "steps", "excluded at the beginning", title="warm-up steps left out, at most", over=MAX, section=SPEED
+    ),
     "step_time_s": _number(
         "s", "median of the steps after warm-up, each the maximum over ranks", title="s/step", form=".4g"
     ),
     "tokens_per_s": _number("tokens/s", "over all ranks", title="tokens/s", form=",.0f"),
-    "mfu": _number("1", "model FLOPs utilization against the datasheet's peak", title="MFU", form=".3g"),
+    "mfu": _number(
+        "1", "model FLOPs utilization against the datasheet's peak", title="MFU", form=".3g", over=MEDIAN, section=SPEED
+    ),
     "mfu_of_matmul": _number(
-        "1", "the same against the matrix-product rate measured in the run", title="MFU of matmul", form=".3g"
+        "1",
+        "the same against the matrix-product rate measured in the run",
+        title="MFU of matmul",
+        form=".3g",
+        over=MEDIAN,
+        section=SPEED,
     ),
     "link_bytes_per_s": _number("B/s", "bus bandwidth of all-reduces, measured in the run", title="link", form=".3g"),
-    "energy_j_per_step": _number("J", "of the GPUs in use, per optimizer step", title="J/step", form=".3g"),
-    "energy_j_per_token": _number("J", "the same per predicted token", title="J/token", form=".3g"),
+    "energy_j_per_step": _number(
+        "J", "of the GPUs in use, per optimizer step", title="J/step", form=".3g", over=MEDIAN, section=SPEED
+    ),
+    "energy_j_per_token": _number(
+        "J", "the same per predicted token", title="J/token", form=".3g", over=MEDIAN, section=SPEED
+    ),
     "cpu_s_per_micro_batch": _number(
-        "s", "CPU time of one rank, including the optimizer step's share", title="CPU s/micro-batch", form=".3g"
+        "s",
+        "CPU time of one rank, including the optimizer step's share",
+        title="CPU s/micro-batch",
+        form=".3g",
+        over=MEDIAN,
+        section=SPEED,
     ),
     "num_operators_per_micro_batch": _number(
-        "operators", "dispatched, including the optimizer step's share", title="operators/micro-batch", form=",.0f"
+        "operators",
+        "dispatched, including the optimizer step's share",
+        title="operators/micro-batch",
+        form=",.0f",
+        over=MEDIAN,
+        section=SPEED,
     ),
     "num_launches_per_micro_batch": _number(
-        "launches", "of CUDA kernels, including the optimizer step's share", title="launches/micro-batch", form=",.0f"
+        "launches",
+        "of CUDA kernels, including the optimizer step's share",
+        title="launches/micro-batch",
+        form=",.0f",
+        over=MEDIAN,
+        section=SPEED,
     ),
     "other_work": _text("first operator of forward or backward that differs from the plain model; empty if none does"),
     "collective_s": _number(
-        "s", "time in one window during which NCCL kernels ran", title="s in collectives", form=".3g"
+        "s",
+        "time in one window during which NCCL kernels ran",
+        title="s in collectives",
+        form=".3g",
+        over=MEDIAN,
+        section=COMMUNICATION,
     ),
-    "exposed_s": _number("s", "part of it during which nothing else ran", title="s exposed", form=".3g"),
+    "exposed_s": _number(
+        "s",
+        "part of it during which nothing else ran",
+        title="s exposed",
+        form=".3g",
+        over=MEDIAN,
+        section=COMMUNICATION,
+    ),
     "peak_memory_bytes": _count("B", "maximum over ranks"),
     "peak_memory_source": _text("what measured peak_memory_bytes", title="measured by"),
     "num_micro_batches": _count("micro-batches", "consumed by one rank in the time pass"),
-    "optimizer_steps_expected": _count("steps", "required by the data", title="due"),
-    "optimizer_steps_observed": _count("steps", "observed at the inner optimizer", title="taken"),
-    "optimizer_steps_reported": _count("steps", "reported by the framework", title="reported"),
-    "optimizer_steps_reported_by": _text("the framework's counter that reports them", title="reported by"),
-    "ranks_agree": _flag("whether all ranks took equally many steps and micro-batches", title="ranks agree"),
+    "optimizer_steps_expected": _count("steps", "required by the data", title="due", over=FIRST, section=SEMANTICS),
+    "optimizer_steps_observed": _count(
+        "steps", "observed at the inner optimizer", title="taken", over=FIRST, section=SEMANTICS
+    ),
+    "optimizer_steps_reported": _count(
+        "steps", "reported by the framework", title="reported", over=FIRST, section=SEMANTICS
+    ),
+    "optimizer_steps_reported_by": _text(
+        "the framework's counter that reports them", title="reported by", over=FIRST, section=SEMANTICS
+    ),
+    "ranks_agree": _flag(
+        "whether all ranks took equally many steps and micro-batches",
+        title="ranks agree",
+        over=FIRST,
+        section=SEMANTICS,
+    ),
     "micro_batches_per_update": Column(
-        "string", "micro-batches", "the distinct numbers observed, comma-separated", title="micro-batches per update"
+        "string",
+        "micro-batches",
+        "the distinct numbers observed, comma-separated",
+        title="micro-batches per update",
+        over=FIRST,
     ),
-    "final_loss": _number("nat/token", "of the last step", title="final loss", form=".4f"),
+    "final_loss": _number(
+        "nat/token", "of the last step", title="final loss", form=".4f", over=MEDIAN, section=CORRECTNESS
+    ),
     "max_loss_deviation": _number(
-        "nat/token", "largest difference from the reference's losses", title="loss off by (nats)", form=".1e"
+        "nat/token",
+        "largest difference from the reference's losses",
+        title="loss off by (nats)",
+        form=".1e",
+        over=MAX,
+        section=CORRECTNESS,
     ),
-    "update_error": _number("1", "relative L2 error of the update of one SGD window", title="update error", form=".1e"),
+    "update_error": _number(
+        "1",
+        "relative L2 error of the update of one SGD window",
+        title="update error",
+        form=".1e",
+        over=MAX,
+        section=CORRECTNESS,
+    ),
     "update_scale": _number(
-        "1", "least-squares factor from the reference's update to this one", title="update / reference's", form=".4g"
+        "1",
+        "least-squares factor from the reference's update to this one",
+        title="update / reference's",
+        form=".4g",
+        over=MEDIAN,
+        section=CORRECTNESS,
     ),
     "update_residual": _number("1", "relative error that remains after removing update_scale"),
     "gradient_norm": _number("L2 norm", "gradient norm of the update pass, before clipping"),
     "unclipped_error": _number("1", "update_error without clipping, for cells that clip"),
     "unclipped_scale": _number("1", "update_scale without clipping, for cells that clip"),
-    "entropy_floor": _number("nat/token", "lowest expected loss that a model of the corpus can reach"),
+    "entropy_floor": _number("nat/token", "lowest expected loss that a model of the corpus can reach", over=FIRST),
     "wall_s": _number("s", "of the whole trial"),
     "training_s": _number("s", "of the training in its passes"),
     "overhead_s": _number("s", "wall_s minus training_s"),
@@ -202,70 +227,41 @@ _TRIALS: dict[str, Column] = {
     "foreign_gpu_processes": _count("processes", "of other programs on the GPUs"),
 }
 
-AXES = {name: about for name, about in _TRIALS.items() if about.axis is not None}
-"""The fields that distinguish cells."""
-
-
-def axes(*kinds: Axis) -> tuple[str, ...]:
-    """The names of the axes of these kinds, kind by kind."""
-    return tuple(name for kind in kinds for name, about in AXES.items() if about.axis is kind)
-
-
-WORK, WAYS = axes(Axis.WORK), axes(Axis.WORK, Axis.WAY)
-"""Axes that are equal if two cells do the same work in a step; and axes shown where cells differ in them."""
-
-
-FOLLOWS = {"learning_rate": "optimizer", "replicate": "backend"}
-"""Axes that usually follow another: a rate for each optimizer, replicas for HSDP alone."""
-
-
-def differing(cells: Iterable[Any], names: Iterable[str] = WAYS) -> list[str]:
-    """The axes in which cells (or table rows with one attribute per column) differ.
-
-    An axis that only follows another one is left out: FOLLOWS.
-    """
-    rows = list(cells)
-    found = [name for name in names if len({getattr(row, name) for row in rows}) > 1]
-    for name in FOLLOWS.keys() & set(found):
-        pairs = {(getattr(row, FOLLOWS[name]), getattr(row, name)) for row in rows}
-        if len(pairs) == len({leader for leader, _ in pairs}):
-            found.remove(name)
-    return found
-
-
-def labels(cells: Iterable[Any]) -> dict[Any, str]:
-    """A unique label for each cell: its own, plus the axes in which cells with the same label differ."""
-    alike: dict[str, list[Any]] = {}
-    for cell in cells:
-        alike.setdefault(cell.label, []).append(cell)
-    return {cell: " ".join([label, *phrases(cell, differing(some))]) for label, some in alike.items() for cell in some}
-
-
-def phrases(cell: Any, names: Iterable[str]) -> list[str]:
-    """The values of these axes, as sentences show them."""
-    return [AXES[name].phrase(getattr(cell, name)) for name in names]
-
-
+_time = partial(_number, "s", form=".4g", section=SPEED)
 _CELLS: dict[str, Column] = {
-    "run_id": _TRIALS["run_id"],
     "cell_id": _TRIALS["cell_id"],
-    "label": _text("a short readable name"),
-    **{
-        name: about
-        for name, about in _TRIALS.items()
-        if name in AXES or name in {"twin", "framework", "sharding", "sync", "micro_batch_size"}
-    },
-    "status": _text("status of the first trial that is not ok; ok if all are"),
-    "reason": _TRIALS["reason"],
+    "label": _text("a short readable name", title="cell"),
+    **{name: about for name, about in _TRIALS.items() if about.aggregation and not about.section},
+    "status": _text("invalid if a trial is; else of the first trial that is not ok; ok if all are"),
+    "reason": _text("why the status is not ok"),
+    "outcome": _text(
+        "the status, with the number of ok trials if some failed: crashed, 12 of 13 ok", section=CORRECTNESS
+    ),
     "comparable": _flag("whether the cell may be compared with others"),
-    "num_ok": _count("trials", "behind the numbers"),
+    "num_ok": _count("trials", "behind the numbers", title="n", section=SPEED),
     "num_trials": _count("trials", "run"),
-    "step_time_s": _number("s", "20 % trimmed geometric mean of the trials' medians; NA if not comparable"),
-    "step_time_low_s": _number("s", "lower end of its 95 % interval over trials"),
-    "step_time_high_s": _number("s", "upper end"),
-    "tokens_per_s": _number("tokens/s", "at step_time_s"),
-    "peak_memory_bytes": _count("B", "largest among the trials that are ok"),
-    "peak_memory_source": _TRIALS["peak_memory_source"],
+    "step_time_s": _number(
+        "s",
+        "20 % trimmed geometric mean of the trials' medians; NA if not comparable",
+        title="s/step",
+        form=".4g",
+        section=SPEED,
+    ),
+    "step_time_low_s": _time("lower end of its 95 % interval over trials", title="95 % from"),
+    "step_time_high_s": _time("upper end", title="to"),
+    "fastest_s": _time("of the fastest ok trial", title="fastest trial"),
+    "slowest_s": _time("of the slowest ok trial", title="slowest trial"),
+    "tokens_per_s": _number("tokens/s", "at step_time_s", title="tokens/s", form=",.0f", section=SPEED),
+    "peak_memory_bytes": _count("B", "largest among the trials that are ok", title="peak", section=MEMORY),
+    "peak_memory_source": _text("what measured peak_memory_bytes", title="measured by", section=MEMORY),
+    **{name: about for name, about in _TRIALS.items() if about.section},
+    "others_percent": _number(
+        "%",
+        "of the CPUs, used by others, median over trials",
+        title="CPUs used by others (%)",
+        form=".2g",
+        section=SPEED,
+    ),
     "baseline": _text("backend that the cell is compared with; NA if it has no matching cell"),
     "ratio": _number("1", "step time relative to the baseline's: above 1 the cell is slower"),
     "ratio_low": _number("1", "lower end of its 95 % interval"),

@@ -167,7 +167,7 @@ def test_cells_and_their_ratios_to_the_baseline_can_be_cited(folder: Path, print
 
 def test_it_is_the_same_every_time(folder: Path, page: Element) -> None:
     run = hashed(load(folder), folder)
-    of = Material(folder=folder, run=run, standings=standings(run))
+    of = Material(folder=folder, run=run)
     again = pages.render(of, answer(of), sorted((folder / "plots").iterdir()))
     assert again == (folder / "report.html").read_text(encoding="utf-8")
 
@@ -181,7 +181,7 @@ def test_it_says_how_nodes_differ_and_which_has_the_slowest_rank(tmp_path: Path)
     for record in records:
         Journal(tmp_path).append(record)
     run = run_of(records, manifest | {"nodes": [other]})
-    assert list(nodes(Material(folder=tmp_path, run=run, standings={}))) == [
+    assert list(nodes(Material(folder=tmp_path, run=run))) == [
         "Node 1: machine.cpu is 'another', and 'made' on node 0.",
         "The slowest rank was on node 1 in 2 of 3 trials on several nodes.",
     ]
