@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _cited(arguments: argparse.Namespace, found: Run) -> Citation:
-    from bench.judge.quoting import find_cell
+    from bench.judge.quotes import find_cell
     from bench.report.citation import cite, cite_plot
 
     if arguments.plot is not None:

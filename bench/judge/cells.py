@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from bench.judge.pairs import ComparedPair
-from bench.judge.quoting import Quotes, place_of
+from bench.judge.quotes import Quotes, place_of
 from bench.judge.standing import Standing
 from bench.judge.tables import frame_of, good_trials
 from bench.plan.cell import Status

@@ -12,7 +12,7 @@ import pandas as pd
 from bench.judge.cells import cells_frame
 from bench.judge.loading import Run, hashed, load
 from bench.judge.pairs import record
-from bench.judge.quoting import Quotes
+from bench.judge.quotes import Quotes
 from bench.judge.standing import Standing, standing
 from bench.judge.tables import frame_of
 from bench.plan.columns import FRAMES

@@ -38,7 +38,7 @@ class Side:
     work: str = ""
     """What is trained, in any form that is equal for equal work."""
     failed_gates: Sequence[str] = ()
-    """What each failed gate found."""
+    """What failed gates found, each reason once."""
     disturbed: Sequence[str] = ()
     """How the machine was disturbed."""
     peak_memory_bytes: int | None = None
@@ -91,11 +91,11 @@ class Sides:
         allowed = {Status.OK, Status.INVALID} if self._force else {Status.OK}
         good = [row for row in trials if row["status"] in allowed]
         timed: list[Row] = []
-        gates: dict[str, list[str]] = {}
+        gates: dict[str, None] = {}
         for row in trials:
             wrong = self._wrong_steps(cell, row)
             if row["status"] == Status.INVALID or (row["status"] == Status.OK and wrong):
-                gates.setdefault(row["reason"] or wrong, []).append(str(row["repeat"]))
+                gates[row["reason"] or wrong] = None
             if row["status"] in allowed and not wrong:
                 timed.append(row)
         clocks = [row["sm_clock_mhz"] for row in timed]
@@ -116,7 +116,7 @@ class Sides:
             precision=cell.precision,
             accumulation_dtype=cell.accumulation_dtype,
             work=", ".join(f"{name} {getattr(cell, name)}" for name in WORK),
-            failed_gates=tuple(f"repeat {', '.join(repeats)}: {text}" for text, repeats in gates.items()),
+            failed_gates=tuple(gates),
             disturbed=tuple(restless([row for row in trials if row["status"] == Status.OK])),
             peak_memory_bytes=max(_known(good, "peak_memory_bytes"), default=None),
             peak_memory_sources=frozenset(_known(good, "peak_memory_source")),

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from bench.judge.caveats import remarks
 from bench.judge.loading import Run, run_of
 from bench.judge.pairs import ComparedPair, Pair, judge_pairs, pairs_of_backends
-from bench.judge.remarks import remarks
 from bench.judge.statistics import MARGIN, Interval, ratio, required_trials
 from bench.judge.verdicts import band, next_precision
 from bench.plan.cell import REFERENCE, REFERENCES, Cell
@@ -85,7 +85,7 @@ class Standing:
     rows: list[ComparedPair]
     """A verdict on each cell."""
     remarks: Sequence[str] = ()
-    """What must be said beside the numbers of the run's cells (``bench.judge.remarks``)."""
+    """What must be said beside the numbers of the run's cells (``bench.judge.caveats``)."""
 
     @cached_property
     def by_cell(self) -> dict[str, ComparedPair]:

@@ -12,12 +12,11 @@ from typing import Any
 import pandas as pd
 
 from bench.measure.dispatch import NUMBERS, OTHER_WORK
-from bench.plan.cell import Cell, Precision, RankGroup, Status
+from bench.plan.cell import Cell, Precision, Status
 from bench.plan.columns import COLUMNS, dtypes
 from bench.plan.world import World
 from bench.run.links import all_reduce_rate, between
 from bench.run.machine import peak_flops
-from bench.run.trial_record import warmup
 
 
 def products_rate(entry: Mapping[str, Any] | None, precision: str) -> float | None:
@@ -66,7 +65,6 @@ def build(records: list[dict[str, Any]], manifest: dict[str, Any]) -> Tables:
                 once.setdefault((record["cell_id"], name), record[name])
     contents = {record["cell_id"]: record["cell"] for record in latest.values()}
     cells = {cell_id: Cell.from_dict(content) for cell_id, content in contents.items()}
-    # From the cells, not from the records, since older records lack fields.
     columns = {
         cell_id: {name: value for name, value in cell.to_dict().items() if name in COLUMNS["trials"]}
         for cell_id, cell in cells.items()
@@ -237,10 +235,8 @@ def _gpu_columns(gpus: list[dict[str, Any]], num_steps: int, tokens_per_step: fl
 
 
 def _unsettled(timed: Mapping[str, Any]) -> int:
-    """Number of timed steps that belong to the warm-up; for older records it is computed from the steps."""
-    if "num_warmup" in timed:
-        return int(timed["num_warmup"]) - len(timed["warmup_seconds"]) - 1
-    return warmup(timed["step_seconds"])
+    """Number of timed steps that belong to the warm-up."""
+    return int(timed["num_warmup"]) - len(timed["warmup_seconds"]) - 1
 
 
 def _child_rows(record: dict[str, Any], cell: Cell) -> dict[str, list[dict[str, Any]]]:
@@ -257,7 +253,6 @@ def _child_rows(record: dict[str, Any], cell: Cell) -> dict[str, list[dict[str, 
             for step, seconds in enumerate(timed.get("step_seconds", ()) if cell.world.is_timed else (), start=first)
         ],
         "losses": [{"step": i, "loss": loss} for i, loss in enumerate(timed.get("losses", ()))],
-        # Older records have no group: no backend had another than all ranks.
-        "collectives": [{"group": RankGroup.WORLD, **row} for row in record.get("collectives") or ()],
+        "collectives": record.get("collectives") or [],
         "memory": [{"category": name, "bytes": size} for name, size in memory.items()],
     }

@@ -89,6 +89,8 @@ _TRIALS: dict[str, Column] = {
     "device_name": _text("device of the first rank"),
     "status": _text("ok, or how the trial ended: oom, timeout, hang, crashed, unsupported, invalid, interrupted"),
     "reason": _text("why the status is not ok"),
+    "failed_gates": _text("gates that the trial failed, comma-separated", over=FIRST),
+    "update_causes": _text("likely causes of an update of the wrong scale, comma-separated", over=FIRST),
     "num_warmup_steps": _count(
         "steps", "excluded at the beginning", title="warm-up steps left out, at most", over=MAX, section=SPEED
     ),

@@ -6,16 +6,15 @@ faster.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
-from bench.judge.advice import next_command
+from bench.judge.gates import known_defect
+from bench.judge.next_steps import next_command
 from bench.judge.pairs import ComparedPair
-from bench.judge.remarks import documented
 from bench.judge.standing import Floor, widest
 from bench.judge.tables import rows_of
 from bench.judge.verdicts import Reason, Verdict, band
@@ -26,8 +25,6 @@ from bench.words import alike, digits, plural, size
 
 LONGEST = 240
 """Characters of a reason; the table of failed cells has it in full."""
-REPEATS = re.compile(r"repeat [\d, ]+: ")
-NUMBERS = re.compile(r"\d[\d.e+-]*")
 OPEN = {
     Reason.INSIDE_FLOOR: "the difference from {} is not larger than the noise floor",
     Reason.WIDE: "the interval of the ratio to {} contains 1 and is too wide to call them the same",
@@ -76,7 +73,7 @@ class Answer:
     """The tables, the one of the largest N first."""
     baseline: str
     remarks: tuple[str, ...]
-    """What must be said beside the numbers (``bench.judge.remarks``)."""
+    """What must be said beside the numbers (``bench.judge.caveats``)."""
 
     @property
     def all(self) -> tuple[Statement, ...]:
@@ -106,7 +103,7 @@ def _alarm(of: Material) -> Statement | None:
     found = of.obstacle
     if found is None:
         return None
-    text = _sentence(cut(REPEATS.sub("", found.reason)))
+    text = _sentence(cut(found.reason))
     title = "No times can be compared" if found.command else "No times"
     return Statement(key="alarm", title=title, text=text, is_warning=bool(found.command), command=found.command)
 
@@ -190,7 +187,7 @@ def _twins(of: Material, group: Group) -> Iterator[Statement]:
 def _wrong(of: Material) -> Iterator[Statement]:
     """What must not be used: each reason once, with all its cells."""
     invalid = of.bad[of.bad["status"] == Status.INVALID]
-    for reason, cells in _by_reason(of, invalid).items():
+    for reason, cells in _by_reason(of, invalid):
         yield Statement(
             key="wrong", title="Do not use", lead=_cells(of, cells), text=f"{_sentence(reason)}", is_warning=True
         )
@@ -200,7 +197,7 @@ def _failed(of: Material) -> Iterator[Statement]:
     """What failed or could not run: each reason once."""
     others = of.bad[of.bad["status"] != Status.INVALID]
     for status, rows in others.groupby("status", sort=False):
-        for reason, cells in _by_reason(of, rows).items():
+        for reason, cells in _by_reason(of, rows):
             title = "Not run" if status == Status.UNSUPPORTED else "Failed"
             bad = status != Status.UNSUPPORTED
             text = _sentence(f"{status}: {reason}" if bad else reason)
@@ -211,16 +208,15 @@ def _sentence(text: str) -> str:
     return text if text.endswith((".", "]")) else f"{text}."
 
 
-def _by_reason(of: Material, rows: pd.DataFrame) -> dict[str, list[dict[str, Any]]]:
-    """The cells by the reason why they failed; reasons that differ in numbers alone count as one, the first."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    texts: dict[str, str] = {}
+def _by_reason(of: Material, rows: pd.DataFrame) -> list[tuple[str, list[dict[str, Any]]]]:
+    """The cells by the reason why they failed, that of the first; cells that failed the same gates share one."""
+    found: dict[Any, tuple[str, list[dict[str, Any]]]] = {}
     for cell in rows_of(rows):
-        defect = documented(of.run.manifest, cell)
+        defect = known_defect(of.run.manifest, cell)
         reason = f"{defect} (a documented defect of the framework)" if defect else cut(cell["reason"] or "no reason")
-        key = texts.setdefault(NUMBERS.sub("#", reason), reason)
-        found.setdefault(key, []).append(cell)
-    return found
+        kind = defect or (cell["failed_gates"], cell["update_causes"]) if cell["failed_gates"] else reason
+        found.setdefault(kind, (reason, []))[1].append(cell)
+    return list(found.values())
 
 
 def _cells(of: Material, cells: Sequence[Mapping[str, Any]]) -> str:
@@ -242,7 +238,7 @@ def _cells(of: Material, cells: Sequence[Mapping[str, Any]]) -> str:
 def _open(of: Material, every: Sequence[Group]) -> Iterator[Statement]:
     """Why correct cells are not compared while others are, or comparisons are undecided, and the command that helps."""
     found: dict[tuple[str, Reason, str], dict[str, list[str]]] = {}
-    texts: dict[str, str] = {}
+    texts: dict[Reason, str] = {}
     for where, row in ((one.where, row) for one in every for row in one.rows):
         if row.pair is None or of.obstacle is not None:
             continue
@@ -250,8 +246,7 @@ def _open(of: Material, every: Sequence[Group]) -> Iterator[Statement]:
         if judgement.verdict is Verdict.AMBIGUOUS:
             key, text = "undecided", f"{OPEN[judgement.reason].format(of.standing.baseline)}."
         elif judgement.verdict is Verdict.NOT_COMPARABLE and row.is_correct:
-            key, text = "barred", _sentence(cut(REPEATS.sub("", judgement.detail)))
-            text = texts.setdefault(NUMBERS.sub("#", text.replace(row.label, "")), text)
+            key, text = "barred", texts.setdefault(judgement.reason, _sentence(cut(judgement.detail)))
         else:
             continue
         found.setdefault((key, judgement.reason, text), {}).setdefault(where, []).append(row.backend)

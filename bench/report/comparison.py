@@ -52,7 +52,7 @@ class Report:
     differences: Sequence[Changed] = ()
     """Keys of the fingerprints that differ."""
     remarks: Sequence[str] = ()
-    """On the cells (``bench.judge.remarks``); also said below the plots."""
+    """On the cells (``bench.judge.caveats``); also said below the plots."""
     notes: Sequence[str] = ()
     margin: float = MARGIN
     threshold: float | None = None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.errors import BAD, GOOD, InputError
 from bench.plan.cell import Status
-from bench.run.journal import UPGRADED, Journal, read_manifest, write_manifest
+from bench.run.journal import Journal, read_manifest, write_manifest
 
 if TYPE_CHECKING:
     from bench.judge.loading import Run
@@ -74,7 +74,7 @@ def finish(
     try:
         plots.mkdir(parents=True, exist_ok=True)
         _write_tables(folder, judged, of.standing)
-        if note_floor and UPGRADED not in manifest:
+        if note_floor:
             _store_floor(folder, manifest, of.standing)
         said = answer(of)
         # Of a single backend there is nothing to compare, and its times are good.
@@ -145,8 +145,8 @@ def _store_floor(folder: Path, manifest: dict[str, Any], found: Standing) -> Non
 
 def _status(judged: Tables, manifest: dict[str, Any]) -> int:
     """0 if every trial that could run is good, or invalid by a documented defect of its backend; 1 otherwise."""
-    from bench.judge.remarks import documented
+    from bench.judge.gates import known_defect
     from bench.judge.tables import rows_of
 
     bad = judged.trials[~judged.trials["status"].isin([Status.OK, Status.UNSUPPORTED])]
-    return GOOD if all(documented(manifest, trial) for trial in rows_of(bad)) else BAD
+    return GOOD if all(known_defect(manifest, trial) for trial in rows_of(bad)) else BAD

@@ -11,11 +11,11 @@ from typing import Any
 
 import pandas as pd
 
-from bench.judge.advice import Obstacle, obstacle
 from bench.judge.cells import cells_frame
 from bench.judge.loading import Run
+from bench.judge.next_steps import Obstacle, obstacle
 from bench.judge.pairs import ComparedPair
-from bench.judge.quoting import Quotes
+from bench.judge.quotes import Quotes
 from bench.judge.standing import Standing, standings
 from bench.judge.tables import rows_of
 from bench.plan.cell import REFERENCES, Status, Sync

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from bench.judge.remarks import in_record
+from bench.judge.gates import EXPECTED, defect_of_record
 from bench.judge.tables import step_time
 from bench.plan.axes import labels
 from bench.plan.cell import Cell
@@ -113,8 +113,8 @@ class Display:
         self._count(trial, record)
         seconds = step_time(trial.cell, record.get("time"))
         what = record["status"] if seconds is None else f"{seconds:.4f} s/step"
-        if expected := in_record(self._manifest, record):
-            what += f"; {expected}"
+        if defect := defect_of_record(self._manifest, record):
+            what += f"; invalid, {EXPECTED}: {defect}"
         if record["reason"]:
             what = f"{record['status']}: {record['reason']}"
         if trial.cell.is_reference and record["status"] != "ok":

@@ -13,8 +13,7 @@ from typing import Any
 import pandas as pd
 
 from bench.judge.expected import cells_watched, extent
-from bench.judge.gates import tolerance
-from bench.judge.remarks import note
+from bench.judge.gates import EXPECTED, known_defect, tolerance
 from bench.judge.samples import NAME, slowest
 from bench.judge.tables import rows_of
 from bench.judge.verdicts import Verdict
@@ -281,7 +280,7 @@ def failures(data: Material) -> Table:
     """Every cell with a failed trial, with its reason."""
     rows = []
     for cell in rows_of(data.bad):
-        known = note(data.run.manifest, cell)
-        reason = (cell["reason"] or "no reason was recorded") + (f". This is {known}" if known else "")
+        defect = known_defect(data.run.manifest, cell)
+        reason = (cell["reason"] or "no reason was recorded") + (f". This is {EXPECTED}: {defect}" if defect else "")
         rows.append((cell["label"], cell["outcome"], reason, str(cell["num_trials"])))
     return Table.of("Cells without a valid result", ("cell", "status", "reason", "trials"), rows, words=3)

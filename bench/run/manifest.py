@@ -67,7 +67,7 @@ class _Predicted(TypedDict, total=False):
 
 
 class Manifest(TypedDict, total=False):
-    """The content of run.json. Older runs have fewer keys; code that needs a key checks for it."""
+    """The content of run.json. Code that needs a key checks for it."""
 
     run_id: str
     started: str

@@ -21,7 +21,6 @@ from bench.run.journal import JOURNAL, MANIFEST, Journal, encode, write_manifest
 from tests.factories import PEAK_BYTES, make_cell, make_failure, make_manifest, make_matrix, make_record
 
 EAGER, DEFERRED = make_cell(backend="ddp-eager", timed_windows=8), make_cell(timed_windows=8)
-REFERENCE_RUN = Path(__file__).parents[2] / "results" / "old" / "cpu-reference"
 Speeds = Mapping[Cell, float]
 
 

@@ -15,7 +15,7 @@ from bench.backends.base import registry
 from bench.errors import BAD, GOOD
 from bench.judge import gates, tables
 from bench.judge.loading import Run, run_of
-from bench.judge.quoting import Quotes
+from bench.judge.quotes import Quotes
 from bench.judge.standing import standings
 from bench.launch.launcher import Launcher
 from bench.measure.taps import EventKind, TappedLoader, Taps, updates

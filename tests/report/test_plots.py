@@ -16,9 +16,9 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 
-from bench.judge.advice import obstacle
 from bench.judge.expected import cell_of
 from bench.judge.loading import Run, load
+from bench.judge.next_steps import obstacle
 from bench.judge.standing import standing
 from bench.judge.tables import NAMES as TABLES
 from bench.judge.tables import Tables, frame_of, rows_of

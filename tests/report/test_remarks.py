@@ -10,7 +10,7 @@ from bench import cli
 from bench.backends.base import BF16_AUTOCAST, BF16_PARAMETERS
 from bench.judge.frames import read as read_frames
 from bench.judge.loading import hashed, load
-from bench.judge.quoting import find_cell
+from bench.judge.quotes import find_cell
 from bench.report.citation import cite
 from bench.run.journal import read_manifest, write_manifest
 from tests.pages import kind, read, report, write_run

@@ -1,9 +1,11 @@
-"""What may be said of one cell of a run, or of one against another: numbers, or why there are none."""
+"""What may be said of one cell of a run, or of one against another: numbers with their caveats, or why there are none.
+
+A caveat is one sentence without its full stop. It comes from run.json and the verdicts, so no backend is imported.
+"""
 
 from __future__ import annotations
 
 import difflib
-import re
 import urllib.parse
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,9 +16,9 @@ from typing import Any
 import pandas as pd
 
 from bench.errors import InputError
+from bench.judge.caveats import remarks
 from bench.judge.loading import Run
 from bench.judge.pairs import ComparedPair, Pair, judge_pairs
-from bench.judge.remarks import remarks
 from bench.judge.samples import Estimate, estimate
 from bench.judge.standing import Floor, Standing, noise_floor, pairs_with_baseline, standings
 from bench.judge.tables import rows_of
@@ -91,7 +93,7 @@ class Quotes:
         found = self.run.sides.side(cell)
         caveats = [*_failed(trials), *_caveats(cell), *remarks([(self.run.manifest, cell)]), *self._of_run()]
         # A cell of a world that is timed has failed a gate if it has no time.
-        barred = "" if not cell.world.is_timed else "; ".join(_short(text) for text in found.obstacles)
+        barred = "" if not cell.world.is_timed else "; ".join(found.obstacles)
         medians = () if barred or not sound else tuple(found.sample.trials)
         wrong = barred and found.failed_gates  # a busy machine takes time, and no memory
         peaks = [] if wrong else [row["peak_memory_bytes"] for row in sound if pd.notna(row["peak_memory_bytes"])]
@@ -123,10 +125,10 @@ class Quotes:
         for one_id in (cell_id, other_id):
             caveats += [f"{self.run.labels[one_id]}: {text}" for text in _failed(self._trials[one_id])]
         if row.judgement.comparison.blocked is not None:
-            caveats.insert(0, f"{row.judgement.reason}: {_short(row.judgement.detail)}")
+            caveats.insert(0, f"{row.judgement.reason}: {row.judgement.detail}")
         if (noise := row.judgement.comparison.floor) is None or noise.low is None:
             floor = self.floor
-            caveats.append(f"noise floor: {'the run has no A/A pair' if floor is None else _short(floor.reason)}")
+            caveats.append(f"noise floor: {'the run has no A/A pair' if floor is None else floor.reason}")
         return RatioQuote(
             cell=cell,
             other=other,
@@ -176,11 +178,6 @@ def _failed(trials: Sequence[Any]) -> list[str]:
 def _caveats(*cells: Cell) -> list[str]:
     """The caveat of the first of these cells whose world has one."""
     return [cell.world.caveat for cell in cells if cell.world.caveat][:1]
-
-
-def _short(text: str) -> str:
-    """What a gate found, without the numbers of the repeats."""
-    return re.sub(r"repeat \d+(?:, \d+)*: ", "", text)
 
 
 def find_cell(run: Run, text: str) -> Cell:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bench.judge.loading import Run
 from bench.judge.standing import Standing
@@ -23,8 +24,6 @@ VIRTUAL = (
 SHARED = "The ranks shared GPUs, over gloo, so no step is timed; memory, calls and updates are those of real ranks"
 PARTNERS = ("ddp-deferred", "fsdp2-deferred")
 """Of these, one is proposed where a run has a single backend."""
-FLAGS = frozenset({"--quiet", "--json", "--retry-failed"})
-"""Options without a value that say nothing of what is run."""
 FAILED = frozenset({Reason.FAILED_TRIALS, Reason.NO_TRIALS})
 
 
@@ -98,14 +97,31 @@ def _repeats(run: Run) -> int:
 
 
 def again(run: Run, **options: str) -> str:
-    """The command of the run, into a new folder, with these options changed; a budget goes where repeats are set."""
-    given = [str(word) for word in run.manifest.get("command") or (*BENCH, "run")]
-    gone = {"--out", *options, *(("--max-repeats", "--budget") if "--repeats" in options else ())}
-    kept, words = [], iter(given)
-    for word in words:
-        name, equals, _ = word.partition("=")
-        if name in gone and not equals:
-            next(words, None)
-        elif name not in gone | FLAGS:
-            kept.append(word)
-    return shlex.join([*kept, *(part for option in options.items() for part in option)])
+    """The command that measures the matrix of a run again, into a new folder, with these options changed.
+
+    It is made from the matrix as it was run, not from the words of the first command. More repeats have no budget.
+    """
+    matrix = run.manifest["matrix"]
+    shipped = matrix["source"] == f"{matrix['name']}.toml"
+    given = {"--matrix": matrix["name"] if shipped else matrix["source"]}
+    classes = {name: about.get("class") or name for name, about in run.manifest["backends"].items()}
+    for key, option in (matrix.get("places") or {}).items():
+        value = matrix["values"][key]
+        if option.startswith("--") and option != "--alone" and value != "auto":  # those follow from the others
+            given[option] = _word(value, classes, "s" if option == "--budget" else "")
+    if run.manifest.get("cold"):
+        given["--cold"] = ""
+    if "--repeats" in options:
+        given = {name: word for name, word in given.items() if name not in ("--max-repeats", "--budget")}
+    words = (word for option in (given | options).items() for word in option if word)
+    return shlex.join([*BENCH, "run", *words])
+
+
+def _word(value: Any, classes: Mapping[str, str], unit: str) -> str:
+    """A value as its option takes it; empty for a switch."""
+    if value is True:
+        return ""
+    if isinstance(value, list):
+        words = ("on" if one is True else "off" if one is False else str(one) for one in value)
+        return ",".join(classes.get(word, word) for word in words)
+    return f"{value:g}{unit}" if isinstance(value, float) else str(value)
