@@ -23,7 +23,7 @@ from bench.judge.statistics import (
 )
 from bench.judge.tables import step_time
 from bench.run.record import warmup
-from tests.factories import make_cell, make_time
+from tests.factories import make_cell, make_record
 
 
 def sample(center: float = 1.0, trials: int = 12, seed: int = 0, *, blocks: bool = True, noise: float = 0.03) -> Sample:
@@ -44,8 +44,8 @@ class TestWarmup:
 
 
 def test_a_trial_is_the_median_of_its_steps_and_not_their_sum_or_mean() -> None:
-    timed = make_time(make_cell(), step_seconds=[1.0, 1.0, 1.0, 1.0, 9.0])
-    assert step_time(make_cell(), timed) == 1.0
+    record = make_record(make_cell(), time={"step_seconds": [1.0, 1.0, 1.0, 1.0, 9.0]})
+    assert step_time(make_cell(), record["time"]) == 1.0
 
 
 class TestRatio:
