@@ -94,15 +94,15 @@ def make_rank(cell: Cell, passes: Sequence[str] = ALL_PASSES, rank: int = 0, **c
 
 def make_record(cell: Cell, repeat: int = 0, **changes: Any) -> dict[str, Any]:
     """The journal's record of a sound trial with all passes; ``time`` may be given as changes of the sound one."""
-    given = changes.pop("time", {})
-    time = make_time(cell) | {"ranks_agree": True} | given
-    steps = time["step_seconds"]
-    merged = {"rank_step_seconds": [steps], "num_warmup": len(time["warmup_seconds"]) + 1 + warmup(steps)}
-    time = time | merged | given
+    time = make_time(cell) | {"ranks_agree": True} | changes.pop("time", {})
+    time.setdefault("rank_step_seconds", [time["step_seconds"]])
+    time.setdefault("num_warmup", len(time["warmup_seconds"]) + 1 + warmup(time["step_seconds"]))
     facts = make_rank(cell)
+    counted = changes.pop("collectives", facts["collectives"])
     return {
         **facts,
         "time": time,
+        "collectives": counted and [{"group": "world", **row} for row in counted],
         "cell_id": cell.cell_id,
         "repeat": repeat,
         "cell": cell.to_dict(),

@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from bench.judge.cells import cells_frame
-from bench.judge.loading import Run, hashed, load
+from bench.judge.loading import Run, load
 from bench.judge.pairs import record
 from bench.judge.quotes import Quotes
 from bench.judge.standing import Standing, standing
@@ -65,4 +65,4 @@ class Frames(Mapping[str, pd.DataFrame]):
 def read(folder: str | Path) -> Frames:
     """The frames of a run's folder. Raises InputError if it is no run, or its journal was truncated or edited."""
     path = Path(folder)
-    return Frames(hashed(load(path), path), path)
+    return Frames(load(path), path)

@@ -22,8 +22,12 @@ from bench.run.trial_record import check
 
 
 def load(folder: Path) -> Run:
-    """Load a run, judged by the gates. Raises InputError if it is no run, or its journal was truncated or edited."""
-    return read(folder)[0]
+    """Load a run, judged by the gates. Raises InputError if it is no run, or its journal was truncated or edited.
+
+    The manifest of a run that is not finished has the hash of its journal, too.
+    """
+    run, _ = read(folder)
+    return replace(run, manifest={"journal_sha256": Journal(folder).digest(), **run.manifest})
 
 
 def read(folder: Path) -> tuple[Run, list[dict[str, Any]]]:
@@ -57,13 +61,6 @@ def read(folder: Path) -> tuple[Run, list[dict[str, Any]]]:
             f"{place}: was edited: its matrix and cells are not those of a run ({_said(error)})"
         ) from error
     return found, records
-
-
-def hashed(run: Run, folder: Path) -> Run:
-    """The run with the journal's SHA-256 in its manifest, also for old runs that did not store it."""
-    if run.manifest.get("journal_sha256"):
-        return run
-    return replace(run, manifest={**run.manifest, "journal_sha256": Journal(folder).digest()})
 
 
 def _said(error: Exception) -> str:

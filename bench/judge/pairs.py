@@ -8,7 +8,7 @@ between two.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -18,6 +18,7 @@ from bench.judge.loading import Run
 from bench.judge.sides import Side, Sides
 from bench.judge.statistics import MARGIN, Interval, Sample, holm, ratio
 from bench.judge.verdicts import ALPHA, Exactly, Judgement, Reason, Verdict, compare, judge_all
+from bench.plan.axes import labels
 from bench.plan.cell import Cell, Status
 from bench.plan.columns import COLUMNS
 
@@ -65,37 +66,39 @@ class ComparedPair:
 
 def pairs_of_backends(run: Run, baseline: str, backend: str) -> list[Pair]:
     """The cells of two backends of one run, matched by everything but the backend; HSDP's by replicas if both have."""
-    ours, theirs = ([cell for cell in run.cells.values() if cell.backend == name] for name in (backend, baseline))
     alike: dict[Any, list[Cell]] = {}
-    for cell in theirs:
-        alike.setdefault(_key(cell, "backend", "replicate"), []).append(cell)
+    for cell in run.cells.values():
+        if cell.backend == baseline:
+            alike.setdefault(_key(cell, "backend", "replicate"), []).append(cell)
     found = [
-        Pair(a=one, b=cell)
-        for cell in ours
-        for one in alike.get(_key(cell, "backend", "replicate"), ())
-        if one.replicate in (0, cell.replicate) or not cell.replicate
+        Pair(a=base, b=cell, group=f"W={cell.world_size} {cell.precision}")
+        for cell in run.cells.values()
+        if cell.backend == backend
+        for base in alike.get(_key(cell, "backend", "replicate"), ())
+        if base.replicate in (0, cell.replicate) or not cell.replicate
     ]
-    return _named(found, ("world_size", "precision"), "W={world_size} {precision}")
+    named = [replace(pair, name=pair.name.removeprefix(f"{backend} ")) for pair in _named(found)]
+    return sorted(named, key=lambda pair: (pair.b.world_size, pair.b.precision, pair.b.accumulate, pair.name))
 
 
 def pairs_of_runs(a: Run, b: Run) -> list[Pair]:
     """The cells that both runs have, without references and twins."""
-    found = [
-        Pair(a=cell, b=b.cells[cell_id])
-        for cell_id, cell in a.cells.items()
-        if cell_id in b.cells and not cell.is_reference and not cell.twin
-    ]
-    return _named(found, ("backend",), "{backend}")
+    common = [cell for cell_id, cell in b.cells.items() if cell_id in a.cells]
+    return _of_runs([Pair(a=cell, b=cell) for cell in common if not cell.twin])
 
 
 def pairs_apart(a: Run, b: Run) -> list[Pair]:
     """The cells of one run that the other has only with different NUMERIC fields."""
     ours, theirs = (
-        {_key(cell, *NUMERIC): cell for cell_id, cell in one.cells.items() if cell_id not in other.cells}
-        for one, other in ((b, a), (a, b))
+        {_key(cell, *NUMERIC): cell for cell_id, cell in run.cells.items() if cell_id not in other.cells}
+        for run, other in ((b, a), (a, b))
     )
-    found = [Pair(a=theirs[key], b=ours[key]) for key in ours if key in theirs and not ours[key].is_reference]
-    return _named(found, ("backend",), "{backend}")
+    return _of_runs([Pair(a=theirs[key], b=cell) for key, cell in ours.items() if key in theirs])
+
+
+def _of_runs(pairs: list[Pair]) -> list[Pair]:
+    named = _named([replace(pair, group=pair.b.backend) for pair in pairs if not pair.b.is_reference])
+    return sorted(named, key=lambda pair: (pair.b.backend, pair.b.accumulate, pair.b.world_size, pair.name))
 
 
 @lru_cache(maxsize=4096)
@@ -103,29 +106,10 @@ def _key(cell: Cell, *without: str) -> tuple[tuple[str, Any], ...]:
     return tuple((name, value) for name, value in cell.to_dict().items() if name not in without)
 
 
-def _named(pairs: list[Pair], by: Sequence[str], title: str) -> list[Pair]:
-    """The pairs in order, each with a unique name: N, W, precision, and whatever else differs between them."""
-    rows = [
-        dict(_key(pair.a))
-        | {n: _either(pair, n) for n in NUMERIC}
-        | {"replicate": max(pair.a.replicate, pair.b.replicate)}
-        for pair in pairs
-    ]
-    shown = ["accumulate", "world_size", "precision"]
-    varying = [f.name for f in fields(Cell) if len({repr(row[f.name]) for row in rows}) > 1]
-    shown += [name for name in varying if name not in {*shown, "backend"}]
-    short = {"accumulate": "N={}", "world_size": "W={}", "precision": "{}", "replicate": "R={}"}
-    found = []
-    for pair, row in zip(pairs, rows, strict=True):
-        words = " ".join(short.get(name, f"{name}={{}}").format(row[name]) for name in shown)
-        group = title.format(**row)
-        found.append(replace(pair, name=f"{row['backend']} {words}" if "backend" in by else words, group=group))
-    return sorted(found, key=lambda p: (*(getattr(p.a, n) for n in by), p.a.accumulate, p.a.world_size, p.name))
-
-
-def _either(pair: Pair, name: str) -> str:
-    ours, theirs = str(getattr(pair.b, name)), str(getattr(pair.a, name))
-    return ours if ours == theirs else f"{theirs}/{ours}"
+def _named(pairs: Sequence[Pair]) -> list[Pair]:
+    """The pairs, each with the label of its second cell."""
+    names = labels(pair.b for pair in pairs)
+    return [replace(pair, name=names[pair.b]) for pair in pairs]
 
 
 def measured(run: Run, cell: Cell) -> bool:
@@ -260,8 +244,8 @@ def partnerless(a: Run, b: Run, pairs: Sequence[Pair], backends: tuple[str | Non
     """The labels of the cells without a partner; of one run, only those of the two backends that are compared."""
     found = {}
     paired = {cell.cell_id for pair in pairs for cell in (pair.a, pair.b)}
-    for key, one, backend in zip(("only_a", "only_b"), (a, b), backends, strict=True):
-        alone = [cell for cell_id, cell in one.cells.items() if cell_id not in paired and not cell.twin]
+    for key, run, backend in zip(("only_a", "only_b"), (a, b), backends, strict=True):
+        alone = [cell for cell_id, cell in run.cells.items() if cell_id not in paired and not cell.twin]
         found[key] = [c.label for c in alone if (c.backend == backend if backend else not c.is_reference)]
     return found
 

@@ -45,6 +45,8 @@ class Column:
     meaning: str
     axis: Axis | None = None
     """None if the column is not a field of a cell."""
+    source: str = ""
+    """Where a trial's value is in its record, key by key; empty if it is a field of the cell, or calculated."""
     over: Over | None = None
     """How a cell's value comes from its trials', beside that of an axis, which all share."""
     section: str = ""

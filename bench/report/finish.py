@@ -60,7 +60,6 @@ def finish(
     """
     from rich.console import Console
 
-    from bench.judge.loading import hashed
     from bench.report import page, pull_request
     from bench.report.answer import answer
     from bench.report.figures import draw
@@ -69,7 +68,6 @@ def finish(
     from bench.report.terminal import show
 
     manifest, run = _load(folder)
-    run = hashed(run, folder)
     judged, of = run.tables, Material(folder=folder, run=run)
     try:
         plots.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,8 @@ from bench.judge.verdicts import Verdict
 from bench.plan.categories import PEAK, Category
 from bench.plan.cell import Device, Status, among
 from bench.plan.column import DASH, Column
-from bench.plan.columns import COLUMNS, COMMUNICATION, CORRECTNESS, MEMORY, SEMANTICS, SPEED
+from bench.plan.columns import COLUMNS
+from bench.plan.trial_columns import COMMUNICATION, CORRECTNESS, MEMORY, SEMANTICS, SPEED
 from bench.report.bars import MIB, TOTAL, by_operation
 from bench.report.bars import by_cell as memory_by_cell
 from bench.report.material import Material

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -102,3 +103,29 @@ def test_a_faster_clock_cannot_fake_a_speed_up() -> None:
     floor = compare(one, one, None).time
     (judgement,) = judge_all([compare(one, other, floor)])
     assert (judgement.verdict, judgement.reason) == (Verdict.AMBIGUOUS, Reason.CLOCKS)
+
+
+def test_micro_batches_are_no_steps() -> None:  # mutant 3
+    tables = built(HOST, {}, {})
+    micro = tables.steps.loc[tables.steps.index.repeat(HOST.accumulate)].reset_index(drop=True)
+    found = Sides(dataclasses.replace(tables, steps=micro)).side(HOST)
+    assert found.failed_gates == ("12 steps were timed, 3 were due",)
+    (judgement,) = judge_all([compare(found, found, None)])
+    assert (judgement.verdict, judgement.reason) == (Verdict.NOT_COMPARABLE, Reason.GATE)
+
+
+@pytest.mark.parametrize(
+    ("ends", "outcome"),
+    [
+        ("ok ok", "ok"),
+        ("oom oom", "oom"),
+        ("ok hang ok", "hang, 2 of 3 ok"),
+        ("ok crashed invalid", "invalid, 1 of 3 ok"),
+        ("invalid invalid", "invalid"),
+    ],
+)
+def test_the_outcome_of_a_cell_is_its_failure_and_its_number_of_ok_trials(ends: str, outcome: str) -> None:
+    tables = built(HOST, *[{}] * len(ends.split()))
+    statuses = ["ok", *ends.split()]  # the reference's first
+    found = Sides(dataclasses.replace(tables, trials=tables.trials.assign(status=statuses))).side(HOST)
+    assert found.outcome == outcome

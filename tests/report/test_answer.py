@@ -13,7 +13,7 @@ from rich.console import Console
 
 from bench.errors import InputError
 from bench.judge.integrity import check
-from bench.judge.loading import Run, hashed, load
+from bench.judge.loading import Run, load
 from bench.judge.next_steps import VIRTUAL
 from bench.judge.quotes import find_cell
 from bench.plan.axes import labels
@@ -58,7 +58,7 @@ def written(folder: Path, cells: list[Cell], baseline: str = "ddp-deferred") -> 
 
 
 def of(folder: Path) -> tuple[Run, Answer]:
-    run = hashed(load(folder), folder)
+    run = load(folder)
     return run, answer(Material(folder=folder, run=run))
 
 

@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 
 from bench.files import RESULTS
-from bench.judge.loading import hashed, load, run_of
+from bench.judge.loading import load, run_of
 from bench.judge.standing import standings
 from bench.report import page as pages
 from bench.report.answer import answer
@@ -149,7 +149,7 @@ def test_the_bundled_findings_are_those_of_the_committed_suite() -> None:
 
 def assert_citations(folder: Path) -> int:
     """Fails if a citation in the page is not what ``cite`` prints; how many ratios are cited."""
-    run, data = hashed(load(folder), folder), data_of(read(folder / "report.html"))["citations"]
+    run, data = load(folder), data_of(read(folder / "report.html"))["citations"]
     rows = next(iter(standings(run).values())).by_cell
     assert set(data["ratio"]["text"]["of"]) == set(rows)
     for form in ("text", "markdown", "bibtex"):
@@ -166,7 +166,7 @@ def test_cells_and_their_ratios_to_the_baseline_can_be_cited(folder: Path, print
 
 
 def test_it_is_the_same_every_time(folder: Path, page: Element) -> None:
-    run = hashed(load(folder), folder)
+    run = load(folder)
     of = Material(folder=folder, run=run)
     again = pages.render(of, answer(of), sorted((folder / "plots").iterdir()))
     assert again == (folder / "report.html").read_text(encoding="utf-8")
