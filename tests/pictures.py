@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.judge.loading import load
 from bench.report import figures
-from bench.report.material import Material
+from bench.report.report_data import ReportData
 from tests.pages import write_run
 
 FOLDER = Path(__file__).parent / "pictures"
@@ -23,7 +23,7 @@ def draw(folder: Path) -> list[Path]:
     """All figures of the made run, as PNG, into the folder."""
     with tempfile.TemporaryDirectory() as place:
         run = load(write_run(Path(place) / "pictures", FACTORS, accumulate=(1, 2, 8), fate=_fate))
-        drawn = figures.draw(Material(run=run), folder)
+        drawn = figures.draw(ReportData(run=run), folder)
     for path in drawn:
         if path.suffix != ".png":
             path.unlink()

@@ -100,8 +100,8 @@ def _thresholds(text: str) -> dict[str, float]:
 def run(arguments: argparse.Namespace) -> int:
     """Compare and show; the exit status is that of the gate."""
     from bench.judge import pairs as judge_pairs
+    from bench.judge.baseline import floor_of_runs
     from bench.judge.caveats import remarks
-    from bench.judge.standing import floor_of_runs
     from bench.judge.statistics import MARGIN
     from bench.report import comparison
     from bench.run.machine import differences

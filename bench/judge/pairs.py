@@ -14,8 +14,8 @@ from typing import Any
 
 import pandas as pd
 
+from bench.judge.evidence import Evidence, EvidenceByCell
 from bench.judge.loading import Run
-from bench.judge.sides import Side, Sides
 from bench.judge.statistics import MARGIN, Interval, Sample, holm, ratio
 from bench.judge.verdicts import ALPHA, Exactly, Judgement, Reason, Verdict, compare, judge_all
 from bench.plan.axes import labels
@@ -114,7 +114,7 @@ def _named(pairs: Sequence[Pair]) -> list[Pair]:
 
 def measured(run: Run, cell: Cell) -> bool:
     """Whether a cell was run at all: any of its trials is not ``unsupported``."""
-    side = run.sides.side(cell)
+    side = run.evidence.of(cell)
     return side.num_ok > 0 or side.status != Status.UNSUPPORTED
 
 
@@ -135,9 +135,9 @@ def judge_pairs(
     below 5 %; peak memory is if it is in bytes. A time that is not comparable, or has failed trials, is never certain.
     """
     apart, limits = a is not b, thresholds or {}
-    ours = Sides(a.tables, "A " if apart else "", force) if apart or force else a.sides
-    theirs = Sides(b.tables, "B ", force) if apart else ours
-    sides = [(ours.side(pair.a), theirs.side(pair.b)) for pair in pairs]
+    ours = EvidenceByCell(a.tables, "A " if apart else "", force) if apart or force else a.evidence
+    theirs = EvidenceByCell(b.tables, "B ", force) if apart else ours
+    sides = [(ours.of(pair.a), theirs.of(pair.b)) for pair in pairs]
     judged = judge_all(compare(one, base, floor, margin, force=force) for base, one in sides)
     slower = [False] * len(pairs)
     if SLOWER in limits:
@@ -150,8 +150,8 @@ def judge_pairs(
 
 def _compared(
     pair: Pair,
-    one: Side,
-    base: Side,
+    one: Evidence,
+    base: Evidence,
     judgement: Judgement,
     regressions: list[str],
     thresholds: Mapping[str, float],
@@ -186,7 +186,9 @@ def _compared(
     )
 
 
-def _certainly_slower(sides: Sequence[tuple[Side, Side]], judged: Sequence[Judgement], threshold: float) -> list[bool]:
+def _certainly_slower(
+    sides: Sequence[tuple[Evidence, Evidence]], judged: Sequence[Judgement], threshold: float
+) -> list[bool]:
     """Whether B takes longer than 1 + threshold times as long as A, of each pair."""
     values, beyond = [], []
     for (base, theirs), judgement in zip(sides, judged, strict=True):
@@ -254,7 +256,7 @@ def newly_failed(a: Run, b: Run, pairs: Sequence[Pair]) -> list[str]:
     """The pairs of which trials failed in B and none in A: name and outcome of each. Interruptions do not count."""
     found = []
     for pair in pairs:
-        before, after = a.sides.side(pair.a), b.sides.side(pair.b)
+        before, after = a.evidence.of(pair.a), b.evidence.of(pair.b)
         if before.status in ENDED_WELL and after.status not in ENDED_WELL:
             found.append(f"{pair.name} ({after.outcome})")
     return found

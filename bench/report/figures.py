@@ -15,11 +15,11 @@ import matplotlib.style
 from bench.report import forest, sheet, style
 from bench.report.bars import draw_memory_categories, draw_traffic
 from bench.report.comparison import Report
+from bench.report.deviations import draw_held_gradients, draw_noise, draw_optimizer_steps
 from bench.report.figure_data import FigureData
 from bench.report.formats import guarded, write_frame
 from bench.report.lines import draw_loss_curves, draw_step_time
-from bench.report.material import Material
-from bench.report.rows import draw_held_gradients, draw_noise, draw_optimizer_steps
+from bench.report.report_data import ReportData
 from bench.report.scatter import draw_memory_vs_time
 from bench.report.sheet import Drawing
 
@@ -40,7 +40,7 @@ FORMER = ("peak_memory", "speed_up")
 """Figures that earlier versions drew; they also drew several of a kind, with a number after the name."""
 
 
-def draw(of: Material, folder: Path, obstacle: str = "") -> list[Path]:
+def draw(data: ReportData, folder: Path, obstacle: str = "") -> list[Path]:
     """Write the figures of a judged run into the folder; returns the paths. Figures without data are not drawn.
 
     ``obstacle`` is why times cannot be compared.
@@ -48,27 +48,27 @@ def draw(of: Material, folder: Path, obstacle: str = "") -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     paths: list[Path] = []
     with matplotlib.style.context(list(style.BASE)):
-        for drawing in figures(of, obstacle):
+        for drawing in figures(data, obstacle):
             paths += sheet.save(drawing.figure, folder / drawing.stem, drawing.words)
             paths.append(folder / f"{drawing.stem}.csv")
             write_frame(drawing.data, paths[-1])
-    remove_leftovers(folder, of.run.name, {*KINDS, *FORMER}, paths)
+    remove_leftovers(folder, data.run.name, {*KINDS, *FORMER}, paths)
     return paths
 
 
-def figures(of: Material, obstacle: str = "") -> list[Drawing]:
+def figures(data: ReportData, obstacle: str = "") -> list[Drawing]:
     """The figures of ``draw``, not yet saved."""
-    if of.run.tables.trials.empty:
+    if data.run.tables.trials.empty:
         return []
-    run, standing = FigureData(of, obstacle), of.standing
+    run, against_baseline = FigureData(data, obstacle), data.against_baseline
     with matplotlib.style.context(list(style.BASE)):
         found = [drawing for maker in MAKERS.values() for drawing in maker(run)]
     if obstacle:
         return found
     # Every cell against the baseline's, but those that run once, as their matrix wants it.
-    timed = [row for row in standing.rows if row.pair.b.world.times_communication]
-    rows = [row for row in timed if row.pair.b.cell_id not in (of.run.manifest.get("once") or ())]
-    report = Report(a=standing.baseline, b="each other backend", rows=rows, remarks=standing.remarks)
+    timed = [row for row in against_baseline.rows if row.pair.b.world.times_communication]
+    rows = [row for row in timed if row.pair.b.cell_id not in (data.run.manifest.get("once") or ())]
+    report = Report(a=against_baseline.baseline, b="each other backend", rows=rows, remarks=against_baseline.remarks)
     return found + forest.draw(report, RATIOS)
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.judge.sides import Side
+from bench.judge.evidence import Evidence
 from bench.judge.statistics import PRECISION, Interval, Sample, ratio
 from bench.judge.verdicts import (
     BLOCKS,
@@ -99,10 +99,10 @@ def test_cycles_must_agree() -> None:
 
 
 class TestCompare:
-    def sides(self, **changes: Any) -> tuple[Side, Side]:
+    def made(self, **changes: Any) -> tuple[Evidence, Evidence]:
         common: dict[str, Any] = {"precision": "fp32", "accumulation_dtype": "fp32", "work": "llama tiny"}
-        a = Side(**({"label": "a", "sample": cell(0.9, seed=1), **common} | changes))
-        return a, Side(label="b", sample=cell(1.0, seed=2), **common)
+        a = Evidence(**({"label": "a", "sample": cell(0.9, seed=1), **common} | changes))
+        return a, Evidence(label="b", sample=cell(1.0, seed=2), **common)
 
     @pytest.mark.parametrize(
         ("changes", "reason"),
@@ -115,14 +115,14 @@ class TestCompare:
         ],
     )
     def test_not_comparable(self, changes: dict[str, Any], reason: Reason) -> None:
-        a, b = self.sides(**changes)
+        a, b = self.made(**changes)
         for pair in ((a, b), (b, a)):
             found = judge_all([compare(*pair, quiet_floor())])[0]
             assert (found.verdict, found.reason) == (Verdict.NOT_COMPARABLE, reason)
             assert found.comparison.time is None and found.detail and found.next == NEXT[reason]
 
     def test_failed_trials_are_not_dropped_in_silence(self) -> None:  # mutant 13
-        a, b = self.sides(num_failed=2)
+        a, b = self.made(num_failed=2)
         for pair in ((a, b), (b, a)):
             found = judge_all([compare(*pair, quiet_floor())])[0]
             assert (found.verdict, found.reason) == (Verdict.AMBIGUOUS, Reason.FAILED_TRIALS)
@@ -132,7 +132,8 @@ class TestCompare:
     @settings(deadline=None, max_examples=40)
     def test_from_the_other_side(self, by: float, seed: int, noise: float) -> None:
         a, b = (
-            Side(label=name, sample=cell(c, 8, seed + i, noise)) for i, (name, c) in enumerate((("a", by), ("b", 1)))
+            Evidence(label=name, sample=cell(c, 8, seed + i, noise))
+            for i, (name, c) in enumerate((("a", by), ("b", 1)))
         )
         floor = ratio(cell(1, 8, seed + 2, noise), cell(1, 8, seed + 3, noise))
         here = judge_all([compare(a, b, floor)])[0]

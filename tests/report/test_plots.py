@@ -16,16 +16,16 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 
+from bench.judge.baseline import against_baseline
 from bench.judge.expected import cell_of
 from bench.judge.loading import Run, load
-from bench.judge.next_steps import obstacle
-from bench.judge.standing import standing
+from bench.judge.next_steps import times_unavailable
 from bench.judge.tables import NAMES as TABLES
 from bench.judge.tables import Tables, frame_of, rows_of
 from bench.plan.columns import COLUMNS
 from bench.report import figures as report_figures
 from bench.report import style
-from bench.report.material import Material
+from bench.report.report_data import ReportData
 from tests import legible
 from tests.conftest import first
 from tests.pages import write_run
@@ -167,7 +167,7 @@ def troubled(name: str, n: int, repeat: int) -> tuple[str, str]:
     return "ok", ""
 
 
-def material(tables: Tables, about: dict[str, Any]) -> Material:
+def material(tables: Tables, about: dict[str, Any]) -> ReportData:
     """A run with these tables, under the ids that its cells have, with steps of which a trial's time is the median."""
     first = rows_of(tables.trials.drop_duplicates("cell_id"))
     cells = {row["cell_id"]: cell_of(row) for row in first}
@@ -181,7 +181,7 @@ def material(tables: Tables, about: dict[str, Any]) -> Material:
     ]
     made = dataclasses.replace(tables, trials=trials, losses=losses, steps=frame_of("steps", steps))
     known = {cell.cell_id: cell for cell in cells.values()}
-    return Material(run=Run(name=about["run_id"], tables=made, cells=known, manifest=about))
+    return ReportData(run=Run(name=about["run_id"], tables=made, cells=known, manifest=about))
 
 
 RUNS: dict[str, tuple[Tables, dict[str, Any]]] = {
@@ -302,14 +302,14 @@ def test_times_that_cannot_be_compared_are_grey_and_hollow(tmp_path: Path) -> No
     sound, alone = (
         load(write_run(tmp_path / str(repeats), FACTORS, accumulate=(1, 8), repeats=repeats)) for repeats in (10, 1)
     )
-    drawn = {one.stem: one for one in report_figures.figures(Material(run=sound))}
+    drawn = {one.stem: one for one in report_figures.figures(ReportData(run=sound))}
     assert {"step_time", "step_time_ratio", "noise"} <= set(drawn) and not drawn["memory_vs_time"].words.banner
     assert arrows(drawn["memory_vs_time"].figure)
     assert drawn["step_time"].words.title == "At N = 8, deferring the sync saves 30 % of a step with made"
     assert drawn["step_time_ratio"].words.title == "At N = 8, made-deferred is faster than made-eager"
-    few = obstacle(alone, standing(alone), tmp_path)
+    few = times_unavailable(alone, against_baseline(alone), tmp_path)
     assert few is not None
-    drawn = {one.stem: one for one in report_figures.figures(Material(run=alone), few.reason)}
+    drawn = {one.stem: one for one in report_figures.figures(ReportData(run=alone), few.reason)}
     assert not {"step_time", "step_time_ratio"} & set(drawn)
     one = drawn["memory_vs_time"]
     assert one.words.banner == f"Times cannot be compared: {few.reason}"
