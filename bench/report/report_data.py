@@ -13,7 +13,7 @@ import pandas as pd
 
 from bench.judge.advice import TimesUnavailable, times_unavailable
 from bench.judge.baseline import AgainstBaseline, against_baselines
-from bench.judge.cells import cells_frame
+from bench.judge.frames import cells_frame
 from bench.judge.loading import Run
 from bench.judge.pairs import ComparedPair
 from bench.judge.quoting import Quotes
