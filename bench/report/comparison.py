@@ -78,7 +78,7 @@ def alarm(differences: Sequence[Changed]) -> list[str]:
         return []
     count = "1 key of the fingerprint differs" if len(differences) == 1 else f"{len(differences)} keys differ"
     found = [f"WARNING: DIFFERENT MACHINES OR SOFTWARE: {count}, so a ratio may have nothing to do with the code:"]
-    found += [f"  {one.key}: A {_value(one.a)}, B {_value(one.b)}" for one in differences[:MOST_KEYS]]
+    found += [f"  {changed.key}: A {_value(changed.a)}, B {_value(changed.b)}" for changed in differences[:MOST_KEYS]]
     left = len(differences) - MOST_KEYS
     return [*found, f"  and {left} more: see --json"] if left > 0 else found
 

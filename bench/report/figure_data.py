@@ -12,9 +12,9 @@ import pandas as pd
 
 from bench.judge.samples import step_times
 from bench.judge.tables import good_trials, rows_of
-from bench.plan.axes import AXES, FOLLOWS, WAYS, axes, differing
-from bench.plan.cell import REFERENCES, SGD, Status
+from bench.plan.cell import SGD, Status
 from bench.plan.column import Axis
+from bench.plan.columns import AXES, FOLLOWS, WAYS, axes, differing
 from bench.report import style
 from bench.report.report_data import ReportData, eager_and_deferred, machine_words, parameters
 from bench.report.sheet import FigureWords
@@ -55,7 +55,7 @@ class FigureData:
         self.floor = None if data.against_baseline.floor is None else data.against_baseline.floor.interval
         self.looks = style.looks(data.cells)
         self._worlds = pd.Series({key: cell.world for key, cell in data.run.cells.items()}, dtype=object)
-        self._cells = data.cells
+        self._cells, self._contestants = data.cells, data.contestants.index
 
     @cached_property
     def trials(self) -> pd.DataFrame:
@@ -75,7 +75,7 @@ class FigureData:
         timed = found["world"].map(lambda world: world.times_communication)
         estimates = step_times(self.trials)
         for name, end in zip(TIMES, ("seconds", "low", "high"), strict=True):
-            measured = pd.Series({key: getattr(one, end) for key, one in estimates.items()}, dtype="Float64")
+            measured = pd.Series({key: getattr(estimate, end) for key, estimate in estimates.items()}, dtype="Float64")
             shown = measured.reindex(found.index).where(failed | bool(self.obstacle))
             found[name] = found[name].fillna(shown).where(timed)
         peaks = good_trials(self.trials).groupby("cell_id")[MEMORY].max()
@@ -86,8 +86,7 @@ class FigureData:
     @cached_property
     def others(self) -> pd.DataFrame:
         """The cells without the reference; all if there is nothing else."""
-        others = self.cells[~self.cells["backend"].isin(REFERENCES)]
-        return self.cells if others.empty else others
+        return self.cells[self.cells["cell_id"].isin(self._contestants)]
 
     @cached_property
     def timed(self) -> pd.DataFrame:
@@ -247,7 +246,7 @@ def leanest(cells: pd.DataFrame, column: str = "peak_memory_bytes") -> str:
 
 def tied(cells: pd.DataFrame, column: str, value: float) -> list[str]:
     """The backends of the cells that have this size."""
-    return [name for name, own in zip(cells["backend"], cells[column], strict=True) if alike(float(own), value)]
+    return [name for name, size in zip(cells["backend"], cells[column], strict=True) if alike(float(size), value)]
 
 
 def floats(values: pd.Series) -> Any:

@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from bench.plan.axes import WORK
 from bench.plan.cell import REFERENCES, Status
+from bench.plan.columns import WORK
 from bench.report import sheet, style
 from bench.report.figure_data import CONTEXT, FACTS, TIMES, FigureData, Panel, apart, failure, floats, lost, twins
 from bench.report.sheet import Drawing, panel_grid, set_scale, title_lines
