@@ -262,19 +262,16 @@ def _unwritable(folder: Path, error: OSError) -> InputError:
 
 def _write(folder: Path, report: Report) -> None:
     """Table, page and plots."""
-    import matplotlib.style
     from rich.console import Console
 
-    from bench.report import comparison, forest, sheet, style
+    from bench.report import canvas, comparison, forest
 
     table, page = folder / "compare.parquet", folder / "compare.md"
     written = [table, page]
     try:
         comparison.frame(report.rows).to_parquet(table, index=False)
         drawings = forest.draw(report)
-        with matplotlib.style.context(list(style.BASE)):
-            for drawing in drawings:
-                written += sheet.save(drawing.figure, folder / drawing.stem, drawing.words)
+        written += [canvas.save(drawing.figure, folder / drawing.stem, drawing.words) for drawing in drawings]
         page.write_text(comparison.page(report, [f"{one.stem}.png" for one in drawings]), encoding="utf-8")
     except OSError as error:
         raise _unwritable(folder, error) from error

@@ -16,8 +16,8 @@ from bench.judge.tables import Tables, rows_of, worlds
 from bench.plan.cell import REFERENCES, SGD, Status
 from bench.plan.columns import AXES, FOLLOWS, WAYS, Axis, axes, differing
 from bench.report import style
+from bench.report.canvas import FigureWords
 from bench.report.material import eager_and_deferred, machine_words, parameters
-from bench.report.sheet import FigureWords
 from bench.words import alike, size, some
 
 T = TypeVar("T")

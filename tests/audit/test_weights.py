@@ -12,7 +12,7 @@ from bench.audit import weight_figure, weight_maps
 from bench.audit.reading import Reading
 from bench.audit.scenario import Scenario
 from bench.report import style
-from bench.report.sheet import FigureWords
+from bench.report.canvas import FigureWords
 from tests.factories import make_observation
 from tests.legible import assert_legible, words
 

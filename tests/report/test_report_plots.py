@@ -13,8 +13,8 @@ from bench.judge.standing import standing
 from bench.plan.categories import Category
 from bench.report import bars as report_bars
 from bench.report import figures, rows, style
+from bench.report.canvas import Drawing
 from bench.report.figure_data import FigureData
-from bench.report.sheet import Drawing
 from tests import legible
 from tests.pages import MIB, write_run
 

@@ -1,30 +1,26 @@
-"""Lines: step time against N, and how far losses are from the reference's."""
+"""Curves: step time against N, and losses and how far they are from the reference's."""
 
 from __future__ import annotations
 
 import math
 
-import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from bench.plan.cell import REFERENCES, Status
 from bench.plan.columns import WORK
-from bench.report import sheet, style
+from bench.report import style
+from bench.report.canvas import Drawing, PointName, freeze, grid_shape, name_points, new_figure, panel_title, set_scale
 from bench.report.figure_data import CONTEXT, FACTS, TIMES, FigureData, Panel, apart, floats, lost, twins
-from bench.report.sheet import Drawing, panel_grid, set_scale, title_lines
-from bench.report.style import GREY, INTERVAL, REFERENCE_COLOUR, SMALL, TINY, Key, safe
+from bench.report.style import GREY, INTERVAL, NAME_WIDTH, REFERENCE_COLOUR, TINY, WIDTH
 from bench.words import plural, some
 
-MAX_DIRECT = 18
-"""Lines that get labels of their own at the right; more are in a legend."""
-BELOW = 0.5
-"""Inches of the x axis's words."""
+MAX_NAMED = 18
+"""Lines that are named at their ends; more are in a legend."""
+NAMES_ROOM = 0.55
+"""Share of the axis to the right of the lines that is left for their names."""
 MOST_PANELS = 3
-End = tuple[str, float, float, str]
-"""The label of a line, its last point and its colour."""
 
 
 def draw_step_time(run: FigureData) -> list[Drawing]:
@@ -35,9 +31,7 @@ def draw_step_time(run: FigureData) -> list[Drawing]:
     panels, left_out = run.panels(known, CONTEXT, MOST_PANELS)
     drawn = pd.concat([panel.rows for panel in panels])
     shown = run.shown(drawn)
-    direct = len(panels) == 1 and len(shown) <= MAX_DIRECT
-    columns = min(len(panels), 2 if len(panels) == 4 else 3)
-    lines = math.ceil(len(panels) / columns)
+    named = len(panels) == 1 and len(shown) <= MAX_NAMED
     words = run.words(_saving(panels[-1]), timed=True)
     words.notes[:0] = [
         *left_out,
@@ -45,16 +39,19 @@ def draw_step_time(run: FigureData) -> list[Drawing]:
         "intervals, rings are wrong results. B is the same at every N.",
         *lost(run.timed, "step_time_s"),
     ]
-    keys = [] if direct else [style.line_key(name, run.looks[name]) for name in shown]
-    figure = sheet.sheet(words, [keys], 4.0 if columns == 1 else 2.3 * lines + 0.5, max(2.6, 1.6 * lines))
-    grid = panel_grid(figure, [panel.title for panel in panels], columns, sharex=True, sharey=True)
-    for i, (axes, panel) in enumerate(zip(grid, panels, strict=True)):
+    keys = [] if named else [style.line_key(name, run.looks[name]) for name in shown]
+    figure = new_figure(words, keys, 4.0 if len(panels) == 1 else 2.8)
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False, sharey=True)[0], panels, strict=True):
         ends = _lines(run, axes, panel.rows)
         set_scale(axes, "y", drawn["step_time_s"])
-        axes.set_ylabel("step time (s)" if i % columns == 0 else "")
-        axes.set_xlabel("N, micro-batches per optimizer step" if i + columns >= len(panels) else "")
-        if direct:
-            _label_ends(figure, axes, ends)
+        axes.set_title(panel_title(panel.title, WIDTH / len(panels) - 0.4))
+        axes.set_xlabel("N, micro-batches per optimizer step")
+    figure.axes[0].set_ylabel("step time (s)")
+    if named:
+        low, high = (math.log2(limit) for limit in axes.get_xlim())
+        axes.set_xlim(2**low, 2 ** (high + NAMES_ROOM * (high - low)))
+        freeze(figure)
+        name_points(axes, ends, ["east"])
     return [Drawing("step_time", figure, known, words)]
 
 
@@ -80,8 +77,8 @@ def _saving(panel: Panel) -> str:
     return f"{where}, a step takes {least:.3g} to {longest:.3g} s, depending on the backend"
 
 
-def _lines(run: FigureData, axes: Axes, cells: pd.DataFrame) -> list[End]:
-    """One line per backend, of one hue per framework: solid for deferred sync, dashed for eager."""
+def _lines(run: FigureData, axes: Axes, cells: pd.DataFrame) -> list[PointName]:
+    """One line per backend, of one hue per framework: solid for deferred sync, dashed for eager. The names of ends."""
     ticks = sorted({int(n) for n in cells["accumulate"]})
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [str(n) for n in ticks])
@@ -96,35 +93,15 @@ def _lines(run: FigureData, axes: Axes, cells: pd.DataFrame) -> list[End]:
         for chosen in (wrong, ~wrong):
             style.mark(axes, x[chosen], y[chosen], look, wrong=chosen is wrong, size=4.5)
         word = str(rows["word"].iloc[-1])
-        ends.append((f"{backend} ({word})" if word else str(backend), float(x[-1]), float(y[-1]), look.colour))
+        name = style.fit(f"{backend} ({word})" if word else str(backend), NAME_WIDTH)
+        ends.append(PointName(name, (float(x[-1]), float(y[-1])), look.colour))
     return ends
-
-
-def _label_ends(figure: Figure, axes: Axes, ends: list[End]) -> None:
-    """Labels at the right, in the order of the lines' ends, moved apart by as little as needed."""
-    layout = figure.get_layout_engine()
-    room = 1.0 if layout is None else layout.get()["rect"][3]
-    gap = SMALL * 1.3 / 72 / (room * figure.get_figheight() - BELOW)
-    axes.set_ylim(axes.get_ylim())  # asked for, limits are final
-    share = axes.transScale + axes.transLimits
-    placed = sorted((float(share.transform((x, y))[1]), x, y, text, colour) for text, x, y, colour in ends)
-    wanted = np.array([end[0] for end in placed])
-    up, down = wanted.copy(), wanted.copy()
-    for i in range(1, len(wanted)):
-        up[i] = max(up[i], up[i - 1] + gap)
-        down[-1 - i] = min(down[-1 - i], down[-i] - gap)
-    middle = (up + down) / 2
-    steps = gap * np.arange(len(wanted))
-    middle = np.maximum(np.minimum(middle, 1 - steps[::-1]), steps)
-    for (_, x, y, text, colour), height in zip(placed, middle, strict=True):
-        label = safe(style.fit(text, style.NAME_WIDTH))
-        axes.annotate(label, (x, y), (1.035, height), xycoords="data", textcoords="axes fraction", va="center",
-                      size=SMALL, color=colour, arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.5,
-                      "alpha": 0.6, "shrinkA": 1, "shrinkB": 3, "relpos": (0, 0.5)})  # fmt: skip
 
 
 MOST_LOSSES = 4
 """Panels of losses."""
+MAX_LOSSES_HEIGHT = 6.5
+"""Inches of all of them."""
 SHORT = 0.25
 """A panel whose curves have less than this share of the longest curve's steps is not drawn: timed cells have few."""
 VISIBLE = 0.01
@@ -146,25 +123,23 @@ def draw_loss_curves(run: FigureData) -> list[Drawing]:
     kinds = ["loss"] * bool(not known or drawn["deviation"].max() > VISIBLE) + ["deviation"] * bool(known)
     words = run.words(_deviating(drawn))
     words.notes[:0] = [*left_out, *short, *["Dashed and black: the reference's loss."][: "loss" in kinds]]
-    keys: list[Key] = [style.line_key(name, run.looks[name]) for name in run.shown(drawn)]
-    columns = 2 if len(panels) == 4 else len(panels)
-    lines = math.ceil(len(panels) / columns) * len(kinds)
-    figure = sheet.sheet(words, [keys], 2.5 * lines + 0.3, 1.8 * lines)
-    grid = figure.subplots(lines, columns, squeeze=False, sharex=True)
+    keys = [style.line_key(name, run.looks[name]) for name in run.shown(drawn)]
+    lines, columns = grid_shape(len(panels))
+    figure = new_figure(words, keys, min(2.5 * lines * len(kinds) + 0.3, MAX_LOSSES_HEIGHT))
+    grid = figure.subplots(lines * len(kinds), columns, squeeze=False, sharex=True)
     for i, panel in enumerate(panels):
         place, column = len(kinds) * (i // columns), i % columns
+        grid[place, column].set_title(panel_title(panel.title, WIDTH / columns - 0.4))
         for j, value in enumerate(kinds):
             axes = grid[place + j, column]
             axes.sharey(grid[j, 0])
             _curves(run, axes, panel, value)
             if column == 0:
-                said = f"|loss - reference's|\n(0 drawn at 1e{math.log10(LOSS_FLOOR):.0f})"
-                axes.set_ylabel("loss (nats/token)" if value == "loss" else said)
-        grid[place, column].set_title(title_lines(panel.title, style.WIDTH / columns))
-        if i + columns >= len(panels):
-            lowest = grid[place + len(kinds) - 1, column]
-            lowest.set_xlabel("optimizer step")
-            lowest.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+                away = f"|loss - reference's|\n(0 drawn at {LOSS_FLOOR:.0e})"
+                axes.set_ylabel("loss (nats/token)" if value == "loss" else away)
+    for axes in grid[-1]:
+        axes.set_xlabel("optimizer step")
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     return [Drawing("loss_curves", figure, keyed[facts], words)]
 
 
