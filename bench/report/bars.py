@@ -18,7 +18,18 @@ from bench.judge.tables import rows_of
 from bench.plan.categories import PEAK, Category
 from bench.plan.cell import Cell
 from bench.report.canvas import Drawing, grid_shape, name_rows, new_figure, panel_title
-from bench.report.figure_data import CONTEXT, FACTS, MEMORY, FigureData, Panel, floats, most_extreme, tied, twins
+from bench.report.figure_data import (
+    CONTEXT,
+    FACTS,
+    MEMORY,
+    FigureData,
+    Panel,
+    floats,
+    most_extreme,
+    saved_by_deferring,
+    tied,
+    twins,
+)
 from bench.report.style import GREY, NAME_WIDTH, SMALL, TINY, WIDTH, Key, fit, safe, text_width
 from bench.words import alike, plural, size, some, unit_of
 
@@ -163,7 +174,7 @@ def _memory_title(run: FigureData, cells: pd.DataFrame) -> str:
     where = run.where(least)
     if alike(float(most[LIVE]), float(least[LIVE])):
         alone = least["backend"] if len(good) == 1 else f"each of {plural(len(good), 'backend')}"
-        return f"{where}, {alone} needs {size(float(least['live_bytes']))} per rank"
+        return f"{where}, {alone} needs {size(float(least[LIVE]))} per rank"
     means = _times(good, LIVE, "need", "memory")
     away = pd.Series({str(name): float(most[str(name)]) - float(least[str(name)]) for name in Category})
     mostly = str(away.idxmax()).split("_")
@@ -231,12 +242,9 @@ def _traffic_title(run: FigureData, cells: pd.DataFrame) -> str:
     if good.empty:
         return "Bytes that a rank sends (no cell is correct)"
     where = run.where(good.iloc[0])
-    saved = {eager["backend"]: (eager[SENT], deferred[SENT]) for eager, deferred in twins(good) if deferred[SENT]}
-    best = max(saved, key=lambda name: saved[name][0] / saved[name][1], default=None)
-    if best is not None and saved[best][0] > saved[best][1]:
-        before, after = saved[best]
-        family = str(best).replace("-eager", "")
-        return f"{where}, deferring the sync cuts what {family} sends from {size(before)} to {size(after)} per rank"
+    if (saved := saved_by_deferring(twins(good), SENT)) is not None:
+        name, before, after = saved
+        return f"{where}, deferring the sync cuts what {name} sends from {size(before)} to {size(after)} per rank"
     least, most = good.iloc[0], good.iloc[-1]
     if least[SENT] == most[SENT]:
         return f"{where}, a rank sends {size(least[SENT])} per step"

@@ -44,8 +44,8 @@ GAP, KEY_WIDTH = 0.07, 0.62
 """Inches between the blocks of words, and of a legend's entry beside its label."""
 FULL = WIDTH - 2 * MARGIN
 """Inches of a line of words."""
-NOTE_LINE = TINY * 1.36 / 72
-"""Inches of a line of a note."""
+NOTE_LINES = 12
+"""Of all notes; further ones are cut."""
 BANNER_INK, BANNER_PAPER = "#9B1C1C", "#FDE8E8"
 LOG_ABOVE = 5.0
 """Ratio of the largest to the smallest value above which an axis is logarithmic."""
@@ -80,27 +80,27 @@ class Drawing:
 def new_figure(words: FigureWords, keys: Sequence[Key], panels: float) -> Figure:
     """A figure with its words and legend in place and a free middle for the panels, of the height given in inches.
 
-    Notes are cut where the page has no room for them.
+    The panels shrink where the words need the room.
     """
     figure = Figure(figsize=(WIDTH, MAX_HEIGHT), dpi=DPI)
     FigureCanvasAgg(figure)
-    boxed = {"facecolor": BANNER_PAPER, "edgecolor": "none", "boxstyle": "square,pad=0.25"} if words.banner else None
+    notes = [line for note in words.notes for line in wrap(note, FULL, TINY, indent="   ")]
+    if len(notes) > NOTE_LINES:
+        notes[NOTE_LINES - 1 :] = ["... and more: see the report of the run"]
+    box = {"facecolor": BANNER_PAPER, "edgecolor": "none", "boxstyle": "square,pad=0.25"} if words.banner else None
     above = [
         _text(figure, wrap(words.title, FULL, TITLE, "bold"), TITLE, weight="bold"),
         _text(figure, wrap(words.subtitle, FULL, SUBTITLE), SUBTITLE, color=GREY),
         _text(figure, wrap(words.banner, FULL - 0.1, SUBTITLE, "bold"), SUBTITLE, weight="bold", color=BANNER_INK,
-              bbox=boxed),
+              bbox=box),
     ]  # fmt: skip
-    below = [_legend(figure, keys)] if keys else []
-    footer = _text(figure, wrap(words.footer, FULL, TINY), TINY, color=GREY)
-    fixed = [*above, *below, footer]
-    taken = sum(map(_height, fixed)) + 2 * MARGIN + GAP * (len(fixed) + 1)
-    lines = [line for note in words.notes for line in wrap(note, FULL, TINY, indent="   ")]
-    room = max(2, int((MAX_HEIGHT - panels - taken) / NOTE_LINE))
-    if len(lines) > room:
-        lines[room - 1 :] = ["... and more: see the report of the run"]
-    below += [_text(figure, lines, TINY), footer]
-    height = taken + _height(below[-2]) + panels
+    below = [
+        *([_legend(figure, keys)] if keys else []),
+        _text(figure, notes, TINY),
+        _text(figure, wrap(words.footer, FULL, TINY), TINY, color=GREY),
+    ]
+    taken = sum(map(_height, [*above, *below])) + 2 * MARGIN + GAP * (len(above) + len(below))
+    height = min(taken + panels, MAX_HEIGHT)
     figure.set_size_inches(WIDTH, height)
 
     top = height - MARGIN
@@ -126,21 +126,19 @@ def _text(figure: Figure, lines: Sequence[str], size: float, **more: Any) -> Tex
 
 
 def _height(item: Any) -> float:
-    """In inches; nothing for an empty text."""
-    if isinstance(item, Text) and not item.get_text():
-        return 0.0
     return float(item.get_window_extent().height / DPI)
 
 
 def _legend(figure: Figure, keys: Sequence[Key]) -> Any:
     labels = [fit(label, FULL - KEY_WIDTH) for _, label in keys]
-    column = max(text_width(label, SMALL) for label in labels) + KEY_WIDTH
+    widths = [text_width(label, SMALL) + KEY_WIDTH for label in labels]
+    handles: list[Any] = [handle for handle, _ in keys]
     return figure.legend(
-        [handle for handle, _ in keys],
+        handles,
         # A leading underscore would hide the entry.
         [(" " if label.startswith("_") else "") + safe(label) for label in labels],
         loc="upper left",
-        ncols=max(1, min(len(keys), int(FULL / column))),
+        ncols=len(keys) if sum(widths) < FULL else max(1, int(FULL / max(widths))),
         frameon=False,
         borderpad=0,
         borderaxespad=0,
@@ -196,10 +194,20 @@ DIAGONAL = ("northeast", "southeast", "northwest", "southwest", "north", "south"
 """Above or below a point: a line to a name at its side would run along its interval, through other points."""
 NUM_ORDERS = 5
 """In so many orders names are placed as long as not all have room."""
-CANDIDATES = 1500
-"""Places that are tried for each name."""
 MARKER = 3.6
 """Points from the middle of a marker to its edge, and a little more."""
+PLACING: dict[str, Any] = {
+    "textsize": TINY,
+    "linewidth": 0.4,
+    "margin": 0.002,
+    "min_distance": 0.01,
+    "max_distance": 0.3,
+    "nbr_candidates": 1500,
+    "draw_all": False,
+    "avoid_label_lines_overlap": True,
+    "avoid_crossing_label_lines": True,
+}
+"""Options of textalloc; distances are shares of the axes."""
 
 
 def name_points(axes: Axes, names: Sequence[PointName], towards: Sequence[str]) -> list[PointName]:
@@ -207,39 +215,28 @@ def name_points(axes: Axes, names: Sequence[PointName], towards: Sequence[str]) 
 
     Longer names choose first, then those that found no room before. Layout, scales and limits must be final.
     """
-    lines = [line.get_xydata() for line in axes.lines if len(line.get_xydata()) > 1]
-    order, points = sorted(names, key=lambda name: -len(name.text)), np.array([name.point for name in names])
+    lines = [line for line in (np.asarray(line.get_xydata()) for line in axes.lines) if len(line) > 1]
+    fixed = PLACING | {
+        "direction": list(towards),
+        "x_scatter": [name.point[0] for name in names],
+        "y_scatter": [name.point[1] for name in names],
+        "scatter_sizes": np.full(len(names), MARKER * DPI / 72),
+        "x_lines": [line[:, 0] for line in lines] or None,
+        "y_lines": [line[:, 1] for line in lines] or None,
+    }
+    order, missing = sorted(names, key=lambda name: -len(name.text)), list(names)
     for attempt in range(NUM_ORDERS if names else 0):
         x, y = np.array([name.point for name in order]).T
-        _, _, texts, leaders = textalloc.allocate(
-            axes,
-            x,
-            y,
-            [safe(name.text) for name in order],
-            x_scatter=points[:, 0],
-            y_scatter=points[:, 1],
-            scatter_sizes=np.full(len(points), MARKER * DPI / 72),
-            x_lines=[line[:, 0] for line in lines] or None,
-            y_lines=[line[:, 1] for line in lines] or None,
-            textsize=TINY,
-            linecolor=[name.colour for name in order],
-            linewidth=0.4,
-            margin=0.002,
-            min_distance=0.01,
-            max_distance=0.3,
-            nbr_candidates=CANDIDATES,
-            direction=list(towards),
-            draw_all=False,
-            avoid_label_lines_overlap=True,
-            avoid_crossing_label_lines=True,
-        )
-        missing = [name for name, text in zip(order, texts, strict=True) if text is None]
+        texts, colours = [safe(name.text) for name in order], [name.colour for name in order]
+        *_, written, leaders = textalloc.allocate(axes, x, y, texts, linecolor=colours, **fixed)
+        missing = [name for name, text in zip(order, written, strict=True) if text is None]
         if not missing or attempt == NUM_ORDERS - 1:
-            return missing
-        for artist in filter(None, [*texts, *leaders]):
+            break
+        artists: list[Any] = [*written, *leaders]
+        for artist in filter(None, artists):
             artist.remove()
-        order = [*missing, *(name for name in order if name not in missing)]
-    return []
+        order.sort(key=lambda name: name not in missing)
+    return missing
 
 
 def freeze(figure: Figure) -> None:

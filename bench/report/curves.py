@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
-import math
-
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from bench.plan.cell import REFERENCES, Status
 from bench.plan.columns import WORK
 from bench.report import style
-from bench.report.canvas import Drawing, PointName, freeze, grid_shape, name_points, new_figure, panel_title, set_scale
-from bench.report.figure_data import CONTEXT, FACTS, TIMES, FigureData, Panel, apart, floats, lost, twins
-from bench.report.style import GREY, INTERVAL, NAME_WIDTH, REFERENCE_COLOUR, TINY, WIDTH
+from bench.report.canvas import (
+    Drawing,
+    PointName,
+    freeze,
+    grid_shape,
+    name_points,
+    new_figure,
+    panel_title,
+    set_scale,
+)
+from bench.report.figure_data import (
+    CONTEXT,
+    FACTS,
+    TIMES,
+    FigureData,
+    Panel,
+    apart,
+    floats,
+    lost,
+    saved_by_deferring,
+    twins,
+)
+from bench.report.style import DPI, GREY, INTERVAL, NAME_WIDTH, REFERENCE_COLOUR, TINY, WIDTH, text_width
 from bench.words import plural, some
 
-MAX_NAMED = 18
-"""Lines that are named at their ends; more are in a legend."""
-NAMES_ROOM = 0.55
-"""Share of the axis to the right of the lines that is left for their names."""
-MOST_PANELS = 3
+MOST_PANELS, LAST = 3, 2.2
+"""Panels, and how many times the width of others the last one has, at whose lines the names are."""
+MOST_ROOM = 2.5
+"""Inches of the names, at most."""
 
 
 def draw_step_time(run: FigureData) -> list[Drawing]:
@@ -30,61 +48,70 @@ def draw_step_time(run: FigureData) -> list[Drawing]:
         return []
     panels, left_out = run.panels(known, CONTEXT, MOST_PANELS)
     drawn = pd.concat([panel.rows for panel in panels])
-    shown = run.shown(drawn)
-    named = len(panels) == 1 and len(shown) <= MAX_NAMED
-    words = run.words(_saving(panels[-1]), timed=True)
+    words = run.words(_saving(run, panels[-1]), timed=True)
     words.notes[:0] = [
         *left_out,
         "Solid lines with triangles: deferred sync; dashed lines with squares: eager sync. Vertical lines are 95 % "
         "intervals, rings are wrong results. B is the same at every N.",
         *lost(run.timed, "step_time_s"),
     ]
-    keys = [] if named else [style.line_key(name, run.looks[name]) for name in shown]
-    figure = new_figure(words, keys, 4.0 if len(panels) == 1 else 2.8)
-    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False, sharey=True)[0], panels, strict=True):
-        ends = _lines(run, axes, panel.rows)
-        set_scale(axes, "y", drawn["step_time_s"])
-        axes.set_title(panel_title(panel.title, WIDTH / len(panels) - 0.4))
-        axes.set_xlabel("N, micro-batches per optimizer step")
-    figure.axes[0].set_ylabel("step time (s)")
-    if named:
-        low, high = (math.log2(limit) for limit in axes.get_xlim())
-        axes.set_xlim(2**low, 2 ** (high + NAMES_ROOM * (high - low)))
-        freeze(figure)
-        name_points(axes, ends, ["east"])
+    *others, last = panels
+    keys = [name for name in run.shown(drawn) if name not in set(last.rows["backend"])]
+    figure, unnamed = _draw_lines(run, others, last, words, keys)
+    if unnamed:
+        figure, _ = _draw_lines(run, others, last, words, [*keys, *unnamed])
     return [Drawing("step_time", figure, known, words)]
 
 
-def _saving(panel: Panel) -> str:
+def _draw_lines(
+    run: FigureData, others: list[Panel], last: Panel, words: FigureWords, keys: list[str]
+) -> tuple[Figure, list[str]]:
+    """The figure, and the backends for whose names there is no room at the lines of the last panel.
+
+    ``keys`` are the backends in the legend.
+    """
+    figure = new_figure(words, [style.line_key(name, run.looks[name]) for name in keys], 4.0)
+    grid = figure.subplots(1, len(others) + 1, squeeze=False, sharey=True, width_ratios=[1] * len(others) + [LAST])[0]
+    for axes, panel in zip(grid, others, strict=False):
+        _lines(run, axes, panel)
+        axes.set_xlabel("N")
+    axes, ends = grid[-1], _lines(run, grid[-1], last)
+    axes.set_xlabel("N, micro-batches per optimizer step")
+    set_scale(axes, "y", pd.concat([panel.rows["step_time_s"] for panel in (*others, last)]))
+    grid[0].set_ylabel("step time (s)")
+    freeze(figure)
+    names = {backend: end for backend, end in ends.items() if backend not in keys}
+    room = min(max((text_width(name.text, TINY) for name in names.values()), default=0) + 0.3, MOST_ROOM)
+    (low, high), width = axes.get_xlim(), axes.get_window_extent().width / DPI
+    axes.set_xlim(low, high * (high / low) ** (room / (width - room)))
+    missing = name_points(axes, list(names.values()), ["east"])
+    return figure, [backend for backend, name in names.items() if name in missing]
+
+
+def _saving(run: FigureData, panel: Panel) -> str:
     """What deferring the sync saves at the largest N, or the range of step times."""
-    n = panel.rows["accumulate"].max()
-    own = panel.rows[panel.rows["accumulate"] == n]
-    good = own[own["status"] == Status.OK]
+    rows = panel.rows[panel.rows["accumulate"] == panel.extent[1]]
+    good = rows[rows["status"] == Status.OK]["step_time_s"]
     if good.empty:
         return "Step time against N"
-    where = ", ".join(filter(None, (f"At N = {n}", panel.title)))
-    saved = {
-        str(eager["backend"]).replace("-eager", ""): 100 * (1 - deferred["step_time_s"] / eager["step_time_s"])
-        for eager, deferred in twins(own)
-        if apart(eager, deferred)
-    }
-    if saved:
-        most = max(saved, key=lambda name: saved[name])
-        if saved[most] > 0:
-            return f"{where}, deferring the sync saves {saved[most]:.0f} % of a step with {most}"
+    where, pairs = run.where(rows.iloc[0]), [pair for pair in twins(rows) if apart(*pair)]
+    if (saved := saved_by_deferring(pairs, "step_time_s")) is not None:
+        name, before, after = saved
+        return f"{where}, deferring the sync saves {100 * (1 - after / before):.0f} % of a step with {name}"
+    if pairs:
         return f"{where}, deferring the sync saves no time"
-    least, longest = (good["step_time_s"].min(), good["step_time_s"].max())
-    return f"{where}, a step takes {least:.3g} to {longest:.3g} s, depending on the backend"
+    return f"{where}, a step takes {good.min():.3g} to {good.max():.3g} s, depending on the backend"
 
 
-def _lines(run: FigureData, axes: Axes, cells: pd.DataFrame) -> list[PointName]:
+def _lines(run: FigureData, axes: Axes, panel: Panel) -> dict[str, PointName]:
     """One line per backend, of one hue per framework: solid for deferred sync, dashed for eager. The names of ends."""
-    ticks = sorted({int(n) for n in cells["accumulate"]})
+    axes.set_title(panel_title(panel.title, 1.9))
+    ticks = sorted({int(n) for n in panel.rows["accumulate"]})
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [str(n) for n in ticks])
     axes.minorticks_off()
-    ends = []
-    for backend, rows in cells.groupby("backend", sort=False):
+    ends = {}
+    for backend, rows in panel.rows.groupby("backend", sort=False):
         look, x, y = run.looks[str(backend)], floats(rows["accumulate"]), floats(rows["step_time_s"])
         axes.plot(x, y, color=look.colour, linestyle="--" if look.marker == style.SYNC_MARKERS["eager"] else "-")
         low, high = (floats(rows[name]) for name in TIMES[1:])
@@ -94,7 +121,7 @@ def _lines(run: FigureData, axes: Axes, cells: pd.DataFrame) -> list[PointName]:
             style.mark(axes, x[chosen], y[chosen], look, wrong=chosen is wrong, size=4.5)
         word = str(rows["word"].iloc[-1])
         name = style.fit(f"{backend} ({word})" if word else str(backend), NAME_WIDTH)
-        ends.append(PointName(name, (float(x[-1]), float(y[-1])), look.colour))
+        ends[str(backend)] = PointName(name, (float(x[-1]), float(y[-1])), look.colour)
     return ends
 
 
@@ -115,14 +142,22 @@ def draw_loss_curves(run: FigureData) -> list[Drawing]:
     keyed = _losses(run)
     if keyed.empty:
         return []
-    keyed, short = _longest(keyed)
+    steps = keyed.groupby(CONTEXT, dropna=False)["step"].transform("max") + 1
+    short = keyed[steps < SHORT * steps.max()]["cell_id"].nunique()
+    keyed = keyed[steps >= SHORT * steps.max()]
     panels, left_out = run.panels(keyed, CONTEXT, MOST_LOSSES)
     facts = list(dict.fromkeys([*FACTS, "step", "loss", "reference_loss", "deviation", "entropy_floor"]))
     drawn = pd.concat([panel.rows for panel in panels])
     known = drawn["deviation"].notna().any()
     kinds = ["loss"] * bool(not known or drawn["deviation"].max() > VISIBLE) + ["deviation"] * bool(known)
     words = run.words(_deviating(drawn))
-    words.notes[:0] = [*left_out, *short, *["Dashed and black: the reference's loss."][: "loss" in kinds]]
+    words.notes[:0] = left_out
+    if short:
+        words.notes.insert(
+            0, f"The curves of {plural(short, 'cell')} are left out: they are shorter by far than others."
+        )
+    if "loss" in kinds:
+        words.notes.append("Dashed and black: the reference's loss.")
     keys = [style.line_key(name, run.looks[name]) for name in run.shown(drawn)]
     lines, columns = grid_shape(len(panels))
     figure = new_figure(words, keys, min(2.5 * lines * len(kinds) + 0.3, MAX_LOSSES_HEIGHT))
@@ -159,30 +194,17 @@ def _losses(run: FigureData) -> pd.DataFrame:
 
 
 def _deviating(rows: pd.DataFrame) -> str:
-    """Which backends leave the reference's loss, or how close to it all stay."""
+    """Which backends deviate from the reference's loss, or how close to it all stay."""
     wrong = rows[rows["status"] != Status.OK]["backend"].unique()
     if len(wrong):
         away = rows[rows["backend"].isin(wrong)]["deviation"].max()
         by = "" if pd.isna(away) else f" by up to {away:.2g} nats/token"
-        return f"{some(list(wrong))} {'leaves' if len(wrong) == 1 else 'leave'} the reference's loss{by}"
+        return f"{some(list(wrong))} {'deviates' if len(wrong) == 1 else 'deviate'} from the reference's loss{by}"
     if rows["deviation"].isna().all():
         return "Losses, without a reference to compare them with"
     count = rows["backend"].nunique()
     whose = f"All {count} backends stay" if count > 1 else f"{rows['backend'].iloc[0]} stays"
     return f"{whose} within {rows['deviation'].max():.1g} nats/token of the reference's loss"
-
-
-def _longest(keyed: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
-    """The rows of panels whose curves are not much shorter than the longest, and a sentence on the others."""
-    steps = keyed.groupby(CONTEXT, dropna=False)["step"].transform("max") + 1
-    kept = keyed[steps >= SHORT * steps.max()]
-    others = keyed["cell_id"].nunique() - kept["cell_id"].nunique()
-    if not others:
-        return kept, []
-    return kept, [
-        f"The curves of {plural(others, 'cell')} are left out: they have less than {100 * SHORT:.0f} % of the "
-        f"{plural(int(steps.max()), 'step')} of the longest."
-    ]
 
 
 def _curves(run: FigureData, axes: Axes, panel: Panel, value: str) -> None:

@@ -49,15 +49,17 @@ def draw(report: Report, stem: str = "compare") -> list[Drawing]:
     if not every:
         return []
     count = min(max(len(pairs) for _, pairs in every), max(1, int((PAGE / len(every) - ROW) / DOT)))
-    shown = largest(
-        every, int(PAGE / (ROW + DOT * count)), lambda row: (row[1][-1].pair.b.world_size, row[1][-1].pair.b.accumulate)
-    )
-    shown = [(name, pairs[-count:]) for name, pairs in shown]
+    shown = [(name, pairs[-count:]) for name, pairs in largest(every, int(PAGE / (ROW + DOT * count)), _extent)]
     drawn = sum(len(pairs) for _, pairs in shown)
     words = _words(report, left_out(len(report.rows), drawn, "comparisons"))
     data = pd.DataFrame([record(row) for row in report.rows])
     with matplotlib.style.context(list(BASE)):
         return [Drawing(stem, _draw(report, shown, words), data, words)]
+
+
+def _extent(row: Row) -> tuple[int, int]:
+    cell = row[1][-1].pair.b
+    return cell.world_size, cell.accumulate
 
 
 def _rows(pairs: Sequence[ComparedPair]) -> list[Row]:
@@ -182,15 +184,16 @@ def _verdict(axes: Axes, y: float, row: ComparedPair) -> None:
 
 def _ratio_words(row: ComparedPair) -> str:
     """The ratio with its interval, and the verdict."""
-    time, judgement = row.time, row.judgement
-    ends = "REGRESSED" if SLOWER in row.regressions else str(judgement.verdict)
-    if judgement.verdict is Verdict.NOT_COMPARABLE:
-        return (f"{time.ratio:.3f} forced; " if time else "") + f"{ends}: {judgement.reason}"
+    time, verdict = row.time, str(row.judgement.verdict)
+    if SLOWER in row.regressions:
+        verdict = "REGRESSED"
+    if row.judgement.verdict is Verdict.NOT_COMPARABLE:
+        return (f"{time.ratio:.3f} forced; " if time else "") + f"{verdict}: {row.judgement.reason}"
     if time is None:
-        return ends
+        return verdict
     if time.low is None:
-        return f"{time.ratio:.3f}, no interval (n = {time.num_trials}), {ends}"
-    return f"{time.ratio:.3f} [{time.low:.3f}, {time.high:.3f}] {ends}"
+        return f"{time.ratio:.3f}, no interval (n = {time.num_trials}), {verdict}"
+    return f"{time.ratio:.3f} [{time.low:.3f}, {time.high:.3f}] {verdict}"
 
 
 def _keys(report: Report, colours: dict[int, str], noise: float | None) -> list[Key]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from bench.judge.tables import rows_of
 from bench.plan.cell import Status
@@ -15,7 +14,6 @@ from bench.report import style
 from bench.report.canvas import (
     DIAGONAL,
     Drawing,
-    FigureWords,
     PointName,
     freeze,
     name_points,
@@ -37,7 +35,7 @@ from bench.report.figure_data import (
     twins,
 )
 from bench.report.style import INTERVAL, NAME_WIDTH, WIDTH, fit, safe
-from bench.words import unit_of
+from bench.words import plural, unit_of
 
 MOST_SMALL = 4
 """Small multiples."""
@@ -67,28 +65,17 @@ def draw_memory_vs_time(run: FigureData) -> list[Drawing]:
         legend += " Lines are 95 % intervals of the time; arrows lead from eager to deferred sync where times differ."
     words.notes[:0] = [*left_out, legend, *lost(run.timed, "step_time_s")]
 
-    figure, unnamed = _draw(run, main, others, words, frozenset())
-    if unnamed:
-        words.notes.append(f"No room to name {', '.join(sorted(unnamed))}.")
-        figure, _ = _draw(run, main, others, words, unnamed)
-    return [Drawing("memory_vs_time", figure, every, words)]
-
-
-def _draw(
-    run: FigureData, main: Panel, others: list[Panel], words: FigureWords, unnamed: frozenset[str]
-) -> tuple[Figure, frozenset[str]]:
-    """The figure, and the backends whose names found no room in it; those in ``unnamed`` get no name."""
     heights = [LARGE_HEIGHT, *([SMALL_HEIGHT] if others else [])]
     figure = new_figure(words, [], sum(heights))
     rows = figure.add_gridspec(len(heights), 1, height_ratios=heights)
     large = figure.add_subplot(rows[0])
-    unit, name = unit_of(max(panel.rows["peak_memory_bytes"].max() for panel in (main, *others)))
-    source = ", ".join(main.rows["peak_memory_source"].dropna().unique())
+    unit, name = unit_of(max(panel.rows["peak_memory_bytes"].max() for panel in panels))
+    measured_by = ", ".join(main.rows["peak_memory_source"].dropna().unique())
     set_scales(large, main.rows, unit)
     _points(run, large, main.rows, unit, marker=6.5)
     large.set_title(panel_title(main.title, WIDTH), weight="bold")
     large.set_xlabel("step time (s)")
-    large.set_ylabel(f"peak memory of a rank ({name},\n{safe(source)})")
+    large.set_ylabel(f"peak memory of a rank ({name},\n{safe(measured_by)})")
     if others:
         small = rows[1].subgridspec(1, len(others)).subplots(sharex=True, sharey=True, squeeze=False)[0]
         set_scales(small[0], pd.concat([panel.rows for panel in others]), unit)
@@ -98,17 +85,14 @@ def _draw(
             axes.set_xlabel("step time (s)")
         small[0].set_ylabel(name)
     freeze(figure)
-    cells = [row for row in rows_of(main.rows) if row["backend"] not in unnamed]
-    names = [
-        PointName(
-            fit(f"{row['backend']} ({row['word']})" if row["word"] else row["backend"], NAME_WIDTH),
-            _place(row, unit),
-            run.look(row["backend"]).colour,
-        )
-        for row in cells
-    ]
-    missing = name_points(large, names, DIAGONAL)
-    return figure, unnamed | {row["backend"] for row, name in zip(cells, names, strict=True) if name in missing}
+    if missing := name_points(large, [_name(run, cell, unit) for cell in rows_of(main.rows)], DIAGONAL):
+        large.set_xlabel(f"step time (s); no room to name {plural(len(missing), 'point')}: see the CSV")
+    return [Drawing("memory_vs_time", figure, every, words)]
+
+
+def _name(run: FigureData, cell: Any, unit: float) -> PointName:
+    text = f"{cell['backend']} ({cell['word']})" if cell["word"] else cell["backend"]
+    return PointName(fit(text, NAME_WIDTH), _place(cell, unit), run.look(cell["backend"]).colour)
 
 
 def _title(run: FigureData, panel: Panel) -> str:
