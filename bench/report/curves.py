@@ -12,6 +12,7 @@ from bench.plan.columns import WORK
 from bench.report import style
 from bench.report.canvas import (
     Drawing,
+    FigureWords,
     PointName,
     freeze,
     grid_shape,
@@ -58,8 +59,9 @@ def draw_step_time(run: FigureData) -> list[Drawing]:
     *others, last = panels
     keys = [name for name in run.shown(drawn) if name not in set(last.rows["backend"])]
     figure, unnamed = _draw_lines(run, others, last, words, keys)
-    if unnamed:
-        figure, _ = _draw_lines(run, others, last, words, [*keys, *unnamed])
+    while unnamed:
+        keys += unnamed
+        figure, unnamed = _draw_lines(run, others, last, words, keys)
     return [Drawing("step_time", figure, known, words)]
 
 
