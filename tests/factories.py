@@ -17,6 +17,7 @@ from bench.plan.matrix import Matrix, parse
 from bench.plan.task import EXTRA_PASSES, Spec
 from bench.run.journal import SCHEMA_VERSION
 from bench.run.matmul import MatmulTask
+from bench.run.record import warmup
 
 ALL_PASSES = ("time", *EXTRA_PASSES)
 PEAK_BYTES = 40 * 2**20
@@ -94,10 +95,13 @@ def make_rank(cell: Cell, passes: Sequence[str] = ALL_PASSES, rank: int = 0, **c
 def make_record(cell: Cell, repeat: int = 0, **changes: Any) -> dict[str, Any]:
     """The journal's record of a sound trial with all passes; ``time`` may be given as changes of the sound one."""
     time = make_time(cell) | {"ranks_agree": True} | changes.pop("time", {})
+    time.setdefault("num_warmup", len(time["warmup_seconds"]) + 1 + warmup(time["step_seconds"]))
     facts = make_rank(cell)
+    counted = changes.pop("collectives", facts["collectives"])
     return {
         **facts,
         "time": time,
+        "collectives": counted and [{"group": "world", **row} for row in counted],
         "cell_id": cell.cell_id,
         "repeat": repeat,
         "cell": cell.to_dict(),

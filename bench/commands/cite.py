@@ -42,9 +42,9 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the citation; 1 if the journal was changed after the run."""
     from bench.judge.integrity import Level, journal_findings
-    from bench.judge.loading import hashed, load
+    from bench.judge.loading import load
 
-    found = hashed(load(arguments.run), arguments.run)
+    found = load(arguments.run)
     citation = _cited(arguments, found)
     for one in journal_findings(arguments.run, found, len(found.tables.trials)):
         if one.level is Level.ERROR:

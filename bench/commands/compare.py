@@ -132,7 +132,7 @@ def run(arguments: argparse.Namespace) -> int:
     alone = judge_pairs.partnerless(a, b, every, (arguments.against, arguments.backend))
     failed = judge_pairs.newly_failed(a, b, pairs)
     remarked = remarks(side for row in rows for side in ((a.manifest, row.pair.a), (b.manifest, row.pair.b)))
-    said = [*unsure, *comparison.notes_on(a, b, rows, never, arguments.fail_on, margin)]
+    said = [*unsure, *comparison.notes(a, b, rows, never, arguments.fail_on, margin)]
     if failed:
         said.append(f"failed in B and not in A: {', '.join(failed)}")
     gate = None
@@ -244,7 +244,7 @@ def _show(report: Report) -> None:
     console.print(Text(comparison.headline(report)), soft_wrap=True)
     for line in comparison.alarm(report.differences):
         console.print(Text(line, style="bold red"), soft_wrap=True)
-    console.print(comparison.table(report.rows, console))
+    console.print(comparison.table(report.rows).fitted(console))
     for line in [*comparison.reasons(report.rows), "", *report.remarks, *report.notes]:
         console.print(Text(line), soft_wrap=True)
 
@@ -264,12 +264,13 @@ def _write(folder: Path, report: Report) -> None:
     """Table, page and plots."""
     from rich.console import Console
 
+    from bench.judge.pairs import frame_of_pairs
     from bench.report import canvas, comparison, forest
 
     table, page = folder / "compare.parquet", folder / "compare.md"
     written = [table, page]
     try:
-        comparison.frame(report.rows).to_parquet(table, index=False)
+        frame_of_pairs(report.rows).to_parquet(table, index=False)
         drawings = forest.draw(report)
         written += [canvas.save(drawing.figure, folder / drawing.stem, drawing.words) for drawing in drawings]
         page.write_text(comparison.page(report, [f"{one.stem}.png" for one in drawings]), encoding="utf-8")

@@ -21,9 +21,10 @@ from scipy.optimize import nnls
 from bench.forecast.prediction import Bounds, Link, Prediction, at, communication, sent_bytes
 from bench.judge.formulas import BUILT_IN, expect, layout_of
 from bench.plan.cell import Cell, Device
-from bench.plan.columns import DASH
+from bench.plan.column import DASH
 from bench.report.material import Material
-from bench.report.sections import PageSection, Table
+from bench.report.sections import PageSection
+from bench.report.tabular import Table
 from bench.run.links import between, ranks_of
 from bench.words import plural
 
@@ -164,5 +165,5 @@ def section(of: Material) -> PageSection | None:
         title="Do steps take as long as the links predict?",
         sentences=tuple(dict.fromkeys(sentences)),
         plots=(),
-        table=Table(caption="Step times, measured and predicted from the links", header=HEADER, rows=tuple(rows)),
+        table=Table.of("Step times, measured and predicted from the links", HEADER, rows),
     )

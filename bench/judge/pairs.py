@@ -12,17 +12,21 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
+import pandas as pd
+
 from bench.judge.loading import Run
 from bench.judge.sides import Side, Sides
-from bench.judge.statistics import MARGIN, MIN_TRIALS, Interval, Sample, holm, ratio
+from bench.judge.statistics import MARGIN, Interval, Sample, holm, ratio
 from bench.judge.verdicts import ALPHA, Exactly, Judgement, Reason, Verdict, compare, judge_all
 from bench.plan.cell import Cell, Status
-from bench.words import plural
+from bench.plan.columns import COLUMNS
 
 SLOWER, MEMORY = "slower", "memory"
 METRICS = (SLOWER, MEMORY)
 """What can regress."""
 
+ENDED_WELL = frozenset({Status.OK, Status.INTERRUPTED})
+"""An interruption is not a cell's failure."""
 NUMERIC = ("precision", "accumulation_dtype")
 """Fields of a cell in which two cells may differ and still be shown side by side, as not comparable."""
 
@@ -126,8 +130,8 @@ def _either(pair: Pair, name: str) -> str:
 
 def measured(run: Run, cell: Cell) -> bool:
     """Whether a cell was run at all: any of its trials is not ``unsupported``."""
-    trials = run.tables.trials
-    return bool(((trials["cell_id"] == cell.cell_id) & (trials["status"] != Status.UNSUPPORTED)).any())
+    side = run.sides.side(cell)
+    return side.num_ok > 0 or side.status != Status.UNSUPPORTED
 
 
 def judge_pairs(
@@ -207,8 +211,8 @@ def _certainly_slower(sides: Sequence[tuple[Side, Side]], judged: Sequence[Judge
             values.append(1.0)
             beyond.append(False)
             continue
-        allowed = [[s * (1 + threshold) for s in trial] for trial in base.sample.trials]
-        shifted = ratio(theirs.sample, Sample(allowed, base.sample.blocks))
+        allowed = Sample([seconds * (1 + threshold) for seconds in base.sample.trials], base.sample.blocks)
+        shifted = ratio(theirs.sample, allowed)
         assert shifted.p_different is not None, "there are as many trials as for the interval"
         values.append(shifted.p_different)
         beyond.append(time.low > 1 + threshold)
@@ -217,58 +221,39 @@ def _certainly_slower(sides: Sequence[tuple[Side, Side]], judged: Sequence[Judge
 
 def record(row: ComparedPair) -> dict[str, Any]:
     """One row as plain values: the columns of compare.parquet, and the ``cells`` of ``--json``."""
-    time, judgement = row.time, row.judgement
+    a, b, judgement, time, memory, steps = row.pair.a, row.pair.b, row.judgement, row.time, row.memory, row.steps
     return {
         "cell": row.pair.name,
         "group": row.pair.group,
-        "cell_id_a": row.pair.a.cell_id,
-        "cell_id_b": row.pair.b.cell_id,
-        "backend_a": row.pair.a.backend,
-        "backend_b": row.pair.b.backend,
+        "cell_id_a": a.cell_id,
+        "cell_id_b": b.cell_id,
+        "backend_a": a.backend,
+        "backend_b": b.backend,
         "verdict": str(judgement.verdict),
         "reason": str(judgement.reason),
         "detail": judgement.detail,
         "next": judgement.next,
         "forced": row.forced,
-        "ratio": None if time is None else time.ratio,
-        "low": None if time is None else time.low,
-        "high": None if time is None else time.high,
-        "num_trials": None if time is None else time.num_trials,
-        "paired": None if time is None else time.paired,
+        **{name: getattr(time, name, None) for name in ("ratio", "low", "high", "num_trials", "paired")},
         "p_different": judgement.p_different,
         "p_same": judgement.p_same,
         "no_interval": "" if time is None else time.reason,
-        "peak_memory_a_bytes": row.memory.a,
-        "peak_memory_b_bytes": row.memory.b,
-        "peak_memory_verdict": str(row.memory.verdict),
-        "peak_memory_ratio": row.memory.ratio,
-        "optimizer_steps_a": row.steps.a,
-        "optimizer_steps_b": row.steps.b,
-        "optimizer_steps_verdict": str(row.steps.verdict),
+        "peak_memory_a_bytes": memory.a,
+        "peak_memory_b_bytes": memory.b,
+        "peak_memory_verdict": str(memory.verdict),
+        "peak_memory_ratio": memory.ratio,
+        "optimizer_steps_a": steps.a,
+        "optimizer_steps_b": steps.b,
+        "optimizer_steps_verdict": str(steps.verdict),
         "regressions": list(row.regressions),
         "unchecked": list(row.unchecked),
     }
 
 
-def notes(a: Run, b: Run, rows: Sequence[ComparedPair], margin: float) -> list[str]:
-    """What a reader should know before citing the rows, beside the remarks on their cells."""
-    found = []
-    if not any(row.judgement.comparison.floor for row in rows):
-        found.append("noise floor unknown, so no row is called faster, slower or the same")
-    if a is not b:
-        found.append(
-            "the runs were made at different times: changes of the machine between them are in the ratios but not in "
-            "their intervals; for a citation, run both sides interleaved, in one run"
-        )
-    few = sum(row.time is not None and row.time.low is None for row in rows)
-    if few:
-        found.append(f"no interval for {few} of {plural(len(rows), 'cell')}: fewer than {MIN_TRIALS} trials")
-    if rows:
-        found.append(
-            f"same: a ratio between {1 / (1 + margin):.4g} and {1 + margin:.4g}; Holm's correction over "
-            f"{plural(len(rows), 'comparison')}"
-        )
-    return found
+def frame_of_pairs(rows: Sequence[ComparedPair]) -> pd.DataFrame:
+    """The rows, at least one, as a table: compare.parquet of a comparison, ratios.parquet of a run."""
+    typed = {name: column.dtype for name, column in COLUMNS["ratios"].items() if column.dtype != "string"}
+    return pd.DataFrame([record(row) for row in rows]).astype(typed)
 
 
 def partnerless(a: Run, b: Run, pairs: Sequence[Pair], backends: tuple[str | None, str | None]) -> dict[str, list[str]]:
@@ -282,17 +267,10 @@ def partnerless(a: Run, b: Run, pairs: Sequence[Pair], backends: tuple[str | Non
 
 
 def newly_failed(a: Run, b: Run, pairs: Sequence[Pair]) -> list[str]:
-    """The pairs of which trials failed in B and none in A: name and statuses of each."""
+    """The pairs of which trials failed in B and none in A: name and outcome of each. Interruptions do not count."""
     found = []
     for pair in pairs:
-        before, after = _failures(a, pair.a), _failures(b, pair.b)
-        if after and not before:
-            found.append(f"{pair.name} ({', '.join(f'{count} {status}' for status, count in after.items())})")
+        before, after = a.sides.side(pair.a), b.sides.side(pair.b)
+        if before.status in ENDED_WELL and after.status not in ENDED_WELL:
+            found.append(f"{pair.name} ({after.outcome})")
     return found
-
-
-def _failures(run: Run, cell: Cell) -> dict[str, int]:
-    """How many trials of a cell failed, by status; an interruption is not the cell's failure."""
-    trials = run.tables.trials
-    ends = trials.loc[trials["cell_id"] == cell.cell_id, "status"].value_counts()
-    return {str(status): int(n) for status, n in ends.items() if status not in {Status.OK, Status.INTERRUPTED}}

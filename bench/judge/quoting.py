@@ -92,7 +92,7 @@ class Quotes:
         caveats = [*_failed(trials), *_caveats(cell), *remarks([(self.run.manifest, cell)]), *self._of_run()]
         # A cell of a world that is timed has failed a gate if it has no time.
         barred = "" if not cell.world.is_timed else "; ".join(_short(text) for text in found.obstacles)
-        medians = () if barred or not sound else tuple(found.sample.medians.tolist())
+        medians = () if barred or not sound else tuple(found.sample.trials)
         wrong = barred and found.failed_gates  # a busy machine takes time, and no memory
         peaks = [] if wrong else [row["peak_memory_bytes"] for row in sound if pd.notna(row["peak_memory_bytes"])]
         sources = [row["peak_memory_source"] for row in sound if pd.notna(row["peak_memory_source"])]

@@ -25,8 +25,6 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
-from bench.run.record import warmup
-
 Array = NDArray[np.float64]
 
 LEVEL = 0.95
@@ -53,21 +51,24 @@ five cases of six: (margin/2 - w/2) / (w/2/1.96) = 1.06 standard errors to spare
 class Sample:
     """The step times of one cell."""
 
-    trials: Sequence[Sequence[float]]
-    """Seconds of the optimizer steps of each trial, the maximum over ranks."""
+    trials: Sequence[float]
+    """Seconds per optimizer step of each trial: the median of its steps after warm-up."""
     blocks: Sequence[int] = ()
     """Block of each trial: trials of one block ran next to each other in time. Empty if there were no blocks."""
 
     @cached_property
-    def medians(self) -> Array:
-        """Seconds per step of each trial: the median of its steps after warm-up."""
-        return np.array([trial_median(trial) for trial in self.trials], dtype=float)
+    def logs(self) -> Array:
+        """Logarithms of the seconds; they must be above 0 and finite."""
+        seconds = np.asarray(self.trials, dtype=float)
+        if not (np.isfinite(seconds) & (seconds > 0)).all():
+            raise ValueError("step times must be above 0 s")
+        return np.asarray(np.log(seconds))
 
     @cached_property
     def by_block(self) -> dict[int, float]:
-        """Mean logarithm of the medians in each block; an ABBA block has two trials."""
-        logs, own = np.log(self.medians), np.asarray(self.blocks)
-        return {block: logs[own == block].mean() for block in sorted(set(self.blocks))}
+        """Mean logarithm of the trials of each block; an ABBA block has two."""
+        blocks = np.asarray(self.blocks)
+        return {block: self.logs[blocks == block].mean() for block in sorted(set(self.blocks))}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,14 +99,6 @@ class Interval:
         """The interval of b relative to a."""
         low, high = (None if end is None else 1 / end for end in (self.high, self.low))
         return replace(self, ratio=1 / self.ratio, low=low, high=high)
-
-
-def trial_median(seconds: Sequence[float]) -> float:
-    """Median of a trial's steps after warm-up; they must be above 0 and finite."""
-    steps = np.asarray(seconds, dtype=float)
-    if steps.ndim != 1 or not steps.size or not (np.isfinite(steps) & (steps > 0)).all():
-        raise ValueError("a trial is a list of step times, all above 0 s")
-    return float(np.median(steps[warmup(seconds) :]))
 
 
 def ratio(a: Sample, b: Sample, margin: float = MARGIN) -> Interval:
@@ -150,7 +143,7 @@ def _logs(a: Sample, b: Sample) -> tuple[list[Array], bool]:
         apart = np.array([a.by_block[block] - b.by_block[block] for block in blocks])
         swap = sorted(apart.tolist()) > sorted((-apart).tolist())
         return [-apart if swap else apart], swap
-    ours, theirs = np.log(a.medians), np.log(b.medians)
+    ours, theirs = a.logs, b.logs
     swap = (len(ours), sorted(ours.tolist())) > (len(theirs), sorted(theirs.tolist()))
     return ([theirs, ours] if swap else [ours, theirs]), swap
 

@@ -24,6 +24,7 @@ from bench.report.figure_data import (
     MEMORY,
     FigureData,
     Panel,
+    failure,
     floats,
     most_extreme,
     saved_by_deferring,
@@ -103,7 +104,8 @@ def _bars(axes: Axes, panel: Panel, shown: list[str], total: str, paints: Mappin
         widths = floats(known[part]) / unit
         axes.barh(known["place"], widths, 0.72, ends, **paint)
         ends += widths
-    for place, word, value in zip(cells["place"], cells["word"], floats(cells[total]) / unit, strict=True):
+    for place, outcome, value in zip(cells["place"], cells["outcome"], floats(cells[total]) / unit, strict=True):
+        word = failure(outcome)
         number = f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
         words = (word or "not measured") if np.isnan(value) else f"{number} {word}".strip()
         at = (0.0 if np.isnan(value) else value, place)

@@ -7,8 +7,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from bench.plan.axes import WORK
 from bench.plan.cell import REFERENCES, Status
-from bench.plan.columns import WORK
 from bench.report import style
 from bench.report.canvas import (
     Drawing,
@@ -28,6 +28,7 @@ from bench.report.figure_data import (
     FigureData,
     Panel,
     apart,
+    failure,
     floats,
     lost,
     saved_by_deferring,
@@ -121,7 +122,7 @@ def _lines(run: FigureData, axes: Axes, panel: Panel) -> dict[str, PointName]:
         wrong = (rows["status"] != Status.OK).to_numpy()
         for chosen in (wrong, ~wrong):
             style.mark(axes, x[chosen], y[chosen], look, wrong=chosen is wrong, size=4.5)
-        word = str(rows["word"].iloc[-1])
+        word = failure(rows["outcome"].iloc[-1])
         name = style.fit(f"{backend} ({word})" if word else str(backend), NAME_WIDTH)
         ends[str(backend)] = PointName(name, (float(x[-1]), float(y[-1])), look.colour)
     return ends

@@ -6,13 +6,10 @@ Figures that an earlier report drew and this one does not are removed: they woul
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import matplotlib.style
 from PIL import Image, UnidentifiedImageError
 
-from bench.judge.standing import Standing
-from bench.judge.tables import Tables
 from bench.report import canvas, forest, style
 from bench.report.bars import draw_memory_categories, draw_traffic
 from bench.report.canvas import Drawing
@@ -20,6 +17,7 @@ from bench.report.comparison import Report
 from bench.report.curves import draw_loss_curves, draw_step_time
 from bench.report.figure_data import FigureData
 from bench.report.formats import write_frame
+from bench.report.material import Material
 from bench.report.rows import draw_held_gradients, draw_noise, draw_optimizer_steps
 from bench.report.scatter import draw_memory_vs_time
 
@@ -38,16 +36,14 @@ KINDS = (*MAKERS, RATIOS)
 """All figures that a run may have."""
 
 
-def draw(
-    tables: Tables, manifest: dict[str, Any], folder: Path, standing: Standing | None = None, obstacle: str = ""
-) -> list[Path]:
+def draw(of: Material, folder: Path, obstacle: str = "") -> list[Path]:
     """Write the figures of a judged run into the folder; returns the paths. Figures without data are not drawn.
 
-    With its standing, also the ratios of step times to the baseline; ``obstacle`` is why times cannot be compared.
+    ``obstacle`` is why times cannot be compared.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    paths, run_id = [], str(manifest.get("run_id"))
-    drawings = {drawing.stem: drawing for drawing in figures(tables, manifest, standing, obstacle)}
+    paths, run_id = [], of.run.name
+    drawings = {drawing.stem: drawing for drawing in figures(of, obstacle)}
     for kind in KINDS:
         picture, data = folder / f"{kind}.png", folder / f"{kind}.csv"
         if (drawing := drawings.get(kind)) is not None:
@@ -68,19 +64,17 @@ def _is_of(picture: Path, run_id: str) -> bool:
         return False
 
 
-def figures(
-    tables: Tables, manifest: dict[str, Any], standing: Standing | None = None, obstacle: str = ""
-) -> list[Drawing]:
+def figures(of: Material, obstacle: str = "") -> list[Drawing]:
     """The figures of ``draw``, not yet saved."""
-    if tables.trials.empty:
+    if of.run.tables.trials.empty:
         return []
-    run = FigureData(tables, manifest, standing, obstacle)
+    run, standing = FigureData(of, obstacle), of.standing
     with matplotlib.style.context(list(style.BASE)):
         found = [drawing for maker in MAKERS.values() for drawing in maker(run)]
-    if obstacle or standing is None:
+    if obstacle:
         return found
     # Every cell against the baseline's, but those that run once, as their matrix wants it.
     timed = [row for row in standing.rows if row.pair.b.world.times_communication]
-    rows = [row for row in timed if row.pair.b.cell_id not in (manifest.get("once") or ())]
+    rows = [row for row in timed if row.pair.b.cell_id not in (of.run.manifest.get("once") or ())]
     report = Report(a=standing.baseline, b="each other backend", rows=rows, remarks=standing.remarks)
     return found + forest.draw(report, RATIOS)

@@ -60,8 +60,6 @@ def finish(
     """
     from rich.console import Console
 
-    from bench.judge.loading import hashed
-    from bench.judge.standing import standings
     from bench.report import page, pull_request
     from bench.report.answer import answer
     from bench.report.figures import draw
@@ -70,9 +68,7 @@ def finish(
     from bench.report.terminal import show
 
     manifest, run = _load(folder)
-    run = hashed(run, folder)
-    judged, every = run.tables, standings(run)
-    of = Material(folder=folder, run=run, standings=every)
+    judged, of = run.tables, Material(folder=folder, run=run)
     try:
         plots.mkdir(parents=True, exist_ok=True)
         _write_tables(folder, judged, of.standing)
@@ -81,7 +77,7 @@ def finish(
         said = answer(of)
         # Of a single backend there is nothing to compare, and its times are good.
         compared = any(not row.pair.b.twin for row in of.standing.rows)
-        drawn = draw(judged, manifest, plots, of.standing, said.alarm.text if said.alarm and compared else "")
+        drawn = draw(of, plots, said.alarm.text if said.alarm and compared else "")
         short = _replace(folder / pull_request.REPORT, pull_request.render(run, said))
         whole = _replace(folder / page.PAGE, page.render(of, said, drawn, further and further(of)))
     except OSError as error:
@@ -125,12 +121,12 @@ def _load(folder: Path) -> tuple[dict[str, Any], Run]:
 
 def _write_tables(folder: Path, judged: Tables, found: Standing) -> list[Path]:
     """Write every table; returns the paths."""
-    from bench.report.comparison import frame
+    from bench.judge.pairs import frame_of_pairs
 
     paths = judged.write(folder)
     if found.rows:
         paths.append(folder / "ratios.parquet")
-        frame(found.rows).to_parquet(paths[-1], index=False)
+        frame_of_pairs(found.rows).to_parquet(paths[-1], index=False)
     return paths
 
 

@@ -17,7 +17,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from bench.judge.pairs import SLOWER, ComparedPair, record
 from bench.judge.statistics import Interval
 from bench.judge.verdicts import Verdict, band
-from bench.plan.columns import WAYS, differing, phrases
+from bench.plan.axes import WAYS, differing, phrases
 from bench.report.canvas import Drawing, FigureWords, name_rows, new_figure
 from bench.report.comparison import Report
 from bench.report.figure_data import largest, left_out

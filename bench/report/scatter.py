@@ -29,6 +29,7 @@ from bench.report.figure_data import (
     FigureData,
     Panel,
     apart,
+    failure,
     fastest,
     leanest,
     lost,
@@ -91,7 +92,8 @@ def draw_memory_vs_time(run: FigureData) -> list[Drawing]:
 
 
 def _name(run: FigureData, cell: Any, unit: float) -> PointName:
-    text = f"{cell['backend']} ({cell['word']})" if cell["word"] else cell["backend"]
+    word = failure(cell["outcome"])
+    text = f"{cell['backend']} ({word})" if word else cell["backend"]
     return PointName(fit(text, NAME_WIDTH), _place(cell, unit), run.look(cell["backend"]).colour)
 
 

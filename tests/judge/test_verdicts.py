@@ -54,7 +54,7 @@ def judged(comparison: Comparison) -> tuple[Verdict, Reason]:
 
 def cell(center: float, trials: int = 12, seed: int = 0, noise: float = 0.004) -> Sample:
     logs = math.log(center) + noise * np.random.default_rng(seed).normal(size=(trials, 12))
-    return Sample(np.exp(logs).tolist(), list(range(trials)))
+    return Sample(np.exp(np.median(logs, axis=1)).tolist(), list(range(trials)))
 
 
 def quiet_floor() -> Interval:
@@ -195,7 +195,7 @@ class TestSides:
     def test_a_cell_of_a_real_run(self, run: Run) -> None:
         found, other = (run.sides.side(run.cells[key]) for key in (self.FSDP2, self.DDP))
         assert found.label == "fsdp2-deferred N=8 W=2 fp32" and found.num_failed == 0
-        assert list(found.sample.blocks) == [0, 1, 2] and {len(trial) for trial in found.sample.trials} == {12}
+        assert list(found.sample.blocks) == [0, 1, 2] and found.outcome == "ok" and found.num_ok == 3
         assert compare(found, other, None).blocked is None
 
     def test_micro_batches_are_no_steps(self, run: Run) -> None:  # mutant 3

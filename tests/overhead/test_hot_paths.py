@@ -16,7 +16,7 @@ from bench.errors import BAD, GOOD
 from bench.judge import gates, tables
 from bench.judge.loading import Run, run_of
 from bench.judge.quoting import Quotes
-from bench.judge.standing import Standing, standings
+from bench.judge.standing import standings
 from bench.launch.launcher import Launcher
 from bench.measure.taps import EventKind, TappedLoader, Taps, updates
 from bench.plan.cell import Device, Status
@@ -54,15 +54,15 @@ def run(records: list[dict[str, Any]]) -> Run:
 
 
 @pytest.fixture(scope="module")
-def every(run: Run) -> dict[str, Standing]:
-    return standings(run)
+def of(run: Run) -> Material:
+    return Material(run=run)
 
 
 @pytest.fixture(scope="module")
-def drawn(run: Run, every: dict[str, Standing], tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def drawn(of: Material, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """All plots of the run."""
     folder = tmp_path_factory.mktemp("run") / "plots"
-    return figures.draw(run.tables, dict(run.manifest), folder, next(iter(every.values())))
+    return figures.draw(of, folder)
 
 
 @pytest.fixture(scope="module")
@@ -139,10 +139,10 @@ def test_citing_every_cell(benchmark: Timed, run: Run) -> None:
     assert len(benchmark(cite)) == len(run.cells)
 
 
-def test_drawing_one_plot(benchmark: Timed, run: Run, tmp_path: Path) -> None:
+def test_drawing_one_plot(benchmark: Timed, of: Material, tmp_path: Path) -> None:
     def draw() -> Path:
         with matplotlib.style.context(list(style.BASE)):
-            (drawing,) = draw_step_time(figure_data.FigureData(run.tables, dict(run.manifest)))
+            (drawing,) = draw_step_time(figure_data.FigureData(of))
         return canvas.save(drawing.figure, tmp_path / drawing.stem, drawing.words)
 
     assert benchmark(draw).stat().st_size
@@ -157,14 +157,12 @@ def test_putting_one_plot_into_a_page(benchmark: Timed, drawn: list[Path]) -> No
     assert benchmark(picture, path).title
 
 
-def test_writing_the_page(benchmark: Timed, run: Run, every: dict[str, Standing], drawn: list[Path]) -> None:
-    of = Material(folder=drawn[0].parent.parent, run=run, standings=every)
-    assert f"<h1><bdi>{run.name}" in benchmark(page.render, of, answer(of), drawn)
+def test_writing_the_page(benchmark: Timed, of: Material, drawn: list[Path]) -> None:
+    assert f"<h1><bdi>{of.run.name}" in benchmark(page.render, of, answer(of), drawn)
 
 
-def test_writing_the_short_report(benchmark: Timed, run: Run, every: dict[str, Standing]) -> None:
-    of = Material(folder=Path(), run=run, standings=every)
-    assert benchmark(lambda: pull_request.render(run, answer(of))).startswith(f"## {run.name}")
+def test_writing_the_short_report(benchmark: Timed, of: Material) -> None:
+    assert benchmark(lambda: pull_request.render(of.run, answer(of))).startswith(f"## {of.run.name}")
 
 
 @pytest.mark.benchmark(timer=time.process_time)

@@ -14,11 +14,10 @@ from rich.console import Console
 from bench.errors import InputError
 from bench.judge.advice import VIRTUAL
 from bench.judge.integrity import check
-from bench.judge.loading import Run, hashed, load
+from bench.judge.loading import Run, load
 from bench.judge.quoting import find_cell
-from bench.judge.standing import standings
+from bench.plan.axes import labels
 from bench.plan.cell import Cell, Sync
-from bench.plan.columns import labels
 from bench.report.answer import Answer, Statement, answer
 from bench.report.citation import cite
 from bench.report.material import Material, eager_and_deferred
@@ -59,8 +58,8 @@ def written(folder: Path, cells: list[Cell], baseline: str = "ddp-deferred") -> 
 
 
 def of(folder: Path) -> tuple[Run, Answer]:
-    run = hashed(load(folder), folder)
-    return run, answer(Material(folder=folder, run=run, standings=standings(run)))
+    run = load(folder)
+    return run, answer(Material(folder=folder, run=run))
 
 
 def said(found: Answer, key: str) -> list[Statement]:

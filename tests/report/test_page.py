@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 from bench.files import RESULTS
-from bench.judge.loading import hashed, load, run_of
+from bench.judge.loading import load, run_of
 from bench.judge.standing import standings
 from bench.report import page as pages
 from bench.report.answer import answer
@@ -147,7 +147,7 @@ def test_the_bundled_findings_are_those_of_the_committed_suite() -> None:
 
 def assert_citations(folder: Path) -> int:
     """Fails if a citation in the page is not what ``cite`` prints; how many ratios are cited."""
-    run, data = hashed(load(folder), folder), data_of(read(folder / "report.html"))["citations"]
+    run, data = load(folder), data_of(read(folder / "report.html"))["citations"]
     rows = next(iter(standings(run).values())).by_cell
     assert set(data["ratio"]["text"]["of"]) == set(rows)
     for form in ("text", "markdown", "bibtex"):
@@ -164,8 +164,8 @@ def test_cells_and_their_ratios_to_the_baseline_can_be_cited(folder: Path, print
 
 
 def test_it_is_the_same_every_time(folder: Path, page: Element) -> None:
-    run = hashed(load(folder), folder)
-    of = Material(folder=folder, run=run, standings=standings(run))
+    run = load(folder)
+    of = Material(folder=folder, run=run)
     again = pages.render(of, answer(of), sorted((folder / "plots").iterdir()))
     assert again == (folder / "report.html").read_text(encoding="utf-8")
 
@@ -179,7 +179,7 @@ def test_it_says_how_nodes_differ_and_which_has_the_slowest_rank(tmp_path: Path)
     for record in records:
         Journal(tmp_path).append(record)
     run = run_of(records, manifest | {"nodes": [other]})
-    assert list(nodes(Material(folder=tmp_path, run=run, standings={}))) == [
+    assert list(nodes(Material(folder=tmp_path, run=run))) == [
         "Node 1: machine.cpu is 'another', and 'made' on node 0.",
         "The slowest rank was on node 1 in 2 of 3 trials on several nodes.",
     ]
