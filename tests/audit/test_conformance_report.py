@@ -179,7 +179,7 @@ def test_a_finding_has_its_most_telling_number(word: str, changes: dict[str, Any
 def test_nothing_in_the_picture_overlaps_or_leaves_its_cell(name: str) -> None:
     observations = {"some": SOME, "odd": [ODD, *ENGINE], "many": MANY, "one": [make_observation()]}[name]
     figure = picture(observations)
-    assert_legible(figure, style.MAX_HEIGHT)
+    assert_legible(figure)
     axes = figure.axes[0]
     boxes = [patch.get_window_extent() for patch in axes.patches]
     inside = [text for text in axes.texts if text.get_text()]
