@@ -66,5 +66,5 @@ def assert_legible(figure: Figure) -> None:
         assert wide < 1 or tall < 1, (one, other)
     for points in leaders(figure):
         for text, box in boxes:
-            inside = (points > box.p0 + 1.5) & (points < box.p1 - 1.5)
+            inside = (points > box.p0 + 1) & (points < box.p1 - 1)
             assert not inside.all(axis=1).any(), f"a leader is on {text}"

@@ -198,6 +198,7 @@ MARKER = 3.6
 """Points from the middle of a marker to its edge, and a little more."""
 PLACING: dict[str, Any] = {
     "textsize": TINY,
+    "va": "bottom",
     "linewidth": 0.4,
     "margin": 0.002,
     "min_distance": 0.01,
