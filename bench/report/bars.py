@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ from bench.judge.formulas import wire_bytes
 from bench.judge.tables import rows_of
 from bench.plan.categories import PEAK, Category
 from bench.plan.cell import Cell
-from bench.report.canvas import Drawing, grid_shape, name_rows, new_figure, panel_title
+from bench.report.canvas import Drawing, name_rows, new_figure, panel_title
 from bench.report.figure_data import (
     CONTEXT,
     FACTS,
@@ -65,7 +66,8 @@ def stacked(
     shown = run.shown(cells)
     height = ROW * len(shown) + TITLE_AND_AXIS
     panels, left_out = run.panels(cells, [*CONTEXT, "accumulate"], 3 * max(1, int(PANELS_HEIGHT / height)))
-    lines, columns = grid_shape(len(panels))
+    lines = math.ceil(len(panels) / (2 if len(panels) == 4 else 3))
+    columns = math.ceil(len(panels) / lines)
     words = run.words(title)
     words.notes[:0] = [*left_out, note]
     paints = {part: _paint(part, colour) for part, colour in colours.items() if (cells[part] > 0).any()}

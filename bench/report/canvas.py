@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -147,12 +146,6 @@ def _legend(figure: Figure, keys: Sequence[Key]) -> Any:
         labelspacing=0.35,
         handler_map={tuple: HandlerTuple(ndivide=1)},
     )
-
-
-def grid_shape(count: int, widest: int = 3) -> tuple[int, int]:
-    """Rows and columns of so many panels."""
-    rows = math.ceil(count / (2 if count == 4 else widest))
-    return rows, math.ceil(count / rows)
 
 
 def panel_title(title: str, room: float) -> str:

@@ -15,7 +15,6 @@ from bench.report.canvas import (
     FigureWords,
     PointName,
     freeze,
-    grid_shape,
     name_points,
     new_figure,
     panel_title,
@@ -130,14 +129,13 @@ def _lines(run: FigureData, axes: Axes, panel: Panel) -> dict[str, PointName]:
 
 MOST_LOSSES = 4
 """Panels of losses."""
-MAX_LOSSES_HEIGHT = 6.5
-"""Inches of all of them."""
 SHORT = 0.25
 """A panel whose curves have less than this share of the longest curve's steps is not drawn: timed cells have few."""
 VISIBLE = 0.01
 """The losses themselves are drawn if they are so many nats per token from the reference's: nearer ones are one line."""
 LOSS_FLOOR = 1e-9
 """Where a loss equal to the reference's is drawn on a logarithmic axis."""
+LABELS = {"loss": "loss (nats/token)", "deviation": f"|loss - reference's|\n(0 drawn at {LOSS_FLOOR:.0e})"}
 
 
 def draw_loss_curves(run: FigureData) -> list[Drawing]:
@@ -154,30 +152,20 @@ def draw_loss_curves(run: FigureData) -> list[Drawing]:
     known = drawn["deviation"].notna().any()
     kinds = ["loss"] * bool(not known or drawn["deviation"].max() > VISIBLE) + ["deviation"] * bool(known)
     words = run.words(_deviating(drawn))
-    words.notes[:0] = left_out
     if short:
-        words.notes.insert(
-            0, f"The curves of {plural(short, 'cell')} are left out: they are shorter by far than others."
-        )
-    if "loss" in kinds:
-        words.notes.append("Dashed and black: the reference's loss.")
+        left_out.append(f"The curves of {plural(short, 'cell')} are left out: they are much shorter than others.")
+    words.notes[:0] = [*left_out, *["Dashed and black: the reference's loss."][: "loss" in kinds]]
     keys = [style.line_key(name, run.looks[name]) for name in run.shown(drawn)]
-    lines, columns = grid_shape(len(panels))
-    figure = new_figure(words, keys, min(2.5 * lines * len(kinds) + 0.3, MAX_LOSSES_HEIGHT))
-    grid = figure.subplots(lines * len(kinds), columns, squeeze=False, sharex=True)
-    for i, panel in enumerate(panels):
-        place, column = len(kinds) * (i // columns), i % columns
-        grid[place, column].set_title(panel_title(panel.title, WIDTH / columns - 0.4))
-        for j, value in enumerate(kinds):
-            axes = grid[place + j, column]
-            axes.sharey(grid[j, 0])
-            _curves(run, axes, panel, value)
-            if column == 0:
-                away = f"|loss - reference's|\n(0 drawn at {LOSS_FLOOR:.0e})"
-                axes.set_ylabel("loss (nats/token)" if value == "loss" else away)
-    for axes in grid[-1]:
-        axes.set_xlabel("optimizer step")
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    figure = new_figure(words, keys, 2.5 * len(kinds) + 0.3)
+    grid = figure.subplots(len(kinds), len(panels), squeeze=False, sharex=True, sharey="row")
+    for column, panel in zip(grid.T, panels, strict=True):
+        column[0].set_title(panel_title(panel.title, WIDTH / len(panels) - 0.4))
+        column[-1].set_xlabel("optimizer step")
+        column[-1].xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        for axes, kind in zip(column, kinds, strict=True):
+            _curves(run, axes, panel, kind)
+    for axes, kind in zip(grid[:, 0], kinds, strict=True):
+        axes.set_ylabel(LABELS[kind])
     return [Drawing("loss_curves", figure, keyed[facts], words)]
 
 

@@ -122,28 +122,21 @@ def looks(trials: pd.DataFrame) -> dict[str, Appearance]:
 
     Backends of equal framework, sync and sharding differ by dots in the line.
     """
-    known = list(FRAMEWORK_COLOURS)
-    rows = trials[["framework", "sharding", "sync", "backend"]].astype(object).fillna("").drop_duplicates("backend")
-    keys = sorted(
-        (tuple(str(v) for v in row) for row in rows.itertuples(index=False)),
-        key=lambda k: (known.index(k[0]) if k[0] in known else len(known), k),
-    )
-    colour = colours(key[0] for key in keys)
-    used_lines: dict[tuple[str, str], int] = {}
-    found: dict[str, Appearance] = {}
-    for framework, sharding, sync, backend in keys:
-        alike = used_lines.setdefault((framework, f"{sharding} {sync}"), 0)
-        used_lines[framework, f"{sharding} {sync}"] += 1
-        marker = SYNC_MARKERS.get(sync, OTHER_MARKER)
-        found[backend] = Appearance(colour[framework], marker, _line(sharding, alike))
-    return found
+    facts = trials[["framework", "sharding", "sync", "backend"]].astype(object).fillna("").drop_duplicates("backend")
+    colour = colours(facts["framework"])
+    facts["place"] = facts["framework"].map(list(colour).index)
+    facts = facts.sort_values(["place", "sharding", "sync", "backend"])
+    alike = facts.groupby(["framework", "sharding", "sync"]).cumcount()
+    rows = zip(*(facts[name].astype(str) for name in ("backend", "framework", "sharding", "sync")), alike, strict=True)
+    return {
+        backend: Appearance(colour[framework], SYNC_MARKERS.get(sync, OTHER_MARKER), _line(sharding, count))
+        for backend, framework, sharding, sync, count in rows
+    }
 
 
 def _line(sharding: str, alike: int) -> LineStyleType:
     dashes = SHARDING_DASHES.get(sharding, ())
-    if not alike:
-        return (0, dashes) if dashes else "-"
-    return (0, (dashes or (SOLID_LENGTH, DOT_GAP)) + (DOT, DOT_GAP) * alike)
+    return (0, (dashes or (SOLID_LENGTH, DOT_GAP)) + (DOT, DOT_GAP) * alike if alike else dashes)
 
 
 def mark(
