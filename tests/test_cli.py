@@ -352,7 +352,7 @@ def with_launcher(place: Place, script: Script | None = None) -> list[FakeLaunch
         return made[-1]
 
     place.patch.setattr(launch_launcher, "Launcher", launcher)
-    place.patch.setattr(figures, "draw", lambda judged, manifest, folder, found, obstacle: [folder / "a.png"])
+    place.patch.setattr(figures, "draw", lambda data, folder, obstacle: [folder / "a.png"])
     return made
 
 

@@ -8,8 +8,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.judge.baseline import AgainstBaseline
 from bench.judge.loading import Run
-from bench.judge.standing import Standing
 from bench.judge.statistics import MIN_REPEATS, MIN_TRIALS
 from bench.judge.verdicts import MORE_HELPS, Reason, Verdict
 from bench.plan.cell import REFERENCES
@@ -29,7 +29,7 @@ FAILED = frozenset({Reason.FAILED_TRIALS, Reason.NO_TRIALS})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Obstacle:
+class TimesUnavailable:
     """What keeps all times of a run from being compared."""
 
     reason: str
@@ -43,24 +43,24 @@ def is_timed(run: Run) -> bool:
     return any(cell.world.times_communication for cell in run.cells.values() if not cell.is_reference)
 
 
-def obstacle(run: Run, found: Standing, folder: Path) -> Obstacle | None:
+def times_unavailable(run: Run, found: AgainstBaseline, folder: Path) -> TimesUnavailable | None:
     """What keeps all times from being compared; None if there is a ratio with an interval."""
     if not is_timed(run):
         virtual = not all(cell.world.has_all_ranks for cell in run.cells.values())
-        return Obstacle(reason=VIRTUAL if virtual else SHARED)
+        return TimesUnavailable(reason=VIRTUAL if virtual else SHARED)
     rows = [row for row in found.rows if not row.pair.b.twin and row.pair.b.world.times_communication]
     if not rows:
         named = list(dict.fromkeys(cell.backend for cell in run.cells.values() if not cell.is_reference))
         if len(named) > 1 and run.manifest.get("baseline") in REFERENCES:
             reason = "The baseline is a reference, with which no times are compared"
-            return Obstacle(reason=reason, command=again(run, **{"--baseline": named[0]}))
+            return TimesUnavailable(reason=reason, command=again(run, **{"--baseline": named[0]}))
         classes = {name: facts.get("class") or name for name, facts in run.manifest["backends"].items()}
         more = [name for name in PARTNERS if name not in named][:1]
         options = {"--backend": ",".join([*(classes.get(name, name) for name in named), *more])}
         if _repeats(run) < MIN_TRIALS:
             options["--repeats"] = str(MIN_REPEATS)
         reason = "No two cells of the run differ in the backend alone"
-        return Obstacle(reason=reason, command=again(run, **options))
+        return TimesUnavailable(reason=reason, command=again(run, **options))
     judged = (row for row in rows if row.judgement.verdict is not Verdict.NOT_COMPARABLE)
     if any(row.time is not None and row.time.low is not None for row in judged):
         return None
@@ -74,7 +74,7 @@ def obstacle(run: Run, found: Standing, folder: Path) -> Obstacle | None:
     ]
     if Reason.FEW_TRIALS not in reasons and _repeats(run) < MIN_TRIALS:
         said.append(f"{plural(_repeats(run), 'repeat')}, and an interval needs {MIN_TRIALS}")
-    return Obstacle(reason="; ".join(said), command=next_command(run, set(reasons), folder))
+    return TimesUnavailable(reason="; ".join(said), command=next_command(run, set(reasons), folder))
 
 
 def next_command(run: Run, reasons: Collection[Reason], folder: Path) -> str:

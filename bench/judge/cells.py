@@ -1,7 +1,7 @@
 """The frame of cells, one row each. Figures, tables, ranking, terminal, exports and ``bench.load`` all read this one.
 
 A cell is ``ok`` if all its trials are. One with good and failed trials is shown with its failure and with the number of
-its good trials, of which its numbers are: ``Side.outcome``.
+its good trials, of which its numbers are: ``Evidence.outcome``.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from typing import Any
 
 import pandas as pd
 
+from bench.judge.baseline import AgainstBaseline
 from bench.judge.pairs import ComparedPair
 from bench.judge.quoting import Quotes, place_of
-from bench.judge.standing import Standing
 from bench.judge.tables import frame_of, good_trials
 from bench.plan.cell import Status
 from bench.plan.column import Over
 from bench.plan.columns import COLUMNS
 
 
-def cells_frame(quotes: Quotes, against: Standing) -> pd.DataFrame:
+def cells_frame(quotes: Quotes, against: AgainstBaseline) -> pd.DataFrame:
     """The frame: what may be said of each cell, its ratio to the baseline of ``against``, and facts of its trials."""
     run, trials = quotes.run, quotes.run.tables.trials
     rows = pd.DataFrame([_row(quotes, cell_id, against.by_cell.get(cell_id)) for cell_id in run.cells])
@@ -52,7 +52,7 @@ def _over_trials(trials: pd.DataFrame) -> pd.DataFrame:
 
 def _row(quotes: Quotes, cell_id: str, pair: ComparedPair | None) -> dict[str, Any]:
     quote, run = quotes.cell(cell_id), quotes.run
-    side, time = run.sides.side(quote.cell), quote.time
+    side, time = run.evidence.of(quote.cell), quote.time
     row = {
         "cell_id": cell_id,
         "label": run.labels[cell_id],

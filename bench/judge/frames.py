@@ -9,11 +9,11 @@ from typing import Any
 
 import pandas as pd
 
+from bench.judge.baseline import AgainstBaseline, against_baseline
 from bench.judge.cells import cells_frame
 from bench.judge.loading import Run, load
 from bench.judge.pairs import record
 from bench.judge.quoting import Quotes
-from bench.judge.standing import Standing, standing
 from bench.judge.tables import frame_of
 from bench.plan.columns import FRAMES
 
@@ -50,16 +50,16 @@ class Frames(Mapping[str, pd.DataFrame]):
     @cached_property
     def ratios(self) -> pd.DataFrame:
         """One row per cell and baseline."""
-        return frame_of("ratios", [record(row) for row in self._standing.rows])
+        return frame_of("ratios", [record(row) for row in self._against_baseline.rows])
 
     @cached_property
     def cells(self) -> pd.DataFrame:
         """One row per cell."""
-        return cells_frame(Quotes(self.run), self._standing)
+        return cells_frame(Quotes(self.run), self._against_baseline)
 
     @cached_property
-    def _standing(self) -> Standing:
-        return standing(self.run)
+    def _against_baseline(self) -> AgainstBaseline:
+        return against_baseline(self.run)
 
 
 def read(folder: str | Path) -> Frames:

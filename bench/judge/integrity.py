@@ -15,9 +15,9 @@ from typing import Any
 import pandas as pd
 
 from bench.judge import samples
+from bench.judge.baseline import AgainstBaseline, against_baseline, widest
+from bench.judge.evidence import IDLE_SHARE
 from bench.judge.loading import Run, missing_trials, read
-from bench.judge.sides import IDLE_SHARE
-from bench.judge.standing import Standing, standing, widest
 from bench.judge.statistics import MARGIN, MIN_TRIALS
 from bench.judge.verdicts import Verdict, band
 from bench.plan.cell import REFERENCES, Cell, RankGroup, Status
@@ -73,7 +73,7 @@ def check(folder: Path) -> list[Finding]:
         *_surroundings(run),
         *_samples(run, records),
         *_gates(run),
-        *_verdicts(run, standing(run)),
+        *_verdicts(run, against_baseline(run)),
     ]
     topics = dict.fromkeys(one.topic for one in found)
     return [one for topic in topics for one in found if one.topic == topic]
@@ -288,7 +288,7 @@ def _gates(run: Run) -> Iterator[Finding]:
         yield good("gates", "step counts, updates and losses of all trials that ran are right")
 
 
-def _verdicts(run: Run, found: Standing) -> Iterator[Finding]:
+def _verdicts(run: Run, found: AgainstBaseline) -> Iterator[Finding]:
     """The noise floor, what ended the run, and the counts of verdicts."""
     floor = found.floor
     interval = None if floor is None else floor.interval

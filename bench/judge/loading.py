@@ -10,8 +10,8 @@ from typing import Any
 
 from bench.errors import InputError
 from bench.judge import gates, tables
+from bench.judge.evidence import EvidenceByCell
 from bench.judge.expected import layouts_of
-from bench.judge.sides import Sides
 from bench.judge.tables import Tables
 from bench.plan import axes
 from bench.plan.cell import Cell
@@ -85,9 +85,9 @@ class Run:
         return {cell_id: named[cell] for cell_id, cell in self.cells.items()}
 
     @functools.cached_property
-    def sides(self) -> Sides:
+    def evidence(self) -> EvidenceByCell:
         """The sides of comparisons within the run, shared by verdicts, noise floor and citations."""
-        return Sides(self.tables)
+        return EvidenceByCell(self.tables)
 
 
 def missing_trials(run: Run) -> int:

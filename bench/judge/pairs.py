@@ -8,16 +8,17 @@ between two.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import pandas as pd
 
+from bench.judge.evidence import Evidence, EvidenceByCell
 from bench.judge.loading import Run
-from bench.judge.sides import Side, Sides
 from bench.judge.statistics import MARGIN, Interval, Sample, holm, ratio
 from bench.judge.verdicts import ALPHA, Exactly, Judgement, Reason, Verdict, compare, judge_all
+from bench.plan.axes import labels
 from bench.plan.cell import Cell, Status
 from bench.plan.columns import COLUMNS
 
@@ -65,37 +66,39 @@ class ComparedPair:
 
 def pairs_of_backends(run: Run, baseline: str, backend: str) -> list[Pair]:
     """The cells of two backends of one run, matched by everything but the backend; HSDP's by replicas if both have."""
-    ours, theirs = ([cell for cell in run.cells.values() if cell.backend == name] for name in (backend, baseline))
     alike: dict[Any, list[Cell]] = {}
-    for cell in theirs:
-        alike.setdefault(_key(cell, "backend", "replicate"), []).append(cell)
+    for cell in run.cells.values():
+        if cell.backend == baseline:
+            alike.setdefault(_key(cell, "backend", "replicate"), []).append(cell)
     found = [
-        Pair(a=one, b=cell)
-        for cell in ours
-        for one in alike.get(_key(cell, "backend", "replicate"), ())
-        if one.replicate in (0, cell.replicate) or not cell.replicate
+        Pair(a=base, b=cell, group=f"W={cell.world_size} {cell.precision}")
+        for cell in run.cells.values()
+        if cell.backend == backend
+        for base in alike.get(_key(cell, "backend", "replicate"), ())
+        if base.replicate in (0, cell.replicate) or not cell.replicate
     ]
-    return _named(found, ("world_size", "precision"), "W={world_size} {precision}")
+    named = [replace(pair, name=pair.name.removeprefix(f"{backend} ")) for pair in _named(found)]
+    return sorted(named, key=lambda pair: (pair.b.world_size, pair.b.precision, pair.b.accumulate, pair.name))
 
 
 def pairs_of_runs(a: Run, b: Run) -> list[Pair]:
     """The cells that both runs have, without references and twins."""
-    found = [
-        Pair(a=cell, b=b.cells[cell_id])
-        for cell_id, cell in a.cells.items()
-        if cell_id in b.cells and not cell.is_reference and not cell.twin
-    ]
-    return _named(found, ("backend",), "{backend}")
+    common = [cell for cell_id, cell in b.cells.items() if cell_id in a.cells]
+    return _of_runs([Pair(a=cell, b=cell) for cell in common if not cell.twin])
 
 
 def pairs_apart(a: Run, b: Run) -> list[Pair]:
     """The cells of one run that the other has only with different NUMERIC fields."""
     ours, theirs = (
-        {_key(cell, *NUMERIC): cell for cell_id, cell in one.cells.items() if cell_id not in other.cells}
-        for one, other in ((b, a), (a, b))
+        {_key(cell, *NUMERIC): cell for cell_id, cell in run.cells.items() if cell_id not in other.cells}
+        for run, other in ((b, a), (a, b))
     )
-    found = [Pair(a=theirs[key], b=ours[key]) for key in ours if key in theirs and not ours[key].is_reference]
-    return _named(found, ("backend",), "{backend}")
+    return _of_runs([Pair(a=theirs[key], b=cell) for key, cell in ours.items() if key in theirs])
+
+
+def _of_runs(pairs: list[Pair]) -> list[Pair]:
+    named = _named([replace(pair, group=pair.b.backend) for pair in pairs if not pair.b.is_reference])
+    return sorted(named, key=lambda pair: (pair.b.backend, pair.b.accumulate, pair.b.world_size, pair.name))
 
 
 @lru_cache(maxsize=4096)
@@ -103,34 +106,15 @@ def _key(cell: Cell, *without: str) -> tuple[tuple[str, Any], ...]:
     return tuple((name, value) for name, value in cell.to_dict().items() if name not in without)
 
 
-def _named(pairs: list[Pair], by: Sequence[str], title: str) -> list[Pair]:
-    """The pairs in order, each with a unique name: N, W, precision, and whatever else differs between them."""
-    rows = [
-        dict(_key(pair.a))
-        | {n: _either(pair, n) for n in NUMERIC}
-        | {"replicate": max(pair.a.replicate, pair.b.replicate)}
-        for pair in pairs
-    ]
-    shown = ["accumulate", "world_size", "precision"]
-    varying = [f.name for f in fields(Cell) if len({repr(row[f.name]) for row in rows}) > 1]
-    shown += [name for name in varying if name not in {*shown, "backend"}]
-    short = {"accumulate": "N={}", "world_size": "W={}", "precision": "{}", "replicate": "R={}"}
-    found = []
-    for pair, row in zip(pairs, rows, strict=True):
-        words = " ".join(short.get(name, f"{name}={{}}").format(row[name]) for name in shown)
-        group = title.format(**row)
-        found.append(replace(pair, name=f"{row['backend']} {words}" if "backend" in by else words, group=group))
-    return sorted(found, key=lambda p: (*(getattr(p.a, n) for n in by), p.a.accumulate, p.a.world_size, p.name))
-
-
-def _either(pair: Pair, name: str) -> str:
-    ours, theirs = str(getattr(pair.b, name)), str(getattr(pair.a, name))
-    return ours if ours == theirs else f"{theirs}/{ours}"
+def _named(pairs: Sequence[Pair]) -> list[Pair]:
+    """The pairs, each with the label of its second cell."""
+    names = labels(pair.b for pair in pairs)
+    return [replace(pair, name=names[pair.b]) for pair in pairs]
 
 
 def measured(run: Run, cell: Cell) -> bool:
     """Whether a cell was run at all: any of its trials is not ``unsupported``."""
-    side = run.sides.side(cell)
+    side = run.evidence.of(cell)
     return side.num_ok > 0 or side.status != Status.UNSUPPORTED
 
 
@@ -151,9 +135,9 @@ def judge_pairs(
     below 5 %; peak memory is if it is in bytes. A time that is not comparable, or has failed trials, is never certain.
     """
     apart, limits = a is not b, thresholds or {}
-    ours = Sides(a.tables, "A " if apart else "", force) if apart or force else a.sides
-    theirs = Sides(b.tables, "B ", force) if apart else ours
-    sides = [(ours.side(pair.a), theirs.side(pair.b)) for pair in pairs]
+    ours = EvidenceByCell(a.tables, "A " if apart else "", force) if apart or force else a.evidence
+    theirs = EvidenceByCell(b.tables, "B ", force) if apart else ours
+    sides = [(ours.of(pair.a), theirs.of(pair.b)) for pair in pairs]
     judged = judge_all(compare(one, base, floor, margin, force=force) for base, one in sides)
     slower = [False] * len(pairs)
     if SLOWER in limits:
@@ -166,8 +150,8 @@ def judge_pairs(
 
 def _compared(
     pair: Pair,
-    one: Side,
-    base: Side,
+    one: Evidence,
+    base: Evidence,
     judgement: Judgement,
     regressions: list[str],
     thresholds: Mapping[str, float],
@@ -202,7 +186,9 @@ def _compared(
     )
 
 
-def _certainly_slower(sides: Sequence[tuple[Side, Side]], judged: Sequence[Judgement], threshold: float) -> list[bool]:
+def _certainly_slower(
+    sides: Sequence[tuple[Evidence, Evidence]], judged: Sequence[Judgement], threshold: float
+) -> list[bool]:
     """Whether B takes longer than 1 + threshold times as long as A, of each pair."""
     values, beyond = [], []
     for (base, theirs), judgement in zip(sides, judged, strict=True):
@@ -260,8 +246,8 @@ def partnerless(a: Run, b: Run, pairs: Sequence[Pair], backends: tuple[str | Non
     """The labels of the cells without a partner; of one run, only those of the two backends that are compared."""
     found = {}
     paired = {cell.cell_id for pair in pairs for cell in (pair.a, pair.b)}
-    for key, one, backend in zip(("only_a", "only_b"), (a, b), backends, strict=True):
-        alone = [cell for cell_id, cell in one.cells.items() if cell_id not in paired and not cell.twin]
+    for key, run, backend in zip(("only_a", "only_b"), (a, b), backends, strict=True):
+        alone = [cell for cell_id, cell in run.cells.items() if cell_id not in paired and not cell.twin]
         found[key] = [c.label for c in alone if (c.backend == backend if backend else not c.is_reference)]
     return found
 
@@ -270,7 +256,7 @@ def newly_failed(a: Run, b: Run, pairs: Sequence[Pair]) -> list[str]:
     """The pairs of which trials failed in B and none in A: name and outcome of each. Interruptions do not count."""
     found = []
     for pair in pairs:
-        before, after = a.sides.side(pair.a), b.sides.side(pair.b)
+        before, after = a.evidence.of(pair.a), b.evidence.of(pair.b)
         if before.status in ENDED_WELL and after.status not in ENDED_WELL:
             found.append(f"{pair.name} ({after.outcome})")
     return found

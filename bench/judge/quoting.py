@@ -14,11 +14,11 @@ from typing import Any
 import pandas as pd
 
 from bench.errors import InputError
+from bench.judge.baseline import AgainstBaseline, NoiseFloor, against_baselines, noise_floor, pairs_with_baseline
 from bench.judge.loading import Run
 from bench.judge.pairs import ComparedPair, Pair, judge_pairs
 from bench.judge.remarks import remarks
 from bench.judge.samples import Estimate, estimate
-from bench.judge.standing import Floor, Standing, noise_floor, pairs_with_baseline, standings
 from bench.judge.tables import rows_of
 from bench.plan.cell import Cell, Status
 
@@ -73,22 +73,22 @@ class RatioQuote:
 
 
 class Quotes:
-    """The quotes of one run. What several of them need is calculated once, or taken from ``standings`` if given."""
+    """The quotes of one run. What several of them need is calculated once, or taken from ``against_baselines``."""
 
-    def __init__(self, run: Run, standings: Mapping[str, Standing] | None = None) -> None:
+    def __init__(self, run: Run, against_baselines: Mapping[str, AgainstBaseline] | None = None) -> None:
         self.run = run
         trials = run.tables.trials
         self._shared = {row["cell_id"]: row for row in rows_of(trials.drop_duplicates("cell_id"))}
         self._trials: dict[str, list[Any]] = {}
         for row in rows_of(trials[ENDS]):
             self._trials.setdefault(row["cell_id"], []).append(row)
-        self._standings = dict(standings or {})
+        self._against_baselines = dict(against_baselines or {})
 
     def cell(self, cell_id: str) -> CellQuote:
         """What may be said of a cell. Raises InputError if the run has none of that id."""
         cell, trials = self._known(cell_id), self._trials[cell_id]
         sound = [row for row in trials if row["status"] == Status.OK]
-        found = self.run.sides.side(cell)
+        found = self.run.evidence.of(cell)
         caveats = [*_failed(trials), *_caveats(cell), *remarks([(self.run.manifest, cell)]), *self._of_run()]
         # A cell of a world that is timed has failed a gate if it has no time.
         barred = "" if not cell.world.is_timed else "; ".join(_short(text) for text in found.obstacles)
@@ -140,7 +140,7 @@ class Quotes:
         return self._trials[cell_id]
 
     @cached_property
-    def floor(self) -> Floor | None:
+    def floor(self) -> NoiseFloor | None:
         """The run's A/A pair."""
         return noise_floor(self.run)
 
@@ -150,9 +150,9 @@ class Quotes:
         return self.run.cells[cell_id]
 
     def _row(self, cell: Cell, other: Cell) -> ComparedPair:
-        if other.backend not in self._standings:
-            self._standings |= standings(self.run, [other.backend])
-        row = self._standings[other.backend].by_cell.get(cell.cell_id)
+        if other.backend not in self._against_baselines:
+            self._against_baselines |= against_baselines(self.run, [other.backend])
+        row = self._against_baselines[other.backend].by_cell.get(cell.cell_id)
         if row is not None and row.pair.a == other:
             return row
         pairs = [*pairs_with_baseline(self.run), Pair(a=other, b=cell, name=f"{cell.label} against {other.label}")]

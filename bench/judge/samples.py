@@ -35,11 +35,7 @@ class Estimate:
 
 @lru_cache(maxsize=4096)  # quotes, tables and figures of a report ask for the same cells
 def estimate(medians: tuple[float, ...]) -> Estimate:
-    """The estimate from the seconds per step of each trial, at least one.
-
-    The interval describes this run: it does not cover variation from day to day. Intervals of ratios are narrower than
-    those of two cells suggest, since ratios are paired where possible.
-    """
+    """The estimate from the seconds of each trial, at least one. Its interval covers this run, not other days."""
     if not medians:
         raise ValueError("an estimate needs a trial")
     logs, n = np.log(np.array([medians], dtype=float)), len(medians)

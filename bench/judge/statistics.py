@@ -1,17 +1,11 @@
-"""Ratios of step times with intervals: the trial is the unit of replication, and trials of a block share drift.
+"""Ratios of step times with intervals. docs/statistics.md has the simulations behind each choice.
 
-How an interval is computed, and why; docs/statistics.md has the simulations behind each choice:
-
-1. A trial is reduced to the median of its steps after ``warmup``. Steps of one trial are not independent: they
-   all share what varies between process groups (placement, neighbours).
-2. Logarithms of the medians are combined: log a - log b within each block if both cells ran in the same blocks, else
-   each cell on its own. The centre is the 20 % trimmed mean, which costs 6 % more trials than the mean if the noise is
-   normal, and fewer if it is not (a median of trials would cost 50 % more).
-3. The bootstrap resamples the trials, but not the steps within them: a trial's median already contains their noise,
-   which a second level would count twice (Davison and Hinkley 1997, section 3.8).
-4. The percentile interval is expanded for few trials: Hesterberg, "What Teachers Should Know About the Bootstrap",
-   The American Statistician 69(4), 2015: instead of alpha/2, the quantile
-   Phi(-sqrt(n / (n - 1)) t(1 - alpha/2, n - 1)).
+1. A trial counts once, with the median of its steps: they share what varies between process groups.
+2. Logarithms are combined: differences within blocks if both cells ran in the same blocks, which removes shared drift,
+   else each cell on its own. The centre is the 20 % trimmed mean.
+3. The bootstrap resamples trials, and no steps within them (Davison and Hinkley 1997, section 3.8).
+4. The percentile interval is expanded for few trials: the quantile Phi(-sqrt(n / (n - 1)) t(1 - alpha/2, n - 1))
+   instead of alpha/2 (Hesterberg, The American Statistician 69(4), 2015).
 """
 
 from __future__ import annotations
@@ -260,11 +254,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def equivalent(interval: Interval, margin: float = MARGIN) -> bool:
-    """Whether the whole 95 % interval is inside 1 / (1 + margin) ... 1 + margin.
-
-    Two one-sided tests at 5 % need only the 90 % interval. The 95 % interval is the one that is printed, and keeps
-    false "same" verdicts below 5 % even if an ambiguous run is extended once.
-    """
+    """Whether the whole 95 % interval is inside the margin, which two one-sided tests at 5 % would not even need."""
     low, high = interval.low, interval.high
     return low is not None and high is not None and 1 / (1 + margin) <= low and high <= 1 + margin
 

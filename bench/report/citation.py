@@ -22,7 +22,7 @@ from bench.judge.quoting import SCHEME, CellQuote, Quotes, RatioQuote, place_of,
 from bench.judge.statistics import Interval
 from bench.judge.verdicts import NEXT, Verdict, band
 from bench.plan.axes import AXES, WAYS
-from bench.report.material import machine_words
+from bench.report.report_data import machine_words
 from bench.run.machine import unlike_nodes
 from bench.words import bibtex, digits, markdown, plain, plural
 

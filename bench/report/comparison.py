@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
 
 from bench.judge.loading import Run, missing_trials
-from bench.judge.pairs import ComparedPair, Pair
+from bench.judge.pairs import ComparedPair, Pair, frame_of_pairs
 from bench.judge.statistics import MARGIN, MIN_TRIALS
 from bench.judge.verdicts import Exact, Reason, Verdict
 from bench.plan.column import DASH
@@ -128,15 +132,35 @@ def reasons(rows: Sequence[ComparedPair]) -> list[str]:
     return found
 
 
-def page(report: Report, pictures: Iterable[str]) -> str:
-    """The same words and table as Markdown, and the plots beside it."""
+def show(report: Report) -> None:
+    """Words and table on the terminal."""
+    console = Console()
+    console.print(Text(headline(report)), soft_wrap=True)
+    for line in alarm(report.differences):
+        console.print(Text(line, style="bold red"), soft_wrap=True)
+    console.print(table(report.rows).fitted(console))
+    for line in [*reasons(report.rows), "", *report.remarks, *report.notes]:
+        console.print(Text(line), soft_wrap=True)
+
+
+def write(report: Report, folder: Path) -> list[Path]:
+    """Write the same as Markdown with the forest plot, and the rows as parquet; returns the paths."""
+    from bench.report import canvas, forest
+
+    frame, page = folder / "compare.parquet", folder / "compare.md"
+    frame_of_pairs(report.rows).to_parquet(frame, index=False)
+    pictures = [canvas.save(one.figure, folder / one.stem, one.words) for one in forest.draw(report)]
+    page.write_text(_markdown(report, [path.name for path in pictures]), encoding="utf-8")
+    return [frame, page, *pictures]
+
+
+def _markdown(report: Report, pictures: Sequence[str]) -> str:
     lines = [f"# {markdown(report.b)} against {markdown(report.a)}", "", f"{markdown(headline(report))}.", ""]
     if report.differences:
         first, *keys = alarm(report.differences)
         lines += [f"**{first}**", "", *(f"- {markdown(key)}" for key in keys), ""]
     lines += [f"![Ratios of step times with intervals]({name})" for name in pictures]
-    lines += ["", *table(report.rows).markdown()]
-    lines += ["", "## Reasons, and what to do next", ""]
+    lines += ["", *table(report.rows).markdown(), "", "## Reasons, and what to do next", ""]
     lines += [("  - " if line.startswith(" ") else "- ") + markdown(line) for line in reasons(report.rows)]
     lines += ["", "## Notes", "", *(f"- {markdown(note)}" for note in (*report.remarks, *report.notes)), ""]
     return "\n".join(lines)

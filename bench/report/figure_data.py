@@ -17,7 +17,7 @@ from bench.plan.cell import REFERENCES, SGD, Status
 from bench.plan.column import Axis
 from bench.report import style
 from bench.report.canvas import FigureWords
-from bench.report.material import Material, eager_and_deferred, machine_words, parameters
+from bench.report.report_data import ReportData, eager_and_deferred, machine_words, parameters
 from bench.words import alike, size, some
 
 T = TypeVar("T")
@@ -48,14 +48,14 @@ class Panel:
 class FigureData:
     """The cells in the order in which they are drawn, and what all figures say about them."""
 
-    def __init__(self, of: Material, obstacle: str = "") -> None:
+    def __init__(self, data: ReportData, obstacle: str = "") -> None:
         """``obstacle`` is why times cannot be compared; empty if they can."""
-        self.manifest, self.tables, self.obstacle = of.run.manifest, of.run.tables, obstacle
-        self.remarks = of.standing.remarks
-        self.floor = None if of.standing.floor is None else of.standing.floor.interval
-        self.looks = style.looks(of.cells)
-        self._worlds = pd.Series({key: cell.world for key, cell in of.run.cells.items()}, dtype=object)
-        self._cells = of.cells
+        self.manifest, self.tables, self.obstacle = data.run.manifest, data.run.tables, obstacle
+        self.remarks = data.against_baseline.remarks
+        self.floor = None if data.against_baseline.floor is None else data.against_baseline.floor.interval
+        self.looks = style.looks(data.cells)
+        self._worlds = pd.Series({key: cell.world for key, cell in data.run.cells.items()}, dtype=object)
+        self._cells = data.cells
 
     @cached_property
     def trials(self) -> pd.DataFrame:

@@ -15,10 +15,10 @@ from bench.report.bars import draw_memory_categories, draw_traffic
 from bench.report.canvas import Drawing
 from bench.report.comparison import Report
 from bench.report.curves import draw_loss_curves, draw_step_time
+from bench.report.deviations import draw_held_gradients, draw_noise, draw_optimizer_steps
 from bench.report.figure_data import FigureData
 from bench.report.formats import write_frame
-from bench.report.material import Material
-from bench.report.rows import draw_held_gradients, draw_noise, draw_optimizer_steps
+from bench.report.report_data import ReportData
 from bench.report.scatter import draw_memory_vs_time
 
 MAKERS = {
@@ -36,22 +36,22 @@ KINDS = (*MAKERS, RATIOS)
 """All figures that a run may have."""
 
 
-def draw(of: Material, folder: Path, obstacle: str = "") -> list[Path]:
+def draw(data: ReportData, folder: Path, obstacle: str = "") -> list[Path]:
     """Write the figures of a judged run into the folder; returns the paths. Figures without data are not drawn.
 
     ``obstacle`` is why times cannot be compared.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    paths, run_id = [], of.run.name
-    drawings = {drawing.stem: drawing for drawing in figures(of, obstacle)}
+    paths, run_id = [], data.run.name
+    drawings = {drawing.stem: drawing for drawing in figures(data, obstacle)}
     for kind in KINDS:
-        picture, data = folder / f"{kind}.png", folder / f"{kind}.csv"
+        picture, table = folder / f"{kind}.png", folder / f"{kind}.csv"
         if (drawing := drawings.get(kind)) is not None:
-            paths += [canvas.save(drawing.figure, picture, drawing.words, run_id), data]
-            write_frame(drawing.data, data)
-        elif data.is_file() and _is_of(picture, run_id):
+            paths += [canvas.save(drawing.figure, picture, drawing.words, run_id), table]
+            write_frame(drawing.data, table)
+        elif table.is_file() and _is_of(picture, run_id):
             picture.unlink()
-            data.unlink()
+            table.unlink()
     return paths
 
 
@@ -64,17 +64,17 @@ def _is_of(picture: Path, run_id: str) -> bool:
         return False
 
 
-def figures(of: Material, obstacle: str = "") -> list[Drawing]:
+def figures(data: ReportData, obstacle: str = "") -> list[Drawing]:
     """The figures of ``draw``, not yet saved."""
-    if of.run.tables.trials.empty:
+    if data.run.tables.trials.empty:
         return []
-    run, standing = FigureData(of, obstacle), of.standing
+    run, against_baseline = FigureData(data, obstacle), data.against_baseline
     with matplotlib.style.context(list(style.BASE)):
         found = [drawing for maker in MAKERS.values() for drawing in maker(run)]
     if obstacle:
         return found
     # Every cell against the baseline's, but those that run once, as their matrix wants it.
-    timed = [row for row in standing.rows if row.pair.b.world.times_communication]
-    rows = [row for row in timed if row.pair.b.cell_id not in (of.run.manifest.get("once") or ())]
-    report = Report(a=standing.baseline, b="each other backend", rows=rows, remarks=standing.remarks)
+    timed = [row for row in against_baseline.rows if row.pair.b.world.times_communication]
+    rows = [row for row in timed if row.pair.b.cell_id not in (data.run.manifest.get("once") or ())]
+    report = Report(a=against_baseline.baseline, b="each other backend", rows=rows, remarks=against_baseline.remarks)
     return found + forest.draw(report, RATIOS)

@@ -14,20 +14,20 @@ from bench.plan.cell import Status
 from bench.run.journal import UPGRADED, Journal, read_manifest, write_manifest
 
 if TYPE_CHECKING:
+    from bench.judge.baseline import AgainstBaseline
     from bench.judge.loading import Run
-    from bench.judge.standing import Standing
     from bench.judge.tables import Tables
-    from bench.report.material import Material
+    from bench.report.report_data import ReportData
     from bench.report.sections import PageSection
 
 
 def rebuild(folder: Path) -> int:
     """Make the tables of a run from its journal alone; returns the exit status that its trials deserve."""
-    from bench.judge.standing import standing
+    from bench.judge.baseline import against_baseline
 
     manifest, run = _load(folder)
     try:
-        paths = _write_tables(folder, run.tables, standing(run))
+        paths = _write_tables(folder, run.tables, against_baseline(run))
     except OSError as error:
         raise InputError(f"{folder}: cannot be written ({error.strerror}); make room, or make it writable") from error
     print(*paths, sep="\n")
@@ -48,7 +48,7 @@ def _uncollected() -> Iterator[None]:
 def finish(
     folder: Path,
     plots: Path,
-    further: Callable[[Material], PageSection | None] | None = None,
+    further: Callable[[ReportData], PageSection | None] | None = None,
     *,
     note_floor: bool = True,
     as_json: bool = False,
@@ -63,23 +63,23 @@ def finish(
     from bench.report import page, pull_request
     from bench.report.answer import answer
     from bench.report.figures import draw
-    from bench.report.material import Material
     from bench.report.progress import emit
+    from bench.report.report_data import ReportData
     from bench.report.terminal import show
 
     manifest, run = _load(folder)
-    judged, of = run.tables, Material(folder=folder, run=run)
+    judged, data = run.tables, ReportData(folder=folder, run=run)
     try:
         plots.mkdir(parents=True, exist_ok=True)
-        _write_tables(folder, judged, of.standing)
+        _write_tables(folder, judged, data.against_baseline)
         if note_floor and UPGRADED not in manifest:
-            _store_floor(folder, manifest, of.standing)
-        said = answer(of)
+            _store_floor(folder, manifest, data.against_baseline)
+        said = answer(data)
         # Of a single backend there is nothing to compare, and its times are good.
-        compared = any(not row.pair.b.twin for row in of.standing.rows)
-        drawn = draw(of, plots, said.alarm.text if said.alarm and compared else "")
+        compared = any(not row.pair.b.twin for row in data.against_baseline.rows)
+        drawn = draw(data, plots, said.alarm.text if said.alarm and compared else "")
         short = _replace(folder / pull_request.REPORT, pull_request.render(run, said))
-        whole = _replace(folder / page.PAGE, page.render(of, said, drawn, further and further(of)))
+        whole = _replace(folder / page.PAGE, page.render(data, said, drawn, further and further(data)))
     except OSError as error:
         place = f"--plots {plots}" if str(error.filename).startswith(str(plots)) else str(folder)
         raise InputError(f"{place}: cannot be written ({error.strerror}); name a folder that can") from error
@@ -119,7 +119,7 @@ def _load(folder: Path) -> tuple[dict[str, Any], Run]:
     return manifest, load(folder)
 
 
-def _write_tables(folder: Path, judged: Tables, found: Standing) -> list[Path]:
+def _write_tables(folder: Path, judged: Tables, found: AgainstBaseline) -> list[Path]:
     """Write every table; returns the paths."""
     from bench.judge.pairs import frame_of_pairs
 
@@ -130,7 +130,7 @@ def _write_tables(folder: Path, judged: Tables, found: Standing) -> list[Path]:
     return paths
 
 
-def _store_floor(folder: Path, manifest: dict[str, Any], found: Standing) -> None:
+def _store_floor(folder: Path, manifest: dict[str, Any], found: AgainstBaseline) -> None:
     """Store the ratio of the A/A pair in the manifest, if it is not there already."""
     floor = found.floor
     if floor is None:

@@ -17,7 +17,7 @@ from bench.judge.remarks import in_record
 from bench.judge.tables import step_time
 from bench.plan.axes import labels
 from bench.plan.cell import Cell
-from bench.plan.schedule import Cost, Look, Trial
+from bench.plan.schedule import Cost, InterimAnalysis, Trial
 from bench.words import plural
 
 REFRESH_PER_S = 1.0
@@ -87,7 +87,7 @@ class Display:
         guess = self._estimates.get(trial.cell.cell_id)
         return 0.0 if guess is None else guess.total(1) if trial.extra else guess.seconds or 0.0
 
-    def looked(self, look: Look) -> None:
+    def looked(self, look: InterimAnalysis) -> None:
         """The run looked at its intervals."""
         width = "" if look.widest is None else f": the widest interval is {100 * look.widest:.2g} %"
         then = f"going on with {plural(len(look.open), 'cell')}" if look.open else "that is all"
@@ -167,7 +167,7 @@ class JsonLines(Display):
         """``said``: what a person would read."""
         emit("said", text=message)
 
-    def looked(self, look: Look) -> None:
+    def looked(self, look: InterimAnalysis) -> None:
         """``looked``: how wide the widest interval is, and with how many cells the run goes on."""
         emit("looked", repeats=look.repeats, widest=look.widest, open=len(look.open), refused=look.refused)
 

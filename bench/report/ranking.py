@@ -14,7 +14,7 @@ from bench.judge.verdicts import Verdict
 from bench.plan.axes import WAYS, differing, phrases
 from bench.plan.cell import Cell, Status
 from bench.plan.column import DASH
-from bench.report.material import Material
+from bench.report.report_data import ReportData
 from bench.report.tabular import Table, TableColumn, TableRow
 from bench.words import digits, size
 
@@ -157,7 +157,7 @@ class Group:
         return 100 * value / max(one for one in every if one is not None)
 
 
-def groups(data: Material) -> list[Group]:
+def groups(data: ReportData) -> list[Group]:
     """All groups: real ranks, times, the baseline, the largest N and the most ranks come first, in this order.
 
     If HSDP runs with several numbers of replicas, each is a group of its own.
@@ -179,12 +179,14 @@ def groups(data: Material) -> list[Group]:
     return sorted(found, key=order, reverse=True)
 
 
-def _group(data: Material, cells: list[Cell], ways: list[str]) -> Group:
+def _group(data: ReportData, cells: list[Cell], ways: list[str]) -> Group:
     first = cells[0]
     rows = [data.rows[cell.cell_id] for cell in cells]
-    base = next((row["peak_memory_bytes"] for row in rows if row["backend"] == data.standing.baseline), None)
+    base = next((row["peak_memory_bytes"] for row in rows if row["backend"] == data.against_baseline.baseline), None)
     once = data.run.manifest.get("once") or ()
-    is_timed = first.world.times_communication and data.obstacle is None and any(c.cell_id not in once for c in cells)
+    is_timed = (
+        first.world.times_communication and data.times_unavailable is None and any(c.cell_id not in once for c in cells)
+    )
     ranked = [_ranked(data, row, base, is_timed=is_timed) for row in rows]
     world = f"W = {first.world_size}" + (f" ({first.world.label})" if first.world.label else "")
     return Group(
@@ -201,7 +203,7 @@ def _order(row: Ranked) -> tuple[float, float, str]:
     return seconds, memory, row.backend
 
 
-def _ranked(data: Material, cell: Mapping[str, Any], base: int | None, *, is_timed: bool) -> Ranked:
+def _ranked(data: ReportData, cell: Mapping[str, Any], base: int | None, *, is_timed: bool) -> Ranked:
     names = ("step_time_s", "step_time_low_s", "step_time_high_s")
     seconds, low, high = (cell[name] if is_timed else None for name in names)
     memory, is_ok = cell["peak_memory_bytes"], cell["status"] == Status.OK
@@ -210,7 +212,7 @@ def _ranked(data: Material, cell: Mapping[str, Any], base: int | None, *, is_tim
         cell_id=cell["cell_id"],
         backend=cell["backend"],
         label=cell["label"],
-        is_baseline=cell["backend"] == data.standing.baseline,
+        is_baseline=cell["backend"] == data.against_baseline.baseline,
         seconds=seconds,
         low=low,
         high=high,

@@ -25,8 +25,8 @@ from bench.plan.columns import COLUMNS
 from bench.plan.trial_columns import COMMUNICATION, CORRECTNESS, MEMORY, SEMANTICS, SPEED
 from bench.report.bars import MIB, TOTAL, by_operation
 from bench.report.bars import by_cell as memory_by_cell
-from bench.report.material import Material
-from bench.report.rows import held_sentence
+from bench.report.deviations import held_sentence
+from bench.report.report_data import ReportData
 from bench.report.tabular import Table
 from bench.run import links
 from bench.run.journal import Journal
@@ -70,18 +70,18 @@ def table(caption: str, cells: pd.DataFrame, key: str, more: Mapping[str, Column
     return Table.of_frame(caption, cells, {"label": columns.pop("label"), **(more or {}), **columns})
 
 
-def sections(data: Material) -> list[PageSection]:
+def sections(data: ReportData) -> list[PageSection]:
     """All questions, in order; the one on time only where times may be compared."""
     asked = (memory, communication, correctness, semantics)
-    return [ask(data) for ask in (asked if data.obstacle else (speed, *asked))]
+    return [ask(data) for ask in (asked if data.times_unavailable else (speed, *asked))]
 
 
-def speed(data: Material) -> PageSection:
+def speed(data: ReportData) -> PageSection:
     """How long an optimizer step takes, and how sure that is."""
-    rows = data.standing.rows
+    rows = data.against_baseline.rows
     counts = Counter(row.judgement.verdict for row in rows)
     said = ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict])
-    first = f"{plural(len(rows), 'comparison')} with {data.standing.baseline}: {said or 'none'}."
+    first = f"{plural(len(rows), 'comparison')} with {data.against_baseline.baseline}: {said or 'none'}."
     spread = 100 * (data.cells["slowest_s"] / data.cells["fastest_s"] - 1).dropna()
     second = "No cell has a time that may be compared."
     if not spread.empty:
@@ -99,7 +99,7 @@ def speed(data: Material) -> PageSection:
     )
 
 
-def nodes(data: Material) -> Iterator[str]:
+def nodes(data: ReportData) -> Iterator[str]:
     """Of a run on several nodes: how they differ, and on which the slowest ranks were."""
     if not data.run.manifest.get("nodes"):
         return
@@ -113,7 +113,7 @@ def nodes(data: Material) -> Iterator[str]:
         yield f"The slowest rank was on node {node} in {count} of {plural(found.total(), 'trial')} on several nodes."
 
 
-def memory(data: Material) -> PageSection:
+def memory(data: ReportData) -> PageSection:
     """How much memory a rank needs."""
     known = data.contestants[data.contestants["peak_memory_bytes"].notna()].sort_values(
         "peak_memory_bytes", kind="stable"
@@ -135,7 +135,7 @@ def memory(data: Material) -> PageSection:
     )
 
 
-def communication(data: Material) -> PageSection:
+def communication(data: ReportData) -> PageSection:
     """What ranks hand to collectives."""
     counted = data.run.tables.collectives
     totals = by_operation(counted)
@@ -195,7 +195,7 @@ def _operations(rows: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
     return "; ".join(said), f"{right} of {due}" if due else None
 
 
-def correctness(data: Material) -> PageSection:
+def correctness(data: ReportData) -> PageSection:
     """Whether every update equals that of the full batch."""
     cells = data.contestants
     fine = cells[cells["status"] == Status.OK]
@@ -216,7 +216,7 @@ def correctness(data: Material) -> PageSection:
     )
 
 
-def semantics(data: Material) -> PageSection:
+def semantics(data: ReportData) -> PageSection:
     """Which optimizer steps were taken, and what the timed trials do not show of that."""
     return PageSection(
         key=SEMANTICS,
@@ -228,7 +228,7 @@ def semantics(data: Material) -> PageSection:
     )
 
 
-def _steps(data: Material) -> Iterator[str]:
+def _steps(data: ReportData) -> Iterator[str]:
     cells = data.contestants
     seen = cells.dropna(subset=["optimizer_steps_observed", "optimizer_steps_expected"])
     if seen.empty:
@@ -256,7 +256,7 @@ def epoch_end() -> Mapping[str, Any]:
     return found
 
 
-def _at_epoch_end(data: Material) -> Table | None:
+def _at_epoch_end(data: ReportData) -> Table | None:
     """What the semantics suite found of the run's backends; None if it knows none of them."""
     suite, theirs = epoch_end(), data.run.manifest.get("packages") or {}
     known = [name for name in dict.fromkeys(data.contestants["backend"]) if name in suite["backends"]]
@@ -278,7 +278,7 @@ def _at_epoch_end(data: Material) -> Table | None:
     return Table.of(caption, header, rows, words=2) if rows else None
 
 
-def failures(data: Material) -> Table:
+def failures(data: ReportData) -> Table:
     """Every cell with a failed trial, with its reason."""
     rows = []
     for cell in rows_of(data.bad):

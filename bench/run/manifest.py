@@ -8,7 +8,7 @@ from typing_extensions import TypedDict
 
 from bench.fields import Flag, Must, Natural, Number
 from bench.plan.cell import Cell
-from bench.plan.schedule import Look
+from bench.plan.schedule import InterimAnalysis
 from bench.run.links import TimedCollective
 
 
@@ -92,7 +92,7 @@ class Manifest(TypedDict, total=False):
     torch_build: dict[str, str | None] | None
     environment: dict[str, str] | None
     once: list[str]
-    looks: list[Look] | None
+    looks: list[InterimAnalysis] | None
     ended_by: str | None
     noise_floor: dict[str, Annotated[str | Flag | Number | None, Must("a string, a number, true or false")]] | None
     parent_peak_bytes: Natural | None

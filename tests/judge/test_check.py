@@ -10,8 +10,8 @@ import pandas as pd
 import pytest
 
 from bench import cli
+from bench.judge.baseline import against_baseline, noise_floor
 from bench.judge.integrity import Level, check
-from bench.judge.standing import noise_floor, standing
 from bench.judge.verdicts import Verdict
 from bench.plan.cell import Cell
 from bench.run.journal import JOURNAL, MANIFEST, Journal, encode, read_manifest, write_manifest
@@ -50,7 +50,7 @@ def test_verdicts_of_a_run_against_its_baseline(sound: Path) -> None:
     from bench.judge.loading import load
 
     run = load(sound)
-    result = standing(run)
+    result = against_baseline(run)
     assert result.baseline == "base"
     verdicts = {row.pair.b.backend: row.judgement.verdict for row in result.rows}
     assert verdicts == {"equal": Verdict.SAME, "slow": Verdict.SLOWER, "fast": Verdict.FASTER}

@@ -14,9 +14,9 @@ import pytest
 from bench.backends.base import registry
 from bench.errors import BAD, GOOD
 from bench.judge import gates, tables
+from bench.judge.baseline import against_baselines
 from bench.judge.loading import Run, run_of
 from bench.judge.quoting import Quotes
-from bench.judge.standing import standings
 from bench.launch.launcher import Launcher
 from bench.measure.taps import EventKind, TappedLoader, Taps, updates
 from bench.plan.cell import Device, Status
@@ -26,8 +26,8 @@ from bench.report import canvas, figure_data, figures, page, pull_request, style
 from bench.report.answer import answer
 from bench.report.citation import formats, words_of_cell
 from bench.report.curves import draw_step_time
-from bench.report.material import Material
 from bench.report.page import picture
+from bench.report.report_data import ReportData
 from bench.run.journal import Journal
 from bench.run.record import warmup
 from tests.conftest import bench
@@ -54,15 +54,15 @@ def run(records: list[dict[str, Any]]) -> Run:
 
 
 @pytest.fixture(scope="module")
-def of(run: Run) -> Material:
-    return Material(run=run)
+def data(run: Run) -> ReportData:
+    return ReportData(run=run)
 
 
 @pytest.fixture(scope="module")
-def drawn(of: Material, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def drawn(data: ReportData, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """All plots of the run."""
     folder = tmp_path_factory.mktemp("run") / "plots"
-    return figures.draw(of, folder)
+    return figures.draw(data, folder)
 
 
 @pytest.fixture(scope="module")
@@ -139,17 +139,17 @@ def test_citing_every_cell(benchmark: Timed, run: Run) -> None:
     assert len(benchmark(cite)) == len(run.cells)
 
 
-def test_drawing_one_plot(benchmark: Timed, of: Material, tmp_path: Path) -> None:
+def test_drawing_one_plot(benchmark: Timed, data: ReportData, tmp_path: Path) -> None:
     def draw() -> Path:
         with matplotlib.style.context(list(style.BASE)):
-            (drawing,) = draw_step_time(figure_data.FigureData(of))
+            (drawing,) = draw_step_time(figure_data.FigureData(data))
         return canvas.save(drawing.figure, tmp_path / drawing.stem, drawing.words)
 
     assert benchmark(draw).stat().st_size
 
 
 def test_verdicts_against_every_baseline(benchmark: Timed, run: Run) -> None:
-    assert len(benchmark(standings, run)) == len(BACKENDS)
+    assert len(benchmark(against_baselines, run)) == len(BACKENDS)
 
 
 def test_putting_one_plot_into_a_page(benchmark: Timed, drawn: list[Path]) -> None:
@@ -157,12 +157,12 @@ def test_putting_one_plot_into_a_page(benchmark: Timed, drawn: list[Path]) -> No
     assert benchmark(picture, path).title
 
 
-def test_writing_the_page(benchmark: Timed, of: Material, drawn: list[Path]) -> None:
-    assert f"<h1><bdi>{of.run.name}" in benchmark(page.render, of, answer(of), drawn)
+def test_writing_the_page(benchmark: Timed, data: ReportData, drawn: list[Path]) -> None:
+    assert f"<h1><bdi>{data.run.name}" in benchmark(page.render, data, answer(data), drawn)
 
 
-def test_writing_the_short_report(benchmark: Timed, of: Material) -> None:
-    assert benchmark(lambda: pull_request.render(of.run, answer(of))).startswith(f"## {of.run.name}")
+def test_writing_the_short_report(benchmark: Timed, data: ReportData) -> None:
+    assert benchmark(lambda: pull_request.render(data.run, answer(data))).startswith(f"## {data.run.name}")
 
 
 @pytest.mark.benchmark(timer=time.process_time)

@@ -20,7 +20,7 @@ from bench.plan.axes import labels
 from bench.plan.cell import Cell, Sync
 from bench.report.answer import Answer, Statement, answer
 from bench.report.citation import cite
-from bench.report.material import Material, eager_and_deferred
+from bench.report.report_data import ReportData, eager_and_deferred
 from bench.report.terminal import show
 from bench.run.journal import JOURNAL, encode, read_manifest, write_manifest
 from tests.factories import make_cell, make_manifest, make_record
@@ -59,7 +59,7 @@ def written(folder: Path, cells: list[Cell], baseline: str = "ddp-deferred") -> 
 
 def of(folder: Path) -> tuple[Run, Answer]:
     run = load(folder)
-    return run, answer(Material(folder=folder, run=run))
+    return run, answer(ReportData(folder=folder, run=run))
 
 
 def said(found: Answer, key: str) -> list[Statement]:

@@ -15,10 +15,10 @@ import pytest
 
 from bench import cli
 from bench.errors import InputError
+from bench.judge.baseline import against_baseline
 from bench.judge.integrity import Level
 from bench.judge.loading import Run, load
 from bench.judge.quoting import find_cell
-from bench.judge.standing import standing
 from bench.plan.cell import Cell
 from bench.report.citation import cite, cite_plot
 from bench.report.cited import differences, verify
@@ -169,7 +169,7 @@ def test_a_citation_from_before_there_were_lines_is_read_from_its_sentence(run: 
 
 
 def test_a_ratio_is_that_of_the_report(run: Run) -> None:
-    result = standing(run)
+    result = against_baseline(run)
     row = result.by_cell[of(run, "slow")]
     assert row.time is not None and row.time.low is not None and row.time.high is not None
     text = cite(run, of(run, "slow"), of(run, "base")).text

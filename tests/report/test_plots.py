@@ -14,14 +14,14 @@ from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 from PIL import Image
 
-from bench.judge.advice import obstacle
+from bench.judge.advice import times_unavailable
+from bench.judge.baseline import against_baseline
 from bench.judge.loading import Run, load
-from bench.judge.standing import standing
 from bench.plan.categories import Category
 from bench.plan.cell import Cell
 from bench.report import bars, figures, style
 from bench.report.canvas import Drawing
-from bench.report.material import Material
+from bench.report.report_data import ReportData
 from tests import legible
 from tests.conftest import first
 from tests.pages import HOSTILE, MIB, write_run
@@ -62,7 +62,7 @@ def run(name: str) -> Run:
 
 
 def drawings(found: Run, why_not: str = "") -> dict[str, Drawing]:
-    return {one.stem: one for one in figures.figures(Material(run=found), why_not)}
+    return {one.stem: one for one in figures.figures(ReportData(run=found), why_not)}
 
 
 @functools.cache
@@ -84,7 +84,7 @@ def titles(found: Run) -> dict[str, str]:
 
 
 def test_a_figure_is_one_picture_with_its_words_and_its_data(tmp_path: Path) -> None:
-    paths = figures.draw(Material(run=run("cpu")), tmp_path)
+    paths = figures.draw(ReportData(run=run("cpu")), tmp_path)
     stems = set(figures.KINDS) - {"optimizer_steps", "held_gradients"}
     assert sorted(paths) == sorted(tmp_path / f"{stem}{suffix}" for stem in stems for suffix in (".png", ".csv"))
     assert sorted(paths) == sorted(tmp_path.iterdir())
@@ -160,7 +160,7 @@ def test_times_that_cannot_be_compared_are_grey_and_hollow(tmp_path: Path) -> No
     assert of("two")["step_time"].words.title == "At N = 8, deferring the sync saves 30 % of a step with made"
     assert of("two")["step_time_ratio"].words.title == "At N = 8, made-deferred is faster than made-eager"
     alone = load(write_run(tmp_path / "alone", TWO, accumulate=(1, 8), repeats=1))
-    few = obstacle(alone, standing(alone), tmp_path)
+    few = times_unavailable(alone, against_baseline(alone), tmp_path)
     assert few is not None
     found = drawings(alone, few.reason)
     assert not {"step_time", "step_time_ratio"} & set(found)
@@ -201,13 +201,13 @@ def test_a_bar_is_as_long_as_the_peak_and_has_every_category() -> None:
 @pytest.mark.slow
 def test_the_same_bytes_are_drawn_again_and_figures_without_cells_are_removed(tmp_path: Path) -> None:
     made = run("made")
-    drawn = {path: path.read_bytes() for path in figures.draw(Material(run=made), tmp_path)}
+    drawn = {path: path.read_bytes() for path in figures.draw(ReportData(run=made), tmp_path)}
     few = dataclasses.replace(made, tables=dataclasses.replace(made.tables, collectives=made.tables.collectives[:0]))
     own = {"notes.txt": "a user's", "held_gradients.png": "no picture", "held_gradients.csv": "run_id\nmade\n"}
     for name, text in own.items():
         (tmp_path / name).write_text(text)
-    after = figures.draw(Material(run=few), tmp_path)
+    after = figures.draw(ReportData(run=few), tmp_path)
     assert {path.stem for path in {*drawn} - {*after}} == {"communication"}
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted({*own, *(path.name for path in after)})
     assert all((tmp_path / name).read_text() == text for name, text in own.items())
-    assert {path: path.read_bytes() for path in figures.draw(Material(run=made), tmp_path)} == drawn
+    assert {path: path.read_bytes() for path in figures.draw(ReportData(run=made), tmp_path)} == drawn

@@ -11,12 +11,12 @@ from typing import Any
 
 import pandas as pd
 
-from bench.judge.advice import Obstacle, obstacle
+from bench.judge.advice import TimesUnavailable, times_unavailable
+from bench.judge.baseline import AgainstBaseline, against_baselines
 from bench.judge.cells import cells_frame
 from bench.judge.loading import Run
 from bench.judge.pairs import ComparedPair
 from bench.judge.quoting import Quotes
-from bench.judge.standing import Standing, standings
 from bench.judge.tables import rows_of
 from bench.plan.cell import REFERENCES, Status, Sync
 from bench.words import plural
@@ -25,7 +25,7 @@ SCALES = ((1e9, " G"), (1e6, " M"), (1e3, " k"))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Material:
+class ReportData:
     """What a report is made of."""
 
     run: Run
@@ -33,34 +33,34 @@ class Material:
     """Where the run is."""
 
     @cached_property
-    def standings(self) -> dict[str, Standing]:
+    def against_baselines(self) -> dict[str, AgainstBaseline]:
         """The verdicts with each backend as the baseline, the run's own first."""
-        return standings(self.run)
+        return against_baselines(self.run)
 
     @cached_property
     def quotes(self) -> Quotes:
         """What may be said of each cell."""
-        return Quotes(self.run, self.standings)
+        return Quotes(self.run, self.against_baselines)
 
     @property
-    def standing(self) -> Standing:
+    def against_baseline(self) -> AgainstBaseline:
         """Against the run's own baseline."""
-        return next(iter(self.standings.values()))
+        return next(iter(self.against_baselines.values()))
 
     @cached_property
     def pairs(self) -> dict[str, ComparedPair]:
         """Each cell against the baseline's, by id."""
-        return self.standing.by_cell
+        return self.against_baseline.by_cell
 
     @cached_property
-    def obstacle(self) -> Obstacle | None:
+    def times_unavailable(self) -> TimesUnavailable | None:
         """What keeps all times from being compared."""
-        return obstacle(self.run, self.standing, self.folder)
+        return times_unavailable(self.run, self.against_baseline, self.folder)
 
     @cached_property
     def cells(self) -> pd.DataFrame:
         """``bench.load(RUN).cells`` by ``cell_id``, without A/A twins, which only serve to measure the noise floor."""
-        found = cells_frame(self.quotes, self.standing).set_index("cell_id", drop=False).rename_axis(None)
+        found = cells_frame(self.quotes, self.against_baseline).set_index("cell_id", drop=False).rename_axis(None)
         return found[found["twin"].fillna("") == ""]
 
     @cached_property

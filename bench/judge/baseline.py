@@ -14,12 +14,12 @@ from bench.judge.remarks import remarks
 from bench.judge.statistics import Interval, ratio, required_trials
 from bench.judge.verdicts import band, next_precision
 from bench.plan.cell import REFERENCE, REFERENCES, Cell
-from bench.plan.schedule import Look
+from bench.plan.schedule import InterimAnalysis
 from bench.words import plural
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Floor:
+class NoiseFloor:
     """The noise floor of a run: its A/A pair, the same cell twice."""
 
     cell: Cell
@@ -38,16 +38,16 @@ def baseline_of(manifest: Mapping[str, Any]) -> str:
     return min(others, key=lambda name: bool(others[name].get("defect")), default=REFERENCE)
 
 
-def noise_floor(run: Run) -> Floor | None:
+def noise_floor(run: Run) -> NoiseFloor | None:
     """The A/A pair of a run: the first twin in the order of labels; None if the run has none."""
     for cell, twin in _twins(run)[:1]:
-        sides = [run.sides.side(twin), run.sides.side(cell)]
+        sides = [run.evidence.of(twin), run.evidence.of(cell)]
         bad = [f"{side.label}: {text}" for side in sides for text in side.obstacles]
         bad += [f"{side.label}: {plural(side.num_failed, 'trial')} failed" for side in sides if side.num_failed]
         if bad or not all(side.sample.trials for side in sides):
-            return Floor(cell=cell, twin=twin, interval=None, reason="; ".join(bad) or "no trial succeeded")
+            return NoiseFloor(cell=cell, twin=twin, interval=None, reason="; ".join(bad) or "no trial succeeded")
         found = ratio(sides[0].sample, sides[1].sample)
-        return Floor(cell=cell, twin=twin, interval=found, reason=found.reason)
+        return NoiseFloor(cell=cell, twin=twin, interval=found, reason=found.reason)
     return None
 
 
@@ -75,12 +75,12 @@ def pairs_with_baseline(run: Run, baseline: str = "") -> list[Pair]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class AgainstBaseline:
     """What a run shows about its backends."""
 
     baseline: str
     """The backend that all others are compared with."""
-    floor: Floor | None
+    floor: NoiseFloor | None
     """The A/A pair; None if the run has none."""
     rows: list[ComparedPair]
     """A verdict on each cell."""
@@ -98,13 +98,13 @@ def widest(rows: Sequence[ComparedPair]) -> float | None:
     return max((row.time.width for row in rows if row.time is not None and row.time.low is not None), default=None)
 
 
-def standing(run: Run) -> Standing:
+def against_baseline(run: Run) -> AgainstBaseline:
     """The verdicts of a run's own report: on every cell, against the baseline's."""
     own = baseline_of(run.manifest)
-    return standings(run, [own])[own]
+    return against_baselines(run, [own])[own]
 
 
-def standings(run: Run, names: Sequence[str] = ()) -> dict[str, Standing]:
+def against_baselines(run: Run, names: Sequence[str] = ()) -> dict[str, AgainstBaseline]:
     """The verdicts with each of these backends as the baseline; by default with every backend, the run's own first.
 
     Holm's correction counts the comparisons with one baseline, not the baselines that could have been chosen.
@@ -114,7 +114,7 @@ def standings(run: Run, names: Sequence[str] = ()) -> dict[str, Standing]:
     noise = None if floor is None else floor.interval
     notes = remarks((run.manifest, cell) for cell in run.cells.values() if not cell.twin)
     return {
-        name: Standing(
+        name: AgainstBaseline(
             baseline=name,
             floor=floor,
             rows=judge_pairs(run, run, pairs_with_baseline(run, name), floor=noise),
@@ -124,7 +124,9 @@ def standings(run: Run, names: Sequence[str] = ()) -> dict[str, Standing]:
     }
 
 
-def look(records: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any], repeats: int) -> Look:
+def interim_analysis(
+    records: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any], repeats: int
+) -> InterimAnalysis:
     """Which cells need more repeats.
 
     Cells that are equal but for the backend are one group, which stays open as a whole until the intervals of all its
@@ -160,7 +162,7 @@ def look(records: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any], repe
             still |= {base, *(row.pair.b.cell_id for row in alive)}
     chosen = tuple(cell_id for cell_id in run.cells if cell_id in still & was_open)
     widest = max(widths)
-    return Look(
+    return InterimAnalysis(
         repeats=repeats,
         open=chosen,
         widest=widest if 0 < widest < math.inf else None,

@@ -18,7 +18,7 @@ Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Side:
+class Evidence:
     """One side of a comparison: what was measured, and what must be equal on both sides."""
 
     label: str
@@ -58,7 +58,7 @@ class Side:
         return f"{self.status}, {self.num_ok} of {self.num_trials} ok" if is_mixed else str(self.status)
 
 
-class Sides:
+class EvidenceByCell:
     """The sides of a run's cells, from tables that the gates have judged; cached.
 
     With a ``letter``, for comparing two runs, labels start with it, and repeats are not shared blocks, since the runs
@@ -73,18 +73,18 @@ class Sides:
             self._trials.setdefault(row["cell_id"], []).append(row)
         self._num_steps = tables.steps.groupby(["cell_id", "repeat"]).size().to_dict()
         # By cell, not by id: computing an id takes time.
-        self._sides: dict[Cell, Side] = {}
+        self._found: dict[Cell, Evidence] = {}
 
-    def side(self, cell: Cell) -> Side:
+    def of(self, cell: Cell) -> Evidence:
         """The side of a cell. A repeat is a block: the runner runs each cell once per repeat, in random order.
 
         Failed trials are counted; invalid ones forbid the comparison, with their reason.
         """
-        if cell not in self._sides:
-            self._sides[cell] = self._side(cell)
-        return self._sides[cell]
+        if cell not in self._found:
+            self._found[cell] = self._of(cell)
+        return self._found[cell]
 
-    def _side(self, cell: Cell) -> Side:
+    def _of(self, cell: Cell) -> Evidence:
         trials = self._trials.get(cell.cell_id)
         if not trials:
             raise ValueError(f"the run has no cell {cell.cell_id}")
@@ -104,7 +104,7 @@ class Sides:
             cycles = self._sample(timed, [1e6 * clock for clock in clocks])
         bad = [row for row in trials if row["status"] != Status.OK]
         worst = next((row for row in bad if row["status"] == Status.INVALID), (bad or trials)[0])
-        return Side(
+        return Evidence(
             label=self._letter + cell.label,
             sample=self._sample(timed, [1.0] * len(timed)),
             cycles=cycles,
