@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib.style
 from rich.console import Console
 from rich.text import Text
 
@@ -146,16 +145,12 @@ def show(report: Report) -> None:
 
 def write(report: Report, folder: Path) -> list[Path]:
     """Write the same as Markdown with the forest plot, and the rows as parquet; returns the paths."""
-    from bench.report import forest, sheet, style
+    from bench.report import canvas, forest
 
     frame, page = folder / "compare.parquet", folder / "compare.md"
     frame_of_pairs(report.rows).to_parquet(frame, index=False)
-    pictures = []
-    drawings = forest.draw(report)
-    with matplotlib.style.context(list(style.BASE)):
-        for drawing in drawings:
-            pictures += sheet.save(drawing.figure, folder / drawing.stem, drawing.words)
-    page.write_text(_markdown(report, [f"{drawing.stem}.png" for drawing in drawings]), encoding="utf-8")
+    pictures = [canvas.save(one.figure, folder / one.stem, one.words) for one in forest.draw(report)]
+    page.write_text(_markdown(report, [path.name for path in pictures]), encoding="utf-8")
     return [frame, page, *pictures]
 
 

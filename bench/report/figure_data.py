@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -16,8 +16,8 @@ from bench.plan.cell import SGD, Status
 from bench.plan.column import Axis
 from bench.plan.columns import AXES, FOLLOWS, WAYS, axes, differing
 from bench.report import style
+from bench.report.canvas import FigureWords
 from bench.report.report_data import ReportData, eager_and_deferred, machine_words, parameters
-from bench.report.sheet import FigureWords
 from bench.words import alike, size, some
 
 T = TypeVar("T")
@@ -210,6 +210,13 @@ def twins(cells: pd.DataFrame) -> Iterator[tuple[dict[str, Any], dict[str, Any]]
     """The rows of each pair of ``eager_and_deferred`` backends among good cells at one N."""
     rows = {row["backend"]: row for row in rows_of(cells[cells["status"] == Status.OK])}
     return ((rows[eager], rows[deferred]) for eager, deferred in eager_and_deferred(rows))
+
+
+def saved_by_deferring(pairs: Iterable[tuple[Any, Any]], value: str) -> tuple[str, float, float] | None:
+    """What has saved most, relatively, by deferring its sync, with its values before and after; None if nothing has."""
+    saved = [(str(eager["backend"]).replace("-eager", ""), eager[value], deferred[value]) for eager, deferred in pairs]
+    saved = [(name, before, after) for name, before, after in saved if 0 < after < before]
+    return max(saved, key=lambda one: one[1] / one[2], default=None)
 
 
 def most_extreme(cells: pd.DataFrame, value: str) -> pd.DataFrame:
