@@ -86,7 +86,7 @@ class Run:
 
     @functools.cached_property
     def evidence(self) -> EvidenceByCell:
-        """The sides of comparisons within the run, shared by verdicts, noise floor and citations."""
+        """The sides of comparisons within the run, shared by verdicts, A/A pair and citations."""
         return EvidenceByCell(self.tables)
 
 

@@ -1,7 +1,7 @@
 """Two runs, or two backends of one run, cell by cell: pairs, evidence, verdicts, regressions.
 
 B is compared with A, the baseline: a ratio above 1 says that B takes longer. Reference cells of two runs are left out:
-the gates need them, but they do not compete. A noise floor describes one run: it does not cover how the machine changed
+the gates need them, but they do not compete. An A/A pair describes one run: it does not cover how the machine changed
 between two.
 """
 
@@ -125,7 +125,7 @@ def judge_pairs(
     thresholds: Mapping[str, float] | None = None,
     margin: float = MARGIN,
     force: bool = False,
-    floor: Interval | None = None,
+    control: Interval | None = None,
 ) -> list[ComparedPair]:
     """The verdicts of one report, corrected by Holm for the number of pairs.
 
@@ -137,7 +137,7 @@ def judge_pairs(
     ours = EvidenceByCell(a.tables, "A " if apart else "", force) if apart or force else a.evidence
     theirs = EvidenceByCell(b.tables, "B ", force) if apart else ours
     sides = [(ours.of(pair.a), theirs.of(pair.b)) for pair in pairs]
-    judged = judge_all(compare(cell, base, floor, margin, force=force) for base, cell in sides)
+    judged = judge_all(compare(cell, base, control, margin, force=force) for base, cell in sides)
     slower = [False] * len(pairs)
     if SLOWER in limits:
         slower = _certainly_slower(sides, judged, limits[SLOWER])

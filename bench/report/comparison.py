@@ -39,7 +39,7 @@ STYLES = {
     Verdict.AMBIGUOUS: "",
     Verdict.NOT_COMPARABLE: "dim",
 }
-DECIDED = frozenset({Reason.OUTSIDE_FLOOR, Reason.INSIDE_MARGIN})
+DECIDED = frozenset({Reason.DIFFERENT, Reason.INSIDE_MARGIN})
 """Reasons whose details are columns of the table."""
 MOST_KEYS = 12
 """Differing keys of the fingerprint that are listed; ``--json`` has all."""
@@ -171,8 +171,8 @@ def notes(
 ) -> list[str]:
     """What a reader should know before citing the rows, beside the remarks on their cells."""
     found = []
-    if not any(row.judgement.comparison.floor for row in rows):
-        found.append("noise floor unknown, so no row is called faster, slower or the same")
+    if not any(row.judgement.comparison.control for row in rows):
+        found.append("no A/A pair on both sides, so no row is called faster, slower or the same")
     if a is not b:
         found.append(
             "the runs were made at different times: changes of the machine between them are in the ratios but not in "
@@ -192,8 +192,7 @@ def notes(
     if "slower" in thresholds:
         found.append(
             f"slower={_percent(thresholds['slower'])}: certain if the whole interval is beyond "
-            f"{1 + thresholds['slower']:.4g}, after Holm's correction; with no noise floor, the threshold must be "
-            "above what the machine does by itself"
+            f"{1 + thresholds['slower']:.4g}, after Holm's correction"
         )
     for metric, limit in thresholds.items():
         bad = [row.pair.name for row in rows if metric in row.regressions]

@@ -52,7 +52,7 @@ class FigureData:
         """``obstacle`` is why times cannot be compared; empty if they can."""
         self.manifest, self.tables, self.obstacle = data.run.manifest, data.run.tables, obstacle
         self.remarks = data.against_baseline.remarks
-        self.floor = None if data.against_baseline.floor is None else data.against_baseline.floor.interval
+        self.control = None if data.against_baseline.control is None else data.against_baseline.control.interval
         self.looks = style.looks(data.cells)
         self._worlds = pd.Series({key: cell.world for key, cell in data.run.cells.items()}, dtype=object)
         self._cells, self._contestants = data.cells, data.contestants.index

@@ -16,12 +16,12 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from bench.judge.pairs import SLOWER, ComparedPair, record
 from bench.judge.statistics import Interval
-from bench.judge.verdicts import Verdict, band
+from bench.judge.verdicts import Verdict
 from bench.plan.columns import WAYS, differing, phrases
 from bench.report.canvas import Drawing, FigureWords, name_rows, new_figure
 from bench.report.comparison import Report
 from bench.report.figure_data import largest, left_out
-from bench.report.style import BASE, FLOOR_COLOUR, GREY, REFERENCE_COLOUR, TINY, Key, fit, safe
+from bench.report.style import BASE, CONTROL_COLOUR, GREY, REFERENCE_COLOUR, TINY, Key, fit, safe
 from bench.words import plural, some
 
 DARK = "#0B3C6F"
@@ -89,8 +89,8 @@ def _words(report: Report, notes: Sequence[str]) -> FigureWords:
         keys = ", ".join(one.key for one in report.differences[:4])
         subtitle += f". DIFFERENT MACHINES OR SOFTWARE: {keys}" + (" ..." if len(report.differences) > 4 else "")
     footer = "Below 1, B is faster. Hollow: no interval, or not comparable."
-    if _floor(report) is None:
-        footer += " The noise floor is unknown, so nothing is called faster, slower or the same."
+    if _control(report) is None:
+        footer += " There is no A/A pair with an interval, so nothing is called faster, slower or the same."
     return FigureWords(_title(report), subtitle, footer, [*(f"{text}." for text in report.remarks), *notes])
 
 
@@ -111,19 +111,19 @@ def _title(report: Report) -> str:
     return f"At N = {n}, nothing is certainly faster than {report.a}" + (certain if slower else "")
 
 
-def _floor(report: Report) -> Interval | None:
-    floors = [row.judgement.comparison.floor for row in report.rows if row.judgement.comparison.floor]
-    return floors[0] if floors and floors[0].low is not None else None
+def _control(report: Report) -> Interval | None:
+    """The A/A pair's ratio; None without an interval."""
+    found = [row.judgement.comparison.control for row in report.rows if row.judgement.comparison.control]
+    return found[0] if found and found[0].low is not None else None
 
 
 def _draw(report: Report, rows: Sequence[Row], words: FigureWords) -> Figure:
-    floor = _floor(report)
-    noise = None if floor is None else band(floor)
+    control = _control(report)
     ns = sorted({pair.pair.b.accumulate for _, pairs in rows for pair in pairs})
     colours = {n: _shade(i, len(ns)) for i, n in enumerate(ns)}
     most = max(len(pairs) for _, pairs in rows)
     height = ROW + DOT * most
-    figure = new_figure(words, _keys(report, colours, noise), height * len(rows) + HEADING)
+    figure = new_figure(words, _keys(report, colours, control), height * len(rows) + HEADING)
     axes = figure.subplots()
     name_rows(axes, [name for name, _ in rows])
     for place, (_, pairs) in enumerate(rows):
@@ -135,8 +135,8 @@ def _draw(report: Report, rows: Sequence[Row], words: FigureWords) -> Figure:
     axes.spines["left"].set_visible(False)
     _set_scale(axes, report)
     axes.set_xlabel("step time of B / step time of A")
-    if noise:
-        axes.axvspan(1 / noise, noise, color=FLOOR_COLOUR, zorder=0.1, linewidth=0)
+    if control is not None and control.low is not None and control.high is not None:
+        axes.axvspan(control.low, control.high, color=CONTROL_COLOUR, zorder=0.1, linewidth=0)
     axes.axvspan(1 / (1 + report.margin), 1 + report.margin, color=MARGIN_COLOUR, zorder=0.2, linewidth=0)
     axes.axvline(1, color=REFERENCE_COLOUR, linewidth=0.9, zorder=1.5)
     if report.threshold is not None:
@@ -196,15 +196,15 @@ def _ratio_words(row: ComparedPair) -> str:
     return f"{time.ratio:.3f} [{time.low:.3f}, {time.high:.3f}] {verdict}"
 
 
-def _keys(report: Report, colours: dict[int, str], noise: float | None) -> list[Key]:
+def _keys(report: Report, colours: dict[int, str], control: Interval | None) -> list[Key]:
     keys: list[Key] = [
         (Line2D([], [], color=colour, marker="o", markersize=4.5, linewidth=1.4), f"N = {n}")
         for n, colour in colours.items()
         if len(colours) > 1
     ]
     keys.append((Patch(color=MARGIN_COLOUR), f"margin of {100 * report.margin:g} %"))
-    if noise:
-        keys.append((Patch(color=FLOOR_COLOUR), f"noise floor, {100 * (noise - 1):.2g} %"))
+    if control is not None:
+        keys.append((Patch(color=CONTROL_COLOUR), f"A/A pair, {control.low:.3f} to {control.high:.3f}"))
     if report.threshold is not None:
         line = Line2D([], [], color=SLOWER_COLOUR, linestyle="--", linewidth=0.9)
         keys.append((line, f"--fail-on slower={100 * report.threshold:g}%"))

@@ -32,7 +32,7 @@ INTERVAL = 0.8
 NAME_WIDTH = 2.8
 """Inches of a name beside the rows of a figure; longer ones are cut."""
 REFERENCE_COLOUR = "#000000"
-GREY, FLOOR_COLOUR = "#555555", "#f3dfb4"
+GREY, CONTROL_COLOUR = "#555555", "#f3dfb4"
 
 FRAMEWORK_COLOURS = {
     "torch": REFERENCE_COLOUR,
