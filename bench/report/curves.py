@@ -186,7 +186,7 @@ def _losses(run: FigureData) -> pd.DataFrame:
 
 def _deviating(rows: pd.DataFrame) -> str:
     """Which backends deviate from the reference's loss, or how close to it all stay."""
-    wrong = rows[rows["status"] != Status.OK]["backend"].unique()
+    wrong = rows[rows["status"] == Status.INVALID]["backend"].unique()
     if len(wrong):
         away = rows[rows["backend"].isin(wrong)]["deviation"].max()
         by = "" if pd.isna(away) else f" by up to {away:.2g} nats/token"
@@ -203,7 +203,7 @@ def _curves(run: FigureData, axes: Axes, panel: Panel, value: str) -> None:
     if value == "deviation":
         axes.set_yscale("log")
     for i, ((backend, _), rows) in enumerate(panel.rows.groupby(["backend", "cell_id"], sort=False)):
-        look, wrong = run.looks[str(backend)], bool((rows["status"] != Status.OK).any())
+        look, wrong = run.looks[str(backend)], bool((rows["status"] == Status.INVALID).any())
         x, y = floats(rows["step"]), floats(rows[value])
         y = y.clip(min=LOSS_FLOOR) if value == "deviation" else y
         axes.plot(x, y, color=look.colour, linestyle=look.line)

@@ -55,7 +55,6 @@ class Ranked:
     memory_ratio: float | None
     """To the memory of the baseline."""
     num_ok: int
-    num_trials: int
     is_wrong: bool
     """Whether it failed, or a gate found it wrong."""
     correct: str
@@ -220,7 +219,6 @@ def _ranked(data: ReportData, cell: Mapping[str, Any], base: int | None, *, is_t
         memory=memory,
         memory_ratio=None if memory is None or not base else memory / base,
         num_ok=cell["num_ok"],
-        num_trials=cell["num_trials"],
         is_wrong=not is_ok,
         correct=checked if is_ok else cell["outcome"],
     )

@@ -66,7 +66,7 @@ class PageSection:
 def table(caption: str, cells: pd.DataFrame, key: str, more: Mapping[str, Column] | None = None) -> Table:
     """The columns of a section of the page, and more ones."""
     columns = {name: column for name, column in COLUMNS["cells"].items() if name == "label" or column.section == key}
-    return Table.of_frame(caption, cells, {"label": columns.pop("label"), **(more or {}), **columns})
+    return Table.of_frame(caption, cells, {**columns, **(more or {})})
 
 
 def sections(data: ReportData) -> list[PageSection]:

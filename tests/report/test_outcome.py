@@ -10,6 +10,7 @@ import pytest
 import bench
 from bench.cli import main
 from bench.plan.cell import Cell
+from bench.report.page import picture
 from tests.pages import read, report, write_run
 
 FACTORS = {"alpha-eager": 1.0, "alpha-deferred": 0.75}
@@ -39,6 +40,8 @@ def test_one_crashed_trial_of_ten(
     said["compare"] = capsys.readouterr().out
     assert {place: text.count(OUTCOME) for place, text in said.items()} == dict.fromkeys(said, 1)
     assert status == 1 and "Fastest correct backend" in printed and "Fastest correct backend  alpha-eager" in printed
+
+    assert not picture(folder / "plots" / "loss_curves.svg").title.startswith("alpha-deferred"), "its losses are right"
 
     frames = {"frame": bench.load(folder).cells}
     assert main(["export", str(folder), "--format", "csv", "--out", str(tmp_path / "csv")]) == 0
