@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.commands.options import add_backend, add_device, chosen_backends, integer_to, quantity, share
+from bench.commands.options import add_backend, add_device, chosen_backends, integer_to, quantity, share, writable
 from bench.errors import GOOD, InputError, suggest
 
 if TYPE_CHECKING:
-    from bench.forecast.prediction import Link
+    from bench.forecast.prediction import Link, Prediction
     from bench.plan.cell import Cell
 
 TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -74,9 +73,11 @@ def add(commands: Any) -> None:
     option("--peak", metavar="GPU|RATE", help="instead of --compute-time: H100, H200, A100, or such as 989TFLOP/s")
     option("--mfu", type=_mfu, metavar="P", help="share of the peak that is reached (default: 35%%)")
     option("--margin", type=share, metavar="P", help="times this near to each other are the same (default: 2%%)")
-    option("--json", action="store_true", help="print a JSON list; its keys: see bench/forecast/best.py")
-    words = "write predict.md and, with bounds, a map of the best backends there"
-    option("--out", type=Path, metavar="DIR", help=words)
+    option("--json", action="store_true", help="print a JSON list; its keys: see bench/forecast/choice.py")
+    option("--all", action="store_true", help="also show the rows of wrappers that equal another backend")
+    words = "also measure the peak of the backend of --backend, by a trial on fake tensors (a minute for 8b)"
+    option("--exact", action="store_true", help=words)
+    option("--out", type=Path, metavar="DIR", help="also write this as predict.md there")
     parser.set_defaults(command=run)
 
 
@@ -106,53 +107,58 @@ def _mfu(text: str) -> float:
 def run(arguments: argparse.Namespace) -> int:
     """Predict and show."""
     from bench.forecast import prediction_text
-    from bench.forecast.best import MARGIN, Question, Recommendation, records
-    from bench.forecast.prediction import predict
+    from bench.forecast.choice import MARGIN, Answer, Question, records
+    from bench.forecast.prediction import predict, wrapped
 
     link, link_from = _measured(arguments) if arguments.from_run else (_levels(arguments), "")
     cell = _cell(arguments, link)
-    activations = None if arguments.activations is None else int(arguments.activations)
-    if activations is not None and arguments.activation_checkpointing:
+    if arguments.activations is not None and arguments.activation_checkpointing:
         raise InputError(
             "--activations: are those kept without --activation-checkpointing, which is counted; leave out one of them"
         )
+    activations = None if arguments.activations is None else int(arguments.activations)
     limit = None if arguments.memory is None else int(arguments.memory)
-    reserve = _reserve(arguments, cell, limit)
-    predictions = predict(cell, _backends(arguments, cell), activations)
     compute_s, compute_from = _compute(arguments, cell)
     question = Question(
-        predictions=predictions,
-        compute_s=math.nan if compute_s is None else compute_s,
-        accumulate=cell.accumulate,
-        memory_bytes=None if limit is None else limit - reserve,
-        margin=MARGIN if arguments.margin is None else arguments.margin,
-    )
-    timed = link if compute_s is not None else None
-    answer = None if timed is None else Recommendation.of(question, timed)
-    rows = records(question, link, compute_s, answer)
-    about = prediction_text.About(
         cell=cell,
         link=link,
+        compute_s=compute_s,
+        memory_bytes=None if limit is None else limit - _reserve(arguments, cell, limit),
+        margin=MARGIN if arguments.margin is None else arguments.margin,
+    )
+    predictions = predict(cell, _backends(arguments, cell), activations)
+    equal = {} if arguments.all or arguments.backend else wrapped(predictions)
+    distinct = [one for one in predictions if one.name not in equal]
+    answer = Answer(question.choose(distinct), question.table(distinct)) if question.is_timed else None
+    rows = records(question, predictions, equal, answer)
+    if arguments.exact:
+        _measure_peak(predictions, rows)
+    asked = prediction_text.Prognosis(
+        question=question,
         link_from=link_from,
         latency_known=bool(link_from) or arguments.latency is not None,
-        compute_s=compute_s,
         compute_from=compute_from,
-        memory_bytes=limit,
-        reserve_bytes=reserve,
+        device_bytes=limit,
         reserve_given=arguments.reserve is not None,
         activations_given=activations is not None,
-        margin=question.margin,
+        rows=[row for row in rows if not row["equals"]],
+        wrappers={name: [one for one, other in equal.items() if other == name] for name in equal.values()},
         answer=answer,
     )
-    if arguments.json:
-        print(json.dumps(rows, allow_nan=False))
-    else:
-        print("\n".join(prediction_text.lines(about, rows)))
+    print(json.dumps(rows, allow_nan=False) if arguments.json else "\n".join(prediction_text.lines(asked)))
     if arguments.out:
-        from bench.forecast.prediction_map import write_files
-
-        write_files(arguments.out, about, rows, None if timed is None else question)
+        writable(arguments.out)
+        (arguments.out / "predict.md").write_text(prediction_text.markdown(asked), encoding="utf-8")
     return GOOD
+
+
+def _measure_peak(predictions: Sequence[Prediction], rows: list[dict[str, Any]]) -> None:
+    """Add the measured peak to the row of the only backend."""
+    from bench.forecast.exact import exact_peak
+
+    if len(predictions) != 1:
+        raise InputError("--exact: measures one backend; name it with --backend")
+    rows[0]["exact_peak_bytes"] = exact_peak(predictions[0].cell, predictions[0].backend)
 
 
 def _levels(arguments: argparse.Namespace) -> Link | None:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import nnls
 
-from bench.forecast.prediction import Bounds, Link, Prediction, at, communication, sent_bytes
+from bench.forecast.prediction import Bounds, Link, Prediction, communication, sent_bytes
 from bench.judge.formulas import BUILT_IN, expect, layout_of
 from bench.plan.cell import Cell, Device
 from bench.plan.columns import DASH
@@ -82,9 +82,9 @@ def _fit(entry: Mapping[str, Any], device: Device) -> tuple[float, float] | None
 def predicted_communication(cell: Cell, link: Link) -> Bounds | None:
     """Bounds of the seconds that a cell communicates per step; None if it does not, or has no formula."""
     backend, layout = BUILT_IN.get(cell.backend), layout_of(cell)
-    if cell.is_reference or backend is None or layout is None or expect(at(cell, 1), layout) is None:
+    if cell.is_reference or backend is None or layout is None or expect(cell, layout) is None:
         return None
-    traffic = Prediction(cell, backend, layout).traffic(cell.accumulate)
+    traffic = Prediction(cell, backend, layout).traffic
     return communication(traffic, link) if traffic else None
 
 
