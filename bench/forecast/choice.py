@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.forecast.prediction import Bounds, Link, Prediction, communication, sent_bytes
-from bench.plan.cell import Cell
+from bench.forecast.fit import reserve_bytes
+from bench.forecast.prediction import Bounds, Link, Prediction, communication, predict, sent_bytes, wrapped
+from bench.plan.cell import Cell, Device
 
 MARGIN = 0.02
 """Times this near to each other are the same, as ``compare`` calls it."""
@@ -39,21 +40,28 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """The cell, and the limits of the machine. A choice by time needs both ``link`` and ``compute_s``."""
+    """The cell, and the limits of the machine. Times are bounded if both ``link`` and ``compute_s`` are known."""
 
     cell: Cell
     """With an empty backend."""
     link: Link | None = None
     compute_s: float | None = None
     """Seconds of compute per optimizer step, on a rank."""
+    compute_from: str = "as given"
     memory_bytes: int | None = None
-    """What of a device's memory a prediction may fill; None for no limit."""
+    """Of a device; None for no limit."""
+    given_reserve_bytes: int | None = None
+    """What of it is kept free, by default ``bench.forecast.fit.reserve_bytes``."""
+    activation_bytes: int | None = None
+    """Activations of one micro-batch, if they are known."""
     margin: float = MARGIN
 
     @property
-    def is_timed(self) -> bool:
-        """Whether times can be bounded."""
-        return self.link is not None and self.compute_s is not None
+    def reserve_bytes(self) -> int:
+        """What of a device's memory predictions may not fill."""
+        if self.given_reserve_bytes is not None or self.memory_bytes is None or self.cell.device is Device.CPU:
+            return self.given_reserve_bytes or 0
+        return reserve_bytes(self.memory_bytes, nccl=self.cell.world_size > 1)
 
     def bounds(self, one: Prediction) -> Bounds:
         """The bounds of a step's time; compute grows with N."""
@@ -64,7 +72,7 @@ class Question:
 
     def fits(self, one: Prediction) -> bool:
         """Whether a rank's peak is within the limit."""
-        return self.memory_bytes is None or one.memory.peak <= self.memory_bytes
+        return self.memory_bytes is None or one.memory.peak <= self.memory_bytes - self.reserve_bytes
 
     def choose(self, predictions: Sequence[Prediction]) -> Choice:
         """The best backend; see the docstring of the module."""
@@ -109,16 +117,17 @@ class Answer:
     """By N and W."""
 
 
-def records(
-    question: Question, predictions: Sequence[Prediction], equal: Mapping[str, str], answer: Answer | None
-) -> list[dict[str, Any]]:
-    """The predictions as plain values for JSON, one per backend.
+def ask(question: Question, backends: Sequence[str], *, grouped: bool) -> tuple[list[dict[str, Any]], Answer | None]:
+    """The predictions as plain values for JSON, one per backend, and if times are bounded what is the best.
 
-    - ``backend``, ``framework``, ``sharding``, ``sync``; ``equals``: the mechanism that a wrapper equals, in which case
-      it is not considered beside it; ``refusal``: why it does not run this (all numbers are then null or empty),
-      ``defect``: what is known to be wrong with its updates (such a backend never wins); or empty;
+    ``grouped``: wrappers that equal a mechanism are not considered beside it. The keys:
+
+    - ``backend``, ``framework``, ``sharding``, ``sync``; ``equals``: the mechanism with which a wrapper is grouped;
+      ``refusal``: why it does not run this (all numbers are then null or empty), ``defect``: what is known to be wrong
+      with its updates (such a backend never wins); or empty;
     - ``memory``: bytes of a rank at its peak by category (bench.forecast.footprint), which add up to
-      ``peak_memory_bytes``; ``peak_at``: the moment; ``held``: bytes between micro-batches by category, exact;
+      ``peak_memory_bytes``; ``peak_at``: the moment; ``held``: bytes between micro-batches by category, exact; with
+      --exact ``exact_peak_bytes``, that of rank 0 on fake tensors;
     - ``collectives``: per operation and dtype of one optimizer step ``op``, ``dtype``, ``calls``, ``payload_bytes`` and
       ``wire_bytes`` (derived: what a rank sends in ring algorithms); ``num_calls`` and ``wire_bytes``: their sums;
       ``intra_bytes``, ``inter_bytes``: what of it stays within a node, or goes to other nodes; null with one level;
@@ -128,7 +137,13 @@ def records(
       leads; ``best_at``: the [N, W] of the table at which it is certainly the best, or as good. The last four are null
       without bounds.
     """
-    return [_record(question, one, answer) | {"equals": equal.get(one.name, "")} for one in predictions]
+    predictions = predict(question.cell, backends, question.activation_bytes)
+    equal = wrapped(predictions) if grouped else {}
+    answer = None
+    if question.link is not None and question.compute_s is not None:
+        distinct = [one for one in predictions if one.name not in equal]
+        answer = Answer(question.choose(distinct), question.table(distinct))
+    return [_record(question, one, answer) | {"equals": equal.get(one.name, "")} for one in predictions], answer
 
 
 def _record(question: Question, one: Prediction, answer: Answer | None) -> dict[str, Any]:
@@ -176,7 +191,7 @@ def _record(question: Question, one: Prediction, answer: Answer | None) -> dict[
     if link is not None and link.node_size > 1:
         levels = [part.levels(link.node_size) for part in one.traffic]
         values |= {"intra_bytes": sum(intra for intra, _ in levels), "inter_bytes": sum(inter for _, inter in levels)}
-    if question.is_timed:
+    if answer is not None:
         bounds = question.bounds(one)
         values |= {"lower_s": bounds.lower, "upper_s": bounds.upper}
     return values

@@ -6,8 +6,8 @@ import dataclasses
 import tempfile
 
 from bench.backends import blocks
-from bench.backends.base import Backend
 from bench.errors import InputError
+from bench.judge.formulas import BUILT_IN
 from bench.launch import gpus
 from bench.launch.launcher import Launcher
 from bench.plan.cell import Cell, Device, Status
@@ -17,12 +17,14 @@ TIMEOUT_S = 3600
 """Sharding fake tensors for a thousand ranks takes over ten minutes."""
 
 
-def exact_peak(cell: Cell, backend: type[Backend]) -> int:
+def exact_peak(cell: Cell, name: str) -> int:
     """Bytes at the peak, less the tokens and constants that the bench and the model's buffers hold.
 
     Raises InputError for a backend or a device that cannot do it.
     """
-    cell = dataclasses.replace(cell, backend=backend.name, virtual=True, fake_tensors=True)
+    backend = BUILT_IN[name]
+    replicas = cell.replicate if backend.replicate else 0
+    cell = dataclasses.replace(cell, backend=name, replicate=replicas, virtual=True, fake_tensors=True)
     lacks = blocks.refusal(cell, backend) or backend.missing(cell.device)
     if cell.device is Device.CUDA and not gpus.gpus():
         lacks = "no GPU is visible; add --device cpu, on which ZeRO has one bucket less and fp32 attention smaller keys"

@@ -31,17 +31,7 @@ HEADER = ("cell", "s/step", "compute", "communication", "lower bound", "upper bo
 """Of the table in the report; times in seconds."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MeasuredLink:
-    """A link, and where it comes from in words."""
-
-    link: Link
-    source: str
-    device: Device
-    """What the ranks ran on."""
-
-
-def measured_link(manifest: Mapping[str, Any], cell: Cell | None = None) -> MeasuredLink | None:
+def measured_link(manifest: Mapping[str, Any], cell: Cell | None = None) -> Link | None:
     """The link between the ranks of a cell, by default between the most ranks on the most nodes; None if not measured.
 
     A node's rate to others is shared by its ranks.
@@ -61,11 +51,10 @@ def measured_link(manifest: Mapping[str, Any], cell: Cell | None = None) -> Meas
     if outer is None or inner is None:
         return None
     (rate, latency_s), (intra, _) = outer, inner
-    link = Link(bytes_per_s=rate / share, latency_s=latency_s, intra_bytes_per_s=intra, node_size=share)
     source = (
         f"fitted to the collectives that {manifest['run_id']} timed between {ranks_of(entry)}, by the alpha-beta model"
     )
-    return MeasuredLink(link=link, source=source, device=device)
+    return Link(bytes_per_s=rate / share, latency_s=latency_s, intra_bytes_per_s=intra, node_size=share, source=source)
 
 
 def _fit(entry: Mapping[str, Any], device: Device) -> tuple[float, float] | None:
@@ -120,8 +109,8 @@ def beside(seconds: Mapping[Cell, float], manifest: Mapping[str, Any]) -> list[l
     """
     groups: dict[Cell, list[Predicted]] = {}
     for cell, measured in seconds.items():
-        found = measured_link(manifest, cell)
-        sent = predicted_communication(cell, found.link) if found else None
+        link = measured_link(manifest, cell)
+        sent = predicted_communication(cell, link) if link else None
         if sent is not None:
             one = Predicted(cell=cell, measured=measured, compute=0.0, communication=sent)
             groups.setdefault(dataclasses.replace(cell, backend="", replicate=0), []).append(one)
@@ -142,10 +131,10 @@ def section(of: Material) -> PageSection | None:
         return None
     rows, sentences = [], []
     for group in groups:
-        found = measured_link(of.run.manifest, group[0].cell)
-        assert found is not None, "without a link there is no group"
-        latency = f"{1e6 * found.link.latency_s:.4g} us"
-        sentences.append(f"The link has {found.link} per rank and {latency} per call, {found.source}.")
+        link = measured_link(of.run.manifest, group[0].cell)
+        assert link is not None, "without a link there is no group"
+        latency = f"{1e6 * link.latency_s:.4g} us"
+        sentences.append(f"The link has {link} per rank and {latency} per call, {link.source}.")
         for one in group:
             numbers = (one.measured, one.compute, one.communication.upper, one.bounds.lower, one.bounds.upper)
             off = DASH if one is group[0] else f"{100 * one.deviation:+z.1f}"

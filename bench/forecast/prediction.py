@@ -54,6 +54,8 @@ class Link:
     """What a rank can send within its node."""
     node_size: int = 1
     """Ranks of a node. With 1 there is only one level: every rank is a node."""
+    source: str = ""
+    """What measured it; empty if it was given."""
 
     def __str__(self) -> str:
         between = rate(self.bytes_per_s)
