@@ -18,7 +18,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 from bench.backends.base import Backend
 from bench.backends.deepspeed import DeepSpeedZero2Deferred
@@ -111,6 +111,9 @@ def communication(traffic: Sequence[Traffic], link: Link) -> Bounds:
     return Bounds(max(map(sum, zip(*seconds, strict=True)), default=0.0), sum(map(max, seconds)))
 
 
+_expect = cache(expect)
+
+
 @dataclass(frozen=True)
 class Prediction:
     """One backend in one cell."""
@@ -151,7 +154,7 @@ class Prediction:
     @cached_property
     def expectation(self) -> Expectation:
         """Collectives and held bytes."""
-        found = expect(self.cell, self.layout)
+        found = _expect(self.cell, self.layout)
         assert found is not None, "callers ask for no backend with a refusal"
         return found
 
@@ -161,10 +164,7 @@ class Prediction:
         cell = self.cell
         if cell.accumulate > COUNTED_N:
             further = (cell.accumulate - COUNTED_N) / (COUNTED_N // 2)
-            fewer, most = (
-                dataclasses.replace(self, cell=at(cell, n, cell.world_size)).traffic
-                for n in (COUNTED_N // 2, COUNTED_N)
-            )
+            fewer, most = (self._with(n).traffic for n in (COUNTED_N // 2, COUNTED_N))
             return tuple(
                 dataclasses.replace(
                     more,
@@ -177,6 +177,10 @@ class Prediction:
         by_group = itertools.groupby(sorted(rows, key=lambda row: row.group), key=lambda row: row.group)
         return tuple(self._of_group(RankGroup(group), list(own)) for group, own in by_group)
 
+    def _with(self, accumulate: int) -> Prediction:
+        """The same at another N."""
+        return dataclasses.replace(self, cell=at(self.cell, accumulate, self.cell.world_size))
+
     def _of_group(self, group: RankGroup, rows: Sequence[Collective]) -> Traffic:
         """What a rank sends by these collectives; replicas have their ranks with the same shard in common."""
         ranks, stride = self.cell.group_size(group), self.cell.group_size(RankGroup.SHARD)
@@ -185,8 +189,9 @@ class Prediction:
 
     @cached_property
     def memory(self) -> Footprint:
-        """A rank's memory at its peak."""
-        return footprint(self.cell, self.layout, self.backend, self.expectation.held, self.activation_bytes)
+        """A rank's memory at its peak, which is the same from N = 2 on; so is what is held."""
+        held = self._with(min(self.cell.accumulate, COUNTED_N // 2)).expectation.held
+        return footprint(self.cell, self.layout, self.backend, held, self.activation_bytes)
 
     def equals(self, other: Prediction) -> bool:
         """Whether both shard alike, reduce at the same times, and hold and send the same but for EQUAL."""
