@@ -82,20 +82,15 @@ def footprint(
     saves in one micro-batch.
     """
     window = Window(cell, layout, backend, activation_bytes)
-    moments = {Sharding.NONE: _replicated}.get(backend.sharding, _fsdp2)
+    moments = _replicated if backend.sharding is Sharding.NONE else _fsdp2
     if issubclass(backend, ENGINES):
         moments = _zero2 if backend.stage == 2 else _zero3
     fixed = dict(held)
     if backend.sharding is Sharding.OPTIMIZER:
         fixed["parameters"] = 4 * window.shard(layout)  # the rest is gathered, and freed by the last backward
-    found = [
-        Footprint(
-            at.name,
-            fixed | {"gradients": at.gradients, "activations": at.activations, "temporaries": at.temporaries},
-        )
-        for at in moments(window, held)
-    ]
-    return max(found, key=lambda one: one.peak)
+    at = max(moments(window, held), key=lambda one: one.gradients + one.activations + one.temporaries)
+    changing = {"gradients": at.gradients, "activations": at.activations, "temporaries": at.temporaries}
+    return Footprint(at.name, fixed | changing)
 
 
 class Window:
@@ -114,11 +109,12 @@ class Window:
         norm = tokens * (4 * hidden + 4 + residual * hidden)
         casts = 5 if self.autocast else 2  # what two norms return; autocast copies it for each product that reads it
         of_attention = tokens * (self.element * 2 * (query + key) + 4 * size.num_heads)
-        self.inner = tokens * self.element * size.intermediate_size
-        """A tensor inside the MLP."""
+        inner = tokens * self.element * size.intermediate_size
         self.stream = tokens * residual * hidden
         """The residual stream, or its gradient."""
-        self.block = 2 * norm + casts * tokens * self.element * hidden + of_attention + 4 * self.inner
+        self.mlp = self.stream + 2 * inner
+        """Three gradients in the backward of an MLP, less the saved tensor that is freed by then."""
+        self.block = 2 * norm + casts * tokens * self.element * hidden + of_attention + 4 * inner
         """What a block saves."""
         outside = norm + tokens * self.element * hidden  # the last norm
         outside += 8 * tokens + 2 * cell.sequence_length * size.head_size * residual  # targets, rotary angles
@@ -127,6 +123,7 @@ class Window:
         self._kept = self.stream if cell.activation_checkpointing else self.block
         self.saved = size.num_layers * self._kept + outside
         """All that is saved after a forward."""
+        self.saved_after_block = self.saved - self._kept
         self.logits = tokens * size.vocab_size
         """Elements of tokens x vocabulary."""
         self.log_softmax = (10 if self.is_bf16 else 8) * self.logits
@@ -134,6 +131,8 @@ class Window:
         self.loss = 12 * self.logits
         self.table, self.tied = size.vocab_size * hidden, size.tied
         """Elements of the embedding and of the head."""
+        self.head = self.element * (self.logits + self.table) + self.stream
+        """The gradients of logits, head weight and residual stream."""
         self.mlp_weight = hidden * size.intermediate_size
         self.cast_blocks = 2 * self.autocast * size.num_layers * (size.num_block_parameters - 2 * hidden)
         self.cast_head = 2 * self.autocast * self.table
@@ -144,27 +143,12 @@ class Window:
         """Whether the gradients of the window before are freed after the first forward (Lightning)."""
         self.num_blocks = size.num_layers
 
-    @property
-    def head(self) -> int:
-        """The gradients of logits, head weight and residual stream."""
-        return self.element * (self.logits + self.table) + self.stream
-
-    @property
-    def mlp(self) -> int:
-        """Three gradients in the backward of an MLP, less the saved tensor that is freed by then."""
-        return self.stream + 2 * self.inner
-
     def saved_at(self, passed: int) -> int:
         """Activations during the backward of a block, after that of so many others."""
         return self.saved - passed * self._kept + self.block - self._kept
 
-    @property
-    def saved_after_block(self) -> int:
-        """Activations after the backward of one block."""
-        return self.saved - self._kept
-
     def step(self, gradients: int, state: int, flat: int = 0) -> Moment:
-        """AdamW with ``foreach`` takes the root of all second moments at once (adam.py:_multi_tensor_adam)."""
+        """``foreach`` takes the root of all second moments at once (torch/optim/adam.py:_multi_tensor_adam)."""
         return Moment("step", gradients, 0, flat + (state // 2 if self.cell.optimizer == "adamw-foreach" else 0))
 
     def shard(self, layout: Layout) -> int:
@@ -185,9 +169,8 @@ def _replicated(window: Window, held: Mapping[str, int]) -> Iterator[Moment]:
         casts = window.cast_blocks // window.num_blocks + window.cast_head
     yield Moment("loss", before, window.saved, window.loss + casts)
     yield Moment("head", before, window.saved, head + casts)
-    weight = window.inner + (6 if window.autocast else 4) * window.mlp_weight
-    weight += window.stream + window.stream // 2 * window.autocast
-    block = max(window.mlp, weight) + casts - window.cast_head
+    weight = (6 if window.autocast else 4) * window.mlp_weight  # in the backward of the first of three products
+    block = max(window.mlp, (window.mlp + window.stream) // 2 + weight) + casts - window.cast_head
     yield Moment("block", before, window.saved_at(0), block + table * (window.tied or window.is_single))
     end = whole - table * window.is_single
     yield Moment("embedding", end, 0, (3 if window.tied else 1) * table + window.stream)
@@ -221,9 +204,8 @@ def _fsdp2(window: Window, held: Mapping[str, int]) -> Iterator[Moment]:
         return (0 if sums else element * unit) + 4 * unit + 4 * unit // ranks
 
     yield Moment("forward", before, 0, 2 * element * root)
-    yield Moment(
-        "forward", held["gradients"] if window.zeroes_late else before, window.saved, window.log_softmax + gathered
-    )
+    late = held["gradients"] if window.zeroes_late else before
+    yield Moment("forward", late, window.saved, window.log_softmax + gathered)
     yield Moment("loss", before, window.saved, window.loss + gathered)
     yield Moment("head", before, window.saved, window.head + gathered + ahead)
     at_end = (shards - 4 * last // ranks) if window.is_single else before
@@ -233,9 +215,8 @@ def _fsdp2(window: Window, held: Mapping[str, int]) -> Iterator[Moment]:
     in_block = gathered + current + ahead + of_head + element * window.mlp_weight + window.mlp
     yield Moment("block", before, window.saved_at(0), in_block + 4 * root * (splits_root and not sums))
     yield Moment("block", before, window.saved_at(1), in_block + reduced)
-    yield Moment(
-        "reduce", before, window.saved_after_block, window.stream + gathered + ahead + of_head + reduction(block)
-    )
+    after_block = window.stream + gathered + ahead + of_head + reduction(block)
+    yield Moment("reduce", before, window.saved_after_block, after_block)
     if splits_root:  # the embedding is gathered ahead, and copied, during the backward of the first block
         yield Moment("embedding", at_end - 4 * last * sums, 0, reduction(block) + current + 2 * element * last)
     gathered = element * last
