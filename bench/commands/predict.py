@@ -108,7 +108,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     for name, other in NEEDS.items():
         if getattr(arguments, name) is not None and getattr(arguments, other) is None:
-            raise InputError(f"--{name.replace('_', '-')}: says more about --{other}; give that too")
+            remedy = "which --from-run replaces; leave it out" if arguments.from_run else "so give that too"
+            raise InputError(f"--{name.replace('_', '-')}: says more about --{other}, {remedy}")
     memory, reserve, activations = arguments.memory, arguments.reserve, arguments.activations
     if activations and arguments.activation_checkpointing:
         raise InputError(
@@ -129,14 +130,13 @@ def run(arguments: argparse.Namespace) -> int:
         activation_bytes=activations and int(activations),
         margin=MARGIN if arguments.margin is None else arguments.margin,
     )
-    rows, answer = ask(question, _backends(arguments, cell), grouped=not (arguments.all or arguments.backend))
+    rows, choices = ask(question, _backends(arguments, cell), grouped=not (arguments.all or arguments.backend))
     if arguments.exact:
         _measure_peak(cell, rows)
-    shown = question, rows, answer
-    print(json.dumps(rows, allow_nan=False) if arguments.json else "\n".join(lines(*shown)))
+    print(json.dumps(rows, allow_nan=False) if arguments.json else "\n".join(lines(question, rows, choices)))
     if arguments.out:
         writable(arguments.out)
-        (arguments.out / "predict.md").write_text(markdown(*shown), encoding="utf-8")
+        (arguments.out / "predict.md").write_text(markdown(question, rows, choices), encoding="utf-8")
     return GOOD
 
 

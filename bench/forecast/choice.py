@@ -38,6 +38,10 @@ class Choice:
     """What may be faster by more than the margin, so that it is undecided."""
 
 
+Choices = Mapping[tuple[int, int], Choice]
+"""By N and W, among them those that were asked for; empty if times are not bounded."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Question:
     """The cell, and the limits of the machine. Times are bounded if both ``link`` and ``compute_s`` are known."""
@@ -95,8 +99,8 @@ class Question:
         best = min(ranks, key=lambda name: ranks[name])
         return Choice(best, tuple(n for n in ranks if n != best and ranks[n] == ranks[best]), faster(best))
 
-    def table(self, predictions: Sequence[Prediction]) -> dict[tuple[int, int], Choice]:
-        """The answers at other N and W, by N and W. Nodes are whole, and HSDP's shards stay as large as they are."""
+    def table(self, predictions: Sequence[Prediction]) -> Choices:
+        """The best at this and other N and W. Nodes are whole, and HSDP's shards stay as large as they are."""
         assert self.link is not None
         asked, node_size = self.cell.world_size, self.link.node_size
         sizes = [int(asked * times) for times in OTHER_W if (asked * times) % node_size == 0 and asked * times >= 1]
@@ -108,16 +112,7 @@ class Question:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What is the best in the cell that was asked for, and in others."""
-
-    here: Choice
-    elsewhere: Mapping[tuple[int, int], Choice]
-    """By N and W."""
-
-
-def ask(question: Question, backends: Sequence[str], *, grouped: bool) -> tuple[list[dict[str, Any]], Answer | None]:
+def ask(question: Question, backends: Sequence[str], *, grouped: bool) -> tuple[list[dict[str, Any]], Choices]:
     """The predictions as plain values for JSON, one per backend, and if times are bounded what is the best.
 
     ``grouped``: wrappers that equal a mechanism are not considered beside it. The keys:
@@ -139,14 +134,14 @@ def ask(question: Question, backends: Sequence[str], *, grouped: bool) -> tuple[
     """
     predictions = predict(question.cell, backends, question.activation_bytes)
     equal = wrapped(predictions) if grouped else {}
-    answer = None
+    choices: Choices = {}
     if question.link is not None and question.compute_s is not None:
         distinct = [one for one in predictions if one.name not in equal]
-        answer = Answer(question.choose(distinct), question.table(distinct))
-    return [_record(question, one, answer) | {"equals": equal.get(one.name, "")} for one in predictions], answer
+        choices = question.table(distinct)
+    return [_record(question, one, choices) | {"equals": equal.get(one.name, "")} for one in predictions], choices
 
 
-def _record(question: Question, one: Prediction, answer: Answer | None) -> dict[str, Any]:
+def _record(question: Question, one: Prediction, choices: Choices) -> dict[str, Any]:
     link, name = question.link, one.name
     values: dict[str, Any] = {
         "backend": name,
@@ -163,12 +158,12 @@ def _record(question: Question, one: Prediction, answer: Answer | None) -> dict[
         **dict.fromkeys(("intra_bytes", "inter_bytes", "lower_s", "upper_s")),
         **dict.fromkeys(("fits", "best", "recommended", "may_be_fastest", "best_at")),
     }
-    if answer is not None:
-        here = answer.here
+    if choices:
+        here = choices[one.cell.accumulate, one.cell.world_size]
         values["recommended"] = name in (here.best, *here.equal)
         values["best"] = values["recommended"] and not here.rivals
         values["may_be_fastest"] = name in here.rivals
-        certain = {at: choice for at, choice in answer.elsewhere.items() if not choice.rivals}
+        certain = {at: choice for at, choice in choices.items() if not choice.rivals}
         values["best_at"] = [list(at) for at, choice in certain.items() if name in (choice.best, *choice.equal)]
     if one.refusal:
         return values
@@ -191,7 +186,7 @@ def _record(question: Question, one: Prediction, answer: Answer | None) -> dict[
     if link is not None and link.node_size > 1:
         levels = [part.levels(link.node_size) for part in one.traffic]
         values |= {"intra_bytes": sum(intra for intra, _ in levels), "inter_bytes": sum(inter for _, inter in levels)}
-    if answer is not None:
+    if choices:
         bounds = question.bounds(one)
         values |= {"lower_s": bounds.lower, "upper_s": bounds.upper}
     return values

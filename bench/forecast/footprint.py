@@ -81,19 +81,19 @@ def footprint(
     ``held``: bytes by category as in ``Expectation.held``. ``activation_bytes`` replaces the count of what autograd
     saves in one micro-batch.
     """
-    window = Window(cell, layout, backend, activation_bytes)
+    sizes = TensorSizes(cell, layout, backend, activation_bytes)
     moments = _replicated if backend.sharding is Sharding.NONE else _fsdp2
     if issubclass(backend, ENGINES):
         moments = _zero2 if backend.stage == 2 else _zero3
     fixed = dict(held)
     if backend.sharding is Sharding.OPTIMIZER:
-        fixed["parameters"] = 4 * window.shard(layout)  # the rest is gathered, and freed by the last backward
-    at = max(moments(window, held), key=lambda one: one.gradients + one.activations + one.temporaries)
+        fixed["parameters"] = 4 * sizes.shard(layout)  # the rest is gathered, and freed by the last backward
+    at = max(moments(sizes, held), key=lambda one: one.gradients + one.activations + one.temporaries)
     changing = {"gradients": at.gradients, "activations": at.activations, "temporaries": at.temporaries}
     return Footprint(at.name, fixed | changing)
 
 
-class Window:
+class TensorSizes:
     """Sizes of the tensors of a window: of activations and work space in bytes, of weights in elements."""
 
     def __init__(self, cell: Cell, layout: Layout, backend: type[Backend], activation_bytes: int | None) -> None:
@@ -157,146 +157,146 @@ class Window:
         return formulas.padded(layout.parameters, ranks) // ranks
 
 
-def _replicated(window: Window, held: Mapping[str, int]) -> Iterator[Moment]:
+def _replicated(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]:
     """DDP and a single process: parameters and gradients are whole, and autocast casts the weights."""
-    whole, table = held["gradients"], 4 * window.table
-    before = 0 if window.is_single else whole
-    casts, head = window.cast_blocks + window.cast_head, window.head
-    if window.autocast:
-        head = max(head, table + window.cast_head + window.stream)  # the gradient of the cast is cast to fp32
-    yield Moment("forward", whole if window.zeroes_late else before, window.saved, window.log_softmax + casts)
-    if window.cell.activation_checkpointing:
-        casts = window.cast_blocks // window.num_blocks + window.cast_head
-    yield Moment("loss", before, window.saved, window.loss + casts)
-    yield Moment("head", before, window.saved, head + casts)
-    weight = (6 if window.autocast else 4) * window.mlp_weight  # in the backward of the first of three products
-    block = max(window.mlp, (window.mlp + window.stream) // 2 + weight) + casts - window.cast_head
-    yield Moment("block", before, window.saved_at(0), block + table * (window.tied or window.is_single))
-    end = whole - table * window.is_single
-    yield Moment("embedding", end, 0, (3 if window.tied else 1) * table + window.stream)
-    yield window.step(whole, held["optimizer_state"])
+    whole, table = held["gradients"], 4 * sizes.table
+    before = 0 if sizes.is_single else whole
+    casts, head = sizes.cast_blocks + sizes.cast_head, sizes.head
+    if sizes.autocast:
+        head = max(head, table + sizes.cast_head + sizes.stream)  # the gradient of the cast is cast to fp32
+    yield Moment("forward", whole if sizes.zeroes_late else before, sizes.saved, sizes.log_softmax + casts)
+    if sizes.cell.activation_checkpointing:
+        casts = sizes.cast_blocks // sizes.num_blocks + sizes.cast_head
+    yield Moment("loss", before, sizes.saved, sizes.loss + casts)
+    yield Moment("head", before, sizes.saved, head + casts)
+    weight = (6 if sizes.autocast else 4) * sizes.mlp_weight  # in the backward of the first of three products
+    block = max(sizes.mlp, (sizes.mlp + sizes.stream) // 2 + weight) + casts - sizes.cast_head
+    yield Moment("block", before, sizes.saved_at(0), block + table * (sizes.tied or sizes.is_single))
+    end = whole - table * sizes.is_single
+    yield Moment("embedding", end, 0, (3 if sizes.tied else 1) * table + sizes.stream)
+    yield sizes.step(whole, held["optimizer_state"])
 
 
-def _fsdp2(window: Window, held: Mapping[str, int]) -> Iterator[Moment]:
+def _fsdp2(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]:
     """Units are gathered, and their gradients reduced in fp32 (torch/distributed/fsdp/_fully_shard).
 
     An all-gather and a reduce-scatter have buffers of their own. In the backward the next unit is gathered ahead, and
     the input of a reduction lives until the next one. The root is gathered from forward to backward, and reduced last.
     """
-    cell, element, layout = window.cell, window.element, window.layout
-    if issubclass(window.backend, AccelerateFSDP2):
+    cell, element, layout = sizes.cell, sizes.element, sizes.layout
+    if issubclass(sizes.backend, AccelerateFSDP2):
         layout = formulas.accelerate_units(layout)
-    splits_root = layout is not window.layout  # the embedding is a unit of its own, and the head is reduced first
-    ranks, sharding, sync = cell.group_size(RankGroup.SHARD), window.backend.sharding, window.backend.sync
+    splits_root = layout is not sizes.layout  # the embedding is a unit of its own, and the head is reduced first
+    ranks, sharding, sync = cell.group_size(RankGroup.SHARD), sizes.backend.sharding, sizes.backend.sync
     units = {unit: formulas.padded(parameters, ranks) for unit, parameters in layout.units.items()}
     root, block, last = units[ROOT], units[1], units[max(units) if splits_root else ROOT]
-    shards = 4 * window.shard(layout)
-    before = 0 if window.is_single else held["gradients"]
-    sums = sync is Sync.DEFERRED and not window.is_single
+    shards = 4 * sizes.shard(layout)
+    before = 0 if sizes.is_single else held["gradients"]
+    sums = sync is Sync.DEFERRED and not sizes.is_single
     """Whether whole gradients are held, to which those of a micro-batch are added at once."""
     reshards = sharding is Sharding.PARAMS
     gathered = element * (root if reshards else sum(units.values()))
     current, ahead = element * block * reshards, element * block * (reshards and ranks > 1)
     reduced = 4 * block * (not sums)
-    of_head = element * window.table * (window.tied or not sums or window.is_bf16)
+    of_head = element * sizes.table * (sizes.tied or not sums or sizes.is_bf16)
 
     def reduction(unit: int) -> int:
         return (0 if sums else element * unit) + 4 * unit + 4 * unit // ranks
 
     yield Moment("forward", before, 0, 2 * element * root)
-    late = held["gradients"] if window.zeroes_late else before
-    yield Moment("forward", late, window.saved, window.log_softmax + gathered)
-    yield Moment("loss", before, window.saved, window.loss + gathered)
-    yield Moment("head", before, window.saved, window.head + gathered + ahead)
-    at_end = (shards - 4 * last // ranks) if window.is_single else before
+    late = held["gradients"] if sizes.zeroes_late else before
+    yield Moment("forward", late, sizes.saved, sizes.log_softmax + gathered)
+    yield Moment("loss", before, sizes.saved, sizes.loss + gathered)
+    yield Moment("head", before, sizes.saved, sizes.head + gathered + ahead)
+    at_end = (shards - 4 * last // ranks) if sizes.is_single else before
     if splits_root:
-        yield Moment("reduce", before, window.saved, window.stream + ahead + reduction(root))
+        yield Moment("reduce", before, sizes.saved, sizes.stream + ahead + reduction(root))
         gathered = of_head = 0
-    in_block = gathered + current + ahead + of_head + element * window.mlp_weight + window.mlp
-    yield Moment("block", before, window.saved_at(0), in_block + 4 * root * (splits_root and not sums))
-    yield Moment("block", before, window.saved_at(1), in_block + reduced)
-    after_block = window.stream + gathered + ahead + of_head + reduction(block)
-    yield Moment("reduce", before, window.saved_after_block, after_block)
+    in_block = gathered + current + ahead + of_head + element * sizes.mlp_weight + sizes.mlp
+    yield Moment("block", before, sizes.saved_at(0), in_block + 4 * root * (splits_root and not sums))
+    yield Moment("block", before, sizes.saved_at(1), in_block + reduced)
+    after_block = sizes.stream + gathered + ahead + of_head + reduction(block)
+    yield Moment("reduce", before, sizes.saved_after_block, after_block)
     if splits_root:  # the embedding is gathered ahead, and copied, during the backward of the first block
         yield Moment("embedding", at_end - 4 * last * sums, 0, reduction(block) + current + 2 * element * last)
     gathered = element * last
-    if sharding is Sharding.OPTIMIZER and not window.is_single:
+    if sharding is Sharding.OPTIMIZER and not sizes.is_single:
         gathered = element * sum(units.values())  # in all micro-batches but the last
     # Shards that HSDP has reduced within the shard group are held until the end of the backward.
-    within = shards * (bool(cell.replicate) and sync is Sync.EAGER and not window.is_single)
-    gradients = element * window.table * (3 if window.tied else last // window.table)
-    yield Moment("embedding", at_end - 4 * last * sums, 0, gradients + gathered + window.stream + reduced + within)
+    within = shards * (bool(cell.replicate) and sync is Sync.EAGER and not sizes.is_single)
+    gradients = element * sizes.table * (3 if sizes.tied else last // sizes.table)
+    yield Moment("embedding", at_end - 4 * last * sums, 0, gradients + gathered + sizes.stream + reduced + within)
     at_end = shards - 4 * last // ranks if sums else at_end
     yield Moment("reduce", at_end, 0, reduction(last) + 4 * last * sums + within)
-    yield window.step(shards, held["optimizer_state"])
+    yield sizes.step(shards, held["optimizer_state"])
 
 
-def _zero2(window: Window, held: Mapping[str, int]) -> Iterator[Moment]:
+def _zero2(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]:
     """Whole flat parameters, a partition of masters and gradients, and buckets from which gradients are reduced.
 
     In fp32 the gradients are those of all parameters that overlap the partition, whole; a backward collects new ones
     and adds them at its end (deepspeed/runtime/zero/stage_1_and_2.py). A table, larger than a bucket, is reduced alone.
     """
-    cell, layout, element, table = window.cell, window.layout, window.element, window.element * window.table
+    cell, layout, element, table = sizes.cell, sizes.layout, sizes.element, sizes.element * sizes.table
     settings, ranks = zero_settings(cell, layout, 2), cell.world_size
-    is_deferred = window.backend.sync is Sync.DEFERRED
+    is_deferred = sizes.backend.sync is Sync.DEFERRED
     partition = zero.flat(layout, ranks) // ranks
     overlap = max(zero.overlapping(layout, ranks, rank) for rank in {0, min(1, ranks - 1), ranks - 1})
-    kept = 4 * (partition if window.is_bf16 else overlap)
+    kept = 4 * (partition if sizes.is_bf16 else overlap)
     sums = held["gradients"] if is_deferred else kept
-    before = 0 if window.is_single else sums
+    before = 0 if sizes.is_single else sums
     buckets = element * settings.reduce_bucket * (2 if settings.overlap else 1)
-    piece = min(window.table, -(-settings.reduce_bucket // partition) * partition)  # of a table, reduced at once
-    casts = 4 * window.is_bf16
-    alone = table + casts * piece + element * piece * (piece < window.table)
-    yield Moment("loss", before, window.saved, window.loss)
-    yield Moment("head", before, window.saved, window.head)
+    piece = min(sizes.table, -(-settings.reduce_bucket // partition) * partition)  # of a table, reduced at once
+    casts = 4 * sizes.is_bf16
+    alone = table + casts * piece + element * piece * (piece < sizes.table)
+    yield Moment("loss", before, sizes.saved, sizes.loss)
+    yield Moment("head", before, sizes.saved, sizes.head)
     if is_deferred:
-        of_head = table * (window.tied or window.is_single)
-        yield Moment("block", before, window.saved_at(0), window.mlp + of_head)
-        yield Moment("embedding", sums - table * window.is_single, 0, (3 if window.tied else 1) * table)
+        of_head = table * (sizes.tied or sizes.is_single)
+        yield Moment("block", before, sizes.saved_at(0), sizes.mlp + of_head)
+        yield Moment("embedding", sums - table * sizes.is_single, 0, (3 if sizes.tied else 1) * table)
         yield Moment("flush", sums, 0, buckets + 4 * overlap + alone - table)
     else:
-        during = kept if window.is_bf16 else before
-        of_head = table * window.tied
-        new = 0 if window.is_bf16 else kept
-        early = new * (2 * partition > window.table)  # else the fullest rank has little but the table, reduced last
-        if not window.tied:
-            yield Moment("head", during, window.saved, alone + buckets + early + window.stream)
-        yield Moment("block", during, window.saved_at(0), window.mlp + buckets + early + of_head)
-        flat = settings.reduce_bucket * (casts + element * (ranks > 1)) + element * window.mlp_weight
-        reduction = window.stream + buckets + early + of_head + flat
-        yield Moment("reduce", during, window.saved_after_block, reduction)
-        yield Moment("embedding", during, 0, buckets + early + (3 if window.tied else 1) * table)
+        during = kept if sizes.is_bf16 else before
+        of_head = table * sizes.tied
+        new = 0 if sizes.is_bf16 else kept
+        early = new * (2 * partition > sizes.table)  # else the fullest rank has little but the table, reduced last
+        if not sizes.tied:
+            yield Moment("head", during, sizes.saved, alone + buckets + early + sizes.stream)
+        yield Moment("block", during, sizes.saved_at(0), sizes.mlp + buckets + early + of_head)
+        flat = settings.reduce_bucket * (casts + element * (ranks > 1)) + element * sizes.mlp_weight
+        reduction = sizes.stream + buckets + early + of_head + flat
+        yield Moment("reduce", during, sizes.saved_after_block, reduction)
+        yield Moment("embedding", during, 0, buckets + early + (3 if sizes.tied else 1) * table)
         yield Moment("embedding", during, 0, alone + buckets + new)
-    yield Moment("step", kept, 0, 0 if window.is_bf16 else 4 * partition)
-    yield window.step(4 * partition, held["optimizer_state"])
+    yield Moment("step", kept, 0, 0 if sizes.is_bf16 else 4 * partition)
+    yield sizes.step(4 * partition, held["optimizer_state"])
 
 
-def _zero3(window: Window, held: Mapping[str, int]) -> Iterator[Moment]:
+def _zero3(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]:
     """Partitions of everything and a bucket are held; at most two blocks of parameters are gathered, and a table.
 
     deepspeed/runtime/zero/stage3.py.
     """
-    layout, table = window.layout, window.element * window.table
-    has_several = window.cell.world_size > 1
-    is_deferred = window.backend.sync is Sync.DEFERRED
+    layout, table = sizes.layout, sizes.element * sizes.table
+    has_several = sizes.cell.world_size > 1
+    is_deferred = sizes.backend.sync is Sync.DEFERRED
     whole = 4 * layout.num_parameters * is_deferred
     sums, partitions = held["gradients"], held["gradients"] - whole
-    before = partitions if window.is_single else sums
-    gathered = window.element * 2 * layout.block_parameters * has_several
-    reduced_table = table + 4 * window.table * window.is_bf16
-    of_head = table * (window.tied or (is_deferred and window.is_single))
-    yield Moment("loss", before, window.saved, window.loss)
-    yield Moment("head", before, window.saved, window.head + table * has_several)
-    yield Moment("block", before, window.saved_at(0), window.mlp + of_head + gathered)
-    yield Moment("embedding", sums, 0, (3 if window.tied else 1) * table)
+    before = partitions if sizes.is_single else sums
+    gathered = sizes.element * 2 * layout.block_parameters * has_several
+    reduced_table = table + 4 * sizes.table * sizes.is_bf16
+    of_head = table * (sizes.tied or (is_deferred and sizes.is_single))
+    yield Moment("loss", before, sizes.saved, sizes.loss)
+    yield Moment("head", before, sizes.saved, sizes.head + table * has_several)
+    yield Moment("block", before, sizes.saved_at(0), sizes.mlp + of_head + gathered)
+    yield Moment("embedding", sums, 0, (3 if sizes.tied else 1) * table)
     if is_deferred:
         yield Moment("flush", sums, 0, held["communication"])
     else:
-        if not window.tied:
-            yield Moment("head", before, window.saved, reduced_table + window.stream + gathered)
-        reduction = window.stream + of_head + gathered + held["communication"]
-        yield Moment("reduce", before, window.saved_after_block, reduction)
+        if not sizes.tied:
+            yield Moment("head", before, sizes.saved, reduced_table + sizes.stream + gathered)
+        reduction = sizes.stream + of_head + gathered + held["communication"]
+        yield Moment("reduce", before, sizes.saved_after_block, reduction)
         yield Moment("embedding", before, 0, reduced_table)
-    yield window.step(partitions, held["optimizer_state"], flat=partitions)
+    yield sizes.step(partitions, held["optimizer_state"], flat=partitions)

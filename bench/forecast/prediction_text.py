@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from bench.forecast.choice import Answer, Choice, Question
+from bench.forecast.choice import Choice, Choices, Question
 from bench.forecast.fit import reserves
 from bench.forecast.prediction import NOT_PREDICTED
 from bench.plan.cell import among
@@ -51,21 +51,21 @@ def gib(number: float) -> str:
     return f"{number / GIB:.3g} GiB"
 
 
-def lines(question: Question, rows: Rows, answer: Answer | None) -> list[str]:
+def lines(question: Question, rows: Rows, choices: Choices) -> list[str]:
     """All that is printed."""
-    sections = _sections(question, rows, answer)
+    sections = _sections(question, rows, choices)
     return [line for section in sections for line in (*section, "")][:-1]
 
 
-def markdown(question: Question, rows: Rows, answer: Answer | None) -> str:
+def markdown(question: Question, rows: Rows, choices: Choices) -> str:
     """The same as a page; tables, the lines of a section below its first, keep their columns."""
     found = ["# Prediction"]
-    for title, *body in _sections(question, rows, answer):
+    for title, *body in _sections(question, rows, choices):
         found += [title, "```text\n" + "\n".join(body) + "\n```"] if body else [title]
     return "\n\n".join(found) + "\n"
 
 
-def _sections(question: Question, every: Rows, answer: Answer | None) -> Iterator[list[str]]:
+def _sections(question: Question, every: Rows, choices: Choices) -> Iterator[list[str]]:
     """Sentences, or a title with the lines of its table."""
     rows = [row for row in every if not row["equals"]]
     equal: dict[str, list[str]] = {}
@@ -76,14 +76,14 @@ def _sections(question: Question, every: Rows, answer: Answer | None) -> Iterato
         if peak := row.get("exact_peak_bytes"):
             apart = f"predicted: {gib(row['peak_memory_bytes'])}, {100 * (row['peak_memory_bytes'] / peak - 1):+.1f} %"
             yield [f"{row['backend']}: {gib(peak)} at the peak of rank 0, measured on fake tensors ({apart})."]
-    yield from ([sentence] for sentence in recommendation(question, rows, answer))
+    yield from ([sentence] for sentence in recommendation(question, rows, choices))
     yield from ([line] for line in _setting(question))
     yield ["GiB of a rank at its peak, and one optimizer step:", *_backends(question, rows, equal).splitlines()]
     yield from ([sentence] for sentence in _reasons(every))
-    if answer is not None:
-        yield ["The best by N and W (?: undecided, it leads):", *_elsewhere(answer).splitlines()]
+    if choices:
+        yield ["The best by N and W (?: undecided, it leads):", *_table(choices).splitlines()]
     yield ["Collectives of a step:", *_collectives(rows)]
-    yield from ([note] for note in _notes(question, bool(equal), answer is not None))
+    yield from ([note] for note in _notes(question, bool(equal), bool(choices)))
 
 
 def _setting(question: Question) -> Iterator[str]:
@@ -168,12 +168,12 @@ def _short(number: float) -> str:
     return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
 
 
-def _elsewhere(answer: Answer) -> str:
+def _table(choices: Choices) -> str:
     """The table over N and W."""
-    sizes = sorted({world_size for _, world_size in answer.elsewhere})
+    sizes = sorted({world_size for _, world_size in choices})
     rows = [["", *(f"W = {world_size}" for world_size in sizes)]]
-    for accumulate in sorted({accumulate for accumulate, _ in answer.elsewhere}):
-        found = (answer.elsewhere[accumulate, world_size] for world_size in sizes)
+    for accumulate in sorted({accumulate for accumulate, _ in choices}):
+        found = (choices[accumulate, world_size] for world_size in sizes)
         rows.append([f"N = {accumulate}", *(_best(choice) + " ?" * bool(choice.rivals) for choice in found)])
     return table(rows)
 
@@ -200,7 +200,7 @@ def _collectives(rows: Rows) -> list[str]:
     return [f"  {', '.join(names)}: {text}" for text, names in groups.items()]
 
 
-def _notes(question: Question, has_wrappers: bool, has_answer: bool) -> Iterator[str]:
+def _notes(question: Question, has_wrappers: bool, is_timed: bool) -> Iterator[str]:
     """What is assumed."""
     cell = question.cell
     if has_wrappers:
@@ -217,7 +217,7 @@ def _notes(question: Question, has_wrappers: bool, has_answer: bool) -> Iterator
         yield _reserved(question)
     if cell.world_size == 1:
         yield "One rank: the collectives that a framework still calls send nothing and take no time here."
-    if not has_answer:
+    if not is_timed:
         return
     if _has_levels(question):
         yield LEVELS
@@ -245,14 +245,14 @@ def _reserved(question: Question) -> str:
     return f"Reserve: {parts}{second}. --reserve changes the sum."
 
 
-def recommendation(question: Question, rows: Rows, answer: Answer | None) -> Iterator[str]:
+def recommendation(question: Question, rows: Rows, choices: Choices) -> Iterator[str]:
     """What to take, with the reason; if that is undecided, also the command that decides it."""
     able = [row for row in rows if not row["refusal"] and not row["defect"]]
     fitting = [row for row in able if row["fits"] is not False]
-    if not fitting or answer is None:
+    if not fitting or not choices:
         yield f"Recommendation: {_by_memory(question, fitting, able)}"
         return
-    here = answer.here
+    here = choices[question.cell.accumulate, question.cell.world_size]
     (best,) = (row for row in rows if row["backend"] == here.best)
     equal = f" (equal: {', '.join(here.equal)})" if here.equal else ""
     takes = f"{here.best}{equal}: {best['lower_s']:.4g} to {best['upper_s']:.4g} s per step"
