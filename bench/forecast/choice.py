@@ -107,7 +107,7 @@ class Question:
         found = {}
         for accumulate in sorted({*OTHER_N, self.cell.accumulate}):
             for world_size in sizes:
-                moved = [other for one in predictions if (other := one.at(accumulate, world_size)) is not None]
+                moved = [one.at(accumulate, world_size) for one in predictions if one.shards_fit(world_size)]
                 found[accumulate, world_size] = self.choose(moved)
         return found
 

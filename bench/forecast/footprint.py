@@ -260,14 +260,17 @@ def _zero2(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]:
         during = kept if sizes.is_bf16 else before
         of_head = table * sizes.tied
         new = 0 if sizes.is_bf16 else kept
-        early = new * (2 * partition > sizes.table)  # else the fullest rank has little but the table, reduced last
+        # The last rank has new gradients of its own from the start; the fullest has little but the table, reduced last.
+        last = 0 if sizes.is_bf16 else 4 * zero.overlapping(layout, ranks, ranks - 1)
+        early = max(0, last + (0 if sizes.is_single else last - kept))
         if not sizes.tied:
             yield Moment("head", during, sizes.saved, alone + buckets + early + sizes.stream)
         yield Moment("block", during, sizes.saved_at(0), sizes.mlp + buckets + early + of_head)
         flat = settings.reduce_bucket * (casts + element * (ranks > 1)) + element * sizes.mlp_weight
         reduction = sizes.stream + buckets + early + of_head + flat
         yield Moment("reduce", during, sizes.saved_after_block, reduction)
-        yield Moment("embedding", during, 0, buckets + early + (3 if sizes.tied else 1) * table)
+        own = new * (2 * partition > sizes.table)
+        yield Moment("embedding", during, 0, buckets + own + (3 if sizes.tied else 1) * table)
         yield Moment("embedding", during, 0, alone + buckets + new)
     yield Moment("step", kept, 0, 0 if sizes.is_bf16 else 4 * partition)
     yield sizes.step(4 * partition, held["optimizer_state"])
@@ -290,7 +293,8 @@ def _zero3(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]:
     yield Moment("loss", before, sizes.saved, sizes.loss)
     yield Moment("head", before, sizes.saved, sizes.head + table * has_several)
     yield Moment("block", before, sizes.saved_at(0), sizes.mlp + of_head + gathered)
-    yield Moment("embedding", sums, 0, (3 if sizes.tied else 1) * table)
+    end = sums - table * (is_deferred and sizes.is_single)
+    yield Moment("embedding", end, 0, (3 if sizes.tied else 1) * table + table * has_several)
     if is_deferred:
         yield Moment("flush", sums, 0, held["communication"])
     else:

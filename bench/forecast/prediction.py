@@ -128,15 +128,19 @@ class Prediction:
     def name(self) -> str:
         return self.backend.name
 
-    def at(self, accumulate: int, world_size: int) -> Prediction | None:
-        """The same at another N and W, with shards of HSDP as large as before; None if these do not fit."""
-        cell = at(self.cell, accumulate, world_size)
-        if cell.replicate:
-            replicas, left = divmod(world_size, self.cell.group_size(RankGroup.SHARD))
-            if left or replicas < 2:
-                return None
-            cell = dataclasses.replace(cell, replicate=replicas)
-        return dataclasses.replace(self, cell=cell)
+    def at(self, accumulate: int, world_size: int | None = None) -> Prediction:
+        """The same at another N and W, with the same micro-batch, and with shards of HSDP as large as before."""
+        cell = self.cell
+        ranks = cell.world_size if world_size is None else world_size
+        replicas = ranks // cell.group_size(RankGroup.SHARD) if cell.replicate else 0
+        batch = accumulate * cell.micro_batch_size * ranks
+        cell = dataclasses.replace(cell, accumulate=accumulate, world_size=ranks, global_batch_size=batch)
+        return dataclasses.replace(self, cell=dataclasses.replace(cell, replicate=replicas))
+
+    def shards_fit(self, world_size: int) -> bool:
+        """Whether so many ranks make several replicas with shards as large as these; only HSDP has any."""
+        shards = self.cell.group_size(RankGroup.SHARD)
+        return not self.cell.replicate or (world_size % shards == 0 and world_size > shards)
 
     @property
     def refusal(self) -> str:
@@ -164,7 +168,7 @@ class Prediction:
         cell = self.cell
         if cell.accumulate > COUNTED_N:
             further = (cell.accumulate - COUNTED_N) / (COUNTED_N // 2)
-            fewer, most = (self._with(n).traffic for n in (COUNTED_N // 2, COUNTED_N))
+            fewer, most = (self.at(n).traffic for n in (COUNTED_N // 2, COUNTED_N))
             return tuple(
                 dataclasses.replace(
                     more,
@@ -177,10 +181,6 @@ class Prediction:
         by_group = itertools.groupby(sorted(rows, key=lambda row: row.group), key=lambda row: row.group)
         return tuple(self._of_group(RankGroup(group), list(own)) for group, own in by_group)
 
-    def _with(self, accumulate: int) -> Prediction:
-        """The same at another N."""
-        return dataclasses.replace(self, cell=at(self.cell, accumulate, self.cell.world_size))
-
     def _of_group(self, group: RankGroup, rows: Sequence[Collective]) -> Traffic:
         """What a rank sends by these collectives; replicas have their ranks with the same shard in common."""
         ranks, stride = self.cell.group_size(group), self.cell.group_size(RankGroup.SHARD)
@@ -190,7 +190,7 @@ class Prediction:
     @cached_property
     def memory(self) -> Footprint:
         """A rank's memory at its peak, which is the same from N = 2 on; so is what is held."""
-        held = self._with(min(self.cell.accumulate, COUNTED_N // 2)).expectation.held
+        held = self.at(min(self.cell.accumulate, COUNTED_N // 2)).expectation.held
         return footprint(self.cell, self.layout, self.backend, held, self.activation_bytes)
 
     def equals(self, other: Prediction) -> bool:
@@ -214,12 +214,6 @@ def sent_bytes(op: str, payload_bytes: int, ranks: int, device: Device) -> float
     """
     is_whole = op == "reduce_scatter" and device is Device.CPU
     return wire_bytes("all_reduce" if is_whole else op, payload_bytes, ranks)
-
-
-def at(cell: Cell, accumulate: int, world_size: int) -> Cell:
-    """The cell with another N and W, and the same micro-batch."""
-    samples = accumulate * cell.micro_batch_size * world_size
-    return dataclasses.replace(cell, accumulate=accumulate, world_size=world_size, global_batch_size=samples)
 
 
 def predict(cell: Cell, backends: Sequence[str], activation_bytes: int | None = None) -> list[Prediction]:
