@@ -49,15 +49,6 @@ def one(backend: str, **changes: Any) -> Prediction:
     return predict(asked(**changes), [backend])[0]
 
 
-@pytest.mark.parametrize("model", ["8b", "1b", "135m"])
-@pytest.mark.parametrize("world_size", [8, 64])
-def test_deferred_holds_4p_less_a_shard_more_than_eager(model: str, world_size: int) -> None:
-    """C8 of the research sheet: 4P(1 - 1/W), but for the padding of eager's shards."""
-    deferred, eager = (one(f"fsdp2-{sync}", model=model, world_size=world_size) for sync in ("deferred", "eager"))
-    difference = deferred.expectation.held["gradients"] - eager.expectation.held["gradients"]
-    assert difference == pytest.approx(4 * SIZES[model].num_parameters * (1 - 1 / world_size), rel=2e-3)
-
-
 # Traffic.
 
 
@@ -204,13 +195,14 @@ def test_wrappers_are_named_beside_the_mechanism_that_they_equal(capsys: pytest.
     def rows(*arguments: str) -> dict[str, str]:
         assert run("--model", "8b", *ASKED, *arguments) == GOOD
         _, table = capsys.readouterr().out.split("optimizer step:\n")
+        assert "lightning-deepspeed-zero2, lightning-deepspeed-zero3: WRONG: Lightning divides the loss by N" in table
         return {line.split()[0]: line for line in table.partition("\n\n")[0].splitlines()[1:]}
 
     short = rows()
     assert short["fsdp2-eager"].endswith("= lightning-fsdp2, accelerate-fsdp2-eager, torchtitan-eager")
     assert "lightning-deepspeed-zero2 (WRONG)" in short["deepspeed-zero2-eager"] and len(short) < 16
-    assert list(rows("--all")) == BUILT_IN
-    assert list(rows("--backend", "lightning-fsdp2,fsdp2-eager")) == ["fsdp2-eager", "lightning-fsdp2"]
+    every = rows("--all")
+    assert list(every) == BUILT_IN and every["lightning-deepspeed-zero2"].endswith(" WRONG")
 
 
 def test_the_readmes_example(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -284,13 +276,6 @@ def test_a_published_step_of_hsdp_is_the_upper_bound(capsys: pytest.CaptureFixtu
     text = " ".join((ROOT / "docs/method.md").read_text().split())
     assert f"the upper bounds are {eager['upper_s']:.1f} and {deferred['upper_s']:.1f} s" in text
     assert f"that of `fsdp2-eager` is {flat['upper_s']:.1f} s" in text
-
-
-def test_what_is_wrong_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--model", "8b", *ASKED, *TIMED, "--memory", "120GiB", "--all") == GOOD
-    said = capsys.readouterr().out
-    assert re.search(r"^lightning-deepspeed-zero2 .* WRONG$", said, re.MULTILINE)
-    assert "WRONG: Lightning divides the loss by N" in said
 
 
 def test_a_reserve_of_the_memory_is_kept_free(capsys: pytest.CaptureFixture[str]) -> None:
