@@ -113,7 +113,7 @@ class Study:
         self.times = [_times(run) for run in runs]
         self.cells = [cell for cell in self.times[0] if all(cell in own for own in self.times)]
         links = [measured_link(run.manifest, self.cells[0]) for run in runs]
-        self.links = [found.link for found in links if found is not None]
+        self.links = [link for link in links if link is not None]
         self.rates = [link.bytes_per_s * link.node_size for link in self.links]
         """Bytes per second between the hosts, by run."""
         self.sweep = list(np.geomspace(min(self.rates) / 2, max(self.rates) * 2, SWEEP))
