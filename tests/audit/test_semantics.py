@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from bench.audit import semantics_files
 from bench.audit.diagnosis import observation
 from bench.audit.reading import Reading
 from bench.audit.scenario import Fault, Reduction, Scenario, load
@@ -398,7 +399,7 @@ def by_name(observations: list[dict[str, Any]]) -> Suite:
 @pytest.fixture(scope="module")
 def suite() -> Suite:
     """The shipped suite, by scenario and backend, as it was committed."""
-    return by_name(json.loads((ROOT / "results/semantics/observations.json").read_text())["observations"])
+    return by_name(semantics_files.load(ROOT / "results/semantics/observations.json")[1])
 
 
 def test_what_is_committed_is_measured_again(request: pytest.FixtureRequest, here: Command, suite: Suite) -> None:
@@ -628,7 +629,7 @@ def test_an_interrupted_suite_keeps_what_it_has_and_leaves_nothing_behind(tmp_pa
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
     assert "are kept" in process.stderr.read()
-    kept = json.loads((tmp_path / "out/observations.json").read_text())["observations"]
+    kept = semantics_files.load(tmp_path / "out/observations.json")[1]
     assert len(kept) == len(load())
     assert list(temporary.glob("accumulation-bench-*")) == []
     assert processes_with("semantics") == []
@@ -729,7 +730,6 @@ def test_the_calculator_says_what_the_backends_do(tables: list[str]) -> None:
             "--device: invalid choice: 'tpu' (choose",
         ),
         (["--samples", "4", "--micro-batch", "1", "--accumulate", "2", "--clip", "-1"], "--clip is -1.0; it must be"),
-        (["--docs", "x.md", "--samples", "4"], "--docs x.md: is written from a suite; add --suite"),
     ],
 )
 def test_wrong_input_is_refused_in_one_line(
