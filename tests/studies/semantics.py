@@ -35,8 +35,8 @@ PICTURED = ("partial-window", "resume", "exception", "zero-grad")
 """Scenarios whose weight maps are on the page."""
 INTRODUCTION = """\
 Each backend trains a model with one weight per use of a sample, by SGD with learning rate 1, so that an update \
-changes each weight by the coefficient of that sample's gradient. The right update is that of the full batch, all samples of \
-the window in one batch, whose coefficients sum to 1. A verdict without bold type leaves every update right for some \
+changes each weight by the coefficient of that sample's gradient. The right update is that of the full batch, all \
+samples of the window in one batch, whose coefficients sum to 1. A verdict without bold type leaves every update right for some \
 batch, but perhaps not for the one that was meant. In some scenarios the script makes a mistake, such as `zero_grad` \
 in mid-window, or goes on after an exception: their verdicts say what becomes of the update, not whose fault it is."""
 NOTES = """\
@@ -89,9 +89,8 @@ def question(name: str, values: Mapping[str, Any], seen: Sequence[Observation]) 
         parts = [only(one) for one in seen]
         told = [part for part in parts if not cause or part["findings"]]
         for verdict, backends in _by_text(told, _verdict).items():
-            lines.append(
-                f"- {cause}{verdict}: {some(backends) if 'right' in verdict or cause else ', '.join(backends)}"
-            )
+            names = some(backends) if cause or verdict == "right" else ", ".join(backends)
+            lines.append(f"- {cause}{verdict}: {names}")
     return lines
 
 
