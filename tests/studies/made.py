@@ -97,13 +97,6 @@ ROWS = (
         commands=("python -m tests.studies.realtrials",),
         code=(*TRAINING, *_studies("realtrials"), "tests/delayed.py"),
         minutes=57,
-        is_run=True,
-        warnings={
-            "tables": "only the journals are kept",
-            **dict.fromkeys(
-                ("drift", "noise floor", "outliers", "two modes", "verdicts"), "these runs are kept for their noise"
-            ),
-        },
     ),
     Made(
         name="throughput",
