@@ -48,7 +48,7 @@ def _positive(text: str) -> int:
 
 
 def _version(text: str) -> tuple[int, ...]:
-    from bench.audit.lint.known import version
+    from bench.audit.lint.lint_options import version
 
     try:
         return version(text)
@@ -60,16 +60,16 @@ def run(arguments: argparse.Namespace) -> int:
     """Lint the configs; 1 if there is an error or a warning."""
     from bench.audit.lint import lint, sarif
     from bench.audit.lint.config_file import EXPECTED
-    from bench.audit.lint.known import Options, installed
-    from bench.audit.lint.rules import RULES, Severity
+    from bench.audit.lint.lint_options import LintOptions, installed
+    from bench.audit.lint.rules import Severity, rules
     from bench.errors import InputError
 
     if arguments.rules:
-        print("\n".join(f"{code:7} {rule.title} ({rule.source})" for code, rule in RULES.items()))
+        print("\n".join(f"{code:7} {rule.title} ({rule.source})" for code, rule in rules().items()))
         return GOOD
     if not arguments.configs:
         raise InputError(f"lint: name at least one config: {EXPECTED}")
-    options = Options(
+    options = LintOptions(
         samples=arguments.samples,
         batch_size=arguments.micro_batch,
         world_size=arguments.world_size,

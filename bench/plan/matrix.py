@@ -7,7 +7,8 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -151,12 +152,23 @@ def _flat(document: Mapping[str, Any]) -> dict[str, Any]:
 DEFAULTS = _flat(
     MatrixFile.model_construct(None, **{k: table.model_construct() for k, table in TABLES.items()}).model_dump()
 )
-KEYS = tuple(fields.declared(MatrixFile))
+_TYPES = fields.declared(MatrixFile)
+KEYS = tuple(_TYPES)
 """All allowed keys of a matrix file, as table.key. A single optimizer may also be given under ``training``."""
 FOR_ALL = ("workload.corpus", "training.seed", "training.optimizer")
 """Keys that apply to the whole run, so groups may not set them; a group uses ``axes.optimizer`` instead."""
 IN_GROUPS = ("once", *(key for key in KEYS if "." in key and key not in FOR_ALL))
 """Keys that a group may set."""
+
+
+def type_of(key: str) -> tuple[Any, bool]:
+    """The type of a key's value, or of its items, and whether it is a list."""
+    kind, is_list = _TYPES[key], False
+    while arguments := get_args(kind):
+        is_list |= get_origin(kind) is list
+        # Of a union, a number without a fraction is the last, and a word instead of a list the first.
+        kind = arguments[get_origin(kind) in {Union, UnionType} and get_origin(arguments[0]) is Literal]
+    return kind, is_list
 
 
 @dataclass(frozen=True, kw_only=True)

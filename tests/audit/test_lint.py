@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from bench import cli
 from bench.audit.lint import config_file, lint
 from bench.audit.lint.arithmetic import equal_sum
-from bench.audit.lint.keys import known
-from bench.audit.lint.known import Options
+from bench.audit.lint.known_keys import known_keys
+from bench.audit.lint.lint_options import LintOptions
 from bench.audit.lint.logging_rules import LONGEST
 from bench.audit.lint.rates import Rates
-from bench.audit.lint.rules import RULES, LintFinding
+from bench.audit.lint.rules import LintFinding, rules
 from bench.audit.monitor import TOLERANCE, judge, measure
 from bench.audit.monitor_grid import Point, RateVerdict
 from bench.backends.base import registry
@@ -83,7 +83,7 @@ def write(folder: Path, config: Any, name: str = "") -> Path:
 
 def found(folder: Path, config: Any, **options: Any) -> list[LintFinding]:
     options = {"deepspeed": NEW, "lightning": (2, 6, 6)} | options
-    return lint([write(folder, config)], Options(**options))
+    return lint([write(folder, config)], LintOptions(**options))
 
 
 def codes(findings: list[LintFinding]) -> list[str]:
@@ -113,7 +113,7 @@ def findings_in(case: dict[str, Any], folder: Path) -> list[LintFinding]:
             files[-1].write_text(json.dumps(config) if kind == "deepspeed" else yaml.safe_dump(config))
     known = {name: case[name] for name in ("samples", "world_size", "batch_size") if name in case}
     newest = {"deepspeed": tuple(case.get("deepspeed_version", NEW))}
-    return lint(files, Options(lightning=tuple(case.get("lightning_version", (2, 6, 6))), **newest, **known))
+    return lint(files, LintOptions(lightning=tuple(case.get("lightning_version", (2, 6, 6))), **newest, **known))
 
 
 @pytest.mark.parametrize("case", CASES, ids=[f"{place}-{'-'.join(case['finds'])}" for place, case in enumerate(CASES)])
@@ -123,7 +123,7 @@ def test_corpus(tmp_path: Path, case: dict[str, Any]) -> None:
 
 
 def test_corpus_has_every_rule() -> None:
-    assert {code for case in CASES for code in case["finds"]} == RULES.keys()
+    assert {code for case in CASES for code in case["finds"]} == rules().keys()
     kinds = {kind: [case["finds"] for case in CASES if kind in case] for kind in CORPUS["bases"]}
     assert all(found.count([]) >= 10 for kind, found in kinds.items() if kind not in {"data", "auto"})
     assert len(CASES) >= 120
@@ -323,12 +323,12 @@ def test_places(tmp_path: Path) -> None:
         "    dict_kwargs:\n      window_size: 10\n"
     )
     # The DeepSpeed config is read as part of the other, not as one without a micro-batch size.
-    findings = lint([own, path], Options(deepspeed=NEW))
+    findings = lint([own, path], LintOptions(deepspeed=NEW))
     places = [(each.code, Path(each.file).name, each.line, each.key) for each in findings]
     # Nothing else in the training matters before it starts.
     assert places == [("GAS01", "ds.json", 6, "gradient_accumulation_steps")]
     own.write_text(own.read_text().replace(',\n"gradient_accumulation_steps": 4', ""))
-    findings = lint([own, path], Options(deepspeed=NEW))
+    findings = lint([own, path], LintOptions(deepspeed=NEW))
     places = [(each.code, Path(each.file).name, each.line, each.key) for each in findings]
     assert places == [
         ("DBL02", "ds.json", 2, "gradient_clipping"),
@@ -344,11 +344,11 @@ def test_sarif(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     findings = json.loads(capsys.readouterr().out)
     log = json.loads(out.read_text())
     (run,) = log["runs"]
-    rules = run["tool"]["driver"]["rules"]
-    assert log["version"] == "2.1.0" and [rule["id"] for rule in rules] == list(RULES)
+    listed = run["tool"]["driver"]["rules"]
+    assert log["version"] == "2.1.0" and [rule["id"] for rule in listed] == list(rules())
     assert len(run["results"]) == len(findings) == 2
     for result, finding in zip(run["results"], findings, strict=True):
-        assert rules[result["ruleIndex"]]["id"] == result["ruleId"] == finding["code"]
+        assert listed[result["ruleIndex"]]["id"] == result["ruleId"] == finding["code"]
         assert result["level"] in {"error", "warning", "note"} and finding["what"] in result["message"]["text"]
         (place,) = result["locations"]
         assert place["physicalLocation"]["region"] == {"startLine": finding["line"]}
@@ -390,7 +390,7 @@ def test_known_keys_are_those_of_the_frameworks() -> None:
     def fields(model: Any) -> set[str]:
         return set(model.model_fields) | {each.alias for each in model.model_fields.values() if each.alias}
 
-    names = {table: set(keys) for table, keys in known().items()}
+    names = {table: set(keys) for table, keys in known_keys().items()}
     assert names["trainer"] == set(inspect.signature(Trainer.__init__).parameters) - {"self"}
     assert names["training_arguments"] == {field.name for field in dataclasses.fields(TrainingArguments)}
     assert names["zero_optimization"] == fields(DeepSpeedZeroConfig)
@@ -526,7 +526,7 @@ def test_merge_keys_and_anchors(tmp_path: Path) -> None:
         "base: &base\n  accumulate_grad_batches: 4\n  devices: 1\n"
         "trainer:\n  <<: *base\n  strategy: deepspeed\n  devices: 2\n"
     )
-    (finding,) = lint([path], Options(deepspeed=NEW))
+    (finding,) = lint([path], LintOptions(deepspeed=NEW))
     assert finding.code == "DBL01" and "1/16" in finding.what and finding.line == 6
 
 
@@ -550,7 +550,8 @@ SMALL = st.one_of(
 def test_json_lines(value: Any) -> None:
     """Each key of a JSON text has the line where it stands, whatever the strings around it are."""
     text = json.dumps({"top": value, 'a"b,{[': 1}, indent=1)
-    lines = config_file._json_lines(text, "c.json")
+    values, lines = config_file._parse(text, "c.json", is_json=True)
+    assert repr(values) == repr(json.loads(text))
     content = text.split("\n")
 
     def walk(here: Any, path: tuple[str, ...]) -> None:

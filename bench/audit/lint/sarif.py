@@ -8,7 +8,8 @@ from typing import Any
 from urllib.parse import quote
 
 import bench
-from bench.audit.lint.rules import RULES, LintFinding, Severity
+from bench.audit.lint.rules import LintFinding, Severity
+from bench.audit.lint.rules import rules as lint_rules
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/os/schemas/sarif-schema-2.1.0.json"
 LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "note"}
@@ -23,7 +24,7 @@ def log(findings: Sequence[LintFinding]) -> dict[str, Any]:
             "help": {"text": f"Source: {rule.source}"},
             "defaultConfiguration": {"level": LEVELS[rule.severity]},
         }
-        for code, rule in RULES.items()
+        for code, rule in lint_rules().items()
     ]
     driver = {"name": "accumulation-bench lint", "version": bench.__version__, "rules": rules}
     run = {"tool": {"driver": driver}, "results": [_result(finding) for finding in findings]}
@@ -33,7 +34,7 @@ def log(findings: Sequence[LintFinding]) -> dict[str, Any]:
 def _result(finding: LintFinding) -> dict[str, Any]:
     return {
         "ruleId": finding.code,
-        "ruleIndex": list(RULES).index(finding.code),
+        "ruleIndex": list(lint_rules()).index(finding.code),
         "level": LEVELS[finding.severity],
         "message": {"text": f"{finding.what}. Fix: {finding.fix}. Proof: {finding.proof}"},
         "locations": [
