@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from bench import fields
+from bench import validation
 from bench.errors import InputError
 from bench.run.manifest import Manifest
 
@@ -75,7 +75,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         )
     if version == OLDER_VERSION:
         manifest |= {"schema_version": SCHEMA_VERSION, UPGRADED: version}
-    fields.read(Manifest, manifest, f"{path}: ")
+    validation.read(Manifest, manifest, f"{path}: ")
     if version == OLDER_VERSION and "values" in manifest.get("matrix", {}):
         manifest["matrix"]["values"]["inactivity_s"] = 0
     return manifest

@@ -6,10 +6,10 @@ from typing import Annotated, Any
 
 from typing_extensions import TypedDict
 
-from bench.fields import Flag, Must, Natural, Number
 from bench.plan.cell import Cell
 from bench.plan.schedule import Look
 from bench.run.links import TimedCollective
+from bench.validation import Expect, Flag, Natural, Number
 
 
 class _Matrix(TypedDict, total=False):
@@ -94,6 +94,6 @@ class Manifest(TypedDict, total=False):
     once: list[str]
     looks: list[Look] | None
     ended_by: str | None
-    noise_floor: dict[str, Annotated[str | Flag | Number | None, Must("a string, a number, true or false")]] | None
+    noise_floor: dict[str, Annotated[str | Flag | Number | None, Expect("a string, a number, true or false")]] | None
     parent_peak_bytes: Natural | None
     journal_sha256: str | None
