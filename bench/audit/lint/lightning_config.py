@@ -144,7 +144,7 @@ def read(root: ConfigPart, options: LintOptions) -> LightningConfig:
 def _strategy_name(place: ConfigPart) -> str:
     """The name of the strategy or its class, in lower case."""
     value = place.value
-    name = place.at("class_path").word() if isinstance(value, Mapping) else value or ""
+    name = place.at("class_path").word() if isinstance(value, Mapping) else "" if value is None else value
     if not isinstance(name, str) or (isinstance(value, Mapping) and not name):
         place.refuse("a name such as deepspeed_stage_2, or class_path and init_args")
     return (name.rpartition(".")[2] if isinstance(value, Mapping) else name).lower()
