@@ -361,7 +361,7 @@ def test_hint_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     ("arguments", "words"),
     [
         ([], "name at least one config"),
-        (["{}", "--samples", "0"], "argument --samples: '0' is not an integer of at least 1"),
+        (["{}", "--samples", "0"], "argument --samples: '0' is not an integer from 1 to"),
         (["{}", "--world-size", "two"], "argument --world-size: 'two'"),
         (["{}", "--deepspeed-version", "new"], "'new' is no version such as 0.18.2"),
     ],

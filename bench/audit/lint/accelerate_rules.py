@@ -11,24 +11,13 @@ from bench.audit.lint.arithmetic import batches_per_epoch, windows_of
 from bench.audit.lint.config_file import AUTO, ConfigPart
 from bench.audit.lint.deepspeed_config import DeepSpeedConfig, deepspeed_keys, deepspeed_part
 from bench.audit.lint.hugging_face_rules import SameValue, TrainerArguments
-from bench.audit.lint.known_keys import Keys
+from bench.audit.lint.known_keys import Keys, known_keys
 from bench.audit.lint.lint_options import LintOptions
 from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule
-from bench.audit.lint.sum_rules import sum_of
+from bench.audit.lint.sum_rules import GradientSum
 from bench.audit.training import LARGEST_ACCUMULATE
 
 PLUGIN = "accelerate/utils/dataclasses.py DeepSpeedPlugin"
-BESIDE = (
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "zero_stage",
-    "offload_optimizer_device",
-    "offload_param_device",
-    "offload_param_nvme_path",
-    "offload_optimizer_nvme_path",
-    "zero3_save_16bit_model",
-)
-"""Keys that must not stand beside ``deepspeed_config_file``."""
 ACCELERATOR = "accelerate/accelerator.py"
 NONE = "none"
 
@@ -104,7 +93,7 @@ def subjects(root: ConfigPart, options: LintOptions, trainer: ConfigPart | None 
         yield SameValue(clip, arguments.clip, "max_grad_norm")
     precision = root.at("mixed_precision")
     place = precision if precision.given else inner
-    yield from sum_of(_with_dtype(engine, precision, given), both.n, options, ranks, place)
+    yield GradientSum(_with_dtype(engine, precision, given), both.n, options, ranks, place)
 
 
 def _engine(inner: ConfigPart) -> DeepSpeedConfig:
@@ -148,7 +137,8 @@ def _schedule(several: AccelerateRanks) -> Iterator[Found]:
 
 @rule("MIS02", ERROR, "settings beside deepspeed_config_file", PLUGIN)
 def _beside(both: AccelerateDeepSpeed) -> Iterator[Found]:
-    beside = [*(both.inner.at(key) for key in BESIDE), both.root.at("mixed_precision")]
+    settings = [key for key in known_keys()["deepspeed_config"] if not key.startswith(("deepspeed_", "zero3_init"))]
+    beside = [*map(both.inner.at, settings), both.root.at("mixed_precision")]
     for place in beside if both.given is not None else ():
         if place.given:
             file = both.file_name.value

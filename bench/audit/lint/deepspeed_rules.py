@@ -13,7 +13,7 @@ from bench.audit.lint.deepspeed_config import DeepSpeedConfig, deepspeed_keys
 from bench.audit.lint.lint_options import LintOptions, written
 from bench.audit.lint.proof import ENGINE_CONFIG, SmallRun
 from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule
-from bench.audit.lint.sum_rules import sum_of
+from bench.audit.lint.sum_rules import GradientSum
 from bench.audit.stepcount import updates
 
 SILENT_CLIP = (0, 19, 3)
@@ -46,7 +46,7 @@ def subjects(part: ConfigPart, options: LintOptions) -> Iterator[object]:
     yield from deepspeed_keys(part)
     training = DeepSpeedAlone(config, options)
     yield training
-    yield from sum_of(config, training.accumulate, options, options.world_size)
+    yield GradientSum(config, training.accumulate, options, options.world_size)
 
 
 @rule("BAT02", INFO, "no batch size", f"{ENGINE_CONFIG} _set_batch_related_parameters")

@@ -19,7 +19,7 @@ from bench.audit.lint.deepspeed_rules import SILENT_CLIP
 from bench.audit.lint.known_keys import Keys
 from bench.audit.lint.lint_options import LintOptions
 from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule
-from bench.audit.lint.sum_rules import sum_of
+from bench.audit.lint.sum_rules import GradientSum
 from bench.audit.training import LARGEST_ACCUMULATE, ceil
 
 TRAINER, ARGUMENTS = "transformers/trainer.py", "transformers/training_args.py"
@@ -126,7 +126,7 @@ def subjects(part: ConfigPart, options: LintOptions) -> Iterator[object]:
         for name, is_on in arguments.dtypes.items()
     }
     engine = dataclasses.replace(engine, bf16=dtypes["bf16"], fp16=dtypes["fp16"])
-    yield from sum_of(engine, n, options, ranks)
+    yield GradientSum(engine, n, options, ranks)
 
 
 @rule("MIS01", ERROR, "DeepSpeed and TrainingArguments differ", "transformers/integrations/deepspeed.py")

@@ -14,7 +14,7 @@ from bench.audit.lint.lightning_config import LightningConfig
 from bench.audit.lint.lint_options import LintOptions
 from bench.audit.lint.proof import ENGINE, ENGINE_CONFIG, SmallRun
 from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule
-from bench.audit.lint.sum_rules import GradientSum, in_16_bits, sum_of
+from bench.audit.lint.sum_rules import GradientSum, in_16_bits
 
 LARGEST_CLIP = 1e6
 """A higher clipping threshold is meant to log the norm, not to clip."""
@@ -52,20 +52,20 @@ def subjects(root: ConfigPart, options: LintOptions) -> Iterator[object]:
             yield from deepspeed_keys(engine.part)
         yield LightningDeepSpeed(training, engine)
         if training.schedule is None:
-            yield from _sum(training, engine)
+            yield _sum(training, engine)
     yield from window_rules.subjects(training)
     if training.monitor is not None:
         yield logging_rules.Monitored(training, training.monitor)
 
 
-def _sum(training: LightningConfig, engine: DeepSpeedConfig) -> Iterator[GradientSum]:
+def _sum(training: LightningConfig, engine: DeepSpeedConfig) -> GradientSum:
     """Sums under DeepSpeed, whose dtype is the Trainer's precision unless its own config has that dtype's part."""
     place = training.trainer.at("strategy")
     is_bf16, is_fp16 = (training.precision.startswith(name) for name in ("bf16", "16"))
     if (is_bf16 or is_fp16) and not engine.part.at("bf16" if is_bf16 else "fp16").given:
         engine = dataclasses.replace(engine, bf16=is_bf16, fp16=is_fp16)
         place = training.trainer.at("precision")
-    return sum_of(engine, training.accumulate, training.options, training.world_size, place)
+    return GradientSum(engine, training.accumulate, training.options, training.world_size, place)
 
 
 @rule("ACC01")

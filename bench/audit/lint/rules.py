@@ -86,12 +86,13 @@ def rules() -> dict[str, Rule]:
 
 def findings(subjects: Iterable[object]) -> list[LintFinding]:
     """What the rules find in one training, whose parts are the subjects; only what stops it, if anything does."""
-    found = [
-        LintFinding.of(each.code or code, each)
-        for subject in subjects
-        for check, code in _CHECKS[type(subject).__name__].items()
-        for each in check(subject)
-    ]
+    found = []
+    for subject in subjects:
+        for check, default in _CHECKS[type(subject).__name__].items():
+            for place, what, fix, proof, severity, given in check(subject):
+                code = given or default
+                level = severity or _RULES[code].severity
+                found.append(LintFinding(code, level, place.file, place.line, place.key, what, fix, proof))
     return [each for each in found if each.stops] or found
 
 
@@ -109,13 +110,6 @@ class LintFinding:
     what: str
     fix: str
     proof: str
-
-    @classmethod
-    def of(cls, code: str, found: Found) -> LintFinding:
-        """What a rule has found."""
-        place, what, fix, proof, severity, _ = found
-        severity = severity or _RULES[code].severity
-        return cls(code, severity, place.file, place.line, place.key, what, fix, proof)
 
     @property
     def stops(self) -> bool:

@@ -28,14 +28,19 @@ NEEDS_FP32_SUM = "DeepSpeed 0.19.8 or newer, or ZeRO-3"
 
 @dataclass(frozen=True)
 class GradientSum:
-    """How DeepSpeed adds the gradients of a window of several micro-batches."""
+    """How DeepSpeed adds the gradients of a window."""
 
     config: DeepSpeedConfig
-    n: int
+    accumulate: int | None
     options: LintOptions
     world_size: int | None
     otherwise: ConfigPart | None = None
     """The key that sets dtype and stage where the DeepSpeed config itself does not."""
+
+    @property
+    def n(self) -> int:
+        """N, or 1 if it is unknown."""
+        return self.accumulate or 1
 
     def place(self, key: str) -> ConfigPart:
         """Where a key of the DeepSpeed config is set."""
@@ -43,24 +48,12 @@ class GradientSum:
         return place if place.given or self.otherwise is None else self.otherwise
 
 
-def sum_of(
-    config: DeepSpeedConfig,
-    accumulate: int | None,
-    options: LintOptions,
-    world_size: int | None,
-    otherwise: ConfigPart | None = None,
-) -> Iterator[GradientSum]:
-    """The sum of a window's gradients, if there are several."""
-    if accumulate is not None and accumulate > 1:
-        yield GradientSum(config, accumulate, options, world_size, otherwise)
-
-
 @rule("ACC01", WARNING, "gradients are summed in 16 bits", f"{ENGINE} get_data_types; DeepSpeed #1800")
 @rule("ACC02", ERROR, "fp32 sum of 16-bit gradients without ZeRO", f"{ENGINE} _do_optimizer_sanity_check")
 def _dtype(gradients: GradientSum) -> Iterator[Found]:
     config, number = gradients.config, gradients.options.deepspeed
     dtype, place = "bf16" if config.bf16 else "fp16", config.part.at("data_types.grad_accum_dtype")
-    if not (config.bf16 or config.fp16):
+    if gradients.n == 1 or not (config.bf16 or config.fp16):
         return
     if config.accumulation_dtype in FP32 and config.stage == 0:
         yield Found(
@@ -98,7 +91,7 @@ BF16_SOURCE = "docs/versions.md; deepspeed/runtime/zero/stage_1_and_2.py"
 @rule("VER03", WARNING, "ZeRO-2 sums in bf16 in spite of the config", BF16_SOURCE)
 def _versions(gradients: GradientSum) -> Iterator[Found]:
     config, n, number = gradients.config, gradients.n, gradients.options.deepspeed
-    if number is None:
+    if number is None or n == 1:
         return
     place = gradients.place("zero_optimization.stage")
     if config.stage == 2 and not config.offload and LAST_ONLY[0] <= number < LAST_ONLY[1]:
