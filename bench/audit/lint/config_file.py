@@ -51,7 +51,6 @@ DEEPSPEED_KEYS = {
     "data_types",
 }
 """Every DeepSpeed config has one of these; other JSON may have gradient_accumulation_steps too."""
-DEEPSPEED_TABLES = {"bf16", "fp16"}
 ACCELERATE_KEYS = {"compute_environment", "distributed_type"}
 HUGGING_FACE_KEYS = {
     "per_device_train_batch_size",
@@ -195,14 +194,14 @@ def load(file: Path) -> tuple[ConfigKind, ConfigPart]:
         raise InputError(f"{file}:1: TOML is not read: torchtitan v0.2.2 was the last to use it; give {EXPECTED}")
     if suffix not in {".yaml", ".yml", ".json"}:
         raise InputError(f"{file}:1: is not a known kind of config; give {EXPECTED}")
-    config = _read(file, is_json=suffix == ".json")
+    config = read_file(file, is_json=suffix == ".json")
     keys = config.values.keys()
     for root in (config, config.at("fit")):
         if isinstance(root.value, dict) and "trainer" in root.value:
             return ConfigKind.LIGHTNING, root
     if keys & ACCELERATE_KEYS:
         return ConfigKind.ACCELERATE, config
-    has_tables = any(isinstance(config.at(name).value, dict) for name in DEEPSPEED_TABLES)
+    has_tables = any(isinstance(config.at(name).value, dict) for name in ("bf16", "fp16"))
     if suffix == ".json" and (keys & DEEPSPEED_KEYS or has_tables):
         return ConfigKind.DEEPSPEED, config
     if keys & HUGGING_FACE_KEYS:
@@ -214,12 +213,8 @@ def load(file: Path) -> tuple[ConfigKind, ConfigPart]:
     )
 
 
-def load_deepspeed(file: Path) -> ConfigPart:
-    """Read the DeepSpeed config that another config names. Raises InputError as ``load`` does."""
-    return _read(file, is_json=True)
-
-
-def _read(file: Path, *, is_json: bool) -> ConfigPart:
+def read_file(file: Path, *, is_json: bool) -> ConfigPart:
+    """Read a config file of any kind. Raises InputError as ``load`` does."""
     content = files.read(file, str(file), "name a config file")
     if len(content) > MAX_BYTES:
         raise InputError(f"{file}:1: is larger than {MAX_BYTES >> 10} KiB; a config must be smaller")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.audit.lint.config_file import AUTO, ConfigPart, load_deepspeed
+from bench.audit.lint.config_file import AUTO, ConfigPart, read_file
 from bench.audit.lint.known_keys import Keys
 from bench.audit.training import LARGEST_ACCUMULATE
 
@@ -84,7 +84,7 @@ def deepspeed_part(place: ConfigPart) -> ConfigPart | None:
         found = None
     if found is None:
         place.refuse("the path of a DeepSpeed JSON, from here or from beside the config")
-    return load_deepspeed(found)
+    return read_file(found, is_json=True)
 
 
 def deepspeed_keys(part: ConfigPart) -> Iterator[Keys]:

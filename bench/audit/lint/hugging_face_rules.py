@@ -180,29 +180,27 @@ def _optimizer(arguments: TrainerArguments) -> Iterator[Found]:
 
 
 @rule("BAT04", WARNING, "a micro-batch is split among the ranks", "transformers/training_args.py; accelerate")
-def _split_batches(arguments: TrainerArguments) -> Iterator[Found]:
+@rule("BAT05", WARNING, "effective batch that changes by itself", TRAINER)
+def _batches(arguments: TrainerArguments) -> Iterator[Found]:
     n, micro = arguments.accumulate, arguments.micro
     if arguments.is_split and arguments.world_size != 1:
-        ranks = arguments.world_size or "the number of"
         yield Found(
             arguments.part.at("accelerator_config.split_batches"),
-            f"split_batches divides each batch of {micro} among {ranks} ranks: a window has {micro} x {n} = "
-            f"{micro * n} samples, and not as many on each rank",
+            f"split_batches divides each batch of {micro} among {arguments.world_size or 'the number of'} ranks: a "
+            f"window has {micro} x {n} = {micro * n} samples, and not as many on each rank",
             "set split_batches to false, or per_device_train_batch_size to the batch of all ranks",
             f"{ARGUMENTS}: 'split_batches=True will override the per_device_train_batch_size'",
+            code="BAT04",
         )
-
-
-@rule("BAT05", WARNING, "effective batch that changes by itself", TRAINER)
-def _smaller_batch(arguments: TrainerArguments) -> Iterator[Found]:
     place = arguments.part.at("auto_find_batch_size")
     if place.flag(default=False):
         yield Found(
             place,
-            f"out of memory, the Trainer trains with a smaller micro-batch than {arguments.micro} but the same N = "
-            f"{arguments.accumulate}: the effective batch shrinks, and the steps per epoch grow",
+            f"out of memory, the Trainer trains with a smaller micro-batch than {micro} but the same N = {n}: the "
+            "effective batch shrinks, and the steps per epoch grow",
             "find the largest micro-batch once, set it, and scale gradient_accumulation_steps up by as much",
             f"{TRAINER} _inner_training_loop takes the smaller batch and keeps gradient_accumulation_steps",
+            code="BAT05",
         )
 
 
@@ -265,29 +263,30 @@ def _ignored_clip(both: TrainerDeepSpeed) -> Iterator[Found]:
 
 
 @rule("TOK01", WARNING, "tokens weighed by rank", f"{TRAINER} _get_num_items_in_batch; transformers #34191")
-def _tokens(arguments: TrainerArguments) -> Iterator[Found]:
-    place, n = arguments.part.at("average_tokens_across_devices"), arguments.accumulate
-    if n > 1 and not place.flag(default=True) and arguments.world_size != 1:
+@rule("MEM01", INFO, "unsharded gradients between micro-batches", f"{TRAINER}; accelerate no_sync")
+def _accumulation(arguments: TrainerArguments) -> Iterator[Found]:
+    part, n = arguments.part, arguments.accumulate
+    if n == 1:
+        return
+    place = part.at("average_tokens_across_devices")
+    if not place.flag(default=True) and arguments.world_size != 1:
         yield Found(
             place,
             f"each rank divides by the tokens of its own {n} micro-batches, and the ranks are then averaged: a token "
             "weighs more on a rank with fewer tokens than the others",
             "remove it: the default, true, divides by the tokens of all ranks",
             f"{TRAINER} _get_num_items_in_batch",
+            code="TOK01",
         )
-
-
-@rule("MEM01", INFO, "unsharded gradients between micro-batches", f"{TRAINER}; accelerate no_sync")
-def _unsharded(arguments: TrainerArguments) -> Iterator[Found]:
-    place, n = arguments.part.at("fsdp"), arguments.accumulate
-    eager = arguments.part.at("accelerator_config.gradient_accumulation_kwargs.sync_each_batch")
-    if n > 1 and place.value and not eager.flag(default=False):
+    eager = part.at("accelerator_config.gradient_accumulation_kwargs.sync_each_batch")
+    if part.at("fsdp").value and not eager.flag(default=False):
         yield Found(
-            place,
+            part.at("fsdp"),
             f"the first {n - 1} of {n} micro-batches are not reduced: between them each rank holds the gradients of "
             "all parameters unsharded",
             "if memory is short, set accelerator_config.gradient_accumulation_kwargs.sync_each_batch to true, which "
             "reduces after every micro-batch",
             "python -m bench predict --model 8b --world-size 8 --accumulate 4 --sequence 4096 --precision bf16 "
             "(compare the peaks of fsdp2-deferred and fsdp2-eager)",
+            code="MEM01",
         )

@@ -21,7 +21,8 @@ SOURCE = "bench/audit/lint/keys.toml"
 @cache
 def known_keys() -> dict[str, list[str]]:
     """The keys of each part of a config, by the names that keys.toml gives to the parts."""
-    return tomllib.loads((Path(__file__).parent / "keys.toml").read_text())
+    tables = tomllib.loads((Path(__file__).parent / "keys.toml").read_text())
+    return {name: keys.split() for name, keys in tables.items()}
 
 
 @dataclass(frozen=True)

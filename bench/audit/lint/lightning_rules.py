@@ -35,11 +35,6 @@ class LightningDeepSpeed:
         """The user's own DeepSpeed config."""
         return self.engine.part
 
-    @property
-    def divides_twice(self) -> bool:
-        """Whether the loss is divided by N in Lightning's closure and again in the engine's backward."""
-        return self.training.accumulate > 1 and self.training.schedule is None
-
 
 def subjects(root: ConfigPart, options: LintOptions) -> Iterator[object]:
     """What rules are about in a LightningCLI config. Raises InputError for a wrong value."""
@@ -244,33 +239,34 @@ TWICE = f"lightning/pytorch/loops/optimization/automatic.py; {ENGINE} backward"
 
 
 @rule("DBL01", ERROR, "loss divided by N twice", TWICE)
-def _twice(both: LightningDeepSpeed) -> Iterator[Found]:
-    if both.divides_twice:
-        n, backend = both.training.accumulate, both.training.backend
-        corrected = ["lightning-deepspeed-zero2-corrected"] if backend == "lightning-deepspeed-zero2" else []
-        yield Found(
-            both.training.trainer.at("strategy"),
-            f"Lightning divides the loss by N = {n}, and DeepSpeed divides it again: each micro-batch weighs 1/{n**2} "
-            f"instead of 1/{n}, so the gradient is {n} times too small. SGD takes steps {n} times too short; Adam "
-            "hides it, except in eps, logged gradient norms and clipping",
-            f"return loss * {n} (self.trainer.accumulate_grad_batches) from training_step, and log the loss without "
-            "that factor",
-            SmallRun.of(n).command("lightning-ddp", backend, *corrected),
-        )
-
-
 @rule("DBL02", WARNING, "clipping threshold N times too high", "as DBL01: the norm is N times too small")
-def _clipped_small(both: LightningDeepSpeed) -> Iterator[Found]:
-    n, place, clip = both.training.accumulate, both.given.at("gradient_clipping"), both.engine.clip
+def _twice(both: LightningDeepSpeed) -> Iterator[Found]:
+    """The loss is divided by N in Lightning's closure and again in the engine's backward."""
+    training, n, backend = both.training, both.training.accumulate, both.training.backend
+    if n == 1 or training.schedule is not None:
+        return
+    small = SmallRun.of(n)
+    corrected = ["lightning-deepspeed-zero2-corrected"] if backend == "lightning-deepspeed-zero2" else []
+    yield Found(
+        training.trainer.at("strategy"),
+        f"Lightning divides the loss by N = {n}, and DeepSpeed divides it again: each micro-batch weighs 1/{n**2} "
+        f"instead of 1/{n}, so the gradient is {n} times too small. SGD takes steps {n} times too short; Adam hides "
+        "it, except in eps, logged gradient norms and clipping",
+        f"return loss * {n} (self.trainer.accumulate_grad_batches) from training_step, and log the loss without that "
+        "factor",
+        small.command("lightning-ddp", backend, *corrected),
+        code="DBL01",
+    )
+    place, clip = both.given.at("gradient_clipping"), both.engine.clip
     if not place.given:
-        place, clip = both.training.trainer.at("gradient_clip_val"), both.training.clip
+        place, clip = training.trainer.at("gradient_clip_val"), training.clip
     # A threshold that no gradient reaches clips nothing anyway.
-    if both.divides_twice and clip and clip <= LARGEST_CLIP:
-        small = SmallRun.of(n)
+    if clip and clip <= LARGEST_CLIP:
         yield Found(
             place,
             f"the norm that is compared with {clip:g} is {n} times too small (DBL01): only a gradient of norm above "
             f"{n} x {clip:g} = {n * clip:g} is clipped",
             f"correct the loss (DBL01), or clip at {clip:g} / {n} = {clip / n:g}",
-            small.command("lightning-ddp", both.training.backend, clip=small.clip),
+            small.command("lightning-ddp", backend, clip=small.clip),
+            code="DBL02",
         )
