@@ -42,9 +42,9 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the citation; 1 if the journal was changed after the run."""
     from bench.judge.integrity import Level, journal_findings
-    from bench.judge.loading import hashed, load
+    from bench.judge.loading import load
 
-    found = hashed(load(arguments.run), arguments.run)
+    found = load(arguments.run)
     citation = _cited(arguments, found)
     for one in journal_findings(arguments.run, found, len(found.tables.trials)):
         if one.level is Level.ERROR:
@@ -59,14 +59,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _cited(arguments: argparse.Namespace, found: Run) -> Citation:
-    from bench.judge.quoting import find_cell
+    from bench.judge.quotes import find_cell
     from bench.report.citation import cite, cite_plot
 
     if arguments.plot is not None:
         if arguments.cells:
             raise InputError("--plot: cites a figure alone; leave out CELL")
         folder = plots_folder(arguments.run)
-        names = sorted(path.stem for path in folder.glob("*.svg"))
+        names = sorted(path.stem for path in folder.glob("*.png"))
         if arguments.plot not in names:
             hint = f"use one of {', '.join(names)}" if names else f"draw it: python -m bench report {arguments.run}"
             raise InputError(f"--plot '{arguments.plot}': is not in {folder}; {hint}")

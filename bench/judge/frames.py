@@ -1,4 +1,8 @@
-"""A run as pandas frames, for notebooks: the result of ``bench.load``."""
+"""A run as pandas frames: the result of ``bench.load``, and the one frame of cells that all reports read.
+
+A cell is ``ok`` if all its trials are. One with good and failed trials is shown with its failure and with the number of
+its good trials, of which its numbers are: ``CellEvidence.outcome``.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,13 @@ from typing import Any
 
 import pandas as pd
 
-from bench.judge.loading import Run, hashed, load
-from bench.judge.pairs import record
-from bench.judge.quoting import Quotes, place_of
-from bench.judge.samples import tokens_per_step
-from bench.judge.standing import Standing, standing
-from bench.judge.tables import frame_of
+from bench.judge.baseline import AgainstBaseline, against_baseline
+from bench.judge.loading import Run, load
+from bench.judge.pairs import ComparedPair, record
+from bench.judge.quotes import Quotes, place_of
+from bench.judge.tables import frame_of, good_trials
 from bench.plan.cell import Status
+from bench.plan.column import Over
 from bench.plan.columns import COLUMNS, FRAMES
 
 
@@ -29,16 +33,9 @@ class Frames(Mapping[str, pd.DataFrame]):
         self.run, self.folder = run, folder
         self.run_id = run.name
         self.manifest: Mapping[str, Any] = run.manifest
-        self.trials = run.tables.trials
-        """One row per trial."""
-        self.steps = run.tables.steps
-        """One row per trial and timed optimizer step."""
-        self.losses = run.tables.losses
-        """One row per trial and optimizer step."""
-        self.collectives = run.tables.collectives
-        """One row per trial, operation and dtype."""
-        self.memory = run.tables.memory
-        """One row per trial and category."""
+        tables = run.tables
+        self.trials, self.steps, self.losses = tables.trials, tables.steps, tables.losses
+        self.collectives, self.memory = tables.collectives, tables.memory
 
     def __getitem__(self, name: str) -> pd.DataFrame:
         if name not in FRAMES:
@@ -58,59 +55,83 @@ class Frames(Mapping[str, pd.DataFrame]):
     @cached_property
     def ratios(self) -> pd.DataFrame:
         """One row per cell and baseline."""
-        return frame_of("ratios", [record(row) for row in self._standing.rows])
+        return frame_of("ratios", [record(row) for row in self._against_baseline.rows])
 
     @cached_property
     def cells(self) -> pd.DataFrame:
         """One row per cell."""
-        return cells_frame(Quotes(self.run), self._standing)
+        return cells_frame(Quotes(self.run), self._against_baseline)
 
     @cached_property
-    def _standing(self) -> Standing:
-        return standing(self.run)
+    def _against_baseline(self) -> AgainstBaseline:
+        return against_baseline(self.run)
 
 
 def read(folder: str | Path) -> Frames:
     """The frames of a run's folder. Raises InputError if it is no run, or its journal was truncated or edited."""
     path = Path(folder)
-    return Frames(hashed(load(path), path), path)
+    return Frames(load(path), path)
 
 
-def cells_frame(quotes: Quotes, against: Standing) -> pd.DataFrame:
-    """One row per cell: its quotable numbers, and its ratio to the baseline of ``against``."""
-    rows, tokens = against.by_cell, tokens_per_step(quotes.run.tables.trials)
-    cells = quotes.run.cells
-    return frame_of("cells", [_cell_row(quotes, cell_id, rows.get(cell_id), tokens[cell_id]) for cell_id in cells])
+def cells_frame(quotes: Quotes, against: AgainstBaseline) -> pd.DataFrame:
+    """The frame: what may be said of each cell, its ratio to the baseline of ``against``, and facts of its trials."""
+    run, trials = quotes.run, quotes.run.tables.trials
+    rows = pd.DataFrame([_row(quotes, cell_id, against.by_cell.get(cell_id)) for cell_id in run.cells])
+    found = rows.set_index("cell_id", drop=False).join(_over_trials(trials))
+    # A cell whose step time may not be cited shows no times at all.
+    found.loc[found["step_time_s"].isna(), ["fastest_s", "slowest_s"]] = None
+    tokens = (trials["tokens_per_s"] * trials["step_time_s"]).groupby(trials["cell_id"]).first().round()
+    found["tokens_per_s"] = tokens / found["step_time_s"].astype("Float64")
+    return frame_of("cells", found.reset_index(drop=True))
 
 
-def _cell_row(quotes: Quotes, cell_id: str, row: Any, tokens: Any) -> dict[str, Any]:
-    quote = quotes.cell(cell_id)
-    first = next((trial for trial in quotes.trials(cell_id) if trial["status"] != Status.OK), quote.trial)
-    time, ratio = quote.time, None if row is None else row.time
-    values = {name: quote.trial[name] for name in COLUMNS["cells"] if name in quote.trial}
-    values |= {
-        "label": quotes.run.labels[cell_id],
-        "status": first["status"],
-        "reason": first["reason"],
-        "comparable": not quote.barred and quote.num_ok > 0,
-        "num_ok": quote.num_ok,
-        "num_trials": quote.num_trials,
+def _over_trials(trials: pd.DataFrame) -> pd.DataFrame:
+    """The columns that cells have from their trials, by cell_id."""
+    names = {over: [name for name, column in COLUMNS["trials"].items() if column.aggregation is over] for over in Over}
+    every, good = trials.groupby("cell_id"), good_trials(trials).groupby("cell_id")
+    sound = trials[trials["status"] == Status.OK].groupby("cell_id")["step_time_s"]
+    others = 100 * (trials["foreign_cores"] + trials["stolen_cores"]) / trials["num_cpus"]
+    return pd.concat(
+        [
+            every[names[Over.FIRST]].first(),
+            good[names[Over.MEDIAN]].median(),
+            every[names[Over.MAX]].max(),
+            sound.min().rename("fastest_s"),
+            sound.max().rename("slowest_s"),
+            others.groupby(trials["cell_id"]).median().rename("others_percent"),
+        ],
+        axis=1,
+    )
+
+
+def _row(quotes: Quotes, cell_id: str, pair: ComparedPair | None) -> dict[str, Any]:
+    quote, run = quotes.cell(cell_id), quotes.run
+    side, time = run.evidence.of(quote.cell), quote.time
+    row = {
+        "cell_id": cell_id,
+        "label": run.labels[cell_id],
+        "status": side.status,
+        "reason": side.reason,
+        "outcome": side.outcome,
+        "comparable": not quote.barred and side.num_ok > 0,
+        "num_ok": side.num_ok,
+        "num_trials": side.num_trials,
         "step_time_s": None if time is None else time.seconds,
         "step_time_low_s": None if time is None else time.low,
         "step_time_high_s": None if time is None else time.high,
-        "tokens_per_s": None if time is None else tokens / time.seconds,
         "peak_memory_bytes": quote.peak_memory_bytes,
         "peak_memory_source": quote.peak_memory_source or None,
         "caveats": "; ".join(quote.caveats),
-        "citation": place_of(quotes.run.name, cell_id),
+        "citation": place_of(run.name, cell_id),
     }
-    if row is not None:
-        values |= {
-            "baseline": row.pair.a.backend,
-            "ratio": None if ratio is None else ratio.ratio,
-            "ratio_low": None if ratio is None else ratio.low,
-            "ratio_high": None if ratio is None else ratio.high,
-            "verdict": str(row.judgement.verdict),
-            "verdict_reason": str(row.judgement.reason),
-        }
-    return values
+    if pair is None:
+        return row
+    ratio = pair.time
+    return row | {
+        "baseline": pair.pair.a.backend,
+        "ratio": None if ratio is None else ratio.ratio,
+        "ratio_low": None if ratio is None else ratio.low,
+        "ratio_high": None if ratio is None else ratio.high,
+        "verdict": str(pair.judgement.verdict),
+        "verdict_reason": str(pair.judgement.reason),
+    }

@@ -12,8 +12,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from bench.judge.cards import GPU_CHECKS
+from bench.judge.evidence import IDLE_SHARE
 from bench.judge.integrity import Finding, Level, error, good, warning
-from bench.judge.sides import IDLE_SHARE
 from bench.plan.cell import Device
 from bench.run.surroundings import Facts
 

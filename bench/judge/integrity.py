@@ -15,12 +15,12 @@ from typing import Any
 import pandas as pd
 
 from bench.judge import samples
+from bench.judge.baseline import AgainstBaseline, against_baseline, widest
+from bench.judge.evidence import IDLE_SHARE
 from bench.judge.loading import Run, missing_trials, read
-from bench.judge.sides import IDLE_SHARE
-from bench.judge.standing import Standing, standing, widest
-from bench.judge.statistics import MARGIN, MIN_TRIALS
-from bench.judge.verdicts import Verdict, band
-from bench.plan.cell import REFERENCES, Cell, RankGroup, Status
+from bench.judge.statistics import MIN_TRIALS
+from bench.judge.verdicts import Verdict, excess
+from bench.plan.cell import REFERENCES, Cell, Status
 from bench.plan.schedule import Ended
 from bench.run.journal import Journal
 from bench.run.machine import unlike_nodes
@@ -31,8 +31,6 @@ TOLERANCE = 1e-9
 """Relative tolerance between a stored and a recomputed number."""
 IMBALANCE = 1.05
 """Ratio of the slowest to the median rank's step time from which a cell is reported."""
-EARLIER = {"replicate": 0, "ranks_per_node": 0, "group": RankGroup.WORLD}
-"""Columns that came later, with the value that they have for all runs from before."""
 NAMED = 3
 """Most cells named in one finding."""
 
@@ -71,9 +69,10 @@ def check(folder: Path) -> list[Finding]:
         *_order(records),
         *_starts(run, records),
         *_surroundings(run),
+        *_blocks(run),
         *_samples(run, records),
         *_gates(run),
-        *_verdicts(run, standing(run)),
+        *_verdicts(run, against_baseline(run)),
     ]
     topics = dict.fromkeys(one.topic for one in found)
     return [one for topic in topics for one in found if one.topic == topic]
@@ -102,10 +101,8 @@ def _tables(folder: Path, run: Run) -> Iterator[Finding]:
             yield warning(topic, f"{path.name} is missing; write it with: python -m bench report {folder}")
             continue
         stored, recomputed = pd.read_parquet(path), getattr(run.tables, field.name)
-        # A newer column for which the journal has no values, or those of all earlier runs, may be missing.
-        values = [name for name in recomputed if set(recomputed[name].dropna()) - {EARLIER.get(name)}]
-        if missing := [name for name in values if name not in stored.columns]:
-            text = f"{path.name} has no column {', '.join(missing)}, as those of an earlier version of the bench"
+        if missing := [name for name in recomputed if name not in stored.columns]:
+            text = f"{path.name} has no column {', '.join(missing)}"
             yield warning(topic, f"{text}; write it again with: python -m bench report {folder}")
         for text in _differences(stored, recomputed):
             different += 1
@@ -156,10 +153,7 @@ def _trials(run: Run, records: Sequence[Mapping[str, Any]]) -> Iterator[Finding]
 
 def _follows(timed: Mapping[str, Any]) -> bool:
     """Whether a record's step times are those of the slowest rank, and its warm-up follows from them."""
-    ranks = timed.get("rank_step_seconds")
-    if ranks is None:
-        return True  # older records have none
-    slowest = [max(step) for step in zip(*ranks, strict=False)]
+    slowest = [max(step) for step in zip(*timed["rank_step_seconds"], strict=False)]
     steps = timed["step_seconds"]
     same = len(slowest) == len(steps) and all(
         math.isclose(a, b, rel_tol=1e-6, abs_tol=2e-9) for a, b in zip(slowest, steps, strict=True)
@@ -181,7 +175,7 @@ def _order(records: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
 
 
 def _starts(run: Run, records: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
-    """Whether all trials started the same way, cold or forked, as requested; older records do not say."""
+    """Whether all trials started the same way, cold or forked, as requested."""
     topic, told = "starts", [record["cold"] for record in records if "cold" in record]
     cold, all_of_them = sum(told), f"{plural(len(told), 'trial')} started from"
     if 0 < cold < len(told):
@@ -224,6 +218,22 @@ def _surroundings(run: Run) -> Iterator[Finding]:
         yield from (warning("nodes", text) for text in unlike)
         if not unlike:
             yield good("nodes", f"{1 + len(others)} nodes have the same hardware, packages and environment")
+
+
+def _blocks(run: Run) -> Iterator[Finding]:
+    """Whether the cells as a whole were slower in some blocks than in others."""
+    topic = "blocks"
+    found = samples.block_effects(run.tables.trials)
+    if found is None:
+        return
+    if not found.found:
+        yield good(topic, "no block is slower or faster than the others in all cells together")
+        return
+    ordered = sorted(found.effects.items(), key=lambda item: float(item[1]))
+    ends = ordered[0], ordered[-1]
+    said = " and ".join(f"block {block} by {100 * math.expm1(effect):+.2g} %" for block, effect in ends)
+    text = f"differ in all cells together (Friedman's test, p = {found.p_value:.1g}): {said} from the mean block"
+    yield warning(topic, f"{text}; ratios are taken within blocks, so this is not in them")
 
 
 def _samples(run: Run, records: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
@@ -288,25 +298,18 @@ def _gates(run: Run) -> Iterator[Finding]:
         yield good("gates", "step counts, updates and losses of all trials that ran are right")
 
 
-def _verdicts(run: Run, found: Standing) -> Iterator[Finding]:
-    """The noise floor, what ended the run, and the counts of verdicts."""
-    floor = found.floor
-    interval = None if floor is None else floor.interval
-    if floor is None or interval is None or interval.low is None or interval.high is None:
-        why = "the run has no A/A pair" if floor is None else floor.reason
-        yield warning("noise floor", f"unknown: {why}; so no cell is called faster, slower or the same")
+def _verdicts(run: Run, found: AgainstBaseline) -> Iterator[Finding]:
+    """The A/A pair, what ended the run, and the counts of verdicts."""
+    control, topic = found.control, "A/A pair"
+    interval = None if control is None else control.interval
+    if control is None or interval is None or interval.low is None:
+        why = "there is none" if control is None else control.reason
+        yield warning(topic, f"{why}; so no cell is called faster, slower or the same")
     else:
-        words = f"{floor.cell.label} against itself: {interval.ratio:.4f} ({interval.low:.4f} - {interval.high:.4f})"
-        if not interval.low <= 1 <= interval.high:
-            yield warning(
-                "noise floor",
-                f"{words}: excludes 1, although both are the same cell; one interval in twenty does by chance, but see "
-                "drift and two modes",
-            )
-        elif band(interval) > 1 + MARGIN:
-            yield warning("noise floor", f"{words}: wider than the margin of {100 * MARGIN:g} %")
-        else:
-            yield good("noise floor", words)
+        words = f"{control.cell.label} against itself: {interval.ratio:.4f} ({interval.low:.4f} to {interval.high:.4f})"
+        by = excess(interval)
+        text = f"{words}; excludes 1, so all intervals are {100 * math.expm1(by):.2g} % wider on both sides"
+        yield warning(topic, text) if by else good(topic, words)
     ended = run.manifest.get("ended_by")
     if ended in {"budget", "max-repeats"}:
         wide = widest(found.rows)

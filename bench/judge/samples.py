@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 
 from bench.judge.statistics import MIN_TRIALS, SEED, TRIM, Array, bootstrap, too_few, trimmed_mean
+from bench.judge.tables import good_trials
 from bench.plan.cell import Status
 
 NAME = f"{100 * TRIM:g} % trimmed mean"
@@ -35,11 +36,7 @@ class Estimate:
 
 @lru_cache(maxsize=4096)  # quotes, tables and figures of a report ask for the same cells
 def estimate(medians: tuple[float, ...]) -> Estimate:
-    """The estimate from the seconds per step of each trial, at least one.
-
-    The interval describes this run: it does not cover variation from day to day. Intervals of ratios are narrower than
-    those of two cells suggest, since ratios are paired where possible.
-    """
+    """The estimate from the seconds of each trial, at least one. Its interval covers this run, not other days."""
     if not medians:
         raise ValueError("an estimate needs a trial")
     logs, n = np.log(np.array([medians], dtype=float)), len(medians)
@@ -57,19 +54,11 @@ def step_times(trials: pd.DataFrame) -> dict[str, Estimate]:
     left out.
     """
     seconds = trials["step_time_s"].to_numpy(dtype=float, na_value=np.nan)
-    known = trials[np.isfinite(seconds) & (seconds > 0)]
-    fine = known["status"] == Status.OK
-    used = known[fine | ~fine.groupby(known["cell_id"]).transform("any")]
+    used = good_trials(trials[np.isfinite(seconds) & (seconds > 0)])
     return {
         str(cell_id): estimate(tuple(values.astype(float)))
         for cell_id, values in used.groupby("cell_id", sort=False)["step_time_s"]
     }
-
-
-def tokens_per_step(trials: pd.DataFrame) -> pd.Series:
-    """Tokens per optimizer step, by cell_id, from rows of the trials table; NA in a virtual world: it has no rate."""
-    products = (trials["tokens_per_s"] * trials["step_time_s"]).groupby(trials["cell_id"])
-    return products.first().astype("Float64").round()
 
 
 OUTLIER = 14.826
@@ -111,6 +100,34 @@ class Modes:
     @property
     def found(self) -> bool:
         return self.p_value < ALPHA
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """How much longer all cells took together in each block."""
+
+    effects: pd.Series
+    """By block: the mean over cells of the logarithm of a trial's step time over its cell's mean."""
+    p_value: float
+    """p-value of the hypothesis that blocks do not differ (Friedman, JASA 32, 1937)."""
+
+    @property
+    def found(self) -> bool:
+        return self.p_value < ALPHA
+
+
+def block_effects(trials: pd.DataFrame) -> Blocks | None:
+    """The effects of the blocks in which most cells ran, from rows of the trials table; None with too few of either."""
+    from scipy import stats
+
+    known = trials[trials["step_time_s"].notna() & (trials["status"] == Status.OK)]
+    seconds = known.pivot_table(index="repeat", columns="cell_id", values="step_time_s").astype(float)
+    logs = seconds.map(math.log)
+    logs = logs.loc[:, logs.notna().sum() == logs.notna().sum().max()].dropna()
+    if len(logs) < 3 or logs.shape[1] < 3:
+        return None
+    effects = (logs - logs.mean()).mean(axis=1)
+    return Blocks(effects, float(stats.friedmanchisquare(*logs.to_numpy()).pvalue))
 
 
 def outliers(values: Sequence[float]) -> list[int]:

@@ -1,75 +1,43 @@
-"""Tables that fit the terminal, the answer at the end of a run, and the findings of ``check`` and ``doctor``."""
+"""On the terminal: the answer at the end of a run, and the findings of ``check`` and ``doctor``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from rich import box
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from bench.judge.integrity import Finding, Level
 from bench.report.answer import Answer, Statement
-from bench.report.ranking import TableColumn
 
 PADDING = (0, 2, 0, 0)
-UNBOUNDED = 1000
 
 
 def show(console: Console, answer: Answer) -> None:
     """Print the table of the largest N, then every statement."""
     for group in answer.groups[:1]:
-        rows = [
-            {key: Text(text, style="red" if row.is_wrong else "") for key, text in row.texts.items()}
-            for row in group.rows
-        ]
-        console.print(fitted(console, group.columns, rows, group.title))
+        console.print(group.table.fitted(console))
         console.print(Text(group.legend(answer.baseline), style="dim"))
     if others := [group.title for group in answer.groups[1:]]:
         console.print(Text(f"report.md has the same table for {'; '.join(others)}", style="dim"))
     console.print()
-    width = max(len(one.title) for one in answer.all)
-    for one in answer.all:
-        _say(console, one, width)
+    width = max(len(statement.title) for statement in answer.all)
+    for statement in answer.all:
+        _show_statement(console, statement, width)
     for text in answer.remarks:
         console.print(Text(f"{text}."))
 
 
-def _say(console: Console, one: Statement, width: int) -> None:
+def _show_statement(console: Console, statement: Statement, width: int) -> None:
     """A statement beside its title; a command has a line of its own, which is not wrapped: it is to be pasted."""
     grid = Table.grid(padding=PADDING)
-    grid.add_column(width=width, no_wrap=True, style="bold red" if one.is_warning else "bold")
+    grid.add_column(width=width, no_wrap=True, style="bold red" if statement.is_warning else "bold")
     grid.add_column(overflow="fold")
-    grid.add_row(Text(one.title), Text(one.sentence))
+    grid.add_row(Text(statement.title), Text(statement.sentence))
     console.print(grid)
-    if one.command:
-        console.print(Text(f"  {one.command}"), soft_wrap=True)
-
-
-def fitted(
-    console: Console, columns: Sequence[TableColumn], rows: Sequence[Mapping[str, Text]], title: str = ""
-) -> Table:
-    """A table of as many columns as there is room for; the first one is folded if even the last have too little.
-
-    Rows are texts by the keys of the columns.
-    """
-    shown = list(columns)
-    while True:
-        table = Table(
-            title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
-        )
-        for column in shown:
-            side, wraps = "right" if column.is_number else "left", column is columns[0]
-            table.add_column(column.title, justify=side, no_wrap=not wraps, overflow="fold")  # type: ignore[arg-type]
-        for row in rows:
-            table.add_row(*(row[column.key] for column in shown))
-        needed = Measurement.get(console, console.options.update(max_width=UNBOUNDED), table).maximum
-        spare = max(shown, key=lambda column: column.drop)
-        if needed <= console.width or not spare.drop:
-            return table
-        shown.remove(spare)
+    if statement.command:
+        console.print(Text(f"  {statement.command}"), soft_wrap=True)
 
 
 STYLES = {Level.ERROR: "bold red", Level.WARNING: "yellow", Level.GOOD: "green"}
@@ -78,8 +46,8 @@ STYLES = {Level.ERROR: "bold red", Level.WARNING: "yellow", Level.GOOD: "green"}
 def show_findings(findings: Sequence[Finding], verdict: str) -> None:
     """One line each, and the verdict on all."""
     console = Console()
-    width = max((len(one.topic) for one in findings), default=0)
-    for one in findings:
-        mark = Text(f"{one.level:7}  {one.topic:{width}}  ", style=STYLES[one.level])
-        console.print(mark + Text(one.text), soft_wrap=True)
+    width = max((len(finding.topic) for finding in findings), default=0)
+    for finding in findings:
+        mark = Text(f"{finding.level:7}  {finding.topic:{width}}  ", style=STYLES[finding.level])
+        console.print(mark + Text(finding.text), soft_wrap=True)
     console.print(verdict, highlight=False, soft_wrap=True)

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from bench.judge.sides import IDLE_SHARE
+from bench.judge.evidence import IDLE_SHARE
 from bench.judge.statistics import Interval, Sample, ratio
 from bench.words import digits
 from tests.overhead import bare
@@ -85,7 +85,7 @@ def _sample(one: Mapping[str, Any], sides: Iterable[str]) -> Sample:
     """The median steps of some sides; those of one group are a block."""
     groups = [enumerate(one[side]) for side in sides]
     blocks, seconds = zip(*(pair for group in groups for pair in group), strict=True)
-    return Sample([[median] for median in seconds], blocks)
+    return Sample(seconds, blocks)
 
 
 def _cells(found: Interval) -> tuple[str, str]:

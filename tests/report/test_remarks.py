@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from bench import cli
 from bench.backends.base import BF16_AUTOCAST, BF16_PARAMETERS
 from bench.judge.frames import read as read_frames
-from bench.judge.loading import hashed, load
-from bench.judge.quoting import find_cell
+from bench.judge.loading import load
+from bench.judge.quotes import find_cell
 from bench.report.citation import cite
 from bench.run.journal import read_manifest, write_manifest
 from tests.pages import kind, read, report, write_run
@@ -43,25 +44,26 @@ def places(folder: Path, *, drawn: bool = False) -> dict[str, str]:
     (cells,) = page.find("section", aria_labelledby="cells")
     found = {"terminal": printed, "table": cells.text}
     found |= {"pull request": (folder / "report.md").read_text()}
-    found |= {path.stem: described(path) for path in (folder / "plots").glob("*.svg") if path.stem != "noise"}
+    found |= {path.stem: described(path) for path in (folder / "plots").glob("*.png") if path.stem != "noise"}
     return {name: " ".join(text.split()) for name, text in found.items()}
 
 
 def described(picture: Path) -> str:
     """The words below a picture, which it also has as plain text."""
-    return picture.read_text().partition("<dc:description>")[2].partition("</dc:description>")[0]
+    with Image.open(picture) as image:
+        return str(image.info["Description"])
 
 
 def compared(folder: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
     assert cli.main(["compare", str(folder), "--backend", FSDP2, "--against", DDP, "--out", str(out)]) == 0
     found = {path.name: path.read_text() for path in out.glob("*.md")} | {"compare": capsys.readouterr().out}
-    found |= {path.name: described(path) for path in out.glob("*.svg")}
+    found |= {path.name: described(path) for path in out.glob("*.png")}
     return {name: " ".join(text.split()) for name, text in found.items()}
 
 
 def citations(folder: Path) -> tuple[str, str, str]:
     """Of the second backend alone, of the first, and of the second against the first."""
-    run = hashed(load(folder), folder)
+    run = load(folder)
     ids = [next(id_ for id_, cell in run.cells.items() if cell.backend == name) for name in (FSDP2, DDP)]
     return cite(run, ids[0]).text, cite(run, ids[1]).text, cite(run, *ids).text
 

@@ -1,0 +1,170 @@
+"""The sides of comparisons: what the tables of a run say of each cell, and what forbids comparing it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from bench.judge.statistics import Sample
+from bench.judge.tables import Tables, rows_of
+from bench.plan.cell import Cell, Status
+from bench.plan.columns import WORK
+from bench.words import plural
+
+Row = Mapping[str, Any]
+"""A row of the trials table; missing values are None."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CellEvidence:
+    """One side of a comparison: what was measured, and what must be equal on both sides."""
+
+    label: str
+    sample: Sample
+    cycles: Sample | None = None
+    """The same trials in clock cycles: seconds times SM clock. None if a clock is not known."""
+    status: str = Status.OK
+    """Of the cell: invalid if one of its trials is, else that of the first trial that is not ok, ok if all are."""
+    reason: str | None = ""
+    """Why the status is not ok."""
+    num_ok: int = 0
+    num_trials: int = 0
+    num_failed: int = 0
+    """Number of trials that ended neither ok nor invalid."""
+    precision: str = ""
+    accumulation_dtype: str = ""
+    work: str = ""
+    """What is trained, in any form that is equal for equal work."""
+    failed_gates: Sequence[str] = ()
+    """What failed gates found, each reason once."""
+    disturbed: Sequence[str] = ()
+    """How the machine was disturbed."""
+    peak_memory_bytes: int | None = None
+    """The largest of the good trials."""
+    peak_memory_sources: frozenset[str] = frozenset()
+    optimizer_steps: int | None = None
+
+    @property
+    def obstacles(self) -> tuple[str, ...]:
+        """Why no time of this side may be compared."""
+        return (*self.failed_gates, *self.disturbed)
+
+    @property
+    def outcome(self) -> str:
+        """How the cell ended, as everything that is shown says it: ``ok``, ``oom``, or ``crashed, 12 of 13 ok``."""
+        is_mixed = 0 < self.num_ok < self.num_trials
+        return f"{self.status}, {self.num_ok} of {self.num_trials} ok" if is_mixed else str(self.status)
+
+
+class EvidenceByCell:
+    """The sides of a run's cells, from tables that the gates have judged; cached.
+
+    With a ``letter``, for comparing two runs, labels start with it, and repeats are not shared blocks, since the runs
+    were not interleaved. With ``force``, invalid trials count as good; the gates that they failed are still named.
+    """
+
+    def __init__(self, tables: Tables, letter: str = "", force: bool = False) -> None:
+        self._letter, self._force = letter, force
+        # Plain rows: many frames of a few rows each would take most of the time of a report.
+        self._trials: dict[str, list[Row]] = {}
+        for row in rows_of(tables.trials.sort_values("repeat", kind="stable")):
+            self._trials.setdefault(row["cell_id"], []).append(row)
+        self._num_steps = tables.steps.groupby(["cell_id", "repeat"]).size().to_dict()
+        # By cell, not by id: computing an id takes time.
+        self._found: dict[Cell, CellEvidence] = {}
+
+    def of(self, cell: Cell) -> CellEvidence:
+        """The side of a cell. A repeat is a block: the runner runs each cell once per repeat, in random order.
+
+        Failed trials are counted; invalid ones forbid the comparison, with their reason.
+        """
+        if cell not in self._found:
+            self._found[cell] = self._of(cell)
+        return self._found[cell]
+
+    def _of(self, cell: Cell) -> CellEvidence:
+        trials = self._trials.get(cell.cell_id)
+        if not trials:
+            raise ValueError(f"the run has no cell {cell.cell_id}")
+        allowed = {Status.OK, Status.INVALID} if self._force else {Status.OK}
+        good = [row for row in trials if row["status"] in allowed]
+        timed: list[Row] = []
+        gates: dict[str, None] = {}
+        for row in trials:
+            wrong = self._wrong_steps(cell, row)
+            if row["status"] == Status.INVALID or (row["status"] == Status.OK and wrong):
+                gates[row["reason"] or wrong] = None
+            if row["status"] in allowed and not wrong:
+                timed.append(row)
+        clocks = [row["sm_clock_mhz"] for row in timed]
+        cycles = None
+        if clocks and None not in clocks:
+            cycles = self._sample(timed, [1e6 * clock for clock in clocks])
+        bad = [row for row in trials if row["status"] != Status.OK]
+        worst = next((row for row in bad if row["status"] == Status.INVALID), (bad or trials)[0])
+        return CellEvidence(
+            label=self._letter + cell.label,
+            sample=self._sample(timed, [1.0] * len(timed)),
+            cycles=cycles,
+            status=worst["status"],
+            reason=worst["reason"],
+            num_ok=len(trials) - len(bad),
+            num_trials=len(trials),
+            num_failed=sum(row["status"] != Status.INVALID for row in bad),
+            precision=cell.precision,
+            accumulation_dtype=cell.accumulation_dtype,
+            work=", ".join(f"{name} {getattr(cell, name)}" for name in WORK),
+            failed_gates=tuple(gates),
+            disturbed=tuple(restless([row for row in trials if row["status"] == Status.OK])),
+            peak_memory_bytes=max(_known(good, "peak_memory_bytes"), default=None),
+            peak_memory_sources=frozenset(_known(good, "peak_memory_source")),
+            optimizer_steps=max(_known(good, "optimizer_steps_observed"), default=None),
+        )
+
+    def _sample(self, timed: Sequence[Row], scales: Sequence[float]) -> Sample:
+        seconds = [row["step_time_s"] * scale for row, scale in zip(timed, scales, strict=True)]
+        return Sample(tuple(seconds), () if self._letter else tuple(row["repeat"] for row in timed))
+
+    def _wrong_steps(self, cell: Cell, row: Row) -> str:
+        """What is wrong with the number of steps of a good trial; each optimizer step after the warm-up is timed."""
+        number = self._num_steps.get((row["cell_id"], row["repeat"]), 0)
+        if not number:
+            return "no step was timed" if cell.world.is_timed else cell.world.caveat
+        expected = row["optimizer_steps_expected"] - cell.warmup_windows
+        return "" if number == expected else f"{number} steps were timed, {expected} were expected"
+
+
+def _known(rows: Sequence[Row], name: str) -> list[Any]:
+    """The values of a column that are not missing."""
+    return [row[name] for row in rows if row[name] is not None]
+
+
+IDLE_SHARE = 0.1
+"""Largest share of the CPUs that others may use on an idle machine."""
+COOL = frozenset({"SwPowerCap"})
+"""Slowdowns that are normal on a fully used GPU. Their effect on the clock shows in the cycles."""
+
+
+def restless(trials: Sequence[Row]) -> list[str]:
+    """Disturbances in at least half of a cell's good trials: other load, lowered clocks, other GPU processes."""
+    found: list[str] = []
+    shares = [share for trial in trials if (share := others_share(trial)) is not None]
+    if shares and median(shares) > IDLE_SHARE:
+        taken = f"others took {100 * median(shares):.0f} % of its CPUs (limit {100 * IDLE_SHARE:g} %)"
+        found.append(f"the machine was not idle: {taken}")
+    slowed = [set((row["clock_slowdowns"] or "").split(",")) - COOL - {""} for row in trials]
+    if trials and sum(map(bool, slowed)) >= len(trials) / 2:
+        found.append(f"the GPU's clocks were held down: {', '.join(sorted(set().union(*slowed)))}")
+    others = _known(trials, "foreign_gpu_processes")
+    busy = sum(number > 0 for number in others)
+    if others and busy >= len(others) / 2:
+        found.append(f"another process was on the GPU in {busy} of {plural(len(trials), 'trial')}")
+    return found
+
+
+def others_share(trial: Row) -> float | None:
+    """The share of the CPUs that others used during a trial; None if it was not measured."""
+    foreign, stolen, cpus = (trial[name] for name in ("foreign_cores", "stolen_cores", "num_cpus"))
+    return None if None in (foreign, stolen, cpus) else float((foreign + stolen) / cpus)

@@ -1,0 +1,127 @@
+"""Why no times of a run can be compared, and the whole command that would change it."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.judge.baseline import AgainstBaseline
+from bench.judge.loading import Run
+from bench.judge.statistics import MIN_REPEATS, MIN_TRIALS
+from bench.judge.verdicts import MORE_HELPS, Reason, Verdict
+from bench.plan.cell import REFERENCES
+from bench.words import plural
+
+BENCH = ("python", "-m", "bench")
+VIRTUAL = (
+    "Virtual world: one process is rank 0 of W and nothing is sent, so no step is timed; memory, calls and bytes are "
+    "those of a real rank"
+)
+SHARED = "The ranks shared GPUs, over gloo, so no step is timed; memory, calls and updates are those of real ranks"
+PARTNERS = ("ddp-deferred", "fsdp2-deferred")
+"""Of these, one is proposed where a run has a single backend."""
+FAILED = frozenset({Reason.FAILED_TRIALS, Reason.NO_TRIALS})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimesUnavailable:
+    """What keeps all times of a run from being compared."""
+
+    reason: str
+    """One sentence, without its full stop."""
+    command: str = ""
+    """Ready to paste; empty if the run was not meant to have times."""
+
+
+def is_timed(run: Run) -> bool:
+    """Whether any cell but the reference has ranks that communicate as in training, and so a time."""
+    return any(cell.world.times_communication for cell in run.cells.values() if not cell.is_reference)
+
+
+def times_unavailable(run: Run, found: AgainstBaseline, folder: Path) -> TimesUnavailable | None:
+    """What keeps all times from being compared; None if there is a ratio with an interval."""
+    if not is_timed(run):
+        virtual = not all(cell.world.has_all_ranks for cell in run.cells.values())
+        return TimesUnavailable(reason=VIRTUAL if virtual else SHARED)
+    rows = [row for row in found.rows if not row.pair.b.twin and row.pair.b.world.times_communication]
+    if not rows:
+        named = list(dict.fromkeys(cell.backend for cell in run.cells.values() if not cell.is_reference))
+        if len(named) > 1 and run.manifest.get("baseline") in REFERENCES:
+            reason = "The baseline is a reference, with which no times are compared"
+            return TimesUnavailable(reason=reason, command=again(run, **{"--baseline": named[0]}))
+        classes = {name: facts.get("class") or name for name, facts in run.manifest["backends"].items()}
+        more = [name for name in PARTNERS if name not in named][:1]
+        options = {"--backend": ",".join([*(classes.get(name, name) for name in named), *more])}
+        if _repeats(run) < MIN_TRIALS:
+            options["--repeats"] = str(MIN_REPEATS)
+        reason = "No two cells of the run differ in the backend alone"
+        return TimesUnavailable(reason=reason, command=again(run, **options))
+    judged = (row for row in rows if row.judgement.verdict is not Verdict.NOT_COMPARABLE)
+    if any(row.time is not None and row.time.low is not None for row in judged):
+        return None
+    own = {Reason.GATE, Reason.NO_TRIALS}  # these cells are told of by themselves
+    tried = [row for row in rows if row.judgement.reason not in own] or rows
+    reasons = Counter(row.judgement.reason for row in tried)
+    details = {row.judgement.reason: row.judgement.detail.partition("; ")[0] for row in reversed(tried)}
+    said = [
+        details[reason] + (f" ({count} of {plural(len(tried), 'comparison')})" if len(reasons) > 1 else "")
+        for reason, count in reasons.most_common()
+    ]
+    if Reason.FEW_TRIALS not in reasons and _repeats(run) < MIN_TRIALS:
+        said.append(f"{plural(_repeats(run), 'repeat')}, and an interval needs {MIN_TRIALS}")
+    return TimesUnavailable(reason="; ".join(said), command=next_command(run, set(reasons), folder))
+
+
+def next_command(run: Run, reasons: Collection[Reason], folder: Path) -> str:
+    """The command that would turn verdicts with these reasons into certain ones; empty if none would."""
+    place = shlex.quote(str(folder))
+    if set(reasons) <= FAILED:
+        return f"{shlex.join(BENCH)} run --resume {place} --retry-failed"
+    if Reason.DISTURBED not in reasons and not set(reasons) & MORE_HELPS:
+        return f"{shlex.join(BENCH)} check {place}"
+    more = {}
+    if _repeats(run) < MIN_TRIALS:
+        more["--repeats"] = str(MIN_REPEATS)
+    elif Reason.DISTURBED not in reasons:
+        more["--repeats"] = str(2 * _repeats(run))
+    command = again(run, **more)
+    return f"{shlex.join(BENCH)} doctor && {command}" if Reason.DISTURBED in reasons else command
+
+
+def _repeats(run: Run) -> int:
+    return int(run.tables.trials["repeat"].nunique())
+
+
+def again(run: Run, **options: str) -> str:
+    """The command that measures the matrix of a run again, into a new folder, with these options changed.
+
+    It is made from the matrix as it was run, not from the words of the first command. More repeats have no budget.
+    """
+    matrix = run.manifest["matrix"]
+    shipped = matrix["source"] == f"{matrix['name']}.toml"
+    given = {"--matrix": matrix["name"] if shipped else matrix["source"]}
+    classes = {name: about.get("class") or name for name, about in run.manifest["backends"].items()}
+    for key, option in (matrix.get("places") or {}).items():
+        value = matrix["values"][key]
+        if option.startswith("--") and option != "--alone" and value != "auto":  # those follow from the others
+            given[option] = _word(value, classes, "s" if option == "--budget" else "")
+    if run.manifest.get("cold"):
+        given["--cold"] = ""
+    if "--repeats" in options:
+        given = {name: word for name, word in given.items() if name not in ("--max-repeats", "--budget")}
+    words = (word for option in (given | options).items() for word in option if word)
+    return shlex.join([*BENCH, "run", *words])
+
+
+def _word(value: Any, classes: Mapping[str, str], unit: str) -> str:
+    """A value as its option takes it; empty for a switch."""
+    if value is True:
+        return ""
+    if isinstance(value, list):
+        words = ("on" if one is True else "off" if one is False else str(one) for one in value)
+        return ",".join(classes.get(word, word) for word in words)
+    return f"{value:g}{unit}" if isinstance(value, float) else str(value)
