@@ -91,7 +91,7 @@ class Steps:
     update_scales: dict[float, int]
     """Sum of the coefficients of an update's micro-batches (1 in a full batch) -> number of such updates."""
     samples_used: int
-    """Samples in an update, repeated ones each time."""
+    """Samples in an update, repeated ones each time; as all numbers of samples, over all ranks."""
     samples_padded: int
     """Samples that the sampler repeats in the epochs begun."""
     samples_dropped: int
@@ -99,24 +99,17 @@ class Steps:
     micro_batches_lost_in_mid_run: int
     """Micro-batches cleared from a window that then led to an update."""
     samples_lost_in_mid_run: int
-    """Samples of these micro-batches on all ranks."""
     micro_batches_left_open: int
-    """Micro-batches in the window that is open when training ends."""
+    """Micro-batches in the window that is open when training ends, whether cleared or not."""
     samples_left_open: int
-    """Samples of these micro-batches on all ranks, whether cleared or not."""
     samples_unread: int
     """Samples left in an epoch that training did not finish, or beyond ``limit_batches``."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; ``update_scales`` becomes a list of pairs."""
-        scales = [[scale, count] for scale, count in self.update_scales.items()]
-        # dataclasses.asdict would copy the tuple of up to a million epochs item by item.
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return values | {
-            "stops": str(self.stops),
-            "steps_per_epoch": list(self.steps_per_epoch),
-            "update_scales": scales,
-        }
+        scales = [[scale, count] for scale, count in self.update_scales.items()]
+        return values | {"steps_per_epoch": list(self.steps_per_epoch), "update_scales": scales}
 
 
 class _Count:

@@ -58,7 +58,6 @@ def add(commands: Any) -> None:
     option("--json", action="store_true", help="print JSON: an object, or a list if there are several")
     words = "write JSON, parquet, Markdown and plots (default with --suite: under results/ and plots/)"
     option("--out", type=Path, metavar="DIR", help=words)
-    option("--docs", type=Path, metavar="FILE", help="with --suite: write the page of docs; it links to the plots")
     add_device(parser, Device.CPU)
     option("--timeout", type=float, default=TIMEOUT_S, metavar="SECONDS", help=f"per scenario (default: {TIMEOUT_S:g})")
     parser.set_defaults(command=run)
@@ -149,8 +148,6 @@ def _scenarios(arguments: argparse.Namespace) -> list[Scenario]:
             if name not in names:
                 raise InputError(f"--scenario {name}: {path.name} has no such scenario; {suggest(name, names)}")
         return [each for each in suite if not wanted or each.name in wanted]
-    if arguments.docs:
-        raise InputError(f"--docs {arguments.docs}: is written from a suite; add --suite")
     for field in ("samples", "batch_size", "accumulate"):
         if field not in values:
             raise InputError(
@@ -191,6 +188,4 @@ def _folders(arguments: argparse.Namespace) -> tuple[Path, Path] | None:
     plots = plots_folder(folder)
     writable(folder)
     writable(plots)
-    if arguments.docs:
-        writable(arguments.docs.parent, "--docs")
     return folder, plots

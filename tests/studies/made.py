@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from bench.run.machine import MEASURING
+from tests.studies.semantics import PICTURED
 
 TRAINING = (*(f"bench/{stage}" for stage in MEASURING), ":!bench/plan/columns.py")
 """The code that a trial runs."""
@@ -107,11 +108,21 @@ ROWS = (
     ),
     Made(
         name="semantics",
-        paths=("results/semantics", "plots/semantics", "docs/semantics.md"),
-        commands=("python -m bench semantics --suite --out results/semantics --docs docs/semantics.md",),
+        paths=("results/semantics",),
+        commands=("python -m bench semantics --suite --out results/semantics",),
         code=SUITE,
-        sources=("throughput",),
         minutes=9,
+    ),
+    Made(
+        name="semantics-page",
+        paths=(
+            *("docs/semantics.md", "results/semantics/conformance.md", "results/semantics/conformance.parquet"),
+            *(f"plots/semantics/weights-{name}.png" for name in PICTURED),
+        ),
+        commands=("python -m tests.studies.semantics",),
+        code=("bench/audit", ":!bench/audit/lint", *_studies("semantics")),
+        sources=("semantics", "throughput"),
+        minutes=0.2,
     ),
     Made(
         name="versions",

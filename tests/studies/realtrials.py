@@ -1,7 +1,7 @@
 """Runs on this machine whose right verdicts are known: a cell against itself, and against itself with a sleep.
 
-``python -m tests.studies.realtrials`` measures runs in results/noise, goes on where it was stopped, and keeps of each what the study
-reads: in runs.json its manifest, and in trials.csv a line per trial with its median step after warm-up.
+``python -m tests.studies.realtrials`` measures runs in results/noise, goes on where it was stopped, and keeps
+of each what the study reads: in runs.json its manifest, and in trials.csv the median step of each trial after warm-up.
 """
 
 from __future__ import annotations
