@@ -20,7 +20,7 @@ from rich.console import Console
 from bench import files
 from bench.backends.base import EXTRA_BACKENDS, registry
 from bench.errors import InputError
-from bench.judge.baseline import NoiseFloor, against_baseline, interim_analysis, noise_floor
+from bench.judge.baseline import Control, against_baseline, control_of, interim_analysis
 from bench.judge.loading import Run, load
 from bench.judge.pairs import ComparedPair
 from bench.judge.tables import build
@@ -45,7 +45,7 @@ UNREAD = {"distributions", "environment", "packages", "remarks", "torch_build"}
 """Keys of a manifest that the study does not read."""
 RUNS = 10
 THIRD = "third"
-"""Label of the cell that is compared with itself; the noise floor is from another twin, as in any run."""
+"""Label of the cell that is compared with itself; the A/A pair is another twin, as in any run."""
 DOCUMENT = {
     "description": "a cell against itself, and against itself with a sleep of 5 % per step",
     "device": "cpu",
@@ -94,7 +94,7 @@ class Known:
     """One run, and what it said of what is known."""
 
     run: Run
-    floor: NoiseFloor
+    control: Control
     same: ComparedPair
     """The cell against itself, which must not be called faster or slower."""
     slower: ComparedPair
@@ -132,12 +132,12 @@ def stored(folder: Path) -> Iterator[Run]:
 def read(folder: Path) -> Iterator[Known]:
     """The runs that were measured. Raises InputError if one is not of this kind."""
     for run in stored(folder):
-        floor, rows = noise_floor(run), against_baseline(run).rows
+        control, rows = control_of(run), against_baseline(run).rows
         same = [row for row in rows if row.pair.b.twin == THIRD]
         slower = [row for row in rows if row.pair.b.backend == Delayed.name]
-        if floor is None or len(same) != 1 or len(slower) != 1:
+        if control is None or len(same) != 1 or len(slower) != 1:
             raise InputError(f"{folder}: {run.name} is not a run of the study; measure it again")
-        yield Known(run=run, floor=floor, same=same[0], slower=slower[0])
+        yield Known(run=run, control=control, same=same[0], slower=slower[0])
 
 
 if __name__ == "__main__":
