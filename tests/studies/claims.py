@@ -438,7 +438,7 @@ def discards(m: Measured) -> Answer:
 
 
 def stable(m: Measured) -> Answer:
-    start = m.probes["noise"]["after 0 steps"]
+    start = m.probes["noise"]
     sizes = sorted(start["relative"], key=int)
     small, large = start["relative"][sizes[0]], start["relative"][sizes[-1]]
     return only("compared with a smaller batch"), (

@@ -23,8 +23,8 @@ from bench.workload.llama import LlamaWorkload
 ACCUMULATE = 4
 SIZES = (1, 4, 16)
 """Samples of the batches whose gradients are compared."""
-DRAWS, TRAINED = 8, 50
-"""Batches of each size, and optimizer steps after which they are compared once more."""
+DRAWS = 8
+"""Batches of each size."""
 
 
 def _workload() -> Workload:
@@ -40,7 +40,7 @@ def _gradient(workload: Workload, model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def noise() -> dict[str, Any]:
-    """The noise of the gradient of the shipped model by batch size, with its initial weights and after TRAINED steps.
+    """The noise of the gradient of the shipped model with its initial weights, by batch size.
 
     ``relative``: for each batch size the mean of |g_B - g|^2 / |g|^2 over DRAWS batches, where g is the gradient of all
     samples. It falls with 1/B (https://arxiv.org/abs/1812.06162, section 2.2). ``error``: the relative distance between
@@ -49,24 +49,15 @@ def noise() -> dict[str, Any]:
     workload = _workload()
     model = workload.model()
     samples = workload.data(DRAWS * SIZES[-1])
-    found = {}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for steps in (0, TRAINED):
-        for number in range(steps):
-            optimizer.zero_grad()
-            workload.loss(model, samples[number % DRAWS :: DRAWS]).backward()
-            optimizer.step()
-        every = torch.stack([_gradient(workload, model, part) for part in samples.split(SIZES[-1])]).mean(0)
-        relative = {}
-        for size in SIZES:
-            drawn = [_gradient(workload, model, part) - every for part in samples[: DRAWS * size].split(size)]
-            relative[size] = float(torch.stack([g.square().sum() for g in drawn]).mean() / every.square().sum())
-        batch = samples[: SIZES[-1]]
-        whole = _gradient(workload, model, batch)
-        parts = [_gradient(workload, model, part) / ACCUMULATE for part in batch.chunk(ACCUMULATE)]
-        error = float((torch.stack(parts).sum(0) - whole).norm() / whole.norm())
-        found[f"after {steps} steps"] = {"relative": relative, "error": error}
-    return found
+    every = torch.stack([_gradient(workload, model, part) for part in samples.split(SIZES[-1])]).mean(0)
+    relative = {}
+    for size in SIZES:
+        drawn = [_gradient(workload, model, part) - every for part in samples[: DRAWS * size].split(size)]
+        relative[size] = float(torch.stack([g.square().sum() for g in drawn]).mean() / every.square().sum())
+    batch = samples[: SIZES[-1]]
+    whole = _gradient(workload, model, batch)
+    parts = [_gradient(workload, model, part) / ACCUMULATE for part in batch.chunk(ACCUMULATE)]
+    return {"relative": relative, "error": float((torch.stack(parts).sum(0) - whole).norm() / whole.norm())}
 
 
 def unscaled() -> dict[str, Any]:
