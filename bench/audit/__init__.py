@@ -2,7 +2,8 @@
 
 The path of a scenario from scenarios.toml to the pages:
 
-1. ``scenario`` reads the TOML tables, and ``suite`` runs them under each backend, in as few process groups as possible.
+1. ``scenario`` reads the TOML tables, and ``scenario_runner`` runs them under each backend, in as few process groups
+   as possible.
 2. In each rank ``recorder`` trains the ``decoder``, a model with one weight per use of a sample, through the ``job``
    that a backend gets, and records every fetch, loss and step, and what each update changed.
 3. ``decoded_scenario`` decodes these records into the coefficient of each sample in each update.
@@ -12,6 +13,6 @@ The path of a scenario from scenarios.toml to the pages:
    one scenario into maps, which ``weight_figure`` draws.
 6. ``semantics_files`` writes everything.
 
-The other commands: ``stepcount`` calculates the steps of a ``training`` plan, ``monitor`` measures ThroughputMonitor,
+The other commands: ``stepcount`` calculates the steps of a ``training_plan``, ``monitor`` measures ThroughputMonitor,
 ``dtypes`` the precision of sums, and ``lint/`` reads configs.
 """

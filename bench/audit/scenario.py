@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from bench import files, validation
-from bench.audit.training import TrainingPlan
+from bench.audit.training_plan import TrainingPlan
 from bench.errors import InputError, shown
 from bench.validation import Amount, Expect, Flag, MisfitError, Natural, Positive
 from bench.words import plural

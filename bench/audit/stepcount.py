@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from bench.audit.training import TrainingPlan, ceil
+from bench.audit.training_plan import TrainingPlan, ceil
 from bench.plan.cell import Sharding, Stepping
 
 CARRIES = (Stepping.CARRY, Stepping.CANCEL, Stepping.SPLIT)

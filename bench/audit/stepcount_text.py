@@ -2,7 +2,7 @@
 
 ``document`` has these keys:
 
-- ``training``: the inputs, and what follows from them under every backend (bench.audit.training.TrainingPlan);
+- ``training``: the inputs, and what follows from them under every backend (bench.audit.training_plan.TrainingPlan);
 - ``notes``: sentences that hold for all backends;
 - ``naive``: ``optimizer_steps`` by the naive formula, and ``wrong``: a sentence, empty if no rule differs from it;
 - ``rules``: one per rule that a chosen backend follows: its ``name``, ``stepping``, ``clears``, ``twice``,
@@ -22,7 +22,7 @@ from bench.plan.cell import Stepping
 from bench.words import plural, table
 
 if TYPE_CHECKING:
-    from bench.audit.training import TrainingPlan
+    from bench.audit.training_plan import TrainingPlan
     from bench.backends.base import Backend
 
 FEW = 4

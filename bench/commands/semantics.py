@@ -90,7 +90,7 @@ def _scenario_options() -> dict[str, tuple[Any, str, str]]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, show and write; 1 if something is wrong."""
-    from bench.audit import suite as audit_suite
+    from bench.audit import scenario_runner
     from bench.audit.decoded_scenario import DecodedScenario
     from bench.audit.diagnosis import observation
     from bench.audit.semantics_files import show, write
@@ -106,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
     interrupted = False
     try:
         with Launcher(device) as launcher:
-            observed = audit_suite.run(launcher, backends, scenarios, device=device, timeout_s=arguments.timeout)
+            observed = scenario_runner.run(launcher, backends, scenarios, device=device, timeout_s=arguments.timeout)
             for backend, scenario, ranks in observed:
                 found.append(observation(DecodedScenario(backend, scenario, ranks)))
                 if total > 1:

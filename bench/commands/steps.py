@@ -27,7 +27,7 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Calculate and print."""
     from bench.audit.stepcount_text import by_rule, document, lines
-    from bench.audit.training import TrainingPlan
+    from bench.audit.training_plan import TrainingPlan
 
     max_steps = None if arguments.max_steps == -1 else arguments.max_steps
     training = TrainingPlan(

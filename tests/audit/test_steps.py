@@ -15,7 +15,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from bench.audit.stepcount import StepRule, Steps, calculate
-from bench.audit.training import LARGEST_ACCUMULATE, TrainingPlan
+from bench.audit.training_plan import LARGEST_ACCUMULATE, TrainingPlan
 from bench.cli import main
 from bench.errors import GOOD, WRONG
 from bench.plan.cell import REFERENCES, Sharding, Stepping

@@ -15,7 +15,7 @@ from bench.audit.lint.known_keys import Keys, known_keys
 from bench.audit.lint.lint_options import LintOptions
 from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule
 from bench.audit.lint.sum_rules import GradientSum
-from bench.audit.training import LARGEST_ACCUMULATE
+from bench.audit.training_plan import LARGEST_ACCUMULATE
 
 PLUGIN = "accelerate/utils/dataclasses.py DeepSpeedPlugin"
 ACCELERATOR = "accelerate/accelerator.py"

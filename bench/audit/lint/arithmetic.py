@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from bench.audit.stepcount import CARRIES, StepRule
-from bench.audit.training import TrainingPlan
+from bench.audit.training_plan import TrainingPlan
 from bench.errors import InputError
 from bench.plan.cell import Stepping
 

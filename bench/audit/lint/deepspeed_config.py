@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bench.audit.lint.config_file import AUTO, ConfigPart, read_file
 from bench.audit.lint.known_keys import Keys
-from bench.audit.training import LARGEST_ACCUMULATE
+from bench.audit.training_plan import LARGEST_ACCUMULATE
 
 AUTO_KEYS = (
     "train_batch_size",

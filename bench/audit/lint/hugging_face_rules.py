@@ -20,7 +20,7 @@ from bench.audit.lint.known_keys import Keys
 from bench.audit.lint.lint_options import LintOptions
 from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule
 from bench.audit.lint.sum_rules import GradientSum
-from bench.audit.training import LARGEST_ACCUMULATE, ceil
+from bench.audit.training_plan import LARGEST_ACCUMULATE, ceil
 
 TRAINER, ARGUMENTS = "transformers/trainer.py", "transformers/training_args.py"
 DEEPSPEED = "transformers/integrations/deepspeed.py trainer_config_finalize"

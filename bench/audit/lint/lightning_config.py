@@ -13,7 +13,7 @@ from bench.audit.lint.config_file import ConfigPart
 from bench.audit.lint.deepspeed_config import DeepSpeedConfig, deepspeed_part
 from bench.audit.lint.lint_options import LintOptions
 from bench.audit.stepcount import StepRule
-from bench.audit.training import LARGEST_ACCUMULATE, TrainingPlan
+from bench.audit.training_plan import LARGEST_ACCUMULATE, TrainingPlan
 
 DEFAULT_EPOCHS = 1000
 """With neither max_epochs nor max_steps nor a Timer: lightning/pytorch/loops/utilities.py _parse_loop_limits."""

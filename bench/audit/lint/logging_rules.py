@@ -14,7 +14,7 @@ from bench.audit.lint.proof import SmallRun
 from bench.audit.lint.rates import STEP, Rates, Ratios
 from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule
 from bench.audit.monitor import TOLERANCE
-from bench.audit.training import TrainingPlan
+from bench.audit.training_plan import TrainingPlan
 
 INVERTED = (2, 2, 0)
 """The one version whose monitor refuses unless log_every_n_steps divides N."""

@@ -14,7 +14,7 @@ from functools import cached_property
 from bench.audit.lint.arithmetic import FLUSH, reaches, updates, windows_of
 from bench.audit.monitor import TOLERANCE
 from bench.audit.monitor_grid import MICRO_BATCH_S, OPTIMIZER_S, WANTED_RATES
-from bench.audit.training import TrainingPlan
+from bench.audit.training_plan import TrainingPlan
 
 STEP = OPTIMIZER_S / MICRO_BATCH_S
 """Duration of an optimizer step in micro-batches, as the command measures by default."""

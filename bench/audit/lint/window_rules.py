@@ -13,7 +13,7 @@ from bench.audit.lint.lightning_config import LightningConfig
 from bench.audit.lint.proof import SmallRun
 from bench.audit.lint.rules import ERROR, WARNING, Found, rule
 from bench.audit.stepcount import Steps, Stops, calculate
-from bench.audit.training import TrainingPlan
+from bench.audit.training_plan import TrainingPlan
 
 KEEPS = 2
 """The ZeRO stage whose zero_grad does not clear the gradients of an open window."""

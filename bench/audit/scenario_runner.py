@@ -47,7 +47,7 @@ Observed = tuple[str, Scenario, list[dict[str, Any]]]
 class AuditTask(Task):
     """Scenarios for one backend, all with one world size."""
 
-    work: ClassVar[str] = "bench.audit.suite:work"
+    work: ClassVar[str] = "bench.audit.scenario_runner:work"
 
     scenarios: tuple[Scenario, ...]
 
