@@ -128,7 +128,6 @@ class DecodedScenario:
             self.unclipped = DecodedScenario(backend, free, [record["unclipped"] for record in ranks])
 
     def _uses(self, ranks: Sequence[Mapping[str, Any]]) -> dict[int, Use]:
-        """All uses by their slot."""
         scenario = self.scenario
         found = {}
         for rank, record in enumerate(ranks):
@@ -314,7 +313,6 @@ class DecodedScenario:
 
 
 def _totals(pairs: Iterable[tuple[Key, float]]) -> dict[Key, float]:
-    """The sum of the values of each key."""
     sums: dict[Key, float] = {}
     for key, value in pairs:
         sums[key] = sums.get(key, 0.0) + value
@@ -331,7 +329,6 @@ def _by_epoch(values: Mapping[Use, float]) -> dict[str, dict[str, float]]:
 
 
 def _samples(uses: Sequence[Use]) -> dict[str, list[int]]:
-    """The samples of uses by epoch, in order, each once."""
     found: dict[str, list[int]] = {}
     for epoch, sample in sorted({(use.epoch, use.sample) for use in uses}):
         found.setdefault(str(epoch), []).append(sample)
@@ -339,5 +336,4 @@ def _samples(uses: Sequence[Use]) -> dict[str, list[int]]:
 
 
 def _rounded(value: float) -> float:
-    """Seven digits, the precision of fp32."""
     return float(f"{value:.7g}")

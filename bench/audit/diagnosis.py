@@ -113,7 +113,6 @@ def _window_lengths(decoded: DecodedScenario, updates: list[DecodedUpdate]) -> s
 
 
 def _n(decoded: DecodedScenario, update: DecodedUpdate) -> int:
-    """N of the epoch in which an update comes."""
     if not update.num_losses:
         return max(decoded.scenario.accumulate)
     return decoded.scenario.accumulate_in(decoded.closed_in(update))
@@ -167,7 +166,6 @@ def _cleared(decoded: DecodedScenario) -> Iterator[AuditFinding]:
 
 
 def _rest_of_cleared_window(decoded: DecodedScenario) -> DecodedUpdate | None:
-    """The update of the window in which the scenario calls zero_grad."""
     if decoded.scenario.fault is not Fault.ZERO_GRAD or not decoded.first["faults"]:
         return None
     return next((update for update in decoded.updates if update.losses_before > decoded.first["faults"][0]), None)
@@ -274,7 +272,6 @@ def _limit(decoded: DecodedScenario) -> Iterator[AuditFinding]:
 
 
 def _counters(decoded: DecodedScenario) -> Iterator[AuditFinding]:
-    """The framework's own counters against the updates observed."""
     if decoded.failure:
         return
     taken, reported, fault = len(decoded.updates), decoded.reported, decoded.scenario.fault

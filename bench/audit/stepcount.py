@@ -73,13 +73,11 @@ class Steps:
     """
 
     stops: Stops
-    """What ends the training."""
     micro_batches_consumed: int
     """Micro-batches fetched by each rank."""
     epochs_begun: int
     """Epochs with at least one micro-batch fetched."""
     epochs_consumed: float
-    """Micro-batches consumed divided by micro-batches per epoch."""
     optimizer_steps: int
     """Real steps of the inner optimizer: parameter updates."""
     steps_per_epoch: tuple[int, ...]
