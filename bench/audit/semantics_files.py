@@ -156,7 +156,7 @@ def _ranges(values: Mapping[str, float]) -> dict[str, float]:
 
 def _samples(ranges: Mapping[str, float]) -> dict[str, float]:
     """The inverse of ``_ranges``."""
-    found = {}
+    found: dict[str, float] = {}
     for text, value in ranges.items():
         first, _, last = text.partition("-")
         found |= {str(sample): value for sample in range(int(first), int(last or first) + 1)}

@@ -422,7 +422,14 @@ def verdicts(suite: Suite, name: str) -> dict[str, str]:
 
 
 RIGHT_BY_HAND = ("divisible", "partial-window", "fewer-than-n", "max-steps", "resume", "n-by-epoch", "clip-hard")
-RIGHT_BY_HAND += ("sampler-drop-last", "limit-batches", "resume-epoch", "validation", "framework-split", "max-steps-short")
+RIGHT_BY_HAND += (
+    "sampler-drop-last",
+    "limit-batches",
+    "resume-epoch",
+    "validation",
+    "framework-split",
+    "max-steps-short",
+)
 
 
 @pytest.mark.parametrize("name", RIGHT_BY_HAND)

@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from bench.audit.lint import deepspeed_config, proof
-from bench.audit.lint.arithmetic import CARRY, batches_per_epoch, windows_of
+from bench.audit.lint.arithmetic import CARRY, batches_per_epoch, updates, windows_of
 from bench.audit.lint.config_file import ConfigPart
 from bench.audit.lint.deepspeed_config import DeepSpeedConfig, deepspeed_keys
 from bench.audit.lint.lint_options import LintOptions, written
 from bench.audit.lint.proof import ENGINE_CONFIG, SmallRun
 from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule
 from bench.audit.lint.sum_rules import GradientSum
-from bench.audit.stepcount import updates
 
 SILENT_CLIP = (0, 19, 3)
 """From this version on, gradients are clipped to norm 1.0 unless the config says otherwise (#8068)."""

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from bench.audit.lint import proof
+from bench.audit.lint.arithmetic import reaches
 from bench.audit.lint.config_file import ConfigPart
 from bench.audit.lint.lightning_config import LightningConfig, window_place
 from bench.audit.lint.proof import SmallRun
 from bench.audit.lint.rates import STEP, Rates, Ratios
 from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule
 from bench.audit.monitor import TOLERANCE
-from bench.audit.stepcount import reaches
 from bench.audit.training import TrainingPlan
 
 INVERTED = (2, 2, 0)

@@ -7,12 +7,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bench.audit.lint.arithmetic import CARRY, FLUSH, SPLIT
+from bench.audit.lint.arithmetic import CARRY, FLUSH, SPLIT, reaches, updates
 from bench.audit.lint.deepspeed_config import DeepSpeedConfig
 from bench.audit.lint.lightning_config import LightningConfig
 from bench.audit.lint.proof import SmallRun
 from bench.audit.lint.rules import ERROR, WARNING, Found, rule
-from bench.audit.stepcount import Steps, Stops, calculate, reaches, updates
+from bench.audit.stepcount import Steps, Stops, calculate
 from bench.audit.training import TrainingPlan
 
 KEEPS = 2
