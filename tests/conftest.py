@@ -248,8 +248,7 @@ def extra_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return plugin.install(tmp_path_factory.mktemp("plugin"))
 
 
-SOUND_AND_NOT = ("Sound", "LastOnly", "StepsTooOften", "NotReduced", *plugin.LOOPS.values())
-LOOPS = ",".join(f"tests.extra_backends:{name}" for name in SOUND_AND_NOT)
+LOOPS = ",".join(f"tests.extra_backends:{name}" for name in plugin.CLASSES.values())
 WATCHED = "tests.watched:WatchedZero3,tests.watched:WatchedLightning"
 OWN = f"{LOOPS},{WATCHED}"
 """Backends of tests, as BENCH_BACKENDS names them."""

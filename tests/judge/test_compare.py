@@ -105,7 +105,7 @@ class TestCommand:
         assert main(["compare", *two]) == 0
         text = said(capsys)
         assert (
-            "noise floor unknown" in text
+            "no A/A pair on both sides" in text
             and "the runs were made at different times" in text
             and "DIFFERENT" not in text
         )
@@ -222,7 +222,7 @@ class TestCommand:
         frame = pd.read_parquet(out / "compare.parquet")
         assert list(frame["backend_b"]) == ["ddp-deferred", "ddp-eager"] and frame["ratio"].dtype == "Float64"
         page = (out / "compare.md").read_text()
-        assert "![" in page and "noise floor unknown" in page and str(tmp_path) not in page
+        assert "![" in page and "no A/A pair on both sides" in page and str(tmp_path) not in page
 
 
 class TestBadInput:
