@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import psutil
 import pytest
@@ -281,28 +281,6 @@ def launcher() -> Iterator[Launcher]:
         yield made
 
 
-class Lent:
-    """The shared launcher in place of one that a command would start and end."""
-
-    def __init__(self, launcher: Launcher) -> None:
-        self.launcher = launcher
-
-    def __call__(self, device: Device, **options: Any) -> Self:
-        return self
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        pass
-
-    def run(self, *arguments: Any) -> Any:
-        return self.launcher.run(*arguments)
-
-    def renew(self) -> None:
-        pass
-
-
 @pytest.fixture
 def here(launcher: Launcher, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
     """``python -m bench`` in this process and folder, its trials forked from the shared launcher."""
@@ -311,8 +289,9 @@ def here(launcher: Launcher, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(figures, "draw", lambda *_: [])
+    monkeypatch.setattr(launcher, "renew", lambda: None)
     for user in (dtypes, module):
-        monkeypatch.setattr(user, "Launcher", Lent(launcher))
+        monkeypatch.setattr(user, "Launcher", lambda *_, **__: contextlib.nullcontext(launcher))
 
     def command(*arguments: str) -> subprocess.CompletedProcess[str]:
         out, err = io.StringIO(), io.StringIO()

@@ -24,7 +24,6 @@ from bench.audit.lint.rules import RULES
 from bench.backends.base import registry
 from bench.commands import COMMANDS
 from bench.errors import BAD, GOOD, UNCHECKED, WRONG, InputError
-from bench.judge.loading import load
 from bench.launch import launcher
 from bench.plan import matrix as matrix_file
 from bench.plan.expand import expand
@@ -57,7 +56,6 @@ PARSED = (
     "the matrix parser: files",
     "the matrix parser: documents",
     "the journal reader: files",
-    "the journal reader: edited runs",
     "the lint readers: YAML and JSON",
 )
 """What is read by itself."""
@@ -183,18 +181,6 @@ def test_no_journal_fails(tmp_path_factory: pytest.TempPathFactory, data: st.Dat
     good = journal(folder)
     count("the journal reader: files")
     read_journal(folder, data.draw(st.binary(max_size=60) | changed(good[:2000]) | changed(good)))
-
-
-@FORM.examples(40, 1500)
-@given(manifest=st.just(RUN) | edits(RUN), record=edits(RECORDS[1]))
-def test_no_edited_run_fails(tmp_path_factory: pytest.TempPathFactory, manifest: Any, record: Any) -> None:
-    """As edited by hand, with the checksums made anew."""
-    folder = tmp_path_factory.getbasetemp() / "fuzzed-run"
-    record.pop("sha256", None)
-    write_run(folder, manifest, [RECORDS[0], record])
-    count("the journal reader: edited runs")
-    with contextlib.suppress(InputError):
-        load(folder)
 
 
 CONFIGS = {
