@@ -72,10 +72,8 @@ class Tally:
     """Trials of those runs."""
     lost: int = 0
     """Finished trials that were not there after a kill."""
-    differing: int = 0
-    """Trials of which anything but the timings differs from the unbroken run's."""
     how: list[str] = field(default_factory=list)
-    """What differs in each of those."""
+    """What but the timings differs from the unbroken run's, in each trial of which anything does."""
     slowest_s: float = 0.0
     """The longest time from the signal to the runner's end."""
     left: list[str] = field(default_factory=list)
@@ -154,17 +152,23 @@ def disturb(folder: Path, kind: Kind, number: signal.Signals, kills: int, expect
             found = facts(here.records)
             keys = found.keys() | expected.keys()
             tally.how += [how for key in sorted(keys) if (how := difference(found.get(key), expected.get(key)))]
-            tally.differing = len(tally.how)
             tally.runs += 1
             tally.trials += len(found)
-        if not tally.differing:
+        if not tally.how:
             shutil.rmtree(here.folder)
     return tally
 
 
 def kill(folder: Path, kind: Kind, number: signal.Signals, kills: int, expected: Facts) -> None:
     tally = disturb(folder, kind, number, kills, expected)
-    FORM.note("kills", f"{kind.name} {number.name}", what=kind.what, signal=number.name, **vars(tally))
+    FORM.note(
+        "kills",
+        f"{kind.name} {number.name}",
+        what=kind.what,
+        signal=number.name,
+        differing=len(tally.how),
+        **vars(tally),
+    )
     assert tally.lost == 0
     assert tally.how == []
     assert tally.left == []

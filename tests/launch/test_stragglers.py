@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from bench.launch import stragglers
+from tests.conftest import ROOT
 
 
 def wait_for(condition: Callable[[], object]) -> None:
@@ -58,7 +59,7 @@ def test_a_child_gets_a_signal_at_its_parents_end(tmp_path: Path, number: signal
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
     """
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, env=environment)
     pid = int((tmp_path / "pid").read_text())
     wait_for(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie")
