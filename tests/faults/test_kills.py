@@ -161,14 +161,8 @@ def disturb(folder: Path, kind: Kind, number: signal.Signals, kills: int, expect
 
 def kill(folder: Path, kind: Kind, number: signal.Signals, kills: int, expected: Facts) -> None:
     tally = disturb(folder, kind, number, kills, expected)
-    FORM.note(
-        "kills",
-        f"{kind.name} {number.name}",
-        what=kind.what,
-        signal=number.name,
-        differing=len(tally.how),
-        **vars(tally),
-    )
+    row = {"what": kind.what, "signal": number.name, "differing": len(tally.how), **vars(tally)}
+    FORM.note("kills", f"{kind.name} {number.name}", **row)
     assert tally.lost == 0
     assert tally.how == []
     assert tally.left == []
