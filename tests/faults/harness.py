@@ -104,10 +104,10 @@ class Place:
             status = process.wait(timeout_s)
         finally:
             process.kill()
-        done = subprocess.CompletedProcess(process.args, status, self.said("out"), self.said("err"))
+        done = subprocess.CompletedProcess(process.args, status, self.output("out"), self.output("err"))
         return Run(self.folder / "run", done)
 
-    def said(self, which: str) -> str:
+    def output(self, which: str) -> str:
         """What the last process printed to ``out`` or ``err``."""
         return (self.folder / f"{which}.txt").read_text(errors="replace")
 

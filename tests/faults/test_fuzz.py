@@ -298,16 +298,6 @@ def works(*_: Any, **__: Any) -> Any:
     raise ReachedError
 
 
-class Idle(FakeLauncher):
-    """Takes the launcher's place; no trial is run."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        super().__init__()
-
-    def run(self, *_: Any, **__: Any) -> Any:
-        raise ReachedError
-
-
 @contextlib.contextmanager
 def limited() -> Iterator[None]:
     """Let no argument take all of the machine's memory."""
@@ -324,7 +314,7 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("fuzzed")
     source = template(folder / "template")
     with pytest.MonkeyPatch.context() as patch, limited():
-        patch.setattr(launcher, "Launcher", Idle)
+        patch.setattr(launcher, "Launcher", lambda *_, **__: FakeLauncher(works))
         patch.setattr(dtypes, "table", works)
         patch.setattr(monitor, "measure", works)
         patch.setattr(figures, "draw", lambda *_: [])

@@ -117,7 +117,7 @@ def kill_once(here: Place, kind: Kind, number: signal.Signals, moment_s: float, 
     after = here.journal
     if not after.startswith(before):
         tally.lost += max(1, before.count(b"\n") - after.count(b"\n"))
-    out, err = here.said("out"), here.said("err")
+    out, err = here.output("out"), here.output("err")
     assert status in {GOOD, BAD, -number, *INTERRUPTS}, (status, out, err)
     # Before, Python itself is still starting; afterwards the report is written.
     if "writing to" in out and not here.is_finished and number is not signal.SIGKILL:

@@ -57,7 +57,7 @@ def until(condition: Callable[[], Any], seconds: float = 300.0) -> None:
 
 def errors(node: Place) -> list[str]:
     """What a node printed to its standard error, without the line that it follows."""
-    return [line for line in node.said("err").splitlines() if "leads" not in line]
+    return [line for line in node.output("err").splitlines() if "leads" not in line]
 
 
 RUN = (*MATRIX_RUN, "--ranks-per-node", "1")
@@ -79,7 +79,7 @@ def test_two_nodes_train_what_one_does(tmp_path: Path) -> None:
             return False
 
         until(greeted)
-        assert (leader.wait(), follower.wait()) == (GOOD, GOOD), (first.said("err"), other.said("err"))
+        assert (leader.wait(), follower.wait()) == (GOOD, GOOD), (first.output("err"), other.output("err"))
         found: dict[str, dict[int, Any]] = {}
         for record in first.records:
             assert record["status"] == Status.OK, record["reason"]
@@ -109,7 +109,7 @@ def test_a_node_that_is_killed_costs_its_trials_until_it_comes_back(tmp_path: Pa
         follower.kill()
         follower.wait()
         assert not other.leaks.left(ENDS_IN_S)
-        assert leader.wait() == BAD, first.said("err")
+        assert leader.wait() == BAD, first.output("err")
         lost = [record for record in first.records if record["status"] != Status.OK]
         assert lost
         for record in lost:
@@ -117,7 +117,7 @@ def test_a_node_that_is_killed_costs_its_trials_until_it_comes_back(tmp_path: Pa
             assert record["reason"].startswith(f"node 1 ({socket.gethostname()}) was lost: "), record["reason"]
         assert {r["repeat"] for r in first.records if r["cell"]["backend"] == "reference"} == {0, 1, 2}, "it went on"
         follower, leader = other.start("run"), first.start("run", "--resume", "run")
-        assert (leader.wait(), follower.wait()) == (GOOD, GOOD), (first.said("err"), other.said("err"))
+        assert (leader.wait(), follower.wait()) == (GOOD, GOOD), (first.output("err"), other.output("err"))
         assert {record["status"] for record in first.records[-len(lost) :]} == {Status.OK}
 
 
@@ -126,7 +126,7 @@ def test_what_a_rank_of_the_other_node_does_is_told_with_its_node_and_its_stacks
     with job(tmp_path) as (first, other):
         first.write("f-raises", "f-exits-0", "f-sleeps")
         follower, leader = other.start("run"), first.start(*RUN)
-        assert (leader.wait(), follower.wait()) == (BAD, GOOD), first.said("err")
+        assert (leader.wait(), follower.wait()) == (BAD, GOOD), first.output("err")
         found = {record["cell"]["backend"]: record for record in first.records}
         rank = f"rank 1 on node 1 ({socket.gethostname()})"
         assert found["f-raises"]["reason"].startswith(f"{rank}: ValueError: no such thing")
