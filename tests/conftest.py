@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -159,6 +160,15 @@ def processes_with(token: str) -> list[int]:
         except psutil.Error:
             continue
     return found
+
+
+def until(condition: Callable[[], object], seconds: float = 300.0) -> None:
+    """Wait for a condition. Raises TimeoutError."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError("it did not happen in time")
+        time.sleep(0.05)
 
 
 def run_matrix(

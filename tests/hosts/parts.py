@@ -26,9 +26,9 @@ from bench.plan.cell import Status
 from bench.plan.matrix import FOLDER
 from bench.run.journal import JOURNAL, MANIFEST, Journal, read_manifest
 from bench.run.links import PASSES, bus_rate
-from tests.conftest import ROOT
+from tests.conftest import ROOT, until
 from tests.faults.leaks import Leaks
-from tests.hosts.rig import Rig, rig, until
+from tests.hosts.rig import Rig, rig
 
 RUN_S, END_S = 3600.0, 300.0
 """How long a run may take, and what ends by itself after it; generous, since the machine may be busy."""

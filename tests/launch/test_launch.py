@@ -11,8 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -25,7 +24,7 @@ from bench.launch import stragglers, watchdog
 from bench.launch.launcher import Launcher
 from bench.launch.outcome import Outcome
 from bench.plan.cell import Device, Status
-from tests.conftest import ROOT, first, processes_with
+from tests.conftest import ROOT, first, processes_with, until
 from tests.launch import acts
 
 TOKEN = "BENCH_TEST_TOKEN"
@@ -61,13 +60,6 @@ def sleepers() -> list[int]:
     return [p.pid for p in psutil.process_iter(["cmdline"]) if any(mark in word for word in p.info["cmdline"] or ())]
 
 
-def wait_until(condition: Callable[[], bool]) -> bool:
-    """Wait for what is sure to come; pytest's own time limit is for a test that waits in vain."""
-    while not condition():
-        time.sleep(0.05)
-    return True
-
-
 @pytest.fixture(scope="module", autouse=True)
 def marked() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
@@ -81,7 +73,7 @@ def marked() -> Iterator[None]:
 def launcher(marked: None) -> Iterator[Launcher]:
     with Launcher(Device.CPU) as made:
         yield made
-    assert wait_until(lambda: not left(os.environ[TOKEN]))
+    until(lambda: not left(os.environ[TOKEN]))
 
 
 def play(launcher: Launcher, folder: Path, act: str, **options: Any) -> Outcome:
@@ -197,15 +189,15 @@ def test_nothing_is_left_of_a_bench_that_is_killed(tmp_path: Path, act: str, sto
     command = [sys.executable, "-c", PARENT, str(tmp_path / "trial"), act]
     parent = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None and parent.stdout.readline() == "ready\n"
-    assert wait_until((tmp_path / "trial" / "joined1").exists)
+    until((tmp_path / "trial" / "joined1").exists)
     (server,) = [p for p in psutil.Process(parent.pid).children() if "bench.launch.server" in " ".join(p.cmdline())]
     if stopped:
         server.send_signal(signal.SIGSTOP)
     parent.kill()
     parent.wait()
-    assert wait_until(lambda: not left(token))
+    until(lambda: not left(token))
     assert set(sleepers()) == before
-    assert wait_until(lambda: not list(temporary.glob("bench-*")))
+    until(lambda: not list(temporary.glob("bench-*")))
     shutil.rmtree(temporary)
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from bench.launch import job_nodes
 from bench.launch.job_nodes import Place as Node
 from bench.plan.cell import Status
 from bench.run.journal import read_manifest
-from tests.conftest import ROOT
+from tests.conftest import ROOT, until
 from tests.faults.harness import MATRIX_RUN, Place, end, place
 
 HEAD = "127.0.0.2"
@@ -46,13 +45,6 @@ def job(folder: Path) -> Iterator[list[Place]]:
         yield [first, other]
         for node in (first, other):
             assert not node.leaks.left(ENDS_IN_S)
-
-
-def until(condition: Callable[[], Any], seconds: float = 300.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it took too long"
-        time.sleep(0.05)
 
 
 def errors(node: Place) -> list[str]:

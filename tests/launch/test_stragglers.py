@@ -7,20 +7,13 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
 from bench.launch import stragglers
-from tests.conftest import ROOT
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    while not condition():
-        time.sleep(0.02)
+from tests.conftest import ROOT, until
 
 
 def test_a_number_that_is_another_process_now_is_not_that_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,10 +29,10 @@ def test_a_zombie_has_ended_and_a_stopped_one_has_not() -> None:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     found = stragglers.find(process.pid)
     process.send_signal(signal.SIGSTOP)
-    wait_for(lambda: stragglers.is_stopped(found))
+    until(lambda: stragglers.is_stopped(found))
     assert stragglers.alive(found)
     process.kill()
-    wait_for(lambda: not stragglers.alive(found))
+    until(lambda: not stragglers.alive(found))
     assert found.status() == psutil.STATUS_ZOMBIE
     assert stragglers.kill(lambda: {found} if psutil.pid_exists(process.pid) else set()) == set(), "its number is free"
     process.wait()
@@ -62,4 +55,4 @@ def test_a_child_gets_a_signal_at_its_parents_end(tmp_path: Path, number: signal
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, env=environment)
     pid = int((tmp_path / "pid").read_text())
-    wait_for(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie")
+    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie")
