@@ -16,6 +16,7 @@ import pytest
 
 from bench.errors import BAD, GOOD, INTERRUPTED
 from bench.run.journal import MANIFEST
+from tests.conftest import first
 from tests.faults.form import FORM, rng
 from tests.faults.harness import MATRIX_RUN, Place, end, facts, place
 
@@ -177,15 +178,7 @@ def test_kills_while_the_journal_is_written(
 
 
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGKILL,
-        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
-    ],
-    ids=lambda number: number.name,
-)
+@pytest.mark.parametrize("number", first([signal.SIGKILL], SIGNALS), ids=lambda number: number.name)
 def test_kills_of_real_runs(tmp_path: Path, number: signal.Signals, unbroken: Callable[[Kind], Facts]) -> None:
     kind = FORM.of(SHORT, REAL)
     kill(tmp_path, kind, number, FORM.of(1, FORM.kills), unbroken(kind))
