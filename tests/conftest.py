@@ -299,9 +299,11 @@ def here(launcher: Launcher, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(figures, "draw", lambda *_: [])
-    monkeypatch.setattr(launcher, "renew", lambda: None)
+    monkeypatch.setattr(Launcher, "__enter__", lambda shared: shared)  # only its fixture starts, renews and ends it
+    for method in ("__exit__", "renew"):
+        monkeypatch.setattr(Launcher, method, lambda *_: None)
     for user in (dtypes, module):
-        monkeypatch.setattr(user, "Launcher", lambda *_, **__: contextlib.nullcontext(launcher))
+        monkeypatch.setattr(user, "Launcher", lambda *_, **__: launcher)
 
     def command(*arguments: str) -> subprocess.CompletedProcess[str]:
         out, err = io.StringIO(), io.StringIO()
