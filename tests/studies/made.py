@@ -37,12 +37,13 @@ class Made:
 TWICE = {"gates": "Lightning with DeepSpeed divides the loss by N twice, and the run shows it"}
 NOISY = {
     "outliers": "the trimmed mean leaves them out",
-    "noise floor": "the machine is shared; smaller differences have no verdict",
+    "A/A pair": "the machine is shared; all intervals are wider by what it shows",
+    "blocks": "the machine is shared; ratios are taken within blocks",
     "two modes": "the machine is shared; the intervals cover both",
 }
 TIMED = TWICE | NOISY | {"verdicts": "40 minutes are what it gets"}
-CROWDED = dict.fromkeys(("ranks", "noise floor", "verdicts"), "four ranks share two cores, and five trials are few")
-UNTIMED = dict.fromkeys(("machine", "ranks", "noise floor", "verdicts"), "run once, for something else than times")
+CROWDED = dict.fromkeys(("ranks", "A/A pair", "verdicts"), "four ranks share two cores, and five trials are few")
+UNTIMED = dict.fromkeys(("machine", "ranks", "A/A pair", "verdicts"), "run once, for something else than times")
 
 
 def _run(
@@ -149,16 +150,15 @@ ROWS = (
     ),
     Made(
         name="statistics",
-        paths=("docs/statistics.md", "docs/statistics.png"),
+        paths=("docs/statistics.md",),
         commands=("python -m tests.studies",),
         code=(
-            *_studies("__main__", "choices", "page", "rivals", "simulation", "study"),
+            *_studies("__main__", "choices", "page", "rivals", "study", "trial_noise"),
             *(f"bench/judge/{name}.py" for name in ("pairs", "evidence", "baseline", "statistics", "verdicts")),
-            "bench/plan/schedule.py",
             "bench/run/trial_record.py",
         ),
-        sources=("noise",),
-        minutes=5,
+        sources=("noise", "cpu", "popular"),
+        minutes=3,
     ),
     Made(
         name="reliability",

@@ -74,7 +74,7 @@ def _rates(results: Results) -> list[str]:
         "## Rates",
         "",
         f"{results.reports} reports per row are made by resampling the blocks of committed runs, {BLOCKS} consecutive "
-        "ones at a time, with all their cells: bursts, drift and two modes are in them as they were measured. `cpu` and "
+        "ones at a time, with all their cells: bursts, drift and two modes are in them as measured. `cpu` and "
         "`popular` are those runs, `noise` is one small cell on a restless machine. A block's log ratio has a standard "
         f"deviation of {spread}. The default makes {study.SIZES[0]} blocks of `cpu` in its 20 minutes on two cores.",
         "",
@@ -84,9 +84,9 @@ def _rates(results: Results) -> list[str]:
         f"{100 * (0.05 * 0.95 / results.reports) ** 0.5:.1f} points.",
         "",
         *table(head, rows),
-        "A verdict is faster or slower if the interval excludes 1 and Holm's adjusted p-value is below 5 %. Until version "
-        "1.0 the interval also had to lie outside the band of the A/A pair, which counted the noise of a cell twice: a "
-        "difference of 9 % whose interval excluded 1 in 97 % of runs was called in 26 %.",
+        "A verdict is faster or slower if the interval excludes 1 and Holm's adjusted p-value is below 5 %. Until "
+        "version 1.0 the interval also had to lie outside the band of the A/A pair, which counted the noise of a cell "
+        "twice: a difference of 9 % whose interval excluded 1 in 97 % of runs was called in 26 %.",
         "",
     ]
 
@@ -138,8 +138,8 @@ def _rivals(frame: pd.DataFrame) -> list[str]:
     return [
         "## The rules of other tools on the same noise",
         "",
-        "How often each calls two cells different, with the noise of `cpu` and its steps; one comparison, interleaved as "
-        "here. Their tools would run one cell after the other, and drift would hurt them more.",
+        "How often each calls two cells different, with the noise of `cpu` and its steps; one comparison, interleaved "
+        "as here. Their tools would run one cell after the other, and drift would hurt them more.",
         "",
         *table(("rule", "trials", *(f"true difference: {name}" for name in names)), rows),
         *(f"- {rule.name}: {rule.about}" for rule in RULES),
@@ -173,7 +173,7 @@ def _methods(results: Results) -> list[str]:
         *table(("method", *(f"{n} blocks" for n in choices.SIZES), "all"), rows),
         "## Which warm-up rule",
         "",
-        "Bias and root mean square error of a trial's median in per cent, on the steps of `cpu` with a transient added. "
+        "Bias and root mean square error of a trial's median in per cent, on the steps of `cpu` with a transient. "
         "What remains cancels in the ratio of cells that warm up alike.",
         "",
         *table(("transient", *choices.WARMUP_RULES), bias),
