@@ -85,7 +85,7 @@ def play(launcher: Launcher, folder: Path, act: str, **options: Any) -> Outcome:
 def test_a_sound_trial(launcher: Launcher, tmp_path: Path, group: bool) -> None:
     found = play(launcher, tmp_path, "end", group=group, rank=-1 if group else 1)
     assert (found.status, found.reason) == (Status.OK, "")
-    assert [one["rank"] for one in found.ranks] == [0, 1]
+    assert [rank["rank"] for rank in found.ranks] == [0, 1]
 
 
 def test_a_hang_is_told_with_the_stacks_of_all_ranks(launcher: Launcher, tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_a_fork_server_that_is_killed_is_replaced(launcher: Launcher, tmp_path: 
     (server,) = [p for p in launcher_process().children() if "forkserver" in " ".join(p.cmdline())]
     server.kill()
     outcomes = [play(launcher, tmp_path / str(number), "end") for number in range(2)]
-    assert outcomes[-1].status is Status.OK, [one.reason for one in outcomes]
+    assert outcomes[-1].status is Status.OK, [outcome.reason for outcome in outcomes]
 
 
 PARENT = """
