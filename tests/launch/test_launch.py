@@ -158,15 +158,6 @@ def test_a_launcher_that_is_killed_between_two_trials_is_replaced(launcher: Laun
     assert play(launcher, tmp_path, "end").status is Status.OK
 
 
-@pytest.mark.slow
-def test_a_fork_server_that_is_killed_is_replaced(launcher: Launcher, tmp_path: Path) -> None:
-    assert play(launcher, tmp_path, "end").status is Status.OK
-    (server,) = [p for p in launcher_process().children() if "forkserver" in " ".join(p.cmdline())]
-    server.kill()
-    outcomes = [play(launcher, tmp_path / str(number), "end") for number in range(2)]
-    assert outcomes[-1].status is Status.OK, [outcome.reason for outcome in outcomes]
-
-
 PARENT = """
 import sys
 from bench.plan.cell import Device
