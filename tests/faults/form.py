@@ -24,14 +24,14 @@ class Form:
     outcomes: dict[str, str] = field(default_factory=dict)
     """The outcome of each test, with the reason if it was skipped."""
 
-    def of(self, short: Any, full: Any) -> Any:
+    def choose(self, short: Any, full: Any) -> Any:
         """The one that belongs to the form."""
         return full if self.full else short
 
     def examples(self, short: int, full: int) -> settings:
         """Settings of hypothesis: the same examples every time."""
         return settings(
-            max_examples=self.of(short, full),
+            max_examples=self.choose(short, full),
             derandomize=True,
             deadline=None,
             database=None,

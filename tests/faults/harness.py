@@ -161,8 +161,8 @@ def facts(records: Sequence[dict[str, Any]]) -> dict[tuple[str, int], dict[str, 
         key = (record["cell_id"], record["repeat"])
         assert key not in found, f"trial {key} is there twice"
         kept = {name: value for name, value in record.items() if name not in TIMES}
-        for of, times in TIMES_OF_PASSES.items():
-            if kept.get(of):
-                kept[of] = {name: value for name, value in kept[of].items() if name not in times}
+        for pass_name, times in TIMES_OF_PASSES.items():
+            if kept.get(pass_name):
+                kept[pass_name] = {name: value for name, value in kept[pass_name].items() if name not in times}
         found[key] = kept
     return found

@@ -113,7 +113,7 @@ def _ports(pids: set[int]) -> list[int]:
     for pid in pids:
         with contextlib.suppress(psutil.Error):
             sockets = psutil.Process(pid).net_connections("inet")
-            found |= {one.laddr.port for one in sockets if one.status == psutil.CONN_LISTEN}
+            found |= {connection.laddr.port for connection in sockets if connection.status == psutil.CONN_LISTEN}
     return sorted(found)
 
 

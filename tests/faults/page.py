@@ -40,7 +40,10 @@ def write(page: Path, facts: Facts, outcomes: Mapping[str, str]) -> None:
         for name, row in rows.items():
             sections.setdefault(section, {})[name] = {**row, "measured": now}
     rows = expected_rows()
-    sections = {of: {name: row for name, row in own.items() if (of, name) in rows} for of, own in sections.items()}
+    sections = {
+        section: {name: row for name, row in found.items() if (section, name) in rows}
+        for section, found in sections.items()
+    }
     bad = {name: outcome for name, outcome in (bad | dict(outcomes)).items() if outcome != "passed"}
     page.parent.mkdir(parents=True, exist_ok=True)
     stored = {"schema": 1, "sections": sections, "not_passed": bad}

@@ -83,7 +83,7 @@ def test_every_flipped_bit_is_found_and_its_line_named(tmp_path: Path) -> None:
     whole = written(tmp_path)
     # The last newline is left out: without it, the last line is as good as torn.
     places = [(offset, bit) for offset in range(len(whole) - 1) for bit in range(8)]
-    chosen = FORM.of(rng("flips").sample(places, 1500), places)
+    chosen = FORM.choose(rng("flips").sample(places, 1500), places)
     missed, unnamed = [], []
     for offset, bit in chosen:
         damaged = bytearray(whole)
@@ -99,7 +99,7 @@ def test_every_flipped_bit_is_found_and_its_line_named(tmp_path: Path) -> None:
     FORM.note(
         "damage",
         "flips",
-        what=FORM.of("bits flipped, chosen at random", "every bit flipped, but for those of the last newline"),
+        what=FORM.choose("bits flipped, chosen at random", "every bit flipped, but for those of the last newline"),
         must="an error names the line",
         count=len(chosen),
         wrong=len(missed) + len(unnamed),

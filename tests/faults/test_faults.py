@@ -157,6 +157,6 @@ def measured(here: Place, case: Case, *options: str) -> tuple[Run, list[str]]:
         found=found,
         seconds=seconds,
         within=case.within_s,
-        left=[re.sub(r"\d{2,}", "#", one) for one in left],
+        left=[re.sub(r"\d{2,}", "#", line) for line in left],
     )
     return done, left

@@ -327,8 +327,8 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Any:
             assert "Traceback" not in ended.out + ended.err
             assert ended.status in {GOOD, BAD, WRONG, UNCHECKED, None}, ended.err
             if ended.status == WRONG:
-                said = [line for line in ended.err.splitlines() if not line.startswith("skipped: ")]
-                assert len(said) == 1 and said[0].startswith("bench: ") and ended.err.endswith("\n"), ended.err
+                lines = [line for line in ended.err.splitlines() if not line.startswith("skipped: ")]
+                assert len(lines) == 1 and lines[0].startswith("bench: ") and ended.err.endswith("\n"), ended.err
             return ended
 
         yield check

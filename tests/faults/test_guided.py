@@ -30,12 +30,12 @@ pytestmark = [
 
 @pytest.mark.parametrize("target", NAMES)
 def test_no_input_that_reaches_new_code_fails(target: str, tmp_path: Path) -> None:
-    options = (f"-max_total_time={FORM.of(5, SECONDS)}", f"-seed={SEED}", "-timeout=30", "-rss_limit_mb=8192")
+    options = (f"-max_total_time={FORM.choose(5, SECONDS)}", f"-seed={SEED}", "-timeout=30", "-rss_limit_mb=8192")
     command = [sys.executable, "-m", "tests.faults.guided", target, str(tmp_path / "fuzz"), *options, "-verbosity=1"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stdout + found.stderr
     number = re.search(r"Done (\d+) runs in", found.stderr)
     assert number and int(number[1]) > 100, found.stderr
-    covered = [int(one) for one in re.findall(r"cov: (\d+)", found.stderr)]
+    covered = [int(count) for count in re.findall(r"cov: (\d+)", found.stderr)]
     assert covered and covered[-1] > 30, found.stderr  # the readers were reached, and instrumented
     FORM.note("fuzz", NAMES[target], count=int(number[1]))

@@ -174,11 +174,11 @@ def kill(folder: Path, kind: Kind, number: signal.Signals, kills: int, expected:
 def test_kills_while_the_journal_is_written(
     tmp_path: Path, number: signal.Signals, unbroken: Callable[[Kind], Facts]
 ) -> None:
-    kill(tmp_path, SCRIPTED, number, FORM.of(3, FORM.kills), unbroken(SCRIPTED))
+    kill(tmp_path, SCRIPTED, number, FORM.choose(3, FORM.kills), unbroken(SCRIPTED))
 
 
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("number", first([signal.SIGKILL], SIGNALS), ids=lambda number: number.name)
 def test_kills_of_real_runs(tmp_path: Path, number: signal.Signals, unbroken: Callable[[Kind], Facts]) -> None:
-    kind = FORM.of(SHORT, REAL)
-    kill(tmp_path, kind, number, FORM.of(1, FORM.kills), unbroken(kind))
+    kind = FORM.choose(SHORT, REAL)
+    kill(tmp_path, kind, number, FORM.choose(1, FORM.kills), unbroken(kind))

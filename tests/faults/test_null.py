@@ -71,7 +71,7 @@ def test_the_runner_costs_little_and_does_not_grow(tmp_path: Path) -> None:
     """1,000 trials that take no time, in the full form: all that is measured is the runner's own."""
     with place(tmp_path / "place") as here:
         here.program = ("-m", "tests.faults.scripted")
-        here.write("f-null", repeats=FORM.of(50, 500), accumulate=1, world_size=1)
+        here.write("f-null", repeats=FORM.choose(50, 500), accumulate=1, world_size=1)
         samples = watched(here)
         trials = len(here.records)
     overhead = samples.seconds_per_trial - scripted.TRIAL_S
@@ -84,7 +84,7 @@ def test_the_runner_costs_little_and_does_not_grow(tmp_path: Path) -> None:
         growth_bytes=samples.growth,
         peak_bytes=max(samples.bytes),
     )
-    assert trials == FORM.of(100, 1000)
+    assert trials == FORM.choose(100, 1000)
     assert overhead < OVERHEAD_S
     assert samples.growth < GROWTH_BYTES
 

@@ -66,10 +66,10 @@ def every(rates: Sequence[str]) -> dict[str, Part]:
 def write(name: str, text: str) -> None:
     """Put a subsection into the page, in its place among those that are there."""
     head, _, section = PAGE.read_text(encoding="utf-8").partition(HEADING)
-    found = {one.partition("\n")[0]: one for one in section.split("\n### ")[1:]}
+    found = {part.partition("\n")[0]: part for part in section.split("\n### ")[1:]}
     found[every(RATES)[name].title] = text
     kept = [found[part.title] for part in every(RATES).values() if part.title in found]
-    shown = "".join(f"\n### {one.strip()}\n" for one in kept)
+    shown = "".join(f"\n### {part.strip()}\n" for part in kept)
     PAGE.write_text(f"{head}{HEADING}\n{WHERE}{shown}", encoding="utf-8")
 
 

@@ -78,8 +78,8 @@ class Hosts:
         """Run what is left of a run; what came of it, and whether every trial is ok and none was lost."""
         status = self.start("--resume", str(folder)).wait(RUN_S)
         records = Journal(folder).read()
-        latest = {(one["cell_id"], one["repeat"]): one["status"] for one in records}
-        ok = Counter((one["cell_id"], one["repeat"]) for one in records if one["status"] == Status.OK)
+        latest = {(record["cell_id"], record["repeat"]): record["status"] for record in records}
+        ok = Counter((record["cell_id"], record["repeat"]) for record in records if record["status"] == Status.OK)
         whole = (folder / JOURNAL).read_bytes().startswith(kept)
         good = status == 0 and whole and set(ok.values()) == {1} and len(ok) == len(latest)
         words = f"{len(ok)} of {len(latest)} trials ok, each once" if good else f"{latest}, exit status {status}"
@@ -101,22 +101,22 @@ class Hosts:
 
     def bench(self, node: int) -> psutil.Process | None:
         """The bench's own process on a node, if it runs."""
-        for one in self.processes(node):
+        for process in self.processes(node):
             with contextlib.suppress(psutil.Error):
-                if one.cmdline()[1:4] == ["-m", "bench", "run"]:
-                    return one
+                if process.cmdline()[1:4] == ["-m", "bench", "run"]:
+                    return process
         return None
 
     def processes(self, node: int) -> list[psutil.Process]:
         """The processes of runs on a node."""
         command = ["ip", "netns", "pids", self.rig.namespace(self.rig.hosts[node])]
         pids = set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
-        return [one for one in self.leaks.processes() if str(one.pid) in pids]
+        return [process for process in self.leaks.processes() if str(process.pid) in pids]
 
     def signal(self, node: int, number: signal.Signals) -> None:
         """Send a signal to the bench's own process on a node."""
-        if one := self.bench(node):
-            one.send_signal(number)
+        if process := self.bench(node):
+            process.send_signal(number)
 
 
 @contextlib.contextmanager
@@ -148,8 +148,8 @@ def four(on: Hosts) -> Iterator[Row]:
 
 def _trials(what: str, status: int, folder: Path) -> Row:
     trials = rows_of(load(folder).tables.trials)
-    bad = [one for one in trials if one["status"] != Status.OK]
-    found = [f"`{one['backend']}` is {one['status']}: {one['reason']}" for one in bad]
+    bad = [trial for trial in trials if trial["status"] != Status.OK]
+    found = [f"`{trial['backend']}` is {trial['status']}: {trial['reason']}" for trial in bad]
     documented = "by documented defects" * (bool(bad) and status == 0)
     words = f"{len(trials) - len(bad)} of {len(trials)} trials pass all gates; exit status {status}"
     return Row((what, "; ".join(filter(None, (words, documented, *dict.fromkeys(found))))), status == 0)
@@ -163,11 +163,11 @@ def rates(on: Hosts, limits: Sequence[str]) -> Iterator[Row]:
         status, folder = on.run(f"rate-{limit}", *spread)
         on.rig.limit("")
         records, manifest = Journal(folder).read(), read_manifest(folder)
-        entry = next(one for one in manifest["matmul"] if one["num_nodes"] == 2)
+        entry = next(entry for entry in manifest["matmul"] if entry["num_nodes"] == 2)
         measured = bus_rate(entry["links"][-len(PASSES)], entry["world_size"]) / 1e6 if entry["links"] else 0.0
-        own = [one for one in records if not one["cell"]["twin"] and one["cell"]["ranks_per_node"] == 2]
-        times = {one["cell"]["backend"]: _median(one) for one in own}
-        good = sum(one["status"] == Status.OK for one in records)
+        timed = [record for record in records if not record["cell"]["twin"] and record["cell"]["ranks_per_node"] == 2]
+        times = {record["cell"]["backend"]: _median(record) for record in timed}
+        good = sum(record["status"] == Status.OK for record in records)
         shown = (f"{good} of {len(records)}", f"{measured:.3g}", *(f"{times.get(name, 0.0):.3g}" for name in TIMED))
         yield Row((limit or "unlimited", *shown), status == 0)
 
@@ -182,13 +182,13 @@ def bits(on: Hosts) -> Iterator[Row]:
     names = ("ddp-eager", "ddp-deferred", "fsdp2-eager", "fsdp2-deferred", "deepspeed-zero2-eager")
     _, folder = on.run("bits", "--world-size", "2", "--ranks-per-node", "1,2", "--backend", ",".join(names))
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    for one in Journal(folder).read():
-        if one["status"] == Status.OK and not one["cell"]["twin"] and one["cell"]["backend"] in found:
-            found[one["cell"]["backend"]].append(one)
+    for record in Journal(folder).read():
+        if record["status"] == Status.OK and not record["cell"]["twin"] and record["cell"]["backend"] in found:
+            found[record["cell"]["backend"]].append(record)
     for name, trials in found.items():
-        facts = [(one["update"], one["time"]["losses"], one["collectives"]) for one in trials]
+        facts = [(record["update"], record["time"]["losses"], record["collectives"]) for record in trials]
         same = [len(facts) == 2 and a == b for a, b in zip(facts[0], facts[-1], strict=True)] if facts else [False]
-        yield Row((name, *("the same" if one else "not the same" for one in same)), all(same))
+        yield Row((name, *("the same" if is_same else "not the same" for is_same in same)), all(same))
 
 
 def faults(on: Hosts) -> Iterator[Row]:
@@ -225,11 +225,11 @@ def _harmed(on: Hosts, name: str, what: str, harm: Callable[[], None], mend: Cal
     status = process.wait(RUN_S)
     left = on.leaks.left(END_S)
     on.rig.ready()
-    lost = [one for one in Journal(folder).read() if one["status"] != Status.OK]
-    reasons = [f"`{one['status']}`: {one['reason']}" for one in lost[:1]] or ["no trial was lost"]
+    lost = [record for record in Journal(folder).read() if record["status"] != Status.OK]
+    reasons = [f"`{record['status']}`: {record['reason']}" for record in lost[:1]] or ["no trial was lost"]
     resumed, good = on.resume(folder, kept)
     words = f"{reasons[0]}; exit status {status}; {cut}{_nothing(left)} left on any host; {resumed}"
-    named = all(one["status"] == Status.INTERRUPTED and "node 1 (hostb)" in one["reason"] for one in lost)
+    named = all(record["status"] == Status.INTERRUPTED and "node 1 (hostb)" in record["reason"] for record in lost)
     return Row((what, words), good and named and not left)
 
 
@@ -237,7 +237,7 @@ def _left(on: Hosts, node: int) -> list[str]:
     """What still runs on a node, which gets a while to end it."""
     with contextlib.suppress(TimeoutError):
         until(lambda: not on.processes(node), END_S)
-    return [one.name() for one in on.processes(node)]
+    return [process.name() for process in on.processes(node)]
 
 
 def _nothing(left: Sequence[str]) -> str:

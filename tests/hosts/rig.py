@@ -138,7 +138,7 @@ class Rig:
 
     def daemon(self, name: str, host: str = "") -> subprocess.Popen[bytes]:
         """The process of slurmctld, munged, or of the slurmd of a host."""
-        return next(one for one in self._daemons if one.poll() is None and {name, host} <= {*one.args, ""})
+        return next(daemon for daemon in self._daemons if daemon.poll() is None and {name, host} <= {*daemon.args, ""})
 
     def start(self) -> None:
         switch = self.namespace("switch")
@@ -197,13 +197,13 @@ class Rig:
 
     def stop(self) -> None:
         """End Slurm and everything that runs on the hosts, and remove them."""
-        for one in reversed(self._daemons):
-            one.terminate()
-        for one in reversed(self._daemons):
+        for daemon in reversed(self._daemons):
+            daemon.terminate()
+        for daemon in reversed(self._daemons):
             with contextlib.suppress(subprocess.TimeoutExpired):
-                one.wait(10)
-            one.kill()
-            one.wait()
+                daemon.wait(10)
+            daemon.kill()
+            daemon.wait()
         for host in (*self.hosts, "switch"):
             name = self.namespace(host)
             pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False).stdout

@@ -20,10 +20,10 @@ def kill_and_wait(number: signal.Signals) -> None:
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_is_an_interrupt(number: signal.Signals) -> None:
-    before = [signal.getsignal(one) for one in SIGNALS]
+    before = [signal.getsignal(each) for each in SIGNALS]
     with pytest.raises(KeyboardInterrupt), terminate_as_interrupt():
         kill_and_wait(number)
-    assert [signal.getsignal(one) for one in SIGNALS] == before
+    assert [signal.getsignal(each) for each in SIGNALS] == before
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])

@@ -85,7 +85,7 @@ def play(launcher: Launcher, folder: Path, act: str, **options: Any) -> Outcome:
 def test_a_sound_trial(launcher: Launcher, tmp_path: Path, group: bool) -> None:
     found = play(launcher, tmp_path, "end", group=group, rank=-1 if group else 1)
     assert (found.status, found.reason) == (Status.OK, "")
-    assert [one["rank"] for one in found.ranks] == [0, 1]
+    assert [rank["rank"] for rank in found.ranks] == [0, 1]
 
 
 def test_a_hang_is_told_with_the_stacks_of_all_ranks(launcher: Launcher, tmp_path: Path) -> None:
@@ -156,15 +156,6 @@ def test_a_launcher_that_is_killed_between_two_trials_is_replaced(launcher: Laun
     for server in launcher._own._servers.values():
         shutil.rmtree(server._temporary)
     assert play(launcher, tmp_path, "end").status is Status.OK
-
-
-@pytest.mark.slow
-def test_a_fork_server_that_is_killed_is_replaced(launcher: Launcher, tmp_path: Path) -> None:
-    assert play(launcher, tmp_path, "end").status is Status.OK
-    (server,) = [p for p in launcher_process().children() if "forkserver" in " ".join(p.cmdline())]
-    server.kill()
-    outcomes = [play(launcher, tmp_path / str(number), "end") for number in range(2)]
-    assert outcomes[-1].status is Status.OK, [one.reason for one in outcomes]
 
 
 PARENT = """

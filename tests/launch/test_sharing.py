@@ -69,11 +69,11 @@ def test_what_cannot_be_shared_is_refused(num_gpus: int, device: str, world_size
 
 
 def test_ranks_are_dealt_out_to_the_gpus() -> None:
-    told = [rank.shared_gpu_environment(number, 5, GPUS) for number in range(5)]
-    assert [one["CUDA_VISIBLE_DEVICES"] for one in told] == ["GPU-0", "GPU-1", "GPU-0", "GPU-1", "GPU-0"]
-    assert [one["GROUP_RANK"] for one in told] == list("01234")
-    assert {one["LOCAL_RANK"] for one in told} == {"0"}
-    assert {(one["LOCAL_WORLD_SIZE"], one["GROUP_WORLD_SIZE"]) for one in told} == {("1", "5")}
+    environments = [rank.shared_gpu_environment(number, 5, GPUS) for number in range(5)]
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in environments] == ["GPU-0", "GPU-1", "GPU-0", "GPU-1", "GPU-0"]
+    assert [each["GROUP_RANK"] for each in environments] == list("01234")
+    assert {each["LOCAL_RANK"] for each in environments} == {"0"}
+    assert {(each["LOCAL_WORLD_SIZE"], each["GROUP_WORLD_SIZE"]) for each in environments} == {("1", "5")}
     instance = {**GPUS[1], "mig": "MIG-7"}
     assert rank.shared_gpu_environment(3, 4, [instance])["CUDA_VISIBLE_DEVICES"] == "MIG-7"
     with pytest.raises(RuntimeError, match="no GPU is visible"):

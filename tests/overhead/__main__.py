@@ -46,17 +46,19 @@ def beside_bare_loops(groups: int, windows: int) -> dict[str, dict[str, list[flo
     """
     found: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in bare.LOOPS}
     with Launcher(Device.CPU) as launcher:
-        for number, (backend, one) in product(range(groups), found.items()):
+        for number, (backend, measured) in product(range(groups), found.items()):
             began, used = time.monotonic(), time.process_time()
             with tempfile.TemporaryDirectory() as folder:
                 is_bench_first = number % 2 == 0
                 steps = in_turn.steps(launcher, backend, backend, windows, Path(folder), is_bench_first=is_bench_first)
-            one["watching"].append((time.process_time() - used) / (time.monotonic() - began))
+            measured["watching"].append((time.process_time() - used) / (time.monotonic() - began))
             for (processes, loop), seconds in steps.items():
-                one[f"{loop}, {processes}"].append(statistics.median(seconds))
-            ratios = (one[f"bench, {a}"][-1] / one[f"bare, {b}"][-1] for a, b in permutations(in_turn.PROCESSES))
-            said = " and ".join(f"{ratio:.4f}" for ratio in ratios)
-            print(f"group {number + 1} of {groups}: {backend}: bench / bare {said}", flush=True)
+                measured[f"{loop}, {processes}"].append(statistics.median(seconds))
+            ratios = (
+                measured[f"bench, {a}"][-1] / measured[f"bare, {b}"][-1] for a, b in permutations(in_turn.PROCESSES)
+            )
+            words = " and ".join(f"{ratio:.4f}" for ratio in ratios)
+            print(f"group {number + 1} of {groups}: {backend}: bench / bare {words}", flush=True)
             launcher.renew()
     return found
 
@@ -70,11 +72,11 @@ def fixed(arguments: list[str]) -> dict[str, dict[str, Any]]:
         subprocess.run([sys.executable, "-m", "pytest", "tests/overhead", *options], check=True, cwd=ROOT)
         timed = json.loads(report.read_text())["benchmarks"]
     return {
-        one["name"].removeprefix("test_").replace("_", " "): {
-            "seconds": one["stats"]["median"],
-            "runs": one["stats"]["rounds"],
+        test["name"].removeprefix("test_").replace("_", " "): {
+            "seconds": test["stats"]["median"],
+            "runs": test["stats"]["rounds"],
         }
-        for one in timed
+        for test in timed
     }
 
 

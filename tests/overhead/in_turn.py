@@ -137,7 +137,7 @@ def steps(
     assert outcome.status is Status.OK and other.returncode == 0, (outcome.reason, other.returncode)
     theirs = [json.loads((folder / f"torchrun{rank}.json").read_text()) for rank in range(bare.RANKS)]
     ranks = {"trial": outcome.ranks, "torchrun": theirs}
-    sides = {(processes, of): [rank[of] for rank in ranks[processes]] for processes in PROCESSES for of in LOOPS}
+    sides = {(processes, loop): [rank[loop] for rank in ranks[processes]] for processes in PROCESSES for loop in LOOPS}
     losses = [[rank["losses"] for rank in side] for side in sides.values()]
     assert all(others == losses[0] for others in losses), f"{backend} and {loop} did not train the same"
     sides = {name: [rank["seconds"] for rank in side] for name, side in sides.items()}

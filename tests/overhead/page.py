@@ -39,18 +39,18 @@ def _machine(data: Mapping[str, Any]) -> Iterator[str]:
 
 def _loops(loops: Mapping[str, Any]) -> Iterator[str]:
     rows = []
-    for backend, one in loops.items():
-        ours, theirs = (_sample(one, [f"{loop}, {processes}" for processes in PROCESSES]) for loop in LOOPS)
+    for backend, measured in loops.items():
+        ours, theirs = (_sample(measured, [f"{loop}, {processes}" for processes in PROCESSES]) for loop in LOOPS)
         found = ratio(ours, theirs)
-        beside = ratio(*(_sample(one, [f"{loop}, {processes}" for loop in LOOPS]) for processes in PROCESSES))
-        bare_loop = _seconds(statistics.median(one["bare, torchrun"]))
-        num_groups, inside = str(len(one["bare, torchrun"])), _inside(found.low, found.high)
+        beside = ratio(*(_sample(measured, [f"{loop}, {processes}" for loop in LOOPS]) for processes in PROCESSES))
+        bare_loop = _seconds(statistics.median(measured["bare, torchrun"]))
+        num_groups, inside = str(len(measured["bare, torchrun"])), _inside(found.low, found.high)
         rows.append((backend, bare_loop, *_cells(found), inside, *_cells(beside), num_groups))
     reported = {
-        backend: ratio(*(_sample(one, [f"{what}, trial"]) for what in ("step", "bench"))).ratio
-        for backend, one in loops.items()
+        backend: ratio(*(_sample(measured, [f"{what}, trial"]) for what in ("step", "bench"))).ratio
+        for backend, measured in loops.items()
     }
-    watching = max(share for one in loops.values() for share in one["watching"])
+    watching = max(share for measured in loops.values() for share in measured["watching"])
     yield from ("## A step, beside a bare loop", "")
     yield (
         "The [bare loops](../tests/overhead/bare.py) use nothing of the bench but model, weights, tokens and loss. "
@@ -81,9 +81,9 @@ def _loops(loops: Mapping[str, Any]) -> Iterator[str]:
     yield from table((*header, "trial / torchrun", interval, "groups"), rows)
 
 
-def _sample(one: Mapping[str, Any], sides: Iterable[str]) -> Sample:
+def _sample(measured: Mapping[str, Any], sides: Iterable[str]) -> Sample:
     """The median steps of some sides; those of one group are a block."""
-    groups = [enumerate(one[side]) for side in sides]
+    groups = [enumerate(measured[side]) for side in sides]
     blocks, seconds = zip(*(pair for group in groups for pair in group), strict=True)
     return Sample(seconds, blocks)
 
@@ -110,11 +110,11 @@ def _times(data: Mapping[str, Any], last: Mapping[str, Any]) -> Iterator[str]:
     rows = [
         (
             name,
-            _seconds(one["seconds"]),
-            str(one["runs"]),
-            digits(one["seconds"] / before[name]["seconds"]) if name in before else "-",
+            _seconds(timed["seconds"]),
+            str(timed["runs"]),
+            digits(timed["seconds"] / before[name]["seconds"]) if name in before else "-",
         )
-        for name, one in sorted(data["times"].items(), key=lambda item: -item[1]["seconds"])
+        for name, timed in sorted(data["times"].items(), key=lambda item: -item[1]["seconds"])
     ]
     yield from table(("what", "time", "runs", "time / last time"), rows)
 

@@ -29,8 +29,8 @@ def test_slices_are_the_whole(num_samples: int, tokens: int) -> None:
     assert loss is not mean_loss
     whole = mean_loss(model, batch)
     assert loss(model, batch).item() == pytest.approx(whole.item(), rel=1e-12)
-    for one, other in zip(grads(loss(model, batch), model), grads(whole, model), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-14)
+    for part, expected in zip(grads(loss(model, batch), model), grads(whole, model), strict=True):
+        torch.testing.assert_close(part, expected, rtol=1e-11, atol=1e-14)
 
 
 def test_what_fits_into_a_slice_is_left_as_it_is() -> None:
