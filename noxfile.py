@@ -61,6 +61,18 @@ def tests(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", "-n", "2", "--dist", "loadfile", *left_out, *session.posargs)
 
 
+WITHOUT_TORCH = ("plan", "judge", "report", "forecast", "audit/test_lint.py", "audit/test_steps.py")
+"""Tests, under tests/, of what needs no torch."""
+
+
+@nox.session(venv_backend="none", requires=["install"])
+def quick(session: nox.Session) -> None:
+    """Run the tests of plan, judge, report, predict, lint and steps that need no torch, in about a minute."""
+    paths = [f"tests/{name}" for name in WITHOUT_TORCH]
+    options = ("-n", "2", "--dist", "loadfile", "--quick", "--ignore=tests/report/test_browser.py")
+    session.run("python", "-m", "pytest", *options, *paths, *session.posargs)
+
+
 SKIPPED = 77
 """Exit status of tests/cuda_stub/build.py where the machine cannot build it."""
 

@@ -42,6 +42,7 @@ def alone() -> dict[str, str]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run also what takes long: all backends, precisions and worlds")
+    parser.addoption("--quick", action="store_true", help="leave out what trains, or needs torch")
     parser.addoption("--browser", action="store_true", help="run also what needs a browser: nox -s browser has one")
     parser.addoption(
         "--reliability", type=Path, metavar="FILE.md", help="write the page of what tests/faults found, and its data"
@@ -51,7 +52,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=50, metavar="N", help="with --all: how many by each signal")
 
 
+TRAINS = {"launcher", "here", "real_run", "faulty_run", "lonely_group"}
+"""Fixtures that start processes or groups."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--quick"):
+        needs = pytest.mark.skip(reason="trains, or needs torch")
+        for item in items:
+            module, fixtures = getattr(item, "module", None), set(getattr(item, "fixturenames", ()))
+            if fixtures & TRAINS or hasattr(module, "torch") or "torch" in item.keywords:
+                item.add_marker(needs)
     for name, option, why in (("slow", "--all", "takes long"), ("browser", "--browser", "needs a browser")):
         if config.getoption(option):
             continue

@@ -127,7 +127,9 @@ def block_effects(trials: pd.DataFrame) -> Blocks | None:
     if len(logs) < 3 or logs.shape[1] < 3:
         return None
     effects = (logs - logs.mean()).mean(axis=1)
-    return Blocks(effects, float(stats.friedmanchisquare(*logs.to_numpy()).pvalue))
+    with np.errstate(invalid="ignore"):  # all blocks alike: no p-value
+        p_value = float(stats.friedmanchisquare(*logs.to_numpy()).pvalue)
+    return Blocks(effects, p_value)
 
 
 def outliers(values: Sequence[float]) -> list[int]:

@@ -153,6 +153,7 @@ def measured(command: list[str], capsys: pytest.CaptureFixture[str]) -> list[dic
 MEASURED = {"LOG01", "THR01", "THR02"}
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize(
     "case", [case for case in CASES if MEASURED & {*case["finds"]} and "lightning" in case], ids=str
 )
@@ -195,6 +196,7 @@ def test_advised_windows_are_measured_as_right(
         assert point["verdict"] == "right" and point["ratio_min"] == pytest.approx(1) == point["ratio_max"]
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("sizes", first([(4, 10), (4, 3)], [(2, 5), (3, 7), (4, 10), (4, 8), (4, 3), (4, 1), (8, 27)]))
 def test_rates_are_counted_as_they_are_measured(sizes: tuple[int, int]) -> None:
     accumulate, num_batches = sizes
@@ -207,6 +209,7 @@ def test_rates_are_counted_as_they_are_measured(sizes: tuple[int, int]) -> None:
             assert wanted.is_right == (judge(ratios, TOLERANCE) is RateVerdict.RIGHT)
 
 
+@pytest.mark.torch
 @settings(max_examples=50, deadline=None)
 @given(
     accumulate=st.integers(2, 300),

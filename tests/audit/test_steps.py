@@ -250,6 +250,7 @@ def simulate(scenario: TrainingPlan, rule: StepRule) -> Simulation:
     return done
 
 
+@pytest.mark.torch
 @settings(max_examples=400, deadline=None)
 @given(scenario=scenarios(), rule=rules)
 @example(scenario=TrainingPlan(samples=3, batch_size=1, accumulate=4, epochs=None, max_steps=3), rule=ZERO3)

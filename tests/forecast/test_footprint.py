@@ -50,6 +50,7 @@ def test_the_measured_peaks_are_those_of_today(launcher: Launcher, tmp_path: Pat
         assert memory["peak"] - memory["peak_other"] == peak, cell.label
 
 
+@pytest.mark.torch
 def test_the_exact_peak_is_that_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     """Of a virtual world in results/bytes, to the byte, though nothing is allocated here."""
     run = load(ROOT / "results/bytes")

@@ -40,6 +40,7 @@ def of_8b(backend: str, **changes: Any) -> Expectation:
     return of(backend, **(values | changes))
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_layout_of_the_tiny_model_is_that_of_the_built_one(tied: bool) -> None:
     from bench.workload import WorkloadSpec

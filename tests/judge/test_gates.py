@@ -8,7 +8,6 @@ from typing import Any
 
 import pandas as pd
 import pytest
-import torch
 
 from bench import cli
 from bench.judge import gates, tables
@@ -16,7 +15,6 @@ from bench.judge.expected import COMPARED_STEPS, LONG_STEPS
 from bench.judge.gates import TOLERANCES, Failure, judge
 from bench.judge.loading import load
 from bench.judge.tables import Tables, rows_of
-from bench.measure import update
 from bench.plan.cell import Cell, Device, Precision
 from bench.run.journal import JOURNAL, encode, write_manifest
 from tests.factories import make_cell, make_collectives, make_failure, make_manifest, make_record
@@ -259,7 +257,12 @@ def test_a_residual_means_lost_or_repeated_samples() -> None:
     )
 
 
+@pytest.mark.torch
 def test_an_update_that_is_not_finite_is_called_that(tmp_path: Path) -> None:
+    import torch
+
+    from bench.measure import update
+
     path = tmp_path / "reference.safetensors"
     update.save({"weight": torch.tensor([1.0, 2.0])}, path)
     found = update.compare({"weight": torch.tensor([1.0, math.nan])}, path)

@@ -40,6 +40,7 @@ def test_tiny_model_has_the_counted_parameters(llama: Any) -> None:
     assert {sum(p.numel() for p in block.parameters()) for block in blocks} == {size.num_block_parameters}
 
 
+@pytest.mark.torch
 def test_flops_are_those_that_torch_counts(llama: Any) -> None:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
