@@ -7,13 +7,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench.backends.base import BF16_PARAMETERS, Backend, Job
+from bench.backends.base import BF16_PARAMETERS, Backend, Family
+from bench.backends.training_job import Job
 from bench.errors import UnsupportedError
 from bench.plan.categories import Category
 from bench.plan.cell import Cell, Device, Sharding, Stepping, Sync
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+
+PRELOAD = ("deepspeed", "deepspeed.runtime.zero.muon.original_muon")
+"""deepspeed.initialize imports the second module, and that all of torch.compile."""
 
 
 def zero_config(stage: int, job: Job) -> dict[str, Any]:
@@ -167,7 +172,8 @@ class ZeroBackend(Backend):
 
     sharding = Sharding.GRADS
     bf16_as = BF16_PARAMETERS
-    stage: ClassVar[int] = 2
+    formula = "bench.judge.zero:zero"
+    stage = 2
     config: dict[str, Any]
     """That of ``zero_config``."""
 
@@ -230,9 +236,11 @@ class DeepSpeedZero2Eager(ZeroBackend):
     """Stage 2 as documented: ``engine.backward`` and ``engine.step`` per micro-batch, reducing each time."""
 
     name, framework = "deepspeed-zero2-eager", "DeepSpeed"
+    family, colour = Family.DEEPSPEED, "#009E73"
     sync = Sync.EAGER
     stepping = Stepping.CARRY
-    requires = ("deepspeed",)
+    requires, preload = ("deepspeed",), PRELOAD
+    scenario_variant = "bench.audit.job:AuditedEngine"
 
     def train(self, job: Job) -> None:
         self.initialize(job, gradient_accumulation_steps=job.accumulate)
@@ -272,6 +280,12 @@ class DeepSpeedZero2Eager(ZeroBackend):
         return gather(self.engine.module)
 
 
+class DeepSpeedZero3Eager(ZeroStage3, DeepSpeedZero2Eager):
+    """Stage 3, where every backward reduce-scatters gradients."""
+
+    name = "deepspeed-zero3-eager"
+
+
 class DeepSpeedZero2Deferred(DeepSpeedZero2Eager):
     """Stage 2 with ``engine.coalesce_grad_reduction``: one reduction for all backwards of a window.
 
@@ -299,21 +313,7 @@ class DeepSpeedZero2Deferred(DeepSpeedZero2Eager):
             self.engine.step()
 
 
-class DeepSpeedZero3Eager(ZeroStage3, DeepSpeedZero2Eager):
-    """Stage 3, where every backward reduce-scatters gradients."""
-
-    name = "deepspeed-zero3-eager"
-
-
 class DeepSpeedZero3Deferred(ZeroStage3, DeepSpeedZero2Deferred):
     """Stage 3 with ``engine.coalesce_grad_reduction``."""
 
     name = "deepspeed-zero3-deferred"
-
-
-BACKENDS: tuple[type[Backend], ...] = (
-    DeepSpeedZero2Eager,
-    DeepSpeedZero3Eager,
-    DeepSpeedZero2Deferred,
-    DeepSpeedZero3Deferred,
-)

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from bench.backends import deepspeed as ds
 from bench.backends import fsdp2, plain
-from bench.backends.base import BF16_PARAMETERS, Backend, Job
+from bench.backends.base import Backend, Call, Family
+from bench.backends.training_job import Job
 from bench.plan.categories import Category
-from bench.plan.cell import Sharding, Stepping, Sync
+from bench.plan.cell import Cell, Stepping, Sync
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -49,7 +50,10 @@ class LightningBackend(Backend):
     gradients in memory.
     """
 
+    family = Family.LIGHTNING
     requires: ClassVar[tuple[str, ...]] = ("lightning",)
+    preload: ClassVar[tuple[str, ...]] = ("lightning.pytorch", "lightning.fabric")
+    scenario_variant = "bench.audit.job:AuditedTrainer"
     loss_factor: ClassVar[str] = ""
     """``"N"`` multiplies the loss by N in ``training_step``, which undoes one division by N."""
 
@@ -108,11 +112,19 @@ class LightningBackend(Backend):
     def full_parameters(self) -> Mapping[str, Tensor]:
         return self.parameters_at_end or self.gather(self.module)
 
+    @classmethod
+    def extra_collectives(cls, cell: Cell) -> list[Call]:
+        """The SIGTERM flag, which the Trainer broadcasts in every micro-batch.
+
+        lightning/pytorch/loops/training_epoch_loop.py:_broadcast_sigterm_tensor.
+        """
+        return [("broadcast", "int64", 1, cell.accumulate)] if cell.world_size > 1 else []
+
     def reported(self) -> dict[str, int]:
         return {"trainer.global_step": self.trainer.global_step, **self.counters}
 
     def settings(self) -> dict[str, Any]:
-        return {"loss_factor": self.loss_factor or "1"}
+        return super().settings() | {"loss_factor": self.loss_factor or "1"}
 
 
 def _model(module: LightningModule) -> nn.Module:
@@ -156,7 +168,7 @@ def _module(backend: LightningBackend, job: Job) -> LightningModule:
     return module
 
 
-class LightningDDP(LightningBackend):
+class LightningDDP(LightningBackend, plain.DDPBackend):
     """Lightning's native accumulation: it divides the loss by N and enters DDP's ``no_sync`` by itself.
 
     On CUDA it builds DDP in a separate stream (strategies/ddp.py: ``_setup_model``). torch then warns that it
@@ -164,8 +176,8 @@ class LightningDDP(LightningBackend):
     """
 
     name, framework = "lightning-ddp", "Lightning DDP"
-    not_fake = plain.NO_FAKE_DDP
-    sync, sharding = Sync.DEFERRED, Sharding.NONE
+    colour = "#56B4E9"
+    sync = Sync.DEFERRED
     stepping = Stepping.FLUSH
 
     def strategy(self, job: Job) -> Strategy:
@@ -176,16 +188,13 @@ class LightningDDP(LightningBackend):
     def begin(self, module: LightningModule, initial: dict[str, Tensor]) -> None:
         plain.disable_runtime_statistics(cast("DistributedDataParallel", self.trainer.strategy.model))
 
-    def settings(self) -> dict[str, Any]:
-        return {**super().settings(), **plain.DDP_SETTINGS}
 
-
-class LightningFSDP2(LightningBackend):
+class LightningFSDP2(LightningBackend, fsdp2.FSDP2Backend):
     """``ModelParallelStrategy``. The Trainer defers reduction only for DDP, so this reduces on every micro-batch."""
 
     name, framework = "lightning-fsdp2", "Lightning FSDP2"
-    bf16_as = BF16_PARAMETERS
-    sync, sharding = Sync.EAGER, Sharding.PARAMS
+    colour = "#E69F00"
+    sync = Sync.EAGER
     stepping = Stepping.FLUSH
 
     def strategy(self, job: Job) -> Strategy:
@@ -222,9 +231,11 @@ class LightningDeepSpeedZero2(ds.ZeroBackend, LightningBackend):
     """
 
     name, framework = "lightning-deepspeed-zero2", "Lightning DeepSpeed"
+    colour = "#882255"
     sync = Sync.EAGER
     stepping = Stepping.SPLIT
     requires = ("lightning", "deepspeed")
+    preload = (*LightningBackend.preload, *ds.PRELOAD)
     defect = "Lightning divides the loss by N, and so does the DeepSpeed engine: every update is 1/N of the right one"
 
     def wrapped(self) -> Any:
@@ -286,12 +297,3 @@ class LightningDeepSpeedZero2Corrected(LightningDeepSpeedZero2):
     name = "lightning-deepspeed-zero2-corrected"
     loss_factor = "N"
     defect = ""
-
-
-BACKENDS: tuple[type[Backend], ...] = (
-    LightningDDP,
-    LightningFSDP2,
-    LightningDeepSpeedZero2,
-    LightningDeepSpeedZero3,
-    LightningDeepSpeedZero2Corrected,
-)

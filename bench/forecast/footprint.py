@@ -28,7 +28,7 @@ from bench.forecast.live import Live, Widths
 from bench.forecast.replay_decoder import Decoder
 from bench.forecast.replay_frameworks import DDP, FSDP2, CarvedFSDP2, Framework, Whole
 from bench.forecast.replay_zero import Stage2, Stage3
-from bench.judge.formulas import ENGINES, zero_settings
+from bench.judge import zero
 from bench.plan.cell import REFERENCE, Cell, Device, Precision, Sharding
 from bench.plan.models import SIZES
 from bench.workload.layout import Layout
@@ -81,7 +81,7 @@ def footprint(
 
 def _ranks(cell: Cell, backend: type[Backend]) -> list[int]:
     """The ranks to replay: one, but several for ZeRO-2, whose partitions hold different parameters."""
-    is_stage2 = issubclass(backend, ENGINES) and backend.stage == 2
+    is_stage2 = backend.stage == 2
     ranks = range(cell.num_processes if is_stage2 else 1)
     return sorted({*ranks[:SEEN_RANKS], *ranks[-SEEN_RANKS:]})
 
@@ -127,8 +127,8 @@ def _replay(
 
 def _framework(live: Live, cell: Cell, layout: Layout, backend: type[Backend], state: int, rank: int) -> Framework:
     """The replay of the backend's framework."""
-    if issubclass(backend, ENGINES):
-        settings = zero_settings(cell, layout, backend.stage)
+    if backend.stage:
+        settings = zero.settings(cell, layout, backend.stage)
         if backend.stage == 2:
             return Stage2(live, cell, layout, backend, state, settings, rank)
         return Stage3(live, cell, layout, backend, state, settings)

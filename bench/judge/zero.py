@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any, cast
 
+from bench.backends.base import Call
+from bench.backends.deepspeed import ZeroBackend, zero_config
+from bench.backends.training_job import Job
 from bench.judge import gathers
-from bench.plan.cell import Sync
+from bench.judge.formulas import ceil_to, moments
+from bench.plan.cell import Cell, Precision, Sync
 from bench.workload.layout import Layout
-
-Call = tuple[str, str, int, int]
-"""A collective: operation, dtype, elements of the whole logical tensor, and how often it is called."""
-
-
-def ceil_to(numel: int, multiple: int) -> int:
-    """``numel`` rounded up to a multiple."""
-    return -(-numel // multiple) * multiple
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +32,34 @@ class ZeroSettings:
     """``overlap_comm``: two reduction buffers instead of one in stage 2."""
     sub_group: int = 10**9
     """``sub_group_size`` at its default: elements per group of the optimizer in stage 3."""
+
+
+def settings(cell: Cell, layout: Layout, stage: int) -> ZeroSettings:
+    """The settings that the backends pass to DeepSpeed for this cell."""
+    job = SimpleNamespace(
+        cell=cell,
+        block_parameters=layout.block_parameters,
+        bf16=cell.precision is Precision.BF16,
+        clip_norm=cell.clip_norm,
+        device=SimpleNamespace(type=str(cell.device)),
+    )
+    values: dict[str, Any] = zero_config(stage, cast("Job", job))["zero_optimization"]
+    return ZeroSettings(
+        stage=stage,
+        reduce_bucket=values["reduce_bucket_size"],
+        prefetch=values["stage3_prefetch_bucket_size"],
+        max_live=values["stage3_max_live_parameters"],
+        overlap=values["overlap_comm"],
+    )
+
+
+def zero(backend: type[ZeroBackend], cell: Cell, layout: Layout, rank: int) -> tuple[Iterable[Call], dict[str, int]]:
+    """The formula of all backends with a DeepSpeed engine."""
+    used = settings(cell, layout, backend.stage)
+    state = moments(cell, *masters(layout, cell.world_size, used))
+    collectives = stage2 if backend.stage == 2 else stage3
+    held_bytes = held(backend.sync, cell, layout, rank, used)
+    return collectives(backend.sync, cell, layout, used), held_bytes | {"optimizer_state": state}
 
 
 def buckets(layout: Layout, order: Iterable[int], size: int) -> list[list[int]]:
@@ -102,28 +128,27 @@ def stage2_reductions(layout: Layout, world_size: int, sync: Sync, size: int) ->
     return found
 
 
-def stage2(
-    layout: Layout, accumulate: int, world_size: int, *, sync: Sync, bf16: bool, zero: ZeroSettings
-) -> Iterator[Call]:
+def stage2(sync: Sync, cell: Cell, layout: Layout, zero: ZeroSettings) -> Iterator[Call]:
     """All-reduces of the buckets in fp32, of the norm and, in bf16, of the overflow flag; one gather after the step.
 
     stage_1_and_2.py: average_tensor (never a reduce-scatter, whatever the option ``reduce_scatter`` is), has_overflow
     (``check_grad_overflow`` is on for bf16), get_grad_norm_direct; runtime/utils.py:all_gather_into_tensor_dp_groups
     (``allgather_bucket_size`` is not used, and nothing is gathered at W = 1).
     """
-    times = accumulate if sync is Sync.EAGER else 1
-    for numel in stage2_reductions(layout, world_size, sync, zero.reduce_bucket):
-        yield "all_reduce", "float32", numel, times
+    for numel in stage2_reductions(layout, cell.world_size, sync, zero.reduce_bucket):
+        yield "all_reduce", "float32", numel, cell.accumulate if sync is Sync.EAGER else 1
     yield "all_reduce", "float32", 1, 1
-    if bf16:
+    if cell.precision is Precision.BF16:
         yield "all_reduce", "uint8", 1, 1
-    if world_size > 1:
-        yield "all_gather", "bfloat16" if bf16 else "float32", flat(layout, world_size), 1
+    if cell.world_size > 1:
+        yield "all_gather", _compute_dtype(cell), flat(layout, cell.world_size), 1
 
 
-def stage3(
-    layout: Layout, accumulate: int, world_size: int, *, sync: Sync, bf16: bool, zero: ZeroSettings
-) -> Iterator[Call]:
+def _compute_dtype(cell: Cell) -> str:
+    return "bfloat16" if cell.precision is Precision.BF16 else "float32"
+
+
+def stage3(sync: Sync, cell: Cell, layout: Layout, zero: ZeroSettings) -> Iterator[Call]:
     """Gathers of parameters in every forward and backward, reduce-scatters of buckets in fp32, all-reduces of norms.
 
     Every parameter is padded separately to a multiple of W (partition_parameters.py:_padding_size;
@@ -132,14 +157,14 @@ def stage3(
     """
 
     def padded(parameters: Iterable[int]) -> int:
-        return sum(ceil_to(layout.parameters[p].numel, world_size) for p in parameters)
+        return sum(ceil_to(layout.parameters[p].numel, cell.world_size) for p in parameters)
 
-    if world_size > 1:
-        for gathered in gathers.of_window(layout, accumulate, prefetch=zero.prefetch, max_live=zero.max_live):
-            yield "all_gather", "bfloat16" if bf16 else "float32", padded(gathered), 1
+    if cell.world_size > 1:
+        for gathered in gathers.of_window(layout, cell.accumulate, prefetch=zero.prefetch, max_live=zero.max_live):
+            yield "all_gather", _compute_dtype(cell), padded(gathered), 1
     for bucket in buckets(layout, _order(layout, sync), zero.reduce_bucket):
-        yield "reduce_scatter", "float32", padded(bucket), accumulate if sync is Sync.EAGER else 1
-    yield "all_reduce", "float64", 1, num_sub_groups(layout, world_size, zero)
+        yield "reduce_scatter", "float32", padded(bucket), cell.accumulate if sync is Sync.EAGER else 1
+    yield "all_reduce", "float64", 1, num_sub_groups(layout, cell.world_size, zero)
 
 
 def num_sub_groups(layout: Layout, world_size: int, zero: ZeroSettings) -> int:
@@ -155,7 +180,7 @@ def num_sub_groups(layout: Layout, world_size: int, zero: ZeroSettings) -> int:
     return groups + (filled > 0)
 
 
-def held(layout: Layout, world_size: int, rank: int, *, sync: Sync, bf16: bool, zero: ZeroSettings) -> dict[str, int]:
+def held(sync: Sync, cell: Cell, layout: Layout, rank: int, zero: ZeroSettings) -> dict[str, int]:
     """Parameters in the compute dtype plus fp32 master weights, and gradients as the stage keeps them.
 
     Stage 2: every rank has the full flat parameters and a partition of the master weights. The gradient is one
@@ -165,6 +190,7 @@ def held(layout: Layout, world_size: int, rank: int, *, sync: Sync, bf16: bool, 
     deferred sync adds the full gradient. The reduction buffer is permanent too (stage3.py:__init__); stage 2 frees its
     own after every backward.
     """
+    world_size, bf16 = cell.world_size, cell.precision is Precision.BF16
     element = 2 if bf16 else 4
     whole = 4 * layout.num_parameters
     if zero.stage == 2:

@@ -22,7 +22,7 @@ from tests.conftest import Run, asked, run_matrix
 from tests.factories import make_backend, make_cell
 from tests.worlds import measure, world_cell
 
-STAGE3 = [name for name, backend in BUILT_IN.items() if getattr(backend, "stage", 2) == 3]
+STAGE3 = [name for name, backend in BUILT_IN.items() if backend.stage == 3]
 COMPILABLE = ["ddp-deferred", "fsdp2-deferred"]
 ALL_COMPILABLE = [*COMPILABLE, "fsdp2-eager", "deepspeed-zero2-eager", "lightning-ddp", "lightning-fsdp2"]
 """One of every way to wrap a model that can."""
@@ -206,7 +206,7 @@ def test_what_refuses_says_why() -> None:
     fake = make_cell(virtual=True, fake_tensors=True, compiled=True)
     assert "fake tensors cannot be compiled" in blocks.refusal(fake, make_backend("fine"))
     refusing = {name for name, backend in registry().items() if backend.not_compiled}
-    assert refusing == {name for name, backend in registry().items() if getattr(backend, "stage", 2) == 3}
+    assert refusing == {name for name, backend in registry().items() if backend.stage == 3}
 
 
 def test_what_is_missing_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
