@@ -201,8 +201,13 @@ def built_in() -> dict[str, type[Backend]]:
 
 
 def installed_backends() -> dict[str, str]:
-    """Backends of installed packages by name, as ``module:Class``, without importing them."""
-    return {entry.name: entry.value for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)}
+    """Backends that ``all`` does not select, by name, as ``module:Class``; those of packages are not imported."""
+    untried = {name: f"{one.__module__}:{one.__name__}" for name, one in built_in().items() if one.untried}
+    return {entry.name: entry.value for entry in _entry_points()} | untried
+
+
+def _entry_points() -> Iterable[importlib.metadata.EntryPoint]:
+    return importlib.metadata.entry_points(group=ENTRY_POINTS)
 
 
 def registry(names: Iterable[str] = ()) -> dict[str, type[Backend]]:
@@ -222,7 +227,7 @@ def registry(names: Iterable[str] = ()) -> dict[str, type[Backend]]:
             found[backend.name] = backend
     found |= {name: built_in()[name] for name in names if name in built_in()}
     wanted = [name for name in names if name not in {*found, ALL}]
-    entries = list(importlib.metadata.entry_points(group=ENTRY_POINTS)) if wanted else []
+    entries = list(_entry_points()) if wanted else []
     for name in wanted:
         several = [entry for entry in entries if entry.name == name]
         if len(several) > 1:
