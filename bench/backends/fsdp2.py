@@ -96,13 +96,15 @@ def _groups(state: Any) -> Sequence[Any]:
 
 
 class FSDP2Backend(Backend):
-    """What all backends over FSDP2 have in common, whoever owns the loop. The sharded model is in ``self.model``."""
+    """What all backends over FSDP2 have in common, whoever owns the loop."""
 
     sharding = Sharding.PARAMS
     bf16_as = BF16_PARAMETERS
     formula = "bench.judge.formulas:fsdp2"
     always_computes_norm: ClassVar[bool] = False
     """Whether the norm of the gradient is computed without clipping too."""
+    model: Any
+    """The sharded model, with the names of the built one."""
 
     def full_parameters(self) -> Mapping[str, Tensor]:
         return Gathered(self.model)
@@ -138,7 +140,6 @@ class FSDP2Eager(FSDP2Backend):
         return init_device_mesh(job.device.type, (job.world_size,))
 
     def continue_training(self, job: Job) -> None:
-        model = cast("nn.Module", self.model)
         self.optimizer.zero_grad()
         for window in job.each_window():
             for batch, last in window:
@@ -150,9 +151,9 @@ class FSDP2Eager(FSDP2Backend):
                     self.model.set_is_last_backward(last)
                 if self.resident:
                     self.model.set_reshard_after_backward(last)
-                loss = job.loss(model, batch)
+                loss = job.loss(self.model, batch)
                 (loss / window.size).backward()
-            job.clip(model.parameters())
+            job.clip(self.model.parameters())
             self.optimizer.step()
             self.optimizer.zero_grad()
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = (
     "Recomputes everything from a run's journal, and says what to know before citing it: schema and hashes, medians, "
-    "order, drift, outliers, two modes, ranks out of balance, noise floor, gates. Exit status 1 if the data is not "
+    "order, drift, outliers, two modes, ranks out of balance, A/A pair, gates. Exit status 1 if the data is not "
     "what it claims to be, 0 with warnings alone. With --citation: checks the ids, values, intervals, n and hashes in "
     "a text; exit status 1 if one is wrong."
 )

@@ -100,7 +100,7 @@ def _thresholds(text: str) -> dict[str, float]:
 def run(arguments: argparse.Namespace) -> int:
     """Compare and show; the exit status is that of the gate."""
     from bench.judge import pairs as judge_pairs
-    from bench.judge.baseline import floor_of_runs
+    from bench.judge.baseline import control_of_runs
     from bench.judge.caveats import remarks
     from bench.judge.statistics import MARGIN
     from bench.report import comparison
@@ -120,8 +120,10 @@ def run(arguments: argparse.Namespace) -> int:
     if same and not arguments.json:
         print(f"A and B are the same run, {a.name}: there is nothing to compare")
         return UNCHECKED if limits and not arguments.allow_unchecked else GOOD
-    floor, notes = floor_of_runs(a, b)
-    rows = judge_pairs.judge_pairs(a, b, pairs, thresholds=limits, margin=margin, force=arguments.force, floor=floor)
+    control, notes = control_of_runs(a, b)
+    rows = judge_pairs.judge_pairs(
+        a, b, pairs, thresholds=limits, margin=margin, force=arguments.force, control=control
+    )
     alone = judge_pairs.partnerless(a, b, every, (arguments.against, arguments.backend))
     failed = judge_pairs.newly_failed(a, b, pairs)
     notes += comparison.notes(a, b, rows, [pair for pair in every if pair not in pairs], limits, margin)
@@ -151,7 +153,7 @@ def run(arguments: argparse.Namespace) -> int:
             "b": {"run_id": b.name, "backend": arguments.backend},
             "margin": margin,
             "thresholds": limits,
-            "floor": None if floor is None else dataclasses.asdict(floor),
+            "control": None if control is None else dataclasses.asdict(control),
             "fingerprint": [{"key": one.key, "a": one.a, "b": one.b} for one in report.differences],
             "cells": [judge_pairs.record(row) for row in rows],
             **alone,

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.commands.options import add_backend, add_device, chosen_backends, integer_to, quantity, share
+from bench.commands.options import add_backend, add_device, chosen_backends, integer_to, quantity, share, writable
 from bench.errors import GOOD, InputError, suggest
 
 if TYPE_CHECKING:
@@ -25,11 +24,13 @@ FLOPS = {"TFLOP/s": 1e12, "PFLOP/s": 1e15}
 TWO_LEVELS = "intra=450GB/s,inter=50GB/s"
 INTEGER = integer_to(2**24)
 """Beyond it a step would be longer than any training."""
+NEEDS = {"latency": "link", "node_size": "link", "reserve": "memory", "mfu": "peak"}
+"""Options that say more about another one."""
 DESCRIPTION = (
-    "By arithmetic, nothing is run: a rank's memory at its peak by category, the collectives of an optimizer step, and "
-    "with --link and a time of compute the bounds of a step's time: max(compute, communication) and their sum. It ends "
-    "in a recommendation: the backend that is the best whatever communication is hidden, or what leads while that is "
-    "undecided."
+    "By arithmetic: a rank's memory at its peak by category, the collectives of an optimizer step, and with --link and "
+    "a time of compute the bounds of a step's time: max(compute, communication) and their sum. It begins with a "
+    "recommendation: the backend that is the best whatever communication is hidden, or what leads while that is "
+    "undecided. Nothing is run, but for --exact."
 )
 
 
@@ -37,16 +38,13 @@ def add(commands: Any) -> None:
     """Add the command's parser."""
     from bench.plan.cell import Device, Precision
     from bench.plan.matrix import OPTIMIZERS
+    from bench.plan.models import SIZES
 
     parser = commands.add_parser(
         "predict", help="predict memory, collectives and step times without running", description=DESCRIPTION
     )
     option = parser.add_argument
-
-    def amount(name: str, units: Mapping[str, float], example: str, metavar: str, words: str, **more: Any) -> None:
-        option(name, type=_amount(units, example, **more), metavar=metavar, help=words)
-
-    option("--model", required=True, metavar="M", help="a shipped model: tiny, 135m, 1b, 3b or 8b")
+    option("--model", choices=[*SIZES], required=True, help="a shipped model")
     option("--world-size", type=INTEGER, required=True, metavar="W", help="ranks")
     option("--accumulate", type=INTEGER, required=True, metavar="N", help="micro-batches per optimizer step on a rank")
     option("--micro-batch", type=INTEGER, default=1, metavar="M", help="samples per micro-batch on a rank (default: 1)")
@@ -56,27 +54,34 @@ def add(commands: Any) -> None:
     add_device(parser, Device.CUDA)
     add_backend(parser)
     option("--activation-checkpointing", action="store_true", help="blocks keep their input alone, and are recomputed")
-    amount("--memory", BYTES, "80GiB", "SIZE", "memory of a device, such as 80GiB")
+    option("--memory", type=_amount(BYTES, "80GiB"), metavar="SIZE", help="memory of a device, such as 80GiB")
     words = "of that, kept free for what is not predicted (default: CUDA context, NCCL, the allocator's fragments)"
-    amount("--reserve", BYTES, "4GiB", "SIZE", words, zero=True)
-    amount("--activations", BYTES, "20GiB", "SIZE", "activation memory of one micro-batch, if known")
+    option("--reserve", type=_amount(BYTES, "4GiB", zero=True), metavar="SIZE", help=words)
+    words = "activation memory of one micro-batch, if known"
+    option("--activations", type=_amount(BYTES, "20GiB"), metavar="SIZE", help=words)
+    links = parser.add_mutually_exclusive_group()
     words = "rate at which a rank can send, such as 50GB/s or 400Gbit/s (400Gbps); with --node-size one rate within a "
     words += f"node, and one to others, which is its share of the node's network cards: {TWO_LEVELS}"
-    option("--link", type=_link, metavar="RATE", help=words)
+    links.add_argument("--link", type=_link, metavar="RATE", help=words)
     words = "instead of --link: the rates and the latency that this run measured before its first trial"
-    option("--from-run", type=Path, metavar="RUN", help=words)
+    links.add_argument("--from-run", type=Path, metavar="RUN", help=words)
     option("--node-size", type=INTEGER, metavar="G", help="consecutive ranks that are a node")
     words = "replicas of HSDP backends, each sharded over W / R consecutive ranks (default: as many as nodes)"
     option("--replicate", type=INTEGER, metavar="R", help=words)
-    amount("--latency", TIMES, "20us", "TIME", "latency of a collective call, such as 20us (default: 0)")
+    words = "latency of a collective call, such as 20us (default: 0)"
+    option("--latency", type=_amount(TIMES, "20us"), metavar="TIME", help=words)
+    compute = parser.add_mutually_exclusive_group()
     words = "compute time of one optimizer step, recomputation included, such as 1.9s"
-    amount("--compute-time", TIMES, "1.9s", "TIME", words)
-    option("--peak", metavar="GPU|RATE", help="instead of --compute-time: H100, H200, A100, or such as 989TFLOP/s")
-    option("--mfu", type=_mfu, metavar="P", help="share of the peak that is reached (default: 35%%)")
+    compute.add_argument("--compute-time", type=_amount(TIMES, "1.9s"), metavar="TIME", help=words)
+    words = "instead of --compute-time: H100, H200, A100, or such as 989TFLOP/s"
+    compute.add_argument("--peak", metavar="GPU|RATE", help=words)
+    option("--mfu", type=share, metavar="P", help="share of the peak that is reached (default: 35%%)")
     option("--margin", type=share, metavar="P", help="times this near to each other are the same (default: 2%%)")
-    option("--json", action="store_true", help="print a JSON list; its keys: see bench/forecast/best.py")
-    words = "write predict.md and, with bounds, a map of the best backends there"
-    option("--out", type=Path, metavar="DIR", help=words)
+    option("--all", action="store_true", help="also show the rows of wrappers that equal another backend")
+    words = "also measure the peak of the backend of --backend, by a trial on fake tensors (a minute for 8b)"
+    option("--exact", action="store_true", help=words)
+    option("--json", action="store_true", help="print a JSON list; its keys: see bench/forecast/choice.py")
+    option("--out", type=Path, metavar="DIR", help="also write what is printed as predict.md there")
     parser.set_defaults(command=run)
 
 
@@ -96,165 +101,109 @@ def _link(text: str) -> tuple[float, float | None]:
     return read(rates["inter"]), read(rates["intra"])
 
 
-def _mfu(text: str) -> float:
-    number = share(text)
-    if not 0 < number <= 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not above 0% and at most 100%")
-    return number
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Predict and show."""
-    from bench.forecast import prediction_text
-    from bench.forecast.best import MARGIN, Question, Recommendation, records
-    from bench.forecast.prediction import predict
+    from bench.forecast.choice import MARGIN, Question, ask
+    from bench.forecast.prediction_text import lines, markdown
 
-    link, link_from = _measured(arguments) if arguments.from_run else (_levels(arguments), "")
-    cell = _cell(arguments, link)
-    activations = None if arguments.activations is None else int(arguments.activations)
-    if activations is not None and arguments.activation_checkpointing:
+    for name, other in NEEDS.items():
+        if getattr(arguments, name) is not None and getattr(arguments, other) is None:
+            remedy = "which --from-run replaces; leave it out" if arguments.from_run else "so give that too"
+            raise InputError(f"--{name.replace('_', '-')}: says more about --{other}, {remedy}")
+    memory, reserve, activations = arguments.memory, arguments.reserve, arguments.activations
+    if activations and arguments.activation_checkpointing:
         raise InputError(
             "--activations: are those kept without --activation-checkpointing, which is counted; leave out one of them"
         )
-    limit = None if arguments.memory is None else int(arguments.memory)
-    reserve = _reserve(arguments, cell, limit)
-    predictions = predict(cell, _backends(arguments, cell), activations)
+    if reserve is not None and reserve >= memory:
+        raise InputError(f"--reserve: leaves nothing of the {memory / 2**30:.4g} GiB of --memory; give less")
+    link = _measured(arguments) if arguments.from_run else _given(arguments)
+    cell = _cell(arguments, link.node_size if link else 1)
     compute_s, compute_from = _compute(arguments, cell)
     question = Question(
-        predictions=predictions,
-        compute_s=math.nan if compute_s is None else compute_s,
-        accumulate=cell.accumulate,
-        memory_bytes=None if limit is None else limit - reserve,
-        margin=MARGIN if arguments.margin is None else arguments.margin,
-    )
-    timed = link if compute_s is not None else None
-    answer = None if timed is None else Recommendation.of(question, timed)
-    rows = records(question, link, compute_s, answer)
-    about = prediction_text.About(
         cell=cell,
         link=link,
-        link_from=link_from,
-        latency_known=bool(link_from) or arguments.latency is not None,
         compute_s=compute_s,
         compute_from=compute_from,
-        memory_bytes=limit,
-        reserve_bytes=reserve,
-        reserve_given=arguments.reserve is not None,
-        activations_given=activations is not None,
-        margin=question.margin,
-        answer=answer,
+        memory_bytes=memory and int(memory),
+        given_reserve_bytes=None if reserve is None else int(reserve),
+        activation_bytes=activations and int(activations),
+        margin=MARGIN if arguments.margin is None else arguments.margin,
     )
-    if arguments.json:
-        print(json.dumps(rows, allow_nan=False))
-    else:
-        print("\n".join(prediction_text.lines(about, rows)))
+    rows, choices = ask(question, _backends(arguments, cell), grouped=not (arguments.all or arguments.backend))
+    if arguments.exact:
+        _measure_peak(cell, rows)
+    print(json.dumps(rows, allow_nan=False) if arguments.json else "\n".join(lines(question, rows, choices)))
     if arguments.out:
-        from bench.forecast.prediction_map import write_files
-
-        write_files(arguments.out, about, rows, None if timed is None else question)
+        writable(arguments.out)
+        (arguments.out / "predict.md").write_text(markdown(question, rows, choices), encoding="utf-8")
     return GOOD
 
 
-def _levels(arguments: argparse.Namespace) -> Link | None:
-    """The link between the ranks, of one level or two."""
+def _measure_peak(cell: Cell, rows: list[dict[str, Any]]) -> None:
+    """Add the measured peak to the row of the only backend."""
+    from bench.forecast.exact import exact_peak
+
+    if len(rows) != 1:
+        raise InputError("--exact: measures one backend; name it with --backend")
+    rows[0]["exact_peak_bytes"] = exact_peak(cell, rows[0]["backend"])
+
+
+def _given(arguments: argparse.Namespace) -> Link | None:
+    """The link of ``--link``, of one level or two."""
     from bench.forecast.prediction import Link
 
     if arguments.link is None:
-        for name, value in (("--latency", arguments.latency), ("--node-size", arguments.node_size)):
-            if value is not None:
-                raise InputError(f"{name}: belongs to a link; give --link too, such as --link {TWO_LEVELS}")
         return None
-    (inter, intra), node_size, latency_s = arguments.link, arguments.node_size, arguments.latency or 0.0
-    if intra is None and node_size is None:
-        return Link(bytes_per_s=inter, latency_s=latency_s)
+    (inter, intra), node_size, ranks = arguments.link, arguments.node_size, arguments.world_size
+    if (intra is None) != (node_size is None):
+        raise InputError(f"--node-size: and a --link of two rates need each other; an example is --link {TWO_LEVELS}")
     if intra is None:
-        raise InputError(f"--node-size: belongs to a link of two rates, such as --link {TWO_LEVELS}")
-    if node_size is None:
-        raise InputError("--link: has one rate within nodes; give their size too, such as --node-size 8")
-    if arguments.world_size % node_size:
-        ranks = arguments.world_size
+        return Link(bytes_per_s=inter, latency_s=arguments.latency or 0.0)
+    if ranks % node_size:
         raise InputError(f"--node-size: {node_size} does not divide the {ranks} ranks of --world-size; change one")
-    return Link(bytes_per_s=inter, latency_s=latency_s, intra_bytes_per_s=intra, node_size=node_size)
+    return Link(bytes_per_s=inter, latency_s=arguments.latency or 0.0, intra_bytes_per_s=intra, node_size=node_size)
 
 
-def _measured(arguments: argparse.Namespace) -> tuple[Link, str]:
-    """The link that a run measured, and where it comes from."""
+def _measured(arguments: argparse.Namespace) -> Link:
+    """The link that a run measured."""
     from bench.forecast.from_run import measured_link
     from bench.run.journal import MANIFEST, read_manifest
 
-    run, ranks = arguments.from_run, arguments.world_size
-    for name, value in (("link", arguments.link), ("latency", arguments.latency), ("node-size", arguments.node_size)):
-        if value is not None:
-            raise InputError(f"--{name}: cannot be combined with --from-run, which measured it; leave out one of them")
-    manifest = read_manifest(run)
-    found = measured_link(manifest)
-    if found is None:
-        raise InputError(
-            f"--from-run {run}: {MANIFEST} holds no rates of collectives; name a run of several ranks by this "
-            "version, or give --link"
-        )
-    if found.device != arguments.device:
-        raise InputError(f"--from-run {run}: its ranks ran on {found.device}; add --device {found.device}")
-    if ranks % found.link.node_size:
-        raise InputError(
-            f"--world-size: {ranks} ranks do not fill nodes of {found.link.node_size}, as in --from-run; change it"
-        )
-    return found.link, found.source
+    place, ranks = f"--from-run {arguments.from_run}", arguments.world_size
+    manifest = read_manifest(arguments.from_run)
+    if (link := measured_link(manifest)) is None:
+        raise InputError(f"{place}: {MANIFEST} holds no rates of collectives; name a run of several ranks, or --link")
+    if (device := manifest["cells"][0]["device"]) != arguments.device:
+        raise InputError(f"{place}: its ranks ran on {device}; add --device {device}")
+    if ranks % link.node_size:
+        raise InputError(f"--world-size: {ranks} ranks do not fill nodes of {link.node_size}, as in --from-run")
+    return link
 
 
-def _reserve(arguments: argparse.Namespace, cell: Cell, limit: int | None) -> int:
-    """Bytes of a device's memory that are kept free."""
-    from bench.forecast.fit import reserve_bytes
-    from bench.plan.cell import Device
-
-    if arguments.reserve is None:
-        on_gpu = limit is not None and cell.device is Device.CUDA
-        return reserve_bytes(limit, nccl=cell.world_size > 1) if on_gpu and limit is not None else 0
-    if limit is None:
-        raise InputError("--reserve: is kept free of a device's memory; give --memory too, such as --memory 80GiB")
-    if arguments.reserve >= limit:
-        raise InputError(f"--reserve: leaves nothing of the {limit / 2**30:.4g} GiB of --memory; give less")
-    return int(arguments.reserve)
-
-
-def _replicas(arguments: argparse.Namespace, link: Link | None) -> int:
-    """R of the HSDP backends, by default the number of nodes; 0 for none, and so no HSDP."""
-    ranks, node_size = arguments.world_size, 1 if link is None else link.node_size
-    if arguments.replicate is None:
-        return ranks // node_size if node_size > 1 and ranks > node_size else 0
-    shards, left = divmod(ranks, arguments.replicate)
-    if left or shards == 1 or arguments.replicate == 1:
-        raise InputError(
-            f"--replicate is {arguments.replicate}: {ranks} ranks do not split into so many replicas of HSDP; both R "
-            "and W / R must be integers of at least 2"
-        )
-    if shards % node_size and node_size % shards:
-        raise InputError(
-            f"--replicate: leaves shard groups of {shards} ranks, which do not fill nodes of {node_size}; choose R so "
-            "that one divides the other"
-        )
-    return int(arguments.replicate)
-
-
-def _cell(arguments: argparse.Namespace, link: Link | None) -> Cell:
-    """What is asked, as a cell; its backend is filled in later."""
+def _cell(arguments: argparse.Namespace, node_size: int) -> Cell:
+    """What is asked, as a cell; its backend is filled in later, and HSDP has as many replicas as there are nodes."""
     from bench.plan.cell import Cell, Device, Precision
-    from bench.plan.models import SIZES
 
-    if arguments.model not in SIZES:
-        raise InputError(f"--model: '{arguments.model}' is unknown; {suggest(arguments.model, SIZES)}")
+    ranks, replicas = arguments.world_size, arguments.replicate
+    if replicas is None:
+        replicas = ranks // node_size if 1 < node_size < ranks else 0
+    elif ranks % replicas or not 1 < replicas < ranks:
+        raise InputError(f"--replicate: {ranks} ranks do not split into {replicas} replicas of two or more; change one")
+    elif (shards := ranks // replicas) % node_size and node_size % shards:
+        raise InputError(f"--replicate: groups of {shards} ranks do not fill nodes of {node_size}; change one")
     return Cell(
         backend="",
         model=arguments.model,
         accumulate=arguments.accumulate,
-        world_size=arguments.world_size,
-        global_batch_size=arguments.micro_batch * arguments.accumulate * arguments.world_size,
+        world_size=ranks,
+        global_batch_size=arguments.micro_batch * arguments.accumulate * ranks,
         sequence_length=arguments.sequence,
         precision=Precision(arguments.precision),
         optimizer=arguments.optimizer,
         device=Device(arguments.device),
         activation_checkpointing=arguments.activation_checkpointing,
-        replicate=_replicas(arguments, link),
+        replicate=replicas,
     )
 
 
@@ -276,26 +225,22 @@ def _compute(arguments: argparse.Namespace, cell: Cell) -> tuple[float | None, s
     from bench.forecast.prediction import compute_seconds
     from bench.run.machine import BF16_PEAK_FLOPS, peak_flops
 
-    if arguments.peak is None:
-        if arguments.mfu is not None:
-            raise InputError("--mfu: is a share of a peak; give --peak too, such as --peak H100")
-        return arguments.compute_time, "" if arguments.compute_time is None else "as given"
-    if arguments.compute_time is not None:
-        raise InputError("--peak: cannot be combined with --compute-time; leave out one of them")
-    if arguments.peak[:1].isdecimal():
+    name = arguments.peak
+    if name is None:
+        return arguments.compute_time, "as given"
+    if name[:1].isdecimal():
         try:
-            peak: float | None = _amount(FLOPS, "989TFLOP/s")(arguments.peak)
+            peak: float | None = _amount(FLOPS, "989TFLOP/s")(name)
         except argparse.ArgumentTypeError as error:
             raise InputError(f"--peak: {error}") from error
-    elif arguments.peak not in BF16_PEAK_FLOPS:
-        hint = suggest(arguments.peak, [*BF16_PEAK_FLOPS, "a rate: 989TFLOP/s"])
-        raise InputError(f"--peak: '{arguments.peak}' is unknown; {hint}")
+    elif name not in BF16_PEAK_FLOPS:
+        raise InputError(f"--peak: '{name}' is unknown; {suggest(name, [*BF16_PEAK_FLOPS, 'a rate: 989TFLOP/s'])}")
     else:
-        peak = peak_flops(arguments.peak, cell.precision)
-    if peak is None:
-        raise InputError(
-            f"--peak: no {cell.precision} peak of {arguments.peak} is known; give --compute-time, or a rate"
-        )
+        peak = peak_flops(name, cell.precision)
     mfu = GPU_EFFICIENCY if arguments.mfu is None else arguments.mfu
+    if peak is None:
+        raise InputError(f"--peak: no {cell.precision} peak of {name} is known; give --compute-time, or a rate")
+    if not 0 < mfu <= 1:
+        raise InputError(f"--mfu: {100 * mfu:g} % is not above 0 % and at most 100 %")
     seconds, flops = compute_seconds(cell, peak * mfu)
     return seconds, f"{flops} at {100 * mfu:g} % of {peak / 1e12:g} TFLOP/s"

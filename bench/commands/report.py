@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         with files.run_folder(folder, str(folder)):
             status = finish(folder, plots, from_run.section)
     except files.BusyError:  # the run goes on: its trials so far can be shown, but only the runner writes run.json
-        status = finish(folder, plots, from_run.section, note_floor=False)
+        status = finish(folder, plots, from_run.section)
     if arguments.open:
         import webbrowser
 

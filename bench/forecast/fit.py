@@ -6,11 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.backends.deepspeed import DeepSpeedZero2Deferred
-from bench.forecast.footprint import declined, footprint
-from bench.forecast.prediction import at
+from bench.forecast.prediction import Prediction
 from bench.judge.formulas import BUILT_IN, expect, layout_of
-from bench.plan.cell import REFERENCE, Cell, Device, Precision
+from bench.plan.cell import REFERENCE, Cell, Device
 from bench.workload import slice_size
 
 
@@ -49,32 +47,18 @@ def predicted_bytes(cell: Cell) -> int | None:
     A reference sees its batch in slices (``bench.workload``), of which the largest counts.
     """
     layout, backend = layout_of(cell), BUILT_IN.get(cell.backend)
-    if layout is None or backend is None or declined(cell, backend):
+    if layout is None or backend is None or Prediction(cell, backend, layout).refusal:
         return None
-    if issubclass(backend, DeepSpeedZero2Deferred) and cell.precision is Precision.BF16:
-        return None  # it refuses that
     if backend.name == REFERENCE:
         size = slice_size(cell.global_batch_size, cell.sequence_length)
         cell = dataclasses.replace(cell, accumulate=2, global_batch_size=2 * size)
-    else:
-        cell = at(cell, min(cell.accumulate, 2))  # from N = 2 on it does not depend on N
-    found = expect(cell, layout)
-    return None if found is None else footprint(cell, layout, backend, found.held).peak
+    return None if expect(cell, layout) is None else Prediction(cell, backend, layout).memory.peak
 
 
 def peaks(cells: Sequence[Cell]) -> dict[str, int]:
-    """The predicted peak of each cell's fullest rank in bytes, by id.
-
-    What is not predicted is left out, and so are references, whose memory is not measured.
-    """
-    found = {}
-    for cell in cells:
-        layout, backend = layout_of(cell), BUILT_IN.get(cell.backend)
-        if layout is None or backend is None or cell.is_reference or declined(cell, backend):
-            continue
-        if (due := expect(cell, layout)) is not None:
-            found[cell.cell_id] = footprint(cell, layout, backend, due.held).peak
-    return found
+    """The predicted peaks by cell id, without references, whose memory is not measured."""
+    found = {cell.cell_id: predicted_bytes(cell) for cell in cells if not cell.is_reference}
+    return {cell_id: peak for cell_id, peak in found.items() if peak is not None}
 
 
 def too_large(cells: Sequence[Cell], memory_bytes: int, num_gpus: int) -> dict[str, str]:

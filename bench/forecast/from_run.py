@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import nnls
 
-from bench.forecast.prediction import Bounds, Link, Prediction, at, communication, sent_bytes
+from bench.forecast.prediction import Bounds, Link, Prediction, communication, sent_bytes
 from bench.judge.formulas import BUILT_IN, expect, layout_of
 from bench.plan.cell import Cell, Device
 from bench.plan.column import DASH
@@ -32,17 +32,7 @@ HEADER = ("cell", "s/step", "compute", "communication", "lower bound", "upper bo
 """Of the table in the report; times in seconds."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MeasuredLink:
-    """A link, and where it comes from in words."""
-
-    link: Link
-    source: str
-    device: Device
-    """What the ranks ran on."""
-
-
-def measured_link(manifest: Mapping[str, Any], cell: Cell | None = None) -> MeasuredLink | None:
+def measured_link(manifest: Mapping[str, Any], cell: Cell | None = None) -> Link | None:
     """The link between the ranks of a cell, by default between the most ranks on the most nodes; None if not measured.
 
     A node's rate to others is shared by its ranks.
@@ -62,11 +52,10 @@ def measured_link(manifest: Mapping[str, Any], cell: Cell | None = None) -> Meas
     if outer is None or inner is None:
         return None
     (rate, latency_s), (intra, _) = outer, inner
-    link = Link(bytes_per_s=rate / share, latency_s=latency_s, intra_bytes_per_s=intra, node_size=share)
     source = (
         f"fitted to the collectives that {manifest['run_id']} timed between {ranks_of(entry)}, by the alpha-beta model"
     )
-    return MeasuredLink(link=link, source=source, device=device)
+    return Link(bytes_per_s=rate / share, latency_s=latency_s, intra_bytes_per_s=intra, node_size=share, source=source)
 
 
 def _fit(entry: Mapping[str, Any], device: Device) -> tuple[float, float] | None:
@@ -83,9 +72,9 @@ def _fit(entry: Mapping[str, Any], device: Device) -> tuple[float, float] | None
 def predicted_communication(cell: Cell, link: Link) -> Bounds | None:
     """Bounds of the seconds that a cell communicates per step; None if it does not, or has no formula."""
     backend, layout = BUILT_IN.get(cell.backend), layout_of(cell)
-    if cell.is_reference or backend is None or layout is None or expect(at(cell, 1), layout) is None:
+    if cell.is_reference or backend is None or layout is None or expect(cell, layout) is None:
         return None
-    traffic = Prediction(cell, backend, layout).traffic(cell.accumulate)
+    traffic = Prediction(cell, backend, layout).traffic
     return communication(traffic, link) if traffic else None
 
 
@@ -121,8 +110,8 @@ def beside(seconds: Mapping[Cell, float], manifest: Mapping[str, Any]) -> list[l
     """
     groups: dict[Cell, list[Predicted]] = {}
     for cell, measured in seconds.items():
-        found = measured_link(manifest, cell)
-        sent = predicted_communication(cell, found.link) if found else None
+        link = measured_link(manifest, cell)
+        sent = predicted_communication(cell, link) if link else None
         if sent is not None:
             one = Predicted(cell=cell, measured=measured, compute=0.0, communication=sent)
             groups.setdefault(dataclasses.replace(cell, backend="", replicate=0), []).append(one)
@@ -143,10 +132,10 @@ def section(data: ReportData) -> PageSection | None:
         return None
     rows, sentences = [], []
     for group in groups:
-        found = measured_link(data.run.manifest, group[0].cell)
-        assert found is not None, "without a link there is no group"
-        latency = f"{1e6 * found.link.latency_s:.4g} us"
-        sentences.append(f"The link has {found.link} per rank and {latency} per call, {found.source}.")
+        link = measured_link(data.run.manifest, group[0].cell)
+        assert link is not None, "without a link there is no group"
+        latency = f"{1e6 * link.latency_s:.4g} us"
+        sentences.append(f"The link has {link} per rank and {latency} per call, {link.source}.")
         for one in group:
             numbers = (one.measured, one.compute, one.communication.upper, one.bounds.lower, one.bounds.upper)
             off = DASH if one is group[0] else f"{100 * one.deviation:+z.1f}"

@@ -18,8 +18,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cache, cached_property
 
 from bench.backends.base import Backend
 from bench.backends.deepspeed import DeepSpeedZero2Deferred
@@ -32,6 +31,10 @@ from bench.workload.layout import Layout
 
 NOT_PREDICTED = "not predicted"
 """How a refusal begins if the backend would run the cell."""
+MECHANISMS = ("torch DDP", "FSDP2", "HSDP", "DeepSpeed")
+"""Frameworks that others wrap."""
+EQUAL = 0.02
+"""Relative difference of memory and bytes up to which a wrapper equals what it wraps."""
 COUNTED_N = 8
 """Collectives are counted up to this N; from N = 4 on, each further micro-batch adds the same."""
 
@@ -51,6 +54,8 @@ class Link:
     """What a rank can send within its node."""
     node_size: int = 1
     """Ranks of a node. With 1 there is only one level: every rank is a node."""
+    source: str = ""
+    """What measured it; empty if it was given."""
 
     def __str__(self) -> str:
         between = rate(self.bytes_per_s)
@@ -106,9 +111,12 @@ def communication(traffic: Sequence[Traffic], link: Link) -> Bounds:
     return Bounds(max(map(sum, zip(*seconds, strict=True)), default=0.0), sum(map(max, seconds)))
 
 
+_expect = cache(expect)
+
+
 @dataclass(frozen=True)
 class Prediction:
-    """One backend, asked for one cell."""
+    """One backend in one cell."""
 
     cell: Cell
     backend: type[Backend]
@@ -120,15 +128,19 @@ class Prediction:
     def name(self) -> str:
         return self.backend.name
 
-    def on(self, world_size: int) -> Prediction | None:
-        """The same on another number of ranks, with shards of HSDP as large as before; None if they do not fit."""
-        cell = at(self.cell, self.cell.accumulate, world_size)
-        if cell.replicate:
-            replicas, left = divmod(world_size, self.cell.group_size(RankGroup.SHARD))
-            if left or replicas < 2:
-                return None
-            cell = dataclasses.replace(cell, replicate=replicas)
-        return dataclasses.replace(self, cell=cell)
+    def at(self, accumulate: int, world_size: int | None = None) -> Prediction:
+        """The same at another N and W, with the same micro-batch, and with shards of HSDP as large as before."""
+        cell = self.cell
+        ranks = cell.world_size if world_size is None else world_size
+        replicas = ranks // cell.group_size(RankGroup.SHARD) if cell.replicate else 0
+        batch = accumulate * cell.micro_batch_size * ranks
+        cell = dataclasses.replace(cell, accumulate=accumulate, world_size=ranks, global_batch_size=batch)
+        return dataclasses.replace(self, cell=dataclasses.replace(cell, replicate=replicas))
+
+    def shards_fit(self, world_size: int) -> bool:
+        """Whether so many ranks make several replicas with shards as large as these; only HSDP has any."""
+        shards = self.cell.group_size(RankGroup.SHARD)
+        return not self.cell.replicate or (world_size % shards == 0 and world_size > shards)
 
     @property
     def refusal(self) -> str:
@@ -138,44 +150,36 @@ class Prediction:
         reason = declined(self.cell, self.backend)
         return f"{NOT_PREDICTED}: {reason}" if reason else ""
 
-    def defect(self, accumulate: int) -> str:
-        """What is known to be wrong with the backend's updates at this N; empty if nothing is."""
-        return self.backend.defect if accumulate > 1 else ""
+    @property
+    def defect(self) -> str:
+        """What is known to be wrong with the backend's updates; empty if nothing is."""
+        return self.backend.defect if self.cell.accumulate > 1 else ""
 
     @cached_property
-    def _expectations(self) -> dict[int, Expectation]:
-        return {}
-
-    def expectation(self, accumulate: int) -> Expectation:
-        """Collectives and held bytes at this N."""
-        if accumulate not in self._expectations:
-            found = expect(at(self.cell, accumulate), self.layout)
-            assert found is not None, "callers ask for no backend with a refusal"
-            self._expectations[accumulate] = found
-        return self._expectations[accumulate]
+    def expectation(self) -> Expectation:
+        """Collectives and held bytes."""
+        found = _expect(self.cell, self.layout)
+        assert found is not None, "callers ask for no backend with a refusal"
+        return found
 
     @cached_property
-    def _traffic(self) -> dict[int, tuple[Traffic, ...]]:
-        return {}
-
-    def traffic(self, accumulate: int) -> tuple[Traffic, ...]:
-        """What a rank sends at this N, by kind of group."""
-        if accumulate > COUNTED_N:
-            further = (accumulate - COUNTED_N) / (COUNTED_N - COUNTED_N // 2)
-            both = zip(self.traffic(COUNTED_N // 2), self.traffic(COUNTED_N), strict=True)
+    def traffic(self) -> tuple[Traffic, ...]:
+        """What a rank sends, by kind of group."""
+        cell = self.cell
+        if cell.accumulate > COUNTED_N:
+            further = (cell.accumulate - COUNTED_N) / (COUNTED_N // 2)
+            fewer, most = (self.at(n).traffic for n in (COUNTED_N // 2, COUNTED_N))
             return tuple(
                 dataclasses.replace(
-                    most,
-                    calls=most.calls + further * (most.calls - half.calls),
-                    wire_bytes=most.wire_bytes + further * (most.wire_bytes - half.wire_bytes),
+                    more,
+                    calls=more.calls + further * (more.calls - less.calls),
+                    wire_bytes=more.wire_bytes + further * (more.wire_bytes - less.wire_bytes),
                 )
-                for half, most in both
+                for less, more in zip(fewer, most, strict=True)
             )
-        if accumulate not in self._traffic:
-            rows = self.expectation(accumulate).collectives if self.cell.world_size > 1 else ()
-            by_group = itertools.groupby(sorted(rows, key=lambda row: row.group), key=lambda row: row.group)
-            self._traffic[accumulate] = tuple(self._of_group(RankGroup(group), list(own)) for group, own in by_group)
-        return self._traffic[accumulate]
+        rows = self.expectation.collectives if cell.world_size > 1 else ()
+        by_group = itertools.groupby(sorted(rows, key=lambda row: row.group), key=lambda row: row.group)
+        return tuple(self._of_group(RankGroup(group), list(own)) for group, own in by_group)
 
     def _of_group(self, group: RankGroup, rows: Sequence[Collective]) -> Traffic:
         """What a rank sends by these collectives; replicas have their ranks with the same shard in common."""
@@ -184,17 +188,22 @@ class Prediction:
         return Traffic(sum(row.calls for row in rows), wire, ranks, stride if group is RankGroup.REPLICATE else 1)
 
     @cached_property
-    def _footprints(self) -> dict[int, Footprint]:
-        return {}
+    def memory(self) -> Footprint:
+        """A rank's memory at its peak, which is the same from N = 2 on; so is what is held."""
+        held = self.at(min(self.cell.accumulate, COUNTED_N // 2)).expectation.held
+        return footprint(self.cell, self.layout, self.backend, held, self.activation_bytes)
 
-    def memory(self, accumulate: int) -> Footprint:
-        """A rank's memory at its peak, which is the same from N = 2 on."""
-        n = min(accumulate, 2)
-        if n not in self._footprints:
-            held = self.expectation(n).held
-            cell = at(self.cell, n)
-            self._footprints[n] = footprint(cell, self.layout, self.backend, held, self.activation_bytes)
-        return self._footprints[n]
+    def equals(self, other: Prediction) -> bool:
+        """Whether both shard alike, reduce at the same times, and hold and send the same but for EQUAL."""
+
+        def near(one: float, two: float) -> bool:
+            return abs(one - two) <= EQUAL * max(one, two)
+
+        kinds = [(one.backend.sharding, one.backend.sync, one.refusal) for one in (self, other)]
+        if kinds[0] != kinds[1] or self.refusal:
+            return kinds[0] == kinds[1]
+        sent = [sum(part.wire_bytes for part in one.traffic) for one in (self, other)]
+        return near(*sent) and near(self.memory.peak, other.memory.peak)
 
 
 def sent_bytes(op: str, payload_bytes: int, ranks: int, device: Device) -> float:
@@ -207,23 +216,31 @@ def sent_bytes(op: str, payload_bytes: int, ranks: int, device: Device) -> float
     return wire_bytes("all_reduce" if is_whole else op, payload_bytes, ranks)
 
 
-def at(cell: Cell, accumulate: int, world_size: int | None = None) -> Cell:
-    """The cell with another N, and W if it is given, and the same micro-batch."""
-    ranks = cell.world_size if world_size is None else world_size
-    samples = accumulate * cell.micro_batch_size * ranks
-    return dataclasses.replace(cell, accumulate=accumulate, world_size=ranks, global_batch_size=samples)
-
-
 def predict(cell: Cell, backends: Sequence[str], activation_bytes: int | None = None) -> list[Prediction]:
     """One prediction per backend; references are left out, and HSDP where the cell has no replicas."""
     layout = layout_of(cell)
     assert layout is not None, "the command checks the model's name"
     found = [BUILT_IN[name] for name in backends if name in BUILT_IN and name not in REFERENCES]
     return [
-        Prediction(dataclasses.replace(cell, backend=one.name, replicate=replicas), one, layout, activation_bytes)
-        for one, replicas in ((one, cell.replicate if one.replicate else 0) for one in found)
-        if replicas or not one.replicate
+        Prediction(
+            dataclasses.replace(cell, backend=one.name, replicate=cell.replicate if one.replicate else 0),
+            one,
+            layout,
+            activation_bytes,
+        )
+        for one in found
+        if cell.replicate or not one.replicate
     ]
+
+
+def wrapped(predictions: Sequence[Prediction]) -> dict[str, str]:
+    """For each wrapper that equals a mechanism of PyTorch or DeepSpeed: the name of that."""
+    mechanisms = [one for one in predictions if one.backend.framework in MECHANISMS]
+    found = {}
+    for one in predictions:
+        if one not in mechanisms and (equal := next((other for other in mechanisms if one.equals(other)), None)):
+            found[one.name] = equal.name
+    return found
 
 
 def compute_seconds(cell: Cell, flops_per_s: float) -> tuple[float, str]:
@@ -234,47 +251,3 @@ def compute_seconds(cell: Cell, flops_per_s: float) -> tuple[float, str]:
     again = size.recomputed_flops_per_token(cell.sequence_length) * tokens * cell.activation_checkpointing
     recomputed = f" and {again:.3g} recomputed" * cell.activation_checkpointing
     return (flops + again) / flops_per_s, f"{flops:.3g} FLOP{recomputed}"
-
-
-def record(one: Prediction, link: Link | None, compute_s: float | None, bounds: Bounds | None) -> dict[str, Any]:
-    """One backend as plain values for JSON, without an answer; for the keys see ``bench.forecast.best.records``."""
-    n = one.cell.accumulate
-    values: dict[str, Any] = {
-        "backend": one.name,
-        "framework": one.backend.framework,
-        "sharding": str(one.backend.sharding),
-        "sync": str(one.backend.sync),
-        "refusal": one.refusal,
-        "defect": one.defect(n),
-        "memory": {},
-        "held": {},
-        "collectives": [],
-        "compute_s": compute_s,
-        **dict.fromkeys(("peak_memory_bytes", "peak_at", "num_calls", "wire_bytes", "communication_s")),
-        **dict.fromkeys(("intra_bytes", "inter_bytes")),
-        **dict.fromkeys(("lower_s", "upper_s", "fits", "best", "recommended", "may_be_fastest", "best_where")),
-    }
-    if one.refusal:
-        return values
-    memory, traffic = one.memory(n), one.traffic(n)
-    rows = [
-        dataclasses.asdict(row)
-        | {"wire_bytes": sent_bytes(row.op, row.payload_bytes, one.cell.group_size(row.group), one.cell.device)}
-        for row in one.expectation(n).collectives
-    ]
-    values |= {
-        "memory": memory.parts,
-        "peak_memory_bytes": memory.peak,
-        "peak_at": memory.moment,
-        "held": one.expectation(n).held,
-        "collectives": rows,
-        "num_calls": sum(row["calls"] for row in rows),
-        "wire_bytes": sum(part.wire_bytes for part in traffic),
-        "communication_s": None if link is None else communication(traffic, link).upper,
-    }
-    if link is not None and link.node_size > 1:
-        levels = [part.levels(link.node_size) for part in traffic]
-        values |= {"intra_bytes": sum(intra for intra, _ in levels), "inter_bytes": sum(inter for _, inter in levels)}
-    if bounds is not None:
-        values |= {"lower_s": bounds.lower, "upper_s": bounds.upper}
-    return values

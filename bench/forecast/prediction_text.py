@@ -1,39 +1,35 @@
-"""What ``predict`` says: tables and sentences, as text and as a page. Plain strings: nothing slow is imported."""
+"""What ``predict`` says: the recommendation, tables and notes, as text and as a page."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from bench.forecast.best import Choice, Recommendation, Stretch
+from bench.forecast.choice import Choice, Choices, Question
 from bench.forecast.fit import reserves
-from bench.forecast.prediction import NOT_PREDICTED, Link
-from bench.plan.cell import Cell, among
+from bench.forecast.prediction import NOT_PREDICTED
+from bench.plan.cell import among
 from bench.plan.models import SIZES
-from bench.words import rate, size, table
+from bench.words import size, table
 
 GIB = 2**30
 COLUMNS = {
     "param": ("parameters",),
     "grad": ("gradients",),
     "optim": ("optimizer_state",),
-    "activ.*": ("activations",),
-    "other*": ("parameters_transient", "gradients_transient", "communication", "temporaries"),
+    "activ": ("activations",),
+    "other": ("communication", "temporaries"),
 }
-"""Columns of the table, each with the categories of ``bench.forecast.live`` that it adds up."""
-COUNTED = (
-    "activations are estimated by counting the tensors that autograd saves (Korthikanti et al., arXiv:2205.05198; a "
-    "Llama block with fused attention)"
+"""Columns of the table, each with the categories of ``bench.forecast.footprint`` that it adds up."""
+ACCURACY = "within 5 % in 95 % of the cells of models from 135m on"
+"""How far peaks are from those of trials on fake tensors: tests/forecast/test_footprint.py."""
+PEAK = (
+    "Peaks are a closed form: what is held, exactly, and at each moment of a window the activations that autograd "
+    "saves (arXiv:2205.05198; a Llama block with fused attention) and the largest tensors of that moment (other: "
+    "gathered and cast parameters, new gradients, buffers, work space). They are "
+    f"{ACCURACY}, and up to 15 % off in smaller ones. --exact measures the peak of one backend on fake tensors."
 )
-GIVEN = "activations are those of --activations"
-REST = (
-    "other, estimated too: gathered and cast parameters, new gradients, buffers and work space, in the loss three fp32 "
-    "tensors of tokens x vocabulary. param, grad and optim are exact where they are held."
-)
-ACCURACY = "within 2.3 % of the measured one in every cell, tiny in fp32 and 8b in bf16 on fake tensors, on the CPU"
-"""How far peaks are from measured ones: docs/memory-and-bytes.md, checked by tests/studies/test_bytes_page.py."""
-ACCURATE = f"Accuracy of the peaks: {ACCURACY} (docs/memory-and-bytes.md); CUDA was not checked."
+GIVEN = "Activations are those of --activations."
 BOUNDS = (
     "lower = max(compute, communication): all that can be hidden is hidden; upper = compute + communication: nothing "
     "is. communication = calls x latency + wire bytes / link, with the wire bytes of ring algorithms."
@@ -46,72 +42,8 @@ LEVELS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class About:
-    """What was asked, and the answer to it."""
-
-    cell: Cell
-    """With an empty backend."""
-    link: Link | None
-    link_from: str
-    """Where its rates and latency come from; empty if they were given."""
-    latency_known: bool
-    compute_s: float | None
-    compute_from: str
-    memory_bytes: int | None
-    reserve_bytes: int
-    """What is kept free of ``memory_bytes``."""
-    reserve_given: bool
-    activations_given: bool
-    margin: float
-    answer: Recommendation | None
-
-    @property
-    def setting(self) -> str:
-        """What is trained, on how many ranks."""
-        cell = self.cell
-        return f"{self.work}; {self.ranks}, N = {cell.accumulate}: B = {cell.global_batch_size} samples"
-
-    @property
-    def ranks(self) -> str:
-        """W and, for HSDP, R."""
-        cell = self.cell
-        return f"W = {cell.world_size}" + f", R = {cell.replicate} replicas in HSDP" * bool(cell.replicate)
-
-    @property
-    def work(self) -> str:
-        """What is trained, whatever N is."""
-        cell, parameters = self.cell, SIZES[self.cell.model].num_parameters
-        checkpointed = ", activation checkpointing" * cell.activation_checkpointing
-        return (
-            f"model {cell.model} ({parameters / 1e9:.3g} G parameters), {cell.precision}, {cell.optimizer}, "
-            f"{cell.device}{checkpointed}, micro-batches of {cell.micro_batch_size} x {cell.sequence_length} tokens"
-        )
-
-    @property
-    def limits(self) -> str:
-        """Link, compute and memory."""
-        parts = []
-        if self.link is not None:
-            latency = f"{self.link.latency_s * 1e6:.4g} us" if self.latency_known else "no latency (none was given)"
-            measured = f" ({self.link_from})" * bool(self.link_from)
-            parts.append(f"link {self.link} per rank, {latency} per call{measured}")
-        if self.compute_s is not None:
-            parts.append(f"compute {self.compute_s:.4g} s per optimizer step ({self.compute_from})")
-        if self.memory_bytes is not None:
-            kept = f", {gib(self.reserve_bytes)} of it reserved" * bool(self.reserve_bytes)
-            parts.append(f"memory {gib(self.memory_bytes)}{kept}")
-        return "; ".join(parts)
-
-    @property
-    def two_levels(self) -> bool:
-        """Whether ranks of one node have a faster link."""
-        return self.link is not None and self.link.node_size > 1
-
-    @property
-    def usable_bytes(self) -> int | None:
-        """What a prediction may fill; None for no limit."""
-        return None if self.memory_bytes is None else self.memory_bytes - self.reserve_bytes
+Rows = Sequence[Mapping[str, Any]]
+"""Of ``bench.forecast.choice.ask``."""
 
 
 def gib(number: float) -> str:
@@ -119,48 +51,110 @@ def gib(number: float) -> str:
     return f"{number / GIB:.3g} GiB"
 
 
-def header(about: About) -> tuple[str, ...]:
-    """The names of the table's columns; that of the remarks is empty."""
-    names = ["backend", *COLUMNS, "peak"]
-    names += ["fits"] if about.memory_bytes is not None else []
-    names += ["intra", "inter"] if about.two_levels else []
-    names += ["comm/s"] if about.link is not None else []
-    return (*names, *(("lower/s", "upper/s") if about.answer is not None else ()), "")
+def lines(question: Question, rows: Rows, choices: Choices) -> list[str]:
+    """All that is printed."""
+    sections = _sections(question, rows, choices)
+    return [line for section in sections for line in (*section, "")][:-1]
 
 
-def cells_of(about: About, row: Mapping[str, Any]) -> tuple[str, ...]:
-    """One backend's row; sizes in GiB."""
-    if row["refusal"]:
-        return (row["backend"], *["-"] * (len(header(about)) - 2), _remark(about, row))
-    found = [row["backend"], *(_short(sum(row["memory"][c] for c in of)) for of in COLUMNS.values())]
-    found.append(_short(row["peak_memory_bytes"]))
-    if about.memory_bytes is not None:
-        found.append("yes" if row["fits"] else "NO")
-    if about.two_levels:
-        found += [_short(row["intra_bytes"]), _short(row["inter_bytes"])]
-    if about.link is not None:
-        found.append(f"{row['communication_s']:.4g}")
-    if about.answer is not None:
-        found += [f"{row['lower_s']:.4g}", f"{row['upper_s']:.4g}"]
-    return (*found, _remark(about, row))
+def markdown(question: Question, rows: Rows, choices: Choices) -> str:
+    """The same as a page; tables, the lines of a section below its first, keep their columns."""
+    found = ["# Prediction"]
+    for title, *body in _sections(question, rows, choices):
+        found += [title, "```text\n" + "\n".join(body) + "\n```"] if body else [title]
+    return "\n\n".join(found) + "\n"
 
 
-def _remark(about: About, row: Mapping[str, Any]) -> str:
+def _sections(question: Question, every: Rows, choices: Choices) -> Iterator[list[str]]:
+    """Sentences, or a title with the lines of its table."""
+    rows = [row for row in every if not row["equals"]]
+    equal: dict[str, list[str]] = {}
+    for row in every:
+        if row["equals"]:
+            equal.setdefault(row["equals"], []).append(row["backend"] + " (WRONG)" * bool(row["defect"]))
+    for row in rows:
+        if peak := row.get("exact_peak_bytes"):
+            apart = f"predicted: {gib(row['peak_memory_bytes'])}, {100 * (row['peak_memory_bytes'] / peak - 1):+.1f} %"
+            yield [f"{row['backend']}: {gib(peak)} at the peak of rank 0, measured on fake tensors ({apart})."]
+    yield from ([sentence] for sentence in recommendation(question, rows, choices))
+    yield from ([line] for line in _setting(question))
+    yield ["GiB of a rank at its peak, and one optimizer step:", *_backends(question, rows, equal).splitlines()]
+    yield from ([sentence] for sentence in _reasons(every))
+    if choices:
+        yield ["The best by N and W (?: undecided, it leads):", *_table(choices).splitlines()]
+    yield ["Collectives of a step:", *_collectives(rows)]
+    yield from ([note] for note in _notes(question, bool(equal), bool(choices)))
+
+
+def _setting(question: Question) -> Iterator[str]:
+    """What is trained on how many ranks; then link, compute and memory."""
+    cell, link = question.cell, question.link
+    checkpointed = ", activation checkpointing" * cell.activation_checkpointing
+    replicas = f", R = {cell.replicate} replicas in HSDP" * bool(cell.replicate)
+    yield (
+        f"model {cell.model} ({SIZES[cell.model].num_parameters / 1e9:.3g} G parameters), {cell.precision}, "
+        f"{cell.optimizer}, {cell.device}{checkpointed}, micro-batches of {cell.micro_batch_size} x "
+        f"{cell.sequence_length} tokens; W = {cell.world_size}{replicas}, N = {cell.accumulate}: "
+        f"B = {cell.global_batch_size} samples."
+    )
+    parts = []
+    if link is not None:
+        latency = f"{link.latency_s * 1e6:.4g} us" if link.latency_s else "no latency"
+        parts.append(f"link {link} per rank, {latency} per call{f' ({link.source})' * bool(link.source)}")
+    if question.compute_s is not None:
+        parts.append(f"compute {question.compute_s:.4g} s per optimizer step ({question.compute_from})")
+    if question.memory_bytes is not None:
+        kept = f", {gib(question.reserve_bytes)} of it reserved" * bool(question.reserve_bytes)
+        parts.append(f"memory {gib(question.memory_bytes)}{kept}")
+    if parts:
+        yield "; ".join(parts) + "."
+
+
+def _has_levels(question: Question) -> bool:
+    """Whether ranks of one node have a faster link."""
+    return question.link is not None and question.link.node_size > 1
+
+
+def _backends(question: Question, rows: Rows, equal: Mapping[str, Sequence[str]]) -> str:
+    """The table of backends; sizes in GiB."""
+    is_limited, has_link, has_levels = (
+        question.memory_bytes is not None,
+        question.link is not None,
+        _has_levels(question),
+    )
+    names = ["backend", *COLUMNS, "peak", *["fits"] * is_limited, *["intra", "inter"] * has_levels]
+    names += ["comm/s"] * has_link + ["lower/s", "upper/s"] * (has_link and question.compute_s is not None)
+    lines = [[*names, ""]]
+    for row in rows:
+        found = ["-"] * (len(names) - 1)
+        if not row["refusal"]:
+            found = [_short(sum(row["memory"][c] for c in of)) for of in COLUMNS.values()]
+            found.append(_short(row["peak_memory_bytes"]))
+            found += ["yes" if row["fits"] else "NO"] * is_limited
+            found += [_short(row["intra_bytes"]), _short(row["inter_bytes"])] if has_levels else []
+            seconds = ("communication_s", "lower_s", "upper_s")
+            found += [f"{row[name]:.4g}" for name in seconds if row[name] is not None]
+        wrappers = ", ".join(equal.get(row["backend"], ()))
+        remarks = "  ".join(filter(None, [_remark(row), wrappers and f"= {wrappers}"]))
+        lines.append([row["backend"], *found, remarks])
+    return table(lines, right=range(1, len(names)))
+
+
+def _remark(row: Mapping[str, Any]) -> str:
     if row["refusal"]:
         return NOT_PREDICTED if row["refusal"].startswith(NOT_PREDICTED) else "refused"
     if row["defect"]:
         return "WRONG"
-    if about.answer is not None and row["backend"] in about.answer.rivals:
-        return "may be the fastest"
-    return "best" if row["best"] else "recommended" if row["recommended"] else ""
+    remarks = {"may_be_fastest": "may be the fastest", "best": "best", "recommended": "recommended"}
+    return next((remark for key, remark in remarks.items() if row[key]), "")
 
 
-def _reasons(about: About, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def _reasons(rows: Rows) -> list[str]:
     """Why backends are refused, not predicted or wrong; those with the same reason in one line."""
     groups: dict[str, list[str]] = {}
     for row in rows:
         if why := row["refusal"].removeprefix(f"{NOT_PREDICTED}: ") or row["defect"]:
-            groups.setdefault(f"{_remark(about, row)}: {why}", []).append(row["backend"])
+            groups.setdefault(f"{_remark(row)}: {why}", []).append(row["backend"])
     return [f"{', '.join(names)}: {why}." for why, names in groups.items()]
 
 
@@ -174,164 +168,129 @@ def _short(number: float) -> str:
     return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
 
 
-def lines(about: About, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """All that is printed."""
-    found = [about.setting, *filter(None, [about.limits]), "", "GiB of a rank at its peak, and one optimizer step:"]
-    shown = [header(about), *(cells_of(about, row) for row in rows)]
-    return [
-        *(*found, table(shown, right=range(1, len(shown[0]) - 1)), *_reasons(about, rows), ""),
-        *(*collectives(rows), "", *notes(about), "", *recommendation(about, rows)),
-    ]
+def _table(choices: Choices) -> str:
+    """The table over N and W."""
+    sizes = sorted({world_size for _, world_size in choices})
+    rows = [["", *(f"W = {world_size}" for world_size in sizes)]]
+    for accumulate in sorted({accumulate for accumulate, _ in choices}):
+        found = (choices[accumulate, world_size] for world_size in sizes)
+        rows.append([f"N = {accumulate}", *(_best(choice) + " ?" * bool(choice.rivals) for choice in found)])
+    return table(rows)
 
 
-def collectives(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def _best(choice: Choice) -> str:
+    """The backend, and how many are as good by all numbers."""
+    if not choice.best:
+        return "nothing fits"
+    return choice.best + f" (and {len(choice.equal)} more)" * bool(choice.equal)
+
+
+def _collectives(rows: Rows) -> list[str]:
     """The collectives of a step in words, backends with equal ones in one line."""
     groups: dict[str, list[str]] = {}
     for row in rows:
         if row["refusal"]:
             continue
-        said = "; ".join(
+        text = "; ".join(
             f"{one['op']} {one['dtype']}{among(one['group'])} {one['calls']} x, {size(one['payload_bytes'])} payload, "
             f"{size(one['wire_bytes'])} on the wire"
             for one in row["collectives"]
         )
-        groups.setdefault(said or "none", []).append(row["backend"])
-    return ["Collectives of a step:", *(f"  {', '.join(names)}: {said}" for said, names in groups.items())]
+        groups.setdefault(text or "none", []).append(row["backend"])
+    return [f"  {', '.join(names)}: {text}" for text, names in groups.items()]
 
 
-def notes(about: About) -> list[str]:
-    """What is assumed, and which backend is best where."""
-    found = [f"* {GIVEN if about.activations_given else COUNTED}; {REST}", ACCURATE]
-    if about.cell.activation_checkpointing:
-        found.append("Activation checkpointing: blocks keep their input, and compute their forward once more.")
-    if about.memory_bytes is not None:
-        found.append(_reserved(about))
-    if about.cell.world_size == 1:
-        found.append("One rank: the collectives that a framework still calls send nothing and take no time here.")
-    if about.answer is None:
-        return found
-    assert about.link is not None
-    within = f"{100 * about.margin:g} %"
-    at, n = str(about.link), about.cell.accumulate
-    between = " between nodes" * about.two_levels
-    found += [LEVELS] * about.two_levels
-    over_w = [_flips("W", about.answer.along_w, _whole, f"at N = {n} and {at}")] if about.answer.along_w else []
-    return [
-        *found,
-        BOUNDS,
-        f"best: no other backend{' that fits' * (about.memory_bytes is not None)} can be more than {within} faster, "
-        f"whatever is hidden, and of those within {within} it needs the least memory. Otherwise it is undecided, and "
-        "the smallest upper bound leads.",
-        _flips("N", about.answer.along_n, _whole, f"at {at}, with compute in proportion to N"),
-        *over_w,
-        _flips(f"the link{between}", about.answer.along_link, rate, f"at N = {n}"),
-    ]
-
-
-def _reserved(about: About) -> str:
-    """Which part of the memory is kept free, and why so much."""
-    if about.reserve_given or not about.reserve_bytes:
-        return (
-            f"Reserve: {gib(about.reserve_bytes)} of a device's memory, {'as given' * about.reserve_given or 'none'}."
+def _notes(question: Question, has_wrappers: bool, is_timed: bool) -> Iterator[str]:
+    """What is assumed."""
+    cell = question.cell
+    if has_wrappers:
+        yield (
+            "= names wrappers that shard alike, reduce at the same times, and hold and send the same within 2 %; --all "
+            "shows their rows."
         )
-    assert about.memory_bytes is not None
-    parts = "; ".join(
-        f"{one.what} {gib(one.num_bytes + one.share * about.memory_bytes)} ({one.source})"
-        for one in reserves(nccl=about.cell.world_size > 1)
+    yield PEAK
+    if question.activation_bytes is not None:
+        yield GIVEN
+    if cell.activation_checkpointing:
+        yield "Activation checkpointing: blocks keep their input, and compute their forward once more."
+    if question.memory_bytes is not None:
+        yield _reserved(question)
+    if cell.world_size == 1:
+        yield "One rank: the collectives that a framework still calls send nothing and take no time here."
+    if not is_timed:
+        return
+    if _has_levels(question):
+        yield LEVELS
+    within = f"{100 * question.margin:g} %"
+    yield BOUNDS
+    yield (
+        f"best: no other backend{' that fits' * (question.memory_bytes is not None)} can be more than {within} faster, "
+        f"whatever is hidden, and of those within {within} it needs the least memory. Otherwise it is undecided, and "
+        "the smallest upper bound leads. Compute grows in proportion to N; the micro-batch is fixed."
     )
-    second = "; the second communicator of HSDP is not counted" * bool(about.cell.replicate)
+
+
+def _reserved(question: Question) -> str:
+    """Which part of the memory is kept free, and why so much."""
+    given = question.given_reserve_bytes is not None
+    if given or not question.reserve_bytes:
+        return f"Reserve: {gib(question.reserve_bytes)} of a device's memory, {'as given' if given else 'none'}."
+    assert question.memory_bytes is not None
+    cell = question.cell
+    parts = "; ".join(
+        f"{one.what} {gib(one.num_bytes + one.share * question.memory_bytes)} ({one.source})"
+        for one in reserves(nccl=cell.world_size > 1)
+    )
+    second = "; the second communicator of HSDP is not counted" * bool(cell.replicate)
     return f"Reserve: {parts}{second}. --reserve changes the sum."
 
 
-def named(choice: Choice) -> str:
-    """The backend, those that are as good by all numbers, and whether that is certain."""
-    if not choice.best:
-        return "nothing fits"
-    equal = f" (equal: {', '.join(choice.equal)})" if choice.equal else ""
-    return f"undecided, {choice.best} leads{equal}" if choice.undecided else f"{choice.best}{equal}"
-
-
-def _whole(number: float) -> str:
-    return f"{number:.0f}"
-
-
-def _flips(what: str, stretches: Sequence[Stretch], show: Callable[[float], str], where: str) -> str:
-    said = "; ".join(f"from {show(one.low)} on {named(one.choice)}" for one in stretches)
-    if len(stretches) == 1:
-        said = f"always {named(stretches[0].choice)}"
-    return f"Over {what} from {show(stretches[0].low)} to {show(stretches[-1].high)} {where}: {said}."
-
-
-def recommendation(about: About, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def recommendation(question: Question, rows: Rows, choices: Choices) -> Iterator[str]:
     """What to take, with the reason; if that is undecided, also the command that decides it."""
-    unknown = [row["backend"] for row in rows if row["refusal"].startswith(NOT_PREDICTED)]
-    found = [f"Not predicted, and so not considered: {', '.join(unknown)}."] if unknown else []
     able = [row for row in rows if not row["refusal"] and not row["defect"]]
     fitting = [row for row in able if row["fits"] is not False]
-    if not fitting or about.answer is None:
-        return [*found, f"Recommendation: {_by_memory(about, fitting, able)}"]
-    here = about.answer.here
+    if not fitting or not choices:
+        yield f"Recommendation: {_by_memory(question, fitting, able)}"
+        return
+    here = choices[question.cell.accumulate, question.cell.world_size]
     (best,) = (row for row in rows if row["backend"] == here.best)
     equal = f" (equal: {', '.join(here.equal)})" if here.equal else ""
     takes = f"{here.best}{equal}: {best['lower_s']:.4g} to {best['upper_s']:.4g} s per step"
     takes += f", {gib(best['peak_memory_bytes'])} of memory"
-    if not here.undecided:
-        why = f"no other can be more than {100 * about.margin:g} % faster, whatever communication is hidden"
-        return [*found, f"Recommendation: {takes}; {why}."]
-    fastest = min(row["lower_s"] for row in rows if row["backend"] in about.answer.rivals)
-    return [
-        *found,
-        f"Undecided between {', '.join([here.best, *about.answer.rivals])}: their bounds overlap, and how much of its "
-        "communication each hides is not predicted.",
-        f"How much each hides on the GPUs of one machine is measured by: {_measure(about)}",
-        f"Recommendation until then: {takes}; the fastest if nothing is hidden, and at most "
-        f"{100 * (best['upper_s'] / fastest - 1):.2g} % slower than the best case of any other.",
-    ]
+    if not here.rivals:
+        why = f"No other can be more than {100 * question.margin:g} % faster, whatever communication is hidden."
+        yield f"Recommendation: {takes}. {why}"
+        return
+    fastest = min(row["lower_s"] for row in rows if row["backend"] in here.rivals)
+    slower = f"{100 * (best['upper_s'] / fastest - 1):.2g} % slower than the best case of any other"
+    yield f"Recommendation until measured: {takes}. It is the fastest if nothing is hidden, and at most {slower}."
+    yield (
+        f"May be faster: {', '.join(here.rivals)}. How much of its communication each hides is not predicted; on the "
+        f"GPUs of one machine it is measured by: {_measure(question, here)}"
+    )
 
 
-def _by_memory(about: About, fitting: Sequence[Mapping[str, Any]], able: Sequence[Mapping[str, Any]]) -> str:
+def _by_memory(question: Question, fitting: Rows, able: Rows) -> str:
     """What to take where no time is known, or why nothing can be taken."""
     if not able:
         return "none; every backend that was asked for is refused, not predicted, or known to be wrong."
     least = min(fitting or able, key=lambda row: int(row["peak_memory_bytes"]))
     needs = f"{gib(least['peak_memory_bytes'])} of memory"
-    if about.usable_bytes is not None:
-        needs += f", of {gib(about.usable_bytes)} that can be used"
+    if question.memory_bytes is not None:
+        needs += f", of {gib(question.memory_bytes - question.reserve_bytes)} that can be used"
     if not fitting:
         cure = "more ranks or a smaller micro-batch"
-        cure += "" if about.cell.activation_checkpointing else ", or --activation-checkpointing"
+        cure += "" if question.cell.activation_checkpointing else ", or --activation-checkpointing"
         return f"none fits; {least['backend']} needs the least: {needs}. Try {cure}."
-    missing = [name for name, value in (("--link", about.link), ("--peak", about.compute_s)) if value is None]
+    missing = [name for name, value in (("--link", question.link), ("--peak", question.compute_s)) if value is None]
     return f"{least['backend']} needs the least: {needs}. For one by time, add {' and '.join(missing)}."
 
 
-def _measure(about: About) -> str:
+def _measure(question: Question, here: Choice) -> str:
     """The command that measures the backends between which it is undecided; the model is that of the matrix."""
-    assert about.answer is not None
-    cell, names = about.cell, ",".join([about.answer.here.best, *about.answer.rivals])
+    cell = question.cell
     checkpointed = " --activation-checkpointing on" * cell.activation_checkpointing
     return (
-        f"python -m bench run --matrix gpu --backend {names} --accumulate {cell.accumulate} --micro-batch "
-        f"{cell.micro_batch_size} --precision {cell.precision}{checkpointed}"
+        f"python -m bench run --matrix gpu --backend {','.join([here.best, *here.rivals])} --accumulate "
+        f"{cell.accumulate} --micro-batch {cell.micro_batch_size} --precision {cell.precision}{checkpointed}"
     )
-
-
-def markdown(about: About, rows: Sequence[Mapping[str, Any]]) -> str:
-    """The same as a page."""
-    names = header(about)
-    found = [
-        "# Prediction",
-        "",
-        f"{about.setting}.",
-        "",
-        about.limits,
-        "",
-        *(f"{line}\n" for line in recommendation(about, rows)),
-        "GiB of a rank at its peak, and one optimizer step:",
-        "",
-    ]
-    found += [f"| {' | '.join(name or 'remark' for name in names)} |", "|" + " --- |" * len(names)]
-    found += [f"| {' | '.join(cells_of(about, row))} |" for row in rows]
-    found += ["", *(f"- {line}" for line in _reasons(about, rows)), ""]
-    found += [*(line if line.endswith(":") else f"- {line.strip()}" for line in collectives(rows)), ""]
-    return "\n".join([*found, *(f"- {note}" for note in notes(about)), ""])

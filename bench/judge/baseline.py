@@ -12,15 +12,15 @@ from bench.judge.caveats import remarks
 from bench.judge.loading import Run, run_of
 from bench.judge.pairs import ComparedPair, Pair, judge_pairs, pairs_of_backends
 from bench.judge.statistics import Interval, ratio, required_trials
-from bench.judge.verdicts import band, next_precision
+from bench.judge.verdicts import excess, next_precision
 from bench.plan.cell import REFERENCE, REFERENCES, Cell
 from bench.plan.schedule import InterimAnalysis
 from bench.words import plural
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NoiseFloor:
-    """The noise floor of a run: its A/A pair, the same cell twice."""
+class Control:
+    """The A/A pair of a run: the same cell twice, which checks the instrument."""
 
     cell: Cell
     twin: Cell
@@ -38,16 +38,16 @@ def baseline_of(manifest: Mapping[str, Any]) -> str:
     return min(others, key=lambda name: bool(others[name].get("defect")), default=REFERENCE)
 
 
-def noise_floor(run: Run) -> NoiseFloor | None:
+def control_of(run: Run) -> Control | None:
     """The A/A pair of a run: the first twin in the order of labels; None if the run has none."""
     for cell, twin in _twins(run)[:1]:
         sides = [run.evidence.of(twin), run.evidence.of(cell)]
         bad = [f"{side.label}: {text}" for side in sides for text in side.obstacles]
         bad += [f"{side.label}: {plural(side.num_failed, 'trial')} failed" for side in sides if side.num_failed]
         if bad or not all(side.sample.trials for side in sides):
-            return NoiseFloor(cell=cell, twin=twin, interval=None, reason="; ".join(bad) or "no trial succeeded")
+            return Control(cell=cell, twin=twin, interval=None, reason="; ".join(bad) or "no trial succeeded")
         found = ratio(sides[0].sample, sides[1].sample)
-        return NoiseFloor(cell=cell, twin=twin, interval=found, reason=found.reason)
+        return Control(cell=cell, twin=twin, interval=found, reason=found.reason)
     return None
 
 
@@ -61,7 +61,7 @@ def _twins(run: Run) -> list[tuple[Cell, Cell]]:
 def pairs_with_baseline(run: Run, baseline: str = "") -> list[Pair]:
     """Every cell with the cell of the baseline (by default the run's own) that differs in the backend alone.
 
-    If a run has more twins than the noise floor needs, the others are compared too.
+    If a run has more twins than one, the others are compared too.
     """
     baseline = baseline or baseline_of(run.manifest)
     backends = dict.fromkeys(cell.backend for cell in run.cells.values())
@@ -80,7 +80,7 @@ class AgainstBaseline:
 
     baseline: str
     """The backend that all others are compared with."""
-    floor: NoiseFloor | None
+    control: Control | None
     """The A/A pair; None if the run has none."""
     rows: list[ComparedPair]
     """A verdict on each cell."""
@@ -100,8 +100,8 @@ def widest(rows: Sequence[ComparedPair]) -> float | None:
 
 def against_baseline(run: Run) -> AgainstBaseline:
     """The verdicts of a run's own report: on every cell, against the baseline's."""
-    own = baseline_of(run.manifest)
-    return against_baselines(run, [own])[own]
+    (found,) = against_baselines(run, [baseline_of(run.manifest)]).values()
+    return found
 
 
 def against_baselines(run: Run, names: Sequence[str] = ()) -> dict[str, AgainstBaseline]:
@@ -110,14 +110,15 @@ def against_baselines(run: Run, names: Sequence[str] = ()) -> dict[str, AgainstB
     Holm's correction counts the comparisons with one baseline, not the baselines that could have been chosen.
     """
     every = [baseline_of(run.manifest), *(cell.backend for cell in run.cells.values() if not cell.is_reference)]
-    floor = noise_floor(run)
-    noise = None if floor is None else floor.interval
-    notes = remarks((run.manifest, cell) for cell in run.cells.values() if not cell.twin)
+    control = control_of(run)
+    measured = None if control is None else control.interval
+    notes = [] if control is None or measured is None else widened(control.cell, measured)
+    notes += remarks((run.manifest, cell) for cell in run.cells.values() if not cell.twin)
     return {
         name: AgainstBaseline(
             baseline=name,
-            floor=floor,
-            rows=judge_pairs(run, run, pairs_with_baseline(run, name), floor=noise),
+            control=control,
+            rows=judge_pairs(run, run, pairs_with_baseline(run, name), control=measured),
             remarks=notes,
         )
         for name in names or dict.fromkeys(every)
@@ -136,12 +137,12 @@ def interim_analysis(
     """
     run = run_of(records, manifest)
     precision = float(manifest["matrix"]["values"]["precision"])
-    floor = noise_floor(run)
-    noise = None if floor is None else floor.interval
+    control = control_of(run)
+    measured = None if control is None else control.interval
     pairs = pairs_with_baseline(run)
-    if floor is not None and noise is not None:
-        pairs.append(Pair(a=floor.cell, b=floor.twin, name="A/A"))
-    judged = judge_pairs(run, run, pairs, floor=noise)
+    if control is not None and measured is not None:
+        pairs.append(Pair(a=control.cell, b=control.twin, name="A/A"))
+    judged = judge_pairs(run, run, pairs, control=measured)
     done = set(manifest.get("once") or ())
     looks = manifest.get("looks") or [{"open": run.cells}]
     was_open, still = set(looks[-1]["open"]) - done, set[str]()
@@ -152,8 +153,8 @@ def interim_analysis(
         if not alive or base not in was_open:
             continue
         asked = [row.judgement for row in alive]
-        if floor is None or floor.cell.cell_id != base:
-            asked = [replace(one, comparison=replace(one.comparison, floor=None)) for one in asked]
+        if control is None or control.cell.cell_id != base:
+            asked = [replace(each, comparison=replace(each.comparison, control=None)) for each in asked]
         times = [row.time for row in alive if row.time is not None]
         widths += [time.width for time in times]
         target = next_precision(asked, precision)
@@ -178,19 +179,30 @@ def _refusal(rows: Sequence[ComparedPair]) -> str:
     return rows[0].judgement.detail if rows else "no two cells differ in the backend alone"
 
 
-def floor_of_runs(a: Run, b: Run) -> tuple[Interval | None, list[str]]:
-    """The noise floor, the higher one of two runs, and notes on it; None if a run has none."""
+def widened(cell: Cell, control: Interval) -> list[str]:
+    """The remark on intervals that are wider because the A/A pair's excludes 1; none if it contains 1."""
+    if not (by := excess(control)):
+        return []
+    return [
+        f"the A/A pair, {cell.label} twice, differs: {control.ratio:.4f} ({control.low:.4f} to {control.high:.4f}); so "
+        f"the interval of every ratio is {100 * math.expm1(by):.2g} % wider on both sides"
+    ]
+
+
+def control_of_runs(a: Run, b: Run) -> tuple[Interval | None, list[str]]:
+    """The A/A pair, of two runs the one that is farther from 1, and notes on it; None if a run has none."""
     intervals, notes = [], []
     for letter, run in (("A: ", a), ("B: ", b)) if a is not b else (("", a),):
-        floor = noise_floor(run)
-        if floor is None or floor.interval is None or floor.interval.low is None:
-            why = "it has no A/A pair" if floor is None else f"A/A pair: {floor.reason}"
-            notes.append(f"{letter}the noise floor of {run.name} is unknown: {why}")
+        control = control_of(run)
+        if control is None or control.interval is None or control.interval.low is None:
+            why = "" if control is None else f": {control.reason}"
+            notes.append(f"{letter}{run.name} has no interval of an A/A pair{why}")
         else:
-            found = floor.interval
+            found = control.interval
             intervals.append(found)
             notes.append(
-                f"{letter}noise floor {100 * (band(found) - 1):.2g}%: {floor.cell.label} against itself is "
-                f"{found.ratio:.4f} [{found.low:.4f}, {found.high:.4f}], n = {found.num_trials}"
+                f"{letter}A/A pair: {control.cell.label} against itself is {found.ratio:.4f} [{found.low:.4f}, "
+                f"{found.high:.4f}], n = {found.num_trials}"
             )
-    return (max(intervals, key=band) if len(intervals) == len(notes) else None), notes
+            notes += widened(control.cell, found)
+    return (max(intervals, key=excess) if len(intervals) == (1 if a is b else 2) else None), notes

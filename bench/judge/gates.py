@@ -16,13 +16,11 @@ import pandas as pd
 from bench.judge import expected
 from bench.judge.expected import Deviation, Losses
 from bench.judge.tables import Tables, rows_of, world_of
+from bench.judge.update_causes import SAME_FACTOR, Cause, Clip, Explanation, explain_clipping, explain_update
 from bench.plan.cell import SGD, Precision, Status
 from bench.plan.models import SIZES
 from bench.words import plural
 from bench.workload.layout import Layout
-
-SAME_FACTOR = 0.05
-"""How near a scale must be to 1/N, N, 1/W or W to be called by that name. If several fit, all are named."""
 
 
 class Gate(StrEnum):
@@ -42,24 +40,6 @@ class Gate(StrEnum):
     """Collectives and memory held between micro-batches, against their formulas."""
 
 
-class Cause(StrEnum):
-    """A likely cause of an update of the wrong scale."""
-
-    DIVIDED_TWICE = "divided twice"
-    NOT_DIVIDED = "not divided"
-    AVERAGED_TWICE = "averaged twice"
-    SUMMED = "summed"
-
-
-CAUSES: dict[Cause, str] = {
-    Cause.DIVIDED_TWICE: "1/{n} of the right one: the loss is divided by N = {n} twice",
-    Cause.NOT_DIVIDED: "{n} times the right one: the loss is not divided by N = {n}",
-    Cause.AVERAGED_TWICE: "1/{w} of the right one: averaged over the {w} ranks twice",
-    Cause.SUMMED: "{w} times the right one: summed over the {w} ranks, not averaged",
-}
-"""Each cause in words, with N micro-batches on each of W ranks."""
-
-
 @dataclass(frozen=True, slots=True)
 class Failure:
     """A gate that a trial failed."""
@@ -67,14 +47,6 @@ class Failure:
     gate: Gate
     text: str
     """What was found, for people."""
-    causes: tuple[Cause, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """Why an update is wrong: in words, and as data."""
-
-    text: str
     causes: tuple[Cause, ...] = ()
 
 
@@ -293,84 +265,3 @@ def _clip(row: Any) -> Clip | None:
     facts = [row["clip_norm"], row["gradient_norm"], row["unclipped_scale"]]
     known = all(pd.notna(fact) and math.isfinite(fact) and fact > 0 for fact in facts)
     return Clip(*facts) if known else None
-
-
-@dataclass(frozen=True, slots=True)
-class Clip:
-    """What is known of a clipped update."""
-
-    norm: float
-    """The largest norm that an update may have."""
-    gradient_norm: float
-    """The backend's, before clipping."""
-    unclipped_scale: float
-    """How many times the reference's update the backend's is if neither clips."""
-
-    @property
-    def right_norm(self) -> float:
-        """The norm of the reference's update, clipped."""
-        return min(self.gradient_norm / self.unclipped_scale, self.norm)
-
-    @property
-    def due_scale(self) -> float:
-        """How many times the reference's update the backend's should be, if both clip."""
-        return min(self.gradient_norm, self.norm) / self.right_norm
-
-    @property
-    def scale_if_not_clipped(self) -> float:
-        """How many times the reference's update the backend's would be, if only the reference clips."""
-        return self.gradient_norm / self.right_norm
-
-
-def explain_update(
-    scale: float,
-    residual: float,
-    accumulate: int,
-    world_size: int,
-    clip: Clip | None = None,
-    rounding: float = SAME_FACTOR,
-) -> Explanation:
-    """The likeliest cause of a wrong update, from how it relates to the right one.
-
-    ``scale`` is the least-squares factor between the two and ``residual`` what it leaves unexplained, of which as much
-    as ``rounding`` may be the precision's. With ``clip``, both were clipped: what is f times a gradient of norm g
-    should then be min(f g, c) / min(g, c) times the right update, c being the largest norm allowed, and the cause is
-    read off f.
-    """
-    if pd.isna(scale):
-        return Explanation("it is not finite")
-    if scale == 0:
-        return Explanation("the parameters did not change in the right direction at all")
-    if residual > rounding or residual > abs(scale - 1):
-        return Explanation(
-            f"{scale:.3g} times the right one and {100 * residual:.2g}% of it pointing elsewhere: samples were lost, "
-            "repeated or weighted unequally"
-        )
-    if clip:
-        before = explain_update(clip.unclipped_scale, residual, accumulate, world_size, None, rounding)
-        how = "too short to be clipped" if clip.gradient_norm <= clip.norm else "clipped"
-        due = "" if abs(scale / clip.due_scale - 1) < SAME_FACTOR else f" and not {clip.due_scale:.3g}"
-        after = f"{scale:.3g} times{due} ({how} to {clip.norm:g})"
-        return Explanation(f"before clipping {before.text}; after, {after}", before.causes)
-    factors = {
-        Cause.DIVIDED_TWICE: 1 / accumulate,
-        Cause.NOT_DIVIDED: accumulate,
-        Cause.AVERAGED_TWICE: 1 / world_size,
-        Cause.SUMMED: world_size,
-    }
-    likely = tuple(c for c, factor in factors.items() if factor != 1 and abs(scale / factor - 1) < SAME_FACTOR)
-    if likely:
-        return Explanation(", or ".join(CAUSES[cause].format(n=accumulate, w=world_size) for cause in likely), likely)
-    return Explanation(f"{scale:.3g} times the right one, in the {'same' if scale > 0 else 'opposite'} direction")
-
-
-def explain_clipping(scale: float, residual: float, clip: Clip) -> str:
-    """The likeliest cause of an update that is right before it is clipped and wrong after."""
-    if pd.isna(scale):
-        return "it is not finite"
-    if residual > SAME_FACTOR or residual > abs(scale - 1):
-        return f"right before it is clipped: its parts are clipped one by one, not the whole to norm {clip.norm:g}"
-    if abs(scale / clip.scale_if_not_clipped - 1) < SAME_FACTOR:
-        return f"right but for its length: it is not clipped to norm {clip.norm:g}"
-    found = scale * clip.right_norm
-    return f"right but for its length: it is clipped to norm {found:.3g}, not to {clip.norm:g}"

@@ -18,8 +18,8 @@ from bench.judge import samples
 from bench.judge.baseline import AgainstBaseline, against_baseline, widest
 from bench.judge.evidence import IDLE_SHARE
 from bench.judge.loading import Run, missing_trials, read
-from bench.judge.statistics import MARGIN, MIN_TRIALS
-from bench.judge.verdicts import Verdict, band
+from bench.judge.statistics import MIN_TRIALS
+from bench.judge.verdicts import Verdict, excess
 from bench.plan.cell import REFERENCES, Cell, Status
 from bench.plan.schedule import Ended
 from bench.run.journal import Journal
@@ -69,6 +69,7 @@ def check(folder: Path) -> list[Finding]:
         *_order(records),
         *_starts(run, records),
         *_surroundings(run),
+        *_blocks(run),
         *_samples(run, records),
         *_gates(run),
         *_verdicts(run, against_baseline(run)),
@@ -219,6 +220,22 @@ def _surroundings(run: Run) -> Iterator[Finding]:
             yield good("nodes", f"{1 + len(others)} nodes have the same hardware, packages and environment")
 
 
+def _blocks(run: Run) -> Iterator[Finding]:
+    """Whether the cells as a whole were slower in some blocks than in others."""
+    topic = "blocks"
+    found = samples.block_effects(run.tables.trials)
+    if found is None:
+        return
+    if not found.found:
+        yield good(topic, "no block is slower or faster than the others in all cells together")
+        return
+    ordered = sorted(found.effects.items(), key=lambda item: float(item[1]))
+    ends = ordered[0], ordered[-1]
+    said = " and ".join(f"block {block} by {100 * math.expm1(effect):+.2g} %" for block, effect in ends)
+    text = f"differ in all cells together (Friedman's test, p = {found.p_value:.1g}): {said} from the mean block"
+    yield warning(topic, f"{text}; ratios are taken within blocks, so this is not in them")
+
+
 def _samples(run: Run, records: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     """Drift, outliers, bimodality and imbalance of the cells; one finding per kind."""
     slots = {(record["cell_id"], record["repeat"]): number for number, record in enumerate(records)}
@@ -282,24 +299,17 @@ def _gates(run: Run) -> Iterator[Finding]:
 
 
 def _verdicts(run: Run, found: AgainstBaseline) -> Iterator[Finding]:
-    """The noise floor, what ended the run, and the counts of verdicts."""
-    floor = found.floor
-    interval = None if floor is None else floor.interval
-    if floor is None or interval is None or interval.low is None or interval.high is None:
-        why = "the run has no A/A pair" if floor is None else floor.reason
-        yield warning("noise floor", f"unknown: {why}; so no cell is called faster, slower or the same")
+    """The A/A pair, what ended the run, and the counts of verdicts."""
+    control, topic = found.control, "A/A pair"
+    interval = None if control is None else control.interval
+    if control is None or interval is None or interval.low is None:
+        why = "there is none" if control is None else control.reason
+        yield warning(topic, f"{why}; so no cell is called faster, slower or the same")
     else:
-        words = f"{floor.cell.label} against itself: {interval.ratio:.4f} ({interval.low:.4f} - {interval.high:.4f})"
-        if not interval.low <= 1 <= interval.high:
-            yield warning(
-                "noise floor",
-                f"{words}: excludes 1, although both are the same cell; one interval in twenty does by chance, but see "
-                "drift and two modes",
-            )
-        elif band(interval) > 1 + MARGIN:
-            yield warning("noise floor", f"{words}: wider than the margin of {100 * MARGIN:g} %")
-        else:
-            yield good("noise floor", words)
+        words = f"{control.cell.label} against itself: {interval.ratio:.4f} ({interval.low:.4f} to {interval.high:.4f})"
+        by = excess(interval)
+        text = f"{words}; excludes 1, so all intervals are {100 * math.expm1(by):.2g} % wider on both sides"
+        yield warning(topic, text) if by else good(topic, words)
     ended = run.manifest.get("ended_by")
     if ended in {"budget", "max-repeats"}:
         wide = widest(found.rows)

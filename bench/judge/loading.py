@@ -13,7 +13,7 @@ from bench.judge import gates, tables
 from bench.judge.evidence import EvidenceByCell
 from bench.judge.expected import layouts_of
 from bench.judge.tables import Tables
-from bench.plan import axes
+from bench.plan import columns
 from bench.plan.cell import Cell
 from bench.plan.matrix import check_stored
 from bench.plan.schedule import Schedule
@@ -81,12 +81,12 @@ class Run:
     @functools.cached_property
     def labels(self) -> Mapping[str, str]:
         """A label for each cell, by id, unique within the run."""
-        named = axes.labels(self.cells.values())
+        named = columns.labels(self.cells.values())
         return {cell_id: named[cell] for cell_id, cell in self.cells.items()}
 
     @functools.cached_property
     def evidence(self) -> EvidenceByCell:
-        """The sides of comparisons within the run, shared by verdicts, noise floor and citations."""
+        """The sides of comparisons within the run, shared by verdicts, A/A pair and citations."""
         return EvidenceByCell(self.tables)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pandas as pd
 
 from bench.errors import InputError
-from bench.judge.baseline import AgainstBaseline, NoiseFloor, against_baselines, noise_floor, pairs_with_baseline
+from bench.judge.baseline import AgainstBaseline, Control, against_baselines, control_of, pairs_with_baseline, widened
 from bench.judge.caveats import remarks
 from bench.judge.loading import Run
 from bench.judge.pairs import ComparedPair, Pair, judge_pairs
@@ -126,9 +126,11 @@ class Quotes:
             caveats += [f"{self.run.labels[one_id]}: {text}" for text in _failed(self._trials[one_id])]
         if row.judgement.comparison.blocked is not None:
             caveats.insert(0, f"{row.judgement.reason}: {row.judgement.detail}")
-        if (noise := row.judgement.comparison.floor) is None or noise.low is None:
-            floor = self.floor
-            caveats.append(f"noise floor: {'the run has no A/A pair' if floor is None else floor.reason}")
+        control = self.control
+        if control is None or control.interval is None or control.interval.low is None:
+            caveats.append("the run has no A/A pair" if control is None else f"A/A pair: {control.reason}")
+        else:
+            caveats += widened(control.cell, control.interval)
         return RatioQuote(
             cell=cell,
             other=other,
@@ -142,9 +144,9 @@ class Quotes:
         return self._trials[cell_id]
 
     @cached_property
-    def floor(self) -> NoiseFloor | None:
+    def control(self) -> Control | None:
         """The run's A/A pair."""
-        return noise_floor(self.run)
+        return control_of(self.run)
 
     def _known(self, cell_id: str) -> Cell:
         if cell_id not in self.run.cells:
@@ -158,8 +160,8 @@ class Quotes:
         if row is not None and row.pair.a == other:
             return row
         pairs = [*pairs_with_baseline(self.run), Pair(a=other, b=cell, name=f"{cell.label} against {other.label}")]
-        floor = self.floor
-        return judge_pairs(self.run, self.run, pairs, floor=None if floor is None else floor.interval)[-1]
+        control = self.control
+        return judge_pairs(self.run, self.run, pairs, control=None if control is None else control.interval)[-1]
 
     def _of_run(self) -> list[str]:
         return [] if "finished" in self.run.manifest else ["the run has not finished, so the hash will change"]

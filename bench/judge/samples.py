@@ -15,6 +15,7 @@ import pandas as pd
 
 from bench.judge.statistics import MIN_TRIALS, SEED, TRIM, Array, bootstrap, too_few, trimmed_mean
 from bench.judge.tables import good_trials
+from bench.plan.cell import Status
 
 NAME = f"{100 * TRIM:g} % trimmed mean"
 """Name of the estimate in headers and captions. It is a mean of logarithms, so a geometric one."""
@@ -99,6 +100,34 @@ class Modes:
     @property
     def found(self) -> bool:
         return self.p_value < ALPHA
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """How much longer all cells took together in each block."""
+
+    effects: pd.Series
+    """By block: the mean over cells of the logarithm of a trial's step time over its cell's mean."""
+    p_value: float
+    """p-value of the hypothesis that blocks do not differ (Friedman, JASA 32, 1937)."""
+
+    @property
+    def found(self) -> bool:
+        return self.p_value < ALPHA
+
+
+def block_effects(trials: pd.DataFrame) -> Blocks | None:
+    """The effects of the blocks in which most cells ran, from rows of the trials table; None with too few of either."""
+    from scipy import stats
+
+    known = trials[trials["step_time_s"].notna() & (trials["status"] == Status.OK)]
+    seconds = known.pivot_table(index="repeat", columns="cell_id", values="step_time_s").astype(float)
+    logs = seconds.map(math.log)
+    logs = logs.loc[:, logs.notna().sum() == logs.notna().sum().max()].dropna()
+    if len(logs) < 3 or logs.shape[1] < 3:
+        return None
+    effects = (logs - logs.mean()).mean(axis=1)
+    return Blocks(effects, float(stats.friedmanchisquare(*logs.to_numpy()).pvalue))
 
 
 def outliers(values: Sequence[float]) -> list[int]:

@@ -89,6 +89,14 @@ class Interval:
         """high / low - 1; infinite without an interval."""
         return math.inf if self.low is None or self.high is None else self.high / self.low - 1
 
+    def widened(self, by: float) -> Interval:
+        """The interval with both ends farther out by a logarithm; p_different is 1 if it contains 1 then."""
+        if not by or self.low is None or self.high is None:
+            return self
+        low, high = self.low * math.exp(-by), self.high * math.exp(by)
+        p_different = 1.0 if low <= 1 <= high else self.p_different
+        return replace(self, low=low, high=high, p_different=p_different)
+
     def inverse(self) -> Interval:
         """The interval of b relative to a."""
         low, high = (None if end is None else 1 / end for end in (self.high, self.low))
@@ -257,6 +265,18 @@ def equivalent(interval: Interval, margin: float = MARGIN) -> bool:
     """Whether the whole 95 % interval is inside the margin, which two one-sided tests at 5 % would not even need."""
     low, high = interval.low, interval.high
     return low is not None and high is not None and 1 / (1 + margin) <= low and high <= 1 + margin
+
+
+def trials_to_show(interval: Interval, difference: float = 0.05, power: float = 0.8) -> int:
+    """About how many trials, or blocks, show a difference with this power, from the width of an interval.
+
+    The normal approximation of a two-sided test at 5 %: n (z + z') ** 2 (s / log(1 + difference)) ** 2, s being the
+    standard error with n (Chow, Shao, Wang and Lokhnygina, Sample Size Calculations in Clinical Research, section 3.1).
+    """
+    n = interval.num_trials
+    error = math.log1p(interval.width) / (2 * special.stdtrit(n - 1, (1 + LEVEL) / 2))
+    scores = special.ndtri((1 + LEVEL) / 2) + special.ndtri(power)
+    return math.ceil(n * float(scores * error / math.log1p(difference)) ** 2)
 
 
 def required_trials(interval: Interval, precision: float = PRECISION) -> int:

@@ -2,13 +2,13 @@
 
 A verdict starts as ambiguous, and evidence upgrades it:
 
-- same: the whole 95 % interval is inside the margin, the margin is no smaller than the noise floor, and Holm's
-  adjusted p-value of the equivalence is below 5 %. It comes first, since a difference smaller than the
-  margin does not matter to the reader.
-- faster, slower: the interval has nothing in common with the band of the A/A noise floor, and Holm's adjusted p-value
-  of the difference is below 5 %.
+- same: the whole 95 % interval of the ratio is inside the margin, and Holm's adjusted p-value of the equivalence is
+  below 5 %. It comes first, since a difference smaller than the margin does not matter to the reader.
+- faster, slower: the interval excludes 1, and Holm's adjusted p-value of the difference is below 5 %.
 
-The band reaches as far from 1, on either side, as the farther end of the A/A pair's interval.
+The A/A pair, the same cell twice, checks the instrument: its interval should contain 1. If it does not, every interval
+is widened on both sides by what it lacks (``excess``). It is no second noise term, since the interval of a ratio has
+the noise of both cells already; docs/statistics.md has the error rates.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from bench.judge.evidence import Evidence
+from bench.judge.evidence import CellEvidence
 from bench.judge.statistics import MARGIN, MIN_TRIALS, SAME_WIDTH, Interval, equivalent, holm, ratio
 from bench.words import plural
 
@@ -38,19 +38,15 @@ class Verdict(StrEnum):
 class Reason(StrEnum):
     """Why a verdict is what it is."""
 
-    OUTSIDE_FLOOR = "outside floor"
-    """The interval is outside the band of the noise floor."""
+    DIFFERENT = "different"
+    """The interval excludes 1."""
     INSIDE_MARGIN = "inside margin"
     """The interval is inside the margin."""
-    INSIDE_FLOOR = "inside floor"
-    """The interval excludes 1 but overlaps the band: equal cells differ as much on this machine."""
     WIDE = "wide interval"
     """The interval contains 1 and does not fit into the margin."""
     MANY = "many verdicts"
     """The evidence suffices for one comparison, but not for as many as the report has."""
-    FLOOR_ABOVE_MARGIN = "floor above margin"
-    """The interval is inside the margin, but the noise floor could hide a difference as large as the margin."""
-    NO_FLOOR = "no floor"
+    NO_CONTROL = "no A/A pair"
     """The run has no A/A pair, or too few trials of it."""
     CLOCKS = "clocks"
     """The verdict in clock cycles differs from the one in seconds."""
@@ -73,13 +69,11 @@ class Reason(StrEnum):
 
 
 NEXT: dict[Reason, str] = {
-    Reason.OUTSIDE_FLOOR: "cite the ratio with its interval and the noise floor",
+    Reason.DIFFERENT: "cite the ratio with its interval",
     Reason.INSIDE_MARGIN: "cite it together with the margin",
-    Reason.INSIDE_FLOOR: "make the machine quieter (idle, fixed clocks) or add repeats: both lower the noise floor",
     Reason.WIDE: "add repeats: --max-repeats, --budget, or a smaller --interval-width",
     Reason.MANY: "add repeats, or compare fewer cells",
-    Reason.FLOOR_ABOVE_MARGIN: "make the machine quieter, add repeats, or give a wider --margin",
-    Reason.NO_FLOOR: f"run again with the A/A pair and at least {MIN_TRIALS} repeats",
+    Reason.NO_CONTROL: f"run again with the A/A pair and at least {MIN_TRIALS} repeats",
     Reason.CLOCKS: "lock the clocks, or let the machine cool down, and run again",
     Reason.FEW_TRIALS: f"run at least {MIN_TRIALS} repeats",
     Reason.FAILED_TRIALS: "see why trials failed, fix it, and resume the run",
@@ -97,8 +91,8 @@ class Comparison:
     """The evidence on two cells."""
 
     time: Interval | None
-    """The ratio of their step times; None if there is none to be cited."""
-    floor: Interval | None
+    """The ratio of their step times, widened by the A/A pair's excess; None if there is none to be cited."""
+    control: Interval | None
     """Ratio of the run's A/A pair."""
     margin: float = MARGIN
     cycles: Interval | None = None
@@ -129,14 +123,12 @@ BLOCKS = frozenset(
 )
 """Reasons that make a comparison ``not comparable``; the others leave it ambiguous."""
 
-MORE_HELPS = frozenset(
-    {Reason.INSIDE_FLOOR, Reason.WIDE, Reason.MANY, Reason.FLOOR_ABOVE_MARGIN, Reason.NO_FLOOR, Reason.FEW_TRIALS}
-)
+MORE_HELPS = frozenset({Reason.WIDE, Reason.MANY, Reason.NO_CONTROL, Reason.FEW_TRIALS})
 """Reasons for which repeats can be added."""
 
 
 def compare(
-    a: Evidence, b: Evidence, floor: Interval | None, margin: float = MARGIN, *, force: bool = False
+    a: CellEvidence, b: CellEvidence, control: Interval | None, margin: float = MARGIN, *, force: bool = False
 ) -> Comparison:
     """The evidence on two cells, for ``judge_all``. The ratio is the step time of ``a`` over that of ``b``.
 
@@ -144,12 +136,13 @@ def compare(
     """
     blocked, time, cycles = _blocked(a, b), None, None
     if a.sample.trials and b.sample.trials and (force or blocked is None or blocked[0] not in BLOCKS):
-        time = ratio(a.sample, b.sample, margin)
-        cycles = ratio(a.cycles, b.cycles, margin) if a.cycles and b.cycles else None
-    return Comparison(time=time, floor=floor, margin=margin, cycles=cycles, blocked=blocked)
+        by = excess(control)
+        time = ratio(a.sample, b.sample, margin).widened(by)
+        cycles = ratio(a.cycles, b.cycles, margin).widened(by) if a.cycles and b.cycles else None
+    return Comparison(time=time, control=control, margin=margin, cycles=cycles, blocked=blocked)
 
 
-def _blocked(a: Evidence, b: Evidence) -> tuple[Reason, str] | None:
+def _blocked(a: CellEvidence, b: CellEvidence) -> tuple[Reason, str] | None:
     """What forbids a verdict, the gravest reason first."""
     for reason, ours, theirs in (
         (Reason.WORK, a.work, b.work),
@@ -194,57 +187,50 @@ def _verdict(comparison: Comparison, p_different: float, p_same: float) -> tuple
     if comparison.blocked:
         reason, words = comparison.blocked
         return (Verdict.NOT_COMPARABLE if reason in BLOCKS else Verdict.AMBIGUOUS), reason, words
-    time, floor = comparison.time, comparison.floor
+    time, control = comparison.time, comparison.control
     if time is None or time.low is None or time.high is None:
         return Verdict.AMBIGUOUS, Reason.FEW_TRIALS, time.reason if time else "no ratio"
-    if floor is None or floor.low is None or floor.high is None:
-        why = "there is no A/A pair" if floor is None else f"A/A pair: {floor.reason}"
-        return Verdict.AMBIGUOUS, Reason.NO_FLOOR, why
-    found, reason = _of_interval(time, band(floor), comparison.margin, p_different, p_same)
-    words = f"{time.ratio:.4f} [{time.low:.4f}, {time.high:.4f}], A/A floor {100 * (band(floor) - 1):.2g}%"
+    if control is None or control.low is None:
+        why = "there is no A/A pair" if control is None else f"A/A pair: {control.reason}"
+        return Verdict.AMBIGUOUS, Reason.NO_CONTROL, why
+    found, reason = _of_interval(time, comparison.margin, p_different, p_same)
+    words = f"{time.ratio:.4f} [{time.low:.4f}, {time.high:.4f}]"
     if comparison.cycles is not None and found is not Verdict.AMBIGUOUS:
         cycles = comparison.cycles
         # Whatever Holm said of the seconds goes for the cycles: what must agree is where the interval is.
         other = Verdict.AMBIGUOUS
         if cycles.low is not None:
-            other = _of_interval(cycles, band(floor), comparison.margin, p_different, p_same)[0]
+            other = _of_interval(cycles, comparison.margin, p_different, p_same)[0]
         if other is not found:
             return Verdict.AMBIGUOUS, Reason.CLOCKS, f"{words}; in cycles {cycles.ratio:.4f}, which is {other}"
     return found, reason, words
 
 
-def band(floor: Interval) -> float:
-    """Upper end of the noise floor's band, which begins at 1 / band."""
-    assert floor.low is not None and floor.high is not None, "callers look first"
-    return math.exp(max(abs(math.log(floor.low)), abs(math.log(floor.high))))
+def excess(control: Interval | None) -> float:
+    """How far the interval of the A/A pair stays from 1, as a logarithm; 0 if it contains 1 or is not known."""
+    if control is None or control.low is None or control.high is None:
+        return 0.0
+    return max(0.0, math.log(control.low), -math.log(control.high))
 
 
-def _of_interval(
-    time: Interval, noise: float, margin: float, p_different: float, p_same: float
-) -> tuple[Verdict, Reason]:
+def _of_interval(time: Interval, margin: float, p_different: float, p_same: float) -> tuple[Verdict, Reason]:
     assert time.low is not None and time.high is not None, "callers look first"
-    fits = equivalent(time, margin)
-    if fits and noise <= 1 + margin and p_same < ALPHA:
+    fits, apart = equivalent(time, margin), not time.low <= 1 <= time.high
+    if fits and p_same < ALPHA:
         return Verdict.SAME, Reason.INSIDE_MARGIN
-    apart = time.high < 1 / noise or time.low > noise
     if apart and p_different < ALPHA:
-        return (Verdict.FASTER if time.high < 1 else Verdict.SLOWER), Reason.OUTSIDE_FLOOR
-    if fits:
-        return Verdict.AMBIGUOUS, (Reason.FLOOR_ABOVE_MARGIN if noise > 1 + margin else Reason.MANY)
-    if apart:
-        return Verdict.AMBIGUOUS, Reason.MANY
-    inside = time.low > 1 or time.high < 1
-    return Verdict.AMBIGUOUS, (Reason.INSIDE_FLOOR if inside else Reason.WIDE)
+        return (Verdict.FASTER if time.high < 1 else Verdict.SLOWER), Reason.DIFFERENT
+    return Verdict.AMBIGUOUS, Reason.MANY if fits or apart else Reason.WIDE
 
 
 def next_precision(judgements: Sequence[Judgement], precision: float, margin: float = MARGIN) -> float | None:
     """Width of the intervals to go on to; None if the repeats are enough.
 
-    First all intervals, the noise floor's among them, must be narrower than the precision. Comparisons that are then
+    First all intervals, the A/A pair's among them, must be narrower than the precision. Comparisons that are then
     still ambiguous for want of evidence are extended, once, until SAME_WIDTH of the margin. Neither depends on where
     the intervals are, and so repeats are not added until a wanted verdict comes up.
     """
-    intervals = [i for one in judgements for i in (one.comparison.time, one.comparison.floor) if i is not None]
+    intervals = [i for one in judgements for i in (one.comparison.time, one.comparison.control) if i is not None]
     widest = max((interval.width for interval in intervals), default=math.inf)
     if widest >= precision:
         return precision

@@ -12,12 +12,13 @@ from typing import Any
 
 import pandas as pd
 
-from bench.judge.baseline import NoiseFloor, widest
+from bench.judge.baseline import Control, widest
 from bench.judge.gates import known_defect
 from bench.judge.next_steps import next_command
 from bench.judge.pairs import ComparedPair
+from bench.judge.statistics import trials_to_show
 from bench.judge.tables import rows_of
-from bench.judge.verdicts import Reason, Verdict, band
+from bench.judge.verdicts import Reason, Verdict
 from bench.plan.cell import Device, Status, Sync, summarize
 from bench.report.ranking import Group, Ranked, ends_of, groups
 from bench.report.report_data import ReportData, cpu_name, eager_and_deferred, gpu_names, parameters
@@ -26,11 +27,9 @@ from bench.words import alike, digits, plural, size
 LONGEST = 240
 """Characters of a reason; the table of failed cells has it in full."""
 OPEN = {
-    Reason.INSIDE_FLOOR: "the difference from {} is not larger than the noise floor",
-    Reason.WIDE: "the interval of the ratio to {} contains 1 and is too wide to call them the same",
+    Reason.WIDE: "statistically indistinguishable from {}: the interval contains 1, and is wider than the margin",
     Reason.MANY: "the difference from {} is significant in one comparison, but not after correction for all of the run",
-    Reason.FLOOR_ABOVE_MARGIN: "seems the same as {}, but the noise floor is above the margin",
-    Reason.NO_FLOOR: "not compared with {}: the run has no noise floor",
+    Reason.NO_CONTROL: "not compared with {}: the run has no A/A pair with an interval",
     Reason.CLOCKS: "the verdict against {} in clock cycles differs from the one in seconds",
     Reason.FEW_TRIALS: "too few trials for an interval against {}",
     Reason.FAILED_TRIALS: "trials failed here or at {}; the others may be a biased sample",
@@ -68,7 +67,7 @@ class Answer:
     """Why no times can be compared."""
     statements: tuple[Statement, ...]
     scope: Statement
-    """Model, ranks, device, link, n and noise floor in one line."""
+    """Model, ranks, device, link, n and the A/A pair in one line."""
     groups: tuple[Group, ...]
     """The tables, the one of the largest N first."""
     baseline: str
@@ -88,7 +87,7 @@ def answer(data: ReportData) -> Answer:
     if every:
         first = every[0]
         said += [*_fastest(data, first), *_least(data, first), *_twins(data, first)]
-    said += [*_wrong(data), *_failed(data), *_open(data, every)]
+    said += [*_wrong(data), *_failed(data), *_open(data, every), *_resolution(data)]
     return Answer(
         alarm=_alarm(data),
         statements=tuple(said),
@@ -257,8 +256,25 @@ def _open(data: ReportData, every: Sequence[Group]) -> Iterator[Statement]:
         yield Statement(key=key, title=title, lead=lead, text=text, command=command)
 
 
+def _resolution(data: ReportData) -> Iterator[Statement]:
+    """How many trials a small difference would need, if some comparison is undecided for want of them."""
+    rows = [row for row in data.against_baseline.rows if row.time is not None and row.time.low is not None]
+    if data.times_unavailable or not any(row.judgement.reason in (Reason.WIDE, Reason.MANY) for row in rows):
+        return
+    times = [row.time for row in rows if row.time is not None]
+    needed, n = max(trials_to_show(time) for time in times), min(time.num_trials for time in times)
+    if needed <= n:
+        return
+    minutes = float(data.run.tables.trials["wall_s"].sum()) / 60
+    text = (
+        f"a difference of 5 % between any two cells would show in 8 of 10 runs with {needed} trials per cell, about "
+        f"{max(1, round(minutes * needed / n))} minutes; this run has {n}, in {max(1, round(minutes))}."
+    )
+    yield Statement(key="resolution", title="Resolution", text=text)
+
+
 def _scope(data: ReportData) -> str:
-    """Model, ranks, device, link, counts and noise floor, and what does not follow from the run."""
+    """Model, ranks, device, link, counts and the A/A pair, and what does not follow from the run."""
     run, cells = data.run, [cell for cell in data.run.cells.values() if not cell.twin]
     own = [cell for cell in cells if not cell.is_reference] or cells
     sizes = run.tables.trials.groupby("model")["num_parameters"].max()
@@ -283,7 +299,7 @@ def _scope(data: ReportData) -> str:
         f"{', '.join(models)} on {ranks} rank{'' if ranks == '1' else 's'} of {machine}, {link}",
         f"n = {trials} good {'trial' if trials == '1' else 'trials'} per cell",
         *(
-            [] if data.times_unavailable else [noise(data.against_baseline.floor)]
+            [] if data.times_unavailable else [_control(data.against_baseline.control)]
         ),  # an obstacle leaves the floor unknown too
     ]
     if (wide := widest(data.against_baseline.rows)) is not None:
@@ -294,14 +310,14 @@ def _scope(data: ReportData) -> str:
     return f"{'; '.join(parts)}."
 
 
-def noise(floor: NoiseFloor | None) -> str:
-    """The noise floor: how far two runs of the same cell are apart."""
-    if floor is None:
-        return "noise floor unknown: the run has no A/A pair"
-    found = floor.interval
-    if found is None or found.low is None:
-        return f"noise floor unknown: {cut(floor.reason)}"
-    return f"noise floor {100 * (band(found) - 1):.2g} %"
+def _control(control: Control | None) -> str:
+    """The ratio of the A/A pair."""
+    if control is None:
+        return "no A/A pair"
+    found = control.interval
+    if found is None or found.low is None or found.high is None:
+        return f"the A/A pair has no interval: {cut(control.reason)}"
+    return f"A/A pair {digits(found.ratio)} ({ends_of(found.low, found.high)})"
 
 
 def cut(text: str, longest: int = LONGEST) -> str:

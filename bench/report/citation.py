@@ -21,8 +21,8 @@ import pandas as pd
 from bench.judge.loading import Run
 from bench.judge.quotes import SCHEME, CellQuote, Quotes, RatioQuote, place_of, quoted
 from bench.judge.statistics import Interval
-from bench.judge.verdicts import NEXT, Verdict, band
-from bench.plan.axes import AXES, WAYS
+from bench.judge.verdicts import NEXT, Verdict
+from bench.plan.columns import AXES, WAYS
 from bench.report.report_data import machine_words
 from bench.run.machine import FRAMEWORKS, unlike_nodes
 from bench.words import bibtex, digits, markdown, plain, plural
@@ -191,9 +191,16 @@ def statement_of(quote: RatioQuote) -> str:
         verdict += f" (within the margin of {100 * judgement.comparison.margin:g} %)"
     elif judgement.verdict is Verdict.AMBIGUOUS:
         verdict += f" ({judgement.reason}: {NEXT[judgement.reason].partition(';')[0]})"
-    noise = quote.row.judgement.comparison.floor
-    floor = "unknown" if noise is None or noise.low is None else f"{digits(100 * (band(noise) - 1))} %"
-    return f"{digits(time.ratio)} times the step time ({interval}, {counted}); verdict: {verdict}; noise floor: {floor}"
+    found = f"{digits(time.ratio)} times the step time ({interval}, {counted})"
+    return f"{found}; verdict: {verdict}; A/A pair: {_control(quote)}"
+
+
+def _control(quote: RatioQuote) -> str:
+    """The interval of the A/A pair."""
+    control = quote.row.judgement.comparison.control
+    if control is None or control.low is None or control.high is None:
+        return "unknown"
+    return f"{digits(control.low)} - {digits(control.high)}"
 
 
 def _interval(low: float | None, high: float | None, reason: str) -> str:

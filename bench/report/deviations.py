@@ -9,15 +9,14 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from bench.judge.verdicts import band
+from bench.judge.samples import block_effects
 from bench.plan.cell import REFERENCES, Status
-from bench.report import sheet, style
+from bench.report import style
+from bench.report.canvas import Drawing, name_rows, new_figure
 from bench.report.figure_data import CONTEXT, FACTS, FigureData, floats
-from bench.report.sheet import Drawing
-from bench.report.style import FLOOR_COLOUR, GREY, REFERENCE_COLOUR, Key, safe
+from bench.report.style import GREY, REFERENCE_COLOUR, Key
 from bench.words import plural, some
 
 MOST_ODD = 30
@@ -83,13 +82,11 @@ def _odd(
     if len(cells) > len(shown):
         words.notes.insert(0, f"{len(cells) - len(shown)} more cells are in the CSV beside this figure.")
     keys: list[Key] = [(Line2D([], [], linestyle="none", **mark), name) for name, mark in marks.items()]
-    height = 0.2 * len(shown) + 0.6
-    figure = sheet.sheet(words, [keys], height, height)
+    figure = new_figure(words, keys, 0.2 * len(shown) + 0.6)
     axes = figure.subplots()
     for name, column in columns.items():
         axes.plot(floats(shown[column]), range(len(shown)), linestyle="none", markeredgewidth=1.3, **marks[name])
-    axes.set_yticks(range(len(shown)), [safe(style.fit(name, style.NAME_WIDTH)) for name in names])
-    axes.set_ylim(len(shown) - 0.4, -0.6)
+    name_rows(axes, names)
     axes.set_xlim(left=0)
     axes.set_xlabel(label)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
@@ -98,8 +95,6 @@ def _odd(
 
 INSIDE, ROOM = 0.98, 1.4
 """Share of the trials that are drawn at their true place, and how much farther than these the axis reaches."""
-MOST_SHAPES = 1000
-"""Trials beyond which an SVG holds them as pixels, since each would be a shape of its own."""
 LEAST = 0.5
 """Per cent that the axis reaches to either side, at least."""
 DEVIATION = "deviation_percent"
@@ -125,17 +120,17 @@ def draw_noise(run: FigureData) -> list[Drawing]:
     trials = deviations(run.trials[timed])
     if trials.empty:
         return []
-    noise = None if run.floor is None or run.floor.low is None else 100 * (band(run.floor) - 1)
     away = trials[DEVIATION].abs()
-    reach = max(LEAST, noise or 0.0, float(away.quantile(INSIDE))) * ROOM
+    reach = max(LEAST, float(away.quantile(INSIDE))) * ROOM
     beyond = int((away > reach).sum())
     typical = f"Half of the trials are within {away.median():.2g} % of the median of their cell"
-    words = run.words(f"{typical}; the noise floor is {noise:.2g} %" if noise else typical, timed=True)
-    first = ["Good trials in the order in which they ran: a slope is drift of the machine, two clouds are two modes."]
+    blocks = block_effects(run.trials)
+    if blocks is not None:
+        typical += "; blocks differ in all cells together" if blocks.found else "; no block differs from the others"
+    words = run.words(typical, timed=True)
+    first = ["Good trials in the order in which they ran: a slope means drift, two clouds mean two modes."]
     if beyond:
         first.append(f"Triangles at the edge: {plural(beyond, 'trial')} farther away, up to {away.max():.3g} %.")
-    if noise is None:
-        first.append("The noise floor is unknown: there is no A/A pair, or too few trials of it.")
     words.notes[:0] = first
     frameworks = list(dict.fromkeys(run.trials["framework"]))
     colours = style.colours(frameworks)
@@ -143,14 +138,16 @@ def draw_noise(run: FigureData) -> list[Drawing]:
     keys: list[Key] = [
         (Line2D([], [], linestyle="none", marker="o", markersize=3, color=colours[name]), name) for name in shown
     ]
-    if noise is not None:
-        keys.append((Patch(color=FLOOR_COLOUR), f"noise floor, {noise:.2g} %"))
-    figure = sheet.sheet(words, [keys], 2.6, 2.6)
+    if blocks is not None:
+        keys.append((Line2D([], [], color=REFERENCE_COLOUR, linewidth=1.4), "mean of a block over all cells"))
+    figure = new_figure(words, keys, 2.6)
     axes = figure.subplots()
     _points(axes, trials, colours, reach)
-    if noise is not None:
-        axes.axhspan(-noise, noise, color=FLOOR_COLOUR, zorder=0.5, linewidth=0)
-    axes.axhline(0, color=REFERENCE_COLOUR, linewidth=0.7, zorder=1.2)
+    for block, effect in () if blocks is None else blocks.effects.items():
+        where = trials.loc[trials["repeat"] == block, "place"]
+        if len(where):
+            axes.hlines(100 * np.expm1(effect), where.min(), where.max(), color=REFERENCE_COLOUR, linewidth=1.4)
+    axes.axhline(0, color=GREY, linewidth=0.5, zorder=1.2)
     axes.set_xlabel("trials, in the order in which they ran")
     axes.set_ylabel("from the cell's median (%)")
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
@@ -159,11 +156,10 @@ def draw_noise(run: FigureData) -> list[Drawing]:
 
 def _points(axes: Axes, trials: pd.DataFrame, colours: dict[str, str], reach: float) -> None:
     """Those beyond the axis's reach are triangles at its edge."""
-    many = len(trials) > MOST_SHAPES
     for framework, rows in trials.groupby("framework", sort=False):
         values, places = rows[DEVIATION].to_numpy(dtype=float), rows["place"].to_numpy(dtype=float)
         for marker, chosen in (("o", abs(values) <= reach), ("^", values > reach), ("v", values < -reach)):
             clipped = np.clip(values[chosen], -reach, reach)
             size = 2.4 if marker == "o" else 4.5
-            axes.plot(places[chosen], clipped, marker, markersize=size, color=colours[str(framework)], rasterized=many)
+            axes.plot(places[chosen], clipped, marker, markersize=size, color=colours[str(framework)])
     axes.set_ylim(-1.06 * reach, 1.06 * reach)

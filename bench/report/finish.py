@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.errors import BAD, GOOD, InputError
 from bench.plan.cell import Status
-from bench.run.journal import Journal, read_manifest, write_manifest
+from bench.run.journal import Journal, read_manifest
 
 if TYPE_CHECKING:
     from bench.judge.baseline import AgainstBaseline
@@ -50,13 +50,11 @@ def finish(
     plots: Path,
     further: Callable[[ReportData], PageSection | None] | None = None,
     *,
-    note_floor: bool = True,
     as_json: bool = False,
 ) -> int:
     """Write tables, plots, short report and page of a run; returns the exit status that its trials deserve.
 
-    ``further`` makes the last section of the page, for a wing; ``note_floor`` also stores the ratio of the A/A pair in
-    the manifest; ``as_json`` prints the answer as one object.
+    ``further`` makes the last section of the page, for a wing; ``as_json`` prints the answer as one object.
     """
     from rich.console import Console
 
@@ -72,8 +70,6 @@ def finish(
     try:
         plots.mkdir(parents=True, exist_ok=True)
         _write_tables(folder, judged, data.against_baseline)
-        if note_floor:
-            _store_floor(folder, manifest, data.against_baseline)
         said = answer(data)
         # Of a single backend there is nothing to compare, and its times are good.
         compared = any(not row.pair.b.twin for row in data.against_baseline.rows)
@@ -128,17 +124,6 @@ def _write_tables(folder: Path, judged: Tables, found: AgainstBaseline) -> list[
         paths.append(folder / "ratios.parquet")
         frame_of_pairs(found.rows).to_parquet(paths[-1], index=False)
     return paths
-
-
-def _store_floor(folder: Path, manifest: dict[str, Any], found: AgainstBaseline) -> None:
-    """Store the ratio of the A/A pair in the manifest, if it is not there already."""
-    floor = found.floor
-    if floor is None:
-        return
-    ids = {"cell_id": floor.cell.cell_id, "twin_id": floor.twin.cell_id, "reason": floor.reason}
-    noted = ids | ({} if floor.interval is None else dataclasses.asdict(floor.interval))
-    if manifest.get("noise_floor") != noted:
-        write_manifest(folder, manifest | {"noise_floor": noted})
 
 
 def _status(judged: Tables, manifest: dict[str, Any]) -> int:

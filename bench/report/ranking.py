@@ -11,9 +11,9 @@ from typing import Any
 from bench.judge.pairs import ComparedPair
 from bench.judge.samples import NAME
 from bench.judge.verdicts import Verdict
-from bench.plan.axes import WAYS, differing, phrases
 from bench.plan.cell import Cell, Status
 from bench.plan.column import DASH
+from bench.plan.columns import WAYS, differing, phrases
 from bench.report.report_data import ReportData
 from bench.report.tabular import Table, TableColumn, TableRow
 from bench.words import digits, size
@@ -55,7 +55,6 @@ class Ranked:
     memory_ratio: float | None
     """To the memory of the baseline."""
     num_ok: int
-    num_trials: int
     is_wrong: bool
     """Whether it failed, or a gate found it wrong."""
     correct: str
@@ -172,9 +171,9 @@ def groups(data: ReportData) -> list[Group]:
     ways = [name for name in differing(every, ("precision", *WAYS)) if name != "accumulate"]
     found = [_group(data, cells, ways) for cells in kinds.values()]
 
-    def order(one: Group) -> tuple[bool, bool, bool, int, int]:
-        compared = any(row.is_baseline for row in one.rows)
-        return one.cell.world.has_all_ranks, one.is_timed, compared, one.n, one.cell.world_size
+    def order(group: Group) -> tuple[bool, bool, bool, int, int]:
+        compared = any(row.is_baseline for row in group.rows)
+        return group.cell.world.has_all_ranks, group.is_timed, compared, group.n, group.cell.world_size
 
     return sorted(found, key=order, reverse=True)
 
@@ -220,7 +219,6 @@ def _ranked(data: ReportData, cell: Mapping[str, Any], base: int | None, *, is_t
         memory=memory,
         memory_ratio=None if memory is None or not base else memory / base,
         num_ok=cell["num_ok"],
-        num_trials=cell["num_trials"],
         is_wrong=not is_ok,
         correct=checked if is_ok else cell["outcome"],
     )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 from typing_extensions import TypedDict
 
-from bench.fields import Flag, Must, Natural, Number
+from bench.fields import Flag, Natural, Number
 from bench.plan.cell import Cell
 from bench.plan.schedule import InterimAnalysis
 from bench.run.links import TimedCollective
@@ -94,6 +94,5 @@ class Manifest(TypedDict, total=False):
     once: list[str]
     looks: list[InterimAnalysis] | None
     ended_by: str | None
-    noise_floor: dict[str, Annotated[str | Flag | Number | None, Must("a string, a number, true or false")]] | None
     parent_peak_bytes: Natural | None
     journal_sha256: str | None

@@ -13,44 +13,17 @@ from torch import Tensor, nn
 
 from bench.backends import blocks
 from bench.backends.base import registry
-from bench.forecast.footprint import footprint
-from bench.judge.formulas import BUILT_IN, expect, layout_of
-from bench.launch.launcher import Launcher
+from bench.judge.formulas import BUILT_IN
 from bench.plan.cell import Cell, Device
 from bench.workload import load
-from tests.conftest import Run, asked, run_matrix
+from tests.conftest import Run, run_matrix
 from tests.factories import make_backend, make_cell
-from tests.worlds import measure, world_cell
 
 STAGE3 = [name for name, backend in BUILT_IN.items() if backend.stage == 3]
 COMPILABLE = ["ddp-deferred", "fsdp2-deferred"]
 ALL_COMPILABLE = [*COMPILABLE, "fsdp2-eager", "deepspeed-zero2-eager", "lightning-ddp", "lightning-fsdp2"]
 """One of every way to wrap a model that can."""
 HAS_COMPILER = not blocks.missing(make_cell(compiled=True))
-NEAR = 5e-3
-"""Relative difference of a replayed and a measured peak."""
-PREDICTED = [
-    name for name, backend in BUILT_IN.items() if not (backend.not_virtual or backend.replicate or name in STAGE3)
-]
-
-
-def test_the_peak_with_checkpointing_is_predicted(
-    request: pytest.FixtureRequest, launcher: Launcher, tmp_path: Path
-) -> None:
-    llama = {"workload": "llama", "model": "micro", "sequence_length": 256}  # activations are most of its memory
-    names = asked(request, ("ddp-deferred", "fsdp2-eager", "deepspeed-zero2-eager"), PREDICTED)
-    cells = [world_cell(name, 2, **llama, activation_checkpointing=True, virtual=True) for name in names]
-    found = measure(launcher, tmp_path, cells, "memory")
-    apart = {}
-    for cell in cells:
-        layout = layout_of(cell)
-        assert layout is not None
-        expectation = expect(cell, layout)
-        assert expectation is not None
-        memory = found[cell.backend]["memory"]
-        peak = footprint(cell, layout, BUILT_IN[cell.backend], expectation.held).peak
-        apart[cell.backend] = peak / (memory["peak"] - memory["peak_other"]) - 1
-    assert apart == pytest.approx(dict.fromkeys(apart, 0.0), abs=NEAR)
 
 
 class Block(nn.Module):

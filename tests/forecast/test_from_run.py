@@ -107,8 +107,8 @@ def test_the_report_holds_steps_against_the_link(run: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (["--link", "1GB/s"], "--link: cannot be combined with --from-run"),
-        (["--node-size", "2"], "--node-size: cannot be combined with --from-run"),
+        (["--link", "1GB/s"], "argument --link: not allowed with argument --from-run"),
+        (["--node-size", "2"], "--node-size: says more about --link, which --from-run replaces"),
         (["--world-size", "3"], "--world-size: 3 ranks do not fill nodes of 2"),
         (["--device", "cuda"], "its ranks ran on cpu; add --device cpu"),
         (["--from-run", "nowhere"], "nowhere"),

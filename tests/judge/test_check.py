@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from bench import cli
-from bench.judge.baseline import against_baseline, noise_floor
+from bench.judge.baseline import against_baseline, control_of
 from bench.judge.integrity import Level, check
 from bench.judge.verdicts import Verdict
 from bench.plan.cell import Cell
@@ -56,12 +56,9 @@ def test_verdicts_of_a_run_against_its_baseline(sound: Path) -> None:
     assert verdicts == {"equal": Verdict.SAME, "slow": Verdict.SLOWER, "fast": Verdict.FASTER}
     assert run.manifest["ended_by"] == "precision"
     assert all(row.time is not None and row.time.width < 0.02 for row in result.rows)
-    floor = noise_floor(run)
-    assert floor is not None and floor.interval is not None
-    assert floor.twin.backend == "base" and floor.interval.low is not None
-    noted = run.manifest["noise_floor"]
-    assert (noted["cell_id"], noted["twin_id"]) == (floor.cell.cell_id, floor.twin.cell_id)
-    assert noted["ratio"] == pytest.approx(floor.interval.ratio)
+    control = control_of(run)
+    assert control is not None and control.interval is not None
+    assert control.twin.backend == "base" and control.interval.low is not None
     stored = pd.read_parquet(sound / "ratios.parquet").set_index("backend_b")
     assert stored["verdict"].to_dict() == {"equal": "same", "slow": "slower", "fast": "faster"}
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.judge.evidence import Evidence
+from bench.judge.evidence import CellEvidence
 from bench.judge.statistics import PRECISION, Interval, Sample, ratio
 from bench.judge.verdicts import (
     BLOCKS,
@@ -34,11 +34,11 @@ def interval(low: float, high: float, p_different: float = 1e-6, p_same: float =
     )
 
 
-FLOOR = interval(0.995, 1.004, 0.6)
+CONTROL = interval(0.995, 1.004, 0.6)
 
 
-def evidence(low: float, high: float, floor: Interval | None = FLOOR, **changes: Any) -> Comparison:
-    return Comparison(**({"time": interval(low, high), "floor": floor} | changes))
+def evidence(low: float, high: float, control: Interval | None = CONTROL, **changes: Any) -> Comparison:
+    return Comparison(**({"time": interval(low, high), "control": control} | changes))
 
 
 def judged(comparison: Comparison) -> tuple[Verdict, Reason]:
@@ -51,37 +51,42 @@ def cell(center: float, trials: int = 12, seed: int = 0, noise: float = 0.004) -
     return Sample(np.exp(np.median(logs, axis=1)).tolist(), list(range(trials)))
 
 
-def quiet_floor() -> Interval:
+def quiet_control() -> Interval:
     return ratio(cell(1.0, seed=90), cell(1.0, seed=91))
 
 
 @pytest.mark.parametrize(
     ("low", "high", "expected"),
     [
-        (0.93, 0.96, (Verdict.FASTER, Reason.OUTSIDE_FLOOR)),
-        (1.04, 1.07, (Verdict.SLOWER, Reason.OUTSIDE_FLOOR)),
+        (0.93, 0.96, (Verdict.FASTER, Reason.DIFFERENT)),
+        (1.04, 1.07, (Verdict.SLOWER, Reason.DIFFERENT)),
         (0.99, 1.01, (Verdict.SAME, Reason.INSIDE_MARGIN)),
         (1.006, 1.015, (Verdict.SAME, Reason.INSIDE_MARGIN)),  # a difference, smaller than the margin
         (0.96, 1.01, (Verdict.AMBIGUOUS, Reason.WIDE)),
-        (1.001, 1.03, (Verdict.AMBIGUOUS, Reason.INSIDE_FLOOR)),  # excludes 1, not the floor
-        (0.96, 0.997, (Verdict.AMBIGUOUS, Reason.INSIDE_FLOOR)),
+        (1.001, 1.03, (Verdict.SLOWER, Reason.DIFFERENT)),
+        (0.96, 0.997, (Verdict.FASTER, Reason.DIFFERENT)),
     ],
 )
 def test_verdicts(low: float, high: float, expected: tuple[Verdict, Reason]) -> None:
     assert judged(evidence(low, high)) == expected
 
 
-def test_no_difference_inside_the_floor_is_called_one() -> None:
-    for low, high in ((0.95, 0.97), (1.05, 1.07)):
-        assert judged(evidence(low, high))[0] in OPPOSITE
-        assert judged(evidence(low, high, floor=interval(0.94, 1.02)))[0] is Verdict.AMBIGUOUS
-        assert judged(evidence(low, high, floor=interval(0.99, 1.08)))[0] is Verdict.AMBIGUOUS
+def test_a_control_that_contains_1_changes_nothing_and_one_that_does_not_widens_every_interval() -> None:
+    a, b = (CellEvidence(label=name, sample=cell(c, seed=i)) for i, (name, c) in enumerate((("a", 1.03), ("b", 1.0))))
+    (plain,) = judge_all([compare(a, b, interval(0.9, 1.2))])
+    assert plain.verdict is Verdict.SLOWER and plain.comparison.time == ratio(a.sample, b.sample)
+    for control in (interval(1.01, 1.02), interval(1 / 1.02, 1 / 1.01)):
+        (wide,) = judge_all([compare(a, b, control)])
+        ours, theirs = plain.comparison.time, wide.comparison.time
+        assert ours is not None and theirs is not None and ours.low and ours.high and theirs.low and theirs.high
+        assert (theirs.low, theirs.high) == pytest.approx((ours.low / 1.01, ours.high * 1.01))
+    (lost,) = judge_all([compare(a, b, interval(1.05, 1.08))])
+    assert (lost.verdict, lost.reason) == (Verdict.AMBIGUOUS, Reason.WIDE)
 
 
-def test_same_needs_a_floor_inside_the_margin() -> None:
-    loud = interval(0.97, 1.01)
-    assert judged(evidence(0.995, 1.005, floor=loud)) == (Verdict.AMBIGUOUS, Reason.FLOOR_ABOVE_MARGIN)
-    assert judged(evidence(0.995, 1.005, floor=loud, margin=0.04))[0] is Verdict.SAME
+def test_without_a_control_there_is_no_verdict() -> None:
+    for control in (None, Interval(ratio=1.0, num_trials=2, paired=True)):
+        assert judged(evidence(0.93, 0.96, control)) == (Verdict.AMBIGUOUS, Reason.NO_CONTROL)
 
 
 def test_holm_counts_all_verdicts_of_the_report() -> None:
@@ -99,10 +104,10 @@ def test_cycles_must_agree() -> None:
 
 
 class TestCompare:
-    def made(self, **changes: Any) -> tuple[Evidence, Evidence]:
+    def made(self, **changes: Any) -> tuple[CellEvidence, CellEvidence]:
         common: dict[str, Any] = {"precision": "fp32", "accumulation_dtype": "fp32", "work": "llama tiny"}
-        a = Evidence(**({"label": "a", "sample": cell(0.9, seed=1), **common} | changes))
-        return a, Evidence(label="b", sample=cell(1.0, seed=2), **common)
+        a = CellEvidence(**({"label": "a", "sample": cell(0.9, seed=1), **common} | changes))
+        return a, CellEvidence(label="b", sample=cell(1.0, seed=2), **common)
 
     @pytest.mark.parametrize(
         ("changes", "reason"),
@@ -117,14 +122,14 @@ class TestCompare:
     def test_not_comparable(self, changes: dict[str, Any], reason: Reason) -> None:
         a, b = self.made(**changes)
         for pair in ((a, b), (b, a)):
-            found = judge_all([compare(*pair, quiet_floor())])[0]
+            found = judge_all([compare(*pair, quiet_control())])[0]
             assert (found.verdict, found.reason) == (Verdict.NOT_COMPARABLE, reason)
             assert found.comparison.time is None and found.detail and found.next == NEXT[reason]
 
     def test_failed_trials_are_not_dropped_in_silence(self) -> None:  # mutant 13
         a, b = self.made(num_failed=2)
         for pair in ((a, b), (b, a)):
-            found = judge_all([compare(*pair, quiet_floor())])[0]
+            found = judge_all([compare(*pair, quiet_control())])[0]
             assert (found.verdict, found.reason) == (Verdict.AMBIGUOUS, Reason.FAILED_TRIALS)
             assert "2 of 14 trials failed" in found.detail
 
@@ -132,12 +137,12 @@ class TestCompare:
     @settings(deadline=None, max_examples=40)
     def test_from_the_other_side(self, by: float, seed: int, noise: float) -> None:
         a, b = (
-            Evidence(label=name, sample=cell(c, 8, seed + i, noise))
+            CellEvidence(label=name, sample=cell(c, 8, seed + i, noise))
             for i, (name, c) in enumerate((("a", by), ("b", 1)))
         )
-        floor = ratio(cell(1, 8, seed + 2, noise), cell(1, 8, seed + 3, noise))
-        here = judge_all([compare(a, b, floor)])[0]
-        there = judge_all([compare(b, a, floor.inverse())])[0]
+        control = ratio(cell(1, 8, seed + 2, noise), cell(1, 8, seed + 3, noise))
+        here = judge_all([compare(a, b, control)])[0]
+        there = judge_all([compare(b, a, control.inverse())])[0]
         assert there.verdict is OPPOSITE.get(here.verdict, here.verdict) and there.reason is here.reason
 
 
@@ -148,8 +153,8 @@ def test_every_reason_says_what_to_do_next() -> None:
 
 def test_repeats_go_on_until_the_precision_and_then_only_if_undecided() -> None:
     assert next_precision(judge_all([evidence(0.9, 0.93)]), PRECISION) == PRECISION
-    wide_floor = evidence(0.9, 0.91, floor=interval(0.97, 1.01))
-    assert next_precision(judge_all([wide_floor]), PRECISION) == PRECISION
+    wide = evidence(0.9, 0.91, control=interval(0.97, 1.01))
+    assert next_precision(judge_all([wide]), PRECISION) == PRECISION
     assert next_precision(judge_all([evidence(0.9, 0.91), evidence(0.995, 1.005)]), PRECISION) is None
 
 

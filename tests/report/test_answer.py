@@ -16,8 +16,8 @@ from bench.judge.integrity import check
 from bench.judge.loading import Run, load
 from bench.judge.next_steps import VIRTUAL
 from bench.judge.quotes import find_cell
-from bench.plan.axes import labels
 from bench.plan.cell import Cell, Sync
+from bench.plan.columns import labels
 from bench.report.answer import Answer, Statement, answer
 from bench.report.citation import cite
 from bench.report.report_data import ReportData, eager_and_deferred
@@ -143,7 +143,7 @@ def test_what_must_not_be_used_is_said_once_with_its_reason(folder: Path, printe
 def test_the_scope_has_counts_and_the_width_that_check_has(folder: Path) -> None:
     run, found = of(folder)
     text = found.scope.text
-    assert "n = 10 good trials per cell; noise floor 0." in text and text.endswith("do not transfer to GPUs.")
+    assert "n = 10 good trials per cell; A/A pair " in text and text.endswith("do not transfer to GPUs.")
     assert "14 cells: 10 compared with alpha-eager, 2 of alpha-eager itself, 1 reference, 1 A/A twin" in text
     write_manifest(folder, {**run.manifest, "ended_by": "budget"})
     (width,) = [one.text.rpartition("interval is ")[2] for one in check(folder) if "widest interval" in one.text]

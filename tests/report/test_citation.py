@@ -156,7 +156,7 @@ def test_a_ratio_is_that_of_the_report(run: Run) -> None:
     text = cite(run, of(run, "slow"), of(run, "base")).text
     assert text.startswith("slow N=2 W=2 fp32 against base N=2 W=2 fp32: ")
     assert f": {digits(row.time.ratio)} times the step time (95 % interval {digits(row.time.low)} - " in text
-    assert re.search(r"n = 10 blocks\); verdict: slower; noise floor: \d+\.\d+ %\.\naccumulation-bench:", text)
+    assert re.search(r"n = 10 blocks\); verdict: slower; A/A pair: \d\.\d+ - \d\.\d+\.\naccumulation-bench:", text)
     back = cite(run, of(run, "base"), of(run, "slow")).text
     assert f": {digits(1 / row.time.ratio)} times the step time" in back and "verdict: faster" in back
     same = cite(run, of(run, "equal"), of(run, "base")).text

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from PIL import Image
 
 import bench
 from bench.cli import main
@@ -39,6 +40,9 @@ def test_one_crashed_trial_of_ten(
     said["compare"] = capsys.readouterr().out
     assert {place: text.count(OUTCOME) for place, text in said.items()} == dict.fromkeys(said, 1)
     assert status == 1 and "Fastest correct backend" in printed and "Fastest correct backend  alpha-eager" in printed
+
+    with Image.open(folder / "plots" / "loss_curves.png") as drawn:
+        assert not drawn.info["Title"].startswith("alpha-deferred"), "its losses are right"
 
     frames = {"frame": bench.load(folder).cells}
     assert main(["export", str(folder), "--format", "csv", "--out", str(tmp_path / "csv")]) == 0

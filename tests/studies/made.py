@@ -66,16 +66,14 @@ def _studies(*names: str) -> tuple[str, ...]:
 DRAWN = ("cpu", "popular", "curves")
 """Runs whose plots are committed."""
 DTYPES = "python -m bench accumulation --errors --json > results/bytes/accumulation.jsonl"
-PREDICTED = ("bench/forecast", ":!bench/forecast/prediction_text.py")
-"""What a run's expected bytes are calculated with."""
 LINKS = "python -m tests.studies.links"
 """Runs what is not finished, then draws."""
 ROWS = (
     _run("cpu", 40, options=" --budget 40m", warnings=TIMED),
     _run("popular", 45, warnings=TIMED),
     _run("curves", 9, warnings=TWICE | UNTIMED),
-    _run("bytes", 75, *PREDICTED, "bench/audit/dtypes.py", also=(DTYPES,), warnings=TWICE | UNTIMED),
-    _run("bytes-8b", 15, *PREDICTED, warnings=UNTIMED),
+    _run("bytes", 75, "bench/audit/dtypes.py", also=(DTYPES,), warnings=TWICE | UNTIMED),
+    _run("bytes-8b", 15, warnings=UNTIMED),
     Made(
         name="links",
         paths=("results/links", "plots/links"),
@@ -141,13 +139,13 @@ ROWS = (
         name="memory",
         paths=("docs/memory-and-bytes.md",),
         commands=("python -m tests.studies.bytes_page",),
-        code=(*_studies("bytes_page", "markdown"), "bench/judge"),
+        code=(*_studies("bytes_page", "markdown"), "bench/forecast", "bench/judge"),
         sources=("bytes", "bytes-8b"),
         minutes=0.2,
     ),
     Made(
         name="statistics",
-        paths=("docs/statistics.md", "docs/statistics.png", "docs/statistics.svg"),
+        paths=("docs/statistics.md", "docs/statistics.png"),
         commands=("python -m tests.studies",),
         code=(
             *_studies("__main__", "choices", "page", "rivals", "simulation", "study"),
