@@ -235,11 +235,10 @@ class AccelerateDeepSpeedZero2(ds.ZeroBackend, AccelerateBackend):
         return {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=dict(self.config), zero3_init_flag=False)}
 
     def prepare(self, job: Job, model: nn.Module) -> None:
-        masters = ds.initial_masters(model) if job.bf16 else {}
+        self.save_masters(model, job)
         with ds.short_parameter_repr():
             super().prepare(job, model)
-        if job.bf16:
-            ds.restore_masters(self.model.module, masters)
+        self.restore_masters(self.model.module)
 
     def full_parameters(self) -> Mapping[str, Tensor]:
         return ds.gather(self.model.module)

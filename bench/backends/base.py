@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from bench import backends
 from bench.backends.training_job import Job
 from bench.errors import InputError, UnsupportedError
 from bench.plan.categories import Category
@@ -191,7 +192,7 @@ def built_in() -> dict[str, type[Backend]]:
     Modules come by family, and in a family those that begin with an unsharded backend come first.
     """
     found: list[list[type[Backend]]] = []
-    for info in pkgutil.iter_modules([str(Path(__file__).parent)], "bench.backends."):
+    for info in pkgutil.iter_modules(backends.__path__, "bench.backends."):
         values = vars(importlib.import_module(info.name)).values()
         classes = [one for one in values if isinstance(one, type) and issubclass(one, Backend)]
         if defined := [one for one in classes if one.__module__ == info.name and "name" in vars(one)]:

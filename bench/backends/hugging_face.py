@@ -262,15 +262,13 @@ class HuggingFaceDeepSpeedZero2(ds.ZeroBackend, HuggingFaceTrainer):
         return super().arguments(job) | {"deepspeed": self.config}
 
     def continue_training(self, job: Job) -> None:
-        self.masters = ds.initial_masters(self.inner) if job.bf16 else {}
+        self.save_masters(self.inner, job)
         with ds.short_parameter_repr():
             super().continue_training(job)
 
     def begin(self, job: Job) -> None:
         super().begin(job)
-        if self.masters:
-            ds.restore_masters(self.inner, self.masters)
-            self.masters = {}  # or their memory would be counted in every window
+        self.restore_masters(self.inner)
 
     def zero_grad(self) -> None:
         self.wrapped().optimizer.zero_grad()

@@ -95,14 +95,10 @@ class LightningBackend(Backend):
         """The Trainer's precision: for bf16, autocast over fp32 parameters unless the strategy overrides it."""
         return "bf16-mixed" if job.bf16 else "32-true"
 
-    def shard(self, module: LightningModule, job: Job) -> None:
-        """Shard ``module.model`` in ``configure_model``; by default it is not sharded."""
+    def configure(self, module: LightningModule, job: Job) -> None:
+        """Called in ``configure_model``, before the strategy changes ``module.model``."""
 
-    def initial(self, module: LightningModule, job: Job) -> dict[str, Tensor]:
-        """Copy the weights that ``begin`` needs before the strategy changes the model."""
-        return {}
-
-    def begin(self, module: LightningModule, initial: dict[str, Tensor]) -> None:
+    def begin(self, module: LightningModule) -> None:
         """Called when the strategy is set up, before the first micro-batch."""
 
     def gather(self, module: LightningModule) -> Mapping[str, Tensor]:
@@ -141,12 +137,12 @@ def _module(backend: LightningBackend, job: Job) -> LightningModule:
         def __init__(self) -> None:
             super().__init__()
             self.model = job.build()
-            self._sharded = False
+            self._is_configured = False
 
         def configure_model(self) -> None:
-            if not self._sharded:  # Lightning may call this hook more than once
-                backend.shard(self, job)
-                self._sharded = True
+            if not self._is_configured:  # Lightning may call this hook more than once
+                backend.configure(self, job)
+                self._is_configured = True
 
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             loss = job.loss(self.model, batch)
@@ -156,16 +152,13 @@ def _module(backend: LightningBackend, job: Job) -> LightningModule:
             return job.optimizer(self.model.parameters())
 
         def on_train_start(self) -> None:
-            backend.begin(self, initial)
-            initial.clear()  # or its memory would be counted in every window
+            backend.begin(self)
 
         def on_train_end(self) -> None:
             if job.keep_parameters:
                 backend.parameters_at_end = dict(backend.gather(self))
 
-    module = Module()
-    initial = backend.initial(module, job)
-    return module
+    return Module()
 
 
 class LightningDDP(LightningBackend, plain.DDPBackend):
@@ -185,7 +178,7 @@ class LightningDDP(LightningBackend, plain.DDPBackend):
 
         return DDPStrategy(process_group_backend=process_group_backend(job))
 
-    def begin(self, module: LightningModule, initial: dict[str, Tensor]) -> None:
+    def begin(self, module: LightningModule) -> None:
         plain.disable_runtime_statistics(cast("DistributedDataParallel", self.trainer.strategy.model))
 
 
@@ -210,7 +203,7 @@ class LightningFSDP2(LightningBackend, fsdp2.FSDP2Backend):
     def precision(self, job: Job) -> Any:
         return "32-true"  # FSDP2's own policy computes in bf16; see fsdp2.shard
 
-    def shard(self, module: LightningModule, job: Job) -> None:
+    def configure(self, module: LightningModule, job: Job) -> None:
         assert module.device_mesh is not None
         mesh = module.device_mesh["data_parallel"]
         model = _model(module)
@@ -253,12 +246,11 @@ class LightningDeepSpeedZero2(ds.ZeroBackend, LightningBackend):
         with ds.short_parameter_repr():
             super().continue_training(job, **arguments)
 
-    def initial(self, module: LightningModule, job: Job) -> dict[str, Tensor]:
-        return ds.initial_masters(_model(module)) if job.bf16 else {}
+    def configure(self, module: LightningModule, job: Job) -> None:
+        self.save_masters(_model(module), job)
 
-    def begin(self, module: LightningModule, initial: dict[str, Tensor]) -> None:
-        if initial:
-            ds.restore_masters(_model(module), initial)
+    def begin(self, module: LightningModule) -> None:
+        self.restore_masters(_model(module))
 
     def gather(self, module: LightningModule) -> Mapping[str, Tensor]:
         return ds.gather(_model(module))

@@ -27,7 +27,7 @@ class Coordinator:
     def __init__(self, layout: Layout, *, prefetch: int, max_live: int) -> None:
         """``prefetch`` and ``max_live`` are elements: stage3_prefetch_bucket_size and stage3_max_live_parameters.
 
-        stage3_max_reuse_distance and the persistence threshold are 0, as ``zero_config`` sets them.
+        stage3_max_reuse_distance and the persistence threshold are 0, as ``zero_options`` sets them.
         """
         self._layout = layout
         self._numel = [p.numel for p in layout.parameters]
