@@ -14,7 +14,7 @@ import pandas as pd
 
 from bench import words
 from bench.audit.diagnosis import STEP_COUNTERS
-from bench.backends.base import Backend, Family, built_in
+from bench.backends.base import Backend, BackendFamily, built_in
 from bench.words import plural
 
 Observation = Mapping[str, Any]
@@ -243,8 +243,8 @@ which is that of a complete window."""
 
 
 def families(observations: Sequence[Observation]) -> dict[str, list[Observation]]:
-    """The observations by family of the backend (``bench.backends.base.Family``)."""
-    found: dict[str, list[Observation]] = {family: [] for family in Family}
+    """The observations by family of the backend (``bench.backends.base.BackendFamily``)."""
+    found: dict[str, list[Observation]] = {family: [] for family in BackendFamily}
     for seen in observations:
         backend = built_in().get(seen["backend"], Backend)
         found[backend.family].append(seen)

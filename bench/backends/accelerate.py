@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench.backends import deepspeed as ds
 from bench.backends import fsdp2, plain
-from bench.backends.base import Backend, Family
+from bench.backends.base import Backend, BackendFamily
 from bench.backends.training_job import Job
 from bench.errors import UnsupportedError
 from bench.plan.cell import Stepping, Sync
@@ -98,7 +98,7 @@ class AccelerateBackend(Backend):
     only asks the engine for the norm.
     """
 
-    family = Family.HUGGING_FACE
+    family = BackendFamily.HUGGING_FACE
     stepping = Stepping.FLUSH
     requires: ClassVar[tuple[str, ...]] = ("accelerate",)
     preload: ClassVar[tuple[str, ...]] = ("accelerate", "deepspeed")  # which it imports wherever it is installed

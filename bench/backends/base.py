@@ -36,7 +36,7 @@ EXTRA_BACKENDS = "BENCH_BACKENDS"
 """Environment variable with further backends: ``module:Class``, comma-separated."""
 
 
-class Family(StrEnum):
+class BackendFamily(StrEnum):
     """Groups of backends in listings and tables, in this order."""
 
     PYTORCH = "PyTorch"
@@ -73,7 +73,7 @@ class Backend(ABC):
     untried: ClassVar[bool] = False
     """Whether the backend has never run. It must then be named: ``all`` does not select it."""
 
-    family: ClassVar[Family] = Family.OTHER
+    family: ClassVar[BackendFamily] = BackendFamily.OTHER
     colour: ClassVar[str] = ""
     """The framework's colour in figures, ``#rrggbb``; empty for one that no other framework of the run has."""
     formula: ClassVar[str] = ""
@@ -197,7 +197,9 @@ def built_in() -> dict[str, type[Backend]]:
         classes = [one for one in values if isinstance(one, type) and issubclass(one, Backend)]
         if defined := [one for one in classes if one.__module__ == info.name and "name" in vars(one)]:
             found.append(defined)
-    found.sort(key=lambda module: (list(Family).index(module[0].family), module[0].sharding is not Sharding.NONE))
+    found.sort(
+        key=lambda module: (list(BackendFamily).index(module[0].family), module[0].sharding is not Sharding.NONE)
+    )
     return {backend.name: backend for module in found for backend in module}
 
 

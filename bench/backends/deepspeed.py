@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench.backends.base import BF16_PARAMETERS, Backend, Family
+from bench.backends.base import BF16_PARAMETERS, Backend, BackendFamily
 from bench.backends.training_job import Job
 from bench.errors import UnsupportedError
 from bench.plan.categories import Category
@@ -244,7 +244,7 @@ class DeepSpeedZero2Eager(ZeroBackend):
     """Stage 2 as documented: ``engine.backward`` and ``engine.step`` per micro-batch, reducing each time."""
 
     name, framework = "deepspeed-zero2-eager", "DeepSpeed"
-    family, colour = Family.DEEPSPEED, "#009E73"
+    family, colour = BackendFamily.DEEPSPEED, "#009E73"
     sync = Sync.EAGER
     stepping = Stepping.CARRY
     requires, preload = ("deepspeed",), PRELOAD

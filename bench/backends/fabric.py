@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from bench.backends import fsdp2
-from bench.backends.base import Family
+from bench.backends.base import BackendFamily
 from bench.backends.lightning import LightningBackend, device_arguments, process_group_backend, silence_logging
 from bench.backends.training_job import Job
 from bench.plan.cell import Stepping, Sync
@@ -19,7 +19,7 @@ class FabricFSDP2Deferred(fsdp2.FSDP2Backend):
     """A Fabric loop with ``no_backward_sync``, which defers FSDP2's reduction."""
 
     name, framework = "fabric-fsdp2-deferred", "Fabric FSDP2"
-    family, colour = Family.LIGHTNING, "#CC79A7"
+    family, colour = BackendFamily.LIGHTNING, "#CC79A7"
     sync = Sync.DEFERRED
     stepping = Stepping.WINDOW
     requires, preload = LightningBackend.requires, LightningBackend.preload

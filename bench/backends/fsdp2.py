@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from bench.backends.base import BF16_PARAMETERS, Backend, Family
+from bench.backends.base import BF16_PARAMETERS, Backend, BackendFamily
 from bench.backends.training_job import Job
 from bench.plan.categories import Category
 from bench.plan.cell import SHARDED_REFERENCE, Sharding, Stepping, Sync
@@ -120,7 +120,7 @@ class FSDP2Eager(FSDP2Backend):
     """Parameters are resharded after forward, and every backward reduce-scatters gradients."""
 
     name, framework = "fsdp2-eager", "FSDP2"
-    family, colour = Family.PYTORCH, "#D55E00"
+    family, colour = BackendFamily.PYTORCH, "#D55E00"
     sync = Sync.EAGER
     stepping = Stepping.WINDOW
     resident: ClassVar[bool] = False

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from bench.backends import deepspeed as ds
 from bench.backends import fsdp2, plain
 from bench.backends.accelerate import DDP, DEEPSPEED, FSDP2, AccelerateFSDP2, check, set_up_state
-from bench.backends.base import Backend, Call, Family
+from bench.backends.base import Backend, BackendFamily, Call
 from bench.backends.training_job import Job
 from bench.errors import UnsupportedError
 from bench.plan.categories import Category
@@ -33,7 +33,7 @@ class HuggingFaceTrainer(Backend):
     models that are not a ``PreTrainedModel``.
     """
 
-    family = Family.HUGGING_FACE
+    family = BackendFamily.HUGGING_FACE
     requires: ClassVar[tuple[str, ...]] = ("transformers", "accelerate")
     preload: ClassVar[tuple[str, ...]] = ("transformers.trainer", "accelerate", "deepspeed")
     scenario_variant = "bench.audit.hugging_face_job:AuditedHuggingFace"

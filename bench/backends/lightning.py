@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from bench.backends import deepspeed as ds
 from bench.backends import fsdp2, plain
-from bench.backends.base import Backend, Call, Family
+from bench.backends.base import Backend, BackendFamily, Call
 from bench.backends.training_job import Job
 from bench.plan.categories import Category
 from bench.plan.cell import Cell, Stepping, Sync
@@ -50,7 +50,7 @@ class LightningBackend(Backend):
     gradients in memory.
     """
 
-    family = Family.LIGHTNING
+    family = BackendFamily.LIGHTNING
     requires: ClassVar[tuple[str, ...]] = ("lightning",)
     preload: ClassVar[tuple[str, ...]] = ("lightning.pytorch", "lightning.fabric")
     scenario_variant = "bench.audit.job:AuditedTrainer"

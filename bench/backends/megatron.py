@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from bench.backends.base import Backend, Family
+from bench.backends.base import Backend, BackendFamily
 from bench.backends.training_job import Job
 from bench.plan.cell import Cell, Device, Sharding, Stepping, Sync
 
@@ -27,7 +27,7 @@ class UntriedMegatronFSDP(Backend):
     """
 
     name, framework = "megatron-fsdp", "Megatron-FSDP (untried)"
-    family = Family.PYTORCH
+    family = BackendFamily.PYTORCH
     untried = True
     sync, sharding = Sync.EAGER, Sharding.PARAMS
     requires = ("megatron_fsdp",)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench.backends.base import Backend, Family
+from bench.backends.base import Backend, BackendFamily
 from bench.backends.training_job import Job
 from bench.plan.cell import REFERENCE, Sharding, Stepping, Sync
 
@@ -38,7 +38,7 @@ class Reference(Backend):
     """The reference: one process sees the whole batch at once; nothing is accumulated or scaled."""
 
     name, framework = REFERENCE, "torch"
-    family, colour = Family.PYTORCH, "#000000"
+    family, colour = BackendFamily.PYTORCH, "#000000"
     formula = "bench.judge.formulas:reference"
     not_virtual = "it is a single process"
     sync, sharding = Sync.NONE, Sharding.NONE
@@ -76,7 +76,7 @@ class DDPEager(DDPBackend):
     """Default DDP: every backward all-reduces."""
 
     name, framework = "ddp-eager", "torch DDP"
-    family, colour = Family.PYTORCH, "#0072B2"
+    family, colour = BackendFamily.PYTORCH, "#0072B2"
     sync = Sync.EAGER
     stepping = Stepping.WINDOW
 

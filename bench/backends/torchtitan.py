@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 from packaging.version import Version
 
 from bench.backends import fsdp2
-from bench.backends.base import Call, Family
+from bench.backends.base import BackendFamily, Call
 from bench.backends.training_job import Job
 from bench.plan.cell import Cell, Device, Stepping, Sync
 
@@ -96,7 +96,7 @@ class TorchtitanEager(fsdp2.FSDP2Backend):
     """
 
     name, framework = "torchtitan-eager", "torchtitan"
-    family, colour = Family.PYTORCH, "#AA4466"
+    family, colour = BackendFamily.PYTORCH, "#AA4466"
     sync = Sync.EAGER
     requires, preload = ("torchtitan",), ("bench.backends.torchtitan:load",)
     stepping = Stepping.CANCEL

@@ -80,7 +80,7 @@ def test_a_framework_has_a_colour_of_its_own_and_its_parts_exist() -> None:
     colours = {(backend.framework, backend.colour) for backend in registry().values()}
     assert len(colours) == len(dict(colours)) == len({colour for _, colour in colours})
     for backend in registry().values():
-        assert backend.family is not base.Family.OTHER
+        assert backend.family is not base.BackendFamily.OTHER
         if backend.scenario_variant:
             assert issubclass(backend, resolve_name(backend.scenario_variant).__bases__)
 
