@@ -1,6 +1,6 @@
 """The audit wing: what backends compute, and what configs will do, checked by measurement.
 
-The path of a scenario from scenarios.toml to docs/semantics.md:
+The path of a scenario from scenarios.toml to the pages:
 
 1. ``scenario`` reads the TOML tables, and ``suite`` runs them under each backend, in as few process groups as possible.
 2. In each rank ``observe`` trains the ``decoder``, a model with one weight per use of a sample, through the ``job``
@@ -8,8 +8,8 @@ The path of a scenario from scenarios.toml to docs/semantics.md:
 3. ``reading`` decodes these records into the coefficient of each sample in each update.
 4. ``diagnosis`` applies its rules to the reading; the gravest of the ``findings`` is the verdict.
 5. ``conformance`` puts the verdicts of all scenarios and backends into one table, ``weight_maps`` the coefficients of
-   one scenario into maps; ``conformance_picture`` and ``weight_figure`` draw them.
-6. ``semantics_page`` fills semantics.md.jinja, and ``semantics_files`` writes everything.
+   one scenario into maps, which ``weight_figure`` draws.
+6. ``semantics_files`` writes everything.
 
 The other commands: ``stepcount`` calculates the steps of a ``training`` plan, ``monitor`` measures ThroughputMonitor,
 ``dtypes`` the precision of sums, and ``lint/`` reads configs.

@@ -1,21 +1,13 @@
-"""The results of the grid over ThroughputMonitor's settings: table, findings and heat map."""
+"""The results of the grid over ThroughputMonitor's settings: table and findings."""
 
 from __future__ import annotations
 
 import argparse
 import platform
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib.style
-import numpy as np
 import pandas as pd
-from matplotlib import colormaps
-from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm
-from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -23,9 +15,6 @@ from rich.text import Text
 
 from bench.audit.monitor import TOLERANCE
 from bench.audit.monitor_grid import VALIDATION_S, Epoch, RateVerdict, Strategy
-from bench.report import canvas, style
-from bench.report.canvas import FigureWords
-from bench.report.style import SMALL
 from bench.words import plural
 
 EPOCHS = {
@@ -33,13 +22,8 @@ EPOCHS = {
     Epoch.PARTIAL: "NB = 2N + N/2: a partial last window",
     Epoch.SHORT: "NB = N/2 < N",
 }
-"""Titles of the panels."""
+"""What they are, for people."""
 HEADER = ["epoch", "N", "window_size", "log_every_n_steps", "logs at", "reported/s", "true/s", "ratio", "verdict"]
-NO_RATIO = (RateVerdict.UNRATED, RateVerdict.SILENT, RateVerdict.RAISED)
-COLOUR_LIMIT = 4.0
-"""Ratios below 1/4 and above 4 have the darkest colours."""
-DARK = 2.2
-"""Ratios below 1/2.2 and above 2.2 are written in white."""
 
 
 def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -83,12 +67,11 @@ def show_table(rows: pd.DataFrame, about: dict[str, Any]) -> None:
 
 
 def write_files(folder: Path, rows: pd.DataFrame, about: dict[str, Any]) -> list[Path]:
-    """Write table, page and plot; their paths."""
+    """Write table and page; their paths."""
     parquet, page = folder / "throughput.parquet", folder / "throughput.md"
     rows.assign(**{name: about[name] for name in ("lightning", "torch", "python", "clock")}).to_parquet(parquet)
     page.write_text(markdown(rows, about), encoding="utf-8")
-    figure, around = draw(rows, about)
-    return [parquet, page, canvas.save(figure, folder / "throughput", around)]
+    return [parquet, page]
 
 
 def summary(rows: pd.DataFrame) -> pd.DataFrame:
@@ -185,64 +168,3 @@ def findings(rows: pd.DataFrame) -> list[str]:
     for (error,), points in rows[rows["error"] != ""].groupby(["error"]):
         found.append(f"raised at {plural(len(points), 'point')}: {error}")
     return found
-
-
-def draw(rows: pd.DataFrame, about: dict[str, Any]) -> tuple[Figure, FigureWords]:
-    """One heat map per kind of epoch, with the ratio furthest from 1 by window size and N."""
-    with matplotlib.style.context(list(style.BASE)):
-        epochs = [epoch for epoch in EPOCHS if (rows["epoch"] == epoch).any()]
-        around = FigureWords(
-            "Samples per second of ThroughputMonitor, divided by the true ones",
-            settings(about),
-            f"Each field has the ratio furthest from 1 over log_every_n_steps {_values(rows, 'log_every_n_steps')}; a "
-            "frame: right at all of them.",
-        )
-        heights = [max(1, rows[rows["epoch"] == epoch]["accumulate"].nunique()) for epoch in epochs]
-        inches = sum(heights) * 0.3 + len(epochs) * 0.5 + 0.2
-        figure = canvas.new_figure(around, [], inches)
-        panels = figure.subplots(len(epochs), 1, squeeze=False, gridspec_kw={"height_ratios": heights}).ravel()
-        for axes, epoch in zip(panels, epochs, strict=True):
-            _heat_map(axes, rows[rows["epoch"] == epoch], EPOCHS[epoch])
-        panels[-1].set_xlabel("window_size in micro-batches")
-    return figure, around
-
-
-def _values(rows: pd.DataFrame, column: str) -> str:
-    return ", ".join(map(str, sorted(rows[column].unique())))
-
-
-def worst(points: pd.DataFrame) -> tuple[float, str, bool]:
-    """The ratio furthest from 1 (NaN if there is none), the text of its field, and whether all points are right."""
-    all_right = bool((points["verdict"] == RateVerdict.RIGHT).all())
-    ratios = [float(value) for name in ("ratio_min", "ratio_max") for value in points[name].dropna()]
-    without: Sequence[str] = [v for v in NO_RATIO if (points["verdict"] == v).any()]
-    if without:
-        return float("nan"), str(without[-1]), all_right
-    furthest = max(ratios, key=lambda value: abs(np.log(value)))
-    return furthest, f"{furthest:.3f}", all_right
-
-
-def _heat_map(axes: Axes, rows: pd.DataFrame, title: str) -> None:
-    sizes, factors = (sorted(rows[name].unique()) for name in ("window_size", "accumulate"))
-    fields = {
-        (factors.index(n), sizes.index(size)): worst(points)
-        for (n, size), points in rows.groupby(["accumulate", "window_size"])
-    }
-    ratios = np.full((len(factors), len(sizes)), np.nan)
-    for place, (value, _, _) in fields.items():
-        ratios[place] = value
-    colours = colormaps["RdBu"].with_extremes(bad="#dddddd")
-    axes.imshow(ratios, cmap=colours, norm=LogNorm(1 / COLOUR_LIMIT, COLOUR_LIMIT), aspect="auto")
-    for (row, column), (value, text, right) in fields.items():
-        dark = value > DARK or value < 1 / DARK
-        axes.text(column, row, text, ha="center", va="center", size=SMALL, color="white" if dark else "black")
-        if right:
-            corner = (column - 0.46, row - 0.44)
-            axes.add_patch(Rectangle(corner, 0.92, 0.88, fill=False, edgecolor="black", linewidth=1.1))
-    axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
-    axes.set_yticks(range(len(factors)), [str(n) for n in factors])
-    axes.set_ylabel("N")
-    axes.set_title(title)
-    axes.grid(visible=False)
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)

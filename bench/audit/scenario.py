@@ -12,10 +12,10 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from bench import fields, files
+from bench import files, validation
 from bench.audit.training import TrainingPlan
 from bench.errors import InputError, shown
-from bench.fields import Amount, Flag, MisfitError, Must, Natural, Positive
+from bench.validation import Amount, Expect, Flag, MisfitError, Natural, Positive
 from bench.words import plural
 
 SUITE = Path(__file__).parent / "scenarios.toml"
@@ -90,7 +90,7 @@ class Scenario:
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
-    name: Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9._-]*$"), Must("letters, digits, '.', '_' and '-'")] = (
+    name: Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9._-]*$"), Expect("letters, digits, '.', '_' and '-'")] = (
         "scenario"
     )
     """Part of file names."""
@@ -100,15 +100,15 @@ class Scenario:
     """Samples in the data set."""
     batch_size: Positive
     """Samples in a micro-batch on one rank."""
-    accumulate: Annotated[Positives, Field(min_length=1), Must("an integer of at least 1, or a list of them")]
+    accumulate: Annotated[Positives, Field(min_length=1), Expect("an integer of at least 1, or a list of them")]
     """N of each epoch; the last one holds for all that follow."""
     engine_accumulate: Positive | None = None
     """N in the configuration of an engine under the loop, DeepSpeed's gradient_accumulation_steps, if it is another."""
     epochs: Positive | None = 1
     """None if only ``max_steps`` is to end the training."""
-    world_size: Annotated[Positive, Field(le=MOST_RANKS), Must(f"an integer from 1 to {MOST_RANKS}")] = 2
+    world_size: Annotated[Positive, Field(le=MOST_RANKS), Expect(f"an integer from 1 to {MOST_RANKS}")] = 2
     """Ranks; the data set is padded with its first samples to a multiple of them, as DistributedSampler does."""
-    split: Annotated[Split, Must(f"one of {', '.join(Split)}")] = Split.GIVEN
+    split: Annotated[Split, Expect(f"one of {', '.join(Split)}")] = Split.GIVEN
     drop_last: Flag = False
     """Whether the loader drops an incomplete last micro-batch."""
     sampler_drop_last: Flag = False
@@ -121,12 +121,12 @@ class Scenario:
     """Micro-batches after which an epoch ends, Lightning's ``limit_train_batches``."""
     max_steps: Positive | None = None
     """The limit of steps that is given to the framework."""
-    token_weights: Annotated[Positives, Must("a list of integers of at least 1")] = ()
+    token_weights: Annotated[Positives, Expect("a list of integers of at least 1")] = ()
     """Tokens of samples 0, 1, 2 ..., over and over; empty if all are equal."""
-    reduction: Annotated[Reduction, Must(f"one of {', '.join(Reduction)}")] = Reduction.MEAN
-    clip_norm: Annotated[Amount, Must("a positive number, or 0 for none")] = 0.0
+    reduction: Annotated[Reduction, Expect(f"one of {', '.join(Reduction)}")] = Reduction.MEAN
+    clip_norm: Annotated[Amount, Expect("a positive number, or 0 for none")] = 0.0
     """The framework's limit for the gradient's L2 norm; 0 for none."""
-    fault: Annotated[Fault, Must(f"one of {', '.join(Fault)}")] = Fault.NONE
+    fault: Annotated[Fault, Expect(f"one of {', '.join(Fault)}")] = Fault.NONE
     at: Natural = 0
     """The micro-batch of the training, counted from 1, after which (or in which, if it raises) the fault happens.
 
@@ -267,9 +267,9 @@ class Scenario:
     def from_dict(cls, values: Mapping[str, Any], place: str = "", name: Callable[[str], str] = str) -> Scenario:
         """The scenario of plain values, as JSON or TOML have them.
 
-        Raises InputError for an unknown key or a value that cannot be, as ``fields.read``.
+        Raises InputError for an unknown key or a value that cannot be, as ``validation.read``.
         """
-        return fields.read(cls, values, place, name)
+        return validation.read(cls, values, place, name)
 
 
 def load(path: Path = SUITE) -> list[Scenario]:

@@ -1,33 +1,30 @@
-"""What ``python -m bench semantics`` prints and writes: observations, conformance table, weight maps, and the page."""
+"""What ``python -m bench semantics`` prints and writes: observations, conformance table, weight maps, and a page."""
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import html
 import json
-import os
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.audit import conformance, scenario, semantics_page
-from bench.audit.conformance_picture import conformance_figure
+from bench.audit import conformance
 from bench.audit.weight_figure import weight_figure
 from bench.errors import InputError
-from bench.files import RESULTS
 from bench.report import canvas
 from bench.report.citation import VERSIONS
 from bench.run import machine
-from bench.words import plural
+from bench.words import markdown, plural
 
 UPDATES_SHOWN = 12
 """Updates listed for each backend on the terminal; --json has all."""
 OBSERVATIONS, TABLE, MARKDOWN = "observations.json", "conformance.parquet", "conformance.md"
-SCHEMA_VERSION = 1
-"""Of OBSERVATIONS: an object with ``schema_version``, ``about`` (as in run.json) and ``observations``."""
-PICTURED = ("partial-window", "resume", "exception", "zero-grad")
-"""Scenarios whose weight maps are on the page; of a suite without them, the first ones."""
+SCHEMA_VERSION = 2
+"""Of OBSERVATIONS: an object with ``schema_version``, ``about`` (as in run.json), ``scenarios``, ``observations``."""
 
 
 def show(found: Sequence[dict[str, Any]]) -> None:
@@ -62,7 +59,7 @@ def _runs(coefficients: dict[str, float]) -> str:
 
 
 def write(arguments: argparse.Namespace, found: Sequence[dict[str, Any]], folder: Path, plots: Path) -> None:
-    """Write what --out, --suite and --docs ask for, and say on stderr where. Raises InputError if it cannot."""
+    """Write what --out and --suite ask for, and say on stderr where. Raises InputError if it cannot."""
     about = {
         "command": ["python", "-m", "bench", *sys.argv[1:]],
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -77,71 +74,108 @@ def write(arguments: argparse.Namespace, found: Sequence[dict[str, Any]], folder
     except OSError as error:
         raise InputError(f"--out {folder}: cannot be written ({error.strerror}); name a folder that can") from error
     print(f"tables: {folder}\nplots:  {plots} ({len(pictures)} pictures)", file=sys.stderr)
-    if arguments.docs:
-        is_shipped = arguments.suite == scenario.SUITE and not arguments.scenario
-        throughput = RESULTS / "throughput" / "throughput.md" if is_shipped else None
-        try:
-            write_page(found, about, pictures, arguments.docs, throughput)
-        except OSError as error:
-            reason = f"cannot be written ({error.strerror}); name a file that can"
-            raise InputError(f"--docs {arguments.docs}: {reason}") from error
-        print(f"page:   {arguments.docs}", file=sys.stderr)
 
 
 def write_tables(observations: Sequence[dict[str, Any]], about: Mapping[str, Any], folder: Path) -> None:
-    """Write the observations, one per line so that two suites can be compared by lines, and the conformance table."""
+    """Write the observations, the conformance table, and the page with every table and diagnosis."""
     folder.mkdir(parents=True, exist_ok=True)
-    head = json.dumps({"schema_version": SCHEMA_VERSION, "about": about, "observations": []}).removesuffix("]}")
-    lines = ",\n".join(json.dumps(one) for one in observations)
-    (folder / OBSERVATIONS).write_text(f"{head}\n{lines}\n]}}\n")
+    store(observations, about, folder / OBSERVATIONS)
     conformance.table(observations).to_parquet(folder / TABLE)
-    tables = [f"## {name}\n\n{conformance.markdown(own)}" for name, own in conformance.families(observations).items()]
-    (folder / MARKDOWN).write_text("\n".join([conformance.overview(observations), *tables, conformance.KEY, ""]))
+    (folder / MARKDOWN).write_text(page(observations, about), encoding="utf-8")
+
+
+def page(observations: Sequence[dict[str, Any]], about: Mapping[str, Any]) -> str:
+    """An overview, a table for each family of backends, and every diagnosis."""
+    facts = ", ".join(f"{markdown(name)} {markdown(value)}" for name, value in facts_of(about).items())
+    lines = ["# Every backend in every scenario", "", f"Written by `{' '.join(about['command'])}` with {facts}.", ""]
+    lines.append(conformance.overview(observations))
+    for name, own in conformance.families(observations).items():
+        lines += [f"## {name}", "", conformance.markdown(own)]
+    lines += [conformance.KEY, "", "## Every diagnosis", ""]
+    for backend in dict.fromkeys(seen["backend"] for seen in observations):
+        own = [seen for seen in observations if seen["backend"] == backend]
+        counts = Counter("right" if seen["level"] == "detail" else str(seen["level"]) for seen in own)
+        summary = ", ".join(f"{counts[level]} {level}" for level in ("right", "note", "wrong") if counts[level])
+        lines += [f"<details><summary>{html.escape(backend)}: {summary}</summary>", ""]
+        for seen in own:
+            lines.append("- " + markdown(f"{seen['scenario']['name']}, {seen['verdict']}: {seen['diagnosis']}"))
+        lines += ["", "</details>", ""]
+    return "\n".join(lines)
+
+
+def store(observations: Sequence[dict[str, Any]], about: Mapping[str, Any], path: Path) -> None:
+    """Write observations, one per line so that two suites can be compared by lines.
+
+    Scenarios stand in it once, and equal values of neighbouring samples as one: ``"0-7": 0.125``.
+    """
+    head = {"schema_version": SCHEMA_VERSION, "about": about, "scenarios": conformance.scenarios(observations)}
+    lines = []
+    for seen in observations:
+        updates = [
+            {key: value for key, value in update.items() if key != "samples"}
+            | {key: {e: _ranges(update[key][e]) for e in update[key]} for key in ("by_epoch", "relative")}
+            for update in seen["updates"]
+        ]
+        lines.append(_json({**seen, "scenario": seen["scenario"]["name"], "updates": updates}))
+    text = ",\n".join(lines)
+    path.write_text(f'{_json(head).removesuffix("}")},"observations":[\n{text}\n]}}\n', encoding="utf-8")
+
+
+def load(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """About the suite, and its observations, as ``store`` was given them. Raises InputError for another version."""
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    if stored["schema_version"] != SCHEMA_VERSION:
+        raise InputError(f"{path}: is of version {stored['schema_version']}, not {SCHEMA_VERSION}; run the suite again")
+    for seen in stored["observations"]:
+        seen["scenario"] = stored["scenarios"][seen["scenario"]]
+        for update in seen["updates"]:
+            for key in ("by_epoch", "relative"):
+                update[key] = {epoch: _samples(ranges) for epoch, ranges in update[key].items()}
+            sums: dict[int, float] = {}
+            for values in update["by_epoch"].values():
+                for sample, value in values.items():
+                    sums[int(sample)] = sums.get(int(sample), 0.0) + value
+            update["samples"] = {str(sample): float(f"{sums[sample]:.7g}") for sample in sorted(sums)}
+    return stored["about"], stored["observations"]
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def _ranges(values: Mapping[str, float]) -> dict[str, float]:
+    """Values by range of samples with the same one."""
+    found: list[tuple[list[int], float]] = []
+    for text, value in values.items():
+        if found and found[-1][0][-1] == int(text) - 1 and found[-1][1] == value:
+            found[-1][0].append(int(text))
+        else:
+            found.append(([int(text)], value))
+    return {"-".join(map(str, dict.fromkeys((numbers[0], numbers[-1])))): value for numbers, value in found}
+
+
+def _samples(ranges: Mapping[str, float]) -> dict[str, float]:
+    """The inverse of ``_ranges``."""
+    found: dict[str, float] = {}
+    for text, value in ranges.items():
+        first, _, last = text.partition("-")
+        found |= {str(sample): value for sample in range(int(first), int(last or first) + 1)}
+    return found
 
 
 def write_pictures(observations: Sequence[dict[str, Any]], about: Mapping[str, Any], plots: Path) -> dict[str, Path]:
-    """Write the weight maps and the tables' pictures; their paths by scenario and by family."""
+    """Draw the weight maps; their paths by scenario."""
     plots.mkdir(parents=True, exist_ok=True)
-    footer = ", ".join(f"{name} {value}" for name, value in _facts(about).items() if name not in {"device", "date"})
-    figures = {}
-    for family, own in conformance.families(observations).items():
-        slug = family.lower().replace(" ", "-")
-        figures[family] = (f"conformance-{slug}", conformance_figure(own, family, footer=footer))
+    footer = ", ".join(f"{name} {value}" for name, value in facts_of(about).items() if name not in {"device", "date"})
+    found = {}
     for name in conformance.scenarios(observations):
         own = [one for one in observations if one["scenario"]["name"] == name]
-        if map_ := weight_figure(own, footer=footer):
-            figures[name] = (f"weights-{name}", map_)
-    return {name: canvas.save(figure, plots / stem, words) for name, (stem, (figure, words)) in figures.items()}
+        if drawn := weight_figure(own, footer=footer):
+            found[name] = canvas.save(drawn[0], plots / f"weights-{name}", drawn[1])
+    return found
 
 
-def write_page(
-    observations: Sequence[dict[str, Any]],
-    about: Mapping[str, Any],
-    pictures: Mapping[str, Path],
-    path: Path,
-    throughput: Path | None,
-) -> None:
-    """Write the page of docs, with links relative to it; ``throughput`` is the page on ThroughputMonitor."""
-
-    def link(target: Path) -> str:
-        return Path(os.path.relpath(target, path.parent)).as_posix()
-
-    known = throughput if throughput and throughput.exists() else None
-    families = list(conformance.families(observations))
-    shown = [name for name in PICTURED if name in pictures] or [name for name in pictures if name not in families]
-    text = semantics_page.page(
-        observations,
-        {name: link(pictures[name]) for name in [*families, *shown[: len(PICTURED)]] if name in pictures},
-        command=" ".join(about["command"]),
-        about=_facts(about),
-        throughput=link(known) if known else "",
-        throughput_findings=[line for line in known.read_text().splitlines() if line.startswith("- ")] if known else (),
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-
-
-def _facts(about: Mapping[str, Any]) -> dict[str, str]:
+def facts_of(about: Mapping[str, Any]) -> dict[str, str]:
     """The versions, device and date that a reader must know."""
     versions = {name: version for name, version in about["packages"].items() if name in VERSIONS}
     return {**versions, "python": about["machine"]["python"], "device": about["device"], "date": about["date"]}

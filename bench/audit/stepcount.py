@@ -1,4 +1,7 @@
-"""How many optimizer steps a training takes under each backend's rule, calculated without training.
+"""How many optimizer steps a training takes under each backend's rule, counted without training.
+
+An epoch is counted a block of N micro-batches at a time. After some epochs, one and a window begin together again:
+these are a period, and a training is so many periods and a rest.
 
 Micro-batches are counted per rank (all ranks have equally many), samples over all ranks. Sources are those of Lightning
 2.6, DeepSpeed 0.19 and Accelerate 1.15.
@@ -9,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -19,12 +23,6 @@ from bench.plan.cell import Sharding, Stepping
 CARRIES = (Stepping.CARRY, Stepping.CANCEL, Stepping.SPLIT)
 """Rules by which a window may hold micro-batches of two epochs."""
 ESTIMATE = "trainer.estimated_stepping_batches"
-ADDED = (
-    *("micro_batches_consumed", "epochs_begun", "epochs_consumed", "optimizer_steps"),
-    *("micro_batches_lost_in_mid_run", "micro_batches_left_open"),
-    *(f"samples_{fate}" for fate in ("used", "padded", "dropped", "lost_in_mid_run", "left_open", "unread")),
-)
-"""What a training has as often as its phases together."""
 
 
 class Stops(StrEnum):
@@ -93,7 +91,7 @@ class Steps:
     update_scales: dict[float, int]
     """Sum of the coefficients of an update's micro-batches (1 in a full batch) -> number of such updates."""
     samples_used: int
-    """Samples in an update, repeated ones each time."""
+    """Samples in an update, repeated ones each time; as all numbers of samples, over all ranks."""
     samples_padded: int
     """Samples that the sampler repeats in the epochs begun."""
     samples_dropped: int
@@ -101,28 +99,140 @@ class Steps:
     micro_batches_lost_in_mid_run: int
     """Micro-batches cleared from a window that then led to an update."""
     samples_lost_in_mid_run: int
-    """Samples of these micro-batches on all ranks."""
     micro_batches_left_open: int
-    """Micro-batches in the window that is open when training ends."""
+    """Micro-batches in the window that is open when training ends, whether cleared or not."""
     samples_left_open: int
-    """Samples of these micro-batches on all ranks, whether cleared or not."""
     samples_unread: int
     """Samples left in an epoch that training did not finish, or beyond ``limit_batches``."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; ``update_scales`` becomes a list of pairs."""
-        scales = [[scale, count] for scale, count in self.update_scales.items()]
-        # dataclasses.asdict would copy the tuple of up to a million epochs item by item.
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return values | {
-            "stops": str(self.stops),
-            "steps_per_epoch": list(self.steps_per_epoch),
-            "update_scales": scales,
-        }
+        scales = [[scale, count] for scale, count in self.update_scales.items()]
+        return values | {"steps_per_epoch": list(self.steps_per_epoch), "update_scales": scales}
+
+
+class _Count:
+    """What is counted of a training with one N."""
+
+    def __init__(self, training: TrainingPlan, rule: StepRule, n: int, *, by_updates: bool) -> None:
+        self.n, self.per_epoch = n, training.micro_batches_per_epoch
+        self.carries, self.clears = rule.stepping in CARRIES, rule.clears
+        self.is_split, self.flushes = rule.stepping is Stepping.SPLIT, rule.stepping is Stepping.FLUSH
+        self.by_updates = by_updates
+        """Whether ``max_steps`` is compared with the updates, not with the full windows of the epochs."""
+        self.pattern: list[int] = []
+        """Updates of each epoch, until they repeat."""
+        self.size = self.ends = self.cleared = self.cleared_ends = 0
+        """Micro-batches in the open window, those of them that end an epoch, and how many of both are cleared."""
+        self.consumed = self.updates = self.full_windows = self.lost = self.lost_ends = 0
+        """Micro-batches, updates, windows of N of the epochs, and micro-batches cleared from windows of updates."""
+        self.updates_since = 0
+        """Updates since the last full window of an epoch."""
+        self.kept: Counter[int] = Counter()
+        """Updates by their micro-batches that are not cleared; by N where those are what the loss is divided by."""
+
+    @property
+    def counter(self) -> int:
+        """What is compared with ``max_steps``."""
+        return self.updates if self.by_updates else self.full_windows
+
+    def block(self, size: int, times: int = 1, *, ends_epoch: bool = False) -> None:
+        """Count so many blocks of at most N micro-batches, each of which begins at a multiple of N in its epoch.
+
+        There Lightning clears gradients, between forward and backward (loops/optimization/automatic.py,
+        ``_make_zero_grad_fn`` and ``Closure.closure``).
+        """
+        self.consumed += size * times
+        if self.clears:
+            self.cleared, self.cleared_ends = self.size, self.ends
+        room = self.n - self.size
+        if not self.carries:
+            self.updates += times
+            self.kept[size if self.flushes else self.n] += times
+        elif size < room:
+            self.size += size
+            self.ends += ends_epoch
+        else:
+            self.updates += times
+            self.updates_since += times
+            self.kept[self.n - self.cleared] += times
+            self.lost += self.cleared * times
+            self.lost_ends += self.cleared_ends * times
+            self.size, self.cleared, self.cleared_ends = size - room, 0, 0
+            self.ends = int(ends_epoch and self.size > 0)
+        if size == self.n:
+            self.full_windows += times
+            self.updates_since = 0
+
+    def epoch(self, limit: int | None = None) -> None:
+        """Count an epoch, up to where the counter reaches the limit: it changes in every block, or not in the last."""
+        blocks = ceil(self.per_epoch, self.n)
+        left = None if limit is None else limit - self.counter
+        number = blocks if left is None else min(blocks, left)
+        if number > 1:
+            self.block(self.n)
+        if number > 2:
+            self.block(self.n, number - 2)  # all are like the second
+        size = self.n if number < blocks else self.per_epoch - (blocks - 1) * self.n
+        if number == left and self.carries and self.by_updates:
+            size = min(size, self.n - self.size)
+        self.block(size, ends_epoch=number == blocks)
+
+    def multiply(self, times: int) -> None:
+        """Count the same again, ``times`` times in all; no window is open."""
+        for name in ("consumed", "updates", "full_windows", "lost", "lost_ends"):
+            setattr(self, name, getattr(self, name) * times)
+        self.kept = Counter({kept: number * times for kept, number in self.kept.items()})
+
+
+def _count(
+    training: TrainingPlan, rule: StepRule, n: int, epochs: int | None, limit: int | None, *, by_updates: bool
+) -> _Count:
+    """A training with one N until its epochs end, or the counter reaches the limit."""
+    found = _Count(training, rule, n, by_updates=by_updates)
+    period = n // math.gcd(found.per_epoch, n) if found.carries else 1
+    pattern: list[int] = []
+    while len(pattern) < (period if epochs is None else min(epochs, period)):
+        before = found.updates
+        found.epoch()
+        pattern.append(found.updates - before)
+    if limit is not None or len(pattern) == period:
+        most = [] if epochs is None else [epochs // period]
+        if limit is not None and (found.counter or limit == 0):
+            most.append(max(0, limit - 1) // max(1, found.counter))
+        done = min(most) * period
+        if done:
+            found.multiply(done // period)
+        else:
+            found = _Count(training, rule, n, by_updates=by_updates)
+        while done != epochs and (limit is None or found.counter < limit):
+            found.epoch(limit)
+            done += 1
+    shown = pattern[: epochs or max(1, ceil(found.consumed, found.per_epoch))]
+    found.pattern = shown[:1] if len(set(shown)) == 1 else shown
+    return found
+
+
+def _is_known(training: TrainingPlan, rule: StepRule) -> bool:
+    """Whether the rule is, and no window may hold micro-batches of epochs with different N.
+
+    With ``split`` Lightning refuses ``GradientAccumulationScheduler``
+    (callbacks/gradient_accumulation_scheduler.py, ``on_train_start``).
+    """
+    if rule.stepping is Stepping.UNKNOWN or not training.accumulate_later:
+        return rule.stepping is not Stepping.UNKNOWN
+    is_whole = all(training.micro_batches_per_epoch % n == 0 for n, _ in training.phases)
+    return rule.stepping in (Stepping.WINDOW, Stepping.FLUSH) or (rule.stepping is Stepping.CARRY and is_whole)
+
+
+def never_reached(training: TrainingPlan, rule: StepRule) -> bool:
+    """Whether the counter that is compared with ``max_steps`` stays 0."""
+    return rule.stepping is Stepping.SPLIT and training.full_windows == 0 and bool(training.max_steps)
 
 
 def calculate(training: TrainingPlan, rule: StepRule) -> Steps | None:
-    """The training under a rule; None where none is known, for ``Stepping.UNKNOWN`` and some N by epoch (``by_epoch``).
+    """The training under a rule; None where none is known (``_is_known``).
 
     - ``window``, ``override`` and ``flush`` step after N micro-batches and at the end of the epoch (Lightning:
       loops/training_epoch_loop.py, ``_should_accumulate``; Accelerate: accelerator.py, ``_do_sync``).
@@ -137,214 +247,95 @@ def calculate(training: TrainingPlan, rule: StepRule) -> Steps | None:
     Lightning checks ``max_steps`` before every micro-batch and every epoch (``_TrainingEpochLoop.done``,
     ``_FitLoop.done``), so training ends right after the micro-batch whose step reaches it, and before the first with 0.
     """
-    if rule.stepping is Stepping.UNKNOWN:
+    if not _is_known(training, rule):
         return None
-    if training.accumulate_later:
-        return by_epoch(training, rule)
-    epochs = None if rule.stepping is Stepping.OVERRIDE and training.max_steps else training.epochs
-    end = None if epochs is None else epochs * training.micro_batches_per_epoch
-    reached = None if training.max_steps is None else reaches(training, rule, training.max_steps)
-    if reached is not None and (end is None or reached <= end):
-        return _after(training, rule, reached, Stops.MAX_STEPS)
-    if end is not None:
-        return _after(training, rule, end, Stops.EPOCHS)
-    return _after(training, rule, (training.max_steps or 0) * training.accumulate, Stops.NEVER)
+    by_updates, limit = rule.stepping is not Stepping.SPLIT, training.max_steps
+    whole, stops = [], Stops.EPOCHS
+    if training.epochs is not None:
+        whole = [_count(training, rule, n, epochs, None, by_updates=by_updates) for n, epochs in training.phases]
+    parts = whole
+    if limit is not None:
+        parts = []
+        for n, epochs in training.phases:
+            end = None if rule.stepping is Stepping.OVERRIDE and limit else epochs
+            if end is None and never_reached(training, rule):
+                stops, by_updates = Stops.NEVER, True
+            left = limit - sum(part.counter for part in parts)
+            parts.append(_count(training, rule, n, end, left, by_updates=by_updates))
+            if parts[-1].counter == left:
+                stops = stops if stops is Stops.NEVER else Stops.MAX_STEPS
+                break
+    return _steps(training, rule, parts, stops, equal=_equal_max_steps(whole))
 
 
-def by_epoch(training: TrainingPlan, rule: StepRule) -> Steps | None:
-    """A training whose N changes: the sum of its phases, each of one N.
-
-    None where a window may hold micro-batches of two phases, and with ``split``: Lightning refuses
-    ``GradientAccumulationScheduler`` there (callbacks/gradient_accumulation_scheduler.py, ``on_train_start``).
-    """
-    phases, per_epoch = training.phases, training.micro_batches_per_epoch
-    is_whole = all(per_epoch % n == 0 for n, _ in phases)
-    if rule.stepping not in (Stepping.WINDOW, Stepping.FLUSH) and not (rule.stepping is Stepping.CARRY and is_whole):
-        return None
-    parts: list[Steps] = []
-    equal, left = 0, training.max_steps
-    for n, epochs in phases:
-        one = dataclasses.replace(training, accumulate=n, accumulate_later=(), epochs=epochs, max_steps=left)
-        equal += updates(one, rule, (epochs or 0) * per_epoch)
-        if parts and parts[-1].stops is Stops.MAX_STEPS:
-            continue
-        part = calculate(one, rule)
-        assert part is not None
-        parts.append(part)
-        left = None if left is None else left - part.optimizer_steps
-    counters = {name: sum(part.steps_reported[name] for part in parts) for name in parts[0].steps_reported}
-    if ESTIMATE in counters:  # by the N of the moment, before the first epoch
-        counters[ESTIMATE] = _reported(training, rule, 0)[ESTIMATE]
-    scales = sum((Counter(part.update_scales) for part in parts), Counter[float]())
-    sums: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in ADDED}
-    return Steps(
-        stops=parts[-1].stops,
-        steps_per_epoch=tuple(steps for part in parts for steps in part.steps_per_epoch),
-        steps_reported=counters,
-        equal_max_steps=None if training.epochs is None else equal,
-        update_scales=dict(sorted(scales.items(), reverse=True)),
-        **sums,
-    )
+def _equal_max_steps(whole: Sequence[_Count]) -> int | None:
+    """The counter at the end of the epochs, if a training that stops there makes as many updates."""
+    same = all(part.by_updates or not (part.updates_since if part.full_windows else part.updates) for part in whole)
+    return sum(part.counter for part in whole) if whole and same else None
 
 
-def reaches(training: TrainingPlan, rule: StepRule, steps: int) -> int | None:
-    """The micro-batches after which the counter compared with ``max_steps`` reaches ``steps``; None if never."""
-    if steps == 0:
-        return 0
-    if rule.stepping in (Stepping.CARRY, Stepping.CANCEL):
-        return steps * training.accumulate
-    per_epoch = training.full_windows if rule.stepping is Stepping.SPLIT else training.windows
-    if per_epoch == 0:
-        return None
-    epochs = (steps - 1) // per_epoch
-    windows = steps - epochs * per_epoch
-    in_epoch = min(windows * training.accumulate, training.micro_batches_per_epoch)
-    return epochs * training.micro_batches_per_epoch + in_epoch
-
-
-def updates(training: TrainingPlan, rule: StepRule, micro_batches: int) -> int:
-    """Real optimizer steps in the first ``micro_batches`` micro-batches."""
-    if rule.stepping in CARRIES:
-        return micro_batches // training.accumulate
-    finished, begun = divmod(micro_batches, training.micro_batches_per_epoch)
-    return finished * training.windows + begun // training.accumulate
-
-
-def _after(training: TrainingPlan, rule: StepRule, consumed: int, stops: Stops) -> Steps:
-    """The state of a training that ends after ``consumed`` micro-batches."""
-    per_epoch, n = training.micro_batches_per_epoch, training.accumulate
+def _steps(
+    training: TrainingPlan, rule: StepRule, parts: Sequence[_Count], stops: Stops, *, equal: int | None
+) -> Steps:
+    """What was counted, in samples."""
+    per_epoch, last = training.micro_batches_per_epoch, parts[-1]
+    consumed, steps = sum(part.consumed for part in parts), sum(part.updates for part in parts)
+    lost = sum(part.lost for part in parts)
     finished, begun = consumed // per_epoch, ceil(consumed, per_epoch)
-    steps = updates(training, rule, consumed)
-    stepped = consumed - consumed % n if rule.stepping in CARRIES else consumed
-    cleared = _cleared(per_epoch, n, stepped) if rule.clears else Counter[int]()
-    lost = sum(offset * windows for offset, windows in cleared.items())
-    # The last micro-batch of an epoch has fewer samples. It is cleared if the next epoch begins in its window.
-    boundaries = stepped // per_epoch
-    short_lost = boundaries - boundaries // _period(per_epoch, n) if rule.clears else 0
-    samples_lost = _samples(training, lost, short_lost)
-    samples_open = _samples(training, consumed - stepped, finished - boundaries)
+    samples_lost = _samples(training, lost, sum(part.lost_ends for part in parts))
+    samples_open = _samples(training, last.size, last.ends)
     seen = _samples(training, consumed, finished)
     offered = (training.samples + training.padding_per_epoch) * begun
     dropped = training.dropped_per_epoch * finished
+    scales: Counter[float] = Counter()
+    for part in parts:
+        for kept, number in part.kept.items():
+            scales[kept / (part.n * (part.n if rule.twice else 1))] += number
+    counted = 0 if stops is Stops.NEVER else sum(part.counter for part in parts)
     return Steps(
         stops=stops,
         micro_batches_consumed=consumed,
         epochs_begun=begun,
         epochs_consumed=consumed / per_epoch,
         optimizer_steps=steps,
-        steps_per_epoch=_pattern(training, rule, training.epochs or max(1, begun)),
-        steps_reported=_reported(training, rule, consumed),
-        equal_max_steps=_equal_max_steps(training, rule),
-        update_scales=_scales(training, rule, steps, finished, cleared),
+        steps_per_epoch=tuple(number for part in parts for number in part.pattern),
+        steps_reported=_reported(training, rule, steps, counted),
+        equal_max_steps=equal,
+        update_scales=dict(sorted((+scales).items(), reverse=True)),
         samples_used=seen - samples_lost - samples_open,
         samples_padded=training.padding_per_epoch * begun,
         samples_dropped=dropped,
         micro_batches_lost_in_mid_run=lost,
         samples_lost_in_mid_run=samples_lost,
-        micro_batches_left_open=consumed - stepped,
+        micro_batches_left_open=last.size,
         samples_left_open=samples_open,
         samples_unread=offered - dropped - seen,
     )
 
 
-def _cleared(per_epoch: int, n: int, stepped: int) -> Counter[int]:
-    """Micro-batches cleared from the start of a window of the engine, if any -> number of such windows.
-
-    Lightning clears gradients between forward and backward of every micro-batch whose index in the epoch is a multiple
-    of N (loops/optimization/automatic.py, ``_make_zero_grad_fn`` and ``Closure.closure``). In epoch e these are all at
-    the offset (e x NB) mod N in the engine's windows, one per window, and clear what comes before them. If the next
-    epoch begins in the same window, its first micro-batch clears more, and counts instead.
-    """
-    windows: Counter[int] = Counter()
-    if stepped == 0:
-        return windows
-    period = _period(per_epoch, n)
-    last = ceil(stepped, per_epoch) - 1
-    full, tail = divmod(per_epoch - 1, n)
-    for epoch in range(min(period, last)):
-        offset = epoch * per_epoch % n
-        times = (last - epoch - 1) // period + 1
-        windows[offset] += times * (full + (offset + tail + 1 >= n))
-    windows[last * per_epoch % n] += ceil(stepped - last * per_epoch, n)
-    del windows[0]
-    return +windows
-
-
-def _pattern(training: TrainingPlan, rule: StepRule, epochs: int) -> tuple[int, ...]:
-    """Optimizer steps in each whole epoch until the pattern repeats; one number if all are equal."""
-    if rule.stepping not in CARRIES:
-        return (training.windows,)
-    per_epoch, n = training.micro_batches_per_epoch, training.accumulate
-    shown = range(min(epochs, _period(per_epoch, n)))
-    steps = tuple((epoch + 1) * per_epoch // n - epoch * per_epoch // n for epoch in shown)
-    return steps[:1] if len(set(steps)) == 1 else steps
-
-
-def _reported(training: TrainingPlan, rule: StepRule, consumed: int) -> dict[str, int]:
+def _reported(training: TrainingPlan, rule: StepRule, steps: int, counted: int) -> dict[str, int]:
     """The framework's counters.
 
     ``estimated_stepping_batches`` is ceil(NB / N) x epochs under every strategy, and at most ``max_steps`` (Lightning:
-    trainer/trainer.py).
+    trainer/trainer.py); N is that of the first epoch.
     """
-    engine = {"engine.global_steps": consumed // training.accumulate}
+    engine = {"engine.global_steps": steps}
     if rule.stepping is Stepping.CARRY:
         return engine
     if rule.stepping is Stepping.CANCEL:
-        taken = consumed // training.accumulate
-        return {"trainer.step": taken + (taken < training.naive_steps)}
+        return {"trainer.step": steps + (steps < training.naive_steps)}
     if rule.stepping is Stepping.OVERRIDE:
-        return {"state.global_step": updates(training, rule, consumed)}
+        return {"state.global_step": steps}
     if rule.stepping is Stepping.WINDOW or not rule.counted:
         return {}
-    finished, begun = divmod(consumed, training.micro_batches_per_epoch)
-    split = rule.stepping is Stepping.SPLIT
-    per_epoch = training.full_windows if split else training.windows
     limits = [] if training.max_steps is None else [training.max_steps]
     if training.epochs is not None:
         limits.append(training.windows * training.epochs)
-    counters = {
-        "trainer.global_step": finished * per_epoch + begun // training.accumulate,
-        ESTIMATE: min(limits),
-    }
-    return counters | engine if split else counters
-
-
-def _equal_max_steps(training: TrainingPlan, rule: StepRule) -> int | None:
-    """The counter at the end of the epochs, if a training that stops there makes as many updates."""
-    if training.epochs is None:
-        return None
-    end = training.epochs * training.micro_batches_per_epoch
-    wanted = updates(training, rule, end)
-    counter = training.full_windows * training.epochs if rule.stepping is Stepping.SPLIT else wanted
-    reached = reaches(training, rule, counter)
-    return counter if reached is not None and updates(training, rule, reached) == wanted else None
-
-
-def _scales(
-    training: TrainingPlan, rule: StepRule, steps: int, finished: int, cleared: Counter[int]
-) -> dict[float, int]:
-    """Sums of coefficients, the largest first.
-
-    Lightning divides by N in incomplete windows too, whatever the strategy (loops/optimization/automatic.py,
-    ``ClosureResult.from_training_step_output``), and the engine divides by N again.
-    """
-    n = training.accumulate
-    unit = n if rule.twice else 1
-    scales: Counter[float] = Counter()
-    for offset, windows in cleared.items():
-        scales[(n - offset) / (n * unit)] += windows
-    if rule.stepping is Stepping.FLUSH and training.partial_window:
-        scales[training.partial_window / n] += finished
-    scales[1 / unit] += steps - scales.total()
-    return dict(sorted((+scales).items(), reverse=True))
+    counters = {"trainer.global_step": counted, ESTIMATE: min(limits)}
+    return counters | engine if rule.stepping is Stepping.SPLIT else counters
 
 
 def _samples(training: TrainingPlan, micro_batches: int, short: int) -> int:
     """Samples of ``micro_batches`` micro-batches on all ranks, of which ``short`` are the last of an epoch."""
     missing = short * (training.batch_size - training.last_micro_batch)
     return (micro_batches * training.batch_size - missing) * training.world_size
-
-
-def _period(per_epoch: int, n: int) -> int:
-    """Epochs after which an epoch and a window of the engine begin together again."""
-    return n // math.gcd(per_epoch, n)

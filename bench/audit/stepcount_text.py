@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from bench.audit.stepcount import StepRule, Steps, calculate, reaches
+from bench.audit.stepcount import StepRule, Steps, calculate, never_reached
 from bench.backends.accelerate import AccelerateBackend
 from bench.plan.cell import Stepping
 from bench.words import plural, table
@@ -269,7 +269,7 @@ def _about_max_steps(training: TrainingPlan, rule: StepRule, steps: Steps) -> li
     wanted = training.max_steps
     if wanted is None:
         return []
-    if not training.accumulate_later and reaches(training, rule, wanted) is None:
+    if never_reached(training, rule):
         stays = (
             f"an epoch has {_micro_batches(training.micro_batches_per_epoch)}, fewer than N = {training.accumulate}, "
             f"so trainer.global_step stays 0 and max_steps {wanted} is never reached"

@@ -14,7 +14,6 @@ from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
 
 from bench.audit.conformance import FURTHER, summary
 from bench.audit.scenario import Scenario
@@ -47,6 +46,8 @@ LINE = 1.34
 """Height of a line of text, in font sizes."""
 BAR, BAR_WORDS = 0.1, 0.4
 """Inches of the colour bar and of its words."""
+STEPS = [digit * 10**power for power in range(6) for digit in (1, 2, 5)]
+"""Between the numbers of samples."""
 RIGHT_COLOUR = "#3a3a3a"
 COLOURS = LinearSegmentedColormap.from_list(
     "weights",
@@ -165,8 +166,7 @@ def _block_height(lines: Sequence[str], size: float) -> float:
 
 
 def _figure(maps: Sequence[WeightMap], extent: Extent, words: FigureWords) -> Figure:
-    low, high = _used(maps, extent)
-    bar = [BAR] if low < high else []
+    bar = [] if all(_is_right(found.image(extent)) for found in maps) else [BAR]
     heights = _heights(maps, extent)
     inches = sum(heights) + 0.25 + (BAR + BAR_WORDS if bar else 0)
     figure = new_figure(words, _keys(maps, extent), inches)
@@ -176,7 +176,7 @@ def _figure(maps: Sequence[WeightMap], extent: Extent, words: FigureWords) -> Fi
         axes = figure.add_subplot(grid[number, 1])
         _draw_map(axes, found, extent, height / ROW, is_first=number == 0, is_last=number == len(maps) - 1)
     if bar:
-        _colour_bar(figure, figure.add_subplot(grid[len(maps), 1]), low, high)
+        _colour_bar(figure, figure.add_subplot(grid[len(maps), 1]))
     return figure
 
 
@@ -248,10 +248,8 @@ def _sum(update: Mapping[str, Any]) -> str:
 
 def _ticks(axes: Axes, extent: Extent, last: int, *, is_marked: bool, has_samples: bool) -> None:
     """Numbers of the updates, and below the last map those of the samples in each epoch."""
-    width = 0.85 * MAP / extent.epochs
-    room = max(1, int(width / (style.text_width(str(extent.samples), SMALL) + 0.09)))
-    ticks = MaxNLocator(room, integer=True, steps=[1, 2, 5, 10], min_n_ticks=1).tick_values(0, extent.samples)
-    step = max(1, int(ticks[1] - ticks[0]))
+    room = max(1, int(0.85 * MAP / extent.epochs / (style.text_width(str(extent.samples), SMALL) + 0.09)))
+    step = next(step for step in STEPS if step * room >= extent.samples)
     inner = [sample for sample in range(0, extent.samples, step) if sample == 0 or sample + step / 2 <= extent.samples]
     places = [epoch * extent.samples + sample for epoch in range(extent.epochs) for sample in inner]
     axes.set_xticks(places if has_samples else [], [str(place % extent.samples) for place in places if has_samples])
@@ -279,22 +277,16 @@ def _keys(maps: Sequence[WeightMap], extent: Extent) -> list[Key]:
     return keys
 
 
-def _used(maps: Sequence[WeightMap], extent: Extent) -> tuple[float, float]:
-    """The part of the scale that these maps use, from one power of two to another; (1, 1) if all weights are right."""
-    drawn = np.concatenate([values[~np.isnan(values)] for values in (found.image(extent) for found in maps)])
-    wrong = [float(value) for value in drawn if not math.isclose(value, 1, rel_tol=0.01)]
-    ends = [2.0 ** (math.floor if value < 1 else math.ceil)(math.log2(value)) for value in wrong if value > 0]
-    ends += [1 / COLOUR_LIMIT for value in wrong if value <= 0]
-    return max(1 / COLOUR_LIMIT, min([1.0, *ends])), min(COLOUR_LIMIT, max([1.0, *ends]))
+def _is_right(image: np.ndarray[Any, Any]) -> bool:
+    """Whether all weights are, as their colour says."""
+    return bool(np.allclose(image[~np.isnan(image)], 1, rtol=0.01))
 
 
-def _colour_bar(figure: Figure, axes: Axes, low: float, high: float) -> None:
-    part = COLOURS(np.linspace(float(SCALE(low)), float(SCALE(high)), 513))
-    mappable = ScalarMappable(LogNorm(low, high), LinearSegmentedColormap.from_list("used", list(part), N=513))
-    bar = figure.colorbar(mappable, cax=axes, orientation="horizontal")
-    labels = {1 / 8: "1/8", 1 / 4: "1/4", 1 / 2: "1/2", 1.0: "1: right", 2.0: "2", 4.0: "4", 8.0: "8"}
-    shown = [tick for tick in labels if low <= tick <= high]
-    bar.set_ticks(shown, labels=[labels[tick] for tick in shown], minor=False)
+def _colour_bar(figure: Figure, axes: Axes) -> None:
+    bar = figure.colorbar(ScalarMappable(SCALE, COLOURS), cax=axes, orientation="horizontal")
+    bar.set_ticks(
+        [1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8], labels=["1/8", "1/4", "1/2", "1: right", "2", "4", "8"], minor=False
+    )
     bar.minorticks_off()
     bar.set_label("weight of a sample / its weight in a full batch of the same samples")
     axes.grid(visible=False)

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench.errors import BAD, GOOD
+from bench.commands.options import LARGEST, integer_to, unwritable
+from bench.errors import BAD, GOOD, InputError
 
 EPILOG = "Exit status: 0 nothing but infos found; 1 an error or a warning; 2 a config cannot be read."
 
@@ -24,31 +25,20 @@ def add(commands: Any) -> None:
         metavar="CONFIG",
         help="a YAML or JSON of LightningCLI, DeepSpeed, Hugging Face's TrainingArguments or accelerate",
     )
-    option("--samples", type=_positive, metavar="S", help="size of the training set; enables the rules about steps")
-    option(
-        "--micro-batch",
-        type=_positive,
-        metavar="B",
-        help="samples of a micro-batch on one rank, if the config does not say",
-    )
-    option("--world-size", type=_positive, metavar="W", help="ranks, if the config does not say")
-    option("--deepspeed-version", type=_version, metavar="V", help="instead of the installed one")
-    option("--lightning-version", type=_version, metavar="V", help="instead of the installed one")
+    integer, absent = integer_to(LARGEST), "if the config does not say"
+    option("--samples", type=integer, metavar="S", help="size of the training set; enables the rules about steps")
+    option("--micro-batch", type=integer, metavar="B", help=f"samples of a micro-batch on one rank, {absent}")
+    option("--world-size", type=integer, metavar="W", help=f"ranks, {absent}")
+    for package in ("deepspeed", "lightning"):
+        option(f"--{package}-version", type=_version, metavar="V", help="instead of the installed one")
     option("--json", action="store_true", help="print a list of findings as JSON")
     option("--sarif", type=Path, metavar="FILE", help="also write the findings as SARIF 2.1.0, for code hosts")
     option("--rules", action="store_true", help="list the rules and stop")
     parser.set_defaults(command=run)
 
 
-def _positive(text: str) -> int:
-    number = int(text) if text.isascii() and text.isdecimal() and len(text) <= 15 else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not an integer of at least 1")
-    return number
-
-
 def _version(text: str) -> tuple[int, ...]:
-    from bench.audit.lint.known import version
+    from bench.audit.lint.lint_options import version
 
     try:
         return version(text)
@@ -60,16 +50,15 @@ def run(arguments: argparse.Namespace) -> int:
     """Lint the configs; 1 if there is an error or a warning."""
     from bench.audit.lint import lint, sarif
     from bench.audit.lint.config_file import EXPECTED
-    from bench.audit.lint.known import Options, installed
-    from bench.audit.lint.rules import RULES, Severity
-    from bench.errors import InputError
+    from bench.audit.lint.lint_options import LintOptions, installed
+    from bench.audit.lint.rules import Severity, rules
 
     if arguments.rules:
-        print("\n".join(f"{code:7} {rule.title} ({rule.source})" for code, rule in RULES.items()))
+        print("\n".join(f"{code:7} {rule.title} ({rule.source})" for code, rule in rules().items()))
         return GOOD
     if not arguments.configs:
         raise InputError(f"lint: name at least one config: {EXPECTED}")
-    options = Options(
+    options = LintOptions(
         samples=arguments.samples,
         batch_size=arguments.micro_batch,
         world_size=arguments.world_size,
@@ -81,9 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             arguments.sarif.write_text(json.dumps(sarif.log(findings), indent=2) + "\n")
         except OSError as error:
-            raise InputError(
-                f"--sarif {arguments.sarif}: cannot be written ({error.strerror}); name a file in a folder that exists"
-            ) from error
+            raise unwritable(arguments.sarif, error, "--sarif") from error
     if arguments.json:
         print(json.dumps([finding.to_dict() for finding in findings], indent=2))
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,99 +17,47 @@ from bench.plan.cell import Cell, Device, Precision
 from bench.plan.expand import expand, single_trial_ids
 from bench.plan.matrix import Matrix
 
-OPTIONS = {
-    "backend": "axes.backend",
-    "accumulate": "axes.accumulate",
-    "world_size": "axes.world_size",
-    "share_gpu": "share_gpu",
-    "virtual_world": "virtual.world_size",
-    "micro_batch": "axes.micro_batch_size",
-    "fake_tensors": "virtual.fake_tensors",
-    "alone": "virtual.alone",
-    "precision": "axes.precision",
-    "optimizer": "axes.optimizer",
-    "clip_norm": "axes.clip_norm",
-    "activation_checkpointing": "axes.activation_checkpointing",
-    "compiled": "axes.compiled",
-    "ranks_per_node": "axes.ranks_per_node",
-    "replicate": "axes.replicate",
-    "repeats": "repeats",
-    "max_repeats": "max_repeats",
-    "interval_width": "precision",
-    "budget": "budget_s",
-    "baseline": "baseline",
-    "seed": "training.seed",
-    "seeds": "axes.seed",
-    "batch": "workload.global_batch_size",
-    "sequence": "workload.sequence_length",
-    "model": "workload.model",
-    "workload": "workload.workload",
-    "corpus": "workload.corpus",
-    "device": "device",
-    "timeout": "timeout_s",
-    "inactivity": "inactivity_s",
+USAGES = {
+    "axes.backend": "--backend B: only these backends, or all but those of installed packages (see 'backends'); "
+    "module:Class for your own",
+    "axes.accumulate": "--accumulate N: micro-batches per optimizer step on a rank",
+    "axes.micro_batch_size": "--micro-batch M: samples per micro-batch on a rank; with --accumulate the global batch "
+    "follows, else it is held and N follows; in a virtual world N is held",
+    "axes.world_size": "--world-size W: numbers of ranks, or 'all' for one per GPU",
+    "share_gpu": "--share-gpu: let the ranks of --world-size share the GPUs, over gloo: values, counts and memory, but "
+    "no times; one trial per cell unless --repeats is given",
+    "virtual.world_size": "--virtual-world W: one process acts as rank 0 of W: shapes, memory, counts and bytes, but "
+    "no values; without --world-size, nothing else runs",
+    "virtual.fake_tensors": "--fake-tensors: in a virtual world: compute and allocate nothing, which leaves no time to "
+    "measure",
+    "axes.precision": f"--precision P: dtypes of forward and backward: {', '.join(Precision)}",
+    "axes.optimizer": f"--optimizer O: {', '.join(matrix_file.OPTIMIZERS)}",
+    "axes.clip_norm": "--clip-norm C: limits of the gradient's norm; 0 for no clipping",
+    "axes.activation_checkpointing": "--activation-checkpointing on|off: blocks keep their input alone, and are "
+    "recomputed in the backward",
+    "axes.compiled": "--compiled on|off: compile each block with torch.compile",
+    "axes.ranks_per_node": "--ranks-per-node R: ranks on each of several nodes; by default the GPUs of a node are "
+    "filled before those of the next",
+    "axes.replicate": "--replicate R: numbers of replicas of HSDP backends, each sharded over W / R ranks (default: 2)",
+    "repeats": "--repeats R: trials per cell; more only if --max-repeats allows",
+    "max_repeats": "--max-repeats R: most trials per cell, while its interval is wider than --interval-width",
+    "precision": "--interval-width P: width of the intervals at which repeats end, such as 2%%",
+    "budget_s": "--budget TIME: start no block of trials after this time: 90s, 20m, 1h",
+    "baseline": "--baseline B: the backend to compare with, which is also compared with itself (A/A)",
+    "training.seed": "--seed S: seed of weights, tokens and order",
+    "axes.seed": "--seeds S: seeds of weights and tokens, as an axis",
+    "workload.global_batch_size": "--batch B: global batch: samples per optimizer step over all ranks",
+    "workload.sequence_length": "--sequence S: tokens per sample",
+    "workload.model": "--model SIZE: size of the model",
+    "workload.workload": "--workload MODULE:FACTORY: a model of your own, instead of llama",
+    "workload.corpus": "--corpus FILE: a text file whose bytes are the tokens",
+    "device": f"--device {'|'.join(Device)}: what the ranks run on",
+    "timeout_s": "--timeout SECONDS: limit of a whole trial",
+    "inactivity_s": "--inactivity SECONDS: limit of the time without progress on any rank; 0 for none",
 }
-"""Options and the keys of the matrix that they override."""
-
-
-def add_matrix_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options; a list is given with commas or by repeating the option."""
-    add = parser.add_argument
-
-    def several(option: str, read: Callable[[str], list[Any]], metavar: str, words: str) -> None:
-        add(option, action="append", type=read, metavar=f"{metavar}[,{metavar}]", help=words)
-
-    def switch(option: str, words: str) -> None:
-        add(option, action="store_true", default=None, help=words)
-
-    names = ", ".join(matrix_file.names())
-    words = f"auto (gpu or cpu, as the machine is), {names}, or a TOML file"
-    add("--matrix", default="auto", metavar="NAME|FILE", help=words)
-    words = "only these backends, or all but those of installed packages (see 'backends'); module:Class for your own"
-    several("--backend", backend_names, "B", words)
-    several("--accumulate", _integers, "N", "micro-batches per optimizer step on a rank")
-    words = (
-        "samples per micro-batch on a rank; with --accumulate the global batch follows, else it is held and N follows"
-    )
-    several("--micro-batch", _integers, "M", f"{words}; in a virtual world N is held")
-    several("--world-size", _integers_or_all, "W", "numbers of ranks, or 'all' for one per GPU")
-    words = "let the ranks of --world-size share the GPUs, over gloo: values, counts and memory, but no times"
-    switch("--share-gpu", f"{words}; one trial per cell unless --repeats is given")
-    words = "one process acts as rank 0 of W: shapes, memory, counts and bytes, but no values"
-    several("--virtual-world", _integers, "W", f"{words}; without --world-size, nothing else runs")
-    words = "in a virtual world: compute and allocate nothing, which leaves no time to measure"
-    switch("--fake-tensors", words)
-    several("--precision", split_names, "P", f"dtypes of forward and backward: {', '.join(Precision)}")
-    several("--optimizer", split_names, "O", ", ".join(matrix_file.OPTIMIZERS))
-    several(
-        "--clip-norm", list_of(float, "numbers such as 0,1.5"), "C", "limits of the gradient's norm; 0 for no clipping"
-    )
-    words = "blocks keep their input alone, and are recomputed in the backward"
-    several("--activation-checkpointing", _switches, "on|off", words)
-    several("--compiled", _switches, "on|off", "compile each block with torch.compile")
-    words = "ranks on each of several nodes; by default the GPUs of a node are filled before those of the next"
-    several("--ranks-per-node", _integers, "R", words)
-    words = "numbers of replicas of HSDP backends, each sharded over W / R ranks (default: 2)"
-    several("--replicate", _integers, "R", words)
-    add("--repeats", type=int, metavar="R", help="trials per cell; more only if --max-repeats allows")
-    words = "most trials per cell, while its interval is wider than --interval-width"
-    add("--max-repeats", type=int, metavar="R", help=words)
-    add("--interval-width", type=share, metavar="P", help="width of the intervals at which repeats end, such as 2%%")
-    add("--budget", type=duration, metavar="TIME", help="start no block of trials after this time: 90s, 20m, 1h")
-    words = "the backend to compare with, which is also compared with itself (A/A)"
-    add("--baseline", metavar="B", help=words)
-    add("--seed", type=int, metavar="S", help="seed of weights, tokens and order")
-    several("--seeds", _integers, "S", "seeds of weights and tokens, as an axis")
-    add("--batch", type=int, metavar="B", help="global batch: samples per optimizer step over all ranks")
-    add("--sequence", type=int, metavar="S", help="tokens per sample")
-    add("--model", metavar="SIZE", help="size of the model")
-    add("--workload", metavar="MODULE:FACTORY", help="a model of your own, instead of llama")
-    add("--corpus", metavar="FILE", help="a text file whose bytes are the tokens")
-    add("--device", metavar="|".join(Device), help="what the ranks run on")
-    add("--timeout", type=float, metavar="SECONDS", help="limit of a whole trial")
-    words = "limit of the time without progress on any rank; 0 for none"
-    add("--inactivity", type=float, metavar="SECONDS", help=words)
-    add("--try-all", action="store_true", help="on GPUs: also run cells that are predicted not to fit into memory")
+"""The option that overrides each key of the matrix, and its help."""
+OPTIONS = {usage.split(maxsplit=1)[0].strip("-:").replace("-", "_"): key for key, usage in USAGES.items()}
+"""The keys by the names that argparse gives to the options."""
 
 
 def _switches(text: str) -> list[bool]:
@@ -124,6 +72,33 @@ _integers = list_of(int, "integers such as 1,4,8")
 
 def _integers_or_all(text: str) -> list[Any]:
     return ["all"] if text.strip() == "all" else _integers(text)
+
+
+LISTS = {bool: _switches, int: _integers, float: list_of(float, "numbers such as 0,1.5")}
+"""How a list is read, by the type of its items; others are names."""
+READ = {"axes.backend": backend_names, "axes.world_size": _integers_or_all, "budget_s": duration, "precision": share}
+"""How the values of some keys are read that a type does not tell."""
+
+
+def add_matrix_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options; a list is given with commas or by repeating the option."""
+    names = ", ".join(matrix_file.names())
+    words = f"auto (gpu or cpu, as the machine is), {names}, or a TOML file"
+    parser.add_argument("--matrix", default="auto", metavar="NAME|FILE", help=words)
+    for key, text in USAGES.items():
+        usage, _, words = text.partition(": ")
+        option, _, metavar = usage.partition(" ")
+        kind, is_list = matrix_file.type_of(key)
+        if is_list:
+            read = READ.get(key) or LISTS.get(kind, split_names)
+            parser.add_argument(option, action="append", type=read, metavar=f"{metavar}[,{metavar}]", help=words)
+        elif kind is bool:
+            parser.add_argument(option, action="store_true", default=None, help=words)
+        else:
+            read = READ.get(key) or (kind if kind in LISTS else str)
+            parser.add_argument(option, type=read, metavar=metavar, help=words)
+    words = "on GPUs: also run cells that are predicted not to fit into memory"
+    parser.add_argument("--try-all", action="store_true", help=words)
 
 
 @dataclass(frozen=True)
@@ -178,7 +153,9 @@ def _matrix(arguments: argparse.Namespace, *, on_gpus: bool) -> Matrix:
     name = arguments.matrix if arguments.matrix != "auto" else "gpu" if on_gpus else "cpu"
     chosen = matrix_file.load(name)
     alone = bool(arguments.virtual_world and not arguments.world_size)
-    given = {**vars(arguments), "alone": alone or None}
+    given = dict(vars(arguments))
+    if alone:
+        chosen = chosen.override("virtual.alone", True, "--virtual-world")
     if arguments.fake_tensors and not (arguments.virtual_world or chosen["virtual.world_size"]):
         raise InputError("--fake-tensors: is for a virtual world; give --virtual-world too")
     if arguments.micro_batch and arguments.accumulate and arguments.batch:

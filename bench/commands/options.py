@@ -17,6 +17,8 @@ from bench.plan.cell import REFERENCES, Device
 NUMBER = re.compile(r"([+-]?[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z/]*)")
 SECONDS = {"s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 """Seconds per unit of time."""
+LARGEST = 999_999_999
+"""The largest integer of an option, if nothing else limits it."""
 T = TypeVar("T")
 
 
@@ -90,6 +92,22 @@ def backend_names(text: str) -> list[str]:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def add_training(parser: Any, *, world_size: int, required: bool = False) -> None:
+    """Add the options that describe a training; each is a field of TrainingPlan and of Scenario."""
+    option, accumulate = parser.add_argument, list_of(int, "integers such as 1,4,2")
+    option("--samples", type=int, required=required, metavar="S", help="samples of the data set")
+    option("--micro-batch", type=int, required=required, metavar="M", help="samples per micro-batch on a rank")
+    words = "micro-batches per window; a list is one N per epoch"
+    option("--accumulate", type=accumulate, metavar="N[,N]", help=words)
+    option("--epochs", type=int, metavar="E", help="epochs (default: 1, or no limit with --max-steps)")
+    option("--world-size", type=int, metavar="W", help=f"ranks (default: {world_size})")
+    option("--limit-batches", type=int, metavar="B", help="micro-batches of an epoch, as limit_train_batches")
+    option("--max-steps", type=int, metavar="K", help="steps after which training stops, unless the epochs end before")
+    option("--drop-last", action="store_true", help="the loader drops an incomplete last micro-batch")
+    words = "DistributedSampler drops samples instead of repeating some"
+    option("--sampler-drop-last", action="store_true", help=words)
+
+
 def add_backend(parser: Any) -> None:
     """Add ``--backend``, of which ``chosen_backends`` reads the value."""
     words = "only these backends, or module:Class for your own; see 'backends' (default: all)"
@@ -99,7 +117,7 @@ def add_backend(parser: Any) -> None:
 def add_device(parser: Any, default: Device) -> None:
     """Add ``--device``."""
     words = f"what the ranks run on (default: {default})"
-    parser.add_argument("--device", choices=[str(one) for one in Device], default=str(default), help=words)
+    parser.add_argument("--device", choices=[str(device) for device in Device], default=str(default), help=words)
 
 
 def chosen_backends(given: Sequence[Sequence[str]] | None) -> dict[str, type[Backend]]:

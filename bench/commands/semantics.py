@@ -9,7 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.commands.options import add_backend, add_device, chosen_backends, list_of, split_names, writable
+from bench import validation
+from bench.commands.options import (
+    add_backend,
+    add_device,
+    add_training,
+    chosen_backends,
+    list_of,
+    split_names,
+    writable,
+)
 from bench.errors import BAD, GOOD, INTERRUPTED, InputError, suggest
 from bench.plan.cell import Device
 
@@ -36,7 +45,8 @@ def add(commands: Any) -> None:
     option = parser.add_argument
     add_backend(parser)
     group = parser.add_argument_group("one scenario")
-    for name, (_, read, metavar, words) in _scenario_options().items():
+    add_training(group, world_size=2)
+    for name, (read, metavar, words) in _scenario_options().items():
         group.add_argument(name, type=read, metavar=metavar, help=words)
     for name, words in FLAGS.items():
         group.add_argument(name, action="store_true", help=words)
@@ -48,41 +58,33 @@ def add(commands: Any) -> None:
     option("--json", action="store_true", help="print JSON: an object, or a list if there are several")
     words = "write JSON, parquet, Markdown and plots (default with --suite: under results/ and plots/)"
     option("--out", type=Path, metavar="DIR", help=words)
-    option("--docs", type=Path, metavar="FILE", help="with --suite: write the page of docs; it links to the plots")
     add_device(parser, Device.CPU)
     option("--timeout", type=float, default=TIMEOUT_S, metavar="SECONDS", help=f"per scenario (default: {TIMEOUT_S:g})")
     parser.set_defaults(command=run)
 
 
 FLAGS = {
-    "--drop-last": "the loader drops an incomplete last micro-batch",
-    "--sampler-drop-last": "DistributedSampler drops samples instead of repeating some",
     "--own-loader": "Accelerate's loop goes over a loader that Accelerate has not prepared",
     "--prepared-scheduler": "Accelerate's loop has a scheduler that Accelerate has prepared",
 }
+FIELDS = {"micro_batch": "batch_size", "clip": "clip_norm"}
+"""Options of which the field of Scenario has another name."""
 
 
-def _scenario_options() -> dict[str, tuple[str, Any, str, str]]:
-    """The options of one scenario: field of Scenario, type, placeholder and help."""
+def _scenario_options() -> dict[str, tuple[Any, str, str]]:
+    """Further options of one scenario: type, placeholder and help."""
     from bench.audit.scenario import Fault, Reduction, Split
 
-    integers = list_of(int, "integers such as 1,4,2")
     reduction = "the loss of a micro-batch: the mean over its tokens (default), or its share of the window's mean"
+    weights = list_of(int, "integers such as 1,4,2")
     return {
-        "--samples": ("samples", int, "S", "samples in the data set"),
-        "--micro-batch": ("batch_size", int, "M", "samples per micro-batch on a rank"),
-        "--accumulate": ("accumulate", integers, "N[,N]", "micro-batches per window; a list is one N per epoch"),
-        "--engine-accumulate": ("engine_accumulate", int, "N", "another N in DeepSpeed's config"),
-        "--epochs": ("epochs", int, "E", "default: 1, or no limit with --max-steps"),
-        "--world-size": ("world_size", int, "W", "ranks (default: 2)"),
-        "--limit-batches": ("limit_batches", int, "B", "micro-batches of an epoch, as limit_train_batches"),
-        "--max-steps": ("max_steps", int, "K", "the framework's limit of steps"),
-        "--token-weights": ("token_weights", integers, "T[,T]", "tokens of samples 0, 1, 2 ..., over and over"),
-        "--reduction": ("reduction", str, "|".join(Reduction), reduction),
-        "--clip": ("clip_norm", float, "C", "the framework's clipping threshold"),
-        "--fault": ("fault", str, "|".join(Fault), "what happens in mid-window or at the end of an epoch"),
-        "--at": ("at", int, "I", "the micro-batch, from 1, at which it happens"),
-        "--split": ("split", str, "|".join(Split), "who splits the samples among the ranks"),
+        "--engine-accumulate": (int, "N", "another N in DeepSpeed's config"),
+        "--token-weights": (weights, "T[,T]", "tokens of samples 0, 1, 2 ..., over and over"),
+        "--reduction": (str, "|".join(Reduction), reduction),
+        "--clip": (float, "C", "the framework's clipping threshold"),
+        "--fault": (str, "|".join(Fault), "what happens in mid-window or at the end of an epoch"),
+        "--at": (int, "I", "the micro-batch, from 1, at which it happens"),
+        "--split": (str, "|".join(Split), "who splits the samples among the ranks"),
     }
 
 
@@ -97,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
     scenarios, device = _scenarios(arguments), Device(arguments.device)
     if not 0 < arguments.timeout <= LONGEST_TIMEOUT_S:
         raise InputError(f"--timeout {arguments.timeout}: must be seconds, at most {LONGEST_TIMEOUT_S:g}")
-    backends = _backends(arguments, max(one.world_size for one in scenarios))
+    backends = _backends(arguments, max(scenario.world_size for scenario in scenarios))
     folders = _folders(arguments)
     found: list[dict[str, Any]] = []
     total = len(backends) * len(scenarios)
@@ -105,10 +107,10 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with Launcher(device) as launcher:
             observed = audit_suite.run(launcher, backends, scenarios, device=device, timeout_s=arguments.timeout)
-            for backend, of, ranks in observed:
-                found.append(observation(Reading(backend, of, ranks)))
+            for backend, scenario, ranks in observed:
+                found.append(observation(Reading(backend, scenario, ranks)))
                 if total > 1:
-                    print(f"[{len(found)}/{total}] {backend} {of.name}: {found[-1]['verdict']}", file=sys.stderr)
+                    print(f"[{len(found)}/{total}] {backend} {scenario.name}: {found[-1]['verdict']}", file=sys.stderr)
     except LauncherError as error:
         print(f"bench: {error}", file=sys.stderr)
         return BAD
@@ -123,34 +125,29 @@ def run(arguments: argparse.Namespace) -> int:
         write(arguments, found, *folders)
     if interrupted:
         return INTERRUPTED
-    return BAD if any(one["level"] == "wrong" for one in found) else GOOD
-
-
-def _field(option: str) -> str:
-    return option[2:].replace("-", "_")
+    return BAD if any(each["level"] == "wrong" for each in found) else GOOD
 
 
 def _scenarios(arguments: argparse.Namespace) -> list[Scenario]:
     """The scenarios of the options. Raises InputError naming the option."""
     from bench.audit import scenario
 
-    options = {field: name for name, (field, *_) in _scenario_options().items()}
-    values = {field: getattr(arguments, _field(name)) for field, name in options.items()}
-    values = {field: value for field, value in values.items() if value is not None}
-    flags = {name: getattr(arguments, _field(name)) for name in FLAGS}
+    known = validation.declared(scenario.Scenario)
+    given = {FIELDS.get(name, name): (name, value) for name, value in vars(arguments).items()}
+    options = {field: f"--{name.replace('_', '-')}" for field, (name, _) in given.items() if field in known}
+    values = {field: given[field][1] for field in options}
+    values = {field: value for field, value in values.items() if value is not None and value is not False}
     if arguments.suite or arguments.scenario:
-        for name in (*(options[field] for field in values), *(name for name, is_set in flags.items() if is_set)):
-            raise InputError(f"{name}: describes one scenario; leave it out or --suite")
+        for field in values:
+            raise InputError(f"{options[field]}: describes one scenario; leave it out or --suite")
         path = arguments.suite or scenario.SUITE
         suite = scenario.load(path)
         wanted = [name for part in arguments.scenario or [] for name in part]
-        known = [one.name for one in suite]
+        names = [each.name for each in suite]
         for name in wanted:
-            if name not in known:
-                raise InputError(f"--scenario {name}: {path.name} has no such scenario; {suggest(name, known)}")
-        return [one for one in suite if not wanted or one.name in wanted]
-    if arguments.docs:
-        raise InputError(f"--docs {arguments.docs}: is written from a suite; add --suite")
+            if name not in names:
+                raise InputError(f"--scenario {name}: {path.name} has no such scenario; {suggest(name, names)}")
+        return [each for each in suite if not wanted or each.name in wanted]
     for field in ("samples", "batch_size", "accumulate"):
         if field not in values:
             raise InputError(
@@ -159,7 +156,6 @@ def _scenarios(arguments: argparse.Namespace) -> list[Scenario]:
             )
     if "max_steps" in values:
         values.setdefault("epochs", None)
-    values |= {_field(name): is_set for name, is_set in flags.items()}
     return [scenario.Scenario.from_dict(values, "", lambda key: options.get(key, key))]
 
 
@@ -192,6 +188,4 @@ def _folders(arguments: argparse.Namespace) -> tuple[Path, Path] | None:
     plots = plots_folder(folder)
     writable(folder)
     writable(plots)
-    if arguments.docs:
-        writable(arguments.docs.parent, "--docs")
     return folder, plots

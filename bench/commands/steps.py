@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from bench.commands.options import add_backend, chosen_backends, list_of
+from bench.commands.options import add_backend, add_training, chosen_backends
 from bench.errors import GOOD
 
 
@@ -17,22 +17,11 @@ def add(commands: Any) -> None:
         help="calculate how many optimizer steps each backend takes in a training; trains nothing",
         description="Calculate the optimizer steps of a training, by the naive formula and by each backend's rule.",
     )
-    option = parser.add_argument
-    option("--samples", type=int, required=True, metavar="S", help="samples of the data set")
-    option("--micro-batch", type=int, required=True, metavar="M", help="samples per micro-batch on a rank")
-    words = "micro-batches per window; a list is one N per epoch (default: 1)"
-    option("--accumulate", type=list_of(int, "integers such as 1,4,2"), default=[1], metavar="N[,N]", help=words)
-    option("--world-size", type=int, default=1, metavar="W", help="ranks (default: 1)")
-    option("--epochs", type=int, metavar="E", help="epochs (default: 1, or no limit with --max-steps)")
-    words = "steps after which training stops, unless the epochs end before"
-    option("--max-steps", type=int, metavar="K", help=words)
-    option("--drop-last", action="store_true", help="the loader drops an incomplete last micro-batch")
-    words = "DistributedSampler drops samples instead of repeating some"
-    option("--sampler-drop-last", action="store_true", help=words)
-    option("--limit-batches", type=int, metavar="B", help="micro-batches of an epoch, as limit_train_batches")
+    add_training(parser, world_size=1, required=True)
     add_backend(parser)
-    option("--json", action="store_true", help="one JSON object; its keys: see bench/audit/stepcount_text.py")
-    parser.set_defaults(command=run)
+    words = "one JSON object; its keys: see bench/audit/stepcount_text.py"
+    parser.add_argument("--json", action="store_true", help=words)
+    parser.set_defaults(command=run, accumulate=[1], world_size=1)
 
 
 def run(arguments: argparse.Namespace) -> int:

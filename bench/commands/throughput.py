@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.commands.options import integer_to, list_of, unwritable, writable
+from bench.commands.options import LARGEST, integer_to, list_of, unwritable, writable
 from bench.errors import BAD, GOOD, InputError
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ LOG_EVERY = [1, 2, 3, 5, 8, 50]
 """The last is Lightning's default."""
 WINDOW_SIZES = [2, 5, 9, 10, 17, 33, 97, 100]
 """The last is Lightning's default."""
-LARGEST = 999_999_999
 INTEGER = integer_to(LARGEST)
 MAY_BE_MISSING = ("true_samples_per_s", "reported_samples_per_s", "ratio_min", "ratio_median", "ratio_max")
 DESCRIPTION = (
@@ -59,7 +58,7 @@ def add(commands: Any) -> None:
     option("--world-size", INTEGER, "W", "ranks, on the CPU (default: %(default)s)", 1)
     option("--validate-every", INTEGER, "K", "micro-batches between validations (default: none)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    option("--out", Path, "DIR", "write throughput.parquet, .md and .png there")
+    option("--out", Path, "DIR", "write throughput.parquet and .md there")
     parser.set_defaults(command=run)
 
 

@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 
 from pydantic import ConfigDict
 
-from bench import fields
-from bench.fields import Amount, Flag, Natural, Positive
+from bench import validation
 from bench.plan.world import World
+from bench.validation import Amount, Flag, Natural, Positive
 from bench.words import plural
 
 REFERENCE, SHARDED_REFERENCE = REFERENCES = ("reference", "reference-sharded")
@@ -295,7 +295,7 @@ class Cell:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Cell:
         """The inverse of ``to_dict``. Raises InputError for an unknown or missing key, or an invalid value."""
-        return fields.read(cls, values)
+        return validation.read(cls, values)
 
 
 def summarize(cells: Iterable[Cell], baseline: str) -> str:

@@ -7,15 +7,16 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from bench import fields, files
+from bench import files, validation
 from bench.errors import InputError, suggest
-from bench.fields import Amount, Flag, Must, Natural, Positive, PositiveNumber
 from bench.plan.cell import Device, Precision
 from bench.plan.models import SIZES
+from bench.validation import Amount, Expect, Flag, Natural, Positive, PositiveNumber
 
 FOLDER = Path(__file__).parent.parent / "matrices"
 """The shipped matrices: one TOML file each, named after the matrix."""
@@ -28,8 +29,8 @@ METHODS: tuple[str, ...] = get_args(Method)
 """The optimization algorithms, each with its own learning rate."""
 SOME = Field(min_length=1)
 Name = Annotated[str, SOME]
-Positives = Annotated[list[Positive], SOME, Must("a list of integers of at least 1")]
-Flags = Annotated[list[Flag], SOME, Must("a list of true and false")]
+Positives = Annotated[list[Positive], SOME, Expect("a list of integers of at least 1")]
+Flags = Annotated[list[Flag], SOME, Expect("a list of true and false")]
 
 
 class MatrixTable(BaseModel):
@@ -41,23 +42,23 @@ class MatrixTable(BaseModel):
 class WorkloadTable(MatrixTable):
     """What is trained, and the batch size."""
 
-    workload: Annotated[Name, Must("'llama' or 'package.module:factory'")] = "llama"
-    model: Annotated[Name, Must(f"a model size: {', '.join(SIZES)}")] = "tiny"
-    corpus: Annotated[Name, Must("'markov' or the path of a text file")] = "markov"
+    workload: Annotated[Name, Expect("'llama' or 'package.module:factory'")] = "llama"
+    model: Annotated[Name, Expect(f"a model size: {', '.join(SIZES)}")] = "tiny"
+    corpus: Annotated[Name, Expect("'markov' or the path of a text file")] = "markov"
     sequence_length: Positive
     global_batch_size: Positive
     for_each_rank: Annotated[
-        Flag, Must("true or false: whether global_batch_size is multiplied by the number of ranks")
+        Flag, Expect("true or false: whether global_batch_size is multiplied by the number of ranks")
     ] = False
 
 
 class TrainingTable(MatrixTable):
     """How it is trained, and for how long."""
 
-    optimizer: Annotated[Optimizer, Must(f"one of {', '.join(OPTIMIZERS)}")] = "adamw-foreach"
+    optimizer: Annotated[Optimizer, Expect(f"one of {', '.join(OPTIMIZERS)}")] = "adamw-foreach"
     learning_rate: Annotated[
         PositiveNumber | Annotated[dict[Method, PositiveNumber], SOME],
-        Must(f"a positive number, or a table of one for each of {' and '.join(METHODS)}"),
+        Expect(f"a positive number, or a table of one for each of {' and '.join(METHODS)}"),
     ] = {"adamw": 1e-3, "sgd": 0.05}
     warmup_windows: Positive = 3
     timed_windows: Positive = 12
@@ -67,28 +68,30 @@ class TrainingTable(MatrixTable):
 class AxesTable(MatrixTable):
     """The axes; cells are their product."""
 
-    backend: Annotated[Literal["all"] | Annotated[list[Name], SOME], Must("'all' or a list of backend names")] = "all"
+    backend: Annotated[Literal["all"] | Annotated[list[Name], SOME], Expect("'all' or a list of backend names")] = "all"
     accumulate: Annotated[
         Literal["auto"] | Positives,
-        Must("a list of integers of at least 1, or 'auto': what axes.micro_batch_size leaves of the global batch"),
+        Expect("a list of integers of at least 1, or 'auto': what axes.micro_batch_size leaves of the global batch"),
     ]
     micro_batch_size: Positives = []
     world_size: Annotated[
-        Literal["all"] | Positives, Must("a list of integers of at least 1, or 'all' for one rank per GPU")
+        Literal["all"] | Positives, Expect("a list of integers of at least 1, or 'all' for one rank per GPU")
     ]
-    precision: Annotated[list[Precision], SOME, Must(f"a list of {', '.join(Precision)}")] = [Precision.FP32]
-    optimizer: Annotated[list[Optimizer], SOME, Must(f"a list of {', '.join(OPTIMIZERS)}")] = []
-    seed: Annotated[list[Natural], SOME, Must("a list of integers of at least 0 and below 2**63")] = []
-    clip_norm: Annotated[list[Amount], SOME, Must("a list of positive numbers, or 0 for no clipping")] = [0.0]
+    precision: Annotated[list[Precision], SOME, Expect(f"a list of {', '.join(Precision)}")] = [Precision.FP32]
+    optimizer: Annotated[list[Optimizer], SOME, Expect(f"a list of {', '.join(OPTIMIZERS)}")] = []
+    seed: Annotated[list[Natural], SOME, Expect("a list of integers of at least 0 and below 2**63")] = []
+    clip_norm: Annotated[list[Amount], SOME, Expect("a list of positive numbers, or 0 for no clipping")] = [0.0]
     activation_checkpointing: Flags = [False]
     compiled: Flags = [False]
     ranks_per_node: Annotated[
         list[Natural],
         SOME,
-        Must("a list of integers: ranks on each of several nodes, or 0 to fill the GPUs of a node before the next"),
+        Expect("a list of integers: ranks on each of several nodes, or 0 to fill the GPUs of a node before the next"),
     ] = [0]
     replicate: Annotated[
-        list[Annotated[int, Field(strict=True, ge=2)]], SOME, Must("a list of integers of at least 2: replicas of HSDP")
+        list[Annotated[int, Field(strict=True, ge=2)]],
+        SOME,
+        Expect("a list of integers of at least 2: replicas of HSDP"),
     ] = []
 
 
@@ -101,7 +104,7 @@ class VirtualTable(MatrixTable):
     alone: Flag = False
 
 
-Limit = Annotated[Amount, Must("a positive number of seconds, or 0 for no limit")]
+Limit = Annotated[Amount, Expect("a positive number of seconds, or 0 for no limit")]
 
 
 class MatrixFile(MatrixTable):
@@ -110,25 +113,27 @@ class MatrixFile(MatrixTable):
     Defaults are not validated: an empty list, which users may not give, means that another key applies.
     """
 
-    description: Annotated[str, Must("a string")] = ""
-    device: Annotated[Device, Must(f"one of {', '.join(Device)}")]
+    description: Annotated[str, Expect("a string")] = ""
+    device: Annotated[Device, Expect(f"one of {', '.join(Device)}")]
     repeats: Positive = 3
-    max_repeats: Annotated[Natural, Must("an integer of at least repeats, or 0 for no more than those")] = 0
+    max_repeats: Annotated[Natural, Expect("an integer of at least repeats, or 0 for no more than those")] = 0
     precision: Annotated[
-        float, Field(strict=True, gt=0, lt=1), Must("the width of an interval above 0 and below 1, such as 0.02")
+        float, Field(strict=True, gt=0, lt=1), Expect("the width of an interval above 0 and below 1, such as 0.02")
     ] = 0.02
     budget_s: Limit = 0
-    baseline: Annotated[Name, Must("'auto' or the name of a backend")] = "auto"
-    timeout_s: Annotated[PositiveNumber, Must("a positive number of seconds")] = 600
-    threads: Annotated[Natural, Must("an integer of at least 1: threads per rank, or 0 for its share of the cores")] = 0
-    once: Annotated[Flag, Must("true or false: whether each cell runs a single trial, regardless of repeats")] = False
+    baseline: Annotated[Name, Expect("'auto' or the name of a backend")] = "auto"
+    timeout_s: Annotated[PositiveNumber, Expect("a positive number of seconds")] = 600
+    threads: Annotated[
+        Natural, Expect("an integer of at least 1: threads per rank, or 0 for its share of the cores")
+    ] = 0
+    once: Annotated[Flag, Expect("true or false: whether each cell runs a single trial, regardless of repeats")] = False
     share_gpu: Flag = False
     inactivity_s: Limit = 120
     workload: WorkloadTable
     training: TrainingTable
     axes: AxesTable
     virtual: VirtualTable
-    groups: Annotated[list[Annotated[dict[str, Any], SOME]], SOME, Must("a list of tables, [[groups]]")] = []
+    groups: Annotated[list[Annotated[dict[str, Any], SOME]], SOME, Expect("a list of tables, [[groups]]")] = []
 
 
 TABLES: Mapping[str, type[MatrixTable]] = {
@@ -151,12 +156,23 @@ def _flat(document: Mapping[str, Any]) -> dict[str, Any]:
 DEFAULTS = _flat(
     MatrixFile.model_construct(None, **{k: table.model_construct() for k, table in TABLES.items()}).model_dump()
 )
-KEYS = tuple(fields.declared(MatrixFile))
+_TYPES = validation.declared(MatrixFile)
+KEYS = tuple(_TYPES)
 """All allowed keys of a matrix file, as table.key. A single optimizer may also be given under ``training``."""
 FOR_ALL = ("workload.corpus", "training.seed", "training.optimizer")
 """Keys that apply to the whole run, so groups may not set them; a group uses ``axes.optimizer`` instead."""
 IN_GROUPS = ("once", *(key for key in KEYS if "." in key and key not in FOR_ALL))
 """Keys that a group may set."""
+
+
+def type_of(key: str) -> tuple[Any, bool]:
+    """The type of a key's value, or of its items, and whether it is a list."""
+    kind, is_list = _TYPES[key], False
+    while arguments := get_args(kind):
+        is_list |= get_origin(kind) is list
+        # Of a union, a number without a fraction is the last, and a word instead of a list the first.
+        kind = arguments[get_origin(kind) in {Union, UnionType} and get_origin(arguments[0]) is Literal]
+    return kind, is_list
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,7 +264,7 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked(values: Mapping[str, Any], place: str, name: Callable[[str], str] = str) -> dict[str, Any]:
-    """The validated values with defaults, by table.key. Raises InputError as ``fields.read``."""
+    """The validated values with defaults, by table.key. Raises InputError as ``validation.read``."""
     document: dict[str, Any] = {table: {} for table in TABLES}
     for key, value in values.items():
         table, _, inner = key.partition(".")
@@ -256,7 +272,7 @@ def _checked(values: Mapping[str, Any], place: str, name: Callable[[str], str] =
             document[table][inner] = value
         else:
             document[key] = value
-    return _flat(fields.read(MatrixFile, document, place, name).model_dump())
+    return _flat(validation.read(MatrixFile, document, place, name).model_dump())
 
 
 def _place(source: str, number: int, key: str) -> str:

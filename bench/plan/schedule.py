@@ -18,8 +18,8 @@ from enum import StrEnum
 from typing import Any, Self
 
 from bench.errors import InputError
-from bench.fields import Natural, Number
 from bench.plan.cell import Cell
+from bench.validation import Natural, Number
 
 GROWTH = 1.2
 """Minimum growth of the number of blocks from one look to the next, as simulated in docs/statistics.md."""

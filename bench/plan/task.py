@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from bench import fields
+from bench import validation
 from bench.plan.cell import Cell, Device
 from bench.plan.world import World
 
@@ -102,7 +102,7 @@ class Task:
     def from_json(text: str) -> Task:
         values = json.loads(text)
         module, _, name = values.pop("kind").partition(":")
-        task: Task = fields.read(getattr(importlib.import_module(module), name), values)
+        task: Task = validation.read(getattr(importlib.import_module(module), name), values)
         return task
 
 

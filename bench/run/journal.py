@@ -15,7 +15,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from bench import fields
+from bench import validation
 from bench.errors import InputError
 from bench.run.manifest import Manifest
 
@@ -60,7 +60,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise InputError(
             f"{path}: schema_version is {version!r}; this version of the bench reads {SCHEMA_VERSION}, so measure again"
         )
-    fields.read(Manifest, manifest, f"{path}: ")
+    validation.read(Manifest, manifest, f"{path}: ")
     return manifest
 
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import TypedDict
 
-from bench import fields
-from bench.fields import Positive, PositiveNumber
+from bench import validation
 from bench.measure import heartbeat
+from bench.validation import Positive, PositiveNumber
 from bench.words import plural, size
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def measure(world_size: int, device: torch.device) -> list[TimedCollective]:
 
 def merge(ranks: Sequence[Any]) -> list[TimedCollective]:
     """The rows of all ranks of one group, as from ``measure``; the slowest rank counts. Raises ValueError."""
-    checked = [fields.read(_Rank, {"links": rank})["links"] for rank in ranks]
+    checked = [validation.read(_Rank, {"links": rank})["links"] for rank in ranks]
     return [
         TimedCollective(op=rows[0]["op"], bytes=rows[0]["bytes"], seconds=max(row["seconds"] for row in rows))
         for rows in zip(*checked, strict=True)

@@ -6,10 +6,10 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
-from bench.fields import Flag, Natural, Number
 from bench.plan.cell import Cell
 from bench.plan.schedule import InterimAnalysis
 from bench.run.links import TimedCollective
+from bench.validation import Flag, Natural, Number
 
 
 class _Matrix(TypedDict, total=False):

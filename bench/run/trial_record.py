@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator
 from typing_extensions import TypedDict
 
-from bench import fields
+from bench import validation
 from bench.errors import InputError
-from bench.fields import Amount, Flag, Integer, Must, Natural, Number
 from bench.measure import dispatch, exposure, host
 from bench.plan.categories import HELD, PEAK
 from bench.plan.cell import Cell, Status
+from bench.validation import Amount, Expect, Flag, Integer, Natural, Number
 
 
 def warmup(seconds: Sequence[float]) -> int:
@@ -148,7 +148,7 @@ class Result(ResultFacts, total=False):
     time: MergedTime | None
     update: _Update | None
     collectives: list[_Collective] | None
-    memory: Annotated[dict[str, Integer], AfterValidator(_sizes), Must("a table of bytes")] | None
+    memory: Annotated[dict[str, Integer], AfterValidator(_sizes), Expect("a table of bytes")] | None
     accumulation: _Accumulation | None
     dispatch: _Dispatch | None
     exposure: _Exposure | None
@@ -164,7 +164,7 @@ class Record(Result, total=False):
     cell_id: Required[str]
     repeat: Required[Natural]
     cell: Required[Cell]
-    status: Required[Annotated[Status, Must(f"one of {', '.join(Status)}")]]
+    status: Required[Annotated[Status, Expect(f"one of {', '.join(Status)}")]]
     reason: Required[str]
     wall_s: Required[Amount]
     slot: Natural
@@ -186,7 +186,7 @@ NEVER_EMPTY = ("time", "collectives", "memory", "dispatch")
 def check(records: Sequence[Mapping[str, Any]], journal: Path) -> None:
     """Raise InputError naming the journal, the record and the key if a record has an impossible value."""
     for index, record in enumerate(records, start=1):
-        fields.read(Record, record, f"{journal}: trial {index} was edited: ")
+        validation.read(Record, record, f"{journal}: trial {index} was edited: ")
 
 
 def merge(ranks: Sequence[Mapping[str, int]]) -> dict[str, int]:
@@ -256,7 +256,7 @@ def wrong(ranks: Sequence[Mapping[str, Any]], passes: Sequence[str]) -> str:
     """
     for rank, result in enumerate(ranks):
         try:
-            fields.read(Result, result)
+            validation.read(Result, result)
         except InputError as error:
             return f"rank {rank}: its result is damaged: {error}"
         if missing := _missing(result, passes):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from bench import fields
+from bench import validation
 from bench.plan.models import LlamaSize
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Layout:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Layout:
         """The inverse of ``to_json``. Raises InputError for other values."""
-        return fields.read(cls, values)
+        return validation.read(cls, values)
 
 
 def llama_parameters(size: LlamaSize) -> tuple[Parameter, ...]:

@@ -1,7 +1,8 @@
-"""What is told of handmade observations: the tables, the picture and the page."""
+"""What is told of handmade observations: the tables, the pages, and what is stored."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,12 @@ from typing import Any
 import matplotlib
 import pandas as pd
 import pytest
-from matplotlib.figure import Figure
 
-from bench.audit import conformance, conformance_picture, semantics_files, semantics_page
+from bench.audit import conformance, semantics_files
+from bench.errors import InputError
 from bench.report import style
 from tests.factories import make_observation
-from tests.legible import assert_legible
+from tests.studies import semantics
 
 WHOLE = {"name": "whole", "title": "whole windows", "samples": 8}
 PARTIAL = {"name": "partial", "title": "half a window | left over", "samples": 12, "epochs": 2}
@@ -88,22 +89,12 @@ ODD = make_observation(
     diagnosis="breaks | the\ntable <script> `x` *y* $z$",
     findings=[("mean of | means", "wrong")],
 )
-MANY = [make_observation(f"lightning-number-{i}-deferred", findings=[(f"odd-{i}", "wrong")]) for i in range(25)]
 
 
 def cells(markdown: str) -> list[list[str]]:
     """The rows of the table, split where GitHub splits them."""
     rows = [line for line in markdown.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in rows]
-
-
-def page(observations: list[dict[str, Any]], **changes: Any) -> str:
-    values: dict[str, Any] = {"images": {}, "command": "bench semantics", "about": {}} | changes
-    return semantics_page.page(observations, values.pop("images"), **values)
-
-
-def picture(observations: list[dict[str, Any]]) -> Figure:
-    return conformance_picture.conformance_figure(observations, "Others")[0]
 
 
 def test_the_table_has_a_row_per_scenario_and_backend_and_the_documented_dtypes(tmp_path: Path) -> None:
@@ -138,7 +129,6 @@ def test_families_have_tables_of_their_own_below_one_overview() -> None:
     _, _, *rows = cells(conformance.overview([*seen, *by_hand("accelerate-ddp")]))
     assert rows[0] == ["ddp-eager", "4", "0", "1", "under-weighted 1"]
     assert [row[0] for row in rows[1:]] == ["lightning-ddp", "hf-trainer-ddp, accelerate-ddp", "mine"]
-    assert [line for line in page(seen).splitlines() if line in {f"## {name}" for name in conformance.families(seen)}]
 
 
 def test_what_the_loss_causes_is_told_apart_from_what_the_backend_does() -> None:
@@ -149,7 +139,10 @@ def test_what_the_loss_causes_is_told_apart_from_what_the_backend_does() -> None
     assert own[1] == "right" and own[2].startswith("**under-weighted")
     assert [cell.startswith("**mean of means") for cell in common[1:]] == [True, True]
     seen.append(make_observation("picky", findings=[("unsupported", "note")]))
-    assert "Of 2 backends that can run every scenario, these are wrong in the fewest, 0 of 1: `loop`." in page(seen)
+    assert (
+        "Of 2 backends that can run every scenario, these are wrong in the fewest, 0 of 1: `loop`."
+        in semantics.best(seen)
+    )
 
 
 @pytest.mark.parametrize(
@@ -180,52 +173,46 @@ def test_a_finding_has_its_most_telling_number(word: str, changes: dict[str, Any
     assert conformance.summary(seen) == [f"{word} {expected}".rstrip()]
 
 
-@pytest.mark.parametrize("name", ["some", "odd", "many", "one"])
-def test_nothing_in_the_picture_overlaps_or_leaves_its_cell(name: str) -> None:
-    observations = {"some": SOME, "odd": [ODD, *ENGINE], "many": MANY, "one": [make_observation()]}[name]
-    figure = picture(observations)
-    assert_legible(figure)
-    axes = figure.axes[0]
-    boxes = [patch.get_window_extent() for patch in axes.patches]
-    inside = [text for text in axes.texts if text.get_text()]
-    for box in boxes:
-        centre = ((box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2)
-        (extent,) = [e for e in (text.get_window_extent() for text in inside) if e.contains(*centre)]
-        assert extent.x0 > box.x0 - 1 and extent.x1 < box.x1 + 1 and extent.y0 > box.y0 - 1 and extent.y1 < box.y1 + 1
+ABOUT = {
+    "command": ["bench", "semantics"],
+    "packages": {"torch": "2.13"},
+    "machine": {"python": "3.11"},
+    "device": "cpu",
+    "date": "2026-01-01",
+}
 
 
-def test_pictures_are_written_and_the_same_every_time(tmp_path: Path) -> None:
-    about = {"packages": {"torch": "2.13"}, "machine": {"python": "3.11"}, "device": "cpu", "date": "2026-01-01"}
-    written = [semantics_files.write_pictures(SOME, about, tmp_path / name) for name in "ab"]
-    assert sorted(written[0]) == ["Others", "clipped", "dropped", "limited", "partial", "whole"]
-    assert written[0]["Others"].name == "conformance-others.png"
+def test_weight_maps_are_written_and_the_same_every_time(tmp_path: Path) -> None:
+    written = [semantics_files.write_pictures(SOME, ABOUT, tmp_path / name) for name in "ab"]
+    assert sorted(written[0]) == ["clipped", "dropped", "limited", "partial", "whole"]
     assert written[0]["partial"].name == "weights-partial.png"
     for name, first in written[0].items():
         assert first.read_bytes() == written[1][name].read_bytes()
         assert matplotlib.image.imread(first).shape[1] == round(style.WIDTH * style.DPI)
-    nothing = semantics_files.write_pictures([make_observation(updates=[])], about, tmp_path / "c")
-    assert list(nothing) == ["PyTorch"]
+    assert semantics_files.write_pictures([make_observation(updates=[])], ABOUT, tmp_path / "c") == {}
 
 
-def test_the_page_says_how_it_was_made_and_shows_what_is_given() -> None:
-    text = page(
-        SOME,
-        images={"partial": "plots/p.png", "Others": "plots/c.png", "unknown": "plots/u.png"},
-        about={"torch": "2.11.0", "machine": "2 cores"},
-        throughput="throughput.md",
-        throughput_findings=["- N = 8: window_size right: 9"],
-    )
-    assert text.startswith(
-        "# What each backend computes\n\nWritten by `bench semantics` with torch 2.11.0, machine 2 cores."
-    )
-    assert "](plots/p.png)" in text and "](plots/c.png)" in text and "plots/u.png" not in text
-    assert "](throughput.md)" in text and "\n- N = 8: window_size right: 9\n" in text
-    assert "ThroughputMonitor" not in page(SOME)
-    assert conformance.markdown(SOME) in text and "## Weight maps" not in page(SOME)
+def test_observations_are_read_as_they_were_written(tmp_path: Path) -> None:
+    semantics_files.store([*SOME, ODD], ABOUT, tmp_path / "observations.json")
+    about, found = semantics_files.load(tmp_path / "observations.json")
+    assert about == ABOUT and found == json.loads(json.dumps([*SOME, ODD]))
+    text = (tmp_path / "observations.json").read_text()
+    assert '"0-7":0.125' in text and text.count("half a window") == 1
+    (tmp_path / "old.json").write_text(text.replace('"schema_version":2', '"schema_version":1'))
+    with pytest.raises(InputError, match="is of version 1, not 2; run the suite again"):
+        semantics_files.load(tmp_path / "old.json")
+
+
+def test_the_suites_own_page_has_every_table_and_diagnosis() -> None:
+    text = semantics_files.page([*SOME, ODD], ABOUT)
+    assert "Written by `bench semantics` with torch 2.13, python 3.11, device cpu" in text
+    assert conformance.markdown([*SOME, ODD]) in text and conformance.overview([*SOME, ODD]) in text
+    assert "<details><summary>twice: 4 wrong</summary>" in text
+    assert text.count("\n- ") >= len(SOME) + 1 and "<script>" not in text and "<b>" not in text
 
 
 def test_lightning_with_deepspeed_is_told_from_the_data() -> None:
-    text = page(SOME)
+    text = "\n".join(semantics.lightning_deepspeed(SOME))
     assert "Backends with the counters of both the Trainer and the engine: `twice`, `once`." in text
     assert (
         "- Calls of hooks, in `whole`:\n"
@@ -237,5 +224,14 @@ def test_lightning_with_deepspeed_is_told_from_the_data() -> None:
     ) in text
     assert "- Clipped to norm 0.1, in `clipped`:\n  - `twice`: the coefficients of an update sum to 0.4 instead" in text
     assert "`once`: the coefficients of an update sum to 0.4, as they should" in text
-    assert "Lightning with DeepSpeed" not in page(by_hand("loop-a"))
-    assert "Loops written by hand" not in page(ENGINE)
+
+
+def test_the_committed_pages_are_those_of_the_committed_observations() -> None:
+    """docs/semantics.md begins with questions, and is short."""
+    about, observations = semantics_files.load(semantics.SUITE / semantics_files.OBSERVATIONS)
+    assert (semantics.SUITE / semantics_files.MARKDOWN).read_text() == semantics_files.page(observations, about)
+    page = semantics.DOCS.read_text()
+    assert page == semantics.page(observations, about, semantics.throughput()), "nox -s results -- semantics-page"
+    assert len(page.split()) < 4000 and page.index("## Questions") < page.index("| backends that behave alike")
+    for link in re.findall(r"\]\((\.\./[^)]*)\)", page):
+        assert (semantics.DOCS.parent / link).exists(), link

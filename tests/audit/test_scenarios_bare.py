@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from bench.audit.semantics_files import load
 from bench.backends.base import registry
 from tests.conftest import ROOT, Command, asked, bench
 
-OBSERVATIONS = json.loads((ROOT / "results/semantics/observations.json").read_text())["observations"]
+_, OBSERVATIONS = load(ROOT / "results/semantics/observations.json")
 SUITE = {(one["scenario"]["name"], one["backend"]): one for one in OBSERVATIONS}
 """As committed; ``test_what_is_committed_is_measured_again`` measures it."""
 

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from bench.audit import semantics_files
 from bench.audit.diagnosis import observation
 from bench.audit.reading import Reading
 from bench.audit.scenario import Fault, Reduction, Scenario, load
@@ -398,7 +399,7 @@ def by_name(observations: list[dict[str, Any]]) -> Suite:
 @pytest.fixture(scope="module")
 def suite() -> Suite:
     """The shipped suite, by scenario and backend, as it was committed."""
-    return by_name(json.loads((ROOT / "results/semantics/observations.json").read_text())["observations"])
+    return by_name(semantics_files.load(ROOT / "results/semantics/observations.json")[1])
 
 
 def test_what_is_committed_is_measured_again(request: pytest.FixtureRequest, here: Command, suite: Suite) -> None:
@@ -421,7 +422,14 @@ def verdicts(suite: Suite, name: str) -> dict[str, str]:
 
 
 RIGHT_BY_HAND = ("divisible", "partial-window", "fewer-than-n", "max-steps", "resume", "n-by-epoch", "clip-hard")
-RIGHT_BY_HAND += ("sampler-drop-last", "limit-batches", "resume-epoch", "validation")
+RIGHT_BY_HAND += (
+    "sampler-drop-last",
+    "limit-batches",
+    "resume-epoch",
+    "validation",
+    "framework-split",
+    "max-steps-short",
+)
 
 
 @pytest.mark.parametrize("name", RIGHT_BY_HAND)
@@ -468,65 +476,52 @@ def test_clipping_hides_the_second_division(suite: Suite) -> None:
     assert others == {"right", "hooks too often"}
 
 
-def test_torchtitan_cancels_a_step_and_counts_it(suite: Suite) -> None:
-    """5 updates of two epochs of 10 micro-batches with N = 4, and trainer.step is 6."""
-    for name, taken, counted in (("partial-window", 5, 6), ("limit-batches", 3, 4), ("divisible", 4, 4)):
-        one = suite[name, "torchtitan-eager"]
-        assert one["verdict"] == ("miscounted" if counted > taken else "right")
-        assert one["optimizer_steps_observed"] == taken
-        assert one["steps_reported"] == {"trainer.step": counted, "lr_scheduler.last_epoch": taken}
-    assert suite["max-steps", "torchtitan-eager"]["verdict"] == "carried over"
-    assert {suite[name, "torchtitan-eager"]["verdict"] for name in ("n-by-epoch", "exception")} == {"unsupported"}
+MISSING = {"0": list(range(32, 40))}
+"""Micro-batches 9 and 10 of the first of two epochs."""
 
 
-def test_an_epochs_checkpoint_loses_what_deepspeed_has_open(suite: Suite) -> None:
-    for backend, one in ((name, suite["resume-epoch", name]) for name in verdicts(suite, "resume-epoch")):
-        is_carried = registry()[backend].stepping in (Stepping.CARRY, Stepping.SPLIT)
-        # Micro-batches 9 and 10 of the first epoch; torchtitan fetches them again.
-        assert one["lost"] == ({"0": list(range(32, 40))} if is_carried else {}), backend
-
-
-def test_lightning_divides_an_incomplete_window_by_n(suite: Suite) -> None:
-    for backend in ("lightning-ddp", "lightning-fsdp2"):
-        one = suite["partial-window", backend]
-        assert [update["sum"] for update in one["updates"]] == pytest.approx([1, 1, 0.5, 1, 1, 0.5])
-        assert one["verdict"] == "under-weighted"
-
-
-def test_deepspeed_carries_over_and_zero3_under_lightning_loses(suite: Suite) -> None:
-    assert verdicts(suite, "partial-window")["deepspeed-zero2-eager"] == "carried over"
-    assert suite["partial-window", "deepspeed-zero3-eager"]["samples_lost"] == 0
-    assert suite["partial-window", "lightning-deepspeed-zero2"]["samples_lost"] == 0
-    assert suite["partial-window", "lightning-deepspeed-zero3"]["samples_lost"] == 24
-
-
-def test_max_steps(suite: Suite) -> None:
-    short = verdicts(suite, "max-steps-short")
-    assert {backend for backend, word in short.items() if word == "never stops"} == {
-        "lightning-deepspeed-zero2",
-        "lightning-deepspeed-zero3",
-        "lightning-deepspeed-zero2-corrected",
+@pytest.mark.parametrize(
+    ("name", "backend", "verdict", "facts"),
+    [
+        ("partial-window", "torchtitan-eager", "miscounted", {"steps_reported": 6, "optimizer_steps_observed": 5}),
+        ("limit-batches", "torchtitan-eager", "miscounted", {"steps_reported": 4, "optimizer_steps_observed": 3}),
+        ("divisible", "torchtitan-eager", "right", {"steps_reported": 4, "optimizer_steps_observed": 4}),
+        ("max-steps", "torchtitan-eager", "carried over", {}),
+        ("n-by-epoch", "torchtitan-eager", "unsupported", {}),
+        ("exception", "torchtitan-eager", "unsupported", {}),
+        ("partial-window", "lightning-ddp", "under-weighted", {"updates": [1, 1, 0.5, 1, 1, 0.5]}),
+        ("partial-window", "lightning-fsdp2", "under-weighted", {"updates": [1, 1, 0.5, 1, 1, 0.5]}),
+        ("partial-window", "deepspeed-zero2-eager", "carried over", {"samples_lost": 0}),
+        ("partial-window", "deepspeed-zero3-eager", "carried over", {"samples_lost": 0}),
+        ("partial-window", "lightning-deepspeed-zero2", "divided twice", {"samples_lost": 0}),
+        ("partial-window", "lightning-deepspeed-zero3", "divided twice", {"samples_lost": 24}),
+        ("max-steps-short", "lightning-deepspeed-zero2", "never stops", {}),
+        ("max-steps-short", "lightning-deepspeed-zero3", "never stops", {}),
+        ("max-steps-short", "lightning-deepspeed-zero2-corrected", "never stops", {}),
+        ("max-steps", "lightning-deepspeed-zero2-corrected", "stops late", {"micro_batches": 24}),
+        ("max-steps", "lightning-ddp", "under-weighted", {"optimizer_steps_observed": 5, "micro_batches": 18}),
+        ("engine-n", "lightning-deepspeed-zero2", "refused", {}),
+        ("engine-n", "deepspeed-zero2-eager", "steps too early", {"optimizer_steps_observed": 4}),
+        ("engine-n", "ddp-deferred", "right", {}),
+        ("exception", "fsdp2-eager", "right", {}),
+        ("exception", "lightning-ddp", "right", {}),
+        ("exception", "fsdp2-deferred", "leaks", {"updates": [1, 1.25, 1]}),
+        ("exception", "fabric-fsdp2-deferred", "leaks", {}),
+        ("resume-epoch", "deepspeed-zero2-eager", "lost", {"lost": MISSING}),
+        ("resume-epoch", "lightning-deepspeed-zero3", "divided twice", {"lost": MISSING}),
+        ("resume-epoch", "torchtitan-eager", "miscounted", {"lost": {}}),  # which fetches them again
+        ("framework-split", "lightning-ddp", "shuffled", {}),
+    ],
+)
+def test_what_frameworks_are_known_to_do(
+    suite: Suite, name: str, backend: str, verdict: str, facts: dict[str, Any]
+) -> None:
+    one = suite[name, backend]
+    seen = one | {
+        "updates": [round(update["sum"], 6) for update in one["updates"]],
+        "steps_reported": one["steps_reported"].get("trainer.step"),
     }
-    late = suite["max-steps", "lightning-deepspeed-zero2-corrected"]
-    assert (late["verdict"], late["optimizer_steps_observed"], late["micro_batches"]) == ("stops late", 6, 24)
-    native = suite["max-steps", "lightning-ddp"]
-    assert (native["optimizer_steps_observed"], native["micro_batches"]) == (5, 18)
-
-
-def test_an_engine_with_another_n(suite: Suite) -> None:
-    """A mismatch is refused by Lightning, and obeyed in silence by DeepSpeed under a loop of one's own."""
-    words = verdicts(suite, "engine-n")
-    assert words["lightning-deepspeed-zero2"] == words["lightning-deepspeed-zero3"] == "refused"
-    assert words["deepspeed-zero2-eager"] == words["deepspeed-zero3-eager"] == "steps too early"
-    assert suite["engine-n", "deepspeed-zero2-eager"]["optimizer_steps_observed"] == 4
-    assert words["ddp-deferred"] == words["lightning-ddp"] == "right"
-
-
-def test_what_an_exception_leaves_behind(suite: Suite) -> None:
-    words = verdicts(suite, "exception")
-    assert words["ddp-deferred"] == words["fsdp2-eager"] == words["lightning-ddp"] == "right"
-    assert words["fsdp2-deferred"] == words["fabric-fsdp2-deferred"] == "leaks"
-    assert suite["exception", "fsdp2-deferred"]["updates"][1]["sum"] == pytest.approx(1.25)
+    assert (seen["verdict"], {key: seen[key] for key in facts}) == (verdict, facts)
 
 
 def test_mean_losses_are_wrong_but_where_the_trainer_weighs_tokens_and_window_shares_right(suite: Suite) -> None:
@@ -535,12 +530,6 @@ def test_mean_losses_are_wrong_but_where_the_trainer_weighs_tokens_and_window_sh
         tokens = [7, 512, 64, 3] * 4
         wanted = {str(sample): count / sum(tokens) for sample, count in enumerate(tokens)}
         assert suite["tokens-window", backend]["updates"][0]["samples"] == pytest.approx(wanted, rel=1e-5), backend
-
-
-def test_lightning_shuffles_what_it_splits(suite: Suite) -> None:
-    shuffled = {backend for backend, one in verdicts(suite, "framework-split").items() if one == "shuffled"}
-    assert {"lightning-ddp", "lightning-fsdp2"} <= shuffled
-    assert not shuffled & set(LOOP_BACKENDS)
 
 
 def test_broken_loops_are_told_apart(here: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -628,7 +617,7 @@ def test_an_interrupted_suite_keeps_what_it_has_and_leaves_nothing_behind(tmp_pa
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
     assert "are kept" in process.stderr.read()
-    kept = json.loads((tmp_path / "out/observations.json").read_text())["observations"]
+    kept = semantics_files.load(tmp_path / "out/observations.json")[1]
     assert len(kept) == len(load())
     assert list(temporary.glob("accumulation-bench-*")) == []
     assert processes_with("semantics") == []
@@ -729,7 +718,6 @@ def test_the_calculator_says_what_the_backends_do(tables: list[str]) -> None:
             "--device: invalid choice: 'tpu' (choose",
         ),
         (["--samples", "4", "--micro-batch", "1", "--accumulate", "2", "--clip", "-1"], "--clip is -1.0; it must be"),
-        (["--docs", "x.md", "--samples", "4"], "--docs x.md: is written from a suite; add --suite"),
     ],
 )
 def test_wrong_input_is_refused_in_one_line(

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from bench import cli
 from bench.audit import dtypes, monitor
 from bench.audit.lint import lint
-from bench.audit.lint.known import Options
-from bench.audit.lint.rules import RULES
+from bench.audit.lint.lint_options import LintOptions
+from bench.audit.lint.rules import rules
 from bench.backends.base import registry
 from bench.commands import COMMANDS
 from bench.errors import BAD, GOOD, UNCHECKED, WRONG, InputError
@@ -210,11 +210,11 @@ def read_config(name: str, folder: Path, content: bytes) -> None:
     path.write_bytes(content)
     refusal, findings = str(path), []
     try:
-        findings = lint([path], Options(samples=100, world_size=2, batch_size=2))
+        findings = lint([path], LintOptions(samples=100, world_size=2, batch_size=2))
     except InputError as error:
         refusal = str(error)
     assert refusal.startswith(str(path))
-    assert all(len(str(finding).splitlines()) == 4 and finding.code in RULES for finding in findings)
+    assert all(len(str(finding).splitlines()) == 4 and finding.code in rules() for finding in findings)
 
 
 @FORM.examples(80, 5000)

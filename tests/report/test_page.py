@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import re
 from pathlib import Path
 from urllib.parse import unquote
@@ -11,6 +10,7 @@ from urllib.parse import unquote
 import pandas as pd
 import pytest
 
+from bench.audit.semantics_files import load as load_suite
 from bench.files import RESULTS
 from bench.judge.baseline import against_baselines
 from bench.judge.loading import load, run_of
@@ -141,8 +141,7 @@ def test_steps_of_whole_windows_do_not_pass_for_those_at_an_epochs_end(tmp_path:
 
 
 def test_the_bundled_findings_are_those_of_the_committed_suite() -> None:
-    stored = json.loads((RESULTS / "semantics" / "observations.json").read_text(encoding="utf-8"))
-    assert bundle(stored["about"], stored["observations"]) == epoch_end()
+    assert bundle(*load_suite(RESULTS / "semantics" / "observations.json")) == epoch_end()
 
 
 def assert_citations(folder: Path) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.audit.semantics_files import OBSERVATIONS
+from bench.audit.semantics_files import OBSERVATIONS, load
 from bench.files import RESULTS
 from bench.report.sections import EPOCH_END
 
@@ -41,8 +41,7 @@ def bundle(about: Mapping[str, Any], observations: Sequence[Mapping[str, Any]]) 
 
 def main(folder: Path = RESULTS / "semantics") -> None:
     """Write the bundle from the folder of a suite."""
-    stored = json.loads((folder / OBSERVATIONS).read_text(encoding="utf-8"))
-    text = json.dumps(bundle(stored["about"], stored["observations"]), indent=1)
+    text = json.dumps(bundle(*load(folder / OBSERVATIONS)), indent=1)
     EPOCH_END.write_text(f"{text}\n", encoding="utf-8")
     print(EPOCH_END)
 

@@ -20,10 +20,11 @@ import pandas as pd
 
 import bench
 from bench.audit.conformance import ratios
-from bench.audit.semantics_page import GLOBAL_STEP, STRATEGY
+from bench.audit.semantics_files import load
 from bench.judge.formulas import expect, layout_of
 from bench.plan.cell import Cell, Precision
 from tests.conftest import ROOT
+from tests.studies.semantics import GLOBAL_STEP, STRATEGY
 
 DOCS, PROBES = ROOT / "docs" / "claims.md", ROOT / "docs" / "claims.json"
 RUN = "results/cpu"
@@ -44,15 +45,17 @@ def only(condition: str) -> str:
 class Measured:
     """The committed measurements that claims are held against."""
 
-    def __init__(self, suite: Mapping[str, Any], rates: pd.DataFrame, versions: Sequence[Any], probes: Any) -> None:
-        self.suite, self.rates, self.versions, self.probes = suite, rates, versions, probes
-        self.seen = {(one["scenario"]["name"], one["backend"]): one for one in suite["observations"]}
+    def __init__(
+        self, about: Mapping[str, Any], suite: Sequence[Any], rates: pd.DataFrame, versions: Sequence[Any], probes: Any
+    ) -> None:
+        self.about, self.suite, self.rates, self.versions, self.probes = about, suite, rates, versions, probes
+        self.seen = {(one["scenario"]["name"], one["backend"]): one for one in suite}
 
     @classmethod
     def load(cls) -> Measured:
         """From results/ and docs/."""
         return cls(
-            json.loads((ROOT / "results/semantics/observations.json").read_text()),
+            *load(ROOT / "results/semantics/observations.json"),
             pd.read_parquet(ROOT / "results/throughput/throughput.parquet"),
             json.loads((ROOT / "docs/versions.json").read_text())["versions"],
             json.loads(PROBES.read_text()),
@@ -500,7 +503,7 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
 
 def page(m: Measured) -> str:
     """The page in Markdown."""
-    about = m.suite["about"]
+    about = m.about
     versions = ", ".join(f"{name} {about['packages'][name]}" for name in PACKAGES)
     rates = m.rates.iloc[0]
     evidence = {

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from bench.run.machine import MEASURING
+from tests.studies.semantics import PICTURED
 
 TRAINING = (*(f"bench/{stage}" for stage in MEASURING), ":!bench/plan/columns.py")
 """The code that a trial runs."""
@@ -36,12 +37,13 @@ class Made:
 TWICE = {"gates": "Lightning with DeepSpeed divides the loss by N twice, and the run shows it"}
 NOISY = {
     "outliers": "the trimmed mean leaves them out",
-    "noise floor": "the machine is shared; smaller differences have no verdict",
+    "A/A pair": "the machine is shared; all intervals are wider by what it shows",
+    "blocks": "the machine is shared; ratios are taken within blocks",
     "two modes": "the machine is shared; the intervals cover both",
 }
 TIMED = TWICE | NOISY | {"verdicts": "40 minutes are what it gets"}
-CROWDED = dict.fromkeys(("ranks", "noise floor", "verdicts"), "four ranks share two cores, and five trials are few")
-UNTIMED = dict.fromkeys(("machine", "ranks", "noise floor", "verdicts"), "run once, for something else than times")
+CROWDED = dict.fromkeys(("ranks", "A/A pair", "verdicts"), "four ranks share two cores, and five trials are few")
+UNTIMED = dict.fromkeys(("machine", "ranks", "A/A pair", "verdicts"), "run once, for something else than times")
 
 
 def _run(
@@ -97,13 +99,6 @@ ROWS = (
         commands=("python -m tests.studies.realtrials",),
         code=(*TRAINING, *_studies("realtrials"), "tests/delayed.py"),
         minutes=57,
-        is_run=True,
-        warnings={
-            "tables": "only the journals are kept",
-            **dict.fromkeys(
-                ("drift", "noise floor", "outliers", "two modes", "verdicts"), "these runs are kept for their noise"
-            ),
-        },
     ),
     Made(
         name="throughput",
@@ -114,11 +109,21 @@ ROWS = (
     ),
     Made(
         name="semantics",
-        paths=("results/semantics", "plots/semantics", "docs/semantics.md"),
-        commands=("python -m bench semantics --suite --out results/semantics --docs docs/semantics.md",),
+        paths=("results/semantics",),
+        commands=("python -m bench semantics --suite --out results/semantics",),
         code=SUITE,
-        sources=("throughput",),
         minutes=9,
+    ),
+    Made(
+        name="semantics-page",
+        paths=(
+            *("docs/semantics.md", "results/semantics/conformance.md", "results/semantics/conformance.parquet"),
+            *(f"plots/semantics/weights-{name}.png" for name in PICTURED),
+        ),
+        commands=("python -m tests.studies.semantics",),
+        code=("bench/audit", ":!bench/audit/lint", *_studies("semantics")),
+        sources=("semantics", "throughput"),
+        minutes=0.2,
     ),
     Made(
         name="versions",
@@ -145,16 +150,15 @@ ROWS = (
     ),
     Made(
         name="statistics",
-        paths=("docs/statistics.md", "docs/statistics.png"),
+        paths=("docs/statistics.md",),
         commands=("python -m tests.studies",),
         code=(
-            *_studies("__main__", "choices", "page", "rivals", "simulation", "study"),
+            *_studies("__main__", "choices", "page", "rivals", "study", "trial_noise"),
             *(f"bench/judge/{name}.py" for name in ("pairs", "evidence", "baseline", "statistics", "verdicts")),
-            "bench/plan/schedule.py",
             "bench/run/trial_record.py",
         ),
-        sources=("noise",),
-        minutes=5,
+        sources=("noise", "cpu", "popular"),
+        minutes=3,
     ),
     Made(
         name="reliability",

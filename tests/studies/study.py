@@ -1,8 +1,7 @@
-"""The study: simulated reports through the whole pipeline, and how often its verdicts and intervals are right.
+"""How often verdicts and intervals are right: reports made of the noise of real trials, judged as a run is judged.
 
-A report has a baseline, its A/A twin and four more cells. Blocks of all six are added until every interval is narrower
-than the precision, or the largest number of repeats is reached; see ``verdicts.next_precision``. Since what differs
-between cells is a factor, one simulation serves every effect: a cell that is 5 % slower has 1.05 times the steps.
+A report has a baseline, its A/A twin and a number of other cells, all of them equally fast. Since what differs between
+cells is a factor, one set of reports serves every effect: a cell that is 5 % slower has 1.05 times the step times.
 """
 
 from __future__ import annotations
@@ -15,272 +14,150 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
+from scipy import stats
 
-from bench.judge.statistics import MARGIN, MAX_REPEATS, MIN_REPEATS, PRECISION, SAME_WIDTH, Array, Interval, bootstrap
-from bench.judge.verdicts import Comparison, Verdict, judge_all
-from bench.plan.schedule import next_look
-from bench.run.trial_record import warmups
+from bench.judge.statistics import MARGIN, Array, Bootstrap, Interval, bootstrap, holm
+from bench.judge.verdicts import ALPHA, Comparison, Verdict, excess, judge_all
 from tests.studies.rivals import RULES
-from tests.studies.simulation import FAMILIES, FITTED, Noise, simulate
+from tests.studies.trial_noise import Noise, steps
 
-COMPARISONS = 4
-"""How many a report has, all with the baseline."""
-STEPS = 12
+EFFECTS = {"A/A": 0.0, "1 %": math.log(1.01), "2 %": math.log(1.02), "5 %": math.log(1.05), "10 %": math.log(1.1)}
+"""How much slower the cells of a report are than the baseline, as logarithms."""
+SIZES = (8, 13, 26)
+"""Numbers of blocks: what the default makes in its 20 minutes, what results/cpu has, and twice as many."""
+COMPARISONS = 8
+REPORTS = 1000
 RESAMPLES = 1999
 """Fewer than in a real report, for the time it takes."""
-REPORTS = 400
 SEED = 4
-BENCH, PLAIN = "this bench", "this bench, not extended"
-CHUNK = 100_000
-"""Trials whose warm-up is looked for at a time: bounds the memory."""
-
-EFFECTS: dict[str, float] = {"A/A": 0.0, "1 %": math.log(1.01), "2 %": math.log(1.02), "5 %": math.log(1.05)}
-"""How much slower the first cell of a comparison is, as logarithms."""
-
 Row = dict[str, Any]
-Shares = dict[str, dict[Verdict, float]]
-"""How often each verdict comes up, by effect."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a column of the study's table must be."""
+    """What a rate must be."""
 
-    column: str
     words: str
-    low: float
-    high: float
+    limit: str
 
-    def met(self, value: float) -> bool:
-        """Whether a rate is within the target."""
-        return self.low <= value <= self.high
-
-
-TARGETS: tuple[Target, ...] = (
-    Target("false_different", "A/A called faster or slower", 0.0, 0.01),
-    Target("found", "5 % difference found", 0.95, 1.0),
-    Target("same", "1 % difference called same", 0.80, 1.0),
-    Target("coverage", "intervals that hold the truth", 0.93, 0.97),
-)
+    def met(self, row: Row) -> bool:
+        """Whether a row of ``rates`` meets it."""
+        if self is FALSE:
+            return bool(row["false"] <= ALPHA)
+        if self is POWER:
+            return all(row[f"power {name}"] >= row[f"t {name}"] - 0.1 for name in ("5 %", "10 %"))
+        return bool(0.93 <= row["coverage"] <= 0.97)
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """Where the reports stopped: arrays over reports and ratios, the A/A pair first."""
-
-    blocks: NDArray[np.int_]
-    centres: Array
-    low: Array
-    high: Array
-    p_different: dict[str, Array]
-    p_same: dict[str, Array]
-
-    def width(self) -> Array:
-        """The widest interval of each report."""
-        return np.asarray(np.expm1(self.high - self.low).max(axis=1))
+FALSE = Target("reports with any false difference", "at most 5 %")
+POWER = Target("5 % and 10 % found", "at most 10 points less than by a paired t-test")
+COVERAGE = Target("intervals that hold the truth", "93 to 97 %")
+TARGETS = (FALSE, POWER, COVERAGE)
 
 
-def medians(logs: Array) -> Array:
-    """Logarithms of trial medians after warm-up, from those of steps along the last axis."""
-    flat = logs.reshape(-1, logs.shape[-1])
-    found = np.empty(len(flat))
-    for start in range(0, len(flat), CHUNK):
-        part = flat[start : start + CHUNK]
-        dropped = warmups(np.exp(part))
-        for k in np.unique(dropped):
-            at = np.flatnonzero(dropped == k)
-            found[start + at] = np.median(part[at, k:], axis=1)
-    return found.reshape(logs.shape[:-1])
+def rates(noise: Noise, blocks: int, comparisons: int = COMPARISONS, reports: int = REPORTS) -> Row:
+    """The rates of one kind of noise and number of blocks.
 
-
-def run_until(differences: Array, start: Sequence[int] | NDArray[np.int_], precision: float, seed: int) -> Stage:
-    """Adds blocks to each report until all of its intervals are narrower than the precision.
-
-    ``differences`` has the logarithms of the paired ratios over reports, ratios and all blocks that could be run.
+    ``false`` is the share of reports of equal cells that call any of them different, ``power X`` and ``t X`` the shares
+    of comparisons in which a difference of X is found by the bench and by a paired t-test with Holm's correction.
     """
-    reports, ratios, most = differences.shape
-    at = np.minimum(np.asarray(start, dtype=int), most)
-    shape = (reports, ratios)
-    stage = Stage(
-        at.copy(),
-        np.empty(shape),
-        np.empty(shape),
-        np.empty(shape),
-        {name: np.empty(shape) for name in EFFECTS},
-        {name: np.empty(shape) for name in EFFECTS},
-    )
-    waiting = np.arange(reports)
-    while len(waiting):
-        n = int(at[waiting].min())
-        group = waiting[at[waiting] == n]
-        drawn = bootstrap(differences[group, :, :n].reshape(-1, n), resamples=RESAMPLES, seed=seed + n)
-        here = (len(group), ratios)
-        low, high = (end.reshape(here) for end in drawn.interval())
-        stage.low[group], stage.high[group], stage.centres[group] = low, high, drawn.centres.reshape(here)
-        stage.blocks[group] = n
-        for name, by in EFFECTS.items():
-            moved = replace(drawn, centres=drawn.centres + by, draws=drawn.draws + by)
-            stage.p_different[name][group] = moved.p_different().reshape(here)
-            stage.p_same[name][group] = moved.p_same(MARGIN).reshape(here)
-        widest = np.expm1(high - low).max(axis=1)
-        wanted = np.minimum(np.ceil(n * (widest / precision) ** 2), 2 * n)
-        goes_on = (widest >= precision) & (n < most)
-        at[group] = [min(most, next_look(n, int(want))) for want in wanted]  # as the runner does it
-        waiting = np.concatenate([np.setdiff1d(waiting, group), group[goes_on]])
-    return stage
+    rng = np.random.default_rng([SEED, blocks, comparisons, *noise.name.encode()])
+    logs = noise.reports(reports, comparisons + 2, blocks, rng)
+    apart = (logs[:, :, 1:] - logs[:, :, :1]).transpose(0, 2, 1)
+    drawn = bootstrap(apart.reshape(-1, blocks), resamples=RESAMPLES)
+    shape = (reports, comparisons + 1)
+    low, high = (ends.reshape(shape) for ends in drawn.interval())
+    row: Row = {"noise": noise.name, "blocks": blocks, "comparisons": comparisons}
+    row["coverage"] = float(((low <= 0) & (high >= 0))[:, 1:].mean())
+    row["control excludes 1"] = float(((low > 0) | (high < 0))[:, 0].mean())
+    row["width"] = float(np.median(np.expm1(high - low)[:, 1:]))
+    for effect, by in EFFECTS.items():
+        found = _verdicts(drawn, shape, by)
+        ours = (found == Verdict.SLOWER) | (found == Verdict.FASTER)
+        theirs = _t_tests(apart[:, 1:] + by)
+        row |= {f"power {effect}": float(ours.mean()), f"t {effect}": float(theirs.mean())}
+        row |= {
+            f"wrong {effect}": float((found == Verdict.FASTER).mean()),
+            f"same {effect}": _share(found, Verdict.SAME),
+        }
+        if effect == "A/A":
+            row |= {"false": float(ours.any(axis=1).mean()), "t false": float(theirs.any(axis=1).mean())}
+    return row
 
 
-def verdicts(stage: Stage, effect: str) -> list[list[Verdict]]:
-    """The verdicts of every report if all its cells are slower than the baseline by an effect."""
-    by = EFFECTS[effect]
+def _share(found: NDArray[Any], verdict: Verdict) -> float:
+    return float((found == verdict).mean())
+
+
+def _verdicts(drawn: Bootstrap, shape: tuple[int, int], by: float) -> NDArray[Any]:
+    """The verdicts of each report if its cells are slower by an effect: reports x comparisons."""
+    moved = replace(drawn, centres=drawn.centres + by, draws=drawn.draws + by)
+    columns = (drawn.centres, *drawn.interval(), drawn.p_different())
+    own = [column.reshape(shape)[:, 0] for column in columns]
+    ends = (moved.centres, *moved.interval(), moved.p_different(), moved.p_same(MARGIN))
+    centres, low, high, different, same = (column.reshape(shape)[:, 1:] for column in ends)
     found = []
-    for i in range(len(stage.blocks)):
-        intervals = [
-            Interval(
-                ratio=math.exp(stage.centres[i, j] + shift),
-                low=math.exp(stage.low[i, j] + shift),
-                high=math.exp(stage.high[i, j] + shift),
-                p_different=stage.p_different[effect][i, j],
-                p_same=stage.p_same[effect][i, j],
-                num_trials=int(stage.blocks[i]),
-                paired=True,
-            )
-            for j, shift in enumerate([0.0] + [by] * (stage.low.shape[1] - 1))
+    for i in range(shape[0]):
+        control = _interval(own[0][i], own[1][i], own[2][i], own[3][i], 1.0)
+        report = [
+            Comparison(time=_interval(*values).widened(excess(control)), control=control)
+            for values in zip(centres[i], low[i], high[i], different[i], same[i], strict=True)
         ]
-        floor, *others = intervals
-        compared = [Comparison(time=one, floor=floor) for one in others]
-        found.append([judgement.verdict for judgement in judge_all(compared)])
-    return found
+        found.append([judgement.verdict for judgement in judge_all(report)])
+    return np.array(found, dtype=object)
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Verdicts of one rule on one kind of noise, a row each, and rates of them."""
-
-    rates: pd.DataFrame
-    counts: pd.DataFrame
-
-
-def study_noise(
-    noise: Noise,
-    reports: int = REPORTS,
-    seed: int = SEED,
-    *,
-    most: int = MAX_REPEATS,
-    comparisons: int = COMPARISONS,
-    rivals: bool = True,
-) -> Outcome:
-    """Simulates one kind of noise; returns the rates per rule, and how often each verdict came up per effect."""
-    rng = np.random.default_rng([seed, *noise.name.encode()])
-    logs = simulate(noise, reports=reports, cells=comparisons + 2, blocks=most, steps=STEPS, rng=rng)
-    differences = ratios(logs)
-    first = run_until(differences, np.full(reports, MIN_REPEATS), PRECISION, seed)
-    more = [min(most, next_look(n, 0)) if n < most else n for n in first.blocks]
-    second = run_until(differences, more, min(PRECISION, SAME_WIDTH * MARGIN), seed)
-    rates, counts = [], []
-    for name, extended in ((BENCH, True), (PLAIN, False)):
-        row, seen = _ours(first, second, extended=extended)
-        rates.append({"noise": noise.name, "rule": name, **row})
-        counts += [{"noise": noise.name, "rule": name, **one} for one in seen]
-    for row, seen in [] if not rivals else _rivals(logs[:, : max(rule.trials for rule in RULES)]):
-        rates.append({"noise": noise.name, **row})
-        counts += [{"noise": noise.name, **one} for one in seen]
-    return Outcome(pd.DataFrame(rates), pd.DataFrame(counts))
-
-
-def _rates(shares: Shares, coverage: float, trials: dict[str, float]) -> tuple[Row, list[Row]]:
-    """Rates of one rule, and how often each verdict came up, from the shares of verdicts by effect."""
-    row: Row = {
-        "false_different": shares["A/A"][Verdict.FASTER] + shares["A/A"][Verdict.SLOWER],
-        "found": shares["5 %"][Verdict.SLOWER],
-        "same": shares["1 %"][Verdict.SAME],
-        "coverage": coverage,
-        "wrong": shares["5 %"][Verdict.FASTER] + shares["5 %"][Verdict.SAME] + shares["1 %"][Verdict.FASTER],
-        "same_at_margin": shares["2 %"][Verdict.SAME],
-        **{f"trials {effect}": number for effect, number in trials.items()},
-    }
-    seen: list[Row] = [
-        {"effect": effect, "verdict": str(verdict), "share": share}
-        for effect, of in shares.items()
-        for verdict, share in of.items()
-    ]
-    return row, seen
-
-
-def _ours(first: Stage, second: Stage, *, extended: bool) -> tuple[Row, list[Row]]:
-    """Rates and counts of the bench's own rule, with or without the extension of what is ambiguous."""
-    shares: Shares = {}
-    covered, trials = [], {}
-    for effect in EFFECTS:
-        early, late = verdicts(first, effect), verdicts(second, effect)
-        goes_on = np.array([extended and Verdict.AMBIGUOUS in report for report in early])
-        flat = [one for i in range(len(early)) for one in (late[i] if goes_on[i] else early[i])]
-        shares[effect] = {one: flat.count(one) / len(flat) for one in Verdict}
-        low, high = (np.where(goes_on[:, None], b, a) for a, b in ((first.low, second.low), (first.high, second.high)))
-        covered.append(float(((low <= 0) & (high >= 0))[:, 1:].mean()))
-        trials[effect] = float(np.median(np.where(goes_on, second.blocks, first.blocks)))
-    return _rates(shares, float(np.mean(covered)), trials)
-
-
-def _rivals(logs: Array) -> list[tuple[Row, list[Row]]]:
-    """Rates and counts of the rules of other tools: every cell but the twin against the baseline."""
-    found = []
-    for rule in RULES:
-        used = min(rule.trials, logs.shape[1])
-        seconds = np.exp(logs[:, :used])
-        base = np.repeat(seconds[:, None, :, 0], COMPARISONS, axis=1).reshape(-1, used, logs.shape[-1])
-        other = seconds[:, :, 2:].transpose(0, 2, 1, 3).reshape(-1, used, logs.shape[-1])
-        called = {effect: rule.judge(other * math.exp(by), base) for effect, by in EFFECTS.items()}
-        covered = [
-            float(((c.low <= math.exp(EFFECTS[e])) & (c.high >= math.exp(EFFECTS[e]))).mean())
-            for e, c in called.items()
-            if c.low is not None and c.high is not None
-        ]
-        words = {Verdict.SLOWER: 1, Verdict.FASTER: -1, Verdict.SAME: 0}
-        shares = {e: {word: float((c.sign == sign).mean()) for word, sign in words.items()} for e, c in called.items()}
-        coverage = float(np.mean(covered)) if covered else math.nan
-        row, seen = _rates(shares, coverage, dict.fromkeys(EFFECTS, float(used)))
-        found.append(({"rule": rule.name, **row}, [{"rule": rule.name, **one} for one in seen]))
-    return found
-
-
-def study(reports: int = REPORTS, seed: int = SEED) -> Outcome:
-    """``study_noise`` of all kinds of noise."""
-    outcomes = [study_noise(noise, reports, seed) for noise in FAMILIES]
-    return Outcome(
-        pd.concat([outcome.rates for outcome in outcomes], ignore_index=True),
-        pd.concat([outcome.counts for outcome in outcomes], ignore_index=True),
+def _interval(centre: float, low: float, high: float, p_different: float, p_same: float) -> Interval:
+    return Interval(
+        ratio=math.exp(centre),
+        low=math.exp(low),
+        high=math.exp(high),
+        p_different=p_different,
+        p_same=p_same,
+        num_trials=8,
+        paired=True,
     )
 
 
-def ratios(logs: Array) -> Array:
-    """Logarithms of the paired ratios of trial medians to the baseline's: over reports, ratios and blocks."""
-    cells = medians(logs)
-    return np.asarray((cells[..., 1:] - cells[..., :1]).transpose(0, 2, 1))
+def _t_tests(apart: Array) -> NDArray[np.bool_]:
+    """Which comparisons a paired t-test calls different, with Holm's correction over those of a report."""
+    p_values = stats.ttest_1samp(apart, 0.0, axis=2).pvalue
+    return np.array([[p < ALPHA for p in holm(values)] for values in p_values])
 
 
-def precisions(widths: Sequence[float], reports: int, seed: int = SEED) -> pd.DataFrame:
-    """What a precision costs and finds in the fitted noise, if nothing is extended."""
-    rng = np.random.default_rng([seed, *FITTED.name.encode()])  # the trials of study_noise, so that its row comes again
-    logs = simulate(FITTED, reports=reports, cells=COMPARISONS + 2, blocks=MAX_REPEATS, steps=STEPS, rng=rng)
-    differences = ratios(logs)
-    rows = []
-    for width in widths:
-        stage = run_until(differences, np.full(reports, MIN_REPEATS), width, seed)
-        rows.append({"precision": width, **_ours(stage, stage, extended=False)[0]})
+def study(noises: Sequence[Noise], reports: int = REPORTS) -> pd.DataFrame:
+    """``rates`` of every noise and number of blocks, and of the first noise with other numbers of comparisons."""
+    rows = [rates(n, blocks, min(COMPARISONS, n.cells - 2), reports) for n in noises for blocks in SIZES]
+    rows += [rates(noises[0], SIZES[1], comparisons, reports) for comparisons in (1, 22)]
     return pd.DataFrame(rows)
 
 
-def limits(numbers: Sequence[int], reports: int, seed: int = SEED) -> pd.DataFrame:
-    """What the fitted noise leaves of the verdicts if no more than so many repeats are run."""
-    found = [study_noise(FITTED, reports, seed, most=number, rivals=False).rates.head(1) for number in numbers]
-    return pd.concat(found, ignore_index=True).assign(limit=list(numbers))
-
-
-def sizes(numbers: Sequence[int], reports: int, seed: int = SEED) -> pd.DataFrame:
-    """The same rates for reports of fewer and of more comparisons, in the fitted noise; as many comparisons in all."""
-    found = [
-        study_noise(FITTED, max(1, reports * COMPARISONS // n), seed, comparisons=n, rivals=False).rates.head(1)
-        for n in numbers
+def misses(found: pd.DataFrame) -> list[str]:
+    """The targets that are not met, in words."""
+    rows = found.to_dict("records")
+    bad = {target: [row for row in rows if not target.met(row)] for target in TARGETS}
+    return [
+        f"{target.words}, {target.limit}: not in {', '.join(map(name, missed))}"
+        for target, missed in bad.items()
+        if missed
     ]
-    return pd.concat(found, ignore_index=True).assign(comparisons=list(numbers))
+
+
+def name(row: Row) -> str:
+    """A row in words."""
+    return f"{row['noise']} ({row['blocks']} blocks, {row['comparisons']} comparison{'s' * (row['comparisons'] > 1)})"
+
+
+def rivals(noise: Noise, reports: int) -> pd.DataFrame:
+    """How often the rules of other tools call two cells different, on step times made of the same noise."""
+    rng = np.random.default_rng([SEED, 1])
+    known, rows = steps(), []
+    for rule in RULES:
+        logs = noise.reports(reports, 2, rule.trials, rng)
+        seconds = np.exp(logs[..., None] + known[rng.integers(len(known), size=logs.shape)])
+        base, other = seconds[:, :, 0], seconds[:, :, 1]
+        called = {effect: rule.judge(other * math.exp(by), base) for effect, by in EFFECTS.items()}
+        rows.append(
+            {"rule": rule.name, "trials": rule.trials} | {n: float((c.sign != 0).mean()) for n, c in called.items()}
+        )
+    return pd.DataFrame(rows)

@@ -21,7 +21,7 @@ def test_the_page_is_what_the_committed_measurements_say(measured: Measured) -> 
 def test_a_verdict_follows_its_measurement(measured: Measured) -> None:
     """Lightning with DeepSpeed as it would be without its defects, and probes with the opposite result."""
     suite, probes = copy.deepcopy(measured.suite), copy.deepcopy(measured.probes)
-    by_name = {(one["scenario"]["name"], one["backend"]): one for one in suite["observations"]}
+    by_name = {(one["scenario"]["name"], one["backend"]): one for one in suite}
     for (name, backend), one in by_name.items():
         if backend.startswith("lightning-deepspeed"):
             right = by_name[name, "lightning-ddp" if name != "partial-window" else "ddp-eager"]
@@ -30,7 +30,7 @@ def test_a_verdict_follows_its_measurement(measured: Measured) -> None:
     probes["both_defined"]["optimizer"] = probes["both_defined"]["neither"]
     probes["unscaled"]["SGD"]["distance"] = 0.0
     probes["equal_n"] = ""
-    other = Measured(suite, measured.rates, measured.versions, probes)
+    other = Measured(measured.about, suite, measured.rates, measured.versions, probes)
     judged = {claim.text: (claim.judge(measured)[0], claim.judge(other)[0]) for claim in _claims()}
     assert judged["Lightning hands control of accumulation completely to DeepSpeed."] == (FALSE, TRUE)
     assert judged["It is normal cooperation of two frameworks, not a defect."] == (FALSE, TRUE)

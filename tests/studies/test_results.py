@@ -18,7 +18,7 @@ from tests.studies import results
 from tests.studies.made import ROWS, Made
 
 CODE, RUN, PAGE = "bench/code.py", "results/timed", "page.md"
-WARNINGS = dict.fromkeys(("tables", "machine", "noise floor", "verdicts"), "it is simulated")
+WARNINGS = dict.fromkeys(("tables", "machine", "A/A pair", "verdicts"), "it is simulated")
 
 
 def git(root: Path, *arguments: str) -> str:

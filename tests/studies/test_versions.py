@@ -123,7 +123,8 @@ def test_each_torch_runs_with_the_lowest_and_the_newest_of_the_others(
 
 def test_what_a_backend_lacks_is_no_failure_of_a_smoke_run() -> None:
     def trial(backend: str, status: str, reason: str = "") -> dict[str, Any]:
-        return {"backend": backend, "status": status, "reason": reason, "update_error": None}
+        gates = {"failed_gates": None, "update_causes": None}
+        return {"backend": backend, "status": status, "reason": reason, "update_error": None} | gates
 
     trials = [trial("ddp-eager", "ok"), trial("torchtitan-eager", "unsupported", "needs torch>=2.13")]
     said = "1 of 2 trials ok; torchtitan-eager unsupported: needs torch>=2.13"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from bench.audit.stepcount import StepRule
+from bench.audit.stepcount import CARRIES, StepRule
 from bench.audit.training import TrainingPlan
 from bench.errors import InputError
 from bench.plan.cell import Stepping
@@ -68,3 +68,26 @@ def sum_error(accumulate: int, dtype: str) -> str:
 def worst_error(accumulate: int, dtype: str) -> float:
     """The largest relative error of a sum of N gradients of one sign."""
     return (accumulate - 1) / float(2 ** (BITS[dtype] + 1))
+
+
+def reaches(training: TrainingPlan, rule: StepRule, steps: int) -> int | None:
+    """The micro-batches after which the counter compared with ``max_steps`` reaches ``steps``; None if never."""
+    if steps == 0:
+        return 0
+    if rule.stepping in (Stepping.CARRY, Stepping.CANCEL):
+        return steps * training.accumulate
+    per_epoch = training.full_windows if rule.stepping is Stepping.SPLIT else training.windows
+    if per_epoch == 0:
+        return None
+    epochs = (steps - 1) // per_epoch
+    windows = steps - epochs * per_epoch
+    in_epoch = min(windows * training.accumulate, training.micro_batches_per_epoch)
+    return epochs * training.micro_batches_per_epoch + in_epoch
+
+
+def updates(training: TrainingPlan, rule: StepRule, micro_batches: int) -> int:
+    """Real optimizer steps in the first ``micro_batches`` micro-batches."""
+    if rule.stepping in CARRIES:
+        return micro_batches // training.accumulate
+    finished, begun = divmod(micro_batches, training.micro_batches_per_epoch)
+    return finished * training.windows + begun // training.accumulate

@@ -1,36 +1,46 @@
-"""A config file as plain values with their lines. Nothing in it is executed."""
+"""Config files: plain values, each with its line. Nothing in them is executed."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path as FilePath
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from yaml.constructor import ConstructorError
 
 from bench import files
-from bench.audit.lint import yaml_values
-from bench.audit.lint.yaml_values import MAX_DEPTH, Path, deep_line, too_deep
-from bench.errors import InputError
+from bench.errors import InputError, shown
 
 MAX_BYTES = 1 << 18
 """Size of a config file; a larger one is no config."""
+MAX_DEPTH = 64
+"""Nested mappings and lists."""
+MAX_VALUES = 20_000
+"""Values of a file with its aliases expanded: aliases of aliases grow exponentially."""
 EXPECTED = "a .yaml or .json of LightningCLI, DeepSpeed, Hugging Face's TrainingArguments or accelerate"
+AUTO = "auto"
+"""The value that Hugging Face's Trainer replaces before DeepSpeed reads the config."""
+LARGEST = 2**53
+"""The largest integer that a config can mean."""
 
 
 class ConfigKind(StrEnum):
     """The framework that reads the config."""
 
     LIGHTNING = "lightning"
-    """YAML (or JSON) of LightningCLI."""
     DEEPSPEED = "deepspeed"
-    """JSON of DeepSpeed."""
+    """Always JSON."""
     HUGGING_FACE = "hugging-face"
-    """YAML or JSON with the fields of transformers.TrainingArguments."""
+    """The fields of transformers.TrainingArguments."""
     ACCELERATE = "accelerate"
-    """YAML or JSON that ``accelerate config`` writes."""
+    """What ``accelerate config`` writes."""
 
 
 DEEPSPEED_KEYS = {
@@ -41,7 +51,6 @@ DEEPSPEED_KEYS = {
     "data_types",
 }
 """Every DeepSpeed config has one of these; other JSON may have gradient_accumulation_steps too."""
-DEEPSPEED_TABLES = {"bf16", "fp16"}
 ACCELERATE_KEYS = {"compute_environment", "distributed_type"}
 HUGGING_FACE_KEYS = {
     "per_device_train_batch_size",
@@ -54,22 +63,128 @@ HUGGING_FACE_KEYS = {
 
 
 @dataclass(frozen=True)
-class Document:
-    """A config file that has been read."""
+class ConfigPart:
+    """The part of a config file under a path of keys; it may be missing."""
 
     file: str
     """As given, for findings and errors."""
-    kind: ConfigKind
-    values: Mapping[str, Any]
-    """Plain values; the keys of mappings are strings."""
-    lines: Mapping[Path, int]
-    """Of keys and items, counted from 1."""
-    root: Path = field(default=())
-    """Where the config begins: LightningCLI may nest it under the name of a subcommand."""
+    values: Any
+    """Of the whole file; the keys of mappings are strings."""
+    lines: Mapping[tuple[str, ...], int]
+    """The line of each key and item of the file, counted from 1; items of a list by their index."""
+    path: tuple[str, ...] = ()
+
+    def at(self, key: str) -> ConfigPart:
+        """The part under a dotted key."""
+        return self.under(*key.split("."))
+
+    def under(self, *keys: str) -> ConfigPart:
+        """The part under keys that may contain dots."""
+        return ConfigPart(self.file, self.values, self.lines, self.path + keys)
+
+    @property
+    def value(self) -> Any:
+        """The value here; None if there is none."""
+        here = self.values
+        for key in self.path:
+            if isinstance(here, list) and key.isdecimal() and int(key) < len(here):
+                here = here[int(key)]
+            elif isinstance(here, dict):
+                here = here.get(key)
+            else:
+                return None
+        return here
+
+    @property
+    def given(self) -> bool:
+        """Whether there is a value other than null."""
+        return self.value is not None
+
+    @property
+    def line(self) -> int:
+        """The line of the key, or of the nearest key above it."""
+        above = (self.path[:length] for length in range(len(self.path), 0, -1))
+        return next((self.lines[path] for path in above if path in self.lines), 1)
+
+    @property
+    def key(self) -> str:
+        """The dotted key, from the top of the file."""
+        return ".".join(self.path)
+
+    @property
+    def name(self) -> str:
+        """The last key."""
+        return self.path[-1]
+
+    def items(self) -> Iterator[ConfigPart]:
+        """The items of a list; a single mapping or string counts as a list of one."""
+        value = self.value
+        if isinstance(value, list):
+            yield from (self.under(str(index)) for index in range(len(value)))
+        elif value is not None:
+            yield self
+
+    def refuse(self, expected: str) -> NoReturn:
+        """Raise InputError with file, line, key, value, and what would be right."""
+        raise InputError(f"{self.file}:{self.line}: {self.key} is {shown(self.value)}; it must be {expected}")
+
+    # Each of these raises InputError if the value is of another type.
+
+    def mapping(self) -> ConfigPart:
+        """This part, if it is a mapping or missing."""
+        if not isinstance(self.value, dict | None):
+            self.refuse("a mapping")
+        return self
+
+    def integer(self, least: int = 1, most: int = LARGEST, also: str | None = None) -> int | None:
+        """An integer; None if it is missing or the word ``also``."""
+        value = self.value
+        if value is None or value == also:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            limit = "" if most == LARGEST else f" and at most {most}"
+            self.refuse(f"an integer of at least {least}{limit}" + (f" or '{also}'" if also else ""))
+        return value
+
+    def number(self, also: str | None = None) -> float | None:
+        """A finite number of at least 0 (1e-1 is a string in YAML); None if it is missing or the word ``also``."""
+        value = self.value
+        if value is None or value == also:
+            return None
+        number = math.nan
+        if isinstance(value, int | float | str) and not isinstance(value, bool):
+            with contextlib.suppress(ValueError, OverflowError):
+                number = float(value)
+        if not 0 <= number < math.inf:
+            self.refuse("a finite number of at least 0")
+        return number
+
+    def flag(self, default: bool, also: str | None = None) -> bool:
+        """True or false; the default if it is missing or the word ``also``."""
+        value = self.value
+        if value is None or value == also:
+            return default
+        if not isinstance(value, bool):
+            self.refuse("true or false")
+        return value
+
+    def word(self) -> str | None:
+        """A string; None if it is missing."""
+        value = self.value
+        if not isinstance(value, str | None):
+            self.refuse("a string")
+        return value
+
+    def zero_stage(self, also: str | None = None) -> int | None:
+        """A ZeRO stage; None if it is missing or the word ``also``."""
+        stage = self.integer(least=0, also=also)
+        if stage is not None and stage > 3:
+            self.refuse("0, 1, 2 or 3")
+        return stage
 
 
-def load(file: FilePath) -> Document:
-    """Read a config file, whose kind follows from suffix and content.
+def load(file: Path) -> tuple[ConfigKind, ConfigPart]:
+    """Read a config file; its kind follows from suffix and content. LightningCLI's may be nested under ``fit``.
 
     Raises InputError with file, line and key if it cannot be read, is too large or nested too deeply, repeats a key,
     or is not a known kind of config.
@@ -77,117 +192,125 @@ def load(file: FilePath) -> Document:
     suffix = file.suffix.lower()
     if suffix == ".toml":
         raise InputError(f"{file}:1: TOML is not read: torchtitan v0.2.2 was the last to use it; give {EXPECTED}")
-    text = _read(file)
-    if suffix in {".yaml", ".yml"}:
-        values, lines = yaml_values.parse(text, str(file))
-    elif suffix == ".json":
-        values, lines = _json(text, str(file))
-    else:
+    if suffix not in {".yaml", ".yml", ".json"}:
         raise InputError(f"{file}:1: is not a known kind of config; give {EXPECTED}")
-    _check_mapping(values, file)
-    kind, root = _recognise(values, suffix)
-    if kind is None:
-        raise InputError(
-            f"{file}:1: is not a known kind of config; a LightningCLI config has 'trainer', a DeepSpeed one (JSON) "
-            "'train_micro_batch_size_per_gpu' or 'zero_optimization', TrainingArguments 'per_device_train_batch_size' "
-            "or 'num_train_epochs', an accelerate one 'distributed_type'"
-        )
-    return Document(str(file), kind, values, lines, root)
-
-
-def load_deepspeed(file: FilePath) -> Document:
-    """Read the DeepSpeed config that another config names. Raises InputError as ``load`` does."""
-    values, lines = _json(_read(file), str(file))
-    _check_mapping(values, file)
-    return Document(str(file), ConfigKind.DEEPSPEED, values, lines)
-
-
-def _check_mapping(values: Any, file: FilePath) -> None:
-    if not isinstance(values, dict):
-        found = "is empty" if values is None else "has no keys at the top level"
-        raise InputError(f"{file}:1: {found}; it must be a mapping with the keys of a training config")
-
-
-def _recognise(values: Mapping[str, Any], suffix: str) -> tuple[ConfigKind | None, Path]:
-    """The kind of a config and where it begins."""
-    if "trainer" in values:
-        return ConfigKind.LIGHTNING, ()
-    nested = values.get("fit")
-    if isinstance(nested, dict) and "trainer" in nested:
-        return ConfigKind.LIGHTNING, ("fit",)
-    is_deepspeed = values.keys() & DEEPSPEED_KEYS or any(
-        isinstance(values.get(name), dict) for name in DEEPSPEED_TABLES
+    config = read_file(file, is_json=suffix == ".json")
+    keys = config.values.keys()
+    for root in (config, config.at("fit")):
+        if isinstance(root.value, dict) and "trainer" in root.value:
+            return ConfigKind.LIGHTNING, root
+    if keys & ACCELERATE_KEYS:
+        return ConfigKind.ACCELERATE, config
+    has_tables = any(isinstance(config.at(name).value, dict) for name in ("bf16", "fp16"))
+    if suffix == ".json" and (keys & DEEPSPEED_KEYS or has_tables):
+        return ConfigKind.DEEPSPEED, config
+    if keys & HUGGING_FACE_KEYS:
+        return ConfigKind.HUGGING_FACE, config
+    raise InputError(
+        f"{file}:1: is not a known kind of config; a LightningCLI config has 'trainer', a DeepSpeed one (JSON) "
+        "'train_micro_batch_size_per_gpu' or 'zero_optimization', TrainingArguments 'per_device_train_batch_size' "
+        "or 'num_train_epochs', an accelerate one 'distributed_type'"
     )
-    if values.keys() & ACCELERATE_KEYS:
-        return ConfigKind.ACCELERATE, ()
-    if suffix == ".json" and is_deepspeed:
-        return ConfigKind.DEEPSPEED, ()
-    return (ConfigKind.HUGGING_FACE if values.keys() & HUGGING_FACE_KEYS else None), ()
 
 
-def _read(file: FilePath) -> str:
+def read_file(file: Path, *, is_json: bool) -> ConfigPart:
+    """Read a config file of any kind. Raises InputError as ``load`` does."""
     content = files.read(file, str(file), "name a config file")
     if len(content) > MAX_BYTES:
         raise InputError(f"{file}:1: is larger than {MAX_BYTES >> 10} KiB; a config must be smaller")
     try:
-        return content.decode("utf-8-sig")
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise InputError(f"{file}:{line}: is not UTF-8 text (byte {error.start}); name a config file") from error
+    values, lines = _parse(text, str(file), is_json=is_json)
+    if not isinstance(values, dict):
+        found = "is empty" if values is None else "has no keys at the top level"
+        raise InputError(f"{file}:1: {found}; it must be a mapping with the keys of a training config")
+    return ConfigPart(str(file), values, lines)
 
 
-_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]:,]|\n|[^\s{}\[\]:,"]+')
-
-
-def _json(text: str, file: str) -> tuple[Any, dict[Path, int]]:
+def _parse(text: str, file: str, *, is_json: bool) -> tuple[Any, Mapping[tuple[str, ...], int]]:
+    """The values of a text, and the lines of its keys and items. Raises InputError as ``load`` does."""
     try:
-        values = json.loads(text)
+        if is_json:
+            json.loads(text)
+        loader = _Loader(text, file, is_json=is_json)
+        node = loader.get_single_node()
+        return (None if node is None else loader.value_of(node, ())), loader.lines
+    except InputError:
+        raise
     except json.JSONDecodeError as error:
         raise InputError(f"{file}:{error.lineno}: is not JSON ({error.msg}); comments are not allowed") from error
     except RecursionError:
-        raise too_deep(file, deep_line(text)) from None
-    except ValueError as error:  # an integer of more than 4300 digits
-        raise InputError(f"{file}:1: is not JSON ({error})") from error
-    return values, _json_lines(text, file)
+        raise InputError(f"{file}:1: {TOO_DEEP}") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"{file}:{mark.line + 1}" if mark else f"{file}:1"
+        raise InputError(f"{place}: is not plain YAML ({error.problem or error.context})") from error
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # the last two: an escape beyond Unicode
+        # A control character is the reader's error, which knows its position.
+        line = text.count("\n", 0, getattr(error, "position", None) or 0) + 1
+        kind = "JSON" if is_json else "plain YAML"
+        raise InputError(f"{file}:{line}: is not {kind} ({str(error).splitlines()[0]})") from error
 
 
-def _json_lines(text: str, file: str) -> dict[Path, int]:
-    """Lines of the keys and items of valid JSON. Raises InputError for a repeated key, and for too deep a nesting."""
-    lines: dict[Path, int] = {}
-    line = 1
-    places: list[Path] = []  # of the open mappings and lists
-    counts: list[int | None] = []  # items of an open list; None in a mapping
-    here: Path = ()
-    key_follows = False
-    for token in _TOKEN.findall(text):
-        if token == "\n":
-            line += 1
-            continue
-        in_list = bool(counts) and counts[-1] is not None
-        if token == ":":
-            continue
-        if token in {"}", "]"}:
-            here = places.pop()
-            counts.pop()
-            key_follows = False
-        elif token == ",":
-            key_follows = not in_list
-        elif key_follows:
-            here = (*places[-1], json.loads(token))
-            if here in lines:
-                raise InputError(f"{file}:{line}: {'.'.join(here)} is repeated (first in line {lines[here]})")
-            lines[here] = line
-            key_follows = False
-        else:
-            if in_list:
-                index = counts[-1] or 0
-                here = (*places[-1], str(index))
-                lines[here] = line
-                counts[-1] = index + 1
-            if token in {"{", "["}:
-                places.append(here)
-                counts.append(None if token == "{" else 0)
-                if len(places) > MAX_DEPTH:
-                    raise too_deep(file, line)
-                key_follows = token == "{"
-    return lines
+TOO_DEEP = f"is nested more than {MAX_DEPTH} levels deep; a config must be flatter"
+NOT_YAML = re.compile(f"{yaml.reader.Reader.NON_PRINTABLE.pattern}|[\t\x85\u2028\u2029]")
+"""Characters that JSON may contain, and YAML may not, or takes for the end of a line."""
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
+    """PyYAML's safe loader, which makes no objects of a user's classes, and notes lines. JSON's scalars are JSON's."""
+
+    def __init__(self, text: str, file: str, *, is_json: bool) -> None:
+        super().__init__(NOT_YAML.sub(" ", text) if is_json else text)
+        self.file, self.json = file, text if is_json else ""
+        self.lines: dict[tuple[str, ...], int] = {}
+        self.num_values = 0
+
+    def value_of(self, node: yaml.Node, path: tuple[str, ...]) -> Any:
+        """The value of a node. Raises InputError for a repeated key, and for what is too large or too deep."""
+        self.num_values += 1
+        if self.num_values > MAX_VALUES:
+            raise self.error(node, f"has more than {MAX_VALUES} values with its aliases expanded; use fewer")
+        if len(path) > MAX_DEPTH:
+            raise self.error(node, TOO_DEEP)
+        if isinstance(node, yaml.SequenceNode) and node.tag == self.DEFAULT_SEQUENCE_TAG:
+            return [self.inside(item, (*path, str(index)), item) for index, item in enumerate(node.value)]
+        if isinstance(node, yaml.MappingNode) and node.tag == self.DEFAULT_MAPPING_TAG:
+            self.flatten_mapping(node)  # a key of the mapping itself follows, and replaces, a merged one
+            keys = [(str(self.construct_object(key)), key, inner) for key, inner in node.value]
+            return {key: self.inside(inner, (*path, key), key_node) for key, key_node, inner in keys}
+        return self.construct_object(node, deep=True)
+
+    def inside(self, node: yaml.Node, path: tuple[str, ...], place: yaml.Node) -> Any:
+        """The value of a key or item, whose line is noted."""
+        self.lines[path] = int(place.start_mark.line) + 1
+        return self.value_of(node, path)
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        first: dict[str, int] = {}
+        for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise ConstructorError(None, None, "found unhashable key", key_node.start_mark)
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            key = str(self.construct_object(key_node))
+            if key in first:
+                raise self.error(key_node, f"{key} is repeated (first in line {first[key]})")
+            first[key] = key_node.start_mark.line + 1
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            if self.json:
+                return json.loads(self.json[node.start_mark.index : node.end_mark.index])
+            return super().construct_object(node, deep)
+        except (ValueError, KeyError, IndexError, OverflowError, TypeError, AttributeError) as error:
+            raise ConstructorError(None, None, str(error), node.start_mark) from error
+
+    def error(self, node: yaml.Node, words: str) -> InputError:
+        """The error for what is wrong at a node."""
+        return InputError(f"{self.file}:{node.start_mark.line + 1}: {words}")

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from bench.audit.lint import proof
-from bench.audit.lint.known import Options
+from bench.audit.lint.arithmetic import reaches
+from bench.audit.lint.config_file import ConfigPart
+from bench.audit.lint.lightning_config import LightningConfig, window_place
 from bench.audit.lint.proof import SmallRun
 from bench.audit.lint.rates import STEP, Rates, Ratios
-from bench.audit.lint.rules import LintFinding
-from bench.audit.lint.section import ConfigPart
-from bench.audit.lint.trainer import TrainerConfig, window_place
-from bench.audit.lint.window_rules import small_run
+from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule
 from bench.audit.monitor import TOLERANCE
-from bench.audit.stepcount import reaches
 from bench.audit.training import TrainingPlan
 
 INVERTED = (2, 2, 0)
@@ -23,49 +22,36 @@ LONGEST = 4000
 """Micro-batches of the longest training that is its own proof, some seconds. For a longer one a small one stands in."""
 
 
-def check(training: TrainerConfig, options: Options) -> Iterator[LintFinding]:
-    """Findings about logging under accumulation."""
-    yield from _log_every(training)
-    if training.monitor is not None:
-        yield from _monitor(training, training.monitor, options)
+LOGGER = "lightning/pytorch/trainer/connectors/logger_connector/logger_connector.py"
+THROUGHPUT = "lightning/fabric/utilities/throughput.py Throughput"
 
 
-def _last_step(training: TrainerConfig, plan: TrainingPlan) -> float:
+@dataclass(frozen=True)
+class Monitored:
+    """A training with a ThroughputMonitor."""
+
+    training: LightningConfig
+    monitor: ConfigPart
+
+    @property
+    def rates(self) -> Rates:
+        """What is known of the steps between which the monitor measures.
+
+        DeepSpeed steps after every N micro-batches, across epochs too, as if all windows were complete.
+        """
+        training, plan = self.training, self.training.windows
+        n = training.accumulate
+        if plan is None or training.engine:
+            return Rates(n, n)
+        return Rates(n, plan.micro_batches_per_epoch, max(training.log_every, 1), _last_step(training, plan))
+
+
+def _last_step(training: LightningConfig, plan: TrainingPlan) -> float:
     """Steps that the trainer counts over the whole training; infinite if nothing ends it."""
     per_epoch = training.steps_per_epoch(plan)
     if not per_epoch:
         return 0
     return min(per_epoch * training.max_epochs, math.inf if training.max_steps is None else training.max_steps)
-
-
-def _trains(training: TrainerConfig) -> bool:
-    return bool(training.max_epochs) and training.max_steps != 0 and not training.dev_run
-
-
-def _log_every(training: TrainerConfig) -> Iterator[LintFinding]:
-    place = training.trainer.at("log_every_n_steps")
-    every, n, plan = training.log_every, training.accumulate, training.windows
-    if not every or not _trains(training):
-        return
-    if plan is not None and n > 1 and (last := _last_step(training, plan)) < every:
-        why = f", since an epoch has only {plan.micro_batches_per_epoch} micro-batches"
-        yield place.finding(
-            "LOG01",
-            f"Lightning counts {last:g} optimizer steps in the whole training"
-            f"{why if training.engine and not plan.full_windows else ''}, and logs every {every}{_default(place)}: "
-            "no value that training_step logs per step reaches the logger",
-            _log_more_often(int(last)),
-            _whole_training(training, plan, int(last)),
-        )
-    elif place.given and n > 1 and every > 1 and every % n == 0:
-        small = SmallRun.of(n).accumulate
-        yield place.finding(
-            "LOG02",
-            f"log_every_n_steps counts optimizer steps: {every} steps are {every * n} micro-batches, and a value "
-            "logged per step is that of the window's last micro-batch alone",
-            f"if {every} micro-batches are meant, set it to {every // n}",
-            proof.throughput(small, every if every * small <= LONGEST // 10 else small, small + 1),
-        )
 
 
 def _default(place: ConfigPart) -> str:
@@ -76,28 +62,67 @@ def _log_more_often(last: int) -> str:
     return f"set log_every_n_steps to at most {last}" if last else "see WIN01"
 
 
-def _monitor(training: TrainerConfig, monitor: ConfigPart, options: Options) -> Iterator[LintFinding]:
-    place, rates = window_place(monitor), _rates(training)
+@rule("LOG01", WARNING, "training ends before the first logged step", LOGGER)
+@rule("LOG02", INFO, "log_every_n_steps counts optimizer steps", LOGGER)
+def _log_every(training: LightningConfig) -> Iterator[Found]:
+    place, every, plan = training.trainer.at("log_every_n_steps"), training.log_every, training.windows
+    n = training.accumulate
+    if not every or not training.trains or n == 1:
+        return
+    if plan is not None and (last := _last_step(training, plan)) < every:
+        why = f", since an epoch has only {plan.micro_batches_per_epoch} micro-batches"
+        yield Found(
+            place,
+            f"Lightning counts {last:g} optimizer steps in the whole training"
+            f"{why if training.engine and not plan.full_windows else ''}, and logs every {every}{_default(place)}: "
+            "no value that training_step logs per step reaches the logger",
+            _log_more_often(int(last)),
+            _whole_training(training, plan, int(last)),
+            code="LOG01",
+        )
+    elif place.given and every > 1 and every % n == 0:
+        small = SmallRun.of(n).accumulate
+        yield Found(
+            place,
+            f"log_every_n_steps counts optimizer steps: {every} steps are {every * n} micro-batches, and a value "
+            "logged per step is that of the window's last micro-batch alone",
+            f"if {every} micro-batches are meant, set it to {every // n}",
+            proof.throughput(small, every if every * small <= LONGEST // 10 else small, small + 1),
+            code="LOG02",
+        )
+
+
+@rule("THR03", ERROR, "ThroughputMonitor's check is inverted", "Lightning #19461, fixed in 2.2.1 by #19470")
+@rule("THR04", ERROR, "ThroughputMonitor's window is too short", THROUGHPUT)
+def _refused(monitored: Monitored) -> Iterator[Found]:
+    training, period = monitored.training, monitored.rates.period
     window, n, every = training.window, training.accumulate, training.log_every
     if window < 2:
-        yield place.finding(
-            "THR04",
+        yield Found(
+            window_place(monitored.monitor),
             f"window_size {window} raises AssertionError: a rate needs two points",
-            f"set window_size to {rates.period + 1}, or another k x {rates.period} + 1",
+            f"set window_size to {period + 1}, or another k x {period} + 1",
             proof.stops("lightning/fabric/utilities/throughput.py Throughput.__init__"),
+            code="THR04",
         )
-        return
-    if options.lightning == INVERTED and every and n % every:
-        yield monitor.finding(
-            "THR03",
+    elif training.options.lightning == INVERTED and every and n % every:
+        yield Found(
+            monitored.monitor,
             f"Lightning 2.2.0 raises ValueError: accumulate_grad_batches {n} % log_every_n_steps {every} = {n % every} "
             "is not 0; the check is inverted",
             "use Lightning 2.2.1 or newer",
             proof.stops("lightning 2.2.0 pytorch/callbacks/throughput_monitor.py setup"),
+            code="THR03",
         )
-    if training.schedule is not None or not _trains(training):
+
+
+@rule("THR01", WARNING, "ThroughputMonitor's rates are biased", f"{THROUGHPUT}.compute")
+@rule("THR02", WARNING, "ThroughputMonitor never logs a rate", f"{THROUGHPUT}.compute")
+def _rates(monitored: Monitored) -> Iterator[Found]:
+    training, rates, place = monitored.training, monitored.rates, window_place(monitored.monitor)
+    window, every, plan = training.window, training.log_every, training.windows
+    if window < 2 or training.schedule is not None or not training.trains:
         return
-    plan = training.windows
     last = math.inf if plan is None else _last_step(training, plan)
     most = math.inf  # micro-batches up to the last log
     if plan is not None and every and math.isfinite(last):
@@ -107,25 +132,14 @@ def _monitor(training: TrainerConfig, monitor: ConfigPart, options: Options) -> 
             yield _never_logged(training, plan, place, rates, logged, int(most))
             return
     found = rates.ratios(window)
-    if n > 1 and every and found is not None and not found.is_right:
+    if training.accumulate > 1 and every and found is not None and not found.is_right:
         small = rates.shortened(window)
         batches = None if small.num_batches == small.accumulate else small.num_batches
         shown = proof.throughput(small.accumulate, small.every, window, batches=batches)
         yield (_unsteady if rates.tail else _biased)(place, window, rates, found, most, shown)
 
 
-def _rates(training: TrainerConfig) -> Rates:
-    """What is known of the steps between which the monitor measures.
-
-    DeepSpeed steps after every N micro-batches, across epochs too, as if all windows were complete.
-    """
-    n, plan = training.accumulate, training.windows
-    if plan is None or training.engine:
-        return Rates(n, n)
-    return Rates(n, plan.micro_batches_per_epoch, max(training.log_every, 1), _last_step(training, plan))
-
-
-def _biased(place: ConfigPart, window: int, rates: Rates, found: Ratios, most: float, shown: str) -> LintFinding:
+def _biased(place: ConfigPart, window: int, rates: Rates, found: Ratios, most: float, shown: str) -> Found:
     """More optimizer steps than their micro-batches deserve fall into the time of every rate."""
     spans, period = window - 1, rates.period
     what = (
@@ -136,10 +150,10 @@ def _biased(place: ConfigPart, window: int, rates: Rates, found: Ratios, most: f
     )
     sizes = " or ".join(map(str, rates.right(window, most)))
     fix = f"set window_size to {sizes or period + 1}: k x {period} + 1"
-    return place.finding("THR01", what, fix if sizes else f"train longer, and {fix}", shown)
+    return Found(place, what, fix if sizes else f"train longer, and {fix}", shown, code="THR01")
 
 
-def _unsteady(place: ConfigPart, window: int, rates: Rates, found: Ratios, most: float, shown: str) -> LintFinding:
+def _unsteady(place: ConfigPart, window: int, rates: Rates, found: Ratios, most: float, shown: str) -> Found:
     """Because of a partial window, sometimes more and sometimes fewer steps fall into that time."""
     n, batches = rates.accumulate, rates.num_batches
     low = "" if f"{found.low:.3f}" == f"{found.high:.3f}" else f"{found.low:.3f} to "
@@ -157,12 +171,12 @@ def _unsteady(place: ConfigPart, window: int, rates: Rates, found: Ratios, most:
         large = f"set window_size to at least {rates.safe}, where the error is at most {TOLERANCE:.0%}"
         fixes.insert(0 if rates.safe < rates.period else 1, large)
     fixes.append(f"make the micro-batches per epoch a multiple of {n}, and window_size k x {n} + 1")
-    return place.finding("THR01", what, "; or ".join(fixes), shown)
+    return Found(place, what, "; or ".join(fixes), shown, code="THR01")
 
 
 def _never_logged(
-    training: TrainerConfig, plan: TrainingPlan, place: ConfigPart, rates: Rates, logged: int, most: int
-) -> LintFinding:
+    training: LightningConfig, plan: TrainingPlan, place: ConfigPart, rates: Rates, logged: int, most: int
+) -> Found:
     """The window is not full at the last log, which comes after ``most`` micro-batches."""
     last, fixes = int(_last_step(training, plan)), []
     if logged:
@@ -178,19 +192,15 @@ def _never_logged(
             fixes.append(f"set window_size to {rates.safe} to {most}")
         else:
             fixes.append(f"train longer, and set window_size to {rates.period + 1}: k x {rates.period} + 1")
-    return place.finding(
-        "THR02",
-        f"{when}, but a rate needs {training.window} micro-batches{_default(place)}: no rate is ever logged",
-        ", and ".join(fixes),
-        _whole_training(training, plan, last),
-    )
+    what = f"{when}, but a rate needs {training.window} micro-batches{_default(place)}: no rate is ever logged"
+    return Found(place, what, ", and ".join(fixes), _whole_training(training, plan, last), code="THR02")
 
 
-def _whole_training(training: TrainerConfig, plan: TrainingPlan, last: int) -> str:
+def _whole_training(training: LightningConfig, plan: TrainingPlan, last: int) -> str:
     """A training of as many steps as Lightning counts, or a shorter one that logs as little."""
     n, every, per_epoch = training.accumulate, max(training.log_every, 1), training.steps_per_epoch(plan)
     if not per_epoch:
-        small = small_run(plan)
+        small = SmallRun.of(plan.accumulate, plan.micro_batches_per_epoch)
         return small.command(training.backend, epochs=small.epochs_of_two_steps)
     window = max(training.window, 2) if training.monitor else n + 1
     if last * min(n, plan.micro_batches_per_epoch) > LONGEST:

@@ -6,10 +6,12 @@ import math
 from dataclasses import dataclass
 
 from bench.audit.lint.arithmetic import BITS, equal_sum, windows_of
-from bench.audit.lint.known import Version, written
+from bench.audit.lint.lint_options import Version, written
 from bench.audit.lint.rules import STOPS
 
 MODULE = "python -m bench"
+ENGINE = "deepspeed/runtime/engine.py"
+ENGINE_CONFIG = "deepspeed/runtime/config.py"
 LARGEST_N, SMALL_N = 8, 4
 """A larger N becomes SMALL_N, with a remainder that is the same share of the window."""
 RANKS = 2

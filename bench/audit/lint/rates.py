@@ -11,10 +11,9 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from bench.audit.lint.arithmetic import FLUSH, windows_of
+from bench.audit.lint.arithmetic import FLUSH, reaches, updates, windows_of
 from bench.audit.monitor import TOLERANCE
 from bench.audit.monitor_grid import MICRO_BATCH_S, OPTIMIZER_S, WANTED_RATES
-from bench.audit.stepcount import reaches, updates
 from bench.audit.training import TrainingPlan
 
 STEP = OPTIMIZER_S / MICRO_BATCH_S

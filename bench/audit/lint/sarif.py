@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import quote
 
 import bench
-from bench.audit.lint.rules import RULES, LintFinding, Severity
+from bench.audit.lint.rules import LintFinding, Severity, rules
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/os/schemas/sarif-schema-2.1.0.json"
 LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "note"}
@@ -16,16 +16,16 @@ LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "
 
 def log(findings: Sequence[LintFinding]) -> dict[str, Any]:
     """A SARIF log of one run, as plain values for JSON."""
-    rules = [
+    listed = [
         {
             "id": code,
             "shortDescription": {"text": rule.title},
             "help": {"text": f"Source: {rule.source}"},
             "defaultConfiguration": {"level": LEVELS[rule.severity]},
         }
-        for code, rule in RULES.items()
+        for code, rule in rules().items()
     ]
-    driver = {"name": "accumulation-bench lint", "version": bench.__version__, "rules": rules}
+    driver = {"name": "accumulation-bench lint", "version": bench.__version__, "rules": listed}
     run = {"tool": {"driver": driver}, "results": [_result(finding) for finding in findings]}
     return {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}
 
@@ -33,7 +33,7 @@ def log(findings: Sequence[LintFinding]) -> dict[str, Any]:
 def _result(finding: LintFinding) -> dict[str, Any]:
     return {
         "ruleId": finding.code,
-        "ruleIndex": list(RULES).index(finding.code),
+        "ruleIndex": list(rules()).index(finding.code),
         "level": LEVELS[finding.severity],
         "message": {"text": f"{finding.what}. Fix: {finding.fix}. Proof: {finding.proof}"},
         "locations": [

@@ -10,7 +10,7 @@ Version = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class LintOptions:
     """What is known beside the configs. None is not known."""
 
     samples: int | None = None
@@ -22,7 +22,12 @@ class Options:
     deepspeed: Version | None = None
     lightning: Version | None = None
     wanted: set[str] = field(default_factory=set)
-    """Options of the command that would have enabled more rules; rules add to it."""
+    """Options of the command that would have enabled more rules."""
+
+    def want(self, samples: int | None, world_size: int | None, batch_size: int | None) -> None:
+        """Note which of these are not known, although a rule needs them."""
+        needed = {"--samples": samples, "--world-size": world_size, "--micro-batch": batch_size}
+        self.wanted.update(option for option, number in needed.items() if number is None)
 
 
 def version(text: str) -> Version:

@@ -1,23 +1,19 @@
-"""The page on what each backend computes: semantics.md.jinja, filled from the observations alone."""
+"""``python -m tests.studies.semantics``: writes docs/semantics.md and its weight maps from the committed suite.
+
+The page answers a question for each scenario; every table and diagnosis is in the page of the suite itself.
+"""
 
 from __future__ import annotations
 
-import html
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from bench.audit.conformance import (
-    KEY,
     TOLERANCE,
     Observation,
     by_backend,
-    families,
-    groups,
-    markdown,
+    by_loss,
     mixed,
     overview,
     ratios,
@@ -25,62 +21,61 @@ from bench.audit.conformance import (
     with_number,
 )
 from bench.audit.scenario import Fault, Scenario
+from bench.audit.semantics_files import MARKDOWN, OBSERVATIONS, facts_of, load, write_pictures, write_tables
 from bench.plan.cell import Status
 from bench.words import markdown as escape
 from bench.words import plural, some
+from tests.conftest import ROOT
 
 GLOBAL_STEP, ENGINE_STEPS = "trainer.global_step", "engine.global_steps"
 STRATEGY, HOOK = "strategy.optimizer_step", "on_before_optimizer_step"
+SUITE, PLOTS, DOCS = ROOT / "results/semantics", ROOT / "plots/semantics", ROOT / "docs/semantics.md"
+THROUGHPUT = ROOT / "results/throughput/throughput.md"
+PICTURED = ("partial-window", "resume", "exception", "zero-grad")
+"""Scenarios whose weight maps are on the page."""
+INTRODUCTION = """\
+Each backend trains a model with one weight per use of a sample, by SGD with learning rate 1, so that an update \
+changes each weight by the coefficient of that sample's gradient. The right update is that of the full batch, all \
+samples of the window in one batch, whose coefficients sum to 1. A verdict without bold type leaves every update right \
+for some batch, but perhaps not for the one that was meant. In some scenarios the script makes a mistake, such as \
+`zero_grad` in mid-window, or goes on after an exception: their verdicts say what becomes of the update, \
+not whose fault it is."""
+NOTES = """\
+Where the first finding is *miscounted*, every update is right, and only a counter of the framework is wrong.
+
+Where gradients *leak*, those that are not reduced yet outlive `zero_grad`. Of FSDP2's, PyTorch's `reset_iter_state`, \
+which the scenario does not call, discards only those that await a deferred all-reduce."""
 
 
-def page(
-    observations: Sequence[Observation],
-    images: Mapping[str, str],
-    *,
-    command: str,
-    about: Mapping[str, str],
-    throughput: str = "",
-    throughput_findings: Sequence[str] = (),
-) -> str:
-    """The page in Markdown.
-
-    ``images`` has the relative paths of the weight maps that are shown, by scenario, and of the tables' pictures, by
-    family; ``about`` has versions and machine; ``throughput`` is the relative path of the page on
-    ThroughputMonitor, if there is one, and ``throughput_findings`` are its list items.
-    """
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    text = environment.get_template("semantics.md.jinja").render(
-        command=command,
-        about=", ".join(f"{escape(name)} {escape(value)}" for name, value in about.items()),
-        best=_best(observations),
-        overview=overview(observations),
-        tables={family: markdown(own) for family, own in families(observations).items()},
-        key=KEY,
-        images=images,
-        sections={
-            "Lightning with DeepSpeed": _lightning_deepspeed(observations),
-            "max\\_steps, drop\\_last and limit\\_train\\_batches": _limits(observations),
-            "Loops written by hand": _by_hand(observations),
-        },
-        throughput=throughput,
-        throughput_findings=throughput_findings,
-        maps=[_map(observations, name, path) for name, path in images.items() if name in scenarios(observations)],
-        diagnoses=[_diagnoses(observations, backend) for backend in _backends(observations)],
-    )
-    return text.rstrip() + "\n"
+def page(observations: Sequence[Observation], about: Mapping[str, Any], rates: Sequence[str]) -> str:
+    """The page in Markdown; ``rates`` has the findings on ThroughputMonitor, as list items."""
+    facts = ", ".join(f"{escape(name)} {escape(value)}" for name, value in facts_of(about).items())
+    lines = ["# What each backend computes", "", INTRODUCTION, "", best(observations), ""]
+    lines += ["## Questions", "", "After a verdict stand its most telling number, and the backends; **bold** is wrong."]
+    for name, values in scenarios(observations).items():
+        lines += ["", *question(name, values, [seen for seen in observations if seen["scenario"]["name"] == name])]
+    lines += ["", "## What is wrong, by backend", "", overview(observations), NOTES, ""]
+    lines += ["## Lightning with DeepSpeed", "", *lightning_deepspeed(observations), ""]
+    lines += ["## ThroughputMonitor", ""]
+    lines += ["Its samples/s under accumulation, divided by those that were trained, on a virtual clock on which "]
+    lines[-1] += f"optimizer steps take long ([settings and every point](../results/throughput/{THROUGHPUT.name})):"
+    lines += ["", *rates, "", "## Weight maps", ""]
+    for name in PICTURED:
+        title = escape(scenarios(observations)[name]["title"])
+        lines += [f"![{title}](../plots/semantics/weights-{name}.png)", "", f"{title} ({_code(name)}).", ""]
+    lines += ["## Every table and diagnosis", ""]
+    lines += [f"[Each backend in each scenario](../results/semantics/{MARKDOWN}), and the coefficients of every update"]
+    lines[-1] += f" in [{OBSERVATIONS}](../results/semantics/{OBSERVATIONS}). Measured by "
+    lines[-1] += f"`{' '.join(about['command'])}` with {facts}."
+    return "\n".join(lines) + "\n"
 
 
-def _best(observations: Sequence[Observation]) -> str:
+def best(observations: Sequence[Observation]) -> str:
     """The backends that are wrong in the fewest scenarios, of those that run them all."""
     own = [by_backend(seen) for seen in observations]
     wrong = Counter(seen["backend"] for seen in own if seen["level"] == "wrong")
     partial = {seen["backend"] for seen in own if seen["verdict"] == Status.UNSUPPORTED}
-    backends = [name for name in _backends(observations) if name not in partial]
+    backends = [name for name in backends_of(observations) if name not in partial]
     least = min((wrong[name] for name in backends), default=0)
     best = ", ".join(_code(name) for name in backends if wrong[name] == least) or "none"
     fewest = f"these are wrong in the fewest, {least} of {len(scenarios(observations))}: {best}"
@@ -88,13 +83,28 @@ def _best(observations: Sequence[Observation]) -> str:
     return f"{every}, {fewest}. What the reduction of the loss does is not counted."
 
 
-def _lightning_deepspeed(observations: Sequence[Observation]) -> list[str]:
+def question(name: str, values: Mapping[str, Any], seen: Sequence[Observation]) -> list[str]:
+    """What a scenario asks, and the verdicts with the backends under which each came up."""
+    lines = [f"**{escape(values['title'])}** ({_code(name)}: {escape(Scenario.from_dict(values).setting)})", ""]
+    for only, cause in ((by_backend, ""), (by_loss, "the reduction of the loss: ")):
+        parts = [only(one) for one in seen]
+        told = [part for part in parts if not cause or part["findings"]]
+        for verdict, backends in _by_text(told, _verdict).items():
+            names = some(backends) if cause or verdict == "right" else ", ".join(backends)
+            lines.append(f"- {cause}{verdict}: {names}")
+    return lines
+
+
+def _verdict(seen: Observation) -> str:
+    text = escape(with_number(seen, seen["verdict"]))
+    return f"**{text}**" if seen["level"] == "wrong" else text
+
+
+def lightning_deepspeed(observations: Sequence[Observation]) -> list[str]:
     """How the loss is divided, how often hooks are called, what the end of an epoch does, and what is clipped."""
     reported = {seen["backend"]: seen["steps_reported"].keys() for seen in reversed(observations) if seen["updates"]}
-    both = [name for name in _backends(observations) if {GLOBAL_STEP, ENGINE_STEPS} <= reported.get(name, set())]
+    both = [name for name in backends_of(observations) if {GLOBAL_STEP, ENGINE_STEPS} <= reported.get(name, set())]
     ours = [seen for seen in observations if seen["backend"] in both]
-    if not ours:
-        return []
     lines = [f"Backends with the counters of both the Trainer and the engine: {_names(both)}.", ""]
     counting = [seen for seen in observations if {GLOBAL_STEP, ENGINE_STEPS} & seen["steps_reported"].keys()]
     if whole := _first_plain(observations, complete=True):
@@ -120,55 +130,6 @@ def _first_plain(observations: Sequence[Observation], *, complete: bool) -> str:
         if plain and whole == complete and (complete or one.epochs != 1):
             return name
     return ""
-
-
-def _limits(observations: Sequence[Observation]) -> list[str]:
-    """What every backend does in the scenarios that leave something out."""
-    lines = []
-    for name, scenario in scenarios(observations).items():
-        if any(scenario[key] for key in ("max_steps", "drop_last", "sampler_drop_last", "limit_batches")):
-            lines += _behaviour(
-                f"{_code(name)} ({escape(Scenario.from_dict(scenario).setting)})", observations, name, _facts
-            )
-    return lines
-
-
-def _by_hand(observations: Sequence[Observation]) -> list[str]:
-    """The backends without a Trainer's or an engine's counter, one line for those that behave alike."""
-    counting = {one["backend"] for one in observations if {GLOBAL_STEP, ENGINE_STEPS} & one["steps_reported"].keys()}
-    lines = []
-    for alike in groups([seen for seen in observations if seen["backend"] not in counting]):
-        cells = {name: by_backend(seen) for name, seen in alike.cells.items()}
-        right = sum(seen["level"] == "detail" for seen in cells.values())
-        rest = [
-            escape(f"{with_number(seen, seen['verdict'])} in {name}")
-            for name, seen in cells.items()
-            if seen["level"] != "detail"
-        ]
-        names = ", ".join(map(_code, alike.backends))
-        lines.append(f"- {names}: {'; '.join([f'right in {right} of {len(alike.cells)} scenarios', *rest])}.")
-    return lines
-
-
-def _map(observations: Sequence[Observation], name: str, path: str) -> dict[str, str]:
-    """A picture with the verdicts that it shows."""
-    shown = [seen for seen in observations if seen["scenario"]["name"] == name]
-    verdicts = _by_text(shown, lambda seen: str(seen["verdict"]))
-    return {
-        "name": _code(name),
-        "title": escape(shown[0]["scenario"]["title"] or name),
-        "setting": escape(Scenario.from_dict(shown[0]["scenario"]).setting),
-        "path": path,
-        "verdicts": "; ".join(f"{escape(word)}: {_names(backends)}" for word, backends in verdicts.items()),
-    }
-
-
-def _diagnoses(observations: Sequence[Observation], backend: str) -> dict[str, Any]:
-    own = [seen for seen in observations if seen["backend"] == backend]
-    counts = Counter("right" if seen["level"] == "detail" else str(seen["level"]) for seen in own)
-    summary = ", ".join(f"{counts[level]} {level}" for level in ("right", "note", "wrong") if counts[level])
-    lines = [f"- {escape(s['scenario']['name'])}, {escape(s['verdict'])}: {escape(s['diagnosis'])}" for s in own]
-    return {"summary": f"{html.escape(backend)}: {summary}", "lines": lines}
 
 
 def _behaviour(
@@ -233,7 +194,7 @@ def _sum(seen: Observation) -> str:
     return f"{text}, as they should" if right else f"{text} instead of {update['right_sum']:.3g}"
 
 
-def _backends(observations: Iterable[Observation]) -> list[str]:
+def backends_of(observations: Iterable[Observation]) -> list[str]:
     """In order of appearance."""
     return list(dict.fromkeys(seen["backend"] for seen in observations))
 
@@ -245,3 +206,20 @@ def _names(backends: Sequence[str]) -> str:
 def _code(name: str) -> str:
     """The name as code, unless it would break out of it."""
     return escape(name) if set(name) & set("`|<\n") else f"`{name}`"
+
+
+def throughput() -> list[str]:
+    """The findings on ThroughputMonitor, as list items."""
+    return [line for line in THROUGHPUT.read_text(encoding="utf-8").splitlines() if line.startswith("- ")]
+
+
+def main() -> None:
+    """Write all pages and pictures again, from the observations."""
+    about, observations = load(SUITE / OBSERVATIONS)
+    write_tables(observations, about, SUITE)
+    write_pictures([one for one in observations if one["scenario"]["name"] in PICTURED], about, PLOTS)
+    DOCS.write_text(page(observations, about, throughput()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

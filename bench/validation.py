@@ -15,13 +15,15 @@ from bench.errors import InputError, shown, suggest
 
 
 @dataclass(frozen=True)
-class Must:
+class Expect:
     """Annotation of a type: what a value must be, in words. Replaces every other error message of that type."""
 
-    be: str
+    words: str
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.custom_error_schema(handler(source), custom_error_type="must", custom_error_message=self.be)
+        return core_schema.custom_error_schema(
+            handler(source), custom_error_type="expected", custom_error_message=self.words
+        )
 
 
 class MisfitError(InputError):
@@ -33,17 +35,17 @@ class MisfitError(InputError):
 
 
 MAX = int(sys.float_info.max)
-Flag = Annotated[bool, Field(strict=True), Must("true or false")]
-Integer = Annotated[int, Field(strict=True, gt=-(2**63), lt=2**63), Must("an integer")]
-Natural = Annotated[int, Field(strict=True, ge=0, lt=2**63), Must("an integer of at least 0 and below 2**63")]
-Positive = Annotated[int, Field(strict=True, ge=1, lt=2**63), Must("an integer of at least 1")]
-Number = Annotated[InstanceOf[float] | Integer, Must("a number")]
+Flag = Annotated[bool, Field(strict=True), Expect("true or false")]
+Integer = Annotated[int, Field(strict=True, gt=-(2**63), lt=2**63), Expect("an integer")]
+Natural = Annotated[int, Field(strict=True, ge=0, lt=2**63), Expect("an integer of at least 0 and below 2**63")]
+Positive = Annotated[int, Field(strict=True, ge=1, lt=2**63), Expect("an integer of at least 1")]
+Number = Annotated[InstanceOf[float] | Integer, Expect("a number")]
 """Includes NaN and infinity. Integers stay integers, here and below."""
 Amount = Annotated[
     Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] | Annotated[int, Field(strict=True, ge=0, le=MAX)],
-    Must("a finite number of at least 0"),
+    Expect("a finite number of at least 0"),
 ]
-PositiveNumber = Annotated[Amount, Field(gt=0), Must("a positive number")]
+PositiveNumber = Annotated[Amount, Field(gt=0), Expect("a positive number")]
 
 T = TypeVar("T")
 _adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
@@ -65,17 +67,18 @@ def read(kind: type[T], values: Any, place: str = "", name: Callable[[str], str]
 
 
 def _line(error: ValidationError, kind: Any, name: Callable[[str], str]) -> str:
-    found = min(error.errors(include_url=False), key=lambda one: (one["type"] == "missing") - (one["type"] in UNKNOWN))
+    found = min(error.errors(include_url=False), key=lambda e: (e["type"] == "missing") - (e["type"] in UNKNOWN))
     key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in found["loc"]).removeprefix(".")
     if found["type"] in UNKNOWN:
         return f"{name(key)} is unknown; {suggest(key, declared(kind))}"
     if found["type"] == "missing":
-        words = [part.be for part in getattr(declared(kind).get(key), "__metadata__", ()) if isinstance(part, Must)]
-        return f"{name(key)} is missing" + "".join(f"; it must be {be}" for be in words[-1:])
+        metadata = getattr(declared(kind).get(key), "__metadata__", ())
+        words = [part.words for part in metadata if isinstance(part, Expect)]
+        return f"{name(key)} is missing" + "".join(f"; it must be {text}" for text in words[-1:])
     if isinstance(misfit := found.get("ctx", {}).get("error"), InputError):
         return name(misfit.key) + misfit.words if isinstance(misfit, MisfitError) else str(misfit)
-    be = "a table" if "dictionary" in found["msg"] else found["msg"].removeprefix("Input should be ")
-    return f"{name(key) if key else 'it'} is {shown(found['input'])}; it must be {be.replace('a valid ', 'a ')}"
+    expected = "a table" if "dictionary" in found["msg"] else found["msg"].removeprefix("Input should be ")
+    return f"{name(key) if key else 'it'} is {shown(found['input'])}; it must be {expected.replace('a valid ', 'a ')}"
 
 
 def declared(kind: Any) -> dict[str, Any]:

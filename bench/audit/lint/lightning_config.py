@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
-from bench.audit.lint import deepspeed_rules
+from bench.audit.lint import deepspeed_config
 from bench.audit.lint.arithmetic import FLUSH, SPLIT, batches_per_epoch, windows_of
-from bench.audit.lint.config_file import Document
-from bench.audit.lint.known import Options
-from bench.audit.lint.section import ConfigPart
+from bench.audit.lint.config_file import ConfigPart
+from bench.audit.lint.deepspeed_config import DeepSpeedConfig, deepspeed_part
+from bench.audit.lint.lint_options import LintOptions
 from bench.audit.stepcount import StepRule
 from bench.audit.training import LARGEST_ACCUMULATE, TrainingPlan
 
@@ -29,24 +28,16 @@ NOT_TRAINED = ("val", "test", "predict", "eval")
 """Prefixes of the parts of the data's config that are not about training."""
 
 
-class Family(StrEnum):
-    """Who steps the optimizer."""
-
-    NATIVE = "native"
-    """Lightning itself: one device, DDP, FSDP2."""
-    FSDP = "fsdp"
-    """FSDPStrategy: steps like NATIVE but clips differently."""
-    DEEPSPEED = "deepspeed"
-
-
 @dataclass(frozen=True)
-class TrainerConfig:
+class LightningConfig:
     """The parts of a LightningCLI config that rules need."""
 
     trainer: ConfigPart
-    family: Family
-    backend: str
-    """The backend of this project that shows the same."""
+    options: LintOptions
+    is_fsdp: bool
+    """FSDPStrategy steps as Lightning itself does under one device, DDP and FSDP2, but clips differently."""
+    engine: DeepSpeedConfig | None
+    """What DeepSpeed is told; None with another strategy."""
     accumulate: int
     world_size: int | None
     batch_size: int | None
@@ -70,10 +61,19 @@ class TrainerConfig:
     """The ThroughputMonitor."""
     window: int
     """Of the ThroughputMonitor, in micro-batches."""
-    engine: deepspeed_rules.Config | None
-    """What DeepSpeed is told; None with another strategy."""
-    engine_config: ConfigPart | None
-    """The user's DeepSpeed config; None if the strategy's defaults are used."""
+
+    @property
+    def backend(self) -> str:
+        """The backend of this project that shows the same."""
+        if self.engine is not None:
+            # ZeRO-1 and plain data parallelism lose the same micro-batches as ZeRO-3.
+            return "lightning-deepspeed-zero2" if self.engine.stage == 2 else "lightning-deepspeed-zero3"
+        return "lightning-fsdp2" if self.is_fsdp else "lightning-ddp"
+
+    @property
+    def trains(self) -> bool:
+        """Whether whole epochs are trained."""
+        return bool(self.max_epochs) and self.max_steps != 0 and not self.dev_run
 
     @property
     def windows(self) -> TrainingPlan | None:
@@ -92,20 +92,20 @@ class TrainerConfig:
         return plan.full_windows if self.engine else plan.windows
 
 
-def read(document: Document, options: Options) -> TrainerConfig:
+def read(root: ConfigPart, options: LintOptions) -> LightningConfig:
     """What a LightningCLI config says. Raises InputError naming the key of a wrong value."""
-    root = ConfigPart(document, document.root)
     trainer = root.at("trainer").mapping()
-    family, engine, own = _strategy(trainer.at("strategy"))
+    engine = _engine(trainer.at("strategy"))
     world_size = options.world_size or _world_size(trainer)
     data = [part for part in (root.at("data"), root.at("model")) if isinstance(part.value, Mapping)]
     batch_size = options.batch_size or _first_integer(data, BATCH_SIZES)
-    samples = options.samples or _first_integer([part for part in data if part.path[-1] == "data"], SAMPLES)
+    samples = options.samples or _first_integer([part for part in data if part.name == "data"], SAMPLES)
     drop_last = any(value is True for _, value in _named(data, ("drop_last",)))
     max_steps = trainer.at("max_steps").integer(least=-1)
-    dev_run = trainer.at("fast_dev_run")
     limit = trainer.at("overfit_batches" if trainer.at("overfit_batches").value else "limit_train_batches")
-    schedule, monitor, timer = _callbacks(trainer.at("callbacks"))
+    callbacks = _callbacks(trainer.at("callbacks"))
+    monitor = callbacks.get("ThroughputMonitor")
+    has_timer = "Timer" in callbacks or trainer.at("max_time").given
     algorithm = trainer.at("gradient_clip_algorithm")
     if algorithm.word() not in {None, "norm", "value"}:
         algorithm.refuse("norm or value")
@@ -113,72 +113,63 @@ def read(document: Document, options: Options) -> TrainerConfig:
     precision = trainer.at("precision").value
     if isinstance(precision, bool) or not isinstance(precision, str | int | None):
         trainer.at("precision").refuse("a precision such as bf16-mixed")
-    training = TrainerConfig(
+    training = LightningConfig(
         trainer=trainer,
-        family=family,
-        backend=_backend(family, engine),
+        options=options,
+        is_fsdp=_strategy_name(trainer.at("strategy")).startswith("fsdp"),
+        engine=engine,
         accumulate=trainer.at("accumulate_grad_batches").integer(most=LARGEST_ACCUMULATE) or 1,
         world_size=world_size,
         batch_size=batch_size,
         num_batches=_num_batches(limit, samples, batch_size, world_size, drop_last=drop_last),
         drop_last=drop_last,
-        max_epochs=_max_epochs(trainer, max_steps, has_timer=timer or trainer.at("max_time").given),
+        max_epochs=_max_epochs(trainer, max_steps, has_timer=has_timer),
         max_steps=None if max_steps == -1 else max_steps,
         # Lightning does not let it limit what overfit_batches limits (trainer/setup.py).
-        dev_run=0 if limit.path[-1] == "overfit_batches" else _dev_run(dev_run),
+        dev_run=0 if limit.name == "overfit_batches" else _dev_run(trainer.at("fast_dev_run")),
         limit=limit,
         log_every=DEFAULT_LOG_EVERY if log_every is None else log_every,
         clip=trainer.at("gradient_clip_val").number(),
         clip_by_value=algorithm.value == "value",
         precision=str(precision or ""),
-        schedule=schedule,
+        schedule=callbacks.get("GradientAccumulationScheduler"),
         monitor=monitor,
         window=(monitor and window_place(monitor).integer()) or DEFAULT_WINDOW,
-        engine=engine,
-        engine_config=own,
     )
     if training.num_batches is None and (training.accumulate > 1 or training.max_steps or monitor):
-        known = {"--samples": samples, "--micro-batch": batch_size, "--world-size": world_size}
-        options.wanted.update(name for name, number in known.items() if number is None)
+        options.want(samples, world_size, batch_size)
     return training
 
 
-def _strategy(place: ConfigPart) -> tuple[Family, deepspeed_rules.Config | None, ConfigPart | None]:
-    """Family, what DeepSpeed is told, and the user's own DeepSpeed config."""
+def _strategy_name(place: ConfigPart) -> str:
+    """The name of the strategy or its class, in lower case."""
     value = place.value
-    if value is None:
-        return Family.NATIVE, None, None
-    if isinstance(value, str):
-        name, arguments = value, place.at("init_args")
-    elif isinstance(value, Mapping):
-        if not place.at("class_path").word():
-            place.refuse("a name such as deepspeed_stage_2, or class_path and init_args")
-        name, arguments = value["class_path"].rpartition(".")[2], place.at("init_args").mapping()
-    else:
+    name = place.at("class_path").word() if isinstance(value, Mapping) else "" if value is None else value
+    if not isinstance(name, str) or (isinstance(value, Mapping) and not name):
         place.refuse("a name such as deepspeed_stage_2, or class_path and init_args")
-    lower = name.lower()
-    if not lower.startswith("deepspeed"):
-        return (Family.FSDP if lower.startswith("fsdp") else Family.NATIVE), None, None
-    own = deepspeed_rules.part_of(arguments.at("config"))
-    if own is not None:
-        return Family.DEEPSPEED, deepspeed_rules.read(own), own
+    return (name.rpartition(".")[2] if isinstance(value, Mapping) else name).lower()
+
+
+def _engine(place: ConfigPart) -> DeepSpeedConfig | None:
+    """What a strategy tells DeepSpeed; None if it is another strategy."""
+    name, arguments = _strategy_name(place), place.at("init_args")
+    if isinstance(place.value, Mapping):
+        arguments.mapping()
+    if not name.startswith("deepspeed"):
+        return None
+    part = deepspeed_part(arguments.at("config"))
+    if part is not None:
+        return deepspeed_config.read(part)
     stage = arguments.at("stage").integer(least=0)
-    if lower.startswith("deepspeed_stage_"):
-        stage = int(lower[16:17]) if lower[16:17] in {"1", "2", "3"} else None
+    if name.startswith("deepspeed_stage_"):
+        stage = int(name[16:17]) if name[16:17] in {"1", "2", "3"} else None
     if not arguments.at("zero_optimization").flag(default=True):
         stage = 0
     if stage is not None and stage > 3:
         arguments.at("stage").refuse("0, 1, 2 or 3")
-    offload = "offload" in lower or arguments.at("offload_optimizer").flag(default=False)
+    offload = "offload" in name or arguments.at("offload_optimizer").flag(default=False)
     stage = DEFAULT_STAGE if stage is None else stage
-    return Family.DEEPSPEED, deepspeed_rules.Config(section=place, stage=stage, offload=offload), None
-
-
-def _backend(family: Family, engine: deepspeed_rules.Config | None) -> str:
-    if engine is not None:
-        # ZeRO-1 and plain data parallelism lose the same micro-batches as ZeRO-3.
-        return "lightning-deepspeed-zero2" if engine.stage == 2 else "lightning-deepspeed-zero3"
-    return "lightning-fsdp2" if family is Family.FSDP else "lightning-ddp"
+    return DeepSpeedConfig(part=arguments.at("config"), stage=stage, offload=offload)
 
 
 def _world_size(trainer: ConfigPart) -> int | None:
@@ -256,8 +247,8 @@ def _max_epochs(trainer: ConfigPart, max_steps: int | None, *, has_timer: bool) 
     return math.inf if epochs == -1 else epochs
 
 
-def _callbacks(place: ConfigPart) -> tuple[ConfigPart | None, ConfigPart | None, bool]:
-    """The GradientAccumulationScheduler and the ThroughputMonitor, if present; and whether there is a Timer."""
+def _callbacks(place: ConfigPart) -> dict[str, ConfigPart]:
+    """The callbacks by the name of their class."""
     found: dict[str, ConfigPart] = {}
     for callback in place.items():
         name = callback.value
@@ -268,7 +259,7 @@ def _callbacks(place: ConfigPart) -> tuple[ConfigPart | None, ConfigPart | None,
         if name is not None and not isinstance(name, str):
             callback.refuse("a class_path, with init_args")
         found.setdefault((name or "").rpartition(".")[2], callback)
-    return found.get("GradientAccumulationScheduler"), found.get("ThroughputMonitor"), "Timer" in found
+    return found
 
 
 def window_place(monitor: ConfigPart) -> ConfigPart:
