@@ -99,7 +99,7 @@ class AccelerateBackend(Backend):
     """
 
     family = BackendFamily.HUGGING_FACE
-    stepping = Stepping.FLUSH
+    stepping, counts_steps = Stepping.FLUSH, False
     requires: ClassVar[tuple[str, ...]] = ("accelerate",)
     preload: ClassVar[tuple[str, ...]] = ("accelerate", "deepspeed")  # which it imports wherever it is installed
     scenario_variant = "bench.audit.job:AuditedAccelerator"

@@ -96,6 +96,8 @@ class Backend(ABC):
 
     stepping: ClassVar[Stepping] = Stepping.UNKNOWN
     """How the backend handles an incomplete window at the end of an epoch."""
+    counts_steps: ClassVar[bool] = True
+    """Whether a trainer that steps at the end of an epoch counts its steps and foresees their number."""
     bf16_as: ClassVar[str] = BF16_AUTOCAST
     """How bf16 is computed: autocast keeps the residual stream and norms in fp32, bf16 parameters do not."""
 

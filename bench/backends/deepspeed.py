@@ -206,18 +206,18 @@ class ZeroBackend(Backend):
         not. linear.py: ``LinearFunctionForZeroStage3`` saves its input after the product, where checkpointing stops
         recomputing.
         """
-        said = []
+        found = []
         if cls.stage == 3 and cell.world_size == 1 and cell.device is Device.CUDA:
-            said.append(
+            found.append(
                 "on one rank ZeRO-3 gathers nothing, and DeepSpeed makes the host wait for a CUDA stream at every "
                 "fetch of a module's parameters, which it does not on several ranks: this step time says nothing "
                 "about larger worlds"
             )
         if cls.stage == 3 and cell.activation_checkpointing:
-            said.append(
+            found.append(
                 "under activation checkpointing ZeRO-3 recomputes the last product of every block, others do not"
             )
-        return "; ".join(said)
+        return "; ".join(found)
 
     def reported(self) -> dict[str, int]:
         steps = getattr(self.wrapped(), "global_steps", None)  # a Trainer may have refused before there is an engine

@@ -112,21 +112,6 @@ def test_eager_backends_reduce_n_times_and_deferred_ones_once(fp32_run: Run, bac
         assert calls(fp32_run, backend, "all_reduce")[1] == (N if kind.sync is Sync.EAGER else 1) * 2 * P
 
 
-@pytest.mark.parametrize(
-    ("backend", "expected"),
-    [
-        # The root is not resharded after forward, so only the blocks are gathered again for the backward.
-        ("fsdp2-eager", N * (2 * GROUPS - 1)),
-        ("fsdp2-zero2-eager", N * GROUPS),
-        ("fsdp2-deferred-resident", GROUPS),
-        # Embedding, and norm with head, are units there; the embedding is gathered twice as well, the others once.
-        ("accelerate-fsdp2", N * (2 * GROUPS + 1)),
-    ],
-)
-def test_fsdp2_all_gathers(fp32_run: Run, backend: str, expected: int) -> None:
-    assert calls(fp32_run, backend, "all_gather")[0] == expected
-
-
 def test_a_sharded_reference_gathers_and_reduces_each_parameter_once(fp32_run: Run, bf16_run: Run) -> None:
     for run in (fp32_run, bf16_run):
         cell = run.record(SHARDED_REFERENCE)["cell"]
