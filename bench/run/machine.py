@@ -23,7 +23,9 @@ from bench.backends.base import built_in
 from bench.errors import InputError
 from bench.launch import gpus, job_nodes
 
-FRAMEWORKS = ("torch", *dict.fromkeys(name for backend in built_in().values() for name in backend.requires))
+_REQUIRED = dict.fromkeys(name.replace("_", "-") for backend in built_in().values() for name in backend.requires)
+FRAMEWORKS = ("torch", *_REQUIRED)
+"""Packages that backends train with."""
 PACKAGES = (*FRAMEWORKS, "numpy", "pandas", "scipy", "matplotlib", "pyarrow", "safetensors")
 """Packages that can change a result; their versions are stored."""
 ENVIRONMENT_PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_", "MKL_", "CUDA_VISIBLE_DEVICES", "DS_")
