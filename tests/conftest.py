@@ -9,10 +9,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import psutil
 import pytest
@@ -161,6 +162,15 @@ def processes_with(token: str) -> list[int]:
     return found
 
 
+def until(condition: Callable[[], object], seconds: float = 300.0) -> None:
+    """Wait for a condition. Raises TimeoutError."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError("it did not happen in time")
+        time.sleep(0.05)
+
+
 def run_matrix(
     folder: Path,
     *arguments: str,
@@ -248,8 +258,7 @@ def extra_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return plugin.install(tmp_path_factory.mktemp("plugin"))
 
 
-SOUND_AND_NOT = ("Sound", "LastOnly", "StepsTooOften", "NotReduced", *plugin.LOOPS.values())
-LOOPS = ",".join(f"tests.extra_backends:{name}" for name in SOUND_AND_NOT)
+LOOPS = ",".join(f"tests.extra_backends:{name}" for name in plugin.CLASSES.values())
 WATCHED = "tests.watched:WatchedZero3,tests.watched:WatchedLightning"
 OWN = f"{LOOPS},{WATCHED}"
 """Backends of tests, as BENCH_BACKENDS names them."""
@@ -282,28 +291,6 @@ def launcher() -> Iterator[Launcher]:
         yield made
 
 
-class Lent:
-    """The shared launcher in place of one that a command would start and end."""
-
-    def __init__(self, launcher: Launcher) -> None:
-        self.launcher = launcher
-
-    def __call__(self, device: Device, **options: Any) -> Self:
-        return self
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        pass
-
-    def run(self, *arguments: Any) -> Any:
-        return self.launcher.run(*arguments)
-
-    def renew(self) -> None:
-        pass
-
-
 @pytest.fixture
 def here(launcher: Launcher, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
     """``python -m bench`` in this process and folder, its trials forked from the shared launcher."""
@@ -312,8 +299,11 @@ def here(launcher: Launcher, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(figures, "draw", lambda *_: [])
+    monkeypatch.setattr(Launcher, "__enter__", lambda shared: shared)  # only its fixture starts, renews and ends it
+    for method in ("__exit__", "renew"):
+        monkeypatch.setattr(Launcher, method, lambda *_: None)
     for user in (dtypes, module):
-        monkeypatch.setattr(user, "Launcher", Lent(launcher))
+        monkeypatch.setattr(user, "Launcher", lambda *_, **__: launcher)
 
     def command(*arguments: str) -> subprocess.CompletedProcess[str]:
         out, err = io.StringIO(), io.StringIO()

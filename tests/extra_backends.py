@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import nullcontext
 
 from bench.backends.plain import DDPEager
 from bench.errors import UnsupportedError
@@ -14,82 +15,64 @@ class Sound(DDPEager):
     name, framework = "x-sound", "Extra"
 
 
-class Extra(DDPEager):
+class Loop(DDPEager):
+    """A loop that takes the loader as one row of windows; each below has one fault, as it is found in programs."""
+
     framework = "Extra"
 
-    def setup(self, job):
+    def train(self, job):
         from torch.nn.parallel import DistributedDataParallel
 
         self.model = DistributedDataParallel(job.build())
-        return self.model, job.optimizer(self.model.parameters())
+        self.optimizer = job.optimizer(self.model.parameters())
+        self.run(job)
+
+    def run(self, job):
+        for index, batch in enumerate(job.loader, start=1):
+            self.backward(job, batch, index)
+            if self.ends_window(index, job.accumulate):
+                self.optimizer.step()
+                self.clear()
+
+    def backward(self, job, batch, index):
+        (job.loss(self.model, batch) / job.accumulate).backward()
+
+    def ends_window(self, index, accumulate):
+        return index % accumulate == 0
+
+    def clear(self):
+        self.optimizer.zero_grad()
 
 
-class LastOnly(Extra):
+class LastOnly(Loop):
     """Keeps only the gradient of the window's last micro-batch."""
 
     name = "x-last-only"
 
-    def train(self, job):
-        model, optimizer = self.setup(job)
-        for index, batch in enumerate(job.loader, start=1):
-            optimizer.zero_grad()
-            (job.loss(model, batch) / job.accumulate).backward()
-            if index % job.accumulate == 0:
-                optimizer.step()
+    def backward(self, job, batch, index):
+        self.clear()
+        super().backward(job, batch, index)
 
 
-class StepsTooOften(Extra):
+class AllButLast(Loop):
+    """The gradient of the window's last micro-batch is not in its update."""
+
+    name = "x-all-but-last"
+
+    def backward(self, job, batch, index):
+        if self.ends_window(index, job.accumulate):
+            job.loss(self.model, batch)
+        else:
+            super().backward(job, batch, index)
+
+
+class StepsTooOften(Loop):
     """Steps after every micro-batch."""
 
     name = "x-steps-too-often"
 
-    def train(self, job):
-        model, optimizer = self.setup(job)
-        for batch in job.loader:
-            job.loss(model, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-class NotReduced(DDPEager):
-    """Sums instead of averaging over ranks, by scaling the loss with the world size."""
-
-    name, framework = "x-summed", "Extra"
-
-    def train(self, job):
-        loss = job.loss
-        job.loss = lambda model, batch: loss(model, batch) * job.world_size
-        super().train(job)
-
-
-class Loop(Extra):
-    """Loops as they are found, each with one fault in it."""
-
-
-class DividesTwice(Loop):
-    name = "x-divides-twice"
-
-    def train(self, job):
-        loss = job.loss
-        job.loss = lambda model, batch: loss(model, batch) / job.accumulate
-        super().train(job)
-
-
-class SyncsTooEarly(Loop):
-    """Reduces after the first micro-batch of a window instead of the last one."""
-
-    name = "x-syncs-too-early"
-
-    def train(self, job):
-        from contextlib import nullcontext
-
-        model, optimizer = self.setup(job)
-        for index, batch in enumerate(job.loader):
-            with nullcontext() if index % job.accumulate == 0 else model.no_sync():
-                (job.loss(model, batch) / job.accumulate).backward()
-            if (index + 1) % job.accumulate == 0:
-                optimizer.step()
-                optimizer.zero_grad()
+    def ends_window(self, index, accumulate):
+        return True
 
 
 class StepsOneLate(Loop):
@@ -97,13 +80,33 @@ class StepsOneLate(Loop):
 
     name = "x-steps-one-late"
 
-    def train(self, job):
-        model, optimizer = self.setup(job)
-        for index, batch in enumerate(job.loader):
-            (job.loss(model, batch) / job.accumulate).backward()
-            if index % job.accumulate == 0:
-                optimizer.step()
-                optimizer.zero_grad()
+    def ends_window(self, index, accumulate):
+        return (index - 1) % accumulate == 0
+
+
+class LeavesTheLastWindow(Loop):
+    """Steps when the next window begins, which never happens to the last one."""
+
+    name = "x-leaves-the-last-window"
+
+    def backward(self, job, batch, index):
+        if index > 1 and (index - 1) % job.accumulate == 0:
+            self.optimizer.step()
+            self.clear()
+        super().backward(job, batch, index)
+
+    def ends_window(self, index, accumulate):
+        return False
+
+
+class SyncsTooEarly(Loop):
+    """Reduces after the first micro-batch of a window instead of the last one."""
+
+    name = "x-syncs-too-early"
+
+    def backward(self, job, batch, index):
+        with nullcontext() if index % job.accumulate == 1 else self.model.no_sync():
+            super().backward(job, batch, index)
 
 
 class Modulo(Loop):
@@ -112,19 +115,14 @@ class Modulo(Loop):
     name = "x-modulo"
     clears = False
 
-    def train(self, job):
-        model, optimizer = self.setup(job)
+    def run(self, job):
         for _ in job.each_epoch():
             if self.clears:
-                optimizer.zero_grad()
-            for index, batch in enumerate(job.loader, start=1):
-                (job.loss(model, batch) / job.accumulate).backward()
-                if index % job.accumulate == 0:
-                    optimizer.step()
-                    optimizer.zero_grad()
+                self.clear()
+            super().run(job)
 
 
-class ClearsFirst(Modulo, Loop):
+class ClearsFirst(Modulo):
     """As above, but clears at the beginning of an epoch: what is left over is lost."""
 
     name, clears = "x-clears-first", True
@@ -135,15 +133,29 @@ class NeverClears(Loop):
 
     name = "x-never-clears"
 
-    def train(self, job):
-        model, optimizer = self.setup(job)
-        for window in job.each_window():
-            for batch, _ in window:
-                (job.loss(model, batch) / window.size).backward()
-            optimizer.step()
+    def clear(self):
+        pass
 
 
-class Faulty(Extra):
+class NotReduced(Loop):
+    """Sums instead of averaging over ranks, by scaling the loss with the world size."""
+
+    name = "x-summed"
+
+    def backward(self, job, batch, index):
+        (job.loss(self.model, batch) * job.world_size / job.accumulate).backward()
+
+
+class DividesTwice(Loop):
+    name = "x-divides-twice"
+
+    def backward(self, job, batch, index):
+        (job.loss(self.model, batch) / job.accumulate**2).backward()
+
+
+class Faulty(DDPEager):
+    framework = "Extra"
+
     def train(self, job):
         if job.rank == 1:
             self.fail()

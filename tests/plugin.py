@@ -16,14 +16,10 @@ from types import MappingProxyType
 
 from tests import extra_backends
 
-LOOPS = {cls.name: cls.__name__ for cls in extra_backends.Loop.__subclasses__()}
-"""Backends for semantic scenarios."""
-NAMES = {
-    cls.name: cls.__name__
-    for cls in vars(extra_backends).values()
-    if str(getattr(cls, "name", "")).startswith("x-") and cls.name not in LOOPS
+CLASSES = {
+    cls.name: cls.__name__ for cls in vars(extra_backends).values() if str(getattr(cls, "name", "")).startswith("x-")
 }
-"""All others."""
+"""The package's backends."""
 
 
 def make_wheel(
@@ -46,7 +42,7 @@ def make_wheel(
 
 def install(folder: Path) -> Path:
     """Build the package's wheel in ``folder`` and install it with pip; the folder to put on PYTHONPATH."""
-    points = [f"{name} = extra_backends:{cls}" for name, cls in {**NAMES, **LOOPS}.items()]
+    points = [f"{name} = extra_backends:{cls}" for name, cls in CLASSES.items()]
     files = {
         "extra_backends.py": (Path(__file__).parent / "extra_backends.py").read_text(),
         "entry_points.txt": "\n".join(["[bench.backends]", *points]),

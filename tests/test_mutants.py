@@ -20,6 +20,7 @@ from bench.measure.trial import RankTrial
 from bench.plan.cell import REFERENCE, Cell, Device, Sharding, Status, Sync
 from bench.plan.task import SETTLED_WINDOWS, Spec
 from bench.run.trial_record import merge_ranks
+from tests.extra_backends import AllButLast, LastOnly, LeavesTheLastWindow, StepsOneLate, StepsTooOften
 from tests.factories import make_cell, make_manifest, make_record
 
 LARGE = 2**26
@@ -36,7 +37,8 @@ class Sound(Backend):
         for number, window in enumerate(job.each_window()):
             for batch, _ in window:
                 self.backward(job, batch, number)
-            self.step()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
 
     def setup(self, job: Job) -> None:
         self.model = job.build()
@@ -45,64 +47,8 @@ class Sound(Backend):
     def backward(self, job: Job, batch: Any, window: int) -> None:
         (job.loss(self.model, batch) / job.accumulate).backward()
 
-    def step(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
     def full_parameters(self) -> dict[str, Any]:
         return dict(self.model.named_parameters())
-
-
-class StepsEveryMicroBatch(Sound):
-    def backward(self, job: Job, batch: Any, window: int) -> None:
-        super().backward(job, batch, window)
-        self.step()
-
-    def train(self, job: Job) -> None:
-        self.setup(job)
-        for batch in job.loader:
-            self.backward(job, batch, 0)
-
-
-class KeepsTheLast(Sound):
-    def backward(self, job: Job, batch: Any, window: int) -> None:
-        self.optimizer.zero_grad()
-        super().backward(job, batch, window)
-
-
-class SkipsTheLast(Sound):
-    """The gradient of the window's last micro-batch is not in its update."""
-
-    def train(self, job: Job) -> None:
-        self.setup(job)
-        for window in job.each_window():
-            for batch, last in window:
-                loss = job.loss(self.model, batch)
-                if not last:
-                    (loss / job.accumulate).backward()
-            self.step()
-
-
-class StepsAtZero(Sound):
-    """Counts micro-batches from 0: the first window has one, and three are left over at the end."""
-
-    def train(self, job: Job) -> None:
-        self.setup(job)
-        for index, batch in enumerate(job.loader):
-            self.backward(job, batch, 0)
-            if index % job.accumulate == 0:
-                self.step()
-
-
-class LeavesTheLastWindow(Sound):
-    """Steps when the next window begins, which never happens to the last one."""
-
-    def train(self, job: Job) -> None:
-        self.setup(job)
-        for index, batch in enumerate(job.loader):
-            if index and index % job.accumulate == 0:
-                self.step()
-            self.backward(job, batch, 0)
 
 
 def small_cell(backend: str, **changes: Any) -> Cell:
@@ -235,13 +181,14 @@ def test_peak_memory_of_a_device_is_of_the_timed_steps_only(on_device: RankTrial
 @pytest.mark.parametrize(
     ("backend", "reason"),
     [
-        (StepsEveryMicroBatch, "20 optimizer steps were taken, 5 were due"),
-        (SkipsTheLast, "samples were lost"),
-        (StepsAtZero, "updates used 1,4 micro-batches each, 4 were due"),
-        (KeepsTheLast, "samples were lost"),
+        (StepsTooOften, "20 optimizer steps were taken, 5 were due"),
+        (AllButLast, "samples were lost"),
+        (StepsOneLate, "updates used 1,4 micro-batches each, 4 were due"),
+        (LastOnly, "samples were lost"),
         (LeavesTheLastWindow, "4 optimizer steps were taken, 5 were due"),
     ],
 )
+@pytest.mark.usefixtures("lonely_group")
 def test_broken_loops_are_invalid(truth: tuple[Path, dict[str, Any]], backend: type[Backend], reason: str) -> None:
     row = judged(truth, backend)
     assert row["status"] == "invalid" and reason in row["reason"]

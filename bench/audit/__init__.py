@@ -3,10 +3,11 @@
 The path of a scenario from scenarios.toml to the pages:
 
 1. ``scenario`` reads the TOML tables, and ``suite`` runs them under each backend, in as few process groups as possible.
-2. In each rank ``observe`` trains the ``decoder``, a model with one weight per use of a sample, through the ``job``
+2. In each rank ``recorder`` trains the ``decoder``, a model with one weight per use of a sample, through the ``job``
    that a backend gets, and records every fetch, loss and step, and what each update changed.
-3. ``reading`` decodes these records into the coefficient of each sample in each update.
-4. ``diagnosis`` applies its rules to the reading; the gravest of the ``findings`` is the verdict.
+3. ``decoded_scenario`` decodes these records into the coefficient of each sample in each update.
+4. ``diagnosis`` applies its rules to them, with ``division_rules`` for a loss that is divided twice; the gravest of the
+   ``findings`` is the verdict.
 5. ``conformance`` puts the verdicts of all scenarios and backends into one table, ``weight_maps`` the coefficients of
    one scenario into maps, which ``weight_figure`` draws.
 6. ``semantics_files`` writes everything.

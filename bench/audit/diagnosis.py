@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
+from bench.audit.decoded_scenario import DecodedScenario, DecodedUpdate, Use
+from bench.audit.division_rules import all_divided_twice, divided_twice, hidden_by_clipping
 from bench.audit.findings import (
     RIGHT,
     TOLERANCE,
@@ -22,8 +24,6 @@ from bench.audit.findings import (
     share,
     verdict,
 )
-from bench.audit.reading import DecodedUpdate, Reading, Use
-from bench.audit.scale import all_divided_twice, divided_twice, hidden_by_clipping
 from bench.audit.scenario import Fault, Split
 from bench.plan.cell import Status
 from bench.words import plural
@@ -37,11 +37,11 @@ RESTARTS = {Fault.EXCEPTION, Fault.CHECKPOINT}
 """Faults after which training is started again: windows end early there, and there are two sets of counters."""
 
 
-def observation(reading: Reading) -> dict[str, Any]:
-    """The reading as plain JSON with its findings, the verdict in a word, and the diagnosis in sentences."""
-    found = findings(reading)
+def observation(decoded: DecodedScenario) -> dict[str, Any]:
+    """The decoded as plain JSON with its findings, the verdict in a word, and the diagnosis in sentences."""
+    found = findings(decoded)
     chosen = verdict(found)
-    return reading.to_dict() | {
+    return decoded.to_dict() | {
         "verdict": chosen.word,
         "level": chosen.level.name.lower(),
         "findings": [{"word": f.word, "level": f.level.name.lower(), "text": f.text} for f in found],
@@ -49,100 +49,100 @@ def observation(reading: Reading) -> dict[str, Any]:
     }
 
 
-def findings(reading: Reading) -> list[AuditFinding]:
+def findings(decoded: DecodedScenario) -> list[AuditFinding]:
     """Everything that the rules find, the highest level first."""
-    found = [finding for rule in RULES for finding in rule(reading)]
+    found = [finding for rule in RULES for finding in rule(decoded)]
     return sorted(found, key=lambda finding: -finding.level)
 
 
-def _outcome(reading: Reading) -> Iterator[AuditFinding]:
+def _outcome(decoded: DecodedScenario) -> Iterator[AuditFinding]:
     """Whether training failed or never ended, whether replicas diverged, and what never happened."""
-    done, reported = micro_batches(reading.num_micro_batches), reading.reported
-    if reading.failure:
-        yield _failure(reading.failure, reading, done)
-    if reading.stopped == "bound":
+    done, reported = micro_batches(decoded.num_micro_batches), decoded.reported
+    if decoded.failure:
+        yield _failure(decoded.failure, decoded, done)
+    if decoded.stopped == "bound":
         counters = ", ".join(f"{name} = {value}" for name, value in reported.items()) or "no counters"
-        limit, updates = reading.scenario.max_steps, plural(len(reading.updates), "update")
+        limit, updates = decoded.scenario.max_steps, plural(len(decoded.updates), "update")
         text = f"max_steps = {limit} had not stopped training after {done} and {updates} ({counters})"
         yield AuditFinding("never stops", text)
-    if reading.diverged_at is not None:
-        yield AuditFinding("replicas differ", f"the ranks' parameters differ from update {reading.diverged_at} on")
-    if not reading.updates and reading.num_micro_batches and not reading.failure:
+    if decoded.diverged_at is not None:
+        yield AuditFinding("replicas differ", f"the ranks' parameters differ from update {decoded.diverged_at} on")
+    if not decoded.updates and decoded.num_micro_batches and not decoded.failure:
         yield AuditFinding("no update", f"{done} led to no update")
-    if reading.scenario.fault is not Fault.NONE and not reading.first["faults"] and not reading.failure:
-        yield AuditFinding("no fault", f"training ended before the {reading.scenario.fault} could happen", NOTE)
+    if decoded.scenario.fault is not Fault.NONE and not decoded.first["faults"] and not decoded.failure:
+        yield AuditFinding("no fault", f"training ended before the {decoded.scenario.fault} could happen", NOTE)
 
 
-def _failure(failure: Mapping[str, Any], reading: Reading, done: str) -> AuditFinding:
+def _failure(failure: Mapping[str, Any], decoded: DecodedScenario, done: str) -> AuditFinding:
     reason = " ".join(failure["reason"].split())
     if failure["status"] == Status.UNSUPPORTED:
         return AuditFinding("unsupported", reason, NOTE)
-    if reading.stopped == "lost":
+    if decoded.stopped == "lost":
         return AuditFinding(str(failure["status"]), f"no rank finished the scenario: {reason}")
-    if not reading.num_micro_batches:
+    if not decoded.num_micro_batches:
         return AuditFinding("refused", f"the framework refused before the first micro-batch: {reason}", NOTE)
-    if reading.first["faults"]:
-        return AuditFinding("cannot continue", f"training failed after the {reading.scenario.fault}: {reason}")
+    if decoded.first["faults"]:
+        return AuditFinding("cannot continue", f"training failed after the {decoded.scenario.fault}: {reason}")
     return AuditFinding("crashed", f"training failed after {done}: {reason}")
 
 
-def _too_early(reading: Reading) -> Iterator[AuditFinding]:
-    if reading.scenario.fault in RESTARTS:
+def _too_early(decoded: DecodedScenario) -> Iterator[AuditFinding]:
+    if decoded.scenario.fault in RESTARTS:
         return
-    epochs = [reading.first["fetches"][fetch]["epoch"] for fetch in reading.computed]
+    epochs = [decoded.first["fetches"][fetch]["epoch"] for fetch in decoded.computed]
     early = []
-    for update in reading.updates:
+    for update in decoded.updates:
         around = epochs[update.losses_before - 1 : update.losses_before + 1]  # of its last micro-batch and the next
         in_mid_epoch = len(around) == 2 and around[0] == around[1]
-        if in_mid_epoch and 0 < update.num_losses < reading.scenario.accumulate_in(around[0]):
+        if in_mid_epoch and 0 < update.num_losses < decoded.scenario.accumulate_in(around[0]):
             early.append(update)
     if early:
-        yield AuditFinding("steps too early", f"in mid-epoch, {_window_lengths(reading, early)}")
+        yield AuditFinding("steps too early", f"in mid-epoch, {_window_lengths(decoded, early)}")
 
 
-def _too_late(reading: Reading) -> Iterator[AuditFinding]:
-    if reading.scenario.fault in RESTARTS:
+def _too_late(decoded: DecodedScenario) -> Iterator[AuditFinding]:
+    if decoded.scenario.fault in RESTARTS:
         return
-    if late := [update for update in reading.updates if update.num_losses > _n(reading, update)]:
-        yield AuditFinding("steps too late", _window_lengths(reading, late))
+    if late := [update for update in decoded.updates if update.num_losses > _n(decoded, update)]:
+        yield AuditFinding("steps too late", _window_lengths(decoded, late))
 
 
-def _window_lengths(reading: Reading, updates: list[DecodedUpdate]) -> str:
-    after, n = count_range(u.num_losses for u in updates), count_range(_n(reading, u) for u in updates)
-    return f"{share(updates, reading.updates)} came after {after} instead of N = {n} micro-batches"
+def _window_lengths(decoded: DecodedScenario, updates: list[DecodedUpdate]) -> str:
+    after, n = count_range(u.num_losses for u in updates), count_range(_n(decoded, u) for u in updates)
+    return f"{share(updates, decoded.updates)} came after {after} instead of N = {n} micro-batches"
 
 
-def _n(reading: Reading, update: DecodedUpdate) -> int:
+def _n(decoded: DecodedScenario, update: DecodedUpdate) -> int:
     """N of the epoch in which an update comes."""
     if not update.num_losses:
-        return max(reading.scenario.accumulate)
-    return reading.scenario.accumulate_in(reading.closed_in(update))
+        return max(decoded.scenario.accumulate)
+    return decoded.scenario.accumulate_in(decoded.closed_in(update))
 
 
-def _not_cleared(reading: Reading) -> Iterator[AuditFinding]:
+def _not_cleared(decoded: DecodedScenario) -> Iterator[AuditFinding]:
     seen: set[Use] = set()
     again: set[Use] = set()
-    for update in reading.updates:
+    for update in decoded.updates:
         again |= seen & update.coefficients.keys()
         seen |= update.coefficients.keys()
     if again:
         yield AuditFinding("not cleared", f"gradients were not cleared: {samples(list(again))} in more than one update")
 
 
-def _last_only(reading: Reading) -> Iterator[AuditFinding]:
-    longer = [update for update in reading.updates if update.num_losses > 1]
-    if longer and all(update.fetches == [reading.computed[update.losses_before - 1]] for update in longer):
+def _last_only(decoded: DecodedScenario) -> Iterator[AuditFinding]:
+    longer = [update for update in decoded.updates if update.num_losses > 1]
+    if longer and all(update.fetches == [decoded.computed[update.losses_before - 1]] for update in longer):
         lengths = count_range(update.num_losses for update in longer)
         yield AuditFinding("last only", f"each update contains only the last of {lengths} micro-batches")
 
 
-def _lost(reading: Reading) -> Iterator[AuditFinding]:
-    if not reading.lost or reading.scenario.fault is Fault.ZERO_GRAD:
+def _lost(decoded: DecodedScenario) -> Iterator[AuditFinding]:
+    if not decoded.lost or decoded.scenario.fault is Fault.ZERO_GRAD:
         return
-    by_fault = [use for use in reading.lost if use.fetch in reading.interrupted and reading.scenario.fault in RESTARTS]
-    others = [use for use in reading.lost if use not in by_fault]
+    by_fault = [use for use in decoded.lost if use.fetch in decoded.interrupted and decoded.scenario.fault in RESTARTS]
+    others = [use for use in decoded.lost if use not in by_fault]
     level, why = WRONG, "since the checkpoint does not contain them"
-    if reading.scenario.fault is Fault.EXCEPTION:
+    if decoded.scenario.fault is Fault.EXCEPTION:
         level, why = DETAIL, "since the exception discarded their window"
     if by_fault:
         yield AuditFinding("lost", f"{samples(by_fault)} reached no update, {why}", level)
@@ -150,73 +150,73 @@ def _lost(reading: Reading) -> Iterator[AuditFinding]:
         yield AuditFinding("lost", f"{samples(others)} reached no update, although updates followed")
 
 
-def _cleared(reading: Reading) -> Iterator[AuditFinding]:
-    if reading.scenario.fault is not Fault.ZERO_GRAD or not reading.first["faults"] or reading.failure:
+def _cleared(decoded: DecodedScenario) -> Iterator[AuditFinding]:
+    if decoded.scenario.fault is not Fault.ZERO_GRAD or not decoded.first["faults"] or decoded.failure:
         return
-    before = reading.interrupted
-    kept = before & {fetch for update in reading.updates for fetch in update.fetches}
+    before = decoded.interrupted
+    kept = before & {fetch for update in decoded.updates for fetch in update.fetches}
     if not before:
         yield AuditFinding("nothing open", "zero_grad was called between two windows and cleared nothing", DETAIL)
     elif kept:
         yield AuditFinding("kept", "zero_grad did not clear the gradients accumulated before it", NOTE)
-    elif rest := _rest_of_cleared_window(reading):
+    elif rest := _rest_of_cleared_window(decoded):
         text = (
             f"zero_grad discarded the {micro_batches(len(before))} before it; the sum of the update is {rest.sum:.3g}"
         )
         yield AuditFinding("cleared", text)
 
 
-def _rest_of_cleared_window(reading: Reading) -> DecodedUpdate | None:
+def _rest_of_cleared_window(decoded: DecodedScenario) -> DecodedUpdate | None:
     """The update of the window in which the scenario calls zero_grad."""
-    if reading.scenario.fault is not Fault.ZERO_GRAD or not reading.first["faults"]:
+    if decoded.scenario.fault is not Fault.ZERO_GRAD or not decoded.first["faults"]:
         return None
-    return next((update for update in reading.updates if update.losses_before > reading.first["faults"][0]), None)
+    return next((update for update in decoded.updates if update.losses_before > decoded.first["faults"][0]), None)
 
 
-def _mixed_epochs(reading: Reading) -> Iterator[AuditFinding]:
-    mixed = [update for update in reading.updates if len(update.epochs) > 1]
-    aborted = [update for update in mixed if reading.aborted_epoch in update.epochs[:-1]]
+def _mixed_epochs(decoded: DecodedScenario) -> Iterator[AuditFinding]:
+    mixed = [update for update in decoded.updates if len(update.epochs) > 1]
+    aborted = [update for update in mixed if decoded.aborted_epoch in update.epochs[:-1]]
     if aborted:
         text = f"the next update, whose sum is {aborted[0].sum:.3g}, contains the window that the exception interrupted"
         leaks = aborted[0].ratio > 1 + TOLERANCE
         yield AuditFinding("leaks", text) if leaks else AuditFinding("carried over", text, NOTE)
     if mixed := [update for update in mixed if update not in aborted]:
-        text = f"{share(mixed, reading.updates)} mixed the end of one epoch with the start of the next"
+        text = f"{share(mixed, decoded.updates)} mixed the end of one epoch with the start of the next"
         yield AuditFinding("carried over", text, NOTE)
 
 
-def _wrong_sum(reading: Reading) -> Iterator[AuditFinding]:
-    cleared = _rest_of_cleared_window(reading)
-    small = [update for update in reading.updates if update is not cleared and update.ratio < 1 - TOLERANCE]
-    if small and not all_divided_twice(reading):
-        reasons = dict.fromkeys(_why_small(reading, update) for update in small)
+def _wrong_sum(decoded: DecodedScenario) -> Iterator[AuditFinding]:
+    cleared = _rest_of_cleared_window(decoded)
+    small = [update for update in decoded.updates if update is not cleared and update.ratio < 1 - TOLERANCE]
+    if small and not all_divided_twice(decoded):
+        reasons = dict.fromkeys(_why_small(decoded, update) for update in small)
         yield AuditFinding(
-            "under-weighted", f"{share(small, reading.updates)} came out too small: {'; '.join(reasons)}"
+            "under-weighted", f"{share(small, decoded.updates)} came out too small: {'; '.join(reasons)}"
         )
-    if large := [update for update in reading.updates if update.ratio > 1 + TOLERANCE]:
+    if large := [update for update in decoded.updates if update.ratio > 1 + TOLERANCE]:
         ratio = max(update.ratio for update in large)
-        text = f"{share(large, reading.updates)} came out too large, up to {ratio:.3g} times the right one"
+        text = f"{share(large, decoded.updates)} came out too large, up to {ratio:.3g} times the right one"
         yield AuditFinding("over-weighted", text)
 
 
-def _why_small(reading: Reading, update: DecodedUpdate) -> str:
-    n, size = reading.scenario.accumulate_in(update.epochs[-1]), f"{update.ratio:.3g} of the right update"
+def _why_small(decoded: DecodedScenario, update: DecodedUpdate) -> str:
+    n, size = decoded.scenario.accumulate_in(update.epochs[-1]), f"{update.ratio:.3g} of the right update"
     if all(near(factor, 1 / n) for factor in update.factors.values()):
         return f"{micro_batches(len(update.fetches))} divided by N = {n} gave {size}"
     return size
 
 
-def _mean_of_means(reading: Reading) -> Iterator[AuditFinding]:
-    uneven = [update for update in reading.updates if update.distortion > 1 + TOLERANCE]
+def _mean_of_means(decoded: DecodedScenario) -> Iterator[AuditFinding]:
+    uneven = [update for update in decoded.updates if update.distortion > 1 + TOLERANCE]
     if not uneven:
         return
     worst = max(update.distortion for update in uneven)
-    unit = "token" if reading.scenario.token_weights else "sample"
+    unit = "token" if decoded.scenario.token_weights else "sample"
     where = "its rank's window" if all(map(_is_even_on_ranks, uneven)) else "its micro-batch"
     much = "without bound" if math.isinf(worst) else f"by a factor of up to {worst:.3g}"
     yield AuditFinding(
         "mean of means",
-        f"in {share(uneven, reading.updates)}, a {unit}'s weight depends on how many {unit}s {where} has, and "
+        f"in {share(uneven, decoded.updates)}, a {unit}'s weight depends on how many {unit}s {where} has, and "
         f"differs from that in the full batch {much}",
     )
 
@@ -232,64 +232,64 @@ def _is_even_on_ranks(update: DecodedUpdate) -> bool:
     return bool(differ) and all(near(max(of_rank), min(of_rank)) for of_rank in ratios.values())
 
 
-def _left_open(reading: Reading) -> Iterator[AuditFinding]:
-    if reading.left_open and not reading.failure:
-        level = NOTE if reading.scenario.max_steps is None else DETAIL
-        yield AuditFinding("left open", f"{samples(reading.left_open)} at the end of training reached no update", level)
+def _left_open(decoded: DecodedScenario) -> Iterator[AuditFinding]:
+    if decoded.left_open and not decoded.failure:
+        level = NOTE if decoded.scenario.max_steps is None else DETAIL
+        yield AuditFinding("left open", f"{samples(decoded.left_open)} at the end of training reached no update", level)
 
 
-def _repeated(reading: Reading) -> Iterator[AuditFinding]:
-    padding = min(len(reading.repeated), reading.num_padding)
-    if again := reading.repeated[padding:]:
+def _repeated(decoded: DecodedScenario) -> Iterator[AuditFinding]:
+    padding = min(len(decoded.repeated), decoded.num_padding)
+    if again := decoded.repeated[padding:]:
         yield AuditFinding("repeated", f"{samples(again)} trained on twice: the loader started over")
     if padding:
         yield AuditFinding("padded", f"{plural(padding, 'sample')} repeated on another rank as padding", DETAIL)
 
 
-def _never_fetched(reading: Reading) -> Iterator[AuditFinding]:
-    scenario = reading.scenario
-    if reading.stopped != "ended":
+def _never_fetched(decoded: DecodedScenario) -> Iterator[AuditFinding]:
+    scenario = decoded.scenario
+    if decoded.stopped != "ended":
         return
-    dropped = min(reading.num_never_fetched, reading.num_dropped)
+    dropped = min(decoded.num_never_fetched, decoded.num_dropped)
     if dropped:
         given = [name for name in ("drop_last", "sampler_drop_last", "limit_batches") if getattr(scenario, name)]
         text = f"{plural(dropped, 'sample')} left out by {' and '.join(given)}, over all epochs"
         yield AuditFinding("dropped", text, DETAIL)
-    if missing := reading.num_never_fetched - dropped:
+    if missing := decoded.num_never_fetched - dropped:
         level = NOTE if scenario.fault is Fault.NONE else WRONG
         yield AuditFinding("skipped", f"{plural(missing, 'sample')} never trained on, over all epochs", level)
 
 
-def _limit(reading: Reading) -> Iterator[AuditFinding]:
-    limit, taken, epochs = reading.scenario.max_steps, len(reading.updates), reading.scenario.epochs
-    if limit is None or reading.stopped != "ended" or taken == limit:
+def _limit(decoded: DecodedScenario) -> Iterator[AuditFinding]:
+    limit, taken, epochs = decoded.scenario.max_steps, len(decoded.updates), decoded.scenario.epochs
+    if limit is None or decoded.stopped != "ended" or taken == limit:
         return
-    if taken < limit and epochs and reading.num_micro_batches >= epochs * reading.scenario.micro_batches:
+    if taken < limit and epochs and decoded.num_micro_batches >= epochs * decoded.scenario.micro_batches:
         text = f"the epochs ended after {plural(taken, 'update')}, before max_steps = {limit}"
         yield AuditFinding("epochs end first", text, DETAIL)
         return
-    after = f"{plural(taken, 'update')} and {micro_batches(reading.num_micro_batches)}"
+    after = f"{plural(taken, 'update')} and {micro_batches(decoded.num_micro_batches)}"
     word = "stops late" if taken > limit else "stops early"
     yield AuditFinding(word, f"max_steps = {limit} stopped training after {after}")
 
 
-def _counters(reading: Reading) -> Iterator[AuditFinding]:
+def _counters(decoded: DecodedScenario) -> Iterator[AuditFinding]:
     """The framework's own counters against the updates observed."""
-    if reading.failure:
+    if decoded.failure:
         return
-    taken, reported, fault = len(reading.updates), reading.reported, reading.scenario.fault
+    taken, reported, fault = len(decoded.updates), decoded.reported, decoded.scenario.fault
     observed = f"but {plural(taken, 'update')} {'was' if taken == 1 else 'were'} observed"
     names = STEP_COUNTERS[:-1] if fault in RESTARTS else STEP_COUNTERS
     since = taken
-    if fault is Fault.EXCEPTION and reading.first["faults"]:
-        since = sum(update.losses_before > reading.first["faults"][0] for update in reading.updates)
+    if fault is Fault.EXCEPTION and decoded.first["faults"]:
+        since = sum(update.losses_before > decoded.first["faults"][0] for update in decoded.updates)
     if anew := [f"{name} = {since}" for name in names if reported.get(name, taken) == since != taken]:
         text = f"{', '.join(anew)}: it counts from 0 again when training is started again after the exception"
         yield AuditFinding("counted anew", text, NOTE)
     if wrong := [f"{name} = {reported[name]}" for name in names if reported.get(name, taken) not in {taken, since}]:
         yield AuditFinding("miscounted", f"{', '.join(wrong)}, {observed}")
     estimate = reported.get("trainer.estimated_stepping_batches", taken)
-    if estimate != taken and fault is Fault.NONE and reading.scenario.max_steps is None:
+    if estimate != taken and fault is Fault.NONE and decoded.scenario.max_steps is None:
         yield AuditFinding("misestimated", f"trainer.estimated_stepping_batches = {estimate}, {observed}", NOTE)
     calls = reported.get("on_before_optimizer_step", taken)
     if calls > taken and fault not in RESTARTS:
@@ -297,8 +297,8 @@ def _counters(reading: Reading) -> Iterator[AuditFinding]:
         yield AuditFinding("hooks too often", text, NOTE)
 
 
-def _empty_steps(reading: Reading) -> Iterator[AuditFinding]:
-    empty = [update for update in reading.all_updates if not update.coefficients]
+def _empty_steps(decoded: DecodedScenario) -> Iterator[AuditFinding]:
+    empty = [update for update in decoded.all_updates if not update.coefficients]
     why = ": no update, but what torch.distributed.checkpoint calls, with learning rate 0, to create optimizer state"
     for is_of_restart, level, said in ((True, DETAIL, why), (False, WRONG, "")):
         if number := sum(update.num_inner_steps for update in empty if update.is_of_restart == is_of_restart):
@@ -306,11 +306,11 @@ def _empty_steps(reading: Reading) -> Iterator[AuditFinding]:
             yield AuditFinding("empty step", text, level)
 
 
-def _shuffled(reading: Reading) -> Iterator[AuditFinding]:
-    scenario = reading.scenario
+def _shuffled(decoded: DecodedScenario) -> Iterator[AuditFinding]:
+    scenario = decoded.scenario
     if scenario.split is not Split.FRAMEWORK:
         return
-    fetched = [(use.fetch % scenario.micro_batches, use.sample) for use in reading.uses.values()]
+    fetched = [(use.fetch % scenario.micro_batches, use.sample) for use in decoded.uses.values()]
     by_rank = map(scenario.offered, range(scenario.world_size))
     offered = [set(chain(*together)) for together in zip(*by_rank, strict=True)]
     if any(sample not in offered[number] for number, sample in fetched):
@@ -318,7 +318,7 @@ def _shuffled(reading: Reading) -> Iterator[AuditFinding]:
         yield AuditFinding("shuffled", text, NOTE)
 
 
-RULES: tuple[Callable[[Reading], Iterator[AuditFinding]], ...] = (
+RULES: tuple[Callable[[DecodedScenario], Iterator[AuditFinding]], ...] = (
     _outcome,
     divided_twice,
     _last_only,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from bench.audit.reading import DecodedUpdate, Use
+from bench.audit.decoded_scenario import DecodedUpdate, Use
 from bench.words import plural
 
 TOLERANCE = 1e-4

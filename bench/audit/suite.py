@@ -17,7 +17,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench.audit.observe import Audit, record
+from bench.audit.recorder import Audit, record
 from bench.audit.scenario import Scenario
 from bench.backends.base import Backend, registry
 from bench.launch.launcher import Launcher
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 PEERS_S = 3.0
 """How long a rank that failed waits for the others to fail too, or to finish."""
 Observed = tuple[str, Scenario, list[dict[str, Any]]]
-"""Backend, scenario, and the record of each rank (``bench.audit.observe.Audit.run``), rank 0 first."""
+"""Backend, scenario, and the record of each rank (``bench.audit.recorder.Audit.run``), rank 0 first."""
 
 
 @dataclass(kw_only=True)

@@ -91,8 +91,8 @@ def _scenario_options() -> dict[str, tuple[Any, str, str]]:
 def run(arguments: argparse.Namespace) -> int:
     """Measure, show and write; 1 if something is wrong."""
     from bench.audit import suite as audit_suite
+    from bench.audit.decoded_scenario import DecodedScenario
     from bench.audit.diagnosis import observation
-    from bench.audit.reading import Reading
     from bench.audit.semantics_files import show, write
     from bench.launch.launcher import Launcher, LauncherError
 
@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
         with Launcher(device) as launcher:
             observed = audit_suite.run(launcher, backends, scenarios, device=device, timeout_s=arguments.timeout)
             for backend, scenario, ranks in observed:
-                found.append(observation(Reading(backend, scenario, ranks)))
+                found.append(observation(DecodedScenario(backend, scenario, ranks)))
                 if total > 1:
                     print(f"[{len(found)}/{total}] {backend} {scenario.name}: {found[-1]['verdict']}", file=sys.stderr)
     except LauncherError as error:

@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from bench.audit import semantics_files
+from bench.audit.decoded_scenario import DecodedScenario
 from bench.audit.diagnosis import observation
-from bench.audit.reading import Reading
 from bench.audit.scenario import Fault, Reduction, Scenario, load
 from bench.audit.stepcount import Steps, calculate
 from bench.audit.stepcount_text import rule_of
@@ -95,7 +95,7 @@ class Pretend:
         ]
 
     def observe(self, **changed: Any) -> dict[str, Any]:
-        return observation(Reading("pretended", self.scenario, self.records(**changed)))
+        return observation(DecodedScenario("pretended", self.scenario, self.records(**changed)))
 
 
 Loop = Callable[[Pretend, int], None]
@@ -323,12 +323,12 @@ def test_a_right_loop_conserves_weight(samples: int, batch_size: int, n: int, ep
         scenario(samples=samples, batch_size=batch_size, accumulate=(n,), epochs=epochs, world_size=world_size)
     )
     right(pretend, n)
-    reading = Reading("pretended", pretend.scenario, pretend.records())
-    assert all(update.sum == pytest.approx(1) for update in reading.updates)
-    assert not reading.unapplied
+    decoded = DecodedScenario("pretended", pretend.scenario, pretend.records())
+    assert all(update.sum == pytest.approx(1) for update in decoded.updates)
+    assert not decoded.unapplied
     padding = pretend.scenario.training.padding_per_epoch * epochs
-    assert len(reading.repeated) == padding
-    assert len(reading.applied) == samples * epochs + padding
+    assert len(decoded.repeated) == padding
+    assert len(decoded.applied) == samples * epochs + padding
 
 
 # The scenarios themselves.

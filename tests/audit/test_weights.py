@@ -9,7 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from bench.audit import weight_figure, weight_maps
-from bench.audit.reading import Reading
+from bench.audit.decoded_scenario import DecodedScenario
 from bench.audit.scenario import Scenario
 from bench.report.canvas import FigureWords
 from tests.factories import make_observation
@@ -134,7 +134,7 @@ def test_an_observation_tells_a_sample_that_is_in_an_update_twice() -> None:
     scenario = Scenario(samples=3, batch_size=1, accumulate=(2,))
     changes = [[(slot, 0.25) for slot in range(4)]]  # sample 0 pads the epoch of rank 1
     ranks = [record(2, samples, changes, "FLFLS") for samples in ([[0], [2]], [[1], [0]])]
-    (update,) = Reading("made", scenario, ranks).to_dict()["updates"]
+    (update,) = DecodedScenario("made", scenario, ranks).to_dict()["updates"]
     assert update["by_epoch"] == {"0": {"0": 0.5, "1": 0.25, "2": 0.25}}
     assert update["relative"] == {"0": {"0": 2.0, "1": 1.0, "2": 1.0}}
     assert update["distortion"] == 1.0
@@ -143,6 +143,6 @@ def test_an_observation_tells_a_sample_that_is_in_an_update_twice() -> None:
 def test_an_observation_tells_which_samples_are_lost_and_left_open() -> None:
     scenario = Scenario(samples=6, batch_size=1, accumulate=(2,))
     ranks = [record(3, samples, [[(1, 0.5), (4, 0.5)]], "FLFLSFL") for samples in ([[0], [2], [4]], [[1], [3], [5]])]
-    found = Reading("made", scenario, ranks).to_dict()
+    found = DecodedScenario("made", scenario, ranks).to_dict()
     assert found["lost"] == {"0": [0, 1]} and found["left_open"] == {"0": [4, 5]}
     assert found["samples_lost"] == found["samples_left_open"] == 2

@@ -25,12 +25,12 @@ from tests.faults.leaks import Leaks
 HANG_S = 8
 """Without an event for so long, a trial hangs."""
 TIMEOUT_S = 25
-MATRIX = """
+MATRIX = f"""
 device = "cpu"
 threads = 1
-repeats = {repeats}
-timeout_s = {timeout_s}
-inactivity_s = {inactivity_s}
+repeats = {{repeats}}
+timeout_s = {TIMEOUT_S}
+inactivity_s = {HANG_S}
 baseline = "reference"
 
 [workload]
@@ -39,14 +39,14 @@ sequence_length = 8
 global_batch_size = 4
 
 [training]
-seed = {seed}
+seed = {{seed}}
 warmup_windows = 1
 timed_windows = 2
 
 [axes]
-backend = {backend}
-accumulate = [{accumulate}]
-world_size = [{world_size}]
+backend = {{backend}}
+accumulate = [{{accumulate}}]
+world_size = [{{world_size}}]
 """
 MATRIX_RUN = ("run", "--matrix", "matrix.toml", "--out", "run")
 
@@ -63,29 +63,15 @@ class Place:
     before: Sequence[str] = ()
     """The program that starts Python, if not this process itself."""
 
-    def write(self, *names: str, repeats: int = 1, seed: int = 0, accumulate: int = 2, world_size: int = 2) -> None:
+    def write(self, *names: str, **changes: int) -> None:
         """The matrix of these backends; the reference comes along."""
-        (self.folder / "matrix.toml").write_text(
-            MATRIX.format(
-                backend=[REFERENCE, *names],
-                repeats=repeats,
-                seed=seed,
-                timeout_s=TIMEOUT_S,
-                inactivity_s=HANG_S,
-                accumulate=accumulate,
-                world_size=world_size,
-            )
-        )
+        values = {"repeats": 1, "seed": 0, "accumulate": 2, "world_size": 2} | changes
+        (self.folder / "matrix.toml").write_text(MATRIX.format(backend=[REFERENCE, *names], **values))
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """``python -m bench`` with these arguments; what it prints goes to files, which no one has to empty."""
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "BENCH_BACKENDS": backends.named(),
-            **self.leaks.environment,
-            **self.environment,
-        }
+        bench = {"PYTHONPATH": str(ROOT), "BENCH_BACKENDS": backends.named()}
+        environment = os.environ | bench | self.leaks.environment | self.environment
         with (self.folder / "out.txt").open("w") as out, (self.folder / "err.txt").open("w") as err:
             return subprocess.Popen(
                 [*self.before, sys.executable, *self.program, *arguments],
@@ -104,10 +90,10 @@ class Place:
             status = process.wait(timeout_s)
         finally:
             process.kill()
-        done = subprocess.CompletedProcess(process.args, status, self.said("out"), self.said("err"))
+        done = subprocess.CompletedProcess(process.args, status, self.output("out"), self.output("err"))
         return Run(self.folder / "run", done)
 
-    def said(self, which: str) -> str:
+    def output(self, which: str) -> str:
         """What the last process printed to ``out`` or ``err``."""
         return (self.folder / f"{which}.txt").read_text(errors="replace")
 

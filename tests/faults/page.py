@@ -17,7 +17,6 @@ from bench.run import machine
 from bench.words import plural
 from tests.studies import markdown as md
 
-SCHEMA = 1
 Facts = dict[str, dict[str, dict[str, Any]]]
 """Rows by section and name."""
 
@@ -36,21 +35,20 @@ def write(page: Path, facts: Facts, outcomes: Mapping[str, str]) -> None:
     bad: dict[str, str] = {}
     if data.exists():
         stored = json.loads(data.read_text(encoding="utf-8"))
-        if stored["schema"] == SCHEMA:
-            sections, bad = stored["sections"], stored["not_passed"]
+        sections, bad = stored["sections"], stored["not_passed"]
     for section, rows in facts.items():
         for name, row in rows.items():
             sections.setdefault(section, {})[name] = {**row, "measured": now}
-    rows = due()
+    rows = expected_rows()
     sections = {of: {name: row for name, row in own.items() if (of, name) in rows} for of, own in sections.items()}
     bad = {name: outcome for name, outcome in (bad | dict(outcomes)).items() if outcome != "passed"}
     page.parent.mkdir(parents=True, exist_ok=True)
-    stored = {"schema": SCHEMA, "sections": sections, "not_passed": bad}
+    stored = {"schema": 1, "sections": sections, "not_passed": bad}
     data.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
     page.write_text(markdown(sections, bad), encoding="utf-8")
 
 
-def due() -> list[tuple[str, str]]:
+def expected_rows() -> list[tuple[str, str]]:
     """Section and name of every row of a complete page."""
     from bench.commands import COMMANDS
     from tests.faults.test_faults import CASES
@@ -76,7 +74,7 @@ def due() -> list[tuple[str, str]]:
 
 def markdown(sections: Facts, bad: Mapping[str, str]) -> str:
     """The page; ``bad`` are the tests that failed or were skipped."""
-    lacking = [f"{section}: {name}" for section, name in due() if name not in sections.get(section, {})]
+    lacking = [f"{section}: {name}" for section, name in expected_rows() if name not in sections.get(section, {})]
     parts = [
         "# Reliability",
         "Written by `nox -s faults`, which runs tests/faults in their full form; `nox -s faults -- -k NAME` measures "

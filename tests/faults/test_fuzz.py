@@ -24,7 +24,6 @@ from bench.audit.lint.rules import rules
 from bench.backends.base import registry
 from bench.commands import COMMANDS
 from bench.errors import BAD, GOOD, UNCHECKED, WRONG, InputError
-from bench.judge.loading import load
 from bench.launch import launcher
 from bench.plan import matrix as matrix_file
 from bench.plan.expand import expand
@@ -57,7 +56,6 @@ PARSED = (
     "the matrix parser: files",
     "the matrix parser: documents",
     "the journal reader: files",
-    "the journal reader: edited runs",
     "the lint readers: YAML and JSON",
 )
 """What is read by itself."""
@@ -185,18 +183,6 @@ def test_no_journal_fails(tmp_path_factory: pytest.TempPathFactory, data: st.Dat
     read_journal(folder, data.draw(st.binary(max_size=60) | changed(good[:2000]) | changed(good)))
 
 
-@FORM.examples(40, 1500)
-@given(manifest=st.just(RUN) | edits(RUN), record=edits(RECORDS[1]))
-def test_no_edited_run_fails(tmp_path_factory: pytest.TempPathFactory, manifest: Any, record: Any) -> None:
-    """As edited by hand, with the checksums made anew."""
-    folder = tmp_path_factory.getbasetemp() / "fuzzed-run"
-    record.pop("sha256", None)
-    write_run(folder, manifest, [RECORDS[0], record])
-    count("the journal reader: edited runs")
-    with contextlib.suppress(InputError):
-        load(folder)
-
-
 CONFIGS = {
     "c.yaml": b"trainer:\n  devices: 2\n  strategy: ddp\n  accumulate_grad_batches: 4\n  callbacks:\n  - class_path: "
     b"lightning.pytorch.callbacks.ThroughputMonitor\n    init_args: &a {batch_size_fn: my.size}\ndata:\n  <<: *a\n",
@@ -312,16 +298,6 @@ def works(*_: Any, **__: Any) -> Any:
     raise ReachedError
 
 
-class Idle(FakeLauncher):
-    """Takes the launcher's place; no trial is run."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        super().__init__()
-
-    def run(self, *_: Any, **__: Any) -> Any:
-        raise ReachedError
-
-
 @contextlib.contextmanager
 def limited() -> Iterator[None]:
     """Let no argument take all of the machine's memory."""
@@ -338,7 +314,7 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("fuzzed")
     source = template(folder / "template")
     with pytest.MonkeyPatch.context() as patch, limited():
-        patch.setattr(launcher, "Launcher", Idle)
+        patch.setattr(launcher, "Launcher", lambda *_, **__: FakeLauncher(works))
         patch.setattr(dtypes, "table", works)
         patch.setattr(monitor, "measure", works)
         patch.setattr(figures, "draw", lambda *_: [])

@@ -16,6 +16,7 @@ import pytest
 
 from bench.errors import BAD, GOOD, INTERRUPTED
 from bench.run.journal import MANIFEST
+from tests.conftest import first
 from tests.faults.form import FORM, rng
 from tests.faults.harness import MATRIX_RUN, Place, end, facts, place
 
@@ -72,10 +73,8 @@ class Tally:
     """Trials of those runs."""
     lost: int = 0
     """Finished trials that were not there after a kill."""
-    differing: int = 0
-    """Trials of which anything but the timings differs from the unbroken run's."""
     how: list[str] = field(default_factory=list)
-    """What differs in each of those."""
+    """What but the timings differs from the unbroken run's, in each trial of which anything does."""
     slowest_s: float = 0.0
     """The longest time from the signal to the runner's end."""
     left: list[str] = field(default_factory=list)
@@ -119,7 +118,7 @@ def kill_once(here: Place, kind: Kind, number: signal.Signals, moment_s: float, 
     after = here.journal
     if not after.startswith(before):
         tally.lost += max(1, before.count(b"\n") - after.count(b"\n"))
-    out, err = here.said("out"), here.said("err")
+    out, err = here.output("out"), here.output("err")
     assert status in {GOOD, BAD, -number, *INTERRUPTS}, (status, out, err)
     # Before, Python itself is still starting; afterwards the report is written.
     if "writing to" in out and not here.is_finished and number is not signal.SIGKILL:
@@ -154,17 +153,17 @@ def disturb(folder: Path, kind: Kind, number: signal.Signals, kills: int, expect
             found = facts(here.records)
             keys = found.keys() | expected.keys()
             tally.how += [how for key in sorted(keys) if (how := difference(found.get(key), expected.get(key)))]
-            tally.differing = len(tally.how)
             tally.runs += 1
             tally.trials += len(found)
-        if not tally.differing:
+        if not tally.how:
             shutil.rmtree(here.folder)
     return tally
 
 
 def kill(folder: Path, kind: Kind, number: signal.Signals, kills: int, expected: Facts) -> None:
     tally = disturb(folder, kind, number, kills, expected)
-    FORM.note("kills", f"{kind.name} {number.name}", what=kind.what, signal=number.name, **vars(tally))
+    row = {"what": kind.what, "signal": number.name, "differing": len(tally.how), **vars(tally)}
+    FORM.note("kills", f"{kind.name} {number.name}", **row)
     assert tally.lost == 0
     assert tally.how == []
     assert tally.left == []
@@ -179,15 +178,7 @@ def test_kills_while_the_journal_is_written(
 
 
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGKILL,
-        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
-    ],
-    ids=lambda number: number.name,
-)
+@pytest.mark.parametrize("number", first([signal.SIGKILL], SIGNALS), ids=lambda number: number.name)
 def test_kills_of_real_runs(tmp_path: Path, number: signal.Signals, unbroken: Callable[[Kind], Facts]) -> None:
     kind = FORM.of(SHORT, REAL)
     kill(tmp_path, kind, number, FORM.of(1, FORM.kills), unbroken(kind))

@@ -62,7 +62,7 @@ def watched(here: Place) -> Samples:
             samples.trials.append(here.journal.count(b"\n"))
             samples.seconds.append(time.monotonic())
         time.sleep(0.02)
-    assert process.wait() in {GOOD, BAD}, here.said("err")
+    assert process.wait() in {GOOD, BAD}, here.output("err")
     return samples
 
 

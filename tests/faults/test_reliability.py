@@ -38,7 +38,7 @@ def test_a_page_of_a_part_says_what_is_not_there(tmp_path: Path) -> None:
 def test_a_page_of_all_says_nothing_of_the_kind_nor_of_rows_that_are_gone(tmp_path: Path, monkeypatch: Any) -> None:
     file = tmp_path / "page.md"
     page.write(file, {"damage": {"flips": CUTS | {"what": "gone"}}}, {})
-    monkeypatch.setattr(page, "due", lambda: [("damage", "cuts")])
+    monkeypatch.setattr(page, "expected_rows", lambda: [("damage", "cuts")])
     page.write(file, {"damage": {"cuts": CUTS | {"wrong": 2}}}, {})
     text = file.read_text()
     assert "not complete" not in text and "**2**" in text and "gone" not in text

@@ -26,9 +26,9 @@ from bench.plan.cell import Status
 from bench.plan.matrix import FOLDER
 from bench.run.journal import JOURNAL, MANIFEST, Journal, read_manifest
 from bench.run.links import PASSES, bus_rate
-from tests.conftest import ROOT
+from tests.conftest import ROOT, until
 from tests.faults.leaks import Leaks
-from tests.hosts.rig import Rig, rig, until
+from tests.hosts.rig import Rig, rig
 
 RUN_S, END_S = 3600.0, 300.0
 """How long a run may take, and what ends by itself after it; generous, since the machine may be busy."""
@@ -94,7 +94,7 @@ class Hosts:
     def log(self) -> Path:
         return self.folder / "log.txt"
 
-    def said(self, node: int) -> list[str]:
+    def messages(self, node: int) -> list[str]:
         """The messages of a node in the last run."""
         found = self.log.read_text(errors="replace").splitlines()
         return [line[3:] for line in found if line.startswith(f"{node}: bench: ") and "leads" not in line]
@@ -193,21 +193,17 @@ def bits(on: Hosts) -> Iterator[Row]:
 
 def faults(on: Hosts) -> Iterator[Row]:
     """A run that is harmed in its third trial, and resumed once that is mended."""
-
-    def kill_slurmd() -> None:
-        on.rig.daemon("slurmd", "hostb").kill()
-
-    def nothing() -> None:
-        pass
-
     harms: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
-        "kill -9 of the follower": (lambda: on.signal(1, signal.SIGKILL), nothing),
+        "kill -9 of the follower": (lambda: on.signal(1, signal.SIGKILL), lambda: None),
         "SIGSTOP of the follower, SIGCONT once the leader has ended": (
             lambda: on.signal(1, signal.SIGSTOP),
             lambda: on.signal(1, signal.SIGCONT),
         ),
         "its link is taken down": (lambda: on.rig.link("hostb", "down"), lambda: on.rig.link("hostb", "up")),
-        "kill -9 of its slurmd": (kill_slurmd, lambda: on.rig.start_slurmd("hostb")),
+        "kill -9 of its slurmd": (
+            lambda: on.rig.daemon("slurmd", "hostb").kill(),
+            lambda: on.rig.start_slurmd("hostb"),
+        ),
     }
     for number, (what, (harm, mend)) in enumerate(harms.items()):
         yield _harmed(on, f"fault{number}", what, harm, mend)
@@ -314,7 +310,7 @@ def refusals(on: Hosts) -> Iterator[Row]:
     }
     for number, (what, (change, options, expected)) in enumerate(cases.items()):
         status, folder = on.run(f"refusal{number}", *options, change=change)
-        told = [on.said(node) for node in (0, 1)]
+        told = [on.messages(node) for node in (0, 1)]
         left = on.leaks.left(END_S)
         good = status == 2 and len(told[0]) == 1 and expected in told[0][0] and not folder.exists() and not left
         words = ["; ".join(f"`{line.removeprefix('bench: ')}`" for line in lines) for lines in told]

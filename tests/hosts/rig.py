@@ -16,9 +16,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from tests.conftest import until
 
 SLURM = """
 ClusterName=rig
@@ -168,7 +169,7 @@ class Rig:
         names = ("key-file", "socket", "pid-file", "log-file", "seed-file")
         paths = [f"--{name}={folder}/munge.{name.split('-')[0].replace('socket', 'sock')}" for name in names]
         self._start("munged", "--foreground", "--force", *paths)
-        until((folder / "munge.sock").exists)
+        until((folder / "munge.sock").exists, UP_S)
         self._start(*self.inside(first, "slurmctld", "-D", "-f", str(folder / "slurm.conf")))
         for host in self.hosts:
             self.start_slurmd(host)
@@ -176,7 +177,7 @@ class Rig:
 
     def ready(self) -> None:
         """Wait until Slurm could start a job on all hosts."""
-        until(lambda: self._states() == ["idle"] * len(self.hosts))
+        until(lambda: self._states() == ["idle"] * len(self.hosts), UP_S)
 
     def start_slurmd(self, host: str) -> None:
         pinned = ["taskset", "--cpu-list", ",".join(map(str, self.cores(host)))]
@@ -210,16 +211,6 @@ class Rig:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, 9)
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-
-
-def until(condition: object, seconds: float = UP_S) -> None:
-    """Wait for a condition. Raises TimeoutError."""
-    assert callable(condition)
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError("it did not happen in time")
-        time.sleep(0.2)
 
 
 def _run(command: Sequence[str]) -> None:

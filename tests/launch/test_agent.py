@@ -44,11 +44,12 @@ def act(task_json: str) -> None:
     os._exit(1)
 
 
-def run(task: str, num_ranks: int, folder: Path) -> dict[str, Any]:
-    """Run the ranks of a trial on one node."""
+def run(num_ranks: int, folder: Path, **ends: Any) -> dict[str, Any]:
+    """Run the ranks of a trial on one node; ``rank1`` is how rank 1 ends."""
+    task = {"folder": str(folder)} | {name.removeprefix("rank"): how for name, how in ends.items()}
     node_task = NodeTask(
         entry="",
-        payload=task,
+        payload=json.dumps(task),
         folder=str(folder),
         run_id="made",
         num_ranks=num_ranks,
@@ -61,9 +62,9 @@ def run(task: str, num_ranks: int, folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("ranks", "answer"),
     [
-        ({"1": 7}, {"failure": "ended with exit code 7", "rank": 1}),
-        ({"1": 0}, {"failure": "ended without a result", "rank": 1}),
-        ({"1": -9}, {"failure": "was ended by SIGKILL", "rank": 1, "signal": 9}),
+        ({"rank1": 7}, {"failure": "ended with exit code 7", "rank": 1}),
+        ({"rank1": 0}, {"failure": "ended without a result", "rank": 1}),
+        ({"rank1": -9}, {"failure": "was ended by SIGKILL", "rank": 1, "signal": 9}),
     ],
     ids=["exit", "silent", "signal"],
 )
@@ -71,17 +72,16 @@ def test_it_is_woken_by_the_end_of_a_rank_and_ends_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: dict[str, Any], answer: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(agent, "LOOK_S", 3600.0)
-    task = json.dumps({"folder": str(tmp_path), **ranks})
-    assert run(task, 2, tmp_path) == answer
+    assert run(2, tmp_path, **ranks) == answer
     assert len(list(tmp_path.glob("*/attempt_0/*/stderr.log"))) == 2
 
 
 @pytest.mark.parametrize(
     ("ranks", "failure"),
     [
-        ({"0": "report", "1": 0}, "rank 1 ended without a result"),
-        ({"0": 3, "1": -11}, "rank 1 was ended by SIGSEGV"),
-        ({"0": -9, "1": 0}, "rank 0 was ended by SIGKILL"),
+        ({"rank0": "report", "rank1": 0}, "rank 1 ended without a result"),
+        ({"rank0": 3, "rank1": -11}, "rank 1 was ended by SIGSEGV"),
+        ({"rank0": -9, "rank1": 0}, "rank 0 was ended by SIGKILL"),
     ],
 )
 def test_an_agent_that_looks_late_blames_the_rank_that_failed_first(
@@ -96,13 +96,11 @@ def test_an_agent_that_looks_late_blames_the_rank_that_failed_first(
         return wait(signs)
 
     monkeypatch.setattr(agent, "wait", late)
-    task = json.dumps({"folder": str(tmp_path), **ranks})
-    found = run(task, 2, tmp_path)
+    found = run(2, tmp_path, **ranks)
     assert f"rank {found['rank']} {found['failure']}" == failure
 
 
 def test_where_torch_hides_what_it_could_wait_for_it_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent.Agent, "_signs", lambda _: [])
     answer = {"failure": "ended with exit code 7", "rank": 0}
-    task = json.dumps({"folder": str(tmp_path), "0": 7})
-    assert run(task, 1, tmp_path) == answer
+    assert run(1, tmp_path, rank0=7) == answer

@@ -19,8 +19,8 @@ import pytest
 from bench import files
 from bench.errors import InputError
 from bench.launch import gpus
+from tests.conftest import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 HOLDER = """
 import sys, time
 from pathlib import Path
@@ -31,22 +31,11 @@ with files.run_folder(Path(sys.argv[1]), "here"):
 """
 
 
-def holder(folder: Path) -> subprocess.Popen[str]:
-    """A process that holds the lock of a folder."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(folder)],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "held\n"
-    return process
-
-
 def test_the_second_is_told_of_the_first_and_takes_over_when_it_is_dead(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    first = holder(folder)
+    command, environment = [sys.executable, "-c", HOLDER, str(folder)], os.environ | {"PYTHONPATH": str(ROOT)}
+    first = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    assert first.stdout is not None and first.stdout.readline() == "held\n"
     words = rf"^--out x: is in use by process {first.pid} on {re.escape(socket.gethostname())} since \d{{4}}-.*; wait"
     with pytest.raises(files.BusyError, match=words), files.run_folder(folder, "--out x"):
         pytest.fail("two hold it")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from bench.launch import job_nodes
 from bench.launch.job_nodes import Place as Node
 from bench.plan.cell import Status
 from bench.run.journal import read_manifest
-from tests.conftest import ROOT
+from tests.conftest import ROOT, until
 from tests.faults.harness import MATRIX_RUN, Place, end, place
 
 HEAD = "127.0.0.2"
@@ -48,16 +47,9 @@ def job(folder: Path) -> Iterator[list[Place]]:
             assert not node.leaks.left(ENDS_IN_S)
 
 
-def until(condition: Callable[[], Any], seconds: float = 300.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it took too long"
-        time.sleep(0.05)
-
-
 def errors(node: Place) -> list[str]:
     """What a node printed to its standard error, without the line that it follows."""
-    return [line for line in node.said("err").splitlines() if "leads" not in line]
+    return [line for line in node.output("err").splitlines() if "leads" not in line]
 
 
 RUN = (*MATRIX_RUN, "--ranks-per-node", "1")
@@ -79,7 +71,7 @@ def test_two_nodes_train_what_one_does(tmp_path: Path) -> None:
             return False
 
         until(greeted)
-        assert (leader.wait(), follower.wait()) == (GOOD, GOOD), (first.said("err"), other.said("err"))
+        assert (leader.wait(), follower.wait()) == (GOOD, GOOD), (first.output("err"), other.output("err"))
         found: dict[str, dict[int, Any]] = {}
         for record in first.records:
             assert record["status"] == Status.OK, record["reason"]
@@ -109,7 +101,7 @@ def test_a_node_that_is_killed_costs_its_trials_until_it_comes_back(tmp_path: Pa
         follower.kill()
         follower.wait()
         assert not other.leaks.left(ENDS_IN_S)
-        assert leader.wait() == BAD, first.said("err")
+        assert leader.wait() == BAD, first.output("err")
         lost = [record for record in first.records if record["status"] != Status.OK]
         assert lost
         for record in lost:
@@ -117,7 +109,7 @@ def test_a_node_that_is_killed_costs_its_trials_until_it_comes_back(tmp_path: Pa
             assert record["reason"].startswith(f"node 1 ({socket.gethostname()}) was lost: "), record["reason"]
         assert {r["repeat"] for r in first.records if r["cell"]["backend"] == "reference"} == {0, 1, 2}, "it went on"
         follower, leader = other.start("run"), first.start("run", "--resume", "run")
-        assert (leader.wait(), follower.wait()) == (GOOD, GOOD), (first.said("err"), other.said("err"))
+        assert (leader.wait(), follower.wait()) == (GOOD, GOOD), (first.output("err"), other.output("err"))
         assert {record["status"] for record in first.records[-len(lost) :]} == {Status.OK}
 
 
@@ -126,17 +118,14 @@ def test_what_a_rank_of_the_other_node_does_is_told_with_its_node_and_its_stacks
     with job(tmp_path) as (first, other):
         first.write("f-raises", "f-exits-0", "f-sleeps")
         follower, leader = other.start("run"), first.start(*RUN)
-        assert (leader.wait(), follower.wait()) == (BAD, GOOD), first.said("err")
+        assert (leader.wait(), follower.wait()) == (BAD, GOOD), first.output("err")
         found = {record["cell"]["backend"]: record for record in first.records}
         rank = f"rank 1 on node 1 ({socket.gethostname()})"
         assert found["f-raises"]["reason"].startswith(f"{rank}: ValueError: no such thing")
         assert found["f-exits-0"]["reason"] == f"{rank} ended without a result"
         hang = found["f-sleeps"]
-        assert (hang["status"], hang["reason"][:23], rank in hang["reason"]) == (
-            Status.HANG,
-            "no rank got on for 8 s ",
-            True,
-        )
+        assert hang["status"] == Status.HANG and rank in hang["reason"]
+        assert hang["reason"].startswith("no rank got on for 8 s ")
         (stacks,) = [path for path in hang["dumps"] if path.endswith("rank1.stacks")]
         assert "in sleeps" in (first.folder / "run" / stacks).read_text()
 
@@ -172,21 +161,9 @@ def test_an_interrupt_lets_all_nodes_go(tmp_path: Path) -> None:
             "node 1 (HOST): its BENCH_SECRET is not that of node 0; set the same on every node",
             f"BENCH_SECRET: node 0 at {HEAD} has another secret",
         ),
-        (
-            {"GLOO_SOCKET_IFNAME": "none7"},
-            "node 1 (HOST): GLOO_SOCKET_IFNAME is 'none7', and the interfaces here are ",
-            "node 1 (HOST): GLOO_SOCKET_IFNAME is 'none7', and the interfaces here are ",
-        ),
-        (
-            {"PYTHONPATH": f"FOLDER:{ROOT}"},
-            "node 1 (HOST): torch is 2.0.0, and ",
-            "node 1 (HOST): torch is 2.0.0, and ",
-        ),
-        (
-            {"WORLD_SIZE": "3"},
-            "node 1 (HOST): it was started as one of 3 nodes, and node 0 as one of 2",
-            "node 1 (HOST): it was started as one of 3 nodes, and node 0 as one of 2",
-        ),
+        ({"GLOO_SOCKET_IFNAME": "none7"}, "node 1 (HOST): GLOO_SOCKET_IFNAME is 'none7', and the interfaces here", ""),
+        ({"PYTHONPATH": f"FOLDER:{ROOT}"}, "node 1 (HOST): torch is 2.0.0, and ", ""),
+        ({"WORLD_SIZE": "3"}, "node 1 (HOST): it was started as one of 3 nodes, and node 0 as one of 2", ""),
     ],
     ids=["secret", "interface", "version", "count"],
 )
@@ -198,73 +175,65 @@ def test_a_node_that_cannot_take_part_is_named(tmp_path: Path, change: dict[str,
         (tmp_path / "torch-2.0.0.dist-info" / "METADATA").write_text("Name: torch\nVersion: 2.0.0\n")
         follower, leader = other.start("run"), first.start(*RUN)
         assert (leader.wait(), follower.wait()) == (WRONG, WRONG)
-        for node, expected in ((first, node0), (other, node1)):
+        for node, expected in ((first, node0), (other, node1 or node0)):
             (line,) = errors(node)
             assert line.startswith(f"bench: {expected.replace('HOST', socket.gethostname())}"), line
         assert not (first.folder / "run").exists()
 
 
+def environment(text: str) -> dict[str, str]:
+    """The variables that ``NAME=value`` words set."""
+    return dict(word.split("=", 1) for word in text.split(" ") if word)
+
+
 @pytest.mark.parametrize(
-    ("environment", "expected"),
+    ("started", "expected"),
     [
-        ({}, None),
-        ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a"}, None),
-        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "9"}, (1, 2, "a", 9)),
+        ("", None),
+        ("RANK=0 WORLD_SIZE=1 MASTER_ADDR=a", None),
+        ("RANK=1 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=9", (1, 2, "a", 9)),
         (
-            {
-                "SLURM_NODEID": "1",
-                "SLURM_STEP_NUM_NODES": "4",
-                "SLURM_STEP_NUM_TASKS": "4",
-                "SLURM_STEP_NODELIST": "gpu-[07-08,11],m2",
-                "SLURM_JOB_ID": "9007",
-            },
+            "SLURM_NODEID=1 SLURM_STEP_NUM_NODES=4 SLURM_STEP_NUM_TASKS=4 SLURM_STEP_NODELIST=gpu-[07-08,11],m2 "
+            "SLURM_JOB_ID=9007",
             (1, 4, "gpu-07", 20_007),
         ),
         (
-            {
-                "GROUP_RANK": "1",
-                "GROUP_WORLD_SIZE": "2",
-                "LOCAL_WORLD_SIZE": "1",
-                "RANK": "1",
-                "WORLD_SIZE": "2",
-                "MASTER_ADDR": "h",
-                "MASTER_PORT": "9",
-            },
+            "GROUP_RANK=1 GROUP_WORLD_SIZE=2 LOCAL_WORLD_SIZE=1 RANK=1 WORLD_SIZE=2 MASTER_ADDR=h MASTER_PORT=9",
             (1, 2, "h", 10),
         ),
         (
-            {"SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.9\n"},
+            "SKYPILOT_NODE_RANK=0 SKYPILOT_NUM_NODES=2 SKYPILOT_NODE_IPS=10.0.0.7\n10.0.0.9\n",
             (0, 2, "10.0.0.7", job_nodes.PORT),
         ),
         (
-            {"DSTACK_NODE_RANK": "1", "DSTACK_NODES_NUM": "2", "DSTACK_MASTER_NODE_IP": "10.0.0.7"},
+            "DSTACK_NODE_RANK=1 DSTACK_NODES_NUM=2 DSTACK_MASTER_NODE_IP=10.0.0.7",
             (1, 2, "10.0.0.7", job_nodes.PORT),
         ),
     ],
 )
-def test_what_started_the_job_says_where_this_node_is(environment: dict[str, str], expected: Any) -> None:
-    found = job_nodes.here(environment)
+def test_what_started_the_job_says_where_this_node_is(started: str, expected: Any) -> None:
+    found = job_nodes.here(environment(started))
     assert found == (expected and Node(node=expected[0], num_nodes=expected[1], head=expected[2], port=expected[3]))
 
 
 @pytest.mark.parametrize(
-    ("environment", "error"),
+    ("started", "error"),
     [
         (
-            {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "h", "LOCAL_WORLD_SIZE": "8"},
+            "GROUP_RANK=0 GROUP_WORLD_SIZE=2 MASTER_ADDR=h LOCAL_WORLD_SIZE=8",
             "LOCAL_WORLD_SIZE is 8, and must be 1: start one process on each node",
         ),
         (
-            {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "h"},
+            "GROUP_RANK=0 GROUP_WORLD_SIZE=2 MASTER_ADDR=h",
             "LOCAL_WORLD_SIZE is not set, and must be 1: start one process on each node",
         ),
-        ({"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "h"}, "RANK is 'x', and must be a number"),
-        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "h"}, "RANK is 2, and WORLD_SIZE is 2; nodes count from 0"),
+        ("RANK=x WORLD_SIZE=2 MASTER_ADDR=h", "RANK is 'x', and must be a number"),
+        ("RANK=2 WORLD_SIZE=2 MASTER_ADDR=h", "RANK is 2, and WORLD_SIZE is 2; nodes count from 0"),
     ],
 )
-def test_a_job_that_was_started_wrongly(environment: dict[str, str], error: str) -> None:
+def test_a_job_that_was_started_wrongly(started: str, error: str) -> None:
     with pytest.raises(InputError) as found:
-        job_nodes.here(environment)
+        job_nodes.here(environment(started))
     assert str(found.value) == error
 
 
@@ -274,11 +243,6 @@ def test_the_secret_is_long_and_nobody_else_can_read_its_file(tmp_path: Path) ->
     path.chmod(0o600)
     assert job_nodes.secret({job_nodes.SECRET: str(path)}) == b"0123456789abcdef"
     path.chmod(0o640)
-    for wrong in (
-        {},
-        {job_nodes.SECRET: "short"},
-        {job_nodes.SECRET: str(path)},
-        {job_nodes.SECRET: str(tmp_path / "none")},
-    ):
+    for wrong in ("", f"{job_nodes.SECRET}=short", f"{job_nodes.SECRET}={path}", f"{job_nodes.SECRET}={tmp_path}/none"):
         with pytest.raises(InputError, match=job_nodes.SECRET):
-            job_nodes.secret(wrong)
+            job_nodes.secret(environment(wrong))

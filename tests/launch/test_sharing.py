@@ -146,7 +146,7 @@ def test_the_group_is_not_one_that_a_mesh_replaces_by_nccl(tmp_path: Path) -> No
 # What is kept.
 
 
-def records() -> list[dict[str, Any]]:
+def judged() -> tables.Tables:
     cells = [SHARED.reference(), SHARED, make_cell(backend="fsdp2-eager", device=Device.CUDA, shared_gpu=True)]
     gpu = {
         "uuid": "GPU-0",
@@ -159,19 +159,12 @@ def records() -> list[dict[str, Any]]:
         "other_processes": 0,
     }
     told = {"time": {"cuda_memory": CUDA_MEMORY}, "gpus": {"gpus": [gpu], "notes": []}}
-    return [
+    records = [
         make_record(cell, repeat, **{name: dict(value) for name, value in told.items()})
         for cell in cells
         for repeat in range(6)
     ]
-
-
-def manifest() -> dict[str, Any]:
-    return make_manifest([SHARED], baseline="ddp-deferred")
-
-
-def judged() -> tables.Tables:
-    return judge(tables.build(records(), manifest()))
+    return judge(tables.build(records, make_manifest([SHARED], baseline="ddp-deferred")))
 
 
 def test_no_time_is_kept_and_everything_else_is() -> None:

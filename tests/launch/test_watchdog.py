@@ -20,8 +20,8 @@ from bench.launch.outcome import Ending
 from bench.launch.watchdog import Watch
 from bench.measure import heartbeat
 from bench.plan.cell import Status
+from tests.conftest import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 RANK = """
 import ctypes, sys, time
 from pathlib import Path

@@ -65,16 +65,9 @@ def fixed(arguments: list[str]) -> dict[str, dict[str, Any]]:
     """By name, the median seconds of what the tests of this folder time, and how often it was run."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "times.json")
-        options = ("enable", "only", "disable-gc", f"json={report}", "columns=median,rounds")
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "tests/overhead",
-            "--all",
-            *(f"--benchmark-{one}" for one in options),
-        ]
-        subprocess.run([*command, *arguments], check=True, cwd=ROOT)
+        names = ("enable", "only", "disable-gc", f"json={report}", "columns=median,rounds")
+        options = ["--all", *(f"--benchmark-{name}" for name in names), *arguments]
+        subprocess.run([sys.executable, "-m", "pytest", "tests/overhead", *options], check=True, cwd=ROOT)
         timed = json.loads(report.read_text())["benchmarks"]
     return {
         one["name"].removeprefix("test_").replace("_", " "): {

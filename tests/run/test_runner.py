@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -15,9 +17,9 @@ from bench.errors import InputError
 from bench.launch import dumps
 from bench.launch.interrupt import terminate_as_interrupt
 from bench.launch.outcome import Outcome
-from bench.plan.cell import REFERENCE, Cell, Status
+from bench.plan.cell import REFERENCE, Status
 from bench.plan.expand import expand
-from bench.plan.schedule import InterimAnalysis, Trial, block
+from bench.plan.schedule import InterimAnalysis, block
 from bench.plan.task import EXTRA_PASSES, Spec
 from bench.run import machine, runner, start
 from bench.run.journal import Journal, read_manifest, write_manifest
@@ -26,31 +28,6 @@ from tests.factories import ALL_PASSES, FakeLauncher, Script, failed, make_backe
 
 NAMES = [f"b{number}" for number in range(6)]
 BACKENDS: dict[str, type[Backend]] = {name: make_backend(name) for name in [REFERENCE, *NAMES]}
-
-
-class Recorder:
-    """An observer that keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.started_with: list[tuple[str, int, int, int]] = []
-        self.statuses: list[str] = []
-        self.looks: list[InterimAnalysis] = []
-        self.budgets: list[float] = []
-
-    def expect(self, trials: Sequence[Trial], *, more: bool, budget_left_s: float) -> None:
-        self.expected = ([trial.key for trial in trials], more)
-        self.budgets.append(budget_left_s)
-
-    def say(self, message: str) -> None: ...
-
-    def looked(self, look: InterimAnalysis) -> None:
-        self.looks.append(look)
-
-    def started(self, trial: Trial, done: int, total: int) -> None:
-        self.started_with.append((trial.cell.backend, trial.repeat, done, total))
-
-    def finished(self, trial: Trial, record: Mapping[str, Any]) -> None:
-        self.statuses.append(str(record["status"]))
 
 
 class Run:
@@ -65,7 +42,7 @@ class Run:
         self.matrix = make_matrix(overrides, backend=[name for name in backends if name != REFERENCE], accumulate=[2])
         self.cells = [cell for cell in expand(self.matrix, backends, 0) if not cell.twin]
         self.manifest = start.create(folder, self.matrix, self.cells, backends, cold=False)
-        self.observer = Recorder()
+        self.observer = Mock()
         self.judge: Any = never
 
     def go(self, script: Script | None = None) -> FakeLauncher:
@@ -89,10 +66,6 @@ def never(records: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any], rep
     raise AssertionError("a run with fixed repeats does not look")
 
 
-def order(cells: Sequence[Cell], repeats: int, seed: int) -> list[Trial]:
-    return [trial for repeat in range(repeats) for trial in block(cells, repeat, seed)]
-
-
 def ran(launcher: FakeLauncher) -> list[tuple[str, tuple[str, ...]]]:
     return [(spec.cell.backend, spec.passes) for spec in launcher.specs]
 
@@ -101,56 +74,39 @@ def passes_of(launcher: FakeLauncher, backend: str) -> list[tuple[str, ...]]:
     return [passes for name, passes in ran(launcher) if name == backend]
 
 
-def when(backend: str, calls: Sequence[int], outcome: Outcome | BaseException) -> Script:
-    """A script in which some calls of one backend, counted from 0, end otherwise."""
-    count = 0
-
-    def script(spec: Spec, number: int) -> Outcome | None:
-        nonlocal count
-        if spec.cell.backend != backend:
-            return None
-        count += 1
-        if count - 1 not in calls:
-            return None
-        if isinstance(outcome, BaseException):
-            raise outcome
-        return outcome
-
-    return script
-
-
-def cells(count: int = 20) -> list[Cell]:
-    made = [make_cell(accumulate=n + 1) for n in range(count)]
-    return [*made[:3], made[0].reference(), *made[3:]]
+def when(backend: str, call: int, outcome: Outcome) -> Script:
+    """A script in which one call of a backend, counted from 0, ends otherwise."""
+    count = itertools.count()
+    return lambda spec, _: outcome if spec.cell.backend == backend and next(count) == call else None
 
 
 def test_order_is_seeded_and_differs_between_repeats() -> None:
-    def ids(seed: int, repeat: int) -> list[str]:
-        return [trial.cell.cell_id for trial in order(cells(), 3, seed) if trial.repeat == repeat]
-
-    assert ids(0, 0) == ids(0, 0)
-    assert len({tuple(ids(seed, repeat)) for seed in range(2) for repeat in range(3)}) == 6
-    assert ids(0, 0)[1:] != [cell.cell_id for cell in cells() if cell.backend != REFERENCE]
+    cells = [make_cell(accumulate=n) for n in range(1, 21)]
+    cells.insert(3, cells[0].reference())
+    orders = {
+        tuple(trial.cell.cell_id for trial in block(cells, repeat, seed)) for seed in (0, 0, 1) for repeat in range(3)
+    }
+    assert len(orders) == 6
+    assert not any(list(order[1:]) == [cell.cell_id for cell in cells if cell.backend != REFERENCE] for order in orders)
 
 
 def test_a_run_runs_all_trials_in_order(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     launcher = run.go()
-    expected = order(run.cells, 3, seed=0)
+    expected = [trial for repeat in range(3) for trial in block(run.cells, repeat, seed=0)]
     assert [(spec.cell.cell_id) for spec in launcher.specs] == [trial.cell.cell_id for trial in expected]
     assert [(record["cell_id"], record["repeat"]) for record in run.records] == [trial.key for trial in expected]
     assert {record["status"] for record in run.records} == {"ok"}
     assert set(launcher.timeouts) == {77.0}
-    assert [done for *_, done, _ in run.observer.started_with] == list(range(21))
-    assert {total for *_, total in run.observer.started_with} == {21}
-    assert run.observer.statuses == ["ok"] * 21
+    assert [call.args[1:] for call in run.observer.started.call_args_list] == [(done, 21) for done in range(21)]
+    assert [call.args[1]["status"] for call in run.observer.finished.call_args_list] == ["ok"] * 21
 
 
 def test_extra_passes_run_once_after_the_timed_blocks_and_never_again(tmp_path: Path) -> None:
     run = adaptive(tmp_path, repeats=3, most=6)
     every = [cell.cell_id for cell in run.cells]
     run.judge = Scripted(every, every, [])
-    launcher = run.go(when("b1", [2], failed()))
+    launcher = run.go(when("b1", 2, failed()))
     timed = [("time",)]
     assert passes_of(launcher, REFERENCE) == passes_of(launcher, "b0") == [*timed * 2, ALL_PASSES, *timed * 3]
     assert passes_of(launcher, "b1") == [*timed * 2, ALL_PASSES, *timed * 3], "crashed, and not tried again"
@@ -161,7 +117,7 @@ def test_extra_passes_run_once_after_the_timed_blocks_and_never_again(tmp_path: 
 
 def test_no_update_without_a_reference(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
-    launcher = run.go(when(REFERENCE, [2], failed(Status.OOM)))
+    launcher = run.go(when(REFERENCE, 2, failed(Status.OOM)))
     without = ("time", *(name for name in EXTRA_PASSES if name != "update"))
     assert passes_of(launcher, REFERENCE) == [("time",), ("time",), ALL_PASSES]
     assert passes_of(launcher, "b0") == [("time",), ("time",), without]
@@ -205,15 +161,6 @@ def test_a_result_that_no_sound_rank_hands_back_is_a_crash(tmp_path: Path) -> No
     record = next(record for record in run.records if record["status"] == "crashed")
     assert record["reason"] == "rank 1: its result is damaged: time.step_seconds is 'fast'; it must be a list"
     assert "time" not in record
-
-
-def interrupt_at(stop: int) -> Script:
-    def script(spec: Spec, number: int) -> Outcome | None:
-        if number == stop:
-            raise KeyboardInterrupt
-        return None
-
-    return script
 
 
 def test_an_interrupt_while_a_trial_is_kept_waits_until_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,7 +301,8 @@ def test_the_budget_ends_a_run_after_a_block_with_all_that_is_done_once(
     repeats = [sorted(record["repeat"] for record in run.records if record["cell_id"] == one) for one in every]
     assert repeats == [[last], *[list(range(blocks))] * 6]
     assert read_manifest(run.folder)["ended_by"] == "budget"
-    assert run.observer.budgets[0] == pytest.approx(budget_s), "the display is told how far it reaches"
+    told = run.observer.expect.call_args_list[0].kwargs["budget_left_s"]
+    assert told == pytest.approx(budget_s), "the display is told how far it reaches"
     assert run.go(script).specs == [], "a resumed run has no new budget"
 
 
@@ -362,11 +310,16 @@ def test_the_budget_ends_a_run_after_a_block_with_all_that_is_done_once(
 def test_an_interrupted_adaptive_run_goes_on_as_if_it_had_not_been(tmp_path: Path, stop: int) -> None:
     unbroken, broken = adaptive(tmp_path / "a"), adaptive(tmp_path / "b")
     every = [cell.cell_id for cell in unbroken.cells]
+
+    def interrupt(spec: Spec, number: int) -> None:
+        if number == stop:
+            raise KeyboardInterrupt
+
     for run in (unbroken, broken):
         run.judge = Scripted(every, every[1:4], [])
     unbroken.go()
     with pytest.raises(KeyboardInterrupt):
-        broken.go(interrupt_at(stop))
+        broken.go(interrupt)
     broken.go()
     kept = [(record["cell_id"], record["repeat"]) for record in broken.records if record["status"] == "ok"]
     assert kept == [(record["cell_id"], record["repeat"]) for record in unbroken.records]

@@ -55,7 +55,7 @@ def test_only_passes_that_ran_are_in_it_and_ranks_stay_as_they_were(passes: tupl
         (None, "device_name", 0, "device_name is missing"),
         (None, "update", {"error": 1.0}, "update.scale is missing"),
         (None, "update", "good", "update is 'good'; it must be a table"),
-        (None, "collectives", [{"op": "all_reduce"}], "collectives[0].dtype is missing"),
+        (None, "collectives", [{"op": "all_reduce"}], "collectives[0].group is missing"),
         (None, "collectives", {}, "collectives is {}; it must be a list"),
         (None, "memory", {"peak": -1}, "memory is {'peak': -1}; it must be"),
         (None, "memory", {"peak_allocator_untracked": -1.5}, "memory is {"),

@@ -103,13 +103,8 @@ def test_describe_file_names_the_bytes_not_the_place(tmp_path: Path) -> None:
     assert describe_file(tmp_path / "b" / "text.txt", 9) != expected
 
 
-@pytest.mark.parametrize("name", ["/dev/zero", "pipe", "with a NUL \0"])
-def test_describe_file_refuses_what_has_no_end(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["/dev/zero", "pipe", "with a NUL \0", ""], ids=["device", "pipe", "NUL", "folder"])
+def test_describe_file_refuses_what_is_no_file(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(InputError, match=r"is a device or pipe; name a text file|cannot be read \(.*null byte"):
+    with pytest.raises(InputError, match=r"is a device or pipe; name a text file|cannot be read"):
         describe_file(tmp_path / name, 10)
-
-
-def test_describe_file_refuses_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="cannot be read"):
-        describe_file(tmp_path, 10)

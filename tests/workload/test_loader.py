@@ -12,17 +12,6 @@ from hypothesis import strategies as st
 from bench.workload import Loader
 
 
-class Fetch:
-    """Hands out the samples' numbers and keeps what it was asked for."""
-
-    def __init__(self) -> None:
-        self.asked: list[range] = []
-
-    def __call__(self, samples: range) -> range:
-        self.asked.append(samples)
-        return samples
-
-
 def make_loader(fetch: Callable[[range], Any], **changes: int) -> Loader:
     values = {"windows": 2, "accumulate": 2, "world_size": 2, "rank": 0, "global_batch_size": 8}
     return Loader(fetch, **(values | changes))
@@ -49,10 +38,9 @@ def test_micro_batch_j_of_rank_r_is_piece_j_w_plus_r(
 
 
 def test_fetches_one_at_a_time() -> None:
-    fetch = Fetch()
-    batches = iter(make_loader(fetch))
-    next(batches)
-    assert len(fetch.asked) == 1
+    asked: list[range] = []
+    next(iter(make_loader(asked.append)))
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize("batch", [7, 2], ids=["does not divide", "too small"])

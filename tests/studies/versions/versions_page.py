@@ -12,10 +12,8 @@ from packaging.version import Version
 from pydantic import TypeAdapter
 
 from bench.audit.monitor_grid import MICRO_BATCH_S, OPTIMIZER_S
-from bench.errors import InputError
 from tests.studies.markdown import table
 
-SCHEMA = 1
 INTRODUCTION = """# Versions, and what they do under accumulation
 
 Written by `nox -s versions`; `nox -s versions -- --smoke` measures the first table again, and `nox -s versions -- \
@@ -82,18 +80,12 @@ class Smoke:
 
 
 def read(path: Path) -> tuple[list[Entry], list[Smoke]]:
-    """What earlier sessions measured; nothing without a file. Raises InputError for a file of something else."""
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        if stored["schema"] != SCHEMA:
-            raise ValueError(f"its schema is {stored['schema']}, not {SCHEMA}")
-        entries = TypeAdapter(list[Entry]).validate_python(stored["versions"])
-        return entries, TypeAdapter(list[Smoke]).validate_python(stored["smoke"])
-    except FileNotFoundError:
+    """What earlier sessions measured; nothing without a file."""
+    if not path.exists():
         return [], []
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = " ".join(str(error).split())
-        raise InputError(f"{path}: is no table of versions ({reason}); delete it and measure all again") from error
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    entries = TypeAdapter(list[Entry]).validate_python(stored["versions"])
+    return entries, TypeAdapter(list[Smoke]).validate_python(stored["smoke"])
 
 
 def merged(before: Iterable[Entry], now: Iterable[Entry]) -> list[Entry]:
@@ -105,7 +97,7 @@ def merged(before: Iterable[Entry], now: Iterable[Entry]) -> list[Entry]:
 def write(entries: Sequence[Entry], smokes: Sequence[Smoke], folder: Path) -> None:
     """Write ``versions.json`` and ``versions.md``."""
     folder.mkdir(parents=True, exist_ok=True)
-    stored = {"schema": SCHEMA, "versions": list(map(asdict, entries)), "smoke": list(map(asdict, smokes))}
+    stored = {"schema": 1, "versions": list(map(asdict, entries)), "smoke": list(map(asdict, smokes))}
     (folder / "versions.json").write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
     (folder / "versions.md").write_text(markdown(entries, smokes), encoding="utf-8")
 

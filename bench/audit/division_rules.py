@@ -5,34 +5,34 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from bench.audit.decoded_scenario import DecodedScenario, DecodedUpdate
 from bench.audit.findings import AuditFinding, FindingLevel, near, share
-from bench.audit.reading import DecodedUpdate, Reading
 from bench.audit.scenario import Reduction
 
 
-def divided_twice(reading: Reading) -> Iterator[AuditFinding]:
+def divided_twice(decoded: DecodedScenario) -> Iterator[AuditFinding]:
     """Whether every loss was divided by N twice."""
-    if not all_divided_twice(reading):
+    if not all_divided_twice(decoded):
         return
-    n, clip = max(reading.scenario.accumulate), reading.scenario.clip_norm
+    n, clip = max(decoded.scenario.accumulate), decoded.scenario.clip_norm
     text = f"the loss was divided by N = {n} twice: a micro-batch weighs 1/{n * n} in its update instead of 1/{n}"
-    if n == reading.scenario.world_size:
+    if n == decoded.scenario.world_size:
         text += f" (or it was divided by the number of ranks, also {n})"
     if clip:
         text += f"; clipping would start at a norm of {n} x {clip:g} instead of {clip:g}, and no update was clipped"
     yield AuditFinding("divided twice", text)
 
 
-def all_divided_twice(reading: Reading) -> bool:
+def all_divided_twice(decoded: DecodedScenario) -> bool:
     """Whether each micro-batch of each update has the factor 1/N^2, or 1/N of the right one in an incomplete window.
 
     Where losses are not means, sums are compared instead. An update at the clipping threshold tells nothing.
     """
-    pairs = [(update, reading.scenario.accumulate_in(update.epochs[-1])) for update in reading.updates]
+    pairs = [(update, decoded.scenario.accumulate_in(update.epochs[-1])) for update in decoded.updates]
     if not pairs or max(n for _, n in pairs) == 1 or any(is_clipped(update) for update, _ in pairs):
         return False
     complete = any(update.num_losses == n for update, n in pairs)
-    if reading.scenario.reduction is Reduction.WINDOW:
+    if decoded.scenario.reduction is Reduction.WINDOW:
         return complete and all(near(update.sum, 1 / n) for update, n in pairs)
     return all(
         near(factor, 1 / n**2) or (complete and near(factor, 1 / (n * update.num_losses)))
@@ -47,13 +47,13 @@ def is_clipped(update: DecodedUpdate) -> bool:
     return bool(update.clip_norm) and near(norm, update.clip_norm)
 
 
-def hidden_by_clipping(reading: Reading) -> Iterator[AuditFinding]:
+def hidden_by_clipping(decoded: DecodedScenario) -> Iterator[AuditFinding]:
     """Whether every update was clipped, and would have been too small without that."""
-    free = reading.unclipped
-    if free is None or not reading.updates or not all(is_clipped(update) for update in reading.updates):
+    free = decoded.unclipped
+    if free is None or not decoded.updates or not all(is_clipped(update) for update in decoded.updates):
         return
     if wrong := [update for update in free.updates if not near(update.ratio, 1)]:
-        n, clip = max(reading.scenario.accumulate), reading.scenario.clip_norm
+        n, clip = max(decoded.scenario.accumulate), decoded.scenario.clip_norm
         least, most = (f"{of(update.ratio for update in wrong):.3g}" for of in (min, max))
         weight = f"{least if least == most else f'{least} to {most}'} of the right weight"
         text = f"clipping hides a wrong scale: without it, {share(wrong, free.updates)} had {weight}"

@@ -95,7 +95,7 @@ class DecodedUpdate:
         return sorted({use.epoch for use in self.coefficients})
 
     def to_dict(self) -> dict[str, Any]:
-        """The update as plain JSON; see ``Reading.to_dict``."""
+        """The update as plain JSON; see ``DecodedScenario.to_dict``."""
         samples = _totals((use.sample, coefficient) for use, coefficient in self.coefficients.items())
         return {
             "samples": {str(sample): _rounded(samples[sample]) for sample in sorted(samples)},
@@ -109,8 +109,8 @@ class DecodedUpdate:
         }
 
 
-class Reading:
-    """What one backend computed in one scenario, decoded from the records of its ranks (``observe.Audit.run``)."""
+class DecodedScenario:
+    """What one backend computed in one scenario, decoded from the records of its ranks (``recorder.Audit.run``)."""
 
     def __init__(self, backend: str, scenario: Scenario, ranks: Sequence[Mapping[str, Any]]) -> None:
         self.backend, self.scenario = backend, scenario
@@ -121,11 +121,11 @@ class Reading:
         self.uses = self._uses(ranks)
         self.all_updates = self._updates()
         self.diverged_at = self._diverged_at(ranks)
-        self.unclipped: Reading | None = None
+        self.unclipped: DecodedScenario | None = None
         """The same training without clipping, if the scenario clips."""
         if "unclipped" in self.first:
             free = dataclasses.replace(scenario, clip_norm=0.0)
-            self.unclipped = Reading(backend, free, [record["unclipped"] for record in ranks])
+            self.unclipped = DecodedScenario(backend, free, [record["unclipped"] for record in ranks])
 
     def _uses(self, ranks: Sequence[Mapping[str, Any]]) -> dict[int, Use]:
         """All uses by their slot."""
