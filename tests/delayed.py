@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from bench.backends.base import Job
 from bench.backends.plain import DDPDeferred
+from bench.backends.training_job import Job
 
 if TYPE_CHECKING:
     from torch.nn.parameter import Parameter

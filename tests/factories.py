@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from bench.audit.scenario import Scenario
-from bench.backends.base import Backend, Job, registry
+from bench.backends.base import Backend, registry
+from bench.backends.training_job import Job
 from bench.errors import InputError
 from bench.judge.formulas import BUILT_IN, expect, layout_of
 from bench.launch.outcome import Outcome

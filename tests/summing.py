@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from bench.backends import deepspeed as ds
-from bench.backends.base import Backend, Job, registry
+from bench.backends.base import Backend, registry
 from bench.backends.fsdp2 import Gathered
+from bench.backends.training_job import Job
 from bench.errors import UnsupportedError
 from bench.measure.summing import accumulator, error
 from bench.plan.cell import Precision, Sharding, Status, Sync

@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from bench.backends.base import Backend, Job, registry
+from bench.backends.base import Backend, registry
 from bench.backends.plain import DDPDeferred, DDPEager
+from bench.backends.training_job import Job
 from bench.judge import gates, tables
 from bench.launch import rank
 from bench.measure.trial import RankTrial

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from bench.backends.base import Backend, Job
+from bench.backends.base import Backend
 from bench.backends.deepspeed import DeepSpeedZero3Eager
 from bench.backends.lightning import LightningDeepSpeedZero3
+from bench.backends.training_job import Job
 
 
 class Watched(Backend):

@@ -14,6 +14,7 @@ import pandas as pd
 
 from bench import words
 from bench.audit.diagnosis import STEP_COUNTERS
+from bench.backends.base import Backend, BackendFamily, built_in
 from bench.words import plural
 
 Observation = Mapping[str, Any]
@@ -59,14 +60,6 @@ OF_LOSS = frozenset({"mean of means"})
 """Findings that the reduction of the loss causes, unless the trainer weighs tokens itself."""
 CAUSES = ("What the backend does", "What the reduction of the loss does")
 """The two parts of the table."""
-FAMILIES = {
-    "PyTorch": ("ddp-", "fsdp2-", "hsdp-", "torchtitan-"),
-    "DeepSpeed": ("deepspeed-",),
-    "Lightning": ("lightning-", "fabric-"),
-    "Hugging Face": ("hf-", "accelerate-"),
-}
-"""How the names of a family's backends begin; each family has a table of its own."""
-OTHERS = "Others"
 FURTHER = 1
 """Further wrong findings that a cell of the Markdown table names; it counts the others."""
 
@@ -250,11 +243,11 @@ which is that of a complete window."""
 
 
 def families(observations: Sequence[Observation]) -> dict[str, list[Observation]]:
-    """The observations by family, in the order of FAMILIES; backends that are in none come last, as OTHERS."""
-    found: dict[str, list[Observation]] = {name: [] for name in (*FAMILIES, OTHERS)}
+    """The observations by family of the backend (``bench.backends.base.BackendFamily``)."""
+    found: dict[str, list[Observation]] = {family: [] for family in BackendFamily}
     for seen in observations:
-        family = next((name for name, start in FAMILIES.items() if seen["backend"].startswith(start)), OTHERS)
-        found[family].append(seen)
+        backend = built_in().get(seen["backend"], Backend)
+        found[backend.family].append(seen)
     return {family: own for family, own in found.items() if own}
 
 

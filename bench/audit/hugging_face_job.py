@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from bench.audit.job import trust_own_classes
 from bench.audit.scenario import Fault, Reduction, Split
 from bench.backends.accelerate import FSDP2
-from bench.backends.base import Job
 from bench.backends.hugging_face import HuggingFaceTrainer
+from bench.backends.training_job import Job
 from bench.errors import UnsupportedError
 
 if TYPE_CHECKING:

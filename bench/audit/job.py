@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from bench.audit.scenario import Fault, Reduction, Scenario, Split
 from bench.backends.accelerate import AccelerateBackend
-from bench.backends.base import Backend, Job, Window
+from bench.backends.base import Backend
 from bench.backends.deepspeed import DeepSpeedZero2Eager
 from bench.backends.lightning import LightningBackend
 from bench.backends.torchtitan import TorchtitanEager
+from bench.backends.training_job import Job, Window
 from bench.errors import UnsupportedError
 from bench.plan.cell import Sync
 

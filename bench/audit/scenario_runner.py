@@ -14,10 +14,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench.audit.hugging_face_job import AuditedHuggingFace
-from bench.audit.job import AuditedAccelerator, AuditedEngine, AuditedStream, AuditedTrainer
 from bench.audit.recorder import Audit, record
 from bench.audit.scenario import Scenario
 from bench.backends.base import Backend, registry
@@ -29,14 +28,6 @@ from bench.plan.task import Task
 if TYPE_CHECKING:
     import torch
 
-AUDITED: tuple[type[Backend], ...] = (
-    AuditedEngine,
-    AuditedTrainer,
-    AuditedStream,
-    AuditedAccelerator,
-    AuditedHuggingFace,
-)
-"""What a framework's backends have to be told in scenarios; each class extends the framework's."""
 PEERS_S = 3.0
 """How long a rank that failed waits for the others to fail too, or to finish."""
 Observed = tuple[str, Scenario, list[dict[str, Any]]]
@@ -54,10 +45,9 @@ class AuditTask(Task):
 
 def audited(backend: type[Backend]) -> type[Backend]:
     """The backend as scenarios run it."""
-    for kind in AUDITED:
-        if issubclass(backend, kind.__bases__[0]):
-            return type(backend.__name__, (kind, backend), {})
-    return backend
+    if not backend.scenario_variant:
+        return backend
+    return type(backend.__name__, (resolve_name(backend.scenario_variant), backend), {})
 
 
 def work(task: AuditTask, rank: int, device: torch.device) -> dict[str, Any]:

@@ -177,5 +177,5 @@ def write_pictures(observations: Sequence[dict[str, Any]], about: Mapping[str, A
 
 def facts_of(about: Mapping[str, Any]) -> dict[str, str]:
     """The versions, device and date that a reader must know."""
-    versions = {name: about["packages"][name] for name in VERSIONS if name in about["packages"]}
+    versions = {name: version for name, version in about["packages"].items() if name in VERSIONS}
     return {**versions, "python": about["machine"]["python"], "device": about["device"], "date": about["date"]}

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from bench.audit.stepcount import StepRule, Steps, calculate, never_reached
-from bench.backends.accelerate import AccelerateBackend
 from bench.plan.cell import Stepping
 from bench.words import plural, table
 
@@ -40,7 +39,7 @@ def rule_of(backend: type[Backend]) -> StepRule:
     # Lightning's backends may multiply the loss by N, which undoes one of the two divisions.
     divides_once = getattr(backend, "loss_factor", "") == "N"
     rule = StepRule.of(backend.stepping, backend.sharding, divides_once=divides_once)
-    return dataclasses.replace(rule, counted=not issubclass(backend, AccelerateBackend))
+    return dataclasses.replace(rule, counted=backend.counts_steps)
 
 
 def by_rule(training: TrainingPlan, backends: Mapping[str, type[Backend]]) -> Rules:

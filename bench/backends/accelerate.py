@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench.backends import deepspeed as ds
 from bench.backends import fsdp2, plain
-from bench.backends.base import BF16_PARAMETERS, Backend, Job
+from bench.backends.base import Backend, BackendFamily
+from bench.backends.training_job import Job
 from bench.errors import UnsupportedError
-from bench.plan.categories import Category
-from bench.plan.cell import Sharding, Stepping, Sync
+from bench.plan.cell import Stepping, Sync
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -98,8 +98,11 @@ class AccelerateBackend(Backend):
     only asks the engine for the norm.
     """
 
-    stepping = Stepping.FLUSH
+    family = BackendFamily.HUGGING_FACE
+    stepping, counts_steps = Stepping.FLUSH, False
     requires: ClassVar[tuple[str, ...]] = ("accelerate",)
+    preload: ClassVar[tuple[str, ...]] = ("accelerate", "deepspeed")  # which it imports wherever it is installed
+    scenario_variant = "bench.audit.job:AuditedAccelerator"
     wrapper: ClassVar[str]
     sync_each_batch: ClassVar[bool] = False
 
@@ -145,12 +148,16 @@ class AccelerateBackend(Backend):
         return self.accelerator.prepare_data_loader(DataLoader(stream, collate_fn=operator.itemgetter(0)))
 
 
-class AccelerateDDP(AccelerateBackend):
-    """DDP under ``no_sync`` but in the last micro-batch of a window; on one rank, without ``no_sync``."""
+class AccelerateDDP(AccelerateBackend, plain.DDPBackend):
+    """DDP under ``no_sync`` but in the last micro-batch of a window; on one rank, without ``no_sync``.
+
+    accelerate/accelerator.py:no_sync.
+    """
 
     name, framework = "accelerate-ddp", "Accelerate DDP"
-    not_fake = plain.NO_FAKE_DDP
-    sync, sharding = Sync.DEFERRED, Sharding.NONE
+    colour = "#332288"
+    sync = Sync.DEFERRED
+    eager_on_one_rank = True
     wrapper = DDP
 
     def prepare(self, job: Job, model: nn.Module) -> None:
@@ -159,9 +166,6 @@ class AccelerateDDP(AccelerateBackend):
 
     def full_parameters(self) -> Mapping[str, Tensor]:
         return dict(self.model.module.named_parameters())
-
-    def settings(self) -> dict[str, Any]:
-        return dict(plain.DDP_SETTINGS)
 
 
 class AccelerateDDPEager(AccelerateDDP):
@@ -172,7 +176,7 @@ class AccelerateDDPEager(AccelerateDDP):
     sync_each_batch = True
 
 
-class AccelerateFSDP2(AccelerateBackend):
+class AccelerateFSDP2(AccelerateBackend, fsdp2.FSDP2Backend):
     """FSDP2, where ``accumulate()`` defers the reduction as under DDP (``set_requires_gradient_sync``).
 
     Accelerate shards the blocks, and of a transformers model also the embedding, and final norm and head together
@@ -180,9 +184,10 @@ class AccelerateFSDP2(AccelerateBackend):
     """
 
     name, framework = "accelerate-fsdp2", "Accelerate FSDP2"
+    colour = "#AA4499"
     not_fake = "Accelerate finds the sharded parameters by the addresses of the old ones, which fake tensors lack"
-    sync, sharding = Sync.DEFERRED, Sharding.PARAMS
-    bf16_as = BF16_PARAMETERS
+    formula = "bench.judge.formulas:accelerate_fsdp2"
+    sync = Sync.DEFERRED
     wrapper = FSDP2
 
     def plugin(self, job: Job, model: nn.Module) -> dict[str, Any]:
@@ -197,15 +202,6 @@ class AccelerateFSDP2(AccelerateBackend):
             mixed_precision_policy=fsdp2.mixed_precision(bf16=job.bf16),
         )
         return {"fsdp_plugin": plugin}
-
-    def full_parameters(self) -> Mapping[str, Tensor]:
-        return fsdp2.Gathered(self.model)
-
-    def holdings(self) -> Mapping[Category, Iterable[Tensor]]:
-        return fsdp2.holdings(self.model)
-
-    def settings(self) -> dict[str, Any]:
-        return {"reshard_after_forward": True, "reduce_dtype": "fp32"}
 
 
 class AccelerateFSDP2Eager(AccelerateFSDP2):
@@ -224,8 +220,9 @@ class AccelerateDeepSpeedZero2(ds.ZeroBackend, AccelerateBackend):
     """
 
     name, framework = "accelerate-deepspeed-zero2", "Accelerate DeepSpeed"
+    colour = "#999933"
     sync = Sync.EAGER
-    requires = ("accelerate", "deepspeed")
+    requires, preload = ("accelerate", "deepspeed"), ("accelerate", *ds.PRELOAD)
     wrapper = DEEPSPEED
 
     def wrapped(self) -> Any:
@@ -238,11 +235,10 @@ class AccelerateDeepSpeedZero2(ds.ZeroBackend, AccelerateBackend):
         return {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=dict(self.config), zero3_init_flag=False)}
 
     def prepare(self, job: Job, model: nn.Module) -> None:
-        masters = ds.initial_masters(model) if job.bf16 else {}
+        self.save_masters(model, job)
         with ds.short_parameter_repr():
             super().prepare(job, model)
-        if job.bf16:
-            ds.restore_masters(self.model.module, masters)
+        self.restore_masters(self.model.module)
 
     def full_parameters(self) -> Mapping[str, Tensor]:
         return ds.gather(self.model.module)
@@ -252,13 +248,3 @@ class AccelerateDeepSpeedZero3(ds.ZeroStage3, AccelerateDeepSpeedZero2):
     """Stage 3."""
 
     name = "accelerate-deepspeed-zero3"
-
-
-BACKENDS: tuple[type[Backend], ...] = (
-    AccelerateDDP,
-    AccelerateDDPEager,
-    AccelerateFSDP2,
-    AccelerateFSDP2Eager,
-    AccelerateDeepSpeedZero2,
-    AccelerateDeepSpeedZero3,
-)

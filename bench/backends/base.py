@@ -1,4 +1,4 @@
-"""The backend interface, the job that a backend receives, and the registry.
+"""The backend interface and the registry.
 
 This module imports neither torch nor a framework, so that planning works without them; ``train`` imports what it needs.
 """
@@ -7,109 +7,47 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import itertools
 import os
+import pkgutil
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from bench import backends
+from bench.backends.training_job import Job
 from bench.errors import InputError, UnsupportedError
 from bench.plan.categories import Category
 from bench.plan.cell import Cell, Device, Sharding, Stepping, Sync
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
-    from torch.nn.parameter import Parameter
-    from torch.optim import Optimizer
+    from torch import Tensor
 
 ENTRY_POINTS = "bench.backends"
 """Entry-point group for backends of other packages; each entry names a subclass of Backend."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,79}")
 """Allowed backend names: they become part of file names, table cells and pages."""
 ALL = "all"
-"""Selects all backends except UNTRIED and those of installed packages, which must be named."""
+"""Selects all backends except untried ones and those of installed packages, which must be named."""
 EXTRA_BACKENDS = "BENCH_BACKENDS"
 """Environment variable with further backends: ``module:Class``, comma-separated."""
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
-    """The micro-batches of one optimizer step on this rank; can be iterated once."""
+class BackendFamily(StrEnum):
+    """Groups of backends in listings and tables, in this order."""
 
-    size: int
-    """Number of micro-batches: N, or fewer at the end of an epoch."""
-    batches: Iterator[Tensor]
-
-    def __iter__(self) -> Iterator[tuple[Tensor, bool]]:
-        """Each micro-batch, fetched lazily, and whether it is the last of the window."""
-        for index, batch in enumerate(self.batches, start=1):
-            yield batch, index == self.size
+    PYTORCH = "PyTorch"
+    DEEPSPEED = "DeepSpeed"
+    LIGHTNING = "Lightning"
+    HUGGING_FACE = "Hugging Face"
+    OTHER = "Others"
 
 
-@dataclass(kw_only=True)
-class Job:
-    """One pass of a trial on this rank: whole windows. The process group is already initialized."""
-
-    cell: Cell
-    rank: int
-    world_size: int
-    device: torch.device
-    windows: int
-    """Optimizer steps to take."""
-    accumulate: int
-    """N: micro-batches per optimizer step."""
-    block_parameters: int
-    """Elements of the largest block's parameters, which bounds how far ahead a sharded backend may gather."""
-    build: Callable[[], nn.Module]
-    """Build a new fp32 model on ``device``, with the same initial weights on every rank.
-
-    Its blocks are already checkpointed and compiled if the cell asks for it (``bench.backends.blocks``).
-    """
-    blocks: Callable[[nn.Module], Sequence[nn.Module]]
-    """The submodules of a built model that are sharded as separate units."""
-    loader: Any
-    """The ``windows * accumulate`` micro-batches of this rank, on ``device``: sized, can be iterated once, tapped."""
-    loss: Callable[[nn.Module, Tensor], Tensor]
-    """``loss(model, micro_batch)``: the mean loss of a micro-batch from one forward of ``model``; tapped."""
-    optimizer: Callable[[Iterable[Parameter]], Optimizer]
-    """Creates the tapped optimizer. A framework may wrap it, but must step this one."""
-    keep_parameters: bool = False
-    """Whether ``full_parameters`` will be called after ``train``."""
-    clip_norm: float = 0.0
-    """Maximum L2 norm of the gradient in an update; 0 for no clipping."""
-
-    @property
-    def bf16(self) -> bool:
-        return str(self.cell.precision) == "bf16"
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Autocast to the cell's precision, for backends that keep fp32 parameters; no effect in fp32."""
-        import torch
-
-        return torch.autocast(self.device.type, torch.bfloat16) if self.bf16 else nullcontext()
-
-    def clip(self, parameters: Iterable[Parameter]) -> None:
-        """Clip gradients to ``clip_norm`` if it is set; sharded gradients by their global norm."""
-        if self.clip_norm:
-            from torch.nn.utils import clip_grad_norm_
-
-            clip_grad_norm_(parameters, self.clip_norm)
-
-    def each_window(self) -> Iterator[Window]:
-        """The windows of the training. In scenarios (``bench.audit``) the last of an epoch may be smaller.
-
-        Dividing every loss by the *window's* size makes each update equal that of one full batch.
-        """
-        batches = iter(self.loader)
-        for _ in range(self.windows):
-            yield Window(self.accumulate, itertools.islice(batches, self.accumulate))
-
-
+Call = tuple[str, str, int, int]
+"""Calls of a collective: operation, dtype, elements of the whole logical tensor, and how often it is called."""
 BF16_AUTOCAST = "autocast over fp32 parameters"
 BF16_PARAMETERS = "bf16 copies of fp32 parameters"
 
@@ -127,8 +65,23 @@ class Backend(ABC):
     sharding: ClassVar[Sharding]
     requires: ClassVar[tuple[str, ...]] = ()
     """Import names of required packages besides torch."""
+    preload: ClassVar[tuple[str, ...]] = ()
+    """What a fork server imports before it forks trials (``module``) or calls (``module:function``), if not just
+    ``requires``."""
     defect: ClassVar[str] = ""
     """A known defect of the framework that the gates should catch when N > 1, in words; empty if none."""
+    untried: ClassVar[bool] = False
+    """Whether the backend has never run. It must then be named: ``all`` does not select it."""
+
+    family: ClassVar[BackendFamily] = BackendFamily.OTHER
+    colour: ClassVar[str] = ""
+    """The framework's colour in figures, ``#rrggbb``; empty for one that no other framework of the run has."""
+    formula: ClassVar[str] = ""
+    """``module:function`` of its collectives and held bytes (``bench.judge.formulas.Formula``); empty for none."""
+    stage: ClassVar[int] = 0
+    """Stage of DeepSpeed's ZeRO; 0 for other frameworks."""
+    scenario_variant: ClassVar[str] = ""
+    """``module:Class`` of a subclass that passes epochs, limits and checkpoints of scenarios to the framework."""
 
     replicate: ClassVar[int] = 0
     """R where the matrix names none, for a backend that trains replicas of a sharded model (HSDP); 0 for all others."""
@@ -143,6 +96,8 @@ class Backend(ABC):
 
     stepping: ClassVar[Stepping] = Stepping.UNKNOWN
     """How the backend handles an incomplete window at the end of an epoch."""
+    counts_steps: ClassVar[bool] = True
+    """Whether a trainer that steps at the end of an epoch counts its steps and foresees their number."""
     bf16_as: ClassVar[str] = BF16_AUTOCAST
     """How bf16 is computed: autocast keeps the residual stream and norms in fp32, bf16 parameters do not."""
 
@@ -204,6 +159,16 @@ class Backend(ABC):
         return {}
 
     @classmethod
+    def extra_collectives(cls, cell: Cell) -> list[Call]:
+        """What a trainer communicates in a window besides parameters and gradients."""
+        return []
+
+    @classmethod
+    def extra_held_bytes(cls, cell: Cell) -> int:
+        """What stays of ``extra_collectives`` between micro-batches."""
+        return 0
+
+    @classmethod
     def remark(cls, cell: Cell) -> str:
         """A caveat for the numbers of this cell in one sentence; empty if there is none.
 
@@ -222,33 +187,42 @@ class Backend(ABC):
         return ""
 
 
-BUILT_IN = ("plain", "fsdp2", "hsdp", "deepspeed", "lightning", "fabric", "accelerate", "hugging_face", "torchtitan")
-"""Modules of this package with backends."""
+@cache
+def built_in() -> dict[str, type[Backend]]:
+    """The backends in the modules of this package, by name.
 
-
-UNTRIED = (importlib.metadata.EntryPoint("megatron-fsdp", "bench.backends.megatron:UntriedMegatronFSDP", ENTRY_POINTS),)
-"""Backends of this package that have never run; like those of installed packages, they must be named."""
-
-
-def _entry_points() -> Iterable[importlib.metadata.EntryPoint]:
-    return (*UNTRIED, *importlib.metadata.entry_points(group=ENTRY_POINTS))
+    Modules come by family, and in a family those that begin with an unsharded backend come first.
+    """
+    found: list[list[type[Backend]]] = []
+    for info in pkgutil.iter_modules(backends.__path__, "bench.backends."):
+        values = vars(importlib.import_module(info.name)).values()
+        classes = [one for one in values if isinstance(one, type) and issubclass(one, Backend)]
+        if defined := [one for one in classes if one.__module__ == info.name and "name" in vars(one)]:
+            found.append(defined)
+    found.sort(
+        key=lambda module: (list(BackendFamily).index(module[0].family), module[0].sharding is not Sharding.NONE)
+    )
+    return {backend.name: backend for module in found for backend in module}
 
 
 def installed_backends() -> dict[str, str]:
-    """Backends that must be named, by name, as ``module:Class``, without importing them."""
-    return {entry.name: entry.value for entry in _entry_points()}
+    """Backends that ``all`` does not select, by name, as ``module:Class``; those of packages are not imported."""
+    untried = {name: f"{one.__module__}:{one.__name__}" for name, one in built_in().items() if one.untried}
+    return {entry.name: entry.value for entry in _entry_points()} | untried
+
+
+def _entry_points() -> Iterable[importlib.metadata.EntryPoint]:
+    return importlib.metadata.entry_points(group=ENTRY_POINTS)
 
 
 def registry(names: Iterable[str] = ()) -> dict[str, type[Backend]]:
     """Backends by name: built-in ones, those in EXTRA_BACKENDS, and those of ``names`` that installed packages offer.
 
-    Only packages of requested backends are imported. Unknown names are left out. Raises InputError for something that
-    is not a backend, or a name that is invalid or already taken.
+    Only packages of requested backends are imported, and only requested backends may be untried. Unknown names are
+    left out. Raises InputError for something that is not a backend, or a name that is invalid or already taken.
     """
-    found: dict[str, type[Backend]] = {}
-    for module in BUILT_IN:
-        for backend in importlib.import_module(f"bench.backends.{module}").BACKENDS:
-            found[backend.name] = backend
+    names = list(dict.fromkeys(names))
+    found = {name: backend for name, backend in built_in().items() if not backend.untried}
     for name in os.environ.get(EXTRA_BACKENDS, "").split(","):
         if name.strip():
             place = f"{EXTRA_BACKENDS}: '{name.strip()}'"
@@ -256,7 +230,8 @@ def registry(names: Iterable[str] = ()) -> dict[str, type[Backend]]:
             if backend.name in found:
                 raise InputError(f"{place}: the name '{backend.name}' is taken; choose another")
             found[backend.name] = backend
-    wanted = [name for name in dict.fromkeys(names) if name not in {*found, ALL}]
+    found |= {name: built_in()[name] for name in names if name in built_in()}
+    wanted = [name for name in names if name not in {*found, ALL}]
     entries = list(_entry_points()) if wanted else []
     for name in wanted:
         several = [entry for entry in entries if entry.name == name]

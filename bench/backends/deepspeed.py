@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench.backends.base import BF16_PARAMETERS, Backend, Job
+from bench.backends.base import BF16_PARAMETERS, Backend, BackendFamily
+from bench.backends.training_job import Job
 from bench.errors import UnsupportedError
 from bench.plan.categories import Category
 from bench.plan.cell import Cell, Device, Sharding, Stepping, Sync
@@ -16,23 +17,17 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
+PRELOAD = ("deepspeed", "deepspeed.runtime.zero.muon.original_muon")
+"""deepspeed.initialize imports the second module, and that all of torch.compile."""
+
+
 def zero_config(stage: int, job: Job) -> dict[str, Any]:
     """A DeepSpeed configuration that sets everything that affects the comparison explicitly.
 
     Clipping is set, because DeepSpeed >= 0.19.3 clips to norm 1 by default. Gradients are reduced and accumulated in
-    fp32 (default: the model's dtype). A bucket holds one block, FSDP2's unit (the default of 5e8 elements would
-    dominate the peak of a small model). Stage 3 keeps no small parameters gathered, gathers one block ahead and
-    releases each block after its forward, as FSDP2 does (the defaults would keep models of up to 1e9 parameters
-    gathered). The throughput timer is off, because it synchronizes the device in every micro-batch.
-
-    ``overlap_comm`` is off on the CPU, which has no streams. In stage 2 (default: off) it is on if there are several
-    ranks, because DDP and FSDP2 overlap too; it synchronizes the device after every backward
-    (stage_1_and_2.py:independent_gradient_partition_epilogue), which gains nothing on one rank. In stage 3 it is on, as
-    by default: on one rank the host waits at every fetch for the gather stream
-    (partition_parameters.py:NoGatherHandle.wait), which without overlap is the compute stream.
+    fp32 (default: the model's dtype). The throughput timer is off, because it synchronizes the device in every
+    micro-batch.
     """
-    overlaps = job.device.type == "cuda" and (stage == 3 or job.cell.world_size > 1)
-    bucket = max(2, job.block_parameters + job.block_parameters % 2)  # DeepSpeed wants an even number
     return {
         "train_micro_batch_size_per_gpu": job.cell.micro_batch_size,
         "gradient_clipping": job.clip_norm,
@@ -41,18 +36,36 @@ def zero_config(stage: int, job: Job) -> dict[str, Any]:
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
         "timers": {"throughput": {"enabled": False}},
-        "zero_optimization": {
-            "stage": stage,
-            "overlap_comm": overlaps,
-            "contiguous_gradients": True,
-            "reduce_scatter": True,
-            "reduce_bucket_size": bucket,
-            "allgather_bucket_size": bucket,
-            "stage3_param_persistence_threshold": 0,
-            "stage3_max_reuse_distance": 0,
-            "stage3_max_live_parameters": 2 * job.block_parameters,
-            "stage3_prefetch_bucket_size": job.block_parameters,
-        },
+        "zero_optimization": zero_options(stage, job.cell, job.block_parameters),
+    }
+
+
+def zero_options(stage: int, cell: Cell, block_parameters: int) -> dict[str, Any]:
+    """The options of ZeRO; sizes in elements.
+
+    A bucket holds one block, FSDP2's unit (the default of 5e8 elements would
+    dominate the peak of a small model). Stage 3 keeps no small parameters gathered, gathers one block ahead and
+    releases each block after its forward, as FSDP2 does (the defaults would keep models of up to 1e9 parameters
+    gathered).
+
+    ``overlap_comm`` is off on the CPU, which has no streams. In stage 2 (default: off) it is on if there are several
+    ranks, because DDP and FSDP2 overlap too; it synchronizes the device after every backward
+    (stage_1_and_2.py:independent_gradient_partition_epilogue), which gains nothing on one rank. In stage 3 it is on, as
+    by default: on one rank the host waits at every fetch for the gather stream
+    (partition_parameters.py:NoGatherHandle.wait), which without overlap is the compute stream.
+    """
+    bucket = max(2, block_parameters + block_parameters % 2)  # DeepSpeed wants an even number
+    return {
+        "stage": stage,
+        "overlap_comm": cell.device is Device.CUDA and (stage == 3 or cell.world_size > 1),
+        "contiguous_gradients": True,
+        "reduce_scatter": True,
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_reuse_distance": 0,
+        "stage3_max_live_parameters": 2 * block_parameters,
+        "stage3_prefetch_bucket_size": block_parameters,
     }
 
 
@@ -103,32 +116,6 @@ def gather(model: nn.Module) -> dict[str, Tensor]:
     return {name: safe_get_full_fp32_param(parameter).cpu() for name, parameter in model.named_parameters()}
 
 
-def initial_masters(model: nn.Module) -> dict[str, Tensor]:
-    """A CPU copy of a built model's fp32 parameters, for ``restore_masters``."""
-    return {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
-
-
-def restore_masters(model: nn.Module, masters: dict[str, Tensor]) -> None:
-    """Set the fp32 masters to the initial weights. Collective.
-
-    In bf16 the engine casts the module before it copies the masters from it, so without this they would start as bf16
-    roundings of the weights that all other backends start from.
-    """
-    import torch
-    from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
-
-    for name, parameter in model.named_parameters():
-        if not hasattr(parameter, "ds_tensor"):
-            safe_set_full_fp32_param(parameter, masters[name].to(parameter.device))
-            continue
-        # Stage 3's own safe_set_full_fp32_param fails on the last rank where W does not divide a parameter.
-        size = parameter.ds_tensor.ds_numel
-        shard = torch.zeros(size)
-        own = masters[name].flatten()[torch.distributed.get_rank() * size :][:size]
-        shard[: own.numel()] = own
-        safe_set_local_fp32_param(parameter, shard.to(parameter.device))
-
-
 def holdings(engine: Any) -> dict[Category, list[Tensor]]:
     """Tensors of the engine's ZeRO optimizer: flat parameters, fp32 masters, reduced gradients, buckets.
 
@@ -167,9 +154,11 @@ class ZeroBackend(Backend):
 
     sharding = Sharding.GRADS
     bf16_as = BF16_PARAMETERS
-    stage: ClassVar[int] = 2
+    formula = "bench.judge.zero:zero"
+    stage = 2
     config: dict[str, Any]
     """That of ``zero_config``."""
+    masters: dict[str, Tensor]
 
     @abstractmethod
     def wrapped(self) -> Any:
@@ -183,6 +172,31 @@ class ZeroBackend(Backend):
         if hasattr(engine, "destroy"):  # None if it could not be created
             engine.destroy()
 
+    def save_masters(self, model: nn.Module, job: Job) -> None:
+        """Copy the fp32 parameters of a built model to the CPU in bf16, for ``restore_masters``."""
+        self.masters = {name: p.detach().cpu().clone() for name, p in model.named_parameters()} if job.bf16 else {}
+
+    def restore_masters(self, model: nn.Module) -> None:
+        """Set the fp32 masters to the initial weights, once. Collective.
+
+        In bf16 the engine casts the module before it copies the masters from it, so without this they would start as
+        bf16 roundings of the weights that all other backends start from.
+        """
+        import torch
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
+
+        for name, parameter in model.named_parameters() if self.masters else ():
+            if not hasattr(parameter, "ds_tensor"):
+                safe_set_full_fp32_param(parameter, self.masters[name].to(parameter.device))
+                continue
+            # Stage 3's own safe_set_full_fp32_param fails on the last rank where W does not divide a parameter.
+            size = parameter.ds_tensor.ds_numel
+            shard = torch.zeros(size)
+            part = self.masters[name].flatten()[torch.distributed.get_rank() * size :][:size]
+            shard[: part.numel()] = part
+            safe_set_local_fp32_param(parameter, shard.to(parameter.device))
+        self.masters = {}  # or their memory would be counted in every window
+
     @classmethod
     def remark(cls, cell: Cell) -> str:
         """What step time and memory of stage 3 do not show.
@@ -192,18 +206,18 @@ class ZeroBackend(Backend):
         not. linear.py: ``LinearFunctionForZeroStage3`` saves its input after the product, where checkpointing stops
         recomputing.
         """
-        said = []
+        found = []
         if cls.stage == 3 and cell.world_size == 1 and cell.device is Device.CUDA:
-            said.append(
+            found.append(
                 "on one rank ZeRO-3 gathers nothing, and DeepSpeed makes the host wait for a CUDA stream at every "
                 "fetch of a module's parameters, which it does not on several ranks: this step time says nothing "
                 "about larger worlds"
             )
         if cls.stage == 3 and cell.activation_checkpointing:
-            said.append(
+            found.append(
                 "under activation checkpointing ZeRO-3 recomputes the last product of every block, others do not"
             )
-        return "; ".join(said)
+        return "; ".join(found)
 
     def reported(self) -> dict[str, int]:
         steps = getattr(self.wrapped(), "global_steps", None)  # a Trainer may have refused before there is an engine
@@ -230,9 +244,11 @@ class DeepSpeedZero2Eager(ZeroBackend):
     """Stage 2 as documented: ``engine.backward`` and ``engine.step`` per micro-batch, reducing each time."""
 
     name, framework = "deepspeed-zero2-eager", "DeepSpeed"
+    family, colour = BackendFamily.DEEPSPEED, "#009E73"
     sync = Sync.EAGER
     stepping = Stepping.CARRY
-    requires = ("deepspeed",)
+    requires, preload = ("deepspeed",), PRELOAD
+    scenario_variant = "bench.audit.job:AuditedEngine"
 
     def train(self, job: Job) -> None:
         self.initialize(job, gradient_accumulation_steps=job.accumulate)
@@ -256,12 +272,11 @@ class DeepSpeedZero2Eager(ZeroBackend):
         model = job.build()
         self.config = zero_config(self.stage, job)
         self.config["gradient_accumulation_steps"] = gradient_accumulation_steps
-        masters = initial_masters(model) if job.bf16 else {}
+        self.save_masters(model, job)
         optimizer = job.optimizer(model.parameters())
         with short_parameter_repr():
             self.engine = self.start(model=model, optimizer=optimizer, config=self.config)
-        if job.bf16:
-            restore_masters(self.engine.module, masters)
+        self.restore_masters(self.engine.module)
 
     def start(self, **arguments: Any) -> Any:
         import deepspeed
@@ -270,6 +285,12 @@ class DeepSpeedZero2Eager(ZeroBackend):
 
     def full_parameters(self) -> Mapping[str, Tensor]:
         return gather(self.engine.module)
+
+
+class DeepSpeedZero3Eager(ZeroStage3, DeepSpeedZero2Eager):
+    """Stage 3, where every backward reduce-scatters gradients."""
+
+    name = "deepspeed-zero3-eager"
 
 
 class DeepSpeedZero2Deferred(DeepSpeedZero2Eager):
@@ -299,21 +320,7 @@ class DeepSpeedZero2Deferred(DeepSpeedZero2Eager):
             self.engine.step()
 
 
-class DeepSpeedZero3Eager(ZeroStage3, DeepSpeedZero2Eager):
-    """Stage 3, where every backward reduce-scatters gradients."""
-
-    name = "deepspeed-zero3-eager"
-
-
 class DeepSpeedZero3Deferred(ZeroStage3, DeepSpeedZero2Deferred):
     """Stage 3 with ``engine.coalesce_grad_reduction``."""
 
     name = "deepspeed-zero3-deferred"
-
-
-BACKENDS: tuple[type[Backend], ...] = (
-    DeepSpeedZero2Eager,
-    DeepSpeedZero3Eager,
-    DeepSpeedZero2Deferred,
-    DeepSpeedZero3Deferred,
-)

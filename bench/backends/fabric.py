@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from bench.backends import fsdp2
-from bench.backends.base import BF16_PARAMETERS, Backend, Job
-from bench.backends.lightning import device_arguments, process_group_backend, silence_logging
-from bench.plan.categories import Category
-from bench.plan.cell import Sharding, Stepping, Sync
+from bench.backends.base import BackendFamily
+from bench.backends.lightning import LightningBackend, device_arguments, process_group_backend, silence_logging
+from bench.backends.training_job import Job
+from bench.plan.cell import Stepping, Sync
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class FabricFSDP2Deferred(Backend):
+class FabricFSDP2Deferred(fsdp2.FSDP2Backend):
     """A Fabric loop with ``no_backward_sync``, which defers FSDP2's reduction."""
 
     name, framework = "fabric-fsdp2-deferred", "Fabric FSDP2"
-    sync, sharding = Sync.DEFERRED, Sharding.PARAMS
+    family, colour = BackendFamily.LIGHTNING, "#CC79A7"
+    sync = Sync.DEFERRED
     stepping = Stepping.WINDOW
-    requires = ("lightning",)
-    bf16_as = BF16_PARAMETERS
+    requires, preload = LightningBackend.requires, LightningBackend.preload
 
     def train(self, job: Job) -> None:
         from lightning.fabric import Fabric
@@ -59,9 +59,3 @@ class FabricFSDP2Deferred(Backend):
 
     def full_parameters(self) -> Mapping[str, Tensor]:
         return fsdp2.Gathered(self.model.module)
-
-    def holdings(self) -> Mapping[Category, Iterable[Tensor]]:
-        return fsdp2.holdings(self.model.module)
-
-
-BACKENDS: tuple[type[Backend], ...] = (FabricFSDP2Deferred,)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from bench.backends.base import BF16_PARAMETERS, Backend, Job
+from bench.backends.base import BF16_PARAMETERS, Backend, BackendFamily
+from bench.backends.training_job import Job
 from bench.plan.categories import Category
 from bench.plan.cell import SHARDED_REFERENCE, Sharding, Stepping, Sync
 
@@ -94,13 +95,34 @@ def _groups(state: Any) -> Sequence[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
-class FSDP2Eager(Backend):
+class FSDP2Backend(Backend):
+    """What all backends over FSDP2 have in common, whoever owns the loop."""
+
+    sharding = Sharding.PARAMS
+    bf16_as = BF16_PARAMETERS
+    formula = "bench.judge.formulas:fsdp2"
+    always_computes_norm: ClassVar[bool] = False
+    """Whether the norm of the gradient is computed without clipping too."""
+    model: Any
+    """The sharded model, with the names of the built one."""
+
+    def full_parameters(self) -> Mapping[str, Tensor]:
+        return Gathered(self.model)
+
+    def holdings(self) -> Mapping[Category, Iterable[Tensor]]:
+        return holdings(self.model)
+
+    def settings(self) -> dict[str, Any]:
+        return super().settings() | {"reshard_after_forward": True, "reduce_dtype": "fp32"}
+
+
+class FSDP2Eager(FSDP2Backend):
     """Parameters are resharded after forward, and every backward reduce-scatters gradients."""
 
     name, framework = "fsdp2-eager", "FSDP2"
-    sync, sharding = Sync.EAGER, Sharding.PARAMS
+    family, colour = BackendFamily.PYTORCH, "#D55E00"
+    sync = Sync.EAGER
     stepping = Stepping.WINDOW
-    bf16_as = BF16_PARAMETERS
     resident: ClassVar[bool] = False
     """Whether parameters stay gathered between the micro-batches of a window."""
 
@@ -118,7 +140,6 @@ class FSDP2Eager(Backend):
         return init_device_mesh(job.device.type, (job.world_size,))
 
     def continue_training(self, job: Job) -> None:
-        model = cast("nn.Module", self.model)
         self.optimizer.zero_grad()
         for window in job.each_window():
             for batch, last in window:
@@ -130,23 +151,16 @@ class FSDP2Eager(Backend):
                     self.model.set_is_last_backward(last)
                 if self.resident:
                     self.model.set_reshard_after_backward(last)
-                loss = job.loss(model, batch)
+                loss = job.loss(self.model, batch)
                 (loss / window.size).backward()
-            job.clip(model.parameters())
+            job.clip(self.model.parameters())
             self.optimizer.step()
             self.optimizer.zero_grad()
 
-    def full_parameters(self) -> Mapping[str, Tensor]:
-        return Gathered(cast("nn.Module", self.model))
-
-    def holdings(self) -> Mapping[Category, Iterable[Tensor]]:
-        return holdings(cast("nn.Module", self.model))
-
     def settings(self) -> dict[str, Any]:
-        return {
+        return super().settings() | {
             "reshard_after_forward": self.sharding is Sharding.PARAMS,
             "reshard_after_backward": "last micro-batch only" if self.resident else "always",
-            "reduce_dtype": "fp32",
         }
 
 
@@ -188,13 +202,3 @@ class ShardedReference(FSDP2Deferred):
 
     name = SHARDED_REFERENCE
     not_virtual = "it is a reference, which needs the values of all ranks"
-
-
-BACKENDS: tuple[type[Backend], ...] = (
-    FSDP2Eager,
-    FSDP2Deferred,
-    FSDP2Zero2Eager,
-    FSDP2Zero2Deferred,
-    FSDP2DeferredResident,
-    ShardedReference,
-)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from bench.backends.base import Backend, Job
 from bench.backends.fsdp2 import FSDP2Eager
+from bench.backends.training_job import Job
 from bench.errors import UnsupportedError
 from bench.plan.cell import RankGroup, Sync
 
@@ -21,6 +21,7 @@ class HSDPEager(FSDP2Eager):
     """Every backward reduce-scatters gradients and all-reduces their shards."""
 
     name, framework = "hsdp-eager", "HSDP"
+    colour = "#661100"
     replicate = 2
 
     def mesh(self, job: Job) -> DeviceMesh:
@@ -47,6 +48,3 @@ class HSDPDeferred(HSDPEager):
 
     name = "hsdp-deferred"
     sync = Sync.DEFERRED
-
-
-BACKENDS: tuple[type[Backend], ...] = (HSDPEager, HSDPDeferredAllReduce, HSDPDeferred)

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from bench.backends import deepspeed as ds
 from bench.backends import fsdp2, plain
 from bench.backends.accelerate import DDP, DEEPSPEED, FSDP2, AccelerateFSDP2, check, set_up_state
-from bench.backends.base import BF16_PARAMETERS, Backend, Job
+from bench.backends.base import Backend, BackendFamily, Call
+from bench.backends.training_job import Job
 from bench.errors import UnsupportedError
 from bench.plan.categories import Category
-from bench.plan.cell import Sharding, Stepping, Sync
+from bench.plan.cell import Cell, Stepping, Sync
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -32,7 +33,10 @@ class HuggingFaceTrainer(Backend):
     models that are not a ``PreTrainedModel``.
     """
 
+    family = BackendFamily.HUGGING_FACE
     requires: ClassVar[tuple[str, ...]] = ("transformers", "accelerate")
+    preload: ClassVar[tuple[str, ...]] = ("transformers.trainer", "accelerate", "deepspeed")
+    scenario_variant = "bench.audit.hugging_face_job:AuditedHuggingFace"
     stepping = Stepping.OVERRIDE
     wrapper: ClassVar[str]
     """The class that Accelerate is to wrap the model in, as ``bench.backends.accelerate`` names it."""
@@ -102,13 +106,18 @@ class HuggingFaceTrainer(Backend):
     def full_parameters(self) -> Mapping[str, Tensor]:
         return {name: p.detach() for name, p in self.inner.named_parameters()}
 
+    @classmethod
+    def extra_collectives(cls, cell: Cell) -> list[Call]:
+        """The number of the window's labels on each rank (transformers/trainer.py:_get_num_items_in_batch)."""
+        return [("all_gather", "int64", cell.world_size, 1)] if cell.world_size > 1 else []
+
     def reported(self) -> dict[str, int]:
         return {"state.global_step": self.trainer.state.global_step}
 
     def settings(self) -> dict[str, Any]:
         arguments = self.trainer.args
         names = ("average_tokens_across_devices", "logging_nan_inf_filter", "max_grad_norm")
-        found = {name: getattr(arguments, name) for name in names}
+        found = super().settings() | {name: getattr(arguments, name) for name in names}
         return found | {"num_items_in_batch": self.counts_labels, "wrapper": type(self.trainer.model_wrapped).__name__}
 
 
@@ -175,12 +184,13 @@ def _trainer(backend: HuggingFaceTrainer, job: Job) -> Any:
     return trainer
 
 
-class HuggingFaceDDP(HuggingFaceTrainer):
+class HuggingFaceDDP(HuggingFaceTrainer, plain.DDPBackend):
     """``accelerator.no_sync`` defers the reduction, but on one rank, where it does nothing."""
 
     name, framework = "hf-trainer-ddp", "HF Trainer DDP"
-    not_fake = plain.NO_FAKE_DDP
-    sync, sharding = Sync.DEFERRED, Sharding.NONE
+    colour = "#44AA99"
+    sync = Sync.DEFERRED
+    eager_on_one_rank = True
     wrapper = DDP
 
     def begin(self, job: Job) -> None:
@@ -188,10 +198,10 @@ class HuggingFaceDDP(HuggingFaceTrainer):
         plain.disable_runtime_statistics(self.trainer.model_wrapped)
 
     def settings(self) -> dict[str, Any]:
-        return super().settings() | plain.DDP_SETTINGS | {"ddp_find_unused_parameters": False}
+        return super().settings() | {"ddp_find_unused_parameters": False}
 
 
-class HuggingFaceFSDP2(HuggingFaceTrainer):
+class HuggingFaceFSDP2(HuggingFaceTrainer, fsdp2.FSDP2Backend):
     """``fsdp=True``: each block is a unit, and ``accelerator.no_sync`` defers the reduction.
 
     By default Accelerate's policy for bf16 would sum and reduce gradients in bf16, so it is replaced: in fp32, as under
@@ -199,9 +209,10 @@ class HuggingFaceFSDP2(HuggingFaceTrainer):
     """
 
     name, framework = "hf-trainer-fsdp2", "HF Trainer FSDP2"
+    colour = "#888888"
     not_fake = AccelerateFSDP2.not_fake
-    bf16_as = BF16_PARAMETERS
-    sync, sharding = Sync.DEFERRED, Sharding.PARAMS
+    always_computes_norm = True
+    sync = Sync.DEFERRED
     wrapper = FSDP2
 
     def arguments(self, job: Job) -> dict[str, Any]:
@@ -229,9 +240,6 @@ class HuggingFaceFSDP2(HuggingFaceTrainer):
     def holdings(self) -> Mapping[Category, Iterable[Tensor]]:
         return fsdp2.holdings(self.module)
 
-    def settings(self) -> dict[str, Any]:
-        return super().settings() | {"reshard_after_forward": True, "reduce_dtype": "fp32"}
-
 
 class HuggingFaceDeepSpeedZero2(ds.ZeroBackend, HuggingFaceTrainer):
     """DeepSpeed stage 2 with the configuration of ``deepspeed-zero2-eager``.
@@ -240,8 +248,10 @@ class HuggingFaceDeepSpeedZero2(ds.ZeroBackend, HuggingFaceTrainer):
     """
 
     name, framework = "hf-trainer-deepspeed-zero2", "HF Trainer DeepSpeed"
+    colour = "#6699CC"
     sync = Sync.EAGER
     requires = ("transformers", "accelerate", "deepspeed")
+    preload = ("transformers.trainer", "accelerate", *ds.PRELOAD)
     wrapper = DEEPSPEED
 
     def wrapped(self) -> Any:
@@ -252,15 +262,13 @@ class HuggingFaceDeepSpeedZero2(ds.ZeroBackend, HuggingFaceTrainer):
         return super().arguments(job) | {"deepspeed": self.config}
 
     def continue_training(self, job: Job) -> None:
-        self.masters = ds.initial_masters(self.inner) if job.bf16 else {}
+        self.save_masters(self.inner, job)
         with ds.short_parameter_repr():
             super().continue_training(job)
 
     def begin(self, job: Job) -> None:
         super().begin(job)
-        if self.masters:
-            ds.restore_masters(self.inner, self.masters)
-            self.masters = {}  # or their memory would be counted in every window
+        self.restore_masters(self.inner)
 
     def zero_grad(self) -> None:
         self.wrapped().optimizer.zero_grad()
@@ -273,11 +281,3 @@ class HuggingFaceDeepSpeedZero3(ds.ZeroStage3, HuggingFaceDeepSpeedZero2):
     """DeepSpeed stage 3."""
 
     name = "hf-trainer-deepspeed-zero3"
-
-
-BACKENDS: tuple[type[Backend], ...] = (
-    HuggingFaceDDP,
-    HuggingFaceFSDP2,
-    HuggingFaceDeepSpeedZero2,
-    HuggingFaceDeepSpeedZero3,
-)

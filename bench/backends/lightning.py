@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from bench.backends import deepspeed as ds
 from bench.backends import fsdp2, plain
-from bench.backends.base import BF16_PARAMETERS, Backend, Job
+from bench.backends.base import Backend, BackendFamily, Call
+from bench.backends.training_job import Job
 from bench.plan.categories import Category
-from bench.plan.cell import Sharding, Stepping, Sync
+from bench.plan.cell import Cell, Stepping, Sync
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -49,7 +50,10 @@ class LightningBackend(Backend):
     gradients in memory.
     """
 
+    family = BackendFamily.LIGHTNING
     requires: ClassVar[tuple[str, ...]] = ("lightning",)
+    preload: ClassVar[tuple[str, ...]] = ("lightning.pytorch", "lightning.fabric")
+    scenario_variant = "bench.audit.job:AuditedTrainer"
     loss_factor: ClassVar[str] = ""
     """``"N"`` multiplies the loss by N in ``training_step``, which undoes one division by N."""
 
@@ -91,14 +95,10 @@ class LightningBackend(Backend):
         """The Trainer's precision: for bf16, autocast over fp32 parameters unless the strategy overrides it."""
         return "bf16-mixed" if job.bf16 else "32-true"
 
-    def shard(self, module: LightningModule, job: Job) -> None:
-        """Shard ``module.model`` in ``configure_model``; by default it is not sharded."""
+    def configure(self, module: LightningModule, job: Job) -> None:
+        """Called in ``configure_model``, before the strategy changes ``module.model``."""
 
-    def initial(self, module: LightningModule, job: Job) -> dict[str, Tensor]:
-        """Copy the weights that ``begin`` needs before the strategy changes the model."""
-        return {}
-
-    def begin(self, module: LightningModule, initial: dict[str, Tensor]) -> None:
+    def begin(self, module: LightningModule) -> None:
         """Called when the strategy is set up, before the first micro-batch."""
 
     def gather(self, module: LightningModule) -> Mapping[str, Tensor]:
@@ -108,11 +108,19 @@ class LightningBackend(Backend):
     def full_parameters(self) -> Mapping[str, Tensor]:
         return self.parameters_at_end or self.gather(self.module)
 
+    @classmethod
+    def extra_collectives(cls, cell: Cell) -> list[Call]:
+        """The SIGTERM flag, which the Trainer broadcasts in every micro-batch.
+
+        lightning/pytorch/loops/training_epoch_loop.py:_broadcast_sigterm_tensor.
+        """
+        return [("broadcast", "int64", 1, cell.accumulate)] if cell.world_size > 1 else []
+
     def reported(self) -> dict[str, int]:
         return {"trainer.global_step": self.trainer.global_step, **self.counters}
 
     def settings(self) -> dict[str, Any]:
-        return {"loss_factor": self.loss_factor or "1"}
+        return super().settings() | {"loss_factor": self.loss_factor or "1"}
 
 
 def _model(module: LightningModule) -> nn.Module:
@@ -129,12 +137,12 @@ def _module(backend: LightningBackend, job: Job) -> LightningModule:
         def __init__(self) -> None:
             super().__init__()
             self.model = job.build()
-            self._sharded = False
+            self._is_configured = False
 
         def configure_model(self) -> None:
-            if not self._sharded:  # Lightning may call this hook more than once
-                backend.shard(self, job)
-                self._sharded = True
+            if not self._is_configured:  # Lightning may call this hook more than once
+                backend.configure(self, job)
+                self._is_configured = True
 
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             loss = job.loss(self.model, batch)
@@ -144,19 +152,16 @@ def _module(backend: LightningBackend, job: Job) -> LightningModule:
             return job.optimizer(self.model.parameters())
 
         def on_train_start(self) -> None:
-            backend.begin(self, initial)
-            initial.clear()  # or its memory would be counted in every window
+            backend.begin(self)
 
         def on_train_end(self) -> None:
             if job.keep_parameters:
                 backend.parameters_at_end = dict(backend.gather(self))
 
-    module = Module()
-    initial = backend.initial(module, job)
-    return module
+    return Module()
 
 
-class LightningDDP(LightningBackend):
+class LightningDDP(LightningBackend, plain.DDPBackend):
     """Lightning's native accumulation: it divides the loss by N and enters DDP's ``no_sync`` by itself.
 
     On CUDA it builds DDP in a separate stream (strategies/ddp.py: ``_setup_model``). torch then warns that it
@@ -164,8 +169,8 @@ class LightningDDP(LightningBackend):
     """
 
     name, framework = "lightning-ddp", "Lightning DDP"
-    not_fake = plain.NO_FAKE_DDP
-    sync, sharding = Sync.DEFERRED, Sharding.NONE
+    colour = "#56B4E9"
+    sync = Sync.DEFERRED
     stepping = Stepping.FLUSH
 
     def strategy(self, job: Job) -> Strategy:
@@ -173,19 +178,16 @@ class LightningDDP(LightningBackend):
 
         return DDPStrategy(process_group_backend=process_group_backend(job))
 
-    def begin(self, module: LightningModule, initial: dict[str, Tensor]) -> None:
+    def begin(self, module: LightningModule) -> None:
         plain.disable_runtime_statistics(cast("DistributedDataParallel", self.trainer.strategy.model))
 
-    def settings(self) -> dict[str, Any]:
-        return {**super().settings(), **plain.DDP_SETTINGS}
 
-
-class LightningFSDP2(LightningBackend):
+class LightningFSDP2(LightningBackend, fsdp2.FSDP2Backend):
     """``ModelParallelStrategy``. The Trainer defers reduction only for DDP, so this reduces on every micro-batch."""
 
     name, framework = "lightning-fsdp2", "Lightning FSDP2"
-    bf16_as = BF16_PARAMETERS
-    sync, sharding = Sync.EAGER, Sharding.PARAMS
+    colour = "#E69F00"
+    sync = Sync.EAGER
     stepping = Stepping.FLUSH
 
     def strategy(self, job: Job) -> Strategy:
@@ -201,7 +203,7 @@ class LightningFSDP2(LightningBackend):
     def precision(self, job: Job) -> Any:
         return "32-true"  # FSDP2's own policy computes in bf16; see fsdp2.shard
 
-    def shard(self, module: LightningModule, job: Job) -> None:
+    def configure(self, module: LightningModule, job: Job) -> None:
         assert module.device_mesh is not None
         mesh = module.device_mesh["data_parallel"]
         model = _model(module)
@@ -222,9 +224,11 @@ class LightningDeepSpeedZero2(ds.ZeroBackend, LightningBackend):
     """
 
     name, framework = "lightning-deepspeed-zero2", "Lightning DeepSpeed"
+    colour = "#882255"
     sync = Sync.EAGER
     stepping = Stepping.SPLIT
     requires = ("lightning", "deepspeed")
+    preload = (*LightningBackend.preload, *ds.PRELOAD)
     defect = "Lightning divides the loss by N, and so does the DeepSpeed engine: every update is 1/N of the right one"
 
     def wrapped(self) -> Any:
@@ -242,12 +246,11 @@ class LightningDeepSpeedZero2(ds.ZeroBackend, LightningBackend):
         with ds.short_parameter_repr():
             super().continue_training(job, **arguments)
 
-    def initial(self, module: LightningModule, job: Job) -> dict[str, Tensor]:
-        return ds.initial_masters(_model(module)) if job.bf16 else {}
+    def configure(self, module: LightningModule, job: Job) -> None:
+        self.save_masters(_model(module), job)
 
-    def begin(self, module: LightningModule, initial: dict[str, Tensor]) -> None:
-        if initial:
-            ds.restore_masters(_model(module), initial)
+    def begin(self, module: LightningModule) -> None:
+        self.restore_masters(_model(module))
 
     def gather(self, module: LightningModule) -> Mapping[str, Tensor]:
         return ds.gather(_model(module))
@@ -286,12 +289,3 @@ class LightningDeepSpeedZero2Corrected(LightningDeepSpeedZero2):
     name = "lightning-deepspeed-zero2-corrected"
     loss_factor = "N"
     defect = ""
-
-
-BACKENDS: tuple[type[Backend], ...] = (
-    LightningDDP,
-    LightningFSDP2,
-    LightningDeepSpeedZero2,
-    LightningDeepSpeedZero3,
-    LightningDeepSpeedZero2Corrected,
-)

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from bench.backends.base import Backend, Job
+from bench.backends.base import Backend, BackendFamily
+from bench.backends.training_job import Job
 from bench.plan.cell import Cell, Device, Sharding, Stepping, Sync
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ class UntriedMegatronFSDP(Backend):
     """
 
     name, framework = "megatron-fsdp", "Megatron-FSDP (untried)"
+    family = BackendFamily.PYTORCH
+    untried = True
     sync, sharding = Sync.EAGER, Sharding.PARAMS
     requires = ("megatron_fsdp",)
     stepping = Stepping.WINDOW

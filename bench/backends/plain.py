@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench.backends.base import Backend, Job
+from bench.backends.base import Backend, BackendFamily
+from bench.backends.training_job import Job
 from bench.plan.cell import REFERENCE, Sharding, Stepping, Sync
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn.parallel import DistributedDataParallel
 
-NO_FAKE_DDP = "DDP's reducer, in C++, reads the memory of its tensors"
 SAMPLED_ITERATIONS = 10
 """Iterations in which DDP takes statistics at any sample rate (should_collect_runtime_stats in reducer.cpp)."""
 NEVER = 2**31 - 1
 """The largest sample rate: one in this many iterations."""
-DDP_SETTINGS = {"runtime_statistics": False}
-"""The setting that ``disable_runtime_statistics`` makes, for ``Backend.settings``."""
 
 
 def disable_runtime_statistics(model: DistributedDataParallel) -> DistributedDataParallel:
@@ -40,6 +38,8 @@ class Reference(Backend):
     """The reference: one process sees the whole batch at once; nothing is accumulated or scaled."""
 
     name, framework = REFERENCE, "torch"
+    family, colour = BackendFamily.PYTORCH, "#000000"
+    formula = "bench.judge.formulas:reference"
     not_virtual = "it is a single process"
     sync, sharding = Sync.NONE, Sharding.NONE
     stepping = Stepping.WINDOW
@@ -59,12 +59,25 @@ class Reference(Backend):
         return dict(self.model.named_parameters())
 
 
-class DDPEager(Backend):
+class DDPBackend(Backend):
+    """What all backends over DDP have in common, whoever owns the loop."""
+
+    sharding = Sharding.NONE
+    not_fake = "DDP's reducer, in C++, reads the memory of its tensors"
+    formula = "bench.judge.formulas:ddp"
+    eager_on_one_rank: ClassVar[bool] = False
+    """Whether a deferred backend reduces in every micro-batch if there is only one rank."""
+
+    def settings(self) -> dict[str, Any]:
+        return super().settings() | {"runtime_statistics": False}
+
+
+class DDPEager(DDPBackend):
     """Default DDP: every backward all-reduces."""
 
     name, framework = "ddp-eager", "torch DDP"
-    not_fake = NO_FAKE_DDP
-    sync, sharding = Sync.EAGER, Sharding.NONE
+    family, colour = BackendFamily.PYTORCH, "#0072B2"
+    sync = Sync.EAGER
     stepping = Stepping.WINDOW
 
     def train(self, job: Job) -> None:
@@ -90,15 +103,9 @@ class DDPEager(Backend):
     def full_parameters(self) -> Mapping[str, Tensor]:
         return dict(self.model.module.named_parameters())
 
-    def settings(self) -> dict[str, Any]:
-        return dict(DDP_SETTINGS)
-
 
 class DDPDeferred(DDPEager):
     """DDP under ``no_sync`` except for the last micro-batch of the window."""
 
     name = "ddp-deferred"
     sync = Sync.DEFERRED
-
-
-BACKENDS: tuple[type[Backend], ...] = (Reference, DDPEager, DDPDeferred)

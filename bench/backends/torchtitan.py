@@ -15,7 +15,7 @@ import importlib.util
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any, cast
 from packaging.version import Version
 
 from bench.backends import fsdp2
-from bench.backends.base import BF16_PARAMETERS, Backend, Job
-from bench.plan.categories import Category
-from bench.plan.cell import Device, Sharding, Stepping, Sync
+from bench.backends.base import BackendFamily, Call
+from bench.backends.training_job import Job
+from bench.plan.cell import Cell, Device, Stepping, Sync
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -86,7 +86,7 @@ def _scaled(loss: Tensor, labels: Tensor, global_valid_tokens: Tensor) -> tuple[
     return loss * labels.numel() / global_valid_tokens, {}
 
 
-class TorchtitanEager(Backend):
+class TorchtitanEager(fsdp2.FSDP2Backend):
     """``Trainer.train()`` with everything it calls; only what ``Trainer.__init__`` builds is given to it.
 
     That is the model, sharded like that of ``fsdp2-eager``, the optimizer, and the loader; logging, checkpoints,
@@ -96,10 +96,12 @@ class TorchtitanEager(Backend):
     """
 
     name, framework = "torchtitan-eager", "torchtitan"
-    sync, sharding = Sync.EAGER, Sharding.PARAMS
-    requires = ("torchtitan",)
+    family, colour = BackendFamily.PYTORCH, "#AA4466"
+    sync = Sync.EAGER
+    requires, preload = ("torchtitan",), ("bench.backends.torchtitan:load",)
     stepping = Stepping.CANCEL
-    bf16_as = BF16_PARAMETERS
+    always_computes_norm = True
+    scenario_variant = "bench.audit.job:AuditedStream"
     not_fake = "torchtitan's trainer reads the number of tokens, which fake tensors do not have"
 
     @classmethod
@@ -170,25 +172,24 @@ class TorchtitanEager(Backend):
         """The tokens of a micro-batch; only their share in the window's matters."""
         return batch.numel()
 
-    def full_parameters(self) -> Mapping[str, Tensor]:
-        return fsdp2.Gathered(self.model)
+    @classmethod
+    def extra_collectives(cls, cell: Cell) -> list[Call]:
+        """The window's number of valid tokens, summed over the ranks (torchtitan/trainer.py:train_step)."""
+        return [("all_reduce", "int64", 1, 1)] if cell.world_size > 1 else []
 
-    def holdings(self) -> Mapping[Category, Iterable[Tensor]]:
-        return fsdp2.holdings(self.model)
+    @classmethod
+    def extra_held_bytes(cls, cell: Cell) -> int:
+        """That number, and on the CPU this rank's own."""
+        return 8 * (2 if cell.device is Device.CPU else 1) if cell.world_size > 1 else 0
 
     def reported(self) -> dict[str, int]:
         return {"trainer.step": self.trainer.step}
 
     def settings(self) -> dict[str, Any]:
         training, parallelism = self.trainer.config.training, self.trainer.config.parallelism
-        return {
+        return super().settings() | {
             "gc_freq": training.gc_freq,
             "disable_cuda_graphs": training.disable_cuda_graphs,
             "max_norm": str(training.max_norm),
             "spmd_backend": parallelism.spmd_backend,
-            "reshard_after_forward": True,
-            "reduce_dtype": "fp32",
         }
-
-
-BACKENDS: tuple[type[Backend], ...] = (TorchtitanEager,)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from bench.backends.base import UNTRIED, installed_backends, registry
+from bench.backends.base import built_in, installed_backends, registry
 from bench.errors import GOOD, InputError, suggest
 from bench.plan.cell import Device
 from bench.words import table
@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     rows: list[tuple[str, ...]] = [("backend", "framework", "sharding", "sync", "cpu", "cuda", "known defect")]
     has_gpu = bool(gpus.gpus())
-    known, others = registry(arguments.names or [entry.name for entry in UNTRIED]), installed_backends()
+    known, others = registry(arguments.names or built_in()), installed_backends()
     for name in arguments.names:
         if name not in known:
             raise InputError(f"'{name}' is unknown; {suggest(name, [*known, *others])}")

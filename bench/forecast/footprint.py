@@ -30,9 +30,9 @@ from dataclasses import dataclass
 
 from bench.backends.accelerate import AccelerateFSDP2
 from bench.backends.base import BF16_PARAMETERS, Backend
+from bench.backends.deepspeed import zero_options
 from bench.backends.lightning import LightningBackend
 from bench.judge import formulas, zero
-from bench.judge.formulas import ENGINES, zero_settings
 from bench.plan.cell import Cell, Device, Precision, RankGroup, Sharding, Sync
 from bench.plan.models import SIZES
 from bench.workload.layout import ROOT, Layout
@@ -68,7 +68,7 @@ def declined(cell: Cell, backend: type[Backend]) -> str:
     """Why the memory of such a cell is not predicted; empty if it is."""
     if cell.compiled:
         return "the compiler decides what compiled blocks save and need"
-    if cell.activation_checkpointing and getattr(backend, "stage", 2) == 3:
+    if cell.activation_checkpointing and backend.stage == 3:
         return "there is no formula for what ZeRO-3 gathers during recomputation"
     return ""
 
@@ -83,7 +83,7 @@ def footprint(
     """
     sizes = TensorSizes(cell, layout, backend, activation_bytes)
     moments = _replicated if backend.sharding is Sharding.NONE else _fsdp2
-    if issubclass(backend, ENGINES):
+    if backend.stage:
         moments = _zero2 if backend.stage == 2 else _zero3
     fixed = dict(held)
     if backend.sharding is Sharding.OPTIMIZER:
@@ -238,15 +238,16 @@ def _zero2(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]:
     and adds them at its end (deepspeed/runtime/zero/stage_1_and_2.py). A table, larger than a bucket, is reduced alone.
     """
     cell, layout, element, table = sizes.cell, sizes.layout, sizes.element, sizes.element * sizes.table
-    settings, ranks = zero_settings(cell, layout, 2), cell.world_size
+    options, ranks = zero_options(2, cell, layout.block_parameters), cell.world_size
     is_deferred = sizes.backend.sync is Sync.DEFERRED
     partition = zero.flat(layout, ranks) // ranks
     overlap = max(zero.overlapping(layout, ranks, rank) for rank in {0, min(1, ranks - 1), ranks - 1})
     kept = 4 * (partition if sizes.is_bf16 else overlap)
     sums = held["gradients"] if is_deferred else kept
     before = 0 if sizes.is_single else sums
-    buckets = element * settings.reduce_bucket * (2 if settings.overlap else 1)
-    piece = min(sizes.table, -(-settings.reduce_bucket // partition) * partition)  # of a table, reduced at once
+    bucket = options["reduce_bucket_size"]
+    buckets = element * bucket * (2 if options["overlap_comm"] else 1)
+    piece = min(sizes.table, -(-bucket // partition) * partition)  # of a table, reduced at once
     casts = 4 * sizes.is_bf16
     alone = table + casts * piece + element * piece * (piece < sizes.table)
     yield Moment("loss", before, sizes.saved, sizes.loss)
@@ -266,7 +267,7 @@ def _zero2(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]:
         if not sizes.tied:
             yield Moment("head", during, sizes.saved, alone + buckets + early + sizes.stream)
         yield Moment("block", during, sizes.saved_at(0), sizes.mlp + buckets + early + of_head)
-        flat = settings.reduce_bucket * (casts + element * (ranks > 1)) + element * sizes.mlp_weight
+        flat = bucket * (casts + element * (ranks > 1)) + element * sizes.mlp_weight
         reduction = sizes.stream + buckets + early + of_head + flat
         yield Moment("reduce", during, sizes.saved_after_block, reduction)
         own = new * (2 * partition > sizes.table)

@@ -3,7 +3,7 @@
 Plain arithmetic without torch: ``expect(cell, layout)`` for a cell, ``layout_of(cell)`` for the layouts of shipped
 models. Each docstring names the source of its formula. Valid for the versions in constraints.txt.
 DistributedDataParallel reduces gradients in buckets and broadcasts buffers; FSDP2 gathers and reduces every unit as one
-tensor, with each parameter padded in its first dimension.
+tensor, with each parameter padded in its first dimension. A backend names its formula (``Backend.formula``).
 """
 
 from __future__ import annotations
@@ -11,37 +11,26 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain
-from types import SimpleNamespace
-from typing import Any, cast
+from pkgutil import resolve_name
+from typing import Any
 
-from bench.backends import accelerate, deepspeed, fabric, fsdp2, hsdp, hugging_face, lightning, plain, torchtitan
-from bench.backends.accelerate import AccelerateDDP, AccelerateDeepSpeedZero2, AccelerateFSDP2
-from bench.backends.base import Backend, Job
-from bench.backends.deepspeed import DeepSpeedZero2Eager, zero_config
-from bench.backends.fabric import FabricFSDP2Deferred
-from bench.backends.fsdp2 import FSDP2Eager
-from bench.backends.hsdp import HSDPEager
-from bench.backends.hugging_face import HuggingFaceDDP, HuggingFaceDeepSpeedZero2, HuggingFaceFSDP2, HuggingFaceTrainer
-from bench.backends.lightning import LightningBackend, LightningDDP, LightningDeepSpeedZero2, LightningFSDP2
-from bench.backends.plain import DDPEager, Reference
-from bench.backends.torchtitan import TorchtitanEager
-from bench.judge import zero
-from bench.judge.zero import Call, ZeroSettings, ceil_to
+from bench.backends.base import Backend, Call, built_in
+from bench.backends.fsdp2 import FSDP2Backend
+from bench.backends.plain import DDPBackend
 from bench.plan.cell import SGD, Cell, Device, Precision, RankGroup, Sharding, Sync
 from bench.plan.models import SIZES
 from bench.workload.layout import ROOT, Layout, Parameter, llama_layout
 
-_MODULES = (plain, fsdp2, hsdp, deepspeed, lightning, fabric, accelerate, hugging_face, torchtitan)
-BUILT_IN: dict[str, type[Backend]] = {backend.name: backend for module in _MODULES for backend in module.BACKENDS}
-ENGINES = (DeepSpeedZero2Eager, LightningDeepSpeedZero2, AccelerateDeepSpeedZero2, HuggingFaceDeepSpeedZero2)
-SHARDED = (FSDP2Eager, FabricFSDP2Deferred, LightningFSDP2, AccelerateFSDP2, HuggingFaceFSDP2, TorchtitanEager)
-"""Families with the formulas of DeepSpeed, and of FSDP2."""
+BUILT_IN = {name: backend for name, backend in built_in().items() if backend.formula}
+"""The backends of this package that have a formula, by name."""
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "int64": 8, "uint8": 1}
 """Bytes of one element by dtype."""
+Formula = Callable[[type[Any], Cell, Layout, int], tuple[Iterable[Call], dict[str, int]] | None]
+"""From backend, cell, layout and rank to the collectives of a window, and the bytes held by category; None if there is
+none for such a cell."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,25 +77,16 @@ def expect(cell: Cell, layout: Layout, *, rank: int = 0) -> Expectation | None:
     recomputation are not replayed. The world may have any size and need not exist.
     """
     backend = BUILT_IN.get(cell.backend)
-    if backend is None or (cell.activation_checkpointing and getattr(backend, "stage", 2) == 3):
+    if backend is None or (cell.activation_checkpointing and backend.stage == 3):
         return None
-    if (found := _of_backend(backend, cell, layout, rank)) is None:
+    formula: Formula = resolve_name(backend.formula)
+    if (found := formula(backend, cell, layout, rank)) is None:
         return None
     sent, held = found
-    if issubclass(backend, LightningBackend) and cell.world_size > 1:
-        # The Trainer broadcasts its SIGTERM flag once per micro-batch, with every strategy
-        # (lightning/pytorch/loops/training_epoch_loop.py:_broadcast_sigterm_tensor).
-        sent = chain(sent, [("broadcast", "int64", 1, cell.accumulate)])
-    if issubclass(backend, HuggingFaceTrainer) and cell.world_size > 1:
-        # The labels of the window on each rank (transformers/trainer.py:_get_num_items_in_batch).
-        sent = chain(sent, [("all_gather", "int64", cell.world_size, 1)])
-    if issubclass(backend, TorchtitanEager) and cell.world_size > 1:
-        # The number of valid tokens of the window, over all ranks (torchtitan/trainer.py:train_step).
-        sent = chain(sent, [("all_reduce", "int64", 1, 1)])
-    calls, sizes = Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]]()
+    across = replica_collectives(backend.sync, cell, layout) if cell.replicate else ()
     inner = RankGroup.SHARD if cell.replicate else RankGroup.WORLD
-    across = replica_collectives(backend.sync, cell, layout) if issubclass(backend, HSDPEager) else ()
-    for group, some in ((inner, sent), (RankGroup.REPLICATE, across)):
+    calls, sizes = Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]]()
+    for group, some in ((inner, [*sent, *backend.extra_collectives(cell)]), (RankGroup.REPLICATE, across)):
         for op, dtype, numel, times in some:
             calls[op, group, dtype] += times
             sizes[op, group, dtype] += times * numel * BYTES[dtype]
@@ -114,52 +94,11 @@ def expect(cell: Cell, layout: Layout, *, rank: int = 0) -> Expectation | None:
         Collective(op=op, group=str(group), dtype=dtype, calls=count, payload_bytes=sizes[op, group, dtype])
         for (op, group, dtype), count in sorted(calls.items())
     ]
+    held["communication"] += backend.extra_held_bytes(cell)
     return Expectation(collectives=tuple(rows), held=held)
 
 
-def _of_backend(
-    backend: type[Backend], cell: Cell, layout: Layout, rank: int
-) -> tuple[Iterable[Call], dict[str, int]] | None:
-    """The framework's collectives, and its held bytes by category. None for a class without a formula."""
-    n, w = cell.accumulate, cell.world_size
-    bf16, clip = cell.precision is Precision.BF16, bool(cell.clip_norm)
-    if issubclass(backend, Reference):
-        whole = 4 * layout.num_parameters
-        held = {"parameters": whole, "gradients": whole, "communication": 0}
-        return (), {**held, "optimizer_state": _moments(cell, layout.num_parameters, len(layout.parameters))}
-    if issubclass(backend, DDPEager | LightningDDP | AccelerateDDP | HuggingFaceDDP):
-        state = _moments(cell, layout.num_parameters, len(layout.parameters))
-        # Accelerate enters no_sync only on several ranks (accelerate/accelerator.py:no_sync).
-        is_eager = backend.sync is Sync.EAGER or (w == 1 and issubclass(backend, AccelerateDDP | HuggingFaceDDP))
-        sent = ddp_collectives(layout, n, Sync.EAGER if is_eager else Sync.DEFERRED)
-        return sent, {**ddp_held(layout), "optimizer_state": state}
-    if issubclass(backend, ENGINES):
-        settings = zero_settings(cell, layout, backend.stage)
-        held = zero.held(layout, w, rank, sync=backend.sync, bf16=bf16, zero=settings)
-        stage = zero.stage2 if backend.stage == 2 else zero.stage3
-        masters, tensors = zero.masters(layout, w, settings)
-        sent = stage(layout, n, w, sync=backend.sync, bf16=bf16, zero=settings)
-        return sent, {**held, "optimizer_state": _moments(cell, masters, tensors)}
-    if not issubclass(backend, SHARDED):
-        return None
-    if issubclass(backend, AccelerateFSDP2):
-        if cell.workload != "llama":
-            return None  # what it shards depends on methods of the model
-        layout = accelerate_units(layout)
-    # Two trainers compute the norm in every window, clipped or not: transformers/trainer.py:_get_grad_norm and
-    # torchtitan/trainer.py:train_step.
-    clip = clip or issubclass(backend, HuggingFaceFSDP2 | TorchtitanEager)
-    w //= cell.replicate or 1
-    sent = fsdp2_collectives(layout, n, w, sync=backend.sync, sharding=backend.sharding, bf16=bf16, clip=clip)
-    held = fsdp2_held(layout, w, sync=backend.sync, sharding=backend.sharding, bf16=bf16)
-    if issubclass(backend, TorchtitanEager) and w > 1:
-        # The number of tokens of the window, summed over the ranks (int64), and on the CPU this rank's own.
-        held["communication"] += 8 * (2 if cell.device is Device.CPU else 1)
-    state = _moments(cell, local(layout.parameters, w, rank % w), len(layout.parameters))
-    return sent, {**held, "optimizer_state": state}
-
-
-def _moments(cell: Cell, numel: int, num_tensors: int) -> int:
+def moments(cell: Cell, numel: int, num_tensors: int) -> int:
     """Bytes of the optimizer's state for a rank's fp32 parameters: two moments and one step counter per tensor.
 
     torch/optim/adam.py:_init_group: the counter is an fp32 scalar, on the host unless the optimizer is fused, and so
@@ -171,23 +110,16 @@ def _moments(cell: Cell, numel: int, num_tensors: int) -> int:
     return 8 * numel + (4 * num_tensors if counters else 0)
 
 
-def zero_settings(cell: Cell, layout: Layout, stage: int) -> ZeroSettings:
-    """The settings that the backends pass to DeepSpeed for this cell."""
-    job = SimpleNamespace(
-        cell=cell,
-        block_parameters=layout.block_parameters,
-        bf16=cell.precision is Precision.BF16,
-        clip_norm=cell.clip_norm,
-        device=SimpleNamespace(type=str(cell.device)),
-    )
-    values: dict[str, Any] = zero_config(stage, cast("Job", job))["zero_optimization"]
-    return ZeroSettings(
-        stage=stage,
-        reduce_bucket=values["reduce_bucket_size"],
-        prefetch=values["stage3_prefetch_bucket_size"],
-        max_live=values["stage3_max_live_parameters"],
-        overlap=values["overlap_comm"],
-    )
+def ceil_to(numel: int, multiple: int) -> int:
+    """``numel`` rounded up to a multiple."""
+    return -(-numel // multiple) * multiple
+
+
+def reference(backend: type[Backend], cell: Cell, layout: Layout, rank: int) -> tuple[Iterable[Call], dict[str, int]]:
+    """No collectives; fp32 parameters and gradients in full."""
+    whole = 4 * layout.num_parameters
+    state = moments(cell, layout.num_parameters, len(layout.parameters))
+    return (), {"parameters": whole, "gradients": whole, "communication": 0, "optimizer_state": state}
 
 
 FIRST_BUCKET_BYTES = 2**20
@@ -214,31 +146,27 @@ def buckets(sizes: Sequence[int], limits: Sequence[int]) -> list[int]:
     return [*found, filled] if filled else found
 
 
-def ddp_collectives(layout: Layout, accumulate: int, sync: Sync) -> Iterator[Call]:
+def ddp(backend: type[DDPBackend], cell: Cell, layout: Layout, rank: int) -> tuple[Iterable[Call], dict[str, int]]:
     """All-reduces of gradient buckets and broadcasts of buffers; DDP does both at W = 1 too.
 
     Buckets are in the order in which the first backward finished the gradients (reducer.cpp:rebuild_buckets), and in
     fp32 also under autocast. Buffers are broadcast before a forward, unless the previous forward was under ``no_sync``
     (distributed.py:_check_sync_bufs_pre_fwd and _post_forward), so a deferred window broadcasts them once.
+
+    Held are what the reference holds and the reducer's buckets, a second copy of all gradients:
+    ``gradient_as_bucket_view`` is off by default (reducer.cpp:initialize_buckets). The model's buffers are not counted:
+    a broadcast copies them, unless a dtype has only one, which is then sent directly.
     """
-    times = accumulate if sync is Sync.EAGER else 1
-    for size in buckets([4 * layout.parameters[i].numel for i in layout.gradients], (FIRST_BUCKET_BYTES, BUCKET_BYTES)):
-        yield "all_reduce", "float32", size // 4, times
+    is_eager = backend.sync is Sync.EAGER or (backend.eager_on_one_rank and cell.world_size == 1)
+    times = cell.accumulate if is_eager else 1
+    gradients = [4 * layout.parameters[i].numel for i in layout.gradients]
+    sent = [
+        ("all_reduce", "float32", size // 4, times) for size in buckets(gradients, (FIRST_BUCKET_BYTES, BUCKET_BYTES))
+    ]
     for dtype in {dtype for dtype, _ in layout.buffers}:
         of_dtype = [size for other, size in layout.buffers if other == dtype]
-        for size in buckets(of_dtype, [BROADCAST_BYTES]):
-            yield "broadcast", dtype, size // BYTES[dtype], times
-
-
-def ddp_held(layout: Layout) -> dict[str, int]:
-    """fp32 parameters and gradients in full, and the reducer's buckets, a second copy of all gradients.
-
-    ``gradient_as_bucket_view`` is off by default, so gradients are copied into buckets
-    (reducer.cpp:initialize_buckets). The model's buffers are not counted: a broadcast copies them, unless a dtype has
-    only one, which is then sent directly.
-    """
-    whole = 4 * layout.num_parameters
-    return {"parameters": whole, "gradients": whole, "communication": whole}
+        sent += [("broadcast", dtype, size // BYTES[dtype], times) for size in buckets(of_dtype, [BROADCAST_BYTES])]
+    return sent, reference(backend, cell, layout, rank)[1] | {"communication": 4 * layout.num_parameters}
 
 
 def padded(parameters: Sequence[Parameter], world_size: int) -> int:
@@ -261,17 +189,23 @@ def local(parameters: Sequence[Parameter], world_size: int, rank: int) -> int:
     return found
 
 
-def fsdp2_collectives(
-    layout: Layout,
-    accumulate: int,
-    world_size: int,
-    *,
-    sync: Sync,
-    sharding: Sharding,
-    bf16: bool,
-    clip: bool,
-) -> Iterator[Call]:
-    """Gathers in the compute dtype, reduce-scatters in fp32, and an all-reduce of the norm if clipped.
+def fsdp2(backend: type[FSDP2Backend], cell: Cell, layout: Layout, rank: int) -> tuple[Iterable[Call], dict[str, int]]:
+    """FSDP2 over the ranks of a shard group: all of them, or W / R under HSDP."""
+    w = cell.world_size // (cell.replicate or 1)
+    state = moments(cell, local(layout.parameters, w, rank % w), len(layout.parameters))
+    held = fsdp2_held(backend, cell, layout, w) | {"optimizer_state": state}
+    return fsdp2_collectives(backend, cell, layout, w), held
+
+
+def accelerate_fsdp2(
+    backend: type[FSDP2Backend], cell: Cell, layout: Layout, rank: int
+) -> tuple[Iterable[Call], dict[str, int]] | None:
+    """FSDP2 with Accelerate's units. None for other models, where the units depend on methods of the model."""
+    return fsdp2(backend, cell, accelerate_units(layout), rank) if cell.workload == "llama" else None
+
+
+def fsdp2_collectives(backend: type[FSDP2Backend], cell: Cell, layout: Layout, world_size: int) -> Iterator[Call]:
+    """Gathers in the compute dtype, reduce-scatters in fp32, and an all-reduce of the norm if it is computed.
 
     With G units, one of them the root: all-gathers N(2G-1) if blocks are resharded after forward (the root never is),
     NG if they stay gathered until backward, G if they stay for the window; reduce-scatters NG eager, G deferred.
@@ -283,15 +217,15 @@ def fsdp2_collectives(
     if world_size == 1:
         return
     for unit, parameters in layout.units.items():
-        gathers = accumulate
-        if sharding is Sharding.PARAMS and unit != ROOT:
-            gathers = 2 * accumulate
-        elif sharding is Sharding.OPTIMIZER:
+        gathers = cell.accumulate
+        if backend.sharding is Sharding.PARAMS and unit != ROOT:
+            gathers = 2 * cell.accumulate
+        elif backend.sharding is Sharding.OPTIMIZER:
             gathers = 1
         numel = padded(parameters, world_size)
-        yield "all_gather", "bfloat16" if bf16 else "float32", numel, gathers
-        yield "reduce_scatter", "float32", numel, 1 if sync is Sync.DEFERRED else accumulate
-    if clip:
+        yield "all_gather", "bfloat16" if cell.precision is Precision.BF16 else "float32", numel, gathers
+        yield "reduce_scatter", "float32", numel, 1 if backend.sync is Sync.DEFERRED else cell.accumulate
+    if cell.clip_norm or backend.always_computes_norm:
         yield "all_reduce", "float32", len(layout.parameters), 1
 
 
@@ -320,7 +254,7 @@ def replica_collectives(sync: Sync, cell: Cell, layout: Layout) -> Iterator[Call
         yield "all_reduce", "float32", numel, cell.accumulate if sync is Sync.EAGER else 1
 
 
-def fsdp2_held(layout: Layout, world_size: int, *, sync: Sync, sharding: Sharding, bf16: bool) -> dict[str, int]:
+def fsdp2_held(backend: type[FSDP2Backend], cell: Cell, layout: Layout, world_size: int) -> dict[str, int]:
     """fp32 shards with padding; gradients as shards under eager sync, in full and unpadded under deferred sync.
 
     Eager: ``sharded_param.grad`` is a view of the reduce-scatter's padded output (_fsdp_collectives.py:foreach_reduce).
@@ -330,9 +264,10 @@ def fsdp2_held(layout: Layout, world_size: int, *, sync: Sync, sharding: Shardin
     padded, in the compute dtype.
     """
     shards = padded(layout.parameters, world_size) // world_size
-    resident = shards * world_size if sharding is Sharding.OPTIMIZER else 0
-    gradients = layout.num_parameters if sync is Sync.DEFERRED else shards
-    return {"parameters": 4 * shards + (2 if bf16 else 4) * resident, "gradients": 4 * gradients, "communication": 0}
+    resident = shards * world_size if backend.sharding is Sharding.OPTIMIZER else 0
+    element = 2 if cell.precision is Precision.BF16 else 4
+    gradients = layout.num_parameters if backend.sync is Sync.DEFERRED else shards
+    return {"parameters": 4 * shards + element * resident, "gradients": 4 * gradients, "communication": 0}
 
 
 def wire_bytes(op: str, payload_bytes: int, group_size: int) -> float:

@@ -7,7 +7,6 @@ follows deepspeed/runtime/zero/partitioned_param_coordinator.py (0.19.8) without
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
 
@@ -22,21 +21,13 @@ class GatherState(Enum):
     PRESENT = 2
 
 
-@dataclass(slots=True, eq=False)
-class Handle:
-    """An issued all-gather (AllGatherCoalescedHandle)."""
-
-    parameters: tuple[int, ...]
-    complete: bool = False
-
-
 class Coordinator:
     """Replays micro-batches after the first, which recorded the trace of modules."""
 
     def __init__(self, layout: Layout, *, prefetch: int, max_live: int) -> None:
         """``prefetch`` and ``max_live`` are elements: stage3_prefetch_bucket_size and stage3_max_live_parameters.
 
-        stage3_max_reuse_distance and the persistence threshold are 0, as ``zero_config`` sets them.
+        stage3_max_reuse_distance and the persistence threshold are 0, as ``zero_options`` sets them.
         """
         self._layout = layout
         self._numel = [p.numel for p in layout.parameters]
@@ -46,60 +37,34 @@ class Coordinator:
         self._status = [GatherState.ABSENT] * len(self._numel)
         self._users: list[set[int]] = [set() for _ in self._numel]
         self._released: dict[tuple[int, int], frozenset[int]] = {}
-        self._registry: dict[int, Handle] = {}
+        self._registry: dict[int, tuple[int, ...]] = {}
+        """The all-gather of each parameter that was not waited for since."""
         self.gathers: list[tuple[int, ...]] = []
         """The parameters of each all-gather in the last replayed micro-batch."""
 
     def micro_batch(self) -> None:
         """Replay forward and backward (DeepSpeedZeRoOffload's hooks on modules)."""
-        self.begin()
-        for m in self._layout.forward:
-            self.forward(m)
-        for m in self._layout.backward:
-            self.backward(m)
-        self.end()
-
-    def forward(self, event: int) -> None:
-        """Forward enters a module (m) or leaves it (~m)."""
-        self._fetch(event) if event >= 0 else self._leave(~event)
-
-    def backward(self, event: int) -> None:
-        """Backward reaches a module's output (m) or finishes its inputs (~m)."""
-        if event >= 0:
-            self._backward[event] = None
-            self._fetch(event)
-        else:
-            self._backward.pop(~event, None)
-            self._leave(~event)
-
-    def end(self) -> None:
-        """Backward ends: release modules whose inputs need no gradient (release_backward_leftovers)."""
-        while self._backward:
-            module, _ = self._backward.popitem()
+        self._begin()
+        for event in self._layout.forward:
+            self._fetch(event) if event >= 0 else self._leave(~event)
+        unfinished: dict[int, None] = {}
+        for event in self._layout.backward:
+            if event >= 0:
+                unfinished[event] = None
+                self._fetch(event)
+            else:
+                unfinished.pop(~event, None)
+                self._leave(~event)
+        for module in reversed(unfinished):  # whose inputs need no gradient (release_backward_leftovers)
             for p in self._layout.modules[module]:
                 self._users[p].discard(module)
                 self._release(p)
 
-    def gathered(self, parameters: tuple[int, ...]) -> None:
-        """Hook for subclasses: an all-gather of these parameters was issued."""
-
-    def arrived(self, parameters: tuple[int, ...]) -> None:
-        """Hook for subclasses: their all-gather has completed."""
-
-    def forgotten(self, parameters: tuple[int, ...]) -> None:
-        """Hook for subclasses: all of them were waited for, so nothing refers to their all-gather any more."""
-
-    def released(self, parameter: int) -> None:
-        """Hook for subclasses: the full value was freed."""
-
     def state(self) -> tuple[GatherState, ...]:
         """The states that carry over to the next micro-batch."""
-        return tuple(GatherState.PRESENT if self._in_flight(p) else status for p, status in enumerate(self._status))
+        return tuple(GatherState.PRESENT if s is GatherState.INFLIGHT else s for s in self._status)
 
-    def _in_flight(self, p: int) -> bool:
-        return self._status[p] is GatherState.INFLIGHT
-
-    def begin(self) -> None:
+    def _begin(self) -> None:
         """Forward begins: release what is in flight and restart the prefetch queue (reset_step)."""
         for p in list(self._registry):
             self._wait(p)
@@ -108,7 +73,6 @@ class Coordinator:
         self._fetched_for: dict[int, int] = defaultdict(lambda: -(10**10))
         self._step = 0
         self._live = 0
-        self._backward: dict[int, None] = {}
         self.gathers = []
 
     def _gather(self, parameters: list[int]) -> None:
@@ -117,25 +81,17 @@ class Coordinator:
         if not absent:
             return
         self.gathers.append(absent)
-        handle = Handle(absent)
         for p in absent:
             self._live += self._numel[p]
             self._status[p] = GatherState.INFLIGHT
-            self._registry[p] = handle
-        self.gathered(absent)
+            self._registry[p] = absent
 
     def _wait(self, p: int) -> None:
-        """Wait for a parameter in flight, which completes its whole collective, once."""
-        handle = self._registry.pop(p, None)
-        if handle is None:
-            return
-        if not handle.complete:
-            handle.complete = True
-            for other in handle.parameters:
+        """Wait for a parameter in flight, which completes its whole collective."""
+        gathered = self._registry.pop(p, ())
+        for other in gathered:
+            if other == p or self._registry.get(other) is gathered:
                 self._status[other] = GatherState.PRESENT
-            self.arrived(handle.parameters)
-        if not any(self._registry.get(other) is handle for other in handle.parameters):
-            self.forgotten(handle.parameters)
 
     def _fetch(self, module: int) -> None:
         """Gather what the module needs, then prefetch along the trace (_fetch_sub_module_impl)."""
@@ -177,14 +133,6 @@ class Coordinator:
         if self._status[p] is GatherState.PRESENT and not self._users[p]:
             self._status[p] = GatherState.ABSENT
             self._live -= self._numel[p]
-            self.released(p)
-
-    def release_all(self) -> None:
-        """Release everything before the update (stage3.py:_partition_all_parameters)."""
-        for p, users in enumerate(self._users):
-            self._wait(p)
-            users.clear()
-            self._release(p)
 
 
 def of_window(layout: Layout, accumulate: int, *, prefetch: int, max_live: int) -> list[tuple[int, ...]]:

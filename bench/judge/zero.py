@@ -1,39 +1,31 @@
-"""Formulas for DeepSpeed's ZeRO stages 2 and 3 with the configuration of ``bench.backends.deepspeed.zero_config``."""
+"""Formulas for DeepSpeed's ZeRO stages 2 and 3 with the configuration of ``bench.backends.deepspeed.zero_options``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
+from typing import Any
 
+from bench.backends.base import Call
+from bench.backends.deepspeed import ZeroBackend, zero_options
 from bench.judge import gathers
-from bench.plan.cell import Sync
+from bench.judge.formulas import ceil_to, moments
+from bench.plan.cell import Cell, Precision, Sync
 from bench.workload.layout import Layout
 
-Call = tuple[str, str, int, int]
-"""A collective: operation, dtype, elements of the whole logical tensor, and how often it is called."""
+SUB_GROUP = 10**9
+"""``sub_group_size`` at its default: elements per group of the optimizer in stage 3."""
+Options = Mapping[str, Any]
+"""What ``zero_options`` returns."""
 
 
-def ceil_to(numel: int, multiple: int) -> int:
-    """``numel`` rounded up to a multiple."""
-    return -(-numel // multiple) * multiple
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ZeroSettings:
-    """DeepSpeed's options that affect communication or memory; sizes in elements."""
-
-    stage: int
-    reduce_bucket: int
-    """``reduce_bucket_size``."""
-    prefetch: int
-    """``stage3_prefetch_bucket_size``."""
-    max_live: int
-    """``stage3_max_live_parameters``."""
-    overlap: bool
-    """``overlap_comm``: two reduction buffers instead of one in stage 2."""
-    sub_group: int = 10**9
-    """``sub_group_size`` at its default: elements per group of the optimizer in stage 3."""
+def zero(backend: type[ZeroBackend], cell: Cell, layout: Layout, rank: int) -> tuple[Iterable[Call], dict[str, int]]:
+    """The formula of all backends with a DeepSpeed engine."""
+    options = zero_options(backend.stage, cell, layout.block_parameters)
+    collectives = stage2 if backend.stage == 2 else stage3
+    state = moments(cell, *masters(layout, cell.world_size, backend.stage))
+    held_bytes = held(backend.sync, cell, layout, rank, options)
+    return collectives(backend.sync, cell, layout, options), held_bytes | {"optimizer_state": state}
 
 
 def buckets(layout: Layout, order: Iterable[int], size: int) -> list[list[int]]:
@@ -102,28 +94,27 @@ def stage2_reductions(layout: Layout, world_size: int, sync: Sync, size: int) ->
     return found
 
 
-def stage2(
-    layout: Layout, accumulate: int, world_size: int, *, sync: Sync, bf16: bool, zero: ZeroSettings
-) -> Iterator[Call]:
+def stage2(sync: Sync, cell: Cell, layout: Layout, options: Options) -> Iterator[Call]:
     """All-reduces of the buckets in fp32, of the norm and, in bf16, of the overflow flag; one gather after the step.
 
     stage_1_and_2.py: average_tensor (never a reduce-scatter, whatever the option ``reduce_scatter`` is), has_overflow
     (``check_grad_overflow`` is on for bf16), get_grad_norm_direct; runtime/utils.py:all_gather_into_tensor_dp_groups
     (``allgather_bucket_size`` is not used, and nothing is gathered at W = 1).
     """
-    times = accumulate if sync is Sync.EAGER else 1
-    for numel in stage2_reductions(layout, world_size, sync, zero.reduce_bucket):
-        yield "all_reduce", "float32", numel, times
+    for numel in stage2_reductions(layout, cell.world_size, sync, options["reduce_bucket_size"]):
+        yield "all_reduce", "float32", numel, cell.accumulate if sync is Sync.EAGER else 1
     yield "all_reduce", "float32", 1, 1
-    if bf16:
+    if cell.precision is Precision.BF16:
         yield "all_reduce", "uint8", 1, 1
-    if world_size > 1:
-        yield "all_gather", "bfloat16" if bf16 else "float32", flat(layout, world_size), 1
+    if cell.world_size > 1:
+        yield "all_gather", _compute_dtype(cell), flat(layout, cell.world_size), 1
 
 
-def stage3(
-    layout: Layout, accumulate: int, world_size: int, *, sync: Sync, bf16: bool, zero: ZeroSettings
-) -> Iterator[Call]:
+def _compute_dtype(cell: Cell) -> str:
+    return "bfloat16" if cell.precision is Precision.BF16 else "float32"
+
+
+def stage3(sync: Sync, cell: Cell, layout: Layout, options: Options) -> Iterator[Call]:
     """Gathers of parameters in every forward and backward, reduce-scatters of buckets in fp32, all-reduces of norms.
 
     Every parameter is padded separately to a multiple of W (partition_parameters.py:_padding_size;
@@ -132,17 +123,18 @@ def stage3(
     """
 
     def padded(parameters: Iterable[int]) -> int:
-        return sum(ceil_to(layout.parameters[p].numel, world_size) for p in parameters)
+        return sum(ceil_to(layout.parameters[p].numel, cell.world_size) for p in parameters)
 
-    if world_size > 1:
-        for gathered in gathers.of_window(layout, accumulate, prefetch=zero.prefetch, max_live=zero.max_live):
-            yield "all_gather", "bfloat16" if bf16 else "float32", padded(gathered), 1
-    for bucket in buckets(layout, _order(layout, sync), zero.reduce_bucket):
-        yield "reduce_scatter", "float32", padded(bucket), accumulate if sync is Sync.EAGER else 1
-    yield "all_reduce", "float64", 1, num_sub_groups(layout, world_size, zero)
+    if cell.world_size > 1:
+        prefetch, max_live = options["stage3_prefetch_bucket_size"], options["stage3_max_live_parameters"]
+        for gathered in gathers.of_window(layout, cell.accumulate, prefetch=prefetch, max_live=max_live):
+            yield "all_gather", _compute_dtype(cell), padded(gathered), 1
+    for bucket in buckets(layout, _order(layout, sync), options["reduce_bucket_size"]):
+        yield "reduce_scatter", "float32", padded(bucket), cell.accumulate if sync is Sync.EAGER else 1
+    yield "all_reduce", "float64", 1, num_sub_groups(layout, cell.world_size)
 
 
-def num_sub_groups(layout: Layout, world_size: int, zero: ZeroSettings) -> int:
+def num_sub_groups(layout: Layout, world_size: int) -> int:
     """Number of groups into which stage 3 splits the optimizer's parameters: the one that fills a group closes it.
 
     stage3.py:_create_fp16_sub_groups; sizes are those of a rank's partitions, not of whole parameters.
@@ -150,12 +142,12 @@ def num_sub_groups(layout: Layout, world_size: int, zero: ZeroSettings) -> int:
     groups, filled = 0, 0
     for p in layout.parameters:
         filled += ceil_to(p.numel, world_size) // world_size
-        if filled >= zero.sub_group:
+        if filled >= SUB_GROUP:
             groups, filled = groups + 1, 0
     return groups + (filled > 0)
 
 
-def held(layout: Layout, world_size: int, rank: int, *, sync: Sync, bf16: bool, zero: ZeroSettings) -> dict[str, int]:
+def held(sync: Sync, cell: Cell, layout: Layout, rank: int, options: Options) -> dict[str, int]:
     """Parameters in the compute dtype plus fp32 master weights, and gradients as the stage keeps them.
 
     Stage 2: every rank has the full flat parameters and a partition of the master weights. The gradient is one
@@ -165,9 +157,10 @@ def held(layout: Layout, world_size: int, rank: int, *, sync: Sync, bf16: bool, 
     deferred sync adds the full gradient. The reduction buffer is permanent too (stage3.py:__init__); stage 2 frees its
     own after every backward.
     """
+    world_size, bf16 = cell.world_size, cell.precision is Precision.BF16
     element = 2 if bf16 else 4
     whole = 4 * layout.num_parameters
-    if zero.stage == 2:
+    if options["stage"] == 2:
         partition = flat(layout, world_size) // world_size
         gradients = 4 * (partition if bf16 else overlapping(layout, world_size, rank))
         return {
@@ -179,7 +172,7 @@ def held(layout: Layout, world_size: int, rank: int, *, sync: Sync, bf16: bool, 
     return {
         "parameters": (element + 4) * shards,
         "gradients": 4 * shards + (whole if sync is Sync.DEFERRED else 0),
-        "communication": 4 * zero.reduce_bucket,
+        "communication": 4 * options["reduce_bucket_size"],
     }
 
 
@@ -194,9 +187,9 @@ def overlapping(layout: Layout, world_size: int, rank: int) -> int:
     return found
 
 
-def masters(layout: Layout, world_size: int, zero: ZeroSettings) -> tuple[int, int]:
+def masters(layout: Layout, world_size: int, stage: int) -> tuple[int, int]:
     """Elements and number of tensors of a rank's fp32 master weights, for which the optimizer keeps state."""
-    if zero.stage == 2:
+    if stage == 2:
         return flat(layout, world_size) // world_size, 1
     numel = sum(ceil_to(p.numel, world_size) for p in layout.parameters) // world_size
-    return numel, num_sub_groups(layout, world_size, zero)
+    return numel, num_sub_groups(layout, world_size)

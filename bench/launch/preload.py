@@ -1,7 +1,7 @@
 """Imported once by a fork server, so that trials need not wait for imports. Must not initialize CUDA.
 
-Imports what every trial needs and the packages named in BENCH_PRELOAD, nothing else. If an import initializes CUDA, no
-forked child can use it; ``initialized_by`` names the culprit.
+Imports what every trial needs and what BENCH_PRELOAD names (``Backend.preload``). If an import initializes
+CUDA, no forked child can use it; ``initialized_by`` names the culprit.
 """
 
 from __future__ import annotations
@@ -31,17 +31,6 @@ def initialized() -> bool:
 # Otherwise its children would keep it alive after the launcher's process has ended. They end with it.
 stragglers.signal_at_parents_end(signal.SIGKILL)
 
-_PARTS = {
-    # deepspeed.initialize imports the second one, and it imports all of torch.compile.
-    "deepspeed": ("deepspeed", "deepspeed.runtime.zero.muon.original_muon"),
-    "lightning": ("lightning.pytorch", "lightning.fabric"),
-    "transformers": ("transformers.trainer",),
-    "accelerate": ("accelerate", "deepspeed"),  # Accelerate imports DeepSpeed wherever it is installed
-    "torchtitan": ("bench.backends.torchtitan:load",),
-}
-"""Modules to import, or ``module:function`` to call, for packages where importing the top module is not enough."""
-_packages = [name for name in os.environ.get("BENCH_PRELOAD", "").split(",") if name]
-
 initialized_by = ""
 """The first module whose import initialized CUDA; empty if none did."""
 
@@ -49,7 +38,7 @@ for _module in (
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "transformers.models.llama.modeling_llama",
-    *(part for name in _packages for part in _PARTS.get(name, (name,))),
+    *filter(None, os.environ.get("BENCH_PRELOAD", "").split(",")),
     "pydantic",
     "safetensors.torch",
     "bench.workload.llama",

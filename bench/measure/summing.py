@@ -24,7 +24,8 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bench.backends.base import Backend, Job
+from bench.backends.base import Backend
+from bench.backends.training_job import Job
 from bench.measure.taps import Taps, updates
 from bench.plan.cell import Cell, Sync
 

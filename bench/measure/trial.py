@@ -34,7 +34,8 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from bench.backends import blocks
-from bench.backends.base import Backend, Job, registry
+from bench.backends.base import Backend, registry
+from bench.backends.training_job import Job
 from bench.errors import UnsupportedError
 from bench.measure import heartbeat
 from bench.measure.collectives import CollectiveCounter

@@ -24,10 +24,10 @@ from bench.judge.statistics import Interval
 from bench.judge.verdicts import NEXT, Verdict
 from bench.plan.columns import AXES, WAYS
 from bench.report.report_data import machine_words
-from bench.run.machine import unlike_nodes
+from bench.run.machine import FRAMEWORKS, unlike_nodes
 from bench.words import bibtex, digits, markdown, plain, plural
 
-VERSIONS = ("torch", "lightning", "deepspeed", "transformers", "accelerate", "torchtitan", "numpy")
+VERSIONS = (*FRAMEWORKS, "numpy")
 """Packages whose versions are cited."""
 NOT_STORED = "not stored"
 NONE = "none"
@@ -234,7 +234,7 @@ def _versions(manifest: Mapping[str, Any]) -> str:
     ours = (manifest.get("distributions") or {}).get(SCHEME)
     found = [f"{SCHEME} {ours}"] if ours else []
     found += [f"Python {python}"] if python else []
-    found += [f"{name} {packages[name]}" for name in VERSIONS if name in packages]
+    found += [f"{name} {version}" for name, version in packages.items() if name in VERSIONS]
     return f"Versions: {', '.join(found) or NOT_STORED}"
 
 

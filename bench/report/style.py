@@ -20,6 +20,8 @@ from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.lines import Line2D
 from matplotlib.typing import LineStyleType
 
+from bench.backends.base import built_in
+
 WIDTH, MAX_HEIGHT = 7.5, 9.0
 """Of a figure in inches: fits on A4 with margins."""
 DPI = 200
@@ -34,21 +36,8 @@ NAME_WIDTH = 2.8
 REFERENCE_COLOUR = "#000000"
 GREY, CONTROL_COLOUR = "#555555", "#f3dfb4"
 
-FRAMEWORK_COLOURS = {
-    "torch": REFERENCE_COLOUR,
-    "torch DDP": "#0072B2",
-    "FSDP2": "#D55E00",
-    "HSDP": "#661100",
-    "DeepSpeed": "#009E73",
-    "Lightning DDP": "#56B4E9",
-    "Lightning FSDP2": "#E69F00",
-    "Lightning DeepSpeed": "#882255",
-    "Fabric FSDP2": "#CC79A7",
-    "torchtitan": "#AA4466",
-}
-"""Okabe and Ito's palette, its yellow (too pale on paper) replaced by the wine of Paul Tol's muted one."""
-FURTHER_COLOURS = ("#332288", "#999933", "#AA4499", "#44AA99", "#6699CC", "#888888")
-"""From Paul Tol's muted and safe palettes, for frameworks of users; a seventh one gets the first again."""
+FRAMEWORK_COLOURS = {backend.framework: backend.colour for backend in built_in().values() if backend.colour}
+"""Okabe and Ito's palette without its yellow, which is too pale on paper, and Paul Tol's muted and safe palettes."""
 SYNC_MARKERS = {"none": "o", "eager": "s", "deferred-all-reduce": "v", "deferred": "^"}
 OTHER_MARKER = "D"
 SHARDING_DASHES: dict[str, tuple[float, ...]] = {
@@ -112,9 +101,12 @@ def safe(text: object) -> str:
 
 
 def colours(frameworks: Iterable[str]) -> dict[str, str]:
-    """One colour per framework: fixed for the known ones, in order of name for others."""
-    unknown = sorted(set(frameworks) - set(FRAMEWORK_COLOURS))
-    return FRAMEWORK_COLOURS | dict(zip(unknown, itertools.cycle(FURTHER_COLOURS), strict=False))
+    """One colour per framework: fixed for the known ones, for others those that are left, last first."""
+    chosen = sorted(set(frameworks))
+    unknown = [name for name in chosen if name not in FRAMEWORK_COLOURS]
+    taken = {FRAMEWORK_COLOURS[name] for name in chosen if name in FRAMEWORK_COLOURS}
+    free = [colour for colour in reversed(FRAMEWORK_COLOURS.values()) if colour not in taken]
+    return FRAMEWORK_COLOURS | dict(zip(unknown, itertools.cycle(free or [GREY]), strict=False))
 
 
 def looks(trials: pd.DataFrame) -> dict[str, Appearance]:

@@ -19,23 +19,14 @@ from typing import Any
 
 import psutil
 
+from bench.backends.base import built_in
 from bench.errors import InputError
 from bench.launch import gpus, job_nodes
 
-PACKAGES = (
-    "torch",
-    "lightning",
-    "deepspeed",
-    "transformers",
-    "accelerate",
-    "torchtitan",
-    "numpy",
-    "pandas",
-    "scipy",
-    "matplotlib",
-    "pyarrow",
-    "safetensors",
-)
+_REQUIRED = dict.fromkeys(name.replace("_", "-") for backend in built_in().values() for name in backend.requires)
+FRAMEWORKS = ("torch", *_REQUIRED)
+"""Packages that backends train with."""
+PACKAGES = (*FRAMEWORKS, "numpy", "pandas", "scipy", "matplotlib", "pyarrow", "safetensors")
 """Packages that can change a result; their versions are stored."""
 ENVIRONMENT_PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_", "MKL_", "CUDA_VISIBLE_DEVICES", "DS_")
 """Prefixes of the environment variables that are stored; an allowlist, to keep secrets out."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from bench.workload import load
 from tests.conftest import Run, run_matrix
 from tests.factories import make_backend, make_cell
 
-STAGE3 = [name for name, backend in BUILT_IN.items() if getattr(backend, "stage", 2) == 3]
+STAGE3 = [name for name, backend in BUILT_IN.items() if backend.stage == 3]
 COMPILABLE = ["ddp-deferred", "fsdp2-deferred"]
 ALL_COMPILABLE = [*COMPILABLE, "fsdp2-eager", "deepspeed-zero2-eager", "lightning-ddp", "lightning-fsdp2"]
 """One of every way to wrap a model that can."""
@@ -37,25 +37,12 @@ class Block(nn.Module):
         return rows + scale * self.down(torch.nn.functional.gelu(self.up(rows)))
 
 
-class Stack(nn.Module):
-    """Blocks one after the other."""
-
-    def __init__(self, num_blocks: int = 6) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block() for _ in range(num_blocks)])
-
-    def forward(self, rows: Tensor) -> Tensor:
-        for block in self.blocks:
-            rows = block(rows, scale=0.5)
-        return rows
-
-
-def stack(cell: Cell | None = None, compiler: str = "aot_eager") -> Stack:
+def stack(cell: Cell | None = None, compiler: str = "aot_eager") -> nn.Sequential:
     """The same weights each time, prepared as the cell asks."""
     torch.manual_seed(0)
-    made = Stack()
+    made = nn.Sequential(*[Block() for _ in range(6)])
     if cell is not None:
-        blocks.prepare(list(made.blocks), cell, compiler)
+        blocks.prepare(list(made), cell, compiler)
     return made
 
 
@@ -74,7 +61,7 @@ def test_gradients_and_names_stay(checkpointing: bool, compiled: bool) -> None:
     loss, found = gradients(stack(cell))
     expected_loss, expected = gradients(stack())
     assert loss == pytest.approx(expected_loss, rel=1e-6)
-    assert found.keys() == expected.keys() == dict(Stack().named_parameters()).keys()
+    assert found.keys() == expected.keys() == dict(stack().named_parameters()).keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7)
 
@@ -133,7 +120,7 @@ def test_compiled_backends_equal_the_reference(
         assert trial["status"] == "ok", trial["reason"]
         assert trial["compiled"] and trial["update_error"] < (2e-6 if precision == "fp32" else 1.5e-2)
         assert trial["activation_checkpointing"] == (checkpointing == "on")
-        assert pd_isna(trial["peak_memory_bytes"]), "what is compiled allocates out of sight"
+        assert pd.isna(trial["peak_memory_bytes"]), "what is compiled allocates out of sight"
         assert run.record(name)["collectives"], "they are counted of blocks that are not compiled"
     refused = run.trial("deepspeed-zero3-eager")
     assert refused["status"] == "unsupported"
@@ -159,12 +146,6 @@ def test_nothing_is_compiled_again_between_the_end_of_warm_up_and_that_of_the_pa
         made(rows, scale=4.0)
 
 
-def pd_isna(value: Any) -> bool:
-    import pandas as pd
-
-    return bool(pd.isna(value))
-
-
 def test_what_refuses_says_why() -> None:
     made = make_backend("made")
     assert blocks.refusal(make_cell(activation_checkpointing=True, compiled=True), made) == ""
@@ -179,7 +160,7 @@ def test_what_refuses_says_why() -> None:
     fake = make_cell(virtual=True, fake_tensors=True, compiled=True)
     assert "fake tensors cannot be compiled" in blocks.refusal(fake, make_backend("fine"))
     refusing = {name for name, backend in registry().items() if backend.not_compiled}
-    assert refusing == {name for name, backend in registry().items() if getattr(backend, "stage", 2) == 3}
+    assert refusing == {name for name, backend in registry().items() if backend.stage == 3}
 
 
 def test_what_is_missing_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

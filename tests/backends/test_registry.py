@@ -5,14 +5,16 @@ from __future__ import annotations
 import importlib.metadata
 import sys
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
+import bench.backends
 from bench.backends import base
 from bench.backends.base import EXTRA_BACKENDS, installed_backends, registry
 from bench.errors import InputError
 from bench.plan.cell import Device
-from tests.conftest import bench
+from tests.conftest import bench as run_bench
 from tests.factories import make_cell
 
 CODE = """
@@ -65,6 +67,24 @@ def test_nothing_is_imported_that_is_not_named(site: Path, tmp_path: Path) -> No
         registry(["bad"])
 
 
+def test_a_file_in_the_folder_of_backends_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "another.py").write_text(CODE.format(folder=tmp_path, name="another"))
+    monkeypatch.setattr(bench.backends, "__path__", [*bench.backends.__path__, str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "bench.backends.another", raising=False)
+    found = base.built_in.__wrapped__()
+    assert found["another"].framework == "torch DDP" and found.keys() == base.built_in().keys() | {"another"}
+    assert list(found).index("ddp-deferred") < list(found).index("another") < list(found).index("deepspeed-zero2-eager")
+
+
+def test_a_framework_has_a_colour_of_its_own_and_its_parts_exist() -> None:
+    colours = {(backend.framework, backend.colour) for backend in registry().values()}
+    assert len(colours) == len(dict(colours)) == len({colour for _, colour in colours})
+    for backend in registry().values():
+        assert backend.family is not base.BackendFamily.OTHER
+        if backend.scenario_variant:
+            assert issubclass(backend, resolve_name(backend.scenario_variant).__bases__)
+
+
 def test_what_has_never_run_must_be_named_and_says_so() -> None:
     assert "megatron-fsdp" in installed_backends() and "megatron-fsdp" not in registry(["all"])
     untried = registry(["megatron-fsdp"])["megatron-fsdp"]
@@ -106,14 +126,14 @@ def test_the_environment_names_backends_too(site: Path, monkeypatch: pytest.Monk
 
 
 def test_the_command_lists_what_it_does_not_load(site: Path, tmp_path: Path) -> None:
-    listed = bench("backends", cwd=tmp_path, pythonpath=site)
+    listed = run_bench("backends", cwd=tmp_path, pythonpath=site)
     assert listed.returncode == 0, listed.stderr
     not_loaded = {line.split()[0] for line in listed.stdout.splitlines() if "not loaded" in line}
     assert not_loaded == {"mine", "bad"}
     assert not (tmp_path / "imported").exists()
-    shown = bench("backends", "mine", cwd=tmp_path, pythonpath=site)
+    shown = run_bench("backends", "mine", cwd=tmp_path, pythonpath=site)
     assert [line.split()[0] for line in shown.stdout.splitlines()] == ["backend", "mine"]
     assert (tmp_path / "imported").exists()
     for command in (["backends", "mini"], ["plan", "--matrix", "smoke", "--backend", "mini"]):
-        refused = bench(*command, cwd=tmp_path, pythonpath=site)
+        refused = run_bench(*command, cwd=tmp_path, pythonpath=site)
         assert refused.returncode == 2 and "'mini' is unknown" in refused.stderr and "mine" in refused.stderr

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import psutil
 
-from bench.backends.base import Job
 from bench.backends.plain import DDPEager, Reference
+from bench.backends.training_job import Job
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -11,8 +11,9 @@ import pytest
 import torch
 from transformers.integrations import sdpa_attention
 
-from bench.backends.base import Backend, Job
+from bench.backends.base import Backend
 from bench.backends.plain import DDPEager
+from bench.backends.training_job import Job
 from bench.judge.formulas import BUILT_IN
 from bench.judge.tables import build
 from bench.launch.launcher import Launcher
