@@ -59,7 +59,7 @@ class ReportData:
 
     @cached_property
     def cells(self) -> pd.DataFrame:
-        """``bench.load(RUN).cells`` by ``cell_id``, without A/A twins, which only serve to measure the noise floor."""
+        """``bench.load(RUN).cells`` by ``cell_id``, without A/A twins, which only serve to check the instrument."""
         found = cells_frame(self.quotes, self.against_baseline).set_index("cell_id", drop=False).rename_axis(None)
         return found[found["twin"].fillna("") == ""]
 
