@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from bench.judge.integrity import Level
+from bench.findings import Level
 from bench.report.cited import verify
 from tests import house
 from tests.conftest import ROOT

@@ -37,17 +37,16 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Examine the machine and print the findings; 1 if there is an error."""
     from bench.backends.base import registry
-    from bench.judge.health import examine
-    from bench.judge.integrity import Level
+    from bench.findings import Level
     from bench.plan.cell import REFERENCES, Device
-    from bench.run.surroundings import gather
+    from bench.run import doctor
 
     backends = {name: backend for name, backend in registry().items() if name not in REFERENCES}
-    missing = {str(device): {name: one.missing(device) for name, one in backends.items()} for device in Device}
-    found = examine(gather(arguments.out, missing))
-    errors, warnings = (sum(one.level is level for one in found) for level in (Level.ERROR, Level.WARNING))
+    missing = {str(device): {name: backend.missing(device) for name, backend in backends.items()} for device in Device}
+    found = doctor.examine(arguments.out, missing)
+    errors, warnings = (sum(finding.level is level for finding in found) for level in (Level.ERROR, Level.WARNING))
     if arguments.json:
-        findings = [dataclasses.asdict(one) for one in found]
+        findings = [dataclasses.asdict(finding) for finding in found]
         print(json.dumps({"findings": findings, "errors": errors, "warnings": warnings}))
         return BAD if errors else GOOD
     from bench.report.terminal import show_findings

@@ -5,21 +5,20 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from enum import StrEnum
-from functools import partial
+from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from bench.findings import Finding, Level, error, good, warning
 from bench.judge import samples
 from bench.judge.loading import Run, missing_trials, read
-from bench.judge.sides import IDLE_SHARE
 from bench.judge.standing import Standing, standing, widest
 from bench.judge.statistics import MARGIN, MIN_TRIALS
 from bench.judge.verdicts import Verdict, band
+from bench.measure.host import IDLE_SHARE
 from bench.plan.cell import REFERENCES, Cell, RankGroup, Status
 from bench.plan.schedule import Ended
 from bench.run.journal import Journal
@@ -35,30 +34,6 @@ EARLIER = {"replicate": 0, "ranks_per_node": 0, "group": RankGroup.WORLD}
 """Columns that came later, with the value that they have for all runs from before."""
 NAMED = 3
 """Most cells named in one finding."""
-
-
-class Level(StrEnum):
-    """Severity of a finding."""
-
-    ERROR = "error"
-    """The data cannot be trusted: do not cite it."""
-    WARNING = "warning"
-    """A limitation to mention when citing it."""
-    GOOD = "good"
-    """Checked, without a problem."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """The result of one check."""
-
-    level: Level
-    topic: str
-    text: str
-
-
-error, warning, good = (partial(Finding, level) for level in Level)
-"""Findings of a level, from topic and text."""
 
 
 def check(folder: Path) -> list[Finding]:

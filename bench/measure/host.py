@@ -22,6 +22,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Self
 
+IDLE_SHARE = 0.1
+"""Largest share of the CPUs that others may use on an idle machine."""
 BUSY = (0, 1, 2)
 """Fields of a CPU's line in ``/proc/stat`` that are work: user (includes guests), nice, system."""
 STEAL = 7

@@ -10,7 +10,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from bench.judge.integrity import Finding, Level
+from bench.findings import Finding, Level
 from bench.report.answer import Answer, Statement
 from bench.report.ranking import TableColumn
 

@@ -10,7 +10,8 @@ import pandas as pd
 import pytest
 
 from bench import cli
-from bench.judge.integrity import Level, check
+from bench.findings import Level
+from bench.judge.integrity import check
 from bench.judge.standing import noise_floor, standing
 from bench.judge.verdicts import Verdict
 from bench.plan.cell import Cell

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from bench.judge.sides import IDLE_SHARE
+from bench.measure.host import IDLE_SHARE
 from bench.judge.statistics import Interval, Sample, ratio
 from bench.words import digits
 from tests.overhead import bare

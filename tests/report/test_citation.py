@@ -15,7 +15,7 @@ import pytest
 
 from bench import cli
 from bench.errors import InputError
-from bench.judge.integrity import Level
+from bench.findings import Level
 from bench.judge.loading import Run, load
 from bench.judge.quoting import find_cell
 from bench.judge.standing import standing
