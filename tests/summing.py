@@ -13,7 +13,7 @@ from bench.backends import deepspeed as ds
 from bench.backends.base import Backend, Job, registry
 from bench.backends.fsdp2 import Gathered
 from bench.errors import UnsupportedError
-from bench.measure.summing import accumulator, error
+from bench.measure.accumulation_dtype import accumulator, error
 from bench.plan.cell import Precision, Sharding, Status, Sync
 from bench.plan.task import Task
 from tests.factories import make_cell

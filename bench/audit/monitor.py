@@ -1,8 +1,7 @@
 """How right Lightning's ThroughputMonitor is under accumulation, measured: a Trainer runs, and a tap has the truth.
 
-The workload takes known times per micro-batch and per optimizer step, on a clock that the monitor and the tap share. By
-default the clock is virtual and only the workload advances it, which is exact and takes no time. With the real clock
-the workload sleeps, and both numbers contain Lightning's own overhead. Time in validation counts as none in both.
+The workload takes known times per micro-batch and per optimizer step, on a virtual clock that the monitor and the tap
+share. Only the workload advances it, which is exact and takes no time. Time in validation counts as none in both.
 
 On several ranks the monitor's ``samples_per_sec``, of all ranks, is compared, otherwise ``device/samples_per_sec``.
 
@@ -15,7 +14,6 @@ import contextlib
 import dataclasses
 import logging
 import statistics
-import time
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
@@ -159,24 +157,12 @@ class VirtualClock:
             module.time = before
 
 
-class RealClock:
-    """The host's clock; the workload sleeps."""
-
-    in_validation = 0.0
-    now = staticmethod(time.perf_counter)
-    spend = staticmethod(time.sleep)
-
-    def shown_to(self, module: Any) -> contextlib.AbstractContextManager[None]:
-        """Nothing to do: the monitor reads this clock anyway."""
-        return contextlib.nullcontext()
-
-
-def measure(point: Point, *, real_time: bool = False, number: int = 0) -> Measurement:
+def measure(point: Point, *, number: int = 0) -> Measurement:
     """Train at one point of the grid with the installed Lightning, on the CPU, in this process, as rank ``number``.
 
     An error of the monitor is a result; any other error is raised.
     """
-    clock = RealClock() if real_time else VirtualClock()
+    clock = VirtualClock()
     taps = Taps(mark=lambda: clock.now() - clock.in_validation)
     logged: list[tuple[int, float | None]] = []
     error = ""
@@ -187,12 +173,12 @@ def measure(point: Point, *, real_time: bool = False, number: int = 0) -> Measur
         if not any(frame.f_globals.get("__name__") in MONITOR_MODULES for frame, _ in frames):
             raise
         error = " ".join(f"{type(exception).__name__}: {exception}".split())
-    if isinstance(clock, VirtualClock) and not clock.num_reads and not error and number == 0:
-        raise RuntimeError("this ThroughputMonitor did not read the virtual clock; measure with the real one")
+    if not clock.num_reads and not error and number == 0:
+        raise RuntimeError("this ThroughputMonitor did not read the virtual clock, so nothing is known of it")
     return _measurement(point, taps, logged, error)
 
 
-def _train(point: Point, clock: VirtualClock | RealClock, taps: Taps, logged: list[tuple[int, float | None]]) -> None:
+def _train(point: Point, clock: VirtualClock, taps: Taps, logged: list[tuple[int, float | None]]) -> None:
     """Train; at each log of the monitor, append the micro-batches so far and the rate, if any, to ``logged``."""
     import torch
     from lightning.pytorch import LightningModule, Trainer

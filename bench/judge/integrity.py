@@ -46,6 +46,7 @@ def check(folder: Path) -> list[Finding]:
         *_order(records),
         *_starts(run, records),
         *_surroundings(run),
+        *_telemetry(records),
         *_samples(run, records),
         *_gates(run),
         *_verdicts(run, standing(run)),
@@ -199,6 +200,13 @@ def _surroundings(run: Run) -> Iterator[Finding]:
         yield from (warning("nodes", text) for text in unlike)
         if not unlike:
             yield good("nodes", f"{1 + len(others)} nodes have the same hardware, packages and environment")
+
+
+def _telemetry(records: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    """Why the GPUs' telemetry is empty or limited."""
+    notes = Counter(note for record in records for note in (record.get("gpus") or {}).get("notes", ()))
+    for note, number in list(notes.items())[:NAMED]:
+        yield warning("machine", f"{note} ({plural(number, 'trial')})")
 
 
 def _samples(run: Run, records: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:

@@ -85,15 +85,16 @@ def _devices() -> dict[str, Any]:
     if not usable:
         return {"device_error": "; ".join(" ".join(str(warning.message).split()) for warning in caught)}
     try:
+        module: Any = torch.get_device_module(torch.accelerator.current_accelerator())
         devices: list[dict[str, Any]] = []
         for index in range(torch.accelerator.device_count()):
-            about = torch.cuda.get_device_properties(index)
+            about = module.get_device_properties(index)
             uuid = f"GPU-{about.uuid}" if hasattr(about, "uuid") else f"GPU-{index}"  # as NVML writes it
             devices.append({"index": index, "name": about.name, "uuid": uuid, "memory_bytes": about.total_memory})
             devices[-1]["capability"] = [about.major, about.minor]
         pairs = [(a["index"], b["index"]) for a in devices for b in devices if a is not b]
-        no_peers = [[a, b] for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
-        return {"devices": devices, "architectures": torch.cuda.get_arch_list(), "no_peers": no_peers}
+        no_peers = [[a, b] for a, b in pairs if not module.can_device_access_peer(a, b)]
+        return {"devices": devices, "architectures": module.get_arch_list(), "no_peers": no_peers}
     except (RuntimeError, AssertionError) as error:
         return {"device_error": " ".join(str(error).split())}
 

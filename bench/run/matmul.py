@@ -74,8 +74,8 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     until = time.perf_counter() + WARM_S[kind]
     while time.perf_counter() < until:
         torch.mm(a, b, out=product)
-        if kind == "cuda":
-            torch.cuda.synchronize()
+        if kind != "cpu":
+            torch.accelerator.synchronize()
     marks = [clock.mark()]
     for _ in range(PRODUCTS[kind]):
         torch.mm(a, b, out=product)

@@ -16,7 +16,7 @@ from bench.backends.plain import DDPEager
 from bench.judge.formulas import BUILT_IN
 from bench.judge.tables import build
 from bench.launch.launcher import Launcher
-from bench.measure.dispatch import HostCost, Launches, merge, num_launches
+from bench.measure.dispatch import HostCost, merge, num_launches
 from bench.measure.operators import OperatorCounter
 from bench.measure.taps import EventKind
 from bench.measure.trial import RankTrial
@@ -203,9 +203,8 @@ def test_on_cuda_the_device_is_idle_at_the_start_and_launches_have_a_window(monk
             calls.append("stop")
 
     monkeypatch.setattr(torch.profiler, "profile", Profile)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: calls.append("synchronize"))
     cost = HostCost(1, cuda=True)
-    assert Launches().count is None
     with cost:
         for _ in range(cost.windows):
             cost.on_event(EventKind.LOSS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,41 +11,13 @@ import pytest
 import torch
 
 from bench.backends.base import registry
-from bench.measure.exposure import Activity, Exposure, WindowProfiler, exposure, from_kineto
+from bench.measure.exposure import WindowProfiler, exposure
 from bench.measure.trial import RankTrial
 from bench.plan.cell import Device
 from bench.plan.task import EXTRA_PASSES, SETTLED_WINDOWS, Spec, passes
 from tests.factories import make_cell
 
 NCCL = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
-
-
-def nccl(start: float, duration: float) -> Activity:
-    """A collective's kernel."""
-    return Activity(NCCL, start, duration)
-
-
-@pytest.mark.parametrize(
-    ("activities", "found"),
-    [
-        ([], (0, 0, 0, 0)),
-        ([Activity("gemm", 0, 5)], (0, 0, 5, 0)),
-        ([nccl(1, 2)], (2, 2, 0, 1)),
-        ([Activity("gemm", 0, 10), nccl(1, 2)], (2, 0, 10, 1)),
-        ([nccl(0, 4), Activity("gemm", 3, 4)], (4, 3, 4, 1)),
-        ([nccl(0, 4), nccl(2, 4)], (6, 6, 0, 2)),
-        ([nccl(0, 10), Activity("a", 1, 1), Activity("b", 1.5, 1.5), Activity("c", 8, 9)], (10, 6, 11, 1)),
-        ([nccl(0, 4), Activity("Memcpy DtoD", 1, 1, "gpu_memcpy")], (4, 3, 1, 1)),
-        ([nccl(0, 4), Activity("aten::mm", 0, 4, "cpu_op")], (4, 4, 0, 1)),
-        ([nccl(5, 1), nccl(0, 1), Activity("gemm", 0.5, 5)], (2, 1, 5, 2)),
-    ],
-)
-def test_exposed_is_what_runs_alone(activities: list[Activity], found: tuple[float, float, float, int]) -> None:
-    expected = dict(zip(("collective_s", "exposed_s", "compute_s", "num_collectives"), found, strict=True))
-    assert exposure(activities) == Exposure(**expected)  # type: ignore[arg-type]
-
-
-# The profiler around a window, with a trace as it is recorded: events as Kineto gives them, in nanoseconds.
 
 
 class Event:
@@ -125,22 +97,39 @@ TRACES = {
 """Realistic traces, and of each: collective_s, exposed_s, compute_s and num_collectives, by hand."""
 
 
-@pytest.mark.parametrize("name", TRACES)
-def test_a_trace_says_the_same_in_old_and_new_torch(name: str) -> None:
-    events, by_hand = TRACES[name]
-    collective_s, exposed_s, compute_s, num_collectives = by_hand
-    right = Exposure(
-        collective_s=pytest.approx(collective_s),  # type: ignore[arg-type]
-        exposed_s=pytest.approx(exposed_s),  # type: ignore[arg-type]
-        compute_s=pytest.approx(compute_s),  # type: ignore[arg-type]
-        num_collectives=num_collectives,
-    )
-    forms = {
-        "events": from_kineto(events),
-        "events of older torch": from_kineto([event.older() for event in events]),
-    }
-    for form, activities in forms.items():
-        assert exposure(activities) == right, form
+def nccl(start: float, duration: float) -> Event:
+    return named(NCCL, start, duration)
+
+
+def named(name: str, start: float, duration: float, category: str = "kernel") -> Event:
+    """Of times in seconds."""
+    return Event(name, int(start * 1e9), int(duration * 1e9), category)
+
+
+@pytest.mark.parametrize(
+    ("events", "by_hand"),
+    [
+        *TRACES.values(),
+        ([named("gemm", 0, 5)], (0, 0, 5, 0)),
+        ([nccl(1, 2)], (2, 2, 0, 1)),
+        ([named("gemm", 0, 10), nccl(1, 2)], (2, 0, 10, 1)),
+        ([nccl(0, 4), nccl(2, 4)], (6, 6, 0, 2)),
+        ([nccl(0, 10), named("a", 1, 1), named("b", 1.5, 1.5), named("c", 8, 9)], (10, 6, 11, 1)),
+        ([nccl(0, 4), named("aten::mm", 0, 4, "cpu_op")], (4, 4, 0, 1)),
+        ([nccl(5, 1), nccl(0, 1), named("gemm", 0.5, 5)], (2, 1, 5, 2)),
+    ],
+)
+def test_exposed_is_what_runs_alone_in_old_and_new_torch(
+    events: list[Event], by_hand: tuple[float, float, float, int]
+) -> None:
+    expected = dict(zip(("collective_s", "exposed_s", "compute_s", "num_collectives"), by_hand, strict=True))
+    for form in (events, [event.older() for event in events]):
+        found = exposure(form)
+        assert found is not None and asdict(found) == pytest.approx(expected)
+
+
+def test_a_profiler_that_saw_nothing_says_nothing() -> None:
+    assert exposure([Event("cudaLaunchKernel", 0, 5_000, "cuda_runtime")]) is None
 
 
 class Profile:
@@ -166,7 +155,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     monkeypatch.setattr(Profile, "calls", found, raising=False)
     monkeypatch.setattr(torch.profiler, "profile", Profile)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: found.append("synchronize"))
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: found.append("synchronize"))
     return found
 
 
