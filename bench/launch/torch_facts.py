@@ -95,7 +95,7 @@ def _devices() -> dict[str, Any]:
         pairs = [(a["index"], b["index"]) for a in devices for b in devices if a is not b]
         no_peers = [[a, b] for a, b in pairs if not module.can_device_access_peer(a, b)]
         return {"devices": devices, "architectures": module.get_arch_list(), "no_peers": no_peers}
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, AttributeError) as error:
         return {"device_error": " ".join(str(error).split())}
 
 

@@ -156,21 +156,16 @@ def torch_build() -> dict[str, str | None]:
 def distributions() -> dict[str, str]:
     """Versions of all installed packages by name, including NCCL's."""
     found: dict[str, str] = {}
-    for one in importlib.metadata.distributions():
+    for distribution in importlib.metadata.distributions():
         # The first one found is what gets imported: it shadows packages of the same name in a base environment.
-        found.setdefault(str(one.metadata["Name"]).lower(), one.version)
+        found.setdefault(str(distribution.metadata["Name"]).lower(), distribution.version)
     return dict(sorted(found.items()))
 
 
 def packages() -> dict[str, str]:
     """Versions of the installed packages in PACKAGES."""
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    found = distributions()
+    return {name: found[name] for name in PACKAGES if name in found}
 
 
 def environment() -> dict[str, str]:

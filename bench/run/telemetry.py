@@ -13,10 +13,10 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from itertools import pairwise
 from statistics import median
 from typing import Any, Self
 
+import numpy as np
 import psutil
 
 from bench.launch import gpus
@@ -204,19 +204,12 @@ def _within(samples: list[dict[str, Any]], name: str, begin: float, end: float) 
 
 
 def _energy(counter: list[tuple[float, float]], begin: float, end: float) -> float | None:
-    """Joules between two times; None if the counter was not read around both, or was reset."""
-    first, last = _at(counter, begin), _at(counter, end)
-    if first is None or last is None or any(after < before for (_, before), (_, after) in pairwise(counter)):
+    """Joules between two times, interpolated; None if the counter was not read around both, or was reset."""
+    times, joules = [time for time, _ in counter], [value for _, value in counter]
+    if not counter or begin < times[0] or end > times[-1] or joules != sorted(joules):
         return None
-    return last - first
-
-
-def _at(counter: list[tuple[float, float]], moment: float) -> float | None:
-    """The counter at a time, interpolated linearly between two readings."""
-    for (left, low), (right, high) in pairwise(counter):
-        if left <= moment <= right:
-            return low + (high - low) * ((moment - left) / (right - left) if right > left else 0.0)
-    return None
+    first, last = np.interp([begin, end], times, joules)
+    return float(last - first)
 
 
 def _num_foreign(samples: list[dict[str, Any]], begin: float, end: float, own: set[int]) -> int | None:

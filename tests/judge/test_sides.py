@@ -9,8 +9,8 @@ import pytest
 from bench.judge import tables
 from bench.judge.gates import judge
 from bench.judge.sides import Side, Sides
-from bench.measure.host import IDLE_SHARE
 from bench.judge.verdicts import Reason, Verdict, compare, judge_all
+from bench.measure.host import IDLE_SHARE
 from bench.plan.cell import Cell, Device
 from tests.factories import make_cell, make_manifest, make_record
 
