@@ -49,7 +49,7 @@ class MatmulTask(Task):
     """Selects the fork server: the reference needs no packages besides torch."""
 
 
-class Rates(TypedDict):
+class RankRates(TypedDict):
     """What a rank measured."""
 
     flops_per_s: dict[str, PositiveNumber]
@@ -143,7 +143,7 @@ def measure(cells: Iterable[Cell], threads: int, folder: Path, launcher: _Launch
         entry |= {"flops_per_s": {}, "links": [], "reason": outcome.reason}
         if outcome.status is Status.OK:
             try:
-                ranks = [fields.read(Rates, {key: rank.get(key) for key in RATES}) for rank in outcome.ranks]
+                ranks = [fields.read(RankRates, {key: rank.get(key) for key in RATES}) for rank in outcome.ranks]
             except InputError as error:
                 entry["reason"] = f"a rank returned damaged rates: {error}"
             else:
